@@ -340,6 +340,7 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
             recipe.rollout.max_completion_tokens,
             inputs.stop_ids,
             inputs.tokenizer.pad_token_id,
+            recipe.sizes.sequences_per_step,
             inputs.sampler_mesh,
         )
     )
@@ -413,8 +414,7 @@ def sampled_batches(recipe: Recipe, inputs: Inputs) -> list[dict[str, Any]]:
         batches[0] |= dict(prompts=2 * count, wanted=count)
     if recipe.eval:
         held_out = inputs.held_out
-        count = whole_batches(recipe.sizes.sequences_per_step, len(held_out.rows), inputs.models.mesh)
-        batches.append(dict(prompts=count, width=held_out.width, group=1, sampling=Sampling(0.0)))
+        batches.append(dict(prompts=len(held_out.rows), width=held_out.width, group=1, sampling=Sampling(0.0)))
     return batches
 
 

@@ -131,7 +131,15 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
             raise UserError(
                 f"--max-completion-tokens {length}: after prompts of {dataset.width} at most {room} fit the model"
             )
-        engine = Sampler(model, mesh, max_completion_tokens=length, stop_ids=stops, pad_id=tokenizer.pad_token_id)
+        batch = whole_batches(args.batch, len(dataset.rows), mesh)
+        engine = Sampler(
+            model,
+            mesh,
+            max_completion_tokens=length,
+            stop_ids=stops,
+            pad_id=tokenizer.pad_token_id,
+            max_sequences=batch * args.samples,
+        )
         frozen = partial(hf.load_params, learns=False)
         engine.update_weights(run.policy(step, folder, model, mesh) if run else frozen(folder, model, mesh))
         weights = [1.0] + [0.0] * (len(args.function) - 1)  # the first function judges
@@ -141,7 +149,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
             dataset,
             CompletionTask(tokenizer, score, environments),
             Drawing(args.samples, Sampling(args.temperature)),
-            batch=whole_batches(args.batch, len(dataset.rows), mesh),
+            batch=batch,
             key=jax.random.key(args.seed),
         )
     return graded, dataset.rows
@@ -198,7 +206,7 @@ def parse() -> argparse.Namespace:
     add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     add("--max-prompt-tokens", type=int, help="longer ones are an error (default: 512)")
     add("--max-completion-tokens", type=int, help="default: 512, or what the model's positions leave")
-    add("--batch", type=int, help="problems at a time (default: 128, of a run what one of its rollouts samples)")
+    add("--batch", type=int, help="problems at once (default: 128, of a run what one of its rollouts samples)")
     add("--dtype", choices=("float32", "bfloat16"), help="of activations (default: float32)")
     add("--seed", type=int, default=0)
     add(

@@ -142,7 +142,14 @@ def make_run(place: Workplace, recipe: SftRecipe) -> tuple[Session, SftParts]:
     collate = partial(make_batch, inputs.dataset, answers, short, length, tokenizer.pad_token_id)
     iterator = order.iterate(len(short), recipe.prompts_per_step, recipe.seed, collate)
     policy = make_policy(recipe, inputs)
-    engine = Sampler(model, mesh, max_completion_tokens=length, stop_ids=inputs.stop_ids, pad_id=tokenizer.pad_token_id)
+    engine = Sampler(
+        model,
+        mesh,
+        max_completion_tokens=length,
+        stop_ids=inputs.stop_ids,
+        pad_id=tokenizer.pad_token_id,
+        max_sequences=recipe.sizes.sequences_per_step,
+    )
     evaluation = make_evaluation(place, recipe, inputs)
 
     def accuracy(states: States) -> float:

@@ -24,6 +24,7 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine.distributed import processes
 from jaxrl_llm.models import hf, new_model
 from jaxrl_llm.tasks import REWARDS, SOURCES, arithmetic, countdown, gsm8k
 
@@ -192,7 +193,12 @@ def test_every_epoch_sees_every_row_once_in_another_order():
     assert epochs[0] != epochs[1]
 
 
-def test_evaluation_batches_cover_each_row_once_and_fill_the_last(tokenizer):
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_processes_evaluate_each_row_once_and_fill_the_last_part(tokenizer, monkeypatch, count):
     dataset = data.tokenize([{"prompt": str(i)} for i in range(5)], tokenizer, max_prompt_tokens=4, overlong="drop")
-    rows = [row["prompt"] for batch in data.batches(dataset, 3, 0) for row in batch.rows]
-    assert rows == ["0", "1", "2", "3", "4", "4"]
+    monkeypatch.setattr(processes.global_state, "num_processes", count)
+    rows = []
+    for process in range(count):
+        monkeypatch.setattr(processes.global_state, "process_id", process)
+        rows += [row["prompt"] for row in data.all_prompts(dataset, 0).rows]
+    assert rows == ["0", "1", "2", "3", "4", "4"][: 5 if count == 1 else 6]

@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
+from test_sampler import sample
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.learner.settings import HostMemory
-from jaxrl_llm.tools.plan import phases
+from jaxrl_llm.rollout.jax import compiled, programs, sizes, stream
+from jaxrl_llm.tools.plan import expected, phases
 from jaxrl_llm.tools.plan.chips import CHIPS
+from jaxrl_llm.tools.plan.expected import Endings, Usage, drawn_lengths, expected_usage
 from jaxrl_llm.tools.plan.flops import flops
 from jaxrl_llm.tools.plan.phases import Phase, make_plan
 from jaxrl_llm.tools.plan.search import candidates
@@ -62,8 +67,12 @@ def plan(tmp_path_factory):
 
 def test_a_plan_has_every_program_of_a_step_and_how_often_it_runs(plan):
     found = {phase.name.split(",")[0]: phase.times for phase in plan.phases}
-    of_sampler = {"a layer for the sampler": 4, "embedding and head for the sampler": 1, "prompts": 2, "decoding": 2}
+    # 64 slots for 128 completions of a device.
+    assert plan.stream.refills and found.pop("later prompts") > 1 and found.pop("decoding") >= 1
+    of_sampler = {"a layer for the sampler": 4, "embedding and head for the sampler": 1, "prompts": 1}
     assert found == of_sampler | {"scoring of reference": 1, "the update": 1}
+    sampled = sum(phase.tokens for phase in plan.phases)
+    assert sampled == plan.tokens == pytest.approx(64 * 8 * 6, rel=0.02)  # half of the 12 tokens that are the limit
     assert all(phase.program and phase.compile_seconds and phase.instructions for phase in plan.phases)
 
 
@@ -135,6 +144,67 @@ def test_a_search_compiles_nothing_for_what_cannot_fit_and_tries_only_meshes_tha
 def told(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "jaxrl_llm.tools.plan", "--config", str(ROOT / "configs" / "grpo.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1200)
+
+
+@pytest.mark.parametrize("mean", [1, 3.5, 512, 900, 1024])
+def test_drawn_lengths_have_their_mean_and_one_seed_gives_the_same(mean):
+    lengths = drawn_lengths(512, mean, 1024)
+    assert lengths.min() >= 1 and lengths.max() <= 1024
+    assert lengths.mean() == pytest.approx(mean, rel=0.01)
+    np.testing.assert_array_equal(lengths, drawn_lengths(512, mean, 1024))
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """What the stream of a real sampler calls, and rounds and pages of 4 tokens."""
+    monkeypatch.setattr(sizes, "PAGE", 4)
+    for module in (programs, stream, compiled, sizes, expected):
+        monkeypatch.setattr(module, "ROUND", 4)
+    usage, prefill, decode = defaultdict(Usage), compiled.CallPrograms.prefill, compiled.CallPrograms.decode
+
+    def prefilled(self, cache, prompts):
+        begun = usage[compiled.prompts_name(prompts.place.shape[1], self.sizes, first=cache is None)]
+        begun.calls += 1
+        begun.tokens += self.sizes.group * int((np.asarray(prompts.place) < self.sizes.prompts).sum())
+        return prefill(self, cache, prompts)
+
+    def decoded(self, cache, rows, below):
+        cache, sampled = decode(self, cache, rows, below)
+        slots = sizes.Slots(rows.length.shape[1], rows.page.shape[1], rows.prompt.shape[1])
+        count, round_ = np.asarray(sampled.count), usage[compiled.decoding_name(slots, self.sizes)]
+        round_.calls, round_.turns, round_.tokens = (
+            round_.calls + 1, round_.turns + int(count.max()), round_.tokens + int(count.sum())
+        )  # fmt: skip
+        return cache, sampled
+
+    monkeypatch.setattr(compiled.CallPrograms, "prefill", prefilled)
+    monkeypatch.setattr(compiled.CallPrograms, "decode", decoded)
+    return usage
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [dict(), dict(most=5), dict(pages=9), dict(most=12, pages=14), dict(mesh=(2, 2, 2), most=16, pages=7)],
+    ids=str,
+)
+@pytest.mark.parametrize("episodes", [False, True])
+def test_the_expected_calls_are_those_of_the_real_stream_for_lengths_that_it_has_sampled(bounds, episodes, counted):
+    length, devices = 24, 4 if "mesh" in bounds else 1
+    tool = Endings(length) if episodes else None
+    rollouts = sample(length=length, stops=(3, 4), environments=tool, **bounds)
+    lengths = rollouts.completion_mask.sum(axis=-1).reshape(-1)
+    assert len({*lengths.tolist()}) > 9
+    limits = dict(devices=devices, max_sequences=bounds.get("most", 0), pages=bounds.get("pages", 0))
+    of_stream = sizes.sizes_of(tiny.B, tiny.G, tiny.P, length, **limits)
+    usage = expected_usage(of_stream, lengths, devices, episodes=episodes)
+    assert {name: replace(count, pages=0) for name, count in usage.items()} == counted
+
+
+@pytest.mark.parametrize("mean", ["0", "nan", "13", "half"])
+def test_a_mean_that_no_lengths_have_is_refused_in_a_line(mean):
+    done = told("--topology", "v5e:4x4", "--lengths", mean)
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
+    assert "--lengths" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ class Canned(Engine):
     def __init__(self, given: EngineInputs, token: int):
         self._given, self._token = given, token
 
-    def sample(self, prompts: Prompts, key, *, group_size, sampling, environments=None, max_tokens=None) -> Rollouts:
+    def sample(self, prompts: Prompts, key, *, group_size, sampling, environments=None, **_) -> Rollouts:
         shape = (len(prompts.tokens), group_size, self._given.max_completion_tokens)
         tokens, mask = np.full(shape, self._token, np.int32), np.ones(shape, bool)
         mask[:, 1::2, 2:] = False
@@ -162,7 +162,7 @@ OBSERVED = 2  # tokens that the environment appends
 class Echo(Sampler):
     """The in-JAX sampler behind an environment that answers every completion with its own last two tokens."""
 
-    def sample(self, prompts: Prompts, key, *, group_size, sampling, environments=None, max_tokens=None) -> Rollouts:
+    def sample(self, prompts: Prompts, key, *, group_size, sampling, environments=None, **_) -> Rollouts:
         room = np.full((len(prompts.tokens), group_size), 6 - OBSERVED)
         made = super().sample(prompts, key, group_size=group_size, sampling=sampling, max_tokens=room)
         tokens, mask = np.array(made.completions), np.array(made.completion_mask)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any, TypeAlias
@@ -238,13 +238,12 @@ def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Promp
     return Prompts(tokens, mask, [dataset.rows[i] for i in indices], np.asarray(indices, np.int32), sources)
 
 
-def batches(dataset: Dataset, batch: int, pad_id: int) -> Iterator[Prompts]:
-    """Yields the data set once, in order: this process's part of each batch, whose end repeats the last row."""
-    for start in range(0, len(dataset.rows), batch):
-        last = len(dataset.rows) - 1
-        # The last batch is filled up: a smaller one would be another shape, and so another program.
-        numbers = [min(i, last) for i in range(start, start + batch)]
-        yield make_prompts(dataset, numbers[distributed.part(batch)], pad_id)
+def all_prompts(dataset: Dataset, pad_id: int) -> Prompts:
+    """Returns the whole data set, in order; with several processes its part of this one, each of the same size."""
+    count, processes = len(dataset.rows), distributed.count()
+    # The end repeats the last row.
+    numbers = [min(i, count - 1) for i in range(-(-count // processes) * processes)]
+    return make_prompts(dataset, numbers[distributed.part(len(numbers))], pad_id)
 
 
 def decode(tokenizer: Any, completions: AnyArray, mask: AnyArray) -> tuple[list[list[str]], list[list[list[int]]]]:

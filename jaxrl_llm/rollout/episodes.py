@@ -30,6 +30,7 @@ class Episodes:
     max_tokens: np.ndarray  # [N] largest length
     earlier: np.ndarray  # [N] tokens that earlier calls have left
     answers: dict[Future[list[int] | None], int] = field(default_factory=dict)  # those that are not there yet
+    counted: int = 0  # of those that have ended, by `newly_ended`
 
     @classmethod
     def empty(cls, max_tokens: np.ndarray, length: int, pad_id: int) -> Episodes:
@@ -60,6 +61,11 @@ class Episodes:
     def limits(self, turn_tokens: int) -> np.ndarray:
         """Returns the length at which each turn ends; 0: the completion is not in a turn."""
         return np.where(self.state == TURN, np.minimum(self.begin + turn_tokens, self.max_tokens), 0)
+
+    def newly_ended(self) -> int:
+        """Returns how many completions have ended since the last call."""
+        before, self.counted = self.counted, int(np.sum(self.state == ENDED))
+        return self.counted - before
 
     def append(self, i: int, tokens: Sequence[int] | np.ndarray, logprobs: Sequence[float] | np.ndarray) -> None:
         """Appends what was sampled in one completion."""

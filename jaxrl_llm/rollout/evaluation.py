@@ -29,20 +29,23 @@ def evaluate(
 ) -> Graded:
     """Samples and grades completions for each problem of a data set; with several processes, for its part.
 
+    The engine gets all problems at once, and the reward functions those of a batch, for which they have a time limit.
     A completion for which the judge returns None has the score 0.
     """
-    parts, count, share = [], len(dataset.rows), distributed.part(batch)
-    with progress.task("evaluating problems", count) as shown:
-        for i, prompts in enumerate(data.batches(dataset, batch, task.tokenizer.pad_token_id)):
-            step_key = jax.random.fold_in(key, i)
-            rollouts = task.sample(engine, prompts, step_key, draw.group_size, draw.sampling, "evaluation")
-            graded = task.grade(prompts, rollouts)
-            real = slice(max(min(share.stop, count - i * batch) - share.start, 0))  # others fill the last batch
-            rewards = jax.tree.map(lambda x, real=real: x[real], graded.rewards)
-            parts.append(graded._replace(texts=graded.texts[real], rewards=rewards, turns=graded.turns[real]))
-            shown.advance(min(batch, count - shown.finished))
-    texts, turns = ([x for part in parts for x in part[field]] for field in (0, 2))
-    rewards = jax.tree.map(lambda *x: np.concatenate(x), *(part.rewards for part in parts))
+    prompts = data.all_prompts(dataset, task.tokenizer.pad_token_id)
+    local_problems = len(prompts.rows)
+    with progress.task("evaluating problems: completions", local_problems * draw.group_size) as shown:
+        rollouts = task.sample(engine, prompts, key, draw.group_size, draw.sampling, "evaluation", shown.advance)
+    parts, size = [], batch // distributed.count()
+    with progress.task("evaluating problems: scores", local_problems) as shown:
+        for start in range(0, local_problems, size):
+            rows = [*range(start, min(start + size, local_problems))]
+            parts.append(task.grade(prompts.take(rows), jax.tree.map(lambda x, rows=rows: x[rows], rollouts)))
+            shown.advance(len(rows))
+    # Other rows fill the parts of the last processes.
+    real = slice(max(len(dataset.rows) - local_problems * distributed.index(), 0))
+    texts, turns = ([x for part in parts for x in part[field]][real] for field in (0, 2))
+    rewards = jax.tree.map(lambda *x: np.concatenate(x)[real], *(part.rewards for part in parts))
     return Graded(texts, replace(rewards, total=np.nan_to_num(rewards.total)), turns, {})
 
 

@@ -50,12 +50,13 @@ class Engine(Protocol):
         sampling: Sampling,
         environments: Environments | None = None,
         max_tokens: np.ndarray | None = None,
+        ended: Callable[[int], None] = lambda count: None,
     ) -> Rollouts:
         """Samples group_size completions of each prompt, on the host. The stop token belongs to the completion.
 
         environments: of episodes, whose completions have the tokens of all turns and observations, as they were sampled
         and encoded; observations are not in `loss_mask`. max_tokens [B, G]: the limit of each completion of one turn,
-        where it is below the run's limit.
+        where it is below the run's limit. ended(count): gets how many more completions have ended, while others go on.
         """
         ...
 
@@ -84,6 +85,7 @@ class EngineInputs:
     max_completion_tokens: int
     stop_ids: tuple[int, ...]
     pad_id: int
+    sequences_per_step: int = 0  # no call of an engine in the trainer holds more at once; 0: no bound
     sampler_mesh: Mesh | None = None  # of the devices that the engine asks for; None: it has no mesh of its own
 
 

@@ -97,11 +97,23 @@ class CompletionTask:
     environments: EnvironmentPool | None = None  # None: a completion is one turn
 
     def sample(
-        self, engine: Engine, prompts: Prompts, key: Array, group_size: int, sampling: Sampling, channel: str
+        self,
+        engine: Engine,
+        prompts: Prompts,
+        key: Array,
+        group_size: int,
+        sampling: Sampling,
+        channel: str,
+        ended: Callable[[int], None] = lambda count: None,
     ) -> Rollouts:
-        """Samples completions of one turn, or episodes if there are environments. channel: as of `measured_alike`."""
+        """Samples completions of one turn, or episodes if there are environments.
+
+        channel: as of `measured_alike`; ended: as of `Engine.sample`.
+        """
         batch = self.environments.begin(prompts.rows, group_size) if self.environments else None
-        rollouts = engine.sample(prompts, key, group_size=group_size, sampling=sampling, environments=batch)
+        rollouts = engine.sample(
+            prompts, key, group_size=group_size, sampling=sampling, environments=batch, ended=ended
+        )
         if not batch:
             return rollouts
         episodes = replace(rollouts, truncated=rollouts.truncated | batch.truncated, episodes=batch.metrics())

@@ -17,7 +17,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.jax import programs
 from jaxrl_llm.rollout.jax.programs import Cache, GroupSampling, NewPrompts, RoundRows, Sampled
 from jaxrl_llm.rollout.jax.reading import Reading
-from jaxrl_llm.rollout.jax.sizes import CHUNKS, ROUND, StreamSizes
+from jaxrl_llm.rollout.jax.sizes import CHUNKS, ROUND, Slots, StreamSizes
 from jaxrl_llm.structs import AnyArray, PyTree
 
 
@@ -58,16 +58,16 @@ class Programs:
         def prompts(n: int) -> NewPrompts:
             return NewPrompts(ints(n, sizes.width), bools(n, sizes.width), ints(n), ints(n))
 
-        name = f"prompts, {{}} x {sizes.width} a device"
         first, later = prompts(sizes.begins), prompts(sizes.refill)
-        yield "prompts", name.format(sizes.begins), partial(self.begin.trace, sampling, sizes, weights, first, key)
+        name = prompts_name(sizes.begins, sizes, first=True)
+        yield "prompts", name, partial(self.begin.trace, sampling, sizes, weights, first, key)
         if sizes.refills:
             trace = partial(self.prefill.trace, sampling, weights, cache, later, key)
-            yield "prompts", name.format(sizes.refill), trace
+            yield "prompts", prompts_name(sizes.refill, sizes, first=False), trace
         for width in CHUNKS if feeds else ():
             n = sizes.feeds
             arrays = ints(n, width), ints(n), ints(n), reading(n, n * sizes.longest, sizes.prompts)
-            yield "prompts", f"observations, {n} x {width} a device", partial(self.feed.trace, weights, cache, *arrays)
+            yield "prompts", feeding_name(n, width), partial(self.feed.trace, weights, cache, *arrays)
         for slots in sizes.decodes(episodes=episodes):
             each = ints(slots.count)
             read = reading(*slots)
@@ -75,8 +75,26 @@ class Programs:
                 each, each, each, each, ints(slots.count, ROUND), read, ints(slots.prompts), ints(slots.pages)
             )
             ends, below = jax.ShapeDtypeStruct((model.cfg.vocab_size,), bool), jax.ShapeDtypeStruct((), np.int32)
-            name = f"decoding, {slots.count} sequences with {slots.pages} pages of {sizes.page} tokens a device"
-            yield "decoding", name, partial(self.decode.trace, sampling, weights, cache, rows, ends, below, key)
+            yield (
+                "decoding",
+                decoding_name(slots, sizes),
+                partial(self.decode.trace, sampling, weights, cache, rows, ends, below, key),
+            )
+
+
+def prompts_name(count: int, sizes: StreamSizes, *, first: bool) -> str:
+    """Returns the name of the program for so many prompts of a device, those that begin first or later."""
+    return f"{'prompts' if first else 'later prompts'}, {count} x {sizes.width} a device"
+
+
+def feeding_name(count: int, width: int) -> str:
+    """Returns the name of the program for chunks of observations of so many sequences of a device."""
+    return f"observations, {count} x {width} a device"
+
+
+def decoding_name(slots: Slots, sizes: StreamSizes) -> str:
+    """Returns the name of the decode program of this size."""
+    return f"decoding, {slots.count} sequences with {slots.pages} pages of {sizes.page} tokens a device"
 
 
 @dataclass
@@ -89,6 +107,10 @@ class CallPrograms:
     params: PyTree
     key: jax.Array
     ends: np.ndarray  # [V] bool, tokens after which the host looks
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.programs.mesh
 
     def prefill(self, cache: Cache | None, prompts: NewPrompts) -> tuple[Cache, AnyArray, AnyArray]:
         """See `programs.prefill`; None: there is no cache yet."""

@@ -7,7 +7,7 @@ sizes are known beforehand (`rollout.jax.sizes`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -91,13 +91,15 @@ class Sampler:
         sampling: Sampling,
         environments: Environments | None = None,
         max_tokens: np.ndarray | None = None,
+        ended: Callable[[int], None] = lambda count: None,
     ) -> Rollouts:
         """Samples `group_size` completions of each prompt, or episodes, on the host. See `protocol.Engine`."""
         limits = np.full((len(prompts.tokens), group_size), self._length)
         if max_tokens is not None:
             limits = np.minimum(max_tokens, self._length)
         texts = Episodes.empty(limits.reshape(-1), self._length, self._pad)
-        self._stream(prompts, key, GroupSampling(group_size, sampling, self._mesh), texts, environments=environments)
+        fixed = GroupSampling(group_size, sampling, self._mesh)
+        self._stream(prompts, key, fixed, texts, environments=environments, ended=ended)
         return texts.rollouts(group_size, np.full(texts.tokens.shape, self._version, np.int32))
 
     def sample_first(
@@ -121,6 +123,7 @@ class Sampler:
         *,
         environments: Environments | None = None,
         wanted: int = 0,
+        ended: Callable[[int], None] = lambda count: None,
     ) -> list[int]:
         """Samples completions. Returns the groups in the order in which they became complete."""
         count, processes = len(prompts.tokens), distributed.count()
@@ -143,6 +146,7 @@ class Sampler:
                 self._pad,
                 environments,
                 wanted,
+                ended,
             )
             stream.run()
         return stream.complete

@@ -90,7 +90,10 @@ class StreamSizes:
 
 
 def at_once(max_sequences: int, wanted: int) -> int:
-    """Returns the completions that hold pages at once, if a call ends with `wanted` complete ones; 0: all."""
+    """Returns the smaller bound of the completions that hold pages at once; 0: all.
+
+    wanted: complete ones with which a call ends, or those of a step.
+    """
     return min(filter(None, (max_sequences, wanted)), default=0)
 
 
@@ -113,8 +116,10 @@ def sizes_of(
     device_prompts = -(-prompts // devices)
     everything = device_prompts * group
     sequences = min(everything, max(max_sequences // devices, 1) if max_sequences else everything)
-    # Groups of which few sequences are left hold places of prompts, beside those that have just begun.
-    places = min(device_prompts, 2 * -(-sequences // group) + 1) if sequences < everything else device_prompts
+    # Groups of which few sequences are left hold places of prompts, beside those that have just begun. There are never
+    # more groups that compute than sequences.
+    some = min(device_prompts, 2 * -(-sequences // group) + 1, sequences)
+    places = some if sequences < everything else device_prompts
     kind = kind or PageKind()
     page = kind.tokens or min(PAGE, -(-length // ALIGNED) * ALIGNED)
     sizes = StreamSizes(group, width, length, sequences, places, page, 0, kind.in_place, refills=False)

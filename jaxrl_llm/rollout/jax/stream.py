@@ -8,23 +8,23 @@ compute together, and so no number.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.rollout.episodes import ENDED, TURN, Episodes
-from jaxrl_llm.rollout.jax.compiled import CallPrograms
 from jaxrl_llm.rollout.jax.layout import all_pages, places_of, reading_of
-from jaxrl_llm.rollout.jax.programs import Cache, NewPrompts, RoundRows
+from jaxrl_llm.rollout.jax.programs import Cache, NewPrompts, RoundRows, Sampled
 from jaxrl_llm.rollout.jax.scheduler import Member, PromptGroup, Scheduler, emptiest
-from jaxrl_llm.rollout.jax.sizes import CHUNKS, ROUND
+from jaxrl_llm.rollout.jax.sizes import CHUNKS, ROUND, StreamSizes
 from jaxrl_llm.rollout.protocol import Environments
-from jaxrl_llm.structs import Prompts
+from jaxrl_llm.structs import AnyArray, Prompts
 
 # Seconds in which other answers may join the first: a round costs the same for one and for all.
 GRACE = 0.01
@@ -39,11 +39,26 @@ class Chunk(NamedTuple):
     end: int
 
 
+class Calls(Protocol):
+    """The programs as a stream calls them (`compiled.CallPrograms`); a plan counts the calls instead."""
+
+    sizes: StreamSizes
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    def prefill(self, cache: Cache | None, prompts: NewPrompts) -> tuple[Cache, AnyArray, AnyArray]: ...
+
+    def feed(self, cache: Cache, *arrays: AnyArray) -> Cache: ...
+
+    def decode(self, cache: Cache, rows: RoundRows, below: int) -> tuple[Cache, Sampled]: ...
+
+
 @dataclass
 class Stream:
     """The sequences of a call of this process."""
 
-    calls: CallPrograms
+    calls: Calls
     schedulers: list[Scheduler]  # of the devices of this process
     prompts: Prompts
     texts: Episodes
@@ -52,9 +67,10 @@ class Stream:
     pad_id: int
     environments: Environments | None = None
     wanted: int = 0  # complete groups with which the call ends; 0: all, and no completion is one of an earlier call
+    ended: Callable[[int], None] = lambda count: None  # gets how many more completions have ended
 
     def __post_init__(self) -> None:
-        self.sizes, self.mesh = self.calls.sizes, self.calls.programs.mesh
+        self.sizes, self.mesh = self.calls.sizes, self.calls.mesh
         self.complete: list[int] = []  # groups, in the order in which they became complete
         self._open = np.ones(len(self.prompts.tokens), bool)  # groups that are not in `complete`
 
@@ -65,6 +81,7 @@ class Stream:
         while True:
             self.texts.take_answers()
             self._retire()
+            self.ended(self.texts.newly_ended())
             limits = self._limits()
             goal = lambda member: self._goal(member, limits)  # noqa: E731, B023
             new = [scheduler.schedule(goal) for scheduler in self.schedulers]

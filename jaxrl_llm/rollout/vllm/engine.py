@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager, suppress
 from itertools import cycle, islice
 from pathlib import Path
@@ -107,14 +107,6 @@ def own_address(template: str, field: str) -> str:
     return template.replace("{process}", str(distributed.index()))
 
 
-def _all(jobs: Sequence[Future[T]]) -> list[T]:
-    """Returns the results of all jobs. Raises the error of the first job that fails, without waiting for the others."""
-    # An error ends the wait: the other requests may take minutes.
-    for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
-        job.result()
-    return [job.result() for job in jobs]
-
-
 def _sampling_params(sampling: Sampling, stop_ids: tuple[int, ...]) -> dict[str, Any]:
     """Returns the parameters of a request that are the same for all."""
     return {
@@ -194,10 +186,11 @@ class VllmEngine:
         sampling: Sampling,
         environments: Environments | None = None,
         max_tokens: np.ndarray | None = None,
+        ended: Callable[[int], None] = lambda count: None,
     ) -> Rollouts:
         """Samples group_size completions of each prompt, or episodes, on the host. See `protocol.Engine`."""
         if environments:
-            return self._sample_episodes(prompts, key, group_size, sampling, environments)
+            return self._sample_episodes(prompts, key, group_size, sampling, environments, ended)
         shape = (len(prompts.tokens), group_size, self._length)
         limits = np.full(shape[:2], self._length) if max_tokens is None else np.minimum(max_tokens, self._length)
         # vLLM gives member i of a request the seed plus i: leave room below 2**31.
@@ -217,7 +210,11 @@ class VllmEngine:
             for b, row in enumerate(limits)
             for n in np.unique(row)
         ]
-        answers = _all([self._pool.submit(self._group, part[0], request(*part)) for part in parts])
+        jobs = [self._pool.submit(self._group, part[0], request(*part)) for part in parts]
+        # An error ends the wait: the other requests may take minutes.
+        for job in as_completed(jobs):
+            ended(len(job.result()))
+        answers = [job.result() for job in jobs]
         tokens, logprobs = np.full(shape, self._pad, np.int32), np.zeros(shape, np.float32)
         versions = np.full(shape, self._version, np.int32)
         mask, truncated = np.zeros(shape, bool), np.zeros(shape[:2], bool)
@@ -229,7 +226,13 @@ class VllmEngine:
         return Rollouts(tokens, mask, mask, logprobs, truncated, versions)
 
     def _sample_episodes(
-        self, prompts: Prompts, key: jax.Array, group_size: int, sampling: Sampling, environments: Environments
+        self,
+        prompts: Prompts,
+        key: jax.Array,
+        group_size: int,
+        sampling: Sampling,
+        environments: Environments,
+        ended: Callable[[int], None],
     ) -> Rollouts:
         # A turn is a request with all tokens before it: the server finds their keys and values in its prefix cache.
         local_prompts = len(prompts.tokens)
@@ -259,6 +262,7 @@ class VllmEngine:
                 episodes.append(i, completion.tokens, completion.logprobs)
                 episodes.end_turns(np.array([i]), environments, self._stops)
             requests |= {self._pool.submit(ask, i): i for i in episodes.take_answers()}
+            ended(episodes.newly_ended())
         return episodes.rollouts(group_size, versions)
 
     def _group(self, b: int, request: dict[str, Any]) -> list[Completion]:

@@ -21,6 +21,7 @@ from jaxrl_llm.config.load import config_parser, parse_config
 from jaxrl_llm.errors import run_main
 from jaxrl_llm.tools.plan.chips import Chip, topology
 from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES
+from jaxrl_llm.tools.plan.expected import check_mean
 from jaxrl_llm.tools.plan.phases import Phase, SlicePlan, make_plan, plan_meshes
 from jaxrl_llm.tools.plan.search import search
 
@@ -39,6 +40,9 @@ def main() -> None:
         "--prompt-tokens", type=int, help="length of the prompts (default: the limit, config.data.max_prompt_tokens)"
     )
     parser.add_argument(
+        "--lengths", type=float, metavar="MEAN", help="mean tokens of a completion, for decoding (default: half of C)"
+    )
+    parser.add_argument(
         "--collectives", type=int, default=0, metavar="N", help="also list the N largest collectives of each program"
     )
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
@@ -51,19 +55,22 @@ def main() -> None:
     )
     config, args = parse_config(parser)
     recipe = recipes.read(config)
+    limit = recipe.rollout.max_completion_tokens
+    mean = args.lengths if args.lengths is not None else limit / 2
+    check_mean(mean, limit)
     with TemporaryDirectory() as dump:
         # Before XLA starts. JAX below 0.12 does not say how much memory a TPU program needs, but XLA reports it here.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
         chip, devices = topology(args.topology, args.slices)
-        width = args.prompt_tokens or recipe.data.max_prompt_tokens
+        sizes = args.prompt_tokens or recipe.data.max_prompt_tokens, Path(dump), mean
         console = Console(stderr=args.json, width=150, highlight=False)
         with redirect_stdout(sys.stderr) if args.json else nullcontext():
             if args.search:
-                plans = search(recipe, devices, chip, width, Path(dump), args.search, console)
+                plans = search(recipe, devices, chip, sizes, args.search, console)
             else:
                 say = lambda phase: console.print(f"compiled in {phase.compile_seconds:.0f} s: {phase.name}")  # noqa: E731
                 mesh, sampler = plan_meshes(devices, recipe)
-                plans = [make_plan(recipe, mesh, width, Path(dump), sampler_mesh=sampler, say=say)]
+                plans = [make_plan(recipe, mesh, *sizes, sampler_mesh=sampler, say=say)]
     if args.json:
         print(json.dumps([as_json(plan, chip) for plan in plans], indent=2))
     else:
@@ -79,8 +86,10 @@ def print_plan(plan: SlicePlan, chip: Chip, args: Namespace, console: Console) -
     console.print(f"\n{title(plan, where)}")
     holds = ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.holds.items())
     console.print(f"each chip holds, GiB: {holds}")
+    if plan.stream:
+        console.print(sampling_line(plan, args))
     table = Table()
-    columns = ("a step", "times", "compile s", "program GiB", "beside GiB", f"of {chip.memory} GiB", "fused")
+    columns = ("a step", "times", "compile s", "program GiB", "beside GiB", f"of {chip.memory} GiB", "fused", "tokens")
     for column in (*columns, "TFLOP", "memory GB", "sent GB", "seconds", "bound by"):
         table.add_column(column, justify="left" if column in ("a step", "bound by") else "right")
     for phase in plan.phases:
@@ -101,6 +110,16 @@ def print_plan(plan: SlicePlan, chip: Chip, args: Namespace, console: Console) -
         console.print(f"fits. Unvalidated estimate at published speeds: {speed}")
 
 
+def sampling_line(plan: SlicePlan, args: Namespace) -> str:
+    """Returns a line on the sampler of a chip, and on the lengths that decoding is expected to have."""
+    stream, count = plan.stream, plan.recipe.sizes.sequences_per_step
+    if not stream:
+        return ""
+    places = f"{stream.sequences} slots, {stream.pages:,} pages of {stream.page} tokens, {stream.prompts} prompts"
+    why = "--lengths" if args.lengths is not None else "half of C, as --lengths is not given"
+    return f"sampler, a device: {places}; completions of {plan.tokens / count:,.0f} tokens on average ({why})"
+
+
 def print_collectives(phase: Phase, count: int, console: Console) -> None:
     """Prints the largest groups of equal collectives of a phase."""
     groups = Counter((c.kind, c.shape, c.loops, c.bytes) for c in phase.collectives)
@@ -109,8 +128,8 @@ def print_collectives(phase: Phase, count: int, console: Console) -> None:
     for column in ("collective", "array", "MB", "times", "loops around it", "GB"):
         table.add_column(column, justify="left" if column in ("collective", "array") else "right")
     for total, n, kind, shape, loops, size in rows[:count]:
-        times, around = n * math.prod(loops), " x ".join(map(str, loops))
-        table.add_row(kind, shape, f"{size / 1e6:,.3f}", f"{times:,}", around, f"{total / 1e9:,.3f}")
+        times, around = n * math.prod(loops), " x ".join(f"{n:g}" for n in loops)
+        table.add_row(kind, shape, f"{size / 1e6:,.3f}", f"{times:,.0f}", around, f"{total / 1e9:,.3f}")
     rest = sum(row[0] for row in rows[count:])
     table.add_row(f"{len(rows[count:])} smaller", "", "", "", "", f"{rest / 1e9:,.3f}")
     console.print(table)
@@ -142,7 +161,8 @@ def row(phase: Phase, chip: Chip) -> list[str]:
         f"{phase.program / GIB:.2f}",
         f"{phase.beside / GIB:.2f}",
         f"{phase.peak / GIB / chip.memory:.0%}",
-        "yes" if phase.fused else "no",
+        "kernel" if phase.fused else "no",
+        f"{phase.tokens:,}" if phase.tokens else "",
         f"{phase.flops / 1e12:.2f}",
         f"{phase.traffic / 1e9:.1f}",
         f"{phase.sent_in_slice / 1e9:.2f}",
@@ -168,6 +188,7 @@ def as_json(plan: SlicePlan, chip: Chip) -> dict[str, Any]:
         "phases": phases,
         "estimated_seconds": plan.seconds(chip),
         "tokens": plan.tokens,
+        "sampler": vars(plan.stream) if plan.stream else None,
     }
 
 

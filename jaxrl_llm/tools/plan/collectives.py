@@ -22,14 +22,14 @@ class Collective:
     kind: str
     shape: str  # on a chip, and whole: what all-gather returns, and reduce-scatter takes
     bytes: int  # an all-reduce counts twice: it is a reduce-scatter and an all-gather
-    loops: tuple[int, ...]  # trip counts of the loops around it, from the outermost
+    loops: tuple[float, ...]  # trip counts of the loops around it, from the outermost
 
     @property
-    def times(self) -> int:
+    def times(self) -> float:
         return math.prod(self.loops)
 
 
-def collectives(text: str, turns: int = 1) -> list[Collective]:
+def collectives(text: str, turns: float = 1) -> list[Collective]:
     """Lists the collectives between chips in the text of a compiled program (`compiled.as_text()`).
 
     turns: of a loop that the program itself decides to end, such as that over micro-batches.
@@ -45,7 +45,7 @@ def collectives(text: str, turns: int = 1) -> list[Collective]:
 
     begun: set[str] = set()
 
-    def walk(name: str, loops: tuple[int, ...]) -> Iterator[Collective]:
+    def walk(name: str, loops: tuple[float, ...]) -> Iterator[Collective]:
         for line in computations[name]:
             if loop := re.search(r" while\(.*condition=%([\w.-]+), body=%([\w.-]+)", line):
                 # A collective in the body of a loop runs once a trip, but stands in the text once.
@@ -93,7 +93,7 @@ def trip_count(line: str, condition: list[str], body: list[str]) -> int:
     return -(-max(bounds) // (int(step[1]) if step else 1))
 
 
-def _collective(kind: str, type_: str, started: bool, line: str, loops: tuple[int, ...]) -> Collective | None:
+def _collective(kind: str, type_: str, started: bool, line: str, loops: tuple[float, ...]) -> Collective | None:
     """The collective in a line, or None if it is in groups of one chip."""
     if (size := _group_size(line)) == 1:
         return None

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 
-def flops(traced: jax.stages.Traced, turns: int = 1) -> float:
+def flops(traced: jax.stages.Traced, turns: float = 1) -> float:
     """Counts the operations of all devices together; an addition and a multiplication are two.
 
     turns: of a loop that the program itself decides to end, such as that over micro-batches. Of the branches of a
@@ -18,7 +18,7 @@ def flops(traced: jax.stages.Traced, turns: int = 1) -> float:
     return _jaxpr_flops(traced.jaxpr.jaxpr, turns)
 
 
-def _jaxpr_flops(jaxpr: Any, turns: int) -> float:
+def _jaxpr_flops(jaxpr: Any, turns: float) -> float:
     total = 0.0
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
@@ -47,7 +47,7 @@ def _product_flops(dimensions: Any, equation: Any, groups: Sequence[int] = ()) -
     return 2.0 * math.prod(first) * math.prod(free)
 
 
-def _times(name: str, params: dict[str, Any], turns: int) -> int:
+def _times(name: str, params: dict[str, Any], turns: float) -> float:
     """How often an equation runs the programs in it, on all devices."""
     if name == "scan":
         return params["length"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,11 +31,13 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.settings import ModelSettings
 from jaxrl_llm.recipe import fit
 from jaxrl_llm.recipe.recipe import Recipe
+from jaxrl_llm.rollout.jax.compiled import decoding_name
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.sizes import StreamSizes
 from jaxrl_llm.structs import PyTree, TrainState
 from jaxrl_llm.tools.plan.chips import Chip
 from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES, Collective, collectives
+from jaxrl_llm.tools.plan.expected import Usage, drawn_lengths, expected_usage
 from jaxrl_llm.tools.plan.flops import flops
 
 FUSED = 'custom_call_target="tpu_custom_call"'  # a Pallas kernel, such as that of attention
@@ -58,6 +60,8 @@ class Phase:
     program: int = 0  # bytes at its peak: arguments, temporaries and results
     beside: int = 0  # bytes of arrays that it does not use, and that are in memory with it
     fused: bool = False  # attention is the fused kernel
+    turns: float = 0.0  # of the loop of tokens, in a run
+    tokens: int = 0  # that a step samples with it
     flops: float = 0.0
     traffic: float = 0.0  # bytes of weights, optimizer state and KV cache that it must read and write
     collectives: tuple[Collective, ...] = ()
@@ -68,15 +72,15 @@ class Phase:
         return self.program + self.beside
 
     @property
-    def sent(self) -> dict[str, int]:
+    def sent(self) -> dict[str, float]:
         """Bytes that a chip sends, by kind of collective."""
-        total: Counter[str] = Counter()
+        total: defaultdict[str, float] = defaultdict(float)
         for collective in self.collectives:
             total[collective.kind] += collective.bytes * collective.times
         return dict(total)
 
     @property
-    def sent_in_slice(self) -> int:
+    def sent_in_slice(self) -> float:
         """Bytes that a chip sends to others of its slice."""
         return sum(size for kind, size in self.sent.items() if kind != BETWEEN_SLICES)
 
@@ -90,6 +94,41 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class StepSampling:
+    """What the in-JAX engine does in a step, on a chip."""
+
+    stream: StreamSizes
+    usage: dict[str, Usage]  # by the name of a program
+    cached: int  # bytes of a token in the cache
+    weights: int  # bytes of the sampler's copy
+    chips: int  # that sample
+
+    def holds(self, *, apart: bool) -> dict[str, int]:
+        """Returns the bytes on a chip of what the sampler has there; apart: on chips of its own."""
+        when = "on chips of its own" if apart else "while it samples"
+        tokens = self.stream.pages * self.stream.page + self.stream.prompts * self.stream.width
+        return {f"sampler's copy ({when})": self.weights, f"KV cache ({when})": tokens * self.cached}
+
+    def leaves_out(self, program: Program) -> bool:
+        """Whether a step is not expected to call a program that is smaller than another one."""
+        first = decoding_name(self.stream.slots[0], self.stream)
+        return program.phase == "decoding" and program.name not in (first, *self.usage)
+
+    def traffic(self, name: str) -> float:
+        """Returns the bytes that a chip must read and write in a call of a decode program, on average."""
+        if name not in self.usage:
+            return 0.0
+        usage, stream = self.usage[name], self.stream
+        slots = next(slots for slots in stream.slots if decoding_name(slots, stream) == name)
+        # Each token reads the weights, the prompts and pages. A smaller program copies prompts and pages, and those
+        # back.
+        copied = stream.width * slots.prompts * (slots.prompts < stream.prompts)
+        copied += 2 * stream.page * slots.pages * (slots.pages < stream.pages)
+        tokens = usage.turns * slots.prompts * stream.width + usage.pages * stream.page + usage.calls * 2 * copied
+        return (usage.turns * self.weights + tokens * self.cached) / usage.calls
+
+
+@dataclass(frozen=True)
 class SlicePlan:
     """The plan of a run on a slice: what its chips hold, and the phases of a step."""
 
@@ -97,7 +136,8 @@ class SlicePlan:
     models: Models
     holds: dict[str, int]  # bytes on a chip: parameters, optimizer ...
     phases: list[Phase]
-    tokens: int  # of the completions of a step, at most
+    tokens: int  # of the completions of a step
+    stream: StreamSizes | None = None  # of the in-JAX engine, on a chip
 
     def seconds(self, chip: Chip) -> float:
         """Returns the estimated seconds of a step."""
@@ -115,6 +155,7 @@ def make_plan(
     mesh: Mesh,
     width: int,
     dump: Path,
+    mean: float = 0.0,
     *,
     sampler_mesh: Mesh | None = None,
     say: Callable[[Phase], None] = lambda phase: None,
@@ -123,6 +164,7 @@ def make_plan(
     """Compiles the programs of a step, in the shapes of completions that all have their largest length.
 
     width: tokens of a prompt; dump: the empty folder in which XLA reports the memory of programs.
+    mean: tokens of a completion, for how often the sampler's programs run; 0: half of the largest length.
     sampler_mesh: of the sampler's own chips; None: it shares `mesh`. say: gets each phase when it is compiled.
     memory_limit: bytes of a chip; the first phase above it ends the plan.
     Raises: UserError, if model or mesh do not fit. A program that does not fit is no error.
@@ -140,37 +182,38 @@ def make_plan(
     policy = learning.learners["policy"]
     book, phases = Book(), list[Phase]()
     packing = make_packing(models, learning, book)
-    lengths = np.full((recipe.prompts_per_step, recipe.group_size), recipe.rollout.max_completion_tokens)
-    shape = packing(lengths, width).shape[1:]
+    limit = recipe.rollout.max_completion_tokens
+    shape = packing(np.full((recipe.prompts_per_step, recipe.group_size), limit), width).shape[1:]
     apart, sampler_mesh = recipe.sampler_devices > 0, sampler_mesh or mesh
-    stream = stream_sizes(recipe, models, sampler_mesh, width)
-    sequences = stream.sequences * prompt_shards(sampler_mesh)
-    batches = -(-recipe.prompts_per_step * recipe.group_size // sequences)
-    sampler = _sampler(models, recipe, sampler_mesh)
+    stream, sampler = stream_sizes(recipe, models, sampler_mesh, width), _sampler(models, recipe, sampler_mesh)
+    lengths = drawn_lengths(recipe.sizes.sequences_per_step, mean or limit / 2, limit)
+    kind = dict(episodes=recipe.env is not None, partial=recipe.rollout.partial)
+    usage = expected_usage(stream, lengths, prompt_shards(sampler_mesh), **kind)
     # The sampler's copy of the weights: in the dtype and with the sharding of decoding.
     copy = sampler.resident(policy.all_parameters(policy.shapes))
+    sampled = StepSampling(stream, usage, _bytes_per_token(models, sampler_mesh), chip_bytes(copy), sampler_mesh.size)
     learning_holds = _holds(_on_chips(states, recipe.host_memory))
-    sampling_holds = {}
-    if recipe.chosen_engine.in_trainer:
-        sampling_holds = _sampler_holds(copy, models, sampler_mesh, stream, apart=apart)
+    sampling_holds = sampled.holds(apart=apart) if recipe.chosen_engine.in_trainer else {}
     holds, sums = learning_holds | sampling_holds, (sum(learning_holds.values()), sum(sampling_holds.values()))
     if (max(sums) if apart else sum(sums)) > memory_limit:
         phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
         return SlicePlan(recipe, models, holds, phases, 0)
     for program in _programs(recipe, learning, sampler, shape[1:], width):
+        if sampled.leaves_out(program):
+            continue
         on_sampler = apart and program.phase in SAMPLING
         # What the sampler has is on its chips, not beside the programs of the others.
         program = program._replace(beside=()) if apart else program
         beside = 0 if on_sampler else _beside(states, program, recipe.host_memory)
-        phase = _measure(models, recipe, program, beside, shape[0], copy, dump, batches)
+        phase = _measure(models, recipe, program, beside, shape[0], sampled, dump)
         phase = replace(phase, meanwhile=on_sampler and recipe.rollout.max_lag > 0)
         say(phase)
         phases.append(phase)
         if memory_limit < math.inf and (phase.error or phase.peak > memory_limit):
             break
     book.close()
-    tokens = math.prod(lengths.shape) * recipe.rollout.max_completion_tokens
-    return SlicePlan(recipe, models, holds, phases, tokens)
+    of_engine = stream if recipe.chosen_engine.in_trainer else None
+    return SlicePlan(recipe, models, holds, phases, int(lengths.sum()), of_engine)
 
 
 def plan_meshes(devices: Sequence[Any], recipe: Recipe) -> tuple[Mesh, Mesh]:
@@ -242,41 +285,34 @@ def _sampler(models: Models, recipe: Recipe, mesh: Mesh) -> Sampler:
 def _programs(
     recipe: Recipe, learning: Learning, sampler: Sampler, shape: tuple[int, int], width: int
 ) -> Iterator[Program]:
-    """Yields the programs of a step: of decoding, the largest. Another engine samples elsewhere."""
+    """Yields the programs of a step. Another engine samples elsewhere."""
     policy = learning.learners["policy"]
     sampler_programs = sampler.programs(
         policy.all_parameters(policy.shapes),
-        prompts=recipe.prompts_per_step,
+        prompts=recipe.prompts_per_step * (2 if recipe.rollout.partial else 1),
         width=width,
         group=recipe.group_size,
         sampling=learning.sampling,
         episodes=recipe.env is not None,
+        wanted=recipe.prompts_per_step if recipe.rollout.partial else 0,
     )
-    for program in sampler_programs if recipe.chosen_engine.in_trainer else ():
-        yield program
-        if program.phase == "decoding":
-            break
+    yield from sampler_programs if recipe.chosen_engine.in_trainer else ()
     yield from learning_programs(learning, [shape], width, recipe.credit.weights)
 
 
 def _measure(
-    models: Models, recipe: Recipe, program: Program, beside: int, parts: int, copy: PyTree, dump: Path, batches: int
+    models: Models, recipe: Recipe, program: Program, beside: int, parts: int, sampled: StepSampling, dump: Path
 ) -> Phase:
-    """Compiles a program.
-
-    parts: micro-batches that a prompt is in; copy: the sampler's weights; batches: those that are sampled in a step.
-    """
+    """Compiles a program. parts: micro-batches that a prompt is in."""
     sizes = recipe.sizes
     prompts = sizes.prompts_per_update if program.phase == "update" else sizes.prompts_per_step
     turns = prompts // (sizes.microbatch or prompts) * parts
-    # A program is compiled once, for one batch. A step calls it this often.
-    runs = {"update": sizes.updates_per_rollout, "prompts": batches, "decoding": batches}
-    times = runs.get(program.phase, program.times)
-    # The loop has one turn a token. It may end sooner, but a plan is of the longest completions.
-    if program.phase == "decoding":
-        turns = sizes.max_completion_tokens
-    placed_copy = jax.tree.leaves(copy)[0].sharding
-    chips = placed_copy.num_devices if program.phase in SAMPLING else models.mesh.size
+    times, usage = program.times, sampled.usage.get(program.name, Usage())
+    if program.phase == "update":
+        times = sizes.updates_per_rollout
+    elif program.phase in ("prompts", "decoding"):
+        times, turns = usage.calls, usage.turns / max(usage.calls, 1)
+    chips = sampled.chips if program.phase in SAMPLING else models.mesh.size
     traced, began = program.trace(), time.perf_counter()
     try:
         compiled = program.compile()
@@ -292,21 +328,22 @@ def _measure(
         beside=beside,
         fused=FUSED in text,
         flops=flops(traced, turns) / chips,
-        traffic=_traffic(program, compiled, turns, models, copy),
+        traffic=_traffic(program, compiled, turns, sampled),
         collectives=tuple(collectives(text, turns)),
+        turns=turns if program.phase == "decoding" else 0.0,
+        tokens=usage.tokens,
     )
 
 
-def _traffic(program: Program, compiled: jax.stages.Compiled, turns: int, models: Models, copy: PyTree) -> float:
+def _traffic(program: Program, compiled: jax.stages.Compiled, turns: float, sampled: StepSampling) -> float:
     """Bytes that a chip must at least read and write: no activations, and of a scoring model what the layers gather."""
     used: Any = compiled.memory_analysis()
-    # Each token reads the weights and the whole cache: both are arguments of the decode program.
     if program.phase == "decoding":
-        return turns * used.argument_size_in_bytes
+        return sampled.traffic(program.name)
     if program.phase in ("push", "prompts"):
         return used.argument_size_in_bytes + used.output_size_in_bytes
     # The gathered weights are written and read in each pass: one to score, three to learn, with the recomputed one.
-    gathered = 2 * chip_bytes(copy)
+    gathered = 2 * sampled.weights
     if program.phase == "scoring":
         return turns * gathered
     gradients = 2 * chip_bytes(program.states[0].params)
@@ -353,12 +390,9 @@ def _holds(states: PyTree) -> dict[str, int]:
     return holds
 
 
-def _sampler_holds(copy: PyTree, models: Models, mesh: Mesh, stream: StreamSizes, *, apart: bool) -> dict[str, int]:
-    """Returns the bytes on a chip of what the sampler has there; mesh, apart: of its own chips, if it has some."""
+def _bytes_per_token(models: Models, mesh: Mesh) -> int:
+    """Returns the bytes on a chip of a token's keys and values in all layers. mesh: of the sampler."""
     cfg, tensor = models.model.cfg, mesh.shape["tensor"]
-    cached = stream.pages * stream.page + stream.prompts * stream.width
     # Heads that the tensor axis does not divide are whole on every chip.
     heads = cfg.kv_heads // (tensor if cfg.kv_heads % tensor == 0 else 1)
-    bytes_per_token = 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
-    when = "on chips of its own" if apart else "while it samples"
-    return {f"sampler's copy ({when})": chip_bytes(copy), f"KV cache ({when})": cached * bytes_per_token}
+    return 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize

@@ -22,9 +22,12 @@ PASSES = {"none": 3.0, "dots": 3.2, "full": 4.0}  # forward passes of an update 
 
 
 def search(
-    recipe: Recipe, devices: Sequence[Any], chip: Chip, width: int, dump: Path, count: int, console: Console
+    recipe: Recipe, devices: Sequence[Any], chip: Chip, sizes: tuple[int, Path, float], count: int, console: Console
 ) -> list[SlicePlan]:
-    """Returns the plans of the first `count` candidates that fit, the one with the shortest estimated step first."""
+    """Returns the plans of the first `count` candidates that fit, the one with the shortest estimated step first.
+
+    sizes: width, dump and mean of `make_plan`.
+    """
     # Compiling takes minutes a candidate, so a rough estimate without the compiler decides the order.
     plans: list[SlicePlan] = []
     learning = len(devices) - recipe.sampler_devices
@@ -35,7 +38,7 @@ def search(
         try:
             mesh, sampler = plan_meshes(devices, candidate)
             limit = chip.memory * 2**30
-            plan = make_plan(candidate, mesh, width, dump, sampler_mesh=sampler, memory_limit=limit)
+            plan = make_plan(candidate, mesh, *sizes, sampler_mesh=sampler, memory_limit=limit)
         # This mesh does not suit the batch or the slice: the next one may.
         except UserError as error:
             console.print(f"{text}: {error}")

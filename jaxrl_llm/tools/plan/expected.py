@@ -1,0 +1,182 @@
+"""How often a step calls each program of the in-JAX engine: its stream runs with drawn lengths, and without a model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import jax
+import numpy as np
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine.sharding import mesh_over
+from jaxrl_llm.rollout.episodes import ENDED, Episodes
+from jaxrl_llm.rollout.flight import Flight
+from jaxrl_llm.rollout.jax.compiled import decoding_name, feeding_name, prompts_name
+from jaxrl_llm.rollout.jax.programs import Cache, NewPrompts, RoundRows, Sampled
+from jaxrl_llm.rollout.jax.scheduler import Scheduler
+from jaxrl_llm.rollout.jax.sizes import ROUND, Slots, StreamSizes
+from jaxrl_llm.rollout.jax.stream import Stream
+from jaxrl_llm.structs import AnyArray, Prompts
+
+# Standard deviation of the logarithm of a length: the longest of a hundred has six times the tokens of the median.
+SPREAD = 0.8
+STEPS = 5  # of partial rollouts, until the completions that go on are of all lengths
+OTHER, STOP = 0, 1  # tokens: one after which a completion goes on, and one that ends it
+
+
+def drawn_lengths(count: int, mean: float, limit: int, seed: int = 0) -> np.ndarray:
+    """Returns lengths [count] of a log-normal distribution, cut at `limit`, whose mean is `mean` after the cut."""
+    # The quantiles in the middle of equal parts, in a random order: their mean has no noise.
+    quantiles = [NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
+    deviations = np.random.default_rng(seed).permutation(quantiles)
+    cut = lambda log_median: np.exp(log_median + SPREAD * deviations).clip(1, limit)  # noqa: E731
+    low, high = -10.0, np.log(limit) + 10.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cut(middle).mean() < mean else (low, middle)
+    return cut(high).round().astype(np.int32)
+
+
+def check_mean(mean: float, limit: int) -> None:
+    """Raises: UserError, if no lengths have this mean."""
+    if not 1 <= mean <= limit:
+        raise UserError(f"--lengths {mean:g}: give a mean from 1 to config.rollout.max_completion_tokens = {limit}")
+
+
+@dataclass
+class Usage:
+    """How much a step uses a program."""
+
+    calls: int = 0
+    turns: int = 0  # of the loop of tokens, in all calls
+    tokens: int = 0  # that are sampled, on all devices
+    pages: int = 0  # that a device reads, in all turns: of those with the most of each turn
+
+
+class CountedCalls:
+    """The calls of a stream whose completions have these lengths [N]: counts instead of programs (`stream.Calls`)."""
+
+    def __init__(self, sizes: StreamSizes, lengths: np.ndarray):
+        self.sizes, self.mesh = sizes, mesh_over(jax.devices()[:1], data=1, fsdp=1, tensor=1)
+        self.usage: defaultdict[str, Usage] = defaultdict(Usage)
+        self._lengths = lengths
+
+    def prefill(self, cache: Cache | None, prompts: NewPrompts) -> tuple[Cache, AnyArray, AnyArray]:
+        """Returns the first tokens [d, n, G] of groups."""
+        place, number = np.asarray(prompts.place), np.asarray(prompts.number)
+        usage = self.usage[prompts_name(place.shape[1], self.sizes, first=cache is None)]
+        usage.calls += 1
+        usage.tokens += self.sizes.group * int(np.sum(place < self.sizes.prompts))
+        lengths = self._lengths[number[..., None] + np.arange(self.sizes.group)]
+        return Cache([], []), np.where(lengths == 1, STOP, OTHER), np.zeros(lengths.shape, np.float32)
+
+    def feed(self, cache: Cache, *arrays: AnyArray) -> Cache:
+        """Counts: of partial rollouts, what an earlier step has sampled is fed."""
+        self.usage[feeding_name(*arrays[0].shape[1:])].calls += 1
+        return cache
+
+    def decode(self, cache: Cache, rows: RoundRows, below: int) -> tuple[Cache, Sampled]:
+        """Returns the tokens of a round, as `programs.decode` does with a model that ends completions so."""
+        length, limit = np.asarray(rows.length), np.asarray(rows.limit)
+        end = self._lengths[np.asarray(rows.number)]
+        left = np.where(length < limit, np.minimum(limit, end) - length, 0)
+        turn = np.arange(ROUND)
+        alive = left[..., None] > turn
+        turns = int(np.sum(np.any(alive.sum(axis=1) > below, axis=0)))
+        count = np.minimum(left, turns)
+        page, prompt = np.asarray(rows.page), np.asarray(rows.prompt)
+        slots = Slots(length.shape[1], page.shape[1], prompt.shape[1])
+        usage = self.usage[decoding_name(slots, self.sizes)]
+        usage.calls, usage.turns, usage.tokens = usage.calls + 1, usage.turns + turns, usage.tokens + int(count.sum())
+        usage.pages += self._pages(slots, length, count, turns)
+        tokens = np.where(length[..., None] + turn == end[..., None] - 1, STOP, OTHER)
+        return cache, Sampled(tokens, np.zeros(tokens.shape, np.float32), count)
+
+    def _pages(self, slots: Slots, length: np.ndarray, count: np.ndarray, turns: int) -> int:
+        """Returns the pages that a device reads in these turns."""
+        if not self.sizes.in_place:
+            return turns * slots.pages
+        # The kernel reads those of all rows, also of those that have ended in this round.
+        read = np.minimum(length[..., None] + np.arange(turns), (length + count)[..., None])
+        return int((-(-read // self.sizes.page)).sum(axis=1).max(axis=0).sum())
+
+
+class Endings:
+    """Environments of which each episode is one turn, because nobody knows what tools answer."""
+
+    stops = ()
+
+    def __init__(self, turn_tokens: int):
+        self.turn_tokens = turn_tokens
+
+    def may_end(self, vocabulary: int) -> np.ndarray:
+        """Returns False for all tokens."""
+        return np.zeros(vocabulary, bool)
+
+    def ends(self, turns: Sequence[list[int]]) -> list[int]:
+        """Returns 0 for all turns: a stop token or the limit ends them."""
+        return [0] * len(turns)
+
+    def answer(self, episode: int, turn: list[int]) -> Future[list[int] | None]:
+        """Ends the episode."""
+        ended: Future[list[int] | None] = Future()
+        ended.set_result(None)
+        return ended
+
+
+def expected_usage(
+    sizes: StreamSizes, lengths: np.ndarray, devices: int, *, episodes: bool = False, partial: bool = False
+) -> dict[str, Usage]:
+    """Returns how much a step with completions of these lengths [N] uses each program: {name: usage}.
+
+    episodes: with environments; partial: the step ends with the groups that are complete first.
+    """
+    if partial:
+        return _usage_of_partial_rollouts(sizes, lengths, devices)
+    calls, texts = (
+        CountedCalls(sizes, lengths),
+        Episodes.empty(np.full(len(lengths), sizes.length), sizes.length, OTHER),
+    )
+    environments = Endings(sizes.length) if episodes else None
+    _stream(calls, devices, _prompts(0, len(lengths) // sizes.group, sizes), texts, environments).run()
+    return dict(calls.usage)
+
+
+def _usage_of_partial_rollouts(sizes: StreamSizes, lengths: np.ndarray, devices: int) -> dict[str, Usage]:
+    """Returns the usage of the last of some steps: in the first, no completion goes on from a step before."""
+    lengths = lengths.reshape(-1, sizes.group)
+    count, calls = len(lengths), CountedCalls(sizes, lengths)
+    begin = lambda step: Flight.begin(_prompts(step, count, sizes), sizes.group, sizes.length, OTHER)  # noqa: E731
+    flight = begin(0)
+    for step in range(1, STEPS):
+        flight = flight.joined(begin(step))
+        texts = Episodes.going_on(flight)
+        calls = CountedCalls(sizes, lengths[flight.prompts.numbers % count].reshape(-1))
+        stream = _stream(calls, devices, flight.prompts, texts, wanted=count)
+        stream.run()
+        ended = (texts.state == ENDED).reshape(-1, sizes.group)
+        rollouts = texts.rollouts(sizes.group, np.zeros(texts.tokens.shape, np.int32))
+        _, flight = Flight(flight.prompts, rollouts, ended).split(stream.complete[:count])
+    return dict(calls.usage)
+
+
+def _stream(
+    calls: CountedCalls,
+    devices: int,
+    prompts: Prompts,
+    texts: Episodes,
+    environments: Endings | None = None,
+    wanted: int = 0,
+) -> Stream:
+    schedulers = [Scheduler(calls.sizes) for _ in range(devices)]
+    return Stream(calls, schedulers, prompts, texts, 0, (STOP,), OTHER, environments, wanted)
+
+
+def _prompts(step: int, count: int, sizes: StreamSizes) -> Prompts:
+    """Returns the prompts of a step, without content."""
+    tokens = np.zeros((count, sizes.width), np.int32)
+    return Prompts(tokens, np.ones(tokens.shape, bool), [{}] * count, np.arange(count, dtype=np.int32) + step * count)

@@ -1,0 +1,128 @@
+"""Evaluation: all problems are one stream through the engine, whose completions end one after the other."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tiny import mesh_of
+
+import jaxrl_llm
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.data import prompts as data
+from jaxrl_llm.machine import progress
+from jaxrl_llm.models import hf
+from jaxrl_llm.rollout.environments import EnvironmentPool
+from jaxrl_llm.rollout.evaluation import GREEDY, evaluate, whole_batches
+from jaxrl_llm.rollout.grading import RewardFn
+from jaxrl_llm.rollout.jax import compiled
+from jaxrl_llm.rollout.jax.engine import Sampler
+from jaxrl_llm.rollout.jax.sizes import sizes_of
+from jaxrl_llm.rollout.samples import CompletionTask, Drawing
+from jaxrl_llm.tasks.protocol import Reply
+
+FOLDER = Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic"
+ONE, PROBLEMS, BATCH = (1, 1, 1), 43, 16
+KEY = jax.random.key(0)
+
+
+@cache
+def problems() -> data.Dataset:
+    tokenizer = hf.load_tokenizer(FOLDER)
+    limits = dict(max_prompt_tokens=16, overlong="error", problems=PROBLEMS)
+    return data.read("arithmetic.held_out", tokenizer, convert="", **limits)
+
+
+def engine(shape: tuple[int, int, int] = ONE, at_once: int = BATCH, length: int = 12) -> Sampler:
+    mesh, tokenizer = mesh_of(shape), hf.load_tokenizer(FOLDER)
+    model = hf.load_model(FOLDER, mesh)
+    stops = dict(stop_ids=(tokenizer.eos_token_id,), pad_id=tokenizer.pad_token_id)
+    sampler = Sampler(model, mesh, max_completion_tokens=length, max_sequences=at_once, **stops)
+    sampler.update_weights(hf.load_params(FOLDER, model, mesh, learns=False))
+    return sampler
+
+
+def task(environments: EnvironmentPool | None = None, judge: str = "arithmetic.accuracy") -> CompletionTask:
+    return CompletionTask(hf.load_tokenizer(FOLDER), RewardFn((judge,), (1.0,), 0), environments)
+
+
+@cache
+def by_batches(draw: Drawing) -> tuple[list, np.ndarray]:
+    """Texts and scores of batches, each sampled and graded alone."""
+    sampler, dataset, texts, scores = engine(at_once=0), problems(), [], []
+    for start in range(0, PROBLEMS, BATCH):
+        numbers = range(start, min(start + BATCH, PROBLEMS))
+        prompts = data.make_prompts(dataset, numbers, 0)
+        graded = task().grade(prompts, task().sample(sampler, prompts, KEY, draw.group_size, draw.sampling, "test"))
+        texts += graded.texts
+        scores.append(graded.rewards.total)
+    return texts, np.concatenate(scores)
+
+
+@pytest.mark.parametrize(("shape", "at_once"), [(ONE, BATCH), (ONE, 3), ((2, 2, 2), BATCH)], ids=str)
+def test_a_stream_of_all_problems_has_the_texts_and_scores_of_batches(shape, at_once):
+    graded = evaluate(engine(shape, at_once), problems(), task(), batch=BATCH, key=KEY)
+    texts, scores = by_batches(GREEDY)
+    assert graded.texts == texts
+    np.testing.assert_array_equal(graded.rewards.total, scores)
+    assert 0 < scores.mean() < 1 or len({*map(str, texts)}) > 9  # they differ
+
+
+def test_samples_of_a_problem_do_not_depend_on_how_many_compute_together():
+    draw = Drawing(4, Sampling(1.0))
+    one, other = (evaluate(engine(at_once=n), problems(), task(), draw, batch=BATCH, key=KEY) for n in (64, 7))
+    assert one.texts == other.texts
+    np.testing.assert_array_equal(one.rewards.total, other.rewards.total)
+
+
+@pytest.mark.parametrize("sequences", [0, 24])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_thousands_of_problems_have_the_programs_and_the_cache_of_a_batch(sequences, devices):
+    mesh = mesh_of((1, devices, 1))
+    batch = whole_batches(64, 4000, mesh)
+    of = partial(sizes_of, group=1, width=16, length=100, devices=devices)
+    whole, part = (of(count, max_sequences=min(sequences or 64, 64)) for count in (4000, batch))
+    assert whole.refills and whole == replace(part, refills=True)  # and a program for prompts that begin later
+
+
+class Once:
+    """Answers a turn with a digit, and ends after the second."""
+
+    stops = ()
+
+    def reset(self, row: dict) -> None:
+        self.turns = 0
+
+    def step(self, text: str) -> Reply:
+        self.turns += 1
+        return Reply("7", done=self.turns > 1)
+
+
+@pytest.mark.parametrize("episodes", [False, True])
+def test_the_progress_advances_while_completions_end(episodes, monkeypatch):
+    shown, seen, begin, decode = [], [], progress.task, compiled.CallPrograms.decode
+
+    @contextmanager
+    def watched(name: str, total: int | None = None):
+        with begin(name, total) as task:
+            shown.append(task)
+            yield task
+
+    def decoded(self, *args):
+        seen.append(next(task.finished for task in shown if "completions" in task.name))
+        return decode(self, *args)
+
+    monkeypatch.setattr(progress, "task", watched)
+    monkeypatch.setattr(compiled.CallPrograms, "decode", decoded)
+    limits = dict(most=3, tokens=8, observation_tokens=4, workers=2, timeout=0)
+    pool = EnvironmentPool(hf.load_tokenizer(FOLDER), Once, **limits) if episodes else None
+    evaluate(engine(at_once=8, length=30), problems(), task(pool), batch=BATCH, key=KEY)
+    assert seen == sorted(seen) and seen[0] == 0
+    assert len({*seen}) > 3 and 0 < seen[-1] < PROBLEMS
+    told = {task.name.split(": ")[1]: (task.finished, task.total) for task in shown if "evaluating" in task.name}
+    assert told == {"completions": (PROBLEMS, PROBLEMS), "scores": (PROBLEMS, PROBLEMS)}
