@@ -86,16 +86,19 @@ def attend(
     hidden: of pages [p, T, s] and of prompts [e, G * T or 1, P], as `score` takes them.
     """
     score_all = partial(score, soft_cap=soft_cap, precision=precision)
-    of_pages = score_all(query[:, readers.owner], pages, hidden[0])
-    of_prompts = score_all(by_group(query, readers), prompts, hidden[1])
+    page_scores = score_all(query[:, readers.owner], pages, hidden[0])
+    prompt_scores = score_all(by_group(query, readers), prompts, hidden[1])
     # One maximum for both makes one softmax.
     top = jnp.maximum(
-        by_member(jnp.max(of_prompts, axis=-1), readers), over_pages(jnp.maximum, jnp.max(of_pages, axis=-1), readers)
+        by_member(jnp.max(prompt_scores, axis=-1), readers),
+        over_pages(jnp.maximum, jnp.max(page_scores, axis=-1), readers),
     )
     weigh_all = partial(weigh, dtype=query.dtype, precision=precision)
-    own = weigh_all(of_pages, top[:, readers.owner], pages.values)
-    shared = weigh_all(of_prompts, by_group(top, readers), prompts.values)
-    out, total = (by_member(x, readers) + over_pages(jnp.add, y, readers) for x, y in zip(shared, own, strict=True))
+    from_pages = weigh_all(page_scores, top[:, readers.owner], pages.values)
+    from_prompts = weigh_all(prompt_scores, by_group(top, readers), prompts.values)
+    out, total = (
+        by_member(x, readers) + over_pages(jnp.add, y, readers) for x, y in zip(from_prompts, from_pages, strict=True)
+    )
     return out / total[..., None]
 
 
