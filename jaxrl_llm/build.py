@@ -360,20 +360,20 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
         last=recipe.num_steps,
         weight_check=weight_check,
         curriculum=curriculum,
-        device=inputs.sampler_mesh.local_devices[0] if recipe.sampler_devices else None,
+        device=inputs.sampler_device,
     )
     return opened.enter_context(closing(actor))
 
 
 def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int) -> StreamSizes:
     """Returns the sizes of a step's sampling by the in-JAX engine on its mesh, for prompts of this width."""
-    choice, length, partial = recipe.chosen_engine, recipe.rollout.max_completion_tokens, recipe.rollout.partial
-    enough = recipe.sizes.sequences_per_step if partial else 0
+    choice, length, (prompts, enough) = recipe.chosen_engine, recipe.rollout.max_completion_tokens, recipe.sampled
     bounds: dict[str, Any] = dict(
-        max_sequences=at_once(choice.max_sequences, enough), pages=choice.pages, kind=page_kind(mesh, models.model.cfg)
+        max_sequences=at_once(choice.max_sequences, enough * recipe.group_size),
+        pages=choice.pages,
+        kind=page_kind(mesh, models.model.cfg),
     )
-    sizes = recipe.prompts_per_step * (2 if partial else 1), recipe.group_size, width, length
-    return sizes_of(*sizes, devices=sharding.prompt_shards(mesh), **bounds)
+    return sizes_of(prompts, recipe.group_size, width, length, devices=sharding.prompt_shards(mesh), **bounds)
 
 
 def self_test_facts(recipe: Recipe, tools: list[dict[str, Any]]) -> Facts:
@@ -406,12 +406,11 @@ def run_programs(
 def sampled_batches(recipe: Recipe, inputs: Inputs) -> list[dict[str, Any]]:
     """Returns sizes and sampling of the batches that the engine samples, as arguments of `Sampler.programs`."""
     width, sampling = inputs.dataset.width, recipe.rollout.sampling
-    count = recipe.prompts_per_step
-    batches: list[dict[str, Any]] = [dict(prompts=count, width=width, group=recipe.group_size, sampling=sampling)]
+    batches: list[dict[str, Any]] = [
+        recipe.sampled._asdict() | dict(width=width, group=recipe.group_size, sampling=sampling)
+    ]
     if recipe.estimator.needs_greedy:
-        batches.append(batches[0] | dict(group=1, sampling=Sampling(0.0)))
-    if recipe.rollout.partial:
-        batches[0] |= dict(prompts=2 * count, enough=count)
+        batches.append(dict(prompts=recipe.prompts_per_step, width=width, group=1, sampling=Sampling(0.0)))
     if recipe.eval:
         held_out = inputs.held_out
         batches.append(dict(prompts=len(held_out.rows), width=held_out.width, group=1, sampling=Sampling(0.0)))

@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.rollout.flight import Flight
-from jaxrl_llm.rollout.jax import compiled, programs, sizes, stream
+from jaxrl_llm.rollout.jax import compiled, layout, programs, sizes, stream
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.structs import Batch, Prompts
 from jaxrl_llm.train import steps
@@ -27,7 +27,7 @@ LENGTH, WANTED = 24, 3
 def short_rounds(monkeypatch):
     """Pages and rounds of 4 tokens."""
     monkeypatch.setattr(sizes, "PAGE", 4)
-    for module in (programs, stream, compiled, sizes):
+    for module in (programs, stream, compiled, sizes, layout):
         monkeypatch.setattr(module, "ROUND", 4)
 
 

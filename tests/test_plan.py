@@ -20,7 +20,7 @@ from test_sampler import sample
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.learner.settings import HostMemory
-from jaxrl_llm.rollout.jax import compiled, programs, sizes, stream
+from jaxrl_llm.rollout.jax import compiled, layout, programs, sizes, stream
 from jaxrl_llm.tools.plan import expected, phases
 from jaxrl_llm.tools.plan.chips import CHIPS
 from jaxrl_llm.tools.plan.expected import Endings, Usage, drawn_lengths, expected_usage
@@ -178,7 +178,7 @@ def test_drawn_lengths_have_their_mean_and_one_seed_gives_the_same(mean):
 def counted(monkeypatch):
     """What the stream of a real sampler calls, and rounds and pages of 4 tokens."""
     monkeypatch.setattr(sizes, "PAGE", 4)
-    for module in (programs, stream, compiled, sizes, expected):
+    for module in (programs, stream, compiled, sizes, layout, expected):
         monkeypatch.setattr(module, "ROUND", 4)
     usage, prefill, decode = defaultdict(Usage), compiled.CallPrograms.prefill, compiled.CallPrograms.decode
 

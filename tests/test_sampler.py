@@ -24,7 +24,7 @@ from jaxrl_llm.algorithms.sampling import (
 )
 from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.rollout.jax import compiled, programs, sizes, stream
+from jaxrl_llm.rollout.jax import compiled, layout, programs, sizes, stream
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.programs import Cache
 from jaxrl_llm.rollout.jax.scheduler import Scheduler
@@ -207,7 +207,7 @@ STEADY = dict(length=24, stops=(), limits=BUDGETS)
 def small(monkeypatch):
     """Pages of 4 tokens, and rounds of 4."""
     monkeypatch.setattr(sizes, "PAGE", 4)
-    for module in (programs, stream, compiled, sizes):
+    for module in (programs, stream, compiled, sizes, layout):
         monkeypatch.setattr(module, "ROUND", 4)
 
 

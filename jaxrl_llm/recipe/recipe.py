@@ -28,7 +28,7 @@ from jaxrl_llm.models.settings import GroupModelSettings, ModelSettings, NewMode
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.protocol import EngineChoice
-from jaxrl_llm.rollout.samples import Drawing
+from jaxrl_llm.rollout.samples import Drawing, SampledGroups
 from jaxrl_llm.rollout.settings import JudgeSettings, LengthSettings, RewardSettings, RolloutSettings
 from jaxrl_llm.session import settings as session
 from jaxrl_llm.structs import Array, Sizes
@@ -239,6 +239,12 @@ class Recipe(Settings):
     def own_samples(self) -> bool:
         """Whether the weights that sample are those at the start of the step."""
         return self.chosen_engine.in_trainer and not self.rollout.max_lag and not self.rollout.partial
+
+    @property
+    def sampled(self) -> SampledGroups:
+        """The groups that a step gives to the engine."""
+        count = self.prompts_per_step
+        return SampledGroups(2 * count, count) if self.rollout.partial else SampledGroups(count)
 
     @property
     def exact(self) -> bool:

@@ -136,6 +136,13 @@ class CompletionTask:
         return Completions(prompts.rows, texts, ids, columns)
 
 
+class SampledGroups(NamedTuple):
+    """The groups of one call of the engine."""
+
+    prompts: int
+    enough: int = 0  # complete ones, with which the call ends (`flight.StreamEngine`); 0: all
+
+
 class Drawing(NamedTuple):
     """What a step samples for each of its prompts."""
 

@@ -37,6 +37,12 @@ class Inputs:
     base: PyTree  # the parameters beside the adapters; None: all parameters learn
     sampler_mesh: Mesh  # of the in-JAX engine: that of the trainer, unless it has devices of its own
 
+    @property
+    def sampler_device(self) -> Any:
+        """A device that only the sampler of this process uses; None: it has none of its own."""
+        shared = self.sampler_mesh is self.models.mesh
+        return None if shared else self.sampler_mesh.local_devices[0]
+
     def params(self) -> PyTree:
         """Returns the model's parameters as its folder has them. Each call returns separate arrays."""
         if self.first_params:

@@ -289,12 +289,11 @@ def _programs(
     policy = learning.learners["policy"]
     sampler_programs = sampler.programs(
         policy.all_parameters(policy.shapes),
-        prompts=recipe.prompts_per_step * (2 if recipe.rollout.partial else 1),
+        **recipe.sampled._asdict(),
         width=width,
         group=recipe.group_size,
         sampling=learning.sampling,
         episodes=recipe.env is not None,
-        enough=recipe.prompts_per_step if recipe.rollout.partial else 0,
     )
     yield from sampler_programs if recipe.chosen_engine.in_trainer else ()
     yield from learning_programs(learning, [shape], width, recipe.credit.weights)
