@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models import paged_attention_gpu, paged_attention_tpu
-from jaxrl_llm.models.paged_attention import HIDDEN, Pages, Partial, attend_pages, by_sequence
+from jaxrl_llm.models.paged_attention import HIDDEN, Pages, Partial, Readers, attend
 from jaxrl_llm.structs import Array
 
 NEAR = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -51,23 +51,25 @@ def make_step(heads: int, rows: int, r: int, h: int, n: int, page: int, dtype: s
     return Step(query, pages, *map(jnp.asarray, (table, length.astype(np.int32), owner, start)))
 
 
-def attend_plain(step: Step, *, window: int, soft_cap: float) -> Partial:
-    """Attends to all pages of the pool, as the engine does without a kernel."""
+def attend_plain(step: Step, *, window: int, soft_cap: float) -> jax.Array:
+    """Attends to all pages of the pool, as the engine does without a kernel. The prompt is a hidden token."""
     place = step.start[:, None] + jnp.arange(step.pages.values.shape[2])[None]
     length = step.length[step.owner][:, None]
     hide = (place >= length) | (place < length - window if window else False)
     precision = jax.lax.Precision.HIGHEST if step.query.dtype == jnp.float32 else None
-    query = step.query[:, step.owner][:, :, None]
-    hidden = jnp.where(hide, HIDDEN, 0.0)[:, None]
-    parts = attend_pages(query, step.pages, hidden, soft_cap=soft_cap, precision=precision)
-    return jax.tree.map(lambda x: x[:, :, 0], by_sequence(parts, step.table))
+    heads, rows, _, h = step.query.shape
+    each = jnp.arange(rows)
+    readers = Readers(step.table, step.owner, each[None], each)
+    prompt = Pages.empty((heads, 1), 1, h, step.query.dtype.name)
+    hidden = jnp.where(hide, HIDDEN, 0.0)[:, None], jnp.full((1, 1, 1), HIDDEN, jnp.float32)
+    settings: Any = dict(soft_cap=soft_cap, precision=precision)
+    return attend(step.query[:, :, None], prompt, step.pages, hidden, readers, **settings)[:, :, 0]
 
 
 def difference(kernel: Any, step: Step, **settings: Any) -> float:
     """Returns the largest difference between the attention of both forms."""
     found, wanted = jax.jit(partial(kernel, **settings))(step), jax.jit(partial(attend_plain, **settings))(step)
-    kernel_out, plain_out = (x.out / x.total[..., None] for x in (found, wanted))
-    return float(jnp.max(jnp.abs(kernel_out - plain_out)))
+    return float(jnp.max(jnp.abs(found.out / found.total[..., None] - wanted)))
 
 
 def seconds(function: Any, step: Step, times: int) -> float:

@@ -368,9 +368,9 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
 def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int) -> StreamSizes:
     """Returns the sizes of a step's sampling by the in-JAX engine on its mesh, for prompts of this width."""
     choice, length, partial = recipe.chosen_engine, recipe.rollout.max_completion_tokens, recipe.rollout.partial
-    wanted = recipe.sizes.sequences_per_step if partial else 0
+    enough = recipe.sizes.sequences_per_step if partial else 0
     bounds: dict[str, Any] = dict(
-        max_sequences=at_once(choice.max_sequences, wanted), pages=choice.pages, kind=page_kind(mesh, models.model.cfg)
+        max_sequences=at_once(choice.max_sequences, enough), pages=choice.pages, kind=page_kind(mesh, models.model.cfg)
     )
     sizes = recipe.prompts_per_step * (2 if partial else 1), recipe.group_size, width, length
     return sizes_of(*sizes, devices=sharding.prompt_shards(mesh), **bounds)
@@ -411,7 +411,7 @@ def sampled_batches(recipe: Recipe, inputs: Inputs) -> list[dict[str, Any]]:
     if recipe.estimator.needs_greedy:
         batches.append(batches[0] | dict(group=1, sampling=Sampling(0.0)))
     if recipe.rollout.partial:
-        batches[0] |= dict(prompts=2 * count, wanted=count)
+        batches[0] |= dict(prompts=2 * count, enough=count)
     if recipe.eval:
         held_out = inputs.held_out
         batches.append(dict(prompts=len(held_out.rows), width=held_out.width, group=1, sampling=Sampling(0.0)))

@@ -110,15 +110,21 @@ def test_without_a_lag_the_caller_samples_when_the_pushes_are_done():
 
 
 @pytest.mark.parametrize(
-    ("platform", "size", "lag", "devices", "refused"),
-    [("tpu", 4, 1, 0, True), ("tpu", 1, 1, 0, False), ("tpu", 4, 0, 0, False), ("cpu", 4, 1, 0, False),
-     ("tpu", 4, 1, 2, False)],
+    ("platform", "size", "lag", "devices", "processes", "refused"),
+    [
+        ("tpu", 4, 1, 0, 1, "max_lag = 1: .* with engine.devices"), ("tpu", 1, 1, 0, 1, ""), ("tpu", 4, 0, 0, 1, ""),
+        ("cpu", 4, 1, 0, 1, ""), ("cpu", 4, 1, 0, 2, "max_lag = 1: .* with engine.devices"), ("tpu", 4, 1, 2, 1, ""),
+        ("tpu", 4, 1, 2, 2, "max_lag = 1 with engine.devices = 2: 2 processes"), ("tpu", 4, 0, 2, 2, ""),
+    ],
 )  # fmt: skip
-def test_two_threads_with_programs_over_the_same_accelerators_are_refused(platform, size, lag, devices, refused):
+def test_two_threads_with_programs_that_may_wait_for_each_other_are_refused(
+    platform, size, lag, devices, processes, refused, monkeypatch
+):
+    monkeypatch.setattr(fit.distributed, "count", lambda: processes)
     mesh = SimpleNamespace(size=size, devices=np.array([SimpleNamespace(platform=platform)] * size))
     choice, rollout = SimpleNamespace(in_trainer=True), SimpleNamespace(max_lag=lag)
     recipe = SimpleNamespace(chosen_engine=choice, sampler_devices=devices, rollout=rollout)
-    with pytest.raises(UserError, match=r"max_lag = 1: .* with engine\.devices") if refused else nullcontext():
+    with pytest.raises(UserError, match=refused) if refused else nullcontext():
         fit.check_one_at_a_time(recipe, mesh)
 
 

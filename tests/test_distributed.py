@@ -145,12 +145,12 @@ def test_two_processes_have_the_numbers_of_one_with(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_that_sample_on_devices_of_their_own_while_others_learn_have_the_numbers_of_one(tmp_path):
-    fields = ("engine.devices=2", "rollout.max_lag=1", "rollout.resample_rounds=1", "group_size=2")
+def test_two_processes_that_sample_on_devices_of_their_own_have_the_numbers_of_one(tmp_path):
+    fields = ("engine.devices=2", "rollout.resample_rounds=1", "group_size=2")
     run(1, "grpo", tmp_path / "one", *fields)
     run(2, "grpo", tmp_path / "two", *fields)
     check_same(tmp_path / "two", tmp_path / "one")
-    assert records(tmp_path / "two")[-1]["rollout/lag"] == 1
+    assert "on the last 1 devices of each process" in (tmp_path / "two.0.out").read_text()
 
 
 @pytest.mark.slow

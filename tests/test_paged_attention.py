@@ -14,7 +14,7 @@ import pytest
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import paged_attention_gpu, paged_attention_tpu
 from jaxrl_llm.models.attention import KeyValue
-from jaxrl_llm.models.paged_attention import HIDDEN, Pages, attend_pages, by_sequence, join
+from jaxrl_llm.models.paged_attention import HIDDEN, Pages, Readers, attend, attend_prompts, join
 
 K, R, H, PAGE, N, PROMPT, G = 2, 3, 16, 8, 3, 5, 2
 LENGTHS = np.array([1, N * PAGE, 9, 16])  # of two groups of two
@@ -37,20 +37,37 @@ def paged(own, lengths, order, count, dtype="float32"):
     return Pages(jnp.asarray(keys, dtype), jnp.asarray(values, dtype)), jnp.asarray(table, jnp.int32)
 
 
-def attend_plain(query, pages, table, lengths, window=0, soft_cap=0.0):
-    """Partial [K, S, R] of query [K, S, R, h], by the form that a CPU uses."""
-    count, size = pages.keys.shape[1], pages.keys.shape[3]
+def reading(table, lengths, page, window):
+    """Readers of pages and prompts, and what is hidden in both."""
+    count = int(table.max())
+    rows, groups = len(lengths), len(lengths) // G
     owner, start = np.zeros(count, int), np.zeros(count, int)
-    for (row, j), page in np.ndenumerate(table):
-        if page < count:
-            owner[page], start[page] = row, j * size
-    place, length = start[:, None] + np.arange(size), np.asarray(lengths)[owner][:, None]
+    for (row, j), at in np.ndenumerate(table):
+        if at < count:
+            owner[at], start[at] = row, j * page
+    place, length = start[:, None] + np.arange(page), np.asarray(lengths)[owner][:, None]
     hide = (place >= length) | (place < length - window if window else False)
-    hidden = jnp.where(hide, HIDDEN, 0.0)[:, None]
-    parts = attend_pages(
-        query[:, owner][:, :, None], pages, hidden, soft_cap=soft_cap, precision=jax.lax.Precision.HIGHEST
-    )
-    return jax.tree.map(lambda x: x[:, :, 0], by_sequence(parts, table))
+    # The last token's place in the text is PROMPT + length - 1.
+    first_seen = PROMPT + np.asarray(lengths).reshape(groups, G, 1) - (window or 9999)
+    hidden = (jnp.where(x, HIDDEN, 0.0) for x in (hide[:, None], np.arange(PROMPT) < first_seen))
+    return Readers(table, owner, np.arange(rows).reshape(groups, G), np.arange(rows)), tuple(hidden)
+
+
+def attend_plain(query, pages, prompt, table, lengths, window=0, soft_cap=0.0):
+    """[K, S, R, h] of query [K, S, R, h], by the form that a CPU uses."""
+    readers, hidden = reading(table, lengths, pages.keys.shape[3], window)
+    numbers = dict(soft_cap=soft_cap, precision=jax.lax.Precision.HIGHEST)
+    return attend(query[:, :, None], prompt, pages, hidden, readers, **numbers)[:, :, 0]
+
+
+def attend_with(kernel, query, pages, prompt, table, lengths, window=0, soft_cap=0.0):
+    """The same by a kernel, joined with the prompt."""
+    readers, hidden = reading(table, lengths, pages.keys.shape[3], window)
+    numbers = dict(soft_cap=soft_cap, precision=jax.lax.Precision.HIGHEST)
+    to_prompts = attend_prompts(query[:, :, None], prompt, hidden[1], readers, **numbers)
+    own = jax.jit(partial(kernel.attend_own, window=window, soft_cap=soft_cap, interpret=True))
+    to_pages = jax.tree.map(lambda x: x[:, :, None], own(query, pages, table, jnp.asarray(lengths, jnp.int32)))
+    return join(to_prompts, to_pages)[:, :, 0]
 
 
 def dense(query, own, prompt, window, soft_cap):
@@ -74,15 +91,12 @@ def dense(query, own, prompt, window, soft_cap):
 def with_prompts(query, own, prompt, order, count, window=0, soft_cap=0.0):
     """[K, S, R, h], by pages: the prompt of a group is one page, which its members read together."""
     pages, table = paged(own, LENGTHS, order, count)
-    to_own = attend_plain(query, pages, table, LENGTHS, window, soft_cap)
-    groups = len(LENGTHS) // G
-    of_groups = query.reshape(K, groups, G, R, H)
-    # The last token's place in the text is PROMPT + length - 1.
-    seen_from = PROMPT + LENGTHS.reshape(groups, G, 1) - (window or 99)
-    hidden = jnp.where(np.arange(PROMPT) < seen_from, HIDDEN, 0.0)
-    prompts = Pages(jnp.swapaxes(prompt[0], 2, 3), jnp.asarray(prompt[1]))
-    parts = attend_pages(of_groups, prompts, hidden, soft_cap=soft_cap, precision=jax.lax.Precision.HIGHEST)
-    return join(jax.tree.map(lambda x: x.reshape(K, len(LENGTHS), *x.shape[3:]), parts), to_own)
+    return attend_plain(query, pages, page_of(prompt), table, LENGTHS, window, soft_cap)
+
+
+def page_of(prompt, dtype="float32"):
+    keys, values = prompt
+    return Pages(jnp.asarray(np.swapaxes(keys, 2, 3), dtype), jnp.asarray(values, dtype))
 
 
 def text():
@@ -123,12 +137,11 @@ def decoding(r, h, size, n, dtype, lengths):
 def test_a_kernel_computes_what_the_plain_form_computes(kernel, r, h, size, n, window, soft_cap, dtype):
     lengths = np.array([n * size, 1, size, size + 1])
     step = decoding(r, h, size, n, dtype, lengths)
-    found = jax.jit(partial(kernel.attend_own, window=window, soft_cap=soft_cap, interpret=True))(*step)
-    wanted = attend_plain(*step, window, soft_cap)
-    near = partial(np.testing.assert_allclose, atol=1e-2 if dtype == "bfloat16" else 2e-6, rtol=1e-5)
-    near(found.out / found.total[..., None], wanted.out / wanted.total[..., None])
-    near(found.top, wanted.top)
-    near(found.total, wanted.total)
+    query, pages, table, lengths = step
+    prompt = page_of([draw(K, len(lengths) // G, PROMPT, h, seed=i) for i in (3, 4)], dtype)
+    rest = pages, prompt, table, lengths, window, soft_cap
+    atol = 1e-2 if dtype == "bfloat16" else 2e-6
+    np.testing.assert_allclose(attend_with(kernel, query, *rest), attend_plain(query, *rest), atol=atol, rtol=1e-5)
 
 
 @KERNELS

@@ -44,7 +44,7 @@ def calls(config, mesh=(1, 1, 1), count: int = 4) -> tuple[list[tuple[Flight, li
     for version in range(count):
         sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)), version)
         flight = flight.joined(fresh([(3 * version + b) % tiny.B for b in (3, 4, 5)]))
-        flight, complete = sampler.sample_first(flight, jax.random.key(version), sampling=Sampling(1.3), wanted=WANTED)
+        flight, complete = sampler.sample_first(flight, jax.random.key(version), sampling=Sampling(1.3), enough=WANTED)
         taken.append((flight, complete))
         _, flight = flight.split(complete)
     return taken, flight

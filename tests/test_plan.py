@@ -99,6 +99,26 @@ def test_what_lives_beside_a_program_is_counted(plan):
         assert others < by[name] < others + copy + plan.holds["policy parameters"]
 
 
+def test_what_a_sampler_holds_on_chips_of_its_own_is_beside_nothing(tmp_path):
+    config = configs.load(ROOT / "configs" / "grpo.py")
+    config.update_from_flattened_dict({"engine.devices": 4, "rollout.max_lag": 1})
+    recipe = recipes.read(config)
+    mesh, sampler = phases.plan_meshes(jax.devices(), recipe)
+    assert (dict(mesh.shape), dict(sampler.shape)) == (
+        dict(data=1, fsdp=4, tensor=1), dict(data=4, fsdp=1, tensor=1)
+    )  # fmt: skip
+    apart = make_plan(recipe, mesh, 8, tmp_path, sampler_mesh=sampler)
+    by = {phase.name.split(",")[0]: phase.beside for phase in apart.phases}
+    assert by["decoding"] == by["prompts"] == 0
+    policy = apart.holds["policy optimizer"] + apart.holds["policy parameters"] + apart.holds["reference"]
+    assert all(by[name] <= policy for name in ("a layer for the sampler", "embedding and head for the sampler"))
+    assert "sampler's copy (on chips of its own)" in apart.holds
+    sides = {True: 0.0, False: 0.0}
+    for phase in apart.phases:
+        sides[phase.meanwhile] += phase.times * max(phase.seconds(V5E).values())
+    assert apart.seconds(V5E) == max(sides.values()) and min(sides.values()) > 0
+
+
 def test_what_is_in_the_hosts_memory_is_on_no_chip_but_where_it_is_used(plan, tmp_path):
     recipe = replace(plan.recipe, host_memory=HostMemory(reference=True, optimizer=True))
     moved = make_plan(recipe, plan.models.mesh, 8, tmp_path)

@@ -63,7 +63,8 @@ def run(workdir: Path, config: Any, *, stop: int = 0) -> list[dict]:
 def test_a_lag_on_four_and_four_devices_logs_the_numbers_of_one_mesh_of_four_and_resumes_bit_for_bit(tmp_path, capfd):
     """Also with groups that are replaced while others learn, and the curriculum that they tell."""
     changes = LAG | {"rollout.resample_rounds": 1, "data.curriculum.skip": 0.9, "eval": None, "kl": None}
-    changes |= {"prompts_per_step": 4, "prompts_per_update": 4, "group_size": 2}  # few programs to compile
+    few_programs = {"prompts_per_step": 4, "prompts_per_update": 4, "group_size": 2}
+    changes |= few_programs | {"num_steps": 6}
     shared = run(tmp_path / "shared", small_config(**changes))
     apart = run(tmp_path / "apart", small_config(**changes, **{"engine.devices": 4}), stop=1)
     assert apart == shared

@@ -4,12 +4,16 @@ Shapes on a device: K key heads, R query heads per key head, head size h; p page
 T tokens each. A prompt is one page, which all members of its group read: a page has Q queries per head, those of its
 sequence (Q = T) or those of its group (Q = G x T).
 
-Pages are read where they are, and the softmax of a sequence is put together from those of its pages:
-m = max_p m_p, l = sum_p exp(m_p - m) l_p, out = sum_p exp(m_p - m) o_p / l (arXiv 2205.14135).
+Pages are read where they are. The plain form, `attend`, first finds the largest score of a sequence, over its prompt
+and its pages, so its weights are those of the trainer's attention, also after they are rounded to bfloat16. A kernel
+reads the pages once: its softmax is joined with that of the prompt by maxima and sums (arXiv 2205.14135),
+m = max_i m_i, l = sum_i exp(m_i - m) l_i, out = sum_i exp(m_i - m) o_i / l.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -58,42 +62,107 @@ class Partial(NamedTuple):
     total: Array  # [...] sum of weights
 
 
-def attend_pages(
-    query: Array, pages: Pages, hidden: Array, *, soft_cap: float = 0.0, precision: jax.lax.Precision | None = None
-) -> Partial:
-    """Attends to each page alone: query [K, p, Q, R, h] of its owner -> Partial [K, p, Q, R].
+class Readers(NamedTuple):
+    """Who reads what, on a device."""
+
+    table: Array  # [S, n] pages of each sequence, in order; out of range: it has no more
+    owner: Array  # [p] sequence of each page
+    members: Array  # [e, G] sequences of each prompt
+    member: Array  # [S] place of each sequence in `members`, without the axis of e
+
+
+def attend(
+    query: Array,
+    prompts: Pages,
+    pages: Pages,
+    hidden: tuple[Array, Array],
+    readers: Readers,
+    *,
+    soft_cap: float = 0.0,
+    precision: jax.lax.Precision | None = None,
+) -> jax.Array:
+    """Attends to prompts and pages: query [K, S, T, R, h] -> [K, S, T, R, h] in float32.
+
+    hidden: of pages [p, T, s] and of prompts [e, G * T or 1, P], as `score` takes them.
+    """
+    score_all = partial(score, soft_cap=soft_cap, precision=precision)
+    page_scores = score_all(query[:, readers.owner], pages, hidden[0])
+    prompt_scores = score_all(by_group(query, readers), prompts, hidden[1])
+    # One maximum for both makes one softmax.
+    top = jnp.maximum(
+        by_member(jnp.max(prompt_scores, axis=-1), readers),
+        over_pages(jnp.maximum, jnp.max(page_scores, axis=-1), readers),
+    )
+    weigh_all = partial(weigh, dtype=query.dtype, precision=precision)
+    from_pages = weigh_all(page_scores, top[:, readers.owner], pages.values)
+    from_prompts = weigh_all(prompt_scores, by_group(top, readers), prompts.values)
+    out, total = (
+        by_member(x, readers) + over_pages(jnp.add, y, readers) for x, y in zip(from_prompts, from_pages, strict=True)
+    )
+    return out / total[..., None]
+
+
+def score(
+    query: Array, pages: Pages, hidden: Array, *, soft_cap: float, precision: jax.lax.Precision | None
+) -> jax.Array:
+    """Returns the scores of query [K, p, Q, R, h] for the tokens of its page: [K, p, Q, R, s] in float32.
 
     hidden [p, Q, s], or [p, 1, s] if all queries see the same tokens: 0, or HIDDEN for a token that is not seen.
     """
     scores = jnp.einsum("kpqrh,kphs->kpqrs", query, pages.keys, precision=precision, preferred_element_type=jnp.float32)
-    scores = bounded(scores, soft_cap) + hidden[None, :, :, None]
-    top = _once(jnp.max(scores, axis=-1))
+    return bounded(scores, soft_cap) + hidden[None, :, :, None]
+
+
+def weigh(
+    scores: Array, top: Array, values: Array, *, dtype: jnp.dtype, precision: jax.lax.Precision | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the sums [K, p, Q, R, h] of values, weighted by exp(score - top), and the sums of weights."""
     weights = _once(jnp.exp(scores - top[..., None]))
     out = jnp.einsum(
-        "kpqrs,kpsh->kpqrh",
-        weights.astype(query.dtype),
-        pages.values,
-        precision=precision,
-        preferred_element_type=jnp.float32,
+        "kpqrs,kpsh->kpqrh", weights.astype(dtype), values, precision=precision, preferred_element_type=jnp.float32
     )
-    return Partial(out, top, jnp.sum(weights, axis=-1))
+    return out, jnp.sum(weights, axis=-1)
 
 
-def by_sequence(pages: Partial, table: Array) -> Partial:
-    """Joins the pages [K, p, Q, R] of each sequence, in their order: table [S, n] -> Partial [K, S, Q, R].
+def over_pages(operation: Callable[[Array, Array], Array], x: Array, readers: Readers) -> jax.Array:
+    """Joins numbers [K, p, ...] of pages, by a sum or a maximum, in the order of each sequence: [K, S, ...]."""
+    count = x.shape[1]
+    nothing = 0.0 if operation is jnp.add else 2 * HIDDEN
 
-    table: the pages of a sequence; out of range: it has no more.
-    """
-    count = pages.top.shape[1]
-
-    def page(j: Array | int) -> Partial:
-        place = jax.lax.dynamic_index_in_dim(table, j, axis=1, keepdims=False)
-        part = jax.tree.map(lambda x: x[:, jnp.minimum(place, count - 1)], pages)
-        return part._replace(top=jnp.where((place < count)[None, :, None, None], part.top, 2 * HIDDEN))
+    def page(j: Array | int) -> Array:
+        place = jax.lax.dynamic_index_in_dim(readers.table, j, axis=1, keepdims=False)
+        have = (place < count).reshape(1, -1, *(1,) * (x.ndim - 2))
+        return jnp.where(have, x[:, jnp.minimum(place, count - 1)], nothing)
 
     # In the order of the tokens, wherever the pages are: the numbers do not depend on the scheduler. A loop, because
     # for one sum over an axis of pages a CPU needs thirty times as long.
-    return jax.lax.fori_loop(1, table.shape[1], lambda j, joined: both(joined, page(j)), page(0))
+    return jax.lax.fori_loop(1, readers.table.shape[1], lambda j, joined: operation(joined, page(j)), page(0))
+
+
+def by_group(x: Array, readers: Readers) -> jax.Array:
+    """Returns numbers [K, S, T, ...] of sequences by their prompts: [K, e, G * T, ...]."""
+    return x[:, readers.members].reshape(len(x), len(readers.members), -1, *x.shape[3:])
+
+
+def by_member(x: Array, readers: Readers) -> jax.Array:
+    """Returns numbers [K, e, G * T, ...] of prompts by their sequences: [K, S, T, ...]."""
+    return x.reshape(len(x), readers.members.size, -1, *x.shape[3:])[:, readers.member]
+
+
+def attend_prompts(
+    query: Array,
+    prompts: Pages,
+    hidden: Array,
+    readers: Readers,
+    *,
+    soft_cap: float = 0.0,
+    precision: jax.lax.Precision | None = None,
+) -> Partial:
+    """Attends to prompts alone: query [K, S, T, R, h] -> Partial [K, S, T, R]. hidden: see `attend`."""
+    scores = score(by_group(query, readers), prompts, hidden, soft_cap=soft_cap, precision=precision)
+    top = _once(jnp.max(scores, axis=-1))
+    out, total = weigh(scores, top, prompts.values, dtype=query.dtype, precision=precision)
+    return jax.tree.map(lambda x: by_member(x, readers), Partial(out, top, total))
 
 
 def join(left: Partial, right: Partial) -> jax.Array:

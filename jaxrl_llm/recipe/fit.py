@@ -27,10 +27,20 @@ def check_batch_fits_mesh(sizes: Sizes, mesh: Mesh) -> None:
 
 
 def check_one_at_a_time(recipe: Recipe, mesh: Mesh) -> None:
-    """Raises: UserError, if two threads would run programs on the same accelerators, because these may deadlock."""
-    shared, max_lag = recipe.chosen_engine.in_trainer and not recipe.sampler_devices, recipe.rollout.max_lag
-    alone = mesh.devices.flat[0].platform == "cpu" and distributed.count() == 1
-    if shared and max_lag and mesh.size > 1 and not alone:
+    """Raises: UserError, if programs of two threads may wait for each other for ever."""
+    processes, max_lag = distributed.count(), recipe.rollout.max_lag
+    if not recipe.chosen_engine.in_trainer or not max_lag:
+        return
+    if recipe.sampler_devices:
+        # A CPU runs programs with collectives one after the other, in another order in each process: it hangs. Of GPUs
+        # and TPUs nobody has tried it.
+        if processes > 1:
+            raise UserError(
+                f"config.rollout.max_lag = {max_lag} with engine.devices = {recipe.sampler_devices}: {processes} "
+                "processes may run the programs of sampler and trainer in another order, and wait for each other for "
+                "ever: set max_lag to 0, run one process, or take vLLM (docs/vllm.md)"
+            )
+    elif mesh.size > 1 and (mesh.devices.flat[0].platform != "cpu" or processes > 1):
         raise UserError(
             f"config.rollout.max_lag = {max_lag}: the in-JAX engine cannot sample while the same {mesh.size} devices "
             "learn: give it some of its own with engine.devices, set max_lag to 0, or take vLLM (docs/vllm.md)"

@@ -54,9 +54,9 @@ class StreamEngine(Protocol):
     """An engine that ends a call when some groups are complete."""
 
     def sample_first(
-        self, flight: Flight, key: jax.Array, *, sampling: Sampling, wanted: int
+        self, flight: Flight, key: jax.Array, *, sampling: Sampling, enough: int
     ) -> tuple[Flight, list[int]]:
-        """Samples until `wanted` groups are complete.
+        """Samples until `enough` groups are complete.
 
         Returns all groups, and the places of the complete ones, in their order. Which ones these are depends on counts
         of tokens alone.

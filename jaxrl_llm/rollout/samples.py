@@ -205,7 +205,7 @@ class SampleSource:
         """Samples until as many groups are complete as a batch has. The others go on in the next call."""
         drawing = self.drawing
         prompts = next(self.prompts)
-        wanted = len(prompts.tokens)
+        enough = len(prompts.tokens)
         begin = lambda prompts: Flight.begin(  # noqa: E731
             prompts, drawing.group_size, self.max_completion_tokens, self.task.tokenizer.pad_token_id
         )
@@ -213,7 +213,7 @@ class SampleSource:
         flight = (self.flight or begin(next(self.prompts))).joined(begin(prompts))
         carried = flight.rollouts.completion_mask.any(axis=(1, 2))
         engine = cast(StreamEngine, self.engine)
-        flight, first = engine.sample_first(flight, key, sampling=drawing.sampling, wanted=wanted)
+        flight, first = engine.sample_first(flight, key, sampling=drawing.sampling, enough=enough)
         batch, self.flight = flight.split(first)
         metrics = {"rollout/carried": distributed.gather(carried[first], SAMPLING).mean()}
         return replace(self._graded(batch.prompts, batch.rollouts), flight=self.flight, metrics=metrics)

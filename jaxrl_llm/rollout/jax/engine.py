@@ -103,16 +103,16 @@ class Sampler:
         return texts.rollouts(group_size, np.full(texts.tokens.shape, self._version, np.int32))
 
     def sample_first(
-        self, flight: Flight, key: jax.Array, *, sampling: Sampling, wanted: int
+        self, flight: Flight, key: jax.Array, *, sampling: Sampling, enough: int
     ) -> tuple[Flight, list[int]]:
-        """Samples until `wanted` groups are complete. See `flight.StreamEngine`."""
+        """Samples until `enough` groups are complete. See `flight.StreamEngine`."""
         group, texts = flight.ended.shape[1], Episodes.going_on(flight)
         fixed = GroupSampling(group, sampling, self._mesh)
-        complete = self._stream(flight.prompts, key, fixed, texts, wanted=wanted)
+        complete = self._stream(flight.prompts, key, fixed, texts, enough=enough)
         earlier = np.arange(self._length) < texts.earlier[:, None]
         versions = np.where(earlier, flight.rollouts.versions.reshape(earlier.shape), np.int32(self._version))
         ended = (texts.state == ENDED).reshape(-1, group)
-        return Flight(flight.prompts, texts.rollouts(group, versions), ended), complete[:wanted]
+        return Flight(flight.prompts, texts.rollouts(group, versions), ended), complete[:enough]
 
     def _stream(
         self,
@@ -122,19 +122,19 @@ class Sampler:
         texts: Episodes,
         *,
         environments: Environments | None = None,
-        wanted: int = 0,
+        enough: int = 0,
         ended: Callable[[int], None] = lambda count: None,
     ) -> list[int]:
         """Samples completions. Returns the groups in the order in which they became complete."""
         count, processes = len(prompts.tokens), distributed.count()
         width = prompts.tokens.shape[1]
-        sizes = self._sizes(count * processes, fixed.group, width, wanted * processes)
+        sizes = self._sizes(count * processes, fixed.group, width, enough * processes)
         ends = np.zeros(self._cfg.vocab_size, bool)
         if environments:
             ends = environments.may_end(self._cfg.vocab_size)
         ends[list(self._stops)] = True
         with jax.default_device(self._device):
-            self._compile_rest(fixed, sizes, episodes=environments is not None, feeds=wanted > 0)
+            self._compile_rest(fixed, sizes, episodes=environments is not None, feeds=enough > 0)
             stream = Stream(
                 CallPrograms(self._programs, fixed, sizes, self._params, key, ends),
                 [Scheduler(sizes) for _ in range(sharding.prompt_shards(self._mesh) // processes)],
@@ -145,7 +145,7 @@ class Sampler:
                 self._stops,
                 self._pad,
                 environments,
-                wanted,
+                enough,
                 ended,
             )
             stream.run()
@@ -160,15 +160,15 @@ class Sampler:
         sampling: Sampling,
         *,
         episodes: bool,
-        wanted: int = 0,
+        enough: int = 0,
     ) -> Iterator[Program]:
         """Yields each program for batches of these sizes, of each phase the largest first; params: shapes are enough.
 
-        episodes: with environments, of several turns. wanted: groups with which `sample_first` ends; 0: `sample`.
+        episodes: with environments, of several turns. enough: groups with which `sample_first` ends; 0: `sample`.
         """
         yield from self._place.programs(params)
-        group_sampling, sizes = GroupSampling(group, sampling, self._mesh), self._sizes(prompts, group, width, wanted)
-        weights, feeds = self._place.shapes(params), episodes or wanted > 0
+        group_sampling, sizes = GroupSampling(group, sampling, self._mesh), self._sizes(prompts, group, width, enough)
+        weights, feeds = self._place.shapes(params), episodes or enough > 0
         traced = self._programs.traced(group_sampling, sizes, weights, episodes=episodes, feeds=feeds)
         for phase, name, trace in traced:
             yield Program(phase, name, trace, REMEDY, ())
@@ -187,10 +187,10 @@ class Sampler:
             for phase, name, trace in traced:
                 Program(phase, name, trace, REMEDY, ()).compile()
 
-    def _sizes(self, prompts: int, group: int, width: int, wanted: int) -> StreamSizes:
-        """Returns the sizes of a call; wanted: complete groups with which it ends, 0: all."""
+    def _sizes(self, prompts: int, group: int, width: int, enough: int) -> StreamSizes:
+        """Returns the sizes of a call; enough: complete groups with which it ends, 0: all."""
         bounds: dict[str, Any] = dict(
             devices=sharding.prompt_shards(self._mesh), pages=self._pages, kind=page_kind(self._mesh, self._cfg)
         )
-        most = at_once(self._max_sequences, wanted * group)
+        most = at_once(self._max_sequences, enough * group)
         return sizes_of(prompts, group, width, self._length, max_sequences=most, **bounds)

@@ -1,13 +1,93 @@
-"""Where the sequences of a program are, as arrays: the pages and prompts that they read."""
+"""The sequences of a program as arrays: their tokens, and the pages and prompts that they read."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
 import numpy as np
 
+from jaxrl_llm.rollout.episodes import Episodes
+from jaxrl_llm.rollout.jax.programs import NewPrompts, RoundRows
 from jaxrl_llm.rollout.jax.reading import Reading
 from jaxrl_llm.rollout.jax.scheduler import Member, PromptGroup
-from jaxrl_llm.rollout.jax.sizes import Slots, StreamSizes
+from jaxrl_llm.rollout.jax.sizes import ROUND, Slots, StreamSizes
 from jaxrl_llm.structs import Prompts
+
+
+class Chunk(NamedTuple):
+    """Tokens of an observation that run at once: places start .. end - 1 of a sequence."""
+
+    member: Member
+    start: int
+    end: int
+
+
+def new_prompts(
+    new: list[list[PromptGroup]],
+    first: int,
+    size: int,
+    sizes: StreamSizes,
+    prompts: Prompts,
+    *,
+    first_number: int,
+    pad: int,
+) -> NewPrompts:
+    """Returns a part of the groups that begin on each device, from `first` on, for a program of `size` prompts.
+
+    first_number: of the completions of this process.
+    """
+    lead = len(new), size
+    tokens, mask = np.full((*lead, sizes.width), pad, np.int32), np.zeros((*lead, sizes.width), bool)
+    place, number = np.full(lead, sizes.prompts, np.int32), np.zeros(lead, np.int32)
+    for d, n, group in numbered(new, first, size):
+        tokens[d, n], mask[d, n] = prompts.tokens[group.number], prompts.mask[group.number]
+        place[d, n], number[d, n] = group.place, first_number + group.number * sizes.group
+    # A prompt without a token: attention needs one.
+    mask[place == sizes.prompts, -1] = True
+    return NewPrompts(tokens, mask, place, number)
+
+
+def fed(
+    chunks: list[list[Chunk]], rows: int, width: int, sizes: StreamSizes, prompts: Prompts, texts: Episodes
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, Reading]:
+    """Returns tokens, places, counts and reading of chunks of each device, for a program of `rows` x `width` tokens."""
+    lead = len(chunks), rows
+    at, count = np.zeros(lead, np.int32), np.zeros(lead, np.int32)
+    tokens = np.zeros((*lead, width), np.int32)
+    for d, n, chunk in numbered(chunks, 0, rows):
+        at[d, n], count[d, n] = chunk.start, chunk.end - chunk.start
+        tokens[d, n, : count[d, n]] = texts.tokens[chunk.member.number, chunk.start : chunk.end]
+    members = [[chunk.member for chunk in each] for each in chunks]
+    return tokens, at, count, all_pages(reading_of(members, rows, sizes, prompts), sizes.page)
+
+
+def round_rows(
+    rows: list[list[Member]],
+    slots: Slots,
+    sizes: StreamSizes,
+    prompts: Prompts,
+    texts: Episodes,
+    limits: np.ndarray,
+    *,
+    first_number: int,
+) -> RoundRows:
+    """Returns the sequences of each device for a round of decoding. limits [N]: lengths at which turns end."""
+    ints = lambda *shape: np.zeros((len(rows), slots.count, *shape), np.int32)  # noqa: E731
+    token, length, limit, number = (ints() for _ in range(4))
+    known = ints(ROUND) - 1
+    for d, n, member in numbered(rows, 0, slots.count):
+        i, place = member.number, member.cached + 1
+        token[d, n], length[d, n] = texts.tokens[i, member.cached], place
+        limit[d, n], number[d, n] = limits[i], first_number + i
+        if place < texts.length[i]:
+            # Its pages were given away: it goes on with the tokens that it had, up to the next observation.
+            drawn = texts.drawn(i, place)
+            limit[d, n] = limits[i] if drawn.all() else place + int(np.argmin(drawn))
+            again = texts.tokens[i, place : min(texts.length[i], limit[d, n], place + ROUND)]
+            known[d, n, : len(again)] = again
+    reading = reading_of(rows, slots.count, sizes, prompts, slots)
+    return RoundRows(token, length, limit, number, known, reading, *places_of(rows, sizes, slots))
 
 
 def reading_of(
@@ -64,3 +144,10 @@ def prompt_places(sequences: list[Member], sizes: StreamSizes, slots: Slots) -> 
     if slots.prompts == sizes.prompts:
         return {group: group.place for group in groups}
     return {group: place for place, group in enumerate(groups)}
+
+
+def numbered(of_devices: list[list[Any]], first: int, limit: int) -> Iterator[tuple[int, int, Any]]:
+    """Yields (device, index, item) of a part of each device's items."""
+    for d, items in enumerate(of_devices):
+        for n, item in enumerate(items[first : first + limit]):
+            yield d, n, item

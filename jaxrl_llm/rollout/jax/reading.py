@@ -15,7 +15,7 @@ from jaxrl_llm.models import paged_attention_gpu, paged_attention_tpu
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder, PerKind
-from jaxrl_llm.models.paged_attention import HIDDEN, Pages, attend_pages, by_sequence, join
+from jaxrl_llm.models.paged_attention import HIDDEN, Pages, Readers, attend, attend_prompts, join
 from jaxrl_llm.rollout.jax.sizes import PAGE, PageKind
 from jaxrl_llm.structs import AnyArray, Array, PyTree
 
@@ -81,7 +81,7 @@ def make_attend(
     cfg = model.cfg
     kernel = _kernel(mesh.devices.flat[0], cfg, hides.page) if in_place and places.shape[2] == 1 else None
     in_pages, in_prompts = hides.in_pages(places), hides.in_prompts(places)
-    attend_to = partial(attend_pages, soft_cap=cfg.soft_cap, precision=cfg.precision)
+    numbers: dict[str, Any] = dict(soft_cap=cfg.soft_cap, precision=cfg.precision)
 
     def on_device(
         window: int, query: Array, now: KeyValue, layer: tuple[Pages, Pages], hidden: tuple, rows: tuple
@@ -95,33 +95,31 @@ def make_attend(
         else:
             pages = pages.write(page, offset, now)
         by_token = jnp.swapaxes(query, 2, 3)  # [K, S, T, R, h]
-        e, g = reading.members.shape
-        by_group = by_token[:, reading.members].reshape(len(query), e, -1, *by_token.shape[3:])
-        to_prompts = attend_to(by_group, prompts, prompt_hidden)
-        by_member = lambda x: x.reshape(len(x), e * g, -1, *x.shape[3:])[:, reading.member]  # noqa: E731
         if in_place:
             read, table = pages, reading.table
         else:
             read = pages.take(jnp.minimum(reading.table.reshape(-1), pages.keys.shape[1] - 1))
             table = jnp.arange(reading.table.size).reshape(reading.table.shape)
+        readers = Readers(table, reading.owner, reading.members, reading.member)
         if kernel is None:
-            to_pages = by_sequence(attend_to(by_token[:, reading.owner], read, page_hidden), table)
+            attended = attend(by_token, prompts, read, (page_hidden, prompt_hidden), readers, **numbers)
         else:
             seen = kernel.attend_own(query[:, :, :, 0], pages, table, places[:, 0] + 1, window, cfg.soft_cap)
             to_pages = jax.tree.map(lambda x: x[:, :, None], seen)  # one token
-        attended = join(jax.tree.map(by_member, to_prompts), to_pages).astype(query.dtype)
+            attended = join(attend_prompts(by_token, prompts, prompt_hidden, readers, **numbers), to_pages)
+        attended = attended.astype(query.dtype)
         return lead((jnp.swapaxes(attended, 2, 3), (prompts, pages)))
 
     heads, rows = sharding.heads_spec(cfg.kv_heads, mesh), sharding.BATCH
 
-    def attend(local: Array | bool, query: Array, now: KeyValue, layer: Any) -> tuple[Array, Any]:
+    def attend_on_mesh(local: Array | bool, query: Array, now: KeyValue, layer: Any) -> tuple[Array, Any]:
         hidden = in_pages.of(local), in_prompts.of(local)
         # The window of a kernel is static.
         on_layer = partial(on_device, hides.window if local is True else 0)
         run = on_devices(mesh, on_layer, (heads, heads, heads, rows, rows), heads)
         return run(query, now, layer, hidden, (reading, page, places))
 
-    return attend
+    return attend_on_mesh
 
 
 def page_kind(mesh: Mesh, cfg: DecoderConfig) -> PageKind:

@@ -89,12 +89,12 @@ class StreamSizes:
         return min(s for s in self.decodes(episodes=episodes) if sequences <= s.count and pages <= s.pages)
 
 
-def at_once(max_sequences: int, wanted: int) -> int:
+def at_once(max_sequences: int, enough: int) -> int:
     """Returns the smaller bound of the completions that hold pages at once; 0: all.
 
-    wanted: complete ones with which a call ends, or those of a step.
+    enough: complete ones with which a call ends, or those of a step.
     """
-    return min(filter(None, (max_sequences, wanted)), default=0)
+    return min(filter(None, (max_sequences, enough)), default=0)
 
 
 def sizes_of(

@@ -8,10 +8,10 @@ compute together, and so no number.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from jax.sharding import Mesh
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.rollout.episodes import ENDED, TURN, Episodes
-from jaxrl_llm.rollout.jax.layout import all_pages, places_of, reading_of
+from jaxrl_llm.rollout.jax.layout import Chunk, fed, new_prompts, numbered, round_rows
 from jaxrl_llm.rollout.jax.programs import Cache, NewPrompts, RoundRows, Sampled
 from jaxrl_llm.rollout.jax.scheduler import Member, PromptGroup, Scheduler, emptiest
 from jaxrl_llm.rollout.jax.sizes import CHUNKS, ROUND, StreamSizes
@@ -29,14 +29,6 @@ from jaxrl_llm.structs import AnyArray, Prompts
 # Seconds in which other answers may join the first: a round costs the same for one and for all.
 GRACE = 0.01
 REFILL = 8  # a round ends when one of so many sequences has ended and others wait
-
-
-class Chunk(NamedTuple):
-    """Tokens of an observation that run at once: places start .. end - 1 of a sequence."""
-
-    member: Member
-    start: int
-    end: int
 
 
 class Calls(Protocol):
@@ -66,7 +58,7 @@ class Stream:
     stop_ids: tuple[int, ...]
     pad_id: int
     environments: Environments | None = None
-    wanted: int = 0  # complete groups with which the call ends; 0: all, and no completion is one of an earlier call
+    enough: int = 0  # complete groups with which the call ends; 0: all, and no completion is one of an earlier call
     ended: Callable[[int], None] = lambda count: None  # gets how many more completions have ended
 
     def __post_init__(self) -> None:
@@ -75,7 +67,7 @@ class Stream:
         self._open = np.ones(len(self.prompts.tokens), bool)  # groups that are not in `complete`
 
     def run(self) -> None:
-        """Samples until the wanted groups are complete."""
+        """Samples until enough groups are complete."""
         cache: Cache | None = None
         pending = self._pending()
         while True:
@@ -93,7 +85,7 @@ class Stream:
             rows = [[m for m in s.holders if self._goes_on(m)] for s in self.schedulers]
             pages = max(sum(len(m.pages) for m in members) for members in rows)
             waiting = bool(pending) or any(s.waiting for s in self.schedulers)
-            goes_on = len(self._completed()) < (self.wanted or len(self.prompts.tokens))
+            goes_on = len(self._completed()) < (self.enough or len(self.prompts.tokens))
             state = [max(map(len, rows)), pages, waiting, goes_on]
             # All processes must call the same programs: the largest numbers say which.
             count, pages, waiting, goes_on = sharding.largest(np.array(state, np.int32), self.mesh).tolist()
@@ -161,27 +153,18 @@ class Stream:
     def _prefill(self, cache: Cache | None, new: list[list[PromptGroup]]) -> Cache:
         """Runs the prompts of new groups, and appends the first tokens of their sequences."""
         count = sharding.largest(np.array([max(map(len, new))], np.int32), self.mesh)[0]
-        first, group, width = 0, self.sizes.group, self.sizes.width
-        turns: list[int] = []
+        first, turns = 0, list[int]()
         while cache is None or first < count:
             # One size serves all that begin later: rows of two sizes may differ in their last bits, and when a tool
             # answers decides how many groups begin at once.
             size = self.sizes.begins if cache is None else self.sizes.refill
-            lead = len(new), size
-            tokens, mask = np.full((*lead, width), self.pad_id, np.int32), np.zeros((*lead, width), bool)
-            place, number = np.full(lead, self.sizes.prompts, np.int32), np.zeros(lead, np.int32)
-            for d, n, begun in _numbered(new, first, size):
-                tokens[d, n], mask[d, n] = self.prompts.tokens[begun.number], self.prompts.mask[begun.number]
-                place[d, n], number[d, n] = begun.place, self.first + begun.number * group
-            # A prompt without a token: attention needs one.
-            mask[place == self.sizes.prompts, -1] = True
-            arrays = sharding.shard_batch(NewPrompts(tokens, mask, place, number), self.mesh)
-            cache, *sampled = self.calls.prefill(cache, arrays)
+            arrays = new_prompts(new, first, size, self.sizes, self.prompts, first_number=self.first, pad=self.pad_id)
+            cache, *sampled = self.calls.prefill(cache, sharding.shard_batch(arrays, self.mesh))
             first_tokens, logprobs = sharding.to_host(tuple(sampled))
             WATCHDOG.moved()
-            for d, n, begun in _numbered(new, first, size):
+            for d, n, begun in numbered(new, first, size):
                 for i in self._without_tokens(begun):
-                    g = i % group
+                    g = i % self.sizes.group
                     self.texts.append(i, first_tokens[d, n, g : g + 1], logprobs[d, n, g : g + 1])
                     turns.append(i)
             first += size
@@ -195,7 +178,7 @@ class Stream:
 
     def _feed(self, cache: Cache) -> Cache:
         """Puts observations into the pages."""
-        if not (self.environments or self.wanted):
+        if not (self.environments or self.enough):
             return cache
         rounds = self._chunks()
         # Of rounds, as `_chunks` numbers them: all processes must feed the same.
@@ -208,17 +191,11 @@ class Stream:
             width = CHUNKS[kind]
             chunks = rounds.get((number, width), [[]] * len(self.schedulers))
             for first in range(0, int(sizes[number, kind]), rows):
-                lead = len(self.schedulers), rows
-                at, count = np.zeros(lead, np.int32), np.zeros(lead, np.int32)
-                tokens = np.full((*lead, width), self.pad_id, np.int32)
-                members: list[list[Member]] = [[] for _ in chunks]
-                for d, n, chunk in _numbered(chunks, first, rows):
-                    at[d, n], count[d, n] = chunk.start, chunk.end - chunk.start
-                    tokens[d, n, : count[d, n]] = self.texts.tokens[chunk.member.number, chunk.start : chunk.end]
-                    members[d].append(chunk.member)
+                part = [each[first : first + rows] for each in chunks]
+                arrays = fed(part, rows, width, self.sizes, self.prompts, self.texts)
+                cache = self.calls.feed(cache, *sharding.shard_batch(arrays, self.mesh))
+                for chunk in (chunk for each in part for chunk in each):
                     chunk.member.cached = chunk.end
-                reading = all_pages(reading_of(members, rows, self.sizes, self.prompts), self.sizes.page)
-                cache = self.calls.feed(cache, *sharding.shard_batch((tokens, at, count, reading), self.mesh))
         return cache
 
     def _chunks(self) -> dict[tuple[int, int], list[list[Chunk]]]:
@@ -242,29 +219,15 @@ class Stream:
 
     def _decode(self, cache: Cache, rows: list[list[Member]], count: int, pages: int, *, waiting: bool) -> Cache:
         """Lets sequences go on. count, pages: the largest numbers of sequences and of their pages on a device."""
-        texts, lead = self.texts, len(rows)
+        texts = self.texts
         slots = self.sizes.fitting(count, pages, episodes=self.environments is not None)
-        ints = lambda *shape: np.zeros((lead, slots.count, *shape), np.int32)  # noqa: E731
-        token, length, limit, number = (ints() for _ in range(4))
-        known, limits = ints(ROUND) - 1, self._limits()
-        for d, n, member in _numbered(rows, 0, slots.count):
-            i, place = member.number, member.cached + 1
-            token[d, n], length[d, n] = texts.tokens[i, member.cached], place
-            limit[d, n], number[d, n] = limits[i], self.first + i
-            if place < texts.length[i]:
-                # Its pages were given away: it goes on with the tokens that it had, up to the next observation.
-                drawn = texts.drawn(i, place)
-                limit[d, n] = limits[i] if drawn.all() else place + int(np.argmin(drawn))
-                again = texts.tokens[i, place : min(texts.length[i], limit[d, n], place + ROUND)]
-                known[d, n, : len(again)] = again
-        reading = reading_of(rows, slots.count, self.sizes, self.prompts, slots)
-        arrays = RoundRows(token, length, limit, number, known, reading, *places_of(rows, self.sizes, slots))
+        arrays = round_rows(rows, slots, self.sizes, self.prompts, texts, self._limits(), first_number=self.first)
         below = self._below(count, pages, waiting=waiting)
         cache, sampled = self.calls.decode(cache, sharding.shard_batch(arrays, self.mesh), below)
         tokens, logprobs, counts = sharding.to_host(sampled)
         WATCHDOG.moved()
         turns = []
-        for d, n, member in _numbered(rows, 0, slots.count):
+        for d, n, member in numbered(rows, 0, slots.count):
             i, new = member.number, slice(int(texts.length[member.number]) - member.cached - 1, int(counts[d, n]))
             member.cached += new.stop
             if new.start < new.stop:
@@ -286,10 +249,3 @@ class Stream:
             return max(refill, count * 2 // 3)
         smaller = [s.count for s in self.sizes.slots if s.count < count and pages * s.count <= s.pages * count]
         return max(refill, *smaller, 0)
-
-
-def _numbered(of_devices: list[list[Any]], first: int, limit: int) -> Iterator[tuple[int, int, Any]]:
-    """Yields (device, index, item) of a part of each device's items."""
-    for d, items in enumerate(of_devices):
-        for n, item in enumerate(items[first : first + limit]):
-            yield d, n, item

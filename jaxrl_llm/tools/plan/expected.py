@@ -156,7 +156,7 @@ def _usage_of_partial_rollouts(sizes: StreamSizes, lengths: np.ndarray, devices:
         flight = flight.joined(begin(step))
         texts = Episodes.going_on(flight)
         calls = CountedCalls(sizes, lengths[flight.prompts.numbers % count].reshape(-1))
-        stream = _stream(calls, devices, flight.prompts, texts, wanted=count)
+        stream = _stream(calls, devices, flight.prompts, texts, enough=count)
         stream.run()
         ended = (texts.state == ENDED).reshape(-1, sizes.group)
         rollouts = texts.rollouts(sizes.group, np.zeros(texts.tokens.shape, np.int32))
@@ -170,10 +170,10 @@ def _stream(
     prompts: Prompts,
     texts: Episodes,
     environments: Endings | None = None,
-    wanted: int = 0,
+    enough: int = 0,
 ) -> Stream:
     schedulers = [Scheduler(calls.sizes) for _ in range(devices)]
-    return Stream(calls, schedulers, prompts, texts, 0, (STOP,), OTHER, environments, wanted)
+    return Stream(calls, schedulers, prompts, texts, 0, (STOP,), OTHER, environments, enough)
 
 
 def _prompts(step: int, count: int, sizes: StreamSizes) -> Prompts:

@@ -294,7 +294,7 @@ def _programs(
         group=recipe.group_size,
         sampling=learning.sampling,
         episodes=recipe.env is not None,
-        wanted=recipe.prompts_per_step if recipe.rollout.partial else 0,
+        enough=recipe.prompts_per_step if recipe.rollout.partial else 0,
     )
     yield from sampler_programs if recipe.chosen_engine.in_trainer else ()
     yield from learning_programs(learning, [shape], width, recipe.credit.weights)
