@@ -77,7 +77,7 @@ class Programs:
             ends, below = jax.ShapeDtypeStruct((model.cfg.vocab_size,), bool), jax.ShapeDtypeStruct((), np.int32)
             yield (
                 "decoding",
-                decoding_name(slots, sizes),
+                decoding_name(slots),
                 partial(self.decode.trace, sampling, weights, cache, rows, ends, below, key),
             )
 
@@ -92,9 +92,9 @@ def feeding_name(count: int, width: int) -> str:
     return f"observations, {count} x {width} a device"
 
 
-def decoding_name(slots: Slots, sizes: StreamSizes) -> str:
+def decoding_name(slots: Slots) -> str:
     """Returns the name of the decode program of this size."""
-    return f"decoding, {slots.count} sequences with {slots.pages} pages of {sizes.page} tokens a device"
+    return f"decoding, {slots.count} slots, {slots.pages} pages a device"
 
 
 @dataclass

@@ -90,7 +90,7 @@ class CountedCalls:
         count = np.minimum(left, turns)
         page, prompt = np.asarray(rows.page), np.asarray(rows.prompt)
         slots = Slots(length.shape[1], page.shape[1], prompt.shape[1])
-        usage = self.usage[decoding_name(slots, self.sizes)]
+        usage = self.usage[decoding_name(slots)]
         usage.calls, usage.turns, usage.tokens = usage.calls + 1, usage.turns + turns, usage.tokens + int(count.sum())
         usage.pages += self._pages(slots, length, count, turns)
         tokens = np.where(length[..., None] + turn == end[..., None] - 1, STOP, OTHER)

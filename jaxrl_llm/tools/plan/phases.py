@@ -111,7 +111,7 @@ class StepSampling:
 
     def leaves_out(self, program: Program) -> bool:
         """Whether a step is not expected to call a program that is smaller than another one."""
-        first = decoding_name(self.stream.slots[0], self.stream)
+        first = decoding_name(self.stream.slots[0])
         return program.phase == "decoding" and program.name not in (first, *self.usage)
 
     def traffic(self, name: str) -> float:
@@ -119,7 +119,7 @@ class StepSampling:
         if name not in self.usage:
             return 0.0
         usage, stream = self.usage[name], self.stream
-        slots = next(slots for slots in stream.slots if decoding_name(slots, stream) == name)
+        slots = next(slots for slots in stream.slots if decoding_name(slots) == name)
         # Each token reads the weights, the prompts and pages. A smaller program copies prompts and pages, and those
         # back.
         copied = stream.width * slots.prompts * (slots.prompts < stream.prompts)
