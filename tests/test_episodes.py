@@ -175,7 +175,7 @@ def test_eight_devices_and_batches_in_parts_sample_the_same_episodes(max_sequenc
     one, other = episodes(sampler()), episodes(sampler(EIGHT, max_sequences=max_sequences))
     np.testing.assert_array_equal(one.completions, other.completions)
     np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
-    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
 
 
 def test_greedy_episodes_are_the_same_for_all_of_a_group():
@@ -295,10 +295,8 @@ def test_every_program_of_episodes_is_known_beforehand():
     size = prompts().tokens.shape
     made = list(sampler().programs(model.shapes(), *size, 4, Sampling(1.5), episodes=True))
     names = [program.name for program in made]
-    assert [name.split(",")[0] for name in names][-5:] == [
-        "prompts", "observations", "observations", "decoding", "prompts",
-    ]  # fmt: skip
-    for program in made[-5:-1]:
+    assert [name.split(",")[0] for name in names][-4:] == ["prompts", "observations", "observations", "decoding"]
+    for program in made[-4:]:
         assert program.compile().memory_analysis().argument_size_in_bytes > 0
 
 
