@@ -339,8 +339,11 @@ def _traffic(program: Program, compiled: jax.stages.Compiled, turns: float, samp
     used: Any = compiled.memory_analysis()
     if program.phase == "decoding":
         return sampled.traffic(program.name)
-    if program.phase in ("push", "prompts"):
+    if program.phase == "push":
         return used.argument_size_in_bytes + used.output_size_in_bytes
+    # The cache is argument and result, and a few prompts are written into it.
+    if program.phase == "prompts":
+        return used.argument_size_in_bytes + used.output_size_in_bytes - 2 * used.alias_size_in_bytes
     # The gathered weights are written and read in each pass: one to score, three to learn, with the recomputed one.
     gathered = 2 * sampled.weights
     if program.phase == "scoring":
