@@ -153,7 +153,9 @@ def get_config() -> ConfigDict:
     # max_sequences: completions that hold pages of the KV cache at once; the others wait until one has ended. 0: all.
     # pages: of 64 tokens (128 on a TPU), on each device. If they run out, the youngest completion waits and is computed
     # again. 0: as many as completions of the largest length need.
-    c.engine = ConfigDict(dict(name="jax", devices=0, max_sequences=0, pages=0))
+    # weights: of the sampler's copy. int8: the kernels of the layers, with a scale for each output, for half of the
+    # memory of bfloat16; importance weights then correct for the rounding. "": as in the model.
+    c.engine = ConfigDict(dict(name="jax", devices=0, max_sequences=0, pages=0, weights=""))
 
     c.optim = ConfigDict()  # AdamW
     c.optim.learning_rate = 1e-4  # after the warm-up

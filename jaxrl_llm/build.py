@@ -381,7 +381,7 @@ def self_test_facts(recipe: Recipe, tools: list[dict[str, Any]]) -> Facts:
     return Facts(
         dtype=recipe.model.dtype,
         gradient_dtype=recipe.optim.gradient_dtype,
-        in_trainer=recipe.chosen_engine.in_trainer,
+        in_trainer=recipe.chosen_engine.in_trainer and not recipe.chosen_engine.rounds,
         own_samples=recipe.own_samples,
         credit=recipe.credit,
         loss=recipe.loss,

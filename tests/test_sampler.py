@@ -24,6 +24,8 @@ from jaxrl_llm.algorithms.sampling import (
 )
 from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import sharding
+from jaxrl_llm.models import adapters
+from jaxrl_llm.rollout import weights
 from jaxrl_llm.rollout.jax import compiled, layout, programs, sizes, stream
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.programs import Cache
@@ -35,11 +37,11 @@ KINDS = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=5), Sampling(top_
 
 def sample(
     sampling=KINDS[0], *, group=tiny.G, length=12, stops=(3, 4), key=0, mesh=(1, 1, 1), prompts=None, most=0, pages=0,
-    config=tiny.CONFIG, limits=None, environments=None,
+    config=tiny.CONFIG, limits=None, environments=None, in_int8=False,
 ):  # fmt: skip
     model, params = tiny.model_and_params(config, scale=3.0)
     mesh = tiny.mesh_of(mesh)
-    bounds = dict(max_completion_tokens=length, max_sequences=most, pages=pages)
+    bounds = dict(max_completion_tokens=length, max_sequences=most, pages=pages, in_int8=in_int8)
     sampler = Sampler(model, mesh, stop_ids=stops, pad_id=0, **bounds)
     sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
     tokens, mask = prompts or tiny.prompts()
@@ -60,6 +62,18 @@ def test_sampler_and_trainer_agree_on_the_log_probability_of_every_token(samplin
     scored, _ = jax.jit(partial(forward.completion_logprobs, model, sampling=sampling))(params, batch)
     np.testing.assert_allclose(rollouts.logprobs, scored, atol=1e-5)
     assert np.all(np.asarray(rollouts.logprobs)[~np.asarray(rollouts.completion_mask)] == 0)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
+def test_a_copy_in_int8_samples_from_the_rounded_weights(mesh):
+    rollouts = sample(mesh=mesh, in_int8=True)
+    model, params = tiny.model_and_params(scale=3.0)
+    batch = Batch(*tiny.prompts(), rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
+    score = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))
+    rounded = weights._on_kernels(params["layers"], lambda kernel: adapters.as_array(adapters.int8(kernel)))
+    scored, exact = (np.where(batch.loss_mask, score(p, batch)[0], 0) for p in (params | {"layers": rounded}, params))
+    np.testing.assert_allclose(rollouts.logprobs, scored, atol=2e-5)
+    assert 1e-3 < np.abs(rollouts.logprobs - exact).max() < 1
 
 
 def test_a_completion_ends_with_its_stop_token_which_is_trained_on():

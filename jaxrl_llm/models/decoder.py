@@ -121,7 +121,8 @@ class Decoder:
 
     def used_dtypes(self, params: PyTree) -> PyTree:
         """Returns the dtype of each parameter after `as_used`; `params` may be shapes."""
-        stays = lambda path: path_name(path).endswith(("scale", "router/kernel"))  # noqa: E731
+        # A kernel in int8 has integers and scales.
+        stays = lambda path: path_name(path).endswith(("scale", "qvalue", "router/kernel"))  # noqa: E731
         dtype = lambda path, x: jnp.dtype(x.dtype if stays(path) else self.cfg.dtype)  # noqa: E731
         return jax.tree_util.tree_map_with_path(dtype, params)
 

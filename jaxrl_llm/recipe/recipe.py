@@ -237,8 +237,9 @@ class Recipe(Settings):
 
     @property
     def own_samples(self) -> bool:
-        """Whether the weights that sample are those at the start of the step."""
-        return self.chosen_engine.in_trainer and not self.rollout.max_lag and not self.rollout.partial
+        """Whether the weights that sample are those at the start of the step, to the last bit."""
+        engine, rollout = self.chosen_engine, self.rollout
+        return engine.in_trainer and not (engine.rounds or rollout.max_lag or rollout.partial)
 
     @property
     def sampled(self) -> SampledGroups:

@@ -30,7 +30,11 @@ SERVER_ARGS = (
 
 
 def jax(
-    *, devices: MayChange[Count] = 0, max_sequences: MayChange[Count] = 0, pages: MayChange[Count] = 0
+    *,
+    devices: MayChange[Count] = 0,
+    max_sequences: MayChange[Count] = 0,
+    pages: MayChange[Count] = 0,
+    weights: MayChange[Literal["", "int8"]] = "",
 ) -> EngineChoice:
     """The JAX sampler, in the trainer's process.
 
@@ -39,6 +43,7 @@ def jax(
     max_sequences: completions that hold pages of the KV cache at once; the others wait until one has ended. 0: all.
     pages: of 64 tokens (128 on a TPU), on each device. If they run out, the youngest completion is computed again; with
     0 they never do.
+    weights: "int8": the kernels of the layers, with a scale for each output; "": in the dtype of the model.
     """
 
     def start(inputs: EngineInputs) -> Engine:
@@ -51,9 +56,12 @@ def jax(
             pad_id=inputs.pad_id,
             max_sequences=at_once(max_sequences, inputs.sequences_per_step),
             pages=pages,
+            in_int8=weights == "int8",
         )
 
-    return EngineChoice(start, in_trainer=True, max_sequences=max_sequences, pages=pages, devices=devices)
+    return EngineChoice(
+        start, in_trainer=True, rounds=weights == "int8", max_sequences=max_sequences, pages=pages, devices=devices
+    )
 
 
 def vllm(

@@ -94,6 +94,7 @@ class EngineChoice(NamedTuple):
 
     start: Callable[[EngineInputs], Engine]  # raises UserError
     in_trainer: bool = False  # it runs in the trainer's process, with the trainer's arithmetic
+    rounds: bool = False  # its copy of the weights has fewer bits than the trainer's products
     max_sequences: int = 0  # completions that hold pages of a KV cache in the trainer at once; 0: all
     pages: int = 0  # of a device; 0: as many as these may need
     devices: int = 0  # of the run's devices, on all hosts, that only the engine uses; 0: none

@@ -1,7 +1,8 @@
-"""The sampler's copy of the weights: in the compute dtype, gathered over fsdp, with its layers in a list."""
+"""The sampler's copy of the weights: in the compute dtype or int8, gathered over fsdp, with its layers in a list."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -30,14 +31,14 @@ def sampling_decoder(model: Decoder, mesh: Mesh) -> Decoder:
 class Placing:
     """Makes the copy of a policy's parameters, for `model`."""
 
-    def __init__(self, model: Decoder, mesh: Mesh, trainer: Mesh | None = None):
-        """mesh: of the copy; trainer: of the parameters; None: the same."""
+    def __init__(self, model: Decoder, mesh: Mesh, trainer: Mesh | None = None, *, in_int8: bool = False):
+        """mesh: of the copy; trainer: of the parameters; None: the same. in_int8: the kernels of the layers."""
         self._model, self._moves = model, trainer not in (None, mesh)
-        self._ends_at, self._layer_at = _shardings(model, mesh)
-        ends_at, layer_at = _shardings(model, trainer or mesh)
+        self._ends_at, self._layer_at = _shardings(model, mesh, in_int8=in_int8)
+        ends_at, layer_at = _shardings(model, trainer or mesh, in_int8=in_int8)
         self._ends = jax.jit(model.as_used, out_shardings=ends_at)
         # The number of the layer is an argument: one program for all layers.
-        self._layer = jax.jit(partial(_layer, model), out_shardings=layer_at)
+        self._layer = jax.jit(partial(_layer, model, in_int8=in_int8), out_shardings=layer_at)
 
     def __call__(self, params: PyTree) -> PyTree:
         """Returns the copy."""
@@ -71,13 +72,16 @@ class Placing:
         return jax.block_until_ready(jax.tree.map(sharding.copy_to_mesh, tree, at))
 
 
-def _shardings(model: Decoder, mesh: Mesh) -> tuple[PyTree, PyTree]:
+def _shardings(model: Decoder, mesh: Mesh, *, in_int8: bool) -> tuple[PyTree, PyTree]:
     """Returns the shardings of a copy: of embedding and head, and of a layer."""
-    stacked = sharding.shardings(model.shapes(), mesh, leave_out="fsdp")
+    shapes = model.shapes()
+    if in_int8:
+        shapes = shapes | {"layers": _on_kernels(shapes["layers"], partial(jax.eval_shape, adapters.int8))}
+    stacked = sharding.shardings(shapes, mesh, leave_out="fsdp")
     ends = {name: at for name, at in stacked.items() if name != "layers"}
     layer = jax.tree.map(lambda at: NamedSharding(mesh, P(*at.spec[1:])), stacked["layers"])
     if model.cfg.transposed:
-        layer = _turned(layer, lambda at: NamedSharding(mesh, P(*reversed(at.spec))))
+        layer = _on_kernels(layer, lambda at: NamedSharding(mesh, P(*reversed(at.spec))))
     return ends, layer
 
 
@@ -85,22 +89,26 @@ def _ends_of(params: PyTree) -> PyTree:
     return {name: leaf for name, leaf in params.items() if name != "layers"}
 
 
-def _layer(model: Decoder, layers: PyTree, i: Array) -> PyTree:
+def _layer(model: Decoder, layers: PyTree, i: Array, *, in_int8: bool) -> PyTree:
     """Returns layer i of a stack, with its adapters merged."""
     layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
-    # Merged in float32, then cast: the sum of base and adapter is rounded once.
-    layer = model.as_used(adapters.merged(layer))
-    return _turned(layer, lambda kernel: kernel.T) if model.cfg.transposed else layer
+    # Merged in float32, then cast or rounded: the sum of base and adapter is rounded once.
+    layer = adapters.merged(layer)
+    if in_int8:
+        # `adapters.int8` is for stacks of layers.
+        layer = _on_kernels(layer, lambda kernel: jax.tree.map(lambda x: x[0], adapters.int8(kernel[None])))
+    layer = model.as_used(layer)
+    return _on_kernels(layer, lambda kernel: kernel.T) if model.cfg.transposed else layer
 
 
-def _turned(layer: PyTree, turn: Callable[[Any], Any]) -> PyTree:
-    """Applies `turn` to the kernels of a layer, but not to those of experts.
+def _on_kernels(layers: PyTree, change: Callable[[Any], Any]) -> PyTree:
+    """Changes the kernels of layers, or their integers and scales, but not those of experts.
 
     The head's is used as it is: its product has many columns.
     """
 
-    def turn_kernel(path: Any, leaf: Any) -> Any:
+    def change_kernel(path: Any, leaf: Any) -> Any:
         name = sharding.path_name(path)
-        return turn(leaf) if name.endswith("kernel") and "experts/" not in name else leaf
+        return change(leaf) if re.search(r"kernel(/qvalue|/scale)?$", name) and "experts/" not in name else leaf
 
-    return jax.tree_util.tree_map_with_path(turn_kernel, layer)
+    return jax.tree_util.tree_map_with_path(change_kernel, layers)

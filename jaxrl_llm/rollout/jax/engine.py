@@ -51,17 +51,18 @@ class Sampler:
         max_sequences: int = 0,
         pages: int = 0,
         trainer: Mesh | None = None,
+        in_int8: bool = False,
     ):
         """max_sequences: completions that hold pages at once; 0: all. pages: of a device; 0: as they may need.
 
-        trainer: the mesh of the weights that are pushed; None: `mesh`.
+        trainer: the mesh of the weights that are pushed; None: `mesh`. in_int8: the copy's kernels of the layers.
         """
         self._mesh, self._cfg, self._max_sequences, self._pages = mesh, model.cfg, max_sequences, pages
         self._length, self._stops, self._pad = max_completion_tokens, stop_ids, pad_id
         self._params: PyTree = None
         self._version = 0
         decoder = sampling_decoder(model, mesh)
-        self._place = Placing(decoder, mesh, trainer)
+        self._place = Placing(decoder, mesh, trainer, in_int8=in_int8)
         # A device for what a call computes without a mesh; None: JAX's own choice.
         self._device = None if trainer in (None, mesh) else mesh.local_devices[0]
         self._programs = Programs(decoder, mesh)

@@ -279,6 +279,7 @@ def _sampler(models: Models, recipe: Recipe, mesh: Mesh) -> Sampler:
         pad_id=0,
         max_sequences=recipe.chosen_engine.max_sequences,
         pages=recipe.chosen_engine.pages,
+        in_int8=recipe.chosen_engine.rounds,
     )
 
 
