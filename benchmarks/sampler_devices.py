@@ -69,6 +69,10 @@ def measure(lag: int) -> None:
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
     for lag in (0, 1):
         measure(lag)
+
+
+if __name__ == "__main__":
+    main()

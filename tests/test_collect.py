@@ -85,7 +85,7 @@ def test_completions_that_the_limit_cut_are_left_out_if_asked():
         source = SampleSource(
             Drawing(G, Sampling(), masks_truncated=left_out), SimpleNamespace(sample=sample),
             iter([sampled(0, [True] * B).prompts]), None,
-            CompletionTask(None, SimpleNamespace(start=lambda grade: grade)), None,
+            CompletionTask(None, SimpleNamespace(start=lambda grade: grade)), None, C,
         )  # fmt: skip
         whole = source.sample(jax.random.key(0))
         assert whole.rollouts.completion_mask.all()
@@ -107,7 +107,7 @@ def test_what_environments_of_another_process_alone_measured_is_0_here_in_reward
         Drawing(G, Sampling(), greedy=True), SimpleNamespace(sample=sample),
         iter([sampled(0, [True] * B).prompts]), collate,
         CompletionTask(None, SimpleNamespace(start=lambda grade: grade), environments),
-        sharding.make_mesh(data=1, fsdp=1, tensor=1),
+        sharding.make_mesh(data=1, fsdp=1, tensor=1), C,
     )  # fmt: skip
     kept = sharding.to_host(source.to_checkpoint(source.sample(jax.random.key(0))))
     for rollouts in (kept["rollouts"], kept["greedy"]):

@@ -202,6 +202,11 @@ def small_scaling(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[
     return ["--steps", "1"]
 
 
+def small_sampler_devices(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    patch.setattr(module, "STEPS", 6)
+    return []
+
+
 def small_plan_check(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
     patch.setattr(module, "STEPS", [("v5e:1x1", 4, {"prompts_per_step": 4, "prompts_per_update": 4, "group_size": 2})])
     patch.setattr(module, "make_folder", lambda *_: ROOT / "jaxrl_llm" / "assets" / "arithmetic")
@@ -236,6 +241,7 @@ SMALLEST: dict[str, Small] = {  # arguments, or what shrinks the module and retu
     "retriever": ["--documents", "100", "--clients", "2", "--seconds", "0.5"],
     "rollouts": ["tiny", "--repetitions", "1"],
     "rounding": ["--lengths", "10", "--prompts", "2", "--scored", "2"],
+    "sampler_devices": small_sampler_devices,
     "scaling": small_scaling,
     "stability": small_stability,
     "step": ["--workloads", "tiny", "--trainers", "ours", "--steps", "1"],

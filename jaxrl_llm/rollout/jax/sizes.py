@@ -53,7 +53,8 @@ class StreamSizes:
         # Most sequences are short, and all of them are at first: then most pages are empty.
         if not self.in_place and (pages := self.pages // 2) >= self.sequences:
             sizes.append(largest._replace(pages=pages))
-        for times in FEWER:
+        # Where a kernel reads only the pages of its sequences, a small program gains little.
+        for times in FEWER[:1] if self.in_place else FEWER:
             count = -(-self.sequences // times)
             pages = self.pages if self.in_place else min(max(-(-self.pages // times), count, self.longest), self.pages)
             if count < sizes[-1].count:
