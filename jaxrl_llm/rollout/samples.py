@@ -210,14 +210,12 @@ class SampleSource:
 
     def _first_complete(self, key: Array) -> Samples:
         """Samples until as many groups are complete as a batch has. The others go on in the next call."""
-        drawing = self.drawing
-        prompts = next(self.prompts)
-        enough = len(prompts.tokens)
-        begin = lambda prompts: Flight.begin(  # noqa: E731
-            prompts, drawing.group_size, self.max_completion_tokens, self.task.tokenizer.pad_token_id
-        )
+        drawing, pad_id = self.drawing, self.task.tokenizer.pad_token_id
+        begin = lambda: Flight.begin(next(self.prompts), drawing.group_size, self.max_completion_tokens, pad_id)  # noqa: E731
         # At first two batches: then there are always others that can begin when a group is complete.
-        flight = (self.flight or begin(next(self.prompts))).joined(begin(prompts))
+        flight = self.flight or begin()
+        enough = len(flight.ended)
+        flight = flight.joined(begin())
         carried = flight.rollouts.completion_mask.any(axis=(1, 2))
         engine = cast(StreamEngine, self.engine)
         flight, first = engine.sample_first(flight, key, sampling=drawing.sampling, enough=enough)
