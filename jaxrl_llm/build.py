@@ -10,7 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm import recipe as recipes
@@ -355,7 +354,7 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
     actor = Actor(
         engine,
         source,
-        jax.random.key(recipe.seed),
+        recipe.seed,
         lag=recipe.rollout.max_lag,
         last=recipe.num_steps,
         weight_check=weight_check,
@@ -423,5 +422,4 @@ def make_evaluation(place: Workplace, recipe: Recipe | SftRecipe, inputs: Inputs
     reward_fn = place.opened.enter_context(closing(RewardFn(judge, (1.0,), recipe.reward.timeout)))
     task = CompletionTask(inputs.tokenizer, reward_fn, inputs.environments)
     batch = whole_batches(recipe.sizes.sequences_per_step, len(inputs.held_out.rows), inputs.models.mesh)
-    key = jax.random.key(recipe.seed)
-    return lambda engine: mean_score(evaluate(engine, inputs.held_out, task, batch=batch, key=key))
+    return lambda engine: mean_score(evaluate(engine, inputs.held_out, task, batch=batch, seed=recipe.seed))

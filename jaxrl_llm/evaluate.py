@@ -13,8 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config import records
 from jaxrl_llm.config.load import flatten
@@ -150,7 +148,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
             CompletionTask(tokenizer, score, environments),
             Drawing(args.samples, Sampling(args.temperature)),
             batch=batch,
-            key=jax.random.key(args.seed),
+            seed=args.seed,
         )
     return graded, dataset.rows
 

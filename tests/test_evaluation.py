@@ -66,7 +66,7 @@ def by_batches(draw: Drawing) -> tuple[list, np.ndarray]:
 
 @pytest.mark.parametrize(("shape", "at_once"), [(ONE, BATCH), (ONE, 3), ((2, 2, 2), BATCH)], ids=str)
 def test_a_stream_of_all_problems_has_the_texts_and_scores_of_batches(shape, at_once):
-    graded = evaluate(engine(shape, at_once), problems(), task(), batch=BATCH, key=KEY)
+    graded = evaluate(engine(shape, at_once), problems(), task(), batch=BATCH, seed=0)
     texts, scores = by_batches(GREEDY)
     assert graded.texts == texts
     np.testing.assert_array_equal(graded.rewards.total, scores)
@@ -75,7 +75,7 @@ def test_a_stream_of_all_problems_has_the_texts_and_scores_of_batches(shape, at_
 
 def test_samples_of_a_problem_do_not_depend_on_how_many_compute_together():
     draw = Drawing(4, Sampling(1.0))
-    one, other = (evaluate(engine(at_once=n), problems(), task(), draw, batch=BATCH, key=KEY) for n in (64, 7))
+    one, other = (evaluate(engine(at_once=n), problems(), task(), draw, batch=BATCH, seed=0) for n in (64, 7))
     assert one.texts == other.texts
     np.testing.assert_array_equal(one.rewards.total, other.rewards.total)
 
@@ -121,7 +121,7 @@ def test_the_progress_advances_while_completions_end(episodes, monkeypatch):
     monkeypatch.setattr(compiled.CallPrograms, "decode", decoded)
     limits = dict(most=3, tokens=8, observation_tokens=4, workers=2, timeout=0)
     pool = EnvironmentPool(hf.load_tokenizer(FOLDER), Once, **limits) if episodes else None
-    evaluate(engine(at_once=8, length=30), problems(), task(pool), batch=BATCH, key=KEY)
+    evaluate(engine(at_once=8, length=30), problems(), task(pool), batch=BATCH, seed=0)
     assert seen == sorted(seen) and seen[0] == 0
     assert len({*seen}) > 3 and 0 < seen[-1] < PROBLEMS
     told = {task.name.split(": ")[1]: (task.finished, task.total) for task in shown if "evaluating" in task.name}

@@ -88,7 +88,7 @@ def test_a_push_has_the_devices_of_the_trainer_for_itself_and_a_thread_that_samp
 
     own = jax.devices()[5]
     source = SimpleNamespace(prompts=SimpleNamespace(get_state=dict, set_state=id), sample=sample, settled=lambda x: x)
-    with closing(Actor(Engine(), source, jax.random.key(0), lag=1, last=2, device=own)) as actor:
+    with closing(Actor(Engine(), source, 0, lag=1, last=2, device=own)) as actor:
         actor.load(None)
         actor.begin({}, {}, 0)
         assert done[0] == "push 0"

@@ -22,7 +22,7 @@ from jaxrl_llm.build import build
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.learning import Learning
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import keys, sharding
 from jaxrl_llm.rollout.grading import Completions
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
@@ -276,3 +276,8 @@ def test_completions_without_a_verdict_are_counted_and_not_trained_on(tmp_path):
     [line] = [json.loads(x) for x in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
     odd = [len(text) % 2 == 1 for text in line["completions"]]
     assert [reward is None for reward in line["rewards"]] == odd
+
+
+def test_a_key_is_that_of_the_seed_with_the_numbers_folded_in():
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(3), 2**32 - 1), 7)
+    assert jax.random.key_data(keys.derived(3, 2**32 - 1, 7)).tolist() == jax.random.key_data(key).tolist()

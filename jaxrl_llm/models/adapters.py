@@ -94,7 +94,7 @@ class Adapters:
     @property
     def shapes(self) -> PyTree:
         """The adapters as shapes."""
-        return jax.eval_shape(self.init, jax.random.key(0))
+        return jax.eval_shape(lambda: self.init(jax.random.key(0)))
 
     @property
     def size(self) -> int:

@@ -91,7 +91,7 @@ class Decoder:
 
     def shapes(self) -> PyTree:
         """Shapes and dtypes of the parameter tree."""
-        return jax.eval_shape(self.init, jax.random.key(0))
+        return jax.eval_shape(lambda: self.init(jax.random.key(0)))
 
     def size(self, *, active: bool = False) -> int:
         """Returns the number of parameters; active: of those that a token meets, with the experts that it chooses."""

@@ -10,13 +10,13 @@ import jax
 import numpy as np
 
 from jaxrl_llm.data.curriculum import Curriculum, from_text, to_text
-from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine import distributed, keys, sharding
 from jaxrl_llm.rollout.flight import Flight
 from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.samples import Samples, SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
-from jaxrl_llm.structs import Array, PartState, PyTree, Rollouts
+from jaxrl_llm.structs import PartState, PyTree, Rollouts
 
 
 class Lent(NamedTuple):
@@ -48,7 +48,7 @@ class Actor:
         self,
         engine: Engine,
         source: SampleSource,
-        key: Array,
+        seed: int,
         *,
         lag: int,
         last: int,
@@ -56,13 +56,13 @@ class Actor:
         curriculum: Curriculum | None = None,
         device: Any = None,
     ):
-        """key: the run's key; last: the run's last step; curriculum: of the prompts of `source`.
+        """seed: of the run; last: the run's last step; curriculum: of the prompts of `source`.
 
         device: one of those that only the engine uses; None: it shares those of the trainer, or has none here.
         """
         self._device = device
         self.engine, self._source = engine, source
-        self._first_key = self._key = key
+        self._seed, self._attempt = seed, list[int]()
         self._lag, self._last, self._check = lag, last, weight_check
         self._curriculum = curriculum
         # After the last step; draws may know less.
@@ -103,7 +103,7 @@ class Actor:
         attempt: how often the run has gone back. Each attempt has other samples of the same prompts.
         """
         # Steps are below 2**31, so no step has this number.
-        self._key = jax.random.fold_in(self._first_key, 2**32 - attempt) if attempt else self._first_key
+        self._attempt = [2**32 - attempt] if attempt else []
         self.lent = self._ordered_push(states, params, step)
         # After the push: a batch that is ordered now has these weights.
         self._prefetcher.begin(step, self._sampled)
@@ -187,7 +187,7 @@ class Actor:
     def _sample(self, step: int) -> Samples:
         # What has no place of its own must not wait for the programs of the trainer.
         with jax.default_device(self._device):
-            samples = self._source.sample(jax.random.fold_in(self._key, step))
+            samples = self._source.sample(keys.derived(self._seed, *self._attempt, step))
         if not self._lag:
             # With a lag, one push may serve several batches.
             self.engine.release()

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.machine import distributed, progress, sharding
+from jaxrl_llm.machine import distributed, keys, progress, sharding
 from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.samples import CompletionTask, Drawing
@@ -25,13 +25,14 @@ def whole_batches(sequences: int, problems: int, mesh: Mesh) -> int:
 
 
 def evaluate(
-    engine: Engine, dataset: data.Dataset, task: CompletionTask, draw: Drawing = GREEDY, *, batch: int, key: jax.Array
+    engine: Engine, dataset: data.Dataset, task: CompletionTask, draw: Drawing = GREEDY, *, batch: int, seed: int
 ) -> Graded:
     """Samples and grades completions for each problem of a data set; with several processes, for its part.
 
     The engine gets all problems at once, and the reward functions those of a batch, for which they have a time limit.
     A completion for which the judge returns None has the score 0.
     """
+    key = keys.derived(seed, 0)  # no step has this number
     prompts = data.all_prompts(dataset, task.tokenizer.pad_token_id)
     local_problems = len(prompts.rows)
     with progress.task("evaluating problems: completions", local_problems * draw.group_size) as shown:

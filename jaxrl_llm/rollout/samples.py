@@ -179,7 +179,7 @@ class SampleSource:
         samples = draw(key)
         if drawing.resample_rounds:
             metrics = {"groups/no_signal_sampled": distributed.gather(samples.no_signal, SAMPLING).mean()}
-            more = lambda i: draw(jax.random.fold_in(key, i))  # noqa: E731
+            more = lambda i: draw(jax.random.fold_in(key, np.uint32(i)))  # noqa: E731
             samples, metrics["groups/replaced"] = refill(samples, more, self.collate, drawing.resample_rounds)
         # After `refill`, which may replace prompts.
         return self._with_greedy(replace(samples, metrics=metrics), key)

@@ -19,7 +19,7 @@ from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.learner.learning import Learning
 from jaxrl_llm.learner.packing import Packing, pack, packed_shapes
 from jaxrl_llm.learner.scorers import States
-from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine import distributed, keys, sharding
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models.decoder import Decoder
@@ -108,7 +108,7 @@ class Trial:
 
     def episodes(self) -> tuple[Rollouts, list[Dialog]]:
         """Samples episodes of the prompts of this process, and returns them with what was said in each."""
-        key = jax.random.fold_in(jax.random.key(self.parts.learning.seed), KEY)
+        key = keys.derived(self.parts.learning.seed, KEY)
         assert self.parts.environments
         recorder = Recorder(self.parts.environments, self.prompts.rows, GROUP)
         rollouts = self.engine.sample(
@@ -197,7 +197,7 @@ def _shapes_stay(book: Book) -> Iterator[None]:
 
 def _sample(parts: Subject, prompts: Prompts, group: int, key: int, tokens: int) -> Rollouts:
     limits = np.full((len(prompts.tokens), group), min(tokens, parts.learning.sizes.max_completion_tokens))
-    run_key, sampling = jax.random.fold_in(jax.random.key(parts.learning.seed), key), parts.learning.sampling
+    run_key, sampling = keys.derived(parts.learning.seed, key), parts.learning.sampling
     return parts.actor.engine.sample(prompts, run_key, group_size=group, sampling=sampling, max_tokens=limits)
 
 
