@@ -72,7 +72,7 @@ def test_a_run_goes_back_once_and_ends_with_a_lower_rate(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [1])  # 0: the run that is killed, below
 def test_a_run_that_is_left_around_its_rollback_has_the_numbers_of_one_that_is_not(lag, tmp_path):
     config = lambda: back(**{"rollout.max_lag": lag})  # noqa: E731
     straight = tmp_path / "straight"
