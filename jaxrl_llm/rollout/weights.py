@@ -33,7 +33,7 @@ class Placing:
 
     def __init__(self, model: Decoder, mesh: Mesh, trainer: Mesh | None = None, *, in_int8: bool = False):
         """mesh: of the copy; trainer: of the parameters; None: the same. in_int8: the kernels of the layers."""
-        self._model, self._moves = model, trainer not in (None, mesh)
+        self._model, self.moves = model, trainer not in (None, mesh)
         self._ends_at, self._layer_at = _shardings(model, mesh, in_int8=in_int8)
         ends_at, layer_at = _shardings(model, trainer or mesh, in_int8=in_int8)
         self._ends = jax.jit(model.as_used, out_shardings=ends_at)
@@ -60,13 +60,13 @@ class Placing:
         copy, ends, layers = self.shapes(params), _ends_of(params), params["layers"]
         layer, other = partial(self._layer.trace, layers, np.int32(0)), partial(self._ends.trace, ends)
         # The layers before it are in memory when the last one is made, unless they are on other devices.
-        before = [] if self._moves else copy["layers"]
+        before = [] if self.moves else copy["layers"]
         yield Program("push", "a layer for the sampler", layer, REMEDY, layers, before[1:], len(copy["layers"]))
         yield Program("push", "embedding and head for the sampler", other, REMEDY, ends, before)
 
     def _moved(self, tree: PyTree, at: PyTree) -> PyTree:
         """Returns arrays on the devices of the copy."""
-        if not self._moves:
+        if not self.moves:
             return tree
         # Waits, so that the trainer's devices hold no more than this of the copy.
         return jax.block_until_ready(jax.tree.map(sharding.copy_to_mesh, tree, at))

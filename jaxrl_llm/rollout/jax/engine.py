@@ -64,7 +64,7 @@ class Sampler:
         decoder = sampling_decoder(model, mesh)
         self._place = Placing(decoder, mesh, trainer, in_int8=in_int8)
         # A device for what a call computes without a mesh; None: JAX's own choice.
-        self._device = None if trainer in (None, mesh) else mesh.local_devices[0]
+        self._device = mesh.local_devices[0] if self._place.moves else None
         self._programs = Programs(decoder, mesh)
         self._calls: Counter[Hashable] = Counter()  # by what their programs depend on
 

@@ -152,6 +152,9 @@ class Stream:
 
     def _prefill(self, cache: Cache | None, new: list[list[PromptGroup]]) -> Cache:
         """Runs the prompts of new groups, and appends the first tokens of their sequences."""
+        if cache is not None and not self.sizes.refills:
+            # All groups have begun: the processes have nothing to agree on.
+            return cache
         count = sharding.largest(np.array([max(map(len, new))], np.int32), self.mesh)[0]
         first, turns = 0, list[int]()
         while cache is None or first < count:

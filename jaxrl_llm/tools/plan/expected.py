@@ -137,10 +137,8 @@ def expected_usage(
     """
     if partial:
         return _usage_of_partial_rollouts(sizes, lengths, devices)
-    calls, texts = (
-        CountedCalls(sizes, lengths),
-        Episodes.empty(np.full(len(lengths), sizes.length), sizes.length, OTHER),
-    )
+    calls = CountedCalls(sizes, lengths)
+    texts = Episodes.empty(np.full(len(lengths), sizes.length), sizes.length, OTHER)
     environments = Endings(sizes.length) if episodes else None
     _stream(calls, devices, _prompts(0, len(lengths) // sizes.group, sizes), texts, environments).run()
     return dict(calls.usage)
