@@ -30,6 +30,7 @@ from jaxrl_llm.learner.learning import (
     make_packing,
     make_reference,
     policy_parameters,
+    resident,
 )
 from jaxrl_llm.learner.packing import Packing
 from jaxrl_llm.learner.programs import compile_all, learning_programs
@@ -39,6 +40,7 @@ from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.compilation import Program, compute_deterministically
 from jaxrl_llm.machine.distributed import agreement
 from jaxrl_llm.machine.hang import WATCHDOG
+from jaxrl_llm.machine.memory import device_memory
 from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe import advice, fit
@@ -49,10 +51,11 @@ from jaxrl_llm.rollout.evaluation import evaluate, mean_score, whole_batches
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.reading import page_kind
-from jaxrl_llm.rollout.jax.sizes import StreamSizes, at_once, sizes_of
+from jaxrl_llm.rollout.jax.sizes import StreamSizes, at_once, cache_bytes, sizes_of
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs
 from jaxrl_llm.rollout.samples import CompletionTask, SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
+from jaxrl_llm.rollout.weights import copy_shapes
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.trial import Facts, Subject
 from jaxrl_llm.session import banner, checkpoint
@@ -200,12 +203,14 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
     learning = make_learning(recipe, models, inputs.params, inputs.base, load_other)
     packing = make_packing(models, learning, inputs.book)
     sampler_mesh = inputs.sampler_mesh
-    stream = stream_sizes(recipe, models, sampler_mesh, inputs.dataset.width) if in_trainer else None
+    states, memory = learning.held(recipe.frozen, inputs.base), device_memory(sampler_mesh.local_devices[0])
+    room = cache_memory(recipe, models, learning, sampler_mesh, states, memory)
+    stream = stream_sizes(recipe, models, sampler_mesh, inputs.dataset.width, room) if in_trainer else None
     rows = banner.models_table(learning.scorers, learning.learners)
     rows += banner.sampler_table(sampler_mesh, recipe.sampler_devices)
     rows += banner.shapes_table(stream, packing.ladder.shapes)
     outputs = open_outputs(place, recipe, inputs, learning, rows, inputs.dataset.counts())
-    actor = make_actor(place, recipe, inputs)
+    actor = make_actor(place, recipe, inputs, room)
     reward = recipe.reward
     parts = Parts(
         actor,
@@ -322,8 +327,8 @@ def open_outputs(
     return open_session(place, recipe.plan, models, mesh, inputs.began_with, now, announce)
 
 
-def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
-    """Starts the engine and builds the actor."""
+def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs, room: int) -> Actor:
+    """Starts the engine and builds the actor. room: of `cache_memory`."""
     dataset, opened, mesh = inputs.dataset, place.opened, inputs.models.mesh
     collate = partial(data.make_prompts, dataset, pad_id=inputs.tokenizer.pad_token_id)
     curriculum, iterator = drawn(dataset, collate, recipe.data, batch=recipe.prompts_per_step, seed=recipe.seed)
@@ -340,6 +345,7 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
             inputs.stop_ids,
             inputs.tokenizer.pad_token_id,
             recipe.sizes.sequences_per_step,
+            room,
             inputs.sampler_mesh,
         )
     )
@@ -364,15 +370,31 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs) -> Actor:
     return opened.enter_context(closing(actor))
 
 
-def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int) -> StreamSizes:
-    """Returns the sizes of a step's sampling by the in-JAX engine on its mesh, for prompts of this width."""
+def cache_memory(recipe: Recipe, models: Models, learning: Learning, mesh: Mesh, states: PyTree, memory: int) -> int:
+    """Returns the bytes of a device that the cache of the in-JAX engine may take; 0: no bound is known.
+
+    mesh: of the engine; states: that are in memory, as shapes or arrays; memory: bytes of a device, 0: not known.
+    """
+    policy = learning.learners["policy"]
+    params, in_int8 = policy.all_parameters(policy.shapes), recipe.chosen_engine.rounds
+    copy = copy_shapes(models.model, mesh, models.mesh, params, in_int8=in_int8)
+    held = () if recipe.sampler_devices else resident(states, recipe.host_memory)
+    return cache_bytes(memory, (copy, held), beside_learning=recipe.samples_beside_learning)
+
+
+def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int, room: int) -> StreamSizes:
+    """Returns the sizes of a step's sampling by the in-JAX engine on its mesh, for prompts of this width.
+
+    room: of `cache_memory`.
+    """
     choice, length, (prompts, enough) = recipe.chosen_engine, recipe.rollout.max_completion_tokens, recipe.sampled
     bounds: dict[str, Any] = dict(
         max_sequences=at_once(choice.max_sequences, enough * recipe.group_size),
         pages=choice.pages,
+        cache_bytes=room,
         kind=page_kind(mesh, models.model.cfg),
     )
-    return sizes_of(prompts, recipe.group_size, width, length, devices=sharding.prompt_shards(mesh), **bounds)
+    return sizes_of(prompts, recipe.group_size, width, length, **bounds)
 
 
 def self_test_facts(recipe: Recipe, tools: list[dict[str, Any]]) -> Facts:

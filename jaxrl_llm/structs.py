@@ -10,8 +10,8 @@ itself, for example its log-probability given all earlier tokens, its mask or it
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -64,6 +64,11 @@ class Rollouts:
     truncated: AnyArray  # [B, G] bool, True if the limit came before a stop token, or if an episode met a limit
     versions: AnyArray  # [B, G, C] int32, step after which the sampling weights were pushed
     episodes: dict[str, AnyArray] = field(default_factory=dict)  # {metric: [B, G]} of episodes with an environment
+
+    def measured(self, names: Iterable[str]) -> Rollouts:
+        """Returns these completions with these metrics of episodes: 0 where there are none."""
+        nothing = np.zeros(self.truncated.shape, np.float32)
+        return replace(self, episodes={name: self.episodes.get(name, nothing) for name in names})
 
 
 @jax.tree_util.register_dataclass

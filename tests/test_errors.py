@@ -434,10 +434,6 @@ def test_a_config_file_is_refused(place: Path, refuse: Refuse, text: str, words:
     "with partial rollouts and no importance weights":
         ("c.rollout.partial = True; c.importance.action = 'none'",
          "config.importance.action = 'none' with rollout.partial = True | set action = 'auto', or partial = False"),
-    "with partial rollouts of episodes":
-        ("c.rollout.partial = True; c.env = ConfigDict(dict(name='search.Search', corpus='encyclopedia.documents', "
-         "url='', topk=1, most_searches=1, timeout=1.0, retries=0)); c.turns = ConfigDict(dict(most=2, tokens=4, "
-         "observation_tokens=4, workers=1, timeout=0.0))", "config.rollout.partial = True: an episode"),
     "with a wrong type of an argument":
         ("c.loss = ConfigDict(dict(name='ppo_clip', clip_low='a'))", "config.loss.clip_low is 'a': give a number"),
 })  # fmt: skip

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
 
 import jax
 import numpy as np
 import pytest
+import test_episodes
 import tiny
 from test_steps import numbers, written
 from test_steps import tiny as small_config
@@ -14,9 +16,11 @@ from test_steps import tiny as small_config
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import sharding
+from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.flight import Flight
 from jaxrl_llm.rollout.jax import compiled, layout, programs, sizes, stream
 from jaxrl_llm.rollout.jax.engine import Sampler
+from jaxrl_llm.rollout.samples import CompletionTask
 from jaxrl_llm.structs import Batch, Prompts
 from jaxrl_llm.train import steps
 
@@ -44,7 +48,9 @@ def calls(config, mesh=(1, 1, 1), count: int = 4) -> tuple[list[tuple[Flight, li
     for version in range(count):
         sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)), version)
         flight = flight.joined(fresh([(3 * version + b) % tiny.B for b in (3, 4, 5)]))
-        flight, complete = sampler.sample_first(flight, jax.random.key(version), sampling=Sampling(1.3), enough=WANTED)
+        key = jax.random.key(version)
+        flight, complete, idle = sampler.sample_first(flight, key, sampling=Sampling(1.3), enough=WANTED)
+        assert 0 < idle < 1
         taken.append((flight, complete))
         _, flight = flight.split(complete)
     return taken, flight
@@ -78,6 +84,41 @@ def test_the_same_calls_give_the_same_completions_and_devices_change_only_which_
         jax.tree.map(np.testing.assert_array_equal, flight[1:], other[1:])
     assert all(flight.ended[complete].all() for flight, complete in eight)
     assert len(rest.ended) == 3
+
+
+def batches_of_episodes(delay: float, *, resumed: bool, count: int = 4) -> list[dict]:
+    """The batches of calls until 4 of 8 groups are complete. resumed: each call has the flight of a checkpoint."""
+    tokenizer = test_episodes.parts()[2]
+    engine = test_episodes.sampler()
+    pool = EnvironmentPool(tokenizer, partial(test_episodes.Echo, delay=delay), **test_episodes.LIMITS)
+    rows, pad = test_episodes.prompts(32), tokenizer.pad_token_id
+    taken = []
+    with closing(pool):
+        task = CompletionTask(tokenizer, None, pool)
+        collate = lambda numbers: rows.take(list(numbers))  # noqa: E731
+        flight = task.opened(Flight.begin(rows.take([0, 1, 2, 3]), 4, 40, pad))
+        for call in range(1, count + 1):
+            later = Flight.begin(rows.take(list(range(4 * call, 4 * call + 4))), 4, 40, pad)
+            if resumed:
+                arrays = flight.to_checkpoint()
+                flight = Flight.from_checkpoint(arrays | {"rollouts": vars(arrays["rollouts"])}, collate)
+            flight = task.opened(flight).joined(task.opened(later))
+            key = jax.random.key(call)
+            flight, complete, _ = task.sample_first(engine, flight, key, Sampling(1.5), 4, "test")
+            batch, flight = flight.split(complete)
+            arrays = batch.to_checkpoint()
+            arrays["rollouts"].episodes.pop("seconds")
+            taken.append(arrays)
+    return taken
+
+
+def test_episodes_go_on_alike_whatever_tools_take_and_after_a_resume(short_rounds):
+    """`Echo` counts the turns that it has heard: in a resumed run it must hear them again."""
+    whole = batches_of_episodes(0.0, resumed=False)
+    for other in (batches_of_episodes(0.003, resumed=False), batches_of_episodes(0.0, resumed=True)):
+        jax.tree.map(np.testing.assert_array_equal, whole, other)
+    carried = [batch["rollouts"].episodes["turns"][batch["numbers"] < 4 * i].sum() for i, batch in enumerate(whole, 1)]
+    assert sum(carried[1:]) > 20
 
 
 def partial_config(**changes):

@@ -157,7 +157,7 @@ def test_a_search_compiles_nothing_for_what_cannot_fit_and_tries_only_meshes_tha
     found = list(candidates(recipe, 16))
     assert {(c.mesh.fsdp, c.mesh.tensor) for c in found} == {(16, 1), (8, 2)}  # the model has 2 heads of keys
     assert all(c.prompts_per_update % c.microbatch == 0 and c.microbatch % c.mesh.fsdp == 0 for c in found)
-    small = make_plan(recipe, tiny.mesh_of((1, 4, 2)), 8, tmp_path, memory_limit=2**20)
+    small = make_plan(recipe, tiny.mesh_of((1, 4, 2)), 8, tmp_path, memory=2**20)
     assert [phase.name for phase in small.phases] == ["sampling"] and not small.fits(V5E)
 
 
@@ -214,7 +214,7 @@ def test_the_expected_calls_are_those_of_the_real_stream_for_lengths_that_it_has
     rollouts = sample(length=length, stops=(3, 4), environments=tool, **bounds)
     lengths = rollouts.completion_mask.sum(axis=-1).reshape(-1)
     assert len({*lengths.tolist()}) > 9
-    limits = dict(devices=devices, max_sequences=bounds.get("most", 0), pages=bounds.get("pages", 0))
+    limits = dict(kind=sizes.PageKind(devices), max_sequences=bounds.get("most", 0), pages=bounds.get("pages", 0))
     of_stream = sizes.sizes_of(tiny.B, tiny.G, tiny.P, length, **limits)
     usage = expected_usage(of_stream, lengths, devices, episodes=episodes)
     assert {name: replace(count, pages=0) for name, count in usage.items()} == counted

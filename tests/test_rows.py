@@ -275,7 +275,7 @@ def test_the_banner_names_models_with_what_they_give_and_shapes():
         ("models that learn", "critic, policy (from step 6)"),
     ]
     learning = "4 rows of 24 completion tokens for a prompt; up to 3 shapes, none larger than the first batch needs"
-    sizes = sizes_of(64, 8, 16, 28, devices=1)
+    sizes = sizes_of(64, 8, 16, 28)
     assert shapes_table(sizes, [(4, 24), (2, 24)]) == [
         ("decoding, on a device", "512 completions at once, 512 pages of 32 tokens"),
         ("learning, largest shape", learning),

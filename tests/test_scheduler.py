@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections import deque
 
+import jax.numpy as jnp
 import pytest
 
 from jaxrl_llm.rollout.jax.scheduler import PromptGroup, Scheduler, emptiest
-from jaxrl_llm.rollout.jax.sizes import sizes_of
+from jaxrl_llm.rollout.jax.sizes import PageKind, cache_bytes, sizes_of
 
 
 def run(seed: int) -> int:
@@ -16,11 +17,9 @@ def run(seed: int) -> int:
     rng = random.Random(seed)
     group, prompts, length = rng.randint(1, 5), rng.randint(1, 6), rng.randint(2, 300)
     devices, sequences = rng.choice([1, 1, 2, 3]), rng.choice([0, rng.randint(1, 12)])
-    sizes = sizes_of(prompts * devices, group, 8, length, devices=devices, max_sequences=sequences * devices)
-    sizes = sizes_of(
-        prompts * devices, group, 8, length, devices=devices, max_sequences=sequences * devices,
-        pages=rng.choice([0, rng.randint(1, sizes.pages)]),
-    )  # fmt: skip
+    bounds = dict(max_sequences=sequences * devices, kind=PageKind(devices))
+    sizes = sizes_of(prompts * devices, group, 8, length, **bounds)
+    sizes = sizes_of(prompts * devices, group, 8, length, pages=rng.choice([0, rng.randint(1, sizes.pages)]), **bounds)
     schedulers = [Scheduler(sizes) for _ in range(devices)]
     pending = deque(PromptGroup.of(b, group) for b in range(prompts * devices))
     members = [member for one in pending for member in one.members]
@@ -73,7 +72,7 @@ def test_ten_thousand_random_schedules_keep_all_bounds():
 
 
 def test_a_group_whose_sequences_end_at_once_gives_its_place_to_the_next_one():
-    scheduler = Scheduler(sizes_of(2, 3, 8, 100, devices=1, max_sequences=1))
+    scheduler = Scheduler(sizes_of(2, 3, 8, 100, max_sequences=1))
     first, second = PromptGroup.of(0, 3), PromptGroup.of(1, 3)
     scheduler.add(first)
     assert scheduler.schedule(lambda member: 10) == [first]
@@ -82,3 +81,22 @@ def test_a_group_whose_sequences_end_at_once_gives_its_place_to_the_next_one():
     assert scheduler.wants_group and first.place == -1
     scheduler.add(second)
     assert scheduler.schedule(lambda member: 10) == [second]
+
+
+def test_pages_are_those_that_completions_may_need_or_fewer_where_memory_is_short():
+    kind = PageKind(devices=2, token_bytes=1000)
+    bounded = lambda cache, **more: sizes_of(8, 4, 16, 640, cache_bytes=cache, kind=kind, **more)  # noqa: E731
+    all_pages = 16 * 10  # of 64 tokens, for the 16 completions of a device
+    prompts = 4 * 16 * 1000
+    assert bounded(0).pages == bounded(10**9).pages == all_pages and not bounded(10**9).refills
+    short = bounded(prompts + 50 * 64_000 + 63_999)
+    assert (short.pages, short.sequences, short.refills) == (50, 16, True)
+    # The longest completion must have room; and what the config says holds.
+    assert bounded(1).pages == 10 and bounded(prompts + 50 * 64_000, pages=70).pages == 70
+
+
+def test_a_cache_may_have_what_weights_and_states_leave():
+    held = {"a": jnp.ones((4, 250)), "b": jnp.ones(10, jnp.int8)}
+    assert cache_bytes(10_000, held, beside_learning=False) == 8_000 - 4_010
+    assert cache_bytes(4_000, held, beside_learning=False) == 1
+    assert cache_bytes(0, held, beside_learning=False) == cache_bytes(10_000, held, beside_learning=True) == 0

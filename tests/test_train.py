@@ -33,6 +33,12 @@ TINY = [
 ]  # fmt: skip
 
 
+PARTIAL = [
+    "--config.rollout.partial=True", "--config.rollout.max_lag=1", "--config.checkpoint.every=1",
+    "--config.rollout.temperature=1.5", "--config.mesh.data=1",
+]  # fmt: skip
+
+
 def command(workdir: Path, *extra: str, config: str = "configs/grpo.py", module: str = "train") -> list[str]:
     return [sys.executable, "-m", f"jaxrl_llm.{module}", "--config", config, "--workdir", str(workdir), *extra]
 
@@ -187,14 +193,11 @@ def test_a_run_killed_in_the_middle_resumes_bit_for_bit(whole, tmp_path):
                                "--config.prompts_per_update=8"],
          "rollout/lag"),
         ("configs/lora.py", ["--config.optim.warmup_steps=2", "--config.kl.refresh.every=2"], "kl/ref"),
-        ("configs/grpo.py", ["--config.rollout.partial=True", "--config.rollout.max_lag=1",
-                             "--config.checkpoint.every=1", "--config.rollout.max_completion_tokens=48",
-                             "--config.rollout.temperature=1.5"],
-         "rollout/carried"),
+        ("configs/search_grpo.py", PARTIAL, "rollout/carried"),
     ],
     ids=["dynamic sampling and rewards that set alarms",
          "a critic, a moving reference and an adaptive coefficient", "batches sampled ahead", "adapters",
-         "partial rollouts"],
+         "episodes that go on in later steps, sampled ahead"],
 )  # fmt: skip
 def test_a_killed_run_resumes_bit_for_bit_with(config, extra, sign, tmp_path):
     arguments = [*TINY, "--config.eval=none", *extra]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.adapters import Adapters
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.settings import ModelSettings
-from jaxrl_llm.structs import AnyArray, Array, Batch, PyTree, Sizes
+from jaxrl_llm.structs import AnyArray, Array, Batch, PyTree, Sizes, TrainState
 
 # (policy, reference, share of the policy) -> the reference, moved towards the policy.
 mixed = jax.jit(optax.incremental_update, donate_argnums=1)
@@ -112,6 +112,14 @@ class Learning:
     def all_shapes(self) -> States:
         """Returns the states that the devices hold, as shapes with shardings."""
         return self.shapes() | ({"reference": self.reference.shapes} if self.reference else {})
+
+    def held(self, frozen: Iterable[str], base: PyTree) -> States:
+        """Returns all that the devices hold: these states, and what never learns.
+
+        frozen: names of models that never learn; base: the parameters beside adapters; None: there are none.
+        """
+        states = self.all_shapes() | {name: self.scorers[name].params({}) for name in frozen}
+        return states | ({"base": base} if base else {})
 
     def first(self) -> States:
         """Returns the states at step 0."""
@@ -223,6 +231,15 @@ def make_reference(
 
     load = partial(hf.load_params, models.folder, model, models.mesh, learns=moves)
     return Reference(copy, load, shapes, refresh)
+
+
+def resident(states: PyTree, on_host: HostMemory, *, learns: bool = False) -> PyTree:
+    """Returns the states that are on the devices while nothing uses the others. learns: while learners learn."""
+    if on_host.reference:  # only what learns, and the base of its adapters, stays
+        states = {name: x for name, x in states.items() if isinstance(x, TrainState) or name == "base"}
+    if learns or not on_host.optimizer:
+        return states
+    return {name: replace(x, opt_state=()) if isinstance(x, TrainState) else x for name, x in states.items()}
 
 
 def make_packing(models: Models, learning: Learning, book: Book) -> Packing:

@@ -21,6 +21,7 @@ from jax._src import xla_bridge
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import progress, user_cache
 from jaxrl_llm.machine.hang import WATCHDOG
+from jaxrl_llm.machine.memory import device_memory
 from jaxrl_llm.structs import PyTree
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
@@ -94,11 +95,11 @@ def compile_checked(lowered: jax.stages.Lowered, what: str, remedy: str) -> jax.
             raise
         reason = str(error).splitlines()[0][:200]
         raise UserError(f"{what} does not fit the device's memory ({reason}): {remedy}") from error
-    used, limit = compiled.memory_analysis(), (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    used, limit = compiled.memory_analysis(), device_memory(jax.local_devices()[0])
     need = 0 if used is None else used.argument_size_in_bytes + used.temp_size_in_bytes
     # An output that takes the memory of a donated argument counts once.
     need += 0 if used is None else used.output_size_in_bytes - used.alias_size_in_bytes
-    if limit and need > limit:  # a CPU knows no limit
+    if limit and need > limit:
         raise UserError(
             f"{what} needs {need / 2**30:.1f} GiB on each device, which has {limit / 2**30:.1f} GiB: {remedy}"
         )

@@ -23,6 +23,8 @@ ACTIVATIONS: dict[str, Callable[[Array], jax.Array]] = {  # as config.json names
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
+MANY_ROWS = 128  # of a product with a transposed kernel, from which on its result is computed as it is used
+
 
 class Attention(nnx.Module):
     """Grouped-query attention: the projections before and after `attend`."""
@@ -159,6 +161,8 @@ class Linear(nnx.Linear):
         w, precision = as_array(kernel).astype(self.dtype), self.cfg.precision
         if not self.cfg.transposed:
             return jnp.matmul(x, w, precision=precision)
+        if len(x) >= MANY_ROWS:
+            return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), precision=precision)
         product = jax.lax.dot_general(w, x, (((1,), (1,)), ((), ())), precision=precision)
         # The barrier keeps the compiler from turning the product around.
         return jax.lax.optimization_barrier(product).T

@@ -250,11 +250,6 @@ def check_partial(recipe: Recipe) -> None:
             f"config.rollout.partial = True and resample_rounds = {r.resample_rounds}: groups without signal are not "
             "replaced where groups go on: set one of them to False or 0"
         )
-    if recipe.env:
-        raise UserError(
-            "config.rollout.partial = True: an episode cannot go on in a later step, because environments are not "
-            "saved: set it to False"
-        )
 
 
 def check_turns(recipe: Recipe) -> None:

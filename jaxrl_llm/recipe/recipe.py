@@ -236,6 +236,11 @@ class Recipe(Settings):
         return self.chosen_engine.devices
 
     @property
+    def samples_beside_learning(self) -> bool:
+        """Whether devices may sample and learn at once."""
+        return self.rollout.max_lag > 0 and not self.sampler_devices
+
+    @property
     def own_samples(self) -> bool:
         """Whether the weights that sample are those at the start of the step, to the last bit."""
         engine, rollout = self.chosen_engine, self.rollout

@@ -40,9 +40,10 @@ def jax(
 
     devices: that only the sampler uses, on all hosts; 0: it shares devices and mesh of the trainer.
 
-    max_sequences: completions that hold pages of the KV cache at once; the others wait until one has ended. 0: all.
-    pages: of 64 tokens (128 on a TPU), on each device. If they run out, the youngest completion is computed again; with
-    0 they never do.
+    max_sequences: completions that hold pages of the KV cache at once; the others wait until one has ended. 0: all for
+    which there are pages.
+    pages: of 64 tokens (128 on a TPU), on each device. If they run out, the youngest completion is computed again. 0:
+    as many as the completions may need, and as fit into the memory of an accelerator.
     weights: "int8": the kernels of the layers, with a scale for each output; "": in the dtype of the model.
     """
 
@@ -56,6 +57,7 @@ def jax(
             pad_id=inputs.pad_id,
             max_sequences=at_once(max_sequences, inputs.sequences_per_step),
             pages=pages,
+            cache_bytes=inputs.cache_bytes,
             in_int8=weights == "int8",
         )
 

@@ -11,8 +11,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -119,7 +120,10 @@ class EnvironmentPool:
 
     def begin(self, rows: Sequence[dict[str, Any]], group_size: int) -> EnvironmentBatch:
         """Returns the environments of a batch, each with its data row. Raises: UserError, if one refuses its row."""
-        return EnvironmentBatch(self, [row for row in rows for _ in range(group_size)], group_size)
+        episodes = [Episode(self.make(), row) for row in rows for _ in range(group_size)]
+        for episode in episodes:
+            reset(episode.environment, episode.row)
+        return EnvironmentBatch(self, episodes, group_size)
 
     def encoded(self, observation: str | tuple[str, ...], row: dict[str, Any], turn: Sequence[int]) -> list[int]:
         """Returns the token ids of what stands between a turn and the next one. Raises: what a chat template raises."""
@@ -153,29 +157,71 @@ class EnvironmentPool:
         self.threads.shutdown(wait=False, cancel_futures=True)
 
 
+@dataclass
+class Episode:
+    """The environment of an episode, with what it has measured."""
+
+    environment: Environment
+    row: dict[str, Any]
+    counts: dict[str, np.float32] = field(default_factory=dict)  # sums over its turns
+    cut: bool = False  # it met the limit of turns, of an observation or of the environment's time
+
+    def count(self, measured: Mapping[str, float]) -> None:
+        """Adds what a turn has measured."""
+        # In float32, as a checkpoint keeps the sums.
+        sums = {name: self.counts.get(name, np.float32(0)) + np.float32(value) for name, value in measured.items()}
+        self.counts.update(sums)
+
+
 class EnvironmentBatch:
     """The environments of a batch's episodes, as engines see them (`rollout.protocol.Environments`)."""
 
-    def __init__(self, pool: EnvironmentPool, rows: Sequence[dict[str, Any]], group_size: int):
-        self._pool, self._group, self._rows = pool, group_size, rows
-        self.turn_tokens = pool.tokens
-        self._environments = [pool.make() for _ in rows]
-        self.stops = self._environments[0].stops
-        for environment, row in zip(self._environments, rows, strict=True):
-            reset(environment, row)
-        self._counts: list[dict[str, float]] = [{} for _ in rows]
-        self._cut = np.zeros(len(rows), bool)
+    def __init__(self, pool: EnvironmentPool, episodes: list[Episode], group_size: int):
+        self._pool, self._episodes, self._group = pool, episodes, group_size
+        self.turn_tokens, self.stops = pool.tokens, episodes[0].environment.stops
 
     @property
     def truncated(self) -> np.ndarray:
         """True for episodes [B, G] that met the limit of turns, of an observation or of an environment's time."""
-        return self._cut.reshape(-1, self._group)
+        return np.array([episode.cut for episode in self._episodes]).reshape(-1, self._group)
 
     def metrics(self) -> dict[str, np.ndarray]:
         """Returns the sums over the turns of each episode: {name: [B, G]}."""
-        names = sorted({name for counts in self._counts for name in counts})
-        each = {name: np.array([counts.get(name, 0.0) for counts in self._counts], np.float32) for name in names}
+        counts = [episode.counts for episode in self._episodes]
+        each = {name: np.array([c.get(name, 0.0) for c in counts], np.float32) for name in sorted({*chain(*counts)})}
         return {name: values.reshape(-1, self._group) for name, values in each.items()}
+
+    def joined(self, later: EnvironmentBatch) -> EnvironmentBatch:
+        """Returns these environments and later ones."""
+        return EnvironmentBatch(self._pool, self._episodes + later._episodes, self._group)
+
+    def take(self, groups: Sequence[int]) -> EnvironmentBatch | None:
+        """Returns the environments of these groups; None: there are no groups."""
+        episodes = [self._episodes[i] for b in groups for i in range(b * self._group, (b + 1) * self._group)]
+        return EnvironmentBatch(self._pool, episodes, self._group) if episodes else None
+
+    def replay(
+        self, turns: Sequence[list[list[int]]], metrics: Mapping[str, np.ndarray], truncated: np.ndarray
+    ) -> None:
+        """Lets fresh environments see the turns of their episodes again: no checkpoint has an environment.
+
+        The episodes keep the observations of that process, and what it measured: metrics and truncated [B, G].
+        """
+        done = [self._pool.threads.submit(self._replay, *each) for each in zip(self._episodes, turns, strict=True)]
+        for episode, cut, future in zip(self._episodes, truncated.ravel().tolist(), done, strict=True):
+            future.result()
+            episode.cut = cut
+        for name, values in metrics.items():
+            for episode, value in zip(self._episodes, values.ravel(), strict=True):
+                episode.counts[name] = value
+
+    def _replay(self, episode: Episode, turns: list[list[int]]) -> None:
+        if any(self._step(episode, self._text(turn)).done for turn in turns):
+            warnings.warn(
+                "an environment has ended an episode that had gone on before the run was resumed: its later answers "
+                "may differ",
+                stacklevel=2,
+            )
 
     def may_end(self, vocabulary: int) -> np.ndarray:
         """Returns True for tokens [V] after which the text may end a turn; `vocabulary`: of the model."""
@@ -197,44 +243,43 @@ class EnvironmentBatch:
 
     def answer(self, episode: int, turn: list[int]) -> Future[list[int] | None]:
         """Starts to answer a turn. The result is the observation's token ids; None: the episode ends."""
-        return self._pool.threads.submit(self._answer, episode, turn)
+        return self._pool.threads.submit(self._answer, self._episodes[episode], turn)
 
-    def _answer(self, episode: int, turn: list[int]) -> list[int] | None:
-        counts, began = self._counts[episode], time.perf_counter()
+    def _answer(self, episode: Episode, turn: list[int]) -> list[int] | None:
+        began = time.perf_counter()
         reply = self._step(episode, self._text(turn))
         # Without an error the metric is 0, not absent.
-        measured = {"errors": 0.0} | reply.metrics | {"turns": 1.0, "seconds": time.perf_counter() - began}
-        counts.update({name: counts.get(name, 0.0) + value for name, value in measured.items()})
+        episode.count({"errors": 0.0} | reply.metrics | {"turns": 1.0, "seconds": time.perf_counter() - began})
         if reply.done:
             return None
-        if counts["turns"] >= self._pool.max_turns:
-            self._cut[episode] = True
+        if episode.counts["turns"] >= self._pool.max_turns:
+            episode.cut = True
             return None
         try:
             return self._observed(episode, reply.observation, turn)
         except Exception as error:
             # A template may raise anything, though it took the results of `check`.
             _warn(error)
-            counts["errors"], self._cut[episode] = counts["errors"] + 1, True
+            episode.count({"errors": 1.0})
+            episode.cut = True
             return None
 
-    def _observed(self, episode: int, observation: str | tuple[str, ...], turn: list[int]) -> list[int] | None:
+    def _observed(self, episode: Episode, observation: str | tuple[str, ...], turn: list[int]) -> list[int] | None:
         """Returns the token ids of an observation, cut to its limit; None: the episode ends."""
-        ids = self._pool.encoded(observation, self._rows[episode], turn)
+        ids = self._pool.encoded(observation, episode.row, turn)
         if len(ids) <= self._pool.observation_tokens:
             return ids
-        self._cut[episode] = True
+        episode.cut = True
         if isinstance(observation, str):
             return ids[: self._pool.observation_tokens]
-        return self._pool.shortened(observation, self._rows[episode], turn)
+        return self._pool.shortened(observation, episode.row, turn)
 
-    def _step(self, episode: int, text: str) -> Reply:
+    def _step(self, episode: Episode, text: str) -> Reply:
         """Returns the reply of an environment. An error or a time-out is a reply too, and never ends the run."""
-        environment = self._environments[episode]
 
         def step() -> Reply:
             try:
-                return checked(environment.step(text))
+                return checked(episode.environment.step(text))
             except (Exception, SystemExit) as error:
                 _warn(error)
                 reason = briefly(error)
@@ -246,7 +291,7 @@ class EnvironmentBatch:
             return self._pool.limit.call(step)
         except TimeoutError:
             # The environment may still run, so it must not be asked again.
-            self._cut[episode] = True
+            episode.cut = True
             return Reply(done=True, metrics={"errors": 1.0})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -26,6 +26,7 @@ class Episodes:
     sampled: np.ndarray  # [N, C] bool, True on tokens of the policy
     state: np.ndarray  # [N] TURN, WAITS or ENDED
     begin: np.ndarray  # [N] place of the first token of the turn
+    begins: np.ndarray  # [N, C] bool, True at the first token of each turn, also before it has been sampled
     truncated: np.ndarray  # [N] bool
     max_tokens: np.ndarray  # [N] largest length
     earlier: np.ndarray  # [N] tokens that earlier calls have left
@@ -38,21 +39,23 @@ class Episodes:
         count = len(max_tokens)
         ints, bools = (lambda: np.zeros(count, np.int32)), (lambda *more: np.zeros((count, *more), bool))
         tokens, logprobs = np.full((count, length), pad_id, np.int32), np.zeros((count, length), np.float32)
-        return cls(ints(), tokens, logprobs, bools(length), ints(), ints(), bools(), max_tokens, ints())
+        begins = np.tile(np.arange(length) == 0, (count, 1))
+        return cls(ints(), tokens, logprobs, bools(length), ints(), ints(), begins, bools(), max_tokens, ints())
 
     @classmethod
     def going_on(cls, flight: Flight) -> Episodes:
-        """Returns the completions of an earlier call, of one turn."""
+        """Returns the completions of an earlier call."""
         rollouts, ended = flight.rollouts, flight.ended.reshape(-1)
         # Copies: the call writes into these arrays.
         by_completion = lambda x: x.reshape(len(ended), *x.shape[2:]).copy()  # noqa: E731
-        tokens, logprobs, sampled, truncated = map(
-            by_completion, (rollouts.completions, rollouts.logprobs, rollouts.loss_mask, rollouts.truncated)
+        tokens, logprobs, sampled, truncated, begins = map(
+            by_completion,
+            (rollouts.completions, rollouts.logprobs, rollouts.loss_mask, rollouts.truncated, flight.begins),
         )
         length = rollouts.completion_mask.sum(axis=-1, dtype=np.int32).reshape(-1)
         limits = np.full(len(ended), tokens.shape[1])
-        state = np.where(ended, ENDED, TURN)
-        return cls(length, tokens, logprobs, sampled, state, np.zeros_like(length), truncated, limits, length.copy())
+        state, begin = np.where(ended, ENDED, TURN), begins.shape[1] - 1 - np.argmax(begins[:, ::-1], axis=1)
+        return cls(length, tokens, logprobs, sampled, state, begin, begins, truncated, limits, length.copy())
 
     def drawn(self, i: int, first: int) -> np.ndarray:
         """Returns True for the tokens of a completion from `first` on that this call has sampled."""
@@ -105,10 +108,10 @@ class Episodes:
         self.sampled[i, length:], self.logprobs[i, length:] = False, 0.0
         self.length[i] = length
 
-    def take_answers(self) -> list[int]:
-        """Appends the observations that are there. Returns the episodes whose next turn begins."""
+    def take_answers(self, due: Collection[Future[list[int] | None]] | None = None) -> list[int]:
+        """Appends observations: of these answers, or of all that are there. Returns the episodes that go on."""
         going_on = []
-        for answer in [answer for answer in self.answers if answer.done()]:
+        for answer in [answer for answer in self.answers if (answer.done() if due is None else answer in due)]:
             WATCHDOG.moved()
             i, observation = self.answers.pop(answer), answer.result()
             if observation is None:
@@ -121,5 +124,6 @@ class Episodes:
                 continue
             self.tokens[i, start:end], self.state[i] = observation, TURN
             self.length[i] = self.begin[i] = end
+            self.begins[i, end] = True
             going_on.append(i)
         return going_on

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.rollout.environments import EnvironmentBatch
 from jaxrl_llm.structs import Collate, Prompts, Rollouts
 
 
@@ -17,6 +19,8 @@ class Flight(NamedTuple):
     prompts: Prompts  # n
     rollouts: Rollouts  # [n, G, C]
     ended: np.ndarray  # [n, G] bool
+    begins: np.ndarray  # [n, G, C] bool, True at the first token of each turn, also if it has not been sampled yet
+    environments: EnvironmentBatch | None = None  # of episodes, in this process
 
     @classmethod
     def begin(cls, prompts: Prompts, group: int, length: int, pad_id: int) -> Flight:
@@ -24,16 +28,38 @@ class Flight(NamedTuple):
         n = len(prompts.tokens)
         no = np.zeros((n, group, length), bool)
         numbers = np.full(no.shape, pad_id, np.int32), no, no, no.astype(np.float32), no.any(axis=-1)
-        return cls(prompts, Rollouts(*numbers, no.astype(np.int32)), np.zeros((n, group), bool))
+        begins = np.broadcast_to(np.arange(length) == 0, no.shape)
+        return cls(prompts, Rollouts(*numbers, no.astype(np.int32)), no.any(axis=-1), begins)
+
+    @property
+    def arrays(self) -> tuple[Rollouts, np.ndarray, np.ndarray]:
+        """What has an entry for each completion."""
+        return self.rollouts, self.ended, self.begins
 
     def joined(self, later: Flight) -> Flight:
-        """Returns these groups and later ones."""
-        rollouts, ended = jax.tree.map(lambda *x: np.concatenate(x), self[1:], later[1:])
-        return Flight(self.prompts.joined(later.prompts), rollouts, ended)
+        """Returns these groups and later ones. Both have environments or none has."""
+        names = sorted({*self.rollouts.episodes, *later.rollouts.episodes})
+        parts = [(flight.rollouts.measured(names), flight.ended, flight.begins) for flight in (self, later)]
+        arrays = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+        environments = self.environments and later.environments and self.environments.joined(later.environments)
+        return Flight(self.prompts.joined(later.prompts), *arrays, environments)
 
     def take(self, at: list[int]) -> Flight:
         """Returns the groups at these places."""
-        return Flight(self.prompts.take(at), *jax.tree.map(lambda x: x[at], self[1:]))
+        environments = self.environments and self.environments.take(at)
+        return Flight(self.prompts.take(at), *jax.tree.map(lambda x: x[at], self.arrays), environments)
+
+    def past_turns(self) -> list[list[list[int]]]:
+        """Returns the tokens of each turn that an observation has followed; none of a completion that has ended."""
+        shape = -1, self.begins.shape[2]
+        tokens, sampled = (x.reshape(shape) for x in (self.rollouts.completions, self.rollouts.loss_mask))
+        turns: list[list[list[int]]] = []
+        for i, ended in enumerate(self.ended.ravel()):
+            starts = [] if ended else np.flatnonzero(self.begins.reshape(shape)[i]).tolist()
+            parts = [slice(start, stop) for start, stop in pairwise(starts)]
+            # A turn, and the observation that follows it.
+            turns.append([tokens[i, part][sampled[i, part]].tolist() for part in parts])
+        return turns
 
     def split(self, at: list[int]) -> tuple[Flight, Flight]:
         """Returns the groups at these places, and the others."""
@@ -42,23 +68,29 @@ class Flight(NamedTuple):
 
     def to_checkpoint(self) -> dict[str, Any]:
         """Returns the arrays that a checkpoint keeps."""
-        return {"numbers": self.prompts.numbers, "rollouts": self.rollouts, "ended": self.ended}
+        rollouts, ended, begins = self.arrays
+        return {"numbers": self.prompts.numbers, "rollouts": rollouts, "ended": ended, "begins": begins}
 
     @classmethod
     def from_checkpoint(cls, arrays: dict[str, Any], collate: Collate) -> Flight:
-        """Rebuilds what `to_checkpoint` has returned. A checkpoint holds dataclasses as dicts."""
-        return cls(collate(arrays["numbers"]), Rollouts(**arrays["rollouts"]), arrays["ended"])
+        """Rebuilds what `to_checkpoint` has returned, without environments. A checkpoint holds dataclasses as dicts."""
+        return cls(collate(arrays["numbers"]), Rollouts(**arrays["rollouts"]), arrays["ended"], arrays["begins"])
+
+
+class FirstComplete(NamedTuple):
+    """What a call has sampled until some groups were complete."""
+
+    flight: Flight  # all groups
+    complete: list[int]  # places of the complete ones, in the order in which they became so
+    idle: float  # share of the places of the decode programs, over their steps, in which no sequence was computed
 
 
 class StreamEngine(Protocol):
     """An engine that ends a call when some groups are complete."""
 
-    def sample_first(
-        self, flight: Flight, key: jax.Array, *, sampling: Sampling, enough: int
-    ) -> tuple[Flight, list[int]]:
-        """Samples until `enough` groups are complete.
+    def sample_first(self, flight: Flight, key: jax.Array, *, sampling: Sampling, enough: int) -> FirstComplete:
+        """Samples until `enough` groups are complete, in episodes with the environments of the flight.
 
-        Returns all groups, and the places of the complete ones, in their order. Which ones these are depends on counts
-        of tokens alone.
+        Which ones these are, and how far the others have come, depends on counts of tokens alone.
         """
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.machine import distributed, sharding
-from jaxrl_llm.rollout.environments import EnvironmentPool
-from jaxrl_llm.rollout.flight import Flight, StreamEngine
+from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
+from jaxrl_llm.rollout.flight import FirstComplete, Flight, StreamEngine
 from jaxrl_llm.rollout.grading import Completions, Graded, RewardFn
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Array, Batch, Collate, Prompts, Rewards, Rollouts
@@ -78,7 +78,7 @@ def measured_alike(rollouts: Rollouts, channel: str) -> Rollouts:
     So rewards get the columns that they get in one process, and checkpoints the same arrays. channel: see `exchange`.
     """
     names = distributed.exchange([*rollouts.episodes], channel)
-    return _filled(rollouts, sorted({*chain(*names)}))
+    return rollouts.measured(sorted({*chain(*names)}))
 
 
 def per_episode(rollouts: Rollouts) -> list[list[dict[str, float]]]:
@@ -114,10 +114,30 @@ class CompletionTask:
         rollouts = engine.sample(
             prompts, key, group_size=group_size, sampling=sampling, environments=batch, ended=ended
         )
-        if not batch:
-            return rollouts
-        episodes = replace(rollouts, truncated=rollouts.truncated | batch.truncated, episodes=batch.metrics())
-        return measured_alike(episodes, channel)
+        return _with_measured(rollouts, batch, channel) if batch else rollouts
+
+    def begin(self, prompts: Prompts, group_size: int, length: int) -> Flight:
+        """Returns groups that begin, with room for `length` tokens in each completion."""
+        return self.opened(Flight.begin(prompts, group_size, length, self.tokenizer.pad_token_id))
+
+    def opened(self, flight: Flight) -> Flight:
+        """Returns groups with the environments of their episodes. Those of a resumed run are played again."""
+        if flight.environments or not self.environments:
+            return flight
+        rollouts, turns = flight.rollouts, flight.past_turns()
+        batch = self.environments.begin(flight.prompts.rows, flight.ended.shape[1])
+        batch.replay(turns, rollouts.episodes, rollouts.truncated)
+        return flight._replace(environments=batch)
+
+    def sample_first(
+        self, engine: StreamEngine, flight: Flight, key: Array, sampling: Sampling, enough: int, channel: str
+    ) -> FirstComplete:
+        """Samples until `enough` groups of a flight are complete. channel: as of `measured_alike`."""
+        first = engine.sample_first(flight, key, sampling=sampling, enough=enough)
+        if not (batch := flight.environments):
+            return first
+        rollouts = _with_measured(first.flight.rollouts, batch, channel)
+        return first._replace(flight=first.flight._replace(rollouts=rollouts))
 
     def grade(self, prompts: Prompts, rollouts: Rollouts) -> Graded:
         """Returns texts and rewards, once the reward functions have judged."""
@@ -134,6 +154,12 @@ class CompletionTask:
         loss_masks = [[row[real].tolist() for row, real in zip(*group, strict=True)] for group in groups]
         columns = {"turns": turns, "episode": per_episode(rollouts), "loss_mask": loss_masks}
         return Completions(prompts.rows, texts, ids, columns)
+
+
+def _with_measured(rollouts: Rollouts, batch: EnvironmentBatch, channel: str) -> Rollouts:
+    """Returns episodes with what their environments measured."""
+    truncated = rollouts.truncated | batch.truncated
+    return measured_alike(replace(rollouts, truncated=truncated, episodes=batch.metrics()), channel)
 
 
 class SampledGroups(NamedTuple):
@@ -210,17 +236,18 @@ class SampleSource:
 
     def _first_complete(self, key: Array) -> Samples:
         """Samples until as many groups are complete as a batch has. The others go on in the next call."""
-        drawing, pad_id = self.drawing, self.task.tokenizer.pad_token_id
-        begin = lambda: Flight.begin(next(self.prompts), drawing.group_size, self.max_completion_tokens, pad_id)  # noqa: E731
+        group, length = self.drawing.group_size, self.max_completion_tokens
+        begin = lambda: self.task.begin(next(self.prompts), group, length)  # noqa: E731
         # At first two batches: then there are always others that can begin when a group is complete.
-        flight = self.flight or begin()
+        flight = self.task.opened(self.flight) if self.flight else begin()
         enough = len(flight.ended)
         flight = flight.joined(begin())
         carried = flight.rollouts.completion_mask.any(axis=(1, 2))
         engine = cast(StreamEngine, self.engine)
-        flight, first = engine.sample_first(flight, key, sampling=drawing.sampling, enough=enough)
+        flight, first, idle = self.task.sample_first(engine, flight, key, self.drawing.sampling, enough, SAMPLING)
         batch, self.flight = flight.split(first)
-        metrics = {"rollout/carried": distributed.gather(carried[first], SAMPLING).mean()}
+        measured = {"rollout/carried": carried[first], "rollout/idle_slots": np.array([idle], np.float32)}
+        metrics = {name: distributed.gather(values, SAMPLING).mean() for name, values in measured.items()}
         return replace(self._graded(batch.prompts, batch.rollouts), flight=self.flight, metrics=metrics)
 
     def _draw(self, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Samples:
@@ -269,8 +296,8 @@ def _move_groups(rollouts: Rollouts, graded: Graded, move: Move, tokenizer: Any,
     at, fresh, sources = move
     # The metrics of two batches may have other names: an environment need not give all of them.
     names = sorted({*rollouts.episodes, *fresh.rollouts.episodes})
-    old = _filled(rollouts, names), graded.rewards
-    new = _filled(fresh.rollouts, names), fresh.graded().rewards
+    old = rollouts.measured(names), graded.rewards
+    new = fresh.rollouts.measured(names), fresh.graded().rewards
     rollouts, rewards = sharding.put_groups(old, new, at, sources, mesh)
     part = distributed.part(len(rollouts.truncated) * distributed.count())
     local = at[(part.start <= at) & (at < part.stop)] - part.start
@@ -282,11 +309,6 @@ def _move_groups(rollouts: Rollouts, graded: Graded, move: Move, tokenizer: Any,
     turns = dict(zip(local.tolist(), data.decode_turns(tokenizer, tokens, mask, loss_mask), strict=True))
     replaced = lambda groups, new: [new.get(b, group) for b, group in enumerate(groups)]  # noqa: E731
     return rollouts, Graded(replaced(graded.texts, texts), rewards, replaced(graded.turns, turns), graded.metrics)
-
-
-def _filled(rollouts: Rollouts, names: Iterable[str]) -> Rollouts:
-    nothing = np.zeros(rollouts.truncated.shape, np.float32)
-    return replace(rollouts, episodes={name: rollouts.episodes.get(name, nothing) for name in names})
 
 
 def to_batch(

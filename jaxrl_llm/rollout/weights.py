@@ -28,6 +28,11 @@ def sampling_decoder(model: Decoder, mesh: Mesh) -> Decoder:
     return Decoder(replace(model.cfg, transposed=mesh.devices.flat[0].platform == "cpu"), mesh)
 
 
+def copy_shapes(model: Decoder, mesh: Mesh, trainer: Mesh, params: PyTree, *, in_int8: bool) -> PyTree:
+    """Returns the copy on `mesh` as shapes with shardings; params: of the trainer, as shapes."""
+    return Placing(sampling_decoder(model, mesh), mesh, trainer, in_int8=in_int8).shapes(params)
+
+
 class Placing:
     """Makes the copy of a policy's parameters, for `model`."""
 

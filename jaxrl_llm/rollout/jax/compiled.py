@@ -15,7 +15,7 @@ from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.machine.shapes import placed
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.jax import programs
-from jaxrl_llm.rollout.jax.programs import Cache, GroupSampling, NewPrompts, RoundRows, Sampled
+from jaxrl_llm.rollout.jax.programs import Cache, FedChunks, GroupSampling, NewPrompts, RoundRows, Sampled
 from jaxrl_llm.rollout.jax.reading import Reading
 from jaxrl_llm.rollout.jax.sizes import CHUNKS, ROUND, Slots, StreamSizes
 from jaxrl_llm.structs import AnyArray, PyTree
@@ -51,9 +51,9 @@ class Programs:
         key = jax.eval_shape(lambda: jax.random.key(0))
         cache = placed(jax.eval_shape(partial(programs.empty_cache, model, self.mesh, sizes)), self.heads)
 
-        def reading(count: int, pages: int, prompts: int) -> Reading:
+        def reading(count: int, pages: int, prompts: int, group: int = sizes.group) -> Reading:
             table, mask = ints(count, sizes.longest), bools(prompts, sizes.width)
-            return Reading(table, ints(pages), ints(pages), mask, ints(prompts, sizes.group), ints(count))
+            return Reading(table, ints(pages), ints(pages), mask, ints(prompts, group), ints(count))
 
         def prompts(n: int) -> NewPrompts:
             return NewPrompts(ints(n, sizes.width), bools(n, sizes.width), ints(n), ints(n))
@@ -66,8 +66,9 @@ class Programs:
             yield "prompts", prompts_name(sizes.refill, sizes, first=False), trace
         for width in CHUNKS if feeds else ():
             n = sizes.feeds
-            arrays = ints(n, width), ints(n), ints(n), reading(n, n * sizes.longest, sizes.prompts)
-            yield "prompts", feeding_name(n, width), partial(self.feed.trace, weights, cache, *arrays)
+            read = reading(n, n * sizes.longest, n, 1)
+            chunks = FedChunks(ints(n, width), ints(n), ints(n), ints(n), read)
+            yield "prompts", feeding_name(n, width), partial(self.feed.trace, weights, cache, chunks)
         for slots in sizes.decodes(episodes=episodes):
             each = ints(slots.count)
             read = reading(*slots)
@@ -118,9 +119,9 @@ class CallPrograms:
             return self.programs.begin(self.sampling, self.sizes, self.params, prompts, self.key)
         return self.programs.prefill(self.sampling, self.params, cache, prompts, self.key)
 
-    def feed(self, cache: Cache, *arrays: AnyArray) -> Cache:
+    def feed(self, cache: Cache, chunks: FedChunks) -> Cache:
         """See `programs.feed`."""
-        return self.programs.feed(self.params, cache, *arrays)
+        return self.programs.feed(self.params, cache, chunks)
 
     def decode(self, cache: Cache, rows: RoundRows, below: int) -> tuple[Cache, Sampled]:
         """See `programs.decode`."""

@@ -20,7 +20,7 @@ from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import abstract
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.episodes import ENDED, Episodes
-from jaxrl_llm.rollout.flight import Flight
+from jaxrl_llm.rollout.flight import FirstComplete, Flight
 from jaxrl_llm.rollout.jax.compiled import CallPrograms, Programs
 from jaxrl_llm.rollout.jax.programs import GroupSampling
 from jaxrl_llm.rollout.jax.reading import page_kind
@@ -50,14 +50,17 @@ class Sampler:
         pad_id: int,
         max_sequences: int = 0,
         pages: int = 0,
+        cache_bytes: int = 0,
         trainer: Mesh | None = None,
         in_int8: bool = False,
     ):
-        """max_sequences: completions that hold pages at once; 0: all. pages: of a device; 0: as they may need.
+        """max_sequences: completions that hold pages at once; 0: all. pages: of a device; 0: as they may need, if
+        `cache_bytes` of a device hold so many, or these are 0.
 
         trainer: the mesh of the weights that are pushed; None: `mesh`. in_int8: the copy's kernels of the layers.
         """
-        self._mesh, self._cfg, self._max_sequences, self._pages = mesh, model.cfg, max_sequences, pages
+        self._mesh, self._cfg, self._max_sequences = mesh, model.cfg, max_sequences
+        self._pages, self._cache_bytes = pages, cache_bytes
         self._length, self._stops, self._pad = max_completion_tokens, stop_ids, pad_id
         self._params: PyTree = None
         self._version = 0
@@ -103,17 +106,17 @@ class Sampler:
         self._stream(prompts, key, fixed, texts, environments=environments, ended=ended)
         return texts.rollouts(group_size, np.full(texts.tokens.shape, self._version, np.int32))
 
-    def sample_first(
-        self, flight: Flight, key: jax.Array, *, sampling: Sampling, enough: int
-    ) -> tuple[Flight, list[int]]:
+    def sample_first(self, flight: Flight, key: jax.Array, *, sampling: Sampling, enough: int) -> FirstComplete:
         """Samples until `enough` groups are complete. See `flight.StreamEngine`."""
         group, texts = flight.ended.shape[1], Episodes.going_on(flight)
         fixed = GroupSampling(group, sampling, self._mesh)
-        complete = self._stream(flight.prompts, key, fixed, texts, enough=enough)
+        stream = self._stream(flight.prompts, key, fixed, texts, environments=flight.environments, enough=enough)
         earlier = np.arange(self._length) < texts.earlier[:, None]
         versions = np.where(earlier, flight.rollouts.versions.reshape(earlier.shape), np.int32(self._version))
         ended = (texts.state == ENDED).reshape(-1, group)
-        return Flight(flight.prompts, texts.rollouts(group, versions), ended), complete[:enough]
+        begins = texts.begins.reshape(flight.begins.shape)
+        flight = flight._replace(rollouts=texts.rollouts(group, versions), ended=ended, begins=begins)
+        return FirstComplete(flight, stream.complete[:enough], 1 - stream.computed / max(stream.places, 1))
 
     def _stream(
         self,
@@ -125,8 +128,8 @@ class Sampler:
         environments: Environments | None = None,
         enough: int = 0,
         ended: Callable[[int], None] = lambda count: None,
-    ) -> list[int]:
-        """Samples completions. Returns the groups in the order in which they became complete."""
+    ) -> Stream:
+        """Samples completions, and returns the stream that has ended."""
         count, processes = len(prompts.tokens), distributed.count()
         width = prompts.tokens.shape[1]
         sizes = self._sizes(count * processes, fixed.group, width, enough * processes)
@@ -150,7 +153,7 @@ class Sampler:
                 ended,
             )
             stream.run()
-        return stream.complete
+        return stream
 
     def programs(
         self,
@@ -191,7 +194,7 @@ class Sampler:
     def _sizes(self, prompts: int, group: int, width: int, enough: int) -> StreamSizes:
         """Returns the sizes of a call; enough: complete groups with which it ends, 0: all."""
         bounds: dict[str, Any] = dict(
-            devices=sharding.prompt_shards(self._mesh), pages=self._pages, kind=page_kind(self._mesh, self._cfg)
+            pages=self._pages, cache_bytes=self._cache_bytes, kind=page_kind(self._mesh, self._cfg)
         )
         most = at_once(self._max_sequences, enough * group)
         return sizes_of(prompts, group, width, self._length, max_sequences=most, **bounds)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.rollout.episodes import Episodes
-from jaxrl_llm.rollout.jax.programs import NewPrompts, RoundRows
+from jaxrl_llm.rollout.jax.programs import FedChunks, NewPrompts, RoundRows
 from jaxrl_llm.rollout.jax.reading import Reading
 from jaxrl_llm.rollout.jax.scheduler import Member, PromptGroup
 from jaxrl_llm.rollout.jax.sizes import ROUND, Slots, StreamSizes
@@ -50,16 +50,22 @@ def new_prompts(
 
 def fed(
     chunks: list[list[Chunk]], rows: int, width: int, sizes: StreamSizes, prompts: Prompts, texts: Episodes
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, Reading]:
-    """Returns tokens, places, counts and reading of chunks of each device, for a program of `rows` x `width` tokens."""
+) -> FedChunks:
+    """Returns chunks of each device, for a program of `rows` x `width` tokens."""
     lead = len(chunks), rows
-    at, count = np.zeros(lead, np.int32), np.zeros(lead, np.int32)
-    tokens = np.zeros((*lead, width), np.int32)
+    at, count, prompt = np.zeros((3, *lead), np.int32)
+    tokens, mask = np.zeros((*lead, width), np.int32), np.zeros((*lead, sizes.width), bool)
     for d, n, chunk in numbered(chunks, 0, rows):
+        group = chunk.member.group
         at[d, n], count[d, n] = chunk.start, chunk.end - chunk.start
+        prompt[d, n], mask[d, n] = group.place, prompts.mask[group.number]
         tokens[d, n, : count[d, n]] = texts.tokens[chunk.member.number, chunk.start : chunk.end]
     members = [[chunk.member for chunk in each] for each in chunks]
-    return tokens, at, count, all_pages(reading_of(members, rows, sizes, prompts), sizes.page)
+    reading = all_pages(reading_of(members, rows, sizes, prompts), sizes.page)
+    # Not as a group: few of its members have a chunk at once.
+    each = np.tile(np.arange(rows, dtype=np.int32), (len(chunks), 1))
+    reading = reading._replace(prompt_mask=mask, members=each[..., None], member=each)
+    return FedChunks(tokens, at, count, prompt, reading)
 
 
 def round_rows(

@@ -63,6 +63,18 @@ class RoundRows(NamedTuple):
     page: AnyArray  # [d, p] where the pages are in the cache
 
 
+class FedChunks(NamedTuple):
+    """Chunks [d, S] of observations."""
+
+    tokens: AnyArray  # [d, S, T]
+    at: AnyArray  # place of the first token in its sequence
+    count: AnyArray  # tokens that are real
+    prompt: AnyArray  # where the prompt of each sequence is in the cache
+    # A sequence has its own copy of its prompt. The table has pages of the cache; owner and start are those of copies
+    # of all pages of the table, one sequence after the other.
+    reading: Reading
+
+
 class Sampled(NamedTuple):
     """Tokens with their log-probabilities: [d, S, ROUND], of which `count` [d, S] are real."""
 
@@ -201,8 +213,11 @@ def decode(
 
 def _selected(model: Decoder, mesh: Mesh, whole: list[Pages], place: Array) -> list[Pages]:
     """Returns a copy of the pages at `place` [d, n] in each layer, or the layers themselves, if these are all pages."""
-    if place.shape[1] == whole[0].keys.shape[2]:
-        return whole
+    return whole if place.shape[1] == whole[0].keys.shape[2] else _taken(model, mesh, whole, place)
+
+
+def _taken(model: Decoder, mesh: Mesh, whole: list[Pages], place: Array) -> list[Pages]:
+    """Returns a copy of the pages at `place` [d, n] in each layer."""
     heads = sharding.heads_spec(model.cfg.kv_heads, mesh)
     take = lambda whole, place: [lead(local_part(pages).take(place[0])) for pages in whole]  # noqa: E731
     return on_devices(mesh, take, (heads, sharding.BATCH), heads)(whole, place)
@@ -220,14 +235,9 @@ def _write_back(model: Decoder, mesh: Mesh, whole: list[Pages], place: Array, se
     return on_devices(mesh, write, (heads, sharding.BATCH, heads), heads)(whole, place, selected)
 
 
-def feed(
-    model: Decoder, mesh: Mesh, params: PyTree, cache: Cache, tokens: Array, at: Array, count: Array, reading: Reading
-) -> Cache:
-    """Puts tokens of observations [d, S, T] into the pages of their sequences, from place `at` [d, S] on.
-
-    count [d, S]: how many tokens are real. The table of `reading` has pages of the cache; owner and start are those of
-    all pages of the table, one sequence after the other.
-    """
+def feed(model: Decoder, mesh: Mesh, params: PyTree, cache: Cache, chunks: FedChunks) -> Cache:
+    """Puts chunks of observations into the pages of their sequences."""
+    tokens, at, count, prompt, reading = chunks
     places = at[..., None] + jnp.arange(tokens.shape[2])[None, None]
     hides = Hiding(model, reading, cache.pages[0].keys.shape[-1])
     last = reading.table.shape[2] - 1
@@ -235,6 +245,6 @@ def feed(
     real = jnp.arange(tokens.shape[2])[None, None] < count[..., None]
     page = jnp.where(real, page, cache.pages[0].keys.shape[2])
     attend = make_attend(model, mesh, reading, hides, page, places, in_place=False)
-    layers = list(zip(cache.prompts, cache.pages, strict=True))
+    layers = list(zip(_taken(model, mesh, cache.prompts, prompt), cache.pages, strict=True))
     _, layers, _ = model.step(params, tokens, hides.positions(places), layers, attend)
     return cache._replace(pages=[pages for _, pages in layers])

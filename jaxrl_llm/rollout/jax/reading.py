@@ -125,8 +125,10 @@ def make_attend(
 def page_kind(mesh: Mesh, cfg: DecoderConfig) -> PageKind:
     """Returns the pages that the platform prescribes for a model."""
     device = mesh.devices.flat[0]
+    heads = cfg.kv_heads if sharding.heads_spec(cfg.kv_heads, mesh)[1] is None else cfg.kv_heads // mesh.shape["tensor"]
+    token_bytes = 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
     tokens = paged_attention_tpu.LANES if device.platform == "tpu" else 0
-    return PageKind(tokens, _kernel(device, cfg, tokens or PAGE) is not None)
+    return PageKind(sharding.prompt_shards(mesh), token_bytes, tokens, _kernel(device, cfg, tokens or PAGE) is not None)
 
 
 def _kernel(device: Any, cfg: DecoderConfig, page: int) -> Any:

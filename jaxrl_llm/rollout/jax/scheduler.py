@@ -77,8 +77,12 @@ class Scheduler:
         # A copy: who gives its pages back holds nothing any more.
         for member in list(self.holders):
             self._grow(member, goal(member))
+        return self.admit(goal) if self.preemptions == before else []
+
+    def admit(self, goal: Callable[[Member], int]) -> list[PromptGroup]:
+        """Admits sequences that wait, the oldest first. Returns the groups that are new. goal: see `schedule`."""
         new: list[PromptGroup] = []
-        while self.preemptions == before and self.waiting and self._admits(self.waiting[0], goal):
+        while self.waiting and self._admits(self.waiting[0], goal):
             member = self.waiting.popleft()
             if member.group.place < 0:
                 member.group.place = heapq.heappop(self._places)

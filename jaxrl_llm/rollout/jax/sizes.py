@@ -5,15 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from jaxrl_llm.machine.memory import device_bytes
+from jaxrl_llm.structs import PyTree
+
 PAGE, ALIGNED = 64, 8  # tokens of a page, and what divides them: vectors of a CPU have so many numbers
 FEWER = (4, 16)  # so many times fewer sequences than the largest program, for the others
 ROUND = 32  # tokens, at most, between two looks of the host
+USABLE = 0.8  # of a device's memory, for weights, states and cache; the rest is for what programs compute
 CHUNKS = (32, 128)  # tokens of an observation that run at once
 
 
 class PageKind(NamedTuple):
-    """What a platform prescribes."""
+    """What mesh and model prescribe."""
 
+    devices: int = 1  # that have pages
+    token_bytes: int = 0  # of a token's keys and values in all layers, on a device
     tokens: int = 0  # of a page; 0: 64, or fewer if completions are short
     in_place: bool = False  # a kernel reads the pages that a sequence has: no program has copies of some pages
 
@@ -90,6 +96,18 @@ class StreamSizes:
         return min(s for s in self.decodes(episodes=episodes) if sequences <= s.count and pages <= s.pages)
 
 
+def cache_bytes(memory: int, held: PyTree, *, beside_learning: bool) -> int:
+    """Returns the bytes of a device that a cache may take; 0: no bound is known.
+
+    memory: bytes of the device, 0: not known; held: all arrays that are there while it samples, or their shapes.
+    """
+    # What the programs of learning take beside it is not known before they are compiled.
+    if not memory or beside_learning:
+        return 0
+    # 1: nothing is left, which the compiler tells in its own numbers.
+    return max(int(USABLE * memory) - device_bytes(held), 1)
+
+
 def at_once(max_sequences: int, enough: int) -> int:
     """Returns the smaller bound of the completions that hold pages at once; 0: all.
 
@@ -104,26 +122,28 @@ def sizes_of(
     width: int,
     length: int,
     *,
-    devices: int,
     max_sequences: int = 0,
     pages: int = 0,
+    cache_bytes: int = 0,
     kind: PageKind | None = None,
 ) -> StreamSizes:
     """Returns the sizes for a batch of prompts over devices.
 
-    max_sequences: that hold pages at once, on all devices; 0: all. pages: on a device; 0: as many as they may need.
-    kind: of the platform's pages.
+    max_sequences: that hold pages at once, on all devices; 0: all. pages: on a device; 0: as many as they may need, and
+    not more than `cache_bytes` of a device hold, if that is not 0. kind: of the pages.
     """
-    device_prompts = -(-prompts // devices)
+    kind = kind or PageKind()
+    device_prompts = -(-prompts // kind.devices)
     everything = device_prompts * group
-    sequences = min(everything, max(max_sequences // devices, 1) if max_sequences else everything)
+    sequences = min(everything, max(max_sequences // kind.devices, 1) if max_sequences else everything)
     # Groups of which few sequences are left hold places of prompts, beside those that have just begun. There are never
     # more groups that compute than sequences.
     some = min(device_prompts, 2 * -(-sequences // group) + 1, sequences)
     places = some if sequences < everything else device_prompts
-    kind = kind or PageKind()
     page = kind.tokens or min(PAGE, -(-length // ALIGNED) * ALIGNED)
     sizes = StreamSizes(group, width, length, sequences, places, page, 0, kind.in_place, refills=False)
     needed = sequences * sizes.longest
+    if cache_bytes and not pages:
+        pages = min(cache_bytes // kind.token_bytes - places * width, needed * page) // page
     pages = max(pages or needed, sizes.longest)
     return replace(sizes, pages=pages, refills=sequences < everything or pages < needed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.rollout.episodes import ENDED, TURN, Episodes
 from jaxrl_llm.rollout.jax.layout import Chunk, fed, new_prompts, numbered, round_rows
-from jaxrl_llm.rollout.jax.programs import Cache, NewPrompts, RoundRows, Sampled
+from jaxrl_llm.rollout.jax.programs import Cache, FedChunks, NewPrompts, RoundRows, Sampled
 from jaxrl_llm.rollout.jax.scheduler import Member, PromptGroup, Scheduler, emptiest
 from jaxrl_llm.rollout.jax.sizes import CHUNKS, ROUND, StreamSizes
 from jaxrl_llm.rollout.protocol import Environments
@@ -41,7 +41,7 @@ class Calls(Protocol):
 
     def prefill(self, cache: Cache | None, prompts: NewPrompts) -> tuple[Cache, AnyArray, AnyArray]: ...
 
-    def feed(self, cache: Cache, *arrays: AnyArray) -> Cache: ...
+    def feed(self, cache: Cache, chunks: FedChunks) -> Cache: ...
 
     def decode(self, cache: Cache, rows: RoundRows, below: int) -> tuple[Cache, Sampled]: ...
 
@@ -65,13 +65,15 @@ class Stream:
         self.sizes, self.mesh = self.calls.sizes, self.calls.mesh
         self.complete: list[int] = []  # groups, in the order in which they became complete
         self._open = np.ones(len(self.prompts.tokens), bool)  # groups that are not in `complete`
+        self._asked: list[Future[list[int] | None]] = []  # answers that were under way before the last round
+        self.computed = self.places = 0  # of the decode programs, over their steps
 
     def run(self) -> None:
         """Samples until enough groups are complete."""
         cache: Cache | None = None
         pending = self._pending()
         while True:
-            self.texts.take_answers()
+            self._take_answers()
             self._retire()
             self.ended(self.texts.newly_ended())
             limits = self._limits()
@@ -79,7 +81,7 @@ class Stream:
             new = [scheduler.schedule(goal) for scheduler in self.schedulers]
             while pending and (scheduler := emptiest(self.schedulers)):
                 scheduler.add(pending.popleft())
-                new[self.schedulers.index(scheduler)] += scheduler.schedule(goal)
+                new[self.schedulers.index(scheduler)] += scheduler.admit(goal)
             cache = self._prefill(cache, new)
             cache = self._feed(cache)
             rows = [[m for m in s.holders if self._goes_on(m)] for s in self.schedulers]
@@ -89,13 +91,21 @@ class Stream:
             state = [max(map(len, rows)), pages, waiting, goes_on]
             # All processes must call the same programs: the largest numbers say which.
             count, pages, waiting, goes_on = sharding.largest(np.array(state, np.int32), self.mesh).tolist()
+            self._asked = list(self.texts.answers)
             if not goes_on:
-                return
+                return self._take_answers()
             if count:
                 cache = self._decode(cache, rows, count, pages, waiting=bool(waiting))
-            elif self.texts.answers:
+            elif self.texts.answers and not self.enough:
                 wait(self.texts.answers, return_when=FIRST_COMPLETED)
                 wait(self.texts.answers, timeout=GRACE)
+
+    def _take_answers(self) -> None:
+        """Appends the observations that are there. With `enough` it waits for those asked for before the last round."""
+        if self.enough:
+            # How far an episode comes must not depend on the time of tools: the next call goes on from there.
+            wait(self._asked)
+        self.texts.take_answers(self._asked if self.enough else None)
 
     def _pending(self) -> deque[PromptGroup]:
         """Returns the groups whose completions have not all ended, in their order."""
@@ -196,7 +206,7 @@ class Stream:
             for first in range(0, int(sizes[number, kind]), rows):
                 part = [each[first : first + rows] for each in chunks]
                 arrays = fed(part, rows, width, self.sizes, self.prompts, self.texts)
-                cache = self.calls.feed(cache, *sharding.shard_batch(arrays, self.mesh))
+                cache = self.calls.feed(cache, sharding.shard_batch(arrays, self.mesh))
                 for chunk in (chunk for each in part for chunk in each):
                     chunk.member.cached = chunk.end
         return cache
@@ -229,6 +239,7 @@ class Stream:
         cache, sampled = self.calls.decode(cache, sharding.shard_batch(arrays, self.mesh), below)
         tokens, logprobs, counts = sharding.to_host(sampled)
         WATCHDOG.moved()
+        self.computed, self.places = self.computed + int(counts.sum()), self.places + counts.size * int(counts.max())
         turns = []
         for d, n, member in numbered(rows, 0, slots.count):
             i, new = member.number, slice(int(texts.length[member.number]) - member.cached - 1, int(counts[d, n]))

@@ -70,7 +70,8 @@ def main() -> None:
             else:
                 say = lambda phase: console.print(f"compiled in {phase.compile_seconds:.0f} s: {phase.name}")  # noqa: E731
                 mesh, sampler = plan_meshes(devices, recipe)
-                plans = [make_plan(recipe, mesh, *sizes, sampler_mesh=sampler, say=say)]
+                memory = int(chip.memory * GIB)
+                plans = [make_plan(recipe, mesh, *sizes, sampler_mesh=sampler, say=say, memory=memory)]
     if args.json:
         print(json.dumps([as_json(plan, chip) for plan in plans], indent=2))
     else:

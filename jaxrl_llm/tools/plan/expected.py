@@ -16,7 +16,7 @@ from jaxrl_llm.machine.sharding import mesh_over
 from jaxrl_llm.rollout.episodes import ENDED, Episodes
 from jaxrl_llm.rollout.flight import Flight
 from jaxrl_llm.rollout.jax.compiled import decoding_name, feeding_name, prompts_name
-from jaxrl_llm.rollout.jax.programs import Cache, NewPrompts, RoundRows, Sampled
+from jaxrl_llm.rollout.jax.programs import Cache, FedChunks, NewPrompts, RoundRows, Sampled
 from jaxrl_llm.rollout.jax.scheduler import Scheduler
 from jaxrl_llm.rollout.jax.sizes import ROUND, Slots, StreamSizes
 from jaxrl_llm.rollout.jax.stream import Stream
@@ -74,9 +74,9 @@ class CountedCalls:
         lengths = self._lengths[number[..., None] + np.arange(self.sizes.group)]
         return Cache([], []), np.where(lengths == 1, STOP, OTHER), np.zeros(lengths.shape, np.float32)
 
-    def feed(self, cache: Cache, *arrays: AnyArray) -> Cache:
+    def feed(self, cache: Cache, chunks: FedChunks) -> Cache:
         """Counts: of partial rollouts, what an earlier step has sampled is fed."""
-        self.usage[feeding_name(*arrays[0].shape[1:])].calls += 1
+        self.usage[feeding_name(*chunks.tokens.shape[1:])].calls += 1
         return cache
 
     def decode(self, cache: Cache, rows: RoundRows, below: int) -> tuple[Cache, Sampled]:

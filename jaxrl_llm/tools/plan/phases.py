@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections import defaultdict
@@ -16,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.build import make_learning, stream_sizes
+from jaxrl_llm.build import cache_memory, make_learning, stream_sizes
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learner.learning import Learning, Models, describe_models, make_packing
+from jaxrl_llm.learner.learning import Learning, Models, describe_models, make_packing, resident
 from jaxrl_llm.learner.programs import learning_programs
 from jaxrl_llm.learner.scorers import Frozen, frozen_model
 from jaxrl_llm.learner.settings import HostMemory
 from jaxrl_llm.machine.compilation import Program
+from jaxrl_llm.machine.memory import device_bytes
 from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.machine.sharding import AXES, meshes_over, prompt_shards, shardings
 from jaxrl_llm.models import hf
@@ -33,6 +33,7 @@ from jaxrl_llm.recipe import fit
 from jaxrl_llm.recipe.recipe import Recipe
 from jaxrl_llm.rollout.jax.compiled import decoding_name
 from jaxrl_llm.rollout.jax.engine import Sampler
+from jaxrl_llm.rollout.jax.reading import page_kind
 from jaxrl_llm.rollout.jax.sizes import StreamSizes
 from jaxrl_llm.structs import PyTree, TrainState
 from jaxrl_llm.tools.plan.chips import Chip
@@ -159,14 +160,14 @@ def make_plan(
     *,
     sampler_mesh: Mesh | None = None,
     say: Callable[[Phase], None] = lambda phase: None,
-    memory_limit: float = math.inf,
+    memory: int = 0,
 ) -> SlicePlan:
     """Compiles the programs of a step, in the shapes of completions that all have their largest length.
 
     width: tokens of a prompt; dump: the empty folder in which XLA reports the memory of programs.
     mean: tokens of a completion, for how often the sampler's programs run; 0: half of the largest length.
     sampler_mesh: of the sampler's own chips; None: it shares `mesh`. say: gets each phase when it is compiled.
-    memory_limit: bytes of a chip; the first phase above it ends the plan.
+    memory: bytes of a chip, which bound the sampler's cache as in a run; 0: nothing does.
     Raises: UserError, if model or mesh do not fit. A program that does not fit is no error.
     """
     fit.check_batch_fits_mesh(recipe.sizes, mesh)
@@ -176,26 +177,29 @@ def make_plan(
     for name, other in models.others.items():
         fit.check_other_model(f"{name}.path", hf.load_model(other).cfg, models.model.cfg)
     frozen = {name: _frozen(models, name, recipe.model) for name in recipe.frozen}
-    base = {"base": _base(models, models.adapters)} if models.adapters else {}
-    learning = make_learning(recipe, models, lambda: None, base.get("base"), frozen.__getitem__)
-    states = learning.all_shapes() | {name: other.params for name, other in frozen.items()} | base
+    base = _base(models, models.adapters) if models.adapters else None
+    learning = make_learning(recipe, models, lambda: None, base, frozen.__getitem__)
+    states = learning.held(recipe.frozen, base)
     policy = learning.learners["policy"]
     book, phases = Book(), list[Phase]()
     packing = make_packing(models, learning, book)
     limit = recipe.rollout.max_completion_tokens
     shape = packing(np.full((recipe.prompts_per_step, recipe.group_size), limit), width).shape[1:]
     apart, sampler_mesh = recipe.sampler_devices > 0, sampler_mesh or mesh
-    stream, sampler = stream_sizes(recipe, models, sampler_mesh, width), _sampler(models, recipe, sampler_mesh)
+    room = cache_memory(recipe, models, learning, sampler_mesh, states, memory)
+    stream = stream_sizes(recipe, models, sampler_mesh, width, room)
+    sampler = _sampler(models, recipe, sampler_mesh, room)
     lengths = drawn_lengths(recipe.sizes.sequences_per_step, mean or limit / 2, limit)
     kind = dict(episodes=recipe.env is not None, partial=recipe.rollout.partial)
     usage = expected_usage(stream, lengths, prompt_shards(sampler_mesh), **kind)
     # The sampler's copy of the weights: in the dtype and with the sharding of decoding.
     copy = sampler.resident(policy.all_parameters(policy.shapes))
-    sampled = StepSampling(stream, usage, _bytes_per_token(models, sampler_mesh), chip_bytes(copy), sampler_mesh.size)
-    learning_holds = _holds(_on_chips(states, recipe.host_memory))
+    cached = page_kind(sampler_mesh, models.model.cfg).token_bytes
+    sampled = StepSampling(stream, usage, cached, device_bytes(copy), sampler_mesh.size)
+    learning_holds = _holds(resident(states, recipe.host_memory))
     sampling_holds = sampled.holds(apart=apart) if recipe.chosen_engine.in_trainer else {}
     holds, sums = learning_holds | sampling_holds, (sum(learning_holds.values()), sum(sampling_holds.values()))
-    if (max(sums) if apart else sum(sums)) > memory_limit:
+    if memory and (max(sums) if apart else sum(sums)) > memory:
         phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
         return SlicePlan(recipe, models, holds, phases, 0)
     for program in _programs(recipe, learning, sampler, shape[1:], width):
@@ -209,8 +213,6 @@ def make_plan(
         phase = replace(phase, meanwhile=on_sampler and recipe.rollout.max_lag > 0)
         say(phase)
         phases.append(phase)
-        if memory_limit < math.inf and (phase.error or phase.peak > memory_limit):
-            break
     book.close()
     of_engine = stream if recipe.chosen_engine.in_trainer else None
     return SlicePlan(recipe, models, holds, phases, int(lengths.sum()), of_engine)
@@ -252,24 +254,15 @@ def _placed(shapes: PyTree, model: Decoder, mesh: Mesh) -> PyTree:
     return jax.tree.map(abstract, shapes, model.used_dtypes(shapes), shardings(shapes, mesh))
 
 
-def _on_chips(states: PyTree, on_host: HostMemory, *, learns: bool = False) -> PyTree:
-    """Returns the states without those in the host's memory (`Learning.put_away`). learns: while learners learn."""
-    if on_host.reference:  # only what learns, and the base of its adapters, stays
-        states = {name: x for name, x in states.items() if isinstance(x, TrainState) or name == "base"}
-    if learns or not on_host.optimizer:
-        return states
-    return {name: replace(x, opt_state=()) if isinstance(x, TrainState) else x for name, x in states.items()}
-
-
 def _beside(states: PyTree, program: Program, on_host: HostMemory) -> int:
     """Returns the bytes on a chip of what a program does not use, and what is in memory with it."""
     # By identity: two arrays of equal shape are different memory.
     used = {id(x) for x in jax.tree.leaves(program.states)}
-    resident = jax.tree.leaves(_on_chips(states, on_host, learns=program.phase == "update"))
-    return chip_bytes([x for x in resident if id(x) not in used]) + chip_bytes(program.beside)
+    leaves = jax.tree.leaves(resident(states, on_host, learns=program.phase == "update"))
+    return device_bytes([x for x in leaves if id(x) not in used]) + device_bytes(program.beside)
 
 
-def _sampler(models: Models, recipe: Recipe, mesh: Mesh) -> Sampler:
+def _sampler(models: Models, recipe: Recipe, mesh: Mesh, cache_bytes: int) -> Sampler:
     return Sampler(
         models.model,
         mesh,
@@ -279,6 +272,7 @@ def _sampler(models: Models, recipe: Recipe, mesh: Mesh) -> Sampler:
         pad_id=0,
         max_sequences=recipe.chosen_engine.max_sequences,
         pages=recipe.chosen_engine.pages,
+        cache_bytes=cache_bytes,
         in_int8=recipe.chosen_engine.rounds,
     )
 
@@ -349,7 +343,7 @@ def _traffic(program: Program, compiled: jax.stages.Compiled, turns: float, samp
     gathered = 2 * sampled.weights
     if program.phase == "scoring":
         return turns * gathered
-    gradients = 2 * chip_bytes(program.states[0].params)
+    gradients = 2 * device_bytes(program.states[0].params)
     return turns * (3 * gathered + gradients) + used.argument_size_in_bytes + used.output_size_in_bytes
 
 
@@ -372,30 +366,13 @@ def allocated(compiled: jax.stages.Compiled, dump: Path) -> int:
     return used.argument_size_in_bytes + used.temp_size_in_bytes + results
 
 
-def chip_bytes(tree: PyTree) -> int:
-    """Returns the bytes of a tree of shapes with shardings on each chip."""
-
-    def array_bytes(x: Any) -> int:
-        return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-
-    return sum(array_bytes(x) for x in jax.tree.leaves(tree))
-
-
 def _holds(states: PyTree) -> dict[str, int]:
     """Returns the bytes on a chip of what stays in memory between programs."""
     holds = {}
     for name, state in states.items():
         if isinstance(state, TrainState):
-            holds[f"{name} parameters"] = chip_bytes(state.params)
-            holds[f"{name} optimizer"] = chip_bytes(state.opt_state)
+            holds[f"{name} parameters"] = device_bytes(state.params)
+            holds[f"{name} optimizer"] = device_bytes(state.opt_state)
         else:
-            holds[name] = chip_bytes(state)
+            holds[name] = device_bytes(state)
     return holds
-
-
-def _bytes_per_token(models: Models, mesh: Mesh) -> int:
-    """Returns the bytes on a chip of a token's keys and values in all layers. mesh: of the sampler."""
-    cfg, tensor = models.model.cfg, mesh.shape["tensor"]
-    # Heads that the tensor axis does not divide are whole on every chip.
-    heads = cfg.kv_heads // (tensor if cfg.kv_heads % tensor == 0 else 1)
-    return 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe.recipe import Recipe
 from jaxrl_llm.tools.plan.chips import Chip
-from jaxrl_llm.tools.plan.phases import SlicePlan, make_plan, plan_meshes
+from jaxrl_llm.tools.plan.phases import Phase, SlicePlan, make_plan, plan_meshes
 
 # A forward pass and a backward one of twice its cost are 3; full recomputation adds a forward pass.
 PASSES = {"none": 3.0, "dots": 3.2, "full": 4.0}  # forward passes of an update that costs about as much
@@ -37,9 +38,10 @@ def search(
         text = f"mesh {dict(candidate.mesh)}, microbatch {candidate.microbatch}, remat {candidate.model.remat}"
         try:
             mesh, sampler = plan_meshes(devices, candidate)
-            limit = chip.memory * 2**30
-            plan = make_plan(candidate, mesh, *sizes, sampler_mesh=sampler, memory_limit=limit)
-        # This mesh does not suit the batch or the slice: the next one may.
+            memory = int(chip.memory * 2**30)
+            say = partial(_check_fits, chip=chip)
+            plan = make_plan(candidate, mesh, *sizes, sampler_mesh=sampler, say=say, memory=memory)
+        # This mesh does not suit the batch, the slice or the memory: the next one may.
         except UserError as error:
             console.print(f"{text}: {error}")
             continue
@@ -47,6 +49,12 @@ def search(
         console.print(f"{text}: {f'{plan.seconds(chip):.1f} s a step' if fits else 'does not fit'}")
         plans += [plan] if fits else []
     return sorted(plans, key=lambda plan: plan.seconds(chip))
+
+
+def _check_fits(phase: Phase, chip: Chip) -> None:
+    """Raises: UserError, for a phase that does not fit: the others need not be compiled."""
+    if phase.error or phase.peak > chip.memory * 2**30:
+        raise UserError(f"does not fit: {phase.name}")
 
 
 def candidates(recipe: Recipe, devices: int) -> Iterator[Recipe]:

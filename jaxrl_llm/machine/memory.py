@@ -1,0 +1,26 @@
+"""The memory of devices: what they have, and what arrays take of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from jaxrl_llm.machine.sharding import HOST
+from jaxrl_llm.structs import PyTree
+
+
+def device_memory(device: Any) -> int:
+    """Returns the bytes of a device that JAX may use; 0: its platform does not say, as that of a CPU."""
+    return (device.memory_stats() or {}).get("bytes_limit", 0)
+
+
+def device_bytes(tree: PyTree) -> int:
+    """Returns the bytes of a tree on each device: of arrays, or of shapes with shardings."""
+
+    def array_bytes(x: Any) -> int:
+        on_host = x.sharding.memory_kind == HOST
+        return 0 if on_host else math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+    return sum(array_bytes(x) for x in jax.tree.leaves(tree))
