@@ -22,7 +22,7 @@ from jaxrl_llm.rollout.evaluation import GREEDY, evaluate, whole_batches
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.jax import compiled
 from jaxrl_llm.rollout.jax.engine import Sampler
-from jaxrl_llm.rollout.jax.sizes import sizes_of
+from jaxrl_llm.rollout.jax.sizes import PageKind, sizes_of
 from jaxrl_llm.rollout.samples import CompletionTask, Drawing
 from jaxrl_llm.tasks.protocol import Reply
 
@@ -85,7 +85,7 @@ def test_samples_of_a_problem_do_not_depend_on_how_many_compute_together():
 def test_thousands_of_problems_have_the_programs_and_the_cache_of_a_batch(sequences, devices):
     mesh = mesh_of((1, devices, 1))
     batch = whole_batches(64, 4000, mesh)
-    of = partial(sizes_of, group=1, width=16, length=100, devices=devices)
+    of = partial(sizes_of, group=1, width=16, length=100, kind=PageKind(devices))
     whole, part = (of(count, max_sequences=min(sequences or 64, 64)) for count in (4000, batch))
     assert whole.refills and whole == replace(part, refills=True)  # and a program for prompts that begin later
 

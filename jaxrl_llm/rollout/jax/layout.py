@@ -82,12 +82,13 @@ def round_rows(
     ints = lambda *shape: np.zeros((len(rows), slots.count, *shape), np.int32)  # noqa: E731
     token, length, limit, number = (ints() for _ in range(4))
     known = ints(ROUND) - 1
-    for d, n, member in numbered(rows, 0, slots.count):
-        i, place = member.number, member.cached + 1
-        token[d, n], length[d, n] = texts.tokens[i, member.cached], place
-        limit[d, n], number[d, n] = limits[i], first_number + i
-        if place < texts.length[i]:
+    for d, members in enumerate(rows):
+        at = np.array([(member.number, member.cached) for member in members], np.int32).reshape(-1, 2).T
+        token[d, : len(members)], length[d, : len(members)] = texts.tokens[tuple(at)], at[1] + 1
+        limit[d, : len(members)], number[d, : len(members)] = limits[at[0]], first_number + at[0]
+        for n in np.flatnonzero(at[1] + 1 < texts.length[at[0]]).tolist():
             # Its pages were given away: it goes on with the tokens that it had, up to the next observation.
+            i, place = members[n].number, members[n].cached + 1
             drawn = texts.drawn(i, place)
             limit[d, n] = limits[i] if drawn.all() else place + int(np.argmin(drawn))
             again = texts.tokens[i, place : min(texts.length[i], limit[d, n], place + ROUND)]
@@ -110,17 +111,19 @@ def reading_of(
     members = np.zeros((lead, slots.prompts, sizes.group), np.int32)
     rank, mask = np.zeros((lead, count), np.int32), np.zeros((lead, slots.prompts, sizes.width), bool)
     for d, sequences in enumerate(rows):
-        places, first = prompt_places(sequences, sizes, slots), 0
-        for n, member in enumerate(sequences):
-            number = len(member.pages)
-            # All pages are where they are, or the copies of some stand one after the other.
-            pages = member.pages if slots.pages == sizes.pages else range(first, first + number)
-            first += number
-            table[d, n, :number] = pages
-            owner[d, pages], start[d, pages] = n, np.arange(number) * sizes.page
-            place, g = places[member.group], member.number % sizes.group
-            members[d, place, g], rank[d, n] = n, place * sizes.group + g
-            mask[d, place] = prompts.mask[member.group.number]
+        order, counts = np.arange(len(sequences)), [len(member.pages) for member in sequences]
+        pages = np.array([page for member in sequences for page in member.pages], np.int32)
+        if slots.pages < sizes.pages:
+            # The copies of some pages stand one after the other.
+            pages = np.arange(len(pages), dtype=np.int32)
+        of, nth = np.repeat(order, counts), np.concatenate([np.zeros(0, np.int32), *map(np.arange, counts)])
+        table[d, of, nth], owner[d, pages], start[d, pages] = pages, of, nth * sizes.page
+        places = prompt_places(sequences, sizes, slots)
+        place = np.array([places[member.group] for member in sequences], np.int32)
+        g = np.array([member.number % sizes.group for member in sequences], np.int32)
+        members[d, place, g], rank[d, : len(sequences)] = order, place * sizes.group + g
+        for group, at in places.items():
+            mask[d, at] = prompts.mask[group.number]
     return Reading(table, owner, start, mask, members, rank)
 
 
