@@ -150,8 +150,8 @@ def get_config() -> ConfigDict:
     # configs/grpo_vllm.py has the arguments of vllm.
     # devices: on all hosts together, that only the sampler uses; mesh is over the others. With rollout.max_lag = 1 it
     # then samples the next batch while these learn (docs/performance.md). 0: sampler and trainer share all devices.
-    # max_sequences: completions that hold pages of the KV cache at once; the others wait until one has ended. 0: all for
-    # which there are pages.
+    # max_sequences: completions that hold pages of the KV cache at once; the others wait until one has ended. 0: all,
+    # as long as there are pages.
     # pages: of 64 tokens (128 on a TPU), on each device. If they run out, the youngest completion waits and is computed
     # again. 0: as many as completions of the largest length need, and as fit into the memory of an accelerator.
     # weights: of the sampler's copy. int8: the kernels of the layers, with a scale for each output, for half of the

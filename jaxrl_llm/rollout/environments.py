@@ -120,10 +120,14 @@ class EnvironmentPool:
 
     def begin(self, rows: Sequence[dict[str, Any]], group_size: int) -> EnvironmentBatch:
         """Returns the environments of a batch, each with its data row. Raises: UserError, if one refuses its row."""
+        return EnvironmentBatch(self, self.episodes(rows, group_size), group_size)
+
+    def episodes(self, rows: Sequence[dict[str, Any]], group_size: int) -> list[Episode]:
+        """Returns new episodes, `group_size` for each row. Raises: UserError, as `begin`."""
         episodes = [Episode(self.make(), row) for row in rows for _ in range(group_size)]
         for episode in episodes:
             reset(episode.environment, episode.row)
-        return EnvironmentBatch(self, episodes, group_size)
+        return episodes
 
     def encoded(self, observation: str | tuple[str, ...], row: dict[str, Any], turn: Sequence[int]) -> list[int]:
         """Returns the token ids of what stands between a turn and the next one. Raises: what a chat template raises."""

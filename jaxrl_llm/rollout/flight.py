@@ -29,7 +29,7 @@ class Flight(NamedTuple):
         no = np.zeros((n, group, length), bool)
         numbers = np.full(no.shape, pad_id, np.int32), no, no, no.astype(np.float32), no.any(axis=-1)
         begins = np.broadcast_to(np.arange(length) == 0, no.shape)
-        return cls(prompts, Rollouts(*numbers, no.astype(np.int32)), no.any(axis=-1), begins)
+        return cls(prompts, Rollouts(*numbers, no.astype(np.int32)), np.zeros((n, group), bool), begins)
 
     @property
     def arrays(self) -> tuple[Rollouts, np.ndarray, np.ndarray]:
@@ -40,14 +40,15 @@ class Flight(NamedTuple):
         """Returns these groups and later ones. Both have environments or none has."""
         names = sorted({*self.rollouts.episodes, *later.rollouts.episodes})
         parts = [(flight.rollouts.measured(names), flight.ended, flight.begins) for flight in (self, later)]
-        arrays = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+        rollouts, ended, begins = jax.tree.map(lambda *x: np.concatenate(x), *parts)
         environments = self.environments and later.environments and self.environments.joined(later.environments)
-        return Flight(self.prompts.joined(later.prompts), *arrays, environments)
+        return Flight(self.prompts.joined(later.prompts), rollouts, ended, begins, environments)
 
     def take(self, at: list[int]) -> Flight:
         """Returns the groups at these places."""
         environments = self.environments and self.environments.take(at)
-        return Flight(self.prompts.take(at), *jax.tree.map(lambda x: x[at], self.arrays), environments)
+        rollouts, ended, begins = jax.tree.map(lambda x: x[at], self.arrays)
+        return Flight(self.prompts.take(at), rollouts, ended, begins, environments)
 
     def past_turns(self) -> list[list[list[int]]]:
         """Returns the tokens of each turn that an observation has followed; none of a completion that has ended."""

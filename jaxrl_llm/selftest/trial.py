@@ -74,7 +74,7 @@ class Recorder(EnvironmentBatch):
     """The environments of a batch. Keeps the token ids that go to and from each episode."""
 
     def __init__(self, pool: EnvironmentPool, rows: list[dict[str, Any]], group_size: int):
-        super().__init__(pool, [row for row in rows for _ in range(group_size)], group_size)
+        super().__init__(pool, pool.episodes(rows, group_size), group_size)
         self._exchanges: list[list[tuple[list[int], Future[list[int] | None]]]] = [
             [] for _ in range(len(rows) * group_size)
         ]

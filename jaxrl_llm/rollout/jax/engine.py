@@ -31,7 +31,7 @@ from jaxrl_llm.rollout.protocol import Environments
 from jaxrl_llm.rollout.weights import Placing, sampling_decoder
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
-REMEDY = "lower engine.max_sequences or rollout.max_completion_tokens"  # if memory is short
+REMEDY = "set engine.pages, or lower engine.max_sequences or rollout.max_completion_tokens"  # if memory is short
 
 
 class Sampler:

@@ -11,7 +11,7 @@ from jaxrl_llm.structs import PyTree
 PAGE, ALIGNED = 64, 8  # tokens of a page, and what divides them: vectors of a CPU have so many numbers
 FEWER = (4, 16)  # so many times fewer sequences than the largest program, for the others
 ROUND = 32  # tokens, at most, between two looks of the host
-USABLE = 0.8  # of a device's memory, for weights, states and cache; the rest is for what programs compute
+USABLE = 0.85  # of a device's memory, for weights, states and cache; the rest is for what programs compute
 CHUNKS = (32, 128)  # tokens of an observation that run at once
 
 

@@ -158,7 +158,8 @@ def _usage_of_partial_rollouts(sizes: StreamSizes, lengths: np.ndarray, devices:
         stream.run()
         ended = (texts.state == ENDED).reshape(-1, sizes.group)
         rollouts = texts.rollouts(sizes.group, np.zeros(texts.tokens.shape, np.int32))
-        _, flight = Flight(flight.prompts, rollouts, ended).split(stream.complete[:count])
+        flight = flight._replace(rollouts=rollouts, ended=ended)
+        _, flight = flight.split(stream.complete[:count])
     return dict(calls.usage)
 
 
