@@ -156,7 +156,9 @@ def get_config() -> ConfigDict:
     # again. 0: as many as completions of the largest length need, and as fit into the memory of an accelerator.
     # weights: of the sampler's copy. int8: the kernels of the layers, with a scale for each output, for half of the
     # memory of bfloat16; importance weights then correct for the rounding. "": as in the model.
-    c.engine = ConfigDict(dict(name="jax", devices=0, max_sequences=0, pages=0, weights=""))
+    # cache: of keys and values. int8: with a scale for each token and head, for half of the memory of bfloat16. "": as
+    # in the model.
+    c.engine = ConfigDict(dict(name="jax", devices=0, max_sequences=0, pages=0, weights="", cache=""))
 
     c.optim = ConfigDict()  # AdamW
     c.optim.learning_rate = 1e-4  # after the warm-up

@@ -376,7 +376,7 @@ def cache_memory(recipe: Recipe, models: Models, learning: Learning, mesh: Mesh,
     mesh: of the engine; states: that are in memory, as shapes or arrays; memory: bytes of a device, 0: not known.
     """
     policy = learning.learners["policy"]
-    params, in_int8 = policy.all_parameters(policy.shapes), recipe.chosen_engine.rounds
+    params, in_int8 = policy.all_parameters(policy.shapes), recipe.chosen_engine.in_int8
     copy = copy_shapes(models.model, mesh, models.mesh, params, in_int8=in_int8)
     held = () if recipe.sampler_devices else resident(states, recipe.host_memory)
     return cache_bytes(memory, (copy, held), beside_learning=recipe.samples_beside_learning)
@@ -392,7 +392,7 @@ def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int, room: i
         max_sequences=at_once(choice.max_sequences, enough * recipe.group_size),
         pages=choice.pages,
         cache_bytes=room,
-        kind=page_kind(mesh, models.model.cfg),
+        kind=page_kind(mesh, models.model.cfg, choice.cache_dtype),
     )
     return sizes_of(prompts, recipe.group_size, width, length, **bounds)
 

@@ -144,6 +144,40 @@ def test_a_kernel_computes_what_the_plain_form_computes(kernel, r, h, size, n, w
     np.testing.assert_allclose(attend_with(kernel, query, *rest), attend_plain(query, *rest), atol=atol, rtol=1e-5)
 
 
+def in_int8(pages):
+    """Pages in int8, and floats of the same numbers."""
+    tokens = KeyValue(jnp.swapaxes(pages.keys, 2, 3), pages.values)
+    whole = Pages.empty(pages.keys.shape[:2], pages.keys.shape[3], pages.keys.shape[2], "int8").of_tokens(tokens)
+    keys, values = whole.keys * whole.key_scale[:, :, None], whole.values * whole.value_scale[..., None]
+    for exact, rounded, scale in zip(tokens, (jnp.swapaxes(keys, 2, 3), values), whole[2:], strict=True):
+        # To the nearest step, of which the largest number of a token has 127.
+        np.testing.assert_allclose(scale, np.abs(exact).max(axis=-1) / 127, rtol=1e-6)
+        assert np.all(np.abs(rounded - exact) <= 0.501 * scale[..., None])
+    return whole, Pages(keys, values)
+
+
+@pytest.mark.parametrize("kernel", [None, paged_attention_gpu], ids=["plain", "gpu"])
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (20, 2.0)])
+def test_pages_in_int8_are_read_as_the_numbers_that_they_stand_for(kernel, window, soft_cap):
+    query, pages, table, lengths = decoding(3, 64, 16, 3, "float32", np.array([48, 1, 16, 17]))
+    prompt = page_of([draw(K, len(lengths) // G, PROMPT, 64, seed=i) for i in (3, 4)])
+    (whole, floats), (prompts, prompt_floats) = in_int8(pages), in_int8(prompt)
+    run = partial(attend_with, kernel) if kernel else attend_plain
+    found = run(query, whole, prompts, table, lengths, window, soft_cap)
+    expected = attend_plain(query, floats, prompt_floats, table, lengths, window, soft_cap)
+    np.testing.assert_allclose(found, expected, atol=3e-6)
+
+
+def test_tokens_that_are_written_one_by_one_are_rounded_as_all_together():
+    pages = in_int8(Pages(jnp.asarray(draw(K, 3, H, PAGE)), jnp.asarray(draw(K, 3, PAGE, H, seed=1))))
+    whole, floats = pages
+    written = Pages.empty((K, 3), PAGE, H, "int8")
+    for place in range(PAGE):
+        now = KeyValue(jnp.swapaxes(floats.keys, 2, 3)[:, :, [place]], floats.values[:, :, [place]])
+        written = written.write(jnp.arange(3)[:, None], jnp.full((3, 1), place), now)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), written, whole)
+
+
 @KERNELS
 def test_a_kernels_row_depends_on_its_own_tokens_alone(kernel):
     attend = jax.jit(partial(kernel.attend_own, window=40, interpret=True))
@@ -152,7 +186,7 @@ def test_a_kernels_row_depends_on_its_own_tokens_alone(kernel):
     assert np.all(found.total[:, 1] == 0) and np.all(found.top[:, 1] == HIDDEN) and np.all(found.out[:, 1] == 0)
     # Other rows, in another number and order, and other tokens in all pages that row 0 does not see.
     seen = np.isin(np.arange(pages.keys.shape[1]), table[0, 2:])
-    other = Pages(*(jnp.where(seen[None, :, None, None], x, 7.0) for x in pages))
+    other = jax.tree.map(lambda x: jnp.where(seen[None, :, None, None], x, 7.0), pages)
     alone = attend(query[:, [2, 0]], other, table[jnp.array([2, 0])], length[jnp.array([2, 0])])
     for one, two in zip(found, alone, strict=True):
         np.testing.assert_array_equal(one[:, 0], two[:, 1])

@@ -37,11 +37,12 @@ KINDS = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=5), Sampling(top_
 
 def sample(
     sampling=KINDS[0], *, group=tiny.G, length=12, stops=(3, 4), key=0, mesh=(1, 1, 1), prompts=None, most=0, pages=0,
-    config=tiny.CONFIG, limits=None, environments=None, in_int8=False,
+    config=tiny.CONFIG, limits=None, environments=None, in_int8=False, cache_dtype="",
 ):  # fmt: skip
     model, params = tiny.model_and_params(config, scale=3.0)
     mesh = tiny.mesh_of(mesh)
-    bounds = dict(max_completion_tokens=length, max_sequences=most, pages=pages, in_int8=in_int8)
+    bounds = dict(max_completion_tokens=length, max_sequences=most, pages=pages)
+    bounds |= dict(in_int8=in_int8, cache_dtype=cache_dtype)
     sampler = Sampler(model, mesh, stop_ids=stops, pad_id=0, **bounds)
     sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
     tokens, mask = prompts or tiny.prompts()
@@ -74,6 +75,18 @@ def test_a_copy_in_int8_samples_from_the_rounded_weights(mesh):
     scored, exact = (np.where(batch.loss_mask, score(p, batch)[0], 0) for p in (params | {"layers": rounded}, params))
     np.testing.assert_allclose(rollouts.logprobs, scored, atol=2e-5)
     assert 1e-3 < np.abs(rollouts.logprobs - exact).max() < 1
+
+
+def test_a_cache_in_int8_changes_log_probabilities_a_little_and_its_bounds_change_no_token(monkeypatch):
+    monkeypatch.setattr(sizes, "PAGE", 8)
+    whole, exact = sample(length=30, cache_dtype="int8"), sample(length=30)
+    # As long as the texts are the same: the first token does not read the cache.
+    same = np.cumprod(whole.completions == exact.completions, axis=-1).astype(bool)
+    gap = np.abs(whole.logprobs - exact.logprobs)
+    assert same.mean() > 0.5 and (gap[:, :, 0] == 0).all() and 1e-4 < gap[same].max() < 0.1
+    bounded = sample(length=30, cache_dtype="int8", most=8, pages=12)
+    np.testing.assert_array_equal(whole.completions, bounded.completions)
+    np.testing.assert_allclose(whole.logprobs, bounded.logprobs, atol=2e-5)
 
 
 def test_a_completion_ends_with_its_stop_token_which_is_trained_on():

@@ -23,6 +23,7 @@ from jaxrl_llm.models.attention import KeyValue, bounded
 from jaxrl_llm.structs import Array
 
 # Not -inf: a page of which a query sees nothing would give NaN. Two of them can be added.
+SMALLEST = float(jnp.finfo(jnp.float32).tiny)  # of the scale of a token whose keys or values are all 0
 HIDDEN = float(jnp.finfo(jnp.float32).min) / 4
 
 
@@ -33,25 +34,39 @@ class Pages(NamedTuple):
     # the time.
     keys: Array  # [K, p, h, s]
     values: Array  # [K, p, s, h]
+    # Of pages in int8: what a token's integers are multiplied by. It depends on this token alone, in a head.
+    key_scale: Array | None = None  # [K, p, s]
+    value_scale: Array | None = None  # [K, p, s]
 
     @classmethod
     def empty(cls, lead: tuple[int, ...], tokens: int, head_dim: int, dtype: str) -> Pages:
         """Returns pages of zeros. lead: the axes d, K, p."""
-        return cls(jnp.zeros((*lead, head_dim, tokens), dtype), jnp.zeros((*lead, tokens, head_dim), dtype))
+        zeros = lambda *axes: jnp.zeros((*lead, *axes), dtype)  # noqa: E731
+        scale = jnp.zeros((*lead, tokens), jnp.float32) if dtype == "int8" else None
+        return cls(zeros(head_dim, tokens), zeros(tokens, head_dim), scale, scale)
+
+    def of_tokens(self, tokens: KeyValue) -> Pages:
+        """Returns pages as these, each full of tokens: keys and values [K, p, s, h]."""
+        if self.key_scale is None:
+            return Pages(jnp.swapaxes(tokens.keys, 2, 3), tokens.values)
+        (keys, key_scale), (values, value_scale) = map(_in_int8, tokens)
+        return Pages(jnp.swapaxes(keys, 2, 3), values, key_scale, value_scale)
 
     def write(self, page: Array, offset: Array, tokens: KeyValue) -> Pages:
         """Writes keys and values [K, S, T, h] of tokens to `offset` [S, T] of `page` [S, T]; out of range: nowhere."""
+        new = self.of_tokens(tokens)
+        write = lambda x, rows: x.at[:, page, offset].set(rows, mode="drop")  # noqa: E731
         # The two index arrays of the keys are apart, so that their axes come first.
-        keys = self.keys.at[:, page, :, offset].set(jnp.moveaxis(tokens.keys, 0, 2), mode="drop")
-        return Pages(keys, self.values.at[:, page, offset].set(tokens.values, mode="drop"))
+        keys = self.keys.at[:, page, :, offset].set(jnp.moveaxis(new.keys, (0, 2), (2, 3)), mode="drop")
+        return jax.tree.map(write, self._replace(keys=None), new._replace(keys=None))._replace(keys=keys)
 
     def take(self, page: Array) -> Pages:
         """Returns a copy of some pages."""
-        return Pages(self.keys[:, page], self.values[:, page])
+        return jax.tree.map(lambda x: x[:, page], self)
 
     def replace(self, page: Array, pages: Pages) -> Pages:
         """Writes pages to where `take` has them from; out of range: nowhere."""
-        return Pages(*(x.at[:, page].set(new, mode="drop") for x, new in zip(self, pages, strict=True)))
+        return jax.tree.map(lambda x, new: x.at[:, page].set(new, mode="drop"), self, pages)
 
 
 class Partial(NamedTuple):
@@ -94,8 +109,8 @@ def attend(
         over_pages(jnp.maximum, jnp.max(page_scores, axis=-1), readers),
     )
     weigh_all = partial(weigh, dtype=query.dtype, precision=precision)
-    from_pages = weigh_all(page_scores, top[:, readers.owner], pages.values)
-    from_prompts = weigh_all(prompt_scores, by_group(top, readers), prompts.values)
+    from_pages = weigh_all(page_scores, top[:, readers.owner], pages)
+    from_prompts = weigh_all(prompt_scores, by_group(top, readers), prompts)
     out, total = (
         by_member(x, readers) + over_pages(jnp.add, y, readers) for x, y in zip(from_prompts, from_pages, strict=True)
     )
@@ -109,19 +124,29 @@ def score(
 
     hidden [p, Q, s], or [p, 1, s] if all queries see the same tokens: 0, or HIDDEN for a token that is not seen.
     """
-    scores = jnp.einsum("kpqrh,kphs->kpqrs", query, pages.keys, precision=precision, preferred_element_type=jnp.float32)
+    product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    scores = product("kpqrh,kphs->kpqrs", query, pages.keys.astype(query.dtype))
+    if pages.key_scale is not None:
+        scores *= pages.key_scale[:, :, None, None]
     return bounded(scores, soft_cap) + hidden[None, :, :, None]
 
 
 def weigh(
-    scores: Array, top: Array, values: Array, *, dtype: jnp.dtype, precision: jax.lax.Precision | None
+    scores: Array, top: Array, pages: Pages, *, dtype: jnp.dtype, precision: jax.lax.Precision | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the sums [K, p, Q, R, h] of values, weighted by exp(score - top), and the sums of weights."""
     weights = _once(jnp.exp(scores - top[..., None]))
-    out = jnp.einsum(
-        "kpqrs,kpsh->kpqrh", weights.astype(dtype), values, precision=precision, preferred_element_type=jnp.float32
-    )
+    scaled = weights if pages.value_scale is None else weights * pages.value_scale[:, :, None, None]
+    product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    out = product("kpqrs,kpsh->kpqrh", scaled.astype(dtype), pages.values.astype(dtype))
     return out, jnp.sum(weights, axis=-1)
+
+
+def _in_int8(x: Array) -> tuple[jax.Array, jax.Array]:
+    """Returns numbers [..., h] as integers, and what each [...] is multiplied by."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / 127
+    return jnp.round(x / jnp.maximum(scale, SMALLEST)[..., None]).astype(jnp.int8), scale
 
 
 def over_pages(operation: Callable[[Array, Array], Array], x: Array, readers: Readers) -> jax.Array:
@@ -161,7 +186,7 @@ def attend_prompts(
     """Attends to prompts alone: query [K, S, T, R, h] -> Partial [K, S, T, R]. hidden: see `attend`."""
     scores = score(by_group(query, readers), prompts, hidden, soft_cap=soft_cap, precision=precision)
     top = _once(jnp.max(scores, axis=-1))
-    out, total = weigh(scores, top, prompts.values, dtype=query.dtype, precision=precision)
+    out, total = weigh(scores, top, prompts, dtype=query.dtype, precision=precision)
     return jax.tree.map(lambda x: by_member(x, readers), Partial(out, top, total))
 
 

@@ -57,6 +57,7 @@ def attend_own(
     whole = lambda x: pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)  # noqa: E731
     scalars = jnp.minimum(table, pages.values.shape[1] - 1).astype(jnp.int32), start, length
     heads = r + more
+    stored = jax.tree.leaves(pages)
     outputs = [((heads, h), (0, 0)), ((heads,), (0,)), ((heads,), (0,))]
     found = pl.pallas_call(
         partial(_attend, soft_cap=soft_cap, each=each),
@@ -64,7 +65,7 @@ def attend_own(
         in_specs=[
             *map(whole, scalars),
             pl.BlockSpec((None, None, heads, h), lambda row, head, part: (head, row, 0, 0)),
-            *map(whole, pages),
+            *map(whole, stored),
         ],
         out_specs=[
             pl.BlockSpec((None, None, None, *shape), lambda row, head, part, zeros=zeros: (part, head, row, *zeros))
@@ -74,16 +75,20 @@ def attend_own(
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="paged_attention",
-    )(*scalars, query, *pages)
+    )(*scalars, query, *stored)
     found = Partial(*(x[:, :, :, :r] for x in found))
     # One after the other: a part without tokens changes nothing.
     return reduce(both, [jax.tree.map(lambda x, i=i: x[i], found) for i in range(parts)])
 
 
 def _attend(
-    table: Any, start: Any, length: Any, query: Any, keys: Any, values: Any, *out: Any, soft_cap: float, each: int
+    table: Any, start: Any, length: Any, query: Any, keys: Any, values: Any, *refs: Any, soft_cap: float, each: int
 ) -> None:
-    """One program: query [R, h] and the pages -> out [R, h], top and total [R], of `each` pages of a sequence."""
+    """One program: query [R, h] and the pages -> out [R, h], top and total [R], of `each` pages of a sequence.
+
+    refs: the scales of keys and values, if they are in int8, and the outputs.
+    """
+    scales, out = refs[:-3], refs[-3:]
     row, head, part = (pl.program_id(i) for i in range(3))
     page, (r, h) = values.shape[2], query.shape
     begin, end = start[row], length[row]
@@ -96,12 +101,15 @@ def _attend(
         place = j * page + jnp.arange(page)
         seen = ((place >= begin) & (place < end))[None]
         at = table[row, j]
-        scores = jnp.where(seen, bounded(product(asked, keys[head, at]), soft_cap), HIDDEN)
+        scores = product(asked, keys[head, at].astype(asked.dtype))
+        scores = scores * scales[0][head, at][None] if scales else scores
+        scores = jnp.where(seen, bounded(scores, soft_cap), HIDDEN)
         top = jnp.maximum(before.top, jnp.max(scores, axis=1))
         # If nothing is seen, the highest score is HIDDEN, and exp(0) is not 0.
         weights = jnp.where(seen, jnp.exp(scores - top[:, None]), 0.0)
         less = jnp.exp(before.top - top)
-        new = product(weights.astype(asked.dtype), values[head, at])
+        scaled = weights * scales[1][head, at][None] if scales else weights
+        new = product(scaled.astype(asked.dtype), values[head, at].astype(asked.dtype))
         return Partial(less[:, None] * before.out + new, top, less * before.total + jnp.sum(weights, axis=1))
 
     first = begin // page + part * each

@@ -91,7 +91,7 @@ def write_own(pages: Pages, page: Array, offset: Array, tokens: KeyValue, *, int
     """
     k, count, h, _ = pages.keys.shape
     rows, stored, by_rows = len(page), _as_stored(pages, h), h % LANES == 0
-    limit = max(1, BYTES // (sum(x.nbytes for x in pages) // count))
+    limit = max(1, BYTES // (sum(x.nbytes for x in pages[:2]) // count))
     each = next(x for x in range(min(limit, rows), 0, -1) if rows % x == 0)
     shape = (rows, k, 1, h) if by_rows else (rows, k, h, 1)
     new = [jnp.swapaxes(x[:, :, 0], 0, 1).reshape(shape) for x in tokens]
@@ -110,18 +110,18 @@ def write_own(pages: Pages, page: Array, offset: Array, tokens: KeyValue, *, int
         interpret=interpret,
         name="paged_write",
     )(page.astype(jnp.int32), offset.astype(jnp.int32), *new, *stored)
-    return _as_stored(Pages(*found), h)
+    return Pages(*_as_stored(Pages(*found), h))
 
 
-def _as_stored(pages: Pages, h: int) -> Pages:
+def _as_stored(pages: Pages, h: int) -> tuple[Array, Array]:
     """Returns keys and values in the order of the module's first lines, or from there in that of `Pages`."""
-    turned = Pages(*(jnp.swapaxes(x, 2, 3) for x in pages))
-    return pages._replace(keys=turned.keys) if h % LANES == 0 else pages._replace(values=turned.values)
+    keys, values = pages.keys, pages.values
+    return (jnp.swapaxes(keys, 2, 3), values) if h % LANES == 0 else (keys, jnp.swapaxes(values, 2, 3))
 
 
 def _pages_of_program(pages: Pages) -> int:
     """Returns how many pages a program has. It does not depend on the sequences, so neither do their numbers."""
-    twice = 2 * sum(x.nbytes for x in pages) // pages.keys.shape[1]
+    twice = 2 * sum(x.nbytes for x in pages[:2]) // pages.keys.shape[1]
     return max(1, min(MOST, BYTES // twice))
 
 

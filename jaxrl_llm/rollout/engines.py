@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange, Positive
@@ -35,6 +35,7 @@ def jax(
     max_sequences: MayChange[Count] = 0,
     pages: MayChange[Count] = 0,
     weights: MayChange[Literal["", "int8"]] = "",
+    cache: MayChange[Literal["", "int8"]] = "",
 ) -> EngineChoice:
     """The JAX sampler, in the trainer's process.
 
@@ -45,6 +46,7 @@ def jax(
     pages: of 64 tokens (128 on a TPU), on each device. If they run out, the youngest completion is computed again. 0:
     as many as the completions may need, and as fit into the memory of an accelerator.
     weights: "int8": the kernels of the layers, with a scale for each output; "": in the dtype of the model.
+    cache: "int8": keys and values, with a scale for each token and head; "": in the dtype of the model.
     """
 
     def start(inputs: EngineInputs) -> Engine:
@@ -59,11 +61,11 @@ def jax(
             pages=pages,
             cache_bytes=inputs.cache_bytes,
             in_int8=weights == "int8",
+            cache_dtype=cache,
         )
 
-    return EngineChoice(
-        start, in_trainer=True, rounds=weights == "int8", max_sequences=max_sequences, pages=pages, devices=devices
-    )
+    sizes: dict[str, Any] = dict(max_sequences=max_sequences, pages=pages, devices=devices)
+    return EngineChoice(start, in_trainer=True, in_int8=weights == "int8", cache_dtype=cache, **sizes)
 
 
 def vllm(

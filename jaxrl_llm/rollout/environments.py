@@ -212,12 +212,15 @@ class EnvironmentBatch:
         The episodes keep the observations of that process, and what it measured: metrics and truncated [B, G].
         """
         done = [self._pool.threads.submit(self._replay, *each) for each in zip(self._episodes, turns, strict=True)]
-        for episode, cut, future in zip(self._episodes, truncated.ravel().tolist(), done, strict=True):
+        for future in done:
             future.result()
-            episode.cut = cut
-        for name, values in metrics.items():
-            for episode, value in zip(self._episodes, values.ravel(), strict=True):
-                episode.counts[name] = value
+        self.recall(metrics, truncated)
+
+    def recall(self, metrics: Mapping[str, np.ndarray], truncated: np.ndarray) -> None:
+        """Goes on from what a flight says of its episodes: metrics and truncated [B, G]."""
+        for i, episode in enumerate(self._episodes):
+            episode.counts = {name: values.flat[i] for name, values in metrics.items()}
+            episode.cut = bool(truncated.flat[i])
 
     def _replay(self, episode: Episode, turns: list[list[int]]) -> None:
         if any(self._step(episode, self._text(turn)).done for turn in turns):

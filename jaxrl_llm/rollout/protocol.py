@@ -95,8 +95,14 @@ class EngineChoice(NamedTuple):
 
     start: Callable[[EngineInputs], Engine]  # raises UserError
     in_trainer: bool = False  # it runs in the trainer's process, with the trainer's arithmetic
-    rounds: bool = False  # its copy of the weights has fewer bits than the trainer's products
+    in_int8: bool = False  # its copy of the weights
+    cache_dtype: str = ""  # of keys and values; "": that of the model
     max_sequences: int = 0  # completions that hold pages of a KV cache in the trainer at once; 0: all
     pages: int = 0  # of a device; 0: as many as these may need
     devices: int = 0  # of the run's devices, on all hosts, that only the engine uses; 0: none
     check: Callable[[], None] = lambda: None  # checks that need more than the config; raises UserError
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it computes with fewer bits than the trainer."""
+        return self.in_int8 or self.cache_dtype != ""

@@ -137,6 +137,8 @@ class CompletionTask:
         if not (batch := flight.environments):
             return first
         rollouts = _with_measured(first.flight.rollouts, batch, channel)
+        # As after a resume: all episodes have all metrics.
+        batch.recall(rollouts.episodes, rollouts.truncated)
         return first._replace(flight=first.flight._replace(rollouts=rollouts))
 
     def grade(self, prompts: Prompts, rollouts: Rollouts) -> Graded:

@@ -53,14 +53,16 @@ class Sampler:
         cache_bytes: int = 0,
         trainer: Mesh | None = None,
         in_int8: bool = False,
+        cache_dtype: str = "",
     ):
         """max_sequences: completions that hold pages at once; 0: all. pages: of a device; 0: as they may need, if
         `cache_bytes` of a device hold so many, or these are 0.
 
         trainer: the mesh of the weights that are pushed; None: `mesh`. in_int8: the copy's kernels of the layers.
+        cache_dtype: of keys and values, "int8" or "" for that of the model.
         """
         self._mesh, self._cfg, self._max_sequences = mesh, model.cfg, max_sequences
-        self._pages, self._cache_bytes = pages, cache_bytes
+        self._pages, self._cache_bytes, self._cache_dtype = pages, cache_bytes, cache_dtype
         self._length, self._stops, self._pad = max_completion_tokens, stop_ids, pad_id
         self._params: PyTree = None
         self._version = 0
@@ -194,7 +196,7 @@ class Sampler:
     def _sizes(self, prompts: int, group: int, width: int, enough: int) -> StreamSizes:
         """Returns the sizes of a call; enough: complete groups with which it ends, 0: all."""
         bounds: dict[str, Any] = dict(
-            pages=self._pages, cache_bytes=self._cache_bytes, kind=page_kind(self._mesh, self._cfg)
+            pages=self._pages, cache_bytes=self._cache_bytes, kind=page_kind(self._mesh, self._cfg, self._cache_dtype)
         )
         most = at_once(self._max_sequences, enough * group)
         return sizes_of(prompts, group, width, self._length, max_sequences=most, **bounds)

@@ -116,10 +116,10 @@ def empty_cache(model: Decoder, mesh: Mesh, sizes: StreamSizes) -> Cache:
     """Returns a cache of these sizes on each device."""
     cfg, devices = model.cfg, sharding.prompt_shards(mesh)
     lead = lambda count: (devices, cfg.kv_heads, count)  # noqa: E731
-    prompt = [Pages.empty(lead(sizes.prompts), sizes.width, cfg.head_dim, cfg.dtype) for _ in range(cfg.layers)]
-    return Cache(
-        prompt, [Pages.empty(lead(sizes.pages), sizes.page, cfg.head_dim, cfg.dtype) for _ in range(cfg.layers)]
-    )
+    empty = lambda count, tokens: [  # noqa: E731
+        Pages.empty(lead(count), tokens, cfg.head_dim, sizes.dtype or cfg.dtype) for _ in range(cfg.layers)
+    ]
+    return Cache(empty(sizes.prompts, sizes.width), empty(sizes.pages, sizes.page))
 
 
 def begin(
@@ -148,8 +148,8 @@ def prefill(
 
     def write(pages: Pages, new: KeyValue, place: Array) -> Pages:
         # In `shard_map`: one device, so the batch axis of `new` has its n prompts.
-        new_pages = Pages(new.keys.transpose(1, 0, 3, 2), new.values.swapaxes(0, 1))
-        return lead(local_part(pages).replace(place[0], new_pages))
+        local, by_head = local_part(pages), jax.tree.map(lambda x: x.swapaxes(0, 1), new)
+        return lead(local.replace(place[0], local.of_tokens(by_head)))
 
     heads = sharding.heads_spec(cfg.kv_heads, fixed.mesh)
     write_all = lambda pages, new, place: [write(*x, place) for x in zip(pages, new, strict=True)]  # noqa: E731

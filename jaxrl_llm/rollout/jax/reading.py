@@ -79,7 +79,7 @@ def make_attend(
     all pages where they are, otherwise copies of those in the table.
     """
     cfg = model.cfg
-    kernel = _kernel(mesh.devices.flat[0], cfg, hides.page) if in_place and places.shape[2] == 1 else None
+    kernel_of, one_each = partial(_kernel, mesh.devices.flat[0], cfg, hides.page), in_place and places.shape[2] == 1
     in_pages, in_prompts = hides.in_pages(places), hides.in_prompts(places)
     numbers: dict[str, Any] = dict(soft_cap=cfg.soft_cap, precision=cfg.precision)
 
@@ -89,7 +89,8 @@ def make_attend(
         query, now, (prompts, pages), (page_hidden, prompt_hidden), (reading, page, places) = local_part(
             (query, now, layer, hidden, rows)
         )
-        offset = places % hides.page
+        offset, in_int8 = places % hides.page, pages.key_scale is not None
+        kernel = kernel_of(in_int8=in_int8) if one_each else None
         if kernel is paged_attention_tpu:
             pages = paged_attention_tpu.write_own(pages, page[:, 0], offset[:, 0], now)
         else:
@@ -122,18 +123,20 @@ def make_attend(
     return attend_on_mesh
 
 
-def page_kind(mesh: Mesh, cfg: DecoderConfig) -> PageKind:
-    """Returns the pages that the platform prescribes for a model."""
-    device = mesh.devices.flat[0]
-    heads = cfg.kv_heads if sharding.heads_spec(cfg.kv_heads, mesh)[1] is None else cfg.kv_heads // mesh.shape["tensor"]
-    token_bytes = 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
+def page_kind(mesh: Mesh, cfg: DecoderConfig, dtype: str = "") -> PageKind:
+    """Returns the pages that the platform prescribes for a model; dtype: "int8", or "" for that of the model."""
+    device, tensor = mesh.devices.flat[0], mesh.shape["tensor"]
+    heads = cfg.kv_heads // (1 if sharding.heads_spec(cfg.kv_heads, mesh)[1] is None else tensor)
+    # Integers have a scale in float32.
+    each = cfg.head_dim + 4 if dtype else cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
     tokens = paged_attention_tpu.LANES if device.platform == "tpu" else 0
-    return PageKind(sharding.prompt_shards(mesh), token_bytes, tokens, _kernel(device, cfg, tokens or PAGE) is not None)
+    in_place = _kernel(device, cfg, tokens or PAGE, in_int8=dtype == "int8") is not None
+    return PageKind(sharding.prompt_shards(mesh), dtype, 2 * cfg.layers * heads * each, tokens, in_place)
 
 
-def _kernel(device: Any, cfg: DecoderConfig, page: int) -> Any:
+def _kernel(device: Any, cfg: DecoderConfig, page: int, *, in_int8: bool) -> Any:
     """Returns the module of the platform's kernel for sequences that compute one token each, or None."""
-    kernels = (paged_attention_tpu, paged_attention_gpu)
+    kernels = [paged_attention_gpu] if in_int8 else [paged_attention_tpu, paged_attention_gpu]
     return next((kernel for kernel in kernels if kernel.fits(device, cfg.head_dim, cfg.dtype, page)), None)
 
 

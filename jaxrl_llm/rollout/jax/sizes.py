@@ -16,9 +16,10 @@ CHUNKS = (32, 128)  # tokens of an observation that run at once
 
 
 class PageKind(NamedTuple):
-    """What mesh and model prescribe."""
+    """What mesh, model and config prescribe."""
 
     devices: int = 1  # that have pages
+    dtype: str = ""  # of keys and values; "": that of the model
     token_bytes: int = 0  # of a token's keys and values in all layers, on a device
     tokens: int = 0  # of a page; 0: 64, or fewer if completions are short
     in_place: bool = False  # a kernel reads the pages that a sequence has: no program has copies of some pages
@@ -43,7 +44,8 @@ class StreamSizes:
     prompts: int  # that are there at once
     page: int  # tokens of a page
     pages: int
-    in_place: bool  # of `PageKind`
+    dtype: str  # of `PageKind`, as `in_place`
+    in_place: bool
     refills: bool  # some groups begin when others have ended
 
     @property
@@ -141,7 +143,8 @@ def sizes_of(
     some = min(device_prompts, 2 * -(-sequences // group) + 1, sequences)
     places = some if sequences < everything else device_prompts
     page = kind.tokens or min(PAGE, -(-length // ALIGNED) * ALIGNED)
-    sizes = StreamSizes(group, width, length, sequences, places, page, 0, kind.in_place, refills=False)
+    shape = group, width, length, sequences, places, page
+    sizes = StreamSizes(*shape, 0, kind.dtype, kind.in_place, refills=False)
     needed = sequences * sizes.longest
     if cache_bytes and not pages:
         pages = min(cache_bytes // kind.token_bytes - places * width, needed * page) // page

@@ -194,7 +194,7 @@ def make_plan(
     usage = expected_usage(stream, lengths, prompt_shards(sampler_mesh), **kind)
     # The sampler's copy of the weights: in the dtype and with the sharding of decoding.
     copy = sampler.resident(policy.all_parameters(policy.shapes))
-    cached = page_kind(sampler_mesh, models.model.cfg).token_bytes
+    cached = page_kind(sampler_mesh, models.model.cfg, recipe.chosen_engine.cache_dtype).token_bytes
     sampled = StepSampling(stream, usage, cached, device_bytes(copy), sampler_mesh.size)
     learning_holds = _holds(resident(states, recipe.host_memory))
     sampling_holds = sampled.holds(apart=apart) if recipe.chosen_engine.in_trainer else {}
@@ -273,7 +273,8 @@ def _sampler(models: Models, recipe: Recipe, mesh: Mesh, cache_bytes: int) -> Sa
         max_sequences=recipe.chosen_engine.max_sequences,
         pages=recipe.chosen_engine.pages,
         cache_bytes=cache_bytes,
-        in_int8=recipe.chosen_engine.rounds,
+        in_int8=recipe.chosen_engine.in_int8,
+        cache_dtype=recipe.chosen_engine.cache_dtype,
     )
 
 
