@@ -277,7 +277,8 @@ def make_learning(
     anchored = "ref_logprobs" in needed
     reference = make_reference(models, learners["policy"], learns, recipe.refresh) if anchored else None
     credit = make_credit(recipe.credit, mesh)
-    return Learning(mesh, sampling, scorers, credit, learners, reference, recipe.host_memory, sizes, recipe.seed)
+    charged, on_host = recipe.credit.kl is not None, recipe.host_memory
+    return Learning(mesh, sampling, scorers, credit, charged, learners, reference, on_host, sizes, recipe.seed)
 
 
 def policy_learner(recipe: Recipe | SftRecipe, models: Models, objective: Objective, learns: Parameters) -> Learner:

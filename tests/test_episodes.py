@@ -158,7 +158,8 @@ def test_an_environment_that_says_nothing_ends_no_episode():
 
 
 def test_long_observations_go_into_the_cache_in_chunks(monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.rollout.jax.stream.CHUNKS", (4, 6))
+    for module in ("stream", "layout"):
+        monkeypatch.setattr(f"jaxrl_llm.rollout.jax.{module}.CHUNKS", (4, 6))
     rollouts = episodes(sampler(length=60), length=25)
     lengths = (rollouts.completion_mask & ~rollouts.loss_mask).sum(axis=-1)
     assert lengths.max() > 20

@@ -314,7 +314,8 @@ class Tool:
 @pytest.mark.parametrize("mesh", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("config", [tiny.CONFIG, tiny.GEMMA], ids=tiny.CONFIGS)
 def test_the_trainer_agrees_on_episodes_whatever_their_pages(config, mesh, small, preempted, monkeypatch):
-    monkeypatch.setattr(stream, "CHUNKS", (2, 4))
+    for module in (stream, layout):
+        monkeypatch.setattr(module, "CHUNKS", (2, 4))
     whole = sample(config=config, length=40, stops=(3,), environments=Tool())
     model, params = tiny.model_and_params(config, scale=3.0)
     batch = Batch(*tiny.prompts(), whole.completions, whole.completion_mask, whole.loss_mask)

@@ -97,6 +97,7 @@ class Learning:
     sampling: Sampling
     scorers: dict[str, Scorer]
     assign_credit: CreditFn
+    kl_in_reward: bool  # credit needs the coefficient of the KL penalty
     learners: dict[str, Learner]
     reference: Reference | None
     on_host: HostMemory
@@ -146,8 +147,8 @@ class Learning:
         return {name: x for scorer in self.scorers.values() for name, x in scorer.score(states, batch).items()}
 
     def coefficients(self, states: States) -> dict[str, Array]:
-        """Returns the policy's coefficients for the next update."""
-        return self.learners["policy"].coefficients(states["policy"])
+        """Returns the policy's coefficients for the next update, if credit needs one."""
+        return self.learners["policy"].coefficients(states["policy"]) if self.kl_in_reward else {}
 
     def minibatches(self, step: int) -> list[AnyArray]:
         """Returns the rows of each update of a step."""

@@ -45,7 +45,7 @@ def learning_programs(
     rewards = Rewards(total, dict.fromkeys(channels, total), of((b, 1), jnp.float32), of((b, 1), jnp.int32))
     scores = {column: score for scorer in learning.scorers.values() for column in scorer.columns}
     states = learning.all_shapes()
-    coefs = jax.eval_shape(learning.learners["policy"].coefficients, states["policy"])
+    coefs = jax.eval_shape(learning.coefficients, states)
     credited, _ = jax.eval_shape(learning.assign_credit, plain, scores, rewards, coefs)
     batch = placed(credited, place)
     rows: Any = of((sizes.prompts_per_update,), jnp.int32)

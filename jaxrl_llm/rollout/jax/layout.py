@@ -11,7 +11,7 @@ from jaxrl_llm.rollout.episodes import Episodes
 from jaxrl_llm.rollout.jax.programs import FedChunks, NewPrompts, RoundRows
 from jaxrl_llm.rollout.jax.reading import Reading
 from jaxrl_llm.rollout.jax.scheduler import Member, PromptGroup
-from jaxrl_llm.rollout.jax.sizes import ROUND, Slots, StreamSizes
+from jaxrl_llm.rollout.jax.sizes import CHUNKS, ROUND, Slots, StreamSizes
 from jaxrl_llm.structs import Prompts
 
 
@@ -46,6 +46,26 @@ def new_prompts(
     # A prompt without a token: attention needs one.
     mask[place == sizes.prompts, -1] = True
     return NewPrompts(tokens, mask, place, number)
+
+
+def chunked(lacking: list[list[tuple[Member, int]]]) -> dict[tuple[int, int], list[list[Chunk]]]:
+    """Splits the tokens that pages lack: {(number, width): chunks of each device}.
+
+    lacking: of each device, sequences with the place at which their observations end. A sequence's chunks have
+    increasing numbers.
+    """
+    small, large = CHUNKS
+    rounds: dict[tuple[int, int], list[list[Chunk]]] = {}
+    for d, sequences in enumerate(lacking):
+        for member, last in sequences:
+            at, number = member.cached, 0
+            while at < last:
+                # Three small chunks cost less than a large one that is not full.
+                size = small if last - at <= 3 * small else large
+                chunks = rounds.setdefault((number, size), [[] for _ in lacking])
+                chunks[d].append(Chunk(member, at, min(at + size, last)))
+                at, number = at + size, number + 1
+    return rounds
 
 
 def fed(

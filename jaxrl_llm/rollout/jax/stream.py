@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.rollout.episodes import ENDED, TURN, Episodes
-from jaxrl_llm.rollout.jax.layout import Chunk, fed, new_prompts, numbered, round_rows
+from jaxrl_llm.rollout.jax.layout import chunked, fed, new_prompts, numbered, round_rows
 from jaxrl_llm.rollout.jax.programs import Cache, FedChunks, NewPrompts, RoundRows, Sampled
 from jaxrl_llm.rollout.jax.scheduler import Member, PromptGroup, Scheduler, emptiest
 from jaxrl_llm.rollout.jax.sizes import CHUNKS, ROUND, StreamSizes
@@ -193,8 +193,10 @@ class Stream:
         """Puts observations into the pages."""
         if not (self.environments or self.enough):
             return cache
-        rounds = self._chunks()
-        # Of rounds, as `_chunks` numbers them: all processes must feed the same.
+        ends = lambda member: self._observation(member) - 1 if self._goes_on(member) else 0  # noqa: E731
+        # The last token of an observation is for the decode program.
+        rounds = chunked([[(member, ends(member)) for member in each.holders] for each in self.schedulers])
+        # Of rounds, as `chunked` numbers them: all processes must feed the same.
         sizes = np.zeros((self.sizes.length // max(CHUNKS) + 4, len(CHUNKS)), np.int32)
         for (number, width), chunks in rounds.items():
             sizes[number, CHUNKS.index(width)] = max(map(len, chunks))
@@ -210,25 +212,6 @@ class Stream:
                 for chunk in (chunk for each in part for chunk in each):
                     chunk.member.cached = chunk.end
         return cache
-
-    def _chunks(self) -> dict[tuple[int, int], list[list[Chunk]]]:
-        """Splits the observations that the pages lack: {(number, width): chunks of each device}.
-
-        A sequence's chunks have increasing numbers. Its last token is for the decode program.
-        """
-        small, large = CHUNKS
-        rounds: dict[tuple[int, int], list[list[Chunk]]] = {}
-        for d, scheduler in enumerate(self.schedulers):
-            for member in scheduler.holders:
-                at, number = member.cached, 0
-                last = self._observation(member) - 1 if self._goes_on(member) else 0
-                while at < last:
-                    # Three small chunks cost less than a large one that is not full.
-                    size = small if last - at <= 3 * small else large
-                    chunks = rounds.setdefault((number, size), [[] for _ in self.schedulers])
-                    chunks[d].append(Chunk(member, at, min(at + size, last)))
-                    at, number = at + size, number + 1
-        return rounds
 
     def _decode(self, cache: Cache, rows: list[list[Member]], count: int, pages: int, *, waiting: bool) -> Cache:
         """Lets sequences go on. count, pages: the largest numbers of sequences and of their pages on a device."""
