@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jaxrl_llm.models.attention import KeyValue, bounded
 from jaxrl_llm.structs import Array
 
-# Not -inf: a page of which a query sees nothing would give NaN. Two of them can be added.
 SMALLEST = float(jnp.finfo(jnp.float32).tiny)  # of the scale of a token whose keys or values are all 0
+# Not -inf: a page of which a query sees nothing would give NaN. Two of them can be added.
 HIDDEN = float(jnp.finfo(jnp.float32).min) / 4
 
 

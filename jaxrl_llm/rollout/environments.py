@@ -211,7 +211,8 @@ class EnvironmentBatch:
 
         The episodes keep the observations of that process, and what it measured: metrics and truncated [B, G].
         """
-        done = [self._pool.threads.submit(self._replay, *each) for each in zip(self._episodes, turns, strict=True)]
+        pairs = zip(self._episodes, turns, strict=True)
+        done = [self._pool.threads.submit(self._replay, episode, past) for episode, past in pairs if past]
         for future in done:
             future.result()
         self.recall(metrics, truncated)

@@ -179,10 +179,6 @@ class Sampler:
         for phase, name, trace in traced:
             yield Program(phase, name, trace, REMEDY, ())
 
-    def resident(self, params: PyTree) -> PyTree:
-        """Returns the sampler's copy of the weights as shapes with shardings: a plan counts it beside the policy."""
-        return self._place.shapes(params)
-
     def _compile_rest(self, sampling: GroupSampling, sizes: StreamSizes, *, episodes: bool, feeds: bool) -> None:
         """Compiles at the second call all its programs that the first did not need: no later step stops for one."""
         call = sampling, sizes, episodes, feeds

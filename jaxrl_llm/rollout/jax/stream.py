@@ -65,7 +65,7 @@ class Stream:
         self.sizes, self.mesh = self.calls.sizes, self.calls.mesh
         self.complete: list[int] = []  # groups, in the order in which they became complete
         self._open = np.ones(len(self.prompts.tokens), bool)  # groups that are not in `complete`
-        self._asked: list[Future[list[int] | None]] = []  # answers that were under way before the last round
+        self._asked: set[Future[list[int] | None]] = set()  # answers that were under way before the last round
         self.computed = self.places = 0  # of the decode programs, over their steps
 
     def run(self) -> None:
@@ -91,7 +91,7 @@ class Stream:
             state = [max(map(len, rows)), pages, waiting, goes_on]
             # All processes must call the same programs: the largest numbers say which.
             count, pages, waiting, goes_on = sharding.largest(np.array(state, np.int32), self.mesh).tolist()
-            self._asked = list(self.texts.answers)
+            self._asked = set(self.texts.answers)
             if not goes_on:
                 return self._take_answers()
             if count:

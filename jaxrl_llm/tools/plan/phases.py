@@ -35,6 +35,7 @@ from jaxrl_llm.rollout.jax.compiled import decoding_name
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.reading import page_kind
 from jaxrl_llm.rollout.jax.sizes import StreamSizes
+from jaxrl_llm.rollout.weights import copy_shapes
 from jaxrl_llm.structs import PyTree, TrainState
 from jaxrl_llm.tools.plan.chips import Chip
 from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES, Collective, collectives
@@ -193,7 +194,8 @@ def make_plan(
     kind = dict(episodes=recipe.env is not None, partial=recipe.rollout.partial)
     usage = expected_usage(stream, lengths, prompt_shards(sampler_mesh), **kind)
     # The sampler's copy of the weights: in the dtype and with the sharding of decoding.
-    copy = sampler.resident(policy.all_parameters(policy.shapes))
+    params, in_int8 = policy.all_parameters(policy.shapes), recipe.chosen_engine.in_int8
+    copy = copy_shapes(models.model, sampler_mesh, models.mesh, params, in_int8=in_int8)
     cached = page_kind(sampler_mesh, models.model.cfg, recipe.chosen_engine.cache_dtype).token_bytes
     sampled = StepSampling(stream, usage, cached, device_bytes(copy), sampler_mesh.size)
     learning_holds = _holds(resident(states, recipe.host_memory))
