@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -22,6 +23,7 @@ from jaxrl_llm.rollout.jax import compiled, layout, programs, sizes, stream
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.samples import CompletionTask
 from jaxrl_llm.structs import Batch, Prompts
+from jaxrl_llm.tasks.protocol import Reply
 from jaxrl_llm.train import steps
 
 LENGTH, WANTED = 24, 3
@@ -86,11 +88,20 @@ def test_the_same_calls_give_the_same_completions_and_devices_change_only_which_
     assert len(rest.ended) == 3
 
 
+class Rare(test_episodes.Echo):
+    """Says nothing to some turns, and measures something in the episodes of the first row alone."""
+
+    def step(self, text: str) -> Reply:
+        reply = super().step(text)
+        rare = {"rare": 1.0} if self.row == test_episodes.prompts(32).rows[0] else {}
+        return replace(reply, metrics=reply.metrics | rare)
+
+
 def batches_of_episodes(delay: float, *, resumed: bool, count: int = 4) -> list[dict]:
     """The batches of calls until 4 of 8 groups are complete. resumed: each call has the flight of a checkpoint."""
     tokenizer = test_episodes.parts()[2]
     engine = test_episodes.sampler()
-    pool = EnvironmentPool(tokenizer, partial(test_episodes.Echo, delay=delay), **test_episodes.LIMITS)
+    pool = EnvironmentPool(tokenizer, partial(Rare, length=0, delay=delay), **test_episodes.LIMITS)
     rows, pad = test_episodes.prompts(32), tokenizer.pad_token_id
     taken = []
     with closing(pool):
@@ -113,7 +124,10 @@ def batches_of_episodes(delay: float, *, resumed: bool, count: int = 4) -> list[
 
 
 def test_episodes_go_on_alike_whatever_tools_take_and_after_a_resume(short_rounds):
-    """`Echo` counts the turns that it has heard: in a resumed run it must hear them again."""
+    """`Echo` counts the turns that it has heard: in a resumed run it must hear them again.
+
+    A checkpoint has a metric for all episodes, or for none.
+    """
     whole = batches_of_episodes(0.0, resumed=False)
     for other in (batches_of_episodes(0.003, resumed=False), batches_of_episodes(0.0, resumed=True)):
         jax.tree.map(np.testing.assert_array_equal, whole, other)
