@@ -112,7 +112,7 @@ def main() -> None:
         given = EngineInputs(model, mesh, folder / "model", folder, P, C, stops, pad)
         sampler = partial(Sampler, model, mesh, stop_ids=stops, pad_id=pad)
         ways: dict[str, Callable[[], Any]] = {
-            "cache kept": lambda: sampler(max_completion_tokens=C),
+            "cache kept": lambda: sampler(max_completion_tokens=C, observation_tokens=OBSERVATION),
             "each turn anew": lambda: sampler(max_completion_tokens=TURN_TOKENS),
         }
         if with_vllm:

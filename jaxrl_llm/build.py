@@ -347,6 +347,7 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs, room: int) -> A
             inputs.tokenizer.pad_token_id,
             recipe.sizes.sequences_per_step,
             room,
+            recipe.observation_tokens,
             inputs.sampler_mesh,
         )
     )
@@ -393,7 +394,7 @@ def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int, room: i
         max_sequences=at_once(choice.max_sequences, enough * recipe.group_size),
         pages=choice.pages,
         cache_bytes=room,
-        kind=page_kind(mesh, models.model.cfg, choice.cache_dtype),
+        kind=page_kind(mesh, models.model.cfg, choice.cache_dtype)._replace(observation=recipe.observation_tokens),
     )
     return sizes_of(prompts, recipe.group_size, width, length, **bounds)
 
@@ -421,7 +422,7 @@ def run_programs(
     if isinstance(engine, Sampler):
         for batch in sampled_batches(recipe, inputs):
             params = policy.all_parameters(policy.shapes)
-            yield from engine.programs(params, **batch, episodes=recipe.env is not None)
+            yield from engine.programs(params, **batch)
     yield from learning_programs(learning, packing.ladder.shapes, inputs.dataset.width, recipe.credit.weights)
 
 

@@ -137,6 +137,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
             stop_ids=stops,
             pad_id=tokenizer.pad_token_id,
             max_sequences=batch * args.samples,
+            observation_tokens=environments.observation_tokens if environments else 0,
         )
         frozen = partial(hf.load_params, learns=False)
         engine.update_weights(run.policy(step, folder, model, mesh) if run else frozen(folder, model, mesh))

@@ -81,7 +81,7 @@ def sampler(shape: tuple[int, int, int] = ONE, length: int = 40, max_sequences: 
     mesh, model, tokenizer = parts(shape)
     made = Sampler(
         model, mesh, max_completion_tokens=length, stop_ids=(tokenizer.eos_token_id,), pad_id=tokenizer.pad_token_id,
-        max_sequences=max_sequences,
+        max_sequences=max_sequences, observation_tokens=length,
     )  # fmt: skip
     made.update_weights(hf.load_params(FOLDER, model, mesh, learns=False), 3)
     return made
@@ -158,7 +158,7 @@ def test_an_environment_that_says_nothing_ends_no_episode():
 
 
 def test_long_observations_go_into_the_cache_in_chunks(monkeypatch):
-    for module in ("stream", "layout"):
+    for module in ("stream", "layout", "sizes"):
         monkeypatch.setattr(f"jaxrl_llm.rollout.jax.{module}.CHUNKS", (4, 6))
     rollouts = episodes(sampler(length=60), length=25)
     lengths = (rollouts.completion_mask & ~rollouts.loss_mask).sum(axis=-1)
@@ -294,10 +294,11 @@ def test_an_argument_that_an_environment_does_not_take_is_refused():
 def test_every_program_of_episodes_is_known_beforehand():
     model = parts()[1]
     size = prompts().tokens.shape
-    made = list(sampler().programs(model.shapes(), *size, 4, Sampling(1.5), episodes=True))
+    made = list(sampler().programs(model.shapes(), *size, 4, Sampling(1.5)))
     names = [program.name for program in made]
-    assert [name.split(",")[0] for name in names][-4:] == ["prompts", "observations", "observations", "decoding"]
-    for program in made[-4:]:
+    # Observations of at most 40 tokens need no program for 128.
+    assert [name.split(",")[0] for name in names][-3:] == ["prompts", "observations", "decoding"]
+    for program in made[-3:]:
         assert program.compile().memory_analysis().argument_size_in_bytes > 0
 
 
@@ -372,7 +373,7 @@ def test_the_ids_of_a_thousand_episodes_are_those_that_were_sampled_and_never_en
     params = jax.jit(model.init)(jax.random.key(0))
     pad = tokenizer.pad_token_id
     stops = (tokenizer.eos_token_id, *range(20, 34))  # so many that a turn of a random model is short
-    engine = Sampler(model, mesh, max_completion_tokens=64, stop_ids=stops, pad_id=pad)
+    engine = Sampler(model, mesh, max_completion_tokens=64, stop_ids=stops, pad_id=pad, observation_tokens=64)
     engine.update_weights(params, 1)
     dataset = data.tokenize(rows, tokenizer, max_prompt_tokens=64, overlong="error")
     asked = data.make_prompts(dataset, range(125), pad)

@@ -38,11 +38,12 @@ def problems() -> data.Dataset:
     return data.read("arithmetic.held_out", tokenizer, convert="", **limits)
 
 
-def engine(shape: tuple[int, int, int] = ONE, at_once: int = BATCH, length: int = 12) -> Sampler:
+def engine(shape: tuple[int, int, int] = ONE, at_once: int = BATCH, length: int = 12, said: int = 0) -> Sampler:
     mesh, tokenizer = mesh_of(shape), hf.load_tokenizer(FOLDER)
     model = hf.load_model(FOLDER, mesh)
     stops = dict(stop_ids=(tokenizer.eos_token_id,), pad_id=tokenizer.pad_token_id)
-    sampler = Sampler(model, mesh, max_completion_tokens=length, max_sequences=at_once, **stops)
+    limits = dict(max_completion_tokens=length, max_sequences=at_once, observation_tokens=said)
+    sampler = Sampler(model, mesh, **limits, **stops)
     sampler.update_weights(hf.load_params(FOLDER, model, mesh, learns=False))
     return sampler
 
@@ -121,7 +122,7 @@ def test_the_progress_advances_while_completions_end(episodes, monkeypatch):
     monkeypatch.setattr(compiled.CallPrograms, "decode", decoded)
     limits = dict(most=3, tokens=8, observation_tokens=4, workers=2, timeout=0)
     pool = EnvironmentPool(hf.load_tokenizer(FOLDER), Once, **limits) if episodes else None
-    evaluate(engine(at_once=8, length=30), problems(), task(pool), batch=BATCH, seed=0)
+    evaluate(engine(at_once=8, length=30, said=4), problems(), task(pool), batch=BATCH, seed=0)
     assert seen == sorted(seen) and seen[0] == 0
     assert len({*seen}) > 3 and 0 < seen[-1] < PROBLEMS
     told = {task.name.split(": ")[1]: (task.finished, task.total) for task in shown if "evaluating" in task.name}

@@ -214,9 +214,10 @@ def test_the_expected_calls_are_those_of_the_real_stream_for_lengths_that_it_has
     rollouts = sample(length=length, stops=(3, 4), environments=tool, **bounds)
     lengths = rollouts.completion_mask.sum(axis=-1).reshape(-1)
     assert len({*lengths.tolist()}) > 9
-    limits = dict(kind=sizes.PageKind(devices), max_sequences=bounds.get("most", 0), pages=bounds.get("pages", 0))
+    kind = sizes.PageKind(devices, observation=length if episodes else 0)
+    limits = dict(kind=kind, max_sequences=bounds.get("most", 0), pages=bounds.get("pages", 0))
     of_stream = sizes.sizes_of(tiny.B, tiny.G, tiny.P, length, **limits)
-    usage = expected_usage(of_stream, lengths, devices, episodes=episodes)
+    usage = expected_usage(of_stream, lengths, devices)
     assert {name: replace(count, pages=0) for name, count in usage.items()} == counted
 
 

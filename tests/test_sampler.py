@@ -42,7 +42,7 @@ def sample(
     model, params = tiny.model_and_params(config, scale=3.0)
     mesh = tiny.mesh_of(mesh)
     bounds = dict(max_completion_tokens=length, max_sequences=most, pages=pages)
-    bounds |= dict(in_int8=in_int8, cache_dtype=cache_dtype)
+    bounds |= dict(in_int8=in_int8, cache_dtype=cache_dtype, observation_tokens=length if environments else 0)
     sampler = Sampler(model, mesh, stop_ids=stops, pad_id=0, **bounds)
     sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
     tokens, mask = prompts or tiny.prompts()
@@ -314,7 +314,7 @@ class Tool:
 @pytest.mark.parametrize("mesh", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("config", [tiny.CONFIG, tiny.GEMMA], ids=tiny.CONFIGS)
 def test_the_trainer_agrees_on_episodes_whatever_their_pages(config, mesh, small, preempted, monkeypatch):
-    for module in (stream, layout):
+    for module in (stream, layout, sizes):
         monkeypatch.setattr(module, "CHUNKS", (2, 4))
     whole = sample(config=config, length=40, stops=(3,), environments=Tool())
     model, params = tiny.model_and_params(config, scale=3.0)

@@ -198,6 +198,11 @@ class Recipe(Settings):
     program: ClassVar[str] = "train"
 
     @property
+    def observation_tokens(self) -> int:
+        """Tokens that an environment says at once, at most; 0: there is none."""
+        return self.turns["observation_tokens"] if self.turns else 0
+
+    @property
     def rl(self) -> Recipe | None:
         """This recipe, which has rollouts."""
         return self

@@ -62,6 +62,7 @@ def jax(
             cache_bytes=inputs.cache_bytes,
             in_int8=weights == "int8",
             cache_dtype=cache,
+            observation_tokens=inputs.observation_tokens,
         )
 
     sizes: dict[str, Any] = dict(max_sequences=max_sequences, pages=pages, devices=devices)

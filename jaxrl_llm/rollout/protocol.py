@@ -87,6 +87,7 @@ class EngineInputs:
     pad_id: int
     sequences_per_step: int = 0  # no call of an engine in the trainer holds more at once; 0: no bound
     cache_bytes: int = 0  # of a device that a KV cache in the trainer may take; 0: no bound is known
+    observation_tokens: int = 0  # that an environment says at once, at most; 0: there is none
     sampler_mesh: Mesh | None = None  # of the devices that the engine asks for; None: it has no mesh of its own
 
 

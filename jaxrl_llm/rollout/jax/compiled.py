@@ -17,7 +17,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.jax import programs
 from jaxrl_llm.rollout.jax.programs import Cache, FedChunks, GroupSampling, NewPrompts, RoundRows, Sampled
 from jaxrl_llm.rollout.jax.reading import Reading
-from jaxrl_llm.rollout.jax.sizes import CHUNKS, ROUND, Slots, StreamSizes
+from jaxrl_llm.rollout.jax.sizes import ROUND, Slots, StreamSizes
 from jaxrl_llm.structs import AnyArray, PyTree
 
 
@@ -39,11 +39,11 @@ class Programs:
         self.feed = compiled(partial(programs.feed, model, mesh), donate_argnums=1, out_shardings=heads)
 
     def traced(
-        self, sampling: GroupSampling, sizes: StreamSizes, weights: PyTree, *, episodes: bool, feeds: bool
+        self, sampling: GroupSampling, sizes: StreamSizes, weights: PyTree, *, goes_on: bool
     ) -> Iterator[tuple[str, str, Callable[[], jax.stages.Traced]]]:
         """Yields phase and name of each program of these sizes, and what traces it; weights: shapes are enough.
 
-        feeds: tokens that others have sampled go into the pages.
+        goes_on: completions that an earlier call has begun are fed into the pages.
         """
         d, model = sharding.prompt_shards(self.mesh), self.model
         ints = lambda *shape: jax.ShapeDtypeStruct((d, *shape), np.int32, sharding=self.rows)  # noqa: E731
@@ -64,12 +64,12 @@ class Programs:
         if sizes.refills:
             trace = partial(self.prefill.trace, sampling, weights, cache, later, key)
             yield "prompts", prompts_name(sizes.refill, sizes, first=False), trace
-        for width in CHUNKS if feeds else ():
+        for width in sizes.chunks(goes_on=goes_on):
             n = sizes.feeds
             read = reading(n, n * sizes.longest, n, 1)
             chunks = FedChunks(ints(n, width), ints(n), ints(n), ints(n), read)
             yield "prompts", feeding_name(n, width), partial(self.feed.trace, weights, cache, chunks)
-        for slots in sizes.decodes(episodes=episodes):
+        for slots in sizes.slots:
             each = ints(slots.count)
             read = reading(*slots)
             rows = RoundRows(

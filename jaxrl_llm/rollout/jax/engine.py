@@ -54,15 +54,18 @@ class Sampler:
         trainer: Mesh | None = None,
         in_int8: bool = False,
         cache_dtype: str = "",
+        observation_tokens: int = 0,
     ):
         """max_sequences: completions that hold pages at once; 0: all. pages: of a device; 0: as they may need, if
         `cache_bytes` of a device hold so many, or these are 0.
 
         trainer: the mesh of the weights that are pushed; None: `mesh`. in_int8: the copy's kernels of the layers.
-        cache_dtype: of keys and values, "int8" or "" for that of the model.
+        cache_dtype: of keys and values, "int8" or "" for that of the model. observation_tokens: that an environment
+        says at once, at most; 0: no call has environments.
         """
         self._mesh, self._cfg, self._max_sequences = mesh, model.cfg, max_sequences
-        self._pages, self._cache_bytes, self._cache_dtype = pages, cache_bytes, cache_dtype
+        self._pages, self._cache_bytes = pages, cache_bytes
+        self._kind = page_kind(mesh, model.cfg, cache_dtype)._replace(observation=observation_tokens)
         self._length, self._stops, self._pad = max_completion_tokens, stop_ids, pad_id
         self._params: PyTree = None
         self._version = 0
@@ -137,10 +140,12 @@ class Sampler:
         sizes = self._sizes(count * processes, fixed.group, width, enough * processes)
         ends = np.zeros(self._cfg.vocab_size, bool)
         if environments:
+            # Sizes of completions depend on how many compute together, and so on the time of tools.
+            assert sizes.observation, "an engine for episodes needs observation_tokens"
             ends = environments.may_end(self._cfg.vocab_size)
         ends[list(self._stops)] = True
         with jax.default_device(self._device):
-            self._compile_rest(fixed, sizes, episodes=environments is not None, feeds=enough > 0)
+            self._compile_rest(fixed, sizes, goes_on=enough > 0)
             stream = Stream(
                 CallPrograms(self._programs, fixed, sizes, self._params, key, ends),
                 [Scheduler(sizes) for _ in range(sharding.prompt_shards(self._mesh) // processes)],
@@ -165,34 +170,29 @@ class Sampler:
         group: int,
         sampling: Sampling,
         *,
-        episodes: bool,
         enough: int = 0,
     ) -> Iterator[Program]:
         """Yields each program for batches of these sizes, of each phase the largest first; params: shapes are enough.
 
-        episodes: with environments, of several turns. enough: groups with which `sample_first` ends; 0: `sample`.
+        enough: groups with which `sample_first` ends; 0: `sample`.
         """
         yield from self._place.programs(params)
         group_sampling, sizes = GroupSampling(group, sampling, self._mesh), self._sizes(prompts, group, width, enough)
-        weights, feeds = self._place.shapes(params), episodes or enough > 0
-        traced = self._programs.traced(group_sampling, sizes, weights, episodes=episodes, feeds=feeds)
+        traced = self._programs.traced(group_sampling, sizes, self._place.shapes(params), goes_on=enough > 0)
         for phase, name, trace in traced:
             yield Program(phase, name, trace, REMEDY, ())
 
-    def _compile_rest(self, sampling: GroupSampling, sizes: StreamSizes, *, episodes: bool, feeds: bool) -> None:
+    def _compile_rest(self, sampling: GroupSampling, sizes: StreamSizes, *, goes_on: bool) -> None:
         """Compiles at the second call all its programs that the first did not need: no later step stops for one."""
-        call = sampling, sizes, episodes, feeds
+        call = sampling, sizes, goes_on
         self._calls[call] += 1
         if self._calls[call] == 2:
-            weights = abstract(self._params)
-            traced = self._programs.traced(sampling, sizes, weights, episodes=episodes, feeds=episodes or feeds)
+            traced = self._programs.traced(sampling, sizes, abstract(self._params), goes_on=goes_on)
             for phase, name, trace in traced:
                 Program(phase, name, trace, REMEDY, ()).compile()
 
     def _sizes(self, prompts: int, group: int, width: int, enough: int) -> StreamSizes:
         """Returns the sizes of a call; enough: complete groups with which it ends, 0: all."""
-        bounds: dict[str, Any] = dict(
-            pages=self._pages, cache_bytes=self._cache_bytes, kind=page_kind(self._mesh, self._cfg, self._cache_dtype)
-        )
+        bounds: dict[str, Any] = dict(pages=self._pages, cache_bytes=self._cache_bytes, kind=self._kind)
         most = at_once(self._max_sequences, enough * group)
         return sizes_of(prompts, group, width, self._length, max_sequences=most, **bounds)

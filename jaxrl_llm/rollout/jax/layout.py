@@ -11,7 +11,7 @@ from jaxrl_llm.rollout.episodes import Episodes
 from jaxrl_llm.rollout.jax.programs import FedChunks, NewPrompts, RoundRows
 from jaxrl_llm.rollout.jax.reading import Reading
 from jaxrl_llm.rollout.jax.scheduler import Member, PromptGroup
-from jaxrl_llm.rollout.jax.sizes import CHUNKS, ROUND, Slots, StreamSizes
+from jaxrl_llm.rollout.jax.sizes import CHUNKS, FULL, ROUND, Slots, StreamSizes
 from jaxrl_llm.structs import Prompts
 
 
@@ -60,8 +60,7 @@ def chunked(lacking: list[list[tuple[Member, int]]]) -> dict[tuple[int, int], li
         for member, last in sequences:
             at, number = member.cached, 0
             while at < last:
-                # Three small chunks cost less than a large one that is not full.
-                size = small if last - at <= 3 * small else large
+                size = small if last - at <= FULL * small else large
                 chunks = rounds.setdefault((number, size), [[] for _ in lacking])
                 chunks[d].append(Chunk(member, at, min(at + size, last)))
                 at, number = at + size, number + 1

@@ -13,6 +13,7 @@ FEWER = (4, 16)  # so many times fewer sequences than the largest program, for t
 ROUND = 32  # tokens, at most, between two looks of the host
 USABLE = 0.85  # of a device's memory, for weights, states and cache; the rest is for what programs compute
 CHUNKS = (32, 128)  # tokens of an observation that run at once
+FULL = 3  # so many small chunks cost less than a large one that is not full
 
 
 class PageKind(NamedTuple):
@@ -23,6 +24,7 @@ class PageKind(NamedTuple):
     token_bytes: int = 0  # of a token's keys and values in all layers, on a device
     tokens: int = 0  # of a page; 0: 64, or fewer if completions are short
     in_place: bool = False  # a kernel reads the pages that a sequence has: no program has copies of some pages
+    observation: int = 0  # tokens, at most, that an environment says at once; 0: there is none
 
 
 class Slots(NamedTuple):
@@ -44,8 +46,9 @@ class StreamSizes:
     prompts: int  # that are there at once
     page: int  # tokens of a page
     pages: int
-    dtype: str  # of `PageKind`, as `in_place`
+    dtype: str  # of `PageKind`, as `in_place` and `observation`
     in_place: bool
+    observation: int
     refills: bool  # some groups begin when others have ended
 
     @property
@@ -55,9 +58,15 @@ class StreamSizes:
 
     @property
     def slots(self) -> list[Slots]:
-        """The decode programs, the largest first."""
+        """The decode programs, the largest first.
+
+        All episodes take one: rows of programs of different sizes differ in their last bits, and how many episodes
+        compute together depends on the time of tools.
+        """
         largest = Slots(self.sequences, self.pages, self.prompts)
         sizes = [largest]
+        if self.observation:
+            return sizes
         # Most sequences are short, and all of them are at first: then most pages are empty.
         if not self.in_place and (pages := self.pages // 2) >= self.sequences:
             sizes.append(largest._replace(pages=pages))
@@ -70,13 +79,11 @@ class StreamSizes:
         # Those of short completions end in the rounds in which a smaller program would begin.
         return sizes[: max(self.length // ROUND, 1)]
 
-    def decodes(self, *, episodes: bool) -> list[Slots]:
-        """Returns the decode programs in use, the largest first.
-
-        All episodes take one: rows of programs of different sizes differ in their last bits, and how many episodes
-        compute together depends on the time of tools.
-        """
-        return self.slots[:1] if episodes else self.slots
+    def chunks(self, *, goes_on: bool) -> tuple[int, ...]:
+        """Returns the tokens of the programs for observations. goes_on: completions of an earlier call are fed, too."""
+        if goes_on or self.observation > FULL * CHUNKS[0]:
+            return CHUNKS
+        return CHUNKS[:1] if self.observation else ()
 
     @property
     def begins(self) -> int:
@@ -93,9 +100,9 @@ class StreamSizes:
         """Sequences whose observations run at once."""
         return max(self.sequences // FEWER[-1], 1)
 
-    def fitting(self, sequences: int, pages: int, *, episodes: bool) -> Slots:
+    def fitting(self, sequences: int, pages: int) -> Slots:
         """Returns the smallest decode program for so many sequences and pages."""
-        return min(s for s in self.decodes(episodes=episodes) if sequences <= s.count and pages <= s.pages)
+        return min(s for s in self.slots if sequences <= s.count and pages <= s.pages)
 
 
 def cache_bytes(memory: int, held: PyTree, *, beside_learning: bool) -> int:
@@ -144,7 +151,7 @@ def sizes_of(
     places = some if sequences < everything else device_prompts
     page = kind.tokens or min(PAGE, -(-length // ALIGNED) * ALIGNED)
     shape = group, width, length, sequences, places, page
-    sizes = StreamSizes(*shape, 0, kind.dtype, kind.in_place, refills=False)
+    sizes = StreamSizes(*shape, 0, kind.dtype, kind.in_place, kind.observation, refills=False)
     needed = sequences * sizes.longest
     if cache_bytes and not pages:
         pages = min(cache_bytes // kind.token_bytes - places * width, needed * page) // page

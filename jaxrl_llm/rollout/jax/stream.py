@@ -216,7 +216,7 @@ class Stream:
     def _decode(self, cache: Cache, rows: list[list[Member]], count: int, pages: int, *, waiting: bool) -> Cache:
         """Lets sequences go on. count, pages: the largest numbers of sequences and of their pages on a device."""
         texts = self.texts
-        slots = self.sizes.fitting(count, pages, episodes=self.environments is not None)
+        slots = self.sizes.fitting(count, pages)
         arrays = round_rows(rows, slots, self.sizes, self.prompts, texts, self._limits(), first_number=self.first)
         below = self._below(count, pages, waiting=waiting)
         cache, sampled = self.calls.decode(cache, sharding.shard_batch(arrays, self.mesh), below)

@@ -129,17 +129,17 @@ class Endings:
 
 
 def expected_usage(
-    sizes: StreamSizes, lengths: np.ndarray, devices: int, *, episodes: bool = False, partial: bool = False
+    sizes: StreamSizes, lengths: np.ndarray, devices: int, *, partial: bool = False
 ) -> dict[str, Usage]:
     """Returns how much a step with completions of these lengths [N] uses each program: {name: usage}.
 
-    episodes: with environments; partial: the step ends with the groups that are complete first.
+    partial: the step ends with the groups that are complete first.
     """
     if partial:
         return _usage_of_partial_rollouts(sizes, lengths, devices)
     calls = CountedCalls(sizes, lengths)
     texts = Episodes.empty(np.full(len(lengths), sizes.length), sizes.length, OTHER)
-    environments = Endings(sizes.length) if episodes else None
+    environments = Endings(sizes.length) if sizes.observation else None
     _stream(calls, devices, _prompts(0, len(lengths) // sizes.group, sizes), texts, environments).run()
     return dict(calls.usage)
 

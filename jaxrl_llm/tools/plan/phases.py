@@ -191,8 +191,7 @@ def make_plan(
     stream = stream_sizes(recipe, models, sampler_mesh, width, room)
     sampler = _sampler(models, recipe, sampler_mesh, room)
     lengths = drawn_lengths(recipe.sizes.sequences_per_step, mean or limit / 2, limit)
-    kind = dict(episodes=recipe.env is not None, partial=recipe.rollout.partial)
-    usage = expected_usage(stream, lengths, prompt_shards(sampler_mesh), **kind)
+    usage = expected_usage(stream, lengths, prompt_shards(sampler_mesh), partial=recipe.rollout.partial)
     # The sampler's copy of the weights: in the dtype and with the sharding of decoding.
     params, in_int8 = policy.all_parameters(policy.shapes), recipe.chosen_engine.in_int8
     copy = copy_shapes(models.model, sampler_mesh, models.mesh, params, in_int8=in_int8)
@@ -277,6 +276,7 @@ def _sampler(models: Models, recipe: Recipe, mesh: Mesh, cache_bytes: int) -> Sa
         cache_bytes=cache_bytes,
         in_int8=recipe.chosen_engine.in_int8,
         cache_dtype=recipe.chosen_engine.cache_dtype,
+        observation_tokens=recipe.observation_tokens,
     )
 
 
@@ -291,7 +291,6 @@ def _programs(
         width=width,
         group=recipe.group_size,
         sampling=learning.sampling,
-        episodes=recipe.env is not None,
     )
     yield from sampler_programs if recipe.chosen_engine.in_trainer else ()
     yield from learning_programs(learning, [shape], width, recipe.credit.weights)
