@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models import paged_attention_gpu, paged_attention_tpu
+from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.paged_attention import HIDDEN, Pages, Partial, Readers, attend
 from jaxrl_llm.structs import Array
 
@@ -34,8 +35,8 @@ class Step(NamedTuple):
     start: Array  # [p]
 
 
-def make_step(heads: int, rows: int, r: int, h: int, n: int, page: int, dtype: str) -> Step:
-    """Returns random numbers; the sequences have any length, the first the largest."""
+def make_step(heads: int, rows: int, r: int, h: int, n: int, page: int, dtype: str, *, in_int8: bool = False) -> Step:
+    """Returns random numbers; the sequences have any length, the first the largest. in_int8: the pages."""
     rng, count = np.random.default_rng(0), 2 * rows * n
     length = rng.integers(1, n * page + 1, rows)
     length[0] = n * page
@@ -46,7 +47,8 @@ def make_step(heads: int, rows: int, r: int, h: int, n: int, page: int, dtype: s
     keys = iter(jax.random.split(jax.random.key(0), 3))
     normal = lambda *shape: jax.random.normal(next(keys), shape, dtype)  # noqa: E731
     query = normal(heads, rows, r, h) * jnp.asarray(h**-0.5, dtype)
-    pages = Pages(normal(heads, count, h, page), normal(heads, count, page, h))
+    pages = Pages.empty((heads, count), page, h, "int8" if in_int8 else dtype)
+    pages = pages.of_tokens(KeyValue(normal(heads, count, page, h), normal(heads, count, page, h)))
     table = np.where(has, order, count).astype(np.int32)
     return Step(query, pages, *map(jnp.asarray, (table, length.astype(np.int32), owner, start)))
 
@@ -91,13 +93,16 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=2, help="key heads")
     parser.add_argument("--page", type=int, help="tokens of a page; default: 64, on a TPU 128")
     parser.add_argument("--kernel", choices=("gpu", "tpu"), help="on a CPU: the kernel that is interpreted")
+    parser.add_argument("--int8", action="store_true", help="pages in int8, which the kernel of the GPU reads")
     args = parser.parse_args()
     device = jax.devices()[0]
     small = device.platform == "cpu"
     on_tpu = device.platform == "tpu" or args.kernel == "tpu"
     page = args.page or (16 if small else 128 if on_tpu else 64)
     of = paged_attention_tpu if on_tpu else paged_attention_gpu
-    print(f"{device.device_kind}, JAX {jax.__version__}, {of.__name__}, {args.heads} key heads, pages of {page} tokens")
+    kind = f"pages of {page} tokens{' in int8' * args.int8}"
+    print(f"{device.device_kind}, JAX {jax.__version__}, {of.__name__}, {args.heads} key heads, {kind}")
+    sized = partial(make_step, args.heads, page=page, in_int8=args.int8)
 
     def kernel(step: Step, *, window: int, soft_cap: float) -> Partial:
         return of.attend_own(*step[:4], window, soft_cap, interpret=small)
@@ -107,18 +112,18 @@ def main() -> None:
     limits = itertools.cycle([(0, 0.0), (2 * page - 5, 0.0), (0, 2.0)])
     failed = 0
     for (h, r, dtype), (window, cap) in zip(itertools.product(*grids, NEAR), limits, strict=False):
-        step = make_step(args.heads, 3 if small else 16, r, h, 4 if small else 8, page, dtype)
+        step = sized(3 if small else 16, r, h, 4 if small else 8, dtype=dtype)
         found = difference(kernel, step, window=window, soft_cap=cap)
         failed += not found < NEAR[dtype]
         print(f"h {h}, R {r}, {dtype}, window {window}, soft cap {cap}: differs by {found:.1e}", flush=True)
     print(f"parity: {failed} of the cases differ too much" if failed else "parity: all are near")
 
     for rows, h in ((4, 64),) if small else itertools.product((64, 256), (64, 128)):
-        step = make_step(args.heads, rows, 7, h, 3 if small else 16, page, "bfloat16")
+        step = sized(rows, 7, h, 3 if small else 16, dtype="bfloat16")
         settings = dict(window=0, soft_cap=0.0)
         plain = seconds(partial(attend_plain, **settings), step, 1 if small else 20)
         ours = seconds(partial(kernel, **settings), step, 1 if small else 20)
-        used = int(jnp.sum(-(-step.length // page))) * page * args.heads * h * 2 * 2
+        used = int(jnp.sum(-(-step.length // page))) * page * args.heads * (2 * h + 8 if args.int8 else 4 * h)
         print(
             f"S {rows}, h {h}, R 7, bfloat16: plain {plain * 1e6:.0f} us, kernel {ours * 1e6:.0f} us, "
             f"{used / ours / 1e9:.0f} GB/s of the pages in tables",

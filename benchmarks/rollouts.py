@@ -12,6 +12,7 @@ import statistics
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,15 +31,15 @@ def prompts_of(workload: Workload, step: int) -> Prompts:
     return Prompts(tokens, np.ones_like(tokens, bool), [{}] * len(tokens), np.arange(len(tokens), dtype=np.int32))
 
 
-def timed(workload: Workload, max_sequences: int, repetitions: int) -> list[float]:
-    """Returns the seconds of each rollout, once everything is compiled."""
+def timed(workload: Workload, repetitions: int, **engine_settings: Any) -> list[float]:
+    """Returns the seconds of each rollout, once everything is compiled. engine_settings: arguments of `Sampler`."""
     mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(workload.model_config()))
         model = hf.load_model(Path(folder), mesh)
-    bounds = dict(max_completion_tokens=workload.completion_tokens, max_sequences=max_sequences)
+    length = workload.completion_tokens
     # The lengths are given: no token stops.
-    engine = Sampler(model, mesh, stop_ids=(), pad_id=PAD, **bounds)
+    engine = Sampler(model, mesh, stop_ids=(), pad_id=PAD, max_completion_tokens=length, **engine_settings)
     engine.update_weights(jax.jit(model.init)(jax.random.key(0)))
     seconds = []
     for step in range(repetitions + 2):
@@ -58,10 +59,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--max-sequences", type=int, default=0, help="completions that hold pages at once; 0: all")
+    parser.add_argument(
+        "--cache", choices=("", "int8"), default="", help="dtype of keys and values; default: the model's"
+    )
     parser.add_argument("--repetitions", type=int, default=5)
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]
-    seconds = timed(workload, args.max_sequences, args.repetitions)
+    seconds = timed(workload, args.repetitions, max_sequences=args.max_sequences, cache_dtype=args.cache)
     tokens = sum(n for group in workload.lengths(0) for n in group)
     middle = statistics.median(seconds)
     each = " ".join(f"{x:.2f}" for x in seconds)

@@ -163,14 +163,7 @@ class Sampler:
         return stream
 
     def programs(
-        self,
-        params: PyTree,
-        prompts: int,
-        width: int,
-        group: int,
-        sampling: Sampling,
-        *,
-        enough: int = 0,
+        self, params: PyTree, prompts: int, width: int, group: int, sampling: Sampling, *, enough: int = 0
     ) -> Iterator[Program]:
         """Yields each program for batches of these sizes, of each phase the largest first; params: shapes are enough.
 

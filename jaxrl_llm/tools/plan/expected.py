@@ -128,9 +128,7 @@ class Endings:
         return ended
 
 
-def expected_usage(
-    sizes: StreamSizes, lengths: np.ndarray, devices: int, *, partial: bool = False
-) -> dict[str, Usage]:
+def expected_usage(sizes: StreamSizes, lengths: np.ndarray, devices: int, *, partial: bool = False) -> dict[str, Usage]:
     """Returns how much a step with completions of these lengths [N] uses each program: {name: usage}.
 
     partial: the step ends with the groups that are complete first.
