@@ -26,6 +26,19 @@ PyTree: TypeAlias = Any
 Config: TypeAlias = Any  # an ml_collections.ConfigDict: its fields have no static types
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Images:
+    """The pictures of a batch's prompts. N: patches of a prompt (padded); F: numbers of a patch; M: merged tokens."""
+
+    patches: AnyArray  # [B, N, F] uint8, F = 3 * patch * patch (one frame), channel first as in the checkpoint's kernel
+    places: AnyArray  # [B, N, 2] int32, row and column of each patch in its picture
+    segments: AnyArray  # [B, N] int32, number of the picture in the prompt, from 1; 0: padding
+    columns: AnyArray  # [B, M] int32, prompt column of each merged token (M = N / merge**2); P: none
+    positions: AnyArray  # [B, 3, P] int32, M-RoPE positions of the prompt tokens: time, row, column
+    end: AnyArray  # [B] int32, position of the first completion token
+
+
 @dataclass(frozen=True)
 class Prompts:
     """The prompts of a step, on the host."""
