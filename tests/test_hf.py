@@ -37,7 +37,7 @@ from jaxrl_llm.models import hf, hf_export, names, rope
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.vllm import weights
-from jaxrl_llm.structs import Batch, Prompts
+from jaxrl_llm.structs import Batch, Prompt, Prompts
 
 REFERENCES = Path(__file__).parent / "references"
 NAMES = (
@@ -88,7 +88,7 @@ def sharded_folder(tmp_path):
 @cache
 def flat_forward(model):
     """(params, tokens [B, S], mask) -> logits [B, S, V], compiled once for a model."""
-    return jax.jit(lambda params, *batch: model.logits(params, model.prefill(params, *batch)[0]))
+    return jax.jit(lambda params, *batch: model.logits(params, model.prefill(params, Prompt(*batch))[0]))
 
 
 def check_logits(model, params, arrays):

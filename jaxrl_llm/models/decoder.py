@@ -33,7 +33,7 @@ from jaxrl_llm.models.blocks import Block, EmbedAndHead, Linear
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.experts import Routing
 from jaxrl_llm.models.rope import rotary
-from jaxrl_llm.structs import Array, PyTree
+from jaxrl_llm.structs import Array, Prompt, PyTree
 
 # What to keep of a layer's routing of completion rows [B, N, T, ...].
 Collect: TypeAlias = Callable[[Routing], PyTree]
@@ -126,10 +126,10 @@ class Decoder:
         dtype = lambda path, x: jnp.dtype(x.dtype if stays(path) else self.cfg.dtype)  # noqa: E731
         return jax.tree_util.tree_map_with_path(dtype, params)
 
-    def prefill(self, params: PyTree, tokens: Array, mask: Array) -> tuple[jax.Array, Any]:
+    def prefill(self, params: PyTree, prompt: Prompt) -> tuple[jax.Array, Any]:
         """Runs prompts [B, P] -> hidden [B, P, D], and the keys and values [B, K, P, h] of each layer."""
-        angles = self._angles(prompt_positions(mask))
-        attend_packed = self._attend_packed(mask[:, None].astype(jnp.int32))
+        angles = self._angles(prompt_positions(prompt.mask))
+        attend_packed = self._attend_packed(prompt.mask[:, None].astype(jnp.int32))
 
         def layer(x: Array, local: Array | bool, params_l: PyTree) -> tuple[Array, KeyValue]:
             block = self._block(params_l)
@@ -137,14 +137,13 @@ class Decoder:
             x, _ = block.finish(x, token_major(attend_packed(local, query, keys_values)))
             return x, _without_row_axis(keys_values)
 
-        x, prefix = self._through(layer, self._embed(params, tokens[:, None]), params["layers"])
+        x, prefix = self._through(layer, self._embed(params, prompt.tokens[:, None]), params["layers"])
         return self._embed_and_head(params).norm(x)[:, 0], prefix
 
     def forward(
         self,
         params: PyTree,
-        prompts: Array,
-        prompt_mask: Array,
+        prompt: Prompt,
         tokens: Array,
         positions: Array,
         segment_ids: Array,
@@ -156,7 +155,7 @@ class Decoder:
         of a row. Each matrix product covers the tokens of prompts and rows together.
         collected: what `collect` makes of the routing of the rows, with a leading axis for layers; None: no experts.
         """
-        length = prompts.shape[1]
+        length = prompt.tokens.shape[1]
 
         def join(x_prompts: Array, x_rows: Array) -> jax.Array:
             """[B, 1, P, ...] and [B, N, T, ...] -> [B, 1, P + N * T, ...]."""
@@ -167,22 +166,22 @@ class Decoder:
             return x[:, :, :length], x[:, :, length:].reshape(*tokens.shape, *x.shape[3:])
 
         # Padding has no position: a completion goes on where the real tokens of its prompt end.
-        after_prompt = jnp.sum(prompt_mask, axis=-1)[:, None, None] + positions
-        angles = self._angles(join(prompt_positions(prompt_mask), after_prompt))
-        attend_prompts = self._attend_packed(prompt_mask[:, None].astype(jnp.int32))
-        attend_packed = self._attend_packed(segment_ids, prompt_mask, after_prompt)
+        after_prompt = jnp.sum(prompt.mask, axis=-1)[:, None, None] + positions
+        angles = self._angles(join(prompt_positions(prompt.mask), after_prompt))
+        attend_prompts = self._attend_packed(prompt.mask[:, None].astype(jnp.int32))
+        attend_packed = self._attend_packed(segment_ids, prompt.mask, after_prompt)
 
         def layer(x: Array, local: Array | bool, params_l: PyTree) -> tuple[Array, PyTree]:
             block = self._block(params_l)
             x_prompts, x_rows = zip(*(split(y) for y in block.project(x, angles.of(local))), strict=True)
             # Prompts first: the rows of a group read these very keys and values, and gradients flow back through them.
-            query, prompt = head_major(*x_prompts)
-            from_prompts = attend_prompts(local, query, prompt)
-            from_packed = attend_packed(local, *head_major(*x_rows), _without_row_axis(prompt))
+            query, prefix = head_major(*x_prompts)
+            from_prompts = attend_prompts(local, query, prefix)
+            from_packed = attend_packed(local, *head_major(*x_rows), _without_row_axis(prefix))
             x, routing = block.finish(x, join(token_major(from_prompts), token_major(from_packed)))
             return x, _collected(collect, jax.tree.map(lambda y: split(y)[1], routing))
 
-        x = self._embed(params, join(prompts[:, None], tokens), by_width=True)
+        x = self._embed(params, join(prompt.tokens[:, None], tokens), by_width=True)
         x, collected = self._through(layer, x, params["layers"])
         x_prompts, x_rows = split(self._embed_and_head(params).norm(x))
         return x_prompts[:, 0], x_rows, collected
@@ -191,20 +190,20 @@ class Decoder:
         self,
         params: PyTree,
         prefix: Any,
-        prompt_mask: Array,
+        prompt: Prompt,
         tokens: Array,
         positions: Array,
         segment_ids: Array,
         collect: Collect | None = None,
     ) -> tuple[jax.Array, PyTree]:
         """Runs rows [B, N, T], as `forward`, after the prompts of `prefill` -> hidden [B, N, T, D], collected."""
-        after_prompt = jnp.sum(prompt_mask, axis=-1)[:, None, None] + positions
+        after_prompt = jnp.sum(prompt.mask, axis=-1)[:, None, None] + positions
         angles = self._angles(after_prompt)
-        attend_packed = self._attend_packed(segment_ids, prompt_mask, after_prompt)
+        attend_packed = self._attend_packed(segment_ids, prompt.mask, after_prompt)
 
-        def layer(x: Array, local: Array | bool, params_l: PyTree, prompt: KeyValue) -> tuple[Array, PyTree]:
+        def layer(x: Array, local: Array | bool, params_l: PyTree, prefix_l: KeyValue) -> tuple[Array, PyTree]:
             block = self._block(params_l)
-            attended = attend_packed(local, *head_major(*block.project(x, angles.of(local))), prompt)
+            attended = attend_packed(local, *head_major(*block.project(x, angles.of(local))), prefix_l)
             x, routing = block.finish(x, token_major(attended))
             return x, _collected(collect, routing)
 

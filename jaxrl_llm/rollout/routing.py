@@ -32,13 +32,13 @@ def _scored(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
     """The experts [L, B, G, C, chosen] of the trainer's pass."""
     mask = batch.completion_mask
     rows = batch.completions, jnp.broadcast_to(jnp.arange(mask.shape[-1])[None, None], mask.shape), mask.astype(int)
-    return model.forward(params, batch.prompts, batch.prompt_mask, *rows, lambda routing: routing.chosen)[2]
+    return model.forward(params, batch.prompt, *rows, lambda routing: routing.chosen)[2]
 
 
 def _decoded(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
     """The experts [L, B, G, C, chosen] of tokens that are decoded one after the other."""
     cfg, (b, g, c) = model.cfg, batch.completions.shape
-    _, prefix = model.prefill(params, batch.prompts, batch.prompt_mask)
+    _, prefix = model.prefill(params, batch.prompt)
     zeros = jnp.zeros((b, cfg.kv_heads, g, c, cfg.head_dim), cfg.dtype)
     prompt_tokens = jnp.sum(batch.prompt_mask, axis=-1)[:, None, None]
 
