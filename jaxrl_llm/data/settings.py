@@ -30,9 +30,20 @@ class DataSettings:
     accept: MayChange[str]
     chat_template_args: dict[str, Any]
     today: MayChange[str]
+    image_column: MayChange[str]
+    image_folder: MayChange[str]
+    min_pixels: Count
+    max_pixels: Count
     max_prompt_tokens: AtLeastOne
     overlong: Literal["drop", "error"]
 
+    # Fields that do nothing without pictures, and their values then.
+    without_pictures: ClassVar[dict[str, Any]] = {
+        "image_column": "",
+        "image_folder": "",
+        "min_pixels": 0,
+        "max_pixels": 0,
+    }
     mixture: ClassVar[dict[str, SourceSettings]] = {}
     completion_column: ClassVar[str] = ""  # with the text that `sft` learns
     skip: ClassVar[float] = 0.0  # probability with which a curriculum passes over a prompt
@@ -40,7 +51,8 @@ class DataSettings:
     @property
     def columns(self) -> Columns:
         """How rows are read that no convert function makes."""
-        return Columns(self.prompt_column, self.answer_column, self.format_prompt)
+        text = self.prompt_column, self.answer_column, self.format_prompt
+        return Columns(*text, self.image_column, self.image_folder)
 
     def template_args(self, tools: Any = ()) -> dict[str, Any]:
         """Returns the arguments of the chat template; tools: that it describes."""
