@@ -240,7 +240,7 @@ BROKEN = {
     "assistant": ({"prompt": [*ASKED, *chat([PART], "assistant")], "images": [GOOD]}, r"message of the assistant"),
     "no user": ({"prompt": chat("x", "system"), "images": [GOOD]}, r"no message of the user"),
     "text prompt": ({"prompt": "Which?", "images": [GOOD]}, r"prompt of text.*data.format_prompt"),
-    "images no list": ({"prompt": ASKED, "images": GOOD}, r"'images' that is a bytes: make it a list"),
+    "images no list": ({"prompt": ASKED, "images": GOOD}, r"'images' that is of the type bytes: make it a list"),
     "images a text": ({"prompt": ASKED, "images": "a.png"}, r"'images' that is 'a.png': make it a list"),
     "wrong keys": (
         {"prompt": ASKED, "images": [{"data": GOOD}]},
@@ -250,7 +250,7 @@ BROKEN = {
     "None among them": ({"prompt": ASKED, "images": [GOOD, None]}, r"picture 2 that is empty"),
     "NaN among them": ({"prompt": ASKED, "images": [GOOD, float("nan")]}, r"picture 2 that is empty"),
     "a number": ({"prompt": ASKED, "images": [GOOD, 7]}, r"picture 2 that is 7"),
-    "an array": ({"prompt": ASKED, "image": np.zeros((9, 9, 3), np.uint8)}, r"picture 1 that is an ndarray"),
+    "an array": ({"prompt": ASKED, "image": np.zeros((9, 9, 3), np.uint8)}, r"picture 1 that is of the type ndarray"),
     "video": ({"prompt": ASKED, "videos": ["a.mp4"]}, r"has videos, which are not read"),
     "video part": ({"prompt": chat([{"type": "video", "video": "a.mp4"}])}, r"message with the part .*video"),
     "video dict": ({"prompt": ASKED, "images": [{"type": "video", "path": "a.mp4"}]}, r"'video' as picture 1"),

@@ -164,8 +164,7 @@ def _listed(value: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
-    kind = type(value).__name__
-    return f"{value!r:.60}" if isinstance(value, (int, float, str)) else f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+    return f"{value!r:.60}" if isinstance(value, (int, float, str)) else f"of the type {type(value).__name__}"
 
 
 def _images(messages: list[Row]) -> Iterator[Row]:
