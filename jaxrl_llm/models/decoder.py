@@ -112,7 +112,7 @@ class Decoder:
             for path, node in nodes
             if isinstance(node, Linear)
         }
-        return make_adapters(kind, kernels, names.family_table(self.cfg.family))
+        return make_adapters(kind, kernels, names.module_table(self.cfg.family))
 
     def as_used(self, params: PyTree) -> PyTree:
         """Casts parameters to the dtype of their products. Norms and routers compute in float32, and stay in it.
