@@ -131,7 +131,7 @@ def named(prompt: list[Row], names: list[str]) -> list[Row]:
     return [message | {"content": parts(message["content"])} for message in prompt]
 
 
-def shown(value: Any) -> Any:
+def printable_value(value: Any) -> Any:
     """Returns a value of a row as it may be printed: pictures by their size alone, and parts of a message as text."""
     if isinstance(value, (bytes, bytearray)):
         return f"<{len(value):,} bytes>"
@@ -140,9 +140,9 @@ def shown(value: Any) -> Any:
     if isinstance(value, str):
         return f"<data URL of {len(value):,} characters>" if value.startswith("data:") and len(value) > 200 else value
     if isinstance(value, dict):
-        return {key: shown(x) for key, x in value.items()}
+        return {key: printable_value(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return [shown(x) for x in value]
+        return [printable_value(x) for x in value]
     return value
 
 
@@ -150,7 +150,7 @@ def text_of(content: Any) -> str:
     """Returns the content of a message as text, with the names of pictures in brackets."""
     if not isinstance(content, list):
         return str(content)
-    return "".join(part["text"] if part["type"] == "text" else f"[{part['name']}]" for part in content)
+    return "".join(part["text"] if part["type"] == "text" else f"[{part.get('name', 'picture')}]" for part in content)
 
 
 def is_pillow(value: Any) -> bool:
@@ -192,7 +192,7 @@ def _split(part: Any, *, split: bool) -> list[Row]:
         return [{"type": "image", "image": values.get("image")}]
     if kind != "text" or not isinstance(values.get("text"), str):
         raise ValueError(
-            f"has a message with the part {str(shown(part))[:80]}: give parts of text, and "
+            f"has a message with the part {str(printable_value(part))[:80]}: give parts of text, and "
             '{"type": "image"} or {"type": "image", "image": ...} for pictures'
         )
     first, *others = values["text"].split(MARK) if split else [values["text"]]

@@ -14,7 +14,6 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
 
 Grid: TypeAlias = tuple[int, int]  # rows and columns of merged tokens
-PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
 MAX_RATIO = 200  # of a picture's sides
 BICUBIC = 3  # Pillow's numbers of its filters are those of a preprocessor_config.json
 
@@ -92,7 +91,7 @@ def read_format(folder: Path, *, min_pixels: int = 0, max_pixels: int = 0) -> Im
     token = model.get("image_token_id", model.get("image_token_index"))
     if not isinstance(vision, dict) or token is None:
         return None
-    file, processor = _processor(folder)
+    file, processor = hf.image_processor(folder)
     family = str(model.get("model_type", ""))
     patch = int(vision.get("patch_size", 16 if family.startswith("qwen3") else 14))
     _check_processor(file, processor, patch, vision)
@@ -117,17 +116,6 @@ def read_format(folder: Path, *, min_pixels: int = 0, max_pixels: int = 0) -> Im
         )
     others = tuple(int(model[name]) for name in ("video_token_id",) if model.get(name) is not None)
     return ImageFormat(int(token), patch, merge, *limits, window=window, resample=resample, others=others)
-
-
-def _processor(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Returns the file with the settings of pictures, and these. That of version 5 of transformers comes first."""
-    if (folder / PROCESSOR).is_file():
-        nested = hf.read_config(folder, PROCESSOR).get("image_processor")
-        if isinstance(nested, dict):
-            return folder / PROCESSOR, nested
-    if not (folder / PREPROCESSOR).is_file():
-        raise UserError(f"{folder} has no {PREPROCESSOR}, which says how the model reads pictures: restore the file")
-    return folder / PREPROCESSOR, hf.read_config(folder, PREPROCESSOR)
 
 
 def _check_processor(file: Path, processor: dict[str, Any], patch: int, vision: dict[str, Any]) -> None:

@@ -172,9 +172,9 @@ def _check_image_fields_used(settings: DataSettings, dataset: Dataset) -> None:
     if dataset.images and dataset.images.count:
         return
     why = "no row has a picture" if dataset.images else "the model reads no pictures"
-    for name, unset in settings.without_pictures.items():
-        if (value := getattr(settings, name)) != unset:
-            raise UserError(f"config.data.{name} = {value!r} does nothing: {why}; set it to {unset!r}")
+    for name in ("image_column", "image_folder", "min_pixels", "max_pixels"):
+        if value := getattr(settings, name):
+            raise UserError(f"config.data.{name} = {value!r} does nothing: {why}; set it to {type(value)()!r}")
 
 
 def check_template_args_used(field: str, template_args: Mapping[str, Any], dataset: Dataset) -> None:

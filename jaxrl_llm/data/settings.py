@@ -30,20 +30,15 @@ class DataSettings:
     accept: MayChange[str]
     chat_template_args: dict[str, Any]
     today: MayChange[str]
-    image_column: MayChange[str]
-    image_folder: MayChange[str]
-    min_pixels: Count
-    max_pixels: Count
     max_prompt_tokens: AtLeastOne
     overlong: Literal["drop", "error"]
 
-    # Fields that do nothing without pictures, and their values then.
-    without_pictures: ClassVar[dict[str, Any]] = {
-        "image_column": "",
-        "image_folder": "",
-        "min_pixels": 0,
-        "max_pixels": 0,
-    }
+    # A config that was written before models read pictures has none of these.
+    image_column: MayChange[str] = ""
+    image_folder: MayChange[str] = ""
+    min_pixels: Count = 0
+    max_pixels: Count = 0
+
     mixture: ClassVar[dict[str, SourceSettings]] = {}
     completion_column: ClassVar[str] = ""  # with the text that `sft` learns
     skip: ClassVar[float] = 0.0  # probability with which a curriculum passes over a prompt
