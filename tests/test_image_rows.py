@@ -17,12 +17,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxrl_llm.data import image_layout
+from jaxrl_llm import recipe as recipes
+from jaxrl_llm.config.load import load
+from jaxrl_llm.data import image_layout, order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
+from jaxrl_llm.data.image_columns import printable_value
 from jaxrl_llm.data.images import read_format
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, new_model
+from jaxrl_llm.tools.report.completions import prompt_text
 
 START, PAD, END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
 TEMPLATE = (
@@ -299,3 +303,195 @@ def test_a_template_that_writes_no_pictures_is_refused(tmp_path, form, monkeypat
         UserError, match=r"row 1: the chat template writes <\|image_pad\|> 0 times, less than the pictures \(1\): use"
     ):
         read([{"prompt": ASKED, "image": GOOD}], tokenizer, form, monkeypatch)
+
+
+def rows_of_files(folder: Path, sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Rows with no, one or two pictures of these sizes, in files below a folder."""
+    for i, size in enumerate(sizes):
+        (folder / f"{i}.png").write_bytes(encoded(pillow(*size, seed=i)))
+    rows = [{"prompt": ASKED, "images": [f"{i}.png"], "answer": str(i)} for i in range(len(sizes))]
+    return [*rows, {"prompt": ASKED, "images": ["0.png", "1.png"]}, {"prompt": ASKED, "images": []}, {"prompt": "text"}]
+
+
+SIDES = [(56, 84), (140, 28), (28, 28)]
+
+
+@pytest.fixture
+def dataset(tokenizer, form, tmp_path, monkeypatch):
+    columns = {"image_folder": str(tmp_path)}
+    return read(rows_of_files(tmp_path, SIDES), tokenizer, form, monkeypatch, columns=columns)
+
+
+def test_a_batch_is_its_rows_whatever_is_beside_them(dataset, tokenizer, form):
+    pad = tokenizer.pad_token_id
+    whole = data.make_prompts(dataset, range(6), pad)
+    assert whole.images
+    # One window of 2 x 2 tokens has 16 patches.
+    assert whole.images.patches.shape == (6, dataset.images.patches, 588) == (6, (2 + 3) * 16, 588)
+    for order_of_rows in ([5, 0], [3, 3, 1], [4], [2, 3, 4, 5, 0, 1]):
+        batch = data.make_prompts(dataset, order_of_rows, pad)
+        assert batch.images
+        for name in ("patches", "places", "segments", "columns", "positions", "end"):
+            assert (getattr(batch.images, name) == getattr(whole.images, name)[order_of_rows]).all(), name
+    assert whole.images.segments.max(axis=1).tolist() == [1, 1, 1, 2, 0, 0]
+    lengths = whole.mask.sum(axis=1)
+    # Rows of text have the positions of text.
+    for b in (4, 5):
+        assert whole.images.end[b] == lengths[b]
+        assert (whole.images.positions[b][:, whole.mask[b]] == np.arange(lengths[b])).all()
+        assert (whole.images.columns[b] == dataset.width).all()
+    assert (whole.take([3, 0]).images.patches == whole.images.patches[[3, 0]]).all()
+
+
+def test_two_processes_make_the_halves_of_a_batch(dataset, tokenizer, monkeypatch):
+    pad = tokenizer.pad_token_id
+    batch = next(order.iterate(6, 4, 0, lambda rows: data.make_prompts(dataset, rows, pad)))
+    opened = []
+    real = type(dataset.images).batch
+    monkeypatch.setattr(
+        type(dataset.images), "batch", lambda self, rows, *x: opened.append(len(rows)) or real(self, rows, *x)
+    )
+    for index in range(2):
+        monkeypatch.setattr(
+            order.distributed, "part", lambda size, index=index: slice(index * size // 2, (index + 1) * size // 2)
+        )
+        half = next(order.iterate(6, 4, 0, lambda rows: data.make_prompts(dataset, rows, pad)))
+        assert (half.images.patches == batch.images.patches[2 * index : 2 * index + 2]).all()
+        assert (half.numbers == batch.numbers[2 * index : 2 * index + 2]).all()
+    assert set(opened) == {2}
+
+
+@pytest.mark.parametrize("change", ["gone", "smaller", "broken", "cut"])
+def test_a_file_that_changes_in_a_run_ends_it_with_a_line(change, dataset, tokenizer, tmp_path):
+    content = encoded(pillow(56, 84))
+    file = tmp_path / "0.png"
+    {
+        "gone": file.unlink,
+        "smaller": lambda: file.write_bytes(encoded(pillow(28, 84))),
+        "broken": lambda: file.write_bytes(b"nothing"),
+        "cut": lambda: file.write_bytes(content[:-500]),
+    }[change]()
+    pad = tokenizer.pad_token_id
+    data.make_prompts(dataset, [1, 2, 4], pad)
+    message = {
+        "gone": r"cannot be read \(No such file or directory\): give a file that is there",
+        "smaller": r"has changed: it is 28 x 84 pixels, and was 56 x 84 when the run began: put the file back",
+        "broken": r"is no picture in one of the formats",
+        "cut": r"cannot be decoded",
+    }[change]
+    with pytest.raises(UserError, match=rf"^mine.rows row 1: picture 1 \(0.png\) {message}"):
+        data.make_prompts(dataset, [0], pad)
+    # Through the threads that make batches ahead.
+    with pytest.raises(UserError, match=r"put the file back|give a file|convert it|replace it"):
+        next(order.iterate(6, 6, 0, lambda rows: data.make_prompts(dataset, rows, pad)))
+
+
+def test_an_overlong_prompt_is_dropped_by_its_expanded_length_and_never_cut(tokenizer, form, tmp_path, monkeypatch):
+    rows = rows_of_files(tmp_path, [*SIDES, (560, 560)])
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    columns = {"image_folder": str(tmp_path)}
+    dataset = read(rows, tokenizer, form, monkeypatch, columns=columns, max_prompt_tokens=40, overlong="drop")
+    assert (dataset.dropped, dataset.numbers, dataset.images.count) == (1, [1, 2, 3, 5, 6, 7], 5)
+    frame = len(read([{"prompt": ASKED}], tokenizer, form, monkeypatch).ids[0]) + 2
+    assert [len(ids) for ids in dataset.ids[:4]] == [frame + 6, frame + 5, frame + 1, frame + 2 + 6 + 5]
+    with pytest.raises(UserError, match=rf"mine.rows row 4: the prompt has {frame + 400} tokens"):
+        read(rows, tokenizer, form, monkeypatch, columns=columns, max_prompt_tokens=40)
+
+
+def test_the_fingerprint_knows_the_pictures_and_no_process(tokenizer, form, monkeypatch):
+    def fingerprints(image: Any) -> tuple[str, str]:
+        dataset = read([{"prompt": ASKED, "image": image}], tokenizer, form, monkeypatch)
+        return dataset.fingerprint(), dataset.prompts()
+
+    other = encoded(pillow(seed=1))
+    for kind in (lambda x: x, lambda x: {"bytes": x, "path": None}, lambda x: Image.open(io.BytesIO(x))):
+        assert fingerprints(kind(GOOD)) == fingerprints(kind(bytes(bytearray(GOOD))))
+        assert all(a != b for a, b in zip(fingerprints(kind(GOOD)), fingerprints(kind(other)), strict=True))
+    palette = pillow().quantize(8)
+    swapped = palette.copy()
+    swapped.putpalette(bytes(reversed(palette.getpalette() or ())))
+    assert fingerprints(palette) != fingerprints(swapped)
+
+
+def test_a_question_about_another_picture_is_no_repeated_prompt(tokenizer, form, monkeypatch):
+    rows = [{"prompt": ASKED, "image": encoded(pillow(seed=i))} for i in (0, 1, 0)]
+    assert read(rows, tokenizer, form, monkeypatch).repeated() == (1, 3, 1)
+
+
+def test_sources_with_and_without_pictures_are_joined(tokenizer, form, dataset, monkeypatch):
+    texts = read([{"prompt": "text", "answer": "x"}] * 2, tokenizer, form, monkeypatch)
+    assert texts.images and data.make_prompts(texts, [0, 1], tokenizer.pad_token_id).images is None
+    joined = data.join({"texts": texts, "pictures": dataset})
+    assert joined.images.patches == dataset.images.patches
+    batch = data.make_prompts(joined, [1, 5], tokenizer.pad_token_id)
+    alone = data.make_prompts(dataset, [3], tokenizer.pad_token_id)
+    assert batch.images.segments.max(axis=1).tolist() == [0, 2]
+    assert (batch.images.patches[1] == alone.images.patches[0]).all()
+    assert batch.sources == ["texts", "pictures"]
+
+
+def test_the_banner_says_how_many_pictures_there_are_and_how_large(dataset):
+    width, tokens = dataset.width, 6 + 5
+    assert dataset.images.line(width) == (
+        f"5 of at most 80 patches; prompts of at most {width} tokens, {tokens} of them of pictures"
+    )
+
+
+def test_fields_of_pictures_are_refused_where_they_do_nothing(tokenizer, form):
+    for name, value in {"image_column": "x", "image_folder": "/data", "min_pixels": 1, "max_pixels": 99}.items():
+        config = load("grpo")
+        config.data[name] = value
+        settings = recipes.read(config).data
+        for images, why in ((None, "the model reads no pictures"), (form, "no row has a picture")):
+            with pytest.raises(UserError, match=f"config.data.{name} = {value!r} does nothing: {why}; set it to"):
+                data.load(settings, tokenizer, images=images)
+
+
+def test_rows_of_parquet_and_of_a_saved_folder_keep_their_bytes(tokenizer, form, tmp_path, monkeypatch):
+    datasets, parquet = pytest.importorskip("datasets"), pytest.importorskip("pyarrow.parquet")
+    features = datasets.Features({"problem": datasets.Value("string"), "images": datasets.List(datasets.Image())})
+    rows = {"problem": ["<image>Which?", "None."], "images": [[{"bytes": GOOD, "path": None}], []]}
+    saved = datasets.Dataset.from_dict(rows, features=features)
+    saved.save_to_disk(str(tmp_path / "saved"))
+    parquet.write_table(saved.data.table, tmp_path / "rows.parquet")
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    for source in ("saved", "rows.parquet"):
+        dataset = data.read(
+            str(tmp_path / source), tokenizer, columns=Columns(images=form), max_prompt_tokens=99, overlong="error"
+        )
+        assert [text_of(dataset, tokenizer, i) for i in range(2)] == [
+            f"<|user|>{ONE}Which?<|assistant|>",
+            "<|user|>None.<|assistant|>",
+        ]
+        assert dataset.rows[0]["images"] == [{"bytes": GOOD, "path": None}]
+
+
+def test_what_is_printed_of_a_row_has_no_bytes():
+    url = "data:image/png;base64," + base64.b64encode(GOOD).decode()
+    row = {"images": [GOOD, {"bytes": GOOD, "path": None}, pillow(), url], "answer": "data: 3", "n": 2}
+    assert printable_value(row) == {
+        "images": [
+            f"<{len(GOOD):,} bytes>",
+            {"bytes": f"<{len(GOOD):,} bytes>", "path": None},
+            "<picture of 56 x 84>",
+            f"<data URL of {len(url):,} characters>",
+        ],
+        "answer": "data: 3",
+        "n": 2,
+    }
+
+
+def test_prompts_name_their_pictures(dataset, tokenizer, form, monkeypatch):
+    assert dataset.rows[3]["prompt"] == [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "name": "0.png, 56 x 84"},
+                {"type": "image", "name": "1.png, 140 x 28"},
+                {"type": "text", "text": "Which?"},
+            ],
+        }
+    ]
+    assert prompt_text(dataset.rows[3]["prompt"]) == "[0.png, 56 x 84][1.png, 140 x 28]Which?"
+    unnamed = read([{"prompt": ASKED, "image": GOOD}], tokenizer, form, monkeypatch)
+    assert prompt_text(unnamed.rows[0]["prompt"]) == "[mine.rows row 1: picture 1, 56 x 84]Which?"

@@ -29,6 +29,7 @@ class Picture:
     """A picture of a row. It is opened when a step needs it."""
 
     source: Any  # bytes, a path or data URL, or a picture of Pillow
+    folder: str  # that a path is relative to
     where: str  # source of rows, number of the row and of the picture, for errors
     size: tuple[int, int]  # width and height in pixels, when the rows were read
 
@@ -52,7 +53,6 @@ class RowImages:
     """The pictures of the rows of a data set, in their order in each prompt."""
 
     form: ImageFormat
-    folder: str  # that paths are relative to
     rows: list[tuple[Picture, ...]]
 
     @cached_property
@@ -83,7 +83,7 @@ class RowImages:
 
     def take(self, rows: Sequence[int]) -> RowImages:
         """Returns the pictures of these rows."""
-        return RowImages(self.form, self.folder, [self.rows[i] for i in rows])
+        return RowImages(self.form, [self.rows[i] for i in rows])
 
     def digests(self, row: int) -> str:
         """Returns a hash of the pictures of a row; "": it has none."""
@@ -125,7 +125,7 @@ class RowImages:
         """
         chosen = [picture for i in rows for picture in self.rows[i]]
         with ThreadPoolExecutor(THREADS) as pool:
-            opened = iter(list(pool.map(partial(_pixels, form=self.form, folder=self.folder), chosen)))
+            opened = iter(list(pool.map(partial(_pixels, form=self.form), chosen)))
         pixels = [[next(opened) for _ in self.rows[i]] for i in rows]
         return image_layout.stack(tokens, mask, pixels, self.form, self.patches)
 
@@ -135,7 +135,7 @@ def join(parts: Sequence[RowImages | None]) -> RowImages | None:
     sets = [part for part in parts if part]
     if not sets:
         return None
-    return RowImages(sets[0].form, sets[0].folder, list(chain(*(part.rows for part in sets))))
+    return RowImages(sets[0].form, list(chain(*(part.rows for part in sets))))
 
 
 def measure(sources: Sequence[tuple[str, Sequence[Any]]], form: ImageFormat, folder: str) -> RowImages:
@@ -151,7 +151,7 @@ def measure(sources: Sequence[tuple[str, Sequence[Any]]], form: ImageFormat, fol
             pictures += pool.map(partial(_measured, form=form, folder=folder), pairs[start : start + FEW])
             task.advance(len(pictures) - start)
     rest = iter(pictures)
-    return RowImages(form, folder, [tuple(next(rest) for _ in listed) for _, listed in sources])
+    return RowImages(form, [tuple(next(rest) for _ in listed) for _, listed in sources])
 
 
 def _measured(pair: tuple[str, Any], form: ImageFormat, folder: str) -> Picture:
@@ -163,12 +163,12 @@ def _measured(pair: tuple[str, Any], form: ImageFormat, folder: str) -> Picture:
             image_files.check_whole(image)
     except ValueError as error:
         raise UserError(f"{_place(where, source)} {error}") from None
-    return Picture(source, where, size)
+    return Picture(source, folder, where, size)
 
 
-def _pixels(picture: Picture, form: ImageFormat, folder: str) -> np.ndarray:
+def _pixels(picture: Picture, form: ImageFormat) -> np.ndarray:
     try:
-        with image_files.opened(picture.source, folder) as image:
+        with image_files.opened(picture.source, picture.folder) as image:
             size = image_files.size_of(image)
             if size != picture.size:
                 raise ValueError(
