@@ -26,6 +26,7 @@ from jaxrl_llm.data.image_columns import printable_value
 from jaxrl_llm.data.images import read_format
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, new_model
+from jaxrl_llm.rollout import grading
 from jaxrl_llm.tools.report.completions import prompt_text
 
 START, PAD, END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
@@ -495,3 +496,19 @@ def test_prompts_name_their_pictures(dataset, tokenizer, form, monkeypatch):
     assert prompt_text(dataset.rows[3]["prompt"]) == "[0.png, 56 x 84][1.png, 140 x 28]Which?"
     unnamed = read([{"prompt": ASKED, "image": GOOD}], tokenizer, form, monkeypatch)
     assert prompt_text(unnamed.rows[0]["prompt"]) == "[mine.rows row 1: picture 1, 56 x 84]Which?"
+
+
+def test_a_reward_that_fails_shows_no_bytes():
+    def broken(completions: list[str], **columns: Any) -> list[float]:
+        raise ValueError("no")
+
+    with pytest.raises(UserError, match=r"images': \['<[\d,]+ bytes>'\]") as refusal:
+        grading.call("broken", broken, [{"prompt": ASKED, "images": [GOOD]}], ["x"], [[1]])
+    assert "PNG" not in str(refusal.value)
+
+
+def test_without_pillow_the_line_says_what_to_install(tokenizer, form, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(UserError, match=r"row 1: picture 1: it needs PIL.*pip install 'jaxrl_llm\[vision\]'"):
+        read([{"prompt": ASKED, "image": GOOD}], tokenizer, form, monkeypatch)
+    assert len(read([{"prompt": ASKED, "image": None}], tokenizer, form, monkeypatch).rows) == 1

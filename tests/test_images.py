@@ -34,9 +34,9 @@ def noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
     rng = np.random.default_rng(width * 1000 + height)
     if mode == "I;16":
         return Image.fromarray(rng.integers(0, 2**16, (height, width), np.uint16))
-    if mode in ("RGBA", "LA", "RGB", "L", "CMYK"):
+    if mode in ("RGBA", "LA", "RGB", "L"):
         shape = (height, width, len(mode)) if mode != "L" else (height, width)
-        return Image.fromarray(rng.integers(0, 256, shape, np.uint8), mode)
+        return Image.fromarray(rng.integers(0, 256, shape, np.uint8))
     image: Image.Image = noise(width, height).convert(mode)
     if mode == "P":
         image.info["transparency"] = 3
@@ -79,6 +79,24 @@ def test_pixels_are_those_of_transformers(mode: str, size: tuple[int, int], tmp_
     assert (np.rint(255 * (frames * std + mean)) == ours.reshape(-1, 3, 1, 196)).all()
     rows, columns = QWEN2.grid(*image.size)
     assert reference["image_grid_thw"].tolist() == [[1, 2 * rows, 2 * columns]]
+
+
+def test_pixels_of_a_fixed_size_are_those_of_transformers():
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    form = ImageFormat(PICTURE, 14, 4, 0, 0, side=112, planes=False, resample=2)
+    theirs: Any = Gemma3ImageProcessorPil(size={"height": 112, "width": 112}, do_normalize=False, do_rescale=False)
+    for size in [(300, 41), (112, 112), (7, 90)]:
+        image = noise(*size)
+        expected = np.asarray(theirs(image, return_tensors="np")["pixel_values"][0])
+        ours = image_files.pixels(image, form)
+        assert (ours.transpose(2, 0, 1) == expected).all()
+        tokens = image_layout.expand(np.array([TEXT, PICTURE, TEXT]), [form.grid(*size)], form)
+        layout = image_layout.lay_out(tokens, [form.grid(*size)], form)
+        assert (layout.positions == np.arange(6)).all() and layout.end == 6
+        for place, patch in zip(layout.places, image_layout.patches(ours, form), strict=True):
+            row, column = 14 * place
+            assert (patch.reshape(3, 14, 14) == expected[:, row : row + 14, column : column + 14]).all()
 
 
 def test_a_second_resize_changes_nothing():

@@ -16,7 +16,6 @@ import numpy as np
 
 from jaxrl_llm.data.image_columns import is_pillow
 from jaxrl_llm.data.images import ImageFormat
-from jaxrl_llm.machine import extras
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +44,6 @@ def opened(picture: Any, folder: str = "") -> Iterator[Image]:
 
     Raises: ValueError, saying what is wrong and what helps.
     """
-    extras.require("PIL", "vision", "a row with pictures")
     from PIL import Image, UnidentifiedImageError
 
     if is_pillow(picture):

@@ -17,7 +17,7 @@ from jaxrl_llm.data import image_files, image_layout
 from jaxrl_llm.data.image_columns import is_pillow
 from jaxrl_llm.data.images import Grid, ImageFormat
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.machine import progress
+from jaxrl_llm.machine import extras, progress
 from jaxrl_llm.structs import Images
 
 THREADS = min(16, os.cpu_count() or 1)  # that open pictures: Pillow decodes without Python's lock
@@ -145,6 +145,8 @@ def measure(sources: Sequence[tuple[str, Sequence[Any]]], form: ImageFormat, fol
     that cannot be read.
     """
     pairs = [(f"{where}: picture {k}", picture) for where, listed in sources for k, picture in enumerate(listed, 1)]
+    if pairs:
+        extras.require("PIL", "vision", f"{pairs[0][0]}: it")
     pictures: list[Picture] = []
     with progress.task("sizes of pictures", len(pairs)) as task, ThreadPoolExecutor(THREADS) as pool:
         for start in range(0, len(pairs), FEW):
