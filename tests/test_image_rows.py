@@ -219,10 +219,14 @@ BROKEN = {
         {"prompt": ASKED, "images": [encoded(pillow(5, 600))]},
         r"5 x 600 pixels.*data.max_pixels",
     ),
-    "zero-size": ({"prompt": ASKED, "images": [Image.new("RGB", (0, 9))]}, r"is 0 x 9 pixels"),
+    "zero-size": ({"prompt": ASKED, "images": [Image.new("RGB", (0, 9))]}, r"is 0 x 9 pixels: leave"),
     "decompression bomb": ({"prompt": ASKED, "images": [bomb()]}, r"has more than .* pixels: make it smaller"),
     "address": ({"prompt": ASKED, "images": ["https://a.example/b.png"]}, r"is an address.*download it"),
     "broken base64": ({"prompt": ASKED, "images": ["data:image/png;base64,A"]}, r"picture 1 is .* broken base64"),
+    "other letters in base64": (
+        {"prompt": ASKED, "images": ["data:;base64,#" + base64.b64encode(GOOD).decode()]},
+        r"broken base64",
+    ),
     "no base64": ({"prompt": ASKED, "images": ["data:image/png,xyz"]}, r"without base64"),
     "one mark, two pictures": (
         {"problem": "<image>", "images": [GOOD, GOOD]},
@@ -408,6 +412,10 @@ def test_the_fingerprint_knows_the_pictures_and_no_process(tokenizer, form, monk
     for kind in (lambda x: x, lambda x: {"bytes": x, "path": None}, lambda x: Image.open(io.BytesIO(x))):
         assert fingerprints(kind(GOOD)) == fingerprints(kind(bytes(bytearray(GOOD))))
         assert all(a != b for a, b in zip(fingerprints(kind(GOOD)), fingerprints(kind(other)), strict=True))
+    # Also in a column that no model sees.
+    sketches = [read([{"prompt": ASKED, "sketch": pillow(seed=i)}], tokenizer, None, monkeypatch) for i in (0, 1, 0)]
+    first, second, again = (dataset.fingerprint() for dataset in sketches)
+    assert first == again != second
     palette = pillow().quantize(8)
     swapped = palette.copy()
     swapped.putpalette(bytes(reversed(palette.getpalette() or ())))

@@ -37,10 +37,11 @@ def noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
     if mode in ("RGBA", "LA", "RGB", "L"):
         shape = (height, width, len(mode)) if mode != "L" else (height, width)
         return Image.fromarray(rng.integers(0, 256, shape, np.uint8))
-    image: Image.Image = noise(width, height).convert(mode)
     if mode == "P":
+        image = noise(width, height).quantize(16)
         image.info["transparency"] = 3
-    return image
+        return image
+    return noise(width, height).convert(mode)
 
 
 def positions_by_groups(tokens: list[int], grids: list[tuple[int, int]]) -> tuple[np.ndarray, int]:
