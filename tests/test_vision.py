@@ -6,6 +6,7 @@ The arrays are those stored by tests/make_references.py.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from functools import cache, partial
@@ -25,8 +26,9 @@ from jaxrl_llm.data import image_layout, images
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.models import hf, hf_export, names, vision
+from jaxrl_llm.models import hf, hf_export, names, peft, vision
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.structs import Batch, Images, Prompt, Prompts
 
 NAMES = ("qwen2_vl", "qwen2_5_vl")
@@ -426,3 +428,34 @@ def test_prompts_with_pictures_are_joined_and_taken_like_others(loaded):
     jax.tree.map(np.testing.assert_array_equal, again.images, prompts.images)
     assert isinstance(again.images, Images) and again.take([3]).images.end.tolist() == prompt.images.end[3:].tolist()
     assert replace(prompts, images=None).take([0]).joined(replace(prompts, images=None)).images is None
+
+
+# ---- adapters
+
+
+def test_adapters_stand_beside_text_layers_only_and_have_the_names_of_modules(loaded, tmp_path):
+    # The tower of Qwen2.5-VL has modules of these names too.
+    kind = Lora(rank=2, alpha=4.0, rs=False, targets="q_proj|gate_proj", base_dtype="", path="")
+    adapters = loaded.model.adapters(kind)
+    params = jax.tree.map(lambda x: x + 0.1, adapters.init(jax.random.key(0)))
+    peft.save(tmp_path / "adapters", params, adapters, "base")
+    stored = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    layers = [
+        f"base_model.model.model.language_model.layers.{i}.{module}.lora_{which}.weight"
+        for i in range(2) for module in ("self_attn.q_proj", "mlp.gate_proj") for which in "AB"
+    ]  # fmt: skip
+    assert sorted(stored) == sorted(layers)
+    settings = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    modules = ("model.visual.blocks.0.mlp.gate_proj", "model.language_model.layers.0.mlp.gate_proj")
+    assert [bool(re.fullmatch(settings["exclude_modules"], name)) for name in modules] == [True, False]
+    close(peft.load(tmp_path / "adapters", adapters), params)
+    combined = adapters.combine(loaded.params, params)
+    (_, (before, _)), _ = scored(loaded.model)(loaded.params, loaded.batch())
+    score = jax.jit(partial(forward.completion_logprobs, loaded.model, sampling=Sampling()))
+    assert np.max(np.abs(score(combined, loaded.batch())[0] - before)) > 0.01
+    merged = dict(hf_export.tensors(combined, names.family_table(loaded.folder.name), np.float32))
+    original = load_file(loaded.folder / "model.safetensors")
+    changed = {name for name, tensor in merged.items() if not np.array_equal(tensor, original[name])}
+    assert changed == {
+        f"model.layers.{i}.{module}.weight" for i in range(2) for module in ("self_attn.q_proj", "mlp.gate_proj")
+    }
