@@ -609,7 +609,7 @@ def test_a_config_of_another_architecture_names_those_supported(folder, family):
     line = error_of(hf.load_model, folder)
     assert str(folder / "config.json") in line
     assert "not supported" in line
-    assert "qwen2, qwen3" in line
+    assert "qwen2, qwen2_5_vl, qwen2_vl, qwen3" in line
     assert family is ... or repr(family) in line
 
 
@@ -668,7 +668,9 @@ def test_every_vision_model_is_said_to_be_one_with_a_family_that_trains_here():
     assert not set(hf.VISION) & set(hf.families())
     for family, text in hf.VISION.items():
         line = hf._unsupported(family, {}, hf.families())
-        assert line.startswith("is a vision-language model: pictures are not supported yet: give a text model")
+        assert line.startswith(
+            "is a vision-language model of a kind that is not supported: give one of qwen2_5_vl, qwen2_vl"
+        )
         assert line.endswith(f" of the family {text}" if text else ", ".join(hf.families()))
     assert hf._unsupported("bert", {}, ["llama"]) == "is not supported; there is llama"
 

@@ -223,6 +223,8 @@ class Decoder:
     ) -> tuple[jax.Array, list[Any], list[Any]]:
         """Runs the next tokens [B, N, T] of rows, at `positions` in their texts, with the parameters of `unstack`.
 
+        After a prompt with pictures, positions count from its `Images.end`.
+
         attend(local, query, keys and values of these tokens, cache of a layer) -> attended, and the cache with them.
         Returns hidden [B, N, T, D], the cache of each layer, and the experts [B, N, T, chosen] of each layer or None.
         """

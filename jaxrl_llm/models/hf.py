@@ -203,7 +203,8 @@ def _unsupported(family: str, settings: dict[str, Any], known: list[str]) -> str
         return f"is not supported; there is {', '.join(known)}"
     text = VISION.get(family) or (settings.get("text_config") or {}).get("model_type")
     other = f" of the family {text}" if text in known else f"; there is {', '.join(known)}"
-    return f"is a vision-language model: pictures are not supported yet: give a text model{other}"
+    seeing = ", ".join(name for name in known if "_vl" in name)
+    return f"is a vision-language model of a kind that is not supported: give one of {seeing}, or a text model{other}"
 
 
 def stored_dtype(folder: Path) -> np.dtype:

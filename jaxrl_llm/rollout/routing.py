@@ -41,6 +41,8 @@ def _decoded(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
     _, prefix = model.prefill(params, batch.prompt)
     zeros = jnp.zeros((b, cfg.kv_heads, g, c, cfg.head_dim), cfg.dtype)
     prompt_tokens = jnp.sum(batch.prompt_mask, axis=-1)[:, None, None]
+    # A picture takes fewer positions than tokens.
+    end = prompt_tokens if batch.images is None else batch.images.end[:, None, None]
 
     def step(cache: Any, token_and_place: tuple[Array, Array]) -> tuple[Any, jax.Array]:
         tokens, t = token_and_place
@@ -61,7 +63,8 @@ def _decoded(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
                 prompt,
             )
 
-        _, cache, chosen = model.step(params, tokens[..., None], positions, cache, attend_layer)
+        turned = jnp.broadcast_to(end + t, (b, g, 1))
+        _, cache, chosen = model.step(params, tokens[..., None], turned, cache, attend_layer)
         return cache, jnp.stack(chosen)[:, :, :, 0]
 
     cache = [(KeyValue(zeros, zeros), prompt) for prompt in prefix]
