@@ -17,6 +17,7 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.adapters import merged
 from jaxrl_llm.session.saved_run import SavedRun
+from jaxrl_llm.structs import Prompt
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
         rounded, adapters = hf.load_base(folder, model, mesh, of_run), jax.tree.map(jnp.asarray, run.params(step))
     tokens = np.random.default_rng(0).integers(0, model.cfg.vocab_size, (64, 24))
     mask = np.ones_like(tokens, bool)
-    logits = jax.jit(lambda params: model.logits(params, model.prefill(params, tokens, mask)[0]))
+    logits = jax.jit(lambda params: model.logits(params, model.prefill(params, Prompt(tokens, mask))[0]))
     given, kept = logits(base), logits(merged(rounded))
     moved = jnp.abs(jax.nn.log_softmax(given) - jax.nn.log_softmax(kept)).mean()
     print(f"logits of up to {jnp.abs(given).max():.0f}; rounded: {jnp.abs(given - kept).max():.2f} at most,", end=" ")

@@ -2,6 +2,7 @@
 
 B  prompts in a step            P  prompt tokens (padded)
 G  completions of one prompt    C  completion tokens (padded)
+N  patches of a prompt          M  tokens of its pictures (both padded)
 V  vocabulary    D  model width    L  layers    H  query heads    K  key/value heads
 
 Arrays over prompt tokens are [B, P]. Arrays over completion tokens are [B, G, C]: entry [b, g, t] describes token t
@@ -26,6 +27,30 @@ PyTree: TypeAlias = Any
 Config: TypeAlias = Any  # an ml_collections.ConfigDict: its fields have no static types
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Images:
+    """The pictures of a batch's prompts, cut into patches. F: numbers of a patch.
+
+    Patches whose numbers become one token stand together. A prompt without pictures has padding only.
+    """
+
+    patches: AnyArray  # [B, N, F] uint8, F = 3 * patch * patch, the channel first
+    places: AnyArray  # [B, N, 2] int32, row and column of each patch in its picture
+    segments: AnyArray  # [B, N] int32, number of the picture in the prompt, from 1; 0: padding
+    columns: AnyArray  # [B, M] int32, where in the prompt each token of a picture stands; P: nowhere
+    positions: AnyArray  # [B, 3, P] int32, of the prompt's tokens: time, row, column
+    end: AnyArray  # [B] int32, position of the first completion token
+
+
+class Prompt(NamedTuple):
+    """The prompts that a model reads."""
+
+    tokens: AnyArray  # [B, P] int32
+    mask: AnyArray  # [B, P] bool, True on real tokens
+    images: Images | None = None  # None: the model reads texts only
+
+
 @dataclass(frozen=True)
 class Prompts:
     """The prompts of a step, on the host."""
@@ -35,18 +60,21 @@ class Prompts:
     rows: list[dict[str, Any]]  # B data rows, with all columns for the reward functions
     numbers: np.ndarray  # [B] int32, indices of these rows in the data set
     sources: list[str] = field(default_factory=list)  # B names of the sources of these rows; []: there is no mixture
+    images: Images | None = None  # of NumPy arrays; None: the model reads texts only
 
     def joined(self, later: Prompts) -> Prompts:
         """Returns these prompts and later ones."""
         tokens, mask, numbers = (
             np.concatenate([getattr(self, name), getattr(later, name)]) for name in ("tokens", "mask", "numbers")
         )
-        return Prompts(tokens, mask, self.rows + later.rows, numbers, self.sources + later.sources)
+        images = jax.tree.map(lambda *parts: np.concatenate(parts), self.images, later.images)
+        return Prompts(tokens, mask, self.rows + later.rows, numbers, self.sources + later.sources, images)
 
     def take(self, at: list[int]) -> Prompts:
         """Returns the prompts at these places."""
         sources = [self.sources[i] for i in at] if self.sources else []
-        return Prompts(self.tokens[at], self.mask[at], [self.rows[i] for i in at], self.numbers[at], sources)
+        rows, images = [self.rows[i] for i in at], jax.tree.map(lambda x: x[at], self.images)
+        return Prompts(self.tokens[at], self.mask[at], rows, self.numbers[at], sources, images)
 
 
 Collate: TypeAlias = Callable[[Any], Prompts]  # numbers of rows in the data set -> these prompts
@@ -102,6 +130,12 @@ class Batch:
     ref_logprobs: AnyArray = None  # [B, G, C], by the reference (the KL anchor)
     columns: dict[str, AnyArray] = field(default_factory=dict)  # {name: [B, G, C]}, scores that the loss asks for
     packed_index: AnyArray = None  # [B, E, N, T] int32, from `packing.pack`; None: each completion is a row
+    images: Images | None = None  # None: the model reads texts only
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompts as a model reads them."""
+        return Prompt(self.prompts, self.prompt_mask, self.images)
 
 
 @jax.tree_util.register_dataclass

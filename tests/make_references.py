@@ -12,6 +12,19 @@ tests/references/<name>/ then holds what `save_pretrained` writes and reference.
     prompts, greedy_prompts                            [B, P] and [B, 12], the same without padding
 
 tests/test_hf.py compares our models with these, and (with -m parity) with fresh ones.
+
+A model that reads pictures (extra `vision`) has a preprocessor_config.json, and other arrays, for tests/test_vision.py:
+
+    tokens, mask                   [B, P], prompts padded on the left, with a token for each merged token of a picture
+    completions, completion_mask   [B, C], that go on after the prompts
+    greedy                         [B, 8], what `generate` writes after the prompts
+    picture_0, picture_1 ...       [height, width, 3] uint8, of all prompts in order; counts [B]: how many each has
+    positions                      [B, 3, P + C], by get_rope_index, 0 on padding
+    features                       [merged tokens, D], after the merger, in the order of the prompts
+    logits                         [real tokens of prompts and completions, V], rows of the mask in order
+    logprobs                       [real completion tokens], without the tokens that stand for pictures
+    norm/..., part/...             of the gradient of the mean of `logprobs`: its norm and some of its numbers, for each
+                                   parameter of the tower, by its name in the file
 """
 
 from __future__ import annotations
@@ -25,6 +38,7 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -36,13 +50,18 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 FOLDER = Path(__file__).parent / "references"
 NEW_TOKENS = 12
@@ -116,6 +135,34 @@ MODELS: dict[str, tuple[int, type, Any, int | str]] = {
         num_experts_per_tok=2, sliding_window=6, rope_parameters={"rope_type": "default", "rope_theta": 1_000.0},
     ), "1GB"),
 }  # fmt: skip
+
+IMAGE, VIDEO, START, END = 60, 61, 62, 63  # tokens: two that stand for a picture and a film, and two around them
+PATCH, MERGE, FRAMES = 4, 2, 2
+TEXT = SHARED | {
+    "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 64, "tie_word_embeddings": True,
+    "bos_token_id": None, "eos_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000.0, "mrope_section": [2, 1, 1]},
+}  # fmt: skip
+TOWER = {"depth": 3, "num_heads": 2, "patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": FRAMES}
+TOKENS = {
+    "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+# A window has 2 x 2 merged tokens, fewer than most pictures below.
+VISION_MODELS: dict[str, tuple[int, type, Any]] = {
+    "qwen2_vl": (3, Qwen2VLForConditionalGeneration, Qwen2VLConfig(
+        text_config=TEXT, vision_config=TOWER | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 3}, **TOKENS,
+    )),
+    "qwen2_5_vl": (5, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig(
+        text_config=TEXT, **TOKENS, vision_config=TOWER | {
+            "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 40, "window_size": 2 * MERGE * PATCH,
+            "fullatt_block_indexes": [1],
+        },
+    )),
+}  # fmt: skip
+# Rows and columns of merged tokens of the pictures of each prompt: between texts, none, at both ends, several.
+GRIDS = (((3, 5),), (), ((2, 2), (4, 3)), ((1, 3), (5, 1), (3, 3)))
+COMPLETION, PICTURE_NEW_TOKENS = 6, 8
 
 
 def build(name: str, seed: int) -> Any:
@@ -207,8 +254,119 @@ def reference(model: Any, seed: int) -> dict[str, np.ndarray]:
     return arrays
 
 
+def build_vision(name: str, seed: int) -> Any:
+    """A float32 model that reads pictures, with every weight, bias and norm drawn, and without stop ids."""
+    _, kind, config = VISION_MODELS[name]
+    generator = torch.Generator().manual_seed(seed)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter_name.endswith("bias"):
+                parameter.copy_(0.5 * noise)
+            elif "norm" in parameter_name or "ln_q" in parameter_name:
+                parameter.copy_(1 + 0.3 * noise)
+            else:
+                parameter.copy_(0.2 * noise)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model
+
+
+def picture_inputs(seed: int) -> tuple[dict[str, np.ndarray], list[list[np.ndarray]]]:
+    """Prompts padded on the left, with completions of several lengths, and the pictures of each prompt."""
+    rng = np.random.default_rng(seed)
+    text = lambda most: rng.integers(1, IMAGE, rng.integers(1, most)).tolist()  # noqa: E731
+    prompts, pictures = [], []
+    for row, grids in enumerate(GRIDS):
+        # The third prompt begins and ends with a picture.
+        tokens = [] if row == 2 else text(5)
+        for i, (height, width) in enumerate(grids):
+            tokens += [START, *[IMAGE] * (height * width), END]
+            tokens += [] if row == 2 and i == len(grids) - 1 else text(4)
+        prompts.append(tokens or text(5))
+        sides = [(height * MERGE * PATCH, width * MERGE * PATCH, 3) for height, width in grids]
+        pictures.append([rng.integers(0, 256, shape).astype(np.uint8) for shape in sides])
+    prompts[1] += text(9)
+    width = max(map(len, prompts))
+    arrays = {"tokens": np.zeros((len(prompts), width), np.int32), "mask": np.zeros((len(prompts), width), bool)}
+    for row, tokens in enumerate(prompts):
+        arrays["tokens"][row, width - len(tokens) :], arrays["mask"][row, width - len(tokens) :] = tokens, True
+    lengths = np.array([COMPLETION, 2, 4, 5])
+    arrays["completion_mask"] = np.arange(COMPLETION)[None] < lengths[:, None]
+    drawn_tokens = rng.integers(1, IMAGE, arrays["completion_mask"].shape)
+    arrays["completions"] = np.where(arrays["completion_mask"], drawn_tokens, 0).astype(np.int32)
+    arrays |= {f"picture_{i}": image for i, image in enumerate(x for row in pictures for x in row)}
+    return arrays | {"counts": np.array([len(row) for row in pictures])}, pictures
+
+
+def vision_reference(model: Any, processor: Any, seed: int) -> dict[str, np.ndarray]:
+    """The arrays of reference.npz of a model that reads pictures."""
+    arrays, pictures = picture_inputs(seed)
+    processed = processor([x for row in pictures for x in row], return_tensors="pt")
+    tokens = np.concatenate([arrays["tokens"], arrays["completions"]], axis=1)
+    mask = np.concatenate([arrays["mask"], arrays["completion_mask"]], axis=1)
+    inputs = {
+        "input_ids": _ids(tokens), "attention_mask": _ids(mask), "mm_token_type_ids": _ids(tokens == IMAGE).int(),
+        "pixel_values": processed["pixel_values"], "image_grid_thw": processed["image_grid_thw"],
+    }  # fmt: skip
+    expected = [(1, MERGE * height, MERGE * width) for grids in GRIDS for height, width in grids]
+    assert processed["image_grid_thw"].tolist() == [list(grid) for grid in expected]
+    positions, _ = model.model.get_rope_index(
+        inputs["input_ids"],
+        inputs["mm_token_type_ids"],
+        inputs["image_grid_thw"],
+        attention_mask=inputs["attention_mask"],
+    )
+    arrays["positions"] = np.where(mask[:, None], positions.numpy().transpose(1, 0, 2), 0).astype(np.int32)
+    features = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
+    arrays["features"] = torch.cat(list(features)).detach().numpy()
+    logits = model(**inputs, position_ids=positions).logits
+    arrays["logits"] = logits.detach().numpy()[mask]
+    before = logits[:, arrays["tokens"].shape[1] - 1 : -1].clone()
+    before[..., [IMAGE, VIDEO]] = -torch.inf
+    logprobs = torch.log_softmax(before, -1).gather(-1, _ids(arrays["completions"])[..., None])[..., 0]
+    logprobs = logprobs[torch.from_numpy(arrays["completion_mask"])]
+    arrays["logprobs"] = logprobs.detach().numpy()
+    logprobs.mean().backward()
+    for name, parameter in model.model.visual.named_parameters():
+        gradient = parameter.grad.numpy()
+        arrays[f"norm/visual.{name}"] = np.linalg.norm(gradient.astype(np.float64))
+        arrays[f"part/visual.{name}"] = part_of(gradient)
+    prompt = {
+        name: x[:, : arrays["tokens"].shape[1]] if "ids" in name or "mask" in name else x for name, x in inputs.items()
+    }
+    out = model.generate(
+        **prompt, max_new_tokens=PICTURE_NEW_TOKENS, do_sample=False, suppress_tokens=[IMAGE, VIDEO],
+        output_scores=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    lead = min(float(-np.diff(torch.topk(scores, 2).values.numpy()).max()) for scores in out.scores)
+    if lead < CLEAR:
+        raise ValueError(f"a greedy token leads by {lead:.1e} only: choose another seed")
+    return arrays | {"greedy": out.sequences.numpy()[:, arrays["tokens"].shape[1] :].astype(np.int32)}
+
+
+def part_of(gradient: np.ndarray) -> np.ndarray:
+    """At most 24 numbers of a gradient, as the file has it, at even distances."""
+    flat = gradient.reshape(-1)
+    return flat[:: -(-len(flat) // 24)]
+
+
+def save_vision(name: str) -> None:
+    """Writes the folder of a model that reads pictures."""
+    model, folder = build_vision(name, VISION_MODELS[name][0]), FOLDER / name
+    size = {"shortest_edge": (MERGE * PATCH) ** 2, "longest_edge": 64 * (MERGE * PATCH) ** 2}
+    processor = Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=MERGE, temporal_patch_size=FRAMES, size=size)
+    arrays = vision_reference(model, processor, VISION_MODELS[name][0])
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    np.savez_compressed(folder / "reference.npz", **arrays)
+
+
 def load(folder: Path) -> Any:
     """The model of a folder, in float32."""
+    if folder.name in VISION_MODELS:
+        return AutoModelForImageTextToText.from_pretrained(str(folder), dtype=torch.float32).eval()
     return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
 
 
@@ -216,14 +374,22 @@ def _ids(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array.astype(np.int64))
 
 
+def save(name: str) -> None:
+    """Writes the folder of a text model."""
+    seed, _, _, shard = MODELS[name]
+    model = build(name, seed)
+    arrays = reference(model, seed)
+    shutil.rmtree(FOLDER / name, ignore_errors=True)
+    model.save_pretrained(FOLDER / name, max_shard_size=shard)
+    np.savez_compressed(FOLDER / name / "reference.npz", **arrays)
+
+
 def main() -> None:
-    for name in sys.argv[1:] or MODELS:
-        seed, _, _, shard = MODELS[name]
-        model = build(name, seed)
-        arrays = reference(model, seed)
-        shutil.rmtree(FOLDER / name, ignore_errors=True)
-        model.save_pretrained(FOLDER / name, max_shard_size=shard)
-        np.savez_compressed(FOLDER / name / "reference.npz", **arrays)
+    for name in sys.argv[1:] or (*MODELS, *VISION_MODELS):
+        if name in VISION_MODELS:
+            save_vision(name)
+        else:
+            save(name)
         size = sum(file.stat().st_size for file in (FOLDER / name).iterdir())
         print(f"{name}: {size / 1024:.0f} KiB in {len(list((FOLDER / name).iterdir()))} files")
 

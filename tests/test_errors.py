@@ -522,10 +522,10 @@ SHARDS = '{"weight_map": {"model.norm.weight": "model-1.safetensors", "x": "mode
         (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
          "model holds no model.safetensors: convert it where torch is installed: python -c | save_pretrained(d)"),
     "of pictures":
-        (configured(model_type="qwen2_5_vl"), "'qwen2_5_vl' is a vision-language model: pictures | family qwen2"),
+        (configured(model_type="internvl_chat"), "'internvl_chat' is a vision-language model of a kind | family qwen2"),
     "of pictures, and new":
         (configured(model_type="new", vision_config={}, text_config={"model_type": "qwen3"}),
-         "'new' is a vision-language model | give a text model of the family qwen3"),
+         "'new' is a vision-language model | or a text model of the family qwen3"),
     "of pictures, and unknown":
         (configured(model_type="new", vision_config={}), "'new' is a vision-language model | model; there is gemma2"),
     "that is an adapter":

@@ -187,7 +187,7 @@ def test_load_and_its_loss_are_those_of_the_trained_tokens_alone():
     trained = batch.completion_mask & (np.arange(tiny.C) != 1)
     rows = batch.completions, np.broadcast_to(np.arange(tiny.C), trained.shape), batch.completion_mask.astype(int)
     run = jax.jit(partial(model.forward, collect=lambda routed: routed))
-    *_, routed = run(params, batch.prompts, batch.prompt_mask, *rows)
+    *_, routed = run(params, batch.prompt, *rows)
     chosen, p = np.asarray(routed.chosen)[:, trained], np.asarray(routed.probabilities)[:, trained]
     load = jax.jit(partial(forward.completion_logprobs_and_load, model, sampling=Sampling()))
     _, found = load(params, replace(batch, loss_mask=trained))

@@ -37,7 +37,7 @@ from jaxrl_llm.models import hf, hf_export, names, rope
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.vllm import weights
-from jaxrl_llm.structs import Batch, Prompts
+from jaxrl_llm.structs import Batch, Prompt, Prompts
 
 REFERENCES = Path(__file__).parent / "references"
 NAMES = (
@@ -88,7 +88,7 @@ def sharded_folder(tmp_path):
 @cache
 def flat_forward(model):
     """(params, tokens [B, S], mask) -> logits [B, S, V], compiled once for a model."""
-    return jax.jit(lambda params, *batch: model.logits(params, model.prefill(params, *batch)[0]))
+    return jax.jit(lambda params, *batch: model.logits(params, model.prefill(params, Prompt(*batch))[0]))
 
 
 def check_logits(model, params, arrays):
@@ -609,7 +609,7 @@ def test_a_config_of_another_architecture_names_those_supported(folder, family):
     line = error_of(hf.load_model, folder)
     assert str(folder / "config.json") in line
     assert "not supported" in line
-    assert "qwen2, qwen3" in line
+    assert "qwen2, qwen2_5_vl, qwen2_vl, qwen3" in line
     assert family is ... or repr(family) in line
 
 
@@ -668,7 +668,9 @@ def test_every_vision_model_is_said_to_be_one_with_a_family_that_trains_here():
     assert not set(hf.VISION) & set(hf.families())
     for family, text in hf.VISION.items():
         line = hf._unsupported(family, {}, hf.families())
-        assert line.startswith("is a vision-language model: pictures are not supported yet: give a text model")
+        assert line.startswith(
+            "is a vision-language model of a kind that is not supported: give one of qwen2_5_vl, qwen2_vl"
+        )
         assert line.endswith(f" of the family {text}" if text else ", ".join(hf.families()))
     assert hf._unsupported("bert", {}, ["llama"]) == "is not supported; there is llama"
 

@@ -36,7 +36,7 @@ from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.recipe import advice
 from jaxrl_llm.rollout.weights import Placing
 from jaxrl_llm.session.saved_run import SavedRun
-from jaxrl_llm.structs import PyTree
+from jaxrl_llm.structs import Prompt, PyTree
 from jaxrl_llm.tools import export
 
 ROOT = Path(__file__).parent.parent
@@ -229,7 +229,7 @@ def test_the_backward_pass_keeps_no_kernel_of_int8_as_floats(remat):
     base, tokens = lora.base_shapes(model.shapes()), jax.ShapeDtypeStruct((1, 4), jnp.int32)
 
     def total(adapters: PyTree, base: PyTree, tokens: jax.Array) -> jax.Array:
-        return model.prefill(lora.combine(base, adapters), tokens, jnp.ones((1, 4), bool))[0].sum()
+        return model.prefill(lora.combine(base, adapters), Prompt(tokens, jnp.ones((1, 4), bool)))[0].sum()
 
     needed = jax.jit(jax.grad(total)).lower(lora.shapes, base, tokens).compile().memory_analysis()
     kernels = sum(x.size for (x,) in _kernels(model.shapes()))
@@ -551,7 +551,8 @@ def test_peft_loads_the_adapters_and_computes_the_same_logits(changes, tmp_path)
     peft.save(tmp_path / "adapter", adapters, lora, str(folder))
     hf_export.save(tmp_path / "hf", whole, folder)
     tokens = np.random.default_rng(0).integers(0, model.cfg.vocab_size, (4, 24))
-    logits = jax.jit(lambda params: model.logits(params, model.prefill(params, tokens, np.ones_like(tokens, bool))[0]))
+    prompt = Prompt(tokens, np.ones_like(tokens, bool))
+    logits = jax.jit(lambda params: model.logits(params, model.prefill(params, prompt)[0]))
     ours = np.asarray(logits(whole))
     original = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():

@@ -29,7 +29,7 @@ from jaxrl_llm.learner.packing import pack
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder, last_state
-from jaxrl_llm.structs import Batch, PyTree, Rewards
+from jaxrl_llm.structs import Batch, Prompt, PyTree, Rewards
 from jaxrl_llm.train import steps
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +59,7 @@ def expected_scores(batch: Batch, prefill: Callable[..., Any], decoder: PyTree, 
         completion = batch.completions[b, g][batch.completion_mask[b, g]]
         text = np.concatenate([batch.prompts[b][batch.prompt_mask[b]], completion])
         texts[i, : len(text)], mask[i, : len(text)] = text, True
-    hidden, _ = prefill(decoder, texts, mask)
+    hidden, _ = prefill(decoder, Prompt(texts, mask))
     return (np.asarray(last_state(hidden, mask)) @ kernel).reshape(tiny.B, tiny.G)
 
 
@@ -154,7 +154,7 @@ def test_its_score_enters_the_reward_of_a_run(folder, tmp_path):
     scores = []
     for end in ([], [3]):  # the stop token is no text
         tokens = np.array([[*ids, *end]])
-        hidden, _ = jax.jit(model.prefill)(params, tokens, np.ones_like(tokens, bool))
+        hidden, _ = jax.jit(model.prefill)(params, Prompt(tokens, np.ones_like(tokens, bool)))
         scores.append(0.5 * float((np.asarray(hidden[0, -1]) @ readout["kernel"])[0]))
     right = {0.0, 1.0}
     assert min(abs(reward - score - r) for score in scores for r in right) < 1e-4

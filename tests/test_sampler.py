@@ -30,7 +30,7 @@ from jaxrl_llm.rollout.jax import compiled, layout, programs, sizes, stream
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.programs import Cache
 from jaxrl_llm.rollout.jax.scheduler import Scheduler
-from jaxrl_llm.structs import Batch, Prompts
+from jaxrl_llm.structs import Batch, Prompt, Prompts
 
 KINDS = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=5), Sampling(top_p=0.7), Sampling(1.3, 8, 0.9)]
 
@@ -113,7 +113,7 @@ def test_greedy_takes_the_best_token_every_time():
     model, params = tiny.model_and_params(scale=3.0)
     tokens, mask = tiny.prompts()
     for t in range(3):
-        hidden, _ = jax.jit(model.prefill)(params, tokens, mask)
+        hidden, _ = jax.jit(model.prefill)(params, Prompt(tokens, mask))
         best = np.argmax(model.logits(params, hidden[:, -1]), axis=-1)
         alive = rollouts.completion_mask[:, 0, t]
         np.testing.assert_array_equal(best[alive], rollouts.completions[:, 0, t][alive])
@@ -162,7 +162,7 @@ def test_the_first_token_of_a_real_rollout_follows_the_softmax():
     tokens, mask = (np.repeat(x[:1], tiny.B, axis=0) for x in tiny.prompts())
     rollouts = sample(group=512, length=1, stops=(), prompts=(tokens, mask))
     model, params = tiny.model_and_params(scale=3.0)
-    p = np.asarray(jax.nn.softmax(model.logits(params, model.prefill(params, tokens, mask)[0][0, -1])))
+    p = np.asarray(jax.nn.softmax(model.logits(params, model.prefill(params, Prompt(tokens, mask))[0][0, -1])))
     count = tiny.B * 512
     observed = np.bincount(np.asarray(rollouts.completions).ravel(), minlength=32) / count
     common = p > 5 / count

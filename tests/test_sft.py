@@ -17,6 +17,7 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.models import hf, new_model
+from jaxrl_llm.structs import Prompt
 from jaxrl_llm.tasks import encyclopedia
 
 ROOT = Path(__file__).parent.parent
@@ -79,7 +80,7 @@ def test_what_an_environment_says_changes_no_gradient_of_its_own(tmp_path):
     prompt = dataset(rows[:1]).ids[0].tolist()
     tokens = np.array([prompt + answer.tokens], np.int32)
     params = hf.load_params(FOLDER, model, mesh)
-    states = model.logits(params, model.prefill(params, tokens, np.ones_like(tokens, bool))[0])
+    states = model.logits(params, model.prefill(params, Prompt(tokens, np.ones_like(tokens, bool)))[0])
     chosen = np.take_along_axis(np.asarray(jax.nn.log_softmax(states))[0, :-1], tokens[0, 1:, None], axis=1)[:, 0]
     learned = np.array([False] * (len(prompt) - 1) + answer.learned)
     assert record["loss/sft"] == pytest.approx(-chosen[learned].mean(), rel=1e-4)

@@ -18,7 +18,7 @@ from jaxrl_llm.learner import forward, head, update
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import rope
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.structs import Batch, PyTree
+from jaxrl_llm.structs import Batch, Prompt, PyTree
 
 ONE = (1, 1, 1)
 score = jax.jit(forward.completion_logprobs, static_argnums=(0, 3))
@@ -30,7 +30,7 @@ def flat_logprobs(model, params, batch, sampling):
     repeat = partial(jnp.repeat, repeats=g, axis=0)
     tokens = jnp.concatenate([repeat(jnp.asarray(batch.prompts)), batch.completions.reshape(b * g, c)], axis=1)
     mask = jnp.concatenate([repeat(jnp.asarray(batch.prompt_mask)), batch.completion_mask.reshape(b * g, c)], axis=1)
-    logits = model.logits(params, model.prefill(params, tokens, mask)[0]) / sampling.temperature
+    logits = model.logits(params, model.prefill(params, Prompt(tokens, mask))[0]) / sampling.temperature
     before = batch.prompts.shape[1] - 1
     logprobs = jax.nn.log_softmax(logits[:, before : before + c])
     chosen = jnp.take_along_axis(logprobs, batch.completions.reshape(b * g, c, 1), axis=-1)
@@ -153,7 +153,7 @@ def test_entropy_is_that_of_the_softmax():
     model, params = tiny.model_and_params()
     batch = tiny.batch()
     _, entropy = score(model, params, batch, Sampling())
-    hidden = jax.jit(model.prefill)(params, batch.prompts, batch.prompt_mask)[0][:, -1]
+    hidden = jax.jit(model.prefill)(params, batch.prompt)[0][:, -1]
     p = np.asarray(jax.nn.softmax(model.logits(params, hidden)))
     np.testing.assert_allclose(entropy[:, 0, 0], -(p * np.log(p)).sum(-1), atol=1e-5)
 

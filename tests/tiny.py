@@ -37,7 +37,7 @@ CONFIG = DecoderConfig(
 GEMMA = replace(
     CONFIG, layers=3, qkv_bias=False, output_bias=True, mlp_bias=True, qk_norm=True, activation="gelu_pytorch_tanh",
     window=4, local=(True, False, True), local_rope=plain(10.0, 8), score_size=12, soft_cap=3.0, final_soft_cap=6.0,
-    scaled_embedding=True, centered_norms=True, post_norms=True,
+    gemma=True, post_norms=True,
 )  # fmt: skip
 CONFIGS = {"qwen2": CONFIG, "gemma": GEMMA}
 B, G, P, C = 8, 4, 6, 5

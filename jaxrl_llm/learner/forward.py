@@ -50,17 +50,17 @@ def over_rows(
 
     if parts == 1:
         rows, collect = _rows(batch, index), partial(_load, _in_rows(batch.loss_mask, index))
-        prompt_hidden, hidden, load = model.forward(params, batch.prompts, batch.prompt_mask, *rows, collect)
+        prompt_hidden, hidden, load = model.forward(params, batch.prompt, *rows, collect)
         first = last_state(prompt_hidden, batch.prompt_mask)
         return _in_order(values_of_rows(first, hidden, rows), index, batch), load
-    prompt_hidden, prefix = model.prefill(params, batch.prompts, batch.prompt_mask)
+    prompt_hidden, prefix = model.prefill(params, batch.prompt)
     # Their gradients are sums over the parts, which must happen in float32.
     first, prefix = jax.tree.map(jnp.float32, (last_state(prompt_hidden, batch.prompt_mask), prefix))
 
     def part(index: Array) -> tuple[PyTree, Load | None]:
         rows, collect = _rows(batch, index), partial(_load, _in_rows(batch.loss_mask, index))
         shared = jax.tree.map(lambda x: x.astype(model.cfg.dtype), prefix)
-        hidden, load = model.extend(params, shared, batch.prompt_mask, *rows, collect)
+        hidden, load = model.extend(params, shared, batch.prompt, *rows, collect)
         return values_of_rows(first, hidden, rows), load
 
     size = -(-index.shape[1] // parts)

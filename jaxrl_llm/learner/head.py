@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.algorithms.sampling import Sampling, token_logprobs_and_residuals, token_logprobs_gradient
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.models.attention import bounded
+from jaxrl_llm.models.attention import bounded, without
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, PyTree
 
@@ -77,8 +77,9 @@ def _backward(
                 sampling, (logits, token, log_total, entropy), (logprob_gradient, entropy_gradient)
             )
             if cap := model.cfg.final_soft_cap:
-                # The derivative of cap * tanh(x / cap).
-                logit_gradients = logit_gradients * (1 - jnp.square(logits / cap))
+                # The derivative of cap * tanh(x / cap). At tokens without probability it would be 0 x -inf.
+                finite = without(logits, model.cfg.never, 0.0)
+                logit_gradients = logit_gradients * (1 - jnp.square(finite / cap))
             logit_gradients = logit_gradients.astype(model.cfg.dtype)
             # Sums over chunks, and over devices, are in float32.
             return kernel_gradient + _product(model, x.T, logit_gradients), _product(
@@ -104,7 +105,7 @@ def _product(model: Decoder, x: Array, y: Array) -> jax.Array:
 
 
 def _logits(model: Decoder, states: Array, kernel: Array) -> jax.Array:
-    return bounded(_product(model, states, kernel), model.cfg.final_soft_cap)
+    return without(bounded(_product(model, states, kernel), model.cfg.final_soft_cap), model.cfg.never)
 
 
 def _chunks(model: Decoder, kernel: Array, *arrays: Array) -> tuple[jax.Array, ...]:

@@ -28,6 +28,13 @@ DEVICE, HOST = "device", "pinned_host"  # kinds of memory
 
 # The first match counts. Parameters of `layers/` have a leading layer axis L, which is never sharded.
 RULES: tuple[tuple[str, P], ...] = (
+    # The tower is not split over tensor: each of its devices runs the whole tower on its prompts. Over fsdp, the width
+    # is split.
+    (r"visual/patches/kernel$", P(None, None, None, None, "fsdp")),  # [columns, rows, frames, channels, E]
+    (r"visual/layers/mlp/down/kernel$", P(None, None, "fsdp")),  # [L, in, E]
+    (r"visual/layers/.*kernel$", P(None, "fsdp")),  # [L, E, out]
+    (r"visual/merger/.*kernel$", P("fsdp")),  # [E * patches of a token, out]
+    (r"visual/", P()),
     (r"embed/embedding$", P("tensor", "fsdp")),  # [V, D]
     (r"head/kernel$", P("fsdp", "tensor")),  # [D, V]
     (r"experts/router/kernel$", P()),  # [L, D, experts]

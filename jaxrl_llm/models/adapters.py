@@ -90,6 +90,7 @@ class Adapters:
     leaves: PyTree  # the model's tree, with an `Init` for each array in the place of an adapted kernel
     modules: dict[str, str]  # path of an adapted layer of weights -> its name in checkpoints, with {} for the layer
     in_int8: frozenset[str]  # paths of the kernels of the base that are kept in int8
+    without: str = ""  # what the names of modules contain that get no adapter, whatever their last part is
 
     @property
     def shapes(self) -> PyTree:
@@ -139,7 +140,9 @@ def make_adapters(kind: AdapterKind, kernels: Mapping[str, tuple[int, ...]], tab
         node = reduce(lambda node, part: node.setdefault(part, {}), path.split("/")[:-1], leaves)
         node |= kind.leaves(*kernels[path])
     names = {path.removesuffix("/kernel"): modules[path] for path in adapted}
-    return Adapters(kind, leaves, names, frozenset(kernels if kind.base_dtype else ()))
+    # Modules of the tower may be called as those of the layers.
+    tower = "visual" if any(path.startswith("visual/") for path in table) else ""
+    return Adapters(kind, leaves, names, frozenset(kernels if kind.base_dtype else ()), tower)
 
 
 def int8(kernel: AnyArray) -> QArray:

@@ -7,7 +7,7 @@ Keys are stored head-major, so that each product is a batched matrix product wit
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -77,6 +77,15 @@ def attend(
 def bounded(x: Array, soft_cap: float) -> jax.Array:
     """Returns soft_cap * tanh(x / soft_cap), or x if soft_cap is 0."""
     return soft_cap * jnp.tanh(x / soft_cap) if soft_cap else x
+
+
+def without(logits: Array, tokens: tuple[int, ...], value: float = -jnp.inf) -> jax.Array:
+    """Returns logits [..., V] that are `value` at these tokens."""
+    if not tokens:
+        return logits
+    # A comparison for each, which the compiler fuses: a mask would be a constant of the size of the vocabulary.
+    at = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return jnp.where(reduce(jnp.logical_or, [at == token for token in tokens]), value, logits)
 
 
 def causal_within(segment_ids: Array, window: int = 0) -> jax.Array:

@@ -31,11 +31,11 @@ class Attention(nnx.Module):
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
         self.cfg = cfg
-        linear = partial(_linear, cfg, rngs=rngs)
-        self.query = linear(cfg.width, cfg.heads * cfg.head_dim, use_bias=cfg.qkv_bias)
-        self.key = linear(cfg.width, cfg.kv_heads * cfg.head_dim, use_bias=cfg.qkv_bias)
-        self.value = linear(cfg.width, cfg.kv_heads * cfg.head_dim, use_bias=cfg.qkv_bias)
-        self.output = linear(cfg.heads * cfg.head_dim, cfg.width, use_bias=cfg.output_bias)
+        project = partial(linear, cfg, rngs=rngs)
+        self.query = project(cfg.width, cfg.heads * cfg.head_dim, use_bias=cfg.qkv_bias)
+        self.key = project(cfg.width, cfg.kv_heads * cfg.head_dim, use_bias=cfg.qkv_bias)
+        self.value = project(cfg.width, cfg.kv_heads * cfg.head_dim, use_bias=cfg.qkv_bias)
+        self.output = project(cfg.heads * cfg.head_dim, cfg.width, use_bias=cfg.output_bias)
         if cfg.qk_norm:
             self.query_norm = _norm(cfg, cfg.head_dim, rngs=rngs)
             self.key_norm = _norm(cfg, cfg.head_dim, rngs=rngs)
@@ -64,11 +64,11 @@ class MLP(nnx.Module):
     """SwiGLU or GeGLU (arXiv 2002.05202)."""
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
-        linear = partial(_linear, cfg, rngs=rngs, use_bias=cfg.mlp_bias)
+        project = partial(linear, cfg, rngs=rngs, use_bias=cfg.mlp_bias)
         self.activation = cfg.activation
-        self.gate = linear(cfg.width, cfg.mlp_width)
-        self.up = linear(cfg.width, cfg.mlp_width)
-        self.down = linear(cfg.mlp_width, cfg.width)
+        self.gate = project(cfg.width, cfg.mlp_width)
+        self.up = project(cfg.width, cfg.mlp_width)
+        self.down = project(cfg.mlp_width, cfg.width)
 
     def __call__(self, x: Array) -> jax.Array:
         return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
@@ -128,7 +128,7 @@ class EmbedAndHead(nnx.Module):
         self.embed = nnx.Embed(cfg.vocab_size, cfg.width, embedding_init=init, rngs=rngs)
         self.norm = _norm(cfg, cfg.width, rngs=rngs)
         if not cfg.tied_head:
-            self.head = _linear(cfg, cfg.width, cfg.vocab_size, rngs=rngs)
+            self.head = linear(cfg, cfg.width, cfg.vocab_size, rngs=rngs)
 
 
 class Linear(nnx.Linear):
@@ -168,11 +168,11 @@ class Linear(nnx.Linear):
         return jax.lax.optimization_barrier(product).T
 
 
-def _linear(cfg: DecoderConfig, din: int, dout: int, *, rngs: nnx.Rngs, use_bias: bool = False) -> Linear:
+def linear(cfg: DecoderConfig, din: int, dout: int, *, rngs: nnx.Rngs, use_bias: bool = False) -> Linear:
     return Linear(cfg, din, dout, use_bias=use_bias, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
 
 
 def _norm(cfg: DecoderConfig, size: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm | CenteredNorm:
-    if cfg.centered_norms:
+    if cfg.gemma:
         return CenteredNorm(cfg, size)
     return nnx.RMSNorm(size, epsilon=cfg.norm_eps, dtype=jnp.dtype(cfg.dtype), rngs=rngs)

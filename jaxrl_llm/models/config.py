@@ -19,6 +19,38 @@ class Mixture:
 
 
 @dataclass(frozen=True)
+class VisionConfig:
+    """Sizes of the tower of a vision-language model (`vision.Tower`)."""
+
+    depth: int
+    width: int
+    heads: int
+    mlp_width: int
+    patch: int  # pixels of a side
+    merge: int  # patches of a side of a merged token, which is a token of a prompt
+    frames: int  # of a patch: a picture is a film of equal frames
+    activation: str  # of the MLP
+    gated: bool  # the MLP has a gate
+    centered: bool  # norms subtract the mean, and have a bias
+    window: int = 0  # merged tokens of a side of a window; 0: each patch sees its whole picture in all layers
+    full: tuple[int, ...] = ()  # layers in which a patch sees its whole picture
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    never: tuple[int, ...] = ()  # tokens that stand for pictures: none is sampled
+    # Of the channels of pixels between 0 and 1; preprocessor_config.json has them.
+    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
+    std: tuple[float, ...] = (1.0, 1.0, 1.0)
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def window_patches(self) -> int:
+        return (self.window * self.merge) ** 2
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """Sizes and arithmetic of a decoder.
 
@@ -48,10 +80,10 @@ class DecoderConfig:
     score_size: float | None = None  # scores are divided by its square root; None: head_dim
     soft_cap: float = 0.0  # bound of attention scores: cap * tanh(score / cap); 0: none
     final_soft_cap: float = 0.0  # bound of logits, likewise
-    scaled_embedding: bool = False  # the embedding is multiplied by the square root of the width
-    centered_norms: bool = False  # the factor of a norm is 1 + scale
+    gemma: bool = False  # the embedding is multiplied by the square root of the width, a norm has the factor 1 + scale
     post_norms: bool = False  # attention and MLP also have a norm behind them
     mixture: Mixture | None = None  # experts instead of an MLP
+    vision: VisionConfig | None = None  # None: a text model
     # Arithmetic, not architecture: the same parameters serve all values of these fields.
     dtype: str = "float32"  # of activations and matrix products; parameters stay float32
     remat: str = "none"  # rematerialization in the backward pass: none | dots | full
@@ -62,6 +94,11 @@ class DecoderConfig:
     def kinds(self) -> tuple[bool, ...]:
         """For each layer, whether it is local."""
         return self.local or (False,) * self.layers
+
+    @property
+    def never(self) -> tuple[int, ...]:
+        """Tokens that have the probability 0, in sampling and in scoring."""
+        return self.vision.never if self.vision else ()
 
     @property
     def precision(self) -> jax.lax.Precision | None:

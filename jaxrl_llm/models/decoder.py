@@ -28,12 +28,15 @@ from jaxrl_llm.models.attention import (
     in_prompt,
     prompt_positions,
     token_major,
+    without,
 )
 from jaxrl_llm.models.blocks import Block, EmbedAndHead, Linear
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.experts import Routing
 from jaxrl_llm.models.rope import rotary
-from jaxrl_llm.structs import Array, PyTree
+from jaxrl_llm.models.skeleton import Skeleton, parameters, recomputed
+from jaxrl_llm.models.vision import Tower
+from jaxrl_llm.structs import Array, Images, Prompt, PyTree
 
 # What to keep of a layer's routing of completion rows [B, N, T, ...].
 Collect: TypeAlias = Callable[[Routing], PyTree]
@@ -66,7 +69,7 @@ class PerKind(NamedTuple):
 
 
 class Decoder:
-    """Pure functions over a parameter tree {"layers", "embed", "norm", "head"}.
+    """Pure functions over a parameter tree {"layers", "embed", "norm", "head", "visual"}; some have no head or tower.
 
     "layers" is either stacked [L, ...] and scanned (training), so that XLA compiles one layer, or a list of layers
     from `unstack` (sampling), because a scan would copy each layer's slice of the stack for every token.
@@ -76,18 +79,18 @@ class Decoder:
     def __init__(self, cfg: DecoderConfig, mesh: Mesh | None = None):
         self.cfg = cfg
         self.mesh = mesh
-        # Only the structure, without arrays: parameters come as an argument of each call.
-        self._block_def, self._block_state = nnx.split(nnx.eval_shape(lambda: Block(cfg, nnx.Rngs(0), mesh)))
-        self._embed_and_head_def, self._embed_and_head_state = nnx.split(
-            nnx.eval_shape(lambda: EmbedAndHead(cfg, nnx.Rngs(0)))
-        )
+        self._block = Skeleton(lambda: Block(cfg, nnx.Rngs(0), mesh))
+        self._ends = Skeleton(lambda: EmbedAndHead(cfg, nnx.Rngs(0)))
+        self._tower = Tower(cfg, cfg.vision, mesh) if cfg.vision else None
 
     def init(self, key: Array) -> PyTree:
         """Initializes float32 parameters; kernels and embedding are normal(0, 0.02)."""
         block_key, ends_key = jax.random.split(key)
         # One layer is traced, and vmap stacks it: the program does not grow with the number of layers.
-        blocks = jax.vmap(lambda k: _pure(Block(self.cfg, nnx.Rngs(k))))(jax.random.split(block_key, self.cfg.layers))
-        return {"layers": blocks, **_pure(EmbedAndHead(self.cfg, nnx.Rngs(ends_key)))}
+        block = lambda k: parameters(Block(self.cfg, nnx.Rngs(k)))  # noqa: E731
+        blocks = jax.vmap(block)(jax.random.split(block_key, self.cfg.layers))
+        params = {"layers": blocks, **parameters(EmbedAndHead(self.cfg, nnx.Rngs(ends_key)))}
+        return params | {"visual": self._tower.init(jax.random.fold_in(key, 2))} if self._tower else params
 
     def shapes(self) -> PyTree:
         """Shapes and dtypes of the parameter tree."""
@@ -103,13 +106,13 @@ class Decoder:
 
     def adapters(self, kind: AdapterKind) -> Adapters:
         """Returns adapters beside kernels of the layers. Raises: UserError, if the targets are in no name of one."""
-        nodes = nnx.iter_graph(nnx.merge(self._block_def, self._block_state))
+        nodes = nnx.iter_graph(self._block.empty)
         kernels = {
             f"layers/{'/'.join(map(str, path))}/kernel": (self.cfg.layers, *node.kernel.get_value().shape)
             for path, node in nodes
             if isinstance(node, Linear)
         }
-        return make_adapters(kind, kernels, names.family_table(self.cfg.family))
+        return make_adapters(kind, kernels, names.module_table(self.cfg.family))
 
     def as_used(self, params: PyTree) -> PyTree:
         """Casts parameters to the dtype of their products. Norms and routers compute in float32, and stay in it.
@@ -122,14 +125,14 @@ class Decoder:
     def used_dtypes(self, params: PyTree) -> PyTree:
         """Returns the dtype of each parameter after `as_used`; `params` may be shapes."""
         # A kernel in int8 has integers and scales.
-        stays = lambda path: path_name(path).endswith(("scale", "qvalue", "router/kernel"))  # noqa: E731
+        stays = lambda path: path_name(path).endswith(("scale", "norm/bias", "qvalue", "router/kernel"))  # noqa: E731
         dtype = lambda path, x: jnp.dtype(x.dtype if stays(path) else self.cfg.dtype)  # noqa: E731
         return jax.tree_util.tree_map_with_path(dtype, params)
 
-    def prefill(self, params: PyTree, tokens: Array, mask: Array) -> tuple[jax.Array, Any]:
+    def prefill(self, params: PyTree, prompt: Prompt) -> tuple[jax.Array, Any]:
         """Runs prompts [B, P] -> hidden [B, P, D], and the keys and values [B, K, P, h] of each layer."""
-        angles = self._angles(prompt_positions(mask))
-        attend_packed = self._attend_packed(mask[:, None].astype(jnp.int32))
+        angles = self._angles(_prompt_places(prompt))
+        attend_packed = self._attend_packed(prompt.mask[:, None].astype(jnp.int32))
 
         def layer(x: Array, local: Array | bool, params_l: PyTree) -> tuple[Array, KeyValue]:
             block = self._block(params_l)
@@ -137,14 +140,13 @@ class Decoder:
             x, _ = block.finish(x, token_major(attend_packed(local, query, keys_values)))
             return x, _without_row_axis(keys_values)
 
-        x, prefix = self._through(layer, self._embed(params, tokens[:, None]), params["layers"])
+        x, prefix = self._through(layer, self._embed(params, prompt.tokens[:, None], prompt.images), params["layers"])
         return self._embed_and_head(params).norm(x)[:, 0], prefix
 
     def forward(
         self,
         params: PyTree,
-        prompts: Array,
-        prompt_mask: Array,
+        prompt: Prompt,
         tokens: Array,
         positions: Array,
         segment_ids: Array,
@@ -156,7 +158,7 @@ class Decoder:
         of a row. Each matrix product covers the tokens of prompts and rows together.
         collected: what `collect` makes of the routing of the rows, with a leading axis for layers; None: no experts.
         """
-        length = prompts.shape[1]
+        length = prompt.tokens.shape[1]
 
         def join(x_prompts: Array, x_rows: Array) -> jax.Array:
             """[B, 1, P, ...] and [B, N, T, ...] -> [B, 1, P + N * T, ...]."""
@@ -167,22 +169,22 @@ class Decoder:
             return x[:, :, :length], x[:, :, length:].reshape(*tokens.shape, *x.shape[3:])
 
         # Padding has no position: a completion goes on where the real tokens of its prompt end.
-        after_prompt = jnp.sum(prompt_mask, axis=-1)[:, None, None] + positions
-        angles = self._angles(join(prompt_positions(prompt_mask), after_prompt))
-        attend_prompts = self._attend_packed(prompt_mask[:, None].astype(jnp.int32))
-        attend_packed = self._attend_packed(segment_ids, prompt_mask, after_prompt)
+        after_prompt = jnp.sum(prompt.mask, axis=-1)[:, None, None] + positions
+        angles = self._angles(join(*_places(prompt, positions, after_prompt)))
+        attend_prompts = self._attend_packed(prompt.mask[:, None].astype(jnp.int32))
+        attend_packed = self._attend_packed(segment_ids, prompt.mask, after_prompt)
 
         def layer(x: Array, local: Array | bool, params_l: PyTree) -> tuple[Array, PyTree]:
             block = self._block(params_l)
             x_prompts, x_rows = zip(*(split(y) for y in block.project(x, angles.of(local))), strict=True)
             # Prompts first: the rows of a group read these very keys and values, and gradients flow back through them.
-            query, prompt = head_major(*x_prompts)
-            from_prompts = attend_prompts(local, query, prompt)
-            from_packed = attend_packed(local, *head_major(*x_rows), _without_row_axis(prompt))
+            query, prefix = head_major(*x_prompts)
+            from_prompts = attend_prompts(local, query, prefix)
+            from_packed = attend_packed(local, *head_major(*x_rows), _without_row_axis(prefix))
             x, routing = block.finish(x, join(token_major(from_prompts), token_major(from_packed)))
             return x, _collected(collect, jax.tree.map(lambda y: split(y)[1], routing))
 
-        x = self._embed(params, join(prompts[:, None], tokens), by_width=True)
+        x = self._embed(params, join(prompt.tokens[:, None], tokens), prompt.images, by_width=True)
         x, collected = self._through(layer, x, params["layers"])
         x_prompts, x_rows = split(self._embed_and_head(params).norm(x))
         return x_prompts[:, 0], x_rows, collected
@@ -191,20 +193,20 @@ class Decoder:
         self,
         params: PyTree,
         prefix: Any,
-        prompt_mask: Array,
+        prompt: Prompt,
         tokens: Array,
         positions: Array,
         segment_ids: Array,
         collect: Collect | None = None,
     ) -> tuple[jax.Array, PyTree]:
         """Runs rows [B, N, T], as `forward`, after the prompts of `prefill` -> hidden [B, N, T, D], collected."""
-        after_prompt = jnp.sum(prompt_mask, axis=-1)[:, None, None] + positions
-        angles = self._angles(after_prompt)
-        attend_packed = self._attend_packed(segment_ids, prompt_mask, after_prompt)
+        after_prompt = jnp.sum(prompt.mask, axis=-1)[:, None, None] + positions
+        angles = self._angles(after_prompt if prompt.images is None else prompt.images.end[:, None, None] + positions)
+        attend_packed = self._attend_packed(segment_ids, prompt.mask, after_prompt)
 
-        def layer(x: Array, local: Array | bool, params_l: PyTree, prompt: KeyValue) -> tuple[Array, PyTree]:
+        def layer(x: Array, local: Array | bool, params_l: PyTree, prefix_l: KeyValue) -> tuple[Array, PyTree]:
             block = self._block(params_l)
-            attended = attend_packed(local, *head_major(*block.project(x, angles.of(local))), prompt)
+            attended = attend_packed(local, *head_major(*block.project(x, angles.of(local))), prefix_l)
             x, routing = block.finish(x, token_major(attended))
             return x, _collected(collect, routing)
 
@@ -220,6 +222,8 @@ class Decoder:
         attend: Callable[..., tuple[Array, Any]],
     ) -> tuple[jax.Array, list[Any], list[Any]]:
         """Runs the next tokens [B, N, T] of rows, at `positions` in their texts, with the parameters of `unstack`.
+
+        After a prompt with pictures, positions count from its `Images.end`.
 
         attend(local, query, keys and values of these tokens, cache of a layer) -> attended, and the cache with them.
         Returns hidden [B, N, T, D], the cache of each layer, and the experts [B, N, T, chosen] of each layer or None.
@@ -243,7 +247,7 @@ class Decoder:
             x.astype(self.cfg.dtype) for x in (hidden.reshape(-1, hidden.shape[-1]), self.head_kernel(params))
         )
         logits = jnp.matmul(flat, kernel, precision=self.cfg.precision, preferred_element_type=jnp.float32)
-        return bounded(logits, self.cfg.final_soft_cap).reshape(*hidden.shape[:-1], -1)
+        return without(bounded(logits, self.cfg.final_soft_cap), self.cfg.never).reshape(*hidden.shape[:-1], -1)
 
     def head_kernel(self, params: PyTree) -> jax.Array:
         """The head's kernel [D, V], in float32."""
@@ -318,43 +322,50 @@ class Decoder:
             def scanned_layer(x: Array, scanned: tuple[Any, ...]) -> tuple[Array, Any]:
                 return layer(x, kinds[0] if same else scanned[0], *scanned[1:])
 
-            return jax.lax.scan(self._remat(scanned_layer), x, (jnp.asarray(kinds), layers, *per_layer))
+            return jax.lax.scan(recomputed(scanned_layer, self.cfg.remat), x, (jnp.asarray(kinds), layers, *per_layer))
         collected = []
         for local, *scanned in zip(kinds, layers, *per_layer, strict=True):
             x, more = layer(x, local, *scanned)
             collected.append(more)
         return x, collected
 
-    def _embed(self, params: PyTree, tokens: Array, *, by_width: bool = False) -> jax.Array:
-        """by_width: the table is split over fsdp. Each device looks up its part of the width, and sends it on."""
+    def _embed(
+        self, params: PyTree, tokens: Array, images: Images | None = None, *, by_width: bool = False
+    ) -> jax.Array:
+        """Embeds tokens [B, N, T] -> [B, N, T, D]. images: of the prompts that begin the first row of each group.
+
+        by_width: the table is split over fsdp. Each device looks up its part of the width, and sends it on.
+        """
         # The cast follows the lookup: a frequent token's gradient sums thousands of rows, which must happen in float32.
         x = self._embed_and_head(params).embed(tokens).astype(self.cfg.dtype)
-        if self.cfg.scaled_embedding:
+        if self.cfg.gemma:
             # Rounded, as in transformers.
             x = x * jnp.asarray(self.cfg.width**0.5, self.cfg.dtype)
-        if self.mesh is None:
-            return x
-        if by_width and self.cfg.width % self.mesh.shape["fsdp"] == 0:
-            # Without it, and with a vocabulary split over tensor, each device would hold the rows of all devices.
-            x = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P("data", None, None, "fsdp")))
-        # Without the constraint XLA shards the width, as in the embedding, and each device holds all prompts.
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, BATCH))
+        if self.mesh is not None:
+            if by_width and self.cfg.width % self.mesh.shape["fsdp"] == 0:
+                # Without it, and with a vocabulary split over tensor, each device would hold the rows of all devices.
+                x = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P("data", None, None, "fsdp")))
+            # Without the constraint XLA shards the width, as in the embedding, and each device holds all prompts.
+            x = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, BATCH))
+        return x if images is None else self._with_pictures(params, x, images)
 
-    def _block(self, params: PyTree) -> Block:
-        return _merge(self._block_def, self._block_state, params)
+    def _with_pictures(self, params: PyTree, x: Array, images: Images) -> jax.Array:
+        """Replaces embeddings [B, N, T, D] of tokens that stand for pictures by the vectors of these."""
+        assert self._tower is not None
+        tower, (b, m) = self._tower, images.columns.shape
+        # Of the whole batch: one prompt with a picture costs as much as a picture in each.
+        vectors = jax.lax.cond(
+            jnp.any(images.segments > 0),
+            lambda: tower(params["visual"], images).astype(x.dtype),
+            lambda: jnp.zeros((b, m, self.cfg.width), x.dtype),
+        )
+        # Out of range, and so dropped: behind the prompt there may be completions.
+        columns = jnp.where(images.columns < images.positions.shape[-1], images.columns, x.shape[2])
+        replaced = jax.vmap(lambda row, at, vector: row.at[at].set(vector, mode="drop"))
+        return x.at[:, 0].set(replaced(x[:, 0], columns, vectors))
 
     def _embed_and_head(self, params: PyTree) -> EmbedAndHead:
-        return _merge(
-            self._embed_and_head_def, self._embed_and_head_state, {k: v for k, v in params.items() if k != "layers"}
-        )
-
-    def _remat(self, layer: Callable) -> Callable:
-        if self.cfg.remat == "none":
-            return layer
-        # "No batch dims": products with kernels are kept; those of attention, whose size grows with the square of the
-        # length, are not.
-        dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        return jax.checkpoint(layer, policy=dots if self.cfg.remat == "dots" else None)
+        return self._ends({name: leaf for name, leaf in params.items() if name not in ("layers", "visual")})
 
 
 def _collected(collect: Collect | None, routing: Routing | None) -> PyTree:
@@ -366,12 +377,19 @@ def _without_row_axis(prompt: KeyValue) -> KeyValue:
     return KeyValue(prompt.keys[:, :, 0], prompt.values[:, :, 0])
 
 
-def _pure(module: nnx.Module) -> PyTree:
-    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+def _prompt_places(prompt: Prompt) -> jax.Array:
+    """Positions of prompt tokens in the rotary embedding, [B, 1, P], or [B, 1, P, 3] in time, rows and columns."""
+    if prompt.images is None:
+        return prompt_positions(prompt.mask)
+    return jnp.moveaxis(prompt.images.positions, 1, 2)[:, None]
 
 
-def _merge(graphdef: Any, state: Any, params: PyTree) -> Any:
-    # A copy, because `replace_by_pure_dict` writes in place.
-    state = jax.tree.map(lambda x: x, state)
-    nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graphdef, state)
+def _places(prompt: Prompt, positions: Array, after_prompt: Array) -> tuple[jax.Array, jax.Array]:
+    """Positions of prompt tokens, and of the rows [B, N, T], or [B, N, T, 3], that go on after them.
+
+    A picture takes fewer positions than tokens. after_prompt counts tokens, as masks do.
+    """
+    if prompt.images is None:
+        return _prompt_places(prompt), after_prompt
+    rows = (prompt.images.end[:, None, None] + positions)[..., None]
+    return _prompt_places(prompt), jnp.broadcast_to(rows, (*positions.shape, 3))

@@ -39,8 +39,7 @@ def shared(settings: config_json.ConfigJson) -> dict[str, Any]:
     return {
         "activation": config_json.activation(settings, "hidden_activation"),
         "score_size": config_json.number(settings, "query_pre_attn_scalar", 256),
-        "scaled_embedding": True,
-        "centered_norms": True,
+        "gemma": True,
         "post_norms": True,
     }
 

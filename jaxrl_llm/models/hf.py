@@ -38,20 +38,23 @@ SETTINGS = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
-EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
+HEAD, SCORE = "lm_head.weight", "score.weight"
 HEADS = (HEAD, SCORE)  # a model that gives values has neither among its decoder's parameters
 # Vision-language models whose config.json does not name the family of their text model -> that family.
 VISION = {
     "internvl_chat": "qwen2",
     "mllama": "llama",
     "qwen2_5_omni": "qwen2",
-    "qwen2_5_vl": "qwen2",
-    "qwen2_vl": "qwen2",
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
 }
 ADAPTER = "adapter_config.json"  # of a folder that PEFT wrote
+# Of the channels of pictures, in CLIP and where a file says nothing.
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # in safetensors' words, and in those of config.json
 
 
@@ -147,7 +150,52 @@ def load_model(
         )
     _named_dtype(folder)
     module = importlib.import_module(f"jaxrl_llm.models.{family}")
-    return Decoder(replace(module.decoder_config(hf), dtype=dtype, remat=remat, row_parts=row_parts), mesh)
+    cfg = replace(module.decoder_config(hf), dtype=dtype, remat=remat, row_parts=row_parts)
+    if cfg.vision:
+        mean, std = pixel_scale(folder)
+        cfg = replace(cfg, vision=replace(cfg.vision, mean=mean, std=std))
+    return Decoder(cfg, mesh)
+
+
+def image_processor(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Returns the file with the settings of pictures, and these. That of version 5 of transformers comes first.
+
+    Raises: UserError, if there is none.
+    """
+    if (folder / PROCESSOR).is_file():
+        nested = read_config(folder, PROCESSOR).get("image_processor")
+        if isinstance(nested, dict):
+            return folder / PROCESSOR, nested
+    if not (folder / PREPROCESSOR).is_file():
+        raise UserError(f"{folder} has no {PREPROCESSOR}, which says how the model reads pictures: restore the file")
+    return folder / PREPROCESSOR, read_config(folder, PREPROCESSOR)
+
+
+def pixel_scale(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns mean and standard deviation of the channels of pixels between 0 and 1.
+
+    Raises: UserError, if they are no numbers, or pixels have another range.
+    """
+    file, settings = image_processor(folder)
+    factor = settings.get("rescale_factor", 1 / 255)
+    if not settings.get("do_rescale", True) or not isinstance(factor, float) or abs(factor * 255 - 1) > 1e-6:
+        raise UserError(f"{file}: rescale_factor is {factor!r}, and only 1/255 is supported: restore the file")
+    if not settings.get("do_normalize", True):
+        return (0.0,) * 3, (1.0,) * 3
+    scale: dict[str, tuple[float, ...]] = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
+    for name, usual in scale.items():
+        # Written by transformers only if it is not the usual one.
+        numbers = settings.get(name) or usual
+        if not isinstance(numbers, list | tuple) or [type(x) in (int, float) for x in numbers] != [True] * 3:
+            raise UserError(f"{file}: {name} is {numbers!r}, and must be three numbers: restore the file")
+        scale[name] = tuple(map(float, numbers))
+    return scale["image_mean"], scale["image_std"]
+
+
+def tensor_table(folder: Path) -> TensorNames:
+    """Returns the names of a folder's tensors. Raises: UserError, if a file of weights is missing or broken."""
+    family = read_config(folder)["model_type"]
+    return names.table_of(family, _index(folder) if any(folder.glob("*.safetensors")) else ())
 
 
 def _unsupported(family: str, settings: dict[str, Any], known: list[str]) -> str:
@@ -155,7 +203,8 @@ def _unsupported(family: str, settings: dict[str, Any], known: list[str]) -> str
         return f"is not supported; there is {', '.join(known)}"
     text = VISION.get(family) or (settings.get("text_config") or {}).get("model_type")
     other = f" of the family {text}" if text in known else f"; there is {', '.join(known)}"
-    return f"is a vision-language model: pictures are not supported yet: give a text model{other}"
+    seeing = ", ".join(name for name in known if "_vl" in name)
+    return f"is a vision-language model of a kind that is not supported: give one of {seeing}, or a text model{other}"
 
 
 def stored_dtype(folder: Path) -> np.dtype:
@@ -164,8 +213,9 @@ def stored_dtype(folder: Path) -> np.dtype:
     Raises: UserError, if we cannot write it.
     """
     name = _named_dtype(folder)
-    if any(folder.glob("*.safetensors")) and (file := _index(folder).get(EMBEDDING)):
-        name = DTYPES.get(file.get_slice(EMBEDDING).get_dtype(), name)
+    embedding = tensor_table(folder)["embed/embedding"]
+    if any(folder.glob("*.safetensors")) and (file := _index(folder).get(embedding)):
+        name = DTYPES.get(file.get_slice(embedding).get_dtype(), name)
     return jax.numpy.dtype(name)
 
 
@@ -248,7 +298,7 @@ def load_params(
     """
     where = _index(folder)
     shapes = model.shapes()
-    table = names.family_table(model.cfg.family)
+    table = names.table_of(model.cfg.family, where)
     used = {name: file for name, file in where.items() if name not in unused}
     _check_tensors(folder, used, shapes, table)
 
@@ -367,9 +417,10 @@ def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, table: T
                 f"{folder}: tensor {tensor} is {stored}, config.json makes it {shape}: use one checkpoint's files"
             )
     # A copy of the tied head is harmless. Another head would be dropped, and the model would say something else.
-    if HEAD in where and HEAD not in expected and not _equal(where, HEAD, EMBEDDING):
+    embedding = table["embed/embedding"]
+    if HEAD in where and HEAD not in expected and not _equal(where, HEAD, embedding):
         raise UserError(
-            f"{folder}: config.json ties the head to the embedding, but {HEAD} differs from {EMBEDDING}: "
+            f"{folder}: config.json ties the head to the embedding, but {HEAD} differs from {embedding}: "
             "set tie_word_embeddings to false in config.json"
         )
     # Older versions of transformers wrote both: a copy of a tied head, and constants of the rotary embedding.

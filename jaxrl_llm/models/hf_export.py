@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from jaxrl_llm.machine import disk, distributed, progress, sharding
 from jaxrl_llm.models import adapters, names
-from jaxrl_llm.models.hf import read_config, stored_dtype
+from jaxrl_llm.models.hf import stored_dtype, tensor_table
 from jaxrl_llm.models.names import TensorNames
 from jaxrl_llm.structs import Array, PyTree
 
@@ -33,7 +33,7 @@ def save(folder: Path, params: PyTree, source: Path) -> None:
     All processes call it, and the first one writes. An old `folder` is replaced as a whole.
     Raises: UserError, if the disk write fails.
     """
-    dtype, table = stored_dtype(source), names.family_table(read_config(source)["model_type"])
+    dtype, table = stored_dtype(source), tensor_table(source)
     if distributed.first():
         with disk.replacing(folder) as unfinished:
             _save(unfinished, params, source, dtype, table)

@@ -1,12 +1,13 @@
 """Names of the tensors in a Hugging Face checkpoint: parameter path -> tensor, with {} for the layer, and the expert.
 
-Kernels are transposed in the file. A family whose tensors have other names has a table NAMES in its module.
+Kernels have their axes in the opposite order in the file. A family whose tensors have other names has a table NAMES in
+its module, and if the modules of transformers have names beside it, MODULES: files may have either.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import product
 from typing import TypeAlias
 
@@ -58,10 +59,56 @@ EXPERTS = DENSE | {
     "layers/experts/down/kernel": "model.layers.{}.mlp.experts.{}.down_proj.weight",
 }
 
+# The tower of Qwen2-VL and Qwen2.5-VL.
+TOWER = {
+    "visual/patches/kernel": "visual.patch_embed.proj.weight",
+    "visual/layers/attention_norm/scale": "visual.blocks.{}.norm1.weight",
+    "visual/layers/attention_norm/bias": "visual.blocks.{}.norm1.bias",
+    "visual/layers/qkv/kernel": "visual.blocks.{}.attn.qkv.weight",
+    "visual/layers/qkv/bias": "visual.blocks.{}.attn.qkv.bias",
+    "visual/layers/output/kernel": "visual.blocks.{}.attn.proj.weight",
+    "visual/layers/output/bias": "visual.blocks.{}.attn.proj.bias",
+    "visual/layers/mlp_norm/scale": "visual.blocks.{}.norm2.weight",
+    "visual/layers/mlp_norm/bias": "visual.blocks.{}.norm2.bias",
+    "visual/layers/mlp/gate/kernel": "visual.blocks.{}.mlp.gate_proj.weight",
+    "visual/layers/mlp/gate/bias": "visual.blocks.{}.mlp.gate_proj.bias",
+    "visual/layers/mlp/up/kernel": "visual.blocks.{}.mlp.up_proj.weight",
+    "visual/layers/mlp/up/bias": "visual.blocks.{}.mlp.up_proj.bias",
+    "visual/layers/mlp/down/kernel": "visual.blocks.{}.mlp.down_proj.weight",
+    "visual/layers/mlp/down/bias": "visual.blocks.{}.mlp.down_proj.bias",
+    "visual/merger/norm/scale": "visual.merger.ln_q.weight",
+    "visual/merger/norm/bias": "visual.merger.ln_q.bias",
+    "visual/merger/up/kernel": "visual.merger.mlp.0.weight",
+    "visual/merger/up/bias": "visual.merger.mlp.0.bias",
+    "visual/merger/down/kernel": "visual.merger.mlp.2.weight",
+    "visual/merger/down/bias": "visual.merger.mlp.2.bias",
+}
+PREFIXES = {"visual.": "model.visual.", "model.": "model.language_model."}  # in files and in modules
+
+
+def modules(table: TensorNames) -> TensorNames:
+    """Returns the names of a vision-language model's tensors in the modules of transformers."""
+    renamed = dict(table)
+    for path, name in table.items():
+        prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
+        renamed[path] = PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+    return renamed
+
 
 def family_table(family: str) -> TensorNames:
     """Returns the table of a family: NAMES of its module in this package, or DENSE."""
     return getattr(importlib.import_module(f"jaxrl_llm.models.{family}"), "NAMES", DENSE)
+
+
+def module_table(family: str) -> TensorNames:
+    """Returns the table of a family with the names of modules in transformers, by which PEFT names adapters."""
+    return getattr(importlib.import_module(f"jaxrl_llm.models.{family}"), "MODULES", family_table(family))
+
+
+def table_of(family: str, tensors: Collection[str]) -> TensorNames:
+    """Returns the table of a family that has the names of a file's tensors."""
+    other = module_table(family)
+    return other if other["embed/embedding"] in tensors else family_table(family)
 
 
 def stacked(form: str) -> int:

@@ -61,6 +61,7 @@ def save(folder: Path, params: PyTree, adapters: Adapters, base: str) -> None:
 def settings(adapters: Adapters, base: str) -> dict[str, Any]:
     """Returns what adapter_config.json holds."""
     form = _form(adapters)
+    without = {"exclude_modules": rf".*\b{adapters.without}\b.*"} if adapters.without else {}
     return {
         "peft_type": form.type,
         "task_type": "CAUSAL_LM",
@@ -68,6 +69,7 @@ def settings(adapters: Adapters, base: str) -> dict[str, Any]:
         **{key: getattr(adapters.kind, field) for field, key in form.settings.items()},
         # The last part of the names: PEFT adapts every module whose name ends so, in all layers.
         "target_modules": sorted({module.rpartition(".")[2] for module in adapters.modules.values()}),
+        **without,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -22,6 +22,7 @@ class Rope:
 
     frequencies: tuple[float, ...]  # [h / 2] float32, radians per position
     scale: float = 1.0  # of cosine and sine
+    axes: tuple[int, ...] = ()  # [h / 2], for each frequency the axis of positions that have several; (): the first
 
 
 def plain(theta: float, size: int) -> Rope:
@@ -30,9 +31,11 @@ def plain(theta: float, size: int) -> Rope:
 
 
 def rotary(positions: Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine [B, N, T, h / 2] for positions [B, N, T]."""
+    """Cosine and sine [B, N, T, h / 2] for positions [B, N, T], or [B, N, T, 3] along several axes."""
     # In float32 whatever the model's dtype: bfloat16 cannot count positions above 256.
-    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(rope.frequencies, jnp.float32)[None, None, None]
+    at = positions.astype(jnp.float32)
+    at = at[..., np.array(rope.axes or (0,) * len(rope.frequencies))] if at.ndim == 4 else at[..., None]
+    angles = at * jnp.asarray(rope.frequencies, jnp.float32)[None, None, None]
     # A product with 1 would be one more operation in each program.
     if rope.scale == 1.0:
         return jnp.cos(angles), jnp.sin(angles)

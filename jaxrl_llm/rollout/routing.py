@@ -32,15 +32,17 @@ def _scored(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
     """The experts [L, B, G, C, chosen] of the trainer's pass."""
     mask = batch.completion_mask
     rows = batch.completions, jnp.broadcast_to(jnp.arange(mask.shape[-1])[None, None], mask.shape), mask.astype(int)
-    return model.forward(params, batch.prompts, batch.prompt_mask, *rows, lambda routing: routing.chosen)[2]
+    return model.forward(params, batch.prompt, *rows, lambda routing: routing.chosen)[2]
 
 
 def _decoded(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
     """The experts [L, B, G, C, chosen] of tokens that are decoded one after the other."""
     cfg, (b, g, c) = model.cfg, batch.completions.shape
-    _, prefix = model.prefill(params, batch.prompts, batch.prompt_mask)
+    _, prefix = model.prefill(params, batch.prompt)
     zeros = jnp.zeros((b, cfg.kv_heads, g, c, cfg.head_dim), cfg.dtype)
     prompt_tokens = jnp.sum(batch.prompt_mask, axis=-1)[:, None, None]
+    # A picture takes fewer positions than tokens.
+    end = prompt_tokens if batch.images is None else batch.images.end[:, None, None]
 
     def step(cache: Any, token_and_place: tuple[Array, Array]) -> tuple[Any, jax.Array]:
         tokens, t = token_and_place
@@ -61,7 +63,8 @@ def _decoded(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
                 prompt,
             )
 
-        _, cache, chosen = model.step(params, tokens[..., None], positions, cache, attend_layer)
+        turned = jnp.broadcast_to(end + t, (b, g, 1))
+        _, cache, chosen = model.step(params, tokens[..., None], turned, cache, attend_layer)
         return cache, jnp.stack(chosen)[:, :, :, 0]
 
     cache = [(KeyValue(zeros, zeros), prompt) for prompt in prefix]

@@ -22,7 +22,7 @@ from jaxrl_llm.models.decoder import Decoder, last_state
 from jaxrl_llm.models.paged_attention import Pages
 from jaxrl_llm.rollout.jax.reading import Hiding, Reading, lead, local_part, make_attend, on_devices
 from jaxrl_llm.rollout.jax.sizes import ROUND, StreamSizes
-from jaxrl_llm.structs import AnyArray, Array, PyTree
+from jaxrl_llm.structs import AnyArray, Array, Prompt, PyTree
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def prefill(
     """
     (d, n, width), cfg = prompts.tokens.shape, model.cfg
     flat = prompts.mask.reshape(d * n, width)
-    hidden, prefix = model.prefill(params, prompts.tokens.reshape(d * n, width), flat)
+    hidden, prefix = model.prefill(params, Prompt(prompts.tokens.reshape(d * n, width), flat))
     logits = model.logits(params, last_state(hidden, flat)).reshape(d, n, -1)
     numbers = prompts.number[..., None] + jnp.arange(fixed.group)[None, None]
     uniform = uniform_numbers(key, numbers, jnp.zeros_like(numbers))

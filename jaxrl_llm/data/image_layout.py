@@ -1,0 +1,153 @@
+"""Where pictures are in prompts: expanded token ids, positions (M-RoPE), and patches in the order of the tower.
+
+A picture of H x W merged tokens is one token in an encoded prompt, and H W of them, row by row, after `expand`.
+Patches: those of a merged token are neighbours, row by row. Merged tokens: row by row, or window by window, with each
+window padded to its largest size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl_llm.data.images import Grid, ImageFormat
+from jaxrl_llm.structs import Images
+
+
+class Layout(NamedTuple):
+    """Where the pictures of one prompt of T tokens are. n: its patches with those of padding; m: n / merge^2."""
+
+    positions: np.ndarray  # [3, T] int32: time, row, column
+    end: int  # position of the token after the prompt
+    columns: np.ndarray  # [m] int32, index of each merged token in the prompt; -1: padding
+    places: np.ndarray  # [n, 2] int32, row and column of each patch in its picture; 0 in padding
+    segments: np.ndarray  # [n] int32, number of the picture from 1; 0: padding
+
+
+def expand(tokens: np.ndarray, grids: Sequence[Grid], form: ImageFormat) -> np.ndarray:
+    """Returns the token ids with each picture's token repeated for its merged tokens.
+
+    Raises: ValueError, if there is not one token for each picture.
+    """
+    at = np.flatnonzero(tokens == form.image_token)
+    if len(at) != len(grids):
+        raise ValueError(f"{len(at)} tokens stand for {len(grids)} pictures")
+    repeats = np.ones(len(tokens), np.int64)
+    repeats[at] = [rows * columns for rows, columns in grids]
+    return np.repeat(tokens, repeats)
+
+
+def collapse(tokens: np.ndarray, grids: Sequence[Grid], form: ImageFormat) -> np.ndarray:
+    """Returns the token ids before `expand`, as engines take them that expand themselves."""
+    stays = np.ones(len(tokens), bool)
+    for start, (rows, columns) in zip(_starts(tokens, grids, form), grids, strict=True):
+        stays[start + 1 : start + rows * columns] = False
+    return tokens[stays]
+
+
+def _starts(tokens: np.ndarray, grids: Sequence[Grid], form: ImageFormat) -> list[int]:
+    """Returns the index of the first token of each picture in an expanded prompt. Raises: ValueError."""
+    at = np.flatnonzero(tokens == form.image_token)
+    sizes = [rows * columns for rows, columns in grids]
+    if len(at) != sum(sizes):
+        raise ValueError(f"{len(at)} tokens stand for pictures of {sum(sizes)} tokens")
+    # Pictures without text between them are neighbours: only their sizes tell them apart.
+    return [int(at[k]) for k in np.cumsum([0, *sizes])[:-1]]
+
+
+def lay_out(tokens: np.ndarray, grids: Sequence[Grid], form: ImageFormat) -> Layout:
+    """Returns where the pictures of an expanded prompt are. Raises: ValueError, if it is not expanded for these grids.
+
+    Text at position p has (p, p, p). The tokens of a picture that begins at p have (p, p + row, p + column), and the
+    text after it begins at p + max(H, W).
+    """
+    starts = _starts(tokens, grids, form)
+    positions = np.empty((3, len(tokens)), np.int32)
+    blocks, places, segments = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int32)], [np.zeros(0, np.int32)]
+    begin = position = 0  # tokens and positions before this place
+    for number, (start, grid) in enumerate(zip(starts, grids, strict=True), 1):
+        positions[:, begin:start] = position + np.arange(start - begin)
+        position += start - begin
+        row, column = (x.ravel() for x in np.indices(grid))
+        size = len(row)
+        zero = np.zeros_like(row)
+        steps = [zero, row, column] if form.planes else [np.arange(size)] * 3
+        positions[:, start : start + size] = position + np.stack(steps)
+        position += max(grid) if form.planes else size
+        begin = start + size
+        order = _order(grid, form.window)
+        inside = np.repeat(order >= 0, form.merge**2)
+        places.append(np.where(inside[:, None], _places(grid, form.merge)[order].reshape(-1, 2), 0))
+        segments.append(np.where(inside, number, 0))
+        blocks.append(np.where(order >= 0, start + order, -1))
+    positions[:, begin:] = position + np.arange(len(tokens) - begin)
+    end = position + len(tokens) - begin
+    columns, where, numbers = (np.concatenate(x).astype(np.int32) for x in (blocks, places, segments))
+    return Layout(positions, end, columns, where, numbers)
+
+
+def _order(grid: Grid, window: int) -> np.ndarray:
+    """Returns the merged tokens of a picture in the order of the tower, by their number row by row; -1: padding."""
+    numbers = np.arange(grid[0] * grid[1]).reshape(grid)
+    if not window:
+        return numbers.ravel()
+    numbers = np.pad(numbers, [(0, -side % window) for side in grid], constant_values=-1)
+    rows, columns = (side // window for side in numbers.shape)
+    windows = numbers.reshape(rows, window, columns, window).swapaxes(1, 2).reshape(-1, window**2)
+    # Stable: the tokens of a window stay row by row, and its padding is last.
+    return np.take_along_axis(windows, np.argsort(windows < 0, axis=1, kind="stable"), 1).ravel()
+
+
+def _places(grid: Grid, merge: int) -> np.ndarray:
+    """Returns row and column [H W, merge^2, 2] of the patches of each merged token."""
+    tokens, inner = (np.indices(shape).reshape(2, -1).T for shape in (grid, (merge, merge)))
+    return merge * tokens[:, None] + inner
+
+
+def patch_count(grids: Sequence[Grid], form: ImageFormat) -> int:
+    """Returns the number of patches of a prompt's pictures, with those that pad windows."""
+    w = form.window or 1
+    return sum(-(-rows // w) * -(-columns // w) for rows, columns in grids) * (w * form.merge) ** 2
+
+
+def patches(image: np.ndarray, form: ImageFormat) -> np.ndarray:
+    """Returns the patches [n, 3 patch^2] of pixels [height, width, 3], channel first, in the order of the tower."""
+    grid = (image.shape[0] // form.factor, image.shape[1] // form.factor)
+    split = image.reshape(grid[0], form.merge, form.patch, grid[1], form.merge, form.patch, 3)
+    tokens = split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(grid[0] * grid[1], form.merge**2, -1)
+    order = _order(grid, form.window)
+    ordered = np.where(order[:, None, None] >= 0, tokens[order], np.zeros((), image.dtype))
+    return ordered.reshape(-1, tokens.shape[-1])
+
+
+def stack(
+    tokens: np.ndarray, mask: np.ndarray, images: Sequence[Sequence[np.ndarray]], form: ImageFormat, count: int
+) -> Images:
+    """Returns the pictures of a batch of expanded prompts, padded to `count` patches.
+
+    tokens, mask: [B, P], padded on any side; images: of each prompt the pixels [height, width, 3] uint8 of its
+    pictures, as `images.pixels` makes them. Raises: ValueError, if a prompt is not expanded for its pictures.
+    """
+    (size, width), merged = tokens.shape, count // form.merge**2
+    result = Images(
+        patches=np.zeros((size, count, 3 * form.patch**2), np.uint8),
+        places=np.zeros((size, count, 2), np.int32),
+        segments=np.zeros((size, count), np.int32),
+        columns=np.full((size, merged), width, np.int32),
+        positions=np.zeros((size, 3, width), np.int32),
+        end=np.zeros(size, np.int32),
+    )
+    for b, pictures in enumerate(images):
+        at = np.flatnonzero(mask[b])
+        grids = [(x.shape[0] // form.factor, x.shape[1] // form.factor) for x in pictures]
+        layout = lay_out(tokens[b, at], grids, form)
+        n, m = len(layout.segments), len(layout.columns)
+        if pictures:
+            result.patches[b, :n] = np.concatenate([patches(x, form) for x in pictures])
+        result.places[b, :n], result.segments[b, :n] = layout.places, layout.segments
+        result.columns[b, :m] = np.where(layout.columns >= 0, at[layout.columns], width)
+        result.positions[b][:, at] = layout.positions
+        result.end[b] = layout.end
+    return result

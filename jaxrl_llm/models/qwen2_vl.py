@@ -1,0 +1,33 @@
+"""The Qwen2-VL family: Qwen2 that also reads pictures. Each patch sees its whole picture in all layers of the tower."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxrl_llm.models import config_json, names, vision_json
+from jaxrl_llm.models.config import DecoderConfig
+
+NAMES = (
+    names.DENSE
+    | names.TOWER
+    | {
+        "visual/layers/mlp/up/kernel": "visual.blocks.{}.mlp.fc1.weight",
+        "visual/layers/mlp/up/bias": "visual.blocks.{}.mlp.fc1.bias",
+        "visual/layers/mlp/down/kernel": "visual.blocks.{}.mlp.fc2.weight",
+        "visual/layers/mlp/down/bias": "visual.blocks.{}.mlp.fc2.bias",
+    }
+)
+MODULES = names.modules(NAMES)
+
+
+def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
+    """Converts a Hugging Face config.json of this family to a DecoderConfig.
+
+    Raises: UserError, naming a key that is missing or asks for an unsupported feature.
+    """
+    settings = vision_json.tower_settings(hf, hidden_act="quick_gelu", mlp_ratio=4)
+    fields = {"gated": False, "centered": True}
+    mlp_width = int(config_json.count(settings, "embed_dim") * config_json.number(settings, "mlp_ratio", 4))
+    width = vision_json.text_settings(hf)["hidden_size"]
+    tower = vision_json.tower(settings, "embed_dim", "hidden_size", width, mlp_width=mlp_width, **fields)
+    return vision_json.decoder(hf, tower)

@@ -1,0 +1,227 @@
+"""The tower of a vision-language model: it turns the patches of pictures into vectors that replace embeddings.
+
+Shapes: B prompts, N patches and M merged tokens of a prompt, E width of the tower, D width of the decoder. Windows are
+one after the other in N, and all have the same number of patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jaxrl_llm.machine.sharding import BATCH
+from jaxrl_llm.models.attention import Visible, attend, head_major, token_major
+from jaxrl_llm.models.blocks import ACTIVATIONS, linear
+from jaxrl_llm.models.config import DecoderConfig, VisionConfig
+from jaxrl_llm.models.rope import plain, rotate
+from jaxrl_llm.models.skeleton import Skeleton, parameters, recomputed
+from jaxrl_llm.structs import Array, Images, PyTree
+
+TOWER_ACTIVATIONS: dict[str, Callable[[Array], jax.Array]] = ACTIVATIONS | {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+}
+CHANNELS = 3
+# Queries of an attention over whole pictures at a time: all at once would take memory that grows with N^2.
+QUERIES = 256
+
+
+class Tower:
+    """Pure functions over a parameter tree {"patches", "layers", "merger"}. The layers are stacked and scanned."""
+
+    def __init__(self, cfg: DecoderConfig, vision: VisionConfig, mesh: Mesh | None = None):
+        # The sampler's kernels of text layers are transposed, those of the tower are not.
+        self.cfg, self.vision, self.mesh = replace(cfg, transposed=False), vision, mesh
+        self._block = Skeleton(lambda: TowerBlock(self.cfg, vision, nnx.Rngs(0)))
+        self._ends = Skeleton(lambda: TowerEnds(self.cfg, vision, nnx.Rngs(0)))
+
+    def init(self, key: Array) -> PyTree:
+        """Initializes float32 parameters; kernels are normal(0, 0.02)."""
+        block_key, ends_key = jax.random.split(key)
+        block = lambda k: parameters(TowerBlock(self.cfg, self.vision, nnx.Rngs(k)))  # noqa: E731
+        layers = jax.vmap(block)(jax.random.split(block_key, self.vision.depth))
+        return {"layers": layers, **parameters(TowerEnds(self.cfg, self.vision, nnx.Rngs(ends_key)))}
+
+    def __call__(self, params: PyTree, images: Images) -> jax.Array:
+        """Returns the vectors [B, M, D] of the merged tokens."""
+        ends = self._ends({name: leaf for name, leaf in params.items() if name != "layers"})
+        angles, segments = self._angles(images.places), images.segments[:, None]
+
+        def layer(x: Array, scanned: tuple[Array, PyTree]) -> tuple[jax.Array, None]:
+            whole = all(self._whole) if len(set(self._whole)) == 1 else scanned[0]
+            block = self._block(scanned[1])
+            attended = self._attend(whole, *block.project(x, angles), segments)
+            return block.finish(x, attended), None
+
+        x = self._split_by_prompt(ends.patches(images.patches)[:, None])
+        x, _ = jax.lax.scan(recomputed(layer, self.cfg.remat), x, (jnp.asarray(self._whole), params["layers"]))
+        return self._split_by_prompt(ends.merger(x[:, 0]))
+
+    @property
+    def _whole(self) -> tuple[bool, ...]:
+        """For each layer, whether a patch sees its whole picture, and not only its window."""
+        return tuple(not self.vision.window or i in self.vision.full for i in range(self.vision.depth))
+
+    def _angles(self, places: Array) -> tuple[jax.Array, jax.Array]:
+        """Cosine and sine [B, 1, N, h / 2]: the first half of the frequencies turns with the row, the other with the
+        column of a patch.
+        """
+        frequencies = jnp.asarray(plain(self.vision.rope_theta, self.vision.head_dim // 2).frequencies, jnp.float32)
+        angles = places.astype(jnp.float32)[:, None, :, :, None] * frequencies[None, None, None, None]
+        angles = angles.reshape(*angles.shape[:3], -1)
+        return jnp.cos(angles), jnp.sin(angles)
+
+    def _attend(self, whole: Array | bool, query: Array, key: Array, value: Array, segments: Array) -> jax.Array:
+        """Softmax attention of patches [B, 1, N, heads, h] to those of equal segments [B, 1, N] -> the same shape."""
+        in_pictures = partial(_in_pictures, precision=self.cfg.precision)
+        in_windows = partial(_in_windows, size=self.vision.window_patches, precision=self.cfg.precision)
+        if isinstance(whole, bool):
+            return (in_pictures if whole else in_windows)(query, key, value, segments)
+        return jax.lax.cond(whole, in_pictures, in_windows, query, key, value, segments)
+
+    def _split_by_prompt(self, x: Array) -> jax.Array:
+        # Without the constraint XLA may follow the kernels, which are split over fsdp, and hold all prompts.
+        return x if self.mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, BATCH))
+
+
+def _in_windows(
+    query: Array, key: Array, value: Array, segments: Array, *, size: int, precision: jax.lax.Precision | None
+) -> jax.Array:
+    """Attention within windows of `size` patches. The padding of a window sees itself only."""
+    windows = lambda x: x.reshape(len(x), -1, size, *x.shape[3:])  # noqa: E731
+    grouped, row = head_major(windows(query), windows(key), windows(value))
+    visible = Visible(_equal(windows(segments), windows(segments)))
+    return token_major(attend(grouped, row, visible, precision=precision)).reshape(query.shape)
+
+
+def _in_pictures(
+    query: Array, key: Array, value: Array, segments: Array, *, precision: jax.lax.Precision | None
+) -> jax.Array:
+    """Attention within pictures, of some queries at a time. The backward pass computes the scores again."""
+    grouped, row = head_major(query, key, value)
+    length = query.shape[2]
+    parts = -(-length // QUERIES)
+
+    def part(query_segments: tuple[Array, Array]) -> jax.Array:
+        return attend(query_segments[0], row, Visible(_equal(query_segments[1], segments)), precision=precision)
+
+    if parts == 1:
+        return token_major(part((grouped, segments)))
+    size = -(-length // parts)
+
+    def split(x: Array, axis: int) -> jax.Array:
+        """Splits an axis of patches into parts, padded at the end, and moves them to the front."""
+        widths = [(0, parts * size - length if i == axis else 0) for i in range(x.ndim)]
+        x = jnp.pad(x, widths)
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], parts, size, *x.shape[axis + 1 :]), axis, 0)
+
+    attended = jax.lax.map(jax.checkpoint(part), (split(grouped, 4), split(segments, 2)))
+    # [parts, B, heads, 1, 1, size, h] -> [B, heads, 1, 1, N, h]
+    attended = jnp.moveaxis(attended, 0, 4).reshape(*grouped.shape[:4], parts * size, grouped.shape[-1])
+    return token_major(attended[:, :, :, :, :length])
+
+
+def _equal(queries: Array, keys: Array) -> jax.Array:
+    """Which keys a query sees: [..., T] and [..., S] -> [..., T, S]."""
+    return queries[..., :, None] == keys[..., None, :]
+
+
+class TowerBlock(nnx.Module):
+    """One layer: norm, attention, norm, MLP, with residuals."""
+
+    def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs):
+        self.vision = vision
+        biased = partial(linear, cfg, rngs=rngs, use_bias=True)
+        self.attention_norm = _norm(cfg, vision, rngs)
+        self.qkv = biased(vision.width, 3 * vision.width)
+        self.output = biased(vision.width, vision.width)
+        self.mlp_norm = _norm(cfg, vision, rngs)
+        self.mlp = TowerMLP(cfg, vision, rngs)
+
+    def project(self, x: Array, angles: tuple[Array, Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [B, 1, N, E] -> query, divided by the square root of h, key and value [B, 1, N, heads, h]."""
+        heads = self.qkv(self.attention_norm(x)).reshape(*x.shape[:3], 3, self.vision.heads, self.vision.head_dim)
+        query, key, value = (heads[..., i, :, :] for i in range(3))
+        # Rotated and scaled in float32, rounded once, as in the decoder.
+        query = rotate(query, angles) * self.vision.head_dim**-0.5
+        return query.astype(value.dtype), rotate(key, angles).astype(value.dtype), value
+
+    def finish(self, x: Array, attended: Array) -> jax.Array:
+        x = x + self.output(attended.reshape(x.shape))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class TowerMLP(nnx.Module):
+    """down(act(gate(x)) * up(x)), or without a gate down(act(up(x))), with biases."""
+
+    def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs):
+        biased = partial(linear, cfg, rngs=rngs, use_bias=True)
+        self.vision = vision
+        if vision.gated:
+            self.gate = biased(vision.width, vision.mlp_width)
+        self.up = biased(vision.width, vision.mlp_width)
+        self.down = biased(vision.mlp_width, vision.width)
+
+    def __call__(self, x: Array) -> jax.Array:
+        act = TOWER_ACTIVATIONS[self.vision.activation]
+        return self.down(act(self.gate(x)) * self.up(x) if self.vision.gated else act(self.up(x)))
+
+
+class TowerEnds(nnx.Module):
+    """The parts outside the layers."""
+
+    def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs):
+        self.patches = Patches(cfg, vision, rngs)
+        self.merger = Merger(cfg, vision, rngs)
+
+
+class Patches(nnx.Module):
+    """The product of patches with a kernel: a convolution whose stride is the size of its kernel."""
+
+    def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs):
+        self.dtype, self.precision, self.vision = jnp.dtype(cfg.dtype), cfg.precision, vision
+        # [columns, rows, frames, channels, E]: as all kernels, the one of a checkpoint with its axes reversed.
+        shape = (vision.patch, vision.patch, vision.frames, CHANNELS, vision.width)
+        self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape))
+
+    def __call__(self, patches: Array) -> jax.Array:
+        """Numbers of patches [B, N, F] uint8 -> [B, N, E]."""
+        vision = self.vision
+        mean, std = (jnp.asarray(x, jnp.float32)[None, :, None] for x in (vision.mean, vision.std))
+        x = patches.reshape(-1, CHANNELS, vision.patch**2).astype(jnp.float32) / 255
+        x = ((x - mean) / std).reshape(len(x), -1).astype(self.dtype)
+        # A picture is a film of equal frames, so their kernels add up: rounded as in the engines, added in float32.
+        kernel = jnp.sum(self.kernel[...].astype(self.dtype).astype(jnp.float32), axis=2)
+        kernel = kernel.transpose(2, 1, 0, 3).reshape(x.shape[1], -1).astype(self.dtype)
+        return jnp.matmul(x, kernel, precision=self.precision).reshape(*patches.shape[:2], -1)
+
+
+class Merger(nnx.Module):
+    """A norm, and an MLP over the patches of a merged token together."""
+
+    def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs):
+        biased = partial(linear, cfg, rngs=rngs, use_bias=True)
+        inner = vision.width * vision.merge**2
+        self.norm = _norm(cfg, vision, rngs)
+        self.up = biased(inner, inner)
+        self.down = biased(inner, cfg.width)
+
+    def __call__(self, x: Array) -> jax.Array:
+        """[B, N, E] -> [B, M, D]."""
+        merged = self.norm(x).reshape(len(x), -1, self.up.in_features)
+        return self.down(TOWER_ACTIVATIONS["gelu"](self.up(merged)))
+
+
+def _norm(cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | nnx.LayerNorm:
+    options: dict[str, Any] = dict(epsilon=vision.norm_eps, dtype=jnp.dtype(cfg.dtype), rngs=rngs)
+    if not vision.centered:
+        return nnx.RMSNorm(vision.width, **options)
+    # The fast variance is a difference of two means, which loses digits.
+    return nnx.LayerNorm(vision.width, use_fast_variance=False, **options)

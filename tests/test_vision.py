@@ -1,0 +1,461 @@
+"""Models that read pictures, against what `transformers` computes with the same weights, and against themselves.
+
+The arrays are those stored by tests/make_references.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import load_file, save_file
+from test_hf import REFERENCES
+
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.data import image_layout, images
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner import forward
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.models import hf, hf_export, names, peft, vision
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.structs import Batch, Images, Prompt, Prompts
+
+NAMES = ("qwen2_vl", "qwen2_5_vl")
+TOLERANCE = 2e-4  # of a logit, in float32
+PATCHES = {"qwen2_vl": 84, "qwen2_5_vl": 160}  # of the largest prompt
+
+
+class Loaded(NamedTuple):
+    folder: Path
+    model: Decoder
+    params: Any
+    stored: dict[str, np.ndarray]  # what `transformers` computed
+    form: images.ImageFormat
+
+    @property
+    def pictures(self) -> list[list[np.ndarray]]:
+        """The pixels of each prompt's pictures."""
+        ends = np.cumsum(self.stored["counts"])
+        return [
+            [self.stored[f"picture_{i}"] for i in range(end - count, end)]
+            for end, count in zip(ends, self.stored["counts"], strict=True)
+        ]
+
+    def prompt(self, side: str = "left", count: int = 0) -> Prompt:
+        """The prompts padded on a side, with their pictures padded to `count` patches; 0: as few as fit."""
+        tokens, mask = (self.stored[name] for name in ("tokens", "mask"))
+        if side == "right":
+            shift = [np.roll(x, -int((~real).sum())) for x, real in zip(tokens, mask, strict=True)]
+            tokens, mask = np.stack(shift), mask[:, ::-1]
+        count = count or PATCHES[self.folder.name]
+        return Prompt(tokens, mask, image_layout.stack(tokens, mask, self.pictures, self.form, count))
+
+    def batch(self, side: str = "left", *, group: int = 1, count: int = 0) -> Batch:
+        """The prompts and their completions; group: 2, to have also what `transformers` writes."""
+        prompt, completions = self.prompt(side, count), self.stored["completions"]
+        greedy = self.stored["greedy"][:, : completions.shape[1]]
+        tokens = np.stack([completions, greedy], axis=1)[:, :group]
+        mask = np.stack([self.stored["completion_mask"], np.ones(greedy.shape, bool)], axis=1)[:, :group]
+        return Batch(prompt.tokens, prompt.mask, tokens, mask, mask, images=prompt.images)
+
+
+@cache
+def load(name: str) -> Loaded:
+    folder = REFERENCES / name
+    model, form = hf.load_model(folder), images.read_format(folder)
+    assert form
+    params = hf.load_params(folder, model, tiny.mesh_of((1, 1, 1)))
+    return Loaded(folder, model, params, dict(np.load(folder / "reference.npz")), form)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def loaded(request) -> Loaded:
+    return load(request.param)
+
+
+def rows(batch: Batch) -> tuple[np.ndarray, ...]:
+    """Completions as rows: tokens, positions and segment ids [B, G, C]."""
+    mask = batch.completion_mask
+    return batch.completions, np.broadcast_to(np.arange(mask.shape[-1]), mask.shape), mask.astype(np.int32)
+
+
+@cache
+def all_logits(model: Decoder) -> Any:
+    """(params, prompt, rows) -> logits of prompts [B, P, V] and rows, compiled once for a model."""
+
+    def run(params: Any, prompt: Prompt, *rows: Any) -> tuple[jax.Array, jax.Array]:
+        of_prompt, of_rows, _ = model.forward(params, prompt, *rows)
+        return model.logits(params, of_prompt), model.logits(params, of_rows)
+
+    return jax.jit(run)
+
+
+@cache
+def scored(model: Decoder) -> Any:
+    """(params, batch) -> mean of the log-probabilities of completion tokens, these, and the gradient."""
+
+    def loss(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        logprobs, entropy = forward.completion_logprobs(model, params, batch, Sampling())
+        return jnp.sum(logprobs) / jnp.sum(batch.completion_mask), (logprobs, entropy)
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def close(a: Any, b: Any, atol: float = 0.0) -> None:
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=atol), a, b)
+
+
+# ---- against transformers
+
+
+def test_positions_are_those_of_transformers_for_pictures_between_at_both_ends_and_none(loaded):
+    stored, length = loaded.stored, loaded.stored["tokens"].shape[1]
+    for side in ("left", "right"):
+        prompt = loaded.prompt(side)
+        for b, real in enumerate(stored["mask"]):
+            np.testing.assert_array_equal(
+                prompt.images.positions[b][:, prompt.mask[b]], stored["positions"][b, :, :length][:, real]
+            )
+            after = stored["positions"][b, :, length:][:, stored["completion_mask"][b]]
+            np.testing.assert_array_equal(
+                after, np.broadcast_to(prompt.images.end[b] + np.arange(after.shape[1]), after.shape)
+            )
+
+
+def test_the_vectors_of_pictures_are_those_of_transformers(loaded):
+    prompt = loaded.prompt()
+    tower = jax.jit(vision.Tower(loaded.model.cfg, loaded.model.cfg.vision))
+    vectors, columns = np.asarray(tower(loaded.params["visual"], prompt.images)), prompt.images.columns
+    inside = columns < prompt.tokens.shape[1]
+    in_order = np.concatenate([x[at][np.argsort(c[at])] for x, c, at in zip(vectors, columns, inside, strict=True)])
+    np.testing.assert_allclose(in_order, loaded.stored["features"], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_logits_of_prompts_and_completions_are_those_of_transformers_and_placeholders_have_none(loaded, side):
+    prompt, stored, never = loaded.prompt(side), loaded.stored, list(loaded.model.cfg.never)
+    of_prompt, of_rows = all_logits(loaded.model)(loaded.params, prompt, *rows(loaded.batch(side)))
+    logits = []
+    for b, mask in enumerate(stored["completion_mask"]):
+        logits += [np.asarray(of_prompt)[b][prompt.mask[b]], np.asarray(of_rows)[b, 0][mask]]
+    logits = np.concatenate(logits)
+    assert never == [loaded.form.image_token, *loaded.form.others] and np.all(logits[:, never] == -np.inf)
+    np.testing.assert_allclose(
+        np.delete(logits, never, 1), np.delete(stored["logits"], never, 1), rtol=0, atol=TOLERANCE
+    )
+
+
+def test_greedy_tokens_are_those_of_transformers(loaded):
+    batch = loaded.batch(group=2)
+    of_prompt, of_rows = all_logits(loaded.model)(loaded.params, loaded.prompt(), *rows(batch))
+    greedy = batch.completions[:, 1]
+    np.testing.assert_array_equal(np.argmax(of_prompt, -1)[:, -1], greedy[:, 0])
+    np.testing.assert_array_equal(np.argmax(of_rows, -1)[:, 1, :-1], greedy[:, 1:])
+
+
+def test_log_probabilities_and_gradients_of_the_whole_tower_are_those_of_transformers(loaded):
+    stored, batch = loaded.stored, loaded.batch()
+    (_, (logprobs, entropy)), gradient = scored(loaded.model)(loaded.params, batch)
+    np.testing.assert_allclose(np.asarray(logprobs)[batch.completion_mask], stored["logprobs"], rtol=0, atol=TOLERANCE)
+    assert np.all(np.isfinite(entropy))
+    of_tower = dict(
+        hf_export.tensors({"visual": gradient["visual"]}, names.family_table(loaded.folder.name), np.float32)
+    )
+    assert of_tower.keys() == {name.removeprefix("norm/") for name in stored if name.startswith("norm/")}
+    for name, tensor in of_tower.items():
+        flat, norm = tensor.reshape(-1), stored[f"norm/{name}"]
+        part = flat[:: -(-len(flat) // 24)]
+        if name.endswith("attn.qkv.bias"):
+            # A key's bias adds the same to all scores of a query: its gradient is rounding.
+            assert norm > 1e-6
+        np.testing.assert_allclose(np.linalg.norm(flat.astype(np.float64)), norm, rtol=1e-4, err_msg=name)
+        np.testing.assert_allclose(part, stored[f"part/{name}"], rtol=0, atol=1e-4 * norm, err_msg=name)
+
+
+# ---- against themselves
+
+
+def test_neither_the_side_of_padding_nor_extending_a_prompt_nor_remat_changes_anything(loaded):
+    (_, whole), gradient = scored(loaded.model)(loaded.params, loaded.batch(group=2))
+    for model, batch in (
+        (loaded.model, loaded.batch("right", group=2)),
+        # Two parts: `extend` after `prefill`.
+        (Decoder(replace(loaded.model.cfg, row_parts=2, remat="full")), loaded.batch(group=2)),
+        (Decoder(replace(loaded.model.cfg, remat="dots")), loaded.batch(group=2)),
+    ):
+        (_, other), other_gradient = scored(model)(loaded.params, batch)
+        close(other, whole, 1e-5)
+        close(other_gradient, gradient, 1e-5)
+
+
+def test_more_padding_of_patches_and_fewer_queries_at_a_time_change_nothing(loaded, monkeypatch):
+    (_, few), gradient = scored(loaded.model)(loaded.params, loaded.batch())
+    # No multiple of the queries at a time.
+    more = loaded.batch(count=PATCHES[loaded.folder.name] + 16 * 4)
+    monkeypatch.setattr(vision, "QUERIES", 90)
+    (_, many), other = scored(Decoder(loaded.model.cfg))(loaded.params, more)
+    close(many, few, 1e-5)
+    close(other, gradient, 1e-5)
+
+
+def test_a_text_row_is_the_row_of_its_text_decoder_alone_or_beside_pictures(loaded):
+    batch = loaded.batch()
+    (_, (beside, _)), _ = scored(loaded.model)(loaded.params, batch)
+    row = jax.tree.map(lambda x: x[1:2], batch)
+    assert not row.images.segments.any()
+    (_, (alone, _)), gradient = scored(loaded.model)(loaded.params, row)
+    text = Decoder(replace(loaded.model.cfg, vision=None, rope=replace(loaded.model.cfg.rope, axes=())))
+    params = {name: leaf for name, leaf in loaded.params.items() if name != "visual"}
+
+    def logprobs(params: Any, row: Batch) -> jax.Array:
+        hidden = text.forward(params, row.prompt, *rows(row))
+        states = jnp.concatenate([hidden[0][:, -1:], hidden[1][:, 0, :-1]], axis=1)
+        logits = text.logits(params, states).at[..., list(loaded.model.cfg.never)].set(-jnp.inf)
+        each = jnp.take_along_axis(jax.nn.log_softmax(logits), row.completions[:, 0, :, None], axis=-1)[..., 0]
+        return jnp.where(row.completion_mask[:, 0], each, 0.0)
+
+    expected = jax.jit(logprobs)(params, replace(row, images=None))
+    close(beside[1], expected, 1e-5)
+    close(alone[0], expected, 1e-5)
+    assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(gradient["visual"]))
+
+
+def test_a_batch_without_pictures_does_not_run_the_tower(loaded):
+    row = jax.tree.map(lambda x: x[1:2], loaded.batch())
+    broken = loaded.params | {"visual": jax.tree.map(lambda x: x * jnp.nan, loaded.params["visual"])}
+    assert np.all(np.isfinite(scored(loaded.model)(broken, row)[0][1][0]))
+    assert not np.all(np.isfinite(scored(loaded.model)(broken, jax.tree.map(lambda x: x[:2], loaded.batch()))[0][1][0]))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 2)])
+def test_any_mesh_gives_the_same_numbers(loaded, shape):
+    (_, here), gradient = scored(loaded.model)(loaded.params, loaded.batch())
+    mesh = tiny.mesh_of(shape)
+    params = jax.device_put(loaded.params, sharding.shardings(loaded.params, mesh))
+    if shape[1] > 1:
+        kernels = {sharding.path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params["visual"])}
+        split = {name for name, x in kernels.items() if not x.sharding.is_fully_replicated}
+        assert split == {name for name in kernels if name.endswith("kernel")}
+    model = Decoder(loaded.model.cfg, mesh)
+    (_, there), other = scored(model)(params, sharding.shard_batch(loaded.batch(), mesh))
+    close(there, here, 1e-5)
+    close(other, gradient, 1e-5)
+
+
+def test_each_picture_and_each_of_its_places_matters(loaded):
+    batch = loaded.batch()
+    (_, (before, _)), _ = scored(loaded.model)(loaded.params, batch)
+    for b, n in ((0, 3), (2, 0), (2, -1), (3, 5)):
+        real = np.flatnonzero(batch.images.segments[b])
+        patches = batch.images.patches.copy()
+        patches[b, real[n]] ^= 255
+        (_, (after, _)), _ = scored(loaded.model)(
+            loaded.params, replace(batch, images=replace(batch.images, patches=patches))
+        )
+        moved = np.max(np.abs(np.asarray(after) - np.asarray(before)), axis=(1, 2))
+        assert moved[b] > 1e-5 and np.all(np.delete(moved, b) < 1e-6)
+
+
+def test_half_precision_is_near(loaded):
+    model = Decoder(replace(loaded.model.cfg, dtype="bfloat16"))
+    (_, (exact, _)), _ = scored(loaded.model)(loaded.params, loaded.batch())
+    used = model.as_used(loaded.params)
+    assert used["visual"]["layers"]["qkv"]["kernel"].dtype == jnp.bfloat16
+    assert used["visual"]["layers"]["mlp_norm"]["scale"].dtype == jnp.float32
+    (_, (near, _)), gradient = scored(model)(loaded.params, loaded.batch())
+    assert np.max(np.abs(np.asarray(near) - np.asarray(exact))) < 0.5
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
+    # What is stored as it is used gives the same numbers.
+    score = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))
+    close(score(used, loaded.batch()), score(loaded.params, loaded.batch()), 0.0)
+
+
+# ---- tokens that are never sampled
+
+
+def test_a_token_that_stands_for_pictures_is_never_sampled_and_scored_with_the_distribution_of_the_others(loaded):
+    cfg = replace(loaded.model.cfg, final_soft_cap=5.0)
+    model, batch = Decoder(cfg), loaded.batch()
+    # A head that prefers these tokens.
+    embedding = loaded.params["embed"]["embedding"]
+    params = loaded.params | {"embed": {"embedding": embedding.at[jnp.array(cfg.never)].multiply(20.0)}}
+    for sampling in (Sampling(), Sampling(temperature=0.7, top_k=5, top_p=0.9)):
+
+        def loss(params: Any, batch: Batch, sampling: Sampling = sampling) -> tuple[jax.Array, Any]:
+            logprobs, entropy = forward.completion_logprobs(model, params, batch, sampling)
+            return jnp.sum(logprobs + 0.1 * entropy), (logprobs, entropy)
+
+        (_, scores), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
+        for leaf in jax.tree.leaves((scores, gradient)):
+            assert np.all(np.isfinite(leaf))
+        assert np.all(np.exp(scores[0]) <= 1 + 1e-5) and np.all(scores[1] >= -1e-5)
+    free = replace(loaded.model.cfg, vision=replace(loaded.model.cfg.vision, never=()))
+    for of, is_sampled in ((model, False), (Decoder(free), True)):
+        _, of_rows = all_logits(of)(params, loaded.prompt(), *rows(batch))
+        assert np.isin(np.argmax(of_rows, -1), cfg.never).any() == is_sampled
+
+
+# ---- files
+
+
+def renamed(folder: Path, made: Path) -> Path:
+    """A copy of a folder with its tensors under the names of modules, in version 5 of transformers."""
+    shutil.copytree(folder, made, ignore=shutil.ignore_patterns("*.npz"))
+    names_of = dict(zip(names.TOWER.values(), names.modules(names.TOWER).values(), strict=True))
+    assert names_of["visual.merger.ln_q.weight"] == "model.visual.merger.ln_q.weight"
+    tensors = load_file(made / "model.safetensors")
+    prefixed = {
+        f"model.{name}" if name.startswith("visual.") else name.replace("model.", "model.language_model.", 1): x
+        for name, x in tensors.items()
+    }
+    save_file(prefixed, made / "model.safetensors", metadata={"format": "pt"})
+    return made
+
+
+@pytest.mark.parametrize("spelling", ["of the hub", "of modules"])
+def test_loading_and_exporting_changes_no_tensor_and_no_name(loaded, spelling, tmp_path):
+    source = loaded.folder if spelling == "of the hub" else renamed(loaded.folder, tmp_path / "source")
+    model = hf.load_model(source)
+    params = hf.load_params(source, model, tiny.mesh_of((1, 2, 2)))
+    hf_export.save(tmp_path / "saved", params, source)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "saved"))
+    assert before.keys() == after.keys()
+    assert any(name.startswith("visual." if spelling == "of the hub" else "model.visual.") for name in after)
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(tensor, after[name], err_msg=name)
+    assert (tmp_path / "saved" / "preprocessor_config.json").read_bytes() == (
+        source / "preprocessor_config.json"
+    ).read_bytes()
+    close(params, loaded.params)
+
+
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json as on the hub, with the settings of the text model at the top."""
+    text = dict(config["text_config"])
+    rope = text.pop("rope_parameters")
+    old = {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    return (
+        {name: x for name, x in config.items() if name != "text_config"}
+        | {name: x for name, x in text.items() if name != "model_type"}
+        | old
+    )
+
+
+def test_an_older_config_with_the_text_settings_at_the_top_is_the_same(loaded, tmp_path):
+    folder = shutil.copytree(loaded.folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(flat(config)))
+    assert hf.load_model(folder).cfg == loaded.model.cfg
+    assert hf.fingerprint(folder) != hf.fingerprint(loaded.folder)
+
+
+def test_the_settings_of_pictures_are_part_of_the_model(loaded, tmp_path):
+    folder = shutil.copytree(loaded.folder, tmp_path / "model")
+    file = folder / "preprocessor_config.json"
+    settings = json.loads(file.read_text()) | {"image_mean": [0.5, 0.5, 0.5]}
+    before = hf.fingerprint(folder)
+    file.unlink()
+    with pytest.raises(UserError, match=r"has no preprocessor_config\.json"):
+        hf.load_model(folder)
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": settings}))
+    assert hf.fingerprint(folder) != before
+    assert hf.load_model(folder).cfg.vision.mean == (0.5,) * 3
+
+
+BROKEN = {
+    "without sections": (("text_config", "rope_parameters"), {"mrope_section": None}, "mrope_section is None"),
+    "with sections of another head": (
+        ("text_config", "rope_parameters"),
+        {"mrope_section": [4, 1, 1]},
+        "half of a head",
+    ),
+    "with YaRN": (
+        ("text_config", "rope_parameters"),
+        {"rope_type": "yarn", "factor": 4.0},
+        "'yarn' is not supported with",
+    ),
+    "without a tower": ((), {"vision_config": None}, "vision_config is None"),
+    "without a picture's token": ((), {"image_token_id": None}, "image_token_id"),
+    "of another activation": (("vision_config",), {"hidden_act": "relu"}, "hidden_act of vision_config is 'relu'"),
+    "of black and white": (("vision_config",), {"in_channels": 1}, "in_channels of vision_config is 1"),
+    "with odd heads": (("vision_config",), {"num_heads": 3}, "cannot divide"),
+    "with heads too small": (("vision_config",), {"num_heads": 8}, "multiples of 4"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_config_that_is_not_supported_is_one_line(loaded, what):
+    path, changes, line = BROKEN[what]
+    config = json.loads((loaded.folder / "config.json").read_text())
+    node = config
+    for name in path:
+        node = node[name]
+    node.update(changes)
+    with pytest.raises(UserError, match=line) as refused:
+        module_of(loaded).decoder_config(config)
+    assert "\n" not in str(refused.value)
+
+
+def module_of(loaded: Loaded) -> Any:
+    return __import__(f"jaxrl_llm.models.{loaded.folder.name}", fromlist=["decoder_config"])
+
+
+def test_a_text_family_still_refuses_the_rotary_embedding_of_pictures():
+    text = json.loads((REFERENCES / "qwen2_tied" / "config.json").read_text())
+    text["rope_parameters"] = {"rope_type": "mrope", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    with pytest.raises(UserError, match="rope type 'mrope' is not supported"):
+        __import__("jaxrl_llm.models.qwen2", fromlist=["decoder_config"]).decoder_config(text)
+
+
+# ---- records
+
+
+def test_prompts_with_pictures_are_joined_and_taken_like_others(loaded):
+    prompt = loaded.prompt()
+    prompts = Prompts(prompt.tokens, prompt.mask, [{"n": i} for i in range(4)], np.arange(4), [], prompt.images)
+    again = prompts.take([0, 1]).joined(prompts.take([2, 3]))
+    jax.tree.map(np.testing.assert_array_equal, again.images, prompts.images)
+    assert isinstance(again.images, Images) and again.take([3]).images.end.tolist() == prompt.images.end[3:].tolist()
+    assert replace(prompts, images=None).take([0]).joined(replace(prompts, images=None)).images is None
+
+
+# ---- adapters
+
+
+def test_adapters_stand_beside_text_layers_only_and_have_the_names_of_modules(loaded, tmp_path):
+    # The tower of Qwen2.5-VL has modules of these names too.
+    kind = Lora(rank=2, alpha=4.0, rs=False, targets="q_proj|gate_proj", base_dtype="", path="")
+    adapters = loaded.model.adapters(kind)
+    params = jax.tree.map(lambda x: x + 0.1, adapters.init(jax.random.key(0)))
+    peft.save(tmp_path / "adapters", params, adapters, "base")
+    stored = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    layers = [
+        f"base_model.model.model.language_model.layers.{i}.{module}.lora_{which}.weight"
+        for i in range(2) for module in ("self_attn.q_proj", "mlp.gate_proj") for which in "AB"
+    ]  # fmt: skip
+    assert sorted(stored) == sorted(layers)
+    settings = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    modules = ("model.visual.blocks.0.mlp.gate_proj", "model.language_model.layers.0.mlp.gate_proj")
+    assert [bool(re.fullmatch(settings["exclude_modules"], name)) for name in modules] == [True, False]
+    close(peft.load(tmp_path / "adapters", adapters), params)
+    combined = adapters.combine(loaded.params, params)
+    (_, (before, _)), _ = scored(loaded.model)(loaded.params, loaded.batch())
+    score = jax.jit(partial(forward.completion_logprobs, loaded.model, sampling=Sampling()))
+    assert np.max(np.abs(score(combined, loaded.batch())[0] - before)) > 0.01
+    merged = dict(hf_export.tensors(combined, names.family_table(loaded.folder.name), np.float32))
+    original = load_file(loaded.folder / "model.safetensors")
+    changed = {name for name, tensor in merged.items() if not np.array_equal(tensor, original[name])}
+    assert changed == {
+        f"model.layers.{i}.{module}.weight" for i in range(2) for module in ("self_attn.q_proj", "mlp.gate_proj")
+    }
