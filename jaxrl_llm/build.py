@@ -425,20 +425,20 @@ def run_programs(
         for batch in sampled_batches(recipe, inputs):
             params = policy.all_parameters(policy.shapes)
             yield from engine.programs(params, **batch)
-    yield from learning_programs(learning, packing.ladder.shapes, inputs.dataset.width, recipe.credit.weights)
+    shapes, dataset = packing.ladder.shapes, inputs.dataset
+    yield from learning_programs(learning, shapes, dataset.width, recipe.credit.weights, dataset.image_sizes)
 
 
 def sampled_batches(recipe: Recipe, inputs: Inputs) -> list[dict[str, Any]]:
     """Returns sizes and sampling of the batches that the engine samples, as arguments of `Sampler.programs`."""
-    width, sampling = inputs.dataset.width, recipe.rollout.sampling
-    batches: list[dict[str, Any]] = [
-        recipe.sampled._asdict() | dict(width=width, group=recipe.group_size, sampling=sampling)
-    ]
+    of = lambda rows: dict(width=rows.width, image_sizes=rows.image_sizes)  # noqa: E731
+    prompts, greedy = of(inputs.dataset), dict(group=1, sampling=Sampling(0.0))
+    drawn_as = dict(group=recipe.group_size, sampling=recipe.rollout.sampling)
+    batches: list[dict[str, Any]] = [recipe.sampled._asdict() | prompts | drawn_as]
     if recipe.estimator.needs_greedy:
-        batches.append(dict(prompts=recipe.prompts_per_step, width=width, group=1, sampling=Sampling(0.0)))
+        batches.append(dict(prompts=recipe.prompts_per_step) | prompts | greedy)
     if recipe.eval:
-        held_out = inputs.held_out
-        batches.append(dict(prompts=len(held_out.rows), width=held_out.width, group=1, sampling=Sampling(0.0)))
+        batches.append(dict(prompts=len(inputs.held_out.rows)) | of(inputs.held_out) | greedy)
     return batches
 
 

@@ -237,7 +237,7 @@ def make_batch(
     for b, i in enumerate(rows):
         used = slice(len(answers[i].tokens))
         completions[b, 0, used], mask[b, 0, used], learned[b, 0, used] = answers[i].tokens, True, answers[i].learned
-    return Batch(prompts.tokens, prompts.mask, completions, mask, learned)
+    return Batch(prompts.tokens, prompts.mask, completions, mask, learned, images=prompts.images)
 
 
 def main() -> None:

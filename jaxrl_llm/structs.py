@@ -42,6 +42,33 @@ class Images:
     positions: AnyArray  # [B, 3, P] int32, of the prompt's tokens: time, row, column
     end: AnyArray  # [B] int32, position of the first completion token
 
+    @property
+    def sizes(self) -> ImageSizes:
+        count, numbers = self.patches.shape[-2:]
+        return ImageSizes(count, numbers, self.columns.shape[-1])
+
+    @classmethod
+    def padding(cls, lead: tuple[int, ...], width: int, sizes: ImageSizes) -> Images:
+        """Returns NumPy arrays of prompts without pictures. lead: the axis of B, or several; width: P."""
+        ints = lambda *shape: np.zeros((*lead, *shape), np.int32)  # noqa: E731
+        n, m = sizes.patches, sizes.tokens
+        patches, columns = np.zeros((*lead, n, sizes.numbers), np.uint8), np.full((*lead, m), width, np.int32)
+        return cls(patches, ints(n, 2), ints(n), columns, ints(3, width), ints())
+
+    @classmethod
+    def shapes(cls, lead: tuple[int, ...], width: int, sizes: ImageSizes) -> Images:
+        """Returns `padding` as shapes."""
+        each = cls.padding((), width, sizes)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), each)
+
+
+class ImageSizes(NamedTuple):
+    """The sizes of the pictures of each prompt."""
+
+    patches: int  # N
+    numbers: int  # F
+    tokens: int  # M
+
 
 class Prompt(NamedTuple):
     """The prompts that a model reads."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl_llm.data.images import Grid, ImageFormat
-from jaxrl_llm.structs import Images
+from jaxrl_llm.structs import Images, ImageSizes
 
 
 class Layout(NamedTuple):
@@ -130,15 +130,8 @@ def stack(
     tokens, mask: [B, P], padded on any side; images: of each prompt the pixels [height, width, 3] uint8 of its
     pictures, as `images.pixels` makes them. Raises: ValueError, if a prompt is not expanded for its pictures.
     """
-    (size, width), merged = tokens.shape, count // form.merge**2
-    result = Images(
-        patches=np.zeros((size, count, 3 * form.patch**2), np.uint8),
-        places=np.zeros((size, count, 2), np.int32),
-        segments=np.zeros((size, count), np.int32),
-        columns=np.full((size, merged), width, np.int32),
-        positions=np.zeros((size, 3, width), np.int32),
-        end=np.zeros(size, np.int32),
-    )
+    size, width = tokens.shape
+    result = Images.padding((size,), width, ImageSizes(count, 3 * form.patch**2, count // form.merge**2))
     for b, pictures in enumerate(images):
         at = np.flatnonzero(mask[b])
         grids = [(x.shape[0] // form.factor, x.shape[1] // form.factor) for x in pictures]

@@ -18,7 +18,7 @@ from jaxrl_llm.data.image_columns import is_pillow
 from jaxrl_llm.data.images import Grid, ImageFormat
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import extras, progress
-from jaxrl_llm.structs import Images
+from jaxrl_llm.structs import Images, ImageSizes
 
 THREADS = min(16, os.cpu_count() or 1)  # that open pictures: Pillow decodes without Python's lock
 FEW = 64  # pictures that are measured at a time: the first broken one ends the reading soon
@@ -59,6 +59,11 @@ class RowImages:
     def patches(self) -> int:
         """N: the most patches of a prompt, with those that pad windows."""
         return max((image_layout.patch_count(self.grids(i), self.form) for i in range(len(self.rows))), default=0)
+
+    @property
+    def sizes(self) -> ImageSizes:
+        """The sizes of the pictures of each prompt in a batch."""
+        return ImageSizes(self.patches, 3 * self.form.patch**2, self.patches // self.form.merge**2)
 
     @property
     def tokens(self) -> int:

@@ -20,7 +20,7 @@ from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.data.settings import DataSettings, EvalSettings
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import distributed
-from jaxrl_llm.structs import AnyArray, Prompts
+from jaxrl_llm.structs import AnyArray, ImageSizes, Prompts
 
 Turn: TypeAlias = dict[str, str]
 
@@ -65,6 +65,11 @@ class Dataset:
     def prompts(self) -> str:
         """Returns a hash of the token ids and pictures of all prompts, in order."""
         return self._prompts().hexdigest()
+
+    @property
+    def image_sizes(self) -> ImageSizes | None:
+        """The sizes of the pictures of a batch; None: there are none."""
+        return self.images.sizes if self.images and self.images.count else None
 
     def counts(self) -> list[int]:
         """Returns the number of rows, of each source of a mixture."""
@@ -279,7 +284,7 @@ def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Promp
         tokens[b, dataset.width - length :] = dataset.ids[i]
         mask[b, dataset.width - length :] = True
     sources = [name for i in indices for name, rows in dataset.parts.items() if i in rows]
-    images = dataset.images.batch(indices, tokens, mask) if dataset.images and dataset.images.count else None
+    images = dataset.images.batch(indices, tokens, mask) if dataset.images and dataset.image_sizes else None
     rows = [dataset.rows[i] for i in indices]
     return Prompts(tokens, mask, rows, np.asarray(indices, np.int32), sources, images)
 

@@ -14,7 +14,7 @@ from jaxrl_llm.learner.learning import Learning
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import Shape, placed
-from jaxrl_llm.structs import Batch, Rewards
+from jaxrl_llm.structs import Batch, Images, ImageSizes, Rewards
 
 
 def compile_all(programs: Iterable[Program], say: Callable[[str], None]) -> None:
@@ -30,17 +30,22 @@ def compile_all(programs: Iterable[Program], say: Callable[[str], None]) -> None
 
 
 def learning_programs(
-    learning: Learning, shapes: Iterable[Shape], width: int, channels: Iterable[str]
+    learning: Learning,
+    shapes: Iterable[Shape],
+    width: int,
+    channels: Iterable[str],
+    image_sizes: ImageSizes | None = None,
 ) -> Iterator[Program]:
     """Yields the programs of scoring and learning, for packed rows of each of `shapes`; width: P.
 
-    channels: names of the reward functions.
+    channels: names of the reward functions; image_sizes: of the pictures of prompts, None: there are none.
     """
     place, sizes, of = NamedSharding(learning.mesh, sharding.BATCH), learning.sizes, jax.ShapeDtypeStruct
     b, g, c = sizes.prompts_per_step, sizes.group_size, sizes.max_completion_tokens
     tokens, mask, score = (of((b, g, c), dtype) for dtype in (jnp.int32, bool, jnp.float32))
     prompts = of((b, width), jnp.int32), of((b, width), bool)
-    plain = placed(Batch(*prompts, tokens, mask, mask, sampler_logprobs=score), place)
+    images = Images.shapes((b,), width, image_sizes) if image_sizes else None
+    plain = placed(Batch(*prompts, tokens, mask, mask, sampler_logprobs=score, images=images), place)
     total = of((b, g), jnp.float32)
     rewards = Rewards(total, dict.fromkeys(channels, total), of((b, 1), jnp.float32), of((b, 1), jnp.int32))
     scores = {column: score for scorer in learning.scorers.values() for column in scorer.columns}

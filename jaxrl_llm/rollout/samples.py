@@ -321,4 +321,5 @@ def to_batch(
     lengths = distributed.gather(rollouts.completion_mask.sum(axis=-1))
     index = pack(lengths, prompts.tokens.shape[1])[distributed.part(len(lengths))]
     completions = rollouts.completions, rollouts.completion_mask, trained
-    return Batch(prompts.tokens, prompts.mask, *completions, sampler_logprobs=rollouts.logprobs, packed_index=index)
+    scored = dict(sampler_logprobs=rollouts.logprobs, packed_index=index)
+    return Batch(prompts.tokens, prompts.mask, *completions, **scored, images=prompts.images)

@@ -51,7 +51,8 @@ class WeightCheck:
         Raises: UserError, if the servers have other weights.
         """
         prompts = self._prompts
-        batch = Batch(prompts.tokens, prompts.mask, answer.completions, answer.completion_mask, answer.loss_mask)
+        completions = answer.completions, answer.completion_mask, answer.loss_mask
+        batch = Batch(prompts.tokens, prompts.mask, *completions, images=prompts.images)
         ours = sharding.to_host(self._score(params, sharding.shard_batch(batch, self._mesh)))
         mask, last = answer.loss_mask, self._last
         self._last = answer, ours

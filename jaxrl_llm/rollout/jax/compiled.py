@@ -18,7 +18,7 @@ from jaxrl_llm.rollout.jax import programs
 from jaxrl_llm.rollout.jax.programs import Cache, FedChunks, GroupSampling, NewPrompts, RoundRows, Sampled
 from jaxrl_llm.rollout.jax.reading import Reading
 from jaxrl_llm.rollout.jax.sizes import ROUND, Slots, StreamSizes
-from jaxrl_llm.structs import AnyArray, PyTree
+from jaxrl_llm.structs import AnyArray, Images, PyTree
 
 
 class Programs:
@@ -53,10 +53,13 @@ class Programs:
 
         def reading(count: int, pages: int, prompts: int, group: int = sizes.group) -> Reading:
             table, mask = ints(count, sizes.longest), bools(prompts, sizes.width)
-            return Reading(table, ints(pages), ints(pages), mask, ints(prompts, group), ints(count))
+            end = ints(prompts) if sizes.images else None
+            return Reading(table, ints(pages), ints(pages), mask, ints(prompts, group), ints(count), end)
 
         def prompts(n: int) -> NewPrompts:
-            return NewPrompts(ints(n, sizes.width), bools(n, sizes.width), ints(n), ints(n))
+            images = Images.shapes((d, n), sizes.width, sizes.images) if sizes.images else None
+            tokens, mask = ints(n, sizes.width), bools(n, sizes.width)
+            return NewPrompts(tokens, mask, ints(n), ints(n), placed(images, self.rows))
 
         first, later = prompts(sizes.begins), prompts(sizes.refill)
         name = prompts_name(sizes.begins, sizes, first=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ from jaxrl_llm.rollout.jax.sizes import StreamSizes, at_once, sizes_of
 from jaxrl_llm.rollout.jax.stream import Stream
 from jaxrl_llm.rollout.protocol import Environments
 from jaxrl_llm.rollout.weights import Placing, sampling_decoder
-from jaxrl_llm.structs import Prompts, PyTree, Rollouts
+from jaxrl_llm.structs import ImageSizes, Prompts, PyTree, Rollouts
 
 REMEDY = "set engine.pages, or lower engine.max_sequences or rollout.max_completion_tokens"  # if memory is short
 
@@ -137,7 +138,8 @@ class Sampler:
         """Samples completions, and returns the stream that has ended."""
         count, processes = len(prompts.tokens), distributed.count()
         width = prompts.tokens.shape[1]
-        sizes = self._sizes(count * processes, fixed.group, width, enough * processes)
+        images = prompts.images.sizes if prompts.images else None
+        sizes = self._sizes(count * processes, fixed.group, width, enough * processes, images)
         ends = np.zeros(self._cfg.vocab_size, bool)
         if environments:
             # Sizes of completions depend on how many compute together, and so on the time of tools.
@@ -163,14 +165,26 @@ class Sampler:
         return stream
 
     def programs(
-        self, params: PyTree, prompts: int, width: int, group: int, sampling: Sampling, *, enough: int = 0
+        self,
+        params: PyTree,
+        prompts: int,
+        width: int,
+        group: int,
+        sampling: Sampling,
+        *,
+        enough: int = 0,
+        image_sizes: ImageSizes | None = None,
     ) -> Iterator[Program]:
         """Yields each program for batches of these sizes, of each phase the largest first; params: shapes are enough.
 
-        enough: groups with which `sample_first` ends; 0: `sample`.
+        enough: groups with which `sample_first` ends; 0: `sample`. image_sizes: of the pictures of prompts; None: there
+        are none.
         """
         yield from self._place.programs(params)
-        group_sampling, sizes = GroupSampling(group, sampling, self._mesh), self._sizes(prompts, group, width, enough)
+        group_sampling, sizes = (
+            GroupSampling(group, sampling, self._mesh),
+            self._sizes(prompts, group, width, enough, image_sizes),
+        )
         traced = self._programs.traced(group_sampling, sizes, self._place.shapes(params), goes_on=enough > 0)
         for phase, name, trace in traced:
             yield Program(phase, name, trace, REMEDY, ())
@@ -184,8 +198,9 @@ class Sampler:
             for phase, name, trace in traced:
                 Program(phase, name, trace, REMEDY, ()).compile()
 
-    def _sizes(self, prompts: int, group: int, width: int, enough: int) -> StreamSizes:
+    def _sizes(self, prompts: int, group: int, width: int, enough: int, images: ImageSizes | None) -> StreamSizes:
         """Returns the sizes of a call; enough: complete groups with which it ends, 0: all."""
         bounds: dict[str, Any] = dict(pages=self._pages, cache_bytes=self._cache_bytes, kind=self._kind)
         most = at_once(self._max_sequences, enough * group)
-        return sizes_of(prompts, group, width, self._length, max_sequences=most, **bounds)
+        sizes = sizes_of(prompts, group, width, self._length, max_sequences=most, **bounds)
+        return replace(sizes, images=images)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxrl_llm.rollout.episodes import Episodes
@@ -12,7 +13,7 @@ from jaxrl_llm.rollout.jax.programs import FedChunks, NewPrompts, RoundRows
 from jaxrl_llm.rollout.jax.reading import Reading
 from jaxrl_llm.rollout.jax.scheduler import Member, PromptGroup
 from jaxrl_llm.rollout.jax.sizes import CHUNKS, FULL, ROUND, Slots, StreamSizes
-from jaxrl_llm.structs import Prompts
+from jaxrl_llm.structs import Images, Prompts
 
 
 class Chunk(NamedTuple):
@@ -45,7 +46,18 @@ def new_prompts(
         place[d, n], number[d, n] = group.place, first_number + group.number * sizes.group
     # A prompt without a token: attention needs one.
     mask[place == sizes.prompts, -1] = True
-    return NewPrompts(tokens, mask, place, number)
+    return NewPrompts(tokens, mask, place, number, _images(new, first, size, sizes, prompts))
+
+
+def _images(new: list[list[PromptGroup]], first: int, size: int, sizes: StreamSizes, prompts: Prompts) -> Images | None:
+    """Returns the pictures of `new_prompts`."""
+    if prompts.images is None or sizes.images is None:
+        return None
+    images = Images.padding((len(new), size), sizes.width, sizes.images)
+    for d, n, group in numbered(new, first, size):
+        for leaf, values in zip(jax.tree.leaves(images), jax.tree.leaves(prompts.images), strict=True):
+            leaf[d, n] = values[group.number]
+    return images
 
 
 def chunked(lacking: list[list[tuple[Member, int]]]) -> dict[tuple[int, int], list[list[Chunk]]]:
@@ -84,6 +96,11 @@ def fed(
     # Not as a group: few of its members have a chunk at once.
     each = np.tile(np.arange(rows, dtype=np.int32), (len(chunks), 1))
     reading = reading._replace(prompt_mask=mask, members=each[..., None], member=each)
+    if prompts.images is not None:
+        end = np.zeros(lead, np.int32)
+        for d, n, chunk in numbered(chunks, 0, rows):
+            end[d, n] = prompts.images.end[chunk.member.group.number]
+        reading = reading._replace(end=end)
     return FedChunks(tokens, at, count, prompt, reading)
 
 
@@ -128,7 +145,8 @@ def reading_of(
     table = np.full((lead, count, sizes.longest), slots.pages, np.int32)
     owner, start = np.zeros((2, lead, slots.pages), np.int32)
     members = np.zeros((lead, slots.prompts, sizes.group), np.int32)
-    rank, mask = np.zeros((lead, count), np.int32), np.zeros((lead, slots.prompts, sizes.width), bool)
+    rank, end = np.zeros((lead, count), np.int32), np.zeros((lead, slots.prompts), np.int32)
+    mask = np.zeros((lead, slots.prompts, sizes.width), bool)
     for d, sequences in enumerate(rows):
         order, counts = np.arange(len(sequences)), [len(member.pages) for member in sequences]
         pages = np.array([page for member in sequences for page in member.pages], np.int32)
@@ -143,7 +161,9 @@ def reading_of(
         members[d, place, g], rank[d, : len(sequences)] = order, place * sizes.group + g
         for group, at in places.items():
             mask[d, at] = prompts.mask[group.number]
-    return Reading(table, owner, start, mask, members, rank)
+            if prompts.images is not None:
+                end[d, at] = prompts.images.end[group.number]
+    return Reading(table, owner, start, mask, members, rank, None if prompts.images is None else end)
 
 
 def all_pages(reading: Reading, page: int) -> Reading:

@@ -22,7 +22,7 @@ from jaxrl_llm.models.decoder import Decoder, last_state
 from jaxrl_llm.models.paged_attention import Pages
 from jaxrl_llm.rollout.jax.reading import Hiding, Reading, lead, local_part, make_attend, on_devices
 from jaxrl_llm.rollout.jax.sizes import ROUND, StreamSizes
-from jaxrl_llm.structs import AnyArray, Array, Prompt, PyTree
+from jaxrl_llm.structs import AnyArray, Array, Images, Prompt, PyTree
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class NewPrompts(NamedTuple):
     mask: AnyArray  # [d, n, P]
     place: AnyArray  # in the cache; out of range: there is no prompt
     number: AnyArray  # of the first completion of the group
+    images: Images | None = None  # arrays [d, n, ...]
 
 
 class RoundRows(NamedTuple):
@@ -136,9 +137,11 @@ def prefill(
 
     Returns the cache, tokens [d, n, G], and their log-probabilities.
     """
-    (d, n, width), cfg = prompts.tokens.shape, model.cfg
-    flat = prompts.mask.reshape(d * n, width)
-    hidden, prefix = model.prefill(params, Prompt(prompts.tokens.reshape(d * n, width), flat))
+    (d, n, _), cfg = prompts.tokens.shape, model.cfg
+    by_prompt = lambda x: x.reshape(d * n, *x.shape[2:])  # noqa: E731
+    prompt = Prompt(*jax.tree.map(by_prompt, (prompts.tokens, prompts.mask, prompts.images)))
+    flat = prompt.mask
+    hidden, prefix = model.prefill(params, prompt)
     logits = model.logits(params, last_state(hidden, flat)).reshape(d, n, -1)
     numbers = prompts.number[..., None] + jnp.arange(fixed.group)[None, None]
     uniform = uniform_numbers(key, numbers, jnp.zeros_like(numbers))

@@ -29,6 +29,7 @@ class Reading(NamedTuple):
     prompt_mask: AnyArray  # [d, e, P]
     members: AnyArray  # [d, e, G] sequences of each prompt
     member: AnyArray  # [d, S] place of each sequence in `members`, without the axis of e
+    end: AnyArray = None  # [d, e] position of the first completion token; None: the tokens of the prompt
 
 
 class Hiding:
@@ -39,10 +40,16 @@ class Hiding:
         longest = reading.table.shape[2] * page + reading.prompt_mask.shape[2]
         self.window = model.cfg.window if model.cfg.window < longest else 0
         lengths = jnp.sum(reading.prompt_mask, axis=-1)  # [d, e]
-        self._prompt_tokens = jnp.take_along_axis(lengths, reading.member // reading.members.shape[2], axis=1)
+        of_sequences = lambda x: jnp.take_along_axis(x, reading.member // reading.members.shape[2], axis=1)  # noqa: E731
+        self._prompt_tokens = of_sequences(lengths)
+        self._end = self._prompt_tokens if reading.end is None else of_sequences(reading.end)
 
     def positions(self, places: Array) -> jax.Array:
-        """Positions in the text of tokens at `places` [d, S, T] of completions."""
+        """Positions, for the rotary embedding, of tokens at `places` [d, S, T] of completions."""
+        return self._end[..., None] + places
+
+    def _in_text(self, places: Array) -> jax.Array:
+        """Tokens of the text before tokens at `places`: a picture has more tokens than positions."""
         return self._prompt_tokens[..., None] + places
 
     def in_pages(self, places: Array) -> PerKind:
@@ -63,7 +70,7 @@ class Hiding:
             if not window:
                 return _hidden(padding)
             d, e, g = members.shape
-            at = jnp.take_along_axis(self.positions(places), members.reshape(d, e * g)[..., None], axis=1)
+            at = jnp.take_along_axis(self._in_text(places), members.reshape(d, e * g)[..., None], axis=1)
             from_prompt = jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)[:, :, None]
             return _hidden(padding | (at.reshape(d, e, -1)[..., None] - from_prompt >= window))
 

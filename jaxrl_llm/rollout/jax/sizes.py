@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jaxrl_llm.machine.memory import device_bytes
-from jaxrl_llm.structs import PyTree
+from jaxrl_llm.structs import ImageSizes, PyTree
 
 PAGE, ALIGNED = 64, 8  # tokens of a page, and what divides them: vectors of a CPU have so many numbers
 FEWER = (4, 16)  # so many times fewer sequences than the largest program, for the others
@@ -50,6 +50,7 @@ class StreamSizes:
     in_place: bool
     observation: int
     refills: bool  # some groups begin when others have ended
+    images: ImageSizes | None = None  # of the pictures of prompts; None: there are none
 
     @property
     def longest(self) -> int:
