@@ -37,6 +37,7 @@ def get_config() -> ConfigDict:
     # Parts in which the completions of a prompt are scored and learned from, one after the other. More parts need less
     # memory, and a forward pass more. It never changes the gradient
     c.model.row_parts = 1
+    c.model.vision = "learns"  # the tower that reads pictures, if the model has one: learns | frozen
 
     c.data = ConfigDict()
     # A task, a .jsonl, .json, .csv or .parquet file, a data set of the hub (owner/name@split), or my.module.function.

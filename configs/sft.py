@@ -24,6 +24,7 @@ def get_config() -> ConfigDict:
     c.model.path = ""  # a folder or hub id to start from; "": a new Qwen2 model of the sizes below
     c.model.dtype = "float32"
     c.model.remat = "none"
+    c.model.vision = "learns"  # the tower that reads pictures, if the model has one: learns | frozen
     # Sizes of a new model, with the names of a Hugging Face config.json. Only used with model.path = "".
     c.model.hidden_size = 128
     c.model.num_hidden_layers = 4

@@ -44,6 +44,7 @@ from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.machine.memory import device_memory
 from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf
+from jaxrl_llm.models.decoder import TOWER
 from jaxrl_llm.recipe import advice, fit
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.rollout.actor import Actor, Lent
@@ -158,6 +159,7 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     models = describe_models(recipe.model, recipe.adapters, recipe.other_paths, mesh, folder)
     model = models.model
     fit.check_router(recipe, model.cfg)
+    fit.check_vision(recipe, model.cfg)
     tokenizer = encoding.on_day(hf.load_tokenizer(folder), recipe.data.today)
     settings = EpisodeSettings(env=recipe.env, turns=recipe.turns)
     environments = open_environments(settings, tokenizer, place.opened, recipe.data.chat_template_args)
@@ -173,15 +175,17 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     fit.check_positions(recipe, model.cfg, dataset, held_out)
     for name, other in models.others.items():
         cfg = hf.load_model(other).cfg
-        fit.check_other_model(f"{name}.path", cfg, model.cfg)
+        fit.check_other_model(f"{name}.path", cfg, model.cfg, reads=dataset.image_sizes is not None)
         fit.check_positions(recipe, cfg, dataset, whose=f"those of config.{name}.path,")
     stop_ids = hf.stop_ids(folder, tokenizer)
     # Load now, to find wrong files before anything is written. A resumed run restores its parameters instead.
     # Only process 0 looks for a folder that may not be there yet: NFS would go on telling others that it is not.
     saved = distributed.first() and checkpoint.has_checkpoint(place.workdir / "checkpoints")
     begins = recipe.model.path and not models.adapters and not distributed.exchange(saved)[0]
-    first_params = [hf.load_params(folder, model, mesh)] if begins else []
+    first_params = [hf.load_params(folder, model, mesh, parts=models.parts)] if begins else []
     base = hf.load_base(folder, model, mesh, models.adapters) if models.adapters else None
+    if models.frozen_tower:
+        base = hf.load_params(folder, model, mesh, learns=False, parts=(TOWER,))
     book = place.opened.enter_context(closing(Book()))
     rows = tokenizer, dataset, held_out, environments, tools, stop_ids
     inputs = Inputs(models, *rows, book, first_params, base, sampler_mesh)

@@ -27,7 +27,7 @@ from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import LEARNING, MOST, RATES, Book, Shape, abstract
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.adapters import Adapters
-from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.decoder import TOWER, Decoder
 from jaxrl_llm.models.settings import ModelSettings
 from jaxrl_llm.structs import AnyArray, Array, Batch, PyTree, Sizes, TrainState
 
@@ -44,6 +44,12 @@ class Models:
     model: Decoder
     others: dict[str, Path]  # section of the config -> folder of that other model
     adapters: Adapters | None  # the policy's, if only they learn
+    frozen_tower: bool = False  # without adapters: all parameters of the policy learn but those of its tower
+
+    @property
+    def parts(self) -> list[str]:
+        """The parts of the policy's tree that learn, where no adapters do."""
+        return [name for name in self.model.shapes() if name != TOWER or not self.frozen_tower]
 
 
 def describe_models(
@@ -62,13 +68,19 @@ def describe_models(
     """
     others = {name: hf.find(path, f"{name}.path", weights=weights) for name, path in paths.items() if path}
     model = hf.load_model(folder, mesh, dtype=start.dtype, remat=start.remat, row_parts=start.row_parts)
-    return Models(mesh, folder, model, others, model.adapters(adapters()) if adapters else None)
+    beside = model.adapters(adapters()) if adapters else None
+    return Models(mesh, folder, model, others, beside, start.vision == "frozen" and not adapters)
 
 
 def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree, seed: int) -> Parameters:
-    """Returns what the policy learns: adapters of `base`, or all that params() gives. seed: of new adapters."""
+    """Returns what the policy learns: adapters of `base`, or all that params() gives. seed: of new adapters.
+
+    base: the parameters that do not learn; None: all do.
+    """
     if not (adapters := models.adapters):
-        return Parameters(models.model.shapes(), params, ALL_LEARN)
+        shapes = models.model.shapes()
+        beside = Base(base, lambda tower, learned: {**learned, **tower}) if models.frozen_tower else ALL_LEARN
+        return Parameters({name: shapes[name] for name in models.parts}, params, beside)
     place = sharding.shardings(adapters.shapes, models.mesh)
 
     def first() -> PyTree:
@@ -230,7 +242,7 @@ def make_reference(
         copied = jax.tree.map(jnp.copy, params)
         return copied if moves else model.as_used(copied)
 
-    load = partial(hf.load_params, models.folder, model, models.mesh, learns=moves)
+    load = partial(hf.load_params, models.folder, model, models.mesh, learns=moves, parts=models.parts)
     return Reference(copy, load, shapes, refresh)
 
 

@@ -40,6 +40,7 @@ from jaxrl_llm.structs import Array, Images, Prompt, PyTree
 
 # What to keep of a layer's routing of completion rows [B, N, T, ...].
 Collect: TypeAlias = Callable[[Routing], PyTree]
+TOWER = "visual"  # the part of the parameter tree that reads pictures
 
 
 def last_state(hidden: Array, mask: Array) -> jax.Array:
@@ -90,7 +91,7 @@ class Decoder:
         block = lambda k: parameters(Block(self.cfg, nnx.Rngs(k)))  # noqa: E731
         blocks = jax.vmap(block)(jax.random.split(block_key, self.cfg.layers))
         params = {"layers": blocks, **parameters(EmbedAndHead(self.cfg, nnx.Rngs(ends_key)))}
-        return params | {"visual": self._tower.init(jax.random.fold_in(key, 2))} if self._tower else params
+        return params | {TOWER: self._tower.init(jax.random.fold_in(key, 2))} if self._tower else params
 
     def shapes(self) -> PyTree:
         """Shapes and dtypes of the parameter tree."""
@@ -356,7 +357,7 @@ class Decoder:
         # Of the whole batch: one prompt with a picture costs as much as a picture in each.
         vectors = jax.lax.cond(
             jnp.any(images.segments > 0),
-            lambda: tower(params["visual"], images).astype(x.dtype),
+            lambda: tower(params[TOWER], images).astype(x.dtype),
             lambda: jnp.zeros((b, m, self.cfg.width), x.dtype),
         )
         # Out of range, and so dropped: behind the prompt there may be completions.
@@ -365,7 +366,7 @@ class Decoder:
         return x.at[:, 0].set(replaced(x[:, 0], columns, vectors))
 
     def _embed_and_head(self, params: PyTree) -> EmbedAndHead:
-        return self._ends({name: leaf for name, leaf in params.items() if name not in ("layers", "visual")})
+        return self._ends({name: leaf for name, leaf in params.items() if name not in ("layers", TOWER)})
 
 
 def _collected(collect: Collect | None, routing: Routing | None) -> PyTree:

@@ -7,7 +7,7 @@ import importlib
 import json
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -287,13 +287,15 @@ def load_params(
     mesh: Mesh,
     *,
     learns: bool = True,
+    parts: Collection[str] = (),
     unused: tuple[str, ...] = (),
     keep: Callable[[str, jax.Array], Any] = lambda path, leaf: leaf,
 ) -> PyTree:
     """Loads float32 parameters. Each shard is read directly from the file to its devices.
 
     learns: False for a model that never learns: its parameters have the dtypes of `Decoder.as_used`.
-    unused: tensors of the folder that are not loaded here. keep(path, parameter): what to keep of a parameter.
+    parts: of the tree; (): all. unused: tensors of the folder that are not loaded here. keep(path, parameter): what to
+    keep of a parameter.
     Raises: UserError, for a tensor that is missing, unknown or of the wrong shape, and for a broken file.
     """
     where = _index(folder)
@@ -301,6 +303,7 @@ def load_params(
     table = names.table_of(model.cfg.family, where)
     used = {name: file for name, file in where.items() if name not in unused}
     _check_tensors(folder, used, shapes, table)
+    shapes = {name: part for name, part in shapes.items() if name in parts or not parts}
 
     def load(shown: progress.Task, path: Any, leaf: Any, dtype: Any) -> jax.Array:
         name = sharding.path_name(path)

@@ -87,9 +87,16 @@ class SavedRun:
         """Reads all parameters of the policy onto a mesh, as its model takes them; folder: the run's `model_folder`."""
         params = self.params(step, partial(sharding.shardings, mesh=mesh))
         if not self.adapters:
-            return params
+            missing = model.shapes().keys() - params.keys()
+            beside = hf.load_params(folder, model, mesh, learns=False, parts=missing) if missing else {}
+            return {**params, **beside}
         adapters = model.adapters(self.adapters)
         return adapters.combine(hf.load_base(folder, model, mesh, adapters), params)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether checkpoints have only some of the policy's parameters, because the others do not learn."""
+        return self.adapters is not None or self.config["model"].get("vision") == "frozen"
 
     @property
     def adapters(self) -> AdapterKind | None:

@@ -60,7 +60,7 @@ def save(run: SavedRun, step: int, to: Path, *, adapter: bool) -> None:
     with run.model_folder(step) as folder:
         if adapter and run.adapters:
             peft.save(to, run.params(step), hf.load_model(folder).adapters(run.adapters), run.config["model"]["path"])
-        elif run.adapters:  # the base has the dtype of the run
+        elif run.leaves_out:  # the base has the dtype of the run
             mesh = sharding.make_mesh(data=1, fsdp=-1, tensor=1)
             model = hf.load_model(folder, mesh, dtype=run.config["model"]["dtype"])
             hf_export.save(to, run.policy(step, folder, model, mesh), folder)

@@ -26,8 +26,7 @@ from jaxrl_llm.machine.memory import device_bytes
 from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.machine.sharding import AXES, meshes_over, prompt_shards, shardings
 from jaxrl_llm.models import hf
-from jaxrl_llm.models.adapters import Adapters
-from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.decoder import TOWER, Decoder
 from jaxrl_llm.models.settings import ModelSettings
 from jaxrl_llm.recipe import fit
 from jaxrl_llm.recipe.recipe import Recipe
@@ -178,7 +177,7 @@ def make_plan(
     for name, other in models.others.items():
         fit.check_other_model(f"{name}.path", hf.load_model(other).cfg, models.model.cfg)
     frozen = {name: _frozen(models, name, recipe.model) for name in recipe.frozen}
-    base = _base(models, models.adapters) if models.adapters else None
+    base = _base(models)
     learning = make_learning(recipe, models, lambda: None, base, frozen.__getitem__)
     states = learning.held(recipe.frozen, base)
     policy = learning.learners["policy"]
@@ -243,9 +242,12 @@ def _frozen(models: Models, name: str, start: ModelSettings) -> Frozen:
     return Frozen(model, params)
 
 
-def _base(models: Models, adapters: Adapters) -> PyTree:
-    """Returns the parameters beside the adapters, as shapes."""
-    shapes = adapters.base_shapes(_placed(models.model.shapes(), models.model, models.mesh))
+def _base(models: Models) -> PyTree:
+    """Returns the parameters that do not learn, as shapes; None: there are none."""
+    shapes = _placed(models.model.shapes(), models.model, models.mesh)
+    if not models.adapters:
+        return {TOWER: shapes[TOWER]} if models.frozen_tower else None
+    shapes = models.adapters.base_shapes(shapes)
     abstract = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
     return jax.tree.map(abstract, shapes, shardings(shapes, models.mesh))
 

@@ -1,0 +1,118 @@
+"""Prompts with pictures in the sampler and in the learner: both compute the same, whatever computes together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from test_vision import Loaded, load, scored
+
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.learner import forward
+from jaxrl_llm.learner.packing import pack, packed_shapes
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.models import hf
+from jaxrl_llm.rollout.jax.engine import Sampler
+from jaxrl_llm.structs import Batch, Prompts, Rollouts
+
+GROUP, LENGTH = 3, 24
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+def loaded(request) -> Loaded:
+    return load(request.param)
+
+
+def prompts_of(loaded: Loaded, count: int = 0) -> Prompts:
+    prompt = loaded.prompt("left", count)
+    numbers = np.arange(len(prompt.tokens), dtype=np.int32)
+    return Prompts(prompt.tokens, prompt.mask, [{}] * len(numbers), numbers, images=prompt.images)
+
+
+def sample(loaded: Loaded, shape=(1, 1, 1), group: int = GROUP, prompts: Prompts | None = None, **bounds) -> Rollouts:
+    mesh = tiny.mesh_of(shape)
+    model = hf.load_model(loaded.folder, mesh)
+    sampler = Sampler(model, mesh, max_completion_tokens=LENGTH, stop_ids=(3,), pad_id=0, **bounds)
+    sampler.update_weights(hf.load_params(loaded.folder, model, mesh))
+    sampling = Sampling() if group > 1 else Sampling(temperature=0)
+    return sampler.sample(prompts or prompts_of(loaded), jax.random.key(0), group_size=group, sampling=sampling)
+
+
+@cache
+def sampled(name: str) -> Rollouts:
+    return sample(load(name))
+
+
+def batch_of(loaded: Loaded, rollouts: Rollouts, count: int = 0) -> Batch:
+    prompts = prompts_of(loaded, count)
+    completions = rollouts.completions, rollouts.completion_mask, rollouts.loss_mask
+    return Batch(prompts.tokens, prompts.mask, *completions, images=prompts.images)
+
+
+def same(a: Rollouts, b: Rollouts, near: float = 2e-5) -> None:
+    np.testing.assert_array_equal(a.completions, b.completions)
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=near)
+
+
+def test_greedy_completions_are_those_of_transformers(loaded):
+    rollouts = sample(loaded, group=1)
+    greedy = loaded.stored["greedy"]
+    for ours, real, theirs in zip(rollouts.completions[:, 0], rollouts.completion_mask[:, 0], greedy, strict=True):
+        count = min(real.sum(), len(theirs))
+        np.testing.assert_array_equal(ours[:count], theirs[:count])
+
+
+def test_the_trainer_computes_the_log_probabilities_of_the_sampler(loaded):
+    rollouts = sampled(loaded.folder.name)
+    (_, (logprobs, _)), _ = scored(loaded.model)(loaded.params, batch_of(loaded, rollouts))
+    real = rollouts.completion_mask
+    assert real.sum() > 100
+    np.testing.assert_allclose(np.asarray(logprobs)[real], rollouts.logprobs[real], atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [dict(max_sequences=4), dict(pages=4), dict(shape=(2, 1, 2)), dict(shape=(1, 2, 1), max_sequences=6)],
+    ids=str,
+)
+def test_what_computes_together_changes_no_completion(loaded, bounds):
+    prompts = prompts_of(loaded)
+    whole, shape = sampled(loaded.folder.name), bounds.get("shape", (1, 1, 1))
+    if shape[0] * shape[1] > 1 and len(prompts.tokens) % 2:
+        # Devices have equal parts: the last prompt is there twice.
+        at = [*range(len(prompts.tokens)), len(prompts.tokens) - 1]
+        again = sample(loaded, prompts=prompts.take(at), **bounds)
+        again = jax.tree.map(lambda x: x[: len(prompts.tokens)], again)
+    else:
+        again = sample(loaded, **bounds)
+    same(whole, again)
+
+
+def test_a_completion_depends_on_its_pictures(loaded):
+    prompts = prompts_of(loaded)
+    assert prompts.images is not None
+    black = replace(prompts, images=replace(prompts.images, patches=np.zeros_like(prompts.images.patches)))
+    with_pictures = (prompts.images.segments > 0).any(axis=1)
+    assert 0 < with_pictures.sum() < len(with_pictures)
+    whole, other = sampled(loaded.folder.name), sample(loaded, prompts=black)
+    first = np.abs(whole.logprobs - other.logprobs)[:, :, 0].max(axis=1)
+    assert (first[with_pictures] > 1e-3).all() and (first[~with_pictures] < 1e-5).all()
+
+
+@pytest.mark.parametrize(("shape", "microbatch"), [((1, 1, 1), 2), ((2, 2, 2), 0), ((2, 1, 1), 2)])
+def test_packed_rows_micro_batches_and_meshes_change_no_log_probability(loaded, shape, microbatch):
+    rollouts, mesh = sampled(loaded.folder.name), tiny.mesh_of(shape)
+    # Devices have equal parts: some prompts are there twice.
+    at = np.arange(8) % len(rollouts.completions)
+    batch = jax.tree.map(lambda x: x[at], batch_of(loaded, rollouts))
+    lengths = batch.completion_mask.sum(axis=-1)
+    batch = replace(batch, packed_index=pack(lengths, LENGTH, packed_shapes(GROUP, LENGTH)[0]))
+    model = hf.load_model(loaded.folder, mesh)
+    score = forward.make_logprob_fn(model, Sampling(), mesh, microbatch)
+    scored = score(hf.load_params(loaded.folder, model, mesh), sharding.shard_batch(batch, mesh))
+    real = batch.completion_mask
+    np.testing.assert_allclose(np.asarray(scored)[real], rollouts.logprobs[at][real], atol=2e-5)
