@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 from jaxrl_llm import recipe as recipes
+from jaxrl_llm import sft
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data import image_layout, order
 from jaxrl_llm.data import prompts as data
@@ -520,3 +521,14 @@ def test_without_pillow_the_line_says_what_to_install(tokenizer, form, monkeypat
     with pytest.raises(UserError, match=r"row 1: picture 1: it needs PIL.*pip install 'jaxrl_llm\[vision\]'"):
         read([{"prompt": ASKED, "image": GOOD}], tokenizer, form, monkeypatch)
     assert len(read([{"prompt": ASKED, "image": None}], tokenizer, form, monkeypatch).rows) == 1
+
+
+def test_a_completion_with_a_placeholder_is_refused(tokenizer, form, monkeypatch):
+    rows = [{"prompt": ASKED, "image": GOOD, "completion": text} for text in ("1", f"a{VIDEO}")]
+    dataset = read(rows, tokenizer, form, monkeypatch)
+    settings = recipes.read_sft(load("sft")).data
+    with pytest.raises(UserError, match=r"row 2: the completion has <\|video_pad\|>.*take it out"):
+        sft.tokenize_answers(dataset, tokenizer, replace(settings, source="mine.rows"), 9)
+    answers = sft.tokenize_answers(replace(dataset, rows=dataset.rows[:1], numbers=[1]), tokenizer, settings, 9)
+    batch = sft.make_batch(dataset, answers, [0], 9, tokenizer.pad_token_id, [0])
+    assert (batch.images.patches == data.make_prompts(dataset, [0], 0).images.patches).all()
