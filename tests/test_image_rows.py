@@ -380,7 +380,7 @@ def test_a_file_that_changes_in_a_run_ends_it_with_a_line(change, dataset, token
     pad = tokenizer.pad_token_id
     data.make_prompts(dataset, [1, 2, 4], pad)
     message = {
-        "gone": r"cannot be read \(No such file or directory\): give a file that is there",
+        "gone": r"cannot be read \(No such file or directory\): give a file below .*data.image_folder",
         "smaller": r"has changed: it is 28 x 84 pixels, and was 56 x 84 when the run began: put the file back",
         "broken": r"is no picture in one of the formats",
         "cut": r"cannot be decoded",
