@@ -29,6 +29,8 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, hf_export, names, peft, vision
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.rollout.jax.engine import Sampler
+from jaxrl_llm.rollout.weights import Placing, sampling_decoder
 from jaxrl_llm.structs import Batch, Images, Prompt, Prompts
 
 NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -274,7 +276,7 @@ def test_half_precision_is_near(loaded):
     (_, (exact, _)), _ = scored(loaded.model)(loaded.params, loaded.batch())
     used = model.as_used(loaded.params)
     assert used["visual"]["layers"]["qkv"]["kernel"].dtype == jnp.bfloat16
-    assert used["visual"]["layers"]["mlp_norm"]["scale"].dtype == jnp.float32
+    assert {x.dtype for x in jax.tree.leaves(used["visual"]["layers"]["mlp_norm"])} == {jnp.dtype("float32")}
     (_, (near, _)), gradient = scored(model)(loaded.params, loaded.batch())
     assert np.max(np.abs(np.asarray(near) - np.asarray(exact))) < 0.5
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
@@ -473,13 +475,25 @@ def test_adapters_stand_beside_text_layers_only_and_have_the_names_of_modules(lo
 # ---- DeepStack
 
 
-def test_the_decoder_of_a_sampler_adds_the_vectors_of_early_layers_too(loaded):
-    prompt = loaded.prompt()
-    stacked = jax.jit(loaded.model.prefill)(loaded.params, prompt)
-    in_list = jax.jit(lambda params, prompt: loaded.model.prefill(loaded.model.unstack(params), prompt))
-    hidden, prefix = in_list(loaded.params, prompt)
-    close(hidden, stacked[0], 1e-5)
-    close(jax.tree.map(lambda *x: jnp.stack(x), *prefix), stacked[1], 1e-5)
+def test_the_copy_of_a_sampler_reads_pictures_as_the_trainer_does(loaded):
+    mesh, prompt = tiny.mesh_of((1, 1, 1)), loaded.prompt()
+    sampler = sampling_decoder(loaded.model, mesh)
+    assert sampler.cfg.transposed
+    hidden, prefix = jax.jit(sampler.prefill)(Placing(sampler, mesh)(loaded.params), prompt)
+    expected = jax.jit(loaded.model.prefill)(loaded.params, prompt)
+    close(hidden, expected[0], 1e-5)
+    close(jax.tree.map(lambda *x: jnp.stack(x), *prefix), expected[1], 1e-5)
+
+
+def test_a_run_on_texts_alone_samples_from_a_model_that_reads_pictures():
+    loaded, mesh = load("qwen2_5_vl"), tiny.mesh_of((1, 1, 1))
+    mask, greedy = loaded.stored["mask"][1:2], loaded.stored["greedy"][1:2]
+    tokens = loaded.stored["tokens"][1:2]
+    sampler = Sampler(loaded.model, mesh, max_completion_tokens=greedy.shape[1], stop_ids=(0,), pad_id=0)
+    sampler.update_weights(loaded.params)
+    prompts = Prompts(tokens, mask, [{}], np.arange(1))
+    sampled = sampler.sample(prompts, jax.random.key(0), group_size=1, sampling=Sampling(temperature=0))
+    np.testing.assert_array_equal(sampled.completions[:, 0], greedy)
 
 
 @pytest.mark.parametrize(

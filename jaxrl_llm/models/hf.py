@@ -262,7 +262,9 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
-            value = read_config(folder, name).get("eos_token_id")
+            settings = read_config(folder, name)
+            # A model that reads pictures may have it among the settings of its text model.
+            value = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
             values = value if isinstance(value, list) else [] if value is None else [value]
             # Not isinstance: True is an int.
             if not all(type(x) is int for x in values):
