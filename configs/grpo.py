@@ -49,6 +49,12 @@ def get_config() -> ConfigDict:
     c.data.answer_column = ""  # name of the column that becomes "answer", for the reward functions
     # Template (jinja) of the user's message, around a prompt of text: {{ content }}; or a file with one. "": none.
     c.data.format_prompt = ""
+    # Pictures of rows (docs/data.md), for a model that reads them. Leave all four as they are in a run of text.
+    c.data.image_column = ""  # name of the column that holds them; "": images, or image
+    c.data.image_folder = ""  # folder that their paths are relative to, and must be in; "": paths of any file
+    # Least and most pixels of a picture, which is resized; its tokens count as those of the prompt. 0: the model's.
+    c.data.min_pixels = 0
+    c.data.max_pixels = 0
     # Rows that a resumed run goes on with, where they are not those that it began with: what the line that refuses them
     # says. "": none.
     c.data.accept = ""

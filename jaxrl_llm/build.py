@@ -20,6 +20,7 @@ from jaxrl_llm.config.load import flatten, with_names
 from jaxrl_llm.data import columns, encoding
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import drawn
+from jaxrl_llm.data.images import read_format
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.learner import update
 from jaxrl_llm.learner.critic import make_critic
@@ -161,8 +162,9 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     settings = EpisodeSettings(env=recipe.env, turns=recipe.turns)
     environments = open_environments(settings, tokenizer, place.opened, recipe.data.chat_template_args)
     tools = environments.schemas if environments else []
-    dataset = data.load(recipe.data, tokenizer, tools)
-    held_out = data.load_held_out(recipe.eval, recipe.data, tokenizer, tools) if recipe.eval else dataset
+    images = read_format(folder, min_pixels=recipe.data.min_pixels, max_pixels=recipe.data.max_pixels)
+    dataset = data.load(recipe.data, tokenizer, tools, images)
+    held_out = data.load_held_out(recipe.eval, recipe.data, tokenizer, tools, images) if recipe.eval else dataset
     functions, episodes = recipe.reward.functions, environments is not None
     dataset, held_out = columns.check_all(recipe.data, recipe.eval, functions, dataset, held_out, episodes=episodes)
     if environments:

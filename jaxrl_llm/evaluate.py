@@ -21,6 +21,7 @@ from jaxrl_llm.config.schema import Field, check_call, check_reach
 from jaxrl_llm.data import columns, encoding
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
+from jaxrl_llm.data.images import read_format
 from jaxrl_llm.data.rows import check_source, is_task
 from jaxrl_llm.data.settings import DataSettings
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
@@ -41,11 +42,12 @@ from jaxrl_llm.session.saved_run import SavedRun
 from jaxrl_llm.tasks import ANSWERS, REWARDS, SOURCES
 
 COUNTS = ("problems", "samples", "max_prompt_tokens", "max_completion_tokens", "batch")
-LIMITS = dict.fromkeys(COUNTS, Field(int, low=1)) | {
-    "temperature": Field(float, low=0),
-    "seed": Field(int, low=0, high=2**31 - 1),
-    "timeout": TIMEOUT,
-}
+PIXELS = ("min_pixels", "max_pixels")
+LIMITS = (
+    dict.fromkeys(COUNTS, Field(int, low=1))
+    | dict.fromkeys(PIXELS, Field(int, low=0))
+    | {"temperature": Field(float, low=0), "seed": Field(int, low=0, high=2**31 - 1), "timeout": TIMEOUT}
+)
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -110,7 +112,10 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
             max_prompt_tokens=args.max_prompt_tokens,
             overlong="error",
             template_args=args.chat_template_args | tools,
-            columns=Columns(args.prompt_column, args.answer_column, args.format_prompt),
+            columns=Columns(
+                *(args.prompt_column, args.answer_column, args.format_prompt, args.image_column, args.image_folder),
+                images=read_format(folder, min_pixels=args.min_pixels, max_pixels=args.max_pixels),
+            ),
         )
         for function in args.function:
             check_reach(function, REWARDS, "--function")
@@ -191,6 +196,10 @@ def parse() -> argparse.Namespace:
     add("--prompt-column", help="column of the prompt (default: as the columns say; of a run, its own)")
     add("--answer-column", help="column that becomes the answer (default: likewise)")
     add("--format-prompt", help="jinja template around a prompt of text, or a file with one (default: likewise)")
+    add("--image-column", help="column that holds the pictures (default: images, or image; of a run, its own)")
+    add("--image-folder", help="folder that the paths of pictures are relative to (of a run, its own)")
+    add("--min-pixels", type=int, help="least pixels of a picture (default: 0, the model's; of a run, its own)")
+    add("--max-pixels", type=int, help="most pixels of a picture (default: likewise)")
     add(
         "--chat-template-args",
         type=_arguments,
@@ -275,6 +284,7 @@ def of_model(args: argparse.Namespace) -> dict[str, Any]:
         "function": [f"{args.task}.accuracy"],
         "convert": "",
         **vars(Columns()),
+        **dict.fromkeys(PIXELS, 0),
         "problems": 1000,
         "max_prompt_tokens": 512,
         "batch": 128,
@@ -306,6 +316,7 @@ def of_run(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
         **of_model(args),
         **asked,
         **vars(Columns() if own_task else data.columns),
+        **{name: getattr(data, name) for name in PIXELS},
         "max_prompt_tokens": data.max_prompt_tokens,
         "chat_template_args": data.chat_template_args,
         "today": data.today,

@@ -96,7 +96,7 @@ REFUSED = {
     "whole conversations": ({"messages": ASKED + SAID}, {}, "'messages' holds whole conversations: make the messages"),
     "whole texts": ({"text": "1+2=3"}, {}, "'text' holds whole texts: name it in data.prompt_column if"),
     "other columns": ({"question": SUM}, {}, "no column 'prompt' .there is question.: rename one, name one in data"),
-    "images": ({"problem": SUM, "images": ["a"]}, {}, "has images, which no model here reads: leave such rows out"),
+    "images": ({"problem": SUM, "images": ["a"]}, {}, "has images, which the model does not read: leave such rows out"),
     "another prompt": ({"prompt": SUM}, dict(prompt_column="question"), "has no column 'question' .there is prompt."),
     "a chat in a format prompt":
         ({"prompt": ASKED}, dict(format_prompt="{{ content }}"), "data.format_prompt does nothing, because the prompt"),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import json
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from jaxrl_llm.data import image_layout, images
+from jaxrl_llm.data import image_files, image_layout, images
 from jaxrl_llm.data.images import ImageFormat
 from jaxrl_llm.errors import UserError
 
@@ -34,13 +34,14 @@ def noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
     rng = np.random.default_rng(width * 1000 + height)
     if mode == "I;16":
         return Image.fromarray(rng.integers(0, 2**16, (height, width), np.uint16))
-    if mode in ("RGBA", "LA", "RGB", "L", "CMYK"):
+    if mode in ("RGBA", "LA", "RGB", "L"):
         shape = (height, width, len(mode)) if mode != "L" else (height, width)
-        return Image.fromarray(rng.integers(0, 256, shape, np.uint8), mode)
-    image: Image.Image = noise(width, height).convert(mode)
+        return Image.fromarray(rng.integers(0, 256, shape, np.uint8))
     if mode == "P":
+        image = noise(width, height).quantize(16)
         image.info["transparency"] = 3
-    return image
+        return image
+    return noise(width, height).convert(mode)
 
 
 def positions_by_groups(tokens: list[int], grids: list[tuple[int, int]]) -> tuple[np.ndarray, int]:
@@ -63,23 +64,40 @@ def blank(form: ImageFormat, *grids: tuple[int, int]) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "LA", "P", "I;16", "CMYK", "1"])
 @pytest.mark.parametrize("size", [(61, 90), (300, 40), (28, 28), (1, 70), (517, 283)])
-def test_pixels_are_those_of_transformers(mode, size, tmp_path):
+def test_pixels_are_those_of_transformers(mode: str, size: tuple[int, int], tmp_path):
     from transformers import AutoImageProcessor
 
     settings = {"min_pixels": QWEN2.min_pixels, "max_pixels": QWEN2.max_pixels, "patch_size": 14, "merge_size": 2}
     settings |= {"image_processor_type": "Qwen2VLImageProcessorFast", "temporal_patch_size": 2}
     folder = write(tmp_path, {"model_type": "qwen2_vl"}, preprocessor_config=settings)
-    loader: Any = AutoImageProcessor
-    theirs = loader.from_pretrained(folder)
+    theirs = cast(Any, AutoImageProcessor.from_pretrained(folder))
     assert type(theirs).__name__ == "Qwen2VLImageProcessorPil"
     image = noise(*size, mode)
     reference = theirs(image, return_tensors="np")
-    ours = image_layout.patches(images.pixels(image, QWEN2), QWEN2)
+    ours = image_layout.patches(image_files.pixels(image, QWEN2), QWEN2)
     frames = reference["pixel_values"].reshape(len(ours), 3, 2, 196)
     mean, std = (np.array(x).reshape(3, 1, 1) for x in (theirs.image_mean, theirs.image_std))
     assert (np.rint(255 * (frames * std + mean)) == ours.reshape(-1, 3, 1, 196)).all()
     rows, columns = QWEN2.grid(*image.size)
     assert reference["image_grid_thw"].tolist() == [[1, 2 * rows, 2 * columns]]
+
+
+def test_pixels_of_a_fixed_size_are_those_of_transformers():
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    form = ImageFormat(PICTURE, 14, 4, 0, 0, side=112, planes=False, resample=2)
+    theirs: Any = Gemma3ImageProcessorPil(size={"height": 112, "width": 112}, do_normalize=False, do_rescale=False)
+    for size in [(300, 41), (112, 112), (7, 90)]:
+        image = noise(*size)
+        expected = np.asarray(theirs(image, return_tensors="np")["pixel_values"][0])
+        ours = image_files.pixels(image, form)
+        assert (ours.transpose(2, 0, 1) == expected).all()
+        tokens = image_layout.expand(np.array([TEXT, PICTURE, TEXT]), [form.grid(*size)], form)
+        layout = image_layout.lay_out(tokens, [form.grid(*size)], form)
+        assert (layout.positions == np.arange(6)).all() and layout.end == 6
+        for place, patch in zip(layout.places, image_layout.patches(ours, form), strict=True):
+            row, column = 14 * place
+            assert (patch.reshape(3, 14, 14) == expected[:, row : row + 14, column : column + 14]).all()
 
 
 def test_a_second_resize_changes_nothing():
@@ -98,8 +116,8 @@ def test_a_second_resize_changes_nothing():
         assert first[0] % form.factor == first[1] % form.factor == 0
         assert form.min_pixels <= first[0] * first[1] <= form.max_pixels
     assert 0 < refused < 1000
-    once = images.pixels(noise(301, 200), QWEN2)
-    assert (images.pixels(Image.fromarray(once), QWEN2) == once).all()
+    once = image_files.pixels(noise(301, 200), QWEN2)
+    assert (image_files.pixels(Image.fromarray(once), QWEN2) == once).all()
 
 
 PROMPTS = {
@@ -177,19 +195,19 @@ def test_a_prompt_that_does_not_fit_its_pictures_is_refused(grids):
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
 def test_a_photograph_is_turned_as_its_exif_says_and_so_is_its_size(kind, orientation):
     exif = Image.Exif()
-    exif[images.ORIENTATION] = orientation
+    exif[image_files.ORIENTATION] = orientation
     noise(70, 112).save(file := io.BytesIO(), kind, exif=exif)
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(file.getvalue())))
-    with images.opened(file.getvalue()) as image:
-        assert images.size_of(image) == upright.size
-        assert (images.pixels(image, QWEN2) == images.pixels(upright, QWEN2)).all()
+    with image_files.opened(file.getvalue()) as image:
+        assert image_files.size_of(image) == upright.size
+        assert (image_files.pixels(image, QWEN2) == image_files.pixels(upright, QWEN2)).all()
 
 
 def test_only_the_header_is_read_for_the_size(monkeypatch):
     noise(70, 112).save(file := io.BytesIO(), "PNG")
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
-    with images.opened(file.getvalue()) as image:
-        assert QWEN2.grid(*images.size_of(image)) == (4, 2)
+    with image_files.opened(file.getvalue()) as image:
+        assert QWEN2.grid(*image_files.size_of(image)) == (4, 2)
 
 
 def test_formats_are_read_from_the_folders_of_both_versions(tmp_path):

@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 import jinja2
 import jinja2.meta
 
+from jaxrl_llm.data import image_columns
+from jaxrl_llm.data.images import ImageFormat
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks import search_r1, verl
 
@@ -28,11 +30,14 @@ WITHOUT = {
 
 @dataclass(frozen=True)
 class Columns:
-    """The fields of the section `data` that say how a row is read. "": as its columns say."""
+    """How a row is read: fields of the section `data`, and what the model reads. "": as its columns say."""
 
     prompt_column: str = ""  # column that holds the prompt
     answer_column: str = ""  # column that becomes "answer"
     format_prompt: str = ""  # jinja template of the user's message with the variable `content`, or a file with one
+    image_column: str = ""  # column that holds the pictures
+    image_folder: str = ""  # that their paths are relative to
+    images: ImageFormat | None = None  # how the model reads pictures; None: it reads none
 
 
 def read(row: Row, columns: Columns) -> tuple[Row, str]:
@@ -45,11 +50,13 @@ def read(row: Row, columns: Columns) -> tuple[Row, str]:
     if name not in row:
         raise ValueError(_missing(row, name))
     # A row of text in a data set with pictures has None or an empty list.
-    if (images := row.get("images")) is not None and len(images):
-        raise ValueError("it has images, which no model here reads: leave such rows out")
+    if not columns.images and image_columns.holds_some(row):
+        raise ValueError("has images, which the model does not read: leave such rows out, or use a model that does")
     prompt, notes = row[name], []
     if isinstance(prompt, str) and prompt and (name != "prompt" or columns.format_prompt):
         content = template(columns.format_prompt).render(content=prompt) if columns.format_prompt else prompt
+        if columns.images and image_columns.MARK not in content:
+            image_columns.check_none(row, columns.image_column, name)
         prompt = [{"role": "user", "content": content}]
         notes.append(f"{name!r} is the user's message")
     elif columns.format_prompt:

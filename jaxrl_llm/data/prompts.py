@@ -11,8 +11,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from jaxrl_llm.data import encoding, formats
+from jaxrl_llm.data import encoding, formats, image_rows
 from jaxrl_llm.data.formats import Columns, Row
+from jaxrl_llm.data.image_columns import is_pillow
+from jaxrl_llm.data.image_rows import RowImages
+from jaxrl_llm.data.images import ImageFormat
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.data.settings import DataSettings, EvalSettings
 from jaxrl_llm.errors import UserError
@@ -36,12 +39,16 @@ class Dataset:
     parts: dict[str, range] = field(default_factory=dict)  # rows of each source of a mixture
     notes: tuple[str, ...] = ()  # for the banner: the rows that lack a column (`columns.check`)
     source: str = ""  # that the rows come from
+    images: RowImages | None = None  # of the prompts; None: the model reads none
 
     def repeated(self) -> tuple[int, int, int]:
         """Returns how many prompts equal an earlier one, and the row numbers of the first of them and of that one."""
         # Hashes, because the tokens of a million prompts would need much memory.
         # Compared within this process alone: Python's hash of bytes has another seed in each.
-        hashes = np.fromiter((hash(tokens.tobytes()) for tokens in self.ids), np.int64, len(self.ids))
+        keys = (
+            hash((tokens.tobytes(), self.images.digests(i) if self.images else "")) for i, tokens in enumerate(self.ids)
+        )
+        hashes = np.fromiter(keys, np.int64, len(self.ids))
         _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
         again = np.flatnonzero(first[inverse] != np.arange(len(hashes)))
         if not len(again):
@@ -56,7 +63,7 @@ class Dataset:
         return digest.hexdigest()
 
     def prompts(self) -> str:
-        """Returns a hash of the token ids of all prompts, in order."""
+        """Returns a hash of the token ids and pictures of all prompts, in order."""
         return self._prompts().hexdigest()
 
     def counts(self) -> list[int]:
@@ -67,12 +74,19 @@ class Dataset:
         # With the lengths, the same tokens split into other prompts have another hash.
         digest = hashlib.sha256(np.array([len(tokens) for tokens in self.ids]).tobytes())
         digest.update(np.concatenate(self.ids).tobytes())
+        if self.images:
+            digest.update("".join(map(self.images.digests, range(len(self.ids)))).encode())
         return digest
 
 
-def load(settings: DataSettings, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> Dataset:
-    """Loads the training prompts. tools: that the chat template describes. Raises: UserError."""
-    shared = _reading(settings, tools)
+def load(
+    settings: DataSettings, tokenizer: Any, tools: Sequence[dict[str, Any]] = (), images: ImageFormat | None = None
+) -> Dataset:
+    """Loads the training prompts. tools: that the chat template describes; images: how the model reads pictures.
+
+    Raises: UserError.
+    """
+    shared = _reading(settings, tools, images)
     if settings.mixture:
         parts = {
             name: read(part.source, tokenizer, convert=part.convert, field=f"data.mixture.{name}.convert", **shared)
@@ -89,21 +103,27 @@ def load(settings: DataSettings, tokenizer: Any, tools: Sequence[dict[str, Any]]
             "leave it out"
         )
     check_template_args_used("config.data.chat_template_args", shared["template_args"], dataset)
+    _check_image_fields_used(settings, dataset)
     return dataset
 
 
 def load_held_out(
-    problems: EvalSettings, settings: DataSettings, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()
+    problems: EvalSettings,
+    settings: DataSettings,
+    tokenizer: Any,
+    tools: Sequence[dict[str, Any]] = (),
+    images: ImageFormat | None = None,
 ) -> Dataset:
     """Loads the evaluation prompts, read as those of training. An over-long one is an error, so none is left out."""
     own = {"convert": problems.convert, "problems": problems.problems, "overlong": "error"}
-    return read(problems.source, tokenizer, field="eval.convert", **_reading(settings, tools) | own)
+    return read(problems.source, tokenizer, field="eval.convert", **_reading(settings, tools, images) | own)
 
 
-def _reading(settings: DataSettings, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _reading(settings: DataSettings, tools: Sequence[dict[str, Any]], images: ImageFormat | None) -> dict[str, Any]:
     """Returns how all rows of a run are read, as arguments of `read`."""
-    args, limit = settings.template_args(tools), settings.max_prompt_tokens
-    return dict(max_prompt_tokens=limit, overlong=settings.overlong, template_args=args, columns=settings.columns)
+    args, limit, columns = settings.template_args(tools), settings.max_prompt_tokens, settings.columns
+    columns = replace(columns, images=images)
+    return dict(max_prompt_tokens=limit, overlong=settings.overlong, template_args=args, columns=columns)
 
 
 def join(parts: Mapping[str, Dataset]) -> Dataset:
@@ -122,6 +142,7 @@ def join(parts: Mapping[str, Dataset]) -> Dataset:
         "; ".join(f"{name}: {part.read_as}" for name, part in parts.items() if part.read_as),
         {name: range(*ends) for name, ends in zip(parts, pairwise(ends), strict=True)},
         source=", ".join(part.source for part in sets if part.source),
+        images=image_rows.join([part.images for part in sets]),
     )
 
 
@@ -141,8 +162,19 @@ def read(
     """
     source_rows = load_rows(source, convert, field, columns)
     rows, numbers = source_rows.rows[:problems], source_rows.numbers[:problems]
-    dataset = tokenize(rows, tokenizer, source=source, numbers=numbers, **limits)
+    images = source_rows.images.take(range(len(rows))) if source_rows.images else None
+    dataset = tokenize(rows, tokenizer, source=source, numbers=numbers, images=images, **limits)
     return replace(dataset, refused=source_rows.dropped, read_as=source_rows.read_as, source=source)
+
+
+def _check_image_fields_used(settings: DataSettings, dataset: Dataset) -> None:
+    """Raises: UserError, naming the field, if there is one for pictures but no picture."""
+    if dataset.images and dataset.images.count:
+        return
+    why = "no row has a picture" if dataset.images else "the model reads no pictures"
+    for name in ("image_column", "image_folder", "min_pixels", "max_pixels"):
+        if value := getattr(settings, name):
+            raise UserError(f"config.data.{name} = {value!r} does nothing: {why}; set it to {type(value)()!r}")
 
 
 def check_template_args_used(field: str, template_args: Mapping[str, Any], dataset: Dataset) -> None:
@@ -160,11 +192,12 @@ def tokenize(
     source: str = "data",
     numbers: Sequence[int] = (),
     template_args: Mapping[str, Any] | None = None,
+    images: RowImages | None = None,
 ) -> Dataset:
     """Tokenizes chats with the tokenizer's template and its arguments, and text as it is after the begin token.
 
     overlong: "drop" (and count) prompts above the limit, or raise an "error"; nothing is cut.
-    numbers: number of each row in its source, from 1.
+    numbers: number of each row in its source, from 1; images: of the rows, whose tokens count.
     Raises: UserError, naming `source`, for a missing template, an over-long prompt, or if no prompt is left.
     """
     numbers = list(numbers or range(1, len(rows) + 1))
@@ -174,6 +207,8 @@ def tokenize(
     ids = encoding.encode(prompts, tokenizer, source, numbers=numbers, template_args=template_args, row_args=row_args)
     if begin := encoding.beginning(tokenizer):
         ids = [_with_begin_tokens(begin, t) if isinstance(p, str) else t for p, t in zip(prompts, ids, strict=True)]
+    if images:
+        ids = images.expand(ids, tokenizer, source, numbers)
     # An empty prompt does not fit either: its completion would have no token to follow.
     fits = [0 < len(tokens) <= max_prompt_tokens for tokens in ids]
     if overlong == "error" and not all(fits):
@@ -188,7 +223,9 @@ def tokenize(
         raise UserError(f"all {len(rows)} prompts of {source} are longer than {limit}: raise it")
     ids = [ids[i] for i in fitting]
     width = max(len(tokens) for tokens in ids)
-    return Dataset(ids, [rows[i] for i in fitting], len(rows) - len(fitting), width, [numbers[i] for i in fitting])
+    dropped, rows = len(rows) - len(fitting), [rows[i] for i in fitting]
+    numbers, images = [numbers[i] for i in fitting], images.take(fitting) if images else None
+    return Dataset(ids, rows, dropped, width, numbers, images=images)
 
 
 def _with_begin_tokens(begin: list[int], tokens: np.ndarray) -> np.ndarray:
@@ -208,6 +245,10 @@ def _canonical(row: Row) -> str:
 
 def _plain(value: Any) -> Any:
     """Converts a value for JSON, independent of memory addresses and of the order of a set."""
+    if isinstance(value, (bytes, bytearray)):
+        return ["bytes", hashlib.sha256(value).hexdigest()]
+    if is_pillow(value):
+        return ["picture", image_rows.digest(value)]
     if hasattr(value, "tolist"):
         # NumPy arrays and numbers.
         return value.tolist()
@@ -226,7 +267,10 @@ def _with_text_keys(value: Any) -> Any:
 
 
 def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Prompts:
-    """Makes one batch of the rows `indices`, padded on the left."""
+    """Makes one batch of the rows `indices`, padded on the left, with their pictures.
+
+    Raises: UserError, for a picture that can no longer be read.
+    """
     tokens = np.full((len(indices), dataset.width), pad_id, np.int32)
     mask = np.zeros(tokens.shape, bool)
     # On the left, so that the last token of each prompt is in the last column, where sampling starts.
@@ -235,7 +279,9 @@ def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Promp
         tokens[b, dataset.width - length :] = dataset.ids[i]
         mask[b, dataset.width - length :] = True
     sources = [name for i in indices for name, rows in dataset.parts.items() if i in rows]
-    return Prompts(tokens, mask, [dataset.rows[i] for i in indices], np.asarray(indices, np.int32), sources)
+    images = dataset.images.batch(indices, tokens, mask) if dataset.images and dataset.images.count else None
+    rows = [dataset.rows[i] for i in indices]
+    return Prompts(tokens, mask, rows, np.asarray(indices, np.int32), sources, images)
 
 
 def all_prompts(dataset: Dataset, pad_id: int) -> Prompts:

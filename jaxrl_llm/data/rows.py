@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.names import resolve
-from jaxrl_llm.data import formats, hub
+from jaxrl_llm.data import formats, hub, image_columns, image_rows
 from jaxrl_llm.data.formats import Columns, Row
+from jaxrl_llm.data.image_rows import RowImages
 from jaxrl_llm.errors import UserError, describe
 from jaxrl_llm.machine import extras
 from jaxrl_llm.tasks import CONVERTERS, SOURCES
@@ -32,6 +33,7 @@ class SourceRows:
     numbers: list[int]  # number of each row in its source, from 1
     dropped: int  # number of rows for which convert returned None
     read_as: str = ""  # how columns other than "prompt" and "answer" were read
+    images: RowImages | None = None  # the pictures in the prompts; None: the model reads none
 
 
 def check_source(field: str, source: str) -> None:
@@ -92,11 +94,16 @@ def load_rows(source: str, convert: str = "", field: str = "data.convert", colum
         if columns.answer_column and not any(columns.answer_column in row for row in rows):
             known = formats.columns_text(dict.fromkeys(name for row in rows for name in row))
             raise UserError(f"{source} has no column {columns.answer_column!r} ({known}): see data.answer_column")
-    checked = [(i, _checked(source, i, row)) for i, row in enumerate(converted, 1) if row is not None]
+    numbers = [i for i, row in enumerate(converted, 1) if row is not None]
+    checked = [_checked(source, i, converted[i - 1]) for i in numbers]
     if not checked:
         raise UserError(f"{source}: {convert} returned None for all {len(rows)} rows: set {field} to another")
     read_as_text = "; ".join(x for x in read_as if x)
-    return SourceRows([row for _, row in checked], [i for i, _ in checked], len(rows) - len(checked), read_as_text)
+    if columns.images is None:
+        checked, images = [_with_text(source, i, row) for i, row in zip(numbers, checked, strict=True)], None
+    else:
+        checked, images = _with_pictures(source, numbers, checked, columns)
+    return SourceRows(checked, numbers, len(rows) - len(checked), read_as_text, images)
 
 
 def _rows(source: str, convert: str) -> list[Row]:
@@ -120,23 +127,50 @@ def _read_as(source: str, number: int, row: Any, columns: Columns, seen: dict[st
 
 
 def _checked(source: str, number: int, row: Any) -> Row:
-    """Returns a row with a checked prompt: text, or a list of messages with text as content."""
+    """Returns a row with a checked prompt: text, or a list of messages."""
     if not isinstance(row, dict) or "prompt" not in row:
         columns = formats.columns_text(row) if isinstance(row, dict) else repr(row)
         raise UserError(f"{source} row {number} has no column 'prompt' ({columns}): let the convert function make it")
     prompt = row["prompt"].tolist() if hasattr(row["prompt"], "tolist") else row["prompt"]  # an array from pandas
     if not prompt or not (isinstance(prompt, str) or _is_chat(prompt)):
         raise UserError(
-            f"{source} row {number}: prompt is {prompt!r}: give text, or a list of messages with role and content"
+            f"{source} row {number}: prompt is {prompt!r:.200}: give text, or a list of messages with role and content"
         )
+    # The usual case: no copy of the row.
+    return row if isinstance(row["prompt"], (str, list)) else row | {"prompt": list(prompt)}
+
+
+def _with_text(source: str, number: int, row: Row) -> Row:
+    """Returns a row whose messages have text as content."""
+    prompt = row["prompt"]
     if isinstance(prompt, str):
         return row
     contents = [message.get("content") for message in prompt]
-    # The usual case: no copy of the row.
-    if isinstance(row["prompt"], list) and all(isinstance(content, str) for content in contents):
+    if all(isinstance(content, str) for content in contents):
         return row
     texts = [_text(source, number, content) for content in contents]
     return row | {"prompt": [message | {"content": text} for message, text in zip(prompt, texts, strict=True)]}
+
+
+def _with_pictures(
+    source: str, numbers: list[int], rows: list[Row], columns: Columns
+) -> tuple[list[Row], RowImages | None]:
+    """Returns rows whose messages have parts for their pictures, with the names of these, and the pictures."""
+    assert columns.images
+    placed, pictures = [], []
+    for number, row in zip(numbers, rows, strict=True):
+        try:
+            row, images = image_columns.read(row, columns.image_column)
+        except ValueError as error:
+            raise UserError(f"{source} row {number} {error}") from None
+        placed.append(row)
+        pictures.append((f"{source} row {number}", images))
+    images = image_rows.measure(pictures, columns.images, columns.image_folder)
+    for i, row_images in enumerate(images.rows):
+        if row_images:
+            names = [picture.name for picture in row_images]
+            placed[i] = placed[i] | {"prompt": image_columns.named(placed[i]["prompt"], names)}
+    return placed, images
 
 
 def _is_chat(prompt: Any) -> bool:

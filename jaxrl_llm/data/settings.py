@@ -33,6 +33,12 @@ class DataSettings:
     max_prompt_tokens: AtLeastOne
     overlong: Literal["drop", "error"]
 
+    # A config that was written before models read pictures has none of these.
+    image_column: MayChange[str] = ""
+    image_folder: MayChange[str] = ""
+    min_pixels: Count = 0
+    max_pixels: Count = 0
+
     mixture: ClassVar[dict[str, SourceSettings]] = {}
     completion_column: ClassVar[str] = ""  # with the text that `sft` learns
     skip: ClassVar[float] = 0.0  # probability with which a curriculum passes over a prompt
@@ -40,7 +46,8 @@ class DataSettings:
     @property
     def columns(self) -> Columns:
         """How rows are read that no convert function makes."""
-        return Columns(self.prompt_column, self.answer_column, self.format_prompt)
+        text = self.prompt_column, self.answer_column, self.format_prompt
+        return Columns(*text, self.image_column, self.image_folder)
 
     def template_args(self, tools: Any = ()) -> dict[str, Any]:
         """Returns the arguments of the chat template; tools: that it describes."""

@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxrl_llm import tasks
 from jaxrl_llm.config.names import OWN, resolve, split_call
+from jaxrl_llm.data.image_columns import printable_value
 from jaxrl_llm.errors import UserError, briefly, describe
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.machine.process import Process
@@ -364,4 +365,4 @@ def _culprit(name: str, function: Reward, batch: FlatBatch) -> int | None:
 def _show(row: dict[str, Any], text: str) -> str:
     """Formats the row and the completion, short enough for one line."""
     shown = {key: value for key, value in row.items() if key != "prompt"} or row["prompt"]
-    return f"row {str(shown)[:200]}, completion {text[:200]!r}"
+    return f"row {str(printable_value(shown))[:200]}, completion {text[:200]!r}"

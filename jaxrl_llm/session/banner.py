@@ -51,6 +51,7 @@ def model_and_data_table(
         ("mesh", f"{axes} on {mesh.devices.flat[0].device_kind}"),
         ("prompts", f"{_count(dataset, 'data.convert')}, {dataset.dropped:,} over-long dropped"),
         *_sources(settings, dataset),
+        *_pictures(dataset),
         *([("", "fewer than prompts_per_step: a step has some of them twice or more")] if few else []),
         *([("", f"{once}, so that data.curriculum changes nothing")] if once else []),
         *[("", note) for note in (*dataset.notes, *_repeated(dataset))],
@@ -65,6 +66,7 @@ def problems_table(settings: EvalSettings | None, held_out: Dataset) -> list[tup
         ("problems", _count(held_out, "eval.convert")),
         ("", f"of {settings.source}, judged by {settings.function}"),
         *([("", held_out.read_as)] if held_out.read_as else []),
+        *_pictures(held_out),
         *[("", note) for note in (*held_out.notes, *_repeated(held_out))],
     ]
 
@@ -86,6 +88,11 @@ def _sources(settings: DataSettings, dataset: Dataset) -> list[tuple[str, str]]:
     shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
     parts = [f"{name}: {len(rows):,} prompts, {shares[name]:.1%} of a step" for name, rows in dataset.parts.items()]
     return [("", line) for line in [*([dataset.read_as] if dataset.read_as else []), *parts]]
+
+
+def _pictures(dataset: Dataset) -> list[tuple[str, str]]:
+    images = dataset.images
+    return [("pictures", images.line(dataset.width))] if images and images.count else []
 
 
 def _repeated(dataset: Dataset) -> list[str]:

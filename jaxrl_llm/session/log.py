@@ -24,6 +24,7 @@ from rich.progress import Progress
 
 from jaxrl_llm import loggers
 from jaxrl_llm.config.names import resolve
+from jaxrl_llm.data.image_columns import text_of
 from jaxrl_llm.errors import printable
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.health.history import History
@@ -227,7 +228,7 @@ class Log:
         texts, turns = graded.texts[0], graded.turns[:1]
         line = {"step": step, "prompt": prompt, "completions": texts, "rewards": [_plain(x) for x in rewards]}
         self._append("completions", line | ({"turns": turns[0]} if turns else {}))
-        asked = _short(prompt[-1]["content"] if isinstance(prompt, list) else prompt)
+        asked = _short(text_of(prompt[-1]["content"]) if isinstance(prompt, list) else prompt)
         for i, reward in enumerate(rewards[:2]):
             earned = f"(reward {reward:g})" if math.isfinite(reward) else "(no reward)"
             if not turns:

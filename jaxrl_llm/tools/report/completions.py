@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from jaxrl_llm.data.image_columns import text_of
 from jaxrl_llm.tools.report.runs import ReportedRun
 
 MOST = 3000  # characters of a text on the page
@@ -53,8 +54,8 @@ def prompt_text(prompt: Any) -> str:
     if not isinstance(prompt, list):
         return str(prompt)
     if len(prompt) == 1:
-        return str(prompt[0]["content"])
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+        return text_of(prompt[0]["content"])
+    return "\n".join(f"{message['role']}: {text_of(message['content'])}" for message in prompt)
 
 
 def cut(text: str) -> str:

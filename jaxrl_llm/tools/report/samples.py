@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import jaxrl_llm
+from jaxrl_llm.data.image_columns import printable_value
 from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.rollout.scores import Measured, channel_text, lines
 from jaxrl_llm.tools.report.completions import cut, prompt_text
@@ -57,7 +58,7 @@ def render(title: str, measured: Measured, graded: Graded, rows: Sequence[dict[s
 def problem(at: int, graded: Graded, row: dict[str, Any]) -> Problem:
     """Returns what the page shows of a problem."""
     scores = graded.rewards.total[at]
-    columns = ", ".join(f"{key}: {value}" for key, value in row.items() if key != "prompt")
+    columns = ", ".join(f"{key}: {printable_value(value)}" for key, value in row.items() if key != "prompt")
     shown = [completion(at, i, graded) for i in range(min(len(scores), SHOWN))]
     # As pass@k counts: a score of 1 or more.
     solved = int((scores >= 1).sum())

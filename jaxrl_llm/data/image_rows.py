@@ -1,0 +1,206 @@
+"""The pictures of a data set: their sizes when its rows are read, and their pixels when a step needs them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.data import image_files, image_layout
+from jaxrl_llm.data.image_columns import is_pillow
+from jaxrl_llm.data.images import Grid, ImageFormat
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine import extras, progress
+from jaxrl_llm.structs import Images
+
+THREADS = min(16, os.cpu_count() or 1)  # that open pictures: Pillow decodes without Python's lock
+FEW = 64  # pictures that are measured at a time: the first broken one ends the reading soon
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a row. It is opened when a step needs it."""
+
+    source: Any  # bytes, a path or data URL, or a picture of Pillow
+    folder: str  # that a path is relative to
+    where: str  # source of rows, number of the row and of the picture, for errors
+    size: tuple[int, int]  # width and height in pixels, when the rows were read
+
+    @property
+    def name(self) -> str:
+        """What logs and pages call it: its file and size, or its place and size."""
+        path = isinstance(self.source, str) and not self.source.startswith("data:")
+        return f"{self.source if path else self.where}, {self.size[0]} x {self.size[1]}"
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the content, or of the path and size of a file: it is the same in every process."""
+        if is_pillow(self.source):
+            return digest(self.source)
+        content = self.source if isinstance(self.source, bytes) else f"{self.source} {self.size}".encode()
+        return hashlib.sha256(content).hexdigest()
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """The pictures of the rows of a data set, in their order in each prompt."""
+
+    form: ImageFormat
+    rows: list[tuple[Picture, ...]]
+
+    @cached_property
+    def patches(self) -> int:
+        """N: the most patches of a prompt, with those that pad windows."""
+        return max((image_layout.patch_count(self.grids(i), self.form) for i in range(len(self.rows))), default=0)
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens of the pictures of a prompt."""
+        return max(sum(height * width for height, width in self.grids(i)) for i in range(len(self.rows)))
+
+    def line(self, width: int) -> str:
+        """Says how many there are and how large, for the banner. width: P."""
+        return (
+            f"{self.count:,} of at most {self.patches:,} patches; prompts of at most {width:,} tokens, "
+            f"{self.tokens:,} of them of pictures"
+        )
+
+    @cached_property
+    def count(self) -> int:
+        """The number of pictures."""
+        return sum(map(len, self.rows))
+
+    def grids(self, row: int) -> list[Grid]:
+        """Returns the rows and columns of merged tokens of the pictures of a row."""
+        return [self.form.grid(*picture.size) for picture in self.rows[row]]
+
+    def take(self, rows: Sequence[int]) -> RowImages:
+        """Returns the pictures of these rows."""
+        return RowImages(self.form, [self.rows[i] for i in rows])
+
+    def digests(self, row: int) -> str:
+        """Returns a hash of the pictures of a row; "": it has none."""
+        return "".join(picture.digest for picture in self.rows[row])
+
+    def expand(
+        self, ids: Sequence[np.ndarray], tokenizer: Any, source: str, numbers: Sequence[int]
+    ) -> list[np.ndarray]:
+        """Returns the token ids of all rows with a token for each merged token of their pictures.
+
+        Raises: UserError, naming source and row, if the prompt has other placeholders than those of its pictures.
+        """
+        token = tokenizer.convert_ids_to_tokens(self.form.image_token)
+        expanded = []
+        for i, (tokens, number) in enumerate(zip(ids, numbers, strict=True)):
+            count, pictures = int((tokens == self.form.image_token).sum()), len(self.rows[i])
+            if count > pictures:
+                raise UserError(
+                    f"{source} row {number}: the prompt has {token} {count} times, more than its pictures "
+                    f"({pictures}): take it out of its text"
+                )
+            if count < pictures:
+                raise UserError(
+                    f"{source} row {number}: the chat template writes {token} {count} times, less than the pictures "
+                    f"({pictures}): use the template of the model, which writes one for each"
+                )
+            if others := sorted(set(self.form.others) & set(tokens.tolist())):
+                raise UserError(
+                    f"{source} row {number}: the prompt has the token {tokenizer.convert_ids_to_tokens(others[0])}, "
+                    "and no video is read here: take it out of its text"
+                )
+            expanded.append(image_layout.expand(tokens, self.grids(i), self.form) if pictures else tokens)
+        return expanded
+
+    def batch(self, rows: Sequence[int], tokens: np.ndarray, mask: np.ndarray) -> Images:
+        """Opens the pictures of rows, of which the prompts are tokens and mask [B, P].
+
+        Raises: UserError, for one that is gone, or that has changed its size.
+        """
+        chosen = [picture for i in rows for picture in self.rows[i]]
+        with ThreadPoolExecutor(THREADS) as pool:
+            opened = iter(list(pool.map(partial(_pixels, form=self.form), chosen)))
+        pixels = [[next(opened) for _ in self.rows[i]] for i in rows]
+        return image_layout.stack(tokens, mask, pixels, self.form, self.patches)
+
+    def check_completions(self, ids: Sequence[np.ndarray], tokenizer: Any, source: str, numbers: Sequence[int]) -> None:
+        """Raises: UserError, for a completion with a token of pictures. None is sampled, so its loss is infinite."""
+        never = [self.form.image_token, *self.form.others]
+        for tokens, number in zip(ids, numbers, strict=True):
+            if len(at := np.flatnonzero(np.isin(tokens, never))):
+                token = tokenizer.convert_ids_to_tokens(int(tokens[at[0]]))
+                raise UserError(
+                    f"{source} row {number}: the completion has {token}, which no completion may have: take it out"
+                )
+
+
+def join(parts: Sequence[RowImages | None]) -> RowImages | None:
+    """Joins the pictures of several data sets for one model."""
+    sets = [part for part in parts if part]
+    if not sets:
+        return None
+    return RowImages(sets[0].form, list(chain(*(part.rows for part in sets))))
+
+
+def measure(sources: Sequence[tuple[str, Sequence[Any]]], form: ImageFormat, folder: str) -> RowImages:
+    """Reads the sizes of the pictures of all rows from their headers.
+
+    sources: of each row, its source and number for errors, and its pictures. Raises: UserError, for the first picture
+    that cannot be read.
+    """
+    pairs = [(f"{where}: picture {k}", picture) for where, listed in sources for k, picture in enumerate(listed, 1)]
+    if pairs:
+        extras.require("PIL", "vision", f"{pairs[0][0]}: it")
+    pictures: list[Picture] = []
+    with progress.task("sizes of pictures", len(pairs)) as task, ThreadPoolExecutor(THREADS) as pool:
+        for start in range(0, len(pairs), FEW):
+            pictures += pool.map(partial(_measured, form=form, folder=folder), pairs[start : start + FEW])
+            task.advance(len(pictures) - start)
+    rest = iter(pictures)
+    return RowImages(form, [tuple(next(rest) for _ in listed) for _, listed in sources])
+
+
+def _measured(pair: tuple[str, Any], form: ImageFormat, folder: str) -> Picture:
+    where, source = pair
+    try:
+        with image_files.opened(source, folder) as image:
+            size = image_files.size_of(image)
+            form.grid(*size)
+            image_files.check_whole(image)
+    except ValueError as error:
+        raise UserError(f"{_place(where, source)} {error}") from None
+    return Picture(source, folder, where, size)
+
+
+def _pixels(picture: Picture, form: ImageFormat) -> np.ndarray:
+    try:
+        with image_files.opened(picture.source, picture.folder) as image:
+            size = image_files.size_of(image)
+            if size != picture.size:
+                raise ValueError(
+                    f"has changed: it is {size[0]} x {size[1]} pixels, and was {picture.size[0]} x {picture.size[1]} "
+                    "when the run began: put the file back"
+                )
+            return image_files.pixels(image, form)
+    except ValueError as error:
+        raise UserError(f"{_place(picture.where, picture.source)} {error}") from None
+
+
+def _place(where: str, source: Any) -> str:
+    if not isinstance(source, str) or source.startswith("data:"):
+        return where
+    return f"{where} ({source:.100})"
+
+
+def digest(image: Any) -> str:
+    """Returns a hash of the content of a picture of Pillow, which is the same in every process."""
+    content = hashlib.sha256(f"{image.mode} {image.size} {image.info.get('transparency')!r}".encode())
+    content.update(image.tobytes())
+    content.update(bytes(image.getpalette() or ()))
+    return content.hexdigest()

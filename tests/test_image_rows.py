@@ -1,0 +1,534 @@
+"""Pictures in rows: the columns of three trainers, broken rows, and the batches of a run."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import string
+import struct
+import sys
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxrl_llm import recipe as recipes
+from jaxrl_llm import sft
+from jaxrl_llm.config.load import load
+from jaxrl_llm.data import image_layout, order
+from jaxrl_llm.data import prompts as data
+from jaxrl_llm.data.formats import Columns
+from jaxrl_llm.data.image_columns import printable_value
+from jaxrl_llm.data.images import read_format
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import hf, new_model
+from jaxrl_llm.rollout import grading
+from jaxrl_llm.tools.report.completions import prompt_text
+
+START, PAD, END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}" + START + PAD + END + "{% else %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def write_folder(folder: Path, template: str = TEMPLATE) -> Path:
+    """Writes the config, the tokenizer and the preprocessor of a tiny Qwen2.5-VL, without weights."""
+    texts = [{"prompt": string.printable + "äé"}]
+    new_model.write_folder(folder, SIZES | {"intermediate_size": 8}, texts, "completion")
+    tokenizer = hf.load_tokenizer(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": [START, PAD, END, VIDEO]})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(str(folder))
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen2_5_vl"}
+    config["vision_config"] = {"patch_size": 14, "spatial_merge_size": 2, "window_size": 56}
+    config |= {"image_token_id": tokenizer.convert_tokens_to_ids(PAD), "vocab_size": len(tokenizer)}
+    config["video_token_id"] = tokenizer.convert_tokens_to_ids(VIDEO)
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 400, "patch_size": 14, "merge_size": 2}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return hf.load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def form(folder):
+    form = read_format(folder)
+    assert form
+    return form
+
+
+def pillow(width: int = 56, height: int = 84, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def encoded(image: Image.Image | None = None, kind: str = "PNG") -> bytes:
+    (image or pillow()).save(file := io.BytesIO(), kind)
+    return file.getvalue()
+
+
+def read(rows: list[dict[str, Any]], tokenizer, form, monkeypatch, **more: Any) -> data.Dataset:
+    """Reads rows of a function of the user's."""
+    module = type(sys)("mine")
+    module.rows = lambda: rows  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "mine", module)
+    columns = Columns(images=form, **more.pop("columns", {}))
+    limits = {"max_prompt_tokens": 999, "overlong": "error"} | more
+    return data.read("mine.rows", tokenizer, columns=columns, **limits)
+
+
+def text_of(dataset: data.Dataset, tokenizer, i: int = 0) -> str:
+    """The text of a prompt, with one placeholder for each picture."""
+    assert dataset.images
+    ids = image_layout.collapse(dataset.ids[i], dataset.images.grids(i), dataset.images.form)
+    return tokenizer.decode(ids)
+
+
+ONE = START + PAD + END
+ASKED = [{"role": "user", "content": "Which?"}]
+PART = {"type": "image"}
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "expected"),
+    [
+        ({"problem": "Is <image> or <image>?", "images": [0, 1]}, {}, f"Is {ONE} or {ONE}?"),
+        (
+            {"problem": "<image>Which?", "images": [0]},
+            {"format_prompt": "Q: {{ content }} Why?"},
+            f"Q: {ONE}Which? Why?",
+        ),
+        ({"problem": "Which?", "images": []}, {}, "Which?"),
+        ({"problem": "Which?", "images": None}, {}, "Which?"),
+        ({"question": "<image>", "photos": [0]}, {"prompt_column": "question", "image_column": "photos"}, ONE),
+        ({"prompt": [{"role": "user", "content": "<image><image>?"}], "images": [0, 1]}, {}, f"{ONE}{ONE}?"),
+        ({"prompt": ASKED, "image": 0}, {}, f"{ONE}Which?"),
+        ({"prompt": ASKED, "images": [0, 1]}, {}, f"{ONE}{ONE}Which?"),
+        ({"prompt": ASKED, "photo": 0}, {"image_column": "photo"}, f"{ONE}Which?"),
+        ({"prompt": [{"role": "user", "content": [{"text": "A"}, PART, "B"]}], "images": [0]}, {}, f"A{ONE}B"),
+        ({"prompt": [{"role": "user", "content": [PART | {"image": 0, "text": None}]}]}, {}, ONE),
+        ({"prompt": ASKED, "image": None, "images": [0]}, {}, f"{ONE}Which?"),
+        ({"prompt": [{"role": "user", "content": "an <image> tag"}]}, {}, "an <image> tag"),
+    ],
+)
+@pytest.mark.parametrize("how", ["bytes", "dict", "struct", "path", "image", "url", "pillow", "array"])
+def test_rows_of_three_trainers_become_prompts(row, columns, expected, how, tokenizer, form, tmp_path, monkeypatch):
+    def picture(i: int) -> Any:
+        image = pillow(seed=i)
+        content = encoded(image)
+        (tmp_path / f"{i}.png").write_bytes(content)
+        url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+        return {
+            "bytes": content,
+            "dict": {"bytes": content},
+            "struct": {"bytes": content, "path": None},
+            "path": f"{i}.png",
+            "image": {"type": "image", "image": str(tmp_path / f"{i}.png")},
+            "url": url,
+            "pillow": image,
+            "array": {"bytes": content},
+        }[how]
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: filled(x) for key, x in value.items()}
+        if isinstance(value, list):
+            return [filled(x) for x in value]
+        return picture(value) if isinstance(value, int) else value
+
+    row = filled(row)
+    if how == "array" and isinstance(row.get("images"), list):
+        cells = np.empty(len(row["images"]), object)
+        cells[:] = row["images"]
+        row["images"] = cells
+    dataset = read([row], tokenizer, form, monkeypatch, columns=columns | {"image_folder": str(tmp_path)})
+    assert text_of(dataset, tokenizer) == f"<|user|>{expected}<|assistant|>"
+    assert dataset.images
+    prompts = data.make_prompts(dataset, [0], tokenizer.pad_token_id)
+    count = expected.count(PAD)
+    assert dataset.images.count == count
+    assert (prompts.tokens == form.image_token).sum() == 6 * count
+    if count:
+        assert prompts.images and prompts.images.patches.shape == (1, count * 4 * 4 * 2, 588)
+        for number in range(count):
+            real = prompts.images.patches[0, prompts.images.segments[0] == number + 1]
+            pixels = np.asarray(pillow(seed=number))
+            assert {patch.tobytes() for patch in real} == {
+                pixels[r : r + 14, c : c + 14].transpose(2, 0, 1).tobytes()
+                for r in range(0, 84, 14)
+                for c in range(0, 56, 14)
+            }
+    else:
+        assert prompts.images is None
+
+
+def bomb() -> bytes:
+    """A PNG that says that it has 10^10 pixels."""
+    content = bytearray(encoded())
+    content[16:24] = struct.pack(">II", 100_000, 100_000)
+    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    return bytes(content)
+
+
+GOOD = encoded()
+SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"></svg>'
+
+
+def chat(content: Any, role: str = "user") -> list[dict[str, Any]]:
+    return [{"role": role, "content": content}]
+
+
+BROKEN = {
+    "missing file": ({"prompt": ASKED, "images": ["gone.png"]}, r"picture 1 \(gone.png\) cannot be read \(No such"),
+    "folder": ({"prompt": ASKED, "images": ["."]}, r"picture 1 \(\.\) cannot be read \(Is a directory\)"),
+    "out of the folder": ({"prompt": ASKED, "images": ["../x.png"]}, r"is not below the folder .*data.image_folder"),
+    "absolute path": ({"prompt": ASKED, "images": ["/etc/x.png"]}, r"is not below the folder .*data.image_folder"),
+    "zero byte in a path": ({"prompt": ASKED, "images": ["a\0b"]}, r"is no path"),
+    "broken bytes": (
+        {"prompt": ASKED, "images": [b"\x89PNG broken"]},
+        r"picture 1 is no picture in one of the formats",
+    ),
+    "cut short, JPEG": ({"prompt": ASKED, "images": [encoded(kind="JPEG")[:-300]]}, r"cannot be decoded .*replace"),
+    "cut short, PNG": ({"prompt": ASKED, "images": [GOOD[:-300]]}, r"cannot be decoded .*replace"),
+    "cut short, WEBP": (
+        {"prompt": ASKED, "images": [encoded(kind="WEBP")[:-99]]},
+        r"cannot be .*replace|is no picture",
+    ),
+    "cut short, BMP": ({"prompt": ASKED, "images": [encoded(kind="BMP")[:-99]]}, r"cannot be decoded .*replace"),
+    "empty bytes": ({"prompt": ASKED, "images": [GOOD, b""]}, r"picture 2 that is empty"),
+    "empty dict": ({"prompt": ASKED, "images": [{"bytes": None, "path": None}]}, r"picture 1 that is empty"),
+    "SVG": ({"prompt": ASKED, "images": [SVG]}, r"is no picture in one of the formats PNG, JPEG"),
+    "no RGB": ({"prompt": ASKED, "images": [Image.new("La", (40, 40))]}, r"mode La of Pillow"),
+    "too narrow": ({"prompt": ASKED, "images": [encoded(pillow(2, 500))]}, r"2 x 500 pixels, and no side .*200 times"),
+    "no size in the limits": (
+        {"prompt": ASKED, "images": [encoded(pillow(5, 600))]},
+        r"5 x 600 pixels.*data.max_pixels",
+    ),
+    "zero-size": ({"prompt": ASKED, "images": [Image.new("RGB", (0, 9))]}, r"is 0 x 9 pixels: leave"),
+    "decompression bomb": ({"prompt": ASKED, "images": [bomb()]}, r"has more than .* pixels: make it smaller"),
+    "address": ({"prompt": ASKED, "images": ["https://a.example/b.png"]}, r"is an address.*download it"),
+    "broken base64": ({"prompt": ASKED, "images": ["data:image/png;base64,A"]}, r"picture 1 is .* broken base64"),
+    "other letters in base64": (
+        {"prompt": ASKED, "images": ["data:;base64,#" + base64.b64encode(GOOD).decode()]},
+        r"broken base64",
+    ),
+    "no base64": ({"prompt": ASKED, "images": ["data:image/png,xyz"]}, r"without base64"),
+    "one mark, two pictures": (
+        {"problem": "<image>", "images": [GOOD, GOOD]},
+        r"other numbers .* 2 and 1: give one for each",
+    ),
+    "two marks, one picture": (
+        {"prompt": chat("<image><image>"), "images": [GOOD]},
+        r"other numbers .* 1 and 2: give one for each",
+    ),
+    "a mark, no picture": ({"problem": "<image>", "images": []}, r"other numbers .* 0 and 1: give one for each"),
+    "pictures, no mark": ({"problem": "x", "images": [GOOD]}, r"has pictures \(1\) and no <image> in 'problem'"),
+    "a part, no picture": ({"prompt": chat([PART])}, r"picture 1 that is empty|other numbers"),
+    "in both places": ({"prompt": chat([PART | {"image": GOOD}]), "images": [GOOD]}, r"messages and in the column"),
+    "placeholder in the text": (
+        {"prompt": chat(f"a {PAD} b"), "images": [GOOD]},
+        r"2 times, more than its pictures \(1\): take",
+    ),
+    "placeholder in a text row": ({"prompt": f"a {PAD} b"}, r"1 times, more than its pictures \(0\): take"),
+    "video placeholder": ({"prompt": chat(f"a {VIDEO}")}, r"token <\|video_pad\|>, and no video is read"),
+    "assistant": ({"prompt": [*ASKED, *chat([PART], "assistant")], "images": [GOOD]}, r"message of the assistant"),
+    "no user": ({"prompt": chat("x", "system"), "images": [GOOD]}, r"no message of the user"),
+    "text prompt": ({"prompt": "Which?", "images": [GOOD]}, r"prompt of text.*data.format_prompt"),
+    "images no list": ({"prompt": ASKED, "images": GOOD}, r"'images' that is of the type bytes: make it a list"),
+    "images a text": ({"prompt": ASKED, "images": "a.png"}, r"'images' that is 'a.png': make it a list"),
+    "wrong keys": (
+        {"prompt": ASKED, "images": [{"data": GOOD}]},
+        r"has data in picture 1, which is not read: give bytes",
+    ),
+    "own limits": ({"prompt": ASKED, "images": [{"image": "x", "max_pixels": 9}]}, r"has max_pixels in picture 1"),
+    "None among them": ({"prompt": ASKED, "images": [GOOD, None]}, r"picture 2 that is empty"),
+    "NaN among them": ({"prompt": ASKED, "images": [GOOD, float("nan")]}, r"picture 2 that is empty"),
+    "a number": ({"prompt": ASKED, "images": [GOOD, 7]}, r"picture 2 that is 7"),
+    "an array": ({"prompt": ASKED, "image": np.zeros((9, 9, 3), np.uint8)}, r"picture 1 that is of the type ndarray"),
+    "video": ({"prompt": ASKED, "videos": ["a.mp4"]}, r"has videos, which are not read"),
+    "video part": ({"prompt": chat([{"type": "video", "video": "a.mp4"}])}, r"message with the part .*video"),
+    "video dict": ({"prompt": ASKED, "images": [{"type": "video", "path": "a.mp4"}]}, r"'video' as picture 1"),
+    "part with other keys": (
+        {"prompt": chat([PART | {"image": GOOD, "detail": "low"}])},
+        r"message with the part .*detail",
+    ),
+    "audio part": ({"prompt": chat([{"type": "audio"}])}, r"message with the part .*audio"),
+    "content is a number": ({"prompt": chat(7), "images": [GOOD]}, r"message with 7 as content"),
+    "two columns": (
+        {"prompt": ASKED, "images": [GOOD], "image": GOOD},
+        r"'images' and 'image': name one in data.image",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_row_is_refused_in_a_line_with_its_number_and_a_remedy(name, tokenizer, form, tmp_path, monkeypatch):
+    row, message = BROKEN[name]
+    if name == "no size in the limits":
+        form = replace(form, max_pixels=28 * 28 * 3)
+    good = {"prompt": ASKED, "image": None, "images": None}
+    columns = {"image_folder": str(tmp_path)}
+    with pytest.raises(UserError, match=message) as refusal:
+        read([good, row], tokenizer, form, monkeypatch, columns=columns)
+    line = str(refusal.value)
+    assert line.startswith("mine.rows row 2")
+    assert "\n" not in line and "\\x89" not in line and len(line) < 400
+    assert ": " in line.removeprefix("mine.rows row 2")
+
+
+def test_a_text_model_refuses_pictures_and_reads_other_columns_called_image(tokenizer, form, monkeypatch):
+    for row in ({"images": [GOOD]}, {"image": GOOD}, {"image": {"bytes": GOOD}}, {"images": ["a.png"]}):
+        with pytest.raises(UserError, match=r"mine.rows row 1 has images, which the model does not read"):
+            read([{"prompt": ASKED} | row], tokenizer, None, monkeypatch)
+    with pytest.raises(UserError, match="give parts of text alone"):
+        read([{"prompt": chat([PART])}], tokenizer, None, monkeypatch)
+    row = {"prompt": chat("an <image>"), "image": "ubuntu:24.04", "images": []}
+    dataset = read([row], tokenizer, None, monkeypatch)
+    assert (dataset.rows, dataset.images) == ([row], None)
+
+
+def test_a_template_that_writes_no_pictures_is_refused(tmp_path, form, monkeypatch):
+    tokenizer = hf.load_tokenizer(write_folder(tmp_path, TEMPLATE.replace(PAD, "")))
+    with pytest.raises(
+        UserError, match=r"row 1: the chat template writes <\|image_pad\|> 0 times, less than the pictures \(1\): use"
+    ):
+        read([{"prompt": ASKED, "image": GOOD}], tokenizer, form, monkeypatch)
+
+
+def rows_of_files(folder: Path, sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Rows with no, one or two pictures of these sizes, in files below a folder."""
+    for i, size in enumerate(sizes):
+        (folder / f"{i}.png").write_bytes(encoded(pillow(*size, seed=i)))
+    rows = [{"prompt": ASKED, "images": [f"{i}.png"], "answer": str(i)} for i in range(len(sizes))]
+    return [*rows, {"prompt": ASKED, "images": ["0.png", "1.png"]}, {"prompt": ASKED, "images": []}, {"prompt": "text"}]
+
+
+SIDES = [(56, 84), (140, 28), (28, 28)]
+
+
+@pytest.fixture
+def dataset(tokenizer, form, tmp_path, monkeypatch):
+    columns = {"image_folder": str(tmp_path)}
+    return read(rows_of_files(tmp_path, SIDES), tokenizer, form, monkeypatch, columns=columns)
+
+
+def test_a_batch_is_its_rows_whatever_is_beside_them(dataset, tokenizer, form):
+    pad = tokenizer.pad_token_id
+    whole = data.make_prompts(dataset, range(6), pad)
+    assert whole.images
+    # One window of 2 x 2 tokens has 16 patches.
+    assert whole.images.patches.shape == (6, dataset.images.patches, 588) == (6, (2 + 3) * 16, 588)
+    for order_of_rows in ([5, 0], [3, 3, 1], [4], [2, 3, 4, 5, 0, 1]):
+        batch = data.make_prompts(dataset, order_of_rows, pad)
+        assert batch.images
+        for name in ("patches", "places", "segments", "columns", "positions", "end"):
+            assert (getattr(batch.images, name) == getattr(whole.images, name)[order_of_rows]).all(), name
+    assert whole.images.segments.max(axis=1).tolist() == [1, 1, 1, 2, 0, 0]
+    lengths = whole.mask.sum(axis=1)
+    # Rows of text have the positions of text.
+    for b in (4, 5):
+        assert whole.images.end[b] == lengths[b]
+        assert (whole.images.positions[b][:, whole.mask[b]] == np.arange(lengths[b])).all()
+        assert (whole.images.columns[b] == dataset.width).all()
+    assert (whole.take([3, 0]).images.patches == whole.images.patches[[3, 0]]).all()
+
+
+def test_two_processes_make_the_halves_of_a_batch(dataset, tokenizer, monkeypatch):
+    pad = tokenizer.pad_token_id
+    batch = next(order.iterate(6, 4, 0, lambda rows: data.make_prompts(dataset, rows, pad)))
+    opened = []
+    real = type(dataset.images).batch
+    monkeypatch.setattr(
+        type(dataset.images), "batch", lambda self, rows, *x: opened.append(len(rows)) or real(self, rows, *x)
+    )
+    for index in range(2):
+        monkeypatch.setattr(
+            order.distributed, "part", lambda size, index=index: slice(index * size // 2, (index + 1) * size // 2)
+        )
+        half = next(order.iterate(6, 4, 0, lambda rows: data.make_prompts(dataset, rows, pad)))
+        assert (half.images.patches == batch.images.patches[2 * index : 2 * index + 2]).all()
+        assert (half.numbers == batch.numbers[2 * index : 2 * index + 2]).all()
+    assert set(opened) == {2}
+
+
+@pytest.mark.parametrize("change", ["gone", "smaller", "broken", "cut"])
+def test_a_file_that_changes_in_a_run_ends_it_with_a_line(change, dataset, tokenizer, tmp_path):
+    content = encoded(pillow(56, 84))
+    file = tmp_path / "0.png"
+    {
+        "gone": file.unlink,
+        "smaller": lambda: file.write_bytes(encoded(pillow(28, 84))),
+        "broken": lambda: file.write_bytes(b"nothing"),
+        "cut": lambda: file.write_bytes(content[:-500]),
+    }[change]()
+    pad = tokenizer.pad_token_id
+    data.make_prompts(dataset, [1, 2, 4], pad)
+    message = {
+        "gone": r"cannot be read \(No such file or directory\): give a file that is there",
+        "smaller": r"has changed: it is 28 x 84 pixels, and was 56 x 84 when the run began: put the file back",
+        "broken": r"is no picture in one of the formats",
+        "cut": r"cannot be decoded",
+    }[change]
+    with pytest.raises(UserError, match=rf"^mine.rows row 1: picture 1 \(0.png\) {message}"):
+        data.make_prompts(dataset, [0], pad)
+    # Through the threads that make batches ahead.
+    with pytest.raises(UserError, match=r"put the file back|give a file|convert it|replace it"):
+        next(order.iterate(6, 6, 0, lambda rows: data.make_prompts(dataset, rows, pad)))
+
+
+def test_an_overlong_prompt_is_dropped_by_its_expanded_length_and_never_cut(tokenizer, form, tmp_path, monkeypatch):
+    rows = rows_of_files(tmp_path, [*SIDES, (560, 560)])
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    columns = {"image_folder": str(tmp_path)}
+    dataset = read(rows, tokenizer, form, monkeypatch, columns=columns, max_prompt_tokens=40, overlong="drop")
+    assert (dataset.dropped, dataset.numbers, dataset.images.count) == (1, [1, 2, 3, 5, 6, 7], 5)
+    frame = len(read([{"prompt": ASKED}], tokenizer, form, monkeypatch).ids[0]) + 2
+    assert [len(ids) for ids in dataset.ids[:4]] == [frame + 6, frame + 5, frame + 1, frame + 2 + 6 + 5]
+    with pytest.raises(UserError, match=rf"mine.rows row 4: the prompt has {frame + 400} tokens"):
+        read(rows, tokenizer, form, monkeypatch, columns=columns, max_prompt_tokens=40)
+
+
+def test_the_fingerprint_knows_the_pictures_and_no_process(tokenizer, form, monkeypatch):
+    def fingerprints(image: Any) -> tuple[str, str]:
+        dataset = read([{"prompt": ASKED, "image": image}], tokenizer, form, monkeypatch)
+        return dataset.fingerprint(), dataset.prompts()
+
+    other = encoded(pillow(seed=1))
+    for kind in (lambda x: x, lambda x: {"bytes": x, "path": None}, lambda x: Image.open(io.BytesIO(x))):
+        assert fingerprints(kind(GOOD)) == fingerprints(kind(bytes(bytearray(GOOD))))
+        assert all(a != b for a, b in zip(fingerprints(kind(GOOD)), fingerprints(kind(other)), strict=True))
+    # Also in a column that no model sees.
+    sketches = [read([{"prompt": ASKED, "sketch": pillow(seed=i)}], tokenizer, None, monkeypatch) for i in (0, 1, 0)]
+    first, second, again = (dataset.fingerprint() for dataset in sketches)
+    assert first == again != second
+    palette = pillow().quantize(8)
+    swapped = palette.copy()
+    swapped.putpalette(bytes(reversed(palette.getpalette() or ())))
+    assert fingerprints(palette) != fingerprints(swapped)
+
+
+def test_a_question_about_another_picture_is_no_repeated_prompt(tokenizer, form, monkeypatch):
+    rows = [{"prompt": ASKED, "image": encoded(pillow(seed=i))} for i in (0, 1, 0)]
+    assert read(rows, tokenizer, form, monkeypatch).repeated() == (1, 3, 1)
+
+
+def test_sources_with_and_without_pictures_are_joined(tokenizer, form, dataset, monkeypatch):
+    texts = read([{"prompt": "text", "answer": "x"}] * 2, tokenizer, form, monkeypatch)
+    assert texts.images and data.make_prompts(texts, [0, 1], tokenizer.pad_token_id).images is None
+    joined = data.join({"texts": texts, "pictures": dataset})
+    assert joined.images.patches == dataset.images.patches
+    batch = data.make_prompts(joined, [1, 5], tokenizer.pad_token_id)
+    alone = data.make_prompts(dataset, [3], tokenizer.pad_token_id)
+    assert batch.images.segments.max(axis=1).tolist() == [0, 2]
+    assert (batch.images.patches[1] == alone.images.patches[0]).all()
+    assert batch.sources == ["texts", "pictures"]
+
+
+def test_the_banner_says_how_many_pictures_there_are_and_how_large(dataset):
+    width, tokens = dataset.width, 6 + 5
+    assert dataset.images.line(width) == (
+        f"5 of at most 80 patches; prompts of at most {width} tokens, {tokens} of them of pictures"
+    )
+
+
+def test_fields_of_pictures_are_refused_where_they_do_nothing(tokenizer, form):
+    for name, value in {"image_column": "x", "image_folder": "/data", "min_pixels": 1, "max_pixels": 99}.items():
+        config = load("grpo")
+        config.data[name] = value
+        settings = recipes.read(config).data
+        for images, why in ((None, "the model reads no pictures"), (form, "no row has a picture")):
+            with pytest.raises(UserError, match=f"config.data.{name} = {value!r} does nothing: {why}; set it to"):
+                data.load(settings, tokenizer, images=images)
+
+
+def test_rows_of_parquet_and_of_a_saved_folder_keep_their_bytes(tokenizer, form, tmp_path, monkeypatch):
+    datasets, parquet = pytest.importorskip("datasets"), pytest.importorskip("pyarrow.parquet")
+    features = datasets.Features({"problem": datasets.Value("string"), "images": datasets.List(datasets.Image())})
+    rows = {"problem": ["<image>Which?", "None."], "images": [[{"bytes": GOOD, "path": None}], []]}
+    saved = datasets.Dataset.from_dict(rows, features=features)
+    saved.save_to_disk(str(tmp_path / "saved"))
+    parquet.write_table(saved.data.table, tmp_path / "rows.parquet")
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    for source in ("saved", "rows.parquet"):
+        dataset = data.read(
+            str(tmp_path / source), tokenizer, columns=Columns(images=form), max_prompt_tokens=99, overlong="error"
+        )
+        assert [text_of(dataset, tokenizer, i) for i in range(2)] == [
+            f"<|user|>{ONE}Which?<|assistant|>",
+            "<|user|>None.<|assistant|>",
+        ]
+        assert dataset.rows[0]["images"] == [{"bytes": GOOD, "path": None}]
+
+
+def test_what_is_printed_of_a_row_has_no_bytes():
+    url = "data:image/png;base64," + base64.b64encode(GOOD).decode()
+    row = {"images": [GOOD, {"bytes": GOOD, "path": None}, pillow(), url], "answer": "data: 3", "n": 2}
+    assert printable_value(row) == {
+        "images": [
+            f"<{len(GOOD):,} bytes>",
+            {"bytes": f"<{len(GOOD):,} bytes>", "path": None},
+            "<picture of 56 x 84>",
+            f"<data URL of {len(url):,} characters>",
+        ],
+        "answer": "data: 3",
+        "n": 2,
+    }
+
+
+def test_prompts_name_their_pictures(dataset, tokenizer, form, monkeypatch):
+    assert dataset.rows[3]["prompt"] == [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "name": "0.png, 56 x 84"},
+                {"type": "image", "name": "1.png, 140 x 28"},
+                {"type": "text", "text": "Which?"},
+            ],
+        }
+    ]
+    assert prompt_text(dataset.rows[3]["prompt"]) == "[0.png, 56 x 84][1.png, 140 x 28]Which?"
+    unnamed = read([{"prompt": ASKED, "image": GOOD}], tokenizer, form, monkeypatch)
+    assert prompt_text(unnamed.rows[0]["prompt"]) == "[mine.rows row 1: picture 1, 56 x 84]Which?"
+
+
+def test_a_reward_that_fails_shows_no_bytes():
+    def broken(completions: list[str], **columns: Any) -> list[float]:
+        raise ValueError("no")
+
+    with pytest.raises(UserError, match=r"images': \['<[\d,]+ bytes>'\]") as refusal:
+        grading.call("broken", broken, [{"prompt": ASKED, "images": [GOOD]}], ["x"], [[1]])
+    assert "PNG" not in str(refusal.value)
+
+
+def test_without_pillow_the_line_says_what_to_install(tokenizer, form, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(UserError, match=r"row 1: picture 1: it needs PIL.*pip install 'jaxrl_llm\[vision\]'"):
+        read([{"prompt": ASKED, "image": GOOD}], tokenizer, form, monkeypatch)
+    assert len(read([{"prompt": ASKED, "image": None}], tokenizer, form, monkeypatch).rows) == 1
+
+
+def test_a_completion_with_a_placeholder_is_refused(tokenizer, form, monkeypatch):
+    rows = [{"prompt": ASKED, "image": GOOD, "completion": text} for text in ("1", f"a{VIDEO}")]
+    dataset = read(rows, tokenizer, form, monkeypatch)
+    settings = recipes.read_sft(load("sft")).data
+    with pytest.raises(UserError, match=r"row 2: the completion has <\|video_pad\|>.*take it out"):
+        sft.tokenize_answers(dataset, tokenizer, replace(settings, source="mine.rows"), 9)
+    answers = sft.tokenize_answers(replace(dataset, rows=dataset.rows[:1], numbers=[1]), tokenizer, settings, 9)
+    batch = sft.make_batch(dataset, answers, [0], 9, tokenizer.pad_token_id, [0])
+    assert (batch.images.patches == data.make_prompts(dataset, [0], 0).images.patches).all()
