@@ -215,7 +215,10 @@ def tokenize_answers(dataset: data.Dataset, tokenizer: Any, settings: DataSettin
         raise UserError("the tokenizer has no end token: name its eos_token in tokenizer_config.json")
     turns, source = [columns.turns(row[column]) for row in dataset.rows], settings.source
     numbers = [number for number, one in zip(dataset.numbers, turns, strict=True) for _ in one]
-    ids = iter(encoding.encode([text for one in turns for _, text in one], tokenizer, source, numbers=numbers))
+    encoded = encoding.encode([text for one in turns for _, text in one], tokenizer, source, numbers=numbers)
+    if dataset.images:
+        dataset.images.check_completions(encoded, tokenizer, source, numbers)
+    ids = iter(encoded)
     end, answers = Answer([tokenizer.eos_token_id], [True]), []
     for one in turns:
         parts = [Answer(tokens.tolist(), [own] * len(tokens)) for (own, _), tokens in zip(one, ids, strict=False)]

@@ -20,7 +20,8 @@ A model that reads pictures (extra `vision`) has a preprocessor_config.json, and
     greedy                         [B, 8], what `generate` writes after the prompts
     picture_0, picture_1 ...       [height, width, 3] uint8, of all prompts in order; counts [B]: how many each has
     positions                      [B, 3, P + C], by get_rope_index, 0 on padding
-    features                       [merged tokens, D], after the merger, in the order of the prompts
+    features                       [1 + K, merged tokens, D], in the order of the prompts: in the place of embeddings,
+                                   and for the first K layers
     logits                         [real tokens of prompts and completions, V], rows of the mask in order
     logprobs                       [real completion tokens], without the tokens that stand for pictures
     norm/..., part/...             of the gradient of the mean of `logprobs`: its norm and some of its numbers, for each
@@ -60,6 +61,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -158,6 +161,20 @@ VISION_MODELS: dict[str, tuple[int, type, Any]] = {
             "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 40, "window_size": 2 * MERGE * PATCH,
             "fullatt_block_indexes": [1],
         },
+    )),
+    # Two layers of the tower give vectors to the first two of three layers.
+    "qwen3_vl": (3, Qwen3VLForConditionalGeneration, Qwen3VLConfig(
+        text_config=TEXT | {
+            "num_hidden_layers": 3, "intermediate_size": 16, "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1_000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+            },
+        },
+        vision_config=TOWER | {
+            "hidden_size": 8, "out_hidden_size": 32, "intermediate_size": 20, "num_heads": 1,
+            "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1],
+        },
+        **TOKENS,
     )),
 }  # fmt: skip
 # Rows and columns of merged tokens of the pictures of each prompt: between texts, none, at both ends, several.
@@ -318,8 +335,9 @@ def vision_reference(model: Any, processor: Any, seed: int) -> dict[str, np.ndar
         attention_mask=inputs["attention_mask"],
     )
     arrays["positions"] = np.where(mask[:, None], positions.numpy().transpose(1, 0, 2), 0).astype(np.int32)
-    features = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
-    arrays["features"] = torch.cat(list(features)).detach().numpy()
+    features = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
+    every = [features.pooler_output, *getattr(features, "deepstack_features", ())]
+    arrays["features"] = torch.stack([x if torch.is_tensor(x) else torch.cat(list(x)) for x in every]).detach().numpy()
     logits = model(**inputs, position_ids=positions).logits
     arrays["logits"] = logits.detach().numpy()[mask]
     before = logits[:, arrays["tokens"].shape[1] - 1 : -1].clone()

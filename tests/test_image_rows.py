@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 from jaxrl_llm import recipe as recipes
+from jaxrl_llm import sft
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data import image_layout, order
 from jaxrl_llm.data import prompts as data
@@ -379,7 +380,7 @@ def test_a_file_that_changes_in_a_run_ends_it_with_a_line(change, dataset, token
     pad = tokenizer.pad_token_id
     data.make_prompts(dataset, [1, 2, 4], pad)
     message = {
-        "gone": r"cannot be read \(No such file or directory\): give a file that is there",
+        "gone": r"cannot be read \(No such file or directory\): give a file below .*data.image_folder",
         "smaller": r"has changed: it is 28 x 84 pixels, and was 56 x 84 when the run began: put the file back",
         "broken": r"is no picture in one of the formats",
         "cut": r"cannot be decoded",
@@ -520,3 +521,14 @@ def test_without_pillow_the_line_says_what_to_install(tokenizer, form, monkeypat
     with pytest.raises(UserError, match=r"row 1: picture 1: it needs PIL.*pip install 'jaxrl_llm\[vision\]'"):
         read([{"prompt": ASKED, "image": GOOD}], tokenizer, form, monkeypatch)
     assert len(read([{"prompt": ASKED, "image": None}], tokenizer, form, monkeypatch).rows) == 1
+
+
+def test_a_completion_with_a_placeholder_is_refused(tokenizer, form, monkeypatch):
+    rows = [{"prompt": ASKED, "image": GOOD, "completion": text} for text in ("1", f"a{VIDEO}")]
+    dataset = read(rows, tokenizer, form, monkeypatch)
+    settings = recipes.read_sft(load("sft")).data
+    with pytest.raises(UserError, match=r"row 2: the completion has <\|video_pad\|>.*take it out"):
+        sft.tokenize_answers(dataset, tokenizer, replace(settings, source="mine.rows"), 9)
+    answers = sft.tokenize_answers(replace(dataset, rows=dataset.rows[:1], numbers=[1]), tokenizer, settings, 9)
+    batch = sft.make_batch(dataset, answers, [0], 9, tokenizer.pad_token_id, [0])
+    assert (batch.images.patches == data.make_prompts(dataset, [0], 0).images.patches).all()

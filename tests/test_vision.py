@@ -29,11 +29,13 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, hf_export, names, peft, vision
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.rollout.jax.engine import Sampler
+from jaxrl_llm.rollout.weights import Placing, sampling_decoder
 from jaxrl_llm.structs import Batch, Images, Prompt, Prompts
 
-NAMES = ("qwen2_vl", "qwen2_5_vl")
+NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TOLERANCE = 2e-4  # of a logit, in float32
-PATCHES = {"qwen2_vl": 84, "qwen2_5_vl": 160}  # of the largest prompt
+PATCHES = {"qwen2_vl": 84, "qwen2_5_vl": 160, "qwen3_vl": 84}  # of the largest prompt
 
 
 class Loaded(NamedTuple):
@@ -138,7 +140,8 @@ def test_the_vectors_of_pictures_are_those_of_transformers(loaded):
     tower = jax.jit(vision.Tower(loaded.model.cfg, loaded.model.cfg.vision))
     vectors, columns = np.asarray(tower(loaded.params["visual"], prompt.images)), prompt.images.columns
     inside = columns < prompt.tokens.shape[1]
-    in_order = np.concatenate([x[at][np.argsort(c[at])] for x, c, at in zip(vectors, columns, inside, strict=True)])
+    each = zip(np.moveaxis(vectors, 1, 0), columns, inside, strict=True)
+    in_order = np.concatenate([x[:, at][:, np.argsort(c[at])] for x, c, at in each], axis=1)
     np.testing.assert_allclose(in_order, loaded.stored["features"], rtol=0, atol=TOLERANCE)
 
 
@@ -169,9 +172,8 @@ def test_log_probabilities_and_gradients_of_the_whole_tower_are_those_of_transfo
     (_, (logprobs, entropy)), gradient = scored(loaded.model)(loaded.params, batch)
     np.testing.assert_allclose(np.asarray(logprobs)[batch.completion_mask], stored["logprobs"], rtol=0, atol=TOLERANCE)
     assert np.all(np.isfinite(entropy))
-    of_tower = dict(
-        hf_export.tensors({"visual": gradient["visual"]}, names.family_table(loaded.folder.name), np.float32)
-    )
+    table = {path: name.removeprefix("model.") for path, name in names.family_table(loaded.folder.name).items()}
+    of_tower = dict(hf_export.tensors({"visual": gradient["visual"]}, table, np.float32))
     assert of_tower.keys() == {name.removeprefix("norm/") for name in stored if name.startswith("norm/")}
     for name, tensor in of_tower.items():
         flat, norm = tensor.reshape(-1), stored[f"norm/{name}"]
@@ -234,7 +236,9 @@ def test_a_text_row_is_the_row_of_its_text_decoder_alone_or_beside_pictures(load
 def test_a_batch_without_pictures_does_not_run_the_tower(loaded):
     row = jax.tree.map(lambda x: x[1:2], loaded.batch())
     broken = loaded.params | {"visual": jax.tree.map(lambda x: x * jnp.nan, loaded.params["visual"])}
-    assert np.all(np.isfinite(scored(loaded.model)(broken, row)[0][1][0]))
+    (_, scores), gradient = scored(loaded.model)(broken, row)
+    for leaf in jax.tree.leaves((scores, gradient)):
+        assert np.all(np.isfinite(leaf))
     assert not np.all(np.isfinite(scored(loaded.model)(broken, jax.tree.map(lambda x: x[:2], loaded.batch()))[0][1][0]))
 
 
@@ -272,7 +276,7 @@ def test_half_precision_is_near(loaded):
     (_, (exact, _)), _ = scored(loaded.model)(loaded.params, loaded.batch())
     used = model.as_used(loaded.params)
     assert used["visual"]["layers"]["qkv"]["kernel"].dtype == jnp.bfloat16
-    assert used["visual"]["layers"]["mlp_norm"]["scale"].dtype == jnp.float32
+    assert {x.dtype for x in jax.tree.leaves(used["visual"]["layers"]["mlp_norm"])} == {jnp.dtype("float32")}
     (_, (near, _)), gradient = scored(model)(loaded.params, loaded.batch())
     assert np.max(np.abs(np.asarray(near) - np.asarray(exact))) < 0.5
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
@@ -312,13 +316,11 @@ def test_a_token_that_stands_for_pictures_is_never_sampled_and_scored_with_the_d
 def renamed(folder: Path, made: Path) -> Path:
     """A copy of a folder with its tensors under the names of modules, in version 5 of transformers."""
     shutil.copytree(folder, made, ignore=shutil.ignore_patterns("*.npz"))
-    names_of = dict(zip(names.TOWER.values(), names.modules(names.TOWER).values(), strict=True))
-    assert names_of["visual.merger.ln_q.weight"] == "model.visual.merger.ln_q.weight"
-    tensors = load_file(made / "model.safetensors")
-    prefixed = {
-        f"model.{name}" if name.startswith("visual.") else name.replace("model.", "model.language_model.", 1): x
-        for name, x in tensors.items()
-    }
+    prefixed = {}
+    for name, tensor in load_file(made / "model.safetensors").items():
+        if not name.startswith(("model.visual.", "model.language_model.")):
+            name = f"model.{name}" if name.startswith("visual.") else name.replace("model.", "model.language_model.", 1)
+        prefixed[name] = tensor
     save_file(prefixed, made / "model.safetensors", metadata={"format": "pt"})
     return made
 
@@ -331,7 +333,9 @@ def test_loading_and_exporting_changes_no_tensor_and_no_name(loaded, spelling, t
     hf_export.save(tmp_path / "saved", params, source)
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "saved"))
     assert before.keys() == after.keys()
-    assert any(name.startswith("visual." if spelling == "of the hub" else "model.visual.") for name in after)
+    # The hub has Qwen3-VL under the names of modules only.
+    nested = spelling == "of modules" or loaded.folder.name == "qwen3_vl"
+    assert any(name.startswith("model.visual." if nested else "visual.") for name in after)
     for name, tensor in before.items():
         np.testing.assert_array_equal(tensor, after[name], err_msg=name)
     assert (tmp_path / "saved" / "preprocessor_config.json").read_bytes() == (
@@ -352,7 +356,9 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def test_an_older_config_with_the_text_settings_at_the_top_is_the_same(loaded, tmp_path):
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_an_older_config_with_the_text_settings_at_the_top_is_the_same(name, tmp_path):
+    loaded = load(name)
     folder = shutil.copytree(loaded.folder, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(flat(config)))
@@ -389,8 +395,9 @@ BROKEN = {
     "without a picture's token": ((), {"image_token_id": None}, "image_token_id"),
     "of another activation": (("vision_config",), {"hidden_act": "relu"}, "hidden_act of vision_config is 'relu'"),
     "of black and white": (("vision_config",), {"in_channels": 1}, "in_channels of vision_config is 1"),
-    "with odd heads": (("vision_config",), {"num_heads": 3}, "cannot divide"),
+    "with odd heads": (("vision_config",), {"num_heads": 5}, "cannot divide"),
     "with heads too small": (("vision_config",), {"num_heads": 8}, "multiples of 4"),
+    "of another width": (("text_config",), {"hidden_size": 48}, "hidden_size of the text model 48"),
 }
 
 
@@ -442,7 +449,7 @@ def test_adapters_stand_beside_text_layers_only_and_have_the_names_of_modules(lo
     stored = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     layers = [
         f"base_model.model.model.language_model.layers.{i}.{module}.lora_{which}.weight"
-        for i in range(2) for module in ("self_attn.q_proj", "mlp.gate_proj") for which in "AB"
+        for i in range(loaded.model.cfg.layers) for module in ("self_attn.q_proj", "mlp.gate_proj") for which in "AB"
     ]  # fmt: skip
     assert sorted(stored) == sorted(layers)
     settings = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
@@ -456,6 +463,45 @@ def test_adapters_stand_beside_text_layers_only_and_have_the_names_of_modules(lo
     merged = dict(hf_export.tensors(combined, names.family_table(loaded.folder.name), np.float32))
     original = load_file(loaded.folder / "model.safetensors")
     changed = {name for name, tensor in merged.items() if not np.array_equal(tensor, original[name])}
+    table = names.family_table(loaded.folder.name)
+    prefix = table["embed/embedding"].removesuffix("embed_tokens.weight")
     assert changed == {
-        f"model.layers.{i}.{module}.weight" for i in range(2) for module in ("self_attn.q_proj", "mlp.gate_proj")
+        f"{prefix}layers.{i}.{module}.weight"
+        for i in range(loaded.model.cfg.layers)
+        for module in ("self_attn.q_proj", "mlp.gate_proj")
     }
+
+
+# ---- DeepStack
+
+
+def test_the_copy_of_a_sampler_reads_pictures_as_the_trainer_does(loaded):
+    mesh, prompt = tiny.mesh_of((1, 1, 1)), loaded.prompt()
+    sampler = sampling_decoder(loaded.model, mesh)
+    assert sampler.cfg.transposed
+    hidden, prefix = jax.jit(sampler.prefill)(Placing(sampler, mesh)(loaded.params), prompt)
+    expected = jax.jit(loaded.model.prefill)(loaded.params, prompt)
+    close(hidden, expected[0], 1e-5)
+    close(jax.tree.map(lambda *x: jnp.stack(x), *prefix), expected[1], 1e-5)
+
+
+def test_a_run_on_texts_alone_samples_from_a_model_that_reads_pictures():
+    loaded, mesh = load("qwen2_5_vl"), tiny.mesh_of((1, 1, 1))
+    mask, greedy = loaded.stored["mask"][1:2], loaded.stored["greedy"][1:2]
+    tokens = loaded.stored["tokens"][1:2]
+    sampler = Sampler(loaded.model, mesh, max_completion_tokens=greedy.shape[1], stop_ids=(0,), pad_id=0)
+    sampler.update_weights(loaded.params)
+    prompts = Prompts(tokens, mask, [{}], np.arange(1))
+    sampled = sampler.sample(prompts, jax.random.key(0), group_size=1, sampling=Sampling(temperature=0))
+    np.testing.assert_array_equal(sampled.completions[:, 0], greedy)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"deepstack_visual_indexes": [1, 0]}, {"deepstack_visual_indexes": [3]}, {"num_position_embeddings": 15}],
+)
+def test_a_tower_that_does_not_fit_its_decoder_is_one_line(changes):
+    config = json.loads((REFERENCES / "qwen3_vl" / "config.json").read_text())
+    config["vision_config"] |= changes
+    with pytest.raises(UserError, match=next(iter(changes))):
+        module_of(load("qwen3_vl")).decoder_config(config)

@@ -73,7 +73,8 @@ def _stream(picture: Any, folder: str) -> Iterator[IO[bytes]]:
         try:
             stream = path_of(picture, folder).open("rb")
         except OSError as error:
-            raise ValueError(f"cannot be read ({error.strerror}): give a file that is there") from None
+            where = f"below {folder}" if folder else "of this machine"
+            raise ValueError(f"cannot be read ({error.strerror}): give a file {where} (data.image_folder)") from None
         with stream:
             yield stream
         return

@@ -134,6 +134,16 @@ class RowImages:
         pixels = [[next(opened) for _ in self.rows[i]] for i in rows]
         return image_layout.stack(tokens, mask, pixels, self.form, self.patches)
 
+    def check_completions(self, ids: Sequence[np.ndarray], tokenizer: Any, source: str, numbers: Sequence[int]) -> None:
+        """Raises: UserError, for a completion with a token of pictures. None is sampled, so its loss is infinite."""
+        never = [self.form.image_token, *self.form.others]
+        for tokens, number in zip(ids, numbers, strict=True):
+            if len(at := np.flatnonzero(np.isin(tokens, never))):
+                token = tokenizer.convert_ids_to_tokens(int(tokens[at[0]]))
+                raise UserError(
+                    f"{source} row {number}: the completion has {token}, which no completion may have: take it out"
+                )
+
 
 def join(parts: Sequence[RowImages | None]) -> RowImages | None:
     """Joins the pictures of several data sets for one model."""

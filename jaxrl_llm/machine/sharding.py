@@ -33,6 +33,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"visual/patches/kernel$", P(None, None, None, None, "fsdp")),  # [columns, rows, frames, channels, E]
     (r"visual/layers/mlp/down/kernel$", P(None, None, "fsdp")),  # [L, in, E]
     (r"visual/layers/.*kernel$", P(None, "fsdp")),  # [L, E, out]
+    (r"visual/deep/.*kernel$", P(None, "fsdp")),  # [K, E * patches of a token, out]
     (r"visual/merger/.*kernel$", P("fsdp")),  # [E * patches of a token, out]
     (r"visual/", P()),
     (r"embed/embedding$", P("tensor", "fsdp")),  # [V, D]

@@ -34,6 +34,9 @@ class VisionConfig:
     centered: bool  # norms subtract the mean, and have a bias
     window: int = 0  # merged tokens of a side of a window; 0: each patch sees its whole picture in all layers
     full: tuple[int, ...] = ()  # layers in which a patch sees its whole picture
+    table: int = 0  # rows, and columns, of learned positions, between which a picture's are interpolated; 0: none
+    patch_bias: bool = False
+    deep: tuple[int, ...] = ()  # layers whose output is also added behind the first layers of the decoder (DeepStack)
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     never: tuple[int, ...] = ()  # tokens that stand for pictures: none is sampled

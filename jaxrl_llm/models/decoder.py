@@ -141,7 +141,8 @@ class Decoder:
             x, _ = block.finish(x, token_major(attend_packed(local, query, keys_values)))
             return x, _without_row_axis(keys_values)
 
-        x, prefix = self._through(layer, self._embed(params, prompt.tokens[:, None], prompt.images), params["layers"])
+        x, deep = self._with_pictures(params, self._embed(params, prompt.tokens[:, None]), prompt.images)
+        x, prefix = self._through(layer, x, params["layers"], deep=deep)
         return self._embed_and_head(params).norm(x)[:, 0], prefix
 
     def forward(
@@ -185,8 +186,9 @@ class Decoder:
             x, routing = block.finish(x, join(token_major(from_prompts), token_major(from_packed)))
             return x, _collected(collect, jax.tree.map(lambda y: split(y)[1], routing))
 
-        x = self._embed(params, join(prompt.tokens[:, None], tokens), prompt.images, by_width=True)
-        x, collected = self._through(layer, x, params["layers"])
+        x = self._embed(params, join(prompt.tokens[:, None], tokens), by_width=True)
+        x, deep = self._with_pictures(params, x, prompt.images)
+        x, collected = self._through(layer, x, params["layers"], deep=deep)
         x_prompts, x_rows = split(self._embed_and_head(params).norm(x))
         return x_prompts[:, 0], x_rows, collected
 
@@ -313,9 +315,14 @@ class Decoder:
 
         return attend
 
-    def _through(self, layer: Callable, x: Array, layers: PyTree, *per_layer: Any) -> tuple[Array, Any]:
+    def _through(
+        self, layer: Callable, x: Array, layers: PyTree, *per_layer: Any, deep: Deep | None = None
+    ) -> tuple[Array, Any]:
         """Runs x through all layers. `layer(x, local, its parameters, ...)` returns x and an output to collect."""
         kinds = self.cfg.kinds
+        if deep is not None:
+            numbers = range(self.cfg.layers) if isinstance(layers, list) else jnp.arange(self.cfg.layers)
+            layer, per_layer = deep.added(layer), (*per_layer, numbers)
         if not isinstance(layers, list):
             # With one kind, `local` is a Python bool, so the layer's masks need no selection at run time.
             same = len(set(kinds)) == 1
@@ -330,43 +337,66 @@ class Decoder:
             collected.append(more)
         return x, collected
 
-    def _embed(
-        self, params: PyTree, tokens: Array, images: Images | None = None, *, by_width: bool = False
-    ) -> jax.Array:
-        """Embeds tokens [B, N, T] -> [B, N, T, D]. images: of the prompts that begin the first row of each group.
-
-        by_width: the table is split over fsdp. Each device looks up its part of the width, and sends it on.
-        """
+    def _embed(self, params: PyTree, tokens: Array, *, by_width: bool = False) -> jax.Array:
+        """by_width: the table is split over fsdp. Each device looks up its part of the width, and sends it on."""
         # The cast follows the lookup: a frequent token's gradient sums thousands of rows, which must happen in float32.
         x = self._embed_and_head(params).embed(tokens).astype(self.cfg.dtype)
         if self.cfg.gemma:
             # Rounded, as in transformers.
             x = x * jnp.asarray(self.cfg.width**0.5, self.cfg.dtype)
-        if self.mesh is not None:
-            if by_width and self.cfg.width % self.mesh.shape["fsdp"] == 0:
-                # Without it, and with a vocabulary split over tensor, each device would hold the rows of all devices.
-                x = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P("data", None, None, "fsdp")))
-            # Without the constraint XLA shards the width, as in the embedding, and each device holds all prompts.
-            x = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, BATCH))
-        return x if images is None else self._with_pictures(params, x, images)
+        if self.mesh is None:
+            return x
+        if by_width and self.cfg.width % self.mesh.shape["fsdp"] == 0:
+            # Without it, and with a vocabulary split over tensor, each device would hold the rows of all devices.
+            x = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P("data", None, None, "fsdp")))
+        # Without the constraint XLA shards the width, as in the embedding, and each device holds all prompts.
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, BATCH))
 
-    def _with_pictures(self, params: PyTree, x: Array, images: Images) -> jax.Array:
-        """Replaces embeddings [B, N, T, D] of tokens that stand for pictures by the vectors of these."""
-        assert self._tower is not None
+    def _with_pictures(self, params: PyTree, x: Array, images: Images | None) -> tuple[jax.Array, Deep | None]:
+        """Replaces embeddings [B, 1, T, D], which begin with those of prompts, by the vectors of pictures.
+
+        Also returns what the first layers add.
+        """
+        if images is None:
+            return x, None
+        assert self.cfg.vision and self._tower
         tower, (b, m) = self._tower, images.columns.shape
         # Of the whole batch: one prompt with a picture costs as much as a picture in each.
         vectors = jax.lax.cond(
             jnp.any(images.segments > 0),
             lambda: tower(params[TOWER], images).astype(x.dtype),
-            lambda: jnp.zeros((b, m, self.cfg.width), x.dtype),
+            lambda: jnp.zeros((1 + len(tower.vision.deep), b, m, self.cfg.width), x.dtype),
         )
         # Out of range, and so dropped: behind the prompt there may be completions.
         columns = jnp.where(images.columns < images.positions.shape[-1], images.columns, x.shape[2])
         replaced = jax.vmap(lambda row, at, vector: row.at[at].set(vector, mode="drop"))
-        return x.at[:, 0].set(replaced(x[:, 0], columns, vectors))
+        x = replaced(x[:, 0], columns, vectors[0])[:, None]
+        return x, Deep(columns, vectors[1:]) if tower.vision.deep else None
 
     def _embed_and_head(self, params: PyTree) -> EmbedAndHead:
         return self._ends({name: leaf for name, leaf in params.items() if name not in ("layers", TOWER)})
+
+
+class Deep(NamedTuple):
+    """What the first K layers of a decoder add to the hidden states of pictures (DeepStack)."""
+
+    columns: Array  # [B, M] of the hidden states; out of range: nothing is added
+    vectors: Array  # [K, B, M, D]
+
+    def added(self, layer: Callable) -> Callable:
+        """Returns a layer with the number of the layer as its last argument, which adds its vectors to its output."""
+        count = len(self.vectors)
+        add_to = jax.vmap(lambda row, at, vector: row.at[at].add(vector, mode="drop"))
+
+        def with_vectors(x: Array, *arguments: Any) -> tuple[jax.Array, Any]:
+            *usual, number = arguments
+            x, output = layer(x, *usual)
+            if isinstance(number, int) and number >= count:
+                return x, output
+            add = lambda x: add_to(x[:, 0], self.columns, self.vectors[jnp.minimum(number, count - 1)])[:, None]  # noqa: E731
+            return jax.lax.cond(number < count, add, lambda x: x, x), output
+
+        return with_vectors
 
 
 def _collected(collect: Collect | None, routing: Routing | None) -> PyTree:

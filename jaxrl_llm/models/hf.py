@@ -45,13 +45,7 @@ PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
 HEAD, SCORE = "lm_head.weight", "score.weight"
 HEADS = (HEAD, SCORE)  # a model that gives values has neither among its decoder's parameters
 # Vision-language models whose config.json does not name the family of their text model -> that family.
-VISION = {
-    "internvl_chat": "qwen2",
-    "mllama": "llama",
-    "qwen2_5_omni": "qwen2",
-    "qwen3_vl": "qwen3",
-    "qwen3_vl_moe": "qwen3_moe",
-}
+VISION = {"internvl_chat": "qwen2", "mllama": "llama", "qwen2_5_omni": "qwen2", "qwen3_vl_moe": "qwen3_moe"}
 ADAPTER = "adapter_config.json"  # of a folder that PEFT wrote
 # Of the channels of pictures, in CLIP and where a file says nothing.
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -268,7 +262,9 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
-            value = read_config(folder, name).get("eos_token_id")
+            settings = read_config(folder, name)
+            # A model that reads pictures may have it among the settings of its text model.
+            value = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
             values = value if isinstance(value, list) else [] if value is None else [value]
             # Not isinstance: True is an int.
             if not all(type(x) is int for x in values):

@@ -83,6 +83,27 @@ TOWER = {
     "visual/merger/down/kernel": "visual.merger.mlp.2.weight",
     "visual/merger/down/bias": "visual.merger.mlp.2.bias",
 }
+# That of Qwen3-VL.
+DEEP_TOWER = TOWER | {
+    "visual/patches/bias": "visual.patch_embed.proj.bias",
+    "visual/table/embedding": "visual.pos_embed.weight",
+    "visual/layers/mlp/up/kernel": "visual.blocks.{}.mlp.linear_fc1.weight",
+    "visual/layers/mlp/up/bias": "visual.blocks.{}.mlp.linear_fc1.bias",
+    "visual/layers/mlp/down/kernel": "visual.blocks.{}.mlp.linear_fc2.weight",
+    "visual/layers/mlp/down/bias": "visual.blocks.{}.mlp.linear_fc2.bias",
+    "visual/merger/norm/scale": "visual.merger.norm.weight",
+    "visual/merger/norm/bias": "visual.merger.norm.bias",
+    "visual/merger/up/kernel": "visual.merger.linear_fc1.weight",
+    "visual/merger/up/bias": "visual.merger.linear_fc1.bias",
+    "visual/merger/down/kernel": "visual.merger.linear_fc2.weight",
+    "visual/merger/down/bias": "visual.merger.linear_fc2.bias",
+    "visual/deep/norm/scale": "visual.deepstack_merger_list.{}.norm.weight",
+    "visual/deep/norm/bias": "visual.deepstack_merger_list.{}.norm.bias",
+    "visual/deep/up/kernel": "visual.deepstack_merger_list.{}.linear_fc1.weight",
+    "visual/deep/up/bias": "visual.deepstack_merger_list.{}.linear_fc1.bias",
+    "visual/deep/down/kernel": "visual.deepstack_merger_list.{}.linear_fc2.weight",
+    "visual/deep/down/bias": "visual.deepstack_merger_list.{}.linear_fc2.bias",
+}
 PREFIXES = {"visual.": "model.visual.", "model.": "model.language_model."}  # in files and in modules
 
 

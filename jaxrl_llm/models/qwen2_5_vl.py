@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import config_json, names, vision_json
+from jaxrl_llm.models import config_json, names, qwen2, qwen2_vl, vision_json
 from jaxrl_llm.models.config import DecoderConfig
 
 NAMES = names.DENSE | names.TOWER
@@ -19,14 +19,17 @@ def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
     """
     # The defaults of transformers, for files that leave these out.
     settings = vision_json.tower_settings(hf, hidden_act="silu", window_size=112, fullatt_block_indexes=[7, 15, 23, 31])
-    window, full = config_json.count(settings, "window_size"), settings["fullatt_block_indexes"]
+    window = config_json.count(settings, "window_size")
     side = config_json.count(settings, "patch_size") * config_json.count(settings, "spatial_merge_size")
     if window < side:
         raise UserError(f"config.json: window_size is {window}, less than a token of {side} pixels: restore the file")
-    if not isinstance(full, list) or not all(type(layer) is int for layer in full):
-        raise UserError(f"config.json: fullatt_block_indexes is {full!r}, no list of layers: restore the file")
-    fields = {"gated": True, "centered": False, "window": window // side, "full": tuple(full)}
-    mlp_width = config_json.count(settings, "intermediate_size")
-    width = vision_json.text_settings(hf)["hidden_size"]
-    tower = vision_json.tower(settings, "hidden_size", "out_hidden_size", width, mlp_width=mlp_width, **fields)
-    return vision_json.decoder(hf, tower)
+    fields = {
+        "gated": True,
+        "centered": False,
+        "window": window // side,
+        "full": vision_json.layers_of(settings, "fullatt_block_indexes"),
+        "mlp_width": config_json.count(settings, "intermediate_size"),
+    }
+    text = qwen2_vl.text_settings(hf)
+    tower = vision_json.tower(settings, "hidden_size", "out_hidden_size", text["hidden_size"], **fields)
+    return vision_json.decoder(text, tower, qkv_bias=True, output_bias=False, **qwen2.windows(text))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxrl_llm.models import config_json, names, vision_json
+from jaxrl_llm.models import config_json, names, qwen2, vision_json
 from jaxrl_llm.models.config import DecoderConfig
 
 NAMES = (
@@ -26,8 +26,14 @@ def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
     settings = vision_json.tower_settings(hf, hidden_act="quick_gelu", mlp_ratio=4)
-    fields = {"gated": False, "centered": True}
     mlp_width = int(config_json.count(settings, "embed_dim") * config_json.number(settings, "mlp_ratio", 4))
-    width = vision_json.text_settings(hf)["hidden_size"]
-    tower = vision_json.tower(settings, "embed_dim", "hidden_size", width, mlp_width=mlp_width, **fields)
-    return vision_json.decoder(hf, tower)
+    text = text_settings(hf)
+    tower = vision_json.tower(
+        settings, "embed_dim", "hidden_size", text["hidden_size"], mlp_width=mlp_width, gated=False, centered=True
+    )
+    return vision_json.decoder(text, tower, qkv_bias=True, output_bias=False, **qwen2.windows(text))
+
+
+def text_settings(hf: dict[str, Any]) -> config_json.ConfigJson:
+    """Returns the settings of the text model, with the default of transformers. Raises: UserError, as `read`."""
+    return vision_json.text_settings(hf, rope_theta=1_000_000.0)

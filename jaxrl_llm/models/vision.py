@@ -1,7 +1,8 @@
 """The tower of a vision-language model: it turns the patches of pictures into vectors that replace embeddings.
 
 Shapes: B prompts, N patches and M merged tokens of a prompt, E width of the tower, D width of the decoder. Windows are
-one after the other in N, and all have the same number of patches.
+one after the other in N, and all have the same number of patches. K layers also give vectors to the decoder's first
+K layers (DeepStack, arXiv 2406.04334).
 """
 
 from __future__ import annotations
@@ -34,24 +35,32 @@ QUERIES = 256
 
 
 class Tower:
-    """Pure functions over a parameter tree {"patches", "layers", "merger"}. The layers are stacked and scanned."""
+    """Pure functions over a parameter tree {"patches", "table", "layers", "merger", "deep"}; table, deep: of some only.
+
+    The layers are stacked and scanned.
+    """
 
     def __init__(self, cfg: DecoderConfig, vision: VisionConfig, mesh: Mesh | None = None):
         # The sampler's kernels of text layers are transposed, those of the tower are not.
         self.cfg, self.vision, self.mesh = replace(cfg, transposed=False), vision, mesh
         self._block = Skeleton(lambda: TowerBlock(self.cfg, vision, nnx.Rngs(0)))
         self._ends = Skeleton(lambda: TowerEnds(self.cfg, vision, nnx.Rngs(0)))
+        self._deep = Skeleton(lambda: Merger(self.cfg, vision, nnx.Rngs(0), after=True))
 
     def init(self, key: Array) -> PyTree:
         """Initializes float32 parameters; kernels are normal(0, 0.02)."""
         block_key, ends_key = jax.random.split(key)
         block = lambda k: parameters(TowerBlock(self.cfg, self.vision, nnx.Rngs(k)))  # noqa: E731
         layers = jax.vmap(block)(jax.random.split(block_key, self.vision.depth))
-        return {"layers": layers, **parameters(TowerEnds(self.cfg, self.vision, nnx.Rngs(ends_key)))}
+        params = {"layers": layers, **parameters(TowerEnds(self.cfg, self.vision, nnx.Rngs(ends_key)))}
+        if not self.vision.deep:
+            return params
+        deep = lambda k: parameters(Merger(self.cfg, self.vision, nnx.Rngs(k), after=True))  # noqa: E731
+        return params | {"deep": jax.vmap(deep)(jax.random.split(jax.random.fold_in(key, 2), len(self.vision.deep)))}
 
     def __call__(self, params: PyTree, images: Images) -> jax.Array:
-        """Returns the vectors [B, M, D] of the merged tokens."""
-        ends = self._ends({name: leaf for name, leaf in params.items() if name != "layers"})
+        """Returns the vectors [1 + K, B, M, D] of the merged tokens: in the place of embeddings, and for K layers."""
+        ends = self._ends({name: leaf for name, leaf in params.items() if name not in ("layers", "deep")})
         angles, segments = self._angles(images.places), images.segments[:, None]
 
         def layer(x: Array, scanned: tuple[Array, PyTree]) -> tuple[jax.Array, None]:
@@ -60,9 +69,18 @@ class Tower:
             attended = self._attend(whole, *block.project(x, angles), segments)
             return block.finish(x, attended), None
 
-        x = self._split_by_prompt(ends.patches(images.patches)[:, None])
-        x, _ = jax.lax.scan(recomputed(layer, self.cfg.remat), x, (jnp.asarray(self._whole), params["layers"]))
-        return self._split_by_prompt(ends.merger(x[:, 0]))
+        x, deep, begin = ends.patches(images.patches), list[Array](), 0
+        x = self._split_by_prompt((ends.table(x, images) if self.vision.table else x)[:, None])
+        scanned = jnp.asarray(self._whole), params["layers"]
+        # A scan that collects the outputs of a few layers would hold those of all.
+        for end in (*(layer + 1 for layer in self.vision.deep), self.vision.depth):
+            part = scanned if end - begin == self.vision.depth else jax.tree.map(lambda x: x[begin:end], scanned)  # noqa: B023
+            x, _ = jax.lax.scan(recomputed(layer, self.cfg.remat), x, part)
+            if len(deep) < len(self.vision.deep):
+                merger = self._deep(jax.tree.map(lambda x: x[len(deep)], params["deep"]))
+                deep.append(self._split_by_prompt(merger(x[:, 0])))
+            begin = end
+        return jnp.stack([self._split_by_prompt(ends.merger(x[:, 0])), *deep])
 
     @property
     def _whole(self) -> tuple[bool, ...]:
@@ -139,10 +157,10 @@ class TowerBlock(nnx.Module):
     def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs):
         self.vision = vision
         biased = partial(linear, cfg, rngs=rngs, use_bias=True)
-        self.attention_norm = _norm(cfg, vision, rngs)
+        self.attention_norm = _norm(cfg, vision, rngs, vision.width)
         self.qkv = biased(vision.width, 3 * vision.width)
         self.output = biased(vision.width, vision.width)
-        self.mlp_norm = _norm(cfg, vision, rngs)
+        self.mlp_norm = _norm(cfg, vision, rngs, vision.width)
         self.mlp = TowerMLP(cfg, vision, rngs)
 
     def project(self, x: Array, angles: tuple[Array, Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -179,6 +197,8 @@ class TowerEnds(nnx.Module):
 
     def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs):
         self.patches = Patches(cfg, vision, rngs)
+        if vision.table:
+            self.table = PositionTable(cfg, vision, rngs)
         self.merger = Merger(cfg, vision, rngs)
 
 
@@ -190,6 +210,8 @@ class Patches(nnx.Module):
         # [columns, rows, frames, channels, E]: as all kernels, the one of a checkpoint with its axes reversed.
         shape = (vision.patch, vision.patch, vision.frames, CHANNELS, vision.width)
         self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape))
+        if vision.patch_bias:
+            self.bias = nnx.Param(jnp.zeros(vision.width))
 
     def __call__(self, patches: Array) -> jax.Array:
         """Numbers of patches [B, N, F] uint8 -> [B, N, E]."""
@@ -200,28 +222,58 @@ class Patches(nnx.Module):
         # A picture is a film of equal frames, so their kernels add up: rounded as in the engines, added in float32.
         kernel = jnp.sum(self.kernel[...].astype(self.dtype).astype(jnp.float32), axis=2)
         kernel = kernel.transpose(2, 1, 0, 3).reshape(x.shape[1], -1).astype(self.dtype)
-        return jnp.matmul(x, kernel, precision=self.precision).reshape(*patches.shape[:2], -1)
+        y = jnp.matmul(x, kernel, precision=self.precision)
+        if vision.patch_bias:
+            y = (y.astype(jnp.float32) + self.bias[...].astype(self.dtype)[None]).astype(self.dtype)
+        return y.reshape(*patches.shape[:2], -1)
+
+
+class PositionTable(nnx.Module):
+    """Learned positions: the corners of a picture have those of the table's corners, the rest is interpolated."""
+
+    def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs):
+        self.dtype, self.side = jnp.dtype(cfg.dtype), vision.table
+        shape = (vision.table**2, vision.width)
+        self.embedding = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape))
+
+    def __call__(self, x: Array, images: Images) -> jax.Array:
+        """Adds positions to patches x [B, N, E]."""
+        # The last row and column of each picture. It has several patches, so there are fewer pictures than patches.
+        largest = jax.vmap(partial(jax.ops.segment_max, num_segments=x.shape[1] + 1))(images.places, images.segments)
+        last = jnp.maximum(jax.vmap(lambda of, at: of[at])(largest, images.segments), 1)
+        at = images.places.astype(jnp.float32) * (self.side - 1) / last.astype(jnp.float32)
+        below = jnp.floor(at)
+        total = jnp.zeros(x.shape, jnp.float32)
+        for row, column in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            corner = jnp.array([row, column])[None, None]
+            near = jnp.minimum(below.astype(jnp.int32) + corner, self.side - 1)
+            weight = jnp.prod(1 - jnp.abs(at - below - corner), axis=-1, keepdims=True)
+            vectors = self.embedding[...][near[..., 0] * self.side + near[..., 1]]
+            total += weight * vectors.astype(self.dtype).astype(jnp.float32)
+        return x + total.astype(x.dtype)
 
 
 class Merger(nnx.Module):
-    """A norm, and an MLP over the patches of a merged token together."""
+    """A norm, and an MLP over the patches of a merged token together; after: the norm is over them too."""
 
-    def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs):
+    def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs, *, after: bool = False):
         biased = partial(linear, cfg, rngs=rngs, use_bias=True)
         inner = vision.width * vision.merge**2
-        self.norm = _norm(cfg, vision, rngs)
+        self.after = after
+        self.norm = _norm(cfg, vision, rngs, inner if after else vision.width)
         self.up = biased(inner, inner)
         self.down = biased(inner, cfg.width)
 
     def __call__(self, x: Array) -> jax.Array:
         """[B, N, E] -> [B, M, D]."""
-        merged = self.norm(x).reshape(len(x), -1, self.up.in_features)
+        shape = (len(x), -1, self.up.in_features)
+        merged = self.norm(x.reshape(shape)) if self.after else self.norm(x).reshape(shape)
         return self.down(TOWER_ACTIVATIONS["gelu"](self.up(merged)))
 
 
-def _norm(cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | nnx.LayerNorm:
+def _norm(cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs, size: int) -> nnx.RMSNorm | nnx.LayerNorm:
     options: dict[str, Any] = dict(epsilon=vision.norm_eps, dtype=jnp.dtype(cfg.dtype), rngs=rngs)
     if not vision.centered:
-        return nnx.RMSNorm(vision.width, **options)
+        return nnx.RMSNorm(size, **options)
     # The fast variance is a difference of two means, which loses digits.
-    return nnx.LayerNorm(vision.width, use_fast_variance=False, **options)
+    return nnx.LayerNorm(size, use_fast_variance=False, **options)

@@ -8,42 +8,50 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import config_json, qwen2
+from jaxrl_llm.models import config_json
 from jaxrl_llm.models.config import DecoderConfig, VisionConfig
 from jaxrl_llm.models.vision import CHANNELS, TOWER_ACTIVATIONS
 
+SECTIONS = ("type", "rope_type", "mrope_section", "mrope_interleaved")  # settings of the rotary embedding of pictures
 PLACEHOLDERS = ("image_token_id", "video_token_id")
 
 
-def decoder(hf: dict[str, Any], tower: VisionConfig) -> DecoderConfig:
-    """Makes the DecoderConfig of Qwen2 with a tower.
+def decoder(
+    settings: config_json.ConfigJson, tower: VisionConfig, *, interleaved: bool = False, **fields: Any
+) -> DecoderConfig:
+    """Makes the DecoderConfig of a text model with a tower, from `text_settings`.
 
+    interleaved: neighbouring frequencies turn with other axes. fields: those of the text model's family.
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
-    settings = text_settings(hf)
-    settings, sections = without_sections(settings)
-    fields = {"qkv_bias": True, "output_bias": False} | qwen2.windows(settings)
-    cfg = config_json.decoder(settings, **fields)
+    plain, sections = without_sections(settings)
+    cfg = config_json.decoder(plain, **fields)
     if len(sections) != 3 or 2 * sum(sections) != cfg.head_dim:
         raise UserError(
             f"config.json: mrope_section is {sections}, and must be three numbers whose sum is half of a head's size, "
             f"{cfg.head_dim // 2}: restore the file"
         )
-    axes = tuple(np.repeat(np.arange(3), sections).tolist())
+    axes = np.repeat(np.arange(3), sections)
+    if interleaved:
+        # Time, row, column, time ... until an axis has its number of frequencies; the rest is time.
+        axes = np.arange(len(axes))
+        axes = np.where(axes < 3 * np.array(sections)[axes % 3], axes % 3, 0)
     never = tuple(settings[name] for name in PLACEHOLDERS if name in settings)
-    return replace(cfg, rope=replace(cfg.rope, axes=axes), vision=replace(tower, never=never))
+    return replace(cfg, rope=replace(cfg.rope, axes=tuple(axes.tolist())), vision=replace(tower, never=never))
 
 
-def text_settings(hf: dict[str, Any]) -> config_json.ConfigJson:
-    """Returns the settings of the text model: newer files hold them in text_config. Raises: UserError, as `read`."""
+def text_settings(hf: dict[str, Any], **defaults: Any) -> config_json.ConfigJson:
+    """Returns the settings of the text model: newer files hold them in text_config.
+
+    defaults: the family's, for keys that may be missing. Raises: UserError, as `config_json.read`.
+    """
     nested = hf.get("text_config")
     text = nested if isinstance(nested, dict) else {name: hf[name] for name in hf.keys() - {"vision_config"}}
     # Older files may have it inside; there, outside is the default of transformers.
     tied = hf.get("tie_word_embeddings") or text.get("tie_word_embeddings") or False
     whole = {name: hf.get(name) for name in ("model_type", *PLACEHOLDERS)}
-    settings = config_json.read(text | whole | {"tie_word_embeddings": tied}, rope_theta=1_000_000.0)
-    for name in PLACEHOLDERS[:1]:
-        config_json.count(settings, name)
+    settings = config_json.read(text | whole | {"tie_word_embeddings": tied}, **defaults)
+    config_json.count(settings, PLACEHOLDERS[0])
     return settings
 
 
@@ -64,7 +72,7 @@ def without_sections(settings: config_json.ConfigJson) -> tuple[config_json.Conf
             f"config.json: rope type {kinds.pop()!r} is not supported with pictures: set it to 'default', keep "
             "mrope_section, and stay within the positions that the model was first trained with"
         )
-    plain = {name: value for name, value in rope.items() if name not in ("type", "rope_type", "mrope_section")}
+    plain = {name: value for name, value in rope.items() if name not in SECTIONS}
     changed = config_json.ConfigJson(settings)
     changed[key] = plain | {"rope_type": "default"}
     return changed, sections
@@ -77,6 +85,14 @@ def tower_settings(hf: dict[str, Any], **defaults: Any) -> config_json.ConfigJso
         raise UserError(f"config.json: vision_config is {vision!r}: restore the file")
     usual = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2} | defaults
     return config_json.ConfigJson(usual | {name: value for name, value in vision.items() if value is not None})
+
+
+def layers_of(settings: config_json.ConfigJson, key: str) -> tuple[int, ...]:
+    """Returns numbers of layers in their order. Raises: UserError, if the key holds no list of them."""
+    layers = settings[key]
+    if not isinstance(layers, list) or not all(type(layer) is int and layer >= 0 for layer in layers):
+        raise UserError(f"config.json: {key} is {layers!r}, and must be a list of layers: restore the file")
+    return tuple(layers)
 
 
 def tower(settings: config_json.ConfigJson, width: str, output: str, decoder_width: Any, **fields: Any) -> VisionConfig:
