@@ -28,6 +28,7 @@ from jaxrl_llm.learner.learning import (
     Learning,
     Models,
     describe_models,
+    load_beside,
     make_packing,
     make_reference,
     policy_parameters,
@@ -44,7 +45,6 @@ from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.machine.memory import device_memory
 from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf
-from jaxrl_llm.models.decoder import TOWER
 from jaxrl_llm.recipe import advice, fit
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.rollout.actor import Actor, Lent
@@ -183,9 +183,7 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     saved = distributed.first() and checkpoint.has_checkpoint(place.workdir / "checkpoints")
     begins = recipe.model.path and not models.adapters and not distributed.exchange(saved)[0]
     first_params = [hf.load_params(folder, model, mesh, parts=models.parts)] if begins else []
-    base = hf.load_base(folder, model, mesh, models.adapters) if models.adapters else None
-    if models.frozen_tower:
-        base = hf.load_params(folder, model, mesh, learns=False, parts=(TOWER,))
+    base = load_beside(models)
     book = place.opened.enter_context(closing(Book()))
     rows = tokenizer, dataset, held_out, environments, tools, stop_ids
     inputs = Inputs(models, *rows, book, first_params, base, sampler_mesh)
