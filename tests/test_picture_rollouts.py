@@ -138,5 +138,5 @@ def test_a_server_gets_the_pixels_that_the_trainer_sees_and_one_token_for_each_p
             pictures
         )
         for part, pixels in zip(asked.pictures, pictures, strict=True):
-            png = base64.b64decode(part["image_url"]["url"].removeprefix("data:image/png;base64,"))
+            png = base64.b64decode(part["url"].removeprefix("data:image/png;base64,"))
             np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(png))), pixels)

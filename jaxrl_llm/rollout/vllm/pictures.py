@@ -87,7 +87,5 @@ def _part(pixels: np.ndarray) -> dict[str, Any]:
 
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG", compress_level=1)
-    return {
-        "type": "image_url",
-        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"},
-    }
+    encoded = base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "url": f"data:image/png;base64,{encoded}"}
