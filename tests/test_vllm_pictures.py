@@ -48,7 +48,8 @@ def model_folder(folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     settings |= {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings | {"temporal_patch_size": 2}))
+    settings |= {"temporal_patch_size": 2, "image_mean": hf.CLIP_MEAN, "image_std": hf.CLIP_STD}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     model = hf.load_model(folder)
     # Three times as large, so that neither the softmax nor the pictures say little.
     params = jax.tree.map(lambda x: x * 3, jax.jit(model.init)(jax.random.key(0)))
