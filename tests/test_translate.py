@@ -782,41 +782,6 @@ def test_a_key_whose_meaning_differs_has_the_right_value_or_a_sentence():
     assert "eval.every" in translate(trl.GRPO, dict(eval_strategy="steps", eval_steps=0.1)).yours()
 
 
-VISION = """
-data: {train_files: hiyouga/geometry3k@train, image_key: images, rollout_batch_size: 64}
-algorithm: {adv_estimator: grpo}
-worker:
-  actor: {global_batch_size: 64, model: {model_path: Qwen/Qwen2.5-VL-7B-Instruct, freeze_vision_tower: false}}
-  rollout: {n: 4, limit_images: 1}
-  reward: {reward_function: ./math.py:compute_score}
-trainer: {max_steps: 10}
-"""
-PICTURES = {
-    "easyr1.yaml": VISION,
-    "verl.sh": "python3 -m verl.trainer.main_ppo data.train_files=~/geo3k/train.parquet data.image_key=images "
-    "actor_rollout_ref.model.path=Qwen/Qwen2-7B algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4",
-    "trl.yaml": TRL_YAML.replace("Qwen/Qwen2.5-0.5B-Instruct", "HuggingFaceTB/SmolVLM-Instruct"),
-    "trl.py": TRL_SCRIPT.replace("Qwen/Qwen3-0.6B", "Qwen/Qwen2-VL-2B-Instruct"),
-}
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_run_with_images_is_refused_before_anything_else_is_said(name, tmp_path, capsys):
-    assert program.run(write(tmp_path, name, PICTURES[name]), tmp_path / "mine.py", 0, 0) == 1
-    said = capsys.readouterr().out
-    assert said.startswith("not supported: this run has images (") and "the checks pass" not in said
-
-
-def test_keys_of_images_are_unsupported_in_a_run_with_images_alone(tmp_path):
-    keys = ("data.image_key", "worker.actor.model.freeze_vision_tower", "worker.rollout.limit_images")
-    made = made_of(tmp_path, "easyr1.yaml", VISION)
-    assert {made.outcomes[key].kind for key in (*keys, "worker.actor.model.model_path")} == {"unsupported"}
-    text = VISION.replace("geometry3k", "math12k").replace("-VL", "").replace("limit_images: 1", "limit_images: 0")
-    made = made_of(tmp_path, "text.yaml", text)
-    assert {made.outcomes[key].kind for key in keys} == {"no effect"}
-    assert made.outcomes["worker.actor.model.model_path"].kind == "mapped"
-
-
 TRAIN = "train.py --model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward " + (
     "--per_device_train_batch_size 2 --num_generations 4 --max_steps 10"
 )

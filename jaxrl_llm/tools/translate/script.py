@@ -104,10 +104,20 @@ def _assignments(tree: ast.Module) -> tuple[Assignments, list[tuple[str, str, as
 
 
 def _argument(name: str, node: ast.expr, names: Assignments) -> dict[str, Any]:
-    """Returns the keys of an argument of the trainer. Each argument of a LoraConfig is one, too."""
+    """Returns the keys of an argument of the trainer. Those of a LoraConfig and of a processor are keys, too."""
     value = _trainer_value(node, names)
     keys = {f"trainer.{name}": value}
-    return keys | ({f"trainer.{name}.{key}": x for key, x in value.items()} if isinstance(value, dict) else {})
+    parts = value if isinstance(value, dict) else _loading(node, names) if name == "processing_class" else {}
+    return keys | {f"trainer.{name}.{key}": x for key, x in parts.items()}
+
+
+def _loading(node: ast.expr, names: Assignments) -> dict[str, Any]:
+    """Returns the arguments by name with which an object is loaded: AutoProcessor.from_pretrained(path, ...)."""
+    if isinstance(node, ast.Name) and names.get(node.id):
+        return _loading(*_before(node.id, names))
+    if not isinstance(node, ast.Call) or _called(node) != "from_pretrained":
+        return {}
+    return {name: _value(value, names) for name, value in _arguments(node, (), names)}
 
 
 def _called(call: ast.Call) -> str:
