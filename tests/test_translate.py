@@ -17,7 +17,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import extras
 from jaxrl_llm.recipe.recipe import Recipe
 from jaxrl_llm.tools.translate import __main__ as program
-from jaxrl_llm.tools.translate import easyr1, lint, readers, search_r1, trl, trl_ppo, trl_rules, verl, writer
+from jaxrl_llm.tools.translate import easyr1, lint, readers, search_r1, trl, trl_ppo, trl_rloo, trl_rules, verl, writer
 from jaxrl_llm.tools.translate.outcome import KINDS, Keys, Outcome, Translation, Unread, translate
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -27,6 +27,7 @@ SYSTEMS = {
     "search_r1": search_r1.SEARCH_R1,
     "trl_grpo": trl.GRPO,
     "trl_ppo": trl_ppo.PPO,
+    "trl_rloo": trl_rloo.RLOO,
 }
 ACTOR = "actor_rollout_ref.actor."
 
@@ -587,7 +588,7 @@ trainer: {total_training_steps: 5, total_training_steps: 6, project_name: '${var
         ("a.json", "{", "cannot be parsed"),
         ("a.yaml", "colour: red\nshape: round\n", "none of TRL, veRL, EasyR1 and Search-R1"),
         ("a.yaml", '"learning_rate: 1\\nimport os #": 2\n', "is no name"),
-        ("a.py", "import os\n", "no GRPOConfig or PPOConfig"),
+        ("a.py", "import os\n", "no GRPOConfig, RLOOConfig or PPOConfig"),
         ("a.py", "DPOConfig()\n", "DPOConfig, which is not translated"),
         ("a.py", "def (\n", "no Python"),
         ("a.py", "GRPOConfig(beta=1)\nGRPOConfig(beta=2)\n", "2 configs, at lines 1, 2"),

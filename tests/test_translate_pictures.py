@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -238,6 +240,45 @@ def test_a_program_of_trl_with_pictures_says_its_rows_and_its_processor(tmp_path
     assert made.outcomes["trainer.peft_config.exclude_modules"].kind == "mapped"
     made, _, _ = translated(tmp_path, "other.py", TRL_PROGRAM.replace("use_fast=", "do_rescale="))
     assert made.outcomes["trainer.processing_class.do_rescale"].kind == "unsupported"
+
+
+def test_rloo_of_trl_is_told_from_grpo_by_the_name_of_its_program(tmp_path):
+    more = f"{TRL_LORA} --gradient_accumulation_steps 2 --reward_clip_range 0 1"
+    made, c, refused = translated(tmp_path, "run.sh", TRL.format(script="rloo_vlm.py", more=more))
+    fields = {
+        "advantage.name": "rloo", "loss.name": "ppo_clip", "aggregate.mode": "sequence_sum", "group_size": 2,
+        "prompts_per_step": 64, "kl.placement": "reward", "kl.estimator": "k1", "kl.coef": 0.05,
+        "model.vision": "frozen", "loss.clip_low": 0.2, "loss.clip_high": 0.2, "mask.truncated": False,
+    }  # fmt: skip
+    assert made.system.name == "TRL's RLOO" and refused == "" and differing(fields, c) == {}
+    assert made.outcomes["reward_clip_range"].kind == "unsupported"
+    several = TRL.format(script="rloo_vlm.py", more="--num_iterations 2 --epsilon_high 0.3 --beta 0 --loss_type grpo")
+    made, c, refused = translated(tmp_path, "several.sh", several)
+    assert refused == "" and c["kl"] is None and (c["loss.clip_high"], c["epochs"]) == (0.3, 2)
+    kinds = {"epsilon_high": "changed", "beta": "mapped", "loss_type": "unsupported"}
+    assert {key: made.outcomes[key].kind for key in kinds} == kinds
+    program_of_rloo = TRL_PROGRAM.replace("GRPO", "RLOO").replace("max_steps=50", "mask_truncated_completions=True")
+    made, c, refused = translated(tmp_path, "rloo_vlm.py", program_of_rloo)
+    assert made.system.name == "TRL's RLOO" and (refused, c["advantage.name"], c["mask.truncated"]) == (
+        "",
+        "rloo",
+        True,
+    )
+    for text in ("trl rloo --model_name_or_path a/b --beta 0.1", "python rloo.py --model_name_or_path a/b --beta 0.1"):
+        made, _, _ = translated(tmp_path, "short.sh", f"{text} --learning_rate 1e-6\n")
+        assert made.system.name == "TRL's RLOO"
+    made, _, _ = translated(tmp_path, "grpo.sh", "python grpo.py --model_name_or_path a/b --beta 0.1\n")
+    assert made.system.name == "TRL's GRPO"
+
+
+def test_a_config_with_adapters_is_formatted_as_our_configs_are(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(TRL.format(script="grpo_vlm.py", more=f"{TRL_LORA}, gate_proj"))
+    source = readers.read(path)
+    text = writer.source(translate(source.system, source.keys), path, path, source.lost)
+    assert max(map(len, text.splitlines())) <= 120
+    ruff = [Path(sys.executable).with_name("ruff"), "format", "--check", "--line-length", "120", "-"]
+    assert subprocess.run(ruff, input=text, text=True, capture_output=True).returncode == 0, text
 
 
 REFUSED = {  # a model, further arguments, and words of the line that refuses it

@@ -12,9 +12,9 @@ from jaxrl_llm.tools.translate.arguments import calculated
 from jaxrl_llm.tools.translate.ours import FILES
 from jaxrl_llm.tools.translate.outcome import Unread
 
-CONFIGS = {"GRPOConfig": "grpo", "PPOConfig": "ppo"}
-TRAINERS = {"GRPOTrainer": "grpo", "PPOTrainer": "ppo"}
-OTHERS = ("RLOOConfig", "SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "OnlineDPOConfig", "AsyncGRPOConfig")
+CONFIGS = {"GRPOConfig": "grpo", "PPOConfig": "ppo", "RLOOConfig": "rloo"}
+TRAINERS = {"GRPOTrainer": "grpo", "PPOTrainer": "ppo", "RLOOTrainer": "rloo"}
+OTHERS = ("SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "OnlineDPOConfig", "AsyncGRPOConfig")
 POSITIONAL = {"config": ("output_dir",), "trainer": ("model", "reward_funcs", "args", "train_dataset")}
 DATASETS = ("load_dataset", "load_from_disk")
 # Methods of a data set that change its rows, or leave some out. `shuffle` and `remove_columns` need nothing here.
@@ -33,7 +33,7 @@ Assignments: TypeAlias = dict[str, list[ast.expr]]  # what the script sets a nam
 
 
 def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str]]:
-    """Returns "grpo" or "ppo", and the keys of the config; those of the trainer begin with "trainer.".
+    """Returns "grpo", "ppo" or "rloo", and the keys of the config; those of the trainer begin with "trainer.".
 
     A value that is no literal is `Unread`, except functions and data sets, which are given by name.
     Raises: UserError, if the script is no Python or makes no such config.
@@ -50,7 +50,7 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str]]:
         raise UserError(f"{path} makes {len(configs)} configs, at lines {_lines(configs)}: keep one in the file")
     if not configs and not trainers:
         other = next((name for name, _ in calls if name in OTHERS), "")
-        made_instead = f"{other}, which is not translated" if other else "no GRPOConfig or PPOConfig"
+        made_instead = f"{other}, which is not translated" if other else "no GRPOConfig, RLOOConfig or PPOConfig"
         raise UserError(
             f"{path} makes {made_instead}: give a script that calls one of these, or its command line in a .sh"
         )
