@@ -479,6 +479,8 @@ def test_a_command_of_trl_may_name_a_yaml_file(tmp_path):
     [
         ("TRL's GRPO", [trl.GRPO]),
         ("TRL's PPO", [trl_ppo.PPO]),
+        ("TRL's RLOO", [trl_rloo.RLOO]),
+        ("Pictures", [easyr1.EASYR1, verl.VERL, trl.GRPO]),
         ("veRL", [verl.VERL]),
         ("EasyR1", [easyr1.EASYR1]),
         ("Search-R1", [search_r1.SEARCH_R1]),
@@ -489,7 +491,7 @@ def test_the_keys_in_the_docs_are_in_the_table(heading, systems):
     first = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
     names = [name for cell in first for name in re.findall(r"`([\w.*]+)`", cell)]
     rules = [key for system in systems for key in system.rules]
-    assert len(names) > 8
+    assert len(names) > 4
     for name in names:
         end = name.replace(".*", ".").rstrip("*")
         assert any(f".{rule}".endswith(f".{end}") or f".{end}" in f".{rule}" for rule in rules), name

@@ -9,26 +9,12 @@ from jaxrl_llm.tools.translate.trl import GRPO_DEFAULTS, GRPO_RULES, IDLE, OPEN_
 from jaxrl_llm.tools.translate.trl_counts import updates
 
 # Keys of GRPOConfig that RLOOConfig does not have.
-OF_GRPO = {
-    *[
-        "loss_type",
-        "importance_sampling_level",
-        "delta",
-        "scale_rewards",
-        "multi_objective_aggregation",
-        "use_bias_correction_kl",
-        "top_entropy_quantile",
-        "off_policy_mask_threshold",
-        "entropy_coef",
-        "entropy_coef_min",
-        "use_adaptive_entropy",
-        "entropy_target",
-        "entropy_coef_delta",
-        "entropy_coef_max",
-        "router_aux_loss_coef",
-        "max_tool_calling_iterations",
-    ],
-    *(key for key in GRPO_RULES if key.startswith(("sapo_", "vespo_", "vllm_importance_sampling_"))),
+PREFIXES = ("sapo_", "vespo_", "vllm_importance_sampling_")
+OF_GRPO = {key for key in GRPO_RULES if key.startswith(PREFIXES)} | {
+    *("loss_type", "importance_sampling_level", "delta", "scale_rewards", "multi_objective_aggregation"),
+    *("use_bias_correction_kl", "top_entropy_quantile", "off_policy_mask_threshold", "router_aux_loss_coef"),
+    *("entropy_coef", "entropy_coef_min", "use_adaptive_entropy", "entropy_target", "entropy_coef_delta"),
+    *("entropy_coef_max", "max_tool_calling_iterations"),
 }
 
 
