@@ -175,6 +175,9 @@ def test_the_limits_of_pixels_of_easyr1_are_written_also_if_its_file_leaves_them
     made, c, refused = translated(tmp_path, "a.yaml", keys % QWEN.format(3))
     assert (c["data.min_pixels"], c["data.max_pixels"], refused) == (512 * 512, 2048 * 2048, "")
     assert "whole tokens" in made.defaults["data.min_pixels"].reason
+    # So is the tower of a run with adapters alone.
+    _, c, refused = translated(tmp_path, "lora.yaml", keys % f"{QWEN.format(3)}, lora: {{rank: 8}}")
+    assert (c["model.vision"], c["adapters.rank"], refused) == ("frozen", 8, "")
     # In a run of text they would be fields that do nothing, which train refuses.
     _, c, _ = translated(tmp_path, "b.yaml", keys % "Qwen/Qwen2.5-3B")
     assert (c["data.min_pixels"], c["data.max_pixels"]) == (0, 0)
@@ -200,6 +203,8 @@ def test_scripts_of_verl_with_pictures_are_configs_that_pass_the_checks(name, tm
     assert refused == "" and differing(fields, c) == {}
     assert {key: made.outcomes[key].kind for key in kinds} == kinds
     assert "model.path" in made.yours() and program.run(tmp_path / "run.sh", None, 0, 0) == 0
+    _, c, _ = translated(tmp_path, "rows.sh", text.replace("geo3k", "rows"))
+    assert c["data.image_column"] == "images"
     # A text model has no field of pictures.
     text = text.replace("-VL", "").replace("geo3k", "gsm8k")
     for switch in ("freeze_vision_tower=True", "limit_images=5", "limit_mm_per_prompt.image=5"):
