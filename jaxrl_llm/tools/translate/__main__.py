@@ -17,7 +17,7 @@ DESCRIPTION = (
     "Translates a config of TRL (JSON, YAML, a command line, or a Python script, which is not run), veRL, EasyR1 or "
     "Search-R1 (YAML or a shell script, which is not run) into a config of this package, names every key that has no "
     "counterpart, and checks the result. Exit code 0: the checks pass; 1: they do not, or the run is another one here: "
-    "it has images, or lines of the file belong to no key; 2: the file is no such config."
+    "no model here reads what its model reads, or lines of the file belong to no key; 2: the file is no such config."
 )
 
 
@@ -53,23 +53,23 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
             raise UserError(f"--to {to} cannot be written ({error.strerror}): name a file in another folder") from None
     else:
         print(text)
-    pictures = images.evidence(source.keys)
-    print_first(source, pictures)
+    refusal = images.refusal(source.keys)
+    print_first(source, refusal)
     print_keys(translation, file)
     print_checks(
-        translation, linted, f"{to} is written and complete; " if to else "", "of all but the images " * bool(pictures)
+        translation, linted, f"{to} is written and complete; " if to else "", "of all but the model " * bool(refusal)
     )
     # The file may be complete and still mean another run.
-    return int(bool(linted.refused or pictures or source.lost))
+    return int(bool(linted.refused or refusal or source.lost))
 
 
-def print_first(source: readers.ForeignConfig, pictures: str) -> None:
+def print_first(source: readers.ForeignConfig, refusal: str) -> None:
     """Prints what makes the run another one here, and what the file says only with a default."""
-    if pictures:
-        _say(f"not supported: this run has images ({pictures}), and no model here takes them: train refuses the config")
+    if refusal:
+        _say(f"not supported: {refusal}: train refuses the config")
     for line in source.lost:
         _say(f"belongs to no key of the training command: {line}")
-    for note in source.notes:
+    for note in (*source.notes, *filter(None, [images.note(source.keys)])):
         _say(f"note: {note}")
 
 

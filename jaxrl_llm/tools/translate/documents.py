@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,15 @@ VERL_GROUPS = re.compile(
 class DocumentKeys:
     """The keys of a document or command, and what is to be said of them.
 
-    lost: lines that have no effect there; notes: values that are not written there; referred: keys that others name.
+    lost: lines that have no effect there; notes: values that are not written there; referred: keys that others name;
+    program: "rloo", if the name of the program that a command starts says so.
     """
 
     values: dict[str, Any]
     lost: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     referred: set[str] = field(default_factory=set)
+    program: str = ""
 
 
 class Loader(yaml.SafeLoader):
@@ -202,7 +204,7 @@ def resolved(keys: DocumentKeys) -> DocumentKeys:
     # A list with an element that is not known is as a whole not known: a rule reads all of it.
     unread = {key: value for key, value in lists.items() if any(isinstance(element, Unread) for element in value)}
     values |= {key: Unread(", ".join(map(str, value))) for key, value in unread.items()}
-    return DocumentKeys(values, keys.lost, list(dict.fromkeys(notes)), referred)
+    return replace(keys, values=values, notes=list(dict.fromkeys(notes)), referred=referred)
 
 
 def scalar(text: str) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxrl_llm.tools.translate import family, ours
-from jaxrl_llm.tools.translate.family import ENGINE, LOADER, LOGS, MEMORY, MESH, WORDS
+from jaxrl_llm.tools.translate import family, images, ours
+from jaxrl_llm.tools.translate.family import ENGINE, LOADER, LOGS, MEMORY, MESH
 from jaxrl_llm.tools.translate.outcome import (
     Idle,
     Keys,
@@ -49,6 +49,8 @@ LOSSES: family.Losses = {
     "cispo": ("cispo", {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high"}),
     "sapo": ("sapo", {"tau_positive": "tau_positive", "tau_negative": "tau_negative"}),
 }
+
+RESIZED = "EasyR1 first resizes to any size, and then to whole tokens, so that a side may differ by one token"
 
 
 def loss(value: Any, keys: Keys) -> Outcome:
@@ -115,9 +117,15 @@ def around(value: Any, keys: Keys) -> Outcome:
 
 def lora(value: Any, keys: Keys) -> Outcome:
     """An adapter."""
-    if not keys[f"{MODEL}lora.rank"]:
+    if not adapted(keys):
         return Outcome("no effect", reason="it is off")
-    return ours.lora(*(keys[f"{MODEL}lora.{name}"] for name in ("rank", "alpha", "target_modules")))
+    rank, alpha, targets = (keys[f"{MODEL}lora.{name}"] for name in ("rank", "alpha", "target_modules"))
+    excluded = keys.explicit.get(f"{MODEL}lora.exclude_modules")
+    return images.beside_tower(ours.lora(rank, alpha, targets), targets, excluded, keys)
+
+
+def adapted(keys: Keys) -> bool:
+    return bool(keys[f"{MODEL}lora.rank"])
 
 
 def optimizer(section: str, prefix: str) -> dict[str, Rule]:
@@ -171,8 +179,11 @@ RULES: dict[str, Rule] = {
         else Outcome("changed", {"data.overlong": "drop"}, "False cuts a longer prompt; here it is dropped and counted")
     ),
     "data.filter_overlong_prompts_workers": Idle(LOADER),
-    **same_rule(family.image_key, "image_key video_key min_pixels max_pixels video_fps", "data."),
-    "data.image_dir": off(WORDS),
+    "data.image_key": images.named("data.image_column"),
+    "data.image_dir": images.named("data.image_folder"),
+    "data.min_pixels": images.pixels("data.min_pixels", RESIZED),
+    "data.max_pixels": images.pixels("data.max_pixels", RESIZED),
+    **same_rule(images.sound, "video_key video_fps", "data."),
     # Its GRPO always divides by the deviation.
     "algorithm.adv_estimator": family.advantage(NAMES, ""),
     "algorithm.gamma": only_if(
@@ -228,10 +239,10 @@ RULES: dict[str, Rule] = {
     f"{MODEL}tokenizer_path": off("the tokenizer is the model's"),
     f"{MODEL}enable_gradient_checkpointing": family.checkpointing,
     f"{MODEL}trust_remote_code": Idle("no code of a model's folder is run"),
-    f"{MODEL}freeze_vision_tower": family.image_key,
-    f"{ACTOR}freeze_vision_tower": family.image_key,
+    **same_rule(images.tower(adapted), f"{MODEL}freeze_vision_tower {ACTOR}freeze_vision_tower"),
     f"{MODEL}override_config": off("the model is as its config.json says: change that", {}),
     f"{MODEL}override_config.*": unsupported("the model is as its config.json says: change that"),
+    f"{MODEL}lora.exclude_modules": only_if(adapted, images.excludes, "it is off"),
     f"{MODEL}lora.*": lora,
     **same_rule(
         Idle(MEMORY),
@@ -245,7 +256,7 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}top_k": family.top_k,
     f"{ROLLOUT}seed": Idle("config.seed decides"),
     f"{ROLLOUT}ignore_eos": off("a completion ends at a stop token"),
-    f"{ROLLOUT}limit_images": family.image_key,
+    f"{ROLLOUT}limit_images": images.limit,
     f"{ROLLOUT}val_override_config*": unsupported(
         "an evaluation is one greedy completion for each problem here (jaxrl evaluate samples several)"
     ),
@@ -327,6 +338,8 @@ DEFAULTS: dict[str, Any] = {
     "data.max_response_length": 512,
     "data.rollout_batch_size": 512,
     "data.seed": 1,
+    "data.min_pixels": 512 * 512,
+    "data.max_pixels": 2048 * 2048,
     "algorithm.adv_estimator": "grpo",
     "algorithm.gamma": 1.0,
     "algorithm.lam": 1.0,
@@ -356,6 +369,7 @@ DEFAULTS: dict[str, Any] = {
     f"{ACTOR}fsdp.mp_param_dtype": "bf16",
     f"{MODEL}model_path": "",
     f"{MODEL}enable_gradient_checkpointing": True,
+    f"{MODEL}freeze_vision_tower": False,
     f"{MODEL}lora.rank": 0,
     f"{MODEL}lora.alpha": 64,
     f"{MODEL}lora.target_modules": "all-linear",

@@ -17,7 +17,6 @@ ENGINE = "of the rollout engine: here the sampler in JAX (configs/grpo_vllm.py h
 LOGS = "names and places of logs and files: here --workdir and config.log"
 LOADER = "how the data set is loaded: it changes no row"
 PROFILE = "a profiler"
-WORDS = "of images, audio or video, which no model here takes"
 KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
 AGGREGATION = {
     "token-mean": "token_mean",
@@ -404,17 +403,12 @@ def aggregation(names: Names, scale: str, loss: str) -> Rule:
     return rule
 
 
-def image_key(value: Any, keys: Keys) -> Outcome:
-    """A key of images: it has no effect in a run of text."""
-    kind = "unsupported" if images.evidence(keys.explicit) else "no effect"
-    return Outcome(kind, reason=WORDS)
-
-
 def model(value: Any, keys: Keys) -> Outcome:
     """The policy's model."""
     fields = {"model.path": str(value)}
-    if images.IMAGE_MODEL.search(str(value)):
-        return Outcome("unsupported", fields, "a model of images and text: no model here is one, so train refuses it")
+    if images.unreadable(str(value)):
+        reason = f"a model of pictures of another kind than {', '.join(images.readable())}: train refuses it"
+        return Outcome("unsupported", fields, reason)
     return Outcome("mapped", fields)
 
 

@@ -1,10 +1,14 @@
-"""Whether a run of another trainer has images, audio or video, which no model here takes."""
+"""Runs of other trainers with pictures: what shows that a run has some, and what their keys become."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
+
+from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule, off
 
 MODELS = (
     "actor_rollout_ref.model.path",
@@ -15,28 +19,199 @@ MODELS = (
 )
 ROWS = ("data.train_files", "data.val_files", "dataset_name", "trainer.train_dataset")
 SWITCHES = ("freeze_vision_tower", "limit_images", "image_dir")  # the last parts of keys that a run of text leaves off
-IMAGE_MODEL = re.compile(
+# Names of the families that the package may have, by their module in models/. Those with experts first.
+FAMILIES = {
+    "qwen3_vl_moe": r"qwen[-_]?3[-_]?vl.*a\d+b",
+    "qwen3_vl": r"qwen[-_]?3[-_]?vl",
+    "qwen2_5_vl": r"qwen[-_]?2[-_.]?5[-_]?vl",
+    "qwen2_vl": r"qwen[-_]?2[-_]?vl",
+    "gemma3": r"gemma[-_]?3[-_](4|12|27)b",
+}
+OTHER_MODEL = re.compile(
     r"(?<![a-z])(vlm?|vision|llava\w*|internvl\w*|paligemma\w*|pixtral|idefics\w*|smolvlm\w*|mllama|molmo\w*|ovis\w*|"
-    r"omni|minicpm-[vo]|glm-4\.\dv)(?![a-z])",
+    r"omni|minicpm-[vo]|gemma-?3n|glm-4\.\dv)(?![a-z])",
     re.IGNORECASE,
 )
 IMAGE_ROWS = re.compile(
-    r"geometry3k|geo3k|geoqa|multimodal|clevr|vqa|mathvista|mmmu|virl39k|mm[-_]eureka|refcoco", re.IGNORECASE
+    r"geometry3k|geo3k|geoqa|multimodal|multi[-_]image|clevr|vqa|mathvista|mmmu|virl39k|mm[-_]eureka|mmk12|refcoco|"
+    r"rl-mixed-dataset",
+    re.IGNORECASE,
 )
+OTHER_ROWS = re.compile(r"video|audio|(?<![a-z])avqa", re.IGNORECASE)
+LIMIT = (
+    "the engine refuses a prompt with more pictures there; here a prompt has all pictures of its row, and none is cut"
+)
+SAME_PIXELS = "of the engine alone; here sampler and learner see the same pixels: data.min_pixels and data.max_pixels"
+NONE = "of pictures, and this run has none"
+PROCESSOR = "write it into the model's preprocessor_config.json"
+SOUND = "of video or audio, which no model here reads"
+PIXELS = {  # of an image processor
+    "min_pixels": "data.min_pixels",
+    "max_pixels": "data.max_pixels",
+    "size.shortest_edge": "data.min_pixels",
+    "size.longest_edge": "data.max_pixels",
+}
 
 
-def evidence(keys: Mapping[str, Any]) -> str:
-    """Returns the key and value that show it; "": it is a run of text."""
+def family_of(model: str) -> str:
+    """Returns the family of a model that reads pictures, by its name; "other" if it is none of FAMILIES, "" if none."""
+    listed = [family for family, pattern in FAMILIES.items() if re.search(pattern, model, re.IGNORECASE)]
+    return listed[0] if listed else "other" if OTHER_MODEL.search(model) else ""
+
+
+def readable() -> list[str]:
+    """Returns the families that the package has."""
+    return sorted(family for family in FAMILIES if find_spec(f"jaxrl_llm.models.{family}"))
+
+
+def unreadable(model: str) -> bool:
+    """Whether a model reads pictures in a way that no model here does."""
+    return family_of(model) not in ("", *readable())
+
+
+def evidence(values: Mapping[str, Any]) -> str:
+    """Returns the key and value that show that a run has pictures; "": it is a run of text."""
     # The keys of models first: a model's name shows it better than a data set's.
-    for key, value in sorted(keys.items(), key=lambda pair: pair[0] not in MODELS):
-        text = str(value)
-        name = key.rpartition(".")[2]
+    for key, value in sorted(values.items(), key=lambda pair: pair[0] not in MODELS):
+        text, name = str(value), key.rpartition(".")[2]
         shows = (
-            (key in MODELS and IMAGE_MODEL.search(text))
-            or (key in ROWS and IMAGE_ROWS.search(text))
+            (key in MODELS and family_of(text))
+            or (key in ROWS and (IMAGE_ROWS.search(text) or OTHER_ROWS.search(text)))
             or (name in SWITCHES and value not in (None, False, 0, "", "null"))
-            or (name.startswith("limit_mm_per_prompt") and value)
+            or ("limit_mm_per_prompt" in key and value)
         )
         if shows:
             return f"{key} = {text}"
     return ""
+
+
+def refusal(values: Mapping[str, Any]) -> str:
+    """Returns why no model here can make the run; "": it can."""
+    for key in MODELS:
+        if key in values and unreadable(str(values[key])):
+            return (
+                f"{key} = {values[key]} reads pictures, and the models with pictures here are {', '.join(readable())}"
+            )
+    sounding = sound_evidence(values)
+    return f"this run has video or audio ({sounding}), which no model here reads" if sounding else ""
+
+
+def sound_evidence(values: Mapping[str, Any]) -> str:
+    """Returns the key and value that show that a run has video or audio; "": it has none."""
+    for key, value in values.items():
+        if (
+            (key in ROWS and OTHER_ROWS.search(str(value)))
+            or (key in MODELS and re.search(r"omni|minicpm-o", str(value), re.IGNORECASE))
+            or (key.endswith("use_audio_in_video") and value is True)
+        ):
+            return f"{key} = {value}"
+    return ""
+
+
+def note(values: Mapping[str, Any]) -> str:
+    """Returns what a run with pictures needs, if the name of its model does not say that it reads some; "": nothing."""
+    shown = evidence(values)
+    if not shown or any(family_of(str(values[key])) for key in MODELS if key in values):
+        return ""
+    return f"this run has pictures ({shown}): model.path must be a model of {', '.join(readable())}"
+
+
+def with_pictures(rule: Rule) -> Rule:
+    """Applies a rule only in a run with pictures: in one of text, `train` refuses fields that do nothing."""
+    return lambda value, keys: rule(value, keys) if evidence(keys.values) else Outcome("no effect", reason=NONE)
+
+
+def named(field: str) -> Rule:
+    """The value, if there is one, becomes a field of pictures with the same meaning."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        return Outcome("mapped", {field: str(value)}) if value else Outcome("no effect", reason="not set")
+
+    return with_pictures(rule)
+
+
+def pixels(field: str, reason: str = "") -> Rule:
+    """A limit of the pixels of a picture. reason: what differs."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        if not value:
+            return Outcome("mapped", {field: 0}, "the limit of the model's own processor")
+        return Outcome("changed" if reason else "mapped", {field: int(value)}, reason)
+
+    return with_pictures(rule)
+
+
+def processor_rules(prefix: str) -> dict[str, Rule]:
+    """Returns the rules of keys that are one argument of the image processor each."""
+    size = with_pictures(lambda value, keys: processor({"size": value}))
+    limits = {f"{prefix}{name}": pixels(field) for name, field in PIXELS.items()}
+    return limits | {f"{prefix}size": size, f"{prefix}*": with_pictures(off(PROCESSOR))}
+
+
+def processor(arguments: Mapping[str, Any]) -> Outcome:
+    """Returns what arguments of the image processor become."""
+    arguments = {
+        f"{name}.{part}" if part else name: x
+        for name, value in arguments.items()
+        for part, x in (value.items() if isinstance(value, Mapping) else [("", value)])
+    }
+    fields = {PIXELS[name]: int(value) for name, value in arguments.items() if name in PIXELS}
+    others = [name for name in arguments if name not in PIXELS]
+    if others:
+        return Outcome("unsupported", fields, f"{', '.join(others)}: {PROCESSOR}")
+    return Outcome("mapped", fields) if fields else Outcome("no effect", reason="not set")
+
+
+def limit(value: Any, keys: Keys) -> Outcome:
+    """The most pictures of a prompt that the engine takes; 0: any number."""
+    if not evidence(keys.values):
+        return Outcome("no effect", reason=NONE)
+    return Outcome("changed", {}, LIMIT) if value else Outcome("mapped")
+
+
+def engine_pixels(value: Any, keys: Keys) -> Outcome:
+    """Arguments of the engine's image processor."""
+    return Outcome("changed", {}, SAME_PIXELS) if evidence(keys.values) else Outcome("no effect", reason=NONE)
+
+
+def patch_size(value: Any, keys: Keys) -> Outcome:
+    """The side of a patch, by which pictures are resized."""
+    reason = "the patch is that of the model's preprocessor_config.json, whatever this key says"
+    return Outcome("changed", {}, reason) if evidence(keys.values) else Outcome("no effect", reason=NONE)
+
+
+def sound(value: Any, keys: Keys) -> Outcome:
+    """A key of video or audio: it does nothing in a run without them."""
+    return Outcome("unsupported" if sound_evidence(keys.values) else "no effect", reason=SOUND)
+
+
+def tower(adapted: Callable[[Keys], bool], unread: str = "") -> Rule:
+    """Whether the vision tower is frozen. adapted: whether adapters learn alone; unread: said of True."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        if adapted(keys):
+            return Outcome("mapped", {"model.vision": "frozen"}, "adapters learn alone, and are on layers for text")
+        if not value:
+            return Outcome("mapped", {"model.vision": "learns"})
+        return Outcome("changed" if unread else "mapped", {"model.vision": "frozen"}, unread)
+
+    return with_pictures(rule)
+
+
+def beside_tower(outcome: Outcome, targets: Any, excluded: Any, keys: Keys) -> Outcome:
+    """Says of adapters on all linear kernels that the tower has none here. excluded: modules that have none there."""
+    everywhere = targets in ("all-linear", ["all-linear"])
+    if not everywhere or "visual" in str(excluded) or not evidence(keys.values):
+        return outcome
+    reason = "; ".join(filter(None, [outcome.reason, "also on the vision tower there; here on layers for text alone"]))
+    return replace(outcome, kind="changed", reason=reason)
+
+
+def excludes(value: Any, keys: Keys) -> Outcome:
+    """Modules without adapters."""
+    if not value:
+        return Outcome("no effect", reason="not set")
+    names = [value] if isinstance(value, str) else list(value)
+    if all(re.search(r"visual|vision_tower|vision_model", str(name)) for name in names):
+        return Outcome("mapped", reason="adapters are on layers for text")
+    return Outcome("unsupported", reason="adapters.targets names the kernels that have one")

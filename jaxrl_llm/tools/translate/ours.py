@@ -136,7 +136,10 @@ def lora(rank: int, alpha: float, targets: Any, *, rs: bool = False, base_dtype:
         targets, reason = ["q_proj", "v_proj"], "PEFT chooses the modules by the model's family; for most, these two"
     # The field is a pattern that is searched in a kernel's name. All linear kernels of our models end in _proj.
     listed = targets.split(",") if isinstance(targets, str) else list(targets)
-    pattern = "_proj" if listed == ["all-linear"] else "|".join(name.strip() for name in listed)
+    pattern = "_proj" if listed == ["all-linear"] else "|".join(name.strip(" ,") for name in listed)
+    # argparse keeps the comma of --lora_target_modules q_proj, v_proj.
+    if any("," in name for name in listed):
+        reason = "PEFT has no module whose name ends with a comma; here the names are read without it"
     fields = {
         "adapters.name": "lora",
         "adapters.rank": int(rank),

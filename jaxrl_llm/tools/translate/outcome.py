@@ -44,6 +44,7 @@ class Keys:
         """rows: of the training data, 0 if not known; processes: of the launcher, 0 if not known."""
         # A key that is not known counts as not set: a rule that depends on it uses the default, and the key itself is
         # reported as not read.
+        self.values = values  # also those that are not known
         self.explicit = {key: value for key, value in values.items() if not isinstance(value, Unread)}
         self.unread = values.keys() - self.explicit.keys()
         self.defaults, self.rows, self.processes = defaults, rows, processes

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tools.translate import arguments, easyr1, launchers, search_r1, shell, trl, trl_ppo, verl
+from jaxrl_llm.tools.translate import arguments, easyr1, launchers, search_r1, shell, trl, trl_ppo, trl_rloo, verl
 from jaxrl_llm.tools.translate.arguments import Value
 from jaxrl_llm.tools.translate.documents import SECTIONS, DocumentKeys, read_document, resolved, scalar, with_files
 from jaxrl_llm.tools.translate.outcome import System
@@ -26,7 +26,8 @@ SEARCH_R1_KEY = re.compile(
 # The first words of keys of veRL, EasyR1 and Search-R1, and the flags of TRL.
 HYDRA = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
 OVERRIDDEN = {key.split(".")[0] for system in HYDRA for key in system.rules if "." in key}
-FLAGS = {*trl.GRPO_RULES, *trl.SHARED, *trl_ppo.PPO_RULES}
+FLAGS = {*trl.GRPO_RULES, *trl.SHARED, *trl_ppo.PPO_RULES, *trl_rloo.RLOO_RULES}
+OF_TRL = {"grpo": trl.GRPO, "ppo": trl_ppo.PPO, "rloo": trl_rloo.RLOO}
 # Modules that start a script, whose name comes later.
 STARTERS = ("torch.distributed", *launchers.TORCH)
 
@@ -63,12 +64,15 @@ def read(path: Path) -> ForeignConfig:
 def _read(path: Path, text: str) -> ForeignConfig:
     if path.suffix == ".py":
         kind, values, lost = read_script(path, text)
-        return ForeignConfig(path, trl.GRPO if kind == "grpo" else trl_ppo.PPO, values, tuple(lost))
+        return ForeignConfig(path, OF_TRL[kind], values, tuple(lost))
     keys = resolved(read_document(path, text)) if path.suffix in (".json", ".yaml", ".yml") else _from_shell(path, text)
     # A key becomes a comment of the config, so it must be a name.
     if wrong := next((key for key in keys.values if not NAME.fullmatch(key)), ""):
         raise UserError(f"{path} has the key {wrong!r}, which is no name: is this a config?")
     system = detect(path, keys.values, keys.lost)
+    # GRPO and RLOO share nearly all keys: the name of the program tells them apart.
+    if system is trl.GRPO and keys.program == "rloo":
+        system = trl_rloo.RLOO
     return ForeignConfig(path, system, keys.values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred))
 
 
@@ -82,7 +86,7 @@ def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> System
     if any(key.startswith("actor_rollout_ref.") for key in keys):
         return verl.VERL
     # TRL's keys have no sections. Half of the keys must be known: other programs have learning_rate and seed too.
-    best = max((trl.GRPO, trl_ppo.PPO), key=lambda system: _known(system, keys))
+    best = max(OF_TRL.values(), key=lambda system: _known(system, keys))
     if 2 * _known(best, keys) < max(len(keys), 1):
         some = ", ".join(list(keys)[:3])
         beside = f"; belongs to no key of the training command: {lost[0]}" if lost else ""
@@ -187,6 +191,7 @@ def _from_command(
     if not any(key in trl.GRPO.rules or key in trl_ppo.PPO.rules for key in keys.values):
         return None
     keys.values |= launchers.flags(path, command.values[:start], files, allocated)
+    keys.program = "rloo" if any("rloo" in word for word in words[start : start + 2]) else ""
     keys.lost += _unkeyed(rest)
     return keys
 
@@ -199,7 +204,7 @@ def _starts(words: list[str], i: int) -> bool:
     """Whether the arguments of a training begin after word i. What is after it may hold names of files too."""
     after = words[i + 1] if i + 1 < len(words) else ""
     if words[i] == "trl":
-        return after in ("grpo", "ppo")
+        return after in OF_TRL
     if words[i] == "-m":
         return MODULE.fullmatch(after) is not None and not after.startswith(STARTERS)
     return re.fullmatch(r"[^=]*\.py", words[i]) is not None

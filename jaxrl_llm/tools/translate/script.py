@@ -12,9 +12,9 @@ from jaxrl_llm.tools.translate.arguments import calculated
 from jaxrl_llm.tools.translate.ours import FILES
 from jaxrl_llm.tools.translate.outcome import Unread
 
-CONFIGS = {"GRPOConfig": "grpo", "PPOConfig": "ppo"}
-TRAINERS = {"GRPOTrainer": "grpo", "PPOTrainer": "ppo"}
-OTHERS = ("RLOOConfig", "SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "OnlineDPOConfig", "AsyncGRPOConfig")
+CONFIGS = {"GRPOConfig": "grpo", "PPOConfig": "ppo", "RLOOConfig": "rloo"}
+TRAINERS = {"GRPOTrainer": "grpo", "PPOTrainer": "ppo", "RLOOTrainer": "rloo"}
+OTHERS = ("SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "OnlineDPOConfig", "AsyncGRPOConfig")
 POSITIONAL = {"config": ("output_dir",), "trainer": ("model", "reward_funcs", "args", "train_dataset")}
 DATASETS = ("load_dataset", "load_from_disk")
 # Methods of a data set that change its rows, or leave some out. `shuffle` and `remove_columns` need nothing here.
@@ -33,7 +33,7 @@ Assignments: TypeAlias = dict[str, list[ast.expr]]  # what the script sets a nam
 
 
 def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str]]:
-    """Returns "grpo" or "ppo", and the keys of the config; those of the trainer begin with "trainer.".
+    """Returns "grpo", "ppo" or "rloo", and the keys of the config; those of the trainer begin with "trainer.".
 
     A value that is no literal is `Unread`, except functions and data sets, which are given by name.
     Raises: UserError, if the script is no Python or makes no such config.
@@ -50,7 +50,7 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str]]:
         raise UserError(f"{path} makes {len(configs)} configs, at lines {_lines(configs)}: keep one in the file")
     if not configs and not trainers:
         other = next((name for name, _ in calls if name in OTHERS), "")
-        made_instead = f"{other}, which is not translated" if other else "no GRPOConfig or PPOConfig"
+        made_instead = f"{other}, which is not translated" if other else "no GRPOConfig, RLOOConfig or PPOConfig"
         raise UserError(
             f"{path} makes {made_instead}: give a script that calls one of these, or its command line in a .sh"
         )
@@ -104,10 +104,20 @@ def _assignments(tree: ast.Module) -> tuple[Assignments, list[tuple[str, str, as
 
 
 def _argument(name: str, node: ast.expr, names: Assignments) -> dict[str, Any]:
-    """Returns the keys of an argument of the trainer. Each argument of a LoraConfig is one, too."""
+    """Returns the keys of an argument of the trainer. Those of a LoraConfig and of a processor are keys, too."""
     value = _trainer_value(node, names)
     keys = {f"trainer.{name}": value}
-    return keys | ({f"trainer.{name}.{key}": x for key, x in value.items()} if isinstance(value, dict) else {})
+    parts = value if isinstance(value, dict) else _loading(node, names) if name == "processing_class" else {}
+    return keys | {f"trainer.{name}.{key}": x for key, x in parts.items()}
+
+
+def _loading(node: ast.expr, names: Assignments) -> dict[str, Any]:
+    """Returns the arguments by name with which an object is loaded: AutoProcessor.from_pretrained(path, ...)."""
+    if isinstance(node, ast.Name) and names.get(node.id):
+        return _loading(*_before(node.id, names))
+    if not isinstance(node, ast.Call) or _called(node) != "from_pretrained":
+        return {}
+    return {name: _value(value, names) for name, value in _arguments(node, (), names)}
 
 
 def _called(call: ast.Call) -> str:

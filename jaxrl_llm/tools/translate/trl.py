@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxrl_llm.tools.translate import launchers, ours, trl_counts, trl_rules
+from jaxrl_llm.tools.translate import images, launchers, ours, trl_counts, trl_rules
 from jaxrl_llm.tools.translate.family import ENGINE, LOGS, MEMORY, shuffle
 from jaxrl_llm.tools.translate.outcome import Idle, Outcome, Rule, System, off, only_if, same_rule, to, unsupported
 
@@ -71,7 +71,9 @@ IDLE: dict[str, Rule] = {
     **same_rule(
         Idle(TRAINER),
         """
-            trainer.processing_class trainer.data_collator trainer.reward_processing_classes trainer.args
+            trainer.processing_class trainer.processing_class.padding_side trainer.processing_class.use_fast
+            trainer.processing_class.trust_remote_code trainer.processing_class.truncation_side trainer.data_collator
+            trainer.reward_processing_classes trainer.args
     """,
     ),
     "model_revision": off("download that revision, and give its folder", "main"),
@@ -168,8 +170,13 @@ SHARED: dict[str, Rule] = {
     "trainer.peft_config.bias": off("biases do not learn with LoRA", "none"),
     "trainer.peft_config.modules_to_save": off("only adapters are trained with LoRA"),
     "trainer.peft_config.init_lora_weights": off("adapters begin as in PEFT: A random, B zero", True),
+    "trainer.peft_config.exclude_modules": images.excludes,
     "trainer.peft_config.*": off("no counterpart in the adapters here"),
     "use_peft": trl_rules.adapter,
+    # Arguments of many scripts for models of pictures, and of the processor that a script makes.
+    "min_pixels": images.pixels("data.min_pixels"),
+    "max_pixels": images.pixels("data.max_pixels"),
+    **images.processor_rules("trainer.processing_class."),
     **same_rule(trl_rules.adapter, "lora_r lora_alpha lora_target_modules"),
     "use_rslora": trl_rules.adapter,
     "use_dora": off("adapters are plain LoRA"),
@@ -314,9 +321,10 @@ OPEN_RULES: dict[str, Rule] = {
         trl_rules.rewards, "reward_funcs", "trainer.reward_funcs", "reward_model_name_or_path"
     ),
     "(prompts)": trl_rules.if_not_given(trl_rules.prompt_limit, "max_prompt_length"),
+    "(tower)": images.tower(trl_rules.adapted),
 }
 # No key of a file has parentheses. So these always count as defaults, and their rules see whether a key says the same.
-OPEN_DEFAULTS: dict[str, Any] = {"(model)": "", "(data)": "", "(rewards)": None, "(prompts)": None}
+OPEN_DEFAULTS: dict[str, Any] = {"(model)": "", "(data)": "", "(rewards)": None, "(prompts)": None, "(tower)": False}
 GRPO_DEFAULTS = (
     BOTH
     | REFERENCE_DEFAULTS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxrl_llm.tools.translate import ours
+from jaxrl_llm.tools.translate import images, ours
 from jaxrl_llm.tools.translate.family import model as model_path
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule
 from jaxrl_llm.tools.translate.trl_counts import updates
@@ -308,13 +308,21 @@ def adapter(value: Any, keys: Keys) -> Outcome:
     if isinstance(value, dict):
         rs = bool(value.get("use_rslora"))
         # PEFT's own defaults. Those of ModelConfig, whose keys are below, are 16 and 32.
-        return ours.lora(value.get("r", 8), value.get("lora_alpha", 8), value.get("target_modules"), rs=rs)
+        targets, excluded = value.get("target_modules"), value.get("exclude_modules")
+        outcome = ours.lora(value.get("r", 8), value.get("lora_alpha", 8), targets, rs=rs)
+        return images.beside_tower(outcome, targets, excluded, keys)
     if not keys["use_peft"]:
         return Outcome("no effect", reason="use_peft is False")
     rs = bool(keys.explicit.get("use_rslora"))
     # There is one size here, which loses less than 4 bits.
     base_dtype = "int8" if keys["load_in_8bit"] or keys["load_in_4bit"] else ""
-    return ours.lora(keys["lora_r"], keys["lora_alpha"], keys["lora_target_modules"], rs=rs, base_dtype=base_dtype)
+    targets = keys["lora_target_modules"]
+    outcome = ours.lora(keys["lora_r"], keys["lora_alpha"], targets, rs=rs, base_dtype=base_dtype)
+    return images.beside_tower(outcome, targets, (), keys)
+
+
+def adapted(keys: Keys) -> bool:
+    return bool(keys["use_peft"] or "trainer.peft_config" in keys)
 
 
 def part_of_adapter(value: Any, keys: Keys) -> Outcome:

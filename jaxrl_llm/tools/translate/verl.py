@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from jaxrl_llm.tools.translate import family, ours
-from jaxrl_llm.tools.translate.family import ENGINE, LOADER, LOGS, MEMORY, MESH, PROFILE, WORDS
+from jaxrl_llm.tools.translate import family, images, ours
+from jaxrl_llm.tools.translate.family import ENGINE, LOADER, LOGS, MEMORY, MESH, PROFILE
 from jaxrl_llm.tools.translate.outcome import (
     Idle,
     Keys,
@@ -43,6 +43,7 @@ KL = family.KlKeys(
     estimator="algorithm.adv_estimator",
 )
 FILTERED = "data.filter_overlong_prompts"
+UNREAD_FREEZE = "nothing in veRL 0.9.1 reads it, so that its tower learns: for the same run set 'learns'"
 MODE = f"{ACTOR}policy_loss.loss_mode"
 LOSSES: family.Losses = {
     "vanilla": ("ppo_clip", {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high", "delta": "clip_ratio_c"}),
@@ -162,9 +163,15 @@ def critic_path(value: Any, keys: Keys) -> Outcome:
 
 def lora(value: Any, keys: Keys) -> Outcome:
     """An adapter."""
-    if not value:
-        return Outcome("no effect", reason="it is off")
-    return ours.lora(*(keys[f"{MODEL}{name}"] for name in ("lora_rank", "lora_alpha", "target_modules")))
+    if not adapted(keys):
+        return Outcome("no effect", reason="lora_rank is 0")
+    rank, alpha, targets = (keys[f"{MODEL}{name}"] for name in ("lora_rank", "lora_alpha", "target_modules"))
+    outcome = ours.lora(rank, alpha, targets)
+    return images.beside_tower(outcome, targets, keys.explicit.get(f"{MODEL}exclude_modules"), keys)
+
+
+def adapted(keys: Keys) -> bool:
+    return bool(keys[f"{MODEL}lora_rank"])
 
 
 def validation(value: Any, keys: Keys) -> Outcome:
@@ -256,8 +263,11 @@ DATA_RULES: dict[str, Rule] = {
     ),
     "data.sampler.*": off("rows are shuffled by seed"),
     "data.datagen.*": off("data is not made during a run"),
-    **same_rule(family.image_key, "image_key video_key audio_key image_patch_size", "data."),
-    "data.mm_processor_kwargs": off(WORDS, {}),
+    "data.image_key": images.named("data.image_column"),
+    "data.image_patch_size": images.patch_size,
+    "data.mm_processor_kwargs": images.with_pictures(lambda value, keys: images.processor(value or {})),
+    **images.processor_rules("data.mm_processor_kwargs."),
+    **same_rule(images.sound, "video_key audio_key", "data."),
     **same_rule(
         Idle("columns for veRL's own functions"),
         "return_raw_input_ids return_raw_chat return_full_prompt return_multi_modal_inputs",
@@ -349,8 +359,10 @@ ACTOR_RULES: dict[str, Rule] = optimizer("optim", ACTOR) | {
     f"{ACTOR}shuffle": Idle("which prompts share an optimizer step is random by the seed"),
     f"{ACTOR}data_loader_seed": Idle("config.seed decides"),
     **same_rule(Idle("it logs only"), "calculate_entropy calculate_sum_pi_squared", ACTOR),
-    f"{ACTOR}freeze_vision_tower": family.image_key,
-    f"{ROLLOUT}limit_images": family.image_key,
+    f"{ACTOR}freeze_vision_tower": images.tower(adapted, UNREAD_FREEZE),
+    f"{ROLLOUT}limit_images": images.limit,
+    f"{ROLLOUT}engine_kwargs.*.limit_mm_per_prompt*": images.limit,
+    f"{ROLLOUT}engine_kwargs.*.mm_processor_kwargs*": images.engine_pixels,
     f"{ACTOR}checkpoint.*": Idle("a checkpoint holds all that a run resumes from"),
     f"{ACTOR}qat.enable": off("no quantization-aware training"),
     f"{ACTOR}qat.*": Idle("qat.enable is False"),
@@ -407,9 +419,9 @@ ROLLOUT_RULES: dict[str, Rule] = {
     f"{MODEL}path": family.model,
     f"{MODEL}enable_gradient_checkpointing": family.checkpointing,
     f"{MODEL}lora_rank": lora,
-    f"{MODEL}lora_alpha": only_if(lambda keys: bool(keys[f"{MODEL}lora_rank"]), lora, "lora_rank is 0"),
-    f"{MODEL}target_modules": only_if(lambda keys: bool(keys[f"{MODEL}lora_rank"]), lora, "lora_rank is 0"),
-    f"{MODEL}exclude_modules": off("no counterpart"),
+    f"{MODEL}lora_alpha": lora,
+    f"{MODEL}target_modules": lora,
+    f"{MODEL}exclude_modules": only_if(adapted, images.excludes, "lora_rank is 0"),
     f"{MODEL}lora_adapter_path": off("no adapter is loaded"),
     f"{MODEL}lora.*": Idle("of Megatron's adapters; lora_rank decides"),
     f"{MODEL}override_config.*dropout*": off("models have no dropout here", 0, 0.0),
@@ -583,6 +595,7 @@ DEFAULTS: dict[str, Any] = {
     f"{ACTOR}loss_agg_mode": "token-mean",
     f"{ACTOR}loss_scale_factor": None,
     f"{ACTOR}entropy_coeff": 0.0,
+    f"{ACTOR}freeze_vision_tower": False,
     f"{ACTOR}use_kl_loss": False,
     f"{ACTOR}kl_loss_coef": 0.001,
     f"{ACTOR}kl_loss_type": "low_var_kl",

@@ -150,29 +150,33 @@ def _lines(translation: Translation, name: str, fields: dict[str, Any]) -> list[
             return []
         # The name of the function comes first, as in our configs. The sort is stable.
         names.sort(key=lambda other: not other.endswith(".name"))
-        arguments = ", ".join(f"{other.rpartition('.')[2]}={literal(fields[other])}" for other in names)
-        line = f"c.{section} = ConfigDict(dict({arguments}))"
+        lines = _section(section, {other.rpartition(".")[2]: fields[other] for other in names})
     elif name == "data.mixture":
         comments, _ = _comments(translation, [name])
-        return [*comments, *(line for part, settings in fields[name].items() for line in _source(part, settings))]
+        return [
+            *comments,
+            *(line for part, settings in fields[name].items() for line in _section(f"data.mixture.{part}", settings)),
+        ]
     else:
         names = [name]
-        line = f"c.{name} = {literal(fields[name])}"
+        lines = [f"c.{name} = {literal(fields[name])}"]
     comments, explained = _comments(translation, names)
     origins = [
         key for key in dict.fromkeys(_origin(translation, other) for other in names) if key and key not in explained
     ]
-    beside = f"{line}  # {', '.join(origins)}"
-    if not origins or len(beside) + 4 <= WIDTH:
-        return [*comments, beside if origins else line]
-    return [*comments, *_wrapped(", ".join(origins)), line]
+    beside = f"{lines[0]}  # {', '.join(origins)}"
+    if not origins:
+        return [*comments, *lines]
+    if len(lines) == 1 and len(beside) + 4 <= WIDTH:
+        return [*comments, beside]
+    return [*comments, *_wrapped(", ".join(origins)), *lines]
 
 
-def _source(name: str, fields: dict[str, Any]) -> list[str]:
-    """Returns the lines of a source of a mixture, as the formatter breaks them."""
+def _section(name: str, fields: dict[str, Any]) -> list[str]:
+    """Returns the lines of a section that is written as one expression, as the formatter breaks them."""
     parts = [f"{field}={literal(value)}" for field, value in fields.items()]
     # By hand: the formatter is no dependency of the package.
-    begin, inside = f"c.data.mixture.{name} = ConfigDict(", f"dict({', '.join(parts)})"
+    begin, inside = f"c.{name} = ConfigDict(", f"dict({', '.join(parts)})"
     if len(begin + inside) + 5 <= WIDTH + 1:
         return [f"{begin}{inside})"]
     if len(inside) + 8 <= WIDTH + 1:

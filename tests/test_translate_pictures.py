@@ -1,0 +1,338 @@
+"""`jaxrl translate` for runs with pictures: no key of them is lost, and the config is complete."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm.config.load import flatten
+from jaxrl_llm.tools.translate import __main__ as program
+from jaxrl_llm.tools.translate import images, lint, readers, writer
+from jaxrl_llm.tools.translate.outcome import Translation, translate
+
+# The keys of the config that all of EasyR1's scripts begin with.
+EASYR1 = """
+data:
+  {train_files: someone/sums@train, val_files: someone/sums@test, prompt_key: problem, answer_key: answer,
+   image_key: images, video_key: videos, image_dir: null, video_fps: 2.0, max_prompt_length: 2048,
+   max_response_length: 2048, rollout_batch_size: 512, mini_rollout_batch_size: null, val_batch_size: 1024,
+   format_prompt: ./examples/format_prompt/math.jinja, override_chat_template: null, shuffle: true, seed: 1,
+   min_pixels: 262144, max_pixels: 4194304, filter_overlong_prompts: true}
+algorithm: {adv_estimator: grpo, disable_kl: false, use_kl_loss: true, kl_penalty: low_var_kl, kl_coef: 1.0e-2}
+worker:
+  actor:
+    {global_batch_size: 128, micro_batch_size_per_device_for_update: 1, ulysses_size: 1,
+     model: {model_path: Qwen/Qwen2.5-7B-Instruct, enable_gradient_checkpointing: true, freeze_vision_tower: false},
+     optim: {lr: 1.0e-6, strategy: adamw}, offload: {offload_params: true}}
+  rollout: {n: 5, limit_images: 0, gpu_memory_utilization: 0.6, tensor_parallel_size: 2}
+  reward: {reward_type: batch, reward_function: ./examples/reward_function/math.py:compute_score}
+trainer: {total_epochs: 15, max_steps: null, n_gpus_per_node: 8, val_freq: 5, save_freq: 5, save_limit: 3}
+"""
+GEOMETRY = "data.train_files=hiyouga/geometry3k@train data.val_files=hiyouga/geometry3k@test"
+ACTOR, MODEL, ROLLOUT = "worker.actor", "worker.actor.model", "worker.rollout"
+R1V = "data.format_prompt=./p/r1v.jinja worker.reward.reward_function=./examples/reward_function/r1v.py:compute_score"
+QWEN = "Qwen/Qwen2.5-VL-{}B-Instruct"
+GEO3K_7B = {  # what its scripts for Qwen2.5-VL-7B change: arguments, and fields
+    "grpo": ("trainer.n_gpus_per_node=8", {"loss.name": "ppo_clip"}),
+    "swanlab": ("trainer.logger=['console','swanlab']", {"loss.name": "ppo_clip"}),
+    "dapo": (f"{ACTOR}.clip_ratio_high=0.28 algorithm.disable_kl=True algorithm.online_filtering=True", {"kl": None}),
+    "gspo": (f"{ACTOR}.loss_type=gspo_token {ACTOR}.loss_avg_mode=seq {ACTOR}.clip_ratio_low=3e-4 "
+             f"{ACTOR}.clip_ratio_high=4e-4 algorithm.disable_kl=True", {"loss.level": "token"}),
+    "cispo": (f"{ACTOR}.loss_type=cispo", {"loss.name": "cispo"}),
+    "sapo": (f"{ACTOR}.loss_type=sapo", {"loss.name": "sapo"}),
+    "reinforce": ("algorithm.adv_estimator=reinforce_plus_plus algorithm.use_kl_loss=false",
+                  {"advantage.name": "reinforce_pp", "kl.placement": "reward"}),
+}  # fmt: skip
+SMALL = f"{ACTOR}.fsdp.torch_dtype=bf16 {ACTOR}.optim.strategy=adamw_bf16"
+EASYR1_SCRIPTS = {  # all of its scripts with pictures: the model, further arguments, and fields
+    **{f"7b {name}": (QWEN.format(7), f"{GEOMETRY} {words}", fields) for name, (words, fields) in GEO3K_7B.items()},
+    "3b": (QWEN.format(3), GEOMETRY, {"reward.functions": ("easyr1.math",)}),
+    "32b": (QWEN.format(32), f"{GEOMETRY} {SMALL}", {"optim.momentum_dtype": "bfloat16"}),
+    "several": (QWEN.format(7), f"data.train_files=a/multi-image-vqa@train {ROLLOUT}.limit_images=2", {}),
+    "clevr": (QWEN.format(3), f"data.train_files=b/clevr_count_70k@train {R1V}", {"reward.functions": ("easyr1.r1v",)}),
+    "geoqa": (QWEN.format(3), f"data.train_files=l/GEOQA_8K@train {R1V}", {"reward.functions": ("easyr1.r1v",)}),
+    "android": (QWEN.format(3), f"data.train_files=y/game@train data.filter_overlong_prompts=false "
+                f"{ROLLOUT}.limit_images=1 worker.reward.reward_function=examples/reward_function/android_gui.py:score",
+                {"reward.functions": ("my_rewards.score",)}),
+    "qwen3 4b": ("Qwen/Qwen3-VL-4B-Instruct", GEOMETRY, {}),
+    "qwen3 4b lora": ("Qwen/Qwen3-VL-4B-Instruct",
+                      f"{GEOMETRY} {MODEL}.lora.rank=64 {MODEL}.lora.exclude_modules='.*visual.*'",
+                      {"adapters.rank": 64, "adapters.targets": "_proj", "model.vision": "frozen"}),
+    "qwen3 30b": ("Qwen/Qwen3-VL-30B-A3B-Instruct", f"{GEOMETRY} {SMALL}", {}),
+}  # fmt: skip
+VERL = """ENGINE=${{1:-vllm}}
+MODEL=${{MODEL:-"${{HOME_OF_MODELS}}/models/{model}"}}
+python3 -m verl.trainer.main_ppo --config-name='ppo_megatron_trainer.yaml' algorithm.adv_estimator=grpo \\
+    data.train_files=$HOME/data/geo3k/train.parquet data.val_files=$HOME/data/geo3k/test.parquet \\
+    data.train_batch_size=512 data.max_prompt_length=1024 data.max_response_length=2048 data.image_key=images \\
+    data.filter_overlong_prompts=True data.truncation='error' actor_rollout_ref.model.path=$MODEL \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.rollout.name=$ENGINE actor_rollout_ref.rollout.n=5 trainer.total_epochs=15 \\
+    +actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True {more} "$@"
+"""
+LORA = "actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.model.target_modules=all-linear"
+VERL_SCRIPTS = {  # the model, further arguments, fields, and keys with their kind
+    "7b": ("Qwen2.5-VL-7B-Instruct", "", {"data.image_column": "images", "reward.functions": ("verl.score",)},
+           {"data.image_key": "mapped"}),
+    "qwen3": ("Qwen3-VL-8B-Instruct", "actor_rollout_ref.actor.megatron.context_parallel_size=2",
+              {"model.vision": "learns"}, {}),
+    "lora": ("Qwen2.5-VL-7B-Instruct", f"{LORA} actor_rollout_ref.model.exclude_modules='.*visual.*'",
+             {"adapters.rank": 16, "model.vision": "frozen"},
+             {"actor_rollout_ref.model.exclude_modules": "mapped", "actor_rollout_ref.model.target_modules": "mapped"}),
+    "lora everywhere": ("Qwen2.5-VL-7B-Instruct", LORA, {"model.vision": "frozen"},
+                        {"actor_rollout_ref.model.target_modules": "changed"}),
+    "pixels": ("Qwen3-VL-8B-Instruct",
+               "data.image_patch_size=16 +data.mm_processor_kwargs.max_pixels=1003520 "
+               "+data.mm_processor_kwargs.size.shortest_edge=3136 actor_rollout_ref.actor.freeze_vision_tower=True "
+               "actor_rollout_ref.rollout.limit_images=5 "
+               "+actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt.image=5 "
+               "+actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_kwargs.max_pixels=200704",
+               {"data.max_pixels": 1003520, "data.min_pixels": 3136, "model.vision": "frozen"},
+               {"data.image_patch_size": "changed", "data.mm_processor_kwargs.max_pixels": "mapped",
+                "data.mm_processor_kwargs.size.shortest_edge": "mapped",
+                "actor_rollout_ref.actor.freeze_vision_tower": "changed",
+                "actor_rollout_ref.rollout.limit_images": "changed",
+                "actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt.image": "changed",
+                "actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_kwargs.max_pixels": "changed"}),
+    "one mapping": ("Qwen3-VL-8B-Instruct",
+                    "'data.mm_processor_kwargs={max_pixels: 1003520, size: {shortest_edge: 3136}}'",
+                    {"data.max_pixels": 1003520, "data.min_pixels": 3136}, {"data.mm_processor_kwargs": "mapped"}),
+}  # fmt: skip
+TRL = """accelerate launch --config_file zero3.yaml --num_processes 8 examples/scripts/{script} \\
+    --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --output_dir out --learning_rate 1e-5 --dtype bfloat16 \\
+    --max_prompt_length 2048 --max_completion_length 1024 --max_steps 100 --log_completions {more}
+"""
+TRL_LORA = '--use_peft --lora_target_modules "q_proj", "v_proj"'
+TRL_PROGRAM = """
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import think_format_reward
+
+dataset = load_dataset("lmms-lab/multimodal-open-r1-8k-verified", split="train")
+dataset = dataset.train_test_split(test_size=100, seed=42)
+dataset = dataset.map(lambda row: row).filter(lambda row: row["image"].size[0] < 512)
+name = "Qwen/Qwen2.5-VL-3B-Instruct"
+size = {"shortest_edge": 3136}
+processor = AutoProcessor.from_pretrained(name, max_pixels=500 * 28 * 28, size=size, use_fast=True)
+trainer = GRPOTrainer(
+    model="Qwen/Qwen2.5-VL-3B-Instruct",
+    args=GRPOConfig("out", max_steps=50),
+    reward_funcs=[think_format_reward, accuracy_reward],
+    train_dataset=dataset["train"],
+    processing_class=processor,
+    peft_config=LoraConfig(r=8, target_modules="all-linear", exclude_modules=".*visual.*"),
+)
+"""
+
+
+def translated(folder: Path, name: str, text: str) -> tuple[Translation, dict, str]:
+    """Translates a file. Returns the translation, the fields of the config that is written, and what refuses it."""
+    path = folder / name
+    path.write_text(text)
+    source = readers.read(path)
+    made = translate(source.system, source.keys, referred=source.referred)
+    text = writer.source(made, path, path, source.lost)
+    checked = lint.lint(lint.load_text(text), set(made.yours()))
+    return made, flatten(lint.load_text(text)), checked.refused
+
+
+def easyr1_script(folder: Path, model: str, words: str) -> str:
+    (folder / "examples").mkdir(exist_ok=True)
+    (folder / "examples" / "config.yaml").write_text(EASYR1)
+    return f"M={model}\npython3 -m verl.trainer.main config=examples/config.yaml {MODEL}.model_path=$M {words}\n"
+
+
+def differing(fields: dict, config: dict) -> dict:
+    """Returns the fields of a config that are not as expected, as they are."""
+    return {name: config.get(name) for name, value in fields.items() if config.get(name) != value}
+
+
+@pytest.mark.parametrize("name", EASYR1_SCRIPTS)
+def test_every_script_of_easyr1_with_pictures_is_a_config_that_passes_the_checks(name, tmp_path):
+    model, words, fields = EASYR1_SCRIPTS[name]
+    made, c, refused = translated(tmp_path, "run.sh", easyr1_script(tmp_path, model, words))
+    expected = {
+        "model.path": model, "data.image_column": "images", "data.min_pixels": 262_144, "data.max_pixels": 4_194_304,
+        "model.vision": "learns", "data.prompt_column": "problem",
+    }  # fmt: skip
+    assert refused == "" and differing(expected | fields, c) == {}
+    # Of the keys of pictures only those of video do nothing.
+    silent = made.with_kind("no effect")
+    assert {key for key, one in silent.items() if one.reason in (images.NONE, images.SOUND)} == {
+        "data.video_key", "data.video_fps"
+    }  # fmt: skip
+    assert not {"data.image_key", "data.min_pixels", "data.max_pixels", f"{ROLLOUT}.limit_images"} & set(silent)
+    limited = "limit_images=" in words
+    assert made.outcomes[f"{ROLLOUT}.limit_images"].kind == ("changed" if limited else "mapped")
+    unsupported = [key for key, one in made.outcomes.items() if one.kind == "unsupported"]
+    assert (f"{MODEL}.model_path" in unsupported) == images.unreadable(model)
+
+
+def test_the_limits_of_pixels_of_easyr1_are_written_also_if_its_file_leaves_them_out(tmp_path):
+    keys = "algorithm: {adv_estimator: grpo}\nworker: {actor: {model: {model_path: %s}}, rollout: {n: 4}}\n"
+    made, c, refused = translated(tmp_path, "a.yaml", keys % QWEN.format(3))
+    assert (c["data.min_pixels"], c["data.max_pixels"], refused) == (512 * 512, 2048 * 2048, "")
+    assert "whole tokens" in made.defaults["data.min_pixels"].reason
+    # So is the tower of a run with adapters alone.
+    _, c, refused = translated(tmp_path, "lora.yaml", keys % f"{QWEN.format(3)}, lora: {{rank: 8}}")
+    assert (c["model.vision"], c["adapters.rank"], refused) == ("frozen", 8, "")
+    # In a run of text they would be fields that do nothing, which train refuses.
+    _, c, _ = translated(tmp_path, "b.yaml", keys % "Qwen/Qwen2.5-3B")
+    assert (c["data.min_pixels"], c["data.max_pixels"]) == (0, 0)
+
+
+def test_folders_columns_and_a_frozen_tower_of_easyr1_are_fields(tmp_path):
+    words = f"{GEOMETRY} data.image_key=photos data.image_dir=/rows/photos data.min_pixels=3136 data.max_pixels=1000000"
+    script = easyr1_script(tmp_path, QWEN.format(7), f"{words} {MODEL}.freeze_vision_tower=true")
+    _, c, refused = translated(tmp_path, "run.sh", script)
+    expected = {
+        "data.image_column": "photos", "data.image_folder": "/rows/photos", "data.min_pixels": 3136,
+        "data.max_pixels": 1_000_000, "model.vision": "frozen",
+    }  # fmt: skip
+    assert refused == "" and differing(expected, c) == {}
+
+
+@pytest.mark.parametrize("name", VERL_SCRIPTS)
+def test_scripts_of_verl_with_pictures_are_configs_that_pass_the_checks(name, tmp_path):
+    model, more, fields, kinds = VERL_SCRIPTS[name]
+    # The folder of the model is a variable that the script does not set: its name shows the family all the same.
+    text = VERL.format(model=model, more=more)
+    made, c, refused = translated(tmp_path, "run.sh", text)
+    assert refused == "" and differing(fields, c) == {}
+    assert {key: made.outcomes[key].kind for key in kinds} == kinds
+    assert "model.path" in made.yours() and program.run(tmp_path / "run.sh", None, 0, 0) == 0
+    _, c, _ = translated(tmp_path, "rows.sh", text.replace("geo3k", "rows"))
+    assert c["data.image_column"] == "images"
+    # A text model has no field of pictures.
+    text = text.replace("-VL", "").replace("geo3k", "gsm8k")
+    for switch in ("freeze_vision_tower=True", "limit_images=5", "limit_mm_per_prompt.image=5"):
+        text = text.replace(switch, f"{switch.partition('=')[0]}=0")
+    made, c, refused = translated(tmp_path, "text.sh", text)
+    of_text = {"data.image_column": "", "data.max_pixels": 0, "data.min_pixels": 0, "model.vision": "learns"}
+    assert refused == "" and differing(of_text, c) == {}
+
+
+@pytest.mark.parametrize("script", ["grpo_vlm.py", "gspo_vlm.py"])
+def test_commands_of_trl_with_pictures_are_configs_that_pass_the_checks(script, tmp_path):
+    more = "--importance_sampling_level sequence --loss_type grpo --epsilon 3e-4" if script == "gspo_vlm.py" else ""
+    (tmp_path / "zero3.yaml").write_text("num_processes: 8\n")
+    made, c, refused = translated(tmp_path, "run.sh", TRL.format(script=script, more=f"{TRL_LORA} {more}"))
+    fields = {
+        "model.path": "Qwen/Qwen2.5-VL-3B-Instruct",
+        "adapters.targets": "q_proj|v_proj",
+        "model.vision": "frozen",
+    }
+    assert refused == "" and differing(fields, c) == {}
+    assert c["loss.name"] == ("gspo" if more else "ppo_clip")
+    assert "comma" in made.outcomes["lora_target_modules"].reason  # which argparse leaves at the name
+    assert program.run(tmp_path / "run.sh", None, 0, 0) == 0
+    _, c, refused = translated(tmp_path, "all.sh", TRL.format(script=script, more="--max_pixels 401408"))
+    fields = {"model.vision": "learns", "data.max_pixels": 401_408, "data.min_pixels": 0}
+    assert refused == "" and differing(fields, c) == {}
+
+
+def test_a_program_of_trl_with_pictures_says_its_rows_and_its_processor(tmp_path):
+    made, c, refused = translated(tmp_path, "grpo_vlm.py", TRL_PROGRAM)
+    expected = {
+        "data.source": "lmms-lab/multimodal-open-r1-8k-verified@train", "data.convert": "my_data.convert",
+        "data.max_pixels": 392_000, "data.min_pixels": 3136, "model.vision": "frozen", "adapters.targets": "_proj",
+    }  # fmt: skip
+    assert refused == "" and differing(expected, c) == {}
+    kinds = {"max_pixels": "mapped", "size": "mapped", "use_fast": "no effect"}
+    assert {key: made.outcomes[f"trainer.processing_class.{key}"].kind for key in kinds} == kinds
+    assert made.outcomes["trainer.peft_config.exclude_modules"].kind == "mapped"
+    made, _, _ = translated(tmp_path, "other.py", TRL_PROGRAM.replace("use_fast=", "do_rescale="))
+    assert made.outcomes["trainer.processing_class.do_rescale"].kind == "unsupported"
+
+
+def test_rloo_of_trl_is_told_from_grpo_by_the_name_of_its_program(tmp_path):
+    more = f"{TRL_LORA} --gradient_accumulation_steps 2 --reward_clip_range 0 1"
+    made, c, refused = translated(tmp_path, "run.sh", TRL.format(script="rloo_vlm.py", more=more))
+    fields = {
+        "advantage.name": "rloo", "loss.name": "ppo_clip", "aggregate.mode": "sequence_sum", "group_size": 2,
+        "prompts_per_step": 64, "kl.placement": "reward", "kl.estimator": "k1", "kl.coef": 0.05,
+        "model.vision": "frozen", "loss.clip_low": 0.2, "loss.clip_high": 0.2, "mask.truncated": False,
+    }  # fmt: skip
+    assert made.system.name == "TRL's RLOO" and refused == "" and differing(fields, c) == {}
+    assert made.outcomes["reward_clip_range"].kind == "unsupported"
+    several = TRL.format(script="rloo_vlm.py", more="--num_iterations 2 --epsilon_high 0.3 --beta 0 --loss_type grpo")
+    made, c, refused = translated(tmp_path, "several.sh", several)
+    assert refused == "" and c["kl"] is None and (c["loss.clip_high"], c["epochs"]) == (0.3, 2)
+    kinds = {"epsilon_high": "changed", "beta": "mapped", "loss_type": "unsupported"}
+    assert {key: made.outcomes[key].kind for key in kinds} == kinds
+    program_of_rloo = TRL_PROGRAM.replace("GRPO", "RLOO").replace("max_steps=50", "mask_truncated_completions=True")
+    made, c, refused = translated(tmp_path, "rloo_vlm.py", program_of_rloo)
+    assert made.system.name == "TRL's RLOO" and (refused, c["advantage.name"], c["mask.truncated"]) == (
+        "",
+        "rloo",
+        True,
+    )
+    for text in ("trl rloo --model_name_or_path a/b --beta 0.1", "python rloo.py --model_name_or_path a/b --beta 0.1"):
+        made, _, _ = translated(tmp_path, "short.sh", f"{text} --learning_rate 1e-6\n")
+        assert made.system.name == "TRL's RLOO"
+    made, _, _ = translated(tmp_path, "grpo.sh", "python grpo.py --model_name_or_path a/b --beta 0.1\n")
+    assert made.system.name == "TRL's GRPO"
+
+
+def test_a_config_with_adapters_is_formatted_as_our_configs_are(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(TRL.format(script="grpo_vlm.py", more=f"{TRL_LORA}, gate_proj"))
+    source = readers.read(path)
+    text = writer.source(translate(source.system, source.keys), path, path, source.lost)
+    assert max(map(len, text.splitlines())) <= 120
+    ruff = [Path(sys.executable).with_name("ruff"), "format", "--check", "--line-length", "120", "-"]
+    assert subprocess.run(ruff, input=text, text=True, capture_output=True).returncode == 0, text
+
+
+REFUSED = {  # a model, further arguments, and words of the line that refuses it
+    "experts": ("Qwen/Qwen3-VL-30B-A3B-Instruct", GEOMETRY, "reads pictures, and the models"),
+    "sound": ("Qwen/Qwen2.5-Omni-7B", GEOMETRY, "reads pictures, and the models"),
+    "kimi": ("moonshotai/Kimi-VL-A3B-Instruct", GEOMETRY, "reads pictures, and the models"),
+    "internvl": ("OpenGVLab/InternVL3_5-8B-HF", GEOMETRY, "reads pictures, and the models"),
+    "gemma": ("google/gemma-3-4b-it", GEOMETRY, "reads pictures, and the models"),
+    "video": (QWEN.format(7), "data.train_files=a/Video-R1-data@train", "has video or audio"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_families_and_video_are_refused_before_anything_else_is_said(name, tmp_path, capsys):
+    model, words, said = REFUSED[name]
+    (tmp_path / "run.sh").write_text(easyr1_script(tmp_path, model, words))
+    # A family that models/ has by now is not refused.
+    refused = images.unreadable(model) or name == "video"
+    assert program.run(tmp_path / "run.sh", tmp_path / "mine.py", 0, 0) == int(refused)
+    text = capsys.readouterr().out
+    line = text.splitlines()[0]
+    assert not refused or (line.startswith("not supported: ") and said in line and "train refuses the config" in line)
+    assert ("the checks of all but the model pass" in text) == refused
+    made, _, _ = translated(tmp_path, "run.sh", (tmp_path / "run.sh").read_text())
+    assert made.outcomes["data.video_key"].kind == ("unsupported" if name in ("sound", "video") else "no effect")
+
+
+@pytest.mark.parametrize("name", ["3b", "clevr", "qwen3 4b lora"])
+def test_a_run_with_pictures_of_a_family_that_is_here_is_complete(name, tmp_path, capsys):
+    model, words, _ = EASYR1_SCRIPTS[name]
+    (tmp_path / "run.sh").write_text(easyr1_script(tmp_path, model, words))
+    assert program.run(tmp_path / "run.sh", tmp_path / "mine.py", 0, 0) == 0
+    text = capsys.readouterr().out
+    assert "not supported" not in text and "is written and complete; the checks pass" in text
+    # A name that says nothing of a tower: the run needs a model that has one.
+    (tmp_path / "run.sh").write_text(easyr1_script(tmp_path, "/models/of_last_week", words))
+    assert program.run(tmp_path / "run.sh", None, 0, 0) == 0
+    assert "\nnote: this run has pictures (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "family"),
+    [
+        ("Qwen/Qwen2-VL-2B-Instruct", "qwen2_vl"), ("/m/qwen2_5_vl_7b", "qwen2_5_vl"), ("Qwen2.5-VL-72B", "qwen2_5_vl"),
+        ("a/Qwen25VL-3b", "qwen2_5_vl"), ("Qwen/Qwen3-VL-8B-Thinking", "qwen3_vl"), ("Qwen/Qwen2.5-7B", ""),
+        ("Qwen/Qwen3-VL-235B-A22B-Instruct", "qwen3_vl_moe"), ("Qwen/Qwen3-30B-A3B", ""), ("google/gemma-3-1b-it", ""),
+        ("google/gemma-3-12b-it", "gemma3"), ("HuggingFaceTB/SmolVLM2-2.2B", "other"), ("zai-org/GLM-4.1V-9B", "other"),
+    ],
+)  # fmt: skip
+def test_the_name_of_a_model_shows_its_family(model, family):
+    assert images.family_of(model) == family
+    assert {"qwen2_vl", "qwen2_5_vl", "qwen3_vl"} <= set(images.readable())
