@@ -1,0 +1,23 @@
+"""GRPO on pictures of digits: which is the largest, or the smallest? From the vision-language model in the package.
+
+jaxrl train --config configs/pictures.py
+"""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+import jaxrl_llm
+from jaxrl_llm.configs import grpo  # configs/grpo.py explains the fields
+
+
+def get_config() -> ConfigDict:
+    c = grpo.get_config()
+    c.num_steps, c.prompts_per_step, c.prompts_per_update = 40, 32, 32
+    # Made by configs/pictures_sft.py. It can read all digits, but mostly answers with the first.
+    c.model.path = str(Path(jaxrl_llm.__file__).parent / "assets" / "pictures")
+    c.data.source, c.eval.source = "digits_in_pictures.train", "digits_in_pictures.held_out"
+    c.eval.function = "digits_in_pictures.accuracy"
+    c.reward.functions, c.reward.weights = ("digits_in_pictures.accuracy",), (1.0,)
+    c.rollout.max_completion_tokens = 16
+    return c
