@@ -12,8 +12,8 @@ def get_config() -> ConfigDict:
     c = sft.get_config()
     c.num_steps, c.prompts_per_step = 800, 64
     c.model.num_hidden_layers, c.model.intermediate_size = 2, 256
-    # Names of vision_config in a config.json. Patches have 14 x 14 pixels, a token 2 x 2 patches, a window 2 x 2 tokens;
-    # in the last layer, a patch sees its whole picture.
+    # Patches have 14 x 14 pixels, a token 2 x 2 patches, a window 2 x 2 tokens; in the last layer of the tower, a patch
+    # sees its whole picture.
     c.model.vision_config = ConfigDict(dict(depth=2, hidden_size=64, num_heads=4, intermediate_size=128))
     c.data.source, c.data.max_prompt_tokens = "digits_in_pictures.demonstrations", 16
     c.rollout.max_completion_tokens = 16

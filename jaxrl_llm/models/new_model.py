@@ -41,7 +41,6 @@ ARCHITECTURE = {
     "dtype": "float32",
 }
 VISION_ARCHITECTURE = {
-    "model_type": "qwen2_5_vl",
     "hidden_act": "silu",
     "in_channels": 3,
     "patch_size": 14,

@@ -31,6 +31,9 @@ FONT = (
     " ###  ##### #####  ###     #   ###   ###    #    ###   ##  ",
 )
 WIDTH, GAP = 5, 1  # dots of a digit, and between two
+# Where a digit has ink [10, 21, 15].
+DOTS = np.array([[character == "#" for character in line.ljust(10 * (WIDTH + GAP))] for line in FONT])
+INK = DOTS.reshape(len(FONT), 10, -1)[..., :WIDTH].swapaxes(0, 1).repeat(DOT, 1).repeat(DOT, 2)
 
 
 def train() -> list[dict[str, Any]]:
@@ -81,24 +84,17 @@ def _digits(rng: np.random.Generator, count: int) -> np.ndarray:
 def _picture(rng: np.random.Generator, digits: np.ndarray) -> bytes:
     """Returns a file (PPM) with the digits in one row, or in two of equal length."""
     rows = 2 if len(digits) % 2 == 0 and rng.integers(2) else 1
-    ink = np.concatenate([np.concatenate([_cell(rng, x) for x in row], 1) for row in digits.reshape(rows, -1)])
-    height, width = ink.shape
+    columns = len(digits) // rows
+    ink = np.zeros((CELL * rows, CELL * columns), bool)
+    for i, digit in enumerate(digits):
+        # From the middle of its cell, at most two pixels to each side.
+        down, right = ((CELL - side) // 2 + rng.integers(-2, 3) for side in INK.shape[1:])
+        top, left = CELL * (i // columns) + down, CELL * (i % columns) + right
+        ink[top : top + INK.shape[1], left : left + INK.shape[2]] = INK[digit]
     paper, pen = rng.uniform(170, 255, 3), rng.uniform(0, 90, 3)
-    pixels = np.where(ink[..., None], pen, paper) + rng.normal(0, NOISE, (height, width, 3))
+    pixels = np.where(ink[..., None], pen, paper) + rng.normal(0, NOISE, (*ink.shape, 3))
     # Its bytes are the same with every version of every library.
-    return b"P6 %d %d 255\n" % (width, height) + pixels.clip(0, 255).astype(np.uint8).tobytes()
-
-
-def _cell(rng: np.random.Generator, digit: int) -> np.ndarray:
-    """Returns where a cell has ink [CELL, CELL]."""
-    begin = int(digit) * (WIDTH + GAP)
-    dots = np.array([[dot == "#" for dot in line[begin : begin + WIDTH]] for line in FONT])
-    ink = dots.repeat(DOT, 0).repeat(DOT, 1)
-    cell = np.zeros((CELL, CELL), bool)
-    # From the middle, at most two pixels to each side.
-    top, left = ((CELL - side) // 2 + int(rng.integers(-2, 3)) for side in ink.shape)
-    cell[top : top + ink.shape[0], left : left + ink.shape[1]] = ink
-    return cell
+    return b"P6 %d %d 255\n" % ink.shape[::-1] + pixels.clip(0, 255).astype(np.uint8).tobytes()
 
 
 def _quick(row: dict[str, Any]) -> str:
