@@ -238,6 +238,7 @@ SMALLEST: dict[str, Small] = {  # arguments, or what shrinks the module and retu
     "overhead": ["--config", "configs/grpo.py", *FLAGS],
     "paged_attention": ["--heads", "1"],
     "rescue": small_rescue,
+    "rolled_pictures": ["jaxrl_llm/assets/pictures", "--problems", "16"],
     "retriever": ["--documents", "100", "--clients", "2", "--seconds", "0.5"],
     "rollouts": ["tiny", "--repetitions", "1"],
     "rounding": ["--lengths", "10", "--prompts", "2", "--scored", "2"],

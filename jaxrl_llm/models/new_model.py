@@ -113,7 +113,8 @@ def _with_tower(text: dict[str, Any], tower: Mapping[str, Any], vocabulary: Mapp
         "video_token_id": vocabulary[VIDEO],
         "vision_start_token_id": vocabulary[BEGINS],
         "vision_end_token_id": vocabulary[ENDS],
-        "text_config": inner | {"model_type": "qwen2_5_vl_text", "rope_parameters": rope},
+        # No token begins a text; without this, transformers takes the one of Qwen's own vocabulary.
+        "text_config": inner | {"model_type": "qwen2_5_vl_text", "bos_token_id": None, "rope_parameters": rope},
         "vision_config": {**tower, **VISION_ARCHITECTURE, **output},
     }
 
