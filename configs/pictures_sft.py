@@ -1,6 +1,9 @@
 """Supervised fine-tuning of a new model that reads pictures; this made the embedded model of configs/pictures.py.
 
 jaxrl sft --config configs/pictures_sft.py
+
+Measured: loss 0.13 and greedy accuracy 22.9 % at the end (quick answers are the first digit), about seven minutes
+on two CPU cores that had other work too, 293 seconds of CPU time.
 """
 
 from ml_collections import ConfigDict

@@ -158,10 +158,9 @@ def new_model_folder(model: NewModelSettings, data: DataSettings, column: str) -
     tower = model.vision_config
     form = None
     if tower:
-        shape, (low, high) = new_model.VISION_ARCHITECTURE, new_model.PIXELS
-        patch, merge = shape["patch_size"], shape["spatial_merge_size"]
+        shape = new_model.VISION_ARCHITECTURE
         # There is no token yet, and none is asked for.
-        form = ImageFormat(0, patch, merge, data.min_pixels or low, data.max_pixels or high)
+        form = ImageFormat(0, shape["patch_size"], shape["spatial_merge_size"], *new_model.PIXELS)
     rows = load_rows(data.source, data.convert, columns=replace(data.columns, images=form))
     if tower and not (rows.images and rows.images.count):
         raise UserError(
