@@ -28,6 +28,7 @@ from jaxrl_llm.learner.learning import (
     Learning,
     Models,
     describe_models,
+    load_beside,
     make_packing,
     make_reference,
     policy_parameters,
@@ -44,7 +45,6 @@ from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.machine.memory import device_memory
 from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf
-from jaxrl_llm.models.decoder import TOWER
 from jaxrl_llm.recipe import advice, fit
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.rollout.actor import Actor, Lent
@@ -54,7 +54,7 @@ from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.reading import page_kind
 from jaxrl_llm.rollout.jax.sizes import StreamSizes, at_once, cache_bytes, sizes_of
-from jaxrl_llm.rollout.protocol import Engine, EngineInputs
+from jaxrl_llm.rollout.protocol import Engine, EngineInputs, PictureLimits
 from jaxrl_llm.rollout.samples import CompletionTask, SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.rollout.weights import copy_shapes
@@ -183,9 +183,7 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     saved = distributed.first() and checkpoint.has_checkpoint(place.workdir / "checkpoints")
     begins = recipe.model.path and not models.adapters and not distributed.exchange(saved)[0]
     first_params = [hf.load_params(folder, model, mesh, parts=models.parts)] if begins else []
-    base = hf.load_base(folder, model, mesh, models.adapters) if models.adapters else None
-    if models.frozen_tower:
-        base = hf.load_params(folder, model, mesh, learns=False, parts=(TOWER,))
+    base = load_beside(models)
     book = place.opened.enter_context(closing(Book()))
     rows = tokenizer, dataset, held_out, environments, tools, stop_ids
     inputs = Inputs(models, *rows, book, first_params, base, sampler_mesh)
@@ -354,6 +352,7 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs, room: int) -> A
             recipe.sizes.sequences_per_step,
             room,
             recipe.observation_tokens,
+            picture_limits(dataset, inputs.held_out),
             inputs.sampler_mesh,
         )
     )
@@ -376,6 +375,13 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs, room: int) -> A
         device=inputs.sampler_device,
     )
     return opened.enter_context(closing(actor))
+
+
+def picture_limits(*datasets: data.Dataset) -> PictureLimits | None:
+    """Returns the limits of all pictures; None: there are none."""
+    images = [dataset.images for dataset in datasets if dataset.images and dataset.images.count]
+    form = images[0].form if images else None
+    return PictureLimits(max(x.most for x in images), form.min_pixels, form.max_pixels) if form else None
 
 
 def cache_memory(recipe: Recipe, models: Models, learning: Learning, mesh: Mesh, states: PyTree, memory: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from dataclasses import replace
 from functools import cache
 
@@ -9,14 +11,17 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from PIL import Image
 from test_vision import Loaded, load, scored
 
 from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.data import image_layout
 from jaxrl_llm.learner import forward
 from jaxrl_llm.learner.packing import pack, packed_shapes
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.jax.engine import Sampler
+from jaxrl_llm.rollout.vllm.pictures import PromptRequests
 from jaxrl_llm.structs import Batch, Prompts, Rollouts
 
 GROUP, LENGTH = 3, 24
@@ -116,3 +121,22 @@ def test_packed_rows_micro_batches_and_meshes_change_no_log_probability(loaded, 
     scored = score(hf.load_params(loaded.folder, model, mesh), sharding.shard_batch(batch, mesh))
     real = batch.completion_mask
     np.testing.assert_allclose(np.asarray(scored)[real], rollouts.logprobs[at][real], atol=2e-5)
+
+
+def test_a_server_gets_the_pixels_that_the_trainer_sees_and_one_token_for_each_picture(loaded):
+    prompts, sent = prompts_of(loaded), PromptRequests(prompts_of(loaded))
+    assert prompts.images is not None
+    for b, pictures in enumerate(loaded.pictures):
+        asked = sent.asked(b)
+        grids = [(x.shape[0] // loaded.form.factor, x.shape[1] // loaded.form.factor) for x in pictures]
+        ours = prompts.tokens[b][prompts.mask[b]]
+        assert asked.expanded == ours.tolist()
+        assert asked.tokens == image_layout.collapse(ours, grids, loaded.form).tolist()
+        request = asked.request([7])
+        assert request["token_ids"] == [*asked.tokens, 7]
+        assert len(request.get("content_parts", ())) == len(pictures) and ("return_token_ids" in request) == bool(
+            pictures
+        )
+        for part, pixels in zip(asked.pictures, pictures, strict=True):
+            png = base64.b64decode(part["url"].removeprefix("data:image/png;base64,"))
+            np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(png))), pixels)

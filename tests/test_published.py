@@ -186,6 +186,13 @@ def small_lora_memory(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> l
     return []
 
 
+def small_picture_layout(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+
+    patch.setattr(module, "MODELS", {"small": ((32, 1, 2, 1, 8), (1, 16, 2, 8), 64)})
+    patch.setattr(module, "GRID", (4, 4))
+    return ["--group", "2", "--tokens", "4", "--repetitions", "1"]
+
+
 def small_rescue(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
     patch.setattr(module, "STEPS", 2)
     patch.setattr(module, "AT", 1)
@@ -237,6 +244,7 @@ SMALLEST: dict[str, Small] = {  # arguments, or what shrinks the module and retu
     "network_pause": ["--seconds", "1"],
     "overhead": ["--config", "configs/grpo.py", *FLAGS],
     "paged_attention": ["--heads", "1"],
+    "picture_layout": small_picture_layout,
     "rescue": small_rescue,
     "retriever": ["--documents", "100", "--clients", "2", "--seconds", "0.5"],
     "rolled_pictures": ["jaxrl_llm/assets/pictures", "--problems", "16"],

@@ -90,8 +90,10 @@ def pick(group: int, what: str) -> int:
 
 
 @contextmanager
-def serving(log: Path, *extra: str, dtype: str = "float32", folder: Path = FOLDER) -> Iterator[ManagedServer]:
-    server = ManagedServer(PYTHON, folder, dtype=dtype, max_model_len=32, log=log, extra=(*ARGUMENTS, *extra))
+def serving(
+    log: Path, *extra: str, dtype: str = "float32", folder: Path = FOLDER, most: int = 32
+) -> Iterator[ManagedServer]:
+    server = ManagedServer(PYTHON, folder, dtype=dtype, max_model_len=most, log=log, extra=(*ARGUMENTS, *extra))
     try:
         yield server
     finally:
@@ -138,8 +140,8 @@ def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
 def connected(*servers: ManagedServer, tmp_path: Path, run: str = "test", **changes) -> Iterator[VllmEngine]:
     usual = dict(run=run, weights_dir=str(tmp_path), push_address="", concurrency=64, timeout=120.0, patience=200.0)
     cfg = replace(changes.pop("model", MODEL.cfg), dtype=changes.pop("dtype", "float32"))
-    length = changes.pop("max_completion_tokens", LENGTH)
-    inputs = EngineInputs(SimpleNamespace(cfg=cfg), None, FOLDER, tmp_path, 8, length, STOPS, PAD)
+    length, width = changes.pop("max_completion_tokens", LENGTH), changes.pop("max_prompt_tokens", 8)
+    inputs = EngineInputs(SimpleNamespace(cfg=cfg), None, FOLDER, tmp_path, width, length, STOPS, PAD)
     engine = VllmEngine(tuple(server.url for server in servers), inputs, **usual | changes)
     try:
         yield engine
@@ -182,7 +184,8 @@ def gap(
     model: Decoder = MODEL,
 ) -> float:
     """The largest difference to the trainer's log-probabilities, or what `of` makes of all of them."""
-    batch = Batch(prompts.tokens, prompts.mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
+    completions = rollouts.completions, rollouts.completion_mask, rollouts.loss_mask
+    batch = Batch(prompts.tokens, prompts.mask, *completions, images=prompts.images)
     score = forward.make_logprob_fn(model, sampling or Sampling(), sharding.make_mesh(data=1, fsdp=2, tensor=2), 0)
     return float(of(np.abs(np.asarray(score(params, batch)) - rollouts.logprobs)[rollouts.loss_mask]))
 

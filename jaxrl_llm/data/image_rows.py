@@ -60,6 +60,11 @@ class RowImages:
         """N: the most patches of a prompt, with those that pad windows."""
         return max((image_layout.patch_count(self.grids(i), self.form) for i in range(len(self.rows))), default=0)
 
+    @cached_property
+    def most(self) -> int:
+        """The most pictures of a prompt."""
+        return max(map(len, self.rows), default=0)
+
     @property
     def sizes(self) -> ImageSizes:
         """The sizes of the pictures of each prompt in a batch."""

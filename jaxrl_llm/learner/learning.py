@@ -72,6 +72,15 @@ def describe_models(
     return Models(mesh, folder, model, others, beside, start.vision == "frozen" and not adapters)
 
 
+def load_beside(models: Models) -> PyTree:
+    """Loads the policy's parameters that do not learn; None: all do. Raises: UserError, as `hf.load_params`."""
+    if models.adapters:
+        return hf.load_base(models.folder, models.model, models.mesh, models.adapters)
+    if models.frozen_tower:
+        return hf.load_params(models.folder, models.model, models.mesh, learns=False, parts=(TOWER,))
+    return None
+
+
 def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree, seed: int) -> Parameters:
     """Returns what the policy learns: adapters of `base`, or all that params() gives. seed: of new adapters.
 

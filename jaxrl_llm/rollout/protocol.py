@@ -73,6 +73,14 @@ class Engine(Protocol):
         ...
 
 
+class PictureLimits(NamedTuple):
+    """The pictures of all prompts."""
+
+    most: int  # of a prompt
+    min_pixels: int
+    max_pixels: int
+
+
 @dataclass(frozen=True)
 class EngineInputs:
     """The inputs that a run gives to an engine at its start."""
@@ -88,6 +96,7 @@ class EngineInputs:
     sequences_per_step: int = 0  # no call of an engine in the trainer holds more at once; 0: no bound
     cache_bytes: int = 0  # of a device that a KV cache in the trainer may take; 0: no bound is known
     observation_tokens: int = 0  # that an environment says at once, at most; 0: there is none
+    pictures: PictureLimits | None = None  # None: no prompt has one
     sampler_mesh: Mesh | None = None  # of the devices that the engine asks for; None: it has no mesh of its own
 
 

@@ -139,8 +139,8 @@ def prefill(
     """
     (d, n, _), cfg = prompts.tokens.shape, model.cfg
     by_prompt = lambda x: x.reshape(d * n, *x.shape[2:])  # noqa: E731
-    prompt = Prompt(*jax.tree.map(by_prompt, (prompts.tokens, prompts.mask, prompts.images)))
-    flat = prompt.mask
+    flat = by_prompt(prompts.mask)
+    prompt = Prompt(by_prompt(prompts.tokens), flat, jax.tree.map(by_prompt, prompts.images))
     hidden, prefix = model.prefill(params, prompt)
     logits = model.logits(params, last_state(hidden, flat)).reshape(d, n, -1)
     numbers = prompts.number[..., None] + jnp.arange(fixed.group)[None, None]

@@ -26,6 +26,7 @@ from jaxrl_llm.rollout.episodes import Episodes
 from jaxrl_llm.rollout.protocol import EngineInputs, Environments
 from jaxrl_llm.rollout.vllm import address, weights
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
+from jaxrl_llm.rollout.vllm.pictures import PromptRequests, server_arguments
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
 # Seconds: timeout of short requests, and of the wait for a server's lock.
@@ -36,6 +37,7 @@ SETTINGS = {  # required settings of a server, and the reason: its samples must 
     "logprobs_mode": ("processed_logprobs", "its log-probabilities would not be of the distribution sampled"),
     "generation_config": ("vllm", "the model folder's generation_config.json would change the sampling"),
 }
+NEVER = -100.0  # the least bias of a logit that vLLM takes
 SHAPE = {  # fields that must agree between the models: names in config.json and in DecoderConfig
     "hidden_size": "width",
     "num_hidden_layers": "layers",
@@ -76,6 +78,7 @@ def start(
         inputs.folder,
         dtype=inputs.model.cfg.dtype,
         max_model_len=inputs.max_prompt_tokens + inputs.max_completion_tokens,
+        more=server_arguments(inputs.pictures),
         log=inputs.workdir / (f"vllm-{distributed.index()}.log" if distributed.count() > 1 else "vllm.log"),
     )
     # Does not change when the run resumes. Each process has its own servers, and a file of weights for them.
@@ -105,18 +108,6 @@ def own_address(template: str, field: str) -> str:
             "{process} where the number of the process belongs, as in 'http://gpu-{process}:8000'"
         )
     return template.replace("{process}", str(distributed.index()))
-
-
-def _sampling_params(sampling: Sampling, stop_ids: tuple[int, ...]) -> dict[str, Any]:
-    """Returns the parameters of a request that are the same for all."""
-    return {
-        # 0: of the sampled token alone. 1 would also send the most likely one.
-        "logprobs": 0,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "stop_token_ids": list(stop_ids),
-    }
 
 
 class VllmEngine:
@@ -158,6 +149,7 @@ class VllmEngine:
         self._model = {name: getattr(model, SHAPE[name]) for name in fields}
         self._length, self._width = inputs.max_completion_tokens, inputs.max_prompt_tokens
         self._stops, self._pad, self._patience, self._managed = inputs.stop_ids, inputs.pad_id, patience, managed
+        self._never = model.never
         at_once = concurrency * len(servers)
         limits = httpx.Limits(max_connections=at_once + len(servers), max_keepalive_connections=at_once)
         # pool=None: a request may wait for a free connection as long as the others run.
@@ -197,11 +189,11 @@ class VllmEngine:
         count = len(prompts.tokens) * distributed.count()
         seeds = np.asarray(jax.random.randint(key, (count,), 0, 2**31 - 1 - group_size))[distributed.part(count)]
         # The text is made here: the server need not make it too.
-        body = _sampling_params(sampling, self._stops) | {"detokenize": False}
+        body, asked = self._sampling_params(sampling) | {"detokenize": False}, PromptRequests(prompts).asked
 
         def request(b: int, first: int, members: np.ndarray, limit: int) -> dict[str, Any]:
             mine = {"n": len(members), "max_tokens": limit, "seed": int(seeds[b] + first)}
-            return {"token_ids": prompts.tokens[b][prompts.mask[b]].tolist(), "sampling_params": body | mine}
+            return asked(b).request([]) | {"sampling_params": body | mine}
 
         # One request for all members of a group with the same limit, so that they share the prompt on the server.
         # Seeds of a group's requests follow each other: two members never have the same one.
@@ -210,7 +202,7 @@ class VllmEngine:
             for b, row in enumerate(limits)
             for n in np.unique(row)
         ]
-        jobs = [self._pool.submit(self._group, part[0], request(*part)) for part in parts]
+        jobs = [self._pool.submit(self._group, part[0], request(*part), asked(part[0]).expanded) for part in parts]
         # An error ends the wait: the other requests may take minutes.
         for job in as_completed(jobs):
             ended(len(job.result()))
@@ -240,18 +232,19 @@ class VllmEngine:
         seeds = np.asarray(jax.random.randint(key, (count,), 0, 2**31 - 1))[distributed.part(count)]
         episodes = Episodes.empty(np.full(local_prompts * group_size, self._length), self._length, self._pad)
         versions = np.full(episodes.tokens.shape, self._version, np.int32)
-        body = _sampling_params(sampling, self._stops)
+        body, asked = self._sampling_params(sampling), PromptRequests(prompts).asked
         # Strings end a turn on the server too, so that it does not sample on. They are looked for in the text.
         body |= {"stop": list(environments.stops), "include_stop_str_in_output": True, "detokenize": True}
 
         def ask(i: int) -> Completion:
             b, length = i // group_size, int(episodes.length[i])
-            before = prompts.tokens[b][prompts.mask[b]].tolist() + episodes.tokens[i, :length].tolist()
+            before = episodes.tokens[i, :length].tolist()
             max_tokens = int(episodes.limits(environments.turn_tokens)[i]) - length
             # Another seed for each turn: the server counts its random numbers from the seed in each request, so that
             # all turns would be drawn with the same ones.
             mine = {"n": 1, "max_tokens": max_tokens, "seed": int((int(seeds[i]) + length) % (2**31 - 1))}
-            return self._group(b, {"token_ids": before, "sampling_params": body | mine})[0]
+            request = asked(b).request(before) | {"sampling_params": body | mine}
+            return self._group(b, request, asked(b).expanded + before)[0]
 
         requests = {self._pool.submit(ask, i): i for i in range(local_prompts * group_size)}
         while requests or episodes.answers:
@@ -265,12 +258,37 @@ class VllmEngine:
             ended(episodes.newly_ended())
         return episodes.rollouts(group_size, versions)
 
-    def _group(self, b: int, request: dict[str, Any]) -> list[Completion]:
-        """Returns the completions of prompt b's group. If a server is unavailable, asks the next one."""
+    def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
+        """Returns the parameters of a request that are the same for all."""
+        # So low that such a token has the probability 0, as in the trainer.
+        never = {"logit_bias": {str(token): NEVER for token in self._never}} if self._never else {}
+        return never | {
+            # 0: of the sampled token alone. 1 would also send the most likely one.
+            "logprobs": 0,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": list(self._stops),
+        }
+
+    def _group(self, b: int, request: dict[str, Any], expanded: list[int]) -> list[Completion]:
+        """Returns the completions of prompt b's group. If a server is unavailable, asks the next one.
+
+        expanded: the tokens of the request as the trainer has them.
+        """
 
         def once(server: str) -> list[Completion]:
             path = "/inference/v1/generate"
-            completions = self._completions(self.request(server, "POST", path, request))
+            answer = self.request(server, "POST", path, request)
+            with self._reading:
+                fields = answer.json()
+                if "content_parts" in request and (theirs := fields.get("prompt_token_ids") or []) != expanded:
+                    raise UserError(
+                        f"vLLM at {server} makes {len(theirs)} tokens of a prompt with pictures, and the trainer other "
+                        f"{len(expanded)}: start it with the run's model, and with the arguments --mm-processor-kwargs "
+                        "that docs/vllm.md gives for pictures"
+                    )
+                completions = self._completions(fields["choices"])
             if len(completions) != request["sampling_params"]["n"]:
                 raise Unavailable(f"{len(completions)} completions came")
             return completions
@@ -279,27 +297,25 @@ class VllmEngine:
         servers = [server for server in self._servers if server not in self._away]
         return self._persist(once, islice(cycle(servers), b % len(servers), None))
 
-    def _completions(self, answer: httpx.Response) -> list[Completion]:
+    def _completions(self, choices: list[dict[str, Any]]) -> list[Completion]:
         """Turns an answer into arrays. Raises: Unavailable, if a completion is not whole or of other weights."""
         WATCHDOG.moved()
-        with self._reading:
-            choices = answer.json()["choices"]
-            for choice in choices:
-                if choice["finish_reason"] not in ("stop", "length"):
-                    raise Unavailable(f"a completion ended with {choice['finish_reason']!r}")
-                if not (spans := choice.get("weight_versions")):
-                    raise UserError("the vLLM server does not say which weights made a token: take vLLM 0.32 or newer")
-                if any(self._number(span["version"]) != self._version for span in spans):
-                    raise Unavailable("a completion came from other weights than the last pushed")
-            return [
-                Completion(
-                    choice["index"],
-                    np.array(choice["token_ids"], np.int32),
-                    np.array([token["logprob"] for token in choice["logprobs"]["content"]], np.float32),
-                    choice["finish_reason"] == "length",
-                )
-                for choice in choices
-            ]
+        for choice in choices:
+            if choice["finish_reason"] not in ("stop", "length"):
+                raise Unavailable(f"a completion ended with {choice['finish_reason']!r}")
+            if not (spans := choice.get("weight_versions")):
+                raise UserError("the vLLM server does not say which weights made a token: take vLLM 0.32 or newer")
+            if any(self._number(span["version"]) != self._version for span in spans):
+                raise Unavailable("a completion came from other weights than the last pushed")
+        return [
+            Completion(
+                choice["index"],
+                np.array(choice["token_ids"], np.int32),
+                np.array([token["logprob"] for token in choice["logprobs"]["content"]], np.float32),
+                choice["finish_reason"] == "length",
+            )
+            for choice in choices
+        ]
 
     def _number(self, tag: str) -> int:
         """Returns the version of weights with this tag; -1: of no run. Raises: UserError, if of another run."""

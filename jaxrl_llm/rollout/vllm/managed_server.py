@@ -18,7 +18,18 @@ LONGEST = 100
 class ManagedServer:
     """Runs `python -m jaxrl_llm.tools.serve_vllm` as a child, which ends when this process ends, even by kill -9."""
 
-    def __init__(self, python: str, model: Path, *, dtype: str, max_model_len: int, log: Path, extra: tuple[str, ...]):
+    def __init__(
+        self,
+        python: str,
+        model: Path,
+        *,
+        dtype: str,
+        max_model_len: int,
+        log: Path,
+        extra: tuple[str, ...],
+        more: tuple[str, ...] = (),
+    ):
+        """extra, more: arguments of vLLM, of the config and of the run."""
         # A port of the machine is open to its other users; serve_vllm makes the socket's folder for this one alone.
         uds = Path(tempfile.gettempdir()) / f"jaxrl_llm-{secrets.token_hex(8)}" / "vllm"
         if len(str(uds)) > LONGEST:
@@ -27,7 +38,7 @@ class ManagedServer:
         options = dict(model=model, python=python, uds=uds, dtype=dtype, max_model_len=max_model_len, log=log)
         command = [sys.executable, "-m", "jaxrl_llm.tools.serve_vllm"]
         command += [f"--{name.replace('_', '-')}={x}" for name, x in options.items()]
-        command += ["--with-parent", "--", *extra]
+        command += ["--with-parent", "--", *more, *extra]
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             self._process = subprocess.Popen(

@@ -53,7 +53,7 @@ class PullBackend(WeightTransferEngine[Init, Update]):
 
     def init_transfer_engine(self, init_info: Init) -> None:
         for name, expected in init_info.model.items():
-            if (actual := getattr(self.model_config.hf_config, name)) != expected:
+            if (actual := setting(self.model_config, name)) != expected:
                 raise ValueError(
                     f"refused: the server's model has {name} {actual}, not {expected}: serve the run's model"
                 )
@@ -90,6 +90,12 @@ class Extension:
         answer in the queue, and later calls read it as their own.
         """
         self._weight_update_active = False
+
+
+def setting(model_config: Any, name: str) -> Any:
+    """Returns a field of config.json; None: it has none. A model that reads pictures has some in its text_config."""
+    configs = model_config.hf_config, model_config.hf_text_config
+    return next((getattr(config, name) for config in configs if hasattr(config, name)), None)
 
 
 @contextmanager
@@ -132,8 +138,9 @@ def load(file: Any, model: torch.nn.Module, model_config: Any, device: torch.dev
         for name in file.keys():  # noqa: SIM118, not a dict
             yield name, file.get_tensor(name)
         # vLLM's CPU linear layers keep a packed copy. Without this, a tied head keeps its old one. Gemma 2 has no head.
-        tied = getattr(model_config.hf_config, "tie_word_embeddings", False) and hasattr(model, "lm_head")
-        if tied and device.type == "cpu":
+        # A model that reads pictures has its head within its text model.
+        text = model.get_language_model() if hasattr(model, "get_language_model") else model
+        if setting(model_config, "tie_word_embeddings") and hasattr(text, "lm_head") and device.type == "cpu":
             yield "lm_head.weight", file.get_tensor("model.embed_tokens.weight")
 
     with torch.device(device):

@@ -1,0 +1,110 @@
+"""Prompts with pictures on a real vLLM server. launch/vllm_cpu.sh leaves out torchvision, which this needs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_image_rows import pillow, read, write_folder
+from test_vllm import PYTHON, connected, gap, serving
+
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.data import prompts as data
+from jaxrl_llm.data.images import read_format
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.models import hf, hf_export
+from jaxrl_llm.rollout.protocol import PictureLimits
+from jaxrl_llm.rollout.vllm.pictures import server_arguments
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+TOWER = {
+    "depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96, "out_hidden_size": 64, "patch_size": 14,
+    "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 56, "fullatt_block_indexes": [1],
+    "in_channels": 3, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def has_torchvision() -> bool:
+    return subprocess.run([PYTHON, "-c", "import torchvision.transforms.v2"], capture_output=True).returncode == 0
+
+
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(not has_torchvision(), reason="no torchvision in .vllm")]
+
+
+def model_folder(folder: Path) -> Path:
+    """Writes a small Qwen2.5-VL with random weights."""
+    write_folder(folder)
+    config = json.loads((folder / "config.json").read_text()) | SIZES | {"intermediate_size": 96}
+    config |= {"vision_config": TOWER, "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    config["rope_scaling"] = {"type": "mrope", "mrope_section": [4, 6, 6]}
+    tokenizer = hf.load_tokenizer(folder)
+    for name, token in (("vision_start", "<|vision_start|>"), ("vision_end", "<|vision_end|>")):
+        config[f"{name}_token_id"] = tokenizer.convert_tokens_to_ids(token)
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    settings |= {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings | {"temporal_patch_size": 2}))
+    model = hf.load_model(folder)
+    # Three times as large, so that neither the softmax nor the pictures say little.
+    params = jax.tree.map(lambda x: x * 3, jax.jit(model.init)(jax.random.key(0)))
+    hf_export.save(folder / "whole", params, folder)
+    return folder / "whole"
+
+
+def test_pictures_are_sampled_as_they_are_scored_also_after_a_push_of_the_tower_alone(tmp_path, monkeypatch):
+    folder = model_folder(tmp_path / "model")
+    mesh, tokenizer, form = sharding.make_mesh(data=1, fsdp=2, tensor=2), hf.load_tokenizer(folder), read_format(folder)
+    assert form
+    model = hf.load_model(folder, mesh)
+    params = hf.load_params(folder, model, mesh)
+    rows = [
+        {
+            "problem": f"{'<image>' * count}Which {i}?",
+            "images": [pillow(28 * (2 + i), 90, seed=i + k) for k in range(count)],
+        }
+        for i, count in enumerate([0, 1, 2, 1])
+    ]
+    dataset = read(rows, tokenizer, form, monkeypatch)
+    prompts = data.make_prompts(dataset, range(len(rows)), tokenizer.pad_token_id)
+    limits = PictureLimits(2, form.min_pixels, form.max_pixels)
+    with (
+        serving(tmp_path / "vllm.log", *server_arguments(limits), folder=folder, most=256) as live,
+        connected(live, tmp_path=tmp_path, model=model.cfg, max_prompt_tokens=dataset.width) as engine,
+    ):
+        engine.update_weights(params, 1)
+        sample = lambda: engine.sample(prompts, jax.random.key(0), group_size=4, sampling=Sampling())  # noqa: E731
+        first = sample()
+        assert not np.isin(first.completions, model.cfg.never).any()
+        assert gap(params, prompts, first, model=model) < 1e-3
+        tower = jax.tree.map(lambda x: x * 1.5, params["visual"])
+        changed = {**params, "visual": tower}
+        engine.update_weights(changed, 2)
+        second = sample()
+        assert gap(changed, prompts, second, model=model) < 1e-3
+        # The features of the tower before the push are not in use.
+        moved = np.abs(first.logprobs[:, :, 0] - second.logprobs[:, :, 0]).max(axis=1)
+        assert moved[0] < 1e-4 and (moved[1:] > 1e-3).all()
+
+
+def test_a_server_that_makes_other_tokens_of_a_picture_is_refused(tmp_path, monkeypatch):
+    folder = model_folder(tmp_path / "model")
+    tokenizer = hf.load_tokenizer(folder)
+    form = read_format(folder, min_pixels=0, max_pixels=28 * 28 * 16)
+    assert form
+    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    model = hf.load_model(folder, mesh)
+    dataset = read([{"problem": "<image>?", "images": [pillow(140, 140)]}], tokenizer, form, monkeypatch)
+    prompts = data.make_prompts(dataset, [0], tokenizer.pad_token_id)
+    wrong = server_arguments(PictureLimits(1, 28 * 28, 28 * 28 * 4))
+    with (
+        serving(tmp_path / "vllm.log", *wrong, folder=folder, most=256) as live,
+        connected(live, tmp_path=tmp_path, model=model.cfg, max_prompt_tokens=dataset.width) as engine,
+    ):
+        engine.update_weights(hf.load_params(folder, model, mesh), 1)
+        with pytest.raises(UserError, match="tokens of a prompt with pictures, and the trainer other"):
+            engine.sample(prompts, jax.random.key(0), group_size=1, sampling=Sampling())
