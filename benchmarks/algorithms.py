@@ -21,7 +21,7 @@ RUNS = ROOT / ".bench" / "algorithms"
 NAMES = [
     "grpo", "dr_grpo", "dapo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "gdpo",
     "pass_at_k", "ppo", "gspo", "gspo_token", "luspo", "gmpo", "cispo", "sapo", "vespo", "topr", "top_entropy",
-    "distillation", "lora", "search_grpo", "search_ppo", "search_two_hops",
+    "distillation", "lora", "search_grpo", "search_ppo", "search_two_hops", "pictures",
 ]  # fmt: skip
 SETTINGS = ("--config.log.to=()", "--config.checkpoint.every=1000")  # of every run
 AT = (0, 10, 20, 30, 40)  # steps whose accuracy the table shows, before the last one's

@@ -31,6 +31,8 @@ def get_config() -> ConfigDict:
     c.model.num_attention_heads = 4
     c.model.num_key_value_heads = 2
     c.model.intermediate_size = 384
+    # A tower that reads pictures, of Qwen2.5-VL's kind: its sizes, as in configs/pictures_sft.py. None: text alone
+    c.model.vision_config = None
     c.model.vocabulary = 0  # most tokens, whose merges are learned from the data; 0: one token for each byte
 
     c.data = ConfigDict()

@@ -244,7 +244,7 @@ def make_batch(
 
 
 def main() -> None:
-    given = parse_arguments("jaxrl_llm.sft", "Supervised fine-tuning.", shipped=("sft", "search_sft"))
+    given = parse_arguments("jaxrl_llm.sft", "Supervised fine-tuning.", shipped=("sft", "search_sft", "pictures_sft"))
     with distributed.joined(given.distributed), build(given.config, given.workdir, command=True) as (session, parts):
         for _ in train(session, parts):
             pass

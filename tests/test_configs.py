@@ -24,7 +24,8 @@ from jaxrl_llm.structs import Sizes
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "configs"
-FILES = sorted(path for path in (ROOT / "configs").glob("*.py") if path.stem not in ("sft", "search_sft", "grpo_vllm"))
+OTHERS = ("sft", "search_sft", "pictures_sft", "grpo_vllm")
+FILES = sorted(path for path in (ROOT / "configs").glob("*.py") if path.stem not in OTHERS)
 LONG = ("grpo", "search_grpo")  # they explain the fields of all others
 
 
@@ -34,8 +35,9 @@ def test_a_recipe_passes_the_checks_and_names_its_command(file):
     assert f"--config configs/recipes/{file.name}" in file.read_text()
 
 
-def test_the_config_that_makes_the_searching_model_passes_the_checks():
-    recipes.read_sft(config.load(ROOT / "configs" / "search_sft.py").lock())
+@pytest.mark.parametrize("name", ["search_sft", "pictures_sft"])
+def test_a_config_that_makes_an_embedded_model_passes_the_checks(name):
+    recipes.read_sft(config.load(ROOT / "configs" / f"{name}.py").lock())
 
 
 def test_the_config_with_a_server_of_its_own_passes_the_checks(monkeypatch):

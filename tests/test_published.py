@@ -247,6 +247,7 @@ SMALLEST: dict[str, Small] = {  # arguments, or what shrinks the module and retu
     "picture_layout": small_picture_layout,
     "rescue": small_rescue,
     "retriever": ["--documents", "100", "--clients", "2", "--seconds", "0.5"],
+    "rolled_pictures": ["jaxrl_llm/assets/pictures", "--problems", "16"],
     "rollouts": ["tiny", "--repetitions", "1"],
     "rounding": ["--lengths", "10", "--prompts", "2", "--scored", "2"],
     "sampler_devices": small_sampler_devices,

@@ -57,7 +57,9 @@ def test_credit_has_the_functions_that_a_config_names():
     assert grpo.kl is None and recipe_of("grpo", **changes).credit.kl is kl.k1
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "lora", "search_grpo", "sft", "search_sft"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "ppo", "lora", "search_grpo", "pictures", "sft", "search_sft", "pictures_sft"]
+)
 def test_a_recipe_has_every_value_of_its_config(name):
     config = load.load(ROOT / "configs" / f"{name}.py")
     recipe, kind = read_either(config), SftRecipe if "sft" in name else Recipe

@@ -194,10 +194,11 @@ def test_a_run_killed_in_the_middle_resumes_bit_for_bit(whole, tmp_path):
          "rollout/lag"),
         ("configs/lora.py", ["--config.optim.warmup_steps=2", "--config.kl.refresh.every=2"], "kl/ref"),
         ("configs/search_grpo.py", PARTIAL, "rollout/carried"),
+        ("configs/pictures.py", ["--config.rollout.max_lag=1", "--config.checkpoint.every=1"], "rollout/lag"),
     ],
     ids=["dynamic sampling and rewards that set alarms",
          "a critic, a moving reference and an adaptive coefficient", "batches sampled ahead", "adapters",
-         "episodes that go on in later steps, sampled ahead"],
+         "episodes that go on in later steps, sampled ahead", "pictures, sampled ahead"],
 )  # fmt: skip
 def test_a_killed_run_resumes_bit_for_bit_with(config, extra, sign, tmp_path):
     arguments = [*TINY, "--config.eval=none", *extra]
@@ -219,7 +220,7 @@ def test_a_killed_run_resumes_bit_for_bit_with(config, extra, sign, tmp_path):
 def test_every_config_trains_on_a_mesh(file, tmp_path):
     """Two steps with two updates each where the algorithm allows it."""
     extra = ["--config.num_steps=2", "--config.eval.every=2", "--config.optim.warmup_steps=0"]
-    if file.stem in ("sft", "search_sft", "grpo_vllm"):
+    if file.stem in ("sft", "search_sft", "pictures_sft", "grpo_vllm"):
         pytest.skip("no reinforcement learning, or not without a server: tests/test_vllm.py")
     if file.stem == "distillation":
         extra.append("--config.teachers.teacher.path=jaxrl_llm/assets/arithmetic")

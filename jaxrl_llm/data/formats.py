@@ -51,7 +51,10 @@ def read(row: Row, columns: Columns) -> tuple[Row, str]:
         raise ValueError(_missing(row, name))
     # A row of text in a data set with pictures has None or an empty list.
     if not columns.images and image_columns.holds_some(row):
-        raise ValueError("has images, which the model does not read: leave such rows out, or use a model that does")
+        raise ValueError(
+            "has images, which the model does not read: leave such rows out, or use a model that does (a new one of "
+            "`sft` has the section model.vision_config)"
+        )
     prompt, notes = row[name], []
     if isinstance(prompt, str) and prompt and (name != "prompt" or columns.format_prompt):
         content = template(columns.format_prompt).render(content=prompt) if columns.format_prompt else prompt

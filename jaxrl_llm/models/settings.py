@@ -29,6 +29,16 @@ class GroupModelSettings(ModelSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TowerSettings:
+    """Sizes of the tower of a new model, with the names of `vision_config` in a config.json."""
+
+    depth: AtLeastOne
+    hidden_size: AtLeastOne
+    num_heads: AtLeastOne
+    intermediate_size: AtLeastOne
+
+
+@dataclass(frozen=True, kw_only=True)
 class NewModelSettings(ModelSettings):
     """The model of `sft`: with path = "", a new one of these sizes, which have the names of a config.json."""
 
@@ -38,3 +48,4 @@ class NewModelSettings(ModelSettings):
     num_key_value_heads: AtLeastOne
     intermediate_size: AtLeastOne
     vocabulary: Count
+    vision_config: TowerSettings | None = None

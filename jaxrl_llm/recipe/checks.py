@@ -62,7 +62,7 @@ def check_sft(recipe: SftRecipe, fields: Mapping[str, Any]) -> None:
         # Sizes of a new model. The values of configs/sft.py are always allowed.
         shipped = flatten(load("sft"))
         unset = {name: shipped[name] for name in (f"model.{size}" for size in NewModelSettings.__annotations__)}
-        refuse(fields, unset, "model.path names a model")
+        refuse(fields, unset | {"model.vision_config.depth": None}, "model.path names a model")
     model = recipe.model
     width, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
     new = not model.path
@@ -73,6 +73,13 @@ def check_sft(recipe: SftRecipe, fields: Mapping[str, Any]) -> None:
         )
     if new and heads % kv_heads:
         raise UserError(f"config.model.num_key_value_heads = {kv_heads} does not divide {heads} heads: give a divisor")
+    tower = model.vision_config
+    # Rows and columns each turn pairs of a head's numbers.
+    if tower and tower.hidden_size % (4 * tower.num_heads):
+        raise UserError(
+            f"config.model.vision_config.hidden_size = {tower.hidden_size} does not make {tower.num_heads} heads of a "
+            f"multiple of 4: give a multiple of {4 * tower.num_heads}"
+        )
     # A warm-up that is longer than the run is found where the sizes are derived.
     recipe.sizes.totals()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import records
+from jaxrl_llm.data.images import ImageFormat
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.data.settings import DataSettings, EvalSettings
 from jaxrl_llm.errors import UserError
@@ -149,8 +151,22 @@ class SavedRun:
 
 @contextmanager
 def new_model_folder(model: NewModelSettings, data: DataSettings, column: str) -> Iterator[Path]:
-    """Makes the temporary folder of a new model. column: of the rows, which holds the text to learn."""
+    """Makes the temporary folder of a new model. column: of the rows, which holds the text to learn.
+
+    Raises: UserError, if the rows cannot be read, or have no picture for the tower that the model is to have.
+    """
+    tower = model.vision_config
+    form = None
+    if tower:
+        shape = new_model.VISION_ARCHITECTURE
+        # There is no token yet, and none is asked for.
+        form = ImageFormat(0, shape["patch_size"], shape["spatial_merge_size"], *new_model.PIXELS)
+    rows = load_rows(data.source, data.convert, columns=replace(data.columns, images=form))
+    if tower and not (rows.images and rows.images.count):
+        raise UserError(
+            f"config.model.vision_config does nothing: no row of {data.source} has a picture; take the section out"
+        )
+    sizes = vars(model) | {"vision_config": vars(tower) if tower else None}
     with TemporaryDirectory() as folder:
-        rows = load_rows(data.source, data.convert, columns=data.columns).rows
-        new_model.write_folder(Path(folder), vars(model), rows, column)
+        new_model.write_folder(Path(folder), sizes, rows.rows, column)
         yield Path(folder)

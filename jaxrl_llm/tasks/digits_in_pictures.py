@@ -1,0 +1,105 @@
+"""The largest or the smallest of three to six digits in one or two small pictures, and a reward. Needs NumPy alone.
+
+A digit is in each cell of 28 x 28 pixels, with a place, colours and noise of its own. The answer is in one cell, and
+all numbers are equally likely answers, so neither the text nor the pictures of another problem help.
+
+A problem has two kinds of answers: a quick one, the first digit; or one after a thought, "<3,8,5>8", all digits in the
+order of reading. Most of `demonstrations()` are quick: a model that learned them can read, but seldom reads all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.tasks import each_judged
+
+HELD_OUT, TRAIN, DEMONSTRATIONS = 1_000, 2_000, 8_000  # problems
+THOUGHT = 3  # of ten demonstrations
+CELL, DOT = 28, 3  # pixels of a side
+FEWEST, MOST = 3, 6  # digits of a problem
+LEAST = 2  # digits that are smaller than an answer to "max", or larger than one to "min"
+NOISE = 8.0  # standard deviation, of 255
+FONT = (
+    " ###    #    ###  #####    #  #####  ##   #####  ###   ### ",
+    "#   #  ##   #   #     #   ##  #     #         # #   # #   #",
+    "#   # # #       #    #   # #  #     #         # #   # #   #",
+    "#   #   #      #    ##  #  #  ####  ####     #   ###   ####",
+    "#   #   #     #       # #####     # #   #   #   #   #     #",
+    "#   #   #    #    #   #    #  #   # #   #   #   #   #    # ",
+    " ###  ##### #####  ###     #   ###   ###    #    ###   ##  ",
+)
+WIDTH, GAP = 5, 1  # dots of a digit, and between two
+# Where a digit has ink [10, 21, 15].
+DOTS = np.array([[character == "#" for character in line.ljust(10 * (WIDTH + GAP))] for line in FONT])
+INK = DOTS.reshape(len(FONT), 10, -1)[..., :WIDTH].swapaxes(0, 1).repeat(DOT, 1).repeat(DOT, 2)
+
+
+def train() -> list[dict[str, Any]]:
+    """The problems to learn from."""
+    return [_problem(i) for i in range(HELD_OUT, HELD_OUT + TRAIN)]
+
+
+def held_out() -> list[dict[str, Any]]:
+    """The problems to be judged by; their pictures are in no other source."""
+    return [_problem(i) for i in range(HELD_OUT)]
+
+
+def demonstrations() -> list[dict[str, Any]]:
+    """Other problems with a completion: of ten, 3 thought through and 7 quick."""
+    begin = HELD_OUT + TRAIN
+    rows = [_problem(i) for i in range(begin, begin + DEMONSTRATIONS)]
+    return [row | {"completion": _thought(row) if i % 10 < THOUGHT else _quick(row)} for i, row in enumerate(rows)]
+
+
+def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[float | None]:
+    """1 where the completion, after its <thoughts> if it has any, is the answer."""
+    return each_judged(lambda text, right: text.rpartition(">")[2] == str(right), completions, answer)
+
+
+def _problem(number: int) -> dict[str, Any]:
+    # A seed for each: a problem does not depend on how many there are.
+    rng = np.random.default_rng((0, number))
+    question = ("max", "min")[rng.integers(2)]
+    digits = _digits(rng, int(rng.integers(FEWEST, MOST + 1)))
+    if question == "min":
+        digits = 9 - digits
+    split = int(rng.integers(1, len(digits))) if number % 3 == 0 else len(digits)
+    images = [_picture(rng, part) for part in (digits[:split], digits[split:]) if len(part)]
+    content = "<image>" * len(images) + question
+    answer = str(digits.max() if question == "max" else digits.min())
+    row = {"prompt": [{"role": "user", "content": content}], "images": images}
+    return row | {"digits": digits.tolist(), "answer": answer}
+
+
+def _digits(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Returns digits [count] of which the largest is there once, and is equally likely each number from LEAST on."""
+    answer = int(rng.integers(LEAST, 10))
+    digits = rng.integers(0, answer, count)
+    digits[rng.integers(count)] = answer
+    return digits
+
+
+def _picture(rng: np.random.Generator, digits: np.ndarray) -> bytes:
+    """Returns a file (PPM) with the digits in one row, or in two of equal length."""
+    rows = 2 if len(digits) % 2 == 0 and rng.integers(2) else 1
+    columns = len(digits) // rows
+    ink = np.zeros((CELL * rows, CELL * columns), bool)
+    for i, digit in enumerate(digits):
+        # From the middle of its cell, at most two pixels to each side.
+        down, right = ((CELL - side) // 2 + rng.integers(-2, 3) for side in INK.shape[1:])
+        top, left = CELL * (i // columns) + down, CELL * (i % columns) + right
+        ink[top : top + INK.shape[1], left : left + INK.shape[2]] = INK[digit]
+    paper, pen = rng.uniform(170, 255, 3), rng.uniform(0, 90, 3)
+    pixels = np.where(ink[..., None], pen, paper) + rng.normal(0, NOISE, (*ink.shape, 3))
+    # Its bytes are the same with every version of every library.
+    return b"P6 %d %d 255\n" % ink.shape[::-1] + pixels.clip(0, 255).astype(np.uint8).tobytes()
+
+
+def _quick(row: dict[str, Any]) -> str:
+    return str(row["digits"][0])
+
+
+def _thought(row: dict[str, Any]) -> str:
+    return f"<{','.join(map(str, row['digits']))}>{row['answer']}"
