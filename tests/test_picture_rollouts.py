@@ -123,6 +123,16 @@ def test_packed_rows_micro_batches_and_meshes_change_no_log_probability(loaded, 
     np.testing.assert_allclose(np.asarray(scored)[real], rollouts.logprobs[at][real], atol=2e-5)
 
 
+def test_a_token_for_pictures_that_an_environment_says_gives_no_infinite_number(loaded):
+    rollouts = sampled(loaded.folder.name)
+    completions, trained = rollouts.completions.copy(), rollouts.loss_mask.copy()
+    completions[:, :, 1], trained[:, :, 1] = loaded.form.image_token, False
+    batch = batch_of(loaded, replace(rollouts, completions=completions, loss_mask=trained))
+    (_, (logprobs, entropy)), gradient = scored(loaded.model)(loaded.params, batch)
+    assert np.all(np.asarray(logprobs)[:, :, 1] == 0.0)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((logprobs, entropy, gradient)))
+
+
 def test_a_server_gets_the_pixels_that_the_trainer_sees_and_one_token_for_each_picture(loaded):
     prompts, sent = prompts_of(loaded), PromptRequests(prompts_of(loaded))
     assert prompts.images is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +130,17 @@ def completion_logprobs_and_load(
 
     The load is None if the model has no experts.
     """
-    return over_rows(model, params, batch, partial(head.logprobs, model, sampling, model.head_kernel(params)))
+    kernel = model.head_kernel(params)
+
+    def scores(states: Array, tokens: Array) -> tuple[jax.Array, jax.Array]:
+        scored: Any = head.logprobs(model, sampling, kernel, states, tokens)
+        logprob, entropy = scored
+        for never in model.cfg.never:
+            # No policy samples it, but an environment may say it: -inf less -inf would be NaN in a ratio.
+            logprob = jnp.where(tokens == never, 0.0, logprob)
+        return logprob, entropy
+
+    return over_rows(model, params, batch, scores)
 
 
 def completion_values(model: Decoder, params: PyTree, batch: Batch, *, after: bool = False) -> jax.Array:
