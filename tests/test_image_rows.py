@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import string
 import struct
 import sys
@@ -27,7 +28,9 @@ from jaxrl_llm.data.image_columns import printable_value
 from jaxrl_llm.data.images import read_format
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, new_model
-from jaxrl_llm.rollout import grading
+from jaxrl_llm.rollout import grading, scores
+from jaxrl_llm.structs import Rewards
+from jaxrl_llm.tools.report import samples
 from jaxrl_llm.tools.report.completions import prompt_text
 
 START, PAD, END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
@@ -532,3 +535,16 @@ def test_a_completion_with_a_placeholder_is_refused(tokenizer, form, monkeypatch
     answers = sft.tokenize_answers(replace(dataset, rows=dataset.rows[:1], numbers=[1]), tokenizer, settings, 9)
     batch = sft.make_batch(dataset, answers, [0], 9, tokenizer.pad_token_id, [0])
     assert (batch.images.patches == data.make_prompts(dataset, [0], 0).images.patches).all()
+
+
+def test_the_page_of_an_evaluation_shows_the_pictures_of_each_problem(tokenizer, form, monkeypatch):
+    rows = [{"problem": "<image>a", "images": [pillow(600, 56)]}, {"problem": "b", "images": []}]
+    rows += [{"problem": "<image><image>c", "images": [encoded(), pillow()]}]
+    dataset = read(rows, tokenizer, form, monkeypatch)
+    rewards = Rewards(np.ones((3, 1), np.float32), {"right": np.ones((3, 1), np.float32)})
+    graded = grading.Graded([["x"]] * 3, rewards, [], {})
+    page = samples.render("t", scores.measure_all(graded, dataset.rows, None, ""), graded, dataset)
+    shown = re.findall(r'<img src="data:image/png;base64,([^"]+)" alt="([^"]+)"', page)
+    assert [name for _, name in shown] == [picture.name for of_row in dataset.images.rows for picture in of_row]
+    sizes = [Image.open(io.BytesIO(base64.b64decode(content))).size for content, _ in shown]
+    assert sizes == [(256, 24), (56, 84), (56, 84)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +23,7 @@ from jaxrl_llm.machine import extras, progress
 from jaxrl_llm.structs import Images, ImageSizes
 
 THREADS = min(16, os.cpu_count() or 1)  # that open pictures: Pillow decodes without Python's lock
+SMALL = 256  # pixels of a side of a thumbnail, at most
 FEW = 64  # pictures that are measured at a time: the first broken one ends the reading soon
 
 
@@ -200,6 +203,19 @@ def _pixels(picture: Picture, form: ImageFormat) -> np.ndarray:
             return image_files.pixels(image, form)
     except ValueError as error:
         raise UserError(f"{_place(picture.where, picture.source)} {error}") from None
+
+
+def thumbnail(picture: Picture) -> str:
+    """Returns a small copy of a picture as a data URL. Raises: UserError, if it can no longer be read."""
+    try:
+        with image_files.opened(picture.source, picture.folder) as image:
+            small = image.convert("RGB")
+            small.thumbnail((SMALL, SMALL))
+    except ValueError as error:
+        raise UserError(f"{_place(picture.where, picture.source)} {error}") from None
+    file = io.BytesIO()
+    small.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _place(where: str, source: Any) -> str:
