@@ -177,7 +177,7 @@ def parse() -> argparse.Namespace:
     add("--model", help="a Hugging Face folder or hub id")
     add("--run", type=Path, metavar="WORKDIR", help="a run: its checkpoint, and all that is not given here")
     add("--step", default="last", help="the run's checkpoint: a number, best or last (default)")
-    add("--task", help="a task (arithmetic, countdown), or a file of rows")
+    add("--task", help="a task (arithmetic, countdown, digits_in_pictures), or a file of rows")
     add(
         "--function",
         nargs="+",
@@ -241,7 +241,7 @@ def parse() -> argparse.Namespace:
     if args.page:
         extras.require("plotly", "report", "--page")
     if args.model and not args.task:
-        raise UserError("--task is missing: give a task (arithmetic, countdown), or a file of rows")
+        raise UserError("--task is missing: give a task (arithmetic, countdown, digits_in_pictures), or a file of rows")
     if args.task:
         args.source = f"{args.task}.held_out" if is_task(args.task) else args.task
         check_task(args.task)
