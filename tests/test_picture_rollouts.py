@@ -137,7 +137,7 @@ def test_a_server_gets_the_pixels_that_the_trainer_sees_and_one_token_for_each_p
     prompts, sent = prompts_of(loaded), PromptRequests(prompts_of(loaded))
     assert prompts.images is not None
     for b, pictures in enumerate(loaded.pictures):
-        asked = sent.asked(b)
+        asked = sent.prompt(b)
         grids = [(x.shape[0] // loaded.form.factor, x.shape[1] // loaded.form.factor) for x in pictures]
         ours = prompts.tokens[b][prompts.mask[b]]
         assert asked.expanded == ours.tolist()

@@ -20,7 +20,7 @@ from jaxrl_llm.data.image_columns import is_pillow
 from jaxrl_llm.data.images import Grid, ImageFormat
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import extras, progress
-from jaxrl_llm.structs import Images, ImageSizes
+from jaxrl_llm.structs import Images, ImageSizes, PictureLimits
 
 THREADS = min(16, os.cpu_count() or 1)  # that open pictures: Pillow decodes without Python's lock
 SMALL = 256  # pixels of a side of a thumbnail, at most
@@ -62,11 +62,6 @@ class RowImages:
     def patches(self) -> int:
         """N: the most patches of a prompt, with those that pad windows."""
         return max((image_layout.patch_count(self.grids(i), self.form) for i in range(len(self.rows))), default=0)
-
-    @cached_property
-    def most(self) -> int:
-        """The most pictures of a prompt."""
-        return max(map(len, self.rows), default=0)
 
     @property
     def sizes(self) -> ImageSizes:
@@ -151,6 +146,15 @@ class RowImages:
                 raise UserError(
                     f"{source} row {number}: the completion has {token}, which no completion may have: take it out"
                 )
+
+
+def limits(*sets: RowImages | None) -> PictureLimits | None:
+    """Returns the limits of the pictures of several data sets; None: there are none."""
+    filled = [images for images in sets if images and images.count]
+    if not filled:
+        return None
+    form = filled[0].form
+    return PictureLimits(max(len(row) for images in filled for row in images.rows), form.min_pixels, form.max_pixels)
 
 
 def join(parts: Sequence[RowImages | None]) -> RowImages | None:
