@@ -31,6 +31,7 @@ RULES: tuple[tuple[str, P], ...] = (
     # The tower is not split over tensor: each of its devices runs the whole tower on its prompts. Over fsdp, the width
     # is split.
     (r"visual/patches/kernel$", P(None, None, None, None, "fsdp")),  # [columns, rows, frames, channels, E]
+    (r"visual/patches/still/kernel$", P(None, None, None, "fsdp")),  # [columns, rows, channels, E]
     (r"visual/layers/mlp/down/kernel$", P(None, None, "fsdp")),  # [L, in, E]
     (r"visual/layers/.*kernel$", P(None, "fsdp")),  # [L, E, out]
     (r"visual/deep/.*kernel$", P(None, "fsdp")),  # [K, E * patches of a token, out]

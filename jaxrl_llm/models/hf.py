@@ -177,6 +177,8 @@ def pixel_scale(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
     if not settings.get("do_normalize", True):
         return (0.0,) * 3, (1.0,) * 3
     scale: dict[str, tuple[float, ...]] = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
+    if str(settings.get("image_processor_type", "")).startswith("Gemma3"):
+        scale = dict.fromkeys(scale, (0.5,) * 3)
     for name, usual in scale.items():
         # Written by transformers only if it is not the usual one.
         numbers = settings.get(name) or usual
@@ -197,7 +199,7 @@ def _unsupported(family: str, settings: dict[str, Any], known: list[str]) -> str
         return f"is not supported; there is {', '.join(known)}"
     text = VISION.get(family) or (settings.get("text_config") or {}).get("model_type")
     other = f" of the family {text}" if text in known else f"; there is {', '.join(known)}"
-    seeing = ", ".join(name for name in known if "_vl" in name)
+    seeing = ", ".join(name for name in known if "_vl" in name or name == "gemma3")
     return f"is a vision-language model of a kind that is not supported: give one of {seeing}, or a text model{other}"
 
 
@@ -312,7 +314,7 @@ def load_params(
         arrays = []
         # The host holds one part at a time.
         for spans, replicas in devices.items():
-            part = _read(where, table[name], spans, dtype, turned=name.endswith("kernel"))
+            part = _read(where, table[name], spans, dtype, turned=names.turned(name, table[name]))
             arrays += [jax.device_put(part, device) for device in replicas]
         shown.advance()
         return keep(name, jax.make_array_from_single_device_arrays(leaf.shape, place, arrays))
