@@ -37,6 +37,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -65,6 +66,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -179,6 +182,20 @@ VISION_MODELS: dict[str, tuple[int, type, Any]] = {
             "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1],
         },
         **TOKENS,
+    )),
+    # The head is not tied, and experts are fused tensors.
+    "qwen3_vl_moe": (3, Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig(
+        text_config=TEXT | {
+            "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1_000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+            },
+        },
+        vision_config=TOWER | {
+            "depth": 2, "hidden_size": 8, "out_hidden_size": 32, "intermediate_size": 20, "num_heads": 1,
+            "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+        },
+        **TOKENS | {"tie_word_embeddings": False},
     )),
     # A window of 5 tokens, fewer than the 9 of a picture, which see each other also in the local layers.
     "gemma3": (0, Gemma3ForConditionalGeneration, Gemma3Config(
@@ -411,6 +428,11 @@ def save_vision(name: str) -> None:
     arrays = vision_reference(model, processor, VISION_MODELS[name][0])
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
+    if name == "qwen3_vl_moe":
+        # As on the hub: a new model is saved with the experts as its modules have them.
+        tensors = load_file(folder / "model.safetensors")
+        turned = {key: x.swapaxes(1, 2).copy() if ".experts." in key else x for key, x in tensors.items()}
+        save_file(turned, folder / "model.safetensors", metadata={"format": "pt"})
     processor.save_pretrained(folder)
     np.savez_compressed(folder / "reference.npz", **arrays)
 

@@ -73,6 +73,7 @@ def test_greedy_completions_are_those_of_transformers(loaded):
         np.testing.assert_array_equal(ours[:count], theirs[:count])
 
 
+@pytest.mark.parametrize("loaded", ["qwen2_5_vl", "qwen3_vl_moe", "gemma3"], indirect=True)
 def test_the_trainer_computes_the_log_probabilities_of_the_sampler(loaded):
     rollouts = sampled(loaded.folder.name)
     (_, (logprobs, _)), _ = scored(loaded.model)(loaded.params, batch_of(loaded, rollouts))

@@ -33,9 +33,15 @@ from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.weights import Placing, sampling_decoder
 from jaxrl_llm.structs import Batch, Images, Prompt, Prompts
 
-NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
+NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3")
 TOLERANCE = 2e-4  # of a logit, in float32
-PATCHES = {"qwen2_vl": 84, "qwen2_5_vl": 160, "qwen3_vl": 84, "gemma3": 108}  # of the largest prompt
+PATCHES = {
+    "qwen2_vl": 84,
+    "qwen2_5_vl": 160,
+    "qwen3_vl": 84,
+    "qwen3_vl_moe": 84,
+    "gemma3": 108,
+}  # of the largest prompt
 
 
 class Loaded(NamedTuple):
@@ -253,7 +259,8 @@ def test_a_batch_without_pictures_does_not_run_the_tower(loaded):
     assert not np.all(np.isfinite(scored(loaded.model)(broken, jax.tree.map(lambda x: x[:2], loaded.batch()))[0][1][0]))
 
 
-@layered
+# With experts over tensor.
+@pytest.mark.parametrize("loaded", ["qwen3_vl_moe", "gemma3"], indirect=True)
 def test_a_mesh_gives_the_same_numbers(loaded):
     (_, here), gradient = scored(loaded.model)(loaded.params, loaded.batch())
     mesh = tiny.mesh_of((1, 2, 2))
@@ -346,7 +353,7 @@ SPELLINGS = [
         ("visual.blocks.", "model.layers."), ("model.visual.blocks.", "model.language_model.layers."),
     )),
     # The hub has it under the names of modules only.
-    ("qwen3_vl", ("model.visual.blocks.", "model.language_model.layers.")),
+    *((name, ("model.visual.blocks.", "model.language_model.layers.")) for name in ("qwen3_vl", "qwen3_vl_moe")),
     # On the hub and in two versions of transformers.
     *(("gemma3", prefixes) for prefixes in (
         ("vision_tower.vision_model.encoder.", "language_model.model.layers."),
@@ -376,6 +383,20 @@ def test_loading_and_exporting_changes_no_tensor_and_no_name(loaded, prefixes, t
         source / "preprocessor_config.json"
     ).read_bytes()
     close(params, loaded.params)
+
+
+def test_fused_experts_as_modules_have_them_are_the_same(tmp_path):
+    loaded = load("qwen3_vl_moe")
+    source = shutil.copytree(loaded.folder, tmp_path / "source", ignore=shutil.ignore_patterns("*.npz"))
+    tensors = load_file(source / "model.safetensors")
+    for name in tensors:
+        if ".mlp.experts." in name:
+            tensors[name] = np.ascontiguousarray(tensors[name].swapaxes(1, 2))
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    params = hf.load_params(source, loaded.model, tiny.mesh_of((1, 2, 2)))
+    close(params, loaded.params)
+    hf_export.save(tmp_path / "saved", params, source)
+    jax.tree.map(np.testing.assert_array_equal, load_file(tmp_path / "saved" / "model.safetensors"), tensors)
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
@@ -491,6 +512,7 @@ def test_prompts_with_pictures_are_joined_and_taken_like_others(loaded):
 # ---- adapters
 
 
+@pytest.mark.parametrize("loaded", [x for x in NAMES if x != "qwen3_vl_moe"], indirect=True)
 def test_adapters_stand_beside_text_layers_only_and_have_the_names_of_modules(loaded, tmp_path):
     # The tower of Qwen2.5-VL has modules of these names too.
     kind = Lora(rank=2, alpha=4.0, rs=False, targets="q_proj|gate_proj", base_dtype="", path="")

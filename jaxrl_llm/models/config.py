@@ -16,6 +16,7 @@ class Mixture:
     experts: int
     chosen: int  # experts that a token chooses
     normalized: bool  # the weights of the chosen experts add up to 1
+    fused: bool = False  # gate and up are one kernel
 
 
 @dataclass(frozen=True)

@@ -166,9 +166,17 @@ def table_of(family: str, tensors: Collection[str]) -> TensorNames:
     return max((family_table(family), module_table(family), *others), key=count)
 
 
-def turned(path: str, form: str) -> bool:
-    """Whether a tensor has the axes of its parameter in the opposite order: not if it belongs to no module."""
-    return path.endswith("kernel") and form.endswith(".weight")
+class Swapped(str):
+    """The name of a tensor whose last two axes are swapped."""
+
+
+def axes(path: str, form: str, count: int) -> tuple[int, ...]:
+    """Returns the place of each axis of a tensor among those of its part of the parameter, and the other way round."""
+    if isinstance(form, Swapped):
+        return (*range(count - 2), count - 1, count - 2)
+    # A kernel that is no `weight` belongs to no module.
+    is_weight = path.endswith("kernel") and form.endswith(".weight")
+    return tuple(range(count))[:: -1 if is_weight else 1]
 
 
 def stacked(form: str) -> int:
@@ -187,6 +195,6 @@ def tensor_shapes(params: PyTree, table: TensorNames) -> dict[str, tuple[int, ..
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_kernel):
         name = path_name(path)
         shape = tuple(leaf.shape[stacked(table[name]) :])
-        shape = shape[::-1] if turned(name, table[name]) else shape
+        shape = tuple(shape[axis] for axis in axes(name, table[name], len(shape)))
         shapes |= dict.fromkeys(tensor_names(table[name], leaf.shape), shape)
     return shapes
