@@ -97,6 +97,16 @@ class RowImages:
         """Returns a hash of the pictures of a row; "": it has none."""
         return "".join(picture.digest for picture in self.rows[row])
 
+    def spelling(self, tokenizer: Any) -> dict[str, str]:
+        """Returns what is to stand in a text for what a chat template writes for a picture; {}: the same."""
+        if not self.form.around:
+            return {}
+        begin, token, end = tokenizer.convert_ids_to_tokens(
+            [self.form.around[0], self.form.image_token, self.form.around[1]]
+        )
+        # As text: a tokenizer may join these lines with those beside them.
+        return {begin: f"\n\n{begin}{token}{end}\n\n"}
+
     def expand(
         self, ids: Sequence[np.ndarray], tokenizer: Any, source: str, numbers: Sequence[int]
     ) -> list[np.ndarray]:
@@ -104,7 +114,7 @@ class RowImages:
 
         Raises: UserError, naming source and row, if the prompt has other placeholders than those of its pictures.
         """
-        token = tokenizer.convert_ids_to_tokens(self.form.image_token)
+        token = tokenizer.convert_ids_to_tokens((*self.form.around, self.form.image_token)[0])
         expanded = []
         for i, (tokens, number) in enumerate(zip(ids, numbers, strict=True)):
             count, pictures = int((tokens == self.form.image_token).sum()), len(self.rows[i])

@@ -26,7 +26,7 @@ from jaxrl_llm.rollout.episodes import Episodes
 from jaxrl_llm.rollout.protocol import EngineInputs, Environments
 from jaxrl_llm.rollout.vllm import address, weights
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
-from jaxrl_llm.rollout.vllm.pictures import PromptRequests, server_arguments
+from jaxrl_llm.rollout.vllm.pictures import PromptRequests, check_pictures, server_arguments
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
 # Seconds: timeout of short requests, and of the wait for a server's lock.
@@ -71,6 +71,7 @@ def start(
     inputs: EngineInputs, *, managed: Callable[..., ManagedServer] | None, servers: tuple[str, ...], **settings: Any
 ) -> VllmEngine:
     """Starts the engine, and its server by managed(folder, ...). settings: of `engines.vllm`. Raises: UserError."""
+    check_pictures(inputs.pictures)
     servers = tuple(own_address(server, "servers") for server in servers)
     if settings["push_address"]:
         settings["push_address"] = own_address(settings["push_address"], "push_address")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Images, PictureLimits, Prompts
 
 
@@ -26,6 +27,17 @@ def server_arguments(limits: PictureLimits | None) -> tuple[str, ...]:
     # Without a limit for videos vLLM reserves memory for the longest one.
     counts = {"image": limits.per_prompt, "video": 0}
     return "--limit-mm-per-prompt", json.dumps(counts), "--mm-processor-kwargs", json.dumps(pixels)
+
+
+def check_pictures(limits: PictureLimits | None) -> None:
+    """Raises: UserError, for pictures that are all resized to one square (Gemma 3).
+
+    A server would write the lines around them its own way, from a prompt without them.
+    """
+    if limits and not limits.max_pixels:
+        raise UserError(
+            "config.engine: prompts with pictures of Gemma 3 cannot be sent to vLLM: sample with the engine in JAX"
+        )
 
 
 class ServerPrompt(NamedTuple):
