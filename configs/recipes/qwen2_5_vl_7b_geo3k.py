@@ -4,9 +4,9 @@ pip install -e '.[parquet,vision]'
 hf download hiyouga/geometry3k --repo-type dataset --local-dir data/geometry3k
 jaxrl train --config configs/recipes/qwen2_5_vl_7b_geo3k.py --workdir runs/geo3k
 
-In EasyR1's words (qwen2_5_vl_7b_geo3k_grpo.sh and config.yaml): those of qwen2_5_7b_math.py, min_pixels 262,144,
-max_pixels 4,194,304, freeze_vision_tower false, reward_function math.py with format_weight 0.1. What differs: the prompt
-asks for thought and box in other words; the evaluation is greedy (EasyR1 samples at temperature 0.6).
+The settings are those of qwen2_5_7b_math.py and, in EasyR1's words, min_pixels 262,144, max_pixels 4,194,304,
+freeze_vision_tower false, reward_function math.py. What differs: the prompt asks for thought and box in other words;
+the evaluation is greedy (EasyR1 samples at temperature 0.6).
 
 Expected: 0.37 to 0.48 on the 601 problems of the test set is EasyR1's result with GRPO (assets/baselines.md, v0.3.2).
 Not measured here. tests/test_recipes.py runs this file with a small model of the same architecture.
