@@ -30,15 +30,17 @@ def main() -> None:
         from jaxrl_llm.config.load import load
         from jaxrl_llm.machine.sharding import make_mesh
         from jaxrl_llm.tools.plan.phases import make_plan
+        from jaxrl_llm.tools.plan.prompts import PromptSizes
 
         workload, folder = WORKLOADS["even"], Path(made) / "model"
+        prompts = PromptSizes(workload.prompt_tokens)
         write(workload, folder)
         for case in CASES:
             peaks: dict[str, dict[str, int]] = {"update": {}, "step": {}}
             for name, more in RUNS.items():
                 config = load(ROOT / "configs" / f"{name.partition(',')[0]}.py")
                 config.update_from_flattened_dict(STEP | {"model.path": str(folder)} | case | more)
-                plan = make_plan(recipes.read(config), make_mesh(**config.mesh), workload.prompt_tokens, Path(made))
+                plan = make_plan(recipes.read(config), make_mesh(**config.mesh), prompts, Path(made))
                 holds = ", ".join(f"{what} {size / MIB:.0f}" for what, size in plan.holds.items())
                 print(f"\n{name}, {case}; it holds, MiB: {holds}")
                 for phase in plan.phases:

@@ -100,6 +100,7 @@ def main() -> None:
         from jaxrl_llm.machine.sharding import mesh_over
         from jaxrl_llm.tools.plan import phases
         from jaxrl_llm.tools.plan.chips import topology
+        from jaxrl_llm.tools.plan.prompts import PromptSizes
 
         wrong, seen, compile = 0, {}, Program.compile
 
@@ -115,7 +116,11 @@ def main() -> None:
             config.update_from_flattened_dict(USUAL | {"model.path": str(folder)} | fields)
             seen.clear()
             plan = phases.make_plan(
-                recipes.read(config), mesh_over(devices, **config.mesh), WIDTH, dump, memory=int(chip.memory * 2**30)
+                recipes.read(config),
+                mesh_over(devices, **config.mesh),
+                PromptSizes(WIDTH),
+                dump,
+                memory=int(chip.memory * 2**30),
             )
             peaks, differ = [], []
             for phase in plan.phases:

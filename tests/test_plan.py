@@ -26,6 +26,7 @@ from jaxrl_llm.tools.plan.chips import CHIPS
 from jaxrl_llm.tools.plan.expected import Endings, Usage, drawn_lengths, expected_usage
 from jaxrl_llm.tools.plan.flops import flops
 from jaxrl_llm.tools.plan.phases import Phase, make_plan
+from jaxrl_llm.tools.plan.prompts import PromptSizes
 from jaxrl_llm.tools.plan.search import candidates
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +63,7 @@ def plan(tmp_path_factory):
     config = configs.load(ROOT / "configs" / "grpo.py")
     config.update_from_flattened_dict({"microbatch": 16, "mesh.tensor": 2, "engine.max_sequences": 256})
     mesh = tiny.mesh_of((1, 4, 2))
-    return make_plan(recipes.read(config), mesh, 8, tmp_path_factory.mktemp("dump"))
+    return make_plan(recipes.read(config), mesh, PromptSizes(8), tmp_path_factory.mktemp("dump"))
 
 
 def test_a_plan_has_every_program_of_a_step_and_how_often_it_runs(plan):
@@ -107,7 +108,7 @@ def test_what_a_sampler_holds_on_chips_of_its_own_is_beside_nothing(tmp_path):
     assert (dict(mesh.shape), dict(sampler.shape)) == (
         dict(data=1, fsdp=4, tensor=1), dict(data=4, fsdp=1, tensor=1)
     )  # fmt: skip
-    apart = make_plan(recipe, mesh, 8, tmp_path, sampler_mesh=sampler)
+    apart = make_plan(recipe, mesh, PromptSizes(8), tmp_path, sampler_mesh=sampler)
     by = {phase.name.split(",")[0]: phase.beside for phase in apart.phases}
     assert by["decoding"] == by["prompts"] == 0
     policy = apart.holds["policy optimizer"] + apart.holds["policy parameters"] + apart.holds["reference"]
@@ -121,7 +122,7 @@ def test_what_a_sampler_holds_on_chips_of_its_own_is_beside_nothing(tmp_path):
 
 def test_what_is_in_the_hosts_memory_is_on_no_chip_but_where_it_is_used(plan, tmp_path):
     recipe = replace(plan.recipe, host_memory=HostMemory(reference=True, optimizer=True))
-    moved = make_plan(recipe, plan.models.mesh, 8, tmp_path)
+    moved = make_plan(recipe, plan.models.mesh, PromptSizes(8), tmp_path)
     by = {phase.name.split(",")[0]: phase.beside for phase in moved.phases}
     assert by["decoding"] == by["prompts"] == pytest.approx(moved.holds["policy parameters"], abs=64)
     assert by["scoring of reference"] == pytest.approx(moved.holds["policy parameters"], abs=64)
@@ -145,7 +146,7 @@ def test_a_phase_takes_as_long_as_its_slowest_resource():
 
 
 def test_a_program_that_the_compiler_refuses_is_a_phase_that_does_not_fit(plan):
-    planned = lambda *given: phases.SlicePlan(plan.recipe, plan.models, plan.holds, list(given), 1)  # noqa: E731
+    planned = lambda *given: phases.SlicePlan(plan.recipe, plan.models, plan.holds, list(given), 1, plan.prompts)  # noqa: E731
     refused = planned(*plan.phases, Phase("update", 1, error="too big"))
     assert plan.fits(V5E) and not refused.fits(V5E)
     crowded = planned(Phase("update", 1, program=9 * 2**30, beside=7 * 2**30))
@@ -157,7 +158,7 @@ def test_a_search_compiles_nothing_for_what_cannot_fit_and_tries_only_meshes_tha
     found = list(candidates(recipe, 16))
     assert {(c.mesh.fsdp, c.mesh.tensor) for c in found} == {(16, 1), (8, 2)}  # the model has 2 heads of keys
     assert all(c.prompts_per_update % c.microbatch == 0 and c.microbatch % c.mesh.fsdp == 0 for c in found)
-    small = make_plan(recipe, tiny.mesh_of((1, 4, 2)), 8, tmp_path, memory=2**20)
+    small = make_plan(recipe, tiny.mesh_of((1, 4, 2)), PromptSizes(8), tmp_path, memory=2**20)
     assert [phase.name for phase in small.phases] == ["sampling"] and not small.fits(V5E)
 
 

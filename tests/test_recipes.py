@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from PIL import Image
 from safetensors import safe_open
 from test_train import records, run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.configs.recipes import qwen2_0_5b_tldr, qwen2_5_3b_tinyzero, qwen2_5_7b_math
+from jaxrl_llm.models import new_model
 
 PROBLEMS = [
     ("Tom has 3 apples and buys 4 more. How many has he?", "He has 3 + 4 = <<3+4=7>>7 apples.\n#### 7"),
@@ -225,3 +229,71 @@ def test_the_recipes_of_search_r1_run_end_to_end(name, qwen, tmp_path):
     record = records(tmp_path / "run")[-1]
     assert record["sampler/gap_mean"] < 0.02
     assert record["reward/search.exact_match"] == 0  # of random weights
+
+
+TOWER = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24}
+# What Qwen3-VL's config.json says in other words than Qwen2.5-VL's.
+QWEN3_VL = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl"}
+QWEN3_TOWER = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0], "hidden_act": "gelu_pytorch_tanh"}
+
+
+def write_vision(folder: Path, family: str, rows: list[dict]) -> Path:
+    """A small model with a tower, of the architecture of a recipe, and the folder it is in."""
+    bare = folder / "bare"
+    sizes = dict(zip(new_model.SIZES, (32, 2, 4, 2, 48), strict=True)) | {"vision_config": TOWER}
+    new_model.write_folder(bare, sizes, rows, "answer")
+    if family == "qwen3_vl":
+        config = json.loads((bare / "config.json").read_text())
+        rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+        text = config["text_config"] | {"model_type": "qwen3_vl_text", "head_dim": 8, "rope_parameters": rope}
+        tower = config["vision_config"] | QWEN3_TOWER
+        (bare / "config.json").write_text(json.dumps(config | QWEN3_VL | {"text_config": text, "vision_config": tower}))
+    write_weights(bare)
+    return folder / "qwen"
+
+
+def write_geometry3k(folder: Path) -> list[dict]:
+    """Writes problems in the columns of geometry3k: pictures of several sizes, and one problem with two."""
+    rows = []
+    for i, (question, _) in enumerate(PROBLEMS):
+        images = []
+        for k in range(1 + (i == 1)):
+            pixels = np.random.default_rng((i, k)).integers(0, 256, (56 + 28 * i, 84, 3), np.uint8)
+            Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
+            images.append({"bytes": file.getvalue(), "path": f"{i}_{k}.png"})
+        rows.append({"images": images, "problem": "<image>" * len(images) + question, "answer": str(i)})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "family"),
+    [
+        ("qwen2_5_vl_3b_geo3k", "qwen2_5_vl"),
+        ("qwen2_5_vl_7b_geo3k", "qwen2_5_vl"),
+        ("qwen3_vl_4b_geo3k_lora", "qwen3_vl"),
+    ],
+)
+def test_the_recipes_of_geometry3k_run_end_to_end(recipe, family, tmp_path):
+    rows = write_geometry3k(tmp_path)
+    texts = [{"prompt": row["problem"] + qwen2_5_7b_math.FORM, "answer": "0123456789"} for row in rows]
+    model, rows_file = write_vision(tmp_path, family, texts), tmp_path / "rows.parquet"
+    small = [
+        f"--config.model.path={model}", f"--config.data.source={rows_file}", f"--config.eval.source={rows_file}",
+        "--config.num_steps=1", "--config.prompts_per_step=4", "--config.prompts_per_update=2", "--config.microbatch=2",
+        "--config.group_size=2", "--config.rollout.max_completion_tokens=8", "--config.mesh.fsdp=2",
+        "--config.data.min_pixels=3136", "--config.data.max_pixels=15680", "--config.log.completions_every=1",
+    ]  # fmt: skip
+    result = run(tmp_path / "run", *small, config=f"configs/recipes/{recipe}.py")
+    assert result.returncode == 0, result.stderr
+    first, record = records(tmp_path / "run")
+    assert "pictures" in result.stdout and "5 of at most" in result.stdout
+    assert record["reward/easyr1.math"] == record["eval/accuracy"] == first["eval/accuracy"] == 0  # of random weights
+    assert record["easyr1.math/accuracy"] == record["easyr1.math/format"] == 0
+    assert record["kl/coef"] == pytest.approx(0.01) and record["sampler/gap_mean"] < 0.02
+    (message,) = json.loads((tmp_path / "run" / "completions.jsonl").read_text().splitlines()[-1])["prompt"]
+    assert message["content"][0]["type"] == "image"
+    assert message["content"][-1]["text"].endswith(f"?\n\n{qwen2_5_7b_math.FORM}")
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert "hf" in names and ("adapter" in names) == ("lora" in recipe)

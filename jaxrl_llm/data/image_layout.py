@@ -112,6 +112,11 @@ def patch_count(grids: Sequence[Grid], form: ImageFormat) -> int:
     return sum(-(-rows // w) * -(-columns // w) for rows, columns in grids) * (w * form.merge) ** 2
 
 
+def image_sizes(patches: int, form: ImageFormat) -> ImageSizes:
+    """Returns the sizes of the pictures of prompts with at most so many patches."""
+    return ImageSizes(patches, 3 * form.patch**2, patches // form.merge**2)
+
+
 def patches(image: np.ndarray, form: ImageFormat) -> np.ndarray:
     """Returns the patches [n, 3 patch^2] of pixels [height, width, 3], channel first, in the order of the tower."""
     grid = (image.shape[0] // form.factor, image.shape[1] // form.factor)
@@ -131,7 +136,7 @@ def stack(
     pictures, as `images.pixels` makes them. Raises: ValueError, if a prompt is not expanded for its pictures.
     """
     size, width = tokens.shape
-    result = Images.padding((size,), width, ImageSizes(count, 3 * form.patch**2, count // form.merge**2))
+    result = Images.padding((size,), width, image_sizes(count, form))
     for b, pictures in enumerate(images):
         at = np.flatnonzero(mask[b])
         grids = [(x.shape[0] // form.factor, x.shape[1] // form.factor) for x in pictures]

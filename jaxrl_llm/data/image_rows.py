@@ -66,7 +66,7 @@ class RowImages:
     @property
     def sizes(self) -> ImageSizes:
         """The sizes of the pictures of each prompt in a batch."""
-        return ImageSizes(self.patches, 3 * self.form.patch**2, self.patches // self.form.merge**2)
+        return image_layout.image_sizes(self.patches, self.form)
 
     @property
     def tokens(self) -> int:

@@ -23,6 +23,7 @@ from jaxrl_llm.tools.plan.chips import Chip, topology
 from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES
 from jaxrl_llm.tools.plan.expected import check_mean
 from jaxrl_llm.tools.plan.phases import Phase, SlicePlan, make_plan, plan_meshes
+from jaxrl_llm.tools.plan.prompts import prompt_sizes
 from jaxrl_llm.tools.plan.search import search
 
 DESCRIPTION = (
@@ -38,6 +39,12 @@ def main() -> None:
     parser.add_argument("--slices", type=int, default=1, metavar="N", help="N of them, joined by a network")
     parser.add_argument(
         "--prompt-tokens", type=int, help="length of the prompts (default: the limit, config.data.max_prompt_tokens)"
+    )
+    parser.add_argument(
+        "--pixels",
+        default="",
+        metavar="WxH[xN]",
+        help="pictures of a prompt, whose tokens are among its (default: none)",
     )
     parser.add_argument(
         "--lengths", type=float, metavar="MEAN", help="mean tokens of a completion, for decoding (default: half of C)"
@@ -58,11 +65,12 @@ def main() -> None:
     limit = recipe.rollout.max_completion_tokens
     mean = args.lengths if args.lengths is not None else limit / 2
     check_mean(mean, limit)
+    prompts = prompt_sizes(recipe, args.prompt_tokens or recipe.data.max_prompt_tokens, args.pixels)
     with TemporaryDirectory() as dump:
         # Before XLA starts. JAX below 0.12 does not say how much memory a TPU program needs, but XLA reports it here.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
         chip, devices = topology(args.topology, args.slices)
-        sizes = args.prompt_tokens or recipe.data.max_prompt_tokens, Path(dump), mean
+        sizes = prompts, Path(dump), mean
         console = Console(stderr=args.json, width=150, highlight=False)
         with redirect_stdout(sys.stderr) if args.json else nullcontext():
             if args.search:
@@ -87,6 +95,8 @@ def print_plan(plan: SlicePlan, chip: Chip, args: Namespace, console: Console) -
     console.print(f"\n{title(plan, where)}")
     holds = ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.holds.items())
     console.print(f"each chip holds, GiB: {holds}")
+    if plan.models.model.cfg.vision:
+        console.print(pictures_line(plan))
     if plan.stream:
         console.print(sampling_line(plan, args))
     table = Table()
@@ -119,6 +129,17 @@ def sampling_line(plan: SlicePlan, args: Namespace) -> str:
     places = f"{stream.sequences} slots, {stream.pages:,} pages of {stream.page} tokens, {stream.prompts} prompts"
     why = "--lengths" if args.lengths is not None else "half of C, as --lengths is not given"
     return f"sampler, a device: {places}; completions of {plan.tokens / count:,.0f} tokens on average ({why})"
+
+
+def pictures_line(plan: SlicePlan) -> str:
+    """Returns a line on the pictures of prompts, for a model that reads them."""
+    prompts = plan.prompts
+    if not prompts.images:
+        return f"prompts of {prompts.width:,} tokens of text: --pixels plans for pictures"
+    return (
+        f"prompts of {prompts.width:,} tokens, {prompts.picture_tokens:,} of them of pictures of "
+        f"{prompts.images.patches:,} patches"
+    )
 
 
 def print_collectives(phase: Phase, count: int, console: Console) -> None:
@@ -184,6 +205,7 @@ def as_json(plan: SlicePlan, chip: Chip) -> dict[str, Any]:
         "mesh": dict(plan.models.mesh.shape),
         "config": {name: getattr(recipe, name) for name in ("prompts_per_step", "group_size", "microbatch")}
         | {"model.remat": model.remat, "model.row_parts": model.row_parts},
+        "prompts": plan.prompts._asdict() | {"images": plan.prompts.images and plan.prompts.images._asdict()},
         "memory": chip.memory * GIB,
         "holds": plan.holds,
         "phases": phases,

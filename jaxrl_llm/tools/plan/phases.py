@@ -40,6 +40,7 @@ from jaxrl_llm.tools.plan.chips import Chip
 from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES, Collective, collectives
 from jaxrl_llm.tools.plan.expected import Usage, drawn_lengths, expected_usage
 from jaxrl_llm.tools.plan.flops import flops
+from jaxrl_llm.tools.plan.prompts import PromptSizes
 
 FUSED = 'custom_call_target="tpu_custom_call"'  # a Pallas kernel, such as that of attention
 
@@ -102,6 +103,7 @@ class StepSampling:
     usage: dict[str, Usage]  # by the name of a program
     cached: int  # bytes of a token in the cache
     weights: int  # bytes of the sampler's copy
+    read: int  # those of them that each token of decoding reads: all but the tower
     chips: int  # that sample
 
     def holds(self, *, apart: bool) -> dict[str, int]:
@@ -126,7 +128,7 @@ class StepSampling:
         copied = stream.width * slots.prompts * (slots.prompts < stream.prompts)
         copied += 2 * stream.page * slots.pages * (slots.pages < stream.pages)
         tokens = usage.turns * slots.prompts * stream.width + usage.pages * stream.page + usage.calls * 2 * copied
-        return (usage.turns * self.weights + tokens * self.cached) / usage.calls
+        return (usage.turns * self.read + tokens * self.cached) / usage.calls
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ class SlicePlan:
     holds: dict[str, int]  # bytes on a chip: parameters, optimizer ...
     phases: list[Phase]
     tokens: int  # of the completions of a step
+    prompts: PromptSizes
     stream: StreamSizes | None = None  # of the in-JAX engine, on a chip
 
     def seconds(self, chip: Chip) -> float:
@@ -154,7 +157,7 @@ class SlicePlan:
 def make_plan(
     recipe: Recipe,
     mesh: Mesh,
-    width: int,
+    prompts: PromptSizes,
     dump: Path,
     mean: float = 0.0,
     *,
@@ -164,7 +167,7 @@ def make_plan(
 ) -> SlicePlan:
     """Compiles the programs of a step, in the shapes of completions that all have their largest length.
 
-    width: tokens of a prompt; dump: the empty folder in which XLA reports the memory of programs.
+    dump: the empty folder in which XLA reports the memory of programs.
     mean: tokens of a completion, for how often the sampler's programs run; 0: half of the largest length.
     sampler_mesh: of the sampler's own chips; None: it shares `mesh`. say: gets each phase when it is compiled.
     memory: bytes of a chip, which bound the sampler's cache as in a run; 0: nothing does.
@@ -174,8 +177,10 @@ def make_plan(
     folder = hf.find(recipe.model.path, weights=False)
     models = describe_models(recipe.model, recipe.adapters, recipe.other_paths, mesh, folder, weights=False)
     fit.check_router(recipe, models.model.cfg)
+    fit.check_vision(recipe, models.model.cfg)
     for name, other in models.others.items():
-        fit.check_other_model(f"{name}.path", hf.load_model(other).cfg, models.model.cfg)
+        cfg = hf.load_model(other).cfg
+        fit.check_other_model(f"{name}.path", cfg, models.model.cfg, reads=prompts.images is not None)
     frozen = {name: _frozen(models, name, recipe.model) for name in recipe.frozen}
     base = _base(models)
     learning = make_learning(recipe, models, lambda: None, base, frozen.__getitem__)
@@ -184,10 +189,10 @@ def make_plan(
     book, phases = Book(), list[Phase]()
     packing = make_packing(models, learning, book)
     limit = recipe.rollout.max_completion_tokens
-    shape = packing(np.full((recipe.prompts_per_step, recipe.group_size), limit), width).shape[1:]
+    shape = packing(np.full((recipe.prompts_per_step, recipe.group_size), limit), prompts.width).shape[1:]
     apart, sampler_mesh = recipe.sampler_devices > 0, sampler_mesh or mesh
     room = cache_memory(recipe, models, learning, sampler_mesh, states, memory)
-    stream = stream_sizes(recipe, models, sampler_mesh, width, room)
+    stream = stream_sizes(recipe, models, sampler_mesh, prompts.width, room)
     sampler = _sampler(models, recipe, sampler_mesh, room)
     lengths = drawn_lengths(recipe.sizes.sequences_per_step, mean or limit / 2, limit)
     usage = expected_usage(stream, lengths, prompt_shards(sampler_mesh), partial=recipe.rollout.partial)
@@ -195,14 +200,15 @@ def make_plan(
     params, in_int8 = policy.all_parameters(policy.shapes), recipe.chosen_engine.in_int8
     copy = copy_shapes(models.model, sampler_mesh, models.mesh, params, in_int8=in_int8)
     cached = page_kind(sampler_mesh, models.model.cfg, recipe.chosen_engine.cache_dtype).token_bytes
-    sampled = StepSampling(stream, usage, cached, device_bytes(copy), sampler_mesh.size)
+    read = device_bytes({name: leaf for name, leaf in copy.items() if name != TOWER})
+    sampled = StepSampling(stream, usage, cached, device_bytes(copy), read, sampler_mesh.size)
     learning_holds = _holds(resident(states, recipe.host_memory))
     sampling_holds = sampled.holds(apart=apart) if recipe.chosen_engine.in_trainer else {}
     holds, sums = learning_holds | sampling_holds, (sum(learning_holds.values()), sum(sampling_holds.values()))
     if memory and (max(sums) if apart else sum(sums)) > memory:
         phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
-        return SlicePlan(recipe, models, holds, phases, 0)
-    for program in _programs(recipe, learning, sampler, shape[1:], width):
+        return SlicePlan(recipe, models, holds, phases, 0, prompts)
+    for program in _programs(recipe, learning, sampler, shape[1:], prompts):
         if sampled.leaves_out(program):
             continue
         on_sampler = apart and program.phase in SAMPLING
@@ -215,7 +221,7 @@ def make_plan(
         phases.append(phase)
     book.close()
     of_engine = stream if recipe.chosen_engine.in_trainer else None
-    return SlicePlan(recipe, models, holds, phases, int(lengths.sum()), of_engine)
+    return SlicePlan(recipe, models, holds, phases, int(lengths.sum()), prompts, of_engine)
 
 
 def plan_meshes(devices: Sequence[Any], recipe: Recipe) -> tuple[Mesh, Mesh]:
@@ -283,19 +289,20 @@ def _sampler(models: Models, recipe: Recipe, mesh: Mesh, cache_bytes: int) -> Sa
 
 
 def _programs(
-    recipe: Recipe, learning: Learning, sampler: Sampler, shape: tuple[int, int], width: int
+    recipe: Recipe, learning: Learning, sampler: Sampler, shape: tuple[int, int], prompts: PromptSizes
 ) -> Iterator[Program]:
     """Yields the programs of a step. Another engine samples elsewhere."""
     policy = learning.learners["policy"]
     sampler_programs = sampler.programs(
         policy.all_parameters(policy.shapes),
         **recipe.sampled._asdict(),
-        width=width,
+        width=prompts.width,
         group=recipe.group_size,
         sampling=learning.sampling,
+        image_sizes=prompts.images,
     )
     yield from sampler_programs if recipe.chosen_engine.in_trainer else ()
-    yield from learning_programs(learning, [shape], width, recipe.credit.weights)
+    yield from learning_programs(learning, [shape], prompts.width, recipe.credit.weights, prompts.images)
 
 
 def _measure(

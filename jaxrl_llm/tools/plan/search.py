@@ -17,17 +17,23 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.recipe.recipe import Recipe
 from jaxrl_llm.tools.plan.chips import Chip
 from jaxrl_llm.tools.plan.phases import Phase, SlicePlan, make_plan, plan_meshes
+from jaxrl_llm.tools.plan.prompts import PromptSizes
 
 # A forward pass and a backward one of twice its cost are 3; full recomputation adds a forward pass.
 PASSES = {"none": 3.0, "dots": 3.2, "full": 4.0}  # forward passes of an update that costs about as much
 
 
 def search(
-    recipe: Recipe, devices: Sequence[Any], chip: Chip, sizes: tuple[int, Path, float], count: int, console: Console
+    recipe: Recipe,
+    devices: Sequence[Any],
+    chip: Chip,
+    sizes: tuple[PromptSizes, Path, float],
+    count: int,
+    console: Console,
 ) -> list[SlicePlan]:
     """Returns the plans of the first `count` candidates that fit, the one with the shortest estimated step first.
 
-    sizes: width, dump and mean of `make_plan`.
+    sizes: prompts, dump and mean of `make_plan`.
     """
     # Compiling takes minutes a candidate, so a rough estimate without the compiler decides the order.
     plans: list[SlicePlan] = []
