@@ -26,7 +26,7 @@ from jaxrl_llm.data import image_layout, images
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.models import hf, hf_export, names, peft, vision
+from jaxrl_llm.models import attention_tpu, hf, hf_export, names, peft, vision
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.rollout.jax.engine import Sampler
@@ -601,3 +601,19 @@ def test_a_tower_that_does_not_fit_its_decoder_is_one_line(changes):
     config["vision_config"] |= changes
     with pytest.raises(UserError, match=next(iter(changes))):
         module_of(load("qwen3_vl")).decoder_config(config)
+
+
+# ---- pictures whose tokens see each other
+
+
+def test_the_kernel_of_a_tpu_reads_pictures_as_the_plain_form(monkeypatch):
+    loaded = load("gemma3")
+    monkeypatch.setattr(attention_tpu, "fits", lambda *_: True)
+    monkeypatch.setattr(attention_tpu, "attend_tpu", partial(attention_tpu.attend_tpu, interpret=True))
+    model = Decoder(loaded.model.cfg, tiny.mesh_of((1, 1, 1)))
+    with jax.default_matmul_precision("highest"):
+        # Its gradients are tested alone.
+        score = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))
+        there = score(loaded.params, loaded.batch(group=2))
+    (_, here), _ = scored(loaded.model)(loaded.params, loaded.batch(group=2))
+    close(there, here, 1e-4)
