@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.credit import make_credit
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config.load import flatten, with_names
-from jaxrl_llm.data import columns, encoding
+from jaxrl_llm.data import columns, encoding, image_rows
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import drawn
 from jaxrl_llm.data.images import read_format
@@ -54,7 +54,7 @@ from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.reading import page_kind
 from jaxrl_llm.rollout.jax.sizes import StreamSizes, at_once, cache_bytes, sizes_of
-from jaxrl_llm.rollout.protocol import Engine, EngineInputs, PictureLimits
+from jaxrl_llm.rollout.protocol import Engine, EngineInputs
 from jaxrl_llm.rollout.samples import CompletionTask, SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.rollout.weights import copy_shapes
@@ -352,7 +352,7 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs, room: int) -> A
             recipe.sizes.sequences_per_step,
             room,
             recipe.observation_tokens,
-            picture_limits(dataset, inputs.held_out),
+            image_rows.limits(dataset.images, inputs.held_out.images),
             inputs.sampler_mesh,
         )
     )
@@ -375,13 +375,6 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs, room: int) -> A
         device=inputs.sampler_device,
     )
     return opened.enter_context(closing(actor))
-
-
-def picture_limits(*datasets: data.Dataset) -> PictureLimits | None:
-    """Returns the limits of all pictures; None: there are none."""
-    images = [dataset.images for dataset in datasets if dataset.images and dataset.images.count]
-    form = images[0].form if images else None
-    return PictureLimits(max(x.most for x in images), form.min_pixels, form.max_pixels) if form else None
 
 
 def cache_memory(recipe: Recipe, models: Models, learning: Learning, mesh: Mesh, states: PyTree, memory: int) -> int:

@@ -70,13 +70,13 @@ def main() -> None:
     extract = answer_of(args)
     step = run.find(args.step) if run else 0
     with redirect_stdout(sys.stderr) if args.json else nullcontext():
-        graded, rows = sample(args, run, step)
-    measured = scores.measure_all(graded, rows, extract, args.by)
+        graded, dataset = sample(args, run, step)
+    measured = scores.measure_all(graded, dataset.rows, extract, args.by)
     title = f"{f'step {step} of {args.run}' if run else args.model} on {args.task or args.source}"
     if args.page:
         from jaxrl_llm.tools.report import samples  # it imports plotly
 
-        page = samples.render(title, measured, graded, rows)
+        page = samples.render(title, measured, graded, dataset)
         try:
             args.page.write_text(page, encoding="utf-8")
         except OSError as error:
@@ -92,8 +92,8 @@ def main() -> None:
         print_banner(f"{args.by} = {value}", scores.lines(part))
 
 
-def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[Graded, list[dict[str, Any]]]:
-    """Loads model and problems, and returns the graded completions and the rows. Raises: UserError."""
+def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[Graded, data.Dataset]:
+    """Loads model and problems, and returns the graded completions and the problems. Raises: UserError."""
     environment = environment_of(args, run)
     mesh = sharding.make_mesh(**(run.mesh if run else dict(data=1, fsdp=-1, tensor=1)))
     with ExitStack() as opened:
@@ -156,7 +156,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
             batch=batch,
             seed=args.seed,
         )
-    return graded, dataset.rows
+    return graded, dataset
 
 
 def answer_of(args: argparse.Namespace) -> Callable[[str], Any] | None:
@@ -177,7 +177,7 @@ def parse() -> argparse.Namespace:
     add("--model", help="a Hugging Face folder or hub id")
     add("--run", type=Path, metavar="WORKDIR", help="a run: its checkpoint, and all that is not given here")
     add("--step", default="last", help="the run's checkpoint: a number, best or last (default)")
-    add("--task", help="a task (arithmetic, countdown), or a file of rows")
+    add("--task", help="a task (arithmetic, countdown, digits_in_pictures), or a file of rows")
     add(
         "--function",
         nargs="+",
@@ -241,7 +241,7 @@ def parse() -> argparse.Namespace:
     if args.page:
         extras.require("plotly", "report", "--page")
     if args.model and not args.task:
-        raise UserError("--task is missing: give a task (arithmetic, countdown), or a file of rows")
+        raise UserError("--task is missing: give a task (arithmetic, countdown, digits_in_pictures), or a file of rows")
     if args.task:
         args.source = f"{args.task}.held_out" if is_task(args.task) else args.task
         check_task(args.task)

@@ -70,6 +70,14 @@ class ImageSizes(NamedTuple):
     tokens: int  # M
 
 
+class PictureLimits(NamedTuple):
+    """The pictures of all prompts of a run."""
+
+    per_prompt: int  # at most
+    min_pixels: int
+    max_pixels: int
+
+
 class Prompt(NamedTuple):
     """The prompts that a model reads."""
 

@@ -37,12 +37,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GenerationConfig,
     LlamaConfig,
@@ -63,7 +66,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 FOLDER = Path(__file__).parent / "references"
@@ -141,6 +147,7 @@ MODELS: dict[str, tuple[int, type, Any, int | str]] = {
 
 IMAGE, VIDEO, START, END = 60, 61, 62, 63  # tokens: two that stand for a picture and a film, and two around them
 PATCH, MERGE, FRAMES = 4, 2, 2
+SQUARE = 3  # rows, and columns, of merged tokens of all pictures of Gemma 3
 TEXT = SHARED | {
     "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 64, "tie_word_embeddings": True,
     "bos_token_id": None, "eos_token_id": None,
@@ -175,6 +182,37 @@ VISION_MODELS: dict[str, tuple[int, type, Any]] = {
             "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1],
         },
         **TOKENS,
+    )),
+    # The head is not tied, and experts are fused tensors.
+    "qwen3_vl_moe": (3, Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig(
+        text_config=TEXT | {
+            "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1_000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+            },
+        },
+        vision_config=TOWER | {
+            "depth": 2, "hidden_size": 8, "out_hidden_size": 32, "intermediate_size": 20, "num_heads": 1,
+            "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+        },
+        **TOKENS | {"tie_word_embeddings": False},
+    )),
+    # A window of 5 tokens, fewer than the 9 of a picture, which see each other also in the local layers.
+    "gemma3": (0, Gemma3ForConditionalGeneration, Gemma3Config(
+        text_config=SHARED | GEMMA | {
+            "intermediate_size": 16, "vocab_size": 64, "bos_token_id": None, "eos_token_id": None,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0},
+            },
+        },
+        vision_config={
+            "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 20,
+            "image_size": SQUARE * MERGE * PATCH, "patch_size": PATCH, "layer_norm_eps": 1e-3, "vision_use_head": False,
+        },
+        mm_tokens_per_image=SQUARE**2, image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END,
+        bos_token_id=None, eos_token_id=None,
     )),
 }  # fmt: skip
 # Rows and columns of merged tokens of the pictures of each prompt: between texts, none, at both ends, several.
@@ -282,19 +320,21 @@ def build_vision(name: str, seed: int) -> Any:
             if parameter_name.endswith("bias"):
                 parameter.copy_(0.5 * noise)
             elif "norm" in parameter_name or "ln_q" in parameter_name:
-                parameter.copy_(1 + 0.3 * noise)
+                centered = name == "gemma3" and "vision_tower" not in parameter_name
+                parameter.copy_((0 if centered else 1) + 0.3 * noise)
             else:
                 parameter.copy_(0.2 * noise)
     model.generation_config = GenerationConfig(pad_token_id=0)
     return model
 
 
-def picture_inputs(seed: int) -> tuple[dict[str, np.ndarray], list[list[np.ndarray]]]:
+def picture_inputs(seed: int, squares: bool) -> tuple[dict[str, np.ndarray], list[list[np.ndarray]]]:
     """Prompts padded on the left, with completions of several lengths, and the pictures of each prompt."""
+    all_grids = [[(SQUARE, SQUARE)] * len(grids) for grids in GRIDS] if squares else GRIDS
     rng = np.random.default_rng(seed)
     text = lambda most: rng.integers(1, IMAGE, rng.integers(1, most)).tolist()  # noqa: E731
     prompts, pictures = [], []
-    for row, grids in enumerate(GRIDS):
+    for row, grids in enumerate(all_grids):
         # The third prompt begins and ends with a picture.
         tokens = [] if row == 2 else text(5)
         for i, (height, width) in enumerate(grids):
@@ -318,43 +358,51 @@ def picture_inputs(seed: int) -> tuple[dict[str, np.ndarray], list[list[np.ndarr
 
 def vision_reference(model: Any, processor: Any, seed: int) -> dict[str, np.ndarray]:
     """The arrays of reference.npz of a model that reads pictures."""
-    arrays, pictures = picture_inputs(seed)
+    squares = model.config.model_type == "gemma3"
+    never = [IMAGE] if squares else [IMAGE, VIDEO]
+    arrays, pictures = picture_inputs(seed, squares)
     processed = processor([x for row in pictures for x in row], return_tensors="pt")
     tokens = np.concatenate([arrays["tokens"], arrays["completions"]], axis=1)
     mask = np.concatenate([arrays["mask"], arrays["completion_mask"]], axis=1)
     inputs = {
-        "input_ids": _ids(tokens), "attention_mask": _ids(mask), "mm_token_type_ids": _ids(tokens == IMAGE).int(),
-        "pixel_values": processed["pixel_values"], "image_grid_thw": processed["image_grid_thw"],
+        "input_ids": _ids(tokens), "attention_mask": _ids(mask), "pixel_values": processed["pixel_values"],
+        "token_type_ids" if squares else "mm_token_type_ids": _ids(tokens == IMAGE).int(),
     }  # fmt: skip
-    expected = [(1, MERGE * height, MERGE * width) for grids in GRIDS for height, width in grids]
-    assert processed["image_grid_thw"].tolist() == [list(grid) for grid in expected]
-    positions, _ = model.model.get_rope_index(
-        inputs["input_ids"],
-        inputs["mm_token_type_ids"],
-        inputs["image_grid_thw"],
-        attention_mask=inputs["attention_mask"],
-    )
-    arrays["positions"] = np.where(mask[:, None], positions.numpy().transpose(1, 0, 2), 0).astype(np.int32)
-    features = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
+    if squares:
+        positions = torch.from_numpy(np.maximum(np.cumsum(mask, axis=1) - 1, 0))
+        in_three = np.broadcast_to(positions.numpy(), (3, *mask.shape))
+    else:
+        inputs["image_grid_thw"] = processed["image_grid_thw"]
+        expected = [(1, MERGE * height, MERGE * width) for grids in GRIDS for height, width in grids]
+        assert processed["image_grid_thw"].tolist() == [list(grid) for grid in expected]
+        grid, kinds = inputs["image_grid_thw"], inputs["mm_token_type_ids"]
+        positions, _ = model.model.get_rope_index(
+            inputs["input_ids"], kinds, grid, attention_mask=inputs["attention_mask"]
+        )
+        in_three = positions.numpy()
+    arrays["positions"] = np.where(mask[:, None], in_three.transpose(1, 0, 2), 0).astype(np.int32)
+    features = model.model.get_image_features(*(inputs[x] for x in ("pixel_values", "image_grid_thw") if x in inputs))
     every = [features.pooler_output, *getattr(features, "deepstack_features", ())]
-    arrays["features"] = torch.stack([x if torch.is_tensor(x) else torch.cat(list(x)) for x in every]).detach().numpy()
+    flat = [x if torch.is_tensor(x) else torch.cat(list(x)) for x in every]
+    arrays["features"] = torch.stack([x.flatten(0, -2) for x in flat]).detach().numpy()
     logits = model(**inputs, position_ids=positions).logits
     arrays["logits"] = logits.detach().numpy()[mask]
     before = logits[:, arrays["tokens"].shape[1] - 1 : -1].clone()
-    before[..., [IMAGE, VIDEO]] = -torch.inf
+    before[..., never] = -torch.inf
     logprobs = torch.log_softmax(before, -1).gather(-1, _ids(arrays["completions"])[..., None])[..., 0]
     logprobs = logprobs[torch.from_numpy(arrays["completion_mask"])]
     arrays["logprobs"] = logprobs.detach().numpy()
     logprobs.mean().backward()
-    for name, parameter in model.model.visual.named_parameters():
-        gradient = parameter.grad.numpy()
-        arrays[f"norm/visual.{name}"] = np.linalg.norm(gradient.astype(np.float64))
-        arrays[f"part/visual.{name}"] = part_of(gradient)
+    for name, parameter in model.model.named_parameters():
+        if not name.startswith("language_model."):
+            gradient = parameter.grad.numpy()
+            arrays[f"norm/{name}"] = np.linalg.norm(gradient.astype(np.float64))
+            arrays[f"part/{name}"] = part_of(gradient)
     prompt = {
         name: x[:, : arrays["tokens"].shape[1]] if "ids" in name or "mask" in name else x for name, x in inputs.items()
     }
     out = model.generate(
-        **prompt, max_new_tokens=PICTURE_NEW_TOKENS, do_sample=False, suppress_tokens=[IMAGE, VIDEO],
+        **prompt, max_new_tokens=PICTURE_NEW_TOKENS, do_sample=False, suppress_tokens=never,
         output_scores=True, return_dict_in_generate=True,
     )  # fmt: skip
     lead = min(float(-np.diff(torch.topk(scores, 2).values.numpy()).max()) for scores in out.scores)
@@ -374,9 +422,17 @@ def save_vision(name: str) -> None:
     model, folder = build_vision(name, VISION_MODELS[name][0]), FOLDER / name
     size = {"shortest_edge": (MERGE * PATCH) ** 2, "longest_edge": 64 * (MERGE * PATCH) ** 2}
     processor = Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=MERGE, temporal_patch_size=FRAMES, size=size)
+    if name == "gemma3":
+        side = SQUARE * MERGE * PATCH
+        processor = Gemma3ImageProcessorPil(size={"height": side, "width": side}, image_seq_length=SQUARE**2)
     arrays = vision_reference(model, processor, VISION_MODELS[name][0])
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
+    if name == "qwen3_vl_moe":
+        # As on the hub: a new model is saved with the experts as its modules have them.
+        tensors = load_file(folder / "model.safetensors")
+        turned = {key: x.swapaxes(1, 2).copy() if ".experts." in key else x for key, x in tensors.items()}
+        save_file(turned, folder / "model.safetensors", metadata={"format": "pt"})
     processor.save_pretrained(folder)
     np.savez_compressed(folder / "reference.npz", **arrays)
 

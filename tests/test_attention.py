@@ -94,6 +94,36 @@ def test_a_kernel_is_the_plain_form_and_so_are_its_gradients(kernel, limits, row
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.parametrize("limits", [(0, 0.0), (70, 2.0)], ids=["plain", "with limits"])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 2)], ids=str)
+def test_the_kernel_of_a_tpu_sees_whole_pictures_of_prompts_and_so_do_its_gradients(limits, mesh):
+    # As prompts, with padding on both sides: a row of one segment and no prompt. The window ends within a picture.
+    arrays, segment_ids, _ = case([[[600]], [[580]]], 10)
+    segment_ids = jnp.roll(segment_ids, 5, axis=-1)
+    index = np.broadcast_to(np.arange(segment_ids.shape[-1]), segment_ids.shape)
+    reach, ahead = index.copy(), 100
+    for b, first, last in ((0, 20, 119), (0, 121, 220), (0, 500, 590), (1, 5, 104), (1, 485, 584)):
+        reach[b, 0, first : last + 1] = last
+    keys, queries, window = index[0, 0], index[0, 0][:, None], limits[0] or 1000
+    seen = (keys <= reach[..., None]) & (queries - keys < window)
+    segments = np.asarray(segment_ids)
+    visible = Visible(jnp.asarray(seen & (segments[..., :, None] == segments[..., None, :])))
+    np.testing.assert_array_equal(causal_within(segment_ids, limits[0], jnp.asarray(reach)), visible.row)
+    arrays = (arrays[0] * H**-0.5, *arrays[1:])
+
+    def simple(query, own, prompt):
+        return attend(query, own, visible, soft_cap=limits[1])
+
+    def ours(query, own, prompt):
+        limited = AttentionLimits(*limits, jnp.asarray(reach), ahead)
+        return attend_tpu(query, own, segment_ids, limits=limited, mesh=tiny.mesh_of(mesh), interpret=True)
+
+    with jax.default_matmul_precision("highest"):
+        expected, found = (value_and_gradients(f, arrays, segment_ids) for f in (simple, ours))
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
 def visible_of(segment_ids, mask, window):
     """What tokens see, in plain loops: a token's position is that in its completion, after the prompt's."""
     own = np.zeros((*segment_ids.shape, segment_ids.shape[2]), bool)

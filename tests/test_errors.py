@@ -844,7 +844,8 @@ def test_fine_tuning_with_a_config_of_reinforcement_learning_is_refused(refuse: 
     "an unknown task":
         ("--task=arithmetik", "--task 'arithmetik': there is no such task or file; did you mean arithmetic?"),
     "the problems of a task": ("--task=arithmetic.held_out", "there is no such task or file; did you mean arithmetic?"),
-    "a task like no other": ("--task=lab.exam", "'lab.exam' | give one of arithmetic, countdown, or a file of rows"),
+    "a task like no other":
+        ("--task=lab.exam", "'lab.exam' | give one of arithmetic, countdown, digits_in_pictures, or a file of rows"),
     "a file without a judge": ("--task=sums.jsonl", "--task is a file | --function"),
     "an unknown judge":
         ("--task=sums.jsonl --function=math.acuracy", "--function 'math.acuracy' | mean math.accuracy?"),

@@ -669,7 +669,8 @@ def test_every_vision_model_is_said_to_be_one_with_a_family_that_trains_here():
     for family, text in hf.VISION.items():
         line = hf._unsupported(family, {}, hf.families())
         assert line.startswith(
-            "is a vision-language model of a kind that is not supported: give one of qwen2_5_vl, qwen2_vl, qwen3_vl"
+            "is a vision-language model of a kind that is not supported: give one of gemma3, qwen2_5_vl, "
+            "qwen2_vl, qwen3_vl"
         )
         assert line.endswith(f" of the family {text}" if text else ", ".join(hf.families()))
     assert hf._unsupported("bert", {}, ["llama"]) == "is not supported; there is llama"

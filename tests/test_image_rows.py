@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import string
 import struct
 import sys
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from transformers import Gemma3Processor
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm import sft
@@ -27,7 +30,9 @@ from jaxrl_llm.data.image_columns import printable_value
 from jaxrl_llm.data.images import read_format
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, new_model
-from jaxrl_llm.rollout import grading
+from jaxrl_llm.rollout import grading, scores
+from jaxrl_llm.structs import Rewards
+from jaxrl_llm.tools.report import samples
 from jaxrl_llm.tools.report.completions import prompt_text
 
 START, PAD, END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
@@ -532,3 +537,68 @@ def test_a_completion_with_a_placeholder_is_refused(tokenizer, form, monkeypatch
     answers = sft.tokenize_answers(replace(dataset, rows=dataset.rows[:1], numbers=[1]), tokenizer, settings, 9)
     batch = sft.make_batch(dataset, answers, [0], 9, tokenizer.pad_token_id, [0])
     assert (batch.images.patches == data.make_prompts(dataset, [0], 0).images.patches).all()
+
+
+def test_the_page_of_an_evaluation_shows_the_pictures_of_each_problem(tokenizer, form, monkeypatch):
+    rows = [{"problem": "<image>a", "images": [pillow(600, 56)]}, {"problem": "b", "images": []}]
+    rows += [{"problem": "<image><image>c", "images": [encoded(), pillow()]}]
+    dataset = read(rows, tokenizer, form, monkeypatch)
+    rewards = Rewards(np.ones((3, 1), np.float32), {"right": np.ones((3, 1), np.float32)})
+    graded = grading.Graded([["x"]] * 3, rewards, [], {})
+    page = samples.render("t", scores.measure_all(graded, dataset.rows, None, ""), graded, dataset)
+    shown = re.findall(r'<img src="data:image/png;base64,([^"]+)" alt="([^"]+)"', page)
+    assert [name for _, name in shown] == [picture.name for of_row in dataset.images.rows for picture in of_row]
+    sizes = [Image.open(io.BytesIO(base64.b64decode(content))).size for content, _ in shown]
+    assert sizes == [(256, 24), (56, 84), (56, 84)]
+
+
+# ---- pictures that are written as text
+
+
+def gemma(folder: Path) -> tuple[Any, Any]:
+    """A tokenizer that joins lines, with a template as Gemma 3 has it, and how its model reads pictures."""
+    template = TEMPLATE.replace(START + PAD + END, START).replace("{{ '<|' + m.role", "{{ '\\n<|' + m.role")
+    write_folder(folder, template)
+    config = json.loads((folder / "config.json").read_text())
+    tokenizer = hf.load_tokenizer(folder)
+    tokenizer.add_tokens(["\n\n", "\n\n\n", "\n\n\n\n"])
+    begin, token, end = (tokenizer.convert_tokens_to_ids(x) for x in (START, PAD, END))
+    config |= {"model_type": "gemma3", "image_token_index": token, "boi_token_index": begin, "eoi_token_index": end}
+    config |= {"vision_config": {"image_size": 24, "patch_size": 4}, "mm_tokens_per_image": 9}
+    del config["image_token_id"], config["video_token_id"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text("{}")
+    return tokenizer, read_format(folder)
+
+
+def test_a_picture_of_gemma_is_lines_of_text_that_join_their_neighbours_as_in_its_processor(tmp_path, monkeypatch):
+    tokenizer, form = gemma(tmp_path / "model")
+    contents = ["<image>\nWhich?", "A\n<image>\n\n<image>\nB", "No picture.\n\n\n", "<image><image>"]
+    rows = [{"prompt": [{"role": "user", "content": x}], "images": [pillow()] * x.count("<image>")} for x in contents]
+    dataset = read(rows, tokenizer, form, monkeypatch)
+    for name, mark in (("boi_token", START), ("image_token", PAD), ("eoi_token", END)):
+        vars(tokenizer).update({name: mark, f"{name}_id": tokenizer.convert_tokens_to_ids(mark)})
+    processor = Gemma3Processor(
+        Gemma3ImageProcessorPil(size={"height": 24, "width": 24}), tokenizer, image_seq_length=9
+    )
+    for ids, row, content in zip(dataset.ids, rows, contents, strict=True):
+        text = f"\n<|user|>{content.replace('<image>', START)}<|assistant|>"
+        theirs: Any = processor(
+            text=[text], images=[row["images"]] if row["images"] else None, add_special_tokens=False
+        )
+        assert ids.tolist() == theirs["input_ids"][0]
+    joined = tokenizer.convert_tokens_to_ids("\n\n\n")
+    assert [int((ids == joined).sum()) for ids in dataset.ids] == [1, 2, 1, 0]
+    batch = data.make_prompts(dataset, range(4), 0)
+    assert batch.images is not None and [int(x.max()) for x in batch.images.segments] == [1, 2, 0, 2]
+    np.testing.assert_array_equal(batch.images.end, batch.mask.sum(axis=1))
+    np.testing.assert_array_equal(np.diff(batch.images.positions, axis=2).max(axis=(1, 2)), 1)
+
+
+def test_what_stands_for_a_picture_of_gemma_is_refused_in_a_text(tmp_path, monkeypatch):
+    tokenizer, form = gemma(tmp_path / "model")
+    for text in (START, PAD):
+        with pytest.raises(
+            UserError, match=r"mine.rows row 1: the prompt has .* 1 times, more than its pictures \(0\)"
+        ):
+            read([{"prompt": [{"role": "user", "content": text}]}], tokenizer, form, monkeypatch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -225,9 +226,18 @@ def test_formats_are_read_from_the_folders_of_both_versions(tmp_path):
     assert images.read_format(third) == ImageFormat(7, 16, 2, 3136, 12845056, others=(8,))
     gemma = {"model_type": "gemma3", "image_token_index": 6, "mm_tokens_per_image": 256}
     gemma |= {"vision_config": {"patch_size": 14, "image_size": 896}}
-    gemma = write(tmp_path / "gemma", gemma, preprocessor_config={"resample": 2})
-    assert images.read_format(gemma) == ImageFormat(6, 14, 4, 0, 0, side=896, planes=False, resample=2)
-    assert ImageFormat(6, 14, 4, 0, 0, side=896).grid(20, 700) == (16, 16)
+    squares = ImageFormat(6, 14, 4, 0, 0, side=896, planes=False, resample=2, around=(255_999, 256_000))
+    for settings in ({"resample": 2}, {"size": {"height": 896, "width": 896}, "do_pan_and_scan": None}):
+        assert images.read_format(write(tmp_path / "gemma", gemma, preprocessor_config=settings)) == squares
+    around = gemma | {"boi_token_index": 4, "eoi_token_index": 5}
+    read = images.read_format(write(tmp_path / "gemma", around, preprocessor_config={}))
+    assert read == replace(squares, around=(4, 5))
+    assert squares.grid(20, 700) == (16, 16)
+    with pytest.raises(UserError, match="max_pixels do nothing"):
+        images.read_format(write(tmp_path / "gemma", gemma, preprocessor_config={}), max_pixels=50176)
+    wrong = write(tmp_path / "wrong", gemma, preprocessor_config={"size": {"height": 224, "width": 224}})
+    with pytest.raises(UserError, match=r"size is .*224.* and the model reads 896 x 896 pixels"):
+        images.read_format(wrong)
     assert images.read_format(write(tmp_path / "text", {"model_type": "qwen2"})) is None
     for key, value, settings in [
         ("do_resize", False, {}),

@@ -16,18 +16,20 @@ from test_vision import Loaded, load, scored
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import image_layout
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
 from jaxrl_llm.learner.packing import pack, packed_shapes
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.jax.engine import Sampler
-from jaxrl_llm.rollout.vllm.pictures import PromptRequests
+from jaxrl_llm.rollout.protocol import PictureLimits
+from jaxrl_llm.rollout.vllm.pictures import PromptRequests, check_pictures
 from jaxrl_llm.structs import Batch, Prompts, Rollouts
 
 GROUP, LENGTH = 3, 24
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "gemma3"])
 def loaded(request) -> Loaded:
     return load(request.param)
 
@@ -71,6 +73,7 @@ def test_greedy_completions_are_those_of_transformers(loaded):
         np.testing.assert_array_equal(ours[:count], theirs[:count])
 
 
+@pytest.mark.parametrize("loaded", ["qwen2_5_vl", "qwen3_vl_moe", "gemma3"], indirect=True)
 def test_the_trainer_computes_the_log_probabilities_of_the_sampler(loaded):
     rollouts = sampled(loaded.folder.name)
     (_, (logprobs, _)), _ = scored(loaded.model)(loaded.params, batch_of(loaded, rollouts))
@@ -133,11 +136,12 @@ def test_a_token_for_pictures_that_an_environment_says_gives_no_infinite_number(
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((logprobs, entropy, gradient)))
 
 
+@pytest.mark.parametrize("loaded", ["qwen2_vl", "qwen2_5_vl"], indirect=True)
 def test_a_server_gets_the_pixels_that_the_trainer_sees_and_one_token_for_each_picture(loaded):
     prompts, sent = prompts_of(loaded), PromptRequests(prompts_of(loaded))
     assert prompts.images is not None
     for b, pictures in enumerate(loaded.pictures):
-        asked = sent.asked(b)
+        asked = sent.prompt(b)
         grids = [(x.shape[0] // loaded.form.factor, x.shape[1] // loaded.form.factor) for x in pictures]
         ours = prompts.tokens[b][prompts.mask[b]]
         assert asked.expanded == ours.tolist()
@@ -150,3 +154,10 @@ def test_a_server_gets_the_pixels_that_the_trainer_sees_and_one_token_for_each_p
         for part, pixels in zip(asked.pictures, pictures, strict=True):
             png = base64.b64decode(part["url"].removeprefix("data:image/png;base64,"))
             np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(png))), pixels)
+
+
+def test_squares_of_gemma_are_not_sent_to_a_server():
+    check_pictures(None)
+    check_pictures(PictureLimits(2, 3136, 50176))
+    with pytest.raises(UserError, match="Gemma 3 cannot be sent to vLLM"):
+        check_pictures(PictureLimits(2, 0, 0))

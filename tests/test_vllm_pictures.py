@@ -18,8 +18,8 @@ from jaxrl_llm.data.images import read_format
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, hf_export
-from jaxrl_llm.rollout.protocol import PictureLimits
 from jaxrl_llm.rollout.vllm.pictures import server_arguments
+from jaxrl_llm.structs import PictureLimits
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 TOWER = {

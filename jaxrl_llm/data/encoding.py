@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
 from itertools import repeat
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import jinja2.meta
@@ -37,19 +38,20 @@ def encode(
     numbers: Sequence[int] = (),
     template_args: Mapping[str, Any] | None = None,
     row_args: Sequence[Mapping[str, Any]] = (),
+    spelling: Mapping[str, str] = MappingProxyType({}),
 ) -> list[np.ndarray]:
     """Returns the token ids (int32) of texts as they are, and of chats with the tokenizer's template. Cuts nothing.
 
     A chat ends with the generation prompt. If its last message is from the assistant, the completion continues it.
     numbers: number of each prompt in its source, from 1; template_args: arguments of the chat template; row_args:
-    further ones of each prompt, which win.
+    further ones of each prompt, which win. spelling: replaced in all texts, after the template.
     Raises: UserError, naming source and row, if the template refuses a prompt or the tokenizer would lose text.
     """
     numbers, template_args = numbers or range(1, len(prompts) + 1), dict(template_args or {})
     if any(not isinstance(prompt, str) for prompt in prompts):
         check_template(tokenizer, source, template_args, zip(numbers, row_args, strict=False))
     # The cache saves minutes at the start of a run with a large data set.
-    key, ids = _key(tokenizer, prompts, template_args, row_args), None
+    key, ids = _key(tokenizer, prompts, template_args | dict(spelling), row_args), None
     if key:
         ids = user_cache.load_ids(key, len(prompts))
     if ids is None:
@@ -59,6 +61,8 @@ def encode(
                 prompt_args = [template_args | dict(row_arg) for row_arg in row_args[chunk]] or repeat(template_args)
                 rows = zip(numbers[chunk], prompts[chunk], prompt_args, strict=False)
                 texts = [_render(source, number, prompt, tokenizer, args) for number, prompt, args in rows]
+                for mark, text in spelling.items():
+                    texts = [x.replace(mark, text) for x in texts]
                 ids += _encode(texts, tokenizer, source, numbers[chunk])
                 task.advance(len(texts))
         if key:

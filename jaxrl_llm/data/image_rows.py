@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +20,10 @@ from jaxrl_llm.data.image_columns import is_pillow
 from jaxrl_llm.data.images import Grid, ImageFormat
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import extras, progress
-from jaxrl_llm.structs import Images, ImageSizes
+from jaxrl_llm.structs import Images, ImageSizes, PictureLimits
 
 THREADS = min(16, os.cpu_count() or 1)  # that open pictures: Pillow decodes without Python's lock
+SMALL = 256  # pixels of a side of a thumbnail, at most
 FEW = 64  # pictures that are measured at a time: the first broken one ends the reading soon
 
 
@@ -60,11 +63,6 @@ class RowImages:
         """N: the most patches of a prompt, with those that pad windows."""
         return max((image_layout.patch_count(self.grids(i), self.form) for i in range(len(self.rows))), default=0)
 
-    @cached_property
-    def most(self) -> int:
-        """The most pictures of a prompt."""
-        return max(map(len, self.rows), default=0)
-
     @property
     def sizes(self) -> ImageSizes:
         """The sizes of the pictures of each prompt in a batch."""
@@ -99,6 +97,16 @@ class RowImages:
         """Returns a hash of the pictures of a row; "": it has none."""
         return "".join(picture.digest for picture in self.rows[row])
 
+    def spelling(self, tokenizer: Any) -> dict[str, str]:
+        """Returns what is to stand in a text for what a chat template writes for a picture; {}: the same."""
+        if not self.form.around:
+            return {}
+        begin, token, end = tokenizer.convert_ids_to_tokens(
+            [self.form.around[0], self.form.image_token, self.form.around[1]]
+        )
+        # As text: a tokenizer may join these lines with those beside them.
+        return {begin: f"\n\n{begin}{token}{end}\n\n"}
+
     def expand(
         self, ids: Sequence[np.ndarray], tokenizer: Any, source: str, numbers: Sequence[int]
     ) -> list[np.ndarray]:
@@ -106,7 +114,7 @@ class RowImages:
 
         Raises: UserError, naming source and row, if the prompt has other placeholders than those of its pictures.
         """
-        token = tokenizer.convert_ids_to_tokens(self.form.image_token)
+        token = tokenizer.convert_ids_to_tokens((*self.form.around, self.form.image_token)[0])
         expanded = []
         for i, (tokens, number) in enumerate(zip(ids, numbers, strict=True)):
             count, pictures = int((tokens == self.form.image_token).sum()), len(self.rows[i])
@@ -148,6 +156,15 @@ class RowImages:
                 raise UserError(
                     f"{source} row {number}: the completion has {token}, which no completion may have: take it out"
                 )
+
+
+def limits(*sets: RowImages | None) -> PictureLimits | None:
+    """Returns the limits of the pictures of several data sets; None: there are none."""
+    filled = [images for images in sets if images and images.count]
+    if not filled:
+        return None
+    form = filled[0].form
+    return PictureLimits(max(len(row) for images in filled for row in images.rows), form.min_pixels, form.max_pixels)
 
 
 def join(parts: Sequence[RowImages | None]) -> RowImages | None:
@@ -200,6 +217,19 @@ def _pixels(picture: Picture, form: ImageFormat) -> np.ndarray:
             return image_files.pixels(image, form)
     except ValueError as error:
         raise UserError(f"{_place(picture.where, picture.source)} {error}") from None
+
+
+def thumbnail(picture: Picture) -> str:
+    """Returns a small copy of a picture as a data URL. Raises: UserError, if it can no longer be read."""
+    try:
+        with image_files.opened(picture.source, picture.folder) as image:
+            small = image.convert("RGB")
+            small.thumbnail((SMALL, SMALL))
+    except ValueError as error:
+        raise UserError(f"{_place(picture.where, picture.source)} {error}") from None
+    file = io.BytesIO()
+    small.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _place(where: str, source: Any) -> str:

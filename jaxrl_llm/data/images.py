@@ -15,7 +15,7 @@ from jaxrl_llm.models import hf
 
 Grid: TypeAlias = tuple[int, int]  # rows and columns of merged tokens
 MAX_RATIO = 200  # of a picture's sides
-BICUBIC = 3  # Pillow's numbers of its filters are those of a preprocessor_config.json
+BILINEAR, BICUBIC = 2, 3  # Pillow's numbers of its filters are those of a preprocessor_config.json
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,9 @@ class ImageFormat:
     planes: bool = True  # positions count time, rows and columns (M-RoPE)
     resample: int = BICUBIC
     others: tuple[int, ...] = ()  # tokens that stand for what is not read, such as video
+    # The tokens before and after a picture, of which a chat template writes the first alone (`spelling`); (): it writes
+    # the placeholder, and what else there is.
+    around: tuple[int, ...] = ()
 
     @property
     def factor(self) -> int:
@@ -95,11 +98,14 @@ def read_format(folder: Path, *, min_pixels: int = 0, max_pixels: int = 0) -> Im
     family = str(model.get("model_type", ""))
     patch = int(vision.get("patch_size", 16 if family.startswith("qwen3") else 14))
     _check_processor(file, processor, patch, vision)
-    resample = int(processor.get("resample", BICUBIC))
     if family == "gemma3":
-        side = int(vision.get("image_size", 896))
-        merge = side // patch // math.isqrt(int(model.get("mm_tokens_per_image", 256)))
-        return ImageFormat(int(token), patch, merge, 0, 0, side=side, planes=False, resample=resample)
+        if min_pixels or max_pixels:
+            raise UserError(
+                "config.data.min_pixels and max_pixels do nothing: the model resizes all pictures to one size; set "
+                "both to 0"
+            )
+        return _squares(int(token), model, file, processor)
+    resample = int(processor.get("resample", BICUBIC))
     merge = int(vision.get("spatial_merge_size", 2))
     window = int(vision.get("window_size", 112)) // (patch * merge) if family == "qwen2_5_vl" else 0
     low, high = _limits(processor)
@@ -116,6 +122,25 @@ def read_format(folder: Path, *, min_pixels: int = 0, max_pixels: int = 0) -> Im
         )
     others = tuple(int(model[name]) for name in ("video_token_id",) if model.get(name) is not None)
     return ImageFormat(int(token), patch, merge, *limits, window=window, resample=resample, others=others)
+
+
+def _squares(token: int, model: dict[str, Any], file: Path, processor: dict[str, Any]) -> ImageFormat:
+    """Returns how Gemma 3 reads pictures: each is resized to one square. Raises: UserError, for another size."""
+    vision = model["vision_config"]
+    side, patch = int(vision.get("image_size", 896)), int(vision.get("patch_size", 14))
+    if (size := processor.get("size")) not in (None, {"height": side, "width": side}):
+        raise UserError(f"{file}: size is {size!r}, and the model reads {side} x {side} pixels: restore the file")
+    return ImageFormat(
+        token,
+        patch,
+        side // patch // math.isqrt(int(model.get("mm_tokens_per_image", 256))),
+        0,
+        0,
+        side=side,
+        planes=False,
+        resample=int(processor.get("resample", BILINEAR)),
+        around=(int(model.get("boi_token_index", 255_999)), int(model.get("eoi_token_index", 256_000))),
+    )
 
 
 def _check_processor(file: Path, processor: dict[str, Any], patch: int, vision: dict[str, Any]) -> None:

@@ -209,7 +209,15 @@ def tokenize(
     prompts = [row["prompt"] for row in rows]
     args = [formats.template_args(row) for row in rows]
     row_args = args if any(args) else ()
-    ids = encoding.encode(prompts, tokenizer, source, numbers=numbers, template_args=template_args, row_args=row_args)
+    ids = encoding.encode(
+        prompts,
+        tokenizer,
+        source,
+        numbers=numbers,
+        template_args=template_args,
+        row_args=row_args,
+        spelling=images.spelling(tokenizer) if images else {},
+    )
     if begin := encoding.beginning(tokenizer):
         ids = [_with_begin_tokens(begin, t) if isinstance(p, str) else t for p, t in zip(prompts, ids, strict=True)]
     if images:

@@ -31,6 +31,7 @@ RULES: tuple[tuple[str, P], ...] = (
     # The tower is not split over tensor: each of its devices runs the whole tower on its prompts. Over fsdp, the width
     # is split.
     (r"visual/patches/kernel$", P(None, None, None, None, "fsdp")),  # [columns, rows, frames, channels, E]
+    (r"visual/patches/still/kernel$", P(None, None, None, "fsdp")),  # [columns, rows, channels, E]
     (r"visual/layers/mlp/down/kernel$", P(None, None, "fsdp")),  # [L, in, E]
     (r"visual/layers/.*kernel$", P(None, "fsdp")),  # [L, E, out]
     (r"visual/deep/.*kernel$", P(None, "fsdp")),  # [K, E * patches of a token, out]
@@ -39,7 +40,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"embed/embedding$", P("tensor", "fsdp")),  # [V, D]
     (r"head/kernel$", P("fsdp", "tensor")),  # [D, V]
     (r"experts/router/kernel$", P()),  # [L, D, experts]
-    (r"experts/(gate|up)/kernel$", P(None, "tensor", "fsdp")),  # [L, experts, D, width of an expert]
+    (r"experts/(gate|up|gate_up)/kernel$", P(None, "tensor", "fsdp")),  # [L, experts, D, width of an expert]
     (r"experts/down/kernel$", P(None, "tensor", None, "fsdp")),  # [L, experts, width of an expert, D]
     # Over tensor, these split their outputs, and output and down their inputs: one sum over tensor for attention and
     # one for the MLP of a layer (Megatron, arXiv 1909.08053).

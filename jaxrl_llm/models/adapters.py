@@ -141,7 +141,8 @@ def make_adapters(kind: AdapterKind, kernels: Mapping[str, tuple[int, ...]], tab
         node |= kind.leaves(*kernels[path])
     names = {path.removesuffix("/kernel"): modules[path] for path in adapted}
     # Modules of the tower may be called as those of the layers.
-    tower = "visual" if any(path.startswith("visual/") for path in table) else ""
+    tower = next((name for path, name in table.items() if path.startswith("visual/layers/")), "")
+    tower = tower.removeprefix("model.").partition(".")[0]
     return Adapters(kind, leaves, names, frozenset(kernels if kind.base_dtype else ()), tower)
 
 

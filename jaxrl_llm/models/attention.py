@@ -88,16 +88,20 @@ def without(logits: Array, tokens: tuple[int, ...], value: float = -jnp.inf) -> 
     return jnp.where(reduce(jnp.logical_or, [at == token for token in tokens]), value, logits)
 
 
-def causal_within(segment_ids: Array, window: int = 0) -> jax.Array:
+def causal_within(segment_ids: Array, window: int = 0, reach: Array | None = None) -> jax.Array:
     """Causal mask [B, N, T, T] within rows: a token sees itself and earlier tokens of equal segment_ids [B, N, T].
 
-    window: the number of tokens that it sees, with itself; 0: all.
+    window: the number of tokens that it sees, with itself; 0: all. reach [B, N, T]: index of the last token that it
+    sees, beyond the window too; None: itself.
     """
     # Equal segment ids alone would also show later tokens of the same completion.
-    causal = jnp.tril(jnp.ones((segment_ids.shape[-1],) * 2, bool))
+    causal = jnp.tril(jnp.ones((segment_ids.shape[-1],) * 2, bool), 0 if reach is None else segment_ids.shape[-1])
     if window:
         causal = jnp.triu(causal, 1 - window)
-    return causal[None, None] & (segment_ids[..., :, None] == segment_ids[..., None, :])
+    causal = causal[None, None]
+    if reach is not None:
+        causal = causal & (jnp.arange(reach.shape[-1])[None, None, None] <= reach[..., None])
+    return causal & (segment_ids[..., :, None] == segment_ids[..., None, :])
 
 
 def in_prompt(mask: Array, positions: Array | None = None, window: int = 0) -> jax.Array:

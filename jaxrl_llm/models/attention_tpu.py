@@ -32,11 +32,16 @@ class AttentionLimits(NamedTuple):
 
     window: int = 0  # tokens that a token sees, itself included
     soft_cap: float = 0.0  # bound of scores: soft_cap * tanh(score / soft_cap)
+    # In rows without a prompt: index [B, N, T] of the last token that a token sees, at most `ahead` after it.
+    reach: Array | None = None
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
 class _Visible(splash.Mask):
     """Mask of queries [T] over keys [T + P], the row's before the prompt's. With a window, prompts end at P.
+
+    ahead: there is no prompt, and `mask_function` gets the first and the last key that a query sees.
 
     A query sees its completion up to itself, and the whole prompt. Segment ids cannot express this: the kernel
     compares them for equality, and the prompt belongs to every segment.
@@ -48,6 +53,7 @@ class _Visible(splash.Mask):
     length: int
     prompt: int
     window: int
+    ahead: int
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,6 +65,8 @@ class _Visible(splash.Mask):
 
     def mask_function(self, query: Any, key: Any) -> Any:
         start, index = query >> BITS, query & (2**BITS - 1)
+        if self.ahead:
+            return (start <= key) & (key <= index)
         return self._seen(start, index - start, index, key)
 
     def _seen(self, start: Any, position: Any, index: Any, key: Any) -> Any:
@@ -70,7 +78,8 @@ class _Visible(splash.Mask):
         return in_completion | in_prompt
 
     def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray:
-        return self._seen(0, 0, self.q_sequence[block[0], None], np.arange(self.shape[1])[None, block[1]])
+        index, key = self.q_sequence[block[0], None], np.arange(self.shape[1])[None, block[1]]
+        return self._seen(0, 0, index, key) | (index < key) & (key <= index + self.ahead)
 
 
 def attend_tpu(
@@ -100,9 +109,11 @@ def attend_tpu(
         return jnp.pad(x, [(0, -x.shape[axis] % block if i == axis % x.ndim else 0) for i in range(x.ndim)])
 
     row_arrays = (padded(query, -2), padded(row.keys, -2), padded(row.values, -2), padded(segment_ids, -1))
+    row_arrays += () if limits.reach is None else (padded(limits.reach, -1),)
     prompt_arrays = (padded(prompt.keys, -2), padded(prompt.values, -2), padded(prompt_mask, -1))
-    attend_row = partial(_attend_row, block=block, limits=limits, interpret=interpret)
-    attend = over_mesh(jax.vmap(jax.vmap(attend_row, in_axes=((1, 1, 1, 0), None), out_axes=1)), mesh, k)
+    attend_row = partial(_attend_row, block=block, limits=limits._replace(reach=None), interpret=interpret)
+    axes = (1, 1, 1) + (0,) * (len(row_arrays) - 3)
+    attend = over_mesh(jax.vmap(jax.vmap(attend_row, in_axes=(axes, None), out_axes=1)), mesh, k)
     return attend(row_arrays, prompt_arrays)[..., :t, :]
 
 
@@ -110,10 +121,10 @@ def _attend_row(
     row: tuple[Array, ...], prompt: tuple[Array, ...], *, block: int, limits: AttentionLimits, interpret: bool
 ) -> jax.Array:
     """Attention of one row and its prompt, both padded to blocks: query [K, R, T, h] -> [K, R, T, h]."""
-    (query, keys, values, segment_ids), (prompt_keys, prompt_values, prompt_mask) = row, prompt
+    (query, keys, values, segment_ids, *reach), (prompt_keys, prompt_values, prompt_mask) = row, prompt
     k, r, t, h = query.shape
     # All heads have the same mask. It is static: the kernel finds its empty blocks when it is compiled.
-    masks = splash.MultiHeadMask([_Visible(t, prompt_mask.size, limits.window)] * (k * r))
+    masks = splash.MultiHeadMask([_Visible(t, prompt_mask.size, limits.window, limits.ahead)] * (k * r))
     sizes = splash.BlockSizes(block, block, block, block, block, block, block, block)
     kernel: Any = splash.make_splash_mha_single_device(
         masks, block_sizes=sizes, attn_logits_soft_cap=limits.soft_cap or None, interpret=interpret
@@ -123,9 +134,14 @@ def _attend_row(
     # A padding token is a completion of one token: the softmax needs at least one visible key.
     first = (segment_ids == 0) | (segment_ids != jnp.roll(segment_ids, 1)) | (index == 0)
     start = jax.lax.cummax(jnp.where(first, index, 0))
+    end = index
+    if reach:
+        # Padding of the kernel's blocks sees itself.
+        end = jnp.maximum(reach[0], index)
+        start = jnp.maximum(start, index - limits.window + 1) if limits.window else start
     infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
     # The completions' starts are known only at run time, so they replace the static q_sequence of `_Visible`.
-    kernel = type(kernel)(*(i._replace(q_sequence=start << BITS | index) for i in infos), **kernel.kwargs)
+    kernel = type(kernel)(*(i._replace(q_sequence=start << BITS | end) for i in infos), **kernel.kwargs)
 
     # Its padding goes from the end of a prompt to its beginning: then a key's place alone tells its distance from the
     # completion, which a static mask needs.

@@ -16,6 +16,7 @@ class Mixture:
     experts: int
     chosen: int  # experts that a token chooses
     normalized: bool  # the weights of the chosen experts add up to 1
+    fused: bool = False  # gate and up are one kernel
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class VisionConfig:
     mlp_width: int
     patch: int  # pixels of a side
     merge: int  # patches of a side of a merged token, which is a token of a prompt
-    frames: int  # of a patch: a picture is a film of equal frames
+    frames: int  # of a patch: a picture is a film of equal frames; 0: kernels of patches have no axis for frames
     activation: str  # of the MLP
     gated: bool  # the MLP has a gate
     centered: bool  # norms subtract the mean, and have a bias
@@ -36,6 +37,10 @@ class VisionConfig:
     full: tuple[int, ...] = ()  # layers in which a patch sees its whole picture
     table: int = 0  # rows, and columns, of learned positions, between which a picture's are interpolated; 0: none
     patch_bias: bool = False
+    # SigLIP in Gemma 3: query, key and value apart, nothing rotates, a merged token is the mean of its patches.
+    siglip: bool = False
+    # Most tokens of a picture in the decoder, each of which sees all of them; 0: it sees those before it.
+    two_way: int = 0
     deep: tuple[int, ...] = ()  # layers whose output is also added behind the first layers of the decoder (DeepStack)
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0

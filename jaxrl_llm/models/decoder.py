@@ -7,6 +7,7 @@ attend to one copy of the keys and values of their prompt.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -133,7 +134,7 @@ class Decoder:
     def prefill(self, params: PyTree, prompt: Prompt) -> tuple[jax.Array, Any]:
         """Runs prompts [B, P] -> hidden [B, P, D], and the keys and values [B, K, P, h] of each layer."""
         angles = self._angles(_prompt_places(prompt))
-        attend_packed = self._attend_packed(prompt.mask[:, None].astype(jnp.int32))
+        attend_packed = self._attend_packed(prompt.mask[:, None].astype(jnp.int32), reach=self._reach(prompt))
 
         def layer(x: Array, local: Array | bool, params_l: PyTree) -> tuple[Array, KeyValue]:
             block = self._block(params_l)
@@ -173,7 +174,7 @@ class Decoder:
         # Padding has no position: a completion goes on where the real tokens of its prompt end.
         after_prompt = jnp.sum(prompt.mask, axis=-1)[:, None, None] + positions
         angles = self._angles(join(*_places(prompt, positions, after_prompt)))
-        attend_prompts = self._attend_packed(prompt.mask[:, None].astype(jnp.int32))
+        attend_prompts = self._attend_packed(prompt.mask[:, None].astype(jnp.int32), reach=self._reach(prompt))
         attend_packed = self._attend_packed(segment_ids, prompt.mask, after_prompt)
 
         def layer(x: Array, local: Array | bool, params_l: PyTree) -> tuple[Array, PyTree]:
@@ -270,26 +271,42 @@ class Decoder:
         """Returns the window of local layers; 0, if it hides nothing from texts of this length."""
         return self.cfg.window if self.cfg.window < length else 0
 
+    def _reach(self, prompt: Prompt) -> jax.Array | None:
+        """Returns the index [B, 1, P] of the last token that each token of a prompt sees; None: of all, itself."""
+        images = prompt.images
+        if images is None or not self.cfg.vision or not self.cfg.vision.two_way:
+            return None
+        (b, m), index = images.columns.shape, jnp.arange(prompt.tokens.shape[1], dtype=jnp.int32)
+        segments = images.segments.reshape(b, m, -1)[..., 0]
+        last = jax.vmap(partial(jax.ops.segment_max, num_segments=m + 1))(images.columns, segments)
+        of_picture = lambda at, last, segments: index.at[at].set(last[segments], mode="drop")  # noqa: E731
+        return jax.vmap(of_picture)(images.columns, last, segments)[:, None]
+
     def _attend_packed(
-        self, segment_ids: Array, prompt_mask: Array | None = None, positions: Array | None = None
+        self,
+        segment_ids: Array,
+        prompt_mask: Array | None = None,
+        positions: Array | None = None,
+        reach: Array | None = None,
     ) -> Callable[..., jax.Array]:
         """Returns `attend(local, query, row, prompt)`, causal within each completion of rows [B, N, T].
 
         It is the platform's kernel, if this fits. positions [B, N, T] count from the first token of the prompt.
+        reach [B, N, T], without a prompt: index of the last token that a token sees; None: itself.
         """
         cfg, length = self.cfg, segment_ids.shape[-1]
         window = self._window(length + (0 if prompt_mask is None else prompt_mask.shape[-1]))
 
         def visible(window: int) -> Visible:
             prompt = None if prompt_mask is None else in_prompt(prompt_mask, positions, window)
-            return Visible(causal_within(segment_ids, window), prompt)
+            return Visible(causal_within(segment_ids, window, reach), prompt)
 
         masks, cap = PerKind.for_window(visible, window), cfg.soft_cap
         if self.mesh is not None:
             device = self.mesh.devices.flat[0]
             if attention_tpu.fits(device, cfg.head_dim, cfg.dtype, length):
                 # The kernel has its own masks; `masks` of this function is never computed, because jit drops it.
-                return self._attend_tpu(segment_ids, prompt_mask, window)
+                return self._attend_tpu(segment_ids, prompt_mask, window, reach)
             if attention_gpu.fits(device, cfg.head_dim, cfg.dtype, cap):
                 return lambda local, query, row, prompt=None: attention_gpu.attend_gpu(
                     query, row, segment_ids, masks.of(local), prompt, mesh=self.mesh
@@ -298,11 +315,14 @@ class Decoder:
             query, row, masks.of(local), prompt, soft_cap=cap, precision=cfg.precision
         )
 
-    def _attend_tpu(self, segment_ids: Array, prompt_mask: Array | None, window: int) -> Callable[..., jax.Array]:
+    def _attend_tpu(
+        self, segment_ids: Array, prompt_mask: Array | None, window: int, reach: Array | None
+    ) -> Callable[..., jax.Array]:
         """Returns `_attend_packed` by the TPU's kernel, whose masks are static: the two kinds of layers have two."""
 
         def kernel(window: int) -> Callable[..., jax.Array]:
-            limits = attention_tpu.AttentionLimits(window, self.cfg.soft_cap)
+            ahead = self.cfg.vision.two_way if self.cfg.vision and reach is not None else 0
+            limits = attention_tpu.AttentionLimits(window, self.cfg.soft_cap, reach, ahead)
             return lambda query, row, prompt: attention_tpu.attend_tpu(
                 query, row, segment_ids, prompt, prompt_mask, limits=limits, mesh=self.mesh
             )

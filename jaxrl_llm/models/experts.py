@@ -52,12 +52,16 @@ class Experts(nnx.Module):
     ):
         self.cfg, self.mixture, self.activation, self.mesh = cfg, mixture, activation, mesh
         self.router = Kernel(cfg.width, mixture.experts, rngs=rngs)
-        self.gate, self.up = (Kernel(mixture.experts, cfg.width, cfg.mlp_width, rngs=rngs) for _ in range(2))
+        if mixture.fused:
+            self.gate_up = Kernel(mixture.experts, cfg.width, 2 * cfg.mlp_width, rngs=rngs)
+        else:
+            self.gate, self.up = (Kernel(mixture.experts, cfg.width, cfg.mlp_width, rngs=rngs) for _ in range(2))
         self.down = Kernel(mixture.experts, cfg.mlp_width, cfg.width, rngs=rngs)
 
     def __call__(self, x: Array) -> tuple[jax.Array, Routing]:
         """x [B, N, T, D] -> the sum of the chosen experts' outputs, each times its weight, and the routing."""
-        router, kernels = self.router.kernel[...], [part.kernel[...] for part in (self.gate, self.up, self.down)]
+        parts = (self.gate_up, self.down) if self.mixture.fused else (self.gate, self.up, self.down)
+        router, kernels = self.router.kernel[...], [part.kernel[...] for part in parts]
         # Cast before the kernels are sent between devices: half the bytes. `_learned` gives the gradient to the float32
         # kernel.
         cast = [jax.lax.stop_gradient(kernel).astype(self.cfg.dtype) for kernel in kernels]
@@ -83,14 +87,12 @@ class Experts(nnx.Module):
         y, routing = mapped(x, router, cast, kernels)
         return jnp.sum(y, axis=0), routing
 
-    def _on_device(
-        self, x: Array, router: Array, gate: Array, up: Array, down: Array, first: Array | int = 0
-    ) -> tuple[jax.Array, Routing]:
-        """Returns the outputs of this device's experts, numbers `first` to `first + len(gate) - 1`, and the routing.
+    def _on_device(self, x: Array, router: Array, *kernels: Array, first: Array | int = 0) -> tuple[jax.Array, Routing]:
+        """Returns the outputs of this device's experts, numbers `first` and those after it, and the routing.
 
         An expert of another device adds 0 to the sum.
         """
-        flat, chosen_each, count = x.reshape(-1, x.shape[-1]), self.mixture.chosen, len(gate)
+        flat, chosen_each, count = x.reshape(-1, x.shape[-1]), self.mixture.chosen, len(kernels[0])
         routing, weights = self._route(flat, router)
         expert = routing.chosen.reshape(-1) - first
         on_this_device = (expert >= 0) & (expert < count)
@@ -101,7 +103,13 @@ class Experts(nnx.Module):
         sizes = jnp.sum(expert[None] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
         rows = _permuted(jnp.repeat(flat, chosen_each, axis=0), order)
         product = partial(grouped_matmul, sizes=sizes, precision=self.cfg.precision)
-        out = product(self.activation(product(rows, gate)) * product(rows, up), down)
+        *inner, down = kernels
+        if self.mixture.fused:
+            gate, up = jnp.split(product(rows, *inner), 2, axis=-1)
+            inside = self.activation(gate) * up
+        else:
+            inside = self.activation(product(rows, inner[0])) * product(rows, inner[1])
+        out = product(inside, down)
         out = _permuted(out, jnp.argsort(order)).reshape(-1, chosen_each, x.shape[-1])
         weights = jnp.where(on_this_device.reshape(weights.shape), weights, 0.0)[..., None]
         # In float32: the weighted sum of a few rounded outputs must not be rounded again at each term.

@@ -42,10 +42,11 @@ SETTINGS = (
     "processor_config.json",
 )
 PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
+FUSED = ("layers/experts/gate_up/kernel", "layers/experts/down/kernel")  # the experts of a layer in one tensor
 HEAD, SCORE = "lm_head.weight", "score.weight"
 HEADS = (HEAD, SCORE)  # a model that gives values has neither among its decoder's parameters
 # Vision-language models whose config.json does not name the family of their text model -> that family.
-VISION = {"internvl_chat": "qwen2", "mllama": "llama", "qwen2_5_omni": "qwen2", "qwen3_vl_moe": "qwen3_moe"}
+VISION = {"internvl_chat": "qwen2", "mllama": "llama", "qwen2_5_omni": "qwen2"}
 ADAPTER = "adapter_config.json"  # of a folder that PEFT wrote
 # Of the channels of pictures, in CLIP and where a file says nothing.
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -177,6 +178,8 @@ def pixel_scale(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
     if not settings.get("do_normalize", True):
         return (0.0,) * 3, (1.0,) * 3
     scale: dict[str, tuple[float, ...]] = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
+    if str(settings.get("image_processor_type", "")).startswith("Gemma3"):
+        scale = dict.fromkeys(scale, (0.5,) * 3)
     for name, usual in scale.items():
         # Written by transformers only if it is not the usual one.
         numbers = settings.get(name) or usual
@@ -189,7 +192,19 @@ def pixel_scale(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
 def tensor_table(folder: Path) -> TensorNames:
     """Returns the names of a folder's tensors. Raises: UserError, if a file of weights is missing or broken."""
     family = read_config(folder)["model_type"]
-    return names.table_of(family, _index(folder) if any(folder.glob("*.safetensors")) else ())
+    return _table_of(family, _index(folder) if any(folder.glob("*.safetensors")) else {})
+
+
+def _table_of(family: str, where: dict[str, Any]) -> TensorNames:
+    """Returns the names of the tensors in a folder, and the order of their axes."""
+    table = names.table_of(family, where)
+    fused = {path: form for path, form in table.items() if path in FUSED and FUSED[0] in table}
+    shapes = [where[name].get_slice(name).get_shape() for form in fused.values() if (name := form.format(0)) in where]
+    # Width and widths of experts: on the hub the first tensor has the width before the others, and the second behind.
+    # Version 5 of transformers writes both as its modules have them.
+    if len(shapes) < len(FUSED) or shapes[0][1] == shapes[1][2]:
+        return table
+    return {**table, **{path: names.Swapped(form) for path, form in fused.items()}}
 
 
 def _unsupported(family: str, settings: dict[str, Any], known: list[str]) -> str:
@@ -197,7 +212,7 @@ def _unsupported(family: str, settings: dict[str, Any], known: list[str]) -> str
         return f"is not supported; there is {', '.join(known)}"
     text = VISION.get(family) or (settings.get("text_config") or {}).get("model_type")
     other = f" of the family {text}" if text in known else f"; there is {', '.join(known)}"
-    seeing = ", ".join(name for name in known if "_vl" in name)
+    seeing = ", ".join(name for name in known if "_vl" in name or name == "gemma3")
     return f"is a vision-language model of a kind that is not supported: give one of {seeing}, or a text model{other}"
 
 
@@ -296,7 +311,7 @@ def load_params(
     """
     where = _index(folder)
     shapes = model.shapes()
-    table = names.table_of(model.cfg.family, where)
+    table = _table_of(model.cfg.family, where)
     used = {name: file for name, file in where.items() if name not in unused}
     _check_tensors(folder, used, shapes, table)
     shapes = {name: part for name, part in shapes.items() if name in parts or not parts}
@@ -312,7 +327,8 @@ def load_params(
         arrays = []
         # The host holds one part at a time.
         for spans, replicas in devices.items():
-            part = _read(where, table[name], spans, dtype, turned=name.endswith("kernel"))
+            axes = names.axes(name, table[name], len(spans) - names.stacked(table[name]))
+            part = _read(where, table[name], spans, dtype, axes)
             arrays += [jax.device_put(part, device) for device in replicas]
         shown.advance()
         return keep(name, jax.make_array_from_single_device_arrays(leaf.shape, place, arrays))
@@ -440,14 +456,14 @@ def _equal(where: dict[str, Any], name: str, other_name: str) -> bool:
     return all(np.array_equal(a[part], b[part]) for part in parts)
 
 
-def _read(where: dict[str, Any], form: str, spans: tuple[range, ...], dtype: Any, *, turned: bool) -> np.ndarray:
-    """Reads the part `spans` of the parameter whose tensors are called `form`; turned: they are transposed."""
+def _read(where: dict[str, Any], form: str, spans: tuple[range, ...], dtype: Any, axes: tuple[int, ...]) -> np.ndarray:
+    """Reads the part `spans` of the parameter whose tensors are called `form`; axes: of `names.axes`."""
     part, stacked = np.empty([len(span) for span in spans], dtype), names.stacked(form)
     in_tensor = tuple(slice(span.start, span.stop) for span in spans[stacked:])
     for place in np.ndindex(*part.shape[:stacked]):
         tensor = form.format(*(span[i] for span, i in zip(spans, place, strict=False)))
         stored = where[tensor].get_slice(tensor)
-        part[place] = stored[in_tensor[::-1]].T if turned else stored[in_tensor]
+        part[place] = stored[tuple(in_tensor[axis] for axis in axes)].transpose(axes)
     return part
 
 

@@ -125,4 +125,4 @@ def tensors(params: PyTree, table: TensorNames, dtype: Any) -> Iterator[tuple[st
             # The experts of a layer come together.
             for part in fetched if names.stacked(form) > 1 else (fetched,):
                 part = part.astype(dtype, copy=False)
-                yield next(remaining_names), np.ascontiguousarray(part.T if name.endswith("kernel") else part)
+                yield next(remaining_names), np.ascontiguousarray(part.transpose(names.axes(name, form, part.ndim)))

@@ -1,7 +1,8 @@
 """Names of the tensors in a Hugging Face checkpoint: parameter path -> tensor, with {} for the layer, and the expert.
 
-Kernels have their axes in the opposite order in the file. A family whose tensors have other names has a table NAMES in
-its module, and if the modules of transformers have names beside it, MODULES: files may have either.
+Kernels called `weight` have their axes in the opposite order in the file. A family whose tensors have other names has a
+table NAMES in its module, and if the modules of transformers have names beside it, MODULES: files may have either.
+OTHERS are further tables that a file may follow.
 """
 
 from __future__ import annotations
@@ -104,16 +105,47 @@ DEEP_TOWER = TOWER | {
     "visual/deep/down/kernel": "visual.deepstack_merger_list.{}.linear_fc2.weight",
     "visual/deep/down/bias": "visual.deepstack_merger_list.{}.linear_fc2.bias",
 }
+# That of Gemma 3, in the modules of transformers.
+SIGLIP = {
+    "visual/patches/still/kernel": "model.vision_tower.embeddings.patch_embedding.weight",
+    "visual/patches/bias": "model.vision_tower.embeddings.patch_embedding.bias",
+    "visual/table/embedding": "model.vision_tower.embeddings.position_embedding.weight",
+    "visual/layers/attention_norm/scale": "model.vision_tower.encoder.layers.{}.layer_norm1.weight",
+    "visual/layers/attention_norm/bias": "model.vision_tower.encoder.layers.{}.layer_norm1.bias",
+    "visual/layers/query/kernel": "model.vision_tower.encoder.layers.{}.self_attn.q_proj.weight",
+    "visual/layers/query/bias": "model.vision_tower.encoder.layers.{}.self_attn.q_proj.bias",
+    "visual/layers/key/kernel": "model.vision_tower.encoder.layers.{}.self_attn.k_proj.weight",
+    "visual/layers/key/bias": "model.vision_tower.encoder.layers.{}.self_attn.k_proj.bias",
+    "visual/layers/value/kernel": "model.vision_tower.encoder.layers.{}.self_attn.v_proj.weight",
+    "visual/layers/value/bias": "model.vision_tower.encoder.layers.{}.self_attn.v_proj.bias",
+    "visual/layers/output/kernel": "model.vision_tower.encoder.layers.{}.self_attn.out_proj.weight",
+    "visual/layers/output/bias": "model.vision_tower.encoder.layers.{}.self_attn.out_proj.bias",
+    "visual/layers/mlp_norm/scale": "model.vision_tower.encoder.layers.{}.layer_norm2.weight",
+    "visual/layers/mlp_norm/bias": "model.vision_tower.encoder.layers.{}.layer_norm2.bias",
+    "visual/layers/mlp/up/kernel": "model.vision_tower.encoder.layers.{}.mlp.fc1.weight",
+    "visual/layers/mlp/up/bias": "model.vision_tower.encoder.layers.{}.mlp.fc1.bias",
+    "visual/layers/mlp/down/kernel": "model.vision_tower.encoder.layers.{}.mlp.fc2.weight",
+    "visual/layers/mlp/down/bias": "model.vision_tower.encoder.layers.{}.mlp.fc2.bias",
+    "visual/merger/norm/scale": "model.vision_tower.post_layernorm.weight",
+    "visual/merger/norm/bias": "model.vision_tower.post_layernorm.bias",
+    "visual/merger/mean_norm/scale": "model.multi_modal_projector.mm_soft_emb_norm.weight",
+    "visual/merger/projection/kernel": "model.multi_modal_projector.mm_input_projection_weight",
+}
 PREFIXES = {"visual.": "model.visual.", "model.": "model.language_model."}  # in files and in modules
 
 
 def modules(table: TensorNames) -> TensorNames:
     """Returns the names of a vision-language model's tensors in the modules of transformers."""
-    renamed = dict(table)
+    return renamed(table, PREFIXES)
+
+
+def renamed(table: TensorNames, prefixes: Mapping[str, str]) -> TensorNames:
+    """Returns a table with other prefixes: of each name, the first of these is replaced."""
+    names = dict(table)
     for path, name in table.items():
-        prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
-        renamed[path] = PREFIXES.get(prefix, "") + name.removeprefix(prefix)
-    return renamed
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        names[path] = prefixes.get(prefix, "") + name.removeprefix(prefix)
+    return names
 
 
 def family_table(family: str) -> TensorNames:
@@ -127,9 +159,24 @@ def module_table(family: str) -> TensorNames:
 
 
 def table_of(family: str, tensors: Collection[str]) -> TensorNames:
-    """Returns the table of a family that has the names of a file's tensors."""
-    other = module_table(family)
-    return other if other["embed/embedding"] in tensors else family_table(family)
+    """Returns the table of a family that has the names of a file's tensors, or of most of them."""
+    others = getattr(importlib.import_module(f"jaxrl_llm.models.{family}"), "OTHERS", ())
+    # Of a stack, the first tensor.
+    count = lambda table: sum(form.format(0, 0) in tensors for form in table.values())  # noqa: E731
+    return max((family_table(family), module_table(family), *others), key=count)
+
+
+class Swapped(str):
+    """The name of a tensor whose last two axes are swapped."""
+
+
+def axes(path: str, form: str, count: int) -> tuple[int, ...]:
+    """Returns the place of each axis of a tensor among those of its part of the parameter, and the other way round."""
+    if isinstance(form, Swapped):
+        return (*range(count - 2), count - 1, count - 2)
+    # A kernel that is no `weight` belongs to no module.
+    is_weight = path.endswith("kernel") and form.endswith(".weight")
+    return tuple(range(count))[:: -1 if is_weight else 1]
 
 
 def stacked(form: str) -> int:
@@ -148,6 +195,6 @@ def tensor_shapes(params: PyTree, table: TensorNames) -> dict[str, tuple[int, ..
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_kernel):
         name = path_name(path)
         shape = tuple(leaf.shape[stacked(table[name]) :])
-        shape = shape[::-1] if name.endswith("kernel") else shape
+        shape = tuple(shape[axis] for axis in axes(name, table[name], len(shape)))
         shapes |= dict.fromkeys(tensor_names(table[name], leaf.shape), shape)
     return shapes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.errors import UserError
@@ -17,18 +18,24 @@ def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
-    settings = config_json.read(hf, decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=False)
+    settings = config_json.read(hf, norm_topk_prob=False)
+    fields = experts(settings, normalized=settings["norm_topk_prob"])
+    if settings.get("use_sliding_window"):  # in all layers
+        fields |= config_json.windows(settings, [True] * settings["num_hidden_layers"])
+    return config_json.decoder(settings, qk_norm=True, **fields)
+
+
+def experts(settings: config_json.ConfigJson, *, normalized: bool, fused: bool = False) -> dict[str, Any]:
+    """Returns the fields of DecoderConfig on experts. Raises: UserError, naming a key, if some layers have none."""
+    settings = config_json.ConfigJson({"decoder_sparse_step": 1, "mlp_only_layers": []} | settings)
     if settings["mlp_only_layers"] or settings["decoder_sparse_step"] != 1:
         key = "mlp_only_layers" if settings["mlp_only_layers"] else "decoder_sparse_step"
         raise UserError(
             f"config.json: {key} is {settings[key]!r}: only models with experts in all layers are supported"
         )
     # The hub's files have the first key; transformers 5 writes the second one.
-    experts = "num_experts" if "num_experts" in settings else "num_local_experts"
-    fields = {
+    number = "num_experts" if "num_experts" in settings else "num_local_experts"
+    return {
         "mlp_width": config_json.count(settings, "moe_intermediate_size"),
-        "mixture": config_json.mixture(settings, experts, normalized=settings["norm_topk_prob"]),
+        "mixture": replace(config_json.mixture(settings, number, normalized=normalized), fused=fused),
     }
-    if settings.get("use_sliding_window"):  # in all layers
-        fields |= config_json.windows(settings, [True] * settings["num_hidden_layers"])
-    return config_json.decoder(settings, qk_norm=True, **fields)

@@ -17,12 +17,20 @@ def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
+    text = vision_json.text_settings(hf, head_dim=128, rope_theta=500_000.0)
+    return decoder(hf, text, qk_norm=True)
+
+
+def decoder(hf: dict[str, Any], text: config_json.ConfigJson, **fields: Any) -> DecoderConfig:
+    """Makes the DecoderConfig of a model with this tower. text, fields: as of `vision_json.decoder`.
+
+    Raises: UserError, naming a key that does not fit.
+    """
     # The defaults of transformers, for files that leave these out.
     usual = {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304}
     settings = vision_json.tower_settings(hf, **usual, deepstack_visual_indexes=[8, 16, 24])
-    text = vision_json.text_settings(hf, head_dim=128, rope_theta=500_000.0)
     places = config_json.count(settings, "num_position_embeddings")
-    fields = {
+    own = {
         "gated": False,
         "centered": True,
         "patch_bias": True,
@@ -30,10 +38,10 @@ def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
         "deep": deep_layers(settings, text),
         "mlp_width": config_json.count(settings, "intermediate_size"),
     }
-    if fields["table"] ** 2 != places:
+    if own["table"] ** 2 != places:
         raise UserError(f"config.json: num_position_embeddings is {places}, which is no square: restore the file")
-    tower = vision_json.tower(settings, "hidden_size", "out_hidden_size", text["hidden_size"], **fields)
-    return vision_json.decoder(text, tower, interleaved=True, qk_norm=True)
+    tower = vision_json.tower(settings, "hidden_size", "out_hidden_size", text["hidden_size"], **own)
+    return vision_json.decoder(text, tower, interleaved=True, **fields)
 
 
 def deep_layers(settings: config_json.ConfigJson, text: config_json.ConfigJson) -> tuple[int, ...]:

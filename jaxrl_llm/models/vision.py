@@ -19,8 +19,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.machine.sharding import BATCH
 from jaxrl_llm.models.attention import Visible, attend, head_major, token_major
-from jaxrl_llm.models.blocks import ACTIVATIONS, linear
+from jaxrl_llm.models.blocks import ACTIVATIONS, CenteredNorm, linear
 from jaxrl_llm.models.config import DecoderConfig, VisionConfig
+from jaxrl_llm.models.experts import Kernel
 from jaxrl_llm.models.rope import plain, rotate
 from jaxrl_llm.models.skeleton import Skeleton, parameters, recomputed
 from jaxrl_llm.structs import Array, Images, PyTree
@@ -61,7 +62,8 @@ class Tower:
     def __call__(self, params: PyTree, images: Images) -> jax.Array:
         """Returns the vectors [1 + K, B, M, D] of the merged tokens: in the place of embeddings, and for K layers."""
         ends = self._ends({name: leaf for name, leaf in params.items() if name not in ("layers", "deep")})
-        angles, segments = self._angles(images.places), images.segments[:, None]
+        angles = None if self.vision.siglip else self._angles(images.places)
+        segments = images.segments[:, None]
 
         def layer(x: Array, scanned: tuple[Array, PyTree]) -> tuple[jax.Array, None]:
             whole = all(self._whole) if len(set(self._whole)) == 1 else scanned[0]
@@ -158,15 +160,23 @@ class TowerBlock(nnx.Module):
         self.vision = vision
         biased = partial(linear, cfg, rngs=rngs, use_bias=True)
         self.attention_norm = _norm(cfg, vision, rngs, vision.width)
-        self.qkv = biased(vision.width, 3 * vision.width)
+        if vision.siglip:
+            self.query, self.key, self.value = (biased(vision.width, vision.width) for _ in range(3))
+        else:
+            self.qkv = biased(vision.width, 3 * vision.width)
         self.output = biased(vision.width, vision.width)
         self.mlp_norm = _norm(cfg, vision, rngs, vision.width)
         self.mlp = TowerMLP(cfg, vision, rngs)
 
-    def project(self, x: Array, angles: tuple[Array, Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x: Array, angles: tuple[Array, Array] | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, 1, N, E] -> query, divided by the square root of h, key and value [B, 1, N, heads, h]."""
-        heads = self.qkv(self.attention_norm(x)).reshape(*x.shape[:3], 3, self.vision.heads, self.vision.head_dim)
-        query, key, value = (heads[..., i, :, :] for i in range(3))
+        heads, normed = (self.vision.heads, self.vision.head_dim), self.attention_norm(x)
+        if angles is None:
+            parts = (part(normed).reshape(*x.shape[:3], *heads) for part in (self.query, self.key, self.value))
+            query, key, value = parts
+            return (query.astype(jnp.float32) * self.vision.head_dim**-0.5).astype(value.dtype), key, value
+        fused = self.qkv(normed).reshape(*x.shape[:3], 3, *heads)
+        query, key, value = (fused[..., i, :, :] for i in range(3))
         # Rotated and scaled in float32, rounded once, as in the decoder.
         query = rotate(query, angles) * self.vision.head_dim**-0.5
         return query.astype(value.dtype), rotate(key, angles).astype(value.dtype), value
@@ -199,7 +209,7 @@ class TowerEnds(nnx.Module):
         self.patches = Patches(cfg, vision, rngs)
         if vision.table:
             self.table = PositionTable(cfg, vision, rngs)
-        self.merger = Merger(cfg, vision, rngs)
+        self.merger = (MeanMerger if vision.siglip else Merger)(cfg, vision, rngs)
 
 
 class Patches(nnx.Module):
@@ -209,7 +219,10 @@ class Patches(nnx.Module):
         self.dtype, self.precision, self.vision = jnp.dtype(cfg.dtype), cfg.precision, vision
         # [columns, rows, frames, channels, E]: as all kernels, the one of a checkpoint with its axes reversed.
         shape = (vision.patch, vision.patch, vision.frames, CHANNELS, vision.width)
-        self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape))
+        if vision.frames:
+            self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape))
+        else:
+            self.still = Kernel(*shape[:2], *shape[3:], rngs=rngs)
         if vision.patch_bias:
             self.bias = nnx.Param(jnp.zeros(vision.width))
 
@@ -220,7 +233,10 @@ class Patches(nnx.Module):
         x = patches.reshape(-1, CHANNELS, vision.patch**2).astype(jnp.float32) / 255
         x = ((x - mean) / std).reshape(len(x), -1).astype(self.dtype)
         # A picture is a film of equal frames, so their kernels add up: rounded as in the engines, added in float32.
-        kernel = jnp.sum(self.kernel[...].astype(self.dtype).astype(jnp.float32), axis=2)
+        if vision.frames:
+            kernel = jnp.sum(self.kernel[...].astype(self.dtype).astype(jnp.float32), axis=2)
+        else:
+            kernel = self.still.kernel[...]
         kernel = kernel.transpose(2, 1, 0, 3).reshape(x.shape[1], -1).astype(self.dtype)
         y = jnp.matmul(x, kernel, precision=self.precision)
         if vision.patch_bias:
@@ -269,6 +285,21 @@ class Merger(nnx.Module):
         shape = (len(x), -1, self.up.in_features)
         merged = self.norm(x.reshape(shape)) if self.after else self.norm(x).reshape(shape)
         return self.down(TOWER_ACTIVATIONS["gelu"](self.up(merged)))
+
+
+class MeanMerger(nnx.Module):
+    """The mean of the normed patches of a merged token, a norm with the factor 1 + scale, and a projection."""
+
+    def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs):
+        self.patches = vision.merge**2
+        self.norm = _norm(cfg, vision, rngs, vision.width)
+        self.mean_norm = CenteredNorm(replace(cfg, norm_eps=vision.norm_eps), vision.width)
+        self.projection = linear(cfg, vision.width, cfg.width, rngs=rngs)
+
+    def __call__(self, x: Array) -> jax.Array:
+        """[B, N, E] -> [B, M, D]."""
+        patches = self.norm(x).reshape(len(x), -1, self.patches, x.shape[-1])
+        return self.projection(self.mean_norm(jnp.mean(patches, axis=2)))
 
 
 def _norm(cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs, size: int) -> nnx.RMSNorm | nnx.LayerNorm:

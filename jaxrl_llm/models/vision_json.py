@@ -113,22 +113,28 @@ def tower(settings: config_json.ConfigJson, width: str, output: str, decoder_wid
     )
     rope = settings.get("rope_parameters") or {}
     config = replace(config, rope_theta=float(config_json.number(rope, "rope_theta", config.rope_theta)))
-    if config.activation not in TOWER_ACTIVATIONS:
-        raise UserError(
-            f"config.json: hidden_act of vision_config is {config.activation!r}: only "
-            f"{', '.join(map(repr, TOWER_ACTIVATIONS))} are supported"
-        )
-    # Rows and columns each turn half of a head's pairs.
-    if config.width % config.heads or config.head_dim % 4:
-        raise UserError(
-            f"config.json: {width} of vision_config is {config.width}, which {config.heads} heads cannot divide into "
-            "multiples of 4: restore the file"
-        )
-    if (channels := settings.get("in_channels", settings.get("in_chans", CHANNELS))) != CHANNELS:
-        raise UserError(f"config.json: in_channels of vision_config is {channels}: only {CHANNELS} are supported")
+    check_tower(config, settings, width)
     if settings[output] != decoder_width:
         raise UserError(
             f"config.json: {output} of vision_config is {settings[output]}, and hidden_size of the text model "
             f"{decoder_width}: restore the file"
         )
     return config
+
+
+def check_tower(config: VisionConfig, settings: config_json.ConfigJson, width: str) -> None:
+    """Raises: UserError, naming a key of vision_config that does not fit. width: the key of the tower's width."""
+    if config.activation not in TOWER_ACTIVATIONS:
+        raise UserError(
+            f"config.json: hidden_act of vision_config is {config.activation!r}: only "
+            f"{', '.join(map(repr, TOWER_ACTIVATIONS))} are supported"
+        )
+    # Rows and columns each turn half of a head's pairs, if they do.
+    if config.width % config.heads or (config.head_dim % 4 and not config.siglip):
+        raise UserError(
+            f"config.json: {width} of vision_config is {config.width}, which {config.heads} heads cannot divide"
+            f"{'' if config.siglip else ' into multiples of 4'}: restore the file"
+        )
+    for key in ("in_channels", "in_chans", "num_channels"):
+        if (channels := settings.get(key, CHANNELS)) != CHANNELS:
+            raise UserError(f"config.json: {key} of vision_config is {channels}: only {CHANNELS} are supported")

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.structs import Prompts, PyTree, Rollouts
+from jaxrl_llm.structs import PictureLimits, Prompts, PyTree, Rollouts
 
 
 class Environments(Protocol):
@@ -71,14 +71,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """Stops everything that the engine has started."""
         ...
-
-
-class PictureLimits(NamedTuple):
-    """The pictures of all prompts."""
-
-    most: int  # of a prompt
-    min_pixels: int
-    max_pixels: int
 
 
 @dataclass(frozen=True)

@@ -89,8 +89,8 @@ def _picture(rng: np.random.Generator, digits: np.ndarray) -> bytes:
     for i, digit in enumerate(digits):
         # From the middle of its cell, at most two pixels to each side.
         down, right = ((CELL - side) // 2 + rng.integers(-2, 3) for side in INK.shape[1:])
-        top, left = CELL * (i // columns) + down, CELL * (i % columns) + right
-        ink[top : top + INK.shape[1], left : left + INK.shape[2]] = INK[digit]
+        y, x = CELL * (i // columns) + down, CELL * (i % columns) + right
+        ink[y : y + INK.shape[1], x : x + INK.shape[2]] = INK[digit]
     paper, pen = rng.uniform(170, 255, 3), rng.uniform(0, 90, 3)
     pixels = np.where(ink[..., None], pen, paper) + rng.normal(0, NOISE, (*ink.shape, 3))
     # Its bytes are the same with every version of every library.

@@ -26,7 +26,7 @@ from jaxrl_llm.rollout.episodes import Episodes
 from jaxrl_llm.rollout.protocol import EngineInputs, Environments
 from jaxrl_llm.rollout.vllm import address, weights
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
-from jaxrl_llm.rollout.vllm.pictures import PromptRequests, server_arguments
+from jaxrl_llm.rollout.vllm.pictures import PromptRequests, check_pictures, server_arguments
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
 # Seconds: timeout of short requests, and of the wait for a server's lock.
@@ -71,6 +71,7 @@ def start(
     inputs: EngineInputs, *, managed: Callable[..., ManagedServer] | None, servers: tuple[str, ...], **settings: Any
 ) -> VllmEngine:
     """Starts the engine, and its server by managed(folder, ...). settings: of `engines.vllm`. Raises: UserError."""
+    check_pictures(inputs.pictures)
     servers = tuple(own_address(server, "servers") for server in servers)
     if settings["push_address"]:
         settings["push_address"] = own_address(settings["push_address"], "push_address")
@@ -189,11 +190,11 @@ class VllmEngine:
         count = len(prompts.tokens) * distributed.count()
         seeds = np.asarray(jax.random.randint(key, (count,), 0, 2**31 - 1 - group_size))[distributed.part(count)]
         # The text is made here: the server need not make it too.
-        body, asked = self._sampling_params(sampling) | {"detokenize": False}, PromptRequests(prompts).asked
+        body, prompt_of = self._sampling_params(sampling) | {"detokenize": False}, PromptRequests(prompts).prompt
 
         def request(b: int, first: int, members: np.ndarray, limit: int) -> dict[str, Any]:
             mine = {"n": len(members), "max_tokens": limit, "seed": int(seeds[b] + first)}
-            return asked(b).request([]) | {"sampling_params": body | mine}
+            return prompt_of(b).request([]) | {"sampling_params": body | mine}
 
         # One request for all members of a group with the same limit, so that they share the prompt on the server.
         # Seeds of a group's requests follow each other: two members never have the same one.
@@ -202,7 +203,7 @@ class VllmEngine:
             for b, row in enumerate(limits)
             for n in np.unique(row)
         ]
-        jobs = [self._pool.submit(self._group, part[0], request(*part), asked(part[0]).expanded) for part in parts]
+        jobs = [self._pool.submit(self._group, part[0], request(*part), prompt_of(part[0]).expanded) for part in parts]
         # An error ends the wait: the other requests may take minutes.
         for job in as_completed(jobs):
             ended(len(job.result()))
@@ -232,7 +233,7 @@ class VllmEngine:
         seeds = np.asarray(jax.random.randint(key, (count,), 0, 2**31 - 1))[distributed.part(count)]
         episodes = Episodes.empty(np.full(local_prompts * group_size, self._length), self._length, self._pad)
         versions = np.full(episodes.tokens.shape, self._version, np.int32)
-        body, asked = self._sampling_params(sampling), PromptRequests(prompts).asked
+        body, prompt_of = self._sampling_params(sampling), PromptRequests(prompts).prompt
         # Strings end a turn on the server too, so that it does not sample on. They are looked for in the text.
         body |= {"stop": list(environments.stops), "include_stop_str_in_output": True, "detokenize": True}
 
@@ -243,8 +244,8 @@ class VllmEngine:
             # Another seed for each turn: the server counts its random numbers from the seed in each request, so that
             # all turns would be drawn with the same ones.
             mine = {"n": 1, "max_tokens": max_tokens, "seed": int((int(seeds[i]) + length) % (2**31 - 1))}
-            request = asked(b).request(before) | {"sampling_params": body | mine}
-            return self._group(b, request, asked(b).expanded + before)[0]
+            request = prompt_of(b).request(before) | {"sampling_params": body | mine}
+            return self._group(b, request, prompt_of(b).expanded + before)[0]
 
         requests = {self._pool.submit(ask, i): i for i in range(local_prompts * group_size)}
         while requests or episodes.answers:

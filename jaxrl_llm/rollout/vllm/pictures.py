@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.rollout.protocol import PictureLimits
-from jaxrl_llm.structs import Images, Prompts
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.structs import Images, PictureLimits, Prompts
 
 
 def server_arguments(limits: PictureLimits | None) -> tuple[str, ...]:
@@ -25,11 +25,22 @@ def server_arguments(limits: PictureLimits | None) -> tuple[str, ...]:
         return ()
     pixels = {"min_pixels": limits.min_pixels, "max_pixels": limits.max_pixels}
     # Without a limit for videos vLLM reserves memory for the longest one.
-    counts = {"image": limits.most, "video": 0}
+    counts = {"image": limits.per_prompt, "video": 0}
     return "--limit-mm-per-prompt", json.dumps(counts), "--mm-processor-kwargs", json.dumps(pixels)
 
 
-class Asked(NamedTuple):
+def check_pictures(limits: PictureLimits | None) -> None:
+    """Raises: UserError, for pictures that are all resized to one square (Gemma 3).
+
+    A server would write the lines around them its own way, from a prompt without them.
+    """
+    if limits and not limits.max_pixels:
+        raise UserError(
+            "config.engine: prompts with pictures of Gemma 3 cannot be sent to vLLM: sample with the engine in JAX"
+        )
+
+
+class ServerPrompt(NamedTuple):
     """A prompt for a server."""
 
     tokens: list[int]  # one for each picture
@@ -49,17 +60,17 @@ class PromptRequests:
     def __init__(self, prompts: Prompts):
         self._prompts = prompts
         # A group may have several requests, and an episode has one for each turn.
-        self.asked = cache(self._asked)
+        self.prompt = cache(self._prompt)
 
-    def _asked(self, b: int) -> Asked:
+    def _prompt(self, b: int) -> ServerPrompt:
         """Returns prompt b."""
         prompts, real = self._prompts, np.flatnonzero(self._prompts.mask[b])
         expanded = prompts.tokens[b, real].tolist()
         if prompts.images is None:
-            return Asked(expanded, expanded, [])
+            return ServerPrompt(expanded, expanded, [])
         more, pictures = pictures_of(prompts.images, b)
         tokens = prompts.tokens[b, np.setdiff1d(real, more)].tolist()
-        return Asked(tokens, expanded, [_part(picture) for picture in pictures])
+        return ServerPrompt(tokens, expanded, [_part(picture) for picture in pictures])
 
 
 def pictures_of(images: Images, b: int) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -69,13 +80,13 @@ def pictures_of(images: Images, b: int) -> tuple[np.ndarray, list[np.ndarray]]:
     """
     places, segments, patches = images.places[b], images.segments[b], images.patches[b]
     side, merged = isqrt(patches.shape[1] // 3), len(segments) // len(images.columns[b])
-    of_tokens, more, pictures = segments[::merged], [np.zeros(0, np.int32)], []
+    token_segments, more, pictures = segments[::merged], [np.zeros(0, np.int32)], []
     for number in range(1, int(segments.max(initial=0)) + 1):
-        more.append(np.sort(images.columns[b][of_tokens == number])[1:])
-        here = segments == number
-        rows, columns = places[here].T
+        more.append(np.sort(images.columns[b][token_segments == number])[1:])
+        inside = segments == number
+        rows, columns = places[inside].T
         canvas = np.zeros((rows.max() + 1, columns.max() + 1, 3, side, side), np.uint8)
-        canvas[rows, columns] = patches[here].reshape(-1, 3, side, side)
+        canvas[rows, columns] = patches[inside].reshape(-1, 3, side, side)
         height, width = canvas.shape[0] * side, canvas.shape[1] * side
         pictures.append(canvas.transpose(0, 3, 1, 4, 2).reshape(height, width, 3))
     return np.concatenate(more), pictures

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 import jaxrl_llm
 from jaxrl_llm.data.image_columns import printable_value
+from jaxrl_llm.data.image_rows import thumbnail
+from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.rollout.scores import Measured, channel_text, lines
 from jaxrl_llm.tools.report.completions import cut, prompt_text
@@ -32,13 +33,14 @@ class ScoredCompletion(NamedTuple):
 class Problem(NamedTuple):
     number: int
     prompt: str
+    pictures: list[tuple[str, str]]  # name and data URL of each
     columns: str  # what else the row has
     solved: int
     of: int  # number of completions
     shown: list[ScoredCompletion]
 
 
-def render(title: str, measured: Measured, graded: Graded, rows: Sequence[dict[str, Any]]) -> str:
+def render(title: str, measured: Measured, graded: Graded, dataset: Dataset) -> str:
     """Returns the page. Of several completions of a problem it has the first ones."""
     by = measured.get("by")
     values = [(value, lines(part)) for value, part in by["values"].items()] if by else []
@@ -50,19 +52,20 @@ def render(title: str, measured: Measured, graded: Graded, rows: Sequence[dict[s
         column=by["column"] if by else "",
         head=[name for name, _ in values[0][1]] if values else [],
         values=values,
-        problems=[problem(i, graded, rows[i]) for i in range(min(len(rows), MOST))],
-        of=len(rows),
+        problems=[problem(i, graded, dataset) for i in range(min(len(dataset.rows), MOST))],
+        of=len(dataset.rows),
     )
 
 
-def problem(at: int, graded: Graded, row: dict[str, Any]) -> Problem:
+def problem(at: int, graded: Graded, dataset: Dataset) -> Problem:
     """Returns what the page shows of a problem."""
-    scores = graded.rewards.total[at]
+    scores, row = graded.rewards.total[at], dataset.rows[at]
+    pictures = [(picture.name, thumbnail(picture)) for picture in (dataset.images.rows[at] if dataset.images else ())]
     columns = ", ".join(f"{key}: {printable_value(value)}" for key, value in row.items() if key != "prompt")
     shown = [completion(at, i, graded) for i in range(min(len(scores), SHOWN))]
     # As pass@k counts: a score of 1 or more.
     solved = int((scores >= 1).sum())
-    return Problem(at + 1, cut(prompt_text(row["prompt"])), cut(columns), solved, len(scores), shown)
+    return Problem(at + 1, cut(prompt_text(row["prompt"])), pictures, cut(columns), solved, len(scores), shown)
 
 
 def completion(at: int, i: int, graded: Graded) -> ScoredCompletion:
