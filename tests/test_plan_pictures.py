@@ -99,6 +99,7 @@ def test_the_operations_of_the_tower_are_those_of_its_patches(phase, planned):
     assert few.images and many.images and many.images.patches == 4 * few.images.patches
     cfg = of_large.plan.models.model.cfg
     tower = cfg.vision
+    assert tower
     of_patch = tower.depth * (4 * tower.width**2 + 3 * tower.width * tower.mlp_width)
     of_patch += many.images.numbers * tower.width
     merged = tower.merge**2 * tower.width
