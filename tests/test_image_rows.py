@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 from PIL import Image
 from transformers import Gemma3Processor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -23,7 +24,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm import sft
 from jaxrl_llm.config.load import load
-from jaxrl_llm.data import image_layout, order
+from jaxrl_llm.data import order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.image_columns import printable_value
@@ -101,7 +102,7 @@ def read(rows: list[dict[str, Any]], tokenizer, form, monkeypatch, **more: Any) 
 def text_of(dataset: data.Dataset, tokenizer, i: int = 0) -> str:
     """The text of a prompt, with one placeholder for each picture."""
     assert dataset.images
-    ids = image_layout.collapse(dataset.ids[i], dataset.images.grids(i), dataset.images.form)
+    ids = tiny.collapsed(dataset.ids[i], dataset.images.grids(i), dataset.images.form.image_token)
     return tokenizer.decode(ids)
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import tiny
 from PIL import Image, ImageOps
 
 from jaxrl_llm.data import image_files, image_layout, images
@@ -140,7 +141,7 @@ def test_position_ids_are_those_of_the_paper_for_any_padding(left, form):
         row = image_layout.expand(np.array(short), grids, form)
         at = slice(width - len(row), None) if left else slice(len(row))
         tokens[b, at], mask[b, at] = row, True
-        assert image_layout.collapse(row, grids, form).tolist() == short
+        assert tiny.collapsed(row, grids, form.image_token) == short
     count = max(image_layout.patch_count(grids, form) for _, grids in PROMPTS.values())
     batch = image_layout.stack(tokens, mask, [blank(form, *grids) for _, grids in PROMPTS.values()], form, count)
     for b, (_, grids) in enumerate(PROMPTS.values()):

@@ -15,7 +15,6 @@ from PIL import Image
 from test_vision import Loaded, load, scored
 
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.data import image_layout
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
 from jaxrl_llm.learner.packing import pack, packed_shapes
@@ -23,7 +22,7 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.protocol import PictureLimits
-from jaxrl_llm.rollout.vllm.pictures import PromptRequests, check_pictures
+from jaxrl_llm.rollout.vllm.pictures import check_pictures, server_prompt
 from jaxrl_llm.structs import Batch, Prompts, Rollouts
 
 GROUP, LENGTH = 3, 24
@@ -138,14 +137,14 @@ def test_a_token_for_pictures_that_an_environment_says_gives_no_infinite_number(
 
 @pytest.mark.parametrize("loaded", ["qwen2_vl", "qwen2_5_vl"], indirect=True)
 def test_a_server_gets_the_pixels_that_the_trainer_sees_and_one_token_for_each_picture(loaded):
-    prompts, sent = prompts_of(loaded), PromptRequests(prompts_of(loaded))
+    prompts = prompts_of(loaded)
     assert prompts.images is not None
     for b, pictures in enumerate(loaded.pictures):
-        asked = sent.prompt(b)
+        asked = server_prompt(prompts, b)
         grids = [(x.shape[0] // loaded.form.factor, x.shape[1] // loaded.form.factor) for x in pictures]
         ours = prompts.tokens[b][prompts.mask[b]]
         assert asked.expanded == ours.tolist()
-        assert asked.tokens == image_layout.collapse(ours, grids, loaded.form).tolist()
+        assert asked.tokens == tiny.collapsed(ours, grids, loaded.form.image_token)
         request = asked.request([7])
         assert request["token_ids"] == [*asked.tokens, 7]
         assert len(request.get("content_parts", ())) == len(pictures) and ("return_token_ids" in request) == bool(

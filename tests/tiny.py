@@ -136,3 +136,13 @@ def one_update(
         whole = replace(whole, packed_index=pack(whole.completion_mask.sum(axis=-1), C, packed))
     state, metrics = step(state, sharding.shard_batch(whole, mesh), jnp.arange(B))
     return sharding.to_host(state.params), sharding.to_host(metrics)
+
+
+def collapsed(tokens: np.ndarray, grids: list[tuple[int, int]], image_token: int) -> list[int]:
+    """The token ids of a prompt with one token for each picture, of which `grids` are the rows and columns."""
+    ids, rest = tokens.tolist(), [rows * columns for rows, columns in grids]
+    short = []
+    while ids:
+        short.append(ids[0])
+        ids = ids[rest.pop(0) if ids[0] == image_token else 1 :]
+    return short

@@ -194,3 +194,11 @@ def pixels(image: Image, form: ImageFormat) -> np.ndarray:
         white = Pillow.new("RGBA", image.size, (255, 255, 255, 255))
         image = Pillow.alpha_composite(white, image)
     return np.asarray(image.convert("RGB").resize(size, Pillow.Resampling(form.resample)))
+
+
+def data_url(image: Image) -> str:
+    """Returns a picture as a data URL of a PNG, which keeps each pixel."""
+    file = io.BytesIO()
+    # Little compression: most of the time of a PNG is spent on it.
+    image.save(file, "PNG", compress_level=1)
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -39,14 +39,6 @@ def expand(tokens: np.ndarray, grids: Sequence[Grid], form: ImageFormat) -> np.n
     return np.repeat(tokens, repeats)
 
 
-def collapse(tokens: np.ndarray, grids: Sequence[Grid], form: ImageFormat) -> np.ndarray:
-    """Returns the token ids before `expand`, as engines take them that expand themselves."""
-    stays = np.ones(len(tokens), bool)
-    for start, (rows, columns) in zip(_starts(tokens, grids, form), grids, strict=True):
-        stays[start + 1 : start + rows * columns] = False
-    return tokens[stays]
-
-
 def _starts(tokens: np.ndarray, grids: Sequence[Grid], form: ImageFormat) -> list[int]:
     """Returns the index of the first token of each picture in an expanded prompt. Raises: ValueError."""
     at = np.flatnonzero(tokens == form.image_token)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import io
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -227,9 +225,7 @@ def thumbnail(picture: Picture) -> str:
             small.thumbnail((SMALL, SMALL))
     except ValueError as error:
         raise UserError(f"{_place(picture.where, picture.source)} {error}") from None
-    file = io.BytesIO()
-    small.save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return image_files.data_url(small)
 
 
 def _place(where: str, source: Any) -> str:

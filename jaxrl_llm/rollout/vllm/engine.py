@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager, suppress
+from functools import cache, partial
 from itertools import cycle, islice
 from pathlib import Path
 from threading import Event, Lock
@@ -26,7 +27,7 @@ from jaxrl_llm.rollout.episodes import Episodes
 from jaxrl_llm.rollout.protocol import EngineInputs, Environments
 from jaxrl_llm.rollout.vllm import address, weights
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
-from jaxrl_llm.rollout.vllm.pictures import PromptRequests, check_pictures, server_arguments
+from jaxrl_llm.rollout.vllm.pictures import check_pictures, server_arguments, server_prompt
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
 # Seconds: timeout of short requests, and of the wait for a server's lock.
@@ -190,7 +191,9 @@ class VllmEngine:
         count = len(prompts.tokens) * distributed.count()
         seeds = np.asarray(jax.random.randint(key, (count,), 0, 2**31 - 1 - group_size))[distributed.part(count)]
         # The text is made here: the server need not make it too.
-        body, prompt_of = self._sampling_params(sampling) | {"detokenize": False}, PromptRequests(prompts).prompt
+        body = self._sampling_params(sampling) | {"detokenize": False}
+        # A group may have several requests.
+        prompt_of = cache(partial(server_prompt, prompts))
 
         def request(b: int, first: int, members: np.ndarray, limit: int) -> dict[str, Any]:
             mine = {"n": len(members), "max_tokens": limit, "seed": int(seeds[b] + first)}
@@ -233,7 +236,7 @@ class VllmEngine:
         seeds = np.asarray(jax.random.randint(key, (count,), 0, 2**31 - 1))[distributed.part(count)]
         episodes = Episodes.empty(np.full(local_prompts * group_size, self._length), self._length, self._pad)
         versions = np.full(episodes.tokens.shape, self._version, np.int32)
-        body, prompt_of = self._sampling_params(sampling), PromptRequests(prompts).prompt
+        body, prompt_of = self._sampling_params(sampling), cache(partial(server_prompt, prompts))
         # Strings end a turn on the server too, so that it does not sample on. They are looked for in the text.
         body |= {"stop": list(environments.stops), "include_stop_str_in_output": True, "detokenize": True}
 

@@ -6,15 +6,13 @@ token for each picture: of several it would expand each.
 
 from __future__ import annotations
 
-import base64
-import io
 import json
-from functools import cache
 from math import isqrt
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl_llm.data import image_files
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Images, PictureLimits, Prompts
 
@@ -54,23 +52,15 @@ class ServerPrompt(NamedTuple):
         return {"token_ids": self.tokens + more, "content_parts": self.pictures, "return_token_ids": True}
 
 
-class PromptRequests:
-    """The prompts of a call of the engine."""
-
-    def __init__(self, prompts: Prompts):
-        self._prompts = prompts
-        # A group may have several requests, and an episode has one for each turn.
-        self.prompt = cache(self._prompt)
-
-    def _prompt(self, b: int) -> ServerPrompt:
-        """Returns prompt b."""
-        prompts, real = self._prompts, np.flatnonzero(self._prompts.mask[b])
-        expanded = prompts.tokens[b, real].tolist()
-        if prompts.images is None:
-            return ServerPrompt(expanded, expanded, [])
-        more, pictures = pictures_of(prompts.images, b)
-        tokens = prompts.tokens[b, np.setdiff1d(real, more)].tolist()
-        return ServerPrompt(tokens, expanded, [_part(picture) for picture in pictures])
+def server_prompt(prompts: Prompts, b: int) -> ServerPrompt:
+    """Returns prompt b for a server."""
+    real = np.flatnonzero(prompts.mask[b])
+    expanded = prompts.tokens[b, real].tolist()
+    if prompts.images is None:
+        return ServerPrompt(expanded, expanded, [])
+    more, pictures = pictures_of(prompts.images, b)
+    tokens = prompts.tokens[b, np.setdiff1d(real, more)].tolist()
+    return ServerPrompt(tokens, expanded, [_part(picture) for picture in pictures])
 
 
 def pictures_of(images: Images, b: int) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -96,7 +86,4 @@ def _part(pixels: np.ndarray) -> dict[str, Any]:
     """Returns a picture as a content part: a PNG, which keeps each pixel, in a data URL."""
     from PIL import Image  # an extra, which rows with pictures need anyway
 
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG", compress_level=1)
-    encoded = base64.b64encode(file.getvalue()).decode()
-    return {"type": "image_url", "url": f"data:image/png;base64,{encoded}"}
+    return {"type": "image_url", "url": image_files.data_url(Image.fromarray(pixels))}
