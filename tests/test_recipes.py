@@ -237,9 +237,10 @@ QWEN3_VL = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": 
 QWEN3_TOWER = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0], "hidden_act": "gelu_pytorch_tanh"}
 
 
-def write_vision(folder: Path, family: str, rows: list[dict]) -> Path:
+def write_vision(folder: Path, family: str) -> Path:
     """A small model with a tower, of the architecture of a recipe, and the folder it is in."""
     bare = folder / "bare"
+    rows = [{"prompt": f"<image>{text}{qwen2_5_7b_math.FORM}", "answer": "0123456789"} for text, _ in PROBLEMS]
     sizes = dict(zip(new_model.SIZES, (32, 2, 4, 2, 48), strict=True)) | {"vision_config": TOWER}
     new_model.write_folder(bare, sizes, rows, "answer")
     if family == "qwen3_vl":
@@ -252,8 +253,8 @@ def write_vision(folder: Path, family: str, rows: list[dict]) -> Path:
     return folder / "qwen"
 
 
-def write_geometry3k(folder: Path) -> list[dict]:
-    """Writes problems in the columns of geometry3k: pictures of several sizes, and one problem with two."""
+def write_geometry3k(folder: Path) -> Path:
+    """A file of problems in the columns of geometry3k: pictures of several sizes, and one problem with two."""
     rows = []
     for i, (question, _) in enumerate(PROBLEMS):
         images = []
@@ -263,7 +264,7 @@ def write_geometry3k(folder: Path) -> list[dict]:
             images.append({"bytes": file.getvalue(), "path": f"{i}_{k}.png"})
         rows.append({"images": images, "problem": "<image>" * len(images) + question, "answer": str(i)})
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
-    return rows
+    return folder / "rows.parquet"
 
 
 @pytest.mark.slow
@@ -276,9 +277,7 @@ def write_geometry3k(folder: Path) -> list[dict]:
     ],
 )
 def test_the_recipes_of_geometry3k_run_end_to_end(recipe, family, tmp_path):
-    rows = write_geometry3k(tmp_path)
-    texts = [{"prompt": row["problem"] + qwen2_5_7b_math.FORM, "answer": "0123456789"} for row in rows]
-    model, rows_file = write_vision(tmp_path, family, texts), tmp_path / "rows.parquet"
+    model, rows_file = write_vision(tmp_path, family), write_geometry3k(tmp_path)
     small = [
         f"--config.model.path={model}", f"--config.data.source={rows_file}", f"--config.eval.source={rows_file}",
         "--config.num_steps=1", "--config.prompts_per_step=4", "--config.prompts_per_update=2", "--config.microbatch=2",

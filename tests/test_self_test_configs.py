@@ -11,6 +11,7 @@ import jax
 import pytest
 from ml_collections import ConfigDict
 from test_doctor import ROOT
+from test_recipes import write_geometry3k, write_vision
 from test_templates import of
 
 from jaxrl_llm.build import build
@@ -31,7 +32,8 @@ SMALL = {
     "prompts_per_step": 4, "prompts_per_update": 4, "microbatch": 0, "eval": None, "checkpoint.keep_best": 0,
     "checkpoint.keep": 1, "log.to": (), "mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 1, "num_steps": 2,
     "optim.warmup_steps": 0, "optim.warmup_ratio": 0.0, "rollout.max_completion_tokens": 16, "reward.timeout": 0.0,
-    "data.max_prompt_tokens": 2000, "model.remat": "none", "model.row_parts": 1,
+    "data.max_prompt_tokens": 2000, "data.min_pixels": 0, "data.max_pixels": 0, "model.remat": "none",
+    "model.row_parts": 1,
 }  # fmt: skip
 
 
@@ -68,12 +70,19 @@ def rows_of(config: ConfigDict) -> list[dict]:
     return [{"question": x, "problem": x, "answer": f"#### {y}"} | z for (x, y), z in zip(sums, numbers, strict=True)]
 
 
+def write_rows(config: ConfigDict, folder: Path) -> Path:
+    """Few rows with the columns that a config reads, and the file they are in."""
+    if config.data.image_column:
+        return write_geometry3k(folder)
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in rows_of(config)))
+    return rows
+
+
 def small(file: Path, model: Path, folder: Path) -> ConfigDict:
     """A config with a random model and few rows, which it writes to `folder`, in few and short sequences."""
     c = load(file)
     c.unlock()
-    rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in rows_of(c)))
     c.update_from_flattened_dict(SMALL | {"group_size": min(c.group_size, 4)})
     c.engine = ConfigDict(dict(name="jax", max_sequences=0))
     if "critic" in c:
@@ -81,16 +90,16 @@ def small(file: Path, model: Path, folder: Path) -> ConfigDict:
         c.critic.optim.warmup_ratio = 0.0
     if "env" in c:
         c.env.url, c.env.corpus, c.rollout.max_completion_tokens = "", "encyclopedia.documents", 96
-    if file.stem != KEEPS_ITS_MODEL:
-        c.model.path, c.data.source = str(model), str(rows)
+    if file.stem not in KEEP_THEIR_MODEL:
+        c.model.path, c.data.source = str(model), str(write_rows(c, folder))
         c.update_from_flattened_dict({"turns.tokens": 16, "turns.observation_tokens": 48} if "env" in c else {})
     for section in (*c.get("teachers", {}).values(), *([c.reward_model] if "reward_model" in c else ())):
         section.path = str(model)
     return c
 
 
-# Search is learned: only with the model of this config an environment answers what was asked.
-KEEPS_ITS_MODEL = "search_grpo"
+# Search is learned: only with the model of this config an environment answers what was asked. Pictures need a tower.
+KEEP_THEIR_MODEL = ("search_grpo", "pictures")
 FILES = [file for file in sorted((ROOT / "configs").rglob("*.py")) if not file.stem.endswith("sft")]
 # Configs with the same of these sections have the same update, which the full self-test compiles twice.
 OF_UPDATE = (
@@ -111,7 +120,15 @@ OF_UPDATE = (
 def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     made = {template: write_model(folder, template, reference) for template, reference in FAMILIES.items()}
-    return made | {"experts": write_model(folder, "qwen3", "qwen3_moe")}
+    with_tower = {family: write_vision(folder / family, family) for family in ("qwen2_5_vl", "qwen3_vl")}
+    return made | with_tower | {"experts": write_model(folder, "qwen3", "qwen3_moe")}
+
+
+def template_of(recipe: str) -> str:
+    """The key in `models` of the model that a recipe runs with here."""
+    if "_vl_" in recipe:
+        return recipe.partition("_vl_")[0] + "_vl"
+    return "experts" if "a3b" in recipe else "qwen2_5"
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +141,9 @@ def updates() -> set[str]:
 @pytest.mark.parametrize(("file", "template"), zip(FILES, cycle(FAMILIES)), ids=lambda x: getattr(x, "stem", x))
 def test_it_is_silent_on(file, template, models, updates, tmp_path):
     if "recipes" in file.parts:
-        template = "experts" if "a3b" in file.stem else "qwen2_5"
+        template = template_of(file.stem)
     config = small(file, models[template], tmp_path)
-    flat = flatten(config) | {"template": template == "experts"}
+    flat = flatten(config) | {"template": template if template not in FAMILIES else ""}
     update = str({name: x for name, x in flat.items() if name.startswith((*OF_UPDATE, "template"))})
     full = update not in updates
     updates.add(update)
