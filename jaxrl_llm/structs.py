@@ -41,11 +41,12 @@ class Images:
     columns: AnyArray  # [B, M] int32, where in the prompt each token of a picture stands; P: nowhere
     positions: AnyArray  # [B, 3, P] int32, of the prompt's tokens: time, row, column
     end: AnyArray  # [B] int32, position of the first completion token
+    smaller: tuple[tuple[int, int], ...] = field(default=(), metadata=dict(static=True))  # of `ImageSizes`
 
     @property
     def sizes(self) -> ImageSizes:
         count, numbers = self.patches.shape[-2:]
-        return ImageSizes(count, numbers, self.columns.shape[-1])
+        return ImageSizes(count, numbers, self.columns.shape[-1], self.smaller)
 
     @classmethod
     def padding(cls, lead: tuple[int, ...], width: int, sizes: ImageSizes) -> Images:
@@ -53,7 +54,7 @@ class Images:
         ints = lambda *shape: np.zeros((*lead, *shape), np.int32)  # noqa: E731
         n, m = sizes.patches, sizes.tokens
         patches, columns = np.zeros((*lead, n, sizes.numbers), np.uint8), np.full((*lead, m), width, np.int32)
-        return cls(patches, ints(n, 2), ints(n), columns, ints(3, width), ints())
+        return cls(patches, ints(n, 2), ints(n), columns, ints(3, width), ints(), sizes.smaller)
 
     @classmethod
     def shapes(cls, lead: tuple[int, ...], width: int, sizes: ImageSizes) -> Images:
@@ -68,6 +69,7 @@ class ImageSizes(NamedTuple):
     patches: int  # N
     numbers: int  # F
     tokens: int  # M
+    smaller: tuple[tuple[int, int], ...] = ()  # P and N that hold many of the prompts, the largest first
 
 
 class PictureLimits(NamedTuple):
@@ -84,6 +86,22 @@ class Prompt(NamedTuple):
     tokens: AnyArray  # [B, P] int32
     mask: AnyArray  # [B, P] bool, True on real tokens
     images: Images | None = None  # None: the model reads texts only
+
+    def narrowed(self, width: int, patches: int) -> Prompt:
+        """Returns the last `width` tokens and the first `patches` of each prompt. Nothing else may be there."""
+        # Without any picture, a model computes as for texts.
+        images, left = self.images if patches else None, self.tokens.shape[-1] - width
+        if images is not None:
+            tokens = images.sizes.tokens * patches // images.sizes.patches
+            images = Images(
+                images.patches[:, :patches],
+                images.places[:, :patches],
+                images.segments[:, :patches],
+                images.columns[:, :tokens] - left,
+                images.positions[..., left:],
+                images.end,
+            )
+        return Prompt(self.tokens[:, left:], self.mask[:, left:], images)
 
 
 @dataclass(frozen=True)

@@ -547,7 +547,7 @@ def test_the_page_of_an_evaluation_shows_the_pictures_of_each_problem(tokenizer,
     rewards = Rewards(np.ones((3, 1), np.float32), {"right": np.ones((3, 1), np.float32)})
     graded = grading.Graded([["x"]] * 3, rewards, [], {})
     page = samples.render("t", scores.measure_all(graded, dataset.rows, None, ""), graded, dataset)
-    shown = re.findall(r'<img src="data:image/png;base64,([^"]+)" alt="([^"]+)"', page)
+    shown = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)" alt="([^"]+)"', page)
     assert [name for _, name in shown] == [picture.name for of_row in dataset.images.rows for picture in of_row]
     sizes = [Image.open(io.BytesIO(base64.b64decode(content))).size for content, _ in shown]
     assert sizes == [(256, 24), (56, 84), (56, 84)]

@@ -143,7 +143,8 @@ def test_position_ids_are_those_of_the_paper_for_any_padding(left, form):
         tokens[b, at], mask[b, at] = row, True
         assert tiny.collapsed(row, grids, form.image_token) == short
     count = max(image_layout.patch_count(grids, form) for _, grids in PROMPTS.values())
-    batch = image_layout.stack(tokens, mask, [blank(form, *grids) for _, grids in PROMPTS.values()], form, count)
+    sizes = image_layout.image_sizes(count, form)
+    batch = image_layout.stack(tokens, mask, [blank(form, *grids) for _, grids in PROMPTS.values()], form, sizes)
     for b, (_, grids) in enumerate(PROMPTS.values()):
         expected, end = positions_by_groups(tokens[b, mask[b]].tolist(), grids)
         assert (batch.positions[b][:, mask[b]] == expected).all(), names[b]
@@ -254,3 +255,11 @@ def test_formats_are_read_from_the_folders_of_both_versions(tmp_path):
             images.read_format(wrong, **settings)
     with pytest.raises(UserError, match=r"preprocessor_config.json"):
         images.read_format(write(tmp_path / "none", config))
+
+
+def test_smaller_sizes_hold_many_prompts_and_are_clearly_smaller():
+    tokens, patches = [300] * 6 + [500] * 3 + [2000], [256] * 6 + [256, 1024, 1024] + [4096]
+    assert image_layout.smaller_sizes(tokens, patches) == ((500, 1024), (300, 256))
+    # One size for all, and sizes that save too little.
+    assert image_layout.smaller_sizes([300] * 10, [256] * 10) == ()
+    assert image_layout.smaller_sizes([300] * 9 + [400], [256] * 9 + [300]) == ()

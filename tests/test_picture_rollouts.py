@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import io
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -15,8 +17,11 @@ from PIL import Image
 from test_vision import Loaded, load, scored
 
 from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.data import image_layout
+from jaxrl_llm.data.images import ImageFormat
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
+from jaxrl_llm.learner.microbatches import Microbatch, over
 from jaxrl_llm.learner.packing import pack, packed_shapes
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
@@ -110,12 +115,24 @@ def test_a_completion_depends_on_its_pictures(loaded):
     assert (first[with_pictures] > 1e-3).all() and (first[~with_pictures] < 1e-5).all()
 
 
+def smaller_sizes(batch: Batch, form: ImageFormat) -> tuple[tuple[int, int], ...]:
+    """Sizes that half of the prompts of a batch have."""
+    window = ((form.window or 1) * form.merge) ** 2
+    patches = [-(-int(np.max(np.flatnonzero(row), initial=-1) + 1) // window) * window for row in batch.images.segments]
+    sizes = image_layout.smaller_sizes(batch.prompt_mask.sum(axis=1).tolist(), patches)
+    assert sizes
+    return sizes
+
+
+@pytest.mark.parametrize("smaller", [False, True], ids=["one size", "smaller sizes"])
 @pytest.mark.parametrize(("shape", "microbatch"), [((1, 1, 1), 2), ((2, 2, 2), 0), ((2, 1, 1), 2)])
-def test_packed_rows_micro_batches_and_meshes_change_no_log_probability(loaded, shape, microbatch):
+def test_packed_rows_micro_batches_and_meshes_change_no_log_probability(loaded, shape, microbatch, smaller):
     rollouts, mesh = sampled(loaded.folder.name), tiny.mesh_of(shape)
     # Devices have equal parts: some prompts are there twice.
     at = np.arange(8) % len(rollouts.completions)
     batch = jax.tree.map(lambda x: x[at], batch_of(loaded, rollouts))
+    if smaller:
+        batch = replace(batch, images=replace(batch.images, smaller=smaller_sizes(batch, loaded.form)))
     lengths = batch.completion_mask.sum(axis=-1)
     batch = replace(batch, packed_index=pack(lengths, LENGTH, packed_shapes(GROUP, LENGTH)[0]))
     model = hf.load_model(loaded.folder, mesh)
@@ -123,6 +140,50 @@ def test_packed_rows_micro_batches_and_meshes_change_no_log_probability(loaded, 
     scored = score(hf.load_params(loaded.folder, model, mesh), sharding.shard_batch(batch, mesh))
     real = batch.completion_mask
     np.testing.assert_allclose(np.asarray(scored)[real], rollouts.logprobs[at][real], atol=2e-5)
+
+
+def test_a_micro_batch_runs_with_the_smallest_size_that_holds_its_prompts():
+    loaded = load("qwen2_5_vl")
+    batch = batch_of(loaded, sampled("qwen2_5_vl"))
+    batch = replace(batch, images=replace(batch.images, smaller=((22, batch.images.sizes.patches), (10, 0))))
+    assert batch.prompt_mask.sum(axis=1).tolist() == [22, 10, 22, 32]
+
+    def visit(part: Microbatch) -> dict[int, jax.Array]:
+        """Counts the micro-batches of each width. The tokens and the pictures of their prompts are all there."""
+        prompt, whole = part.batch.prompt, part.take(batch.prompt)
+        same = jnp.sum(prompt.mask) == jnp.sum(whole.mask)
+        if prompt.images is None:
+            same &= ~jnp.any(whole.images.segments > 0)
+        else:
+            same &= jnp.sum(prompt.images.segments) == jnp.sum(whole.images.segments)
+            same &= jnp.all(prompt.images.columns >= 0)
+        return {width: jnp.int32(same) * (width == prompt.tokens.shape[1]) for width in (32, 22, 10)}
+
+    counts = {}
+    for mesh, microbatch in ((tiny.mesh_of((1, 1, 1)), 1), (tiny.mesh_of((1, 1, 1)), 2), (tiny.mesh_of((2, 1, 1)), 2)):
+        found = jax.jit(partial(over, visit=visit, microbatch=microbatch, mesh=mesh))(sharding.shard_batch(batch, mesh))
+        counts[mesh.size, microbatch] = {width: int(count) for width, count in found.items() if count}
+    assert counts == {(1, 1): {32: 1, 22: 2, 10: 1}, (1, 2): {32: 1, 22: 1}, (2, 2): {32: 1, 22: 1}}
+
+
+def test_smaller_sizes_give_the_same_gradient():
+    loaded = load("qwen3_vl")
+    batch, mesh = batch_of(loaded, sampled("qwen3_vl")), tiny.mesh_of((1, 1, 1))
+    model = hf.load_model(loaded.folder, mesh)
+    params = hf.load_params(loaded.folder, model, mesh)
+
+    @jax.jit
+    def gradient(batch: Batch) -> Any:
+        loss = lambda params, part: jnp.sum(forward.completion_logprobs(model, params, part, Sampling())[0])  # noqa: E731
+        return over(batch, lambda part: jax.grad(loss)(params, part.batch), microbatch=1, mesh=mesh)
+
+    whole = gradient(batch)
+    smaller = (24, batch.images.sizes.patches), (6, 0)
+    assert batch.prompt_mask.sum(axis=1).tolist() == [24, 6, 21, 35]
+    narrow = gradient(replace(batch, images=replace(batch.images, smaller=smaller)))
+    scale = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(whole))
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(narrow), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * scale)
 
 
 def test_a_token_for_pictures_that_an_environment_says_gives_no_infinite_number(loaded):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
@@ -32,6 +33,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
 from jaxrl_llm.structs import Prompt
 from jaxrl_llm.tasks import digits_in_pictures as task
+from jaxrl_llm.tools.report import page
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "jaxrl_llm" / "assets" / "pictures"
@@ -189,6 +191,14 @@ def test_tower_and_text_learn_and_samples_name_their_pictures(whole):
     assert first["sampler/gap_max"] < 1e-4 and first["kl/ref"] < 1e-6
     sample = (whole / "completions.jsonl").read_text().splitlines()[0]
     assert re.search(r"digits_in_pictures\.train row \d+: picture 1, \d+ x \d+", sample)
+    # And the report shows the pictures that the model saw.
+    row = task.train()[int(re.search(r"row (\d+)", sample)[1]) - 1]
+    urls, text = json.loads(sample)["pictures"], page.render([whole])
+    for url, picture in zip(urls, row["images"], strict=True):
+        assert f'<img src="{url}" alt="digits_in_pictures.train row' in text
+        seen, source = (Image.open(io.BytesIO(x)) for x in (base64.b64decode(url.partition("base64,")[2]), picture))
+        difference = np.abs(np.subtract(np.asarray(seen), np.asarray(source.convert("RGB")), dtype=np.float32))
+        assert seen.size == source.size and difference.mean() < 10
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(whole, tmp_path):

@@ -187,9 +187,8 @@ def small_lora_memory(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> l
 
 
 def small_picture_layout(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
-
     patch.setattr(module, "MODELS", {"small": ((32, 1, 2, 1, 8), (1, 16, 2, 8), 64)})
-    patch.setattr(module, "GRID", (4, 4))
+    patch.setattr(module, "GRID", (8, 8))
     return ["--group", "2", "--tokens", "4", "--repetitions", "1"]
 
 

@@ -67,7 +67,8 @@ class Loaded(NamedTuple):
             shift = [np.roll(x, -int((~real).sum())) for x, real in zip(tokens, mask, strict=True)]
             tokens, mask = np.stack(shift), mask[:, ::-1]
         count = count or PATCHES[self.folder.name]
-        return Prompt(tokens, mask, image_layout.stack(tokens, mask, self.pictures, self.form, count))
+        sizes = image_layout.image_sizes(count, self.form)
+        return Prompt(tokens, mask, image_layout.stack(tokens, mask, self.pictures, self.form, sizes))
 
     def batch(self, side: str = "left", *, group: int = 1, count: int = 0) -> Batch:
         """The prompts and their completions; group: 2, to have also what `transformers` writes."""

@@ -35,6 +35,7 @@ TURNS = {
     8: "ROTATE_90",
 }
 ORIENTATION, SIDEWAYS = 0x0112, 5  # tag of EXIF; orientations from which on a picture lies on its side
+SMALL = 256  # pixels of a side of a thumbnail, at most
 LOADING = Lock()  # of a picture of Pillow, which several rows may share
 
 
@@ -194,6 +195,16 @@ def pixels(image: Image, form: ImageFormat) -> np.ndarray:
         white = Pillow.new("RGBA", image.size, (255, 255, 255, 255))
         image = Pillow.alpha_composite(white, image)
     return np.asarray(image.convert("RGB").resize(size, Pillow.Resampling(form.resample)))
+
+
+def thumbnail(image: Image) -> str:
+    """Returns a small copy of a picture as a data URL."""
+    small = image.convert("RGB")
+    small.thumbnail((SMALL, SMALL))
+    file = io.BytesIO()
+    # Of a photograph a PNG would be ten times as large.
+    small.save(file, "JPEG", quality=90)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def data_url(image: Image) -> str:

@@ -8,12 +8,16 @@ window padded to its largest size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isqrt
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxrl_llm.data.images import Grid, ImageFormat
 from jaxrl_llm.structs import Images, ImageSizes
+
+SHARES = (0.9, 0.5)  # of the prompts, that smaller sizes hold
+SMALLER = 0.75  # of the tokens and patches of the next larger size, at most: each size compiles all of a model again
 
 
 class Layout(NamedTuple):
@@ -104,9 +108,24 @@ def patch_count(grids: Sequence[Grid], form: ImageFormat) -> int:
     return sum(-(-rows // w) * -(-columns // w) for rows, columns in grids) * (w * form.merge) ** 2
 
 
-def image_sizes(patches: int, form: ImageFormat) -> ImageSizes:
-    """Returns the sizes of the pictures of prompts with at most so many patches."""
-    return ImageSizes(patches, 3 * form.patch**2, patches // form.merge**2)
+def image_sizes(patches: int, form: ImageFormat, smaller: tuple[tuple[int, int], ...] = ()) -> ImageSizes:
+    """Returns the sizes of the pictures of prompts with at most so many patches; smaller: of `smaller_sizes`."""
+    return ImageSizes(patches, 3 * form.patch**2, patches // form.merge**2, smaller)
+
+
+def smaller_sizes(tokens: Sequence[int], patches: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Returns P and N that hold nine of ten prompts, and half of them, where these are clearly smaller than the next.
+
+    tokens, patches: of each prompt.
+    """
+    size, found = (max(tokens), max(patches)), []
+    for share in SHARES:
+        smaller = tuple(int(np.quantile(x, share, method="inverted_cdf")) for x in (tokens, patches))
+        # A patch and a token cost about the same.
+        if sum(smaller) <= SMALLER * sum(size):
+            size = smaller
+            found.append(size)
+    return tuple(found)
 
 
 def patches(image: np.ndarray, form: ImageFormat) -> np.ndarray:
@@ -119,16 +138,30 @@ def patches(image: np.ndarray, form: ImageFormat) -> np.ndarray:
     return ordered.reshape(-1, tokens.shape[-1])
 
 
+def pixels(images: Images, b: int) -> list[np.ndarray]:
+    """Returns the pixels [height, width, 3] of the pictures of prompt b, as the tower sees them: undoes `patches`."""
+    places, segments, patches = images.places[b], images.segments[b], images.patches[b]
+    side, pictures = isqrt(patches.shape[1] // 3), []
+    for number in range(1, int(segments.max(initial=0)) + 1):
+        inside = segments == number
+        rows, columns = places[inside].T
+        canvas = np.zeros((rows.max() + 1, columns.max() + 1, 3, side, side), np.uint8)
+        canvas[rows, columns] = patches[inside].reshape(-1, 3, side, side)
+        height, width = canvas.shape[0] * side, canvas.shape[1] * side
+        pictures.append(canvas.transpose(0, 3, 1, 4, 2).reshape(height, width, 3))
+    return pictures
+
+
 def stack(
-    tokens: np.ndarray, mask: np.ndarray, images: Sequence[Sequence[np.ndarray]], form: ImageFormat, count: int
+    tokens: np.ndarray, mask: np.ndarray, images: Sequence[Sequence[np.ndarray]], form: ImageFormat, sizes: ImageSizes
 ) -> Images:
-    """Returns the pictures of a batch of expanded prompts, padded to `count` patches.
+    """Returns the pictures of a batch of expanded prompts, padded to these sizes.
 
     tokens, mask: [B, P], padded on any side; images: of each prompt the pixels [height, width, 3] uint8 of its
     pictures, as `images.pixels` makes them. Raises: ValueError, if a prompt is not expanded for its pictures.
     """
     size, width = tokens.shape
-    result = Images.padding((size,), width, image_sizes(count, form))
+    result = Images.padding((size,), width, sizes)
     for b, pictures in enumerate(images):
         at = np.flatnonzero(mask[b])
         grids = [(x.shape[0] // form.factor, x.shape[1] // form.factor) for x in pictures]

@@ -21,7 +21,6 @@ from jaxrl_llm.machine import extras, progress
 from jaxrl_llm.structs import Images, ImageSizes, PictureLimits
 
 THREADS = min(16, os.cpu_count() or 1)  # that open pictures: Pillow decodes without Python's lock
-SMALL = 256  # pixels of a side of a thumbnail, at most
 FEW = 64  # pictures that are measured at a time: the first broken one ends the reading soon
 
 
@@ -57,14 +56,20 @@ class RowImages:
     rows: list[tuple[Picture, ...]]
 
     @cached_property
-    def patches(self) -> int:
-        """N: the most patches of a prompt, with those that pad windows."""
-        return max((image_layout.patch_count(self.grids(i), self.form) for i in range(len(self.rows))), default=0)
+    def patches_of_rows(self) -> list[int]:
+        """The patches of each prompt, with those that pad windows."""
+        return [image_layout.patch_count(self.grids(i), self.form) for i in range(len(self.rows))]
 
     @property
-    def sizes(self) -> ImageSizes:
-        """The sizes of the pictures of each prompt in a batch."""
-        return image_layout.image_sizes(self.patches, self.form)
+    def patches(self) -> int:
+        """N: the most patches of a prompt."""
+        return max(self.patches_of_rows, default=0)
+
+    def sizes(self, lengths: Sequence[int]) -> ImageSizes:
+        """Returns the sizes of the pictures of each prompt in a batch; lengths: tokens of all prompts."""
+        return image_layout.image_sizes(
+            self.patches, self.form, image_layout.smaller_sizes(lengths, self.patches_of_rows)
+        )
 
     @property
     def tokens(self) -> int:
@@ -134,7 +139,7 @@ class RowImages:
             expanded.append(image_layout.expand(tokens, self.grids(i), self.form) if pictures else tokens)
         return expanded
 
-    def batch(self, rows: Sequence[int], tokens: np.ndarray, mask: np.ndarray) -> Images:
+    def batch(self, rows: Sequence[int], tokens: np.ndarray, mask: np.ndarray, sizes: ImageSizes) -> Images:
         """Opens the pictures of rows, of which the prompts are tokens and mask [B, P].
 
         Raises: UserError, for one that is gone, or that has changed its size.
@@ -143,7 +148,7 @@ class RowImages:
         with ThreadPoolExecutor(THREADS) as pool:
             opened = iter(list(pool.map(partial(_pixels, form=self.form), chosen)))
         pixels = [[next(opened) for _ in self.rows[i]] for i in rows]
-        return image_layout.stack(tokens, mask, pixels, self.form, self.patches)
+        return image_layout.stack(tokens, mask, pixels, self.form, sizes)
 
     def check_completions(self, ids: Sequence[np.ndarray], tokenizer: Any, source: str, numbers: Sequence[int]) -> None:
         """Raises: UserError, for a completion with a token of pictures. None is sampled, so its loss is infinite."""
@@ -221,11 +226,9 @@ def thumbnail(picture: Picture) -> str:
     """Returns a small copy of a picture as a data URL. Raises: UserError, if it can no longer be read."""
     try:
         with image_files.opened(picture.source, picture.folder) as image:
-            small = image.convert("RGB")
-            small.thumbnail((SMALL, SMALL))
+            return image_files.thumbnail(image)
     except ValueError as error:
         raise UserError(f"{_place(picture.where, picture.source)} {error}") from None
-    return image_files.data_url(small)
 
 
 def _place(where: str, source: Any) -> str:

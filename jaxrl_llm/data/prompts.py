@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any, TypeAlias
 
@@ -66,10 +67,10 @@ class Dataset:
         """Returns a hash of the token ids and pictures of all prompts, in order."""
         return self._prompts().hexdigest()
 
-    @property
+    @cached_property
     def image_sizes(self) -> ImageSizes | None:
         """The sizes of the pictures of a batch; None: there are none."""
-        return self.images.sizes if self.images and self.images.count else None
+        return self.images.sizes(list(map(len, self.ids))) if self.images and self.images.count else None
 
     def counts(self) -> list[int]:
         """Returns the number of rows, of each source of a mixture."""
@@ -292,7 +293,8 @@ def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Promp
         tokens[b, dataset.width - length :] = dataset.ids[i]
         mask[b, dataset.width - length :] = True
     sources = [name for i in indices for name, rows in dataset.parts.items() if i in rows]
-    images = dataset.images.batch(indices, tokens, mask) if dataset.images and dataset.image_sizes else None
+    sizes = dataset.image_sizes
+    images = dataset.images.batch(indices, tokens, mask, sizes) if dataset.images and sizes else None
     rows = [dataset.rows[i] for i in indices]
     return Prompts(tokens, mask, rows, np.asarray(indices, np.int32), sources, images)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.structs import Array, Batch, PyTree
+from jaxrl_llm.structs import Array, Batch, Prompt, PyTree
 
 
 class Microbatch(NamedTuple):
@@ -43,9 +44,37 @@ def over(
     """
     count, part = split(batch, microbatch, mesh)
     if isinstance(count, int) and count == 1:
-        return visit(part(0))
+        return at_its_size(part(0), visit)
     start = nothing(jax.eval_shape(lambda: visit(part(0))))
-    return jax.lax.fori_loop(0, count, lambda i, joined: join(joined, visit(part(i))), start)
+    return jax.lax.fori_loop(0, count, lambda i, joined: join(joined, at_its_size(part(i), visit)), start)
+
+
+def at_its_size(part: Microbatch, visit: Callable[[Microbatch], PyTree]) -> PyTree:
+    """Returns visit(part), with prompts of the smallest of the batch's sizes that holds those with completions."""
+    prompt = part.batch.prompt
+    if prompt.images is None or not prompt.images.smaller:
+        return visit(part)
+
+    def narrowed(width: int, patches: int) -> PyTree:
+        tokens, mask, images = prompt.narrowed(width, patches)
+        return visit(part._replace(batch=replace(part.batch, prompts=tokens, prompt_mask=mask, images=images)))
+
+    whole = prompt.tokens.shape[1], prompt.images.sizes.patches
+    branches = [partial(narrowed, *size) for size in (whole, *prompt.images.smaller)]
+    has_tokens = jnp.any(part.batch.completion_mask, axis=(1, 2))
+    # The least of all devices: they run the same branch.
+    return jax.lax.switch(jnp.min(smaller_sizes_of(prompt), where=has_tokens, initial=len(branches) - 1), branches)
+
+
+def smaller_sizes_of(prompt: Prompt) -> jax.Array:
+    """Returns how many of the smaller sizes hold each prompt [B]."""
+    assert prompt.images is not None
+    first, last = (
+        jnp.argmax(prompt.mask, axis=1),
+        jnp.max(jnp.where(prompt.images.segments > 0, 1 + jnp.arange(prompt.images.sizes.patches), 0), axis=1),
+    )
+    holds = [(first >= prompt.tokens.shape[1] - width) & (last <= patches) for width, patches in prompt.images.smaller]
+    return sum(holds, jnp.zeros(len(prompt.mask), jnp.int32))
 
 
 def split(batch: Batch, microbatch: int, mesh: Mesh) -> tuple[int | Array, Callable[[Array | int], Microbatch]]:
@@ -69,8 +98,13 @@ def split(batch: Batch, microbatch: int, mesh: Mesh) -> tuple[int | Array, Calla
     if parts > 1:
         used = by_device(jnp.any(packed >= 0, axis=(2, 3))).reshape(devices, -1)
         count = -(-jnp.max(jnp.sum(used, axis=1)) // at_once)
+    last: Array = ~used
+    if batch.images is not None and batch.images.smaller:
+        # Prompts of a size run together.
+        size = jnp.repeat(by_device(smaller_sizes_of(batch.prompt)), parts, axis=1)
+        last = jnp.where(used, size, 1 + len(batch.images.smaller))
     # The parts of each device that have tokens, in order, and then the others.
-    order = jnp.argsort(~used, axis=1, stable=True)
+    order = jnp.argsort(last, axis=1, stable=True)
     order = jnp.pad(order, ((0, 0), (0, -order.shape[1] % at_once)))
 
     def part(i: Array | int) -> Microbatch:

@@ -24,6 +24,7 @@ from rich.progress import Progress
 
 from jaxrl_llm import loggers
 from jaxrl_llm.config.names import resolve
+from jaxrl_llm.data import image_files, image_layout
 from jaxrl_llm.data.image_columns import text_of
 from jaxrl_llm.errors import printable
 from jaxrl_llm.health.finding import Finding
@@ -33,6 +34,7 @@ from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session.checkpoint import cut_back
 from jaxrl_llm.session.record import Record, Timer
 from jaxrl_llm.session.settings import LogSettings
+from jaxrl_llm.structs import Images
 
 # Label in the console line, key in metrics.jsonl, format. Keys that a run does not have are left out.
 COLUMNS = (
@@ -227,7 +229,8 @@ class Log:
         prompt, graded, rewards = samples.prompts.rows[0]["prompt"], samples.graded(), rewards[0]
         texts, turns = graded.texts[0], graded.turns[:1]
         line = {"step": step, "prompt": prompt, "completions": texts, "rewards": [_plain(x) for x in rewards]}
-        self._append("completions", line | ({"turns": turns[0]} if turns else {}))
+        pictures = _thumbnails(samples.prompts.images)
+        self._append("completions", line | ({"turns": turns[0]} if turns else {}) | pictures)
         asked = _short(text_of(prompt[-1]["content"]) if isinstance(prompt, list) else prompt)
         for i, reward in enumerate(rewards[:2]):
             earned = f"(reward {reward:g})" if math.isfinite(reward) else "(no reward)"
@@ -265,6 +268,15 @@ class Log:
             return ""
         left = (time.perf_counter() - self._began) / done * (self._num_steps - step)
         return f"left {int(left // 60)}m{int(left % 60):02d}s"
+
+
+def _thumbnails(images: Images | None) -> dict[str, list[str]]:
+    """Returns small copies of the pictures of the first prompt, as data URLs."""
+    if images is None or not (pictures := image_layout.pixels(images, 0)):
+        return {}
+    from PIL import Image  # an extra, which rows with pictures need anyway
+
+    return {"pictures": [image_files.thumbnail(Image.fromarray(pixels)) for pixels in pictures]}
 
 
 def _plain(value: Any) -> float | int | None:

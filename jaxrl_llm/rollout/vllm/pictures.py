@@ -7,12 +7,11 @@ token for each picture: of several it would expand each.
 from __future__ import annotations
 
 import json
-from math import isqrt
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.data import image_files
+from jaxrl_llm.data import image_files, image_layout
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Images, PictureLimits, Prompts
 
@@ -58,28 +57,15 @@ def server_prompt(prompts: Prompts, b: int) -> ServerPrompt:
     expanded = prompts.tokens[b, real].tolist()
     if prompts.images is None:
         return ServerPrompt(expanded, expanded, [])
-    more, pictures = pictures_of(prompts.images, b)
-    tokens = prompts.tokens[b, np.setdiff1d(real, more)].tolist()
-    return ServerPrompt(tokens, expanded, [_part(picture) for picture in pictures])
+    tokens = prompts.tokens[b, np.setdiff1d(real, _made_by_server(prompts.images, b))].tolist()
+    return ServerPrompt(tokens, expanded, [_part(picture) for picture in image_layout.pixels(prompts.images, b)])
 
 
-def pictures_of(images: Images, b: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Returns the columns of prompt b that a server makes itself, and the pixels [height, width, 3] of its pictures.
-
-    Of the tokens of a picture the first stays.
-    """
-    places, segments, patches = images.places[b], images.segments[b], images.patches[b]
-    side, merged = isqrt(patches.shape[1] // 3), len(segments) // len(images.columns[b])
-    token_segments, more, pictures = segments[::merged], [np.zeros(0, np.int32)], []
-    for number in range(1, int(segments.max(initial=0)) + 1):
-        more.append(np.sort(images.columns[b][token_segments == number])[1:])
-        inside = segments == number
-        rows, columns = places[inside].T
-        canvas = np.zeros((rows.max() + 1, columns.max() + 1, 3, side, side), np.uint8)
-        canvas[rows, columns] = patches[inside].reshape(-1, 3, side, side)
-        height, width = canvas.shape[0] * side, canvas.shape[1] * side
-        pictures.append(canvas.transpose(0, 3, 1, 4, 2).reshape(height, width, 3))
-    return np.concatenate(more), pictures
+def _made_by_server(images: Images, b: int) -> np.ndarray:
+    """Returns the columns of prompt b that a server makes itself: of the tokens of a picture all but the first."""
+    segments = images.segments[b][:: len(images.segments[b]) // len(images.columns[b])]
+    columns = [np.sort(images.columns[b][segments == number])[1:] for number in range(1, segments.max(initial=0) + 1)]
+    return np.concatenate([np.zeros(0, np.int32), *columns])
 
 
 def _part(pixels: np.ndarray) -> dict[str, Any]:
