@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,8 +39,22 @@ def torchvision() -> None:
         pytest.skip("no torchvision in .vllm, without which no processor of Qwen's is made")
 
 
-def model_folder(folder: Path) -> Path:
-    """Writes a small Qwen2.5-VL with random weights."""
+def as_qwen3(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a Qwen2.5-VL as a Qwen3-VL has it."""
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    names = (*SIZES, "intermediate_size", "vocab_size", "max_position_embeddings", "rms_norm_eps", "hidden_act")
+    text = {name: config[name] for name in names if name in config} | {"model_type": "qwen3_vl_text", "head_dim": 32}
+    tower = {
+        name: x for name, x in config["vision_config"].items() if name not in ("window_size", "fullatt_block_indexes")
+    }
+    tower |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0], "hidden_act": "gelu_pytorch_tanh"}
+    whole = {name: x for name, x in config.items() if name not in names and name != "rope_scaling"}
+    whole |= {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"]}
+    return whole | {"text_config": text | {"rope_parameters": rope}, "vision_config": tower}
+
+
+def model_folder(folder: Path, family: str = "qwen2_5_vl") -> Path:
+    """Writes a small model of a family with random weights."""
     write_folder(folder)
     config = json.loads((folder / "config.json").read_text()) | SIZES | {"intermediate_size": 96}
     config |= {"vision_config": TOWER, "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
@@ -47,6 +62,7 @@ def model_folder(folder: Path) -> Path:
     tokenizer = hf.load_tokenizer(folder)
     for name, token in (("vision_start", "<|vision_start|>"), ("vision_end", "<|vision_end|>")):
         config[f"{name}_token_id"] = tokenizer.convert_tokens_to_ids(token)
+    config = as_qwen3(config) if family == "qwen3_vl" else config
     (folder / "config.json").write_text(json.dumps(config))
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     settings |= {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
@@ -59,8 +75,9 @@ def model_folder(folder: Path) -> Path:
     return folder / "whole"
 
 
-def test_pictures_are_sampled_as_they_are_scored_also_after_a_push_of_the_tower_alone(tmp_path, monkeypatch):
-    folder = model_folder(tmp_path / "model")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_pictures_are_sampled_as_they_are_scored_also_after_a_push_of_the_tower_alone(family, tmp_path, monkeypatch):
+    folder = model_folder(tmp_path / "model", family)
     mesh, tokenizer, form = sharding.make_mesh(data=1, fsdp=2, tensor=2), hf.load_tokenizer(folder), read_format(folder)
     assert form
     model = hf.load_model(folder, mesh)

@@ -141,7 +141,8 @@ def load(file: Any, model: torch.nn.Module, model_config: Any, device: torch.dev
         # A model that reads pictures has its head within its text model.
         text = model.get_language_model() if hasattr(model, "get_language_model") else model
         if setting(model_config, "tie_word_embeddings") and hasattr(text, "lm_head") and device.type == "cpu":
-            yield "lm_head.weight", file.get_tensor("model.embed_tokens.weight")
+            embedding = next(name for name in file.keys() if name.endswith("embed_tokens.weight"))  # noqa: SIM118
+            yield "lm_head.weight", file.get_tensor(embedding)
 
     with torch.device(device):
         initialize_layerwise_reload(model)
