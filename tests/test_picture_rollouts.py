@@ -25,6 +25,7 @@ from jaxrl_llm.learner.microbatches import Microbatch, over
 from jaxrl_llm.learner.packing import pack, packed_shapes
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
+from jaxrl_llm.rollout.jax import sizes as engine_sizes
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.protocol import PictureLimits
 from jaxrl_llm.rollout.vllm.pictures import check_pictures, server_prompt
@@ -102,6 +103,12 @@ def test_what_computes_together_changes_no_completion(loaded, bounds):
     else:
         again = sample(loaded, **bounds)
     same(whole, again)
+
+
+def test_prompts_that_begin_in_parts_give_the_same_completions(monkeypatch):
+    loaded = load("qwen2_5_vl")
+    monkeypatch.setattr(engine_sizes, "PROMPT_TOKENS", 3 * prompts_of(loaded).tokens.shape[1])
+    same(sampled("qwen2_5_vl"), sample(loaded))
 
 
 def test_a_completion_depends_on_its_pictures(loaded):

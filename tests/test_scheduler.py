@@ -95,6 +95,14 @@ def test_pages_are_those_that_completions_may_need_or_fewer_where_memory_is_shor
     assert bounded(1).pages == 10 and bounded(prompts + 50 * 64_000, pages=70).pages == 70
 
 
+def test_long_prompts_begin_in_parts():
+    short, long, longest = (sizes_of(64, 8, width, 100) for width in (256, 1024, 2**15))
+    assert (short.at_first, short.begins, short.refill) == (64, 64, 4)
+    assert (long.at_first, long.begins, long.refill) == (64, 16, 4)
+    assert (longest.begins, longest.refill) == (1, 1)
+    assert not long.refills
+
+
 def test_a_cache_may_have_what_weights_and_states_leave():
     held = {"a": jnp.ones((4, 250)), "b": jnp.ones(10, jnp.int8)}
     assert cache_bytes(10_000, held, beside_learning=False) == 8_500 - 4_010

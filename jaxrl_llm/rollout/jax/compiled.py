@@ -64,7 +64,7 @@ class Programs:
         first, later = prompts(sizes.begins), prompts(sizes.refill)
         name = prompts_name(sizes.begins, sizes, first=True)
         yield "prompts", name, partial(self.begin.trace, sampling, sizes, weights, first, key)
-        if sizes.refills:
+        if sizes.refills or sizes.begins < sizes.at_first:
             trace = partial(self.prefill.trace, sampling, weights, cache, later, key)
             yield "prompts", prompts_name(sizes.refill, sizes, first=False), trace
         for width in sizes.chunks(goes_on=goes_on):

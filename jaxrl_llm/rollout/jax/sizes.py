@@ -11,6 +11,7 @@ from jaxrl_llm.structs import ImageSizes, PyTree
 PAGE, ALIGNED = 64, 8  # tokens of a page, and what divides them: vectors of a CPU have so many numbers
 FEWER = (4, 16)  # so many times fewer sequences than the largest program, for the others
 ROUND = 32  # tokens, at most, between two looks of the host
+PROMPT_TOKENS = 2**14  # of prompts that run at once on a device: enough to be fast, and few enough for its memory
 USABLE = 0.85  # of a device's memory, for weights, states and cache; the rest is for what programs compute
 CHUNKS = (32, 128)  # tokens of an observation that run at once
 FULL = 3  # so many small chunks cost less than a large one that is not full
@@ -87,14 +88,19 @@ class StreamSizes:
         return CHUNKS[:1] if self.observation else ()
 
     @property
-    def begins(self) -> int:
-        """Prompts of the program that begins: all that may begin at once."""
+    def at_first(self) -> int:
+        """Prompts that may begin at once."""
         return min(self.prompts, -(-self.sequences // self.group))
 
     @property
+    def begins(self) -> int:
+        """Prompts of the program that begins."""
+        return min(self.at_first, max(PROMPT_TOKENS // self.width, 1))
+
+    @property
     def refill(self) -> int:
-        """Prompts of the program for groups that begin later."""
-        return -(-self.begins // FEWER[-1])
+        """Prompts of the program for groups that begin later, also beside those that `begins` leaves out."""
+        return min(-(-self.at_first // FEWER[-1]), self.begins)
 
     @property
     def feeds(self) -> int:
