@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -19,12 +20,14 @@ from test_sampler import sample
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import load as configs
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.settings import HostMemory
 from jaxrl_llm.rollout.jax import compiled, layout, programs, sizes, stream
-from jaxrl_llm.tools.plan import expected, phases
+from jaxrl_llm.tools.plan import chips, expected, phases
 from jaxrl_llm.tools.plan.chips import CHIPS
 from jaxrl_llm.tools.plan.expected import Endings, Usage, drawn_lengths, expected_usage
 from jaxrl_llm.tools.plan.flops import flops
+from jaxrl_llm.tools.plan.gpus import GPUS, allowed_memory
 from jaxrl_llm.tools.plan.phases import Phase, make_plan
 from jaxrl_llm.tools.plan.prompts import PromptSizes
 from jaxrl_llm.tools.plan.search import candidates
@@ -158,7 +161,7 @@ def test_a_search_compiles_nothing_for_what_cannot_fit_and_tries_only_meshes_tha
     found = list(candidates(recipe, 16))
     assert {(c.mesh.fsdp, c.mesh.tensor) for c in found} == {(16, 1), (8, 2)}  # the model has 2 heads of keys
     assert all(c.prompts_per_update % c.microbatch == 0 and c.microbatch % c.mesh.fsdp == 0 for c in found)
-    small = make_plan(recipe, tiny.mesh_of((1, 4, 2)), PromptSizes(8), tmp_path, memory=2**20)
+    small = make_plan(recipe, tiny.mesh_of((1, 4, 2)), PromptSizes(8), tmp_path, chip=V5E._replace(memory=2**-10))
     assert [phase.name for phase in small.phases] == ["sampling"] and not small.fits(V5E)
 
 
@@ -231,14 +234,54 @@ def test_a_mean_that_no_lengths_have_is_refused_in_a_line(mean):
 
 @pytest.mark.parametrize(
     ("topology", "words"),
-    [("h100:8", ("--topology h100:8", "v5e:4x4")), ("v5e:4x4", ("pip install 'jaxrl_llm[tpu]'",))],
+    [
+        ("t4:8", ("--topology t4:8", "v5e:4x4", "h100:8")),
+        ("h100", ("--topology h100", "h100:4x8")),
+        ("h100:4x8x2", ("--topology h100:4x8x2", "h100:4x8")),
+        ("h100:0", ("--topology h100:0", "h100:4x8")),
+        ("v5e:4x4", ("pip install 'jaxrl_llm[tpu]'",)),
+        ("h100:8", ("pip install 'jaxrl_llm[cuda]'",)),
+    ],
 )
 def test_a_topology_is_refused_in_a_line(topology, words):
-    if find_spec("libtpu") and topology == "v5e:4x4":
-        pytest.skip("the TPU compiler is installed")
-    done = told("--topology", topology)
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
-    assert all(word in done.stderr for word in words)
+    compiler = {"v5e:4x4": "libtpu", "h100:8": "jax_cuda12_plugin"}.get(topology)
+    if compiler and find_spec(compiler):
+        pytest.skip("the compiler is installed")
+    with pytest.raises(UserError) as error:
+        chips.topology(topology)
+    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words)
+
+
+def test_slices_are_of_tpus():
+    with pytest.raises(UserError, match=r"--slices 2 is for TPUs: .* h100:4x8"):
+        chips.topology("h100:8", slices=2)
+
+
+@pytest.mark.parametrize("share", ["much", "0", "1.5", "nan"])
+def test_a_share_of_a_gpus_memory_that_is_none_is_refused_in_a_line(share, monkeypatch):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", share)
+    with pytest.raises(UserError, match=f"XLA_CLIENT_MEM_FRACTION={share}: give the share"):
+        chips.topology("h100:8")
+
+
+def test_a_plan_for_gpus_allows_what_jax_takes_of_them(monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    h100 = GPUS["h100"]
+    assert allowed_memory(h100) == 0.75 * h100.memory
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    assert allowed_memory(h100) == 0.9 * h100.memory
+
+
+def test_a_program_that_a_gpu_cannot_hold_is_refused_as_a_tpus_compiler_does(monkeypatch, tmp_path):
+    recipe = recipes.read(configs.load(ROOT / "configs" / "grpo.py"))
+    small = V5E._replace(memory=0.05, is_checked=False)
+    whole = make_plan(recipe, tiny.mesh_of((1, 1, 1)), PromptSizes(8), tmp_path, chip=small)
+    (refused,) = [phase for phase in whole.phases if phase.name.startswith("the update")]
+    assert re.fullmatch(
+        r"the update.* needs [\d.]+ GiB on each device, which has 0.0 GiB: .*microbatch.*", refused.error
+    )
+    assert not whole.fits(small)
 
 
 @pytest.mark.tpu

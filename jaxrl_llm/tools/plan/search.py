@@ -15,7 +15,7 @@ from jaxrl_llm.config.records import KeywordArguments
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe.recipe import Recipe
-from jaxrl_llm.tools.plan.chips import Chip
+from jaxrl_llm.tools.plan.chips import GIB, Chip
 from jaxrl_llm.tools.plan.phases import Phase, SlicePlan, make_plan, plan_meshes
 from jaxrl_llm.tools.plan.prompts import PromptSizes
 
@@ -44,9 +44,8 @@ def search(
         text = f"mesh {dict(candidate.mesh)}, microbatch {candidate.microbatch}, remat {candidate.model.remat}"
         try:
             mesh, sampler = plan_meshes(devices, candidate)
-            memory = int(chip.memory * 2**30)
             say = partial(_check_fits, chip=chip)
-            plan = make_plan(candidate, mesh, *sizes, sampler_mesh=sampler, say=say, memory=memory)
+            plan = make_plan(candidate, mesh, *sizes, sampler_mesh=sampler, say=say, chip=chip)
         # This mesh does not suit the batch, the slice or the memory: the next one may.
         except UserError as error:
             console.print(f"{text}: {error}")
@@ -59,7 +58,7 @@ def search(
 
 def _check_fits(phase: Phase, chip: Chip) -> None:
     """Raises: UserError, for a phase that does not fit: the others need not be compiled."""
-    if phase.error or phase.peak > chip.memory * 2**30:
+    if phase.error or phase.peak > chip.memory * GIB:
         raise UserError(f"does not fit: {phase.name}")
 
 
