@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from rich.console import Console
 from test_sampler import sample
 
 from jaxrl_llm import recipe as recipes
@@ -24,13 +26,14 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.settings import HostMemory
 from jaxrl_llm.rollout.jax import compiled, layout, programs, sizes, stream
 from jaxrl_llm.tools.plan import chips, expected, phases
+from jaxrl_llm.tools.plan.__main__ import main
 from jaxrl_llm.tools.plan.chips import CHIPS
 from jaxrl_llm.tools.plan.expected import Endings, Usage, drawn_lengths, expected_usage
 from jaxrl_llm.tools.plan.flops import flops
 from jaxrl_llm.tools.plan.gpus import GPUS, allowed_memory
 from jaxrl_llm.tools.plan.phases import Phase, make_plan
 from jaxrl_llm.tools.plan.prompts import PromptSizes
-from jaxrl_llm.tools.plan.search import candidates
+from jaxrl_llm.tools.plan.search import Planner, candidates, largest
 
 ROOT = Path(__file__).parent.parent
 V5E = CHIPS["v5e"]
@@ -163,6 +166,61 @@ def test_a_search_compiles_nothing_for_what_cannot_fit_and_tries_only_meshes_tha
     assert all(c.prompts_per_update % c.microbatch == 0 and c.microbatch % c.mesh.fsdp == 0 for c in found)
     small = make_plan(recipe, tiny.mesh_of((1, 4, 2)), PromptSizes(8), tmp_path, chip=V5E._replace(memory=2**-10))
     assert [phase.name for phase in small.phases] == ["sampling"] and not small.fits(V5E)
+
+
+@pytest.fixture
+def limited(tmp_path, monkeypatch):
+    """Returns what `largest` finds for a field if a value up to `most` fits, and the values that it has tried."""
+
+    def solve(field: str, most: int, chips: int = 1, **fields) -> tuple[int, list[int]]:
+        config = configs.load(ROOT / "configs" / "grpo.py")
+        config.update_from_flattened_dict(fields)
+        read, tried = attrgetter(field), list[int]()
+
+        def recipe_with(value):
+            config.update_from_flattened_dict({field: value})
+            return recipes.read(config)
+
+        def plan_that_fits(planner, recipe, text):
+            tried.append(read(recipe))
+            assert text == f"{field} {tried[-1]}"
+            return recipe if tried[-1] <= most else None
+
+        monkeypatch.setattr(Planner, "plan_that_fits", plan_that_fits)
+        planner = Planner(V5E, jax.devices()[:chips], tmp_path, Console(quiet=True))
+        return max(map(read, largest(planner, field, 0, recipe_with)), default=0), tried
+
+    return solve
+
+
+@pytest.mark.parametrize(("most", "chips"), [(0, 1), (1, 1), (7, 1), (29, 1), (60, 1), (9, 2), (31, 4)])
+def test_the_largest_microbatch_that_fits_is_exact_and_one_that_a_run_may_have(most, chips, limited):
+    found, tried = limited("microbatch", most, chips, prompts_per_step=60, prompts_per_update=60)
+    may = [n for n in range(1, 61) if 60 % n == 0 and n % chips == 0]
+    assert found == max((n for n in may if n <= most), default=0)
+    assert set(tried) <= set(may) and len(tried) == len(set(tried)) <= 9
+
+
+@pytest.mark.parametrize("most", [1, 5, 12, 1023, 1024, 50_000])
+def test_the_largest_length_that_fits_is_close_after_few_tries(most, limited):
+    found, tried = limited("rollout.max_completion_tokens", most)
+    assert most - max(1, most / 32) <= found <= most
+    assert len(tried) <= 24
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("microbatches", "config.microbatches is not a field; did you mean"),
+        ("optim.learning_rate", "--solve optim.learning_rate: give a field whose value is a whole number"),
+        ("deterministic", "config.deterministic"),
+    ],
+)
+def test_a_field_without_a_largest_value_is_refused_in_a_line(field, words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["plan", "--config", "grpo", "--topology", "v5e:4x4", "--solve", field])
+    with pytest.raises(UserError) as error:
+        main()
+    assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def told(*arguments: str) -> subprocess.CompletedProcess[str]:

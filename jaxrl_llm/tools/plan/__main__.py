@@ -16,14 +16,15 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl_llm import recipe as recipes
-from jaxrl_llm.config.load import config_parser, parse_config
-from jaxrl_llm.errors import run_main
+from jaxrl_llm.config.load import config_parser, flatten, override, parse_config
+from jaxrl_llm.errors import UserError, run_main
+from jaxrl_llm.recipe.recipe import Recipe
 from jaxrl_llm.tools.plan.chips import GIB, Chip, topology
 from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES
 from jaxrl_llm.tools.plan.expected import check_mean
-from jaxrl_llm.tools.plan.phases import Phase, SlicePlan, make_plan, plan_meshes
+from jaxrl_llm.tools.plan.phases import Phase, SlicePlan
 from jaxrl_llm.tools.plan.prompts import prompt_sizes
-from jaxrl_llm.tools.plan.search import search
+from jaxrl_llm.tools.plan.search import Planner, fastest, largest
 
 DESCRIPTION = (
     "Compiles the programs of a step with the compiler of TPUs or GPUs that need not be there, and prints the memory, "
@@ -55,30 +56,49 @@ def main() -> None:
         "--collectives", type=int, default=0, metavar="N", help="also list the N largest collectives of each program"
     )
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    parser.add_argument(
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
         "--search",
         type=int,
         default=0,
         metavar="N",
         help="try meshes, micro-batches and remat until N of them fit, those first that promise to be fast",
     )
+    either.add_argument(
+        "--solve",
+        default="",
+        metavar="FIELD",
+        help="find the largest value that fits of a field with a whole number, for example microbatch",
+    )
     config, args = parse_config(parser)
     recipe = recipes.read(config)
-    limit = recipe.rollout.max_completion_tokens
-    mean = args.lengths if args.lengths is not None else limit / 2
-    check_mean(mean, limit)
-    prompts = prompt_sizes(recipe, args.prompt_tokens or recipe.data.max_prompt_tokens, args.pixels)
+    if args.lengths is not None:
+        check_mean(args.lengths, recipe.rollout.max_completion_tokens)
+    field = args.solve.removeprefix("config.")
+    # Errors come before a compiler starts.
+    start = flatten(config).get(field, 0)
+    if field and (field not in flatten(config) or type(start) is not int):
+        override(config, field, "1")  # raises an error that names the field that was meant, if there is none
+        raise UserError(f"--solve {field}: give a field whose value is a whole number, for example microbatch")
+
+    def recipe_with(value: int) -> Recipe:
+        override(config, field, str(value))
+        return recipes.read(config)
+
+    prompt_sizes(recipe, args.prompt_tokens or recipe.data.max_prompt_tokens, args.pixels)
     with TemporaryDirectory() as dump:
         chip, devices = topology(args.topology, args.slices, dump)
-        sizes = prompts, Path(dump), mean
         console = Console(stderr=args.json, width=150, highlight=False)
+        asked = args.lengths or 0.0, args.prompt_tokens or 0, args.pixels
+        planner = Planner(chip, devices, Path(dump), console, *asked)
         with redirect_stdout(sys.stderr) if args.json else nullcontext():
             if args.search:
-                plans = search(recipe, devices, chip, sizes, args.search, console)
+                plans = fastest(planner, recipe, args.search)
+            elif field:
+                plans = largest(planner, field, start, recipe_with)
             else:
                 say = lambda phase: console.print(f"compiled in {phase.compile_seconds:.0f} s: {phase.name}")  # noqa: E731
-                mesh, sampler = plan_meshes(devices, recipe)
-                plans = [make_plan(recipe, mesh, *sizes, sampler_mesh=sampler, say=say, chip=chip)]
+                plans = [planner.plan(recipe, say)]
     if args.json:
         print(json.dumps([as_json(plan, chip) for plan in plans], indent=2))
     else:
