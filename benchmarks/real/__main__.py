@@ -36,7 +36,7 @@ REACHED = 0.85  # accuracy, to which the seconds are counted
 # Fields that TRL is told.
 TOLD = (
     "model.path", "num_steps", "prompts_per_step", "group_size", "rollout.max_completion_tokens",
-    "optim.learning_rate", "optim.warmup_steps", "eval.every", "eval.problems",
+    "rollout.temperature", "optim.learning_rate", "optim.warmup_steps", "eval.every", "eval.problems",
 )  # fmt: skip
 
 

@@ -91,7 +91,7 @@ def main() -> None:
             per_device_train_batch_size=settings["microbatch"], seed=settings["seed"],
             gradient_accumulation_steps=sequences // settings["microbatch"], num_iterations=1,
             num_generations=settings["group_size"], max_completion_length=settings["rollout.max_completion_tokens"],
-            temperature=1.0, top_p=1.0, top_k=0, beta=0.0, loss_type="dapo", scale_rewards="group",
+            temperature=settings["rollout.temperature"], top_p=1.0, top_k=0, beta=0.0, loss_type="dapo", scale_rewards="group",
             learning_rate=rate, lr_scheduler_type="constant_with_warmup", warmup_steps=settings["optim.warmup_steps"],
             adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0, save_strategy="no",
             report_to="none", disable_tqdm=True, logging_steps=1, dataloader_pin_memory=False,
