@@ -116,11 +116,7 @@ def main() -> None:
             config.update_from_flattened_dict(USUAL | {"model.path": str(folder)} | fields)
             seen.clear()
             plan = phases.make_plan(
-                recipes.read(config),
-                mesh_over(devices, **config.mesh),
-                PromptSizes(WIDTH),
-                dump,
-                memory=int(chip.memory * 2**30),
+                recipes.read(config), mesh_over(devices, **config.mesh), PromptSizes(WIDTH), dump, chip=chip
             )
             peaks, differ = [], []
             for phase in plan.phases:

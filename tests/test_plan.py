@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import replace
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 
 import jax
@@ -15,19 +17,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from rich.console import Console
 from test_sampler import sample
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import load as configs
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.settings import HostMemory
 from jaxrl_llm.rollout.jax import compiled, layout, programs, sizes, stream
-from jaxrl_llm.tools.plan import expected, phases
+from jaxrl_llm.tools.plan import chips, expected, phases
+from jaxrl_llm.tools.plan.__main__ import main
 from jaxrl_llm.tools.plan.chips import CHIPS
 from jaxrl_llm.tools.plan.expected import Endings, Usage, drawn_lengths, expected_usage
 from jaxrl_llm.tools.plan.flops import flops
+from jaxrl_llm.tools.plan.gpus import GPUS, allowed_memory
 from jaxrl_llm.tools.plan.phases import Phase, make_plan
 from jaxrl_llm.tools.plan.prompts import PromptSizes
-from jaxrl_llm.tools.plan.search import candidates
+from jaxrl_llm.tools.plan.search import Planner, candidates, largest
 
 ROOT = Path(__file__).parent.parent
 V5E = CHIPS["v5e"]
@@ -158,8 +164,63 @@ def test_a_search_compiles_nothing_for_what_cannot_fit_and_tries_only_meshes_tha
     found = list(candidates(recipe, 16))
     assert {(c.mesh.fsdp, c.mesh.tensor) for c in found} == {(16, 1), (8, 2)}  # the model has 2 heads of keys
     assert all(c.prompts_per_update % c.microbatch == 0 and c.microbatch % c.mesh.fsdp == 0 for c in found)
-    small = make_plan(recipe, tiny.mesh_of((1, 4, 2)), PromptSizes(8), tmp_path, memory=2**20)
+    small = make_plan(recipe, tiny.mesh_of((1, 4, 2)), PromptSizes(8), tmp_path, chip=V5E._replace(memory=2**-10))
     assert [phase.name for phase in small.phases] == ["sampling"] and not small.fits(V5E)
+
+
+@pytest.fixture
+def limited(tmp_path, monkeypatch):
+    """Returns what `largest` finds for a field if a value up to `most` fits, and the values that it has tried."""
+
+    def solve(field: str, most: int, chips: int = 1, **fields) -> tuple[int, list[int]]:
+        config = configs.load(ROOT / "configs" / "grpo.py")
+        config.update_from_flattened_dict(fields)
+        read, tried = attrgetter(field), list[int]()
+
+        def recipe_with(value):
+            config.update_from_flattened_dict({field: value})
+            return recipes.read(config)
+
+        def plan_that_fits(planner, recipe, text):
+            tried.append(read(recipe))
+            assert text == f"{field} {tried[-1]}"
+            return recipe if tried[-1] <= most else None
+
+        monkeypatch.setattr(Planner, "plan_that_fits", plan_that_fits)
+        planner = Planner(V5E, jax.devices()[:chips], tmp_path, Console(quiet=True))
+        return max(map(read, largest(planner, field, 0, recipe_with)), default=0), tried
+
+    return solve
+
+
+@pytest.mark.parametrize(("most", "chips"), [(0, 1), (1, 1), (7, 1), (29, 1), (60, 1), (9, 2), (31, 4)])
+def test_the_largest_microbatch_that_fits_is_exact_and_one_that_a_run_may_have(most, chips, limited):
+    found, tried = limited("microbatch", most, chips, prompts_per_step=60, prompts_per_update=60)
+    may = [n for n in range(1, 61) if 60 % n == 0 and n % chips == 0]
+    assert found == max((n for n in may if n <= most), default=0)
+    assert set(tried) <= set(may) and len(tried) == len(set(tried)) <= 9
+
+
+@pytest.mark.parametrize("most", [1, 5, 12, 1023, 1024, 50_000])
+def test_the_largest_length_that_fits_is_close_after_few_tries(most, limited):
+    found, tried = limited("rollout.max_completion_tokens", most)
+    assert most - max(1, most / 32) <= found <= most
+    assert len(tried) <= 24
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("microbatches", "config.microbatches is not a field; did you mean"),
+        ("optim.learning_rate", "--solve optim.learning_rate: give a field whose value is a whole number"),
+        ("deterministic", "config.deterministic"),
+    ],
+)
+def test_a_field_without_a_largest_value_is_refused_in_a_line(field, words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["plan", "--config", "grpo", "--topology", "v5e:4x4", "--solve", field])
+    with pytest.raises(UserError) as error:
+        main()
+    assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def told(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -231,14 +292,54 @@ def test_a_mean_that_no_lengths_have_is_refused_in_a_line(mean):
 
 @pytest.mark.parametrize(
     ("topology", "words"),
-    [("h100:8", ("--topology h100:8", "v5e:4x4")), ("v5e:4x4", ("pip install 'jaxrl_llm[tpu]'",))],
+    [
+        ("t4:8", ("--topology t4:8", "v5e:4x4", "h100:8")),
+        ("h100", ("--topology h100", "h100:4x8")),
+        ("h100:4x8x2", ("--topology h100:4x8x2", "h100:4x8")),
+        ("h100:0", ("--topology h100:0", "h100:4x8")),
+        ("v5e:4x4", ("pip install 'jaxrl_llm[tpu]'",)),
+        ("h100:8", ("pip install 'jaxrl_llm[cuda]'",)),
+    ],
 )
 def test_a_topology_is_refused_in_a_line(topology, words):
-    if find_spec("libtpu") and topology == "v5e:4x4":
-        pytest.skip("the TPU compiler is installed")
-    done = told("--topology", topology)
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
-    assert all(word in done.stderr for word in words)
+    compiler = {"v5e:4x4": "libtpu", "h100:8": "jax_cuda12_plugin"}.get(topology)
+    if compiler and find_spec(compiler):
+        pytest.skip("the compiler is installed")
+    with pytest.raises(UserError) as error:
+        chips.topology(topology)
+    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words)
+
+
+def test_slices_are_of_tpus():
+    with pytest.raises(UserError, match=r"--slices 2 is for TPUs: .* h100:4x8"):
+        chips.topology("h100:8", slices=2)
+
+
+@pytest.mark.parametrize("share", ["much", "0", "1.5", "nan"])
+def test_a_share_of_a_gpus_memory_that_is_none_is_refused_in_a_line(share, monkeypatch):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", share)
+    with pytest.raises(UserError, match=f"XLA_CLIENT_MEM_FRACTION={share}: give the share"):
+        chips.topology("h100:8")
+
+
+def test_a_plan_for_gpus_allows_what_jax_takes_of_them(monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    h100 = GPUS["h100"]
+    assert allowed_memory(h100) == 0.75 * h100.memory
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    assert allowed_memory(h100) == 0.9 * h100.memory
+
+
+def test_a_program_that_a_gpu_cannot_hold_is_refused_as_a_tpus_compiler_does(monkeypatch, tmp_path):
+    recipe = recipes.read(configs.load(ROOT / "configs" / "grpo.py"))
+    small = V5E._replace(memory=0.05, is_checked=False)
+    whole = make_plan(recipe, tiny.mesh_of((1, 1, 1)), PromptSizes(8), tmp_path, chip=small)
+    (refused,) = [phase for phase in whole.phases if phase.name.startswith("the update")]
+    assert re.fullmatch(
+        r"the update.* needs [\d.]+ GiB on each device, which has 0.0 GiB: .*microbatch.*", refused.error
+    )
+    assert not whole.fits(small)
 
 
 @pytest.mark.tpu

@@ -49,7 +49,7 @@ def planned(monkeypatch, tmp_path):
     def make(recipe: Recipe, prompts: PromptSizes) -> Planned:
         programs, samplings = list[Program](), list[StepSampling]()
 
-        def measure(models, recipe, program, beside, parts, sampled, dump) -> Phase:
+        def measure(models, recipe, program, beside, parts, sampled, dump, chip) -> Phase:
             programs.append(program)
             samplings.append(sampled)
             return Phase(program.name, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -229,8 +230,17 @@ def small_hosts(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[st
     return []
 
 
+def small_accelerator(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    config = json.loads((ROOT / "jaxrl_llm" / "assets" / "qwen2_5_0_5b" / "config.json").read_text())
+    config |= {"hidden_size": 28, "num_hidden_layers": 1, "intermediate_size": 32, "vocab_size": 300}
+    (folder / "config.json").write_text(json.dumps(config))
+    changes = {"num_steps": 2, "prompts_per_step": 4, "prompts_per_update": 4, "rollout.max_completion_tokens": 8}
+    return ["--families", "llama", "--sizes", str(folder), *(f"--config.{name}={x}" for name, x in changes.items())]
+
+
 Small = list[str] | Callable[[pytest.MonkeyPatch, Any, Path], list[str]]
 SMALLEST: dict[str, Small] = {  # arguments, or what shrinks the module and returns them
+    "accelerator": small_accelerator,
     "alarms": small_alarms,
     "algorithms": small_algorithms,
     "breakdown": ["tiny"],

@@ -82,10 +82,22 @@ def compiling(name: str) -> AbstractContextManager[Any]:
     return nullcontext() if behind else progress.task(f"compiling {name}")
 
 
-def compile_checked(lowered: jax.stages.Lowered, what: str, remedy: str) -> jax.stages.Compiled:
+def needed_memory(compiled: jax.stages.Compiled) -> int:
+    """Returns the bytes of a device for arguments, temporaries and results of a program; 0: its platform does not say.
+
+    A donated argument and the result that takes its place count once.
+    """
+    used: Any = compiled.memory_analysis()
+    if used is None:
+        return 0
+    return used.argument_size_in_bytes + used.temp_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
+
+
+def compile_checked(lowered: jax.stages.Lowered, what: str, remedy: str, memory: int = 0) -> jax.stages.Compiled:
     """Compiles a program, and checks that the memory of a device holds it. JAX keeps the program for its next call.
 
     what: the program's name; remedy: what to change in the config to make it smaller.
+    memory: bytes of a device that is not here; 0: it is that of this process.
     Raises: UserError, if the memory is too small.
     """
     try:
@@ -95,10 +107,7 @@ def compile_checked(lowered: jax.stages.Lowered, what: str, remedy: str) -> jax.
             raise
         reason = str(error).splitlines()[0][:200]
         raise UserError(f"{what} does not fit the device's memory ({reason}): {remedy}") from error
-    used, limit = compiled.memory_analysis(), device_memory(jax.local_devices()[0])
-    need = 0 if used is None else used.argument_size_in_bytes + used.temp_size_in_bytes
-    # An output that takes the memory of a donated argument counts once.
-    need += 0 if used is None else used.output_size_in_bytes - used.alias_size_in_bytes
+    need, limit = needed_memory(compiled), memory or device_memory(jax.local_devices()[0])
     if limit and need > limit:
         raise UserError(
             f"{what} needs {need / 2**30:.1f} GiB on each device, which has {limit / 2**30:.1f} GiB: {remedy}"
@@ -117,10 +126,10 @@ class Program(NamedTuple):
     beside: PyTree = ()  # what else is in memory then, without the states of models
     times: int = 1  # that it runs in its phase
 
-    def compile(self) -> jax.stages.Compiled:
-        """Compiles it. Raises: UserError, if the memory is too small."""
+    def compile(self, memory: int = 0) -> jax.stages.Compiled:
+        """Compiles it. memory: as in `compile_checked`. Raises: UserError, if the memory is too small."""
         with compiling(self.name):
-            return compile_checked(self.trace().lower(), self.name, self.remedy)
+            return compile_checked(self.trace().lower(), self.name, self.remedy, memory)
 
 
 class Compilations:

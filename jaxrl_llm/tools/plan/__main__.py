@@ -1,10 +1,9 @@
-"""Sizes a run for a TPU slice, without a TPU: `jaxrl plan --config FILE --topology v5e:4x4`."""
+"""Sizes a run for TPUs or GPUs, without them: `jaxrl plan --config FILE --topology v5e:4x4`, or `h100:8`."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -17,26 +16,30 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl_llm import recipe as recipes
-from jaxrl_llm.config.load import config_parser, parse_config
-from jaxrl_llm.errors import run_main
-from jaxrl_llm.tools.plan.chips import Chip, topology
+from jaxrl_llm.config.load import config_parser, flatten, override, parse_config
+from jaxrl_llm.errors import UserError, run_main
+from jaxrl_llm.recipe.recipe import Recipe
+from jaxrl_llm.tools.plan.chips import GIB, Chip, topology
 from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES
 from jaxrl_llm.tools.plan.expected import check_mean
-from jaxrl_llm.tools.plan.phases import Phase, SlicePlan, make_plan, plan_meshes
+from jaxrl_llm.tools.plan.phases import Phase, SlicePlan
 from jaxrl_llm.tools.plan.prompts import prompt_sizes
-from jaxrl_llm.tools.plan.search import search
+from jaxrl_llm.tools.plan.search import Planner, fastest, largest
 
 DESCRIPTION = (
-    "Compiles the programs of a step with the TPU compiler, for a slice that need not be there, and prints the memory, "
+    "Compiles the programs of a step with the compiler of TPUs or GPUs that need not be there, and prints the memory, "
     "work and traffic of each chip. The times are estimates that nothing has validated. Exit code 0: it fits; 1: not."
 )
-GIB = 2**30
 
 
 def main() -> None:
     parser = config_parser("jaxrl_llm.tools.plan", DESCRIPTION)
-    parser.add_argument("--topology", required=True, help="of the slice, for example v5e:2x2, v5e:16x16, v5p:2x2x2")
-    parser.add_argument("--slices", type=int, default=1, metavar="N", help="N of them, joined by a network")
+    parser.add_argument(
+        "--topology",
+        required=True,
+        help="a TPU slice, for example v5e:4x4 or v5p:2x2x2; or GPUs: h100:8, or h100:4x8 (hosts x GPUs of each)",
+    )
+    parser.add_argument("--slices", type=int, default=1, metavar="N", help="N TPU slices, joined by a network")
     parser.add_argument(
         "--prompt-tokens", type=int, help="length of the prompts (default: the limit, config.data.max_prompt_tokens)"
     )
@@ -53,33 +56,49 @@ def main() -> None:
         "--collectives", type=int, default=0, metavar="N", help="also list the N largest collectives of each program"
     )
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    parser.add_argument(
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
         "--search",
         type=int,
         default=0,
         metavar="N",
         help="try meshes, micro-batches and remat until N of them fit, those first that promise to be fast",
     )
+    either.add_argument(
+        "--solve",
+        default="",
+        metavar="FIELD",
+        help="find the largest value that fits of a field with a whole number, for example microbatch",
+    )
     config, args = parse_config(parser)
     recipe = recipes.read(config)
-    limit = recipe.rollout.max_completion_tokens
-    mean = args.lengths if args.lengths is not None else limit / 2
-    check_mean(mean, limit)
-    prompts = prompt_sizes(recipe, args.prompt_tokens or recipe.data.max_prompt_tokens, args.pixels)
+    if args.lengths is not None:
+        check_mean(args.lengths, recipe.rollout.max_completion_tokens)
+    field = args.solve.removeprefix("config.")
+    # Errors come before a compiler starts.
+    start = flatten(config).get(field, 0)
+    if field and (field not in flatten(config) or type(start) is not int):
+        override(config, field, "1")  # raises an error that names the field that was meant, if there is none
+        raise UserError(f"--solve {field}: give a field whose value is a whole number, for example microbatch")
+
+    def recipe_with(value: int) -> Recipe:
+        override(config, field, str(value))
+        return recipes.read(config)
+
+    prompt_sizes(recipe, args.prompt_tokens or recipe.data.max_prompt_tokens, args.pixels)
     with TemporaryDirectory() as dump:
-        # Before XLA starts. JAX below 0.12 does not say how much memory a TPU program needs, but XLA reports it here.
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
-        chip, devices = topology(args.topology, args.slices)
-        sizes = prompts, Path(dump), mean
+        chip, devices = topology(args.topology, args.slices, dump)
         console = Console(stderr=args.json, width=150, highlight=False)
+        asked = args.lengths or 0.0, args.prompt_tokens or 0, args.pixels
+        planner = Planner(chip, devices, Path(dump), console, *asked)
         with redirect_stdout(sys.stderr) if args.json else nullcontext():
             if args.search:
-                plans = search(recipe, devices, chip, sizes, args.search, console)
+                plans = fastest(planner, recipe, args.search)
+            elif field:
+                plans = largest(planner, field, start, recipe_with)
             else:
                 say = lambda phase: console.print(f"compiled in {phase.compile_seconds:.0f} s: {phase.name}")  # noqa: E731
-                mesh, sampler = plan_meshes(devices, recipe)
-                memory = int(chip.memory * GIB)
-                plans = [make_plan(recipe, mesh, *sizes, sampler_mesh=sampler, say=say, memory=memory)]
+                plans = [planner.plan(recipe, say)]
     if args.json:
         print(json.dumps([as_json(plan, chip) for plan in plans], indent=2))
     else:
@@ -93,6 +112,9 @@ def print_plan(plan: SlicePlan, chip: Chip, args: Namespace, console: Console) -
     """Prints what a chip holds, a table of the phases, and what to change where one does not fit."""
     where = args.topology if args.slices == 1 else f"{args.slices} x {args.topology}"
     console.print(f"\n{title(plan, where)}")
+    if chip.network:
+        share = "XLA_CLIENT_MEM_FRACTION of a GPU's memory goes to JAX, 0.75 where it is not set"
+        console.print(f"a program may use {chip.memory:.2f} GiB: {share}")
     holds = ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.holds.items())
     console.print(f"each chip holds, GiB: {holds}")
     if plan.models.model.cfg.vision:
@@ -100,7 +122,16 @@ def print_plan(plan: SlicePlan, chip: Chip, args: Namespace, console: Console) -
     if plan.stream:
         console.print(sampling_line(plan, args))
     table = Table()
-    columns = ("a step", "times", "compile s", "program GiB", "beside GiB", f"of {chip.memory} GiB", "fused", "tokens")
+    columns = (
+        "a step",
+        "times",
+        "compile s",
+        "program GiB",
+        "beside GiB",
+        f"of {chip.memory:.4g} GiB",
+        "fused",
+        "tokens",
+    )
     for column in (*columns, "TFLOP", "memory GB", "sent GB", "seconds", "bound by"):
         table.add_column(column, justify="left" if column in ("a step", "bound by") else "right")
     for phase in plan.phases:
@@ -113,6 +144,8 @@ def print_plan(plan: SlicePlan, chip: Chip, args: Namespace, console: Console) -
             console.print(f"{phase.name} does not fit beside what else the chip holds")
         if args.collectives and phase.collectives:
             print_collectives(phase, args.collectives, console)
+    if to_hosts := sum(phase.times * phase.sent_to_hosts for phase in plan.phases):
+        console.print(f"of what a GPU sends, {to_hosts / 1e9:,.2f} GB a step go to other hosts")
     if between := sum(phase.times * phase.sent.get(BETWEEN_SLICES, 0) for phase in plan.phases):
         console.print(f"a chip sends {between / 1e9:,.2f} GB a step between slices, which the estimate leaves out")
     if plan.fits(chip):

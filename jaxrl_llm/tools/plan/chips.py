@@ -1,4 +1,4 @@
-"""The chips of TPU slices: their published speeds, and what the TPU compiler allows."""
+"""The chips of TPU slices, and GPUs as such: their published speeds, and the memory that a program may use."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ import jax
 from jax.experimental import topologies
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.tools.plan.gpus import GPUS, allowed_memory, gpu_devices
+
+GIB = 2**30
 
 
 class Chip(NamedTuple):
-    """A TPU chip. The speeds are the published ones, which no program reaches."""
+    """A TPU chip or a GPU. The speeds are the published ones, which no program reaches."""
 
-    memory: float  # GiB of HBM that a program may use: the limit in the compiler's own message
+    # GiB of HBM that a program may use: of a TPU the limit in the compiler's own message, of a GPU what JAX takes.
+    memory: float
     flops: float  # bfloat16 operations a second
     bandwidth: float  # bytes of HBM a second
-    ring: float  # bytes a second that a chip sends along one axis of the torus, in both directions
+    # Bytes a second that a TPU sends along one axis of the torus, in both directions, and a GPU to those of its host.
+    ring: float
+    network: float = 0.0  # bytes a second that a GPU sends to other hosts; 0: what TPUs have has no published speed
+    kernels: tuple[str, ...] = ('custom_call_target="tpu_custom_call"',)  # marks of fused kernels in a program's text
+    is_checked: bool = True  # the compiler refuses what does not fit
 
 
 CHIPS = {
@@ -29,18 +37,40 @@ CHIPS = {
 }
 
 
-def topology(name: str, slices: int = 1) -> tuple[Chip, list[Any]]:
-    """Returns chip and devices of a topology such as "v5e:4x4". The devices can be compiled for, and nothing else.
+# Attention by cuDNN, and a kernel of ours in Triton. XLA's own fusions in Triton have no call.
+GPU_KERNELS = ('custom_call_target="__cudnn$fmha', 'custom_call_target="__gpu$xla.gpu.triton"')
 
-    Raises: UserError, if there is no such topology, or the TPU compiler is not installed.
+
+def topology(name: str, slices: int = 1, dump: str = "") -> tuple[Chip, list[Any]]:
+    """Returns chip and devices of a topology, "v5e:4x4" or "h100:8". They can be compiled for, and nothing else.
+
+    dump: a folder in which the TPU compiler reports the memory of programs.
+    Raises: UserError, if there is no such topology, or its compiler is not installed.
     """
     kind = name.partition(":")[0]
-    if kind not in CHIPS:
-        raise UserError(f"--topology {name}: give one of {', '.join(CHIPS)} and its shape, for example v5e:4x4")
+    if kind not in {*CHIPS, *GPUS}:
+        kinds = ", ".join([*CHIPS, *GPUS])
+        raise UserError(f"--topology {name}: give one of {kinds} and its shape, for example v5e:4x4 or h100:8")
+    if kind not in GPUS:
+        return CHIPS[kind], _tpu_devices(name, slices, dump)
+    if slices > 1:
+        raise UserError(
+            f"--slices {slices} is for TPUs: give hosts and GPUs of each in --topology, for example {kind}:4x8"
+        )
+    gpu, memory = GPUS[kind], allowed_memory(GPUS[kind]) / GIB
+    chip = Chip(memory, gpu.flops, gpu.bandwidth, gpu.nvlink, gpu.network, GPU_KERNELS, is_checked=False)
+    return chip, gpu_devices(name)
+
+
+def _tpu_devices(name: str, slices: int, dump: str) -> list[Any]:
+    kind = name.partition(":")[0]
     if not find_spec("libtpu"):
         raise UserError("--topology needs the TPU compiler, which is not installed: pip install 'jaxrl_llm[tpu]'")
     # The topology is only described: with a platform "tpu" JAX would look for chips on this machine.
     jax.config.update("jax_platforms", "cpu")
+    # Before XLA starts. JAX below 0.12 does not say how much memory a TPU program needs, but XLA reports it here.
+    if dump:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
     # Without these libtpu locks the machine for one process, asks Google's metadata server, and writes logs to /tmp.
     os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled"}
     is_single_chip = all(size == "1" for size in name.partition(":")[2].split("x"))
@@ -59,4 +89,4 @@ def topology(name: str, slices: int = 1) -> tuple[Chip, list[Any]]:
         raise UserError(
             f"--topology {name}: the TPU compiler does not know it ({message}): for example v5e:4x4"
         ) from error
-    return CHIPS[kind], list(description.devices)
+    return list(description.devices)

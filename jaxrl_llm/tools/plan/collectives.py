@@ -1,11 +1,13 @@
-"""What the chips of a slice send each other in a compiled program: the collectives in its text."""
+"""What chips send each other in a compiled program: the collectives in its text."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 KINDS = "all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|ragged-all-to-all|reduce-scatter"
 COLLECTIVE = re.compile(rf"%(\S+) = (.*?) ({KINDS})(-start)?\(")
@@ -23,16 +25,18 @@ class Collective:
     shape: str  # on a chip, and whole: what all-gather returns, and reduce-scatter takes
     bytes: int  # an all-reduce counts twice: it is a reduce-scatter and an all-gather
     loops: tuple[float, ...]  # trip counts of the loops around it, from the outermost
+    to_hosts: float = 0.0  # bytes that a GPU sends to other hosts, if its group has GPUs of several
 
     @property
     def times(self) -> float:
         return math.prod(self.loops)
 
 
-def collectives(text: str, turns: float = 1) -> list[Collective]:
+def collectives(text: str, turns: float = 1, hosts: Sequence[int] = ()) -> list[Collective]:
     """Lists the collectives between chips in the text of a compiled program (`compiled.as_text()`).
 
     turns: of a loop that the program itself decides to end, such as that over micro-batches.
+    hosts: the number of each chip's host, in the order of the mesh.
     """
     computations: dict[str, list[str]] = {}
     entry, lines = "", []
@@ -59,10 +63,10 @@ def collectives(text: str, turns: float = 1) -> list[Collective]:
                 if chain and chain[0] in begun:
                     continue
                 begun.update([chain[0]] if chain else [])
-                if collective := _collective(kind, match[2], bool(match[4]), line, loops):
+                if collective := _collective(kind, match[2], bool(match[4]), line, loops, hosts):
                     yield collective
             elif match := SENT.search(line):
-                if collective := _collective(BETWEEN_SLICES, match[1], True, line, loops):
+                if collective := _collective(BETWEEN_SLICES, match[1], True, line, loops, hosts):
                     yield collective
             else:
                 for computation, branches in CALLED.findall(line):
@@ -93,28 +97,64 @@ def trip_count(line: str, condition: list[str], body: list[str]) -> int:
     return -(-max(bounds) // (int(step[1]) if step else 1))
 
 
-def _collective(kind: str, type_: str, started: bool, line: str, loops: tuple[float, ...]) -> Collective | None:
+def _collective(
+    kind: str, type_: str, started: bool, line: str, loops: tuple[float, ...], hosts: Sequence[int]
+) -> Collective | None:
     """The collective in a line, or None if it is in groups of one chip."""
-    if (size := _group_size(line)) == 1:
+    group = _group(line, len(hosts))
+    if len(group) == 1:
         return None
-    arrays = [(f"{dtype}[{shape}]", _bytes(dtype, shape)) for dtype, shape in re.findall(r"\b(\w+)\[([\d,]*)\]", type_)]
-    shape, largest = max(arrays, key=lambda x: x[1])
-    # What starts a collective returns its operands too.
-    total = largest if started else sum(x for _, x in arrays)
-    if kind == "reduce-scatter" and " reduce-scatter" in line:
-        shape, total = f"{size} x {shape}", total * size
-    return Collective(kind, shape, total * (2 if kind == "all-reduce" else 1), loops)
+    parts = _parts(type_)
+    arrays = [array for part in parts for array in part]
+    sizes = [sum(_bytes(*array) for array in part) for part in parts]
+    # What starts a collective returns its operands too, then its results. An all-reduce returns the latter alone.
+    total = max(sizes) if started and kind != "all-reduce" else sum(sizes)
+    dtype, axes = max(arrays, key=lambda array: _bytes(*array))
+    shape = f"{dtype}[{axes}]"
+    if kind == "reduce-scatter" and " reduce-scatter(" in line:
+        shape, total = f"{len(group)} x {shape}", total * len(group)
+    total *= 2 if kind == "all-reduce" else 1
+    return Collective(kind, shape, total, loops, _to_hosts(kind, total, line, group, hosts))
 
 
-def _group_size(line: str) -> int:
-    """Chips that a collective joins; 0 for all, and where it does not say so."""
-    if groups := re.search(r"replica_groups=mesh\[([^\]]*)\] {([^}]*)}", line):
-        axes = dict(re.findall(r"('\w+')=(\d+)", groups[1]))
-        return math.prod(int(axes[axis]) for axis in re.findall(r"'\w+'", groups[2]))
-    if groups := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
-        return int(groups[1])
-    groups = re.search(r"replica_groups={{([\d,]*)}", line)
-    return len(groups[1].split(",")) if groups else 0
+def _to_hosts(kind: str, size: int, line: str, group: list[int], hosts: Sequence[int]) -> float:
+    """Bytes of a collective that a GPU sends to other hosts."""
+    if kind == "collective-permute":
+        pairs = re.findall(r"{(\d+),(\d+)}", line.partition("source_target_pairs=")[2])
+        return float(size * any(hosts[int(a)] != hosts[int(b)] for a, b in pairs)) if hosts else 0.0
+    joined = [hosts[i] for i in group] if hosts else [0]
+    count = len(set(joined))
+    # Each host gets once what it lacks, over the network cards of all of its GPUs in the group. In an all-to-all each
+    # GPU lacks something else.
+    return size * (count - 1) / count / (1 if "all-to-all" in kind else len(joined) / count)
+
+
+def _parts(type_: str) -> list[list[tuple[str, str]]]:
+    """Returns (dtype, axes) of the arrays of a type. A tuple has a part for each element, which may be a tuple."""
+    parts, depth = [[]], 0
+    # A comma at depth 1 separates the elements of the outer tuple. Those in brackets belong to axes and layouts.
+    for dtype, axes, _, sign in re.findall(r"\b(\w+)\[([\d,]*)\]({[^}]*})?|([(),])", type_):
+        depth += {"(": 1, ")": -1}.get(sign, 0)
+        if dtype:
+            parts[-1].append((dtype, axes))
+        elif sign == "," and depth == 1:
+            parts.append([])
+    return parts
+
+
+def _group(line: str, count: int) -> list[int]:
+    """Returns the first group of chips that a collective joins: all `count` of them, if it names none."""
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] {([^}]*)}", line):
+        axes = dict(re.findall(r"('\w+')=(\d+)", mesh[1]))
+        joined = re.findall(r"'\w+'", mesh[2])
+        chips = np.arange(math.prod(map(int, axes.values()))).reshape([int(n) for n in axes.values()])
+        return chips[tuple(slice(None) if axis in joined else 0 for axis in axes)].ravel().tolist()
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        chips = np.arange(math.prod(shape := [int(n) for n in iota[2].split(",")])).reshape(shape)
+        order = [int(n) for n in iota[3].split(",")] if iota[3] else range(len(shape))
+        return chips.transpose(order).ravel()[: int(iota[1])].tolist()
+    named = re.search(r"replica_groups={{([\d,]*)}", line)
+    return [int(n) for n in named[1].split(",")] if named else list(range(count))
 
 
 def _bytes(dtype: str, shape: str) -> int:

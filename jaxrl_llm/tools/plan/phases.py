@@ -1,4 +1,4 @@
-"""The phases of a step on a TPU slice: memory, operations, traffic and an estimated time of each of their programs."""
+"""The phases of a step on TPUs or GPUs: memory, operations, traffic and an estimated time of each of their programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxrl_llm.learner.learning import Learning, Models, describe_models, make_p
 from jaxrl_llm.learner.programs import learning_programs
 from jaxrl_llm.learner.scorers import Frozen, frozen_model
 from jaxrl_llm.learner.settings import HostMemory
-from jaxrl_llm.machine.compilation import Program
+from jaxrl_llm.machine.compilation import Program, needed_memory
 from jaxrl_llm.machine.memory import device_bytes
 from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.machine.sharding import AXES, meshes_over, prompt_shards, shardings
@@ -36,13 +36,11 @@ from jaxrl_llm.rollout.jax.reading import page_kind
 from jaxrl_llm.rollout.jax.sizes import StreamSizes
 from jaxrl_llm.rollout.weights import copy_shapes
 from jaxrl_llm.structs import PyTree, TrainState
-from jaxrl_llm.tools.plan.chips import Chip
+from jaxrl_llm.tools.plan.chips import GIB, Chip
 from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES, Collective, collectives
 from jaxrl_llm.tools.plan.expected import Usage, drawn_lengths, expected_usage
 from jaxrl_llm.tools.plan.flops import flops
 from jaxrl_llm.tools.plan.prompts import PromptSizes
-
-FUSED = 'custom_call_target="tpu_custom_call"'  # a Pallas kernel, such as that of attention
 
 SAMPLING = ("prompts", "decoding")  # phases of the sampler
 
@@ -51,7 +49,7 @@ SAMPLING = ("prompts", "decoding")  # phases of the sampler
 class Phase:
     """A program of a step, on one chip. Its time is the largest one of arithmetic, memory and collectives.
 
-    What goes between slices takes no time here: their network has no published speed.
+    What goes between TPU slices takes no time here: their network has no published speed.
     """
 
     name: str
@@ -86,13 +84,22 @@ class Phase:
         """Bytes that a chip sends to others of its slice."""
         return sum(size for kind, size in self.sent.items() if kind != BETWEEN_SLICES)
 
+    @property
+    def sent_to_hosts(self) -> float:
+        """Bytes that a GPU sends to other hosts."""
+        return sum(collective.to_hosts * collective.times for collective in self.collectives)
+
     def seconds(self, chip: Chip) -> dict[str, float]:
-        """Returns the seconds that arithmetic, memory and collectives each need at the chip's published speeds."""
-        return {
+        """Returns the seconds that each resource needs at the chip's published speeds.
+
+        network: between the hosts of GPUs.
+        """
+        seconds = {
             "arithmetic": self.flops / chip.flops,
             "memory": self.traffic / chip.bandwidth,
             "collectives": self.sent_in_slice / chip.ring,
         }
+        return seconds | ({"network": self.sent_to_hosts / chip.network} if chip.network else {})
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ class StepSampling:
     cached: int  # bytes of a token in the cache
     weights: int  # bytes of the sampler's copy
     read: int  # those of them that each token of decoding reads: all but the tower
-    chips: int  # that sample
+    mesh: Mesh  # of the chips that sample
 
     def holds(self, *, apart: bool) -> dict[str, int]:
         """Returns the bytes on a chip of what the sampler has there; apart: on chips of its own."""
@@ -151,7 +158,7 @@ class SlicePlan:
         return max(seconds.values())
 
     def fits(self, chip: Chip) -> bool:
-        return not any(phase.error or phase.peak > chip.memory * 2**30 for phase in self.phases)
+        return not any(phase.error or phase.peak > chip.memory * GIB for phase in self.phases)
 
 
 def make_plan(
@@ -163,17 +170,18 @@ def make_plan(
     *,
     sampler_mesh: Mesh | None = None,
     say: Callable[[Phase], None] = lambda phase: None,
-    memory: int = 0,
+    chip: Chip | None = None,
 ) -> SlicePlan:
     """Compiles the programs of a step, in the shapes of completions that all have their largest length.
 
-    dump: the empty folder in which XLA reports the memory of programs.
+    dump: the empty folder in which XLA's compiler for TPUs reports the memory of programs.
     mean: tokens of a completion, for how often the sampler's programs run; 0: half of the largest length.
     sampler_mesh: of the sampler's own chips; None: it shares `mesh`. say: gets each phase when it is compiled.
-    memory: bytes of a chip, which bound the sampler's cache as in a run; 0: nothing does.
+    chip: whose memory bounds the sampler's cache as in a run; None: nothing does.
     Raises: UserError, if model or mesh do not fit. A program that does not fit is no error.
     """
     fit.check_batch_fits_mesh(recipe.sizes, mesh)
+    memory = int(chip.memory * GIB) if chip else 0
     folder = hf.find(recipe.model.path, weights=False)
     models = describe_models(recipe.model, recipe.adapters, recipe.other_paths, mesh, folder, weights=False)
     fit.check_router(recipe, models.model.cfg)
@@ -201,7 +209,7 @@ def make_plan(
     copy = copy_shapes(models.model, sampler_mesh, models.mesh, params, in_int8=in_int8)
     cached = page_kind(sampler_mesh, models.model.cfg, recipe.chosen_engine.cache_dtype).token_bytes
     read = device_bytes({name: leaf for name, leaf in copy.items() if name != TOWER})
-    sampled = StepSampling(stream, usage, cached, device_bytes(copy), read, sampler_mesh.size)
+    sampled = StepSampling(stream, usage, cached, device_bytes(copy), read, sampler_mesh)
     learning_holds = _holds(resident(states, recipe.host_memory))
     sampling_holds = sampled.holds(apart=apart) if recipe.chosen_engine.in_trainer else {}
     holds, sums = learning_holds | sampling_holds, (sum(learning_holds.values()), sum(sampling_holds.values()))
@@ -215,7 +223,7 @@ def make_plan(
         # What the sampler has is on its chips, not beside the programs of the others.
         program = program._replace(beside=()) if apart else program
         beside = 0 if on_sampler else _beside(states, program, recipe.host_memory)
-        phase = _measure(models, recipe, program, beside, shape[0], sampled, dump)
+        phase = _measure(models, recipe, program, beside, shape[0], sampled, dump, chip)
         phase = replace(phase, meanwhile=on_sampler and recipe.rollout.max_lag > 0)
         say(phase)
         phases.append(phase)
@@ -227,7 +235,7 @@ def make_plan(
 def plan_meshes(devices: Sequence[Any], recipe: Recipe) -> tuple[Mesh, Mesh]:
     """Makes the meshes of trainer and sampler as a run does. Raises: UserError, as `meshes_over`."""
     mesh, sampler = meshes_over(devices, recipe.sampler_devices, **recipe.mesh)
-    if mesh == sampler:
+    if mesh == sampler or mesh.devices.flat[0].platform != "tpu":
         return mesh, sampler
 
     def from_first(mesh: Mesh) -> Mesh:
@@ -306,7 +314,14 @@ def _programs(
 
 
 def _measure(
-    models: Models, recipe: Recipe, program: Program, beside: int, parts: int, sampled: StepSampling, dump: Path
+    models: Models,
+    recipe: Recipe,
+    program: Program,
+    beside: int,
+    parts: int,
+    sampled: StepSampling,
+    dump: Path,
+    chip: Chip | None,
 ) -> Phase:
     """Compiles a program. parts: micro-batches that a prompt is in."""
     sizes = recipe.sizes
@@ -317,10 +332,12 @@ def _measure(
         times = sizes.updates_per_rollout
     elif program.phase in ("prompts", "decoding"):
         times, turns = usage.calls, usage.turns / max(usage.calls, 1)
-    chips = sampled.chips if program.phase in SAMPLING else models.mesh.size
+    mesh = sampled.mesh if program.phase in SAMPLING else models.mesh
+    hosts = [device.process_index for device in mesh.devices.flat]
+    limit = 0 if chip is None or chip.is_checked else int(chip.memory * GIB)
     traced, began = program.trace(), time.perf_counter()
     try:
-        compiled = program.compile()
+        compiled = program.compile(limit)
     except UserError as error:
         return Phase(program.name, times, error=str(error), beside=beside)
     seconds, text = time.perf_counter() - began, compiled.as_text() or ""
@@ -329,12 +346,12 @@ def _measure(
         times,
         compile_seconds=seconds,
         instructions=text.count(" = "),
-        program=allocated(compiled, dump),
+        program=needed_memory(compiled) if limit else allocated(compiled, dump),
         beside=beside,
-        fused=FUSED in text,
-        flops=flops(traced, turns) / chips,
+        fused=any(kernel in text for kernel in (chip.kernels if chip else ())),
+        flops=flops(traced, turns) / mesh.size,
         traffic=_traffic(program, compiled, turns, sampled),
-        collectives=tuple(collectives(text, turns)),
+        collectives=tuple(collectives(text, turns, hosts)),
         turns=turns if program.phase == "decoding" else 0.0,
         tokens=usage.tokens,
     )
@@ -359,9 +376,9 @@ def _traffic(program: Program, compiled: jax.stages.Compiled, turns: float, samp
 
 
 def allocated(compiled: jax.stages.Compiled, dump: Path) -> int:
-    """Returns the bytes of memory that a program needs on a chip, as the TPU compiler has placed them.
+    """Returns the bytes of memory that a program needs on a chip, as the compiler has placed them.
 
-    Of another compiler, the arguments, temporaries and results.
+    Of one that does not say it, the arguments, temporaries and results.
     """
     used: Any = compiled.memory_analysis()
     if hasattr(used, "total_allocation_bytes"):  # JAX 0.12
@@ -372,9 +389,7 @@ def allocated(compiled: jax.stages.Compiled, dump: Path) -> int:
     match = re.search(r"Memory Space: default.*?Total bytes[^\d]*([\d,]+)", text, re.DOTALL)
     if match:
         return int(match[1].replace(",", ""))
-    # A donated argument and the result that takes its place are the same memory.
-    results = used.output_size_in_bytes - used.alias_size_in_bytes
-    return used.argument_size_in_bytes + used.temp_size_in_bytes + results
+    return needed_memory(compiled)
 
 
 def _holds(states: PyTree) -> dict[str, int]:

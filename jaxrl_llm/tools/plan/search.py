@@ -1,11 +1,11 @@
-"""Tries meshes, micro-batches and remat for a TPU slice, the most promising first."""
+"""Finds settings that fit chips: mesh, micro-batch and remat of the shortest step, or the largest value of a field."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,53 +14,106 @@ from rich.console import Console
 from jaxrl_llm.config.records import KeywordArguments
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
+from jaxrl_llm.recipe import fit
 from jaxrl_llm.recipe.recipe import Recipe
-from jaxrl_llm.tools.plan.chips import Chip
+from jaxrl_llm.tools.plan.chips import GIB, Chip
 from jaxrl_llm.tools.plan.phases import Phase, SlicePlan, make_plan, plan_meshes
-from jaxrl_llm.tools.plan.prompts import PromptSizes
+from jaxrl_llm.tools.plan.prompts import prompt_sizes
 
 # A forward pass and a backward one of twice its cost are 3; full recomputation adds a forward pass.
 PASSES = {"none": 3.0, "dots": 3.2, "full": 4.0}  # forward passes of an update that costs about as much
+CLOSE = 1 / 32  # of a value: the largest that fits is known to this share
 
 
-def search(
-    recipe: Recipe,
-    devices: Sequence[Any],
-    chip: Chip,
-    sizes: tuple[PromptSizes, Path, float],
-    count: int,
-    console: Console,
-) -> list[SlicePlan]:
-    """Returns the plans of the first `count` candidates that fit, the one with the shortest estimated step first.
+@dataclass(frozen=True)
+class Planner:
+    """Chips, and what is asked of a plan for them."""
 
-    sizes: prompts, dump and mean of `make_plan`.
-    """
-    # Compiling takes minutes a candidate, so a rough estimate without the compiler decides the order.
-    plans: list[SlicePlan] = []
-    learning = len(devices) - recipe.sampler_devices
-    for candidate in sorted(candidates(recipe, learning), key=lambda c: _promise(c, learning, chip)):
-        if len(plans) == count:
-            break
-        text = f"mesh {dict(candidate.mesh)}, microbatch {candidate.microbatch}, remat {candidate.model.remat}"
+    chip: Chip
+    devices: Sequence[Any]
+    dump: Path  # of `make_plan`
+    console: Console
+    mean: float = 0.0  # of `make_plan`
+    width: int = 0  # tokens of a prompt; 0: the limit of the recipe
+    pixels: str = ""  # of `prompt_sizes`
+
+    def plan(self, recipe: Recipe, say: Callable[[Phase], None]) -> SlicePlan:
+        """Returns the plan of a recipe. Raises: UserError, as `make_plan` and `prompt_sizes`."""
+        prompts = prompt_sizes(recipe, self.width or recipe.data.max_prompt_tokens, self.pixels)
+        mesh, sampler = plan_meshes(self.devices, recipe)
+        return make_plan(recipe, mesh, prompts, self.dump, self.mean, sampler_mesh=sampler, say=say, chip=self.chip)
+
+    def plan_that_fits(self, recipe: Recipe, text: str) -> SlicePlan | None:
+        """Returns the plan of a recipe, or None if it does not fit. Prints which. text: what is special about it."""
+
+        def check_fits(phase: Phase) -> None:
+            # The others need not be compiled.
+            if phase.error or phase.peak > self.chip.memory * GIB:
+                raise UserError(f"does not fit: {phase.name}")
+
         try:
-            mesh, sampler = plan_meshes(devices, candidate)
-            memory = int(chip.memory * 2**30)
-            say = partial(_check_fits, chip=chip)
-            plan = make_plan(candidate, mesh, *sizes, sampler_mesh=sampler, say=say, memory=memory)
-        # This mesh does not suit the batch, the slice or the memory: the next one may.
+            plan = self.plan(recipe, check_fits)
+        # A mesh may not suit the batch, the chips or the model; another one may.
         except UserError as error:
-            console.print(f"{text}: {error}")
-            continue
-        fits = plan.fits(chip)
-        console.print(f"{text}: {f'{plan.seconds(chip):.1f} s a step' if fits else 'does not fit'}")
-        plans += [plan] if fits else []
-    return sorted(plans, key=lambda plan: plan.seconds(chip))
+            self.console.print(f"{text}: {error}")
+            return None
+        fits = plan.fits(self.chip)
+        self.console.print(f"{text}: {f'{plan.seconds(self.chip):.1f} s a step' if fits else 'does not fit'}")
+        return plan if fits else None
 
 
-def _check_fits(phase: Phase, chip: Chip) -> None:
-    """Raises: UserError, for a phase that does not fit: the others need not be compiled."""
-    if phase.error or phase.peak > chip.memory * 2**30:
-        raise UserError(f"does not fit: {phase.name}")
+def fastest(planner: Planner, recipe: Recipe, count: int) -> list[SlicePlan]:
+    """Returns the plans of the first `count` candidates that fit, the one with the shortest estimated step first."""
+    # Compiling takes minutes a candidate, so a rough estimate without the compiler decides the order.
+    learning = len(planner.devices) - recipe.sampler_devices
+    tried = sorted(candidates(recipe, learning), key=lambda c: _promise(c, learning, planner.chip))
+    text = lambda c: f"mesh {dict(c.mesh)}, microbatch {c.microbatch}, remat {c.model.remat}"  # noqa: E731
+    plans = (plan for candidate in tried if (plan := planner.plan_that_fits(candidate, text(candidate))))
+    return sorted(itertools.islice(plans, count), key=lambda plan: plan.seconds(planner.chip))
+
+
+def largest(planner: Planner, field: str, start: int, recipe_with: Callable[[int], Recipe]) -> list[SlicePlan]:
+    """Returns the plan with the largest value of an integer field that fits, in a list; [], if none does.
+
+    start: the value to begin with; recipe_with: reads the config with another value, and raises UserError if it may
+    not be. Where one fits, smaller ones must fit too. Above 32 the value is known to 1/32 of itself.
+    """
+
+    def allowed(value: int) -> Recipe | None:
+        try:
+            recipe = recipe_with(value)
+            fit.check_batch_fits_mesh(recipe.sizes, plan_meshes(planner.devices, recipe)[0])
+        except UserError:
+            return None
+        return recipe
+
+    plans: list[SlicePlan] = []
+    low, high, target = 0, math.inf, max(start, 1)
+    while True:
+        # Prompts come in multiples of the chips that share them.
+        end = min(high, 2 * max(target, len(planner.devices)) + 1)
+        value, recipe = next(_nearest(allowed, target, low, end), (0, None))
+        if recipe is None:
+            break
+        if plan := planner.plan_that_fits(recipe, f"{field} {value}"):
+            plans, low = [plan], value
+        else:
+            high = value
+        if high - low <= max(1, low * CLOSE):
+            break
+        target = 2 * low if high == math.inf else (low + int(high)) // 2
+    above = "no larger one is allowed" if high == math.inf else f"{high} does not"
+    planner.console.print(f"{field} {low} fits, and {above}" if plans else f"no {field} fits")
+    return plans
+
+
+def _nearest(
+    allowed: Callable[[int], Recipe | None], target: int, low: int, high: float
+) -> Iterator[tuple[int, Recipe]]:
+    """Yields the values between low and high, without these, that a config may have, those next to target first."""
+    for value in sorted(range(low + 1, int(high)), key=lambda value: abs(value - target)):
+        if recipe := allowed(value):
+            yield value, recipe
 
 
 def candidates(recipe: Recipe, devices: int) -> Iterator[Recipe]:

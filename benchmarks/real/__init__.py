@@ -1,0 +1,1 @@
+"""A pretrained model learns, from packages alone: `python -m benchmarks.real`."""

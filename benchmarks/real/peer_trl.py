@@ -1,0 +1,110 @@
+"""The work of benchmarks/real/addition.py by TRL's GRPOTrainer, for `python -m benchmarks.real --trl`.
+
+Prints a JSON object for each step: its seconds, its mean reward, and the accuracy on held-out problems where it is
+measured. Needs TRL (benchmarks/environments.txt).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from time import perf_counter
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.real import tasks
+from jaxrl_llm.tasks.gsm8k import accuracy
+
+AT_ONCE = 64  # held-out problems
+
+
+def earned(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    """The reward of addition.py: whether the last number of a completion is right."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [float(x) for x in accuracy(completions=texts, answer=answer, method="flexible")]
+
+
+class Progress(TrainerCallback):
+    """Prints the steps, and measures greedy accuracy. The seconds of a step leave the evaluation out."""
+
+    trainer: GRPOTrainer
+
+    def __init__(self, every: int, problems: list[dict[str, Any]], tokens: int, steps: int):
+        self.every, self.problems, self.tokens, self.steps = every, problems, tokens, steps
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        print(json.dumps({"step": 0, "eval/accuracy": self.measure()}), flush=True)
+        self.began = perf_counter()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if "reward" not in logs:
+            return
+        line = {"step": state.global_step, "time/step": perf_counter() - self.began, "reward/mean": logs["reward"]}
+        line["completion/length"] = logs["completions/mean_length"]
+        if state.global_step % self.every == 0 or state.global_step == self.steps:
+            line["eval/accuracy"] = self.measure()
+        print(json.dumps(line), flush=True)
+        self.began = perf_counter()
+
+    @torch.no_grad()
+    def measure(self) -> float:
+        """Returns the accuracy of greedy completions."""
+        model, tokenizer, right = self.trainer.model, self.trainer.processing_class, 0.0
+        side, tokenizer.padding_side = tokenizer.padding_side, "left"
+        for start in range(0, len(self.problems), AT_ONCE):
+            part = self.problems[start : start + AT_ONCE]
+            chats = [problem["prompt"] for problem in part]
+            inputs = tokenizer.apply_chat_template(
+                chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+            )
+            out = model.generate(**inputs, max_new_tokens=self.tokens, do_sample=False)
+            texts = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            right += sum(accuracy(completions=texts, answer=[x["answer"] for x in part], method="flexible"))
+        tokenizer.padding_side = side
+        return right / len(self.problems)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("settings", help="a JSON object with the fields of addition.py's config that TRL also has")
+    settings = json.loads(parser.parse_args().settings)
+    torch.set_num_threads(2)
+    sequences = settings["prompts_per_step"] * settings["group_size"]
+    rate = settings["optim.learning_rate"]
+    progress = Progress(
+        settings["eval.every"],
+        tasks.addition_held_out()[: settings["eval.problems"]],
+        settings["rollout.max_completion_tokens"],
+        settings["num_steps"],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            folder, max_steps=settings["num_steps"], use_cpu=True, bf16=False, gradient_checkpointing=False,
+            per_device_train_batch_size=settings["microbatch"], seed=settings["seed"],
+            gradient_accumulation_steps=sequences // settings["microbatch"], num_iterations=1,
+            num_generations=settings["group_size"], max_completion_length=settings["rollout.max_completion_tokens"],
+            temperature=settings["rollout.temperature"], top_p=1.0, top_k=0, beta=0.0, loss_type="dapo",
+            scale_rewards="group", learning_rate=rate, lr_scheduler_type="constant_with_warmup",
+            warmup_steps=settings["optim.warmup_steps"],
+            adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0, save_strategy="no",
+            report_to="none", disable_tqdm=True, logging_steps=1, dataloader_pin_memory=False,
+            model_init_kwargs={"dtype": "float32"},
+        )  # fmt: skip
+        progress.trainer = GRPOTrainer(
+            model=settings["model.path"], reward_funcs=earned, args=config,
+            train_dataset=Dataset.from_list(tasks.addition()), callbacks=[progress],
+        )  # fmt: skip
+        progress.trainer.remove_callback(PrinterCallback)
+        progress.trainer.train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""NVIDIA GPUs that XLA compiles for without having them: what it must know of each, and their published speeds."""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from jaxrl_llm.errors import UserError
+
+
+class Gpu(NamedTuple):
+    """A GPU in its SXM form. The speeds are NVIDIA's published ones: of matrix products without sparsity."""
+
+    name: str  # as CUDA says it
+    flops: float  # bfloat16 operations a second
+    bandwidth: float  # bytes of HBM a second
+    nvlink: float  # bytes a second that it sends to the other GPUs of its host
+    # Bytes a second that it sends to other hosts: each GPU has a network card, of 200 Gb/s (HDR InfiniBand) beside an
+    # A100, and else of 400 Gb/s (NDR), as in NVIDIA's DGX.
+    network: float
+    memory: int  # bytes, as CUDA counts them
+    capability: int  # compute capability, the number before the point
+    cores: int  # streaming multiprocessors
+    lanes: int  # float32 units of a core
+    shared: int  # bytes of a core's shared memory
+    l2: int  # bytes
+    clock: float  # GHz
+
+
+GPUS = {
+    "a100": Gpu(
+        "NVIDIA A100-SXM4-80GB", 3.12e14, 2.04e12, 3e11, 2.5e10, 85_100_068_864, 8, 108, 64, 167_936, 41_943_040, 1.41
+    ),
+    "h100": Gpu(
+        "NVIDIA H100 80GB HBM3", 9.89e14, 3.35e12, 4.5e11, 5e10, 84_942_979_072, 9, 132, 128, 233_472, 52_428_800, 1.98
+    ),
+    "h200": Gpu("NVIDIA H200", 9.89e14, 4.8e12, 4.5e11, 5e10, 151_397_597_184, 9, 132, 128, 233_472, 52_428_800, 1.98),
+    "b200": Gpu("NVIDIA B200", 2.25e15, 8e12, 9e11, 5e10, 191_514_411_008, 10, 148, 128, 233_472, 132_644_864, 1.965),
+}
+BLOCK = 1024  # bytes of a core's shared memory that the system keeps for each block
+SHAPE = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)")
+# A `GpuTargetConfigProto` of XLA, in the text form of protocol buffers.
+TARGET = """
+gpu_device_info {{
+  threads_per_block_limit: 1024  threads_per_core_limit: 2048  threads_per_warp: 32
+  shared_memory_per_block: 49152  shared_memory_per_block_optin: {optin}  shared_memory_per_core: {shared}
+  registers_per_block_limit: 65536  registers_per_core_limit: 65536
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  core_count: {cores}  fpus_per_core: {lanes}  clock_rate_ghz: {clock}
+  l2_cache_size: {l2}  memory_bandwidth: {bandwidth:.0f}  device_memory_size: {memory}
+  cuda_compute_capability {{ major: {capability} {features} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9  minor: 10 }}
+device_description_str: "{name}"
+"""
+
+
+def target(gpu: Gpu) -> str:
+    """Returns what XLA must know of a GPU to compile for it."""
+    # From Hopper on, code for just this GPU may use instructions that later ones lack, such as its matrix products.
+    features = "feature_extension: ACCELERATED_FEATURES" if gpu.capability >= 9 else ""
+    return TARGET.format(**gpu._asdict(), optin=gpu.shared - BLOCK, features=features)
+
+
+def allowed_memory(gpu: Gpu) -> float:
+    """Returns the bytes of a GPU that JAX takes in a run: the share in the variable that a run also reads, or 75 %."""
+    names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    name = next((name for name in names if os.environ.get(name)), "")
+    if not name:
+        return 0.75 * gpu.memory
+    try:
+        share = float(os.environ[name])
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise UserError(f"{name}={os.environ[name]}: give the share of a GPU's memory for JAX, from 0 to 1")
+    return share * gpu.memory
+
+
+def gpu_devices(name: str) -> list[Any]:
+    """Returns the devices of a topology such as "h100:8" or "h100:4x8", which can be compiled for, and nothing else.
+
+    Raises: UserError, if there is no such topology, or the compiler is not installed.
+    """
+    kind, _, shape = name.partition(":")
+    if not (match := SHAPE.fullmatch(shape)):
+        raise UserError(
+            f"--topology {name}: give the GPUs, for example {kind}:8, or hosts and GPUs of each, {kind}:4x8"
+        )
+    if not any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        raise UserError(
+            f"--topology {name} needs XLA's compiler for GPUs, which is not installed: pip install 'jaxrl_llm[cuda]'"
+        )
+    # Autotuning would run each candidate on the GPU. Without it, matrix products are of a default form: memory and
+    # collectives do not depend on it.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
+    # The topology is only described: with a platform "cuda" JAX would look for GPUs on this machine.
+    jax.config.update("jax_platforms", "cpu")
+    hosts = f"1 x {match[1] or 1} x {match[2]}"
+    description = topologies.get_topology_desc(
+        platform="cuda", topology_name="", target_config=target(GPUS[kind]), topology=hosts
+    )
+    return list(description.devices)

@@ -1,0 +1,150 @@
+"""The real model of `benchmarks.real`: a small one in the same file format becomes a folder, which is trained."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter, quantize
+from safetensors.numpy import load_file
+from test_published import QUICK
+from tokenizers import pre_tokenizers
+
+from benchmarks.real import tasks
+from benchmarks.real.model import convert
+from jaxrl_llm.models import hf
+from jaxrl_llm.tasks.gsm8k import accuracy
+
+ROOT = Path(__file__).parent.parent
+WIDTH, HEADS, KEY_HEADS, SIDE, MLP, LAYERS = 64, 4, 2, 16, 96, 2
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+WORDS = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet()) + ["th", "the"]
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+KERNELS = {
+    "attn_q": ("self_attn.q_proj", HEADS * SIDE, WIDTH),
+    "attn_k": ("self_attn.k_proj", KEY_HEADS * SIDE, WIDTH),
+    "attn_v": ("self_attn.v_proj", KEY_HEADS * SIDE, WIDTH),
+    "attn_output": ("self_attn.o_proj", WIDTH, HEADS * SIDE),
+    "ffn_gate": ("mlp.gate_proj", MLP, WIDTH),
+    "ffn_up": ("mlp.up_proj", MLP, WIDTH),
+    "ffn_down": ("mlp.down_proj", WIDTH, MLP),
+}
+
+
+def interleaved(kernel: np.ndarray, heads: int) -> np.ndarray:
+    """The rows of each head as llama.cpp has them: of the two halves of a head in turn."""
+    halves = kernel.reshape(heads, 2, SIDE // 2, -1)
+    return np.stack([halves[:, 0], halves[:, 1]], axis=2).reshape(kernel.shape)
+
+
+def write_gguf(file: Path) -> dict[str, np.ndarray]:
+    """Writes a small random Llama, and returns its tensors in Hugging Face's form, but for what 8 bits round."""
+    rng, kept = np.random.default_rng(0), {}
+    writer = GGUFWriter(file, "llama")
+    for name, value in dict(
+        context_length=256, embedding_length=WIDTH, feed_forward_length=MLP, block_count=LAYERS, head_count=HEADS,
+        head_count_kv=KEY_HEADS, rope_freq_base=1e5, layer_norm_rms_eps=1e-5, vocab_size=len(WORDS),
+    ).items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(WORDS)
+    writer.add_token_types([3 if word in SPECIAL else 1 for word in WORDS])
+    writer.add_token_merges(["t h", "th e"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+
+    def add(name: str, hf_name: str, values: np.ndarray, heads: int = 0) -> None:
+        kept[hf_name] = values
+        stored = interleaved(values, heads) if heads else values
+        eight = values.ndim == 2
+        data = quantize(stored, GGMLQuantizationType.Q8_0) if eight else stored
+        writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType.Q8_0 if eight else None)
+
+    draw = lambda *shape: rng.normal(0, 0.1, shape).astype(np.float32)  # noqa: E731
+    add("token_embd.weight", "model.embed_tokens.weight", draw(len(WORDS), WIDTH))
+    add("output_norm.weight", "model.norm.weight", 1 + draw(WIDTH))
+    for i in range(LAYERS):
+        for name, (theirs, *shape) in KERNELS.items():
+            heads = {"attn_q": HEADS, "attn_k": KEY_HEADS}.get(name, 0)
+            add(f"blk.{i}.{name}.weight", f"model.layers.{i}.{theirs}.weight", draw(*shape), heads)
+        for name, theirs in (("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm")):
+            add(f"blk.{i}.{name}.weight", f"model.layers.{i}.{theirs}.weight", 1 + draw(WIDTH))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return kept
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> tuple[Path, dict[str, np.ndarray]]:
+    """The folder of a small model, in a user's cache, and its tensors."""
+    folder = tmp_path_factory.mktemp("cache") / "jaxrl_llm" / "real" / "smollm2-135m-instruct"
+    folder.mkdir(parents=True)
+    tensors = write_gguf(folder / "small.gguf")
+    convert(folder / "small.gguf", folder)
+    return folder, tensors
+
+
+def test_a_file_of_weights_becomes_a_folder_with_the_same_tensors(converted):
+    folder, tensors = converted
+    written = load_file(folder / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    for name, values in tensors.items():
+        # 8 bits of numbers around 0.1.
+        np.testing.assert_allclose(written[name], values, atol=4e-3)
+    model = hf.load_model(folder)
+    assert (model.cfg.heads, model.cfg.kv_heads, model.cfg.head_dim) == (4, 2, 16)
+    assert json.loads((folder / "config.json").read_text())["rope_theta"] == 1e5
+
+
+def test_its_tokenizer_splits_digits_and_joins_what_was_merged(converted):
+    tokenizer = hf.load_tokenizer(converted[0])
+    ids = tokenizer("<|im_start|>the 12+3é")["input_ids"]
+    assert [WORDS[i] for i in ids] == ["<|im_start|>", "the", "Ġ", "1", "2", "+", "3", "Ã", "©"]
+    assert tokenizer.decode(ids) == "<|im_start|>the 12+3é" and tokenizer.eos_token == "<|im_end|>"
+    chat = [{"role": "user", "content": "1+1"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|im_start|>user\n1+1<|im_end|>\n"
+
+
+def test_no_held_out_sum_is_learned_from_and_answers_are_right():
+    learned, held_out = (
+        {x["prompt"][0]["content"]: x["answer"] for x in rows()} for rows in (tasks.addition, tasks.addition_held_out)
+    )
+    assert len(learned) + len(held_out) == tasks.BELOW**2 and not learned.keys() & held_out.keys()
+    for question, answer in (learned | held_out).items():
+        assert sum(map(int, re.findall(r"\d+", question))) == int(answer)
+    assert accuracy(["12 + 34 = 46", "12 + 34 = 48"], ["46", "46"], method="flexible") == [1.0, 0.0]
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_a_real_model_runs_and_keeps_what_has_ended(converted, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XLA_FLAGS", QUICK)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(converted[0].parents[2]))
+    small = ["--config.num_steps=2", "--config.prompts_per_step=4", "--config.prompts_per_update=4"]
+    small += [
+        "--config.eval.problems=8",
+        "--config.eval.every=1",
+        "--config.rollout.max_completion_tokens=8",
+        "--config.optim.warmup_steps=1",
+    ]
+    program = importlib.import_module("benchmarks.real.__main__")
+    monkeypatch.setattr(sys, "argv", ["real", "--quick", "--out", str(tmp_path), *small])
+    program.main()
+    kept = json.loads((tmp_path / "ours_0.json").read_text())
+    assert [record["step"] for record in kept["records"]] == [0, 1, 2]
+    assert kept["peak_mb"] > 100 and (tmp_path / "addition.png").stat().st_size > 5000
+    kept["records"][-1]["eval/accuracy"] = 0.875
+    (tmp_path / "ours_0.json").write_text(json.dumps(kept))
+    capsys.readouterr()
+    program.main()
+    assert "87.5%" in capsys.readouterr().out
