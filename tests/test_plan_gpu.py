@@ -38,7 +38,7 @@ def test_a_description_is_one_that_xla_reads(kind):
     assert [device.process_index for device in devices] == 4 * [0] + 4 * [1]
     assert {(device.platform, device.device_kind) for device in devices} == {("gpu", GPUS[kind].name)}
     assert devices[0].compute_capability == f"{GPUS[kind].capability}.0"
-    assert chip.network == GPUS[kind].network and not chip.is_checked
+    assert chip.network == GPUS[kind].network and not chip.refuses
 
 
 @pytest.fixture(scope="module")

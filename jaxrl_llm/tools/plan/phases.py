@@ -335,7 +335,7 @@ def _measure(
         times, turns = usage.calls, usage.turns / max(usage.calls, 1)
     mesh = sampled.mesh if program.phase in SAMPLING else models.mesh
     hosts = [device.process_index for device in mesh.devices.flat]
-    limit = 0 if chip is None or chip.is_checked else int(chip.memory * GIB)
+    limit = 0 if chip is None or chip.refuses else int(chip.memory * GIB)
     traced, began = program.trace(), time.perf_counter()
     try:
         compiled = program.compile(limit)
