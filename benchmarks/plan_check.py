@@ -104,8 +104,8 @@ def main() -> None:
 
         wrong, seen, compile = 0, {}, Program.compile
 
-        def remember(program: Program) -> Any:
-            seen[program.name] = program, compile(program)
+        def remember(program: Program, memory: int = 0) -> Any:
+            seen[program.name] = program, compile(program, memory)
             return seen[program.name][1]
 
         Program.compile = remember

@@ -333,7 +333,7 @@ def test_a_plan_for_gpus_allows_what_jax_takes_of_them(monkeypatch):
 
 def test_a_program_that_a_gpu_cannot_hold_is_refused_as_a_tpus_compiler_does(monkeypatch, tmp_path):
     recipe = recipes.read(configs.load(ROOT / "configs" / "grpo.py"))
-    small = V5E._replace(memory=0.05, is_checked=False)
+    small = V5E._replace(memory=0.05, refuses=False)
     whole = make_plan(recipe, tiny.mesh_of((1, 1, 1)), PromptSizes(8), tmp_path, chip=small)
     (refused,) = [phase for phase in whole.phases if phase.name.startswith("the update")]
     assert re.fullmatch(

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from test_attention import traced_gradient_of_score
 from test_collectives import CONFIG, PARTS, SIZES, lower, parameter_bytes, sent, state_bytes
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.sharding import mesh_over
+from jaxrl_llm.models import paged_attention_gpu
+from jaxrl_llm.models.paged_attention import Pages
 from jaxrl_llm.tools.plan import chips
 from jaxrl_llm.tools.plan.chips import GPU_KERNELS
 from jaxrl_llm.tools.plan.collectives import collectives
@@ -31,7 +38,7 @@ def test_a_description_is_one_that_xla_reads(kind):
     assert [device.process_index for device in devices] == 4 * [0] + 4 * [1]
     assert {(device.platform, device.device_kind) for device in devices} == {("gpu", GPUS[kind].name)}
     assert devices[0].compute_capability == f"{GPUS[kind].capability}.0"
-    assert chip.network == GPUS[kind].network and not chip.is_checked
+    assert chip.network == GPUS[kind].network and not chip.refuses
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +98,29 @@ def test_on_eight_gpus_no_parameter_of_a_layer_is_gathered_outside_of_the_loop_o
     assert sent(inside) <= 3.05 * PARTS * layers
     assert PARTS * head <= gathered(outside) <= 1.1 * PARTS * head + 2 * state_bytes(EIGHT)
     assert sent(outside) <= PARTS * (2.1 * head + 4 * state_bytes(EIGHT))
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("kind", ["a100", "b200"])
+def test_score_and_gradient_compile_for_a_gpu_with_cudnn_and_without_a_score_matrix(kind):
+    mesh = mesh_over(chips.topology(f"{kind}:4")[1], data=1, fsdp=2, tensor=2)
+    text = traced_gradient_of_score(mesh, b=4, g=4, p=256, t=1024).lower().compile().as_text()
+    assert CUDNN in text and "fmhaScaleBiasSoftmaxBackward" in text
+    assert not re.search(r"f32\[[\d,]*1024,1280\]", text)
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("kind", GPUS)
+@pytest.mark.parametrize(("r", "h", "dtype"), [(7, 64, "bfloat16"), (4, 128, "float32"), (4, 128, "int8")])
+def test_the_kernel_of_decoding_compiles_for_a_gpu(kind, r, h, dtype):
+    mesh = mesh_over(chips.topology(f"{kind}:1")[1], data=1, fsdp=1, tensor=1)
+    place = NamedSharding(mesh, PartitionSpec())
+    shaped = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)  # noqa: E731
+    k, page, count, rows = 2, 64, 32, 8
+    scales = 2 * [shaped((k, count, page), "float32")] if dtype == "int8" else []
+    pages = Pages(shaped((k, count, h, page), dtype), shaped((k, count, page, h), dtype), *scales)
+    query = shaped((k, rows, r, h), "bfloat16" if dtype == "int8" else dtype)
+    table, length = shaped((rows, 4), "int32"), shaped((rows,), "int32")
+    assert paged_attention_gpu.fits(mesh.devices.flat[0], h, query.dtype.name, page)
+    compiled = jax.jit(partial(paged_attention_gpu.attend_own, window=100)).lower(query, pages, table, length).compile()
+    assert TRITON in compiled.as_text()

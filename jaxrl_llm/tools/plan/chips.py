@@ -26,7 +26,7 @@ class Chip(NamedTuple):
     ring: float
     network: float = 0.0  # bytes a second that a GPU sends to other hosts; 0: what TPUs have has no published speed
     kernels: tuple[str, ...] = ('custom_call_target="tpu_custom_call"',)  # marks of fused kernels in a program's text
-    is_checked: bool = True  # the compiler refuses what does not fit
+    refuses: bool = True  # its compiler refuses what does not fit
 
 
 CHIPS = {
@@ -35,8 +35,6 @@ CHIPS = {
     "v5p": Chip(95.74, 4.59e14, 2.77e12, 1.8e11),
     "v6e": Chip(31.25, 9.2e14, 1.64e12, 1.8e11),
 }
-
-
 # Attention by cuDNN, and a kernel of ours in Triton. XLA's own fusions in Triton have no call.
 GPU_KERNELS = ('custom_call_target="__cudnn$fmha', 'custom_call_target="__gpu$xla.gpu.triton"')
 
@@ -58,7 +56,7 @@ def topology(name: str, slices: int = 1, dump: str = "") -> tuple[Chip, list[Any
             f"--slices {slices} is for TPUs: give hosts and GPUs of each in --topology, for example {kind}:4x8"
         )
     gpu, memory = GPUS[kind], allowed_memory(GPUS[kind]) / GIB
-    chip = Chip(memory, gpu.flops, gpu.bandwidth, gpu.nvlink, gpu.network, GPU_KERNELS, is_checked=False)
+    chip = Chip(memory, gpu.flops, gpu.bandwidth, gpu.nvlink, gpu.network, GPU_KERNELS, refuses=False)
     return chip, gpu_devices(name)
 
 

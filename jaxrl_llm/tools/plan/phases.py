@@ -202,20 +202,21 @@ def make_plan(
     room = cache_memory(recipe, models, learning, sampler_mesh, states, memory)
     stream = stream_sizes(recipe, models, sampler_mesh, prompts.width, room)
     sampler = _sampler(models, recipe, sampler_mesh, room)
-    lengths = drawn_lengths(recipe.sizes.sequences_per_step, mean or limit / 2, limit)
-    usage = expected_usage(stream, lengths, prompt_shards(sampler_mesh), partial=recipe.rollout.partial)
     # The sampler's copy of the weights: in the dtype and with the sharding of decoding.
     params, in_int8 = policy.all_parameters(policy.shapes), recipe.chosen_engine.in_int8
     copy = copy_shapes(models.model, sampler_mesh, models.mesh, params, in_int8=in_int8)
     cached = page_kind(sampler_mesh, models.model.cfg, recipe.chosen_engine.cache_dtype).token_bytes
     read = device_bytes({name: leaf for name, leaf in copy.items() if name != TOWER})
-    sampled = StepSampling(stream, usage, cached, device_bytes(copy), read, sampler_mesh)
+    sampled = StepSampling(stream, {}, cached, device_bytes(copy), read, sampler_mesh)
     learning_holds = _holds(resident(states, recipe.host_memory))
     sampling_holds = sampled.holds(apart=apart) if recipe.chosen_engine.in_trainer else {}
     holds, sums = learning_holds | sampling_holds, (sum(learning_holds.values()), sum(sampling_holds.values()))
     if memory and (max(sums) if apart else sum(sums)) > memory:
         phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
         return SlicePlan(recipe, models, holds, phases, 0, prompts)
+    lengths = drawn_lengths(recipe.sizes.sequences_per_step, mean or limit / 2, limit)
+    usage = expected_usage(stream, lengths, prompt_shards(sampler_mesh), partial=recipe.rollout.partial)
+    sampled = replace(sampled, usage=usage)
     for program in _programs(recipe, learning, sampler, shape[1:], prompts):
         if sampled.leaves_out(program):
             continue
@@ -334,7 +335,7 @@ def _measure(
         times, turns = usage.calls, usage.turns / max(usage.calls, 1)
     mesh = sampled.mesh if program.phase in SAMPLING else models.mesh
     hosts = [device.process_index for device in mesh.devices.flat]
-    limit = 0 if chip is None or chip.is_checked else int(chip.memory * GIB)
+    limit = 0 if chip is None or chip.refuses else int(chip.memory * GIB)
     traced, began = program.trace(), time.perf_counter()
     try:
         compiled = program.compile(limit)
