@@ -136,17 +136,19 @@ def check_all(
 
     functions: that reward. Also asks once the servers that they need.
     """
-    if data.completion_column:
-        dataset = check_completions(dataset, data.completion_column, data.source)
+    for column in data.completion_columns:
+        dataset = check_completions(dataset, column, data.source)
     for function in functions:
         check_reach(function, REWARDS, "config.reward.functions")
-    if problems:
-        check_reach(problems.function, REWARDS, "config.eval.function")
+    for function in problems.functions if problems else ():
+        check_reach(function, REWARDS, "config.eval.function")
     checked = check(dataset, functions, "data", episodes=episodes, convert=data.convert)
     if not problems:
         return checked, checked
-    judge, convert = (problems.function,), problems.convert
-    return checked, check(held_out, judge, "eval", episodes=episodes, convert=convert)
+    if not problems.functions:
+        for column in data.completion_columns:
+            held_out = check_completions(held_out, column, problems.source)
+    return checked, check(held_out, problems.functions, "eval", episodes=episodes, convert=problems.convert)
 
 
 def _without(rows: Sequence[Row], part: range, columns: tuple[str, ...]) -> list[int]:
@@ -220,6 +222,7 @@ def check_completions(dataset: Dataset, column: str, source: str) -> Dataset:
         columns = formats.columns_text(dict.fromkeys(name for row in dataset.rows for name in row))
         raise UserError(
             f"{source} has no column {column!r} ({columns}): name the one to learn in data.completion_column"
+            " (of a pair, the worse one in data.rejected_column)"
         )
     if without:
         raise UserError(
