@@ -19,7 +19,9 @@ def get_config() -> ConfigDict:
     c.loss = ConfigDict(dict(name="dpo"))
     c.loss.beta = 0.1  # the reward is beta times the log-ratio to the model that the run begins with
     c.loss.label_smoothing = 0.0  # share of pairs that are in the wrong order (conservative DPO)
-    c.loss.nll_coef = 0.0  # of the chosen completion's mean cross-entropy beside it
+    # Of the chosen completion's mean cross-entropy beside it. Without it the probability of both completions falls, and
+    # other answers get it: docs/preferences.md has numbers
+    c.loss.nll_coef = 1.0
     c.aggregate.mode = "sequence_mean"  # the mean over pairs
     c.optim.learning_rate, c.optim.warmup_steps, c.optim.decay = 1e-4, 5, "constant"
     c.eval.every = 20

@@ -13,5 +13,5 @@ def get_config() -> ConfigDict:
     c.loss = ConfigDict(dict(name="simpo"))
     c.loss.beta = 2.0  # the reward is beta times the mean log-probability of a token
     c.loss.gamma = 1.0  # by which the reward of the chosen completion should be larger
-    c.loss.label_smoothing, c.loss.nll_coef = 0.0, 0.0
+    c.loss.label_smoothing, c.loss.nll_coef = 0.0, 1.0
     return c

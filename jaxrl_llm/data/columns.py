@@ -65,8 +65,9 @@ def demands_of(functions: Sequence[str], *, episodes: bool) -> list[Demand]:
         required = [column for column, has_default in columns.items() if not has_default]
         demands += [Demand(name, (column,), ours, readers.get(column)) for column in required]
         if more := getattr(plain, "asks", None):
-            # It shows what a row has, also None.
-            demands += [Demand(name, (column,), False) for column in sorted(more(**getattr(function, "keywords", {})))]
+            # Without a reader, it shows what a row has, also None.
+            asked = more(**getattr(function, "keywords", {}))
+            demands += [Demand(name, (column,), asked[column] is not None, asked[column]) for column in sorted(asked)]
         optional = tuple(column for column in columns if column not in EPISODE_COLUMNS)
         if ours and optional and not required:
             demands.append(Demand(name, optional, ours))

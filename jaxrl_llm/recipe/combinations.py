@@ -166,25 +166,25 @@ def check_supervised_loss(recipe: SftRecipe) -> None:
     loss, column, judge = recipe.loss, recipe.data.rejected_column, recipe.eval and recipe.eval.function
     check_takes_batch(loss)
     check_inputs(f"config.loss.name = {loss.name!r}", recipe.loss_columns, ("ref_logprobs",))
-    of_pairs = Trait.PAIRS in traits_of(loss.function)
-    if of_pairs and not column:
+    compares = Trait.PAIRS in traits_of(loss.function)
+    if compares and not column:
         raise UserError(
             f"config.loss.name = {loss.name!r} compares pairs: name the column of the worse completion in "
             "data.rejected_column, such as 'rejected', and that of the better one in data.completion_column"
         )
-    if column and not of_pairs:
+    if column and not compares:
         raise UserError(
             f"config.data.rejected_column = {column!r}: loss {loss.name!r} would learn the rejected completions too: "
             "set it to '', or take a loss of pairs (dpo, simpo)"
         )
-    if judge == PREFERENCE and not of_pairs:
+    if judge == PREFERENCE and not compares:
         raise UserError(f"config.eval.function = {judge!r}: loss {loss.name!r} has no pairs: name a reward function")
-    if of_pairs and recipe.aggregate.mode != "sequence_mean":
+    if compares and recipe.aggregate.mode != "sequence_mean":
         raise UserError(
             f"config.aggregate.mode = {recipe.aggregate.mode!r}: loss {loss.name!r} stands at each token of its pair, "
             "which would count by its length: set it to 'sequence_mean'"
         )
-    if (of_pairs or recipe.loss_columns) and not recipe.model.path:
+    if (compares or recipe.loss_columns) and not recipe.model.path:
         raise UserError(
             f"config.loss.name = {loss.name!r} with model.path = '': a new model prefers nothing, and is no reference: "
             "give a model's folder or hub id"
