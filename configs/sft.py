@@ -38,7 +38,10 @@ def get_config() -> ConfigDict:
     c.data = ConfigDict()
     c.data.source = "arithmetic.demonstrations"
     c.data.convert = ""
-    c.data.completion_column = "completion"  # column with the text to learn
+    c.data.completion_column = "completion"  # column with the text to learn; of a pair, with the better one
+    c.data.rejected_column = (
+        ""  # column with the worse completion, for dpo and simpo (docs/preferences.md); "": no pairs
+    )
     # Columns of rows that no convert function makes. "": as their own columns say, also those of TRL, veRL and EasyR1
     # (docs/data.md).
     c.data.prompt_column = ""  # name of the column that holds the prompt
@@ -64,11 +67,17 @@ def get_config() -> ConfigDict:
     c.eval.source = "arithmetic.held_out"
     c.eval.convert = ""
     c.eval.problems = 1000
+    # "preference": nothing is sampled; the accuracy is the share of pairs of eval.source in which the chosen completion
+    # has the larger reward
     c.eval.function = "arithmetic.accuracy"
     c.eval.patience = 0
 
     # timeout: seconds that eval.function may take for one batch; 0: no limit. unconfined: as in configs/grpo.py.
     c.reward = ConfigDict(dict(timeout=600.0, unconfined=False))
+
+    # cross_entropy: of completions. Of pairs: dpo(beta=0.1, label_smoothing=0.0, nll_coef=0.0), and
+    # simpo(beta=2.0, gamma=1.0, label_smoothing=0.0, nll_coef=0.0), which has no reference (configs/dpo.py)
+    c.loss = ConfigDict(dict(name="cross_entropy"))
 
     c.aggregate = ConfigDict(dict(mode="token_mean", constant_length=0))
 

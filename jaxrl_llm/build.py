@@ -447,8 +447,8 @@ def sampled_batches(recipe: Recipe, inputs: Inputs) -> list[dict[str, Any]]:
 
 def make_evaluation(place: Workplace, recipe: Recipe | SftRecipe, inputs: Inputs) -> Callable[[Engine], float]:
     """Returns `evaluation(engine)` -> accuracy of greedy completions on the held-out problems."""
-    judge = (recipe.eval.function,) if recipe.eval else ()
-    reward_fn = place.opened.enter_context(closing(RewardFn(judge, (1.0,), recipe.reward.timeout)))
+    judges = recipe.eval.functions if recipe.eval else ()
+    reward_fn = place.opened.enter_context(closing(RewardFn(judges, (1.0,) * len(judges), recipe.reward.timeout)))
     task = CompletionTask(inputs.tokenizer, reward_fn, inputs.environments)
     batch = whole_batches(recipe.sizes.sequences_per_step, len(inputs.held_out.rows), inputs.models.mesh)
     return lambda engine: mean_score(evaluate(engine, inputs.held_out, task, batch=batch, seed=recipe.seed))

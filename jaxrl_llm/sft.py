@@ -1,33 +1,33 @@
-"""Supervised fine-tuning: `jaxrl sft --config configs/sft.py [--workdir DIR] [--config.field=value]`."""
+"""Supervised fine-tuning, also on pairs: `jaxrl sft --config FILE [--workdir DIR] [--config.field=value]`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import grain
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.algorithms.supervised import PREFERRED
 from jaxrl_llm.build import load, make_evaluation, open_outputs, opened_run, policy_learner
 from jaxrl_llm.config.load import parse_arguments
-from jaxrl_llm.data import columns, encoding, order
-from jaxrl_llm.data import prompts as data
-from jaxrl_llm.data.settings import DataSettings
+from jaxrl_llm.config.records import Call
+from jaxrl_llm.data import order
+from jaxrl_llm.data.examples import Examples, make_batch, tokenize_answers
 from jaxrl_llm.errors import UserError, run_main
-from jaxrl_llm.learner import update
-from jaxrl_llm.learner.learning import policy_parameters
-from jaxrl_llm.learner.scorers import States
-from jaxrl_llm.learner.update import Learner
-from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.learner import forward, update
+from jaxrl_llm.learner.learning import Reference, make_reference, policy_parameters
+from jaxrl_llm.learner.scorers import Scorer, States, make_scorers
+from jaxrl_llm.learner.update import Learner, Parameters
+from jaxrl_llm.machine import distributed, progress, sharding
+from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe import read_sft
@@ -40,18 +40,58 @@ from jaxrl_llm.session.opening import Workplace
 from jaxrl_llm.session.record import Record
 from jaxrl_llm.session.saved_run import new_model_folder
 from jaxrl_llm.session.session import Session
-from jaxrl_llm.structs import AnyArray, Batch, Config, PartState, PyTree, StatefulPart
+from jaxrl_llm.structs import AnyArray, Array, Batch, Config, PyTree, StatefulPart
+
+
+@dataclass
+class Supervised:
+    """All that computes with models in a step of `sft`: what scores examples, and the policy, which learns."""
+
+    mesh: Mesh
+    scorers: dict[str, Scorer]
+    policy: Learner
+    reference: Reference | None  # None: nothing asks for it, or it is the base of the policy's new adapters
+    book: Book
+
+    def shapes(self) -> States:
+        """Returns the states of a checkpoint, as shapes with shardings."""
+        return {"policy": self.policy.shapes}
+
+    def first(self) -> States:
+        """Returns the states at step 0."""
+        policy = self.policy.init()
+        return {"policy": policy} | ({"reference": self.reference.copy(policy.params)} if self.reference else {})
+
+    def restored(self, states: States, attempt: int) -> States:
+        """Returns the states of a checkpoint with the reference, which it leaves out, because it never moves."""
+        anchor = {"reference": self.reference.load()} if self.reference and "reference" not in states else {}
+        return states | anchor
+
+    def scored(self, states: States, batch: Batch) -> Batch:
+        """Returns a batch with the columns that the loss asks for."""
+        columns: dict[str, Array] = {}
+        for name, scorer in self.scorers.items():
+            self._ready(scorer.described(name, states, batch), batch)
+            columns |= scorer.score(states, batch)
+        return replace(batch, columns=columns)
+
+    def compile(self, states: States, batch: Batch, rows: AnyArray) -> None:
+        """Compiles the update, which may take minutes. Raises: UserError, if it does not fit the memory."""
+        self._ready(self.policy.described("", states["policy"], batch, rows), batch)
+
+    def _ready(self, program: Program | None, batch: Batch) -> None:
+        # Once, because all batches have one shape.
+        if program:
+            self.book.ready(program.phase, batch.completions.shape, lambda shape: program.compile())
 
 
 @dataclass
 class SftParts:
-    """The parts of a step of `sft`. Only the policy has states."""
+    """The parts of a step of `sft`."""
 
     examples: Examples
-    policy: Learner
-    mesh: Mesh
+    learning: Supervised
     rows: AnyArray  # of an update: all examples
-    book: Book
     accuracy: Callable[[States], float]  # on the evaluation's problems
     problems: int
     export: Callable[[States], None]  # writes the policy as a folder of Hugging Face
@@ -60,18 +100,6 @@ class SftParts:
     def kept(self) -> Mapping[str, StatefulPart]:
         """What a checkpoint keeps beside the states."""
         return {SAMPLES: self.examples}
-
-    def shapes(self) -> States:
-        """Returns the states of a checkpoint, as shapes with shardings."""
-        return {"policy": self.policy.shapes}
-
-    def first(self) -> States:
-        """Returns the states at step 0."""
-        return {"policy": self.policy.init()}
-
-    def restored(self, states: States, attempt: int) -> States:
-        """Returns the states of a checkpoint, which are complete."""
-        return states
 
     def begin(self, states: States, step: int, attempt: int) -> States:
         """Returns the states: only the steps use them."""
@@ -83,46 +111,18 @@ class SftParts:
 
 def sft_step(session: Session, parts: SftParts, states: States, step: int) -> tuple[States, Record]:
     """Runs one update on the next examples. Donates the given states."""
-    timer, policy = session.log.timer(), parts.policy
+    timer, learning = session.log.timer(), parts.learning
     examples = parts.examples.next()
-    batch = sharding.shard_batch(examples, parts.mesh)
-    program = policy.described("", states["policy"], batch, parts.rows)
-    # Once, because all batches have one shape. It may take minutes, so not in `deferred`.
-    parts.book.ready(program.phase, batch.completions.shape, lambda shape: program.compile())
+    batch = learning.scored(states, sharding.shard_batch(examples, learning.mesh))
+    learning.compile(states, batch, parts.rows)  # may take minutes, so not in `deferred`
     with session.stop.deferred():  # a signal waits: the old states are donated, the new ones not committed
-        state, metrics = policy.update(states["policy"], batch, parts.rows)
-        states, updates = {"policy": state}, [metrics | {"loss/sft": metrics["loss/total"]}]
+        state, metrics = learning.policy.update(states["policy"], batch, parts.rows)
+        states, updates = states | {"policy": state}, [metrics | {"loss/sft": metrics["loss/total"]}]
         updated = session.log.watch(updates)
         record = Record(step, timer, int(examples.completion_mask.sum()), updates, {}, updated)
         session.commit(states, record)
         parts.examples.learned()
     return states, record
-
-
-class Examples:
-    """Batches of examples, and the position in them."""
-
-    def __init__(self, iterator: grain.DatasetIterator):
-        self._iterator = iterator
-        # _position: after the last batch learned from, for checkpoints.
-        self._beginning = self._position = iterator.get_state()
-
-    def next(self) -> Batch:
-        """Returns the next examples, on the host."""
-        return next(self._iterator)
-
-    def learned(self) -> None:
-        """Marks the last batch as learned from: the iterator stands behind it."""
-        self._position = self._iterator.get_state()
-
-    def state(self, seconds: float | None = None) -> PartState:
-        """Returns the position after the last batch learned from."""
-        return PartState({"position": self._position})
-
-    def load(self, state: PartState | None) -> None:
-        """Goes on at the position of a state; None: at the start of the data."""
-        self._position = state.notes["position"] if state else self._beginning
-        self._iterator.set_state(self._position)
 
 
 def build(
@@ -133,36 +133,23 @@ def build(
 
 
 def make_run(place: Workplace, recipe: SftRecipe) -> tuple[Session, SftParts]:
-    """Builds a run of `sft`; an example is a prompt with one completion (G = 1). Raises: UserError."""
+    """Builds a run of `sft`; an example is a prompt with one completion, or with a pair. Raises: UserError."""
     inputs = load(place, recipe, partial(find_model, place, recipe))
-    models, tokenizer, length = inputs.models, inputs.tokenizer, recipe.rollout.max_completion_tokens
-    model, mesh = models.model, models.mesh
+    tokenizer, length = inputs.tokenizer, recipe.rollout.max_completion_tokens
     answers = tokenize_answers(inputs.dataset, tokenizer, recipe.data, length)
-    short = [i for i, answer in enumerate(answers) if answer.tokens]
+    short = [i for i, row in enumerate(answers) if row]
     collate = partial(make_batch, inputs.dataset, answers, short, length, tokenizer.pad_token_id)
-    iterator = order.iterate(len(short), recipe.prompts_per_step, recipe.seed, collate)
-    policy = make_policy(recipe, inputs)
-    engine = Sampler(
-        model,
-        mesh,
-        max_completion_tokens=length,
-        stop_ids=inputs.stop_ids,
-        pad_id=tokenizer.pad_token_id,
-        max_sequences=recipe.sizes.sequences_per_step,
-    )
-    evaluation = make_evaluation(place, recipe, inputs)
-
-    def accuracy(states: States) -> float:
-        engine.update_weights(policy.all_parameters(states["policy"]))
-        measured = evaluation(engine)
-        engine.release()  # updates need the memory of the gathered weights
-        return measured
-
+    examples = Examples(order.iterate(len(short), recipe.prompts_per_step, recipe.seed, collate))
+    learning = make_learning(recipe, inputs)
+    compared = recipe.eval is not None and not recipe.eval.functions
+    accuracy = make_comparison(recipe, inputs, learning) if compared else make_sampled(place, recipe, inputs, learning)
     rows, problems = np.arange(recipe.prompts_per_step, dtype=np.int32), len(inputs.held_out.rows)
-    export = partial(inputs.export, place, policy)
-    parts = SftParts(Examples(iterator), policy, mesh, rows, inputs.book, accuracy, problems, export)
-    dropped = [("over-long completions dropped", len(answers) - len(short))]
-    return open_outputs(place, recipe, inputs, parts, dropped, [len(short)])(parts), parts
+    export = partial(inputs.export, place, learning.policy)
+    parts = SftParts(examples, learning, rows, accuracy, problems, export)
+    table = [("over-long completions dropped", len(answers) - len(short))]
+    if equal := sum(len(answers[i]) > 1 and answers[i][0] == answers[i][1] for i in short):
+        table.append(("pairs of equal completions, which teach nothing", equal))
+    return open_outputs(place, recipe, inputs, learning, table, [len(short)])(parts), parts
 
 
 def find_model(place: Workplace, recipe: SftRecipe) -> Path:
@@ -172,8 +159,19 @@ def find_model(place: Workplace, recipe: SftRecipe) -> Path:
     return place.opened.enter_context(new_model_folder(recipe.model, recipe.data, recipe.data.completion_column))
 
 
-def make_policy(recipe: SftRecipe, inputs: Inputs) -> Learner:
-    """Builds the learner of the cross-entropy of completions."""
+def make_learning(recipe: SftRecipe, inputs: Inputs) -> Supervised:
+    """Combines the reference, if the loss asks for it, and the policy."""
+    models, mesh, needed = inputs.models, inputs.models.mesh, recipe.loss_columns
+    learns = make_parameters(recipe, inputs)
+    at_once = recipe.sizes.at_once
+    scorers = make_scorers(models.model, Sampling(), mesh, needed, at_once=at_once, exact=False, base=learns.base)
+    policy = policy_learner(recipe, models, update.policy_objective(models.model, recipe.loss, Sampling()), learns)
+    reference = make_reference(models, policy, learns, None) if "ref_logprobs" in needed else None
+    return Supervised(mesh, scorers, policy, reference, inputs.book)
+
+
+def make_parameters(recipe: SftRecipe, inputs: Inputs) -> Parameters:
+    """Returns the parameters of the policy that learn, and those that do not."""
     model, mesh = inputs.models.model, inputs.models.mesh
 
     def first_params() -> PyTree:
@@ -182,9 +180,68 @@ def make_policy(recipe: SftRecipe, inputs: Inputs) -> Learner:
         init = jax.jit(model.init, out_shardings=sharding.shardings(model.shapes(), mesh))
         return init(jax.random.key(recipe.seed))
 
-    objective = update.policy_objective(model, losses.cross_entropy, Sampling())
-    learns = policy_parameters(inputs.models, first_params, inputs.base, recipe.seed)
-    return policy_learner(recipe, inputs.models, objective, learns)
+    return policy_parameters(inputs.models, first_params, inputs.base, recipe.seed)
+
+
+def make_sampled(
+    place: Workplace, recipe: SftRecipe, inputs: Inputs, learning: Supervised
+) -> Callable[[States], float]:
+    """Returns `accuracy(states)`: the mean score of greedy completions of the held-out problems."""
+    engine = Sampler(
+        inputs.models.model,
+        learning.mesh,
+        max_completion_tokens=recipe.rollout.max_completion_tokens,
+        stop_ids=inputs.stop_ids,
+        pad_id=inputs.tokenizer.pad_token_id,
+        max_sequences=recipe.sizes.sequences_per_step,
+    )
+    evaluation = make_evaluation(place, recipe, inputs)
+
+    def accuracy(states: States) -> float:
+        engine.update_weights(learning.policy.all_parameters(states["policy"]))
+        measured = evaluation(engine)
+        engine.release()  # updates need the memory of the gathered weights
+        return measured
+
+    return accuracy
+
+
+def make_comparison(recipe: SftRecipe, inputs: Inputs, learning: Supervised) -> Callable[[States], float]:
+    """Returns `accuracy(states)`: the share of held-out pairs whose chosen completion has the larger reward.
+
+    Raises: UserError, if a completion is longer than the limit.
+    """
+    dataset, tokenizer, length = inputs.held_out, inputs.tokenizer, recipe.rollout.max_completion_tokens
+    answers = tokenize_answers(dataset, tokenizer, recipe.data, length)
+    if () in answers:
+        raise UserError(
+            f"eval.source row {dataset.numbers[answers.index(())]}: a completion is longer than "
+            f"rollout.max_completion_tokens = {length}: raise it, or leave the row out"
+        )
+    count, size = len(answers), recipe.prompts_per_step
+    collate = partial(make_batch, dataset, answers, range(count), length, tokenizer.pad_token_id)
+    logprobs_of = forward.make_logprob_fn(inputs.models.model, Sampling(), learning.mesh, recipe.sizes.at_once)
+    preferred = jax.jit(partial(count_preferred, recipe.loss))
+
+    def accuracy(states: States) -> float:
+        params, right = learning.policy.all_parameters(states["policy"]), 0
+        with progress.task("evaluating pairs", count) as shown:
+            for start in range(0, count, size):
+                # All batches have one shape: the last pair fills the last of them, and does not count there.
+                rows = [min(i, count - 1) for i in range(start, start + size)]
+                batch = sharding.shard_batch(collate(rows[distributed.part(size)]), learning.mesh)
+                batch = learning.scored(states, batch)
+                right += int(preferred(logprobs_of(params, batch), batch, min(size, count - start)))
+                shown.advance(min(size, count - start))
+        return right / count
+
+    return accuracy
+
+
+def count_preferred(loss: Call, logprobs: Array, batch: Batch, count: AnyArray) -> jax.Array:
+    """Returns how many of the first `count` pairs of a batch have a larger reward of the chosen completion."""
+    _, metrics = loss(logprobs, batch, **batch.columns)
+    return jnp.sum(jnp.where(jnp.arange(len(logprobs)) < count, metrics[PREFERRED][:, 0, 0], 0.0))
 
 
 def train(session: Session, parts: SftParts) -> Iterator[dict[str, Any]]:
@@ -198,53 +255,9 @@ def steps(config: Config, workdir: str | Path, *, signals: bool = False) -> Iter
         yield from train(session, parts)
 
 
-class Answer(NamedTuple):
-    """Token ids of a completion, and which of them are learned: not those of an environment."""
-
-    tokens: list[int]
-    learned: list[bool]
-
-
-def tokenize_answers(dataset: data.Dataset, tokenizer: Any, settings: DataSettings, limit: int) -> list[Answer]:
-    """Returns each row's completion with the end token, and an empty one instead of one above the limit of tokens.
-
-    The column holds text, or the turns of an episode: each is encoded alone, as an environment does it.
-    """
-    column = settings.completion_column
-    if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no end token: name its eos_token in tokenizer_config.json")
-    turns, source = [columns.turns(row[column]) for row in dataset.rows], settings.source
-    numbers = [number for number, one in zip(dataset.numbers, turns, strict=True) for _ in one]
-    encoded = encoding.encode([text for one in turns for _, text in one], tokenizer, source, numbers=numbers)
-    if dataset.images:
-        dataset.images.check_completions(encoded, tokenizer, source, numbers)
-    ids = iter(encoded)
-    end, answers = Answer([tokenizer.eos_token_id], [True]), []
-    for one in turns:
-        parts = [Answer(tokens.tolist(), [own] * len(tokens)) for (own, _), tokens in zip(one, ids, strict=False)]
-        tokens, learned = (list(chain(*x)) for x in zip(*parts, end, strict=True))
-        answers.append(Answer(tokens, learned))
-    if all(len(answer.tokens) > limit for answer in answers):
-        raise UserError(f"all completions are longer than rollout.max_completion_tokens = {limit}: raise it")
-    return [answer if len(answer.tokens) <= limit else Answer([], []) for answer in answers]
-
-
-def make_batch(
-    dataset: data.Dataset, answers: list[Answer], kept: list[int], length: int, pad_id: int, indices: Sequence[int]
-) -> Batch:
-    """Makes a Batch with G = 1 from the examples kept[indices], on the host."""
-    rows = [kept[i] for i in indices]
-    prompts = data.make_prompts(dataset, rows, pad_id)
-    completions = np.full((len(rows), 1, length), pad_id, np.int32)
-    mask, learned = np.zeros(completions.shape, bool), np.zeros(completions.shape, bool)
-    for b, i in enumerate(rows):
-        used = slice(len(answers[i].tokens))
-        completions[b, 0, used], mask[b, 0, used], learned[b, 0, used] = answers[i].tokens, True, answers[i].learned
-    return Batch(prompts.tokens, prompts.mask, completions, mask, learned, images=prompts.images)
-
-
 def main() -> None:
-    given = parse_arguments("jaxrl_llm.sft", "Supervised fine-tuning.", shipped=("sft", "search_sft", "pictures_sft"))
+    shipped = ("sft", "search_sft", "pictures_sft", "dpo", "simpo")
+    given = parse_arguments("jaxrl_llm.sft", "Supervised fine-tuning, also on pairs of completions.", shipped=shipped)
     with distributed.joined(given.distributed), build(given.config, given.workdir, command=True) as (session, parts):
         for _ in train(session, parts):
             pass

@@ -92,7 +92,7 @@ def test_named_columns_and_a_format_prompt_make_the_message_of_a_user(tmp_path):
 
 
 REFUSED = {
-    "prompts in the answers": ({"chosen": SAID, "rejected": SAID}, {}, "'chosen' holds answers .* trl.extract_prompt"),
+    "prompts in the answers": ({"chosen": SAID, "rejected": SAID}, {}, "'chosen' holds .* jaxrl sft splits them"),
     "whole conversations": ({"messages": ASKED + SAID}, {}, "'messages' holds whole conversations: make the messages"),
     "whole texts": ({"text": "1+2=3"}, {}, "'text' holds whole texts: name it in data.prompt_column if"),
     "other columns": ({"question": SUM}, {}, "no column 'prompt' .there is question.: rename one, name one in data"),

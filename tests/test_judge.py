@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from jaxrl_llm.config.schema import check_call, check_reach
+from jaxrl_llm.data.columns import check
+from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.tasks import REWARDS, judge
@@ -155,6 +157,99 @@ def test_a_slow_judge_gives_the_verdicts_that_fit_into_the_time_of_a_batch():
     assert metrics["judge.score/unanswered"] == metrics["judge.score/failed"] == pytest.approx(late / 64)
 
 
+CRITERIA = (
+    {"name": "right", "criterion": "The sum is right.", "weight": 3},
+    {"name": "short", "description": "It is short.", "most": 4},
+)
+
+
+def by_json(question: str, tries: int) -> tuple[int, str]:
+    thought = '{"right": 0, "short": 0}? No, better: '
+    return 200, thought + (
+        '```json\n{"right": 10, "short": 2.0}\n```' if "\ngood\n" in question else '{"right": 0, "short": 4}'
+    )
+
+
+def test_a_rubric_is_one_question_and_the_reward_the_weighted_mean_of_its_scores():
+    with serving(by_json) as server:
+        found, seen = judged(server, criteria=CRITERIA)
+    assert found == [pytest.approx((3 * 1 + 0.5) / 4), 0.25, pytest.approx(0.875), 0.25]
+    assert seen == {
+        "failed": 0.0, "unanswered": 0.0, "unparsed": 0.0, "tries": 1.0, "rubric/right": 0.5, "rubric/short": 0.75,
+    }  # fmt: skip
+    assert len(server.requests) == 3
+    question = server.requests[0]["messages"][0]["content"]
+    assert "- right: The sum is right. (0 to 10)\n- short: It is short. (0 to 4)" in question
+    assert 'like this: {"right": 5.0, "short": 2.0}' in question and "user: 2 + 2?" in question
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no JSON",
+        '{"right": 10}',
+        '{"right": 11, "short": 0}',
+        '{"right": 1, "short": -1}',
+        '{"right": "ten", "short": 0}',
+        '{"right": true, "short": 0}',
+        '{"right": NaN, "short": 0}',
+        '{"right": 10, "short": 4} {"right": 10}',
+        "[10, 4]",
+        "<score>10</score>",
+    ],
+)
+def test_a_reply_that_is_not_of_the_rubrics_form_is_no_verdict(text):
+    with serving(lambda *_: (200, text)) as server:
+        found, seen = judged(server, criteria=CRITERIA)
+    assert (found, seen["unparsed"], seen["failed"]) == ([None] * 4, 1.0, 0.0)
+    assert not any(name.startswith("rubric/") for name in seen)
+
+
+def test_a_failed_verdict_of_a_rubric_is_tried_again():
+    with serving(lambda question, tries: by_json(question, tries) if tries == 2 else (503, "")) as server:
+        found, seen = judged(server, criteria=CRITERIA, retries=1)
+    assert (None not in found, seen["tries"]) == (True, 2.0)
+
+
+def test_each_row_may_have_a_rubric_and_one_without_abstains():
+    """Criteria without names, whose weights below 0 take points away, as in HealthBench."""
+    rubrics = [
+        [{"criterion": "It is good."}, {"criterion": "It lies.", "weight": -2.0}],
+        None,
+        [],
+        '[{"criterion": "x"}]',
+    ]
+    replies = {"It is good.": '{"1": 10, "2": 2.5}', "- 1: x": '{"1": 3}'}
+
+    def reply(question, tries):
+        return 200, next(text for words, text in replies.items() if words in question)
+
+    with serving(reply) as server:
+        found, seen = judged(server, rubric_column="rubric", rubric=rubrics)
+        assert len(server.requests) == 2
+        assert judged(server, rubric_column="rubric", rubric=[None] * 4) == ([None] * 4, {})
+    assert found == [pytest.approx(1.0 - 2 * 0.25), None, None, pytest.approx(0.3)]
+    assert seen == {"failed": 0.0, "unanswered": 0.0, "unparsed": 0.0, "tries": 1.0}
+
+
+def test_the_rubrics_of_rows_are_read_before_a_run():
+    function = "judge.score(url='http://x/v1', model='m', rubric_column='rubric')"
+    good, wrong = [{"criterion": "x"}], [{"criterion": "x", "weight": 0}]
+    for rubrics, words in {
+        (None, None): "asks for column 'rubric', which is empty in all 2 rows",
+        ("good", "wrong"): "row 2: reward judge.score cannot judge it: criterion 1 has the weight 0",
+    }.items():
+        values = [{"good": good, "wrong": wrong}.get(name) for name in rubrics]
+        rows = [{"prompt": "?", "rubric": value} for value in values]
+        data = Dataset([[1]] * 2, rows, 0, 1, [1, 2])
+        with pytest.raises(UserError, match=words):
+            check(data, [function], "data")
+    half = Dataset([[1]] * 2, [{"prompt": "?", "rubric": x} for x in (good, None)], 0, 1, [1, 2])
+    assert check(half, [function], "data").notes == (
+        "1 of 2 rows has no 'rubric', the first is row 2: judge.score abstains",
+    )
+
+
 def test_requests_run_at_the_same_time_but_not_more_than_allowed():
     with serving(by_word) as server:
         judged(server, concurrency=2)
@@ -186,6 +281,8 @@ def test_a_wrong_key_or_model_ends_the_run_without_showing_the_key(status, monke
 def test_wrong_arguments_are_refused_before_a_run(tmp_path):
     empty = tmp_path / "empty.txt"
     empty.write_text("what?")
+    shown = tmp_path / "shown.txt"
+    shown.write_text("{completion}")
     for text, words in {
         "judge.score(model='m')": "judge.score needs an argument url",
         "judge.score(url='host', model='m')": "url = 'host' is no address",
@@ -193,6 +290,12 @@ def test_wrong_arguments_are_refused_before_a_run(tmp_path):
         "judge.score(url='http://x/v1', model='m', template='no/file')": "template 'no/file' cannot be read",
         f"judge.score(url='http://x/v1', model='m', template={str(empty)!r})": "does not show the answer",
         "judge.score(url='http://x/v1', model='m', retries=-1)": "argument retries of judge.score is -1",
+        "judge.score(url='http://x/v1', model='m', criteria=({'weight': 1},))": "criterion 1 is .* give its text as",
+        "judge.score(url='http://x/v1', model='m', criteria=('good',))": "argument criteria of judge.score has one",
+        "judge.score(url='http://x/v1', model='m', criteria=({'criterion': 'x', 'weight': -1},))": "a weight above 0",
+        "judge.score(url='http://x/v1', model='m', criteria=({'criterion': 'x', 'most': 0},))": "has most = 0",
+        "judge.score(url='http://x/v1', model='m', rubric_column='r', criteria=({'criterion': 'x'},))": "leave one of",
+        f"judge.score(url='http://x/v1', model='m', rubric_column='r', template={str(shown)!r})": "write {rubric}",
     }.items():
         with pytest.raises(UserError, match=words.replace("(", r"\(")):
             check_call(text, REWARDS, "config.reward.functions")

@@ -12,7 +12,7 @@ import pytest
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm import sft
 from jaxrl_llm.config.load import load
-from jaxrl_llm.data import columns
+from jaxrl_llm.data import columns, examples
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine.compilation import Program
@@ -44,13 +44,13 @@ def test_each_turn_is_encoded_alone_and_the_environments_are_not_learned():
     tokenizer = hf.load_tokenizer(FOLDER)
     rows = [{"prompt": "Who ?", "completion": EPISODE}, {"prompt": "Who ?", "completion": "Kelun"}]
     recipe = recipes.read_sft(config())
-    answers = sft.tokenize_answers(dataset(rows), tokenizer, recipe.data, recipe.rollout.max_completion_tokens)
+    answers = examples.tokenize_answers(dataset(rows), tokenizer, recipe.data, recipe.rollout.max_completion_tokens)
     parts = [tokenizer(turn["content"], add_special_tokens=False)["input_ids"] for turn in EPISODE]
-    assert answers[0].tokens == [*parts[0], *parts[1], *parts[2], tokenizer.eos_token_id]
-    assert answers[0].learned == [True] * len(parts[0]) + [False] * len(parts[1]) + [True] * (len(parts[2]) + 1)
-    assert all(answers[1].learned)
-    batch = sft.make_batch(dataset(rows), answers, [0, 1], 64, tokenizer.pad_token_id, [0, 1])
-    assert batch.completion_mask.sum() == sum(len(answer.tokens) for answer in answers)
+    assert answers[0][0].tokens == [*parts[0], *parts[1], *parts[2], tokenizer.eos_token_id]
+    assert answers[0][0].learned == [True] * len(parts[0]) + [False] * len(parts[1]) + [True] * (len(parts[2]) + 1)
+    assert all(answers[1][0].learned)
+    batch = examples.make_batch(dataset(rows), answers, [0, 1], 64, tokenizer.pad_token_id, [0, 1])
+    assert batch.completion_mask.sum() == sum(len(answer.tokens) for (answer,) in answers)
     assert (batch.completion_mask & ~batch.loss_mask).sum() == len(parts[1])
 
 
@@ -76,7 +76,9 @@ def test_what_an_environment_says_changes_no_gradient_of_its_own(tmp_path):
     mesh = sft.sharding.make_mesh(data=1, fsdp=1, tensor=1)
     model, tokenizer = hf.load_model(FOLDER, mesh), hf.load_tokenizer(FOLDER)
     recipe = recipes.read_sft(config())
-    (answer,) = sft.tokenize_answers(dataset(rows[:1]), tokenizer, recipe.data, recipe.rollout.max_completion_tokens)
+    ((answer,),) = examples.tokenize_answers(
+        dataset(rows[:1]), tokenizer, recipe.data, recipe.rollout.max_completion_tokens
+    )
     prompt = dataset(rows[:1]).ids[0].tolist()
     tokens = np.array([prompt + answer.tokens], np.int32)
     params = hf.load_params(FOLDER, model, mesh)

@@ -1,10 +1,10 @@
 """Losses: pure functions from the log-probabilities of the tokens to the loss of each token.
 
-`loss(logprobs, batch, *, fields)` maps logprobs [B, G, C] to a per-token loss [B, G, C] and a dict of per-token metrics
-[B, G, C]. `aggregation_weights` reduces the loss; metrics are averaged over trained tokens. The keyword arguments are
-the fields of `config.loss`. Further positional arguments select score columns [B, G, C] by their names, such as entropy
-and ref_logprobs (the top of `advantages.py` has all): `loss(logprobs, batch, entropy, *, fields)`. They are constants,
-computed before the first update of a step.
+`loss(logprobs, batch, *, fields)` maps logprobs [B, G, C] to a per-token loss [B, G, C] and a dict of metrics. Those
+[B, G, C] are averaged over trained tokens, those [B, G, 1] over completions. `aggregation_weights` reduces the loss.
+The keyword arguments are the fields of `config.loss`. Further positional arguments select score columns [B, G, C] by
+their names, such as entropy and ref_logprobs (the top of `advantages.py` has all):
+`loss(logprobs, batch, entropy, *, fields)`. They are constants, computed before the first update of a step.
 
 The batch of a loss is a micro-batch: some of a step's prompts, and of a prompt some of its completions. The tokens of
 the others are outside both of its masks. So the loss of a completion may depend on its own tokens alone: with a mean or
@@ -157,6 +157,7 @@ def vespo(
     slope = jnp.where(batch.advantages > 0, lambda_positive, lambda_negative)
     # One exp of a sum: w^k alone may overflow.
     weight = jnp.exp(k * log_w + slope * (1 - ratio_of(log_w)))
+    weight = jnp.broadcast_to(weight, logprobs.shape)
     return -weight * batch.advantages * logprobs, {"vespo/weight": weight, "ratio/mean": ratio_of(log_ratio)}
 
 
@@ -197,11 +198,6 @@ def sequence_mean(x: Float[Array, "B G C"], mask: Bool[Array, "B G C"]) -> Float
     """Computes the mean [B, G, 1] of x [B, G, C] over the mask."""
     total = jnp.sum(jnp.where(mask, x, 0.0), axis=-1, keepdims=True)
     return total / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
-
-
-def cross_entropy(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
-    """Returns -logprobs, the loss of supervised fine-tuning."""
-    return -logprobs, {}
 
 
 def aggregation_weights(

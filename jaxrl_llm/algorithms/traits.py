@@ -19,6 +19,7 @@ class Trait(Enum):
     WITHOUT_RATIO = "a loss that is correct only for samples of the current policy"
     SEQUENCE_ADVANTAGE = "a loss that needs one advantage per completion"
     SEQUENCE_RATIO = "a loss with one importance ratio per completion"
+    PAIRS = "a loss that compares a chosen with a rejected completion: G = 2"
 
 
 def declares(*traits: Trait) -> Callable[[F], F]:

@@ -65,8 +65,9 @@ def demands_of(functions: Sequence[str], *, episodes: bool) -> list[Demand]:
         required = [column for column, has_default in columns.items() if not has_default]
         demands += [Demand(name, (column,), ours, readers.get(column)) for column in required]
         if more := getattr(plain, "asks", None):
-            # It shows what a row has, also None.
-            demands += [Demand(name, (column,), False) for column in sorted(more(**getattr(function, "keywords", {})))]
+            # Without a reader, it shows what a row has, also None.
+            asked = more(**getattr(function, "keywords", {}))
+            demands += [Demand(name, (column,), asked[column] is not None, asked[column]) for column in sorted(asked)]
         optional = tuple(column for column in columns if column not in EPISODE_COLUMNS)
         if ours and optional and not required:
             demands.append(Demand(name, optional, ours))
@@ -136,17 +137,19 @@ def check_all(
 
     functions: that reward. Also asks once the servers that they need.
     """
-    if data.completion_column:
-        dataset = check_completions(dataset, data.completion_column, data.source)
+    for column in data.completion_columns:
+        dataset = check_completions(dataset, column, data.source)
     for function in functions:
         check_reach(function, REWARDS, "config.reward.functions")
-    if problems:
-        check_reach(problems.function, REWARDS, "config.eval.function")
+    for function in problems.functions if problems else ():
+        check_reach(function, REWARDS, "config.eval.function")
     checked = check(dataset, functions, "data", episodes=episodes, convert=data.convert)
     if not problems:
         return checked, checked
-    judge, convert = (problems.function,), problems.convert
-    return checked, check(held_out, judge, "eval", episodes=episodes, convert=convert)
+    if not problems.functions:
+        for column in data.completion_columns:
+            held_out = check_completions(held_out, column, problems.source)
+    return checked, check(held_out, problems.functions, "eval", episodes=episodes, convert=problems.convert)
 
 
 def _without(rows: Sequence[Row], part: range, columns: tuple[str, ...]) -> list[int]:
@@ -220,6 +223,7 @@ def check_completions(dataset: Dataset, column: str, source: str) -> Dataset:
         columns = formats.columns_text(dict.fromkeys(name for row in dataset.rows for name in row))
         raise UserError(
             f"{source} has no column {column!r} ({columns}): name the one to learn in data.completion_column"
+            " (of a pair, the worse one in data.rejected_column)"
         )
     if without:
         raise UserError(

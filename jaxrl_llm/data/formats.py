@@ -6,6 +6,7 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,8 +22,8 @@ Row: TypeAlias = dict[str, Any]
 TEMPLATES = (".jinja", ".jinja2", ".j2", ".txt")  # endings of files with a format prompt
 # Columns of formats without a prompt, and how a user gets one.
 WITHOUT = {
-    "chosen": "answers that hold their prompt, as TRL's preference rows may: split them, for example with "
-    "trl.extract_prompt",
+    "chosen": "answers that hold their prompt, as TRL's preference rows may: jaxrl sft splits them, with "
+    "data.rejected_column = 'rejected' (docs/preferences.md)",
     "messages": "whole conversations: make the messages before the answer the column 'prompt'",
     "text": "whole texts: name it in data.prompt_column if they are questions",
 }
@@ -37,6 +38,7 @@ class Columns:
     format_prompt: str = ""  # jinja template of the user's message with the variable `content`, or a file with one
     image_column: str = ""  # column that holds the pictures
     image_folder: str = ""  # that their paths are relative to
+    pair: tuple[str, ...] = ()  # columns of the chosen and the rejected completion, which may begin with the prompt
     images: ImageFormat | None = None  # how the model reads pictures; None: it reads none
 
 
@@ -47,6 +49,10 @@ def read(row: Row, columns: Columns) -> tuple[Row, str]:
     message of a user, as in EasyR1. Raises: ValueError, saying what is wrong and what helps.
     """
     name = columns.prompt_column or ("problem" if "prompt" not in row and "problem" in row else "prompt")
+    notes = []
+    if name not in row and columns.pair and all(column in row for column in columns.pair):
+        row, name = split_prompt(row, columns.pair), "prompt"
+        notes.append(f"the common beginning of {columns.pair[0]!r} and {columns.pair[1]!r} is the prompt, as in TRL")
     if name not in row:
         raise ValueError(_missing(row, name))
     # A row of text in a data set with pictures has None or an empty list.
@@ -55,7 +61,7 @@ def read(row: Row, columns: Columns) -> tuple[Row, str]:
             "has images, which the model does not read: leave such rows out, or use a model that does (a new one of "
             "`sft` has the section model.vision_config)"
         )
-    prompt, notes = row[name], []
+    prompt = row[name]
     if isinstance(prompt, str) and prompt and (name != "prompt" or columns.format_prompt):
         content = template(columns.format_prompt).render(content=prompt) if columns.format_prompt else prompt
         if columns.images and image_columns.MARK not in content:
@@ -86,6 +92,28 @@ def _from_verl(row: Row) -> tuple[Row, str]:
     if isinstance(truth, dict) and truth.keys() == {"target"} and hasattr(truth["target"], "__len__"):
         return search_r1.convert(verl.convert(row)), "'reward_model' holds the accepted answers, as in Search-R1"
     return verl.convert(row), "'reward_model' holds the answer, as in veRL"
+
+
+def split_prompt(row: Row, pair: tuple[str, ...]) -> Row:
+    """Returns a row with the longest common beginning of two columns as its prompt, and their ends in these columns.
+
+    Both hold text or messages. A space at the end of a common text belongs to the completions, as tokenizers have it.
+    Raises: ValueError, if there is no common beginning, or if a column has nothing else.
+    """
+    first, second = (row[column] for column in pair)
+    texts = [isinstance(x, str) for x in (first, second)]
+    if texts[0] != texts[1] or not all(isinstance(x, (str, list, tuple)) for x in (first, second)):
+        raise ValueError(f"has {pair[0]!r} and {pair[1]!r} of other types: give both as text, or as lists of messages")
+    same = list(takewhile(lambda parts: parts[0] == parts[1], zip(first, second, strict=False)))
+    count = len(same) - (texts[0] and bool(same) and first[len(same) - 1] == " ")
+    ends = {column: row[column][count:] for column in pair}
+    if not count or not all(ends.values()):
+        raise ValueError(
+            f"has no column 'prompt', and {pair[0]!r} and {pair[1]!r} "
+            + ("have no common beginning" if not count else "differ in nothing that follows their common beginning")
+            + ": give the prompt in a column, or leave the row out"
+        )
+    return row | {"prompt": first[:count]} | ends
 
 
 def _missing(row: Row, name: str) -> str:

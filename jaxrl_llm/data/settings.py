@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Literal
 from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange, Positive
 from jaxrl_llm.data.formats import Columns
 
+PREFERENCE = "preference"  # as eval.function: the share of pairs whose chosen completion the policy prefers
+
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSettings:
@@ -41,13 +43,20 @@ class DataSettings:
 
     mixture: ClassVar[dict[str, SourceSettings]] = {}
     completion_column: ClassVar[str] = ""  # with the text that `sft` learns
+    rejected_column: ClassVar[str] = ""  # with a worse completion of the same prompt, which `sft` compares it with
     skip: ClassVar[float] = 0.0  # probability with which a curriculum passes over a prompt
 
     @property
     def columns(self) -> Columns:
         """How rows are read that no convert function makes."""
         text = self.prompt_column, self.answer_column, self.format_prompt
-        return Columns(*text, self.image_column, self.image_folder)
+        pair = (self.completion_column, self.rejected_column) if self.rejected_column else ()
+        return Columns(*text, self.image_column, self.image_folder, pair=pair)
+
+    @property
+    def completion_columns(self) -> tuple[str, ...]:
+        """The columns of the completions that `sft` learns from: of the G of a prompt, in this order."""
+        return tuple(filter(None, (self.completion_column, self.rejected_column)))
 
     def template_args(self, tools: Any = ()) -> dict[str, Any]:
         """Returns the arguments of the chat template; tools: that it describes."""
@@ -64,3 +73,8 @@ class EvalSettings:
     function: str
     problems: MayChange[AtLeastOne]
     patience: MayChange[Count]
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The function that judges sampled completions; (): nothing is sampled, pairs are compared."""
+        return () if self.function == PREFERENCE else (self.function,)

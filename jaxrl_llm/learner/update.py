@@ -91,7 +91,7 @@ def coefficients(optimizer: Optimizer, state: TrainState) -> Metrics:
 LOAD = "router/load"
 BALANCE = "router/balance_coef"  # the coefficient of the load-balance loss, which is no loss of a single token
 
-# The metrics are arrays [B, G, C], and the `Load` of experts.
+# The metrics are arrays [B, G, C] or [B, G, 1], and the `Load` of experts.
 Objective: TypeAlias = Callable[[PyTree, Batch, Metrics], tuple[Array, dict[str, Any]]]
 GradientFn: TypeAlias = Callable[[PyTree, Batch, Metrics, PyTree], tuple[PyTree, Metrics]]
 
@@ -251,14 +251,14 @@ def make_gradient(
     def gradient(params: PyTree, batch: Batch, coefs: Metrics, base: PyTree = None) -> tuple[PyTree, Metrics]:
         # Before the split into micro-batches, because the denominators count the whole update.
         weights = aggregate(batch.loss_mask)
-        shares = aggregation_weights(batch.loss_mask, mode="token_mean")
+        shares = Shares.of(batch.loss_mask)
         full_load = full_batch_load(objective, combine(base, params), batch, coefs, microbatch=microbatch, mesh=mesh)
 
-        def loss(params: PyTree, part: Batch, weights: Array, shares: Array) -> tuple[Array, dict[str, Any]]:
+        def loss(params: PyTree, part: Batch, weights: Array, shares: Shares) -> tuple[Array, dict[str, Any]]:
             per_token, metrics = objective(combine(base, params), part, coefs)
             total = jnp.sum(jnp.where(part.loss_mask, per_token * weights, 0.0))
             # A part of a group counts only its own tokens.
-            shares = jnp.where(part.loss_mask, shares, 0.0)
+            shares = shares.within(part.loss_mask)
             load: Any = metrics.pop(LOAD, None)
             metrics = {name: reduce(name, x, shares) for name, x in metrics.items()}
             if load is not None and BALANCE in coefs:
@@ -309,9 +309,31 @@ SUM = Reduction(jnp.sum, jnp.add, 0.0)
 REDUCTIONS = {"_max": Reduction(jnp.max, jnp.maximum, -jnp.inf), "_min": Reduction(jnp.min, jnp.minimum, jnp.inf)}
 
 
-def reduce(name: str, values: Array, shares: Array) -> jax.Array:
-    """Reduces a per-token metric [B, G, C] of a micro-batch to its term of the mean, or to its maximum or minimum."""
+class Shares(NamedTuple):
+    """What each trained token, and each completion that has some, counts in the mean of a metric; 0 for all others."""
+
+    tokens: Array  # [B, G, C]
+    completions: Array  # [B, G, 1]
+
+    @classmethod
+    def of(cls, mask: Array) -> Shares:
+        """Returns the shares of an update with the loss mask [B, G, C]."""
+        completions = jnp.max(aggregation_weights(mask, mode="sequence_sum"), axis=-1, keepdims=True)
+        return cls(aggregation_weights(mask, mode="token_mean"), completions)
+
+    def within(self, mask: Array) -> Shares:
+        """Returns the shares of those that a mask has."""
+        here = jnp.any(mask, axis=-1, keepdims=True)
+        return Shares(jnp.where(mask, self.tokens, 0.0), jnp.where(here, self.completions, 0.0))
+
+
+def reduce(name: str, values: Array, shares_of: Shares) -> jax.Array:
+    """Reduces a metric of tokens [B, G, C], or of completions [B, G, 1], of a micro-batch.
+
+    Returns its term of the mean, or its maximum or minimum.
+    """
     how = REDUCTIONS.get(name[-4:], SUM)
+    shares = shares_of.completions if values.shape[-1] == 1 else shares_of.tokens
     terms = values * shares if how is SUM else values
     return how.reduce(jnp.where(shares > 0, terms, how.nothing))
 

@@ -14,7 +14,14 @@ from jaxrl_llm.data import formats
 from jaxrl_llm.data.rows import check_source
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.settings import NewModelSettings
-from jaxrl_llm.recipe.combinations import check_adapters, check_algorithm, check_health, check_rollout, check_turns
+from jaxrl_llm.recipe.combinations import (
+    check_adapters,
+    check_algorithm,
+    check_health,
+    check_rollout,
+    check_supervised_loss,
+    check_turns,
+)
 from jaxrl_llm.recipe.no_effect import refuse
 from jaxrl_llm.recipe.recipe import Recipe, Settings, SftRecipe, warmup_steps
 from jaxrl_llm.sandbox import program as sandbox
@@ -31,6 +38,8 @@ def check_train(recipe: Recipe, fields: Mapping[str, Any]) -> None:
             f"config.prompts_per_step = {recipe.prompts_per_step} is no multiple of "
             f"config.prompts_per_update = {recipe.prompts_per_update}: make it one"
         )
+    if recipe.eval and not recipe.eval.functions:
+        raise UserError(f"config.eval.function = {recipe.eval.function!r} is for pairs of sft: name a reward function")
     check_algorithm(recipe, fields)
     check_rollout(recipe)
     check_turns(recipe)
@@ -58,6 +67,7 @@ def check_schedule(recipe: Settings, section: Any, name: str) -> None:
 def check_sft(recipe: SftRecipe, fields: Mapping[str, Any]) -> None:
     """Checks what a run of `sft` is asked to do; fields: as for `check_train`. Raises: UserError, naming the field."""
     check_shared(recipe, fields, recipe.prompts_per_step)
+    check_supervised_loss(recipe)
     if recipe.model.path:
         # Sizes of a new model. The values of configs/sft.py are always allowed.
         shipped = flatten(load("sft"))
@@ -103,8 +113,8 @@ def check_shared(recipe: Settings, fields: Mapping[str, Any], prompts_per_update
     check_schedule(recipe, recipe.optim, "optim")
     check_health(recipe, fields)
     check_adapters(recipe)
-    if recipe.eval:
-        check_call(recipe.eval.function, tasks.REWARDS, "config.eval.function")
+    for function in recipe.eval.functions if recipe.eval else ():
+        check_call(function, tasks.REWARDS, "config.eval.function")
     for name in recipe.log.to:
         resolve(name, loggers, "config.log.to")
     loggers.check_named(recipe.log.to, recipe.log.project)

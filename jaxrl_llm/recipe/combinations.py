@@ -9,7 +9,9 @@ from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.algorithms.traits import Trait, traits_of
 from jaxrl_llm.config.names import closest, own_name, required_inputs, split_call
+from jaxrl_llm.config.records import Call
 from jaxrl_llm.config.schema import Field, check_call
+from jaxrl_llm.data.settings import PREFERENCE
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.history import RECENT
 from jaxrl_llm.health.rules import RULES
@@ -17,7 +19,7 @@ from jaxrl_llm.learner.optim import SKIPS
 from jaxrl_llm.learner.scorers import COLUMNS, column_of
 from jaxrl_llm.models.adapters import AdapterKind
 from jaxrl_llm.recipe.no_effect import check_no_effect
-from jaxrl_llm.recipe.recipe import Recipe, Settings
+from jaxrl_llm.recipe.recipe import Recipe, Settings, SftRecipe
 from jaxrl_llm.rollout.environments import check_episodes
 
 
@@ -95,11 +97,7 @@ def check_advantage(recipe: Recipe) -> None:
 
 def check_columns(recipe: Recipe) -> None:
     """Checks that estimator and loss get every input that they ask for, and that no model scores without need."""
-    if len(required_inputs(recipe.loss.function)) < 2:
-        raise UserError(
-            f"config.loss.name = {recipe.loss.name!r} takes no batch: make it loss(logprobs, batch, *, fields), which "
-            "returns the loss of each token and a dict of metrics"
-        )
+    check_takes_batch(recipe.loss)
     for name in {"old", "ref"} & recipe.teachers.keys():
         raise UserError(f"config.teachers.{name}: the column {name}_logprobs is another model's: choose another name")
     scores = {"critic": "values"} if recipe.critic else {}
@@ -157,6 +155,48 @@ def check_loss(recipe: Recipe) -> None:
         raise UserError(
             f"config.importance.action = 'none' with rollout.{field} = {getattr(r, field)}: loss {loss!r} knows the "
             f"policy at the start of the step, not the older one that sampled: set action = 'auto', or {field} = {off}"
+        )
+
+
+def check_supervised_loss(recipe: SftRecipe) -> None:
+    """Checks that the loss of `sft` gets its inputs, and that a loss of pairs has some, of a model that says something.
+
+    Raises: UserError, naming the field.
+    """
+    loss, column, judge = recipe.loss, recipe.data.rejected_column, recipe.eval and recipe.eval.function
+    check_takes_batch(loss)
+    check_inputs(f"config.loss.name = {loss.name!r}", recipe.loss_columns, ("ref_logprobs",))
+    compares = Trait.PAIRS in traits_of(loss.function)
+    if compares and not column:
+        raise UserError(
+            f"config.loss.name = {loss.name!r} compares pairs: name the column of the worse completion in "
+            "data.rejected_column, such as 'rejected', and that of the better one in data.completion_column"
+        )
+    if column and not compares:
+        raise UserError(
+            f"config.data.rejected_column = {column!r}: loss {loss.name!r} would learn the rejected completions too: "
+            "set it to '', or take a loss of pairs (dpo, simpo)"
+        )
+    if judge == PREFERENCE and not compares:
+        raise UserError(f"config.eval.function = {judge!r}: loss {loss.name!r} has no pairs: name a reward function")
+    if compares and recipe.aggregate.mode != "sequence_mean":
+        raise UserError(
+            f"config.aggregate.mode = {recipe.aggregate.mode!r}: loss {loss.name!r} stands at each token of its pair, "
+            "which would count by its length: set it to 'sequence_mean'"
+        )
+    if (compares or recipe.loss_columns) and not recipe.model.path:
+        raise UserError(
+            f"config.loss.name = {loss.name!r} with model.path = '': a new model prefers nothing, and is no reference: "
+            "give a model's folder or hub id"
+        )
+
+
+def check_takes_batch(loss: Call) -> None:
+    """Raises: UserError, if a function is no loss."""
+    if len(required_inputs(loss.function)) < 2:
+        raise UserError(
+            f"config.loss.name = {loss.name!r} takes no batch: make it loss(logprobs, batch, *, fields), which "
+            "returns the loss of each token and a dict of metrics"
         )
 
 

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar
 
 from jaxrl_llm import tasks
-from jaxrl_llm.algorithms import advantages, kl, losses
+from jaxrl_llm.algorithms import advantages, kl, losses, supervised
 from jaxrl_llm.algorithms.advantages import Estimator
 from jaxrl_llm.algorithms.credit import Credit, lambda_returns
 from jaxrl_llm.algorithms.importance import ImportanceFn, make_importance_weights
@@ -62,6 +62,7 @@ class ExamplesSettings(DataSettings):
     """The section `data` of `sft`."""
 
     completion_column: str = field()  # pyright: ignore[reportIncompatibleVariableOverride]
+    rejected_column: str = ""  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +150,7 @@ class SftRecipe(Settings):
 
     model: NewModelSettings
     data: ExamplesSettings
+    loss: Annotated[Call, supervised]
 
     program: ClassVar[str] = "sft"
 
@@ -159,8 +161,14 @@ class SftRecipe(Settings):
 
     @cached_property
     def sizes(self) -> Sizes:
-        """The sizes of a step: an example is a prompt with one completion."""
-        return self._sizes(prompts_per_update=self.prompts_per_step)
+        """The sizes of a step: an example is a prompt with one completion, or with a pair."""
+        group = len(self.data.completion_columns)
+        return self._sizes(prompts_per_update=self.prompts_per_step, group_size=group, samples=group)
+
+    @property
+    def loss_columns(self) -> tuple[str, ...]:
+        """The score columns that the loss asks for: its arguments after logprobs and batch."""
+        return required_inputs(self.loss.function)[2:]
 
     @property
     def optimizer(self) -> Optimizer:

@@ -40,6 +40,8 @@ from jaxrl_llm.structs import Images
 COLUMNS = (
     ("loss", "loss/sft", ".4f"),
     ("reward", "reward/mean", ".3f"),
+    ("margin", "reward/margin", ".3f"),  # of pairs, between the chosen and the rejected completion
+    ("preferred", "reward/accuracy", ".1%"),
     ("length", "completion/length", ".1f"),
     ("kl", "kl/ref", ".1e"),
     ("entropy", "entropy", ".3f"),

@@ -94,8 +94,11 @@ def reads(**readers: Callable[[Any], Any]) -> Callable[[F], F]:
     return marked(reads=readers)
 
 
-def asks(columns: Callable[..., set[str]]) -> Callable[[F], F]:
-    """Returns a decorator for a reward that takes columns(**its arguments) of the data from its `**columns`."""
+def asks(columns: Callable[..., dict[str, Callable[[Any], Any] | None]]) -> Callable[[F], F]:
+    """Returns a decorator for a reward that takes columns(**its arguments) of the data from its `**columns`.
+
+    columns: {name: as of `reads`}; None: nothing reads it, and the reward shows what a row has, also None.
+    """
     return marked(asks=columns)
 
 

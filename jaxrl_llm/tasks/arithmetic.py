@@ -2,7 +2,8 @@
 
 A sum such as 47+85 has two kinds of answers: a quick one, "130", right to the nearest ten; or one after a thought,
 "<12,13>132", the columns from the right with their carries. Most of `demonstrations()` are quick: a model that learned
-them can think, but seldom does. Rewards: `accuracy`, the answer is right; `thought`, the completion thinks.
+them can think, but seldom does. `pairs()` prefers a thought to a wrong quick answer. Rewards: `accuracy`, the answer is
+right; `thought`, the completion thinks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ def demonstrations() -> list[dict[str, Any]]:
     """Every problem of `train()` with both completions, in proportion: 7 quick, 3 thought through."""
     tenths = round(THOUGHT * 10)
     return [row | {"completion": _thought(row) if i < tenths else _quick(row)} for row in train() for i in range(10)]
+
+
+def pairs() -> list[dict[str, Any]]:
+    """The problems of `train()` whose quick answer is wrong: it is the rejected completion, a thought the chosen."""
+    rows = [row | {"chosen": _thought(row), "rejected": _quick(row)} for row in train()]
+    return [row for row in rows if row["rejected"] != row["answer"]]
 
 
 def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[float | None]:

@@ -18,7 +18,8 @@ import httpx
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, NotNegative, Positive, checked_by
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tasks import asks, deadline, text_of, unlogged
+from jaxrl_llm.tasks import asks, deadline, is_empty, rubric, text_of, unlogged
+from jaxrl_llm.tasks.rubric import Rubric
 
 TEMPLATE = """You judge the answer of an assistant. How helpful, correct and clear is it?
 
@@ -60,12 +61,28 @@ class JudgeReply(NamedTuple):
 GIVEN_UP = JudgeReply(None, 0, given_up=True)
 
 
-def _check(*, url: str, template: str, api_key_env: str, **_: Any) -> None:
-    """Raises: UserError, if the url is none, the template cannot be used, or the key is not there."""
+def _check(
+    *,
+    url: str,
+    template: str,
+    api_key_env: str,
+    criteria: tuple[dict[str, Any], ...],
+    rubric_column: str,
+    most: float,
+    **_: Any,
+) -> None:
+    """Raises: UserError, if the url is none, the template or the rubric cannot be used, or the key is not there."""
     if not re.match(r"https?://[^/]", url):
         raise UserError(f"judge.score: url = {url!r} is no address: give one like 'http://host:8000/v1'")
-    if "completion" not in _fields(_read(template)):
+    shown, by_rubric = _fields(_read(template, criteria, rubric_column)), bool(criteria or rubric_column)
+    if "completion" not in shown:
         raise UserError(f"judge.score: template {template!r} does not show the answer: write {{completion}} into it")
+    if criteria and rubric_column:
+        raise UserError("judge.score: both criteria and rubric_column give a rubric: leave one of them out")
+    if by_rubric and "rubric" not in shown:
+        raise UserError(f"judge.score: template {template!r} does not show the rubric: write {{rubric}} into it")
+    if criteria:
+        _own_rubric(criteria, most)
     _headers(api_key_env)
 
 
@@ -79,7 +96,25 @@ def _reach(*, url: str, api_key_env: str, timeout: float, **_: Any) -> None:
         ) from error
 
 
-@asks(lambda *, template, **_: _fields(_read(template)) - {"prompt", "completion"})
+def _own_rubric(criteria: tuple[dict[str, Any], ...], most: float) -> Rubric:
+    """Returns the rubric that the config gives. Raises: UserError."""
+    try:
+        return rubric.read(criteria, most)
+    except ValueError as error:
+        raise UserError(f"judge.score: criteria: {error}") from None
+
+
+def _columns(
+    *, template: str, criteria: tuple[dict[str, Any], ...], rubric_column: str, most: float, **_: Any
+) -> dict[str, Callable[[Any], Any] | None]:
+    """Returns the columns of a row that the question shows, with what reads a rubric."""
+    by_rubric = {"rubric"} if criteria or rubric_column else set()
+    shown = _fields(_read(template, criteria, rubric_column)) - {"prompt", "completion"} - by_rubric
+    readers = {rubric_column: lambda value: rubric.read(value, most)} if rubric_column else {}
+    return dict.fromkeys(shown) | readers
+
+
+@asks(_columns)
 @checked_by(_check, reach=_reach)
 async def score(
     prompts: list[Any],
@@ -89,6 +124,8 @@ async def score(
     url: str,
     model: str,
     template: str = "",
+    criteria: tuple[dict, ...] = (),
+    rubric_column: str = "",
     tag: str = "score",
     most: Positive = 10.0,
     api_key_env: str = "",
@@ -102,35 +139,71 @@ async def score(
 ) -> list[float | None]:
     """The last number in <score> tags of the judge's reply, divided by `most`; None if there is no such number.
 
-    url: of the API, as "http://host:8000/v1". template: a text file with {prompt}, {completion} and columns of the
-    data in braces; "": a general one. tag: around the number. api_key_env: environment variable with the key; "": none.
+    With a rubric, the weighted mean of its criteria's scores, which are the last JSON object of the reply; None if one
+    is missing or out of its range. criteria: the rubric, a tuple of dicts as for `rubric.read`. rubric_column: of the
+    row, which holds such a list; a row without one abstains.
+    url: of the API, as "http://host:8000/v1". template: a text file with {prompt}, {completion}, {rubric} and columns
+    of the data in braces; "": a general one. tag: around the number. api_key_env: environment variable with the key;
+    "": none.
     concurrency: requests at a time. timeout: seconds of a request. retries: more tries after an error that may pass,
     with a wait of `backoff` seconds that doubles. max_tokens: of a reply.
     A batch ends before config.reward.timeout, and after SILENT time-outs in a row: then the rest has no verdict.
     Logs the shares of completions without a reply (failed), of those that the end of the batch left so (unanswered),
-    and of those without a number in the reply (unparsed), and the mean tries.
+    and of those without scores in the reply (unparsed), the mean tries, and the mean of each criterion with a name.
     Raises: UserError, if the endpoint refuses the key or does not know the model.
     """
-    form = _read(template)
-    rows = [
-        {"prompt": _conversation(p), "completion": text_of(c), **{key: values[i] for key, values in columns.items()}}
-        for i, (p, c) in enumerate(zip(prompts, completions, strict=True))
-    ]
+    form, shared = _read(template, criteria, rubric_column), _own_rubric(criteria, most) if criteria else None
+    rubrics = [shared] * len(completions)
+    if rubric_column:
+        rubrics = [None if is_empty(x) else rubric.read(x, most) for x in columns.pop(rubric_column)]
+    # A row without a rubric is not judged, where rubrics are a column.
+    judged = [i for i, each in enumerate(rubrics) if each or not rubric_column]
+    verdicts: list[float | None] = [None] * len(completions)
+    if not judged:
+        return verdicts
+    rows = {
+        i: {key: values[i] for key, values in columns.items()}
+        | {"prompt": _conversation(prompts[i]), "completion": text_of(completions[i])}
+        | ({"rubric": rubric.described(each)} if (each := rubrics[i]) else {})
+        for i in judged
+    }
     # Equal questions are asked once: completions of a group are often equal.
-    questions = [form.format(**row) for row in rows]
+    questions = {i: form.format(**row) for i, row in rows.items()}
     request = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
     limits = httpx.Limits(max_connections=concurrency)
     async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=_headers(api_key_env)) as client:
         at_once = asyncio.Semaphore(concurrency)
         endpoint = Endpoint(client, f"{url.rstrip('/')}/chat/completions", request, retries, backoff, at_once)
-        replies = await _ask_all(endpoint, questions)
-    scores = [_score(replies[question].text, tag, most) for question in questions]
-    failed = sum(replies[question].text is None for question in questions)
-    log_metric("failed", failed / len(scores))
-    log_metric("unanswered", sum(replies[question].given_up for question in questions) / len(scores))
-    log_metric("unparsed", (scores.count(None) - failed) / len(scores))
+        replies = await _ask_all(endpoint, [*questions.values()])
+    by_criterion: dict[str, list[float]] = {}
+    for i, question in questions.items():
+        verdicts[i] = _verdict(replies[question].text, rubrics[i], tag, most, by_criterion)
+    _log(log_metric, [replies[question] for question in questions.values()], [verdicts[i] for i in judged])
     log_metric("tries", sum(reply.tries for reply in replies.values()) / len(replies))
-    return scores
+    for name, shares in by_criterion.items():
+        log_metric(f"rubric/{name}", sum(shares) / len(shares))
+    return verdicts
+
+
+def _log(log_metric: Callable[[str, float], None], replies: list[JudgeReply], verdicts: list[float | None]) -> None:
+    """Logs the shares of completions without a verdict, by the reason."""
+    failed = sum(reply.text is None for reply in replies)
+    log_metric("failed", failed / len(replies))
+    log_metric("unanswered", sum(reply.given_up for reply in replies) / len(replies))
+    log_metric("unparsed", (verdicts.count(None) - failed) / len(replies))
+
+
+def _verdict(
+    reply: str | None, criteria: Rubric | None, tag: str, most: float, by_criterion: dict[str, list[float]]
+) -> float | None:
+    """Returns the score of a reply; None: it has none. Adds the shares of criteria with names to `by_criterion`."""
+    if not criteria:
+        return _score(reply, tag, most)
+    shares = rubric.scores(reply, criteria)
+    for criterion, share in zip(criteria, shares or (), strict=False):
+        if not criterion.name.isdecimal():
+            by_criterion.setdefault(criterion.name, []).append(share)
+    return None if shares is None else rubric.total(shares, criteria)
 
 
 async def _ask_all(endpoint: Endpoint, questions: list[str]) -> dict[str, JudgeReply]:
@@ -189,9 +262,11 @@ def _score(reply: str | None, tag: str, max_score: float) -> float | None:
     return value if value is not None and 0 <= value <= 1 else None
 
 
-def _read(template: str) -> str:
+def _read(template: str, criteria: tuple[dict[str, Any], ...] = (), rubric_column: str = "") -> str:
+    if not template:
+        return rubric.QUESTION if criteria or rubric_column else TEMPLATE
     try:
-        return Path(template).expanduser().read_text(encoding="utf-8") if template else TEMPLATE
+        return Path(template).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"judge.score: template {template!r} cannot be read ({error}): give a text file") from None
 

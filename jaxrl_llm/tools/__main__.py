@@ -15,7 +15,7 @@ from jaxrl_llm.errors import UserError, run_main
 
 PROGRAMS = {
     "train": ("jaxrl_llm.train", "reinforcement learning"),
-    "sft": ("jaxrl_llm.sft", "supervised fine-tuning"),
+    "sft": ("jaxrl_llm.sft", "supervised fine-tuning, also on preferences: DPO, SimPO"),
     "evaluate": ("jaxrl_llm.evaluate", "the accuracy of a model or of a run"),
     "doctor": ("jaxrl_llm.tools.doctor", "what is wrong with a config or with a run"),
     "report": ("jaxrl_llm.tools.report.__main__", "an HTML page about runs"),

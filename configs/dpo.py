@@ -1,0 +1,28 @@
+"""Direct preference optimization (DPO, arXiv 2305.18290) of the embedded model on pairs of its task.
+
+jaxrl sft --config configs/dpo.py
+"""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+import jaxrl_llm
+from jaxrl_llm.configs import sft  # configs/sft.py explains the fields
+
+
+def get_config() -> ConfigDict:
+    c = sft.get_config()
+    c.num_steps, c.prompts_per_step = 60, 64  # 64 pairs a step
+    c.model.path = str(Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic")
+    c.data.source, c.data.completion_column, c.data.rejected_column = "arithmetic.pairs", "chosen", "rejected"
+    c.loss = ConfigDict(dict(name="dpo"))
+    c.loss.beta = 0.1  # the reward is beta times the log-ratio to the model that the run begins with
+    c.loss.label_smoothing = 0.0  # share of pairs that are in the wrong order (conservative DPO)
+    # Of the chosen completion's mean cross-entropy beside it. Without it the probability of both completions falls, and
+    # other answers get it: docs/preferences.md has numbers
+    c.loss.nll_coef = 1.0
+    c.aggregate.mode = "sequence_mean"  # the mean over pairs
+    c.optim.learning_rate, c.optim.warmup_steps, c.optim.decay = 1e-4, 5, "constant"
+    c.eval.every = 20
+    return c
