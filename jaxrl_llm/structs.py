@@ -90,18 +90,18 @@ class Prompt(NamedTuple):
     def narrowed(self, width: int, patches: int) -> Prompt:
         """Returns the last `width` tokens and the first `patches` of each prompt. Nothing else may be there."""
         # Without any picture, a model computes as for texts.
-        images, left = self.images if patches else None, self.tokens.shape[-1] - width
+        images, first = self.images if patches else None, self.tokens.shape[-1] - width
         if images is not None:
             tokens = images.sizes.tokens * patches // images.sizes.patches
             images = Images(
                 images.patches[:, :patches],
                 images.places[:, :patches],
                 images.segments[:, :patches],
-                images.columns[:, :tokens] - left,
-                images.positions[..., left:],
+                images.columns[:, :tokens] - first,
+                images.positions[..., first:],
                 images.end,
             )
-        return Prompt(self.tokens[:, left:], self.mask[:, left:], images)
+        return Prompt(self.tokens[:, first:], self.mask[:, first:], images)
 
 
 @dataclass(frozen=True)

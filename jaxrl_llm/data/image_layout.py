@@ -118,14 +118,14 @@ def smaller_sizes(tokens: Sequence[int], patches: Sequence[int]) -> tuple[tuple[
 
     tokens, patches: of each prompt.
     """
-    size, found = (max(tokens), max(patches)), []
+    size, sizes = (max(tokens), max(patches)), []
     for share in SHARES:
         smaller = tuple(int(np.quantile(x, share, method="inverted_cdf")) for x in (tokens, patches))
         # A patch and a token cost about the same.
         if sum(smaller) <= SMALLER * sum(size):
             size = smaller
-            found.append(size)
-    return tuple(found)
+            sizes.append(size)
+    return tuple(sizes)
 
 
 def patches(image: np.ndarray, form: ImageFormat) -> np.ndarray:
