@@ -17,7 +17,7 @@ def get_config() -> ConfigDict:
     c.model.path = str(Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic")
     c.data.source, c.data.completion_column, c.data.rejected_column = "arithmetic.pairs", "chosen", "rejected"
     c.loss = ConfigDict(dict(name="dpo"))
-    c.loss.beta = 0.1  # the reward is beta times the log-ratio to the model that the run begins with
+    c.loss.beta = 0.5  # the reward is beta times the log-ratio to the model that the run begins with
     c.loss.label_smoothing = 0.0  # share of pairs that are in the wrong order (conservative DPO)
     # Of the chosen completion's mean cross-entropy beside it. Without it the probability of both completions falls, and
     # other answers get it: docs/preferences.md has numbers

@@ -155,6 +155,17 @@ def test_a_prompt_that_both_completions_begin_with_is_split_off(case, tmp_path):
     assert loaded.read_as == "the common beginning of 'chosen' and 'rejected' is the prompt, as in TRL"
 
 
+def test_a_prompt_as_text_beside_whole_conversations_is_theirs(tmp_path):
+    """As in ultrafeedback_binarized; beside answers alone it is the prompt as text, as TRL reads it."""
+    whole, answers = (
+        {"prompt": "1+2", "chosen": [*before, *said("3")], "rejected": [*before, *said("4")]} for before in (ASKED, [])
+    )
+    (tmp_path / "x.jsonl").write_text(json.dumps(whole) + "\n" + json.dumps(answers))
+    loaded = load_rows(str(tmp_path / "x.jsonl"), columns=PAIR)
+    assert [row["prompt"] for row in loaded.rows] == [ASKED, "1+2"]
+    assert all((row["chosen"], row["rejected"]) == (said("3"), said("4")) for row in loaded.rows)
+
+
 @pytest.mark.parametrize(
     ("chosen", "rejected", "line"),
     [
@@ -214,24 +225,25 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(whole, tmp_path):
 
 
 def preferred_by_hand(folder: Path, rows: list[dict]) -> float:
-    """The share of rows whose chosen completion gains more over the first model, each scored alone."""
-    tokenizer = hf.load_tokenizer(folder)
-    right = 0
-    for row in rows:
-        gains = []
-        for column in ("chosen", "rejected"):
-            chat = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
-            prompt, answer = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in (chat, row[column]))
-            prompt, answer = np.array([prompt]), np.array([[[*answer, tokenizer.eos_token_id]]])
-            batch = Batch(prompt, prompt >= 0, answer, answer >= 0, answer >= 0)
-            scores = []
-            for place in (folder, MODEL):
-                model = hf.load_model(place)
-                params = hf.load_params(place, model, tiny.mesh_of((1, 1, 1)))
-                scores.append(float(flat_logprobs(model, params, batch, Sampling()).sum()))
-            gains.append(scores[0] - scores[1])
-        right += gains[0] > gains[1]
-    return right / len(rows)
+    """The share of rows whose chosen completion gains more over the first model, each with a prompt of its own."""
+    tokenizer, mesh = hf.load_tokenizer(folder), tiny.mesh_of((1, 1, 1))
+    ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    chat = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
+    prompts, answers = np.zeros((len(rows), 16), np.int32), np.zeros((len(rows), 2, 16), np.int32)
+    real, used = prompts != 0, answers != 0
+    for b, row in enumerate(rows):
+        prompt = ids(chat(row["prompt"]))
+        prompts[b, -len(prompt) :], real[b, -len(prompt) :] = prompt, True
+        for g, column in enumerate(("chosen", "rejected")):
+            answer = [*ids(row[column]), tokenizer.eos_token_id]
+            answers[b, g, : len(answer)], used[b, g, : len(answer)] = answer, True
+    batch, sums = Batch(prompts, real, answers, used, used), []
+    for place in (folder, MODEL):
+        model = hf.load_model(place, mesh)
+        score = jax.jit(lambda params, model=model: flat_logprobs(model, params, batch, Sampling()).sum(axis=-1))
+        sums.append(np.asarray(score(hf.load_params(place, model, mesh))))
+    gains = sums[0] - sums[1]
+    return float(np.mean(gains[:, 0] > gains[:, 1]))
 
 
 @pytest.mark.slow
