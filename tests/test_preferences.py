@@ -220,6 +220,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(whole, tmp_path):
     shutil.rmtree(tmp_path / "run" / "hf")
     list(sft.steps(config(), tmp_path / "run"))
     assert numbers(tmp_path / "run") == numbers(whole)
+    assert "with the `dpo` loss on pairs of completions" in (whole / "hf" / "README.md").read_text()
     weights = [run / "hf" / "model.safetensors" for run in (whole, tmp_path / "run")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
