@@ -5,8 +5,8 @@ jaxrl train --config configs/recipes/gemma3_1b_rubric_grpo.py --workdir runs/gem
 
 The judge's address is URL below. docs/rewards.md explains rubrics; those of rows would come from a column.
 
-Memory: 38 % of a chip of 16 GB at most, in the update. Time: 3.5 s a step without the judge, where all completions have
-256 tokens of at most 512, so 0.3 hours for 300 steps. The time is an estimate at published speeds. This printed it:
+Memory: 38 % of a chip of 16 GB at most, in the update. Time: 3.5 s a step without the judge, if completions have 256
+tokens on average, so 0.3 hours for 300 steps. The time is an estimate at published speeds. This printed it:
 
 jaxrl plan --config configs/recipes/gemma3_1b_rubric_grpo.py --topology v5e:2x4 \\
   --config.model.path=jaxrl_llm/assets/gemma3_1b
