@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +17,8 @@ import tiny
 from ml_collections import ConfigDict
 from test_update import flat_logprobs
 
+from jaxrl_llm import evaluate, sft
 from jaxrl_llm import recipe as recipes
-from jaxrl_llm import sft
 from jaxrl_llm.algorithms import losses, supervised
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config.load import load
@@ -248,7 +249,7 @@ def preferred_by_hand(folder: Path, rows: list[dict]) -> float:
 
 
 @pytest.mark.slow
-def test_held_out_pairs_are_compared_each_once(whole, tmp_path):
+def test_held_out_pairs_are_compared_each_once(tmp_path, monkeypatch):
     """Ten pairs in batches of eight: the end of the last batch is filled, and does not count."""
     rows = arithmetic.pairs()[:10]
     for row in rows[::3]:
@@ -261,6 +262,9 @@ def test_held_out_pairs_are_compared_each_once(whole, tmp_path):
     assert (before["step"], before["eval/problems"]) == (0, 10)
     assert after["eval/accuracy"] == pytest.approx(preferred_by_hand(tmp_path / "run" / "hf", rows))
     assert 0 < after["eval/accuracy"] < 1
+    monkeypatch.setattr(sys, "argv", ["evaluate", "--run", str(tmp_path / "run")])
+    with pytest.raises(UserError, match="the run compared pairs, and judged no completion: give --task, or --function"):
+        evaluate.main()
 
 
 @pytest.mark.slow
@@ -309,6 +313,13 @@ def test_a_comparison_without_pairs_is_refused():
     c = load(ROOT / "configs" / "grpo.py")
     c.eval.function = "preference"
     with pytest.raises(UserError, match=r"eval\.function = 'preference' is for pairs of sft"):
+        recipes.read(c)
+
+
+def test_a_loss_of_pairs_is_no_loss_of_rollouts():
+    c = load(ROOT / "configs" / "grpo.py")
+    c.loss = ConfigDict(dict(name="jaxrl_llm.algorithms.supervised.simpo"))
+    with pytest.raises(UserError, match=r"simpo' compares pairs .* run it with jaxrl sft"):
         recipes.read(c)
 
 
