@@ -186,7 +186,7 @@ def config(**changes):
     c = load(ROOT / "configs" / "dpo.py")
     small = {
         "num_steps": 3, "schedule_steps": 3, "prompts_per_step": 8, "optim.warmup_steps": 0, "mesh.fsdp": 1,
-        "log.to": (), "eval": None, "checkpoint.every": 1, "checkpoint.keep": 5,
+        "log.to": (), "eval": None, "loss.nll_coef": 0.0, "checkpoint.every": 1, "checkpoint.keep": 5,
     }  # fmt: skip
     c.update_from_flattened_dict(small | changes)
     return c
