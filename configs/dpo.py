@@ -1,6 +1,9 @@
 """Direct preference optimization (DPO, arXiv 2305.18290) of the embedded model on pairs of its task.
 
 jaxrl sft --config configs/dpo.py
+
+Measured: 11.0 % of 1,000 held-out problems before, 99.8, 99.7 and 99.9 % after (--config.seed=0, 1 and 2), greedy, with
+about 25 seconds of CPU time beside compiling.
 """
 
 from pathlib import Path
@@ -17,7 +20,7 @@ def get_config() -> ConfigDict:
     c.model.path = str(Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic")
     c.data.source, c.data.completion_column, c.data.rejected_column = "arithmetic.pairs", "chosen", "rejected"
     c.loss = ConfigDict(dict(name="dpo"))
-    c.loss.beta = 0.1  # the reward is beta times the log-ratio to the model that the run begins with
+    c.loss.beta = 0.5  # the reward is beta times the log-ratio to the model that the run begins with
     c.loss.label_smoothing = 0.0  # share of pairs that are in the wrong order (conservative DPO)
     # Of the chosen completion's mean cross-entropy beside it. Without it the probability of both completions falls, and
     # other answers get it: docs/preferences.md has numbers

@@ -304,6 +304,8 @@ def of_run(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
     if not problems and not (args.task and (args.function or is_task(args.task))):
         raise UserError("the run has no section eval: give --task, and --function if that is a file")
     own_task = args.task and is_task(args.task)
+    if problems and not (problems.functions or own_task or args.function):
+        raise UserError("the run compared pairs, and judged no completion: give --task, or --function for its problems")
     sequences = run.config["prompts_per_step"] * (run.get("group_size") or 1)  # 1: of a run of sft
     asked = {}
     if problems:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +17,8 @@ import tiny
 from ml_collections import ConfigDict
 from test_update import flat_logprobs
 
+from jaxrl_llm import evaluate, sft
 from jaxrl_llm import recipe as recipes
-from jaxrl_llm import sft
 from jaxrl_llm.algorithms import losses, supervised
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config.load import load
@@ -155,6 +156,17 @@ def test_a_prompt_that_both_completions_begin_with_is_split_off(case, tmp_path):
     assert loaded.read_as == "the common beginning of 'chosen' and 'rejected' is the prompt, as in TRL"
 
 
+def test_a_prompt_as_text_beside_whole_conversations_is_theirs(tmp_path):
+    """As in ultrafeedback_binarized; beside answers alone it is the prompt as text, as TRL reads it."""
+    whole, answers = (
+        {"prompt": "1+2", "chosen": [*before, *said("3")], "rejected": [*before, *said("4")]} for before in (ASKED, [])
+    )
+    (tmp_path / "x.jsonl").write_text(json.dumps(whole) + "\n" + json.dumps(answers))
+    loaded = load_rows(str(tmp_path / "x.jsonl"), columns=PAIR)
+    assert [row["prompt"] for row in loaded.rows] == [ASKED, "1+2"]
+    assert all((row["chosen"], row["rejected"]) == (said("3"), said("4")) for row in loaded.rows)
+
+
 @pytest.mark.parametrize(
     ("chosen", "rejected", "line"),
     [
@@ -174,7 +186,7 @@ def config(**changes):
     c = load(ROOT / "configs" / "dpo.py")
     small = {
         "num_steps": 3, "schedule_steps": 3, "prompts_per_step": 8, "optim.warmup_steps": 0, "mesh.fsdp": 1,
-        "log.to": (), "eval": None, "checkpoint.every": 1, "checkpoint.keep": 5,
+        "log.to": (), "eval": None, "loss.nll_coef": 0.0, "checkpoint.every": 1, "checkpoint.keep": 5,
     }  # fmt: skip
     c.update_from_flattened_dict(small | changes)
     return c
@@ -209,33 +221,35 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(whole, tmp_path):
     shutil.rmtree(tmp_path / "run" / "hf")
     list(sft.steps(config(), tmp_path / "run"))
     assert numbers(tmp_path / "run") == numbers(whole)
+    assert "with the `dpo` loss on pairs of completions" in (whole / "hf" / "README.md").read_text()
     weights = [run / "hf" / "model.safetensors" for run in (whole, tmp_path / "run")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 def preferred_by_hand(folder: Path, rows: list[dict]) -> float:
-    """The share of rows whose chosen completion gains more over the first model, each scored alone."""
-    tokenizer = hf.load_tokenizer(folder)
-    right = 0
-    for row in rows:
-        gains = []
-        for column in ("chosen", "rejected"):
-            chat = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
-            prompt, answer = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in (chat, row[column]))
-            prompt, answer = np.array([prompt]), np.array([[[*answer, tokenizer.eos_token_id]]])
-            batch = Batch(prompt, prompt >= 0, answer, answer >= 0, answer >= 0)
-            scores = []
-            for place in (folder, MODEL):
-                model = hf.load_model(place)
-                params = hf.load_params(place, model, tiny.mesh_of((1, 1, 1)))
-                scores.append(float(flat_logprobs(model, params, batch, Sampling()).sum()))
-            gains.append(scores[0] - scores[1])
-        right += gains[0] > gains[1]
-    return right / len(rows)
+    """The share of rows whose chosen completion gains more over the first model, each with a prompt of its own."""
+    tokenizer, mesh = hf.load_tokenizer(folder), tiny.mesh_of((1, 1, 1))
+    ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    chat = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
+    prompts, answers = np.zeros((len(rows), 16), np.int32), np.zeros((len(rows), 2, 16), np.int32)
+    real, used = prompts != 0, answers != 0
+    for b, row in enumerate(rows):
+        prompt = ids(chat(row["prompt"]))
+        prompts[b, -len(prompt) :], real[b, -len(prompt) :] = prompt, True
+        for g, column in enumerate(("chosen", "rejected")):
+            answer = [*ids(row[column]), tokenizer.eos_token_id]
+            answers[b, g, : len(answer)], used[b, g, : len(answer)] = answer, True
+    batch, sums = Batch(prompts, real, answers, used, used), []
+    for place in (folder, MODEL):
+        model = hf.load_model(place, mesh)
+        score = jax.jit(lambda params, model=model: flat_logprobs(model, params, batch, Sampling()).sum(axis=-1))
+        sums.append(np.asarray(score(hf.load_params(place, model, mesh))))
+    gains = sums[0] - sums[1]
+    return float(np.mean(gains[:, 0] > gains[:, 1]))
 
 
 @pytest.mark.slow
-def test_held_out_pairs_are_compared_each_once(whole, tmp_path):
+def test_held_out_pairs_are_compared_each_once(tmp_path, monkeypatch):
     """Ten pairs in batches of eight: the end of the last batch is filled, and does not count."""
     rows = arithmetic.pairs()[:10]
     for row in rows[::3]:
@@ -248,6 +262,9 @@ def test_held_out_pairs_are_compared_each_once(whole, tmp_path):
     assert (before["step"], before["eval/problems"]) == (0, 10)
     assert after["eval/accuracy"] == pytest.approx(preferred_by_hand(tmp_path / "run" / "hf", rows))
     assert 0 < after["eval/accuracy"] < 1
+    monkeypatch.setattr(sys, "argv", ["evaluate", "--run", str(tmp_path / "run")])
+    with pytest.raises(UserError, match="the run compared pairs, and judged no completion: give --task, or --function"):
+        evaluate.main()
 
 
 @pytest.mark.slow
@@ -296,6 +313,13 @@ def test_a_comparison_without_pairs_is_refused():
     c = load(ROOT / "configs" / "grpo.py")
     c.eval.function = "preference"
     with pytest.raises(UserError, match=r"eval\.function = 'preference' is for pairs of sft"):
+        recipes.read(c)
+
+
+def test_a_loss_of_pairs_is_no_loss_of_rollouts():
+    c = load(ROOT / "configs" / "grpo.py")
+    c.loss = ConfigDict(dict(name="jaxrl_llm.algorithms.supervised.simpo"))
+    with pytest.raises(UserError, match=r"simpo' compares pairs .* run it with jaxrl sft"):
         recipes.read(c)
 
 

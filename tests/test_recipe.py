@@ -58,11 +58,13 @@ def test_credit_has_the_functions_that_a_config_names():
 
 
 @pytest.mark.parametrize(
-    "name", ["grpo", "ppo", "lora", "search_grpo", "pictures", "sft", "search_sft", "pictures_sft"]
+    "name", ["grpo", "ppo", "lora", "search_grpo", "pictures", "sft", "search_sft", "pictures_sft", "dpo"]
 )
 def test_a_recipe_has_every_value_of_its_config(name):
     config = load.load(ROOT / "configs" / f"{name}.py")
-    recipe, kind = read_either(config), SftRecipe if "sft" in name else Recipe
+    recipe = read_either(config)
+    kind = SftRecipe if name == "dpo" or "sft" in name else Recipe
+    assert type(recipe) is kind
     for path, expected in load.flatten(ConfigDict(records.present(kind, config.to_dict()))).items():
         value = recipe
         for part in path.split("."):

@@ -10,15 +10,20 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from ml_collections import ConfigDict
 from PIL import Image
 from safetensors import safe_open
+from test_judge import serving
 from test_train import records, run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl_llm.configs.recipes import qwen2_0_5b_tldr, qwen2_5_3b_tinyzero, qwen2_5_7b_math
+from jaxrl_llm import sft, train
+from jaxrl_llm.config.load import load
+from jaxrl_llm.configs.recipes import gemma3_1b_rubric_grpo, qwen2_0_5b_tldr, qwen2_5_3b_tinyzero, qwen2_5_7b_math
 from jaxrl_llm.models import new_model
 
+ROOT = Path(__file__).parent.parent
 PROBLEMS = [
     ("Tom has 3 apples and buys 4 more. How many has he?", "He has 3 + 4 = <<3+4=7>>7 apples.\n#### 7"),
     ("A box holds 12 eggs. How many eggs are in 5 boxes?", "12 * 5 = <<12*5=60>>60\n#### 60"),
@@ -172,6 +177,53 @@ def test_the_recipe_of_tinyzero_runs_end_to_end(qwen, tmp_path):
     record = run_tiny("qwen2_5_3b_tinyzero", qwen, tmp_path, "--config.data.max_prompt_tokens=512")
     assert record[f"reward/{qwen2_5_3b_tinyzero.MODULE}.accuracy"] == record["eval/accuracy"] == 0
     assert "critic/explained_variance" in record
+
+
+GEMMA = {  # a small model with Gemma 3 1B's kinds of layers
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+    "num_key_value_heads": 1, "query_pre_attn_scalar": 8, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+    "rope_theta": 1000000, "sliding_window": 8, "sliding_window_pattern": 2, "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16", "vocab_size": 416, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_recipes_of_gemma_go_on_from_demonstrations_to_pairs_and_to_a_rubric(tmp_path):
+    (tmp_path / "bare").mkdir()
+    write_qwen(tmp_path / "bare")
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(GEMMA))
+    write_weights(tmp_path / "bare")
+    chat = lambda question, answer: [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]  # noqa: E731
+    rows = [{"chosen": chat(q, a), "rejected": chat(q, "No."), "score_chosen": 9.0} for q, a in PROBLEMS * 4]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    small = {
+        "num_steps": 2, "prompts_per_step": 8, "microbatch": 4, "optim.warmup_ratio": 0.0, "optim.warmup_steps": 0,
+        "data.source": f"{tmp_path}/rows.parquet", "rollout.max_completion_tokens": 48, "mesh.fsdp": 2, "log.to": (),
+    }  # fmt: skip
+    graded = {"eval.source": f"{tmp_path}/rows.parquet", "eval.problems": 4, "eval.every": 2}
+
+    def config_of(name: str, path: Path, **changes: object) -> ConfigDict:
+        c = load(ROOT / "configs" / "recipes" / f"gemma3_1b_{name}.py")
+        c.update_from_flattened_dict(small | {"model.path": str(path)} | changes)
+        return c
+
+    *_, last = sft.steps(config_of("sft", tmp_path / "qwen"), tmp_path / "sft")
+    assert last["loss/sft"] > 0
+    *_, last = sft.steps(config_of("simpo", tmp_path / "sft" / "hf", **graded), tmp_path / "simpo")
+    assert 0 <= last["reward/accuracy"] <= 1 and last["eval/problems"] == 4
+    scores = {each["name"]: 10 for each in gemma3_1b_rubric_grpo.CRITERIA}
+    with serving(lambda *_: (200, json.dumps(scores))) as server:
+        judge = gemma3_1b_rubric_grpo.JUDGE.replace(gemma3_1b_rubric_grpo.URL, server.url)
+        changes = {"prompts_per_update": 8, "group_size": 2, "rollout.max_completion_tokens": 8}
+        changes |= {"health.self_test": False}
+        c = config_of("rubric_grpo", tmp_path / "simpo" / "hf", **graded | changes)
+        c.reward.functions, c.eval.function = (judge,), judge
+        *_, last = train.steps(c, tmp_path / "grpo")
+    # Of 5 points, of which the padding takes one.
+    assert [last["reward/judge.score"], last["eval/accuracy"]] == pytest.approx([0.8, 0.8])
+    assert last["judge.score/rubric/padding"] == 1 and last["judge.score/unparsed"] == 0
+    assert (tmp_path / "grpo" / "hf" / "model.safetensors").is_file()
 
 
 def test_the_rewards_of_the_recipes_by_hand():

@@ -55,6 +55,8 @@ def test_nothing_is_said_of_the_recipes(file, monkeypatch):
         ("sft", SMALL, 1.0, True),
         ("sft", QWEN, 1e-4, False),
         ("sft", QWEN, 1e-3, True),
+        ("dpo", QWEN, 1e-5, False),
+        ("dpo", QWEN, 1e-4, True),
     ],
 )
 def test_a_rate_is_high_by_the_models_width_and_by_what_is_learned(name, width, rate, warned):

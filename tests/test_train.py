@@ -220,7 +220,7 @@ def test_a_killed_run_resumes_bit_for_bit_with(config, extra, sign, tmp_path):
 def test_every_config_trains_on_a_mesh(file, tmp_path):
     """Two steps with two updates each where the algorithm allows it."""
     extra = ["--config.num_steps=2", "--config.eval.every=2", "--config.optim.warmup_steps=0"]
-    if file.stem in ("sft", "search_sft", "pictures_sft", "grpo_vllm"):
+    if file.stem in ("sft", "search_sft", "pictures_sft", "dpo", "simpo", "grpo_vllm"):
         pytest.skip("no reinforcement learning, or not without a server: tests/test_vllm.py")
     if file.stem == "distillation":
         extra.append("--config.teachers.teacher.path=jaxrl_llm/assets/arithmetic")

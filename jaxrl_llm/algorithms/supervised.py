@@ -47,8 +47,8 @@ def dpo(
 
     -(1 - e) log sigmoid(r_w - r_l) - e log sigmoid(r_l - r_w) with the reward r = beta sum_t (logprobs - ref_logprobs)
     of the chosen (w) and of the rejected completion (l). e is label_smoothing, the share of pairs in the wrong order
-    (conservative DPO, https://ericmitchell.ai/cdpo.pdf). nll_coef: of the mean of
-    -logprobs over the chosen completion (iterative RPO, arXiv 2404.19733).
+    (conservative DPO, https://ericmitchell.ai/cdpo.pdf). nll_coef: of the mean of -logprobs over the chosen completion
+    (iterative RPO, arXiv 2404.19733).
     """
     rewards = beta * _sums(logprobs - ref_logprobs, batch)
     return _of_pairs(rewards, logprobs, batch, 0.0, label_smoothing, nll_coef)

@@ -50,7 +50,7 @@ def read(row: Row, columns: Columns) -> tuple[Row, str]:
     """
     name = columns.prompt_column or ("problem" if "prompt" not in row and "problem" in row else "prompt")
     notes = []
-    if name not in row and columns.pair and all(column in row for column in columns.pair):
+    if columns.pair and _holds_prompt(row, name, columns.pair):
         row, name = split_prompt(row, columns.pair), "prompt"
         notes.append(f"the common beginning of {columns.pair[0]!r} and {columns.pair[1]!r} is the prompt, as in TRL")
     if name not in row:
@@ -92,6 +92,15 @@ def _from_verl(row: Row) -> tuple[Row, str]:
     if isinstance(truth, dict) and truth.keys() == {"target"} and hasattr(truth["target"], "__len__"):
         return search_r1.convert(verl.convert(row)), "'reward_model' holds the accepted answers, as in Search-R1"
     return verl.convert(row), "'reward_model' holds the answer, as in veRL"
+
+
+def _holds_prompt(row: Row, name: str, pair: tuple[str, ...]) -> bool:
+    """Whether two columns begin with the prompt: there is no other, or it is text and they are whole conversations."""
+    if any(column not in row for column in pair):
+        return False
+    first = row[pair[0]][0] if isinstance(row[pair[0]], (list, tuple)) and row[pair[0]] else None
+    begins = isinstance(first, dict) and first.get("role") != "assistant"
+    return name not in row or (isinstance(row[name], str) and begins)
 
 
 def split_prompt(row: Row, pair: tuple[str, ...]) -> Row:

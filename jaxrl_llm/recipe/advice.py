@@ -80,7 +80,9 @@ def learning_rate(settings: RunSettings) -> Iterator[Finding]:
     recipe, width = settings.recipe, settings.width
     assert width  # RULES says that the rule needs it
     adapters = ADAPTERS if recipe.adapters else 1
-    rates = [("optim", recipe.optim.learning_rate, adapters * (1 if settings.rl else SUPERVISED))]
+    # Pairs say which of two is better, as rewards do, and not what to say.
+    target = not settings.rl and not recipe.data.rejected_column
+    rates = [("optim", recipe.optim.learning_rate, adapters * (SUPERVISED if target else 1))]
     if critic := settings.rl and settings.rl.critic:
         factor = SUPERVISED * (1 if critic.path else adapters)
         rates.append(("critic.optim", critic.optim.learning_rate, factor))

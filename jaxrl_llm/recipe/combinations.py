@@ -131,6 +131,10 @@ def check_loss(recipe: Recipe) -> None:
     """Checks that the loss fits the advantages, the updates per rollout and the age of the samples."""
     updates, loss, advantage = recipe.updates_per_rollout, recipe.loss.name, recipe.advantage
     traits = traits_of(recipe.loss.function)
+    if Trait.PAIRS in traits:
+        raise UserError(
+            f"config.loss.name = {loss!r} compares pairs of completions that rows have: run it with jaxrl sft"
+        )
     if Trait.WITHOUT_RATIO in traits and updates > 1:
         raise UserError(
             f"config.loss.name = {loss!r} has no ratio to the policy that sampled, but {updates} optimizer steps on a "

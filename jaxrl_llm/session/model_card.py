@@ -13,6 +13,7 @@ from huggingface_hub.repocard_data import EvalResult
 
 import jaxrl_llm
 from jaxrl_llm.config.load import flatten
+from jaxrl_llm.data.settings import PREFERENCE
 from jaxrl_llm.machine import disk
 from jaxrl_llm.models import hf
 from jaxrl_llm.session import other_rows
@@ -90,6 +91,8 @@ def _head(name: str, fields: Mapping[str, Any], tags: Sequence[str], accuracy: S
 
 def _algorithm(fields: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns how the model was trained, in words, and the tags for a hub."""
+    if fields.get("data.rejected_column"):
+        return f"the `{fields['loss.name']}` loss on pairs of completions", "preference-learning", fields["loss.name"]
     if not (name := fields.get("advantage.name")):
         return "supervised fine-tuning", "sft"
     return f"`{name}` advantages and the `{fields['loss.name']}` loss", "reinforcement-learning", name
@@ -126,7 +129,9 @@ def _data(fields: Mapping[str, Any], began_with: Mapping[str, str], changes: Seq
             f"- after step {change.after_step:,}, {change.field} had other rows: SHA-256 `{change.before}` before"
         )
     lines.append(f"- base model: SHA-256 `{began_with['model.path']}` of its config and of the ends of its weights")
-    if judge:
+    if judge == PREFERENCE:
+        lines.append("- accuracy: the share of pairs whose chosen completion has the larger reward")
+    elif judge:
         lines.append(f"- accuracy: the mean of `{judge}` over greedy completions")
     return "\n".join(lines)
 

@@ -37,6 +37,8 @@ PANELS = (
     Panel("Completions without a verdict", ("reward/no_verdict",), ("no_verdict",), ".0%"),
     Panel("Groups without a signal", ("groups/no_signal",), ("no_signal",), ".0%"),
     Panel("Loss", ("loss/sft",)),
+    Panel("Reward of the chosen completion minus that of the rejected", ("reward/margin",)),
+    Panel("Pairs whose chosen completion has the larger reward", ("reward/accuracy",), form=".1%"),
     Panel("Entropy", ("entropy",), ("entropy_collapse", "entropy_explosion"), log=True),
     Panel("KL to the reference", ("kl/ref",), ("kl_alone",), log=True),
     Panel("KL term in the reward", ("reward/kl",), ("kl_pays",)),
