@@ -46,7 +46,7 @@ def spoken(capsys: pytest.CaptureFixture[str], attack: str, tmp_path: Path) -> d
     """Returns what each way to the terminal prints of a text."""
     log = log_of(tmp_path, load(Path(__file__).parent.parent / "configs" / "grpo.py"))
     log._files["completions"] = (tmp_path / "completions.jsonl").open("w", encoding="utf-8")
-    prompts = SimpleNamespace(rows=[{"prompt": f"a{attack}"}])
+    prompts = SimpleNamespace(rows=[{"prompt": f"a{attack}"}], images=None)
     turns = [[{"role": "assistant", "content": f"t{attack}"}]]
     finding = Finding("error", f"f{attack}", "why", "fix", id="x")
     said: dict[str, str] = {}
