@@ -100,10 +100,12 @@ def small(file: Path, model: Path, folder: Path) -> ConfigDict:
 
 # Search is learned: only with the model of this config an environment answers what was asked. Pictures need a tower.
 KEEP_THEIR_MODEL = ("search_grpo", "pictures")
+# Of `jaxrl sft`, and one whose rewards need the server of a judge: tests/test_recipes.py has that.
+OTHERS = ("dpo", "simpo", "gemma3_1b_simpo", "gemma3_1b_rubric_grpo")
 FILES = [
     file
     for file in sorted((ROOT / "configs").rglob("*.py"))
-    if not file.stem.endswith("sft") and file.stem not in ("dpo", "simpo", "gemma3_1b_simpo")
+    if not file.stem.endswith("sft") and file.stem not in OTHERS
 ]
 # Configs with the same of these sections have the same update, which the full self-test compiles twice.
 OF_UPDATE = (
