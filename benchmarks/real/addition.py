@@ -8,8 +8,8 @@ from jaxrl_llm.configs import grpo  # configs/grpo.py explains the fields
 
 def get_config() -> ConfigDict:
     c = grpo.get_config()
-    c.num_steps = 20
-    c.prompts_per_step, c.group_size, c.prompts_per_update, c.microbatch = 8, 8, 8, 4
+    c.num_steps = 25
+    c.prompts_per_step, c.group_size, c.prompts_per_update, c.microbatch = 16, 8, 16, 4
     c.model.path = str(smollm2())
     c.data.source, c.data.max_prompt_tokens = "benchmarks.real.tasks.addition", 64
     c.eval.source, c.eval.every, c.eval.problems = "benchmarks.real.tasks.addition_held_out", 5, 256
@@ -17,8 +17,7 @@ def get_config() -> ConfigDict:
     c.reward.functions, c.reward.weights = ("gsm8k.accuracy(method='flexible')",), (1.0,)
     c.eval.function = c.reward.functions[0]
     c.kl = None
-    # At a temperature of 1 the first samples solve 3 to 10 %, where greedy completions solve 25 %: most groups have no
-    # signal.
-    c.rollout.max_completion_tokens, c.rollout.temperature = 24, 0.7
-    c.optim.learning_rate, c.optim.decay = 2e-5, "constant"
+    c.rollout.max_completion_tokens = 32
+    # With 2e-5, 8 prompts and a temperature of 0.7 the entropy is gone after ten steps, and accuracy falls again.
+    c.optim.learning_rate, c.optim.decay = 1e-5, "constant"
     return c
