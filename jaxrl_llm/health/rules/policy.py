@@ -6,15 +6,17 @@ from math import isnan
 
 import numpy as np
 
-from jaxrl_llm.config.schema import Count, MayChange
-from jaxrl_llm.health import noise
-from jaxrl_llm.health.finding import Finding
-from jaxrl_llm.health.history import RECENT, TINY, WINDOW, History
-from jaxrl_llm.health.rules.bounds import CLIPPED, ENTROPY, EXPLAINED, GRADIENT, LITTLE, SPIKE
+from .. import noise
+from ..finding import Finding
+from ..history import RECENT, TINY, WINDOW, History
+from .bounds import CLIPPED, ENTROPY, EXPLAINED, GRADIENT, LITTLE, SPIKE
 
 
-def updates_skipped(history: History, *, max_skipped: MayChange[Count]) -> Finding | None:
-    """F27: many updates in a row are skipped, and the model does not change."""
+def updates_skipped(history: History, *, max_skipped: int) -> Finding | None:
+    """F27: many updates in a row are skipped, and the model does not change.
+
+    In the log of another trainer these are gradients that are not finite: it skips them, or they ruin the weights.
+    """
     r = history.latest[-1]
     counts = [int(x) for name, x in r.items() if name.endswith("updates/skipped_in_a_row") and x is not None]
     if not max_skipped or max(counts, default=0) < max_skipped:
@@ -34,7 +36,9 @@ def updates_skipped(history: History, *, max_skipped: MayChange[Count]) -> Findi
         fix = "a lower optim.learning_rate, or without this in health.skip"
     return Finding(
         "error",
-        f"{max(counts)} updates in a row were skipped, and the model stands still",
+        f"{max(counts)} updates in a row were skipped, and the model stands still"
+        if "at" not in r
+        else f"{max(counts)} updates in a row had no finite gradient, and the model stands still or is ruined",
         cause,
         f"begin a new run with {fix}, or raise config.health.max_skipped (0: never stop)",
         "docs/failures.md F27",
