@@ -22,7 +22,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import torch
 from datasets import Dataset
-from transformers import PrinterCallback, set_seed
+from transformers import PrinterCallback, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 PROMPTS, GROUP = 4, 4
@@ -64,6 +64,17 @@ RUNS: dict[str, dict[str, Any]] = {  # what differs from HEALTHY
 SYSTEM = {"role": "system", "content": "Add."}  # shorter than that of the chat template
 
 
+class Keeper(TrainerCallback):
+    """Writes the log after each step, to five digits."""
+
+    def __init__(self, file: Path):
+        self._file = file
+
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        rows = [{key: short(x) for key, x in row.items()} for row in state.log_history]
+        self._file.write_text(json.dumps(rows))
+
+
 def problems(count: int) -> list[dict[str, Any]]:
     random = Random(0)
     pairs = [(random.randrange(50), random.randrange(50)) for _ in range(count)]
@@ -92,6 +103,7 @@ def train(name: str, model: Path, out: Path, rollouts: int = 0) -> list[dict[str
         train_dataset=Dataset.from_list(problems(PROMPTS * steps)),
     )
     trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Keeper(out / f"{name}.json"))
     trainer.train()
     return trainer.state.log_history
 
@@ -111,7 +123,6 @@ def main() -> None:
     for name in args.only:
         began = perf_counter()
         rows = train(name, args.model, args.out, args.rollouts)
-        (args.out / f"{name}.json").write_text(json.dumps([{key: short(x) for key, x in row.items()} for row in rows]))
         first, last = ([row["reward"] for row in rows if "reward" in row][at] for at in (0, -1))
         print(f"{name}: {len(rows)} rows, reward {first:.2f} to {last:.2f}, {perf_counter() - began:.0f} s", flush=True)
     files = {name: args.out / f"{name}.json" for name in RUNS}
