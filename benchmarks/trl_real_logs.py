@@ -57,9 +57,9 @@ HEALTHY = dict(rollouts=16, reward_funcs=[near, right], learning_rate=1e-5, max_
 RUNS: dict[str, dict[str, Any]] = {  # what differs from HEALTHY
     "healthy": {},
     "cut": dict(max_completion_length=2, rollouts=10),
-    "constant_reward": dict(reward_funcs=[constant], rollouts=10),
-    "high_rate": dict(learning_rate=5e-4, warmup_steps=10, rollouts=24),
-    "long_is_better": dict(reward_funcs=[longer, right], learning_rate=5e-5, max_completion_length=12, rollouts=20),
+    "constant_reward": dict(reward_funcs=[constant], rollouts=9),
+    "high_rate": dict(learning_rate=3e-4, warmup_steps=20, rollouts=20),
+    "long_is_better": dict(reward_funcs=[longer, right], learning_rate=1e-4, max_completion_length=12),
 }
 SYSTEM = {"role": "system", "content": "Add."}  # shorter than that of the chat template
 

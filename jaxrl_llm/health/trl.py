@@ -38,5 +38,7 @@ class DoctorCallback(TrainerCallback):
         self._tell(self._rollouts.add({"at": step} | renamed(dict(numbers(row)))))
 
     def _tell(self, record: LogRecord | None) -> None:
-        for finding in self._judge.add(record) if record else ():
+        if record is None:
+            return
+        for finding in self._judge.add(record):
             print(printable(f"jaxrl-doctor, step {record['at']:,}: {finding.line()}"), flush=True)
