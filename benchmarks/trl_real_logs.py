@@ -57,21 +57,21 @@ HEALTHY = dict(rollouts=16, reward_funcs=[near, right], learning_rate=1e-5, max_
 RUNS: dict[str, dict[str, Any]] = {  # what differs from HEALTHY
     "healthy": {},
     "cut": dict(max_completion_length=2, rollouts=10),
-    "constant_reward": dict(reward_funcs=[constant], rollouts=9),
-    "high_rate": dict(learning_rate=3e-4, warmup_steps=20, rollouts=20),
-    "long_is_better": dict(reward_funcs=[longer, right], learning_rate=1e-4, max_completion_length=12),
+    "constant_reward": dict(reward_funcs=[constant], max_completion_length=4, rollouts=9),
+    "high_rate": dict(learning_rate=3e-4, warmup_steps=18, rollouts=18),
+    "long_is_better": dict(reward_funcs=[longer, right], learning_rate=1e-4, rollouts=14),
 }
 SYSTEM = {"role": "system", "content": "Add."}  # shorter than that of the chat template
 
 
 class Keeper(TrainerCallback):
-    """Writes the log after each step, to five digits."""
+    """Writes the log after each step, to five digits and without times."""
 
     def __init__(self, file: Path):
         self._file = file
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        rows = [{key: short(x) for key, x in row.items()} for row in state.log_history]
+        rows = [{key: short(x) for key, x in row.items() if key != "step_time"} for row in state.log_history]
         self._file.write_text(json.dumps(rows))
 
 

@@ -65,7 +65,7 @@ def printed_by_easyr1(folder: Path) -> Path:
             group, _, field = last.rpartition("/")
             lines += [f"  {group}:", f"    {field}: {x}"] if group else [f"  {field}: {x}"]
         lines.append("")
-    (folder / "run.log").write_text("\n".join(f"(Runner pid=7) {line}" for line in lines) + "\n")
+    (folder / "run.log").write_text("\n".join(f"\x1b[36m(Runner pid=7)\x1b[0m {line}" for line in lines) + "\n")
     return folder / "run.log"
 
 
