@@ -71,9 +71,9 @@ def test_the_package_does_not_import_the_doctor_under_its_other_name():
         assert "import jaxrl_doctor" not in file.read_text() and "from jaxrl_doctor" not in file.read_text(), file
 
 
-def follow(name: str, *, resumed_at: int = 0) -> None:
+def follow(name: str, *, resumed_at: int = 0, steps: int | None = None) -> None:
     """Calls the callback as TRL's trainer does with the rows of a log."""
-    rows = rows_of(name)
+    rows = rows_of(name)[:steps]
     callback, state = DoctorCallback(), SimpleNamespace(log_history=[], global_step=0, is_world_process_zero=True)
     state.log_history = rows[:resumed_at]
     callback.on_train_begin(None, state, None)
@@ -95,6 +95,11 @@ def test_the_callback_says_what_the_doctor_says_of_the_whole_log(name, monkeypat
 
 def test_the_callback_of_a_resumed_run_knows_the_start(capsys):
     follow("never_stops", resumed_at=6)
+    assert "step 8: error: 98% of the completions reach the limit" in capsys.readouterr().out
+
+
+def test_the_callback_judges_the_last_record_at_the_end(capsys):
+    follow("never_stops", steps=8)
     assert "step 8: error: 98% of the completions reach the limit" in capsys.readouterr().out
 
 

@@ -175,6 +175,13 @@ def test_a_file_of_wandb_is_read_over_the_ends_of_its_blocks_and_while_it_is_wri
     assert len(logs.read(folder)) == len(records()) - ("reward" in rows_of(NAME)[-1])
 
 
+def test_a_block_of_wandb_whose_last_bytes_have_no_place_for_a_part_is_read():
+    sizes = range(wandb_file.BLOCK - 60, wandb_file.BLOCK)
+    size = next(n for n in sizes if len(wandb_bytes([{"text": "x" * n}])) == wandb_file.BLOCK - 3)
+    rows = [{"text": "x" * size}, {"reward": 0.5}]
+    assert [*wandb_file.rows(wandb_bytes(rows))] == [row | {"_step": number} for number, row in enumerate(rows)]
+
+
 @pytest.mark.parametrize("content", [b"x", b":W&B\xe1\xbe\x00" + struct.pack("<IHB", 0, 2, 1) + b"\x12\xff"])
 def test_a_broken_file_of_wandb_is_an_error_in_a_line(content, tmp_path):
     (tmp_path / "run.wandb").write_bytes(content)
@@ -186,6 +193,13 @@ def test_a_text_without_a_step_is_an_error_in_a_line(tmp_path):
     (tmp_path / "train.log").write_text("Loading\nStep by step: {'a'\n{'b': nan\n")
     with pytest.raises(UserError, match="has no number that a rule knows, such as reward"):
         logs.read(tmp_path / "train.log")
+
+
+def test_a_log_that_begins_within_a_rollout_loses_only_its_rest(tmp_path):
+    rows = [{"step": i, "grad_norm": float(i)} | ({"reward": 0.5} if i % 4 == 3 else {}) for i in range(1, 11)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    records = logs.read(tmp_path / "log.jsonl")
+    assert [(record["step"], record["at"], record["grad_norm"]) for record in records] == [(1, 6, 4.5), (2, 10, 8.5)]
 
 
 def test_gradients_that_are_not_finite_are_found(tmp_path, monkeypatch, capsys):
