@@ -178,8 +178,8 @@ def test_a_file_of_wandb_is_read_over_the_ends_of_its_blocks_and_while_it_is_wri
 def test_a_block_of_wandb_whose_last_bytes_have_no_place_for_a_part_is_read():
     sizes = range(wandb_file.BLOCK - 60, wandb_file.BLOCK)
     size = next(n for n in sizes if len(wandb_bytes([{"text": "x" * n}])) == wandb_file.BLOCK - 3)
-    rows = [{"text": "x" * size}, {"reward": 0.5}]
-    assert [*wandb_file.rows(wandb_bytes(rows))] == [row | {"_step": number} for number, row in enumerate(rows)]
+    rows = wandb_file.rows(wandb_bytes([{"text": "x" * size}, {"reward": 0.5}]))
+    assert [row.get("reward") for row in rows] == [None, 0.5]
 
 
 @pytest.mark.parametrize("content", [b"x", b":W&B\xe1\xbe\x00" + struct.pack("<IHB", 0, 2, 1) + b"\x12\xff"])
