@@ -34,13 +34,16 @@ def updates_skipped(history: History, *, max_skipped: int) -> Finding | None:
     elif refused:
         cause = f"config.health.skip has {refused[0]!r}"
         fix = "a lower optim.learning_rate, or without this in health.skip"
+    if "at" in r:  # the log of another trainer
+        what, else_do = "had no finite gradient, and the model stands still or is ruined", ""
+    else:
+        what = "were skipped, and the model stands still"
+        else_do = ", or raise config.health.max_skipped (0: never stop)"
     return Finding(
         "error",
-        f"{max(counts)} updates in a row were skipped, and the model stands still"
-        if "at" not in r
-        else f"{max(counts)} updates in a row had no finite gradient, and the model stands still or is ruined",
+        f"{max(counts)} updates in a row {what}",
         cause,
-        f"begin a new run with {fix}, or raise config.health.max_skipped (0: never stop)",
+        f"begin a new run with {fix}{else_do}",
         "docs/failures.md F27",
     )
 
