@@ -3,7 +3,7 @@
 python -m benchmarks.trl_real_logs MODEL OUT [--only NAME ...] [--rollouts N]
 
 MODEL is the model's folder, OUT/NAME.json the log_history of a run. With all runs there, they are also written to
-OUT/trl_real.json.gz, as in tests/references. Needs TRL (environments.txt). Two cores take about an hour.
+OUT/trl_real.json.gz, as in tests/references. Needs TRL (environments.txt). One after the other they take 20 minutes.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def longer(completions: list[Any], **_: Any) -> list[float]:
     return [len(completion[0]["content"]) / 50 for completion in completions]
 
 
-HEALTHY = dict(rollouts=16, reward_funcs=[near, right], learning_rate=1e-5, max_completion_length=8)
+HEALTHY = dict(rollouts=16, reward_funcs=[near, right], learning_rate=1e-5, max_completion_length=24)
 RUNS: dict[str, dict[str, Any]] = {  # what differs from HEALTHY
     "healthy": {},
-    "cut": dict(max_completion_length=2, rollouts=10),
-    "constant_reward": dict(reward_funcs=[constant], max_completion_length=4, rollouts=9),
-    "high_rate": dict(learning_rate=3e-4, warmup_steps=18, rollouts=18),
+    "cut": dict(max_completion_length=2, rollouts=9),
+    "constant_reward": dict(reward_funcs=[constant], rollouts=9),
+    "high_rate": dict(learning_rate=2e-3, warmup_steps=20, rollouts=20),
     "long_is_better": dict(reward_funcs=[longer, right], learning_rate=1e-4, rollouts=14),
 }
 SYSTEM = {"role": "system", "content": "Add."}  # shorter than that of the chat template
@@ -132,5 +132,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import re
 import shutil
@@ -206,6 +207,25 @@ def test_a_real_log_of_trl_gives_its_illness_in_every_format(write, name, tmp_pa
     assert code == any(one["severity"] == "error" for one in found.values())
     last = json.loads(state(name, tmp_path).read_text())["log_history"][-1]["step"]
     assert all(one["last_step"] <= last for one in found.values())
+
+
+# Logs of TRL on SmolLM2-135M-Instruct: `python -m benchmarks.trl_real_logs MODEL OUT` writes OUT/trl_real.json.gz.
+SMOLLM2 = json.loads(gzip.decompress((ROOT / "tests" / "references" / "trl_real.json.gz").read_bytes()))
+ILLNESSES_OF_SMOLLM2 = {
+    "healthy": (),
+    "cut": ("never_stops",),
+    "constant_reward": ("no_signal",),
+    "high_rate": ("never_stops", "reward_collapse", "entropy_collapse"),
+    "long_is_better": ("never_stops",),
+}
+
+
+@pytest.mark.parametrize("name", SMOLLM2)
+def test_a_log_of_a_published_model_gives_its_illness(name, tmp_path, monkeypatch, capsys):
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SMOLLM2[name]))
+    code, found = told(tmp_path / "log.jsonl", monkeypatch, capsys)
+    assert found.keys() == {*ILLNESSES_OF_SMOLLM2[name]}
+    assert code == (name != "healthy")
 
 
 def test_updates_on_a_rollout_are_one_record():
