@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import binomtest
 
-from jaxrl_llm.health import rules
+from jaxrl_llm.health import logs, rules
 from jaxrl_llm.health.finding import Finding, LogRecord
 from jaxrl_llm.health.history import History
-from jaxrl_llm.tools import logs
 
 BOUNDS = {"max_skipped": 10}  # the section `health` of a run that has none
 TRUTHS = ("reward/arithmetic.accuracy", "reward/search.exact_match")  # right verdicts, whatever the run learns from

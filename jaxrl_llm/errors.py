@@ -34,8 +34,8 @@ class Parser(argparse.ArgumentParser):
     """ArgumentParser that raises a one-line `UserError` for a wrong command line."""
 
     def __init__(self, program: str, **options: Any):
-        """program: a module, which the usage shows unless `jaxrl NAME` was typed. options: of ArgumentParser."""
-        typed = sys.argv[0].startswith("jaxrl ")
+        """program: a module, which the usage shows unless a command, as `jaxrl NAME`, was typed. options: as there."""
+        typed = sys.argv[0].startswith(("jaxrl ", "jaxrl-"))
         super().__init__(prog=sys.argv[0] if typed else f"python -m {program}", **options)
 
     def error(self, message: str) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import re
 import shutil
@@ -16,10 +17,11 @@ from test_health import FAULTS, run
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health import rules
+from jaxrl_llm.health import judge, logs, rules
+from jaxrl_llm.health.doctor import print_spells
 from jaxrl_llm.loggers.events import TensorBoardWriter
 from jaxrl_llm.session.banner import totals_table
-from jaxrl_llm.tools import doctor, logs
+from jaxrl_llm.tools import doctor
 
 ROOT = Path(__file__).parent.parent
 HEALTH_PAGE = (ROOT / "docs" / "health.md").read_text()
@@ -207,6 +209,25 @@ def test_a_real_log_of_trl_gives_its_illness_in_every_format(write, name, tmp_pa
     assert all(one["last_step"] <= last for one in found.values())
 
 
+# Logs of TRL on SmolLM2-135M-Instruct: `python -m benchmarks.trl_real_logs MODEL OUT` writes OUT/trl_real.json.gz.
+SMOLLM2 = json.loads(gzip.decompress((ROOT / "tests" / "references" / "trl_real.json.gz").read_bytes()))
+ILLNESSES_OF_SMOLLM2 = {
+    "healthy": (),
+    "cut": ("never_stops",),
+    "constant_reward": ("no_signal",),
+    "high_rate": ("never_stops", "reward_collapse", "entropy_collapse"),
+    "long_is_better": ("never_stops",),
+}
+
+
+@pytest.mark.parametrize("name", SMOLLM2)
+def test_a_log_of_a_published_model_gives_its_illness(name, tmp_path, monkeypatch, capsys):
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SMOLLM2[name]))
+    code, found = told(tmp_path / "log.jsonl", monkeypatch, capsys)
+    assert found.keys() == {*ILLNESSES_OF_SMOLLM2[name]}
+    assert code == (name != "healthy")
+
+
 def test_updates_on_a_rollout_are_one_record():
     """TRL logs each update, but the reward only with the first."""
     rows = rows_of("healthy_4_epochs")[:80]
@@ -233,7 +254,7 @@ def test_what_a_log_does_not_have_to_judge_is_said(capsys):
     of_sft = [{"step": step, "loss/sft": 1.0, "grad_norm": 1.0} for step in range(1, 30)]
     lines = {}
     for name, records in {"few": run()[:6], "of_sft": of_sft, "no_critic": no_critic}.items():
-        doctor.print_spells([], records)
+        print_spells([], records)
         lines[name] = capsys.readouterr().out.splitlines()[2:]
     count = len(rules.RULES)
     looked, blind = lines["no_critic"]
@@ -274,9 +295,9 @@ def test_json_tells_of_every_rule_whether_it_could_look(tmp_path, monkeypatch, c
     ("arguments", "words"),
     [
         ([], "give --config FILE"),
-        (["--run", "nowhere"], "--run nowhere cannot be read"),
+        (["--run", "nowhere"], "nowhere cannot be read"),
         (["--run", str(ROOT / "tests" / "references")], "has no trainer_state.json"),
-        (["--run", "x", "--config", "y"], "or --run DIR alone"),
+        (["--run", "x", "--config", "y"], "or --run LOG alone"),
         (["--config", str(ROOT / "configs" / "grpo.py"), "--config.group_size=1"], "group_size"),
     ],
 )
@@ -332,12 +353,10 @@ def test_a_sampler_that_differs_is_found_in_verls_log():
         "critic/score/mean": 0.5, "rollout_corr/k3_kl": 0.02, "rollout_corr/rollout_is_mean": 1.0,
         "rollout_corr/rollout_is_eff_sample_size": 0.9,
     }  # fmt: skip
-    (spell,) = doctor.judge([logs.ours(row) | {"step": 1}], doctor.FOREIGN_BOUNDS)
+    (spell,) = judge.judge([logs.renamed(row) | {"step": 1}], logs.BOUNDS)
     assert spell.finding.id == "sampler_mismatch" and spell.finding.severity == "error"
     assert (
-        doctor.judge(
-            [logs.ours(row | {"fully_async/count/current_param_version": 1}) | {"step": 1}], doctor.FOREIGN_BOUNDS
-        )
+        judge.judge([logs.renamed(row | {"fully_async/count/current_param_version": 1}) | {"step": 1}], logs.BOUNDS)
         == []
     )
 
@@ -432,4 +451,4 @@ def test_a_measured_result_is_that_of_its_file(monkeypatch, capsys):
 
 def test_a_deviation_is_that_of_two_rewards_where_a_log_has_only_their_range():
     row = {"critic/score/mean": 0.2, "critic/score/min": 0.0, "critic/score/max": 1.0}
-    assert logs.ours(row)["reward/std"] == pytest.approx(0.4)
+    assert logs.renamed(row)["reward/std"] == pytest.approx(0.4)

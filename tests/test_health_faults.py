@@ -7,9 +7,8 @@ from test_train import ROOT
 
 from benchmarks import ill_runs
 from benchmarks.judging import judge, kept
-from jaxrl_llm.health import rules
+from jaxrl_llm.health import logs, rules
 from jaxrl_llm.health.history import History
-from jaxrl_llm.tools import logs
 
 
 def test_every_rule_has_a_fault():

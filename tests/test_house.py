@@ -100,16 +100,22 @@ TREES = {file.relative_to(ROOT): ast.parse(file.read_text()) for file in PACKAGE
 MODULES = {".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in TREES}
 
 
+def imported_from(node: ast.ImportFrom, file: Path) -> str:
+    """Returns the full name of the module that `from MODULE import` names, also with a relative name."""
+    above = ".".join(file.parts[: len(file.parts) - node.level]) if node.level else ""
+    return ".".join(name for name in (above, node.module) if name)
+
+
 def imports() -> set[tuple[str, str]]:
     """Returns the pairs of modules of which the first imports the second, also for types alone."""
     pairs = set()
     for file, tree in TREES.items():
         module = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module:
+            if isinstance(node, ast.ImportFrom) and (source := imported_from(node, file)):
                 for name in node.names:
-                    full = f"{node.module}.{name.name}"
-                    pairs.add((module, full if full in MODULES else node.module))
+                    full = f"{source}.{name.name}"
+                    pairs.add((module, full if full in MODULES else source))
     return {(a, b) for a, b in pairs if b in MODULES and "." in a and "." in b}
 
 

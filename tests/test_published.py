@@ -37,6 +37,7 @@ COMMAND = re.compile(
 )
 PEERS = {  # what imports TRL or Tunix, with the environment that `benchmarks.step` makes for it
     "benchmarks.trl_logs": "trl",
+    "benchmarks.trl_real_logs": "trl",
     "benchmarks.peer_trl": "trl",
     "benchmarks.peer_tunix": "tunix",
 }
@@ -323,6 +324,16 @@ def test_a_log_of_trl_is_made(tmp_path):
 
 
 @pytest.mark.parity
+def test_a_log_of_trl_on_a_folder_of_a_model_is_made(tmp_path):
+    model = ROOT / "jaxrl_llm" / "assets" / "arithmetic"
+    words = ["benchmarks.trl_real_logs", model, tmp_path, "--only", "constant_reward", "--rollouts", "2"]
+    program = [environment("trl"), "-m", *words]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "constant_reward: 3 rows" in done.stdout
+    assert len(json.loads((tmp_path / "constant_reward.json").read_text())) == 3
+
+
+@pytest.mark.parity
 @pytest.mark.parametrize("module", PEERS)
 def test_a_command_that_is_shown_for_a_peer_is_one_that_its_program_accepts(module):
     program = [environment(PEERS[module]), "-m", module, "--help"]
@@ -340,7 +351,7 @@ def test_the_check_of_a_plan_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_every_benchmark_has_a_smallest_form():
-    peers = {"trl_logs", "peer_trl", "peer_tunix", "peer_vllm"}
+    peers = {"trl_logs", "trl_real_logs", "peer_trl", "peer_tunix", "peer_vllm"}
     tested = {*SMALLEST, *peers, "ill_runs", "int8_base", "push", "plan_check"}
     parts = {"ours", "workloads", "alarm_runs", "judging", "simulated"}  # of other benchmarks, without a command
     assert {file.stem for file in (ROOT / "benchmarks").glob("*.py")} == {*tested, *parts}

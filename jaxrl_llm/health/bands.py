@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.health.finding import LogRecord
-from jaxrl_llm.health.history import FEW, RECENT, History
-from jaxrl_llm.health.rules import bounds
+from .finding import LogRecord
+from .history import FEW, RECENT, History
+from .rules import bounds
 
 UNSOLVED = ", unless the task is solved"
 # Metric, rule, what the words add, bounds.

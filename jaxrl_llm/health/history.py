@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from scipy.special import bdtrc
 
-from jaxrl_llm.health import noise
-from jaxrl_llm.health.finding import LogRecord
+from . import noise
+from .finding import LogRecord
 
 Metric: TypeAlias = str | Callable[[LogRecord], float | None]  # its name, or how it follows from a record
 FEW = 4  # records at the start that a rule compares with

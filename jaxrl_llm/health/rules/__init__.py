@@ -7,14 +7,15 @@ calibrated on the runs named there.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
-from jaxrl_llm.config.names import keyword_only
-from jaxrl_llm.health.finding import Finding, LogRecord, Needs
-from jaxrl_llm.health.history import FEW, RECENT, WINDOW, History
-from jaxrl_llm.health.rules import engine, environment, policy, rewards, texts
+from ..finding import Finding, LogRecord, Needs
+from ..history import FEW, RECENT, WINDOW, History
+from . import engine, environment, policy, rewards, texts
 
 
 def findings(history: History, bounds: Mapping[str, Any]) -> list[Finding]:
@@ -24,12 +25,18 @@ def findings(history: History, bounds: Mapping[str, Any]) -> list[Finding]:
     slowly = history.slowly()
 
     def apply(rule: Callable[..., Finding | None]) -> Finding | None:
-        arguments = {name: bounds[name] for name in keyword_only(rule)}
+        arguments = {name: bounds[name] for name in _arguments(rule)}
         # The short means come first: what they show is told with the numbers of the last steps.
         finding = rule(history, **arguments) or rule(slowly, **arguments)
         return finding and replace(finding, id=rule.__name__)
 
     return [finding for finding in map(apply, RULES) if finding]
+
+
+@cache
+def _arguments(rule: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the names of a rule's keyword-only arguments."""
+    return tuple(p.name for p in inspect.signature(rule).parameters.values() if p.kind is p.KEYWORD_ONLY)
 
 
 def blind(records: Sequence[LogRecord]) -> dict[str, str]:

@@ -7,18 +7,9 @@ from math import isclose
 
 import numpy as np
 
-from jaxrl_llm.health.finding import Finding, LogRecord
-from jaxrl_llm.health.history import GAPLESS, History
-from jaxrl_llm.health.rules.bounds import (
-    DRIFT,
-    FIRST_CLIPPED,
-    IMPORTANCE_KL,
-    MEAN_WEIGHT,
-    ROUNDINGS,
-    SAMPLE_SIZE,
-    STALE,
-    WEIGHT_OFF,
-)
+from ..finding import Finding, LogRecord
+from ..history import GAPLESS, History
+from .bounds import DRIFT, FIRST_CLIPPED, IMPORTANCE_KL, MEAN_WEIGHT, ROUNDINGS, SAMPLE_SIZE, STALE, WEIGHT_OFF
 
 
 def kl_bound(record: LogRecord) -> float:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from jaxrl_llm.health.finding import Finding, LogRecord
-from jaxrl_llm.health.history import History
-from jaxrl_llm.health.rules.bounds import DOWN, ONE_TURN, TOOL_ERRORS
+from ..finding import Finding, LogRecord
+from ..history import History
+from .bounds import DOWN, ONE_TURN, TOOL_ERRORS
 
 
 def tools_unused(history: History) -> Finding | None:

@@ -6,15 +6,17 @@ from math import isnan
 
 import numpy as np
 
-from jaxrl_llm.config.schema import Count, MayChange
-from jaxrl_llm.health import noise
-from jaxrl_llm.health.finding import Finding
-from jaxrl_llm.health.history import RECENT, TINY, WINDOW, History
-from jaxrl_llm.health.rules.bounds import CLIPPED, ENTROPY, EXPLAINED, GRADIENT, LITTLE, SPIKE
+from .. import noise
+from ..finding import Finding
+from ..history import RECENT, TINY, WINDOW, History
+from .bounds import CLIPPED, ENTROPY, EXPLAINED, GRADIENT, LITTLE, SPIKE
 
 
-def updates_skipped(history: History, *, max_skipped: MayChange[Count]) -> Finding | None:
-    """F27: many updates in a row are skipped, and the model does not change."""
+def updates_skipped(history: History, *, max_skipped: int) -> Finding | None:
+    """F27: many updates in a row are skipped, and the model does not change.
+
+    In the log of another trainer these are gradients that are not finite: it skips them, or they ruin the weights.
+    """
     r = history.latest[-1]
     counts = [int(x) for name, x in r.items() if name.endswith("updates/skipped_in_a_row") and x is not None]
     if not max_skipped or max(counts, default=0) < max_skipped:
@@ -32,11 +34,16 @@ def updates_skipped(history: History, *, max_skipped: MayChange[Count]) -> Findi
     elif refused:
         cause = f"config.health.skip has {refused[0]!r}"
         fix = "a lower optim.learning_rate, or without this in health.skip"
+    if "at" in r:  # the log of another trainer
+        what, else_do = "had no finite gradient, and the model stands still or is ruined", ""
+    else:
+        what = "were skipped, and the model stands still"
+        else_do = ", or raise config.health.max_skipped (0: never stop)"
     return Finding(
         "error",
-        f"{max(counts)} updates in a row were skipped, and the model stands still",
+        f"{max(counts)} updates in a row {what}",
         cause,
-        f"begin a new run with {fix}, or raise config.health.max_skipped (0: never stop)",
+        f"begin a new run with {fix}{else_do}",
         "docs/failures.md F27",
     )
 

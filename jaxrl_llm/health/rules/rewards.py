@@ -6,10 +6,10 @@ from math import isnan, sqrt
 
 import numpy as np
 
-from jaxrl_llm.health import noise
-from jaxrl_llm.health.finding import Finding, LogRecord, channels
-from jaxrl_llm.health.history import MOSTLY, History
-from jaxrl_llm.health.rules.bounds import HELD_OUT_FALL, KL_ALONE, KL_COSTS, KL_PAYS, LITTLE, NO_SIGNAL, REWARD_FALL
+from .. import noise
+from ..finding import Finding, LogRecord, channels
+from ..history import MOSTLY, History
+from .bounds import HELD_OUT_FALL, KL_ALONE, KL_COSTS, KL_PAYS, LITTLE, NO_SIGNAL, REWARD_FALL
 
 
 def no_verdict(history: History) -> Finding | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import sqrt
 
-from jaxrl_llm.health.finding import Finding
-from jaxrl_llm.health.history import History
-from jaxrl_llm.health.rules.bounds import ANSWER, LENGTH, LITTLE, NEVER_STOPS, REPEATED, TRUNCATED
+from ..finding import Finding
+from ..history import History
+from .bounds import ANSWER, LENGTH, LITTLE, NEVER_STOPS, REPEATED, TRUNCATED
 
 
 def repeats(history: History) -> Finding | None:

@@ -11,11 +11,12 @@ from ml_collections import ConfigDict
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.health import logs
 from jaxrl_llm.health.finding import SEVERITIES, Finding, LogRecord
 from jaxrl_llm.health.history import FEW, RECENT
+from jaxrl_llm.health.judge import Judge, Spell
 from jaxrl_llm.recipe import advice
 from jaxrl_llm.structs import Config, Sizes
-from jaxrl_llm.tools import doctor, logs
 from jaxrl_llm.tools.report.follow import Lines
 
 FILES = ("config.json", logs.METRICS, "completions.jsonl", "health.jsonl")
@@ -45,7 +46,7 @@ class ReportedRun(NamedTuple):
     workdir: Path
     config: Config
     records: list[LogRecord]
-    spells: list[doctor.Spell]
+    spells: list[Spell]
     groups: list[dict[str, Any]]  # the first, the middle and the last of completions.jsonl
     settings: SettingsReport
     wrote: list[str]  # ids in health.jsonl that the rules of this version do not find
@@ -95,7 +96,7 @@ class Reader:
         self._workdir = workdir
         self._metrics, self._completions = Lines(workdir / logs.METRICS), Lines(workdir / "completions.jsonl")
         self._rules: tuple[dict[str, Any], list[Finding]] = {}, []
-        self._records, self._judge = list[LogRecord](), doctor.Judge(*self._rules)
+        self._records, self._judge = list[LogRecord](), Judge(*self._rules)
         self._groups = list[int]()  # the places of their lines: all of them may be gigabytes
 
     def read(self, letter: str, name: str) -> ReportedRun:
@@ -106,7 +107,7 @@ class Reader:
         if rules != self._rules:
             self._metrics = Lines(self._metrics.file)
         if self._metrics.begin():
-            self._rules, self._records, self._judge = rules, [], doctor.Judge(*rules)
+            self._rules, self._records, self._judge = rules, [], Judge(*rules)
         for _, line in self._metrics.new():
             record = self._metrics.parse(line)
             self._judge.add(record)

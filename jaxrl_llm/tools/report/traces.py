@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 
 from jaxrl_llm.health.bands import Band
 from jaxrl_llm.health.history import RECENT
-from jaxrl_llm.tools.doctor import Spell
+from jaxrl_llm.health.judge import Spell
 from jaxrl_llm.tools.report.axis import Axis
 from jaxrl_llm.tools.report.runs import ReportedRun
 from jaxrl_llm.tools.report.thinning import thin
