@@ -195,6 +195,7 @@ def test_what_a_gpu_sends_to_other_hosts_is_what_they_lack_over_all_network_card
 ENTRY %main.1 (x: f32[8,4]) -> f32[8,4] {
   %both = ((f32[1,4]{1,0}, bf16[2]{0}), (f32[8,4], /*index=1*/bf16[16])) all-gather-start(%x, %y), replica_groups={}
   %host = (f32[2,4]{1,0}, f32[8,4]{1,0}) all-gather-start(%x), replica_groups=mesh['a'=2,'b'=4] {'b'}
+  %same = (f32[2,4], f32[8,4]) all-gather-start(%x), replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}
   %pairs = f32[8,4]{1,0} all-reduce-start(%x), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add
   %sums = ((f32[8,4], f32[8]), (f32[1,4], f32[1])) reduce-scatter-start(%x, %y), replica_groups={{0,1,2,3,4,5,6,7}}
   %all = ((f32[8,4]), f32[8,4]) all-to-all-start(%x), replica_groups=[1,8]<=[8], dimensions={0}
@@ -205,6 +206,7 @@ ENTRY %main.1 (x: f32[8,4]) -> f32[8,4] {
     found = collectives(text, hosts=4 * [0] + 4 * [1])
     assert [(c.kind, c.bytes, c.to_hosts) for c in found] == [
         ("all-gather", 160, 160 / 2 / 4),
+        ("all-gather", 128, 0),
         ("all-gather", 128, 0),
         ("all-reduce", 256, 256 / 2),
         ("reduce-scatter", 160, 160 / 2 / 4),

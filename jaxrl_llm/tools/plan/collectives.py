@@ -142,19 +142,26 @@ def _parts(type_: str) -> list[list[tuple[str, str]]]:
     return parts
 
 
+IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # chips in the order of an array of this shape, after a transposition
+
+
 def _group(line: str, count: int) -> list[int]:
     """Returns the first group of chips that a collective joins: all `count` of them, if it names none."""
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] {([^}]*)}", line):
+    if mesh := re.search(rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({IOTA}\))? {{([^}}]*)}}", line):
         axes = dict(re.findall(r"('\w+')=(\d+)", mesh[1]))
-        joined = re.findall(r"'\w+'", mesh[2])
-        chips = np.arange(math.prod(map(int, axes.values()))).reshape([int(n) for n in axes.values()])
+        shape, joined = [int(n) for n in axes.values()], re.findall(r"'\w+'", mesh[4])
+        chips = _ordered(mesh[2] or str(math.prod(shape)), mesh[3]).reshape(shape)
         return chips[tuple(slice(None) if axis in joined else 0 for axis in axes)].ravel().tolist()
-    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        chips = np.arange(math.prod(shape := [int(n) for n in iota[2].split(",")])).reshape(shape)
-        order = [int(n) for n in iota[3].split(",")] if iota[3] else range(len(shape))
-        return chips.transpose(order).ravel()[: int(iota[1])].tolist()
+    if iota := re.search(rf"replica_groups=\[\d+,(\d+)\]<={IOTA}", line):
+        return _ordered(iota[2], iota[3])[: int(iota[1])].tolist()
     named = re.search(r"replica_groups={{([\d,]*)}", line)
     return [int(n) for n in named[1].split(",")] if named else list(range(count))
+
+
+def _ordered(shape: str, order: str | None) -> np.ndarray:
+    axes = [int(n) for n in shape.split(",")]
+    chips = np.arange(math.prod(axes)).reshape(axes)
+    return chips.transpose([int(n) for n in order.split(",")] if order else range(len(axes))).ravel()
 
 
 def _bytes(dtype: str, shape: str) -> int:
