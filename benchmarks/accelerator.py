@@ -1,4 +1,4 @@
-"""What a GPU or a TPU does here, in 25 minutes at most: `python -m benchmarks.accelerator --out result.json`.
+"""What a GPU or a TPU does here: `python -m benchmarks.accelerator --out result.json`.
 
 First whether it computes what `transformers` computed (stored logits and greedy tokens of small models), and whether
 the kernel for pages computes what its plain form does. Then four steps of `jaxrl train` with random weights of a
@@ -140,7 +140,7 @@ def train(folder: Path, changes: dict[str, Any]) -> Timed:
 
 def plan(folder: Path, topology: str, changes: dict[str, Any]) -> dict[str, dict[str, float]] | str:
     """Returns the estimated seconds of each phase by resource, or why there is none."""
-    words = ["--json", "--topology", topology, "--lengths", str(STEP["rollout.max_completion_tokens"])]
+    words = ["--json", "--topology", topology, "--lengths", str((STEP | changes)["rollout.max_completion_tokens"])]
     done = run("jaxrl_llm.tools.plan", [*flags(folder, changes), *words], JAX_PLATFORMS="cpu")
     if not done.stdout.strip():
         return done.stderr.strip().splitlines()[-1]

@@ -145,10 +145,8 @@ def main() -> None:
             line += f"; {taken[0]:.2f} and {taken[1]:.2f} s, {taken[1] / taken[0]:.2f} x"
         print(line, flush=True)
     # Of the small model, which is the last.
-    batch, mesh = (
-        cut(make_batch(model.cfg.vocab_size, 8, args.group, args.tokens)),
-        sharding.make_mesh(data=1, fsdp=1, tensor=1),
-    )
+    batch = cut(make_batch(model.cfg.vocab_size, 8, args.group, args.tokens))
+    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
     program = jax.jit(partial(summed, model, mesh))
     sizes = [batch, replace(batch, images=replace(batch.images, smaller=()))]
     ours, one = (seconds(program, params, x, args.repetitions) for x in sizes)

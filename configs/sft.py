@@ -39,9 +39,8 @@ def get_config() -> ConfigDict:
     c.data.source = "arithmetic.demonstrations"
     c.data.convert = ""
     c.data.completion_column = "completion"  # column with the text to learn; of a pair, with the better one
-    c.data.rejected_column = (
-        ""  # column with the worse completion, for dpo and simpo (docs/preferences.md); "": no pairs
-    )
+    # Of a pair, the column with the worse completion, for dpo and simpo (docs/preferences.md); "": no pairs.
+    c.data.rejected_column = ""
     # Columns of rows that no convert function makes. "": as their own columns say, also those of TRL, veRL and EasyR1
     # (docs/data.md).
     c.data.prompt_column = ""  # name of the column that holds the prompt

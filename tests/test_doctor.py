@@ -382,7 +382,10 @@ def test_a_config_is_told_in_the_words_of_the_banner(capsys):
 
 
 # Those of Gemma are of sft, or begin with the folder that another run leaves.
-@pytest.mark.parametrize("recipe", sorted((ROOT / "configs" / "recipes").glob("[!g]*.py")), ids=lambda path: path.stem)
+RECIPES = sorted(path for path in (ROOT / "configs" / "recipes").glob("*.py") if not path.stem.startswith("gemma3_1b"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_looked_at_without_its_model_and_without_a_network(recipe, monkeypatch, capsys):
     monkeypatch.setattr("socket.socket.connect", None)
     monkeypatch.setattr("jaxrl_llm.rollout.engines.check_python", lambda python, name: None)  # that of a vLLM server

@@ -201,15 +201,18 @@ def thumbnail(image: Image) -> str:
     """Returns a small copy of a picture as a data URL."""
     small = image.convert("RGB")
     small.thumbnail((SMALL, SMALL))
-    file = io.BytesIO()
     # Of a photograph a PNG would be ten times as large.
-    small.save(file, "JPEG", quality=90)
-    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return _url(small, "JPEG", quality=90)
 
 
 def data_url(image: Image) -> str:
     """Returns a picture as a data URL of a PNG, which keeps each pixel."""
-    file = io.BytesIO()
     # Little compression: most of the time of a PNG is spent on it.
-    image.save(file, "PNG", compress_level=1)
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return _url(image, "PNG", compress_level=1)
+
+
+def _url(image: Image, kind: str, **settings: int) -> str:
+    """Returns a data URL of a picture in a format of Pillow."""
+    file = io.BytesIO()
+    image.save(file, kind, **settings)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -69,10 +69,8 @@ def at_its_size(part: Microbatch, visit: Callable[[Microbatch], PyTree]) -> PyTr
 def smaller_sizes_of(prompt: Prompt) -> jax.Array:
     """Returns how many of the smaller sizes hold each prompt [B]."""
     assert prompt.images is not None
-    first, last = (
-        jnp.argmax(prompt.mask, axis=1),
-        jnp.max(jnp.where(prompt.images.segments > 0, 1 + jnp.arange(prompt.images.sizes.patches), 0), axis=1),
-    )
+    first = jnp.argmax(prompt.mask, axis=1)
+    last = jnp.max(jnp.where(prompt.images.segments > 0, 1 + jnp.arange(prompt.images.sizes.patches), 0), axis=1)
     holds = [(first >= prompt.tokens.shape[1] - width) & (last <= patches) for width, patches in prompt.images.smaller]
     return sum(holds, jnp.zeros(len(prompt.mask), jnp.int32))
 
