@@ -129,13 +129,6 @@ def alone(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_numbers_of_one(alone, tmp_path):
-    run(2, "grpo", tmp_path / "two")
-    check_same(tmp_path / "two", alone)
-    assert not (tmp_path / "two" / "lock").exists()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("config", ["ppo", "search_grpo"])
 def test_two_processes_have_the_numbers_of_one_with(config, tmp_path):
     run(1, config, tmp_path / "one")
@@ -144,23 +137,17 @@ def test_two_processes_have_the_numbers_of_one_with(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_that_sample_on_devices_of_their_own_have_the_numbers_of_one(tmp_path):
+def test_two_processes_that_sample_on_devices_of_their_own_have_the_numbers_and_the_curriculum_of_one(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": f"{a}+{b}"}], "answer": str(a + b)} for a, b in PAIRS]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     fields = ("engine.devices=2", "rollout.resample_rounds=1", "group_size=2")
+    fields += (f"data.source={tmp_path}/rows.jsonl", "data.curriculum.skip=0.9", "eval=none", "num_steps=6")
     run(1, "grpo", tmp_path / "one", *fields)
     run(2, "grpo", tmp_path / "two", *fields)
     check_same(tmp_path / "two", tmp_path / "one")
     assert "on the last 1 devices of each process" in (tmp_path / "two.0.out").read_text()
-
-
-@pytest.mark.slow
-def test_two_processes_have_the_curriculum_of_one(tmp_path):
-    rows = [{"prompt": [{"role": "user", "content": f"{a}+{b}"}], "answer": str(a + b)} for a, b in PAIRS]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fields = (f"data.source={tmp_path}/rows.jsonl", "data.curriculum.skip=0.9", "eval=none", "num_steps=6")
-    run(1, "grpo", tmp_path / "one", *fields)
-    run(2, "grpo", tmp_path / "two", *fields)
-    check_same(tmp_path / "two", tmp_path / "one")
     assert sum(record["curriculum/passed_over"] for record in records(tmp_path / "two")) > 0
+    assert not (tmp_path / "two" / "lock").exists()
 
 
 @pytest.mark.slow

@@ -239,6 +239,14 @@ def small_accelerator(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> l
     return ["--families", "llama", "--sizes", str(folder), *(f"--config.{name}={x}" for name, x in changes.items())]
 
 
+def small_real(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    model = ROOT / "jaxrl_llm" / "assets" / "arithmetic"
+    patch.setattr(module, "make_smollm2", lambda: None)
+    changes = TINY | {"microbatch": 4, "model.path": model, "rollout.max_completion_tokens": 4, "eval.every": 2}
+    flags = [f"--config.{name}={value}" for name, value in changes.items()]
+    return ["--quick", "--out", str(folder), *flags]
+
+
 Small = list[str] | Callable[[pytest.MonkeyPatch, Any, Path], list[str]]
 SMALLEST: dict[str, Small] = {  # arguments, or what shrinks the module and returns them
     "accelerator": small_accelerator,
@@ -255,6 +263,7 @@ SMALLEST: dict[str, Small] = {  # arguments, or what shrinks the module and retu
     "overhead": ["--config", "configs/grpo.py", *FLAGS],
     "paged_attention": ["--heads", "1"],
     "picture_layout": small_picture_layout,
+    "real.__main__": small_real,
     "rescue": small_rescue,
     "retriever": ["--documents", "100", "--clients", "2", "--seconds", "0.5"],
     "rolled_pictures": ["jaxrl_llm/assets/pictures", "--problems", "16"],
@@ -318,6 +327,13 @@ def test_vllm_is_timed_in_its_environment(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parity
+def test_trl_does_the_same_work_in_the_benchmark_of_a_real_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("JAX_NUMPY_RANK_PROMOTION")
+    run_smallest("real.__main__", lambda *given: [*small_real(*given), "--trl"], tmp_path, monkeypatch)
+    assert "mean seconds to 0.85" in capsys.readouterr().out
+
+
+@pytest.mark.parity
 def test_a_log_of_trl_is_made(tmp_path):
     program = [environment("trl"), "-m", "benchmarks.trl_logs", tmp_path, "--only", "healthy", "--rollouts", "2"]
     assert "healthy: 3 rows" in subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -354,4 +370,5 @@ def test_every_benchmark_has_a_smallest_form():
     peers = {"trl_logs", "trl_real_logs", "peer_trl", "peer_tunix", "peer_vllm"}
     tested = {*SMALLEST, *peers, "ill_runs", "int8_base", "push", "plan_check"}
     parts = {"ours", "workloads", "alarm_runs", "judging", "simulated"}  # of other benchmarks, without a command
-    assert {file.stem for file in (ROOT / "benchmarks").glob("*.py")} == {*tested, *parts}
+    programs = {file.stem for file in (ROOT / "benchmarks").glob("*.py")} | {"real.__main__"}
+    assert programs == {*tested, *parts}

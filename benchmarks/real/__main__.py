@@ -1,14 +1,16 @@
 """SmolLM2-135M-Instruct learns sums of two numbers below 50: `python -m benchmarks.real --quick`.
 
 Without --quick there are three seeds, one after the other, and with --trl the same work by TRL's GRPOTrainer after each
-(its environment is made at the first run, from benchmarks/environments.txt). Each run that has ended is kept in --out
-and not made again. Prints a table, and writes OUT/addition.png. --config.FIELD=VALUE changes addition.py for both.
+(its environment is made at the first run, from benchmarks/environments.txt). --case tldr is another task, of tldr.py.
+Each run that has ended is kept in OUT/CASE and not made again. Prints a table, checks that both did the same work, and
+writes OUT/CASE.png. --config.FIELD=VALUE changes the config for both.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -22,22 +24,41 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.real.model import smollm2
+from benchmarks.real.model import make_smollm2
 from benchmarks.step import environment
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.errors import run_main
 
 HERE = Path(__file__).parent
-CONFIG = HERE / "addition.py"
 SEEDS = (0, 1, 2)
 TRL_MICROBATCH = 16  # sequences
-REACHED = 0.85  # accuracy, to which the seconds are counted
+TRAINERS = {"ours": "jaxrl_llm", "trl": "TRL"}
 # Fields that TRL is told.
 TOLD = (
     "model.path", "num_steps", "prompts_per_step", "group_size", "rollout.max_completion_tokens",
     "rollout.temperature", "optim.learning_rate", "optim.warmup_steps", "eval.every", "eval.problems",
 )  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A task, and what is shown of its runs."""
+
+    name: str  # of its config, and of its rows and reward in peer_trl.py
+    curve: str  # key of a record
+    label: str
+    goal: float  # value of the curve to which the seconds are counted
+    lowest: float  # of the axis
+    highest: float
+
+    def config(self) -> Path:
+        return HERE / f"{self.name}.py"
+
+
+CASES = {
+    "addition": Case("addition", "eval/accuracy", "share of held-out sums solved", 0.85, 0, 1),
+    "tldr": Case("tldr", "reward/mean", "mean reward: distance from 20 characters", -20, -250, 0),
+}
 
 
 class Run(NamedTuple):
@@ -49,22 +70,25 @@ class Run(NamedTuple):
     peak_mb: float
     wall: float  # seconds, with evaluations, from the start of the process to its end
 
-    def accuracies(self) -> list[tuple[int, float, float]]:
-        """Returns step, seconds of all steps until then, without evaluations, and held-out accuracy."""
+    def points(self, curve: str) -> list[tuple[int, float, float]]:
+        """Returns step, seconds of all steps until then, without evaluations, and the value of a curve."""
         seconds, found = 0.0, []
         for record in self.records:
             seconds += record.get("time/step", 0.0)
-            if "eval/accuracy" in record:
-                found.append((record["step"], seconds, record["eval/accuracy"]))
+            if curve in record:
+                found.append((record["step"], seconds, record[curve]))
         return found
 
-    def reached(self) -> float | None:
-        """Returns the seconds to REACHED, between two evaluations in proportion; None: it was not reached."""
-        points = self.accuracies()
-        for (_, before, low), (_, after, high) in pairwise(points):
-            if high >= REACHED:
-                return before + (after - before) * (REACHED - low) / (high - low)
-        return None
+    def seconds_to(self, case: Case) -> float:
+        """Returns the seconds to the goal, between two points of the curve in proportion; infinite: not reached."""
+        for (_, before, low), (_, after, high) in pairwise(self.points(case.curve)):
+            if high >= case.goal:
+                return before + (after - before) * (case.goal - low) / (high - low)
+        return math.inf
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Returns the records of steps; that of step 0 is of an evaluation alone."""
+        return [record for record in self.records if "time/step" in record]
 
 
 def measured(command: list[str], log: Path) -> tuple[float, float]:
@@ -79,24 +103,26 @@ def measured(command: list[str], log: Path) -> tuple[float, float]:
     return time.perf_counter() - began, usage.ru_maxrss / 1024
 
 
-def run_ours(seed: int, out: Path, changes: list[str]) -> Run:
+def run_ours(case: Case, seed: int, out: Path, changes: list[str]) -> Run:
     """Makes a run of `jaxrl train`."""
     workdir = out / f"ours_{seed}"
-    command = [sys.executable, "-m", "jaxrl_llm.train", "--config", str(CONFIG), "--workdir", str(workdir)]
+    command = [sys.executable, "-m", "jaxrl_llm.train", "--config", str(case.config()), "--workdir", str(workdir)]
     command += [f"--config.seed={seed}", *changes]
     wall, peak = measured(command, out / f"ours_{seed}.log")
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     kept = ("step", "time/step", "reward/mean", "completion/length", "eval/accuracy")
-    return Run("jaxrl_llm", seed, [{k: r[k] for k in kept if k in r} for r in records], peak, wall)
+    group = fields_of(case, changes)["group_size"]
+    sequences = [{"sequences": int(r["groups/count"]) * group} if "groups/count" in r else {} for r in records]
+    shown = [{k: r[k] for k in kept if k in r} | more for r, more in zip(records, sequences, strict=True)]
+    return Run("jaxrl_llm", seed, shown, peak, wall)
 
 
-def run_trl(seed: int, out: Path, changes: list[str]) -> Run:
+def run_trl(case: Case, seed: int, out: Path, changes: list[str]) -> Run:
     """Makes the same run by TRL."""
-    config = configs.load(CONFIG)
-    for change in changes:
-        configs.override(config, *change.removeprefix("--config.").split("=", 1))
-    fields = flatten(config)
-    settings = {name: fields[name] for name in TOLD} | {"seed": seed, "microbatch": TRL_MICROBATCH}
+    fields = fields_of(case, changes)
+    microbatch = min(TRL_MICROBATCH, fields["prompts_per_step"] * fields["group_size"])
+    settings = {name: fields[name] for name in TOLD} | {"case": case.name, "seed": seed, "microbatch": microbatch}
+    settings["state"] = str((out / f"trl_{seed}_trainer_state.json").absolute())
     command = [str(environment("trl")), "-m", "benchmarks.real.peer_trl", json.dumps(settings)]
     log = out / f"trl_{seed}.log"
     wall, peak = measured(command, log)
@@ -104,35 +130,55 @@ def run_trl(seed: int, out: Path, changes: list[str]) -> Run:
     return Run("TRL", seed, records, peak, wall)
 
 
+def fields_of(case: Case, changes: list[str]) -> dict[str, Any]:
+    """Returns the fields of a case's config, with the changes."""
+    config = configs.load(case.config())
+    for change in changes:
+        configs.override(config, *change.removeprefix("--config.").split("=", 1))
+    return flatten(config)
+
+
 RUNNERS = {"ours": run_ours, "trl": run_trl}
 
 
-def kept(name: str, seed: int, out: Path, changes: list[str]) -> Run:
+def kept(name: str, case: Case, seed: int, out: Path, changes: list[str]) -> Run:
     """Returns a run, which is made if it is not in `out` yet."""
     file = out / f"{name}_{seed}.json"
     if not file.exists():
-        file.write_text(json.dumps(RUNNERS[name](seed, out, changes)._asdict()))
+        file.write_text(json.dumps(RUNNERS[name](case, seed, out, changes)._asdict()))
     return Run(**json.loads(file.read_text()))
 
 
-def table(runs: list[Run]) -> Table:
+def table(runs: list[Run], case: Case) -> Table:
     """Returns the table of runs."""
-    shown = Table("trainer", "seed", "held out, before", "at the end", "steps", "s a step", f"s to {REACHED:.0%}")
-    for column in ("first step, s", "wall, s", "peak, GB"):
-        shown.add_column(column)
+    columns = ("trainer", "seed", "held out, before", "at the end", "steps", "sequences", "tokens, step 1", "s a step")
+    shown = Table(*columns, f"s to {case.goal:g}", "first step, s", "wall, s", "peak, GB")
     for run in runs:
-        points, steps = run.accuracies(), [r["time/step"] for r in run.records if "time/step" in r]
-        reached = run.reached()
+        held_out, steps, reached = run.points("eval/accuracy"), run.steps(), run.seconds_to(case)
+        seconds, first = [record["time/step"] for record in steps], steps[0]
         shown.add_row(
-            run.trainer, str(run.seed), f"{points[0][2]:.1%}", f"{points[-1][2]:.1%}", str(len(steps)),
-            f"{statistics.median(steps):.1f}", "-" if reached is None else f"{reached:.0f}", f"{steps[0]:.1f}",
+            run.trainer, str(run.seed), f"{held_out[0][2]:.1%}", f"{held_out[-1][2]:.1%}", str(len(steps)),
+            str(first["sequences"]), f"{first['sequences'] * first['completion/length']:.0f}",
+            f"{statistics.median(seconds):.1f}", f"{reached:.0f}" if reached < math.inf else "-", f"{seconds[0]:.1f}",
             f"{run.wall:.0f}", f"{run.peak_mb / 1024:.1f}",
         )  # fmt: skip
     return shown
 
 
-def draw(runs: list[Run], file: Path) -> None:
-    """Draws held-out accuracy against seconds and against steps."""
+def compared(runs: list[Run], case: Case) -> str:
+    """Returns the mean seconds of both to the goal. Raises: SystemExit, if they did not do the same work."""
+    by_trainer = {name: [run for run in runs if run.trainer == name] for name in TRAINERS.values()}
+    for ours, trl in zip(*by_trainer.values(), strict=True):
+        first, other = (run.points("eval/accuracy")[0][2] for run in (ours, trl))
+        sequences = {record["sequences"] for run in (ours, trl) for record in run.steps()}
+        if len(sequences) > 1 or abs(first - other) > 0.01:
+            raise SystemExit(f"seed {ours.seed}: not the same work: {sequences} sequences, {first:.1%} and {other:.1%}")
+    ours, trl = (statistics.mean(run.seconds_to(case) for run in group) for group in by_trainer.values())
+    return f"mean seconds to {case.goal:g}: jaxrl_llm {ours:.0f}, TRL {trl:.0f}, ratio {trl / ours:.2f}"
+
+
+def draw(runs: list[Run], case: Case, file: Path) -> None:
+    """Draws the curve against seconds and against steps."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -141,11 +187,11 @@ def draw(runs: list[Run], file: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
     colours = {"jaxrl_llm": "tab:blue", "TRL": "tab:orange"}
     for run in runs:
-        steps, seconds, accuracy = zip(*run.accuracies(), strict=True)
+        steps, seconds, values = zip(*run.points(case.curve), strict=True)
         label = run.trainer if run.seed == runs[0].seed else None
         for axis, x in zip(axes, (seconds, steps), strict=True):
-            axis.plot(x, [100 * y for y in accuracy], color=colours[run.trainer], marker=".", label=label, alpha=0.8)
-    axes[0].set(xlabel="seconds of steps", ylabel="held-out sums solved, %", ylim=(0, 100))
+            axis.plot(x, values, color=colours[run.trainer], marker=".", label=label, alpha=0.8)
+    axes[0].set(xlabel="seconds of steps", ylabel=case.label, ylim=(case.lowest, case.highest))
     axes[1].set(xlabel="steps")
     axes[0].legend(loc="lower right")
     for axis in axes:
@@ -155,6 +201,7 @@ def draw(runs: list[Run], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, default="addition")
     parser.add_argument("--quick", action="store_true", help="the first seed alone")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--trl", action="store_true", help="also by TRL")
@@ -162,13 +209,16 @@ def main() -> None:
     args, changes = parser.parse_known_args()
     if unknown := [word for word in changes if not re.match(r"--config\.[\w.]+=", word)]:
         parser.error(f"unknown: {' '.join(unknown)}")
-    args.out.mkdir(parents=True, exist_ok=True)
-    smollm2()
-    names = ["ours", "trl"] if args.trl else ["ours"]
+    case, folder = CASES[args.case], args.out / args.case
+    folder.mkdir(parents=True, exist_ok=True)
+    make_smollm2()
+    names = [*TRAINERS] if args.trl else ["ours"]
     seeds = args.seeds[: 1 if args.quick else None]
-    runs = [kept(name, seed, args.out, changes) for seed in seeds for name in names]
-    Console(width=120).print(table(runs))
-    draw(runs, args.out / "addition.png")
+    runs = [kept(name, case, seed, folder, changes) for seed in seeds for name in names]
+    Console(width=140).print(table(runs, case))
+    draw(runs, case, args.out / f"{case.name}.png")
+    if args.trl:
+        print(compared(runs, case))
 
 
 if __name__ == "__main__":

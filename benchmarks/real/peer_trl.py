@@ -1,7 +1,7 @@
-"""The work of benchmarks/real/addition.py by TRL's GRPOTrainer, for `python -m benchmarks.real --trl`.
+"""The work of a config of benchmarks/real by TRL's GRPOTrainer, for `python -m benchmarks.real --trl`.
 
-Prints a JSON object for each step: its seconds, its mean reward, and the accuracy on held-out problems where it is
-measured. Needs TRL (benchmarks/environments.txt).
+Prints a JSON object for each step: its seconds, the completions that it rewarded, their mean reward and length, and the
+accuracy on held-out problems where it is measured. Needs TRL (benchmarks/environments.txt).
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import argparse
 import json
 import os
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -26,10 +28,20 @@ from jaxrl_llm.tasks.gsm8k import accuracy
 AT_ONCE = 64  # held-out problems
 
 
-def earned(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """The reward of addition.py: whether the last number of a completion is right."""
-    texts = [completion[0]["content"] for completion in completions]
-    return [float(x) for x in accuracy(completions=texts, answer=answer, method="flexible")]
+class Case(NamedTuple):
+    """What a config of this folder says with names."""
+
+    rows: Callable[[], list[dict[str, Any]]]
+    held_out: Callable[[], list[dict[str, Any]]]
+    reward: Callable[..., list[float]]
+    judged: Callable[..., list[float]]  # of held-out problems
+
+
+right = partial(accuracy, method="flexible")
+CASES = {
+    "addition": Case(tasks.addition, tasks.addition_held_out, right, right),
+    "tldr": Case(tasks.posts, tasks.posts_held_out, tasks.length, tasks.is_near),
+}
 
 
 class Progress(TrainerCallback):
@@ -37,8 +49,15 @@ class Progress(TrainerCallback):
 
     trainer: GRPOTrainer
 
-    def __init__(self, every: int, problems: list[dict[str, Any]], tokens: int, steps: int):
-        self.every, self.problems, self.tokens, self.steps = every, problems, tokens, steps
+    def __init__(self, case: Case, settings: dict[str, Any]):
+        self.case, self.problems = case, case.held_out()[: settings["eval.problems"]]
+        self.every, self.steps = settings["eval.every"], settings["num_steps"]
+        self.tokens, self.rewarded = settings["rollout.max_completion_tokens"], 0
+
+    def reward(self, completions: list[Any], **columns: Any) -> list[float]:
+        """The reward of the case. Counts the completions."""
+        self.rewarded += len(completions)
+        return [float(x) for x in self.case.reward(completions=completions, **columns)]
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         print(json.dumps({"step": 0, "eval/accuracy": self.measure()}), flush=True)
@@ -48,7 +67,8 @@ class Progress(TrainerCallback):
         if "reward" not in logs:
             return
         line = {"step": state.global_step, "time/step": perf_counter() - self.began, "reward/mean": logs["reward"]}
-        line["completion/length"] = logs["completions/mean_length"]
+        line |= {"completion/length": logs["completions/mean_length"], "sequences": self.rewarded}
+        self.rewarded = 0
         if state.global_step % self.every == 0 or state.global_step == self.steps:
             line["eval/accuracy"] = self.measure()
         print(json.dumps(line), flush=True)
@@ -61,30 +81,27 @@ class Progress(TrainerCallback):
         side, tokenizer.padding_side = tokenizer.padding_side, "left"
         for start in range(0, len(self.problems), AT_ONCE):
             part = self.problems[start : start + AT_ONCE]
-            chats = [problem["prompt"] for problem in part]
-            inputs = tokenizer.apply_chat_template(
-                chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-            )
+            prompts = [problem["prompt"] for problem in part]
+            if not isinstance(prompts[0], str):
+                prompts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
+            inputs = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
             out = model.generate(**inputs, max_new_tokens=self.tokens, do_sample=False)
             texts = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-            right += sum(accuracy(completions=texts, answer=[x["answer"] for x in part], method="flexible"))
+            columns = {name: [problem[name] for problem in part] for name in part[0]}
+            right += sum(self.case.judged(completions=texts, **columns))
         tokenizer.padding_side = side
         return right / len(self.problems)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("settings", help="a JSON object with the fields of addition.py's config that TRL also has")
+    parser.add_argument("settings", help="a JSON object with the fields of a config of this folder that TRL also has")
     settings = json.loads(parser.parse_args().settings)
     torch.set_num_threads(2)
     sequences = settings["prompts_per_step"] * settings["group_size"]
     rate = settings["optim.learning_rate"]
-    progress = Progress(
-        settings["eval.every"],
-        tasks.addition_held_out()[: settings["eval.problems"]],
-        settings["rollout.max_completion_tokens"],
-        settings["num_steps"],
-    )
+    case = CASES[settings["case"]]
+    progress = Progress(case, settings)
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             folder, max_steps=settings["num_steps"], use_cpu=True, bf16=False, gradient_checkpointing=False,
@@ -99,11 +116,13 @@ def main() -> None:
             model_init_kwargs={"dtype": "float32"},
         )  # fmt: skip
         progress.trainer = GRPOTrainer(
-            model=settings["model.path"], reward_funcs=earned, args=config,
-            train_dataset=Dataset.from_list(tasks.addition()), callbacks=[progress],
+            model=settings["model.path"], reward_funcs=progress.reward, args=config,
+            train_dataset=Dataset.from_list(case.rows()), callbacks=[progress],
         )  # fmt: skip
         progress.trainer.remove_callback(PrinterCallback)
         progress.trainer.train()
+        # A log for the doctor.
+        progress.trainer.state.save_to_json(settings["state"])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,27 @@
-"""Problems that SmolLM2-135M-Instruct can sometimes solve, as sources of rows."""
+"""Tasks of SmolLM2-135M-Instruct: sources of rows and rewards, which TRL's process also uses. Imports no JAX."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
+from jaxrl_llm.tasks import text_of
+
 BELOW, HELD_OUT = 50, 256
+TARGET, NEAR = 20, 5  # characters
+# Of the posts.
+RELATIVES = ("sister", "brother", "mother", "father", "cousin", "aunt", "uncle", "neighbour", "boss", "flatmate")
+WANTS = (
+    "borrow my car for a week", "move into my flat", "lend the dog to a stranger", "sell the piano", "cancel the trip",
+    "paint the kitchen black", "start a band", "keep bees on the balcony", "cook for forty people", "quit a good job",
+)  # fmt: skip
+REASONS = (
+    "I said no at first, and now nobody talks to me.",
+    "I do not mind, but last time it ended badly.",
+    "We agreed on something else in March.",
+    "I only heard of it from a friend.",
+    "It would cost me more than I have.",
+)
 
 
 def _sums() -> list[dict[str, Any]]:
@@ -24,3 +40,31 @@ def addition() -> list[dict[str, Any]]:
 def addition_held_out() -> list[dict[str, Any]]:
     """Returns 256 other sums."""
     return _sums()[:HELD_OUT]
+
+
+def _posts() -> list[dict[str, Any]]:
+    """Returns posts in the form of the data set TL;DR, whose text no hub is asked for here."""
+    parts = [(who, what, why) for who in RELATIVES for what in WANTS for why in REASONS]
+    random.Random(0).shuffle(parts)
+    form = "SUBREDDIT: r/relationships\n\nTITLE: My {} wants to {}\n\nPOST: {} What should I do?\n\nTL;DR:"
+    return [{"prompt": form.format(*each)} for each in parts]
+
+
+def posts() -> list[dict[str, Any]]:
+    """Returns the posts to learn from."""
+    return _posts()[HELD_OUT:]
+
+
+def posts_held_out() -> list[dict[str, Any]]:
+    """Returns 256 other posts."""
+    return _posts()[:HELD_OUT]
+
+
+def length(completions: list[Any], **columns: Any) -> list[float]:
+    """The negative distance of the length from 20 characters: the reward of TRL's example."""
+    return [-float(abs(TARGET - len(text_of(completion)))) for completion in completions]
+
+
+def is_near(completions: list[Any], **columns: Any) -> list[float]:
+    """1 where the length is 15 to 25 characters."""
+    return [float(value >= -NEAR) for value in length(completions)]
