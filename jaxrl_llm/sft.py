@@ -23,9 +23,9 @@ from jaxrl_llm.data import order
 from jaxrl_llm.data.examples import Examples, make_batch, tokenize_answers
 from jaxrl_llm.errors import UserError, run_main
 from jaxrl_llm.learner import forward, update
-from jaxrl_llm.learner.learning import Reference, make_reference, policy_parameters
+from jaxrl_llm.learner.learning import Models, Reference, make_reference, policy_parameters
 from jaxrl_llm.learner.scorers import Scorer, States, make_scorers
-from jaxrl_llm.learner.update import Learner, Parameters
+from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.machine import distributed, progress, sharding
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import Book
@@ -57,6 +57,10 @@ class Supervised:
         """Returns the states of a checkpoint, as shapes with shardings."""
         return {"policy": self.policy.shapes}
 
+    def all_shapes(self) -> States:
+        """Returns the states that the devices hold, as shapes with shardings."""
+        return self.shapes() | ({"reference": self.reference.shapes} if self.reference else {})
+
     def first(self) -> States:
         """Returns the states at step 0."""
         policy = self.policy.init()
@@ -74,6 +78,15 @@ class Supervised:
             self._ready(scorer.described(name, states, batch), batch)
             columns |= scorer.score(states, batch)
         return replace(batch, columns=columns)
+
+    def programs(self, batch: Batch, score: PyTree, rows: AnyArray) -> Iterator[Program]:
+        """Yields the programs of a step from shapes alone. score: the shape of a column that the loss asks for."""
+        states = self.all_shapes()
+        for name, scorer in self.scorers.items():
+            if program := scorer.described(name, states, batch):
+                yield program
+        columns = {column: score for scorer in self.scorers.values() for column in scorer.columns}
+        yield self.policy.described("", states["policy"], replace(batch, columns=columns), rows)
 
     def compile(self, states: States, batch: Batch, rows: AnyArray) -> None:
         """Compiles the update, which may take minutes. Raises: UserError, if it does not fit the memory."""
@@ -140,7 +153,7 @@ def make_run(place: Workplace, recipe: SftRecipe) -> tuple[Session, SftParts]:
     short = [i for i, row in enumerate(answers) if row]
     collate = partial(make_batch, inputs.dataset, answers, short, length, tokenizer.pad_token_id)
     examples = Examples(order.iterate(len(short), recipe.prompts_per_step, recipe.seed, collate))
-    learning = make_learning(recipe, inputs)
+    learning = make_learning(recipe, inputs.models, partial(first_params, recipe, inputs), inputs.base, inputs.book)
     compared = recipe.eval is not None and not recipe.eval.functions
     accuracy = make_comparison(recipe, inputs, learning) if compared else make_sampled(place, recipe, inputs, learning)
     rows, problems = np.arange(recipe.prompts_per_step, dtype=np.int32), len(inputs.held_out.rows)
@@ -159,28 +172,28 @@ def find_model(place: Workplace, recipe: SftRecipe) -> Path:
     return place.opened.enter_context(new_model_folder(recipe.model, recipe.data, recipe.data.completion_column))
 
 
-def make_learning(recipe: SftRecipe, inputs: Inputs) -> Supervised:
-    """Combines the reference, if the loss asks for it, and the policy."""
-    models, mesh, needed = inputs.models, inputs.models.mesh, recipe.loss_columns
-    learns = make_parameters(recipe, inputs)
-    at_once = recipe.sizes.at_once
+def make_learning(
+    recipe: SftRecipe, models: Models, params: Callable[[], PyTree], base: PyTree, book: Book
+) -> Supervised:
+    """Combines the reference, if the loss asks for it, and the policy.
+
+    params() gives the policy's first parameters; base: those that do not learn; None: all do.
+    """
+    mesh, needed, at_once = models.mesh, recipe.loss_columns, recipe.sizes.at_once
+    learns = policy_parameters(models, params, base, recipe.seed)
     scorers = make_scorers(models.model, Sampling(), mesh, needed, at_once=at_once, exact=False, base=learns.base)
     policy = policy_learner(recipe, models, update.policy_objective(models.model, recipe.loss, Sampling()), learns)
     reference = make_reference(models, policy, learns, None) if "ref_logprobs" in needed else None
-    return Supervised(mesh, scorers, policy, reference, inputs.book)
+    return Supervised(mesh, scorers, policy, reference, book)
 
 
-def make_parameters(recipe: SftRecipe, inputs: Inputs) -> Parameters:
-    """Returns the parameters of the policy that learn, and those that do not."""
+def first_params(recipe: SftRecipe, inputs: Inputs) -> PyTree:
+    """Returns the parameters that the run begins with: those of a folder, or new ones."""
     model, mesh = inputs.models.model, inputs.models.mesh
-
-    def first_params() -> PyTree:
-        if recipe.model.path:
-            return inputs.params()
-        init = jax.jit(model.init, out_shardings=sharding.shardings(model.shapes(), mesh))
-        return init(jax.random.key(recipe.seed))
-
-    return policy_parameters(inputs.models, first_params, inputs.base, recipe.seed)
+    if recipe.model.path:
+        return inputs.params()
+    init = jax.jit(model.init, out_shardings=sharding.shardings(model.shapes(), mesh))
+    return init(jax.random.key(recipe.seed))
 
 
 def make_sampled(

@@ -20,18 +20,22 @@ import tiny
 from rich.console import Console
 from test_sampler import sample
 
+from jaxrl_llm import build, sft
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.settings import HostMemory
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.rollout.jax import compiled, layout, programs, sizes, stream
 from jaxrl_llm.tools.plan import chips, expected, phases
 from jaxrl_llm.tools.plan.__main__ import main
 from jaxrl_llm.tools.plan.chips import CHIPS
+from jaxrl_llm.tools.plan.compiler import Compiler, Phase
 from jaxrl_llm.tools.plan.expected import Endings, Usage, drawn_lengths, expected_usage
 from jaxrl_llm.tools.plan.flops import flops
 from jaxrl_llm.tools.plan.gpus import GPUS, allowed_memory
-from jaxrl_llm.tools.plan.phases import Phase, make_plan
+from jaxrl_llm.tools.plan.phases import make_plan, make_sft_plan
 from jaxrl_llm.tools.plan.prompts import PromptSizes
 from jaxrl_llm.tools.plan.search import Planner, candidates, largest
 
@@ -144,6 +148,58 @@ def test_the_operations_of_scoring_and_update_are_those_of_their_tokens(plan):
     forward = 2 * tokens * cfg.layers * of_layer
     assert forward < by["scoring of reference"] < 1.5 * forward  # and attention and head
     assert 2.9 < by["the update"] / by["scoring of reference"] < 4.1
+
+
+@pytest.fixture(scope="module")
+def sft_plan(tmp_path_factory):
+    config = configs.load(ROOT / "configs" / "dpo.py")
+    config.update_from_flattened_dict({"microbatch": 16, "mesh.tensor": 2})
+    recipe = recipes.read_sft(config)
+    return make_sft_plan(recipe, tiny.mesh_of((1, 4, 2)), PromptSizes(8), tmp_path_factory.mktemp("dump"))
+
+
+def test_a_plan_of_preferences_scores_the_reference_and_learns(sft_plan, plan):
+    assert [phase.name for phase in sft_plan.phases] == ["scoring of reference", "the update"]
+    assert [phase.times for phase in sft_plan.phases] == [1, 1]
+    # The same model on the same mesh as in the plan of GRPO, and no sampler.
+    assert sft_plan.holds == {name: x for name, x in plan.holds.items() if "samples" not in name}
+    cfg = sft_plan.models.model.cfg
+    of_layer = 2 * cfg.width * (cfg.heads + cfg.kv_heads) * cfg.head_dim + 3 * cfg.width * cfg.mlp_width
+    forward = 2 * 64 * (8 + 2 * 12) * cfg.layers * of_layer
+    scoring, update = (phase.flops * 8 for phase in sft_plan.phases)
+    assert forward < scoring < 1.5 * forward and 2.9 < update / scoring < 4.1
+    beside, _ = (phase.beside for phase in sft_plan.phases)
+    policy = sft_plan.holds["policy parameters"] + sft_plan.holds["policy optimizer"]
+    assert beside == pytest.approx(policy, abs=64)
+
+
+@pytest.mark.parametrize("name", ["dpo", "sft"])
+def test_the_programs_of_a_plan_of_sft_are_those_of_a_run(name, tmp_path, monkeypatch):
+    model = str(ROOT / "jaxrl_llm" / "assets" / "arithmetic")
+    fields = {"mesh.fsdp": 4, "mesh.tensor": 2, "prompts_per_step": 8, "model.path": model, "eval": None, "log.to": ()}
+    config = configs.load(ROOT / "configs" / f"{name}.py")
+    config.update_from_flattened_dict(fields)
+    ran = list[str]()
+    monkeypatch.setattr(sft.Supervised, "_ready", lambda self, program, batch: ran.append(shapes_of(program)))
+    with build.opened_run(config, tmp_path, recipes.read_sft, sft.make_run, shared=False) as (_, parts):
+        learning, examples = parts.learning, parts.examples.next()
+        states = learning.first()
+        batch = learning.scored(states, sharding.shard_batch(examples, learning.mesh))
+        learning.compile(states, batch, parts.rows)
+        width = batch.prompt.tokens.shape[1]
+    planned = list[str]()
+
+    def measure(compiler: Compiler, program: Program, beside: int) -> Phase:
+        planned.append(shapes_of(program))
+        return Phase(program.name, 1)
+
+    monkeypatch.setattr(Compiler, "measure", measure)
+    make_sft_plan(recipes.read_sft(config), tiny.mesh_of((1, 4, 2)), PromptSizes(width), tmp_path)
+    assert planned == ran and len(ran) == 1 + (name == "dpo")
+
+
+def shapes_of(program: Program) -> str:
+    return str([x.str_short() for x in program.trace().jaxpr.in_avals])
 
 
 def test_a_phase_takes_as_long_as_its_slowest_resource():

@@ -22,8 +22,9 @@ from jaxrl_llm.rollout.weights import copy_shapes
 from jaxrl_llm.structs import ImageSizes
 from jaxrl_llm.tools.plan import phases
 from jaxrl_llm.tools.plan.__main__ import pictures_line
+from jaxrl_llm.tools.plan.compiler import Compiler, Phase, StepSampling
 from jaxrl_llm.tools.plan.flops import flops
-from jaxrl_llm.tools.plan.phases import Phase, SlicePlan, StepSampling
+from jaxrl_llm.tools.plan.phases import SlicePlan
 from jaxrl_llm.tools.plan.prompts import PromptSizes, prompt_sizes
 
 ROOT = Path(__file__).parent.parent
@@ -50,12 +51,13 @@ def planned(monkeypatch, tmp_path):
     def make(recipe: Recipe, prompts: PromptSizes) -> Planned:
         programs, samplings = list[Program](), list[StepSampling]()
 
-        def measure(models, recipe, program, beside, parts, sampled, dump, chip) -> Phase:
+        def measure(compiler: Compiler, program: Program, beside: int, parts: int) -> Phase:
+            assert compiler.sampled
             programs.append(program)
-            samplings.append(sampled)
+            samplings.append(compiler.sampled)
             return Phase(program.name, 1)
 
-        monkeypatch.setattr(phases, "_measure", measure)
+        monkeypatch.setattr(Compiler, "measure", measure)
         plan = phases.make_plan(recipe, tiny.mesh_of(MESH), prompts, tmp_path)
         return Planned(plan, programs, samplings[0])
 

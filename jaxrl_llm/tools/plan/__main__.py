@@ -18,11 +18,12 @@ from rich.table import Table
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import config_parser, flatten, override, parse_config
 from jaxrl_llm.errors import UserError, run_main
-from jaxrl_llm.recipe.recipe import Recipe
+from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.tools.plan.chips import GIB, Chip, topology
 from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES
+from jaxrl_llm.tools.plan.compiler import Phase
 from jaxrl_llm.tools.plan.expected import check_mean
-from jaxrl_llm.tools.plan.phases import Phase, SlicePlan
+from jaxrl_llm.tools.plan.phases import SlicePlan
 from jaxrl_llm.tools.plan.prompts import prompt_sizes
 from jaxrl_llm.tools.plan.search import Planner, fastest, largest
 
@@ -71,7 +72,9 @@ def main() -> None:
         help="find the largest value that fits of a field with a whole number, for example microbatch",
     )
     config, args = parse_config(parser)
-    recipe = recipes.read(config)
+    recipe = recipes.read_either(config)
+    if args.lengths is not None and isinstance(recipe, SftRecipe):
+        raise UserError("--lengths: a step of sft samples nothing: leave it out")
     if args.lengths is not None:
         check_mean(args.lengths, recipe.rollout.max_completion_tokens)
     field = args.solve.removeprefix("config.")
@@ -81,9 +84,9 @@ def main() -> None:
         override(config, field, "1")  # raises an error that names the field that was meant, if there is none
         raise UserError(f"--solve {field}: give a field whose value is a whole number, for example microbatch")
 
-    def recipe_with(value: int) -> Recipe:
+    def recipe_with(value: int) -> Recipe | SftRecipe:
         override(config, field, str(value))
-        return recipes.read(config)
+        return recipes.read_either(config)
 
     prompt_sizes(recipe, args.prompt_tokens or recipe.data.max_prompt_tokens, args.pixels)
     with TemporaryDirectory() as dump:
@@ -194,8 +197,11 @@ def title(plan: SlicePlan, topology: str) -> str:
     """Returns a line with the model, the mesh and the sizes of a step."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.models.mesh.shape.items())
     recipe, model = plan.recipe, plan.recipe.model
-    sizes = f"B {recipe.prompts_per_step}, G {recipe.group_size}, C {recipe.rollout.max_completion_tokens}"
-    how = f"microbatch {recipe.microbatch}, remat {model.remat}, row_parts {model.row_parts}"
+    sizes = f"B {recipe.prompts_per_step}, G {recipe.sizes.group_size}, C {recipe.rollout.max_completion_tokens}"
+    how = f"microbatch {recipe.microbatch}, remat {model.remat}"
+    if isinstance(recipe, SftRecipe):
+        return f"{plan.models.folder.name} on {topology}: {mesh}; {sizes}; {how}"
+    how += f", row_parts {model.row_parts}"
     most = recipe.engine.arguments.get("max_sequences", "of another engine")
     how += f", engine.max_sequences {most}" + f", engine.devices {recipe.sampler_devices}" * (
         recipe.sampler_devices > 0
@@ -236,8 +242,8 @@ def as_json(plan: SlicePlan, chip: Chip) -> dict[str, Any]:
     return {
         "fits": plan.fits(chip),
         "mesh": dict(plan.models.mesh.shape),
-        "config": {name: getattr(recipe, name) for name in ("prompts_per_step", "group_size", "microbatch")}
-        | {"model.remat": model.remat, "model.row_parts": model.row_parts},
+        "config": {"prompts_per_step": recipe.prompts_per_step, "group_size": recipe.sizes.group_size}
+        | {"microbatch": recipe.microbatch, "model.remat": model.remat, "model.row_parts": model.row_parts},
         "prompts": plan.prompts._asdict() | {"images": plan.prompts.images and plan.prompts.images._asdict()},
         "memory": chip.memory * GIB,
         "holds": plan.holds,

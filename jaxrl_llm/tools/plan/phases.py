@@ -1,10 +1,7 @@
-"""The phases of a step on TPUs or GPUs: memory, operations, traffic and an estimated time of each of their programs."""
+"""The plan of a run on TPUs or GPUs: what its chips hold, and the phases of a step."""
 
 from __future__ import annotations
 
-import re
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm import sft
 from jaxrl_llm.build import cache_memory, make_learning, stream_sizes
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.learning import Learning, Models, describe_models, make_packing, resident
-from jaxrl_llm.learner.programs import learning_programs
+from jaxrl_llm.learner.programs import example_shapes, learning_programs
 from jaxrl_llm.learner.scorers import Frozen, frozen_model
 from jaxrl_llm.learner.settings import HostMemory
-from jaxrl_llm.machine.compilation import Program, needed_memory
+from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.memory import device_bytes
 from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.machine.sharding import AXES, meshes_over, prompt_shards, shardings
@@ -29,124 +27,27 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import TOWER, Decoder
 from jaxrl_llm.models.settings import ModelSettings
 from jaxrl_llm.recipe import fit
-from jaxrl_llm.recipe.recipe import Recipe
-from jaxrl_llm.rollout.jax.compiled import decoding_name
+from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.reading import page_kind
 from jaxrl_llm.rollout.jax.sizes import StreamSizes
 from jaxrl_llm.rollout.weights import copy_shapes
 from jaxrl_llm.structs import PyTree, TrainState
 from jaxrl_llm.tools.plan.chips import GIB, Chip
-from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES, Collective, collectives
-from jaxrl_llm.tools.plan.expected import Usage, drawn_lengths, expected_usage
-from jaxrl_llm.tools.plan.flops import flops
+from jaxrl_llm.tools.plan.compiler import SAMPLING, Compiler, Phase, StepSampling
+from jaxrl_llm.tools.plan.expected import drawn_lengths, expected_usage
 from jaxrl_llm.tools.plan.prompts import PromptSizes
-
-SAMPLING = ("prompts", "decoding")  # phases of the sampler
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A program of a step, on one chip. Its time is the largest one of arithmetic, memory and collectives.
-
-    What goes between TPU slices takes no time here: their network has no published speed.
-    """
-
-    name: str
-    times: int  # that a step runs it
-    error: str = ""  # why the compiler refuses it
-    compile_seconds: float = 0.0
-    instructions: int = 0
-    program: int = 0  # bytes at its peak: arguments, temporaries and results
-    beside: int = 0  # bytes of arrays that it does not use, and that are in memory with it
-    fused: bool = False  # attention is the fused kernel
-    turns: float = 0.0  # of the loop of tokens, in a run
-    tokens: int = 0  # that a step samples with it
-    flops: float = 0.0
-    traffic: float = 0.0  # bytes of weights, optimizer state and KV cache that it must read and write
-    collectives: tuple[Collective, ...] = ()
-    meanwhile: bool = False  # the sampler's own chips run it, while the others score and learn
-
-    @property
-    def peak(self) -> int:
-        return self.program + self.beside
-
-    @property
-    def sent(self) -> dict[str, float]:
-        """Bytes that a chip sends, by kind of collective."""
-        total: defaultdict[str, float] = defaultdict(float)
-        for collective in self.collectives:
-            total[collective.kind] += collective.bytes * collective.times
-        return dict(total)
-
-    @property
-    def sent_in_slice(self) -> float:
-        """Bytes that a chip sends to others of its slice."""
-        return sum(size for kind, size in self.sent.items() if kind != BETWEEN_SLICES)
-
-    @property
-    def sent_to_hosts(self) -> float:
-        """Bytes that a GPU sends to other hosts."""
-        return sum(collective.to_hosts * collective.times for collective in self.collectives)
-
-    def seconds(self, chip: Chip) -> dict[str, float]:
-        """Returns the seconds that each resource needs at the chip's published speeds.
-
-        network: between the hosts of GPUs.
-        """
-        seconds = {
-            "arithmetic": self.flops / chip.flops,
-            "memory": self.traffic / chip.bandwidth,
-            "collectives": self.sent_in_slice / chip.ring,
-        }
-        return seconds | ({"network": self.sent_to_hosts / chip.network} if chip.network else {})
-
-
-@dataclass(frozen=True)
-class StepSampling:
-    """What the in-JAX engine does in a step, on a chip."""
-
-    stream: StreamSizes
-    usage: dict[str, Usage]  # by the name of a program
-    cached: int  # bytes of a token in the cache
-    weights: int  # bytes of the sampler's copy
-    read: int  # those of them that each token of decoding reads: all but the tower
-    mesh: Mesh  # of the chips that sample
-
-    def holds(self, *, apart: bool) -> dict[str, int]:
-        """Returns the bytes on a chip of what the sampler has there; apart: on chips of its own."""
-        when = "on chips of its own" if apart else "while it samples"
-        tokens = self.stream.pages * self.stream.page + self.stream.prompts * self.stream.width
-        return {f"sampler's copy ({when})": self.weights, f"KV cache ({when})": tokens * self.cached}
-
-    def leaves_out(self, program: Program) -> bool:
-        """Whether a step is not expected to call a program that is smaller than another one."""
-        first = decoding_name(self.stream.slots[0])
-        return program.phase == "decoding" and program.name not in (first, *self.usage)
-
-    def traffic(self, name: str) -> float:
-        """Returns the bytes that a chip must read and write in a call of a decode program, on average."""
-        if name not in self.usage:
-            return 0.0
-        usage, stream = self.usage[name], self.stream
-        slots = next(slots for slots in stream.slots if decoding_name(slots) == name)
-        # Each token reads the weights, the prompts and pages. A smaller program copies prompts and pages, and those
-        # back.
-        copied = stream.width * slots.prompts * (slots.prompts < stream.prompts)
-        copied += 2 * stream.page * slots.pages * (slots.pages < stream.pages)
-        tokens = usage.turns * slots.prompts * stream.width + usage.pages * stream.page + usage.calls * 2 * copied
-        return (usage.turns * self.read + tokens * self.cached) / usage.calls
 
 
 @dataclass(frozen=True)
 class SlicePlan:
     """The plan of a run on a slice: what its chips hold, and the phases of a step."""
 
-    recipe: Recipe
+    recipe: Recipe | SftRecipe
     models: Models
     holds: dict[str, int]  # bytes on a chip: parameters, optimizer ...
     phases: list[Phase]
-    tokens: int  # of the completions of a step
+    tokens: int  # of the completions of a step; of sft all that fit into its examples
     prompts: PromptSizes
     stream: StreamSizes | None = None  # of the in-JAX engine, on a chip
 
@@ -180,12 +81,8 @@ def make_plan(
     chip: whose memory bounds the sampler's cache as in a run; None: nothing does.
     Raises: UserError, if model or mesh do not fit. A program that does not fit is no error.
     """
-    fit.check_batch_fits_mesh(recipe.sizes, mesh)
     memory = int(chip.memory * GIB) if chip else 0
-    folder = hf.find(recipe.model.path, weights=False)
-    models = describe_models(recipe.model, recipe.adapters, recipe.other_paths, mesh, folder, weights=False)
-    fit.check_router(recipe, models.model.cfg)
-    fit.check_vision(recipe, models.model.cfg)
+    models = _models(recipe, mesh)
     for name, other in models.others.items():
         cfg = hf.load_model(other).cfg
         fit.check_other_model(f"{name}.path", cfg, models.model.cfg, reads=prompts.images is not None)
@@ -217,6 +114,7 @@ def make_plan(
     lengths = drawn_lengths(recipe.sizes.sequences_per_step, mean or limit / 2, limit)
     usage = expected_usage(stream, lengths, prompt_shards(sampler_mesh), partial=recipe.rollout.partial)
     sampled = replace(sampled, usage=usage)
+    compiler = Compiler(models, recipe.sizes, dump, chip, sampled.weights, sampled)
     for program in _programs(recipe, learning, sampler, shape[1:], prompts):
         if sampled.leaves_out(program):
             continue
@@ -224,7 +122,7 @@ def make_plan(
         # What the sampler has is on its chips, not beside the programs of the others.
         program = program._replace(beside=()) if apart else program
         beside = 0 if on_sampler else _beside(states, program, recipe.host_memory)
-        phase = _measure(models, recipe, program, beside, shape[0], sampled, dump, chip)
+        phase = compiler.measure(program, beside, shape[0])
         phase = replace(phase, meanwhile=on_sampler and recipe.rollout.max_lag > 0)
         say(phase)
         phases.append(phase)
@@ -233,7 +131,46 @@ def make_plan(
     return SlicePlan(recipe, models, holds, phases, int(lengths.sum()), prompts, of_engine)
 
 
-def plan_meshes(devices: Sequence[Any], recipe: Recipe) -> tuple[Mesh, Mesh]:
+def make_sft_plan(
+    recipe: SftRecipe,
+    mesh: Mesh,
+    prompts: PromptSizes,
+    dump: Path,
+    *,
+    say: Callable[[Phase], None] = lambda phase: None,
+    chip: Chip | None = None,
+) -> SlicePlan:
+    """Compiles the programs of a step of `sft`, as `make_plan`. Evaluations, which may sample, are left out."""
+    models, sizes = _models(recipe, mesh), recipe.sizes
+    base = _base(models)
+    learning = sft.make_learning(recipe, models, lambda: None, base, Book())
+    states = learning.all_shapes() | ({"base": base} if base else {})
+    batch, score = example_shapes(sizes, prompts.width, prompts.images, mesh)
+    rows: Any = jax.ShapeDtypeStruct((sizes.prompts_per_step,), jnp.int32)
+    # What the layers gather is as large as a copy for decoding.
+    params = learning.policy.all_parameters(learning.policy.shapes)
+    gathered = device_bytes(copy_shapes(models.model, mesh, mesh, params, in_int8=False))
+    compiler, phases = Compiler(models, sizes, dump, chip, gathered), list[Phase]()
+    for program in learning.programs(batch, score, rows):
+        phases.append(compiler.measure(program, _beside(states, program, HostMemory())))
+        say(phases[-1])
+    tokens = sizes.prompts_per_step * sizes.group_size * sizes.max_completion_tokens
+    return SlicePlan(recipe, models, _holds(states), phases, tokens, prompts)
+
+
+def _models(recipe: Recipe | SftRecipe, mesh: Mesh) -> Models:
+    """Returns the models of a run. Raises: UserError, if model or mesh do not fit."""
+    fit.check_batch_fits_mesh(recipe.sizes, mesh)
+    if not recipe.model.path:
+        raise UserError("config.model.path is empty: give the folder or hub id of a model, whose sizes are planned for")
+    folder = hf.find(recipe.model.path, weights=False)
+    models = describe_models(recipe.model, recipe.adapters, recipe.other_paths, mesh, folder, weights=False)
+    fit.check_router(recipe, models.model.cfg)
+    fit.check_vision(recipe, models.model.cfg)
+    return models
+
+
+def plan_meshes(devices: Sequence[Any], recipe: Recipe | SftRecipe) -> tuple[Mesh, Mesh]:
     """Makes the meshes of trainer and sampler as a run does. Raises: UserError, as `meshes_over`."""
     mesh, sampler = meshes_over(devices, recipe.sampler_devices, **recipe.mesh)
     if mesh == sampler or mesh.devices.flat[0].platform != "tpu":
@@ -312,85 +249,6 @@ def _programs(
     )
     yield from sampler_programs if recipe.chosen_engine.in_trainer else ()
     yield from learning_programs(learning, [shape], prompts.width, recipe.credit.weights, prompts.images)
-
-
-def _measure(
-    models: Models,
-    recipe: Recipe,
-    program: Program,
-    beside: int,
-    parts: int,
-    sampled: StepSampling,
-    dump: Path,
-    chip: Chip | None,
-) -> Phase:
-    """Compiles a program. parts: micro-batches that a prompt is in."""
-    sizes = recipe.sizes
-    prompts = sizes.prompts_per_update if program.phase == "update" else sizes.prompts_per_step
-    turns = prompts // (sizes.microbatch or prompts) * parts
-    times, usage = program.times, sampled.usage.get(program.name, Usage())
-    if program.phase == "update":
-        times = sizes.updates_per_rollout
-    elif program.phase in ("prompts", "decoding"):
-        times, turns = usage.calls, usage.turns / max(usage.calls, 1)
-    mesh = sampled.mesh if program.phase in SAMPLING else models.mesh
-    hosts = [device.process_index for device in mesh.devices.flat]
-    limit = 0 if chip is None or chip.refuses else int(chip.memory * GIB)
-    traced, began = program.trace(), time.perf_counter()
-    try:
-        compiled = program.compile(limit)
-    except UserError as error:
-        return Phase(program.name, times, error=str(error), beside=beside)
-    seconds, text = time.perf_counter() - began, compiled.as_text() or ""
-    return Phase(
-        program.name,
-        times,
-        compile_seconds=seconds,
-        instructions=text.count(" = "),
-        program=needed_memory(compiled) if limit else allocated(compiled, dump),
-        beside=beside,
-        fused=any(kernel in text for kernel in (chip.kernels if chip else ())),
-        flops=flops(traced, turns) / mesh.size,
-        traffic=_traffic(program, compiled, turns, sampled),
-        collectives=tuple(collectives(text, turns, hosts)),
-        turns=turns if program.phase == "decoding" else 0.0,
-        tokens=usage.tokens,
-    )
-
-
-def _traffic(program: Program, compiled: jax.stages.Compiled, turns: float, sampled: StepSampling) -> float:
-    """Bytes that a chip must at least read and write: no activations, and of a scoring model what the layers gather."""
-    used: Any = compiled.memory_analysis()
-    if program.phase == "decoding":
-        return sampled.traffic(program.name)
-    if program.phase == "push":
-        return used.argument_size_in_bytes + used.output_size_in_bytes
-    # The cache is argument and result, and a few prompts are written into it.
-    if program.phase == "prompts":
-        return used.argument_size_in_bytes + used.output_size_in_bytes - 2 * used.alias_size_in_bytes
-    # The gathered weights are written and read in each pass: one to score, three to learn, with the recomputed one.
-    gathered = 2 * sampled.weights
-    if program.phase == "scoring":
-        return turns * gathered
-    gradients = 2 * device_bytes(program.states[0].params)
-    return turns * (3 * gathered + gradients) + used.argument_size_in_bytes + used.output_size_in_bytes
-
-
-def allocated(compiled: jax.stages.Compiled, dump: Path) -> int:
-    """Returns the bytes of memory that a program needs on a chip, as the compiler has placed them.
-
-    Of one that does not say it, the arguments, temporaries and results.
-    """
-    used: Any = compiled.memory_analysis()
-    if hasattr(used, "total_allocation_bytes"):  # JAX 0.12
-        return used.total_allocation_bytes
-    # The newest is of this program. The helper functions of JAX are compiled for the CPU.
-    reports = [file for file in dump.glob("*memory-usage-report.txt") if ".cpu_" not in file.name]
-    text = max(reports, key=lambda file: file.stat().st_mtime).read_text() if reports else ""
-    match = re.search(r"Memory Space: default.*?Total bytes[^\d]*([\d,]+)", text, re.DOTALL)
-    if match:
-        return int(match[1].replace(",", ""))
-    return needed_memory(compiled)
 
 
 def _holds(states: PyTree) -> dict[str, int]:

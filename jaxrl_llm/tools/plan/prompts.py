@@ -9,7 +9,7 @@ from jaxrl_llm.data import image_layout
 from jaxrl_llm.data.images import read_format
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
-from jaxrl_llm.recipe.recipe import Recipe
+from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.structs import ImageSizes
 
 PIXELS = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?")
@@ -23,7 +23,7 @@ class PromptSizes(NamedTuple):
     picture_tokens: int = 0  # of `width`
 
 
-def prompt_sizes(recipe: Recipe, width: int, pixels: str) -> PromptSizes:
+def prompt_sizes(recipe: Recipe | SftRecipe, width: int, pixels: str) -> PromptSizes:
     """Returns the sizes of prompts of `width` tokens. pixels: of their pictures, WIDTHxHEIGHT[xCOUNT]; "": none.
 
     Raises: UserError, if there are no such pictures, the model reads none, or a prompt has no room for them.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 
@@ -15,13 +15,15 @@ from jaxrl_llm.config.records import KeywordArguments
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe import fit
-from jaxrl_llm.recipe.recipe import Recipe
+from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.tools.plan.chips import GIB, Chip
-from jaxrl_llm.tools.plan.phases import Phase, SlicePlan, make_plan, plan_meshes
+from jaxrl_llm.tools.plan.compiler import Phase
+from jaxrl_llm.tools.plan.phases import SlicePlan, make_plan, make_sft_plan, plan_meshes
 from jaxrl_llm.tools.plan.prompts import prompt_sizes
 
 # A forward pass and a backward one of twice its cost are 3; full recomputation adds a forward pass.
 PASSES = {"none": 3.0, "dots": 3.2, "full": 4.0}  # forward passes of an update that costs about as much
+AnyRecipe: TypeAlias = Recipe | SftRecipe
 CLOSE = 1 / 32  # of a value: the largest that fits is known to this share
 
 
@@ -37,13 +39,15 @@ class Planner:
     width: int = 0  # tokens of a prompt; 0: the limit of the recipe
     pixels: str = ""  # of `prompt_sizes`
 
-    def plan(self, recipe: Recipe, say: Callable[[Phase], None]) -> SlicePlan:
+    def plan(self, recipe: AnyRecipe, say: Callable[[Phase], None]) -> SlicePlan:
         """Returns the plan of a recipe. Raises: UserError, as `make_plan` and `prompt_sizes`."""
         prompts = prompt_sizes(recipe, self.width or recipe.data.max_prompt_tokens, self.pixels)
         mesh, sampler = plan_meshes(self.devices, recipe)
+        if isinstance(recipe, SftRecipe):
+            return make_sft_plan(recipe, mesh, prompts, self.dump, say=say, chip=self.chip)
         return make_plan(recipe, mesh, prompts, self.dump, self.mean, sampler_mesh=sampler, say=say, chip=self.chip)
 
-    def plan_that_fits(self, recipe: Recipe, text: str) -> SlicePlan | None:
+    def plan_that_fits(self, recipe: AnyRecipe, text: str) -> SlicePlan | None:
         """Returns the plan of a recipe, or None if it does not fit. Prints which. text: what is special about it."""
 
         def check_fits(phase: Phase) -> None:
@@ -62,7 +66,7 @@ class Planner:
         return plan if fits else None
 
 
-def fastest(planner: Planner, recipe: Recipe, count: int) -> list[SlicePlan]:
+def fastest(planner: Planner, recipe: AnyRecipe, count: int) -> list[SlicePlan]:
     """Returns the plans of the first `count` candidates that fit, the one with the shortest estimated step first."""
     # Compiling takes minutes a candidate, so a rough estimate without the compiler decides the order.
     learning = len(planner.devices) - recipe.sampler_devices
@@ -72,14 +76,14 @@ def fastest(planner: Planner, recipe: Recipe, count: int) -> list[SlicePlan]:
     return sorted(itertools.islice(plans, count), key=lambda plan: plan.seconds(planner.chip))
 
 
-def largest(planner: Planner, field: str, start: int, recipe_with: Callable[[int], Recipe]) -> list[SlicePlan]:
+def largest(planner: Planner, field: str, start: int, recipe_with: Callable[[int], AnyRecipe]) -> list[SlicePlan]:
     """Returns the plan with the largest value of an integer field that fits, in a list; [], if none does.
 
     start: the value to begin with; recipe_with: reads the config with another value, and raises UserError if it may
     not be. Where one fits, smaller ones must fit too. Above 32 the value is known to 1/32 of itself.
     """
 
-    def allowed(value: int) -> Recipe | None:
+    def allowed(value: int) -> AnyRecipe | None:
         try:
             recipe = recipe_with(value)
             fit.check_batch_fits_mesh(recipe.sizes, plan_meshes(planner.devices, recipe)[0])
@@ -108,30 +112,31 @@ def largest(planner: Planner, field: str, start: int, recipe_with: Callable[[int
 
 
 def _nearest(
-    allowed: Callable[[int], Recipe | None], target: int, low: int, high: float
-) -> Iterator[tuple[int, Recipe]]:
+    allowed: Callable[[int], AnyRecipe | None], target: int, low: int, high: float
+) -> Iterator[tuple[int, AnyRecipe]]:
     """Yields the values between low and high, without these, that a config may have, those next to target first."""
     for value in sorted(range(low + 1, int(high)), key=lambda value: abs(value - target)):
         if recipe := allowed(value):
             yield value, recipe
 
 
-def candidates(recipe: Recipe, devices: int) -> Iterator[Recipe]:
+def candidates(recipe: AnyRecipe, devices: int) -> Iterator[AnyRecipe]:
     """Yields recipes with another mesh, micro-batch and remat. The tensor axis divides the heads of keys."""
     kv_heads = hf.load_model(hf.find(recipe.model.path, weights=False)).cfg.kv_heads
+    prompts = recipe.sizes.prompts_per_update
     for tensor, remat in itertools.product((1, 2, 4, 8, 16), ("full", "dots")):
         shards = devices // tensor
-        if kv_heads % tensor or devices % tensor or recipe.prompts_per_update % shards:
+        if kv_heads % tensor or devices % tensor or prompts % shards:
             continue
         for at_once in (1, 2, 4, 8):
-            if recipe.prompts_per_update % (shards * at_once) == 0:
+            if prompts % (shards * at_once) == 0:
                 # fsdp over all that tensor leaves: it divides parameters and optimizer, which data would copy.
                 mesh = KeywordArguments(dict(data=1, fsdp=shards, tensor=tensor))
                 model = replace(recipe.model, remat=remat)
                 yield replace(recipe, mesh=mesh, microbatch=shards * at_once, model=model)
 
 
-def _promise(recipe: Recipe, devices: int, chip: Chip) -> float:
+def _promise(recipe: AnyRecipe, devices: int, chip: Chip) -> float:
     """Rough seconds of an update without what all candidates share: recomputed passes, and the layers' collectives."""
     cfg, remat, mesh = hf.load_model(hf.find(recipe.model.path, weights=False)).cfg, recipe.model.remat, recipe.mesh
     experts, chosen = (cfg.mixture.experts, cfg.mixture.chosen) if cfg.mixture else (1, 1)
@@ -142,7 +147,7 @@ def _promise(recipe: Recipe, devices: int, chip: Chip) -> float:
     arithmetic = 2 * active * tokens * PASSES[remat] / devices / chip.flops
     # bfloat16 kernels, gathered for the forward pass, again for the backward one, and their gradients scattered: for
     # each micro-batch.
-    gathered = 3 * 2 * weights / mesh.tensor * (recipe.prompts_per_update // recipe.microbatch)
+    gathered = 3 * 2 * weights / mesh.tensor * (recipe.sizes.prompts_per_update // recipe.microbatch)
     summed = 0.0
     # Two sums of the states in each layer and pass, 2 bytes a number, each sent twice (a reduce-scatter and a gather).
     if mesh.tensor > 1:

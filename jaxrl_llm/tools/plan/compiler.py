@@ -1,0 +1,203 @@
+"""Programs of a step on TPUs or GPUs: memory, operations, traffic and an estimated time of each."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learner.learning import Models
+from jaxrl_llm.machine.compilation import Program, needed_memory
+from jaxrl_llm.machine.memory import device_bytes
+from jaxrl_llm.rollout.jax.compiled import decoding_name
+from jaxrl_llm.rollout.jax.sizes import StreamSizes
+from jaxrl_llm.structs import Sizes
+from jaxrl_llm.tools.plan.chips import GIB, Chip
+from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES, Collective, collectives
+from jaxrl_llm.tools.plan.expected import Usage
+from jaxrl_llm.tools.plan.flops import flops
+
+SAMPLING = ("prompts", "decoding")  # phases of the sampler
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A program of a step, on one chip. Its time is the largest one of arithmetic, memory and collectives.
+
+    What goes between TPU slices takes no time here: their network has no published speed.
+    """
+
+    name: str
+    times: int  # that a step runs it
+    error: str = ""  # why the compiler refuses it
+    compile_seconds: float = 0.0
+    instructions: int = 0
+    program: int = 0  # bytes at its peak: arguments, temporaries and results
+    beside: int = 0  # bytes of arrays that it does not use, and that are in memory with it
+    fused: bool = False  # attention is the fused kernel
+    turns: float = 0.0  # of the loop of tokens, in a run
+    tokens: int = 0  # that a step samples with it
+    flops: float = 0.0
+    traffic: float = 0.0  # bytes of weights, optimizer state and KV cache that it must read and write
+    collectives: tuple[Collective, ...] = ()
+    meanwhile: bool = False  # the sampler's own chips run it, while the others score and learn
+
+    @property
+    def peak(self) -> int:
+        return self.program + self.beside
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Bytes that a chip sends, by kind of collective."""
+        total: defaultdict[str, float] = defaultdict(float)
+        for collective in self.collectives:
+            total[collective.kind] += collective.bytes * collective.times
+        return dict(total)
+
+    @property
+    def sent_in_slice(self) -> float:
+        """Bytes that a chip sends to others of its slice."""
+        return sum(size for kind, size in self.sent.items() if kind != BETWEEN_SLICES)
+
+    @property
+    def sent_to_hosts(self) -> float:
+        """Bytes that a GPU sends to other hosts."""
+        return sum(collective.to_hosts * collective.times for collective in self.collectives)
+
+    def seconds(self, chip: Chip) -> dict[str, float]:
+        """Returns the seconds that each resource needs at the chip's published speeds.
+
+        network: between the hosts of GPUs.
+        """
+        seconds = {
+            "arithmetic": self.flops / chip.flops,
+            "memory": self.traffic / chip.bandwidth,
+            "collectives": self.sent_in_slice / chip.ring,
+        }
+        return seconds | ({"network": self.sent_to_hosts / chip.network} if chip.network else {})
+
+
+@dataclass(frozen=True)
+class StepSampling:
+    """What the in-JAX engine does in a step, on a chip."""
+
+    stream: StreamSizes
+    usage: dict[str, Usage]  # by the name of a program
+    cached: int  # bytes of a token in the cache
+    weights: int  # bytes of the sampler's copy
+    read: int  # those of them that each token of decoding reads: all but the tower
+    mesh: Mesh  # of the chips that sample
+
+    def holds(self, *, apart: bool) -> dict[str, int]:
+        """Returns the bytes on a chip of what the sampler has there; apart: on chips of its own."""
+        when = "on chips of its own" if apart else "while it samples"
+        tokens = self.stream.pages * self.stream.page + self.stream.prompts * self.stream.width
+        return {f"sampler's copy ({when})": self.weights, f"KV cache ({when})": tokens * self.cached}
+
+    def leaves_out(self, program: Program) -> bool:
+        """Whether a step is not expected to call a program that is smaller than another one."""
+        first = decoding_name(self.stream.slots[0])
+        return program.phase == "decoding" and program.name not in (first, *self.usage)
+
+    def traffic(self, name: str) -> float:
+        """Returns the bytes that a chip must read and write in a call of a decode program, on average."""
+        if name not in self.usage:
+            return 0.0
+        usage, stream = self.usage[name], self.stream
+        slots = next(slots for slots in stream.slots if decoding_name(slots) == name)
+        # Each token reads the weights, the prompts and pages. A smaller program copies prompts and pages, and those
+        # back.
+        copied = stream.width * slots.prompts * (slots.prompts < stream.prompts)
+        copied += 2 * stream.page * slots.pages * (slots.pages < stream.pages)
+        tokens = usage.turns * slots.prompts * stream.width + usage.pages * stream.page + usage.calls * 2 * copied
+        return (usage.turns * self.read + tokens * self.cached) / usage.calls
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """Compiles the programs of a step, and measures them."""
+
+    models: Models
+    sizes: Sizes
+    dump: Path  # of `make_plan`
+    chip: Chip | None
+    gathered: int  # bytes of the weights that a pass gathers, on a chip
+    sampled: StepSampling | None = None  # None: the step samples nothing
+
+    def measure(self, program: Program, beside: int, parts: int = 1) -> Phase:
+        """Compiles a program. parts: micro-batches that a prompt is in."""
+        sizes, chip, usage = self.sizes, self.chip, Usage()
+        prompts = sizes.prompts_per_update if program.phase == "update" else sizes.prompts_per_step
+        turns = prompts // (sizes.microbatch or prompts) * parts
+        times, mesh = program.times, self.models.mesh
+        if program.phase == "update":
+            times = sizes.updates_per_rollout
+        elif self.sampled and program.phase in SAMPLING:
+            usage, mesh = self.sampled.usage.get(program.name, usage), self.sampled.mesh
+            times, turns = usage.calls, usage.turns / max(usage.calls, 1)
+        hosts = [device.process_index for device in mesh.devices.flat]
+        limit = 0 if chip is None or chip.refuses else int(chip.memory * GIB)
+        traced, began = program.trace(), time.perf_counter()
+        try:
+            compiled = program.compile(limit)
+        except UserError as error:
+            return Phase(program.name, times, error=str(error), beside=beside)
+        seconds, text = time.perf_counter() - began, compiled.as_text() or ""
+        return Phase(
+            program.name,
+            times,
+            compile_seconds=seconds,
+            instructions=text.count(" = "),
+            program=needed_memory(compiled) if limit else allocated(compiled, self.dump),
+            beside=beside,
+            fused=any(kernel in text for kernel in (chip.kernels if chip else ())),
+            flops=flops(traced, turns) / mesh.size,
+            traffic=self.traffic(program, compiled, turns),
+            collectives=tuple(collectives(text, turns, hosts)),
+            turns=turns if program.phase == "decoding" else 0.0,
+            tokens=usage.tokens,
+        )
+
+    def traffic(self, program: Program, compiled: jax.stages.Compiled, turns: float) -> float:
+        """Returns the bytes that a chip must at least read and write.
+
+        No activations, and of a scoring model what the layers gather.
+        """
+        used: Any = compiled.memory_analysis()
+        if self.sampled and program.phase == "decoding":
+            return self.sampled.traffic(program.name)
+        if program.phase == "push":
+            return used.argument_size_in_bytes + used.output_size_in_bytes
+        # The cache is argument and result, and a few prompts are written into it.
+        if program.phase == "prompts":
+            return used.argument_size_in_bytes + used.output_size_in_bytes - 2 * used.alias_size_in_bytes
+        # The gathered weights are written and read in each pass: one to score, three to learn, with the recomputed one.
+        gathered = 2 * self.gathered
+        if program.phase == "scoring":
+            return turns * gathered
+        gradients = 2 * device_bytes(program.states[0].params)
+        return turns * (3 * gathered + gradients) + used.argument_size_in_bytes + used.output_size_in_bytes
+
+
+def allocated(compiled: jax.stages.Compiled, dump: Path) -> int:
+    """Returns the bytes of memory that a program needs on a chip, as the compiler has placed them.
+
+    Of one that does not say it, the arguments, temporaries and results.
+    """
+    used: Any = compiled.memory_analysis()
+    if hasattr(used, "total_allocation_bytes"):  # JAX 0.12
+        return used.total_allocation_bytes
+    # The newest is of this program. The helper functions of JAX are compiled for the CPU.
+    reports = [file for file in dump.glob("*memory-usage-report.txt") if ".cpu_" not in file.name]
+    text = max(reports, key=lambda file: file.stat().st_mtime).read_text() if reports else ""
+    match = re.search(r"Memory Space: default.*?Total bytes[^\d]*([\d,]+)", text, re.DOTALL)
+    if match:
+        return int(match[1].replace(",", ""))
+    return needed_memory(compiled)
