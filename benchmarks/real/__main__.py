@@ -1,9 +1,9 @@
 """SmolLM2-135M-Instruct learns sums of two numbers below 50: `python -m benchmarks.real --quick`.
 
-Without --quick there are three seeds, one after the other, and with --trl the same work by TRL's GRPOTrainer after each
-(its environment is made at the first run, from benchmarks/environments.txt). --case tldr is another task, of tldr.py.
-Each run that has ended is kept in OUT/CASE and not made again. Prints a table, checks that both did the same work, and
-writes OUT/CASE.png. --config.FIELD=VALUE changes the config for both.
+Without --quick there are three seeds, one after the other, and with --trl N the first N steps of the same work by TRL's
+GRPOTrainer after each (its environment is made at the first run, from benchmarks/environments.txt). --case tldr is
+another task, of tldr.py. Each run that has ended is kept in OUT/CASE and not made again. Prints a table, checks that
+both did the same work, and writes OUT/CASE.png. --config.FIELD=VALUE changes the config for both.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +35,7 @@ from jaxrl_llm.errors import run_main
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)
 TRL_MICROBATCH = 16  # sequences
-TRAINERS = {"ours": "jaxrl_llm", "trl": "TRL"}
+TRAINERS = ("jaxrl_llm", "TRL")
 # Fields that TRL is told.
 TOLD = (
     "model.path", "num_steps", "prompts_per_step", "group_size", "rollout.max_completion_tokens",
@@ -47,7 +49,7 @@ class Case(NamedTuple):
     name: str  # of its config, and of its rows and reward in peer_trl.py
     curve: str  # key of a record
     label: str
-    goal: float  # value of the curve to which the seconds are counted
+    goals: tuple[float, ...]  # values of the curve to which the seconds are counted
     lowest: float  # of the axis
     highest: float
 
@@ -56,8 +58,8 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "addition": Case("addition", "eval/accuracy", "share of held-out sums solved", 0.85, 0, 1),
-    "tldr": Case("tldr", "reward/mean", "mean reward: distance from 20 characters", -20, -250, 0),
+    "addition": Case("addition", "eval/accuracy", "share of held-out sums solved", (0.75, 0.85), 0, 1),
+    "tldr": Case("tldr", "reward/mean", "mean reward: distance from 20 characters", (-20,), -250, 0),
 }
 
 
@@ -79,11 +81,11 @@ class Run(NamedTuple):
                 found.append((record["step"], seconds, record[curve]))
         return found
 
-    def seconds_to(self, case: Case) -> float:
+    def seconds_to(self, curve: str, goal: float) -> float:
         """Returns the seconds to the goal, between two points of the curve in proportion; infinite: not reached."""
-        for (_, before, low), (_, after, high) in pairwise(self.points(case.curve)):
-            if high >= case.goal:
-                return before + (after - before) * (case.goal - low) / (high - low)
+        for (_, before, low), (_, after, high) in pairwise(self.points(curve)):
+            if high >= goal:
+                return before + (after - before) * (goal - low) / (high - low)
         return math.inf
 
     def steps(self) -> list[dict[str, Any]]:
@@ -117,11 +119,13 @@ def run_ours(case: Case, seed: int, out: Path, changes: list[str]) -> Run:
     return Run("jaxrl_llm", seed, shown, peak, wall)
 
 
-def run_trl(case: Case, seed: int, out: Path, changes: list[str]) -> Run:
-    """Makes the same run by TRL."""
+def run_trl(case: Case, seed: int, out: Path, changes: list[str], steps: int) -> Run:
+    """Makes the first steps of the same run by TRL."""
     fields = fields_of(case, changes)
     microbatch = min(TRL_MICROBATCH, fields["prompts_per_step"] * fields["group_size"])
     settings = {name: fields[name] for name in TOLD} | {"case": case.name, "seed": seed, "microbatch": microbatch}
+    # The rate is constant, so it does not depend on the number of steps.
+    settings["num_steps"] = steps
     settings["state"] = str((out / f"trl_{seed}_trainer_state.json").absolute())
     command = [str(environment("trl")), "-m", "benchmarks.real.peer_trl", json.dumps(settings)]
     log = out / f"trl_{seed}.log"
@@ -138,43 +142,45 @@ def fields_of(case: Case, changes: list[str]) -> dict[str, Any]:
     return flatten(config)
 
 
-RUNNERS = {"ours": run_ours, "trl": run_trl}
-
-
-def kept(name: str, case: Case, seed: int, out: Path, changes: list[str]) -> Run:
-    """Returns a run, which is made if it is not in `out` yet."""
-    file = out / f"{name}_{seed}.json"
+def kept(file: Path, make: Callable[[], Run]) -> Run:
+    """Returns the run in a file, which is made if it is not there."""
     if not file.exists():
-        file.write_text(json.dumps(RUNNERS[name](case, seed, out, changes)._asdict()))
+        file.write_text(json.dumps(make()._asdict()))
     return Run(**json.loads(file.read_text()))
 
 
 def table(runs: list[Run], case: Case) -> Table:
     """Returns the table of runs."""
     columns = ("trainer", "seed", "held out, before", "at the end", "steps", "sequences", "tokens, step 1", "s a step")
-    shown = Table(*columns, f"s to {case.goal:g}", "first step, s", "wall, s", "peak, GB")
+    shown = Table(*columns, *(f"s to {goal:g}" for goal in case.goals), "first step, s", "wall, s", "peak, GB")
     for run in runs:
-        held_out, steps, reached = run.points("eval/accuracy"), run.steps(), run.seconds_to(case)
+        held_out, steps = run.points("eval/accuracy"), run.steps()
+        reached = [run.seconds_to(case.curve, goal) for goal in case.goals]
         seconds, first = [record["time/step"] for record in steps], steps[0]
         shown.add_row(
             run.trainer, str(run.seed), f"{held_out[0][2]:.1%}", f"{held_out[-1][2]:.1%}", str(len(steps)),
             str(first["sequences"]), f"{first['sequences'] * first['completion/length']:.0f}",
-            f"{statistics.median(seconds):.1f}", f"{reached:.0f}" if reached < math.inf else "-", f"{seconds[0]:.1f}",
-            f"{run.wall:.0f}", f"{run.peak_mb / 1024:.1f}",
+            f"{statistics.median(seconds):.1f}", *(f"{x:.0f}" if x < math.inf else "-" for x in reached),
+            f"{seconds[0]:.1f}", f"{run.wall:.0f}", f"{run.peak_mb / 1024:.1f}",
         )  # fmt: skip
     return shown
 
 
-def compared(runs: list[Run], case: Case) -> str:
-    """Returns the mean seconds of both to the goal. Raises: SystemExit, if they did not do the same work."""
-    by_trainer = {name: [run for run in runs if run.trainer == name] for name in TRAINERS.values()}
+def compared(runs: list[Run], case: Case) -> list[str]:
+    """Returns lines with the mean seconds of both to each goal. Raises: SystemExit, if the work was not the same."""
+    by_trainer = {name: [run for run in runs if run.trainer == name] for name in TRAINERS}
     for ours, trl in zip(*by_trainer.values(), strict=True):
         first, other = (run.points("eval/accuracy")[0][2] for run in (ours, trl))
         sequences = {record["sequences"] for run in (ours, trl) for record in run.steps()}
         if len(sequences) > 1 or abs(first - other) > 0.01:
             raise SystemExit(f"seed {ours.seed}: not the same work: {sequences} sequences, {first:.1%} and {other:.1%}")
-    ours, trl = (statistics.mean(run.seconds_to(case) for run in group) for group in by_trainer.values())
-    return f"mean seconds to {case.goal:g}: jaxrl_llm {ours:.0f}, TRL {trl:.0f}, ratio {trl / ours:.2f}"
+    lines = []
+    for goal in case.goals:
+        ours, trl = (
+            statistics.mean(run.seconds_to(case.curve, goal) for run in group) for group in by_trainer.values()
+        )
+        lines.append(f"mean seconds to {goal:g}: jaxrl_llm {ours:.0f}, TRL {trl:.0f}, ratio {trl / ours:.2f}")
+    return lines
 
 
 def draw(runs: list[Run], case: Case, file: Path) -> None:
@@ -204,7 +210,7 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, default="addition")
     parser.add_argument("--quick", action="store_true", help="the first seed alone")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--trl", action="store_true", help="also by TRL")
+    parser.add_argument("--trl", type=int, default=0, metavar="N", help="also N steps by TRL")
     parser.add_argument("--out", type=Path, default=Path("runs/real"))
     args, changes = parser.parse_known_args()
     if unknown := [word for word in changes if not re.match(r"--config\.[\w.]+=", word)]:
@@ -212,13 +218,16 @@ def main() -> None:
     case, folder = CASES[args.case], args.out / args.case
     folder.mkdir(parents=True, exist_ok=True)
     make_smollm2()
-    names = [*TRAINERS] if args.trl else ["ours"]
-    seeds = args.seeds[: 1 if args.quick else None]
-    runs = [kept(name, case, seed, folder, changes) for seed in seeds for name in names]
+    runs = list[Run]()
+    for seed in args.seeds[: 1 if args.quick else None]:
+        given = case, seed, folder, changes
+        runs.append(kept(folder / f"ours_{seed}.json", partial(run_ours, *given)))
+        if args.trl:
+            runs.append(kept(folder / f"trl_{seed}.json", partial(run_trl, *given, args.trl)))
     Console(width=140).print(table(runs, case))
     draw(runs, case, args.out / f"{case.name}.png")
     if args.trl:
-        print(compared(runs, case))
+        print(*compared(runs, case), sep="\n")
 
 
 if __name__ == "__main__":
