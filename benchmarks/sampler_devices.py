@@ -24,7 +24,11 @@ from jaxrl_llm.learner.learning import Learning
 from jaxrl_llm.rollout.jax.compiled import CallPrograms
 from jaxrl_llm.train import steps
 
-STEPS, WARM = 12, 4  # steps of a run, and those at its start that may compile
+WARM = 4  # steps at the start of a run, which may compile
+SETTINGS: dict[str, Any] = {
+    "num_steps": 12, "eval": None, "checkpoint.keep_best": 0, "log.to": (), "health.self_test": False,
+    "engine.devices": 4,
+}  # fmt: skip
 Span = tuple[float, float]
 
 
@@ -43,10 +47,7 @@ def timed(function: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]
 def measure(lag: int) -> None:
     """Trains with a lag and prints how long each side worked, and both at once."""
     config = grpo.get_config()
-    config.update_from_flattened_dict({
-        "num_steps": STEPS, "eval": None, "checkpoint.keep_best": 0, "log.to": (), "health.self_test": False,
-        "engine.devices": 4, "rollout.max_lag": lag,
-    })  # fmt: skip
+    config.update_from_flattened_dict(SETTINGS | {"rollout.max_lag": lag})
     sampling, learning = list[Span](), list[Span]()
     methods = [(CallPrograms, "prefill", sampling), (CallPrograms, "decode", sampling)]
     methods += [(Learning, "score", learning), (Learning, "update", learning)]

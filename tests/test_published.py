@@ -211,7 +211,9 @@ def small_scaling(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[
 
 
 def small_sampler_devices(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
-    patch.setattr(module, "STEPS", 6)
+    sizes = {"num_steps": 3, "optim.warmup_steps": 0, "prompts_per_step": 4, "prompts_per_update": 4, "group_size": 2}
+    patch.setattr(module, "SETTINGS", module.SETTINGS | sizes)
+    patch.setattr(module, "WARM", 1)
     return []
 
 
