@@ -124,8 +124,7 @@ def run_trl(case: Case, seed: int, out: Path, changes: list[str], steps: int) ->
     fields = fields_of(case, changes)
     microbatch = min(TRL_MICROBATCH, fields["prompts_per_step"] * fields["group_size"])
     settings = {name: fields[name] for name in TOLD} | {"case": case.name, "seed": seed, "microbatch": microbatch}
-    # The rate is constant, so it does not depend on the number of steps.
-    settings["num_steps"] = steps
+    settings["last"] = steps  # the schedule of the rate has all of them
     settings["state"] = str((out / f"trl_{seed}_trainer_state.json").absolute())
     command = [str(environment("trl")), "-m", "benchmarks.real.peer_trl", json.dumps(settings)]
     log = out / f"trl_{seed}.log"

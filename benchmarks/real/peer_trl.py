@@ -51,7 +51,7 @@ class Progress(TrainerCallback):
 
     def __init__(self, case: Case, settings: dict[str, Any]):
         self.case, self.problems = case, case.held_out()[: settings["eval.problems"]]
-        self.every, self.steps = settings["eval.every"], settings["num_steps"]
+        self.every, self.last = settings["eval.every"], settings["last"]
         self.tokens, self.rewarded = settings["rollout.max_completion_tokens"], 0
 
     def reward(self, completions: list[Any], **columns: Any) -> list[float]:
@@ -69,9 +69,10 @@ class Progress(TrainerCallback):
         line = {"step": state.global_step, "time/step": perf_counter() - self.began, "reward/mean": logs["reward"]}
         line |= {"completion/length": logs["completions/mean_length"], "sequences": self.rewarded}
         self.rewarded = 0
-        if state.global_step % self.every == 0 or state.global_step == self.steps:
+        if state.global_step % self.every == 0 or state.global_step == self.last:
             line["eval/accuracy"] = self.measure()
         print(json.dumps(line), flush=True)
+        control.should_training_stop |= state.global_step == self.last
         self.began = perf_counter()
 
     @torch.no_grad()
@@ -109,7 +110,7 @@ def main() -> None:
             gradient_accumulation_steps=sequences // settings["microbatch"], num_iterations=1,
             num_generations=settings["group_size"], max_completion_length=settings["rollout.max_completion_tokens"],
             temperature=settings["rollout.temperature"], top_p=1.0, top_k=0, beta=0.0, loss_type="dapo",
-            scale_rewards="group", learning_rate=rate, lr_scheduler_type="constant_with_warmup",
+            scale_rewards="group", learning_rate=rate, lr_scheduler_type="linear",
             warmup_steps=settings["optim.warmup_steps"],
             adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0, save_strategy="no",
             report_to="none", disable_tqdm=True, logging_steps=1, dataloader_pin_memory=False,
