@@ -26,6 +26,7 @@ from benchmarks.real import tasks
 from jaxrl_llm.tasks.gsm8k import accuracy
 
 AT_ONCE = 64  # held-out problems
+SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear"}
 
 
 class Case(NamedTuple):
@@ -110,7 +111,7 @@ def main() -> None:
             gradient_accumulation_steps=sequences // settings["microbatch"], num_iterations=1,
             num_generations=settings["group_size"], max_completion_length=settings["rollout.max_completion_tokens"],
             temperature=settings["rollout.temperature"], top_p=1.0, top_k=0, beta=0.0, loss_type="dapo",
-            scale_rewards="group", learning_rate=rate, lr_scheduler_type="linear",
+            scale_rewards="group", learning_rate=rate, lr_scheduler_type=SCHEDULES[settings["optim.decay"]],
             warmup_steps=settings["optim.warmup_steps"],
             adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0, save_strategy="no",
             report_to="none", disable_tqdm=True, logging_steps=1, dataloader_pin_memory=False,
