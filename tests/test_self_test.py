@@ -470,7 +470,7 @@ def test_the_doctor_tells_each_check(monkeypatch, capsys):
     ("arguments", "words"),
     [
         (["--config", str(ROOT / "configs" / "sft.py"), "--selftest"], "supervised fine-tuning has no self-test"),
-        (["--run", "runs/x", "--selftest"], "or --run DIR alone"),
+        (["--run", "runs/x", "--selftest"], "or --run LOG alone"),
     ],
 )
 def test_what_has_no_self_test_is_told_in_a_line(arguments, words, monkeypatch):
