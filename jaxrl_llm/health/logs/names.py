@@ -123,7 +123,7 @@ class RolloutLog:
     def last(self) -> LogRecord | None:
         """Returns the record of the rollout that goes on; None, if there is none.
 
-        RolloutLog are numbered from 1, because another trainer may log only some of its steps.
+        Rollouts are numbered from 1, because another trainer may log only some of its steps.
         """
         group, self._group = self._group, []
         if not group:
