@@ -15,14 +15,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
 import pytest
 from conftest import QUICK
 
+from benchmarks.real import tasks
 from benchmarks.step import environment
 from benchmarks.workloads import WORKLOADS
 from jaxrl_llm import train
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import hf, hf_export, new_model
 from jaxrl_llm.tools.__main__ import PROGRAMS
 
 ROOT = Path(__file__).parent.parent
@@ -242,9 +245,18 @@ def small_accelerator(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> l
 
 
 def small_real(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
-    model = ROOT / "jaxrl_llm" / "assets" / "arithmetic"
+    # The embedded model cannot write the questions.
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    new_model.write_folder(folder / "bare", sizes | {"intermediate_size": 16}, tasks.addition(), "answer")
+    model = hf.load_model(folder / "bare")
+    hf_export.save(folder / "model", model.init(jax.random.key(0)), folder / "bare")
     patch.setattr(module, "make_smollm2", lambda: None)
-    changes = TINY | {"microbatch": 4, "model.path": model, "rollout.max_completion_tokens": 4, "eval.every": 2}
+    changes = TINY | {
+        "microbatch": 4,
+        "model.path": folder / "model",
+        "rollout.max_completion_tokens": 4,
+        "eval.every": 2,
+    }
     flags = [f"--config.{name}={value}" for name, value in changes.items()]
     return ["--quick", "--out", str(folder), *flags]
 
