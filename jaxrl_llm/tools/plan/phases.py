@@ -141,9 +141,9 @@ def make_sft_plan(
     chip: Chip | None = None,
 ) -> SlicePlan:
     """Compiles the programs of a step of `sft`, as `make_plan`. Evaluations, which may sample, are left out."""
-    models, sizes = _models(recipe, mesh), recipe.sizes
+    models, sizes, book = _models(recipe, mesh), recipe.sizes, Book()
     base = _base(models)
-    learning = sft.make_learning(recipe, models, lambda: None, base, Book())
+    learning = sft.make_learning(recipe, models, lambda: None, base, book)
     states = learning.all_shapes() | ({"base": base} if base else {})
     batch, score = example_shapes(sizes, prompts.width, prompts.images, mesh)
     rows: Any = jax.ShapeDtypeStruct((sizes.prompts_per_step,), jnp.int32)
@@ -154,6 +154,7 @@ def make_sft_plan(
     for program in learning.programs(batch, score, rows):
         phases.append(compiler.measure(program, _beside(states, program, HostMemory())))
         say(phases[-1])
+    book.close()
     tokens = sizes.prompts_per_step * sizes.group_size * sizes.max_completion_tokens
     return SlicePlan(recipe, models, _holds(states), phases, tokens, prompts)
 
