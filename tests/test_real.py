@@ -140,11 +140,11 @@ def test_the_benchmark_of_a_real_model_runs_and_keeps_what_has_ended(converted, 
     program = importlib.import_module("benchmarks.real.__main__")
     monkeypatch.setattr(sys, "argv", ["real", "--quick", "--out", str(tmp_path), *small])
     program.main()
-    kept = json.loads((tmp_path / "ours_0.json").read_text())
+    kept = json.loads((tmp_path / "addition" / "ours_0.json").read_text())
     assert [record["step"] for record in kept["records"]] == [0, 1, 2]
     assert kept["peak_mb"] > 100 and (tmp_path / "addition.png").stat().st_size > 5000
     kept["records"][-1]["eval/accuracy"] = 0.875
-    (tmp_path / "ours_0.json").write_text(json.dumps(kept))
+    (tmp_path / "addition" / "ours_0.json").write_text(json.dumps(kept))
     capsys.readouterr()
     program.main()
     assert "87.5%" in capsys.readouterr().out
