@@ -8,6 +8,13 @@ from typing import Any
 from jaxrl_llm.tasks import text_of
 
 BELOW, HELD_OUT = 50, 256
+# It shows the form of an answer, whose digits are then what is learned. Without it six times as few samples are right at
+# first, and ten steps teach a form (docs/LOG.md).
+EXAMPLE = (
+    {"role": "system", "content": "Add."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "2 + 2 = 4"},
+)
 TARGET, NEAR = 20, 5  # characters
 # Of the posts.
 RELATIVES = ("sister", "brother", "mother", "father", "cousin", "aunt", "uncle", "neighbour", "boss", "flatmate")
@@ -28,8 +35,10 @@ def _sums() -> list[dict[str, Any]]:
     """Returns all sums of two numbers below BELOW, in an order that is always the same."""
     pairs = [(a, b) for a in range(BELOW) for b in range(BELOW)]
     random.Random(0).shuffle(pairs)
-    question = "What is {} + {}? Answer with only the number."
-    return [{"prompt": [{"role": "user", "content": question.format(a, b)}], "answer": str(a + b)} for a, b in pairs]
+    return [
+        {"prompt": [*EXAMPLE, {"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b)}
+        for a, b in pairs
+    ]
 
 
 def addition() -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from benchmarks.real import addition
 def get_config() -> ConfigDict:
     c = addition.get_config()
     c.num_steps = c.checkpoint.every = 20
+    c.eval.every = 5
     c.data.source, c.data.max_prompt_tokens = "benchmarks.real.tasks.posts", 96
     c.eval.source, c.eval.problems = "benchmarks.real.tasks.posts_held_out", 64
     c.reward.functions, c.eval.function = ("benchmarks.real.tasks.length",), "benchmarks.real.tasks.is_near"
