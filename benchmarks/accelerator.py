@@ -3,8 +3,9 @@
 First whether it computes what `transformers` computed (stored logits and greedy tokens of small models), and whether
 the kernel for pages computes what its plain form does. Then four steps of `jaxrl train` with random weights of a
 published size, and beside their seconds what `jaxrl plan` estimates for the same step: its arithmetic at the published
-speed is the share of the peak (MFU), and the bytes that it must read are the share of the bandwidth. Prints a table for
-docs/performance.md. --config.FIELD=VALUE changes the step.
+speed is the share of the peak (MFU), and the bytes that it must read are the share of the bandwidth. Last, where torch
+and TRL are installed, the same steps by TRL. Prints a table for docs/performance.md. --config.FIELD=VALUE changes the
+step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import statistics
 import subprocess
 import sys
 import time
+from ast import literal_eval
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -46,14 +49,9 @@ STEP: dict[str, Any] = {
     "num_steps": 4, "prompts_per_step": 32, "prompts_per_update": 32, "group_size": 8, "microbatch": 4,
     "data.max_prompt_tokens": 256, "rollout.max_completion_tokens": 512, "model.dtype": "bfloat16",
     "model.remat": "full", "optim.warmup_steps": 0, "reward.timeout": 0, "reward.weights": (1.0,),
-    "reward.functions": ("benchmarks.accelerator.parity_of_length",), "eval": None, "checkpoint.keep_best": 0,
+    "reward.functions": ("benchmarks.workloads.parity_of_length",), "eval": None, "checkpoint.keep_best": 0,
     "log.to": (), "mesh.fsdp": 1, "health.stop": (),
 }  # fmt: skip
-
-
-def parity_of_length(completions: list[Any], **_: Any) -> list[float]:
-    """A reward that differs within a group."""
-    return [float(len(str(completion)) % 2) for completion in completions]
 
 
 class Timed(NamedTuple):
@@ -109,10 +107,15 @@ def make_folder(size: str, folder: Path) -> Path:
     return folder / "model"
 
 
+def fields(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of the step that differ from those of configs/grpo.py."""
+    return STEP | {"model.path": str(folder / "model"), "data.source": str(folder / "rows.jsonl")} | changes
+
+
 def flags(folder: Path, changes: dict[str, Any]) -> list[str]:
     """Returns the flags of the step, for `train` and for `plan`."""
-    fields = STEP | {"model.path": str(folder / "model"), "data.source": str(folder / "rows.jsonl")} | changes
-    return ["--config", str(ROOT / "configs" / "grpo.py"), *(f"--config.{name}={x}" for name, x in fields.items())]
+    config = str(ROOT / "configs" / "grpo.py")
+    return ["--config", config, *(f"--config.{name}={x}" for name, x in fields(folder, changes).items())]
 
 
 def run(module: str, words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
@@ -153,12 +156,30 @@ def plan(folder: Path, topology: str, changes: dict[str, Any]) -> dict[str, dict
     return estimated
 
 
+def value_of(text: str) -> Any:
+    """Returns the value that a flag says: a number, a tuple, a truth value or a text."""
+    try:
+        return literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def train_trl(folder: Path, changes: dict[str, Any]) -> dict[str, Any] | str:
+    """Times the steps of TRL on the same device, or says why there are none."""
+    if not all(map(find_spec, ("torch", "trl", "datasets"))):
+        return "no TRL here"
+    done = run("benchmarks.peer_trl_accelerator", [json.dumps(fields(folder, changes))])
+    if done.returncode:
+        return f"TRL ended with exit code {done.returncode}: {done.stderr.strip().splitlines()[-1]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def topology_of(kind: str) -> str:
     """Returns what `jaxrl plan` calls one device of this kind; "": it knows none."""
     return next((name for word, name in TOPOLOGIES.items() if word in kind), "")
 
 
-def line(size: str, timed: Timed, estimated: dict[str, dict[str, float]] | str) -> str:
+def line(size: str, timed: Timed, estimated: dict[str, dict[str, float]] | str, trl: dict[str, Any] | str) -> str:
     """Returns a row of the table."""
     cells = [size, f"{timed.rollout:.2f}", f"{timed.score:.2f}", f"{timed.update:.2f}"]
     if isinstance(estimated, str):
@@ -167,12 +188,19 @@ def line(size: str, timed: Timed, estimated: dict[str, dict[str, float]] | str) 
         cells.append(" + ".join(f"{estimated[phase]['in all']:.2f}" for phase in ("rollout", "score", "update")))
         cells.append(f"{estimated['rollout']['memory'] / timed.rollout:.0%}")
         cells.append(f"{estimated['update']['arithmetic'] / timed.update:.0%}")
-    return "| " + " | ".join([*cells, f"{timed.gap:.1e}", f"{timed.first:.0f}"]) + " |"
+    cells += [f"{timed.gap:.1e}", f"{timed.first:.0f}", trl if isinstance(trl, str) else _of_trl(timed, trl["seconds"])]
+    return f"| {' | '.join(cells)} |"
+
+
+def _of_trl(timed: Timed, seconds: list[float]) -> str:
+    """Returns the median of TRL's steps after the first, and how often ours fits into it."""
+    median = statistics.median(seconds[1:])
+    return f"{median:.2f} ({median / (timed.rollout + timed.score + timed.update):.1f} x)"
 
 
 HEAD = (
     "| model | rollout s | score s | update s | plan, s | bandwidth in the rollout | MFU of the update | "
-    "gap of sampler and trainer | first step s |\n" + "|---" * 9 + "|"
+    "gap of sampler and trainer | first step s | TRL's step s |\n" + "|---" * 10 + "|"
 )
 
 
@@ -182,10 +210,11 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), help="folders of tests/references")
     parser.add_argument("--parity", action="store_true", help="only the first comparison, as JSON")
     parser.add_argument("--out", type=Path, help="file for all numbers, as JSON")
-    args, changes = parser.parse_known_args()
-    if unknown := [word for word in changes if not re.match(r"--config\.[\w.]+=", word)]:
+    args, words = parser.parse_known_args()
+    if unknown := [word for word in words if not re.match(r"--config\.[\w.]+=", word)]:
         parser.error(f"unknown: {' '.join(unknown)}")
-    fields = dict(change.removeprefix("--config.").split("=", 1) for change in changes)
+    named = (word.removeprefix("--config.").split("=", 1) for word in words)
+    changes = {name: value_of(text) for name, text in named}
     if args.parity:
         print(json.dumps(parity(args.families)))
         return
@@ -206,11 +235,12 @@ def main() -> None:
             subprocess.run(
                 [sys.executable, "-c", make], cwd=ROOT, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
             )
-            timed = train(folder, fields)
+            timed = train(folder, changes)
             topology = topology_of(kind)
-            estimated = plan(folder, topology, fields) if topology else "no plan for this device"
-        result[size] = {"measured": timed._asdict(), "plan": estimated}
-        print(line(size, timed, estimated), flush=True)
+            estimated = plan(folder, topology, changes) if topology else "no plan for this device"
+            trl = train_trl(folder, changes)
+        result[size] = {"measured": timed._asdict(), "plan": estimated, "trl": trl}
+        print(line(size, timed, estimated, trl), flush=True)
     result["seconds"] = time.perf_counter() - began
     if args.out:
         args.out.write_text(json.dumps(result, indent=1))

@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,11 @@ WORKLOADS = {
 def reward(completion: list[int]) -> float:
     """The share of even token ids: cheap, and different within every group."""
     return sum(token % 2 == 0 for token in completion) / max(len(completion), 1)
+
+
+def parity_of_length(completions: list[Any], **_: Any) -> list[float]:
+    """A reward that differs within a group, of texts or messages."""
+    return [float(len(str(completion)) % 2) for completion in completions]
 
 
 def read(folder: str) -> Workload:

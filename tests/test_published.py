@@ -19,6 +19,7 @@ import jax
 import pytest
 from conftest import QUICK
 
+from benchmarks import accelerator
 from benchmarks.real import tasks
 from benchmarks.step import environment
 from benchmarks.workloads import WORKLOADS
@@ -348,6 +349,17 @@ def test_trl_does_the_same_work_in_the_benchmark_of_a_real_model(tmp_path, monke
 
 
 @pytest.mark.parity
+def test_trl_takes_the_steps_of_the_benchmark_of_an_accelerator(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n' * 8)
+    changes = {"num_steps": 2, "prompts_per_step": 2, "group_size": 4, "rollout.max_completion_tokens": 6}
+    fields = accelerator.fields(tmp_path, changes | {"model.path": str(ROOT / "jaxrl_llm" / "assets" / "arithmetic")})
+    program = [environment("trl"), "-m", "benchmarks.peer_trl_accelerator", json.dumps(fields)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["seconds"]) == 2 and 1 <= max(found["completion_length"]) <= 6
+
+
+@pytest.mark.parity
 def test_a_log_of_trl_is_made(tmp_path):
     program = [environment("trl"), "-m", "benchmarks.trl_logs", tmp_path, "--only", "healthy", "--rollouts", "2"]
     assert "healthy: 3 rows" in subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -381,7 +393,7 @@ def test_the_check_of_a_plan_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_every_benchmark_has_a_smallest_form():
-    peers = {"trl_logs", "trl_real_logs", "peer_trl", "peer_tunix", "peer_vllm"}
+    peers = {"trl_logs", "trl_real_logs", "peer_trl", "peer_trl_accelerator", "peer_tunix", "peer_vllm"}
     tested = {*SMALLEST, *peers, "ill_runs", "int8_base", "push", "plan_check"}
     parts = {"ours", "workloads", "alarm_runs", "judging", "simulated"}  # of other benchmarks, without a command
     programs = {file.stem for file in (ROOT / "benchmarks").glob("*.py")} | {"real.__main__"}
