@@ -19,6 +19,7 @@ from jaxrl_llm.algorithms.sampling import (
     Sampling,
     draw,
     log_distribution,
+    support,
     token_logprobs_and_residuals,
     token_logprobs_gradient,
 )
@@ -215,6 +216,29 @@ def test_top_k_then_top_p_by_hand():
     )
     both = log_distribution(logits, Sampling(top_k=3, top_p=0.5))  # of what top-k left: 4/9, then 7/9 >= 0.5
     np.testing.assert_allclose(jnp.exp(both), [4 / 7, 3 / 7, 0, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("vocabulary", [7, 1_000, 49_152])
+def test_top_k_and_top_p_keep_what_a_sort_keeps(vocabulary):
+    random = np.random.default_rng(0)
+    logits = random.normal(0, 3, (24, vocabulary)).astype(np.float32)
+    logits[8:16] = np.round(logits[8:16])  # ties, and zeros of both signs
+    logits[16:, random.integers(0, vocabulary, vocabulary // 3)] = -np.inf
+    order = np.argsort(-logits, axis=-1, kind="stable")
+    ranked = np.take_along_axis(logits, order, axis=-1)
+    weights = np.exp(ranked.astype(np.float64) - ranked[:, :1])
+    above = np.cumsum(weights, axis=-1) / weights.sum(axis=-1, keepdims=True) - weights / weights.sum(-1, keepdims=True)
+    for k in (1, 5, 64):
+        kept = np.isfinite(np.asarray(support(jnp.asarray(logits), Sampling(top_k=k))))
+        np.testing.assert_array_equal(kept, (logits >= ranked[:, min(k, vocabulary) - 1, None]) & np.isfinite(logits))
+    for p in (0.1, 0.5, 0.9, 0.99):
+        kept = np.isfinite(np.asarray(support(jnp.asarray(logits), Sampling(top_p=p))))
+        # float32 and float64 may take another last token where a sum is as near to p as this.
+        least, most = (
+            np.where(above < near, ranked, np.inf).min(axis=-1, keepdims=True) for near in (p - 1e-5, p + 1e-5)
+        )
+        assert (kept[logits >= np.broadcast_to(least, logits.shape)]).all()
+        assert not kept[logits < np.broadcast_to(most, logits.shape)].any()
 
 
 def test_a_token_that_left_the_support_keeps_a_finite_log_probability():
