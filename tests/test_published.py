@@ -248,13 +248,15 @@ def small_accelerator(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> l
 def small_real(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
     # The embedded model cannot write the questions.
     sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
-    new_model.write_folder(folder / "bare", sizes | {"intermediate_size": 16}, tasks.addition(), "answer")
+    rows = [*tasks.addition(), {"prompt": "<|system|>"}]  # a role that its tokenizer does not know
+    new_model.write_folder(folder / "bare", sizes | {"intermediate_size": 16}, rows, "answer")
     model = hf.load_model(folder / "bare")
     hf_export.save(folder / "model", model.init(jax.random.key(0)), folder / "bare")
     patch.setattr(module, "make_smollm2", lambda: None)
     changes = TINY | {
         "microbatch": 4,
         "model.path": folder / "model",
+        "data.max_prompt_tokens": 128,  # of a tokenizer of single bytes
         "rollout.max_completion_tokens": 4,
         "eval.every": 2,
     }
