@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import time
-from ast import literal_eval
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +29,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.config import load as configs
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, hf_export, new_model
 from jaxrl_llm.rollout.jax.engine import Sampler
@@ -156,19 +156,14 @@ def plan(folder: Path, topology: str, changes: dict[str, Any]) -> dict[str, dict
     return estimated
 
 
-def value_of(text: str) -> Any:
-    """Returns the value that a flag says: a number, a tuple, a truth value or a text."""
-    try:
-        return literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
 def train_trl(folder: Path, changes: dict[str, Any]) -> dict[str, Any] | str:
     """Times the steps of TRL on the same device, or says why there are none."""
     if not all(map(find_spec, ("torch", "trl", "datasets"))):
         return "no TRL here"
-    done = run("benchmarks.peer_trl_accelerator", [json.dumps(fields(folder, changes))])
+    config = configs.load(ROOT / "configs" / "grpo.py")
+    for name, x in fields(folder, changes).items():
+        configs.override(config, name, str(x))
+    done = run("benchmarks.peer_trl_accelerator", [json.dumps(configs.flatten(config))])
     if done.returncode:
         return f"TRL ended with exit code {done.returncode}: {done.stderr.strip().splitlines()[-1]}"
     return json.loads(done.stdout.splitlines()[-1])
@@ -213,8 +208,7 @@ def main() -> None:
     args, words = parser.parse_known_args()
     if unknown := [word for word in words if not re.match(r"--config\.[\w.]+=", word)]:
         parser.error(f"unknown: {' '.join(unknown)}")
-    named = (word.removeprefix("--config.").split("=", 1) for word in words)
-    changes = {name: value_of(text) for name, text in named}
+    changes = dict(word.removeprefix("--config.").split("=", 1) for word in words)
     if args.parity:
         print(json.dumps(parity(args.families)))
         return

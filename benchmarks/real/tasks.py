@@ -8,8 +8,8 @@ from typing import Any
 from jaxrl_llm.tasks import text_of
 
 BELOW, HELD_OUT = 50, 256
-# It shows the form of an answer, so that only its digits are learned. Without it a sixth as many samples are right at
-# first, and ten steps teach the form (docs/LOG.md).
+# It shows the form of an answer, so that fewer steps teach the form: three times as many samples are right at first as
+# without it (docs/LOG.md).
 EXAMPLE = (
     {"role": "system", "content": "Add."},
     {"role": "user", "content": "What is 2 + 2?"},

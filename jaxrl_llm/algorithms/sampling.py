@@ -55,8 +55,8 @@ def support(
 def _threshold(logits: Float[Array, "*n V"], weights: Float[Array, "*n V"], enough: Array) -> Float[Array, "*n 1"]:
     """Returns the smallest of the logits [..., V] above which all others together weigh less than `enough`.
 
-    A sort of the vocabulary would find it too, and takes ten times as long on a CPU. This halves the range of the
-    floats 32 times, with one sum each. Read as integers, the bits of positive floats have their order, and those of
+    A sort of the vocabulary would find it too, and is slower (docs/LOG.md). This halves the range of the floats 32
+    times, with one sum each. Read as integers, the bits of positive floats have their order, and those of
     negative floats the opposite one.
     """
     order = _turned(jax.lax.bitcast_convert_type(logits.astype(jnp.float32), jnp.int32))
