@@ -118,7 +118,8 @@ def test_its_tokenizer_splits_digits_and_joins_what_was_merged(converted):
 
 def test_no_held_out_sum_is_learned_from_and_answers_are_right():
     learned, held_out = (
-        {x["prompt"][-1]["content"]: x["answer"] for x in rows()} for rows in (tasks.addition, tasks.addition_held_out)
+        {x["prompt"].removeprefix(tasks.EXAMPLE): x["answer"] for x in rows()}
+        for rows in (tasks.addition, tasks.addition_held_out)
     )
     assert len(learned) + len(held_out) == tasks.BELOW**2 and not learned.keys() & held_out.keys()
     for question, answer in (learned | held_out).items():

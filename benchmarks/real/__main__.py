@@ -1,9 +1,10 @@
 """SmolLM2-135M-Instruct learns sums of two numbers below 50: `python -m benchmarks.real --quick`.
 
-Without --quick there are three seeds, one after the other, and with --trl N the first N steps of the same work by TRL's
-GRPOTrainer after each (its environment is made at the first run, from benchmarks/environments.txt). --case tldr is
-another task, of tldr.py. Each run that has ended is kept in OUT/CASE and not made again. Prints a table, checks that
-both did the same work, and writes OUT/CASE.png. --config.FIELD=VALUE changes the config for both.
+Without --quick there are three seeds, one after the other. --case NAME is another config of this folder:
+plain_addition, the same sums by plain GRPO, or tldr, another task. These two have --trl N: after each run, the first N
+steps of the same work by TRL's GRPOTrainer, whose environment is made at the first run (benchmarks/environments.txt).
+Each run that has ended is kept in OUT/CASE and not made again. Prints a table, checks that both did the same work, and
+writes OUT/CASE.png. --config.FIELD=VALUE changes the config for both.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from jaxrl_llm.errors import run_main
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)
 TRL_MICROBATCH = 16  # sequences
+SOLVED = "share of held-out sums solved"
 TRAINERS = ("jaxrl_llm", "TRL")
 # Fields that TRL is told.
 TOLD = (
@@ -58,7 +60,8 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "addition": Case("addition", "eval/accuracy", "share of held-out sums solved", (0.5, 0.6), 0, 1),
+    "addition": Case("addition", "eval/accuracy", SOLVED, (0.5, 0.85), 0, 1),
+    "plain_addition": Case("plain_addition", "eval/accuracy", SOLVED, (0.3, 0.5), 0, 1),
     "tldr": Case("tldr", "reward/mean", "mean reward: distance from 20 characters", (-20,), -250, 0),
 }
 
@@ -215,6 +218,8 @@ def main() -> None:
     if unknown := [word for word in changes if not re.match(r"--config\.[\w.]+=", word)]:
         parser.error(f"unknown: {' '.join(unknown)}")
     case, folder = CASES[args.case], args.out / args.case
+    if args.trl and fields_of(case, changes)["rollout.resample_rounds"]:
+        parser.error("--trl: TRL cannot sample groups again (rollout.resample_rounds): give --case plain_addition")
     folder.mkdir(parents=True, exist_ok=True)
     make_smollm2()
     runs = list[Run]()

@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 right = partial(accuracy, method="flexible")
 CASES = {
-    "addition": Case(tasks.addition, tasks.addition_held_out, right, right),
+    "plain_addition": Case(tasks.addition, tasks.addition_held_out, right, right),
     "tldr": Case(tasks.posts, tasks.posts_held_out, tasks.length, tasks.is_near),
 }
 

@@ -8,13 +8,8 @@ from typing import Any
 from jaxrl_llm.tasks import text_of
 
 BELOW, HELD_OUT = 50, 256
-# It shows the form of an answer, so that fewer steps teach the form: three times as many samples are right at first as
-# without it (docs/LOG.md).
-EXAMPLE = (
-    {"role": "system", "content": "Add."},
-    {"role": "user", "content": "What is 2 + 2?"},
-    {"role": "assistant", "content": "2 + 2 = 4"},
-)
+# It shows the form of an answer and its end, so that few steps teach them, and it has few tokens (docs/LOG.md).
+EXAMPLE = "2 + 2 = 4<|im_end|>\n"
 TARGET, NEAR = 20, 5  # characters
 # Of the posts.
 RELATIVES = ("sister", "brother", "mother", "father", "cousin", "aunt", "uncle", "neighbour", "boss", "flatmate")
@@ -35,10 +30,7 @@ def _sums() -> list[dict[str, Any]]:
     """Returns all sums of two numbers below BELOW, in an order that is always the same."""
     pairs = [(a, b) for a in range(BELOW) for b in range(BELOW)]
     random.Random(0).shuffle(pairs)
-    return [
-        {"prompt": [*EXAMPLE, {"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b)}
-        for a, b in pairs
-    ]
+    return [{"prompt": f"{EXAMPLE}{a} + {b} =", "answer": str(a + b)} for a, b in pairs]
 
 
 def addition() -> list[dict[str, Any]]:

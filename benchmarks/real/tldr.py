@@ -7,13 +7,14 @@ minutes on two cores: the model (there Qwen2-0.5B-Instruct), the posts, 64 token
 
 from ml_collections import ConfigDict
 
-from benchmarks.real import addition
+from benchmarks.real import plain_addition
 
 
 def get_config() -> ConfigDict:
-    c = addition.get_config()
+    c = plain_addition.get_config()
     c.num_steps = c.checkpoint.every = 20
-    c.eval.every = 5
+    c.prompts_per_step = c.prompts_per_update = c.microbatch = 8
+    c.optim.learning_rate, c.eval.every = 1e-5, 5
     c.data.source, c.data.max_prompt_tokens = "benchmarks.real.tasks.posts", 96
     c.eval.source, c.eval.problems = "benchmarks.real.tasks.posts_held_out", 64
     c.reward.functions, c.eval.function = ("benchmarks.real.tasks.length",), "benchmarks.real.tasks.is_near"
