@@ -15,9 +15,21 @@ from jaxrl_llm.config import records
 from jaxrl_llm.config.load import flatten, load, override
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import extras
-from jaxrl_llm.recipe.recipe import Recipe
+from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.tools.translate import __main__ as program
-from jaxrl_llm.tools.translate import easyr1, lint, readers, search_r1, trl, trl_ppo, trl_rloo, trl_rules, verl, writer
+from jaxrl_llm.tools.translate import (
+    easyr1,
+    lint,
+    readers,
+    search_r1,
+    trl,
+    trl_pairs,
+    trl_ppo,
+    trl_rloo,
+    trl_rules,
+    verl,
+    writer,
+)
 from jaxrl_llm.tools.translate.outcome import KINDS, Keys, Outcome, Translation, Unread, translate
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -28,6 +40,8 @@ SYSTEMS = {
     "trl_grpo": trl.GRPO,
     "trl_ppo": trl_ppo.PPO,
     "trl_rloo": trl_rloo.RLOO,
+    "trl_dpo": trl_pairs.DPO,
+    "trl_simpo": trl_pairs.SIMPO,
 }
 ACTOR = "actor_rollout_ref.actor."
 
@@ -136,6 +150,33 @@ trainer = GRPOTrainer(
     train_dataset=rows,
 )
 """
+TRL_DPO = """
+accelerate launch --num_processes 2 trl/scripts/dpo.py --dataset_name trl-lib/ultrafeedback_binarized \\
+    --model_name_or_path Qwen/Qwen2-0.5B-Instruct --learning_rate 5.0e-7 --num_train_epochs 1 --max_steps 1000 \\
+    --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --loss_type sigmoid sft --loss_weights 1.0 0.2 \\
+    --eval_strategy steps --eval_steps 50 --output_dir Qwen2-0.5B-DPO --no_remove_unused_columns \\
+    --max_length 768 --use_peft --lora_r 32 --lora_alpha 16 \\
+    --lora_target_modules all-linear --precompute_ref_log_probs --ld_alpha 0.5
+"""
+TRL_DPO_SCRIPT = """
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import DPOConfig, DPOTrainer
+
+name = "Qwen/Qwen3-0.6B"
+model = AutoModelForCausalLM.from_pretrained(name)
+rows = load_dataset("someone/pairs")
+config = DPOConfig(output_dir="out", beta=0.2, label_smoothing=0.1, max_steps=100, rpo_alpha=0.5,
+                   per_device_train_batch_size=4, eval_strategy="steps", eval_steps=20, max_prompt_length=200)
+DPOTrainer(model, None, config, train_dataset=rows["train"], eval_dataset=rows["test"],
+           processing_class=AutoTokenizer.from_pretrained(name)).train()
+"""
+TRL_SIMPO_SCRIPT = """
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+args = CPOConfig("out", loss_type="simpo", cpo_alpha=0.0, simpo_gamma=1.4, beta=2.0, num_train_epochs=1)
+CPOTrainer("google/gemma-2-2b-it", args, train_dataset=make_pairs())
+"""
 TRL_PPO = """
 accelerate launch --num_processes 4 train.py --sft_model_path someone/sft --reward_model_path someone/rm \\
     --dataset_name someone/prompts --per_device_train_batch_size 2 --gradient_accumulation_steps 8 \\
@@ -196,7 +237,58 @@ FILES = {
     "grpo.yaml": TRL_YAML,
     "grpo.py": TRL_SCRIPT,
     "ppo.sh": TRL_PPO,
+    "dpo.sh": TRL_DPO,
+    "dpo.py": TRL_DPO_SCRIPT,
+    "simpo.py": TRL_SIMPO_SCRIPT,
 }
+
+
+def test_pairs_of_trl_are_learned_from_by_the_same_loss(tmp_path):
+    made = made_of(tmp_path, "run.sh", TRL_DPO)
+    text, c = config_of(made, tmp_path)
+    expected = {
+        "prompts_per_step": 32, "microbatch": 4, "num_steps": 1000, "loss.name": "dpo", "loss.beta": 0.1,
+        "loss.nll_coef": 0.2, "aggregate.mode": "sequence_mean", "optim.learning_rate": 5e-7, "optim.decay": "linear",
+        "data.source": "trl-lib/ultrafeedback_binarized@train", "data.rejected_column": "rejected",
+        "eval.source": "trl-lib/ultrafeedback_binarized@test", "eval.function": "preference", "eval.every": 50,
+        "data.max_prompt_tokens": 384, "rollout.max_completion_tokens": 384, "adapters.rank": 32,
+    }  # fmt: skip
+    assert {name: c[name] for name in expected} == expected
+    assert list(made.with_kind("unsupported")) == ["ld_alpha"] and "jaxrl sft --config configs/mine.py" in text
+    _, c = config_of(made_of(tmp_path, "dpo.py", TRL_DPO_SCRIPT, rows=10), tmp_path)
+    expected = {
+        "model.path": "Qwen/Qwen3-0.6B", "prompts_per_step": 4, "loss.beta": 0.2, "loss.label_smoothing": 0.1,
+        "loss.nll_coef": 0.5, "data.source": "someone/pairs@train", "eval.source": "someone/pairs@test",
+        "data.max_prompt_tokens": 200, "rollout.max_completion_tokens": 824,
+    }  # fmt: skip
+    assert {name: c[name] for name in expected} == expected
+    made = made_of(tmp_path, "simpo.py", TRL_SIMPO_SCRIPT, rows=100)
+    _, c = config_of(made, tmp_path)
+    expected = {
+        "loss.name": "simpo", "loss.beta": 2.0, "loss.gamma": 1.4, "loss.nll_coef": 0.0, "num_steps": 13, "eval": None,
+    }  # fmt: skip
+    assert {name: c[name] for name in expected} == expected and made.outcomes["loss_type"].kind == "mapped"
+
+
+@pytest.mark.parametrize("loss", ["hinge", "robust", ["sigmoid", "hinge"], ["sft"]])
+def test_a_loss_of_pairs_that_is_not_here_is_named(loss):
+    made = translate(trl_pairs.DPO, {"loss_type": loss, "max_steps": 10})
+    assert made.outcomes["loss_type"].kind == "unsupported" and "loss.name" not in made.fields()
+    assert translate(trl_pairs.SIMPO, {"loss_type": "ipo"}).outcomes["loss_type"].kind == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("command", "system"),
+    [
+        ("trl dpo --model_name_or_path a/b", trl_pairs.DPO),
+        ("python dpo.py --model_name_or_path a/b --beta 0.1", trl_pairs.DPO),
+        ("python -m recipes.simpo --model_name_or_path a/b --simpo_gamma 1", trl_pairs.SIMPO),
+        ("python scripts/grpo_after_dpo.py --model_name_or_path a/b --beta 0.1", trl.GRPO),
+    ],
+)
+def test_the_name_of_a_program_tells_pairs_from_rewards(command, system, tmp_path):
+    assert made_of(tmp_path, "run.sh", command).system is system
+    assert made_of(tmp_path, "dpo.yaml", "model_name_or_path: a/b\nbeta: 0.1\n").system is trl_pairs.DPO
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -416,11 +508,12 @@ def test_a_loss_of_trl_has_our_name_and_passes_the_checks(mode, tmp_path):
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_a_table_sets_fields_that_are_there_and_knows_its_defaults(name):
     system = SYSTEMS[name]
-    there = set()
-    for base in ("ppo", "search_ppo"):
+    pairs, there = system in (trl_pairs.DPO, trl_pairs.SIMPO), set()
+    for base in ("dpo", "simpo") if pairs else ("ppo", "search_ppo"):
         c = load(CONFIGS / f"{base}.py")
-        c.entropy, c.kl.adaptive, c.kl.refresh = {"coef": 1.0, "adaptive": {}}, {}, {}
-        table = records.table(Recipe, c.to_dict())
+        if not pairs:
+            c.entropy, c.kl.adaptive, c.kl.refresh = {"coef": 1.0, "adaptive": {}}, {}, {}
+        table = records.table(SftRecipe if pairs else Recipe, c.to_dict())
         there |= set(table.fields) | table.optional | set(flatten(c))
     of_functions = ("advantage.", "loss.", "adapters.", "reward_model.", "data.mixture")
     values = (None, True, False, 0, 1, 8, 0.5, "", "gae", "cosine", [1, 2], {"a": 1}, "someone/thing")
@@ -480,6 +573,7 @@ def test_a_command_of_trl_may_name_a_yaml_file(tmp_path):
         ("TRL's GRPO", [trl.GRPO]),
         ("TRL's PPO", [trl_ppo.PPO]),
         ("TRL's RLOO", [trl_rloo.RLOO]),
+        ("TRL's DPO and SimPO", [trl_pairs.DPO, trl_pairs.SIMPO]),
         ("Pictures", [easyr1.EASYR1, verl.VERL, trl.GRPO]),
         ("veRL", [verl.VERL]),
         ("EasyR1", [easyr1.EASYR1]),
@@ -590,8 +684,8 @@ trainer: {total_training_steps: 5, total_training_steps: 6, project_name: '${var
         ("a.json", "{", "cannot be parsed"),
         ("a.yaml", "colour: red\nshape: round\n", "none of TRL, veRL, EasyR1 and Search-R1"),
         ("a.yaml", '"learning_rate: 1\\nimport os #": 2\n', "is no name"),
-        ("a.py", "import os\n", "no GRPOConfig, RLOOConfig or PPOConfig"),
-        ("a.py", "DPOConfig()\n", "DPOConfig, which is not translated"),
+        ("a.py", "import os\n", "no GRPOConfig, RLOOConfig, PPOConfig, DPOConfig or CPOConfig"),
+        ("a.py", "KTOConfig()\n", "KTOConfig, which is not translated"),
         ("a.py", "def (\n", "no Python"),
         ("a.py", "GRPOConfig(beta=1)\nGRPOConfig(beta=2)\n", "2 configs, at lines 1, 2"),
         ("a.sh", "echo hello\n", "no training command"),

@@ -25,6 +25,7 @@ STAND_INS = {  # for what the user must complete, so that all the rest is checke
     "eval.function": ours.STAND_IN,
     "data.format_prompt": "",
 }
+OF_PAIRS = {"data.source": "arithmetic.pairs", "eval.source": "arithmetic.pairs"}
 
 
 class Linted(NamedTuple):
@@ -48,10 +49,13 @@ def load_text(text: str) -> Config:
 
 def lint(config: Config, yours: set[str]) -> Linted:
     """Checks a config. Fields in `yours` have a stand-in meanwhile."""
-    missing = _without_pyarrow([config.data, *([config.eval] if config.eval else []), *config.data.mixture.values()])
-    for name in yours & STAND_INS.keys():
+    mixture = config.data.get("mixture", {}).values()  # of `sft` there is none
+    missing = _without_pyarrow([config.data, *([config.eval] if config.eval else []), *mixture])
+    # Pairs have rows of their own.
+    stand_ins = STAND_INS | (OF_PAIRS if "rejected_column" in config.data else {})
+    for name in yours & stand_ins.keys():
         section, field = name.split(".")
-        config[section][field] = STAND_INS[name]
+        config[section][field] = stand_ins[name]
     if "data.mixture" in yours:
         config.data.mixture = {}
         config.data.source = STAND_INS["data.source"]
@@ -61,7 +65,7 @@ def lint(config: Config, yours: set[str]) -> Linted:
     # Locked, as `jaxrl train` gets it: a field that does not exist is an error.
     config.lock()
     try:
-        recipe = recipes.read(config)
+        recipe = recipes.read_either(config)
     except UserError as error:
         return Linted(None, str(error), [], {}, missing)
     try:

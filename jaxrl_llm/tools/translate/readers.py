@@ -9,7 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tools.translate import arguments, easyr1, launchers, search_r1, shell, trl, trl_ppo, trl_rloo, verl
+from jaxrl_llm.tools.translate import (
+    arguments,
+    easyr1,
+    launchers,
+    search_r1,
+    shell,
+    trl,
+    trl_pairs,
+    trl_ppo,
+    trl_rloo,
+    verl,
+)
 from jaxrl_llm.tools.translate.arguments import Value
 from jaxrl_llm.tools.translate.documents import SECTIONS, DocumentKeys, read_document, resolved, scalar, with_files
 from jaxrl_llm.tools.translate.outcome import System
@@ -26,8 +37,9 @@ SEARCH_R1_KEY = re.compile(
 # The first words of keys of veRL, EasyR1 and Search-R1, and the flags of TRL.
 HYDRA = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
 OVERRIDDEN = {key.split(".")[0] for system in HYDRA for key in system.rules if "." in key}
-FLAGS = {*trl.GRPO_RULES, *trl.SHARED, *trl_ppo.PPO_RULES, *trl_rloo.RLOO_RULES}
-OF_TRL = {"grpo": trl.GRPO, "ppo": trl_ppo.PPO, "rloo": trl_rloo.RLOO}
+OF_TRL = {"grpo": trl.GRPO, "ppo": trl_ppo.PPO, "rloo": trl_rloo.RLOO, "dpo": trl_pairs.DPO, "simpo": trl_pairs.SIMPO}
+PROGRAMS = {"rloo": "rloo", "dpo": "dpo", "cpo": "simpo", "simpo": "simpo"}
+FLAGS = {key for system in OF_TRL.values() for key in system.rules if key not in trl.IDLE}
 # Modules that start a script, whose name comes later.
 STARTERS = ("torch.distributed", *launchers.TORCH)
 
@@ -70,9 +82,9 @@ def _read(path: Path, text: str) -> ForeignConfig:
     if wrong := next((key for key in keys.values if not NAME.fullmatch(key)), ""):
         raise UserError(f"{path} has the key {wrong!r}, which is no name: is this a config?")
     system = detect(path, keys.values, keys.lost)
-    # GRPO and RLOO share nearly all keys: the name of the program tells them apart.
-    if system is trl.GRPO and keys.program == "rloo":
-        system = trl_rloo.RLOO
+    # Most keys are of all trainers of TRL: the name of the program tells them apart.
+    if keys.program and system in OF_TRL.values():
+        system = OF_TRL[keys.program]
     return ForeignConfig(path, system, keys.values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred))
 
 
@@ -86,7 +98,9 @@ def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> System
     if any(key.startswith("actor_rollout_ref.") for key in keys):
         return verl.VERL
     # TRL's keys have no sections. Half of the keys must be known: other programs have learning_rate and seed too.
-    best = max(OF_TRL.values(), key=lambda system: _known(system, keys))
+    # Of equals the one in the file's name wins, and then GRPO.
+    named = sorted(OF_TRL, key=lambda kind: kind not in path.stem)
+    best = max((OF_TRL[kind] for kind in named), key=lambda system: _known(system, keys))
     if 2 * _known(best, keys) < max(len(keys), 1):
         some = ", ".join(list(keys)[:3])
         beside = f"; belongs to no key of the training command: {lost[0]}" if lost else ""
@@ -191,13 +205,21 @@ def _from_command(
     if not any(key in trl.GRPO.rules or key in trl_ppo.PPO.rules for key in keys.values):
         return None
     keys.values |= launchers.flags(path, command.values[:start], files, allocated)
-    keys.program = "rloo" if any("rloo" in word for word in words[start : start + 2]) else ""
+    keys.program = _program(words[start : start + 2])
     keys.lost += _unkeyed(rest)
     return keys
 
 
 def _unkeyed(values: Sequence[Value]) -> list[str]:
     return [f"{value.text}: not a key with a value that the script says" for value in values if value.text.strip("- ")]
+
+
+def _program(words: list[str]) -> str:
+    """Returns the trainer of TRL that a program is named after; "": none, or GRPO, whose keys are enough."""
+    name = " ".join(words)
+    if "grpo" in name or "online" in name:
+        return ""
+    return next((kind for word, kind in PROGRAMS.items() if word in name), "")
 
 
 def _starts(words: list[str], i: int) -> bool:

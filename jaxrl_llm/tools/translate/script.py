@@ -12,10 +12,17 @@ from jaxrl_llm.tools.translate.arguments import calculated
 from jaxrl_llm.tools.translate.ours import FILES
 from jaxrl_llm.tools.translate.outcome import Unread
 
-CONFIGS = {"GRPOConfig": "grpo", "PPOConfig": "ppo", "RLOOConfig": "rloo"}
-TRAINERS = {"GRPOTrainer": "grpo", "PPOTrainer": "ppo", "RLOOTrainer": "rloo"}
-OTHERS = ("SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "OnlineDPOConfig", "AsyncGRPOConfig")
-POSITIONAL = {"config": ("output_dir",), "trainer": ("model", "reward_funcs", "args", "train_dataset")}
+CLASSES = {"GRPO": "grpo", "PPO": "ppo", "RLOO": "rloo", "DPO": "dpo", "CPO": "simpo"}
+CONFIGS = {f"{name}Config": kind for name, kind in CLASSES.items()}
+TRAINERS = {f"{name}Trainer": kind for name, kind in CLASSES.items()}
+OTHERS = ("SFTConfig", "KTOConfig", "RewardConfig", "OnlineDPOConfig", "AsyncGRPOConfig")
+REWARDED = ("model", "reward_funcs", "args", "train_dataset")
+PAIRS = ("args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
+POSITIONAL = {  # arguments of a trainer
+    **dict.fromkeys(("grpo", "ppo", "rloo"), REWARDED),
+    "dpo": ("model", "ref_model", *PAIRS),
+    "simpo": ("model", *PAIRS),
+}
 DATASETS = ("load_dataset", "load_from_disk")
 # Methods of a data set that change its rows, or leave some out. `shuffle` and `remove_columns` need nothing here.
 ROW_METHODS = (
@@ -33,7 +40,7 @@ Assignments: TypeAlias = dict[str, list[ast.expr]]  # what the script sets a nam
 
 
 def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str]]:
-    """Returns "grpo", "ppo" or "rloo", and the keys of the config; those of the trainer begin with "trainer.".
+    """Returns a kind of CLASSES, and the keys of the config; those of the trainer begin with "trainer.".
 
     A value that is no literal is `Unread`, except functions and data sets, which are given by name.
     Raises: UserError, if the script is no Python or makes no such config.
@@ -50,18 +57,22 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str]]:
         raise UserError(f"{path} makes {len(configs)} configs, at lines {_lines(configs)}: keep one in the file")
     if not configs and not trainers:
         other = next((name for name, _ in calls if name in OTHERS), "")
-        made_instead = f"{other}, which is not translated" if other else "no GRPOConfig, RLOOConfig or PPOConfig"
+        made_instead = (
+            f"{other}, which is not translated"
+            if other
+            else "no GRPOConfig, RLOOConfig, PPOConfig, DPOConfig or CPOConfig"
+        )
         raise UserError(
             f"{path} makes {made_instead}: give a script that calls one of these, or its command line in a .sh"
         )
     kind = CONFIGS[configs[0][0]] if configs else TRAINERS[trainers[0][0]]
     keys, lost = {}, []
     for _, call in configs:
-        keys |= {name: _value(node, names) for name, node in _arguments(call, POSITIONAL["config"], names)}
+        keys |= {name: _value(node, names) for name, node in _arguments(call, ("output_dir",), names)}
         config_names = {name for name, values in names.items() if any(value is call for value in values)}
         keys |= {attribute: _value(node, names) for name, attribute, node in later if name in config_names}
     for _, call in trainers[:1]:
-        for name, node in _arguments(call, POSITIONAL["trainer"], names):
+        for name, node in _arguments(call, POSITIONAL[kind], names):
             if name != "args":
                 keys |= _argument(name, node, names)
             elif not configs:

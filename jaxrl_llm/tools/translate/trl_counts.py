@@ -15,6 +15,12 @@ def processes(keys: Keys) -> int:
     return keys.processes or launchers.count(keys) or 1
 
 
+def unnamed(keys: Keys) -> str:
+    """Returns the sentence that the number of processes is missing; "": it is known."""
+    known = keys.processes or launchers.count(keys)
+    return "" if known else ". The file names no number of processes: --processes N does"
+
+
 def completions_per_update(keys: Keys) -> int:
     """Completions of an optimizer step."""
     per_process = int(keys["per_device_train_batch_size"]) * int(keys["gradient_accumulation_steps"])
@@ -47,9 +53,7 @@ def batch(keys: Keys) -> tuple[dict[str, Any], str]:
         f"per_device_train_batch_size x gradient_accumulation_steps x processes counts completions: {product} = "
         f"{per_update} of an optimizer step, {rollout} of a rollout; here prompts, with {group} completions each"
     )
-    reason += (
-        "" if keys.processes or launchers.count(keys) else ". The file names no number of processes: --processes N does"
-    )
+    reason += unnamed(keys)
     if prompts * group != rollout or update * group != per_update:
         reason += f". They are not whole groups: {prompts} and {update} are the nearest that fit"
     return {"prompts_per_step": prompts, "prompts_per_update": update, "group_size": group}, reason

@@ -23,8 +23,12 @@ ALGORITHM = {
     "ppo": "PPO",
     "search_grpo": "GRPO with a search tool",
     "search_ppo": "PPO with a search tool",
+    "dpo": "DPO",
+    "simpo": "SimPO",
 }
-EXPLAINED = ("grpo.py", "ppo.py", "search_grpo.py")  # their order of fields is that of a translation
+PAIRS = ("dpo", "simpo")  # configs of `jaxrl sft`
+# Their order of fields is that of a translation.
+EXPLAINED = ("grpo.py", "ppo.py", "search_grpo.py", "sft.py", "dpo.py", "simpo.py")
 
 
 def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] = ()) -> str:
@@ -53,7 +57,7 @@ def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] =
         [
             f'"""{ALGORITHM[base]}, translated from {_name(file.name)} of {whose}.',
             "",
-            f"jaxrl train --config {_name(to.as_posix())}",
+            f"jaxrl {'sft' if base in PAIRS else 'train'} --config {_name(to.as_posix())}",
             "",
             *textwrap.wrap(notice, WIDTH),
             '"""',
