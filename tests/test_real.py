@@ -18,7 +18,6 @@ from tokenizers import pre_tokenizers
 from benchmarks.real import tasks
 from benchmarks.real.model import convert
 from jaxrl_llm.models import hf
-from jaxrl_llm.tasks.gsm8k import accuracy
 
 ROOT = Path(__file__).parent.parent
 WIDTH, HEADS, KEY_HEADS, SIDE, MLP, LAYERS = 64, 4, 2, 16, 96, 2
@@ -124,7 +123,7 @@ def test_no_held_out_sum_is_learned_from_and_answers_are_right():
     assert len(learned) + len(held_out) == tasks.BELOW**2 and not learned.keys() & held_out.keys()
     for question, answer in (learned | held_out).items():
         assert sum(map(int, re.findall(r"\d+", question))) == int(answer)
-    assert accuracy(["12 + 34 = 46", "12 + 34 = 48"], ["46", "46"], method="flexible") == [1.0, 0.0]
+    assert tasks.exact([" 46", "46\n", " 46.", " 48"], ["46"] * 4) == [1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ def get_config() -> ConfigDict:
     c = addition.get_config()
     c.rollout.resample_rounds = 0
     c.prompts_per_step = c.prompts_per_update = c.microbatch = 16
-    c.num_steps = c.checkpoint.every = 20
+    c.num_steps = c.checkpoint.every = 12
     c.optim.decay = "constant"
     c.eval.every = 2
     return c

@@ -43,6 +43,11 @@ def addition_held_out() -> list[dict[str, Any]]:
     return _sums()[:HELD_OUT]
 
 
+def exact(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    """1 where a completion is the answer and nothing else."""
+    return [float(text_of(text).strip() == right) for text, right in zip(completions, answer, strict=True)]
+
+
 def _posts() -> list[dict[str, Any]]:
     """Returns posts in the form of the data set TL;DR, whose text no hub is asked for here."""
     parts = [(who, what, why) for who in RELATIVES for what in WANTS for why in REASONS]
