@@ -11,7 +11,7 @@ from jaxrl_llm.configs import grpo  # configs/grpo.py explains the fields
 
 def get_config() -> ConfigDict:
     c = grpo.get_config()
-    c.num_steps = 45
+    c.num_steps = 65
     c.prompts_per_step, c.group_size, c.prompts_per_update, c.microbatch = 32, 8, 32, 16
     c.model.path = str(FOLDER)
     c.data.source, c.data.max_prompt_tokens = "benchmarks.real.tasks.addition", 16

@@ -1,7 +1,7 @@
 """The sums of addition.py by plain GRPO: the work that TRL does beside it (`--case plain_addition --trl N`).
 
 What differs from addition.py: no groups are sampled in the place of those without signal, which TRL's GRPOTrainer
-cannot do; fewer prompts in a step, and fewer steps.
+cannot do; fewer prompts in a step, and fewer steps, at a constant rate.
 """
 
 from ml_collections import ConfigDict
