@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from jaxrl_llm import recipe as recipes
-from jaxrl_llm.config.load import load
+from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.recipe import advice
@@ -49,10 +49,11 @@ def load_text(text: str) -> Config:
 
 def lint(config: Config, yours: set[str]) -> Linted:
     """Checks a config. Fields in `yours` have a stand-in meanwhile."""
-    mixture = config.data.get("mixture", {}).values()  # of `sft` there is none
+    fields = flatten(config)
+    pairs = "data.rejected_column" in fields  # of `sft`, whose rows are others, and have no mixture
+    stand_ins = STAND_INS | (OF_PAIRS if pairs else {})
+    mixture = [] if pairs else config.data.mixture.values()
     missing = _without_pyarrow([config.data, *([config.eval] if config.eval else []), *mixture])
-    # Pairs have rows of their own.
-    stand_ins = STAND_INS | (OF_PAIRS if "rejected_column" in config.data else {})
     for name in yours & stand_ins.keys():
         section, field = name.split(".")
         config[section][field] = stand_ins[name]

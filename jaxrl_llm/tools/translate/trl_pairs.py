@@ -78,8 +78,8 @@ def evaluating(value: Any, keys: Keys) -> Outcome:
     fields = compared.fields | {"eval.function": "preference", "eval.convert": ""}
     source = held_out(keys)
     if source:
-        there = ours.dataset("eval", source, str(keys.explicit.get("dataset_test_split", "test")))
-        fields, yours = fields | there.fields, there.yours
+        outcome = ours.dataset("eval", source, str(keys.explicit.get("dataset_test_split", "test")))
+        fields, yours = fields | outcome.fields, outcome.yours
     else:
         fields |= {"eval.source": "data/test.parquet"}
         yours = {"eval.source": "the file with the held-out pairs; this name is a placeholder"}
@@ -120,8 +120,8 @@ def lengths(value: Any, keys: Keys) -> Outcome:
     prompt = int(keys.explicit.get("max_prompt_length") or whole // 2)
     completion = int(keys.explicit.get("max_completion_length") or max(1, whole - prompt))
     fields = {"data.max_prompt_tokens": prompt, "rollout.max_completion_tokens": completion}
-    there = f"a pair is cut after {whole} tokens there" if keys["max_length"] else "no limit there"
-    return Outcome("changed", fields, f"{there}; here both parts have a limit, and a longer pair is dropped")
+    cut = f"a pair is cut after {whole} tokens there" if keys["max_length"] else "no limit there"
+    return Outcome("changed", fields, f"{cut}; here both parts have a limit, and a longer pair is dropped")
 
 
 def dpo_loss(value: Any, keys: Keys) -> Outcome:
