@@ -132,6 +132,7 @@ def test_the_benchmark_of_a_real_model_runs_and_keeps_what_has_ended(converted, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(converted[0].parents[2]))
     small = ["--config.num_steps=2", "--config.prompts_per_step=4", "--config.prompts_per_update=4"]
     small += [
+        "--config.microbatch=4",
         "--config.data.max_prompt_tokens=128",
         "--config.eval.problems=8",
         "--config.eval.every=1",
