@@ -262,6 +262,9 @@ def test_pairs_of_trl_are_learned_from_by_the_same_loss(tmp_path):
         "data.max_prompt_tokens": 200, "rollout.max_completion_tokens": 824,
     }  # fmt: skip
     assert {name: c[name] for name in expected} == expected
+    file = {"dataset_name": "data/pairs.jsonl", "eval_strategy": "steps", "max_steps": 40, "eval_steps": 0.1}
+    made = translate(trl_pairs.DPO, file)
+    assert "eval.source" in made.yours() and made.fields()["eval.every"] == 4
     made = made_of(tmp_path, "simpo.py", TRL_SIMPO_SCRIPT, rows=100)
     _, c = config_of(made, tmp_path)
     expected = {

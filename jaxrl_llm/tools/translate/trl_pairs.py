@@ -88,8 +88,10 @@ def evaluating(value: Any, keys: Keys) -> Outcome:
 
 def held_out(keys: Keys) -> str:
     """Returns the data set with the held-out pairs: the trainer's, or the one with those to learn; "": none."""
-    name = str(keys.explicit.get("trainer.eval_dataset") or keys.explicit.get("dataset_name") or "")
-    return name if "/" in name else ""
+    apart, beside = (str(keys.explicit.get(key) or "") for key in ("trainer.eval_dataset", "dataset_name"))
+    # A file has no other split.
+    name = apart or ("" if beside.endswith(ours.FILES) else beside)
+    return name if "/" in name or name.endswith(ours.FILES) else ""
 
 
 def held_out_given(value: Any, keys: Keys) -> Outcome:
