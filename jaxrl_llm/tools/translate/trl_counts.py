@@ -110,7 +110,11 @@ def epochs(value: Any, keys: Keys) -> Outcome:
 
 def in_rollouts(name: str, value: Any, keys: Keys) -> Outcome:
     """Returns what a number of optimizer steps, or a share of the run below 1, becomes as a number of rollouts."""
-    per_rollout, total = updates(keys), rollouts(keys)
+    return counted(name, value, updates(keys), rollouts(keys))
+
+
+def counted(name: str, value: Any, per_rollout: int, total: int) -> Outcome:
+    """Returns the same for a run of `total` steps (0: not known), with so many optimizer steps on a rollout."""
     # transformers takes a number below 1 for a share of all steps.
     if value >= 1:
         reason = f"counts optimizer steps, here rollouts with {per_rollout} of them" * (per_rollout > 1)

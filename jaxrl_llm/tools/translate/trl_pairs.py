@@ -9,16 +9,12 @@ from jaxrl_llm.tools.translate import launchers, ours
 from jaxrl_llm.tools.translate.family import MEMORY, divisors, unknown_steps
 from jaxrl_llm.tools.translate.outcome import Idle, Keys, Outcome, Rule, System, off, only_if, same_rule
 from jaxrl_llm.tools.translate.trl import BOTH, IDLE, OPEN_DEFAULTS, OPEN_RULES, SHARED, TRAINER
-from jaxrl_llm.tools.translate.trl_counts import completions_per_update, processes, unnamed
+from jaxrl_llm.tools.translate.trl_counts import completions_per_update as pairs
+from jaxrl_llm.tools.translate.trl_counts import counted, processes, unnamed
 
 NLL = "TRL divides by the tokens of all chosen completions of a micro-batch, here by those of each completion"
 LOSS = {"aggregate.mode": "sequence_mean", "aggregate.constant_length": 0}
 UNLIMITED = 4096  # tokens of prompt and completion, where the file sets no limit
-
-
-def pairs(keys: Keys) -> int:
-    """Pairs of an optimizer step, which is a step here."""
-    return completions_per_update(keys)
 
 
 def micro(value: Any, keys: Keys) -> Outcome:
@@ -61,13 +57,7 @@ def most_steps(value: Any, keys: Keys) -> Outcome:
 
 def every(name: str, value: Any, keys: Keys) -> Outcome:
     """A number of steps, or a share of the run below 1."""
-    if value >= 1:
-        return Outcome("mapped", {name: int(value)})
-    if count := steps(keys):
-        fields = {name: max(1, math.ceil(value * count))}
-        return Outcome("changed", fields, f"a share of the run: {value} x {count} steps")
-    why = f"{value} of all steps (give --rows, or max_steps in the file); 25 is a placeholder"
-    return Outcome("changed", {name: 25}, "a share of the run", {name: why})
+    return counted(name, value, 1, steps(keys))
 
 
 def evaluating(value: Any, keys: Keys) -> Outcome:
@@ -153,7 +143,7 @@ def simpo_loss(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed" if nll else "mapped", fields, f"{NLL}; TRL's also counts the prompt" * bool(nll))
 
 
-def argument(key: str, rule: Rule) -> Rule:
+def argument(rule: Rule) -> Rule:
     """An argument of the loss, which the rule of `loss_type` has used."""
 
     def its_part(value: Any, keys: Keys) -> Outcome:
@@ -207,7 +197,7 @@ PAIR_RULES: dict[str, Rule] = {
 }
 DPO_RULES: dict[str, Rule] = PAIR_RULES | {
     "loss_type": dpo_loss,
-    **{key: argument(key, dpo_loss) for key in ("beta", "label_smoothing", "loss_weights", "rpo_alpha")},
+    **same_rule(argument(dpo_loss), "beta label_smoothing loss_weights rpo_alpha"),
     "sync_ref_model": off("the reference of dpo never moves"),
     **same_rule(Idle("sync_ref_model decides"), "ref_model_mixup_alpha ref_model_sync_steps"),
     "ld_alpha": off("all tokens of a completion count alike", 1.0),
@@ -219,11 +209,10 @@ DPO_RULES: dict[str, Rule] = PAIR_RULES | {
 }
 SIMPO_RULES: dict[str, Rule] = PAIR_RULES | {
     "loss_type": simpo_loss,
-    **{key: argument(key, simpo_loss) for key in ("beta", "label_smoothing", "cpo_alpha", "simpo_gamma")},
+    **same_rule(argument(simpo_loss), "beta label_smoothing cpo_alpha simpo_gamma"),
     "alpha": off("of AlphaPO, which is not there", 0.0),
 }
-DEFAULTS = BOTH | {key: value for key, value in OPEN_DEFAULTS.items() if key not in ("(rewards)", "(prompts)")}
-DEFAULTS |= {"learning_rate": 1e-6, "max_steps": -1, "max_length": 1024}
+DEFAULTS = BOTH | OPEN_DEFAULTS | {"learning_rate": 1e-6, "max_steps": -1, "max_length": 1024}
 DEFAULTS |= {"beta": 0.1, "label_smoothing": 0.0}
 ALL = SHARED | IDLE | OPEN_RULES
 DPO = System("TRL's DPO", "1.16.0", ALL | DPO_RULES, DEFAULTS | {"loss_type": ["sigmoid"]}, lambda keys: "dpo")
