@@ -251,7 +251,6 @@ def small_real(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str
     new_model.write_folder(folder / "bare", sizes | {"intermediate_size": 16}, tasks.addition(), "answer")
     model = hf.load_model(folder / "bare")
     hf_export.save(folder / "model", model.init(jax.random.key(0)), folder / "bare")
-    patch.setattr(module, "make_smollm2", lambda: None)
     changes = TINY | {
         "microbatch": 4,
         "model.path": folder / "model",

@@ -15,8 +15,9 @@ from safetensors.numpy import load_file
 from test_published import QUICK
 from tokenizers import pre_tokenizers
 
+from benchmarks.real import reasoning_tasks as tasks_of_gym
 from benchmarks.real import tasks
-from benchmarks.real.model import convert
+from benchmarks.real.gguf_folder import GEMMA3_NORMS, KERNELS, convert
 from jaxrl_llm.models import hf
 
 ROOT = Path(__file__).parent.parent
@@ -27,14 +28,14 @@ TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-KERNELS = {
-    "attn_q": ("self_attn.q_proj", HEADS * SIDE, WIDTH),
-    "attn_k": ("self_attn.k_proj", KEY_HEADS * SIDE, WIDTH),
-    "attn_v": ("self_attn.v_proj", KEY_HEADS * SIDE, WIDTH),
-    "attn_output": ("self_attn.o_proj", WIDTH, HEADS * SIDE),
-    "ffn_gate": ("mlp.gate_proj", MLP, WIDTH),
-    "ffn_up": ("mlp.up_proj", MLP, WIDTH),
-    "ffn_down": ("mlp.down_proj", WIDTH, MLP),
+SHAPES = {
+    "attn_q": (HEADS * SIDE, WIDTH),
+    "attn_k": (KEY_HEADS * SIDE, WIDTH),
+    "attn_v": (KEY_HEADS * SIDE, WIDTH),
+    "attn_output": (WIDTH, HEADS * SIDE),
+    "ffn_gate": (MLP, WIDTH),
+    "ffn_up": (MLP, WIDTH),
+    "ffn_down": (WIDTH, MLP),
 }
 
 
@@ -72,16 +73,20 @@ def write_gguf(file: Path) -> dict[str, np.ndarray]:
     add("token_embd.weight", "model.embed_tokens.weight", draw(len(WORDS), WIDTH))
     add("output_norm.weight", "model.norm.weight", 1 + draw(WIDTH))
     for i in range(LAYERS):
-        for name, (theirs, *shape) in KERNELS.items():
+        for name, shape in SHAPES.items():
             heads = {"attn_q": HEADS, "attn_k": KEY_HEADS}.get(name, 0)
-            add(f"blk.{i}.{name}.weight", f"model.layers.{i}.{theirs}.weight", draw(*shape), heads)
+            add(f"blk.{i}.{name}.weight", f"model.layers.{i}.{KERNELS[name]}.weight", draw(*shape), heads)
         for name, theirs in (("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm")):
             add(f"blk.{i}.{name}.weight", f"model.layers.{i}.{theirs}.weight", 1 + draw(WIDTH))
+    finish(writer)
+    return kept
+
+
+def finish(writer: GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return kept
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +120,46 @@ def test_its_tokenizer_splits_digits_and_joins_what_was_merged(converted):
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|im_start|>user\n1+1<|im_end|>\n"
 
 
+def test_a_gemma_becomes_a_folder_whose_norms_are_without_the_1_and_whose_tokenizer_merges_by_score(tmp_path):
+    control, fallback = ["<pad>", "<eos>", "<bos>", "<unk>"], [f"<0x{byte:02X}>" for byte in "é".encode()]
+    words = [*control, "\n", *fallback, "a", "b", "c", "▁", "ab", "bc", "▁ab", "1"]
+    kinds = [3] * 4 + [4] + [6] * 2 + [1] * 8
+    writer = GGUFWriter(tmp_path / "small.gguf", "gemma3")
+    for name, value in dict(
+        context_length=64, embedding_length=WIDTH, feed_forward_length=MLP, block_count=1, head_count=HEADS,
+        head_count_kv=KEY_HEADS, key_length=SIDE, rope_freq_base=1e6, layer_norm_rms_eps=1e-6, sliding_window=8,
+    ).items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_types(kinds)
+    writer.add_token_scores([-1000.0] * 7 + [-4.0] * 4 + [-1.0, -2.0, -3.0, -4.0])
+    for role, number in (("pad", 0), ("eos", 1), ("bos", 2), ("unk", 3)):
+        getattr(writer, f"add_{role}_token_id")(number)
+    draw = np.random.default_rng(0)
+    shapes = SHAPES | {name: (WIDTH,) for name in GEMMA3_NORMS} | {"attn_q_norm": (SIDE,), "attn_k_norm": (SIDE,)}
+    layer = {name: draw.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    for name, values in layer.items():
+        writer.add_tensor(f"blk.0.{name}.weight", values)
+    writer.add_tensor("token_embd.weight", draw.standard_normal((len(words), WIDTH), np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(WIDTH, np.float32))
+    finish(writer)
+
+    convert(tmp_path / "small.gguf", tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    for name, values in layer.items():
+        theirs = written[f"model.layers.0.{(KERNELS | GEMMA3_NORMS)[name]}.weight"]
+        np.testing.assert_array_equal(theirs, values - 1 if name in GEMMA3_NORMS else values)
+    assert not written["model.norm.weight"].any()
+    cfg = hf.load_model(tmp_path).cfg
+    assert (cfg.family, cfg.kv_heads, cfg.head_dim, cfg.window, cfg.local) == ("gemma3_text", 2, SIDE, 8, (True,))
+    tokenizer = hf.load_tokenizer(tmp_path)
+    ids = tokenizer("<bos>abc ab\né1<eos>", add_special_tokens=False)["input_ids"]
+    # "ab" has a larger score than "bc", so it is merged first.
+    assert [words[i] for i in ids] == ["<bos>", "ab", "c", "▁ab", "\n", *fallback, "1", "<eos>"]
+    assert tokenizer.decode(ids) == "<bos>abc ab\né1<eos>"
+
+
 def test_no_held_out_sum_is_learned_from_and_answers_are_right():
     learned, held_out = (
         {x["prompt"].removeprefix(tasks.EXAMPLE): x["answer"] for x in rows()}
@@ -124,6 +169,21 @@ def test_no_held_out_sum_is_learned_from_and_answers_are_right():
     for question, answer in (learned | held_out).items():
         assert sum(map(int, re.findall(r"\d+", question))) == int(answer)
     assert tasks.exact([" 46", "46\n", " 46.", " 48"], ["46"] * 4) == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parity
+def test_answers_of_reasoning_gym_have_all_points_and_no_held_out_problem_is_learned_from():
+    pytest.importorskip("reasoning_gym")
+    for rows in (tasks_of_gym.held_out(), tasks_of_gym.learned_held_out()):
+        columns = {name: [row[name] for row in rows] for name in ("answer", "task", "metadata")}
+        assert set(tasks_of_gym.accuracy(columns["answer"], **columns)) == {1.0}
+        assert set(tasks_of_gym.accuracy(["I do not know"] * len(rows), **columns)) == {0.0}
+    asked = [
+        {row["prompt"][-1]["content"] for row in make()}
+        for make in (tasks_of_gym.learned, tasks_of_gym.learned_held_out)
+    ]
+    assert not asked[0] & asked[1] and len(asked[0]) > 1000
+    assert {row["task"] for row in tasks_of_gym.learned()} == set(tasks_of_gym.LEARNED)
 
 
 @pytest.mark.slow

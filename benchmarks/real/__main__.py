@@ -1,8 +1,9 @@
 """SmolLM2-135M-Instruct learns sums of two numbers below 50: `python -m benchmarks.real --quick`.
 
-Without --quick there are three seeds, one after the other. --case NAME is another config of this folder:
-plain_addition, the same sums by plain GRPO, or tldr, another task. These two have --trl N: after each run, the first N
-steps of the same work by TRL's GRPOTrainer, whose environment is made at the first run (benchmarks/environments.txt).
+Without --quick there are three seeds, one after the other. --case NAME is another config of this folder: the same sums
+by adapters alone (lora_addition), by another family (gemma_addition), or by plain GRPO (plain_addition), or other tasks
+(reasoning, tldr). plain_addition and tldr have --trl N: after each run, the first N steps of the same work by TRL's
+GRPOTrainer, whose environment is made at the first run (benchmarks/environments.txt).
 Each run that has ended is kept in OUT/CASE and not made again. Prints a table, checks that both did the same work, and
 writes OUT/CASE.png. --config.FIELD=VALUE changes the config for both.
 """
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.real.model import make_smollm2
+from benchmarks.real.model import MODELS, make
 from benchmarks.step import environment
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.config.load import flatten
@@ -61,6 +62,9 @@ class Case(NamedTuple):
 
 CASES = {
     "addition": Case("addition", "eval/accuracy", SOLVED, (0.5, 0.85), 0, 1),
+    "lora_addition": Case("lora_addition", "eval/accuracy", SOLVED, (0.5, 0.85), 0, 1),
+    "gemma_addition": Case("gemma_addition", "eval/accuracy", SOLVED, (0.5, 0.85), 0, 1),
+    "reasoning": Case("reasoning", "eval/accuracy", "share of held-out problems solved", (0.3,), 0, 1),
     "plain_addition": Case("plain_addition", "eval/accuracy", SOLVED, (0.3, 0.5), 0, 1),
     "tldr": Case("tldr", "reward/mean", "mean reward: distance from 20 characters", (-20,), -250, 0),
 }
@@ -221,7 +225,9 @@ def main() -> None:
     if args.trl and fields_of(case, changes)["rollout.resample_rounds"]:
         parser.error("--trl: TRL cannot sample groups again (rollout.resample_rounds): give --case plain_addition")
     folder.mkdir(parents=True, exist_ok=True)
-    make_smollm2()
+    for model in MODELS:
+        if fields_of(case, changes)["model.path"] == str(model.folder()):
+            make(model)
     runs = list[Run]()
     for seed in args.seeds[: 1 if args.quick else None]:
         given = case, seed, folder, changes

@@ -5,7 +5,7 @@ That command makes the model's folder.
 
 from ml_collections import ConfigDict
 
-from benchmarks.real.model import FOLDER
+from benchmarks.real.model import SMOLLM2
 from jaxrl_llm.configs import grpo  # configs/grpo.py explains the fields
 
 
@@ -13,7 +13,7 @@ def get_config() -> ConfigDict:
     c = grpo.get_config()
     c.num_steps = 65
     c.prompts_per_step, c.group_size, c.prompts_per_update, c.microbatch = 32, 8, 32, 16
-    c.model.path = str(FOLDER)
+    c.model.path = str(SMOLLM2.folder())
     c.data.source, c.data.max_prompt_tokens = "benchmarks.real.tasks.addition", 16
     c.eval.source, c.eval.every, c.eval.problems = "benchmarks.real.tasks.addition_held_out", 10, 256
     c.reward.functions, c.reward.weights = ("benchmarks.real.tasks.exact",), (1.0,)

@@ -1,4 +1,4 @@
-"""Tasks of SmolLM2-135M-Instruct: sources of rows and rewards, which TRL's process also uses. Imports no JAX."""
+"""Tasks of the real models: sources of rows and rewards, which TRL's process also uses. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from jaxrl_llm.tasks import text_of
 BELOW, HELD_OUT = 50, 256
 # It shows the form of an answer and its end, so that few steps teach them, and it has few tokens (docs/LOG.md).
 EXAMPLE = "2 + 2 = 4<|im_end|>\n"
+GEMMA_EXAMPLE = "<bos>2 + 2 = 4<eos>\n"
 TARGET, NEAR = 20, 5  # characters
 # Of the posts.
 RELATIVES = ("sister", "brother", "mother", "father", "cousin", "aunt", "uncle", "neighbour", "boss", "flatmate")
@@ -26,21 +27,36 @@ REASONS = (
 )
 
 
-def _sums() -> list[dict[str, Any]]:
+def _sums(example: str) -> list[dict[str, Any]]:
     """Returns all sums of two numbers below BELOW, in an order that is always the same."""
     pairs = [(a, b) for a in range(BELOW) for b in range(BELOW)]
     random.Random(0).shuffle(pairs)
-    return [{"prompt": f"{EXAMPLE}{a} + {b} =", "answer": str(a + b)} for a, b in pairs]
+    return [{"prompt": f"{example}{a} + {b} =", "answer": str(a + b)} for a, b in pairs]
 
 
 def addition() -> list[dict[str, Any]]:
     """Returns the sums to learn from."""
-    return _sums()[HELD_OUT:]
+    return _sums(EXAMPLE)[HELD_OUT:]
 
 
 def addition_held_out() -> list[dict[str, Any]]:
     """Returns 256 other sums."""
-    return _sums()[:HELD_OUT]
+    return _sums(EXAMPLE)[:HELD_OUT]
+
+
+def addition_demonstrations() -> list[dict[str, Any]]:
+    """Returns the sums to learn from, each with what is to be said."""
+    return [row | {"completion": f" {row['answer']}"} for row in addition()]
+
+
+def gemma_addition() -> list[dict[str, Any]]:
+    """Returns the same sums with the tokens of Gemma."""
+    return _sums(GEMMA_EXAMPLE)[HELD_OUT:]
+
+
+def gemma_addition_held_out() -> list[dict[str, Any]]:
+    """Returns the same 256 others."""
+    return _sums(GEMMA_EXAMPLE)[:HELD_OUT]
 
 
 def exact(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:

@@ -1,0 +1,16 @@
+"""GRPO on three tasks of reasoning-gym, with SmolLM2-135M-Instruct: `python -m benchmarks.real --case reasoning`."""
+
+from ml_collections import ConfigDict
+
+from benchmarks.real import addition
+
+
+def get_config() -> ConfigDict:
+    c = addition.get_config()
+    c.num_steps = c.checkpoint.every = 60
+    c.data.source, c.data.max_prompt_tokens = "benchmarks.real.reasoning_tasks.learned", 160
+    c.eval.source, c.eval.problems = "benchmarks.real.reasoning_tasks.learned_held_out", 192
+    c.reward.functions = ("benchmarks.real.reasoning_tasks.score",)
+    c.eval.function = "benchmarks.real.reasoning_tasks.accuracy"
+    c.rollout.max_completion_tokens = 8
+    return c
