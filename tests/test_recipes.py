@@ -79,7 +79,7 @@ def qwen(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["0_5b", "1_5b", "7b"])
+@pytest.mark.parametrize("size", ["0_5b", "7b"])
 def test_the_gsm8k_recipe_runs_end_to_end(size, qwen, tmp_path):
     rows = [{"question": q, "answer": a} for q, a in PROBLEMS]
     for split in ("train", "test"):

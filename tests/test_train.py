@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -215,20 +214,20 @@ def test_a_killed_run_resumes_bit_for_bit_with(config, extra, sign, tmp_path):
     assert weights[0] == weights[1]
 
 
+# tests/test_golden.py trains others on a mesh. Those that are left differ by their loss or estimator alone: all losses
+# are on a mesh in tests/test_objective.py, and tests/test_self_test_configs.py makes an update with every config.
 @pytest.mark.slow
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
-def test_every_config_trains_on_a_mesh(file, tmp_path):
+@pytest.mark.parametrize(
+    "name", ["gdpo", "gspo_token", "lora", "pass_at_k", "pictures", "reinforce", "search_grpo", "search_ppo"]
+)
+def test_a_config_trains_on_a_mesh(name, tmp_path):
     """Two steps with two updates each where the algorithm allows it."""
     extra = ["--config.num_steps=2", "--config.eval.every=2", "--config.optim.warmup_steps=0"]
-    if file.stem in ("sft", "search_sft", "pictures_sft", "dpo", "simpo", "grpo_vllm"):
-        pytest.skip("no reinforcement learning, or not without a server: tests/test_vllm.py")
-    if file.stem == "distillation":
-        extra.append("--config.teachers.teacher.path=jaxrl_llm/assets/arithmetic")
-    if file.stem in ("ppo", "search_ppo"):
+    if name == "search_ppo":
         extra += ["--config.critic.warmup_steps=1", "--config.critic.optim.warmup_steps=0"]
-    if 'name="reinforce"' in file.read_text():
+    if name == "reinforce":
         extra += ["--config.epochs=1", "--config.prompts_per_update=8"]
-    arguments = ["--config", str(file), "--workdir", str(tmp_path / "run"), *TINY, *extra]
+    arguments = ["--config", str(ROOT / "configs" / f"{name}.py"), "--workdir", str(tmp_path / "run"), *TINY, *extra]
     given = parse_arguments("train", "", arguments)
     for _ in train.steps(given.config, given.workdir):  # in this process: a new one for each takes time
         pass
@@ -363,30 +362,3 @@ def test_the_trained_folder_says_the_same_in_transformers_as_in_the_sampler(whol
     )
     said = tokenizer.batch_decode(theirs[:, prompts.tokens.shape[1] :], skip_special_tokens=True)
     assert said == [group[0] for group in ours]
-
-
-def documented_curve() -> list[tuple[float, float]]:
-    """The least and the most accuracy of the curve in docs/stability.md."""
-    text = (ROOT / "docs" / "stability.md").read_text()
-    row = next(line for line in text.splitlines() if line.startswith("| configs/grpo.py |"))
-    return [(float(a) / 100, float(b) / 100) for a, b in re.findall(r"\(([\d.]+)% to ([\d.]+)%\)", row)]
-
-
-@pytest.mark.slow
-def test_the_main_job_learns_within_its_time_and_memory(tmp_path):
-    """What README promises of its first command, for another seed than the notebook's."""
-    with open(tmp_path / "said", "w+") as said:
-        process = subprocess.Popen(command(tmp_path / "run", "--config.seed=1"), cwd=ROOT, stdout=said, stderr=said)
-        _, status, used = os.wait4(process.pid, 0)  # what this process alone used
-        process.returncode = os.waitstatus_to_exitcode(status)
-        assert process.returncode == 0, said.seek(0) or said.read()
-    accuracy = [r["eval/accuracy"] for r in records(tmp_path / "run") if "eval/accuracy" in r]
-    assert accuracy[0] <= 0.5
-    assert accuracy[-1] >= 0.9
-    for step, (now, (least, most)) in enumerate(zip(accuracy, documented_curve(), strict=True)):
-        # The curve is steep at first: another order of sums in a product moves it by a step or two.
-        near = 0.02 if step > 2 else 0.25
-        assert least - near <= now <= most + near, f"step {10 * step}: {now} is not in {least} to {most}"
-    # Seconds of a core, because other tests run beside this one: README's 100 seconds on two cores are at most 200.
-    assert used.ru_utime + used.ru_stime < 400
-    assert used.ru_maxrss < 4 * 2**20  # KiB
