@@ -131,7 +131,9 @@ def real_model(folder: Path) -> Path:
 
 def half_trained(folder: Path) -> Path:
     """Returns a model that configs/grpo.py trained for some steps, so that its accuracy is near its end."""
-    return made(folder, "half trained", partial(run, "configs/grpo.py", {"num_steps": 12, "schedule_steps": 100})) / "hf"
+    return (
+        made(folder, "half trained", partial(run, "configs/grpo.py", {"num_steps": 12, "schedule_steps": 100})) / "hf"
+    )
 
 
 # Columns of the tables: from the records of a run to a number.

@@ -18,6 +18,8 @@ from tokenizers import pre_tokenizers
 from benchmarks.real import reasoning_tasks as tasks_of_gym
 from benchmarks.real import tasks
 from benchmarks.real.gguf_folder import GEMMA3_NORMS, KERNELS, convert
+from jaxrl_llm import recipe as recipes
+from jaxrl_llm.config.load import load
 from jaxrl_llm.models import hf
 
 ROOT = Path(__file__).parent.parent
@@ -169,6 +171,18 @@ def test_no_held_out_sum_is_learned_from_and_answers_are_right():
     for question, answer in (learned | held_out).items():
         assert sum(map(int, re.findall(r"\d+", question))) == int(answer)
     assert tasks.exact([" 46", "46\n", " 46.", " 48"], ["46"] * 4) == [1.0, 1.0, 0.0, 0.0]
+
+
+CONFIGS = [file for file in sorted((ROOT / "benchmarks/real").glob("*.py")) if "def get_config" in file.read_text()]
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_a_config_of_a_real_model_is_accepted(file):
+    recipes.read_either(load(file))
+
+
+def test_every_case_has_a_config():
+    assert {case.config() for case in importlib.import_module("benchmarks.real.__main__").CASES.values()} <= {*CONFIGS}
 
 
 @pytest.mark.parity

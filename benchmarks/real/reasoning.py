@@ -7,10 +7,11 @@ from benchmarks.real import addition
 
 def get_config() -> ConfigDict:
     c = addition.get_config()
-    c.num_steps = c.checkpoint.every = 60
-    c.data.source, c.data.max_prompt_tokens = "benchmarks.real.reasoning_tasks.learned", 160
-    c.eval.source, c.eval.problems = "benchmarks.real.reasoning_tasks.learned_held_out", 192
+    c.num_steps = c.checkpoint.every = 30
+    c.prompts_per_step = c.prompts_per_update = 16
+    c.data.source, c.data.max_prompt_tokens = "benchmarks.real.reasoning_tasks.learned", 128
+    c.eval.source, c.eval.problems = "benchmarks.real.reasoning_tasks.learned_held_out", 144
     c.reward.functions = ("benchmarks.real.reasoning_tasks.score",)
     c.eval.function = "benchmarks.real.reasoning_tasks.accuracy"
-    c.rollout.max_completion_tokens = 8
+    c.rollout.max_completion_tokens = 6
     return c

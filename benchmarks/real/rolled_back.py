@@ -1,0 +1,19 @@
+"""A rate that ruins the model, and the rollback that saves the run: a page of docs/gallery.md.
+
+jaxrl train --config benchmarks/real/rolled_back.py --workdir runs/rolled_back
+The same with --config.health.rollback=none --config.health.stop=() is the collapsed one.
+"""
+
+from ml_collections import ConfigDict
+
+from benchmarks.real import plain_addition
+
+
+def get_config() -> ConfigDict:
+    c = plain_addition.get_config()
+    c.num_steps, c.eval.every, c.checkpoint.every, c.checkpoint.keep = 40, 5, 5, 8
+    # The rate rises for the whole run: at first the model learns.
+    c.optim.learning_rate, c.optim.warmup_steps = 5e-4, 39
+    c.health.rollback = ConfigDict(dict(rules=("reward_collapse",), most=3, learning_rate=0.1, warmup_steps=5))
+    c.log.completions_every = 5
+    return c
