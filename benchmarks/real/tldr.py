@@ -1,8 +1,8 @@
 """TRL's documented example of GRPO, completions of 20 characters, with SmolLM2-135M-Instruct: `--case tldr`.
 
 Reward, group size, "no KL penalty" and the form of the prompts are the example's. What differs, so that it ends within
-minutes on two cores: the model (there Qwen2-0.5B-Instruct), the posts, 32 tokens (there 256), 4 prompts in a step (there
-8 completions on each of 8 GPUs), and a rate of 2e-5 for 20 steps (there 1e-6, and a day).
+minutes on two cores: the model (there Qwen2-0.5B-Instruct), the posts, 32 tokens (there 256), 4 prompts in a step
+(there 8 completions on each of 8 GPUs), and a rate of 2e-5 for 20 steps (there 1e-6, and a day).
 """
 
 from ml_collections import ConfigDict
