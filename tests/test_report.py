@@ -27,7 +27,7 @@ from jaxrl_llm.health import rules
 from jaxrl_llm.health.bands import Band, bands
 from jaxrl_llm.session.checkpoint import cut_back
 from jaxrl_llm.tools.report import __main__ as report
-from jaxrl_llm.tools.report import page, tables
+from jaxrl_llm.tools.report import axis, page, tables
 from jaxrl_llm.tools.report.runs import read_all
 from jaxrl_llm.tools.report.serve import PageServer
 from jaxrl_llm.tools.report.thinning import thin
@@ -158,6 +158,13 @@ def test_a_run_that_goes_on_is_shown_and_values_that_are_not_finite_are_crosses(
 def test_a_run_with_only_its_first_evaluation_is_shown(tmp_path):
     text = page.render([write(tmp_path, [{"step": 0, "eval/accuracy": 0.11}])])
     assert list(figures(text)) == ["Accuracy on held-out problems"] and "11.0%" in text
+
+
+@pytest.mark.parametrize(("values", "low"), [([0.0, 0.0], -0.05), ([3.0, 3.0], None), ([-1.0, -1.0], None)])
+def test_the_axis_of_a_share_that_is_always_0_begins_at_0(values, low):
+    made = axis.fit([np.array(values)], [], 0, log=False)
+    assert made.low < values[0] < made.high
+    assert low is None or made.low == pytest.approx(low)
 
 
 def test_a_thinned_curve_keeps_its_peaks_and_its_ends():

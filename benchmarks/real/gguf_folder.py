@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 NORMAL, CONTROL, BYTE = 1, 3, 6  # types of a token; text is split into the first and the last alone
+ROLES = {"bos": "bos", "eos": "eos", "pad": "padding"}  # of tokens, in transformers and in GGUF
 # Names of what a layer has, in GGUF and in Hugging Face's form.
 KERNELS = {
     "attn_q": "self_attn.q_proj",
@@ -174,9 +175,6 @@ def write_tokenizer(core: Tokenizer, fields: dict[str, Any], folder: Path) -> No
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **named)
     tokenizer.chat_template = fields.get("tokenizer.chat_template")
     tokenizer.save_pretrained(str(folder))
-
-
-ROLES = {"bos": "bos", "eos": "eos", "pad": "padding"}
 
 
 class Family(NamedTuple):

@@ -1,7 +1,7 @@
-"""A rate that ruins the model, and the rollback that saves the run: a page of docs/gallery.md.
+"""A rate that ruins the model, and the rollback that saves the run, of which docs/gallery.md shows the page.
 
 jaxrl train --config benchmarks/real/rolled_back.py --workdir runs/rolled_back
-The same with --config.health.rollback=none --config.health.stop=() is the collapsed one.
+With --config.health.rollback=none it is the collapsed run of that page.
 """
 
 from ml_collections import ConfigDict

@@ -73,6 +73,8 @@ def fit(curves: Sequence[np.ndarray], bounds: Sequence[float | np.ndarray], mark
     span = max(high - low, 0.0 if log else LEAST * max(abs(low), abs(high))) or 1.0
     middle = (low + high) / 2
     low, high = min(low, middle - span / 2), max(high, middle + span / 2)
+    # No share, count or norm is below 0, so neither is the axis of one that is always 0.
+    low = max(low, 0.0) if not log and values.min() >= 0 else low
     low, high = low - 0.05 * span, high + 0.07 * span
     # Room above the curves, so that no mark of a finding covers one.
     return Axis(low, high + MARK * marks * (high - low), marks, log)
