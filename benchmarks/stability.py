@@ -26,8 +26,6 @@ import jax.numpy as jnp
 
 from benchmarks.ill_runs import chance, engine_of
 from benchmarks.judging import Judged, judged, rate
-from benchmarks.real import tasks as real_tasks
-from benchmarks.real.model import SMOLLM2, make
 from jaxrl_llm import sft
 from jaxrl_llm.config.load import load
 from jaxrl_llm.health.finding import LogRecord
@@ -66,16 +64,6 @@ def made(folder: Path, name: str, make: Callable[[Path], None]) -> Path:
 
 
 # What the runs need beside the package.
-
-
-def wrong_sums() -> list[dict[str, Any]]:
-    """Sums for the real model, of which a quarter has an answer that nobody can find."""
-    return [row | {"answer": "?"} if i % 4 == 0 else row for i, row in enumerate(real_tasks.addition())]
-
-
-def wrong_sums_held_out() -> list[dict[str, Any]]:
-    """256 held-out sums, of which 64 have an answer that nobody can find: 75 % is the most."""
-    return [row | {"answer": "?"} if i % 4 == 0 else row for i, row in enumerate(real_tasks.addition_held_out())]
 
 
 def wrong_keys() -> list[dict[str, Any]]:
@@ -123,17 +111,9 @@ def small_model(folder: Path) -> Path:
     return made(folder, "small model", make) / "hf"
 
 
-def real_model(folder: Path) -> Path:
-    """Returns SmolLM2-135M-Instruct."""
-    make(SMOLLM2)
-    return SMOLLM2.folder()
-
-
 def half_trained(folder: Path) -> Path:
     """Returns a model that configs/grpo.py trained for some steps, so that its accuracy is near its end."""
-    return (
-        made(folder, "half trained", partial(run, "configs/grpo.py", {"num_steps": 12, "schedule_steps": 100})) / "hf"
-    )
+    return made(folder, "half trained", partial(run, "grpo", {"num_steps": 12, "schedule_steps": 100})) / "hf"
 
 
 # Columns of the tables: from the records of a run to a number.
@@ -171,7 +151,7 @@ Column = tuple[str, Callable[[list[LogRecord]], float], str]
 class Study:
     """Runs that differ in one thing each."""
 
-    config: str  # its file
+    config: str
     common: dict[str, Any]
     conditions: dict[str, dict[str, Any]]
     columns: tuple[Column, ...]
@@ -186,11 +166,6 @@ FAST = {"optim.learning_rate": 1e-3}
 NO_KL = {"kl": None}
 
 
-REAL = "benchmarks/real/plain_addition.py"
-REAL_ACCURACY = tuple((f"accuracy at {step}", at(step), ".1%") for step in (4, 8, 12))
-FASTER = {"optim.learning_rate": 1e-4}  # five times the rate of REAL
-
-
 def climbing() -> Iterator[tuple[str, dict[str, Any]]]:
     """10,000 updates with each combination of KL penalty, epochs and correction."""
     for beta in (0.0, 0.001):
@@ -203,7 +178,7 @@ def climbing() -> Iterator[tuple[str, dict[str, Any]]]:
 
 STUDIES: dict[str, Study] = {
     "ppo batch": Study(
-        "configs/ppo.py",
+        "ppo",
         EVALUATED | {"num_steps": 60},
         {
             "256 sequences in an update": {},
@@ -217,7 +192,7 @@ STUDIES: dict[str, Study] = {
         BATCHES,
     ),
     "grpo batch": Study(
-        "configs/grpo.py",
+        "grpo",
         EVALUATED | {"num_steps": 60, "prompts_per_step": 60, "group_size": 5},
         {
             "2 updates of 150 sequences": {"prompts_per_update": 30},
@@ -228,7 +203,7 @@ STUDIES: dict[str, Study] = {
         BATCHES,
     ),
     "ceiling": Study(
-        "configs/grpo.py",
+        "grpo",
         EVALUATED
         | {"num_steps": 60, "optim.decay": "constant", "data.source": f"{HERE}.wrong_keys"}
         | {"eval.source": f"{HERE}.wrong_keys_held_out"},
@@ -237,7 +212,7 @@ STUDIES: dict[str, Study] = {
         starts_from=half_trained,
     ),
     "warm-up": Study(
-        "configs/ppo.py",
+        "ppo",
         {"num_steps": 305, "eval.every": 61, "prompts_per_step": 64, "prompts_per_update": 64}
         | {"optim.decay": "constant", "optim.warmup_steps": 0},
         {
@@ -252,68 +227,13 @@ STUDIES: dict[str, Study] = {
         ),
     ),
     "curve": Study(
-        "configs/grpo.py",
+        "grpo",
         {"eval.every": 10},
         {"configs/grpo.py": {}},
         tuple((f"step {step}", at(step), ".1%") for step in range(0, 101, 10)),
     ),
-    "real batch": Study(
-        REAL,
-        {"eval.every": 4},
-        {
-            "128 sequences in an update": {},
-            "the same, microbatch 4": {"microbatch": 4},
-            "32 in an update": {"prompts_per_update": 4, "microbatch": 4},
-            "32 in a rollout and an update": {"prompts_per_step": 4, "prompts_per_update": 4, "microbatch": 4},
-            "128 in an update, rate 1e-4": FASTER,
-            "32 in an update, rate 1e-4": FASTER | {"prompts_per_update": 4, "microbatch": 4},
-            "32 in a rollout and an update, rate 1e-4": FASTER
-            | {"prompts_per_step": 4, "prompts_per_update": 4, "microbatch": 4},
-        },
-        (*REAL_ACCURACY, ("swing of the reward", swing, ".3f")),
-        starts_from=real_model,
-        seeds=SEEDS[:1],
-    ),
-    "real warm-up": Study(
-        REAL,
-        FASTER | {"eval.every": 4, "optim.warmup_steps": 0},
-        {
-            "rate 1e-4, 0.95 of 12 steps": {"optim.warmup_ratio": 0.95},
-            "0.285 of 40 steps": {"optim.warmup_ratio": 0.285, "schedule_steps": 40},
-            "1 step": {"optim.warmup_steps": 1},
-        },
-        REAL_ACCURACY,
-        starts_from=real_model,
-        seeds=SEEDS[:1],
-    ),
-    "real ceiling": Study(
-        REAL,
-        {"eval.every": 12, "num_steps": 36}
-        | {"data.source": f"{HERE}.wrong_sums", "eval.source": f"{HERE}.wrong_sums_held_out"},
-        {f"rate {rate:g}": {"optim.learning_rate": rate} for rate in (5e-6, 2e-5)},
-        (
-            *((f"accuracy at {step}", at(step), ".1%") for step in (0, 12, 24, 36)),
-            ("swing of the reward", swing, ".3f"),
-        ),
-        starts_from=real_model,
-        seeds=SEEDS[:1],
-    ),
-    "real climb": Study(
-        REAL,
-        {"prompts_per_step": 4, "prompts_per_update": 4, "microbatch": 4, "num_steps": 500, "eval.every": 100}
-        | {"engine": {"name": f"{HERE}.rounded"}, "importance.action": "none"},
-        {"4 epochs": {"epochs": 4}},
-        (
-            *((f"norm, quarter {i + 1}", part("grad_norm", i), ".2f") for i in range(4)),
-            ("largest norm", largest("grad_norm"), ".0f"),
-            ("clip, last quarter", part("clip/fraction", 3), ".1e"),
-            *((f"accuracy at {step}", at(step), ".1%") for step in (0, 100, 300, 500)),
-        ),
-        starts_from=real_model,
-        seeds=SEEDS[:1],
-    ),
     "climb": Study(
-        "configs/grpo.py",
+        "grpo",
         {"prompts_per_step": 4, "group_size": 8, "prompts_per_update": 4, "optim.decay": "constant"}
         | {
             "engine": {"name": f"{HERE}.rounded"},
@@ -334,7 +254,7 @@ STUDIES: dict[str, Study] = {
 
 def run(config: str, changes: dict[str, Any], workdir: Path) -> None:
     """Makes a run."""
-    made_of: Config = load(ROOT / config)
+    made_of: Config = load(ROOT / "configs" / f"{config}.py")
     changes = CHEAP | changes
     if "engine" in changes:
         made_of.engine = type(made_of)(changes.pop("engine"))

@@ -66,7 +66,7 @@ CASES = {
     "gemma_addition": Case("gemma_addition", "eval/accuracy", SOLVED, (0.5, 0.85), 0, 1),
     "reasoning": Case("reasoning", "eval/accuracy", "share of held-out problems solved", (0.3,), 0, 1),
     "plain_addition": Case("plain_addition", "eval/accuracy", SOLVED, (0.3, 0.5), 0, 1),
-    "tldr": Case("tldr", "reward/mean", "mean reward: distance from 20 characters", (-20,), -250, 0),
+    "tldr": Case("tldr", "reward/mean", "mean reward: distance from 20 characters", (-60,), -120, 0),
 }
 
 
@@ -185,7 +185,8 @@ def compared(runs: list[Run], case: Case) -> list[str]:
         ours, trl = (
             statistics.mean(run.seconds_to(case.curve, goal) for run in group) for group in by_trainer.values()
         )
-        lines.append(f"mean seconds to {goal:g}: jaxrl_llm {ours:.0f}, TRL {trl:.0f}, ratio {trl / ours:.2f}")
+        ratio = f", ratio {trl / ours:.2f}" if max(ours, trl) < math.inf else ": not reached by all"
+        lines.append(f"mean seconds to {goal:g}: jaxrl_llm {ours:.0f}, TRL {trl:.0f}{ratio}")
     return lines
 
 

@@ -14,6 +14,8 @@ def get_config() -> ConfigDict:
     c.num_steps, c.eval.every, c.checkpoint.every, c.checkpoint.keep = 40, 5, 5, 8
     # The rate rises for the whole run: at first the model learns.
     c.optim.learning_rate, c.optim.warmup_steps = 5e-4, 39
-    c.health.rollback = ConfigDict(dict(rules=("reward_collapse",), most=3, learning_rate=0.1, warmup_steps=5))
+    c.health.rollback = ConfigDict(
+        dict(rules=("never_stops", "reward_collapse"), most=3, learning_rate=0.1, warmup_steps=5)
+    )
     c.log.completions_every = 5
     return c
