@@ -223,11 +223,12 @@ def main() -> None:
     if unknown := [word for word in changes if not re.match(r"--config\.[\w.]+=", word)]:
         parser.error(f"unknown: {' '.join(unknown)}")
     case, folder = CASES[args.case], args.out / args.case
-    if args.trl and fields_of(case, changes)["rollout.resample_rounds"]:
+    fields = fields_of(case, changes)
+    if args.trl and fields["rollout.resample_rounds"]:
         parser.error("--trl: TRL cannot sample groups again (rollout.resample_rounds): give --case plain_addition")
     folder.mkdir(parents=True, exist_ok=True)
     for model in MODELS:
-        if fields_of(case, changes)["model.path"] == str(model.folder()):
+        if fields["model.path"] == str(model.folder()):
             make(model)
     runs = list[Run]()
     for seed in args.seeds[: 1 if args.quick else None]:

@@ -1,4 +1,7 @@
-"""A Llama or a Gemma 3 in GGUF, llama.cpp's file of weights, as a folder of Hugging Face's form, in float32."""
+"""A Llama or a Gemma 3 in GGUF, llama.cpp's file of weights, as a folder of Hugging Face's form, in float32.
+
+transformers reads such files too, but only with torch.
+"""
 
 from __future__ import annotations
 
