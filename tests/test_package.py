@@ -10,11 +10,12 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import jaxrl_llm
 from jaxrl_llm.errors import run_main
@@ -185,6 +186,13 @@ def test_every_package_that_the_test_command_installs_has_the_version_of_the_con
     assert len(installed) > 150
     assert installed <= constraints.keys()
     assert {x for x in installed if (found := version_of(x)) and found not in constraints[x].specifier} == set()
+
+
+def test_every_package_of_the_tests_installs_on_the_oldest_python():
+    oldest = PROJECT["requires-python"].removeprefix(">=") + ".0"
+    names = installed_for([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]], ("",))
+    needs = {name: metadata(name).get("Requires-Python") or "" for name in {*names} if version_of(name)}
+    assert {name: python for name, python in needs.items() if not SpecifierSet(python).contains(oldest)} == {}
 
 
 def version_of(name: str) -> str | None:
