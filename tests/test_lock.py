@@ -115,6 +115,17 @@ def test_a_lock_is_renewed_by_a_host_whose_clock_is_years_behind(tmp_path):
             renewing.wait()
 
 
+def test_a_lock_that_another_host_takes_while_one_watches_is_in_use_by_its_new_owner(tmp_path):
+    with holder("host-a", tmp_path, stopped=True) as gone:
+        owner = (tmp_path / "lock").read_text().replace(f"pid={gone.pid}", "pid=77").replace("host-a", "host-c")
+        (tmp_path / "owner").write_text(owner)
+        steps = "sleep 0.3; : > new; mv new lock; sleep 0.3; cat owner > lock; rm owner"
+        taking = subprocess.Popen(["sh", "-c", steps], cwd=tmp_path)
+        with pytest.raises(UserError, match="in use by process 77 on host-c"), locked(tmp_path):
+            pass
+        assert taking.wait() == 0
+
+
 @KINDS
 def test_the_lock_of_a_host_that_is_gone_is_taken_over(tmp_path, kind):
     with holder("host-a", tmp_path, stopped=True) as gone:

@@ -54,11 +54,13 @@ class Lock:
                 continue
             if before.ended():
                 self._remove(before)
-            elif before.here() or (first and first != before):
+            elif before.here() or (first and first != before and before.owner):
                 raise UserError(self._in_use(before.owner))
-            elif not first:
+            elif first != before:  # the first one seen, or one that was made just now and does not name its owner yet
+                if not first:
+                    watching = f"watching for {STALE:.0f} s whether it renews it"
+                    print(f"note: {self.file} is of {before}: {watching}", flush=True)
                 first, since = before, time.monotonic()
-                print(f"note: {self.file} is of {before}: watching for {STALE:.0f} s whether it renews it", flush=True)
             elif time.monotonic() - since > STALE + POLL:  # filelock has not done it: see `_remove`
                 self._remove(before)
             time.sleep(POLL if first else 0)
