@@ -15,9 +15,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from benchmarks import ill_runs, stability
+from benchmarks import ill_runs, stability, studies
 from benchmarks.ill_runs import FAULTS, TURNS, Fault, credit, engine, fast
-from benchmarks.stability import ROOT, folder_of
+from benchmarks.studies import CONFIGS, ROOT, folder_of
 from jaxrl_llm.health.history import RECENT
 
 LOG = ("config.json", "metrics.jsonl", "health.jsonl")  # what is kept of a run
@@ -28,6 +28,9 @@ class Healthy(NamedTuple):
 
     config: str
     changes: dict[str, Any]
+
+    def make(self, workdir: Path) -> None:
+        studies.make_run(CONFIGS / f"{self.config}.py", self.changes, workdir)
 
 
 SIZES = {16: (4, 4), 32: (4, 8), 64: (8, 8), 512: (64, 8)}  # sequences of a step: B and G
@@ -156,7 +159,7 @@ def fail(fault: Fault, second: bool, workdir: Path) -> None:
 def makers() -> dict[str, Callable[[Path], None]]:
     """Returns what makes each run, the healthy ones in an order of chance, so that any part of them has all kinds."""
     names = Random(0).sample(sorted(HEALTHY), len(HEALTHY))
-    made = {folder_of(f"healthy {name}"): partial(stability.run, *HEALTHY[name]) for name in names}
+    made = {folder_of(f"healthy {name}"): HEALTHY[name].make for name in names}
     made |= {folder_of(f"unseen {name}"): partial(fail, fault, False) for name, fault in UNSEEN.items()}
     for form, second in (("first", False), ("second", True)):
         made |= {folder_of(f"{form} {name}"): partial(fail, fault, second) for name, fault in FAULTS.items()}
@@ -172,4 +175,4 @@ def make(name: str, folder: Path) -> None:
             if path.name not in LOG:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    stability.made(folder, name, logged)
+    studies.made(folder, name, logged)

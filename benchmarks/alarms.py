@@ -18,7 +18,7 @@ from benchmarks import simulated
 from benchmarks.alarm_runs import HEALTHY, UNSEEN, make, makers
 from benchmarks.ill_runs import FAULTS, Fault
 from benchmarks.judging import BOUNDS, FALL, Judged, judge, judged, keep, rate
-from benchmarks.stability import ROOT, folder_of
+from benchmarks.studies import ROOT, folder_of
 from jaxrl_llm.health import rules
 
 DOC = ROOT / "docs" / "health.md"

@@ -8,59 +8,29 @@ runs with seed 0, and makes only these.
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import shutil
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks import studies
 from benchmarks.ill_runs import chance, engine_of
-from benchmarks.judging import Judged, judged, rate
+from benchmarks.studies import CONFIGS, PAGE, ROOT, SEEDS, Study, at, largest, made, make_run, part, read, swing
 from jaxrl_llm import sft
 from jaxrl_llm.config.load import load
-from jaxrl_llm.health.finding import LogRecord
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.protocol import EngineChoice
-from jaxrl_llm.structs import Config, PyTree
+from jaxrl_llm.structs import PyTree
 from jaxrl_llm.tasks import arithmetic
 from jaxrl_llm.tasks.arithmetic import accuracy
-from jaxrl_llm.train import steps
 
-ROOT = Path(__file__).parent.parent
-DOC, FIGURE = ROOT / "docs" / "stability.md", ROOT / "docs" / "stability_climb.png"
+FIGURE = ROOT / "docs" / "stability_climb.png"
 HERE = "benchmarks.stability"
-SEEDS = (0, 1, 2)
-CHEAP = {
-    "checkpoint.every": 100_000, "checkpoint.keep_best": 0, "log.to": (), "log.completions_every": 0,
-    "reward.timeout": 0.0, "health.self_test": False, "mesh.fsdp": 1, "eval": None,
-}  # fmt: skip
-
-
-def folder_of(name: str) -> str:
-    """Returns the folder of a run."""
-    return "".join(letter for letter in name.replace(" ", "-") if letter not in ",%")
-
-
-def made(folder: Path, name: str, make: Callable[[Path], None]) -> Path:
-    """Returns the workdir of a run, which it makes if it is not there whole."""
-    workdir = folder / folder_of(name)
-    if not workdir.exists():
-        begun = workdir.with_name(workdir.name + ".partial")
-        shutil.rmtree(begun, ignore_errors=True)
-        with redirect_stdout(sys.stderr):
-            make(begun)
-        begun.rename(workdir)
-    return workdir
 
 
 # What the runs need beside the package.
@@ -99,7 +69,7 @@ def rounded() -> EngineChoice:
 
 def small_model(folder: Path) -> Path:
     """Returns a model of two layers and width 64, made by `sft` from nothing. A long run with it takes minutes."""
-    config = load(ROOT / "configs" / "sft.py")
+    config = load(CONFIGS / "sft.py")
     sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
     config.model.update(sizes | {"intermediate_size": 192})
     config.eval.every, config.mesh.fsdp = 500, 1
@@ -113,50 +83,8 @@ def small_model(folder: Path) -> Path:
 
 def half_trained(folder: Path) -> Path:
     """Returns a model that configs/grpo.py trained for some steps, so that its accuracy is near its end."""
-    return made(folder, "half trained", partial(run, "grpo", {"num_steps": 12, "schedule_steps": 100})) / "hf"
-
-
-# Columns of the tables: from the records of a run to a number.
-
-
-def at(step: int, name: str = "eval/accuracy") -> Callable[[list[LogRecord]], float]:
-    return lambda records: next(record[name] for record in records if record["step"] == step)
-
-
-def swing(records: list[LogRecord]) -> float:
-    """The mean change of the reward from a step to the next, in the second half."""
-    rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
-    later = rewards[len(rewards) // 2 :]
-    return mean(abs(a - b) for a, b in pairwise(later))
-
-
-def part(name: str, number: int, of: int = 4) -> Callable[[list[LogRecord]], float]:
-    """The median of a metric in a part of the run; NaN if it has none."""
-
-    def value(records: list[LogRecord]) -> float:
-        values = [record[name] for record in records if record.get(name) is not None]
-        return median(values[len(values) * number // of : len(values) * (number + 1) // of]) if values else math.nan
-
-    return value
-
-
-def largest(name: str) -> Callable[[list[LogRecord]], float]:
-    return lambda records: max(record[name] for record in records if record.get(name) is not None)
-
-
-Column = tuple[str, Callable[[list[LogRecord]], float], str]
-
-
-@dataclass(frozen=True)
-class Study:
-    """Runs that differ in one thing each."""
-
-    config: str
-    common: dict[str, Any]
-    conditions: dict[str, dict[str, Any]]
-    columns: tuple[Column, ...]
-    starts_from: Callable[[Path], Path] | None = None  # makes the model that the runs start from; None: the config's
-    seeds: tuple[int, ...] = field(default=SEEDS)
+    few_steps = partial(make_run, CONFIGS / "grpo.py", {"num_steps": 12, "schedule_steps": 100})
+    return made(folder, "half trained", few_steps) / "hf"
 
 
 EVALUATED = {"eval.every": 20}
@@ -178,7 +106,7 @@ def climbing() -> Iterator[tuple[str, dict[str, Any]]]:
 
 STUDIES: dict[str, Study] = {
     "ppo batch": Study(
-        "ppo",
+        CONFIGS / "ppo.py",
         EVALUATED | {"num_steps": 60},
         {
             "256 sequences in an update": {},
@@ -192,7 +120,7 @@ STUDIES: dict[str, Study] = {
         BATCHES,
     ),
     "grpo batch": Study(
-        "grpo",
+        CONFIGS / "grpo.py",
         EVALUATED | {"num_steps": 60, "prompts_per_step": 60, "group_size": 5},
         {
             "2 updates of 150 sequences": {"prompts_per_update": 30},
@@ -203,7 +131,7 @@ STUDIES: dict[str, Study] = {
         BATCHES,
     ),
     "ceiling": Study(
-        "grpo",
+        CONFIGS / "grpo.py",
         EVALUATED
         | {"num_steps": 60, "optim.decay": "constant", "data.source": f"{HERE}.wrong_keys"}
         | {"eval.source": f"{HERE}.wrong_keys_held_out"},
@@ -212,7 +140,7 @@ STUDIES: dict[str, Study] = {
         starts_from=half_trained,
     ),
     "warm-up": Study(
-        "ppo",
+        CONFIGS / "ppo.py",
         {"num_steps": 305, "eval.every": 61, "prompts_per_step": 64, "prompts_per_update": 64}
         | {"optim.decay": "constant", "optim.warmup_steps": 0},
         {
@@ -227,13 +155,13 @@ STUDIES: dict[str, Study] = {
         ),
     ),
     "curve": Study(
-        "grpo",
+        CONFIGS / "grpo.py",
         {"eval.every": 10},
         {"configs/grpo.py": {}},
         tuple((f"step {step}", at(step), ".1%") for step in range(0, 101, 10)),
     ),
     "climb": Study(
-        "grpo",
+        CONFIGS / "grpo.py",
         {"prompts_per_step": 4, "group_size": 8, "prompts_per_update": 4, "optim.decay": "constant"}
         | {
             "engine": {"name": f"{HERE}.rounded"},
@@ -250,65 +178,6 @@ STUDIES: dict[str, Study] = {
         starts_from=small_model,
     ),
 }
-
-
-def run(config: str, changes: dict[str, Any], workdir: Path) -> None:
-    """Makes a run."""
-    made_of: Config = load(ROOT / "configs" / f"{config}.py")
-    changes = CHEAP | changes
-    if "engine" in changes:
-        made_of.engine = type(made_of)(changes.pop("engine"))
-    made_of.update_from_flattened_dict(changes)
-    for _ in steps(made_of, workdir):
-        pass
-
-
-def runs(folder: Path, study: Study, name: str) -> dict[str, list[Path]]:
-    """Returns the workdirs of a study: {condition: one for each seed}. Makes those that are not there."""
-    start = {"model.path": str(study.starts_from(folder))} if study.starts_from else {}
-    found = {condition: [] for condition in study.conditions}
-    for seed in study.seeds:
-        for condition, changes in study.conditions.items():
-            make = partial(run, study.config, study.common | start | changes | {"seed": seed})
-            found[condition].append(made(folder, f"{name} {condition} {seed}", make))
-    return found
-
-
-def table(study: Study, workdirs: dict[str, list[Path]]) -> list[str]:
-    """Returns a row for each condition: the mean over the seeds, with the least and the most."""
-    rows = ["| | " + " | ".join(title for title, _, _ in study.columns) + " |", "|---" * (len(study.columns) + 1) + "|"]
-    for condition, folders in workdirs.items():
-        records, cells = [read(one) for one in folders], []
-        for _, value, form in study.columns:
-            values = [value(one) for one in records]
-            known = not any(map(math.isnan, values))  # a run without a reference has no KL
-            cells.append(f"{mean(values):{form}} ({min(values):{form}} to {max(values):{form}})" if known else "")
-        rows.append(f"| {condition} | " + " | ".join(cells) + " |")
-    return rows
-
-
-def first_seeds(workdirs: dict[str, list[Path]]) -> dict[str, Judged]:
-    return {condition: judged(folders[0]) for condition, folders in workdirs.items()}
-
-
-def rules_table(runs: dict[str, dict[str, Judged]]) -> list[str]:
-    """Returns what the rules say of each run: {study: {condition: run}}. A run is ill if its accuracy fell."""
-    rows = ["| runs | | accuracy of samples | healthy | found |", "|---|---|---|---|---|"]
-    for study, conditions in runs.items():
-        for condition, run in conditions.items():
-            said = ", ".join(f"`{rule}` (step {step:,})" for rule, (step, _) in run.alarms.items())
-            fell = "yes" if run.healthy else "no"
-            rows.append(f"| {study} | {condition} | {run.tenths[0]:.2f} to {run.tenths[-1]:.2f} | {fell} | {said} |")
-    every = [run for conditions in runs.values() for run in conditions.values()]
-    for words, kind in (("Healthy", True), ("Ruined", False)):
-        of = [run for run in every if run.healthy is kind]
-        rows += ["", f"{words} runs that were called ill: {rate(sum(bool(run.alarms) for run in of), len(of))}."]
-    return rows
-
-
-def read(workdir: Path) -> list[LogRecord]:
-    """Returns the records of a run."""
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
 
 
 def draw(workdirs: dict[str, list[Path]]) -> None:
@@ -333,14 +202,6 @@ def draw(workdirs: dict[str, list[Path]]) -> None:
     figure.savefig(FIGURE, dpi=110)
 
 
-def write(name: str, lines: list[str]) -> None:
-    """Prints a table, and puts it into the page."""
-    print("\n".join(lines), flush=True)
-    begin, end = f"<!-- {name}: written by benchmarks.stability -->", f"<!-- end of {name} -->"
-    before, rest = DOC.read_text().split(begin)
-    DOC.write_text("\n".join([before + begin, "", *lines, "", end + rest.split(end)[1]]))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "stability")
@@ -349,12 +210,13 @@ def main() -> None:
     args = parser.parse_args()
     args.runs.mkdir(parents=True, exist_ok=True)
     if args.rules:
-        made_of = {name: runs(args.runs, replace(study, seeds=SEEDS[:1]), name) for name, study in STUDIES.items()}
-        write("rules", rules_table({name: first_seeds(workdirs) for name, workdirs in made_of.items()}))
+        seed_0 = {name: replace(study, seeds=SEEDS[:1]) for name, study in STUDIES.items()}
+        workdirs = {name: studies.runs(args.runs, study, name) for name, study in seed_0.items()}
+        studies.write(PAGE, "rules", studies.rules_table(workdirs))
         return
     for name in [name for name in STUDIES if args.only in ("", name)]:
-        workdirs = runs(args.runs, STUDIES[name], name)
-        write(name, table(STUDIES[name], workdirs))
+        workdirs = studies.runs(args.runs, STUDIES[name], name)
+        studies.write(PAGE, name, studies.table(STUDIES[name], workdirs))
         if name == "climb":
             draw(workdirs)
 

@@ -311,6 +311,24 @@ def test_a_simulated_healthy_run_learns_and_its_noise_falls_with_the_root_of_the
     assert errors == pytest.approx(noise, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    ("last_good", "fall", "steps", "since"),
+    [
+        (100, 1, 112, (93, 100)),  # in one step
+        (100, 40, 130, (98, 110)),  # slowly: a quarter of the fall is at step 110
+        (3000, 40, 3030, (2990, 3010)),  # the best window of a long plateau may be long ago
+    ],
+)
+def test_a_reward_that_has_fallen_was_well_until_shortly_before_its_fall(last_good, fall, steps, since):
+    generator, history = np.random.default_rng(0), History()
+    for step in range(1, steps + 1):
+        reward = 0.8 - 0.6 * min(max(step - last_good, 0) / fall, 1) + generator.normal() * 0.03
+        history.add({"step": step, "reward/mean": reward, "reward/std": 0.5})
+    finding = rules.rewards.reward_collapse(history)
+    assert since[0] <= finding.since <= since[1]
+    assert f"has fallen since step {finding.since:,}, and is" in finding.evidence
+
+
 def test_what_an_environment_says_again_is_no_repetition_of_the_policy():
     step = a_step([["ask abcdefgh abcdefgh abcdefgh"]])
     own = np.arange(30)[None, None] < 4  # the rest are documents, the same three times

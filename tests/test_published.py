@@ -159,9 +159,23 @@ def small_stability(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> lis
         module.STUDIES["curve"], common=TINY | {"eval.every": 2}, columns=(("end", module.at(2), ".1%"),), seeds=(0,)
     )
     patch.setattr(module, "STUDIES", {"curve": study})
-    (folder / "page.md").write_text(module.DOC.read_text())
-    patch.setattr(module, "DOC", folder / "page.md")
+    (folder / "page.md").write_text(module.PAGE.read_text())
+    patch.setattr(module, "PAGE", folder / "page.md")
     return ["--runs", str(folder), "--only", "curve"]
+
+
+def small_real_stability(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    study = replace(
+        module.STUDIES["real ceiling"],
+        config=ROOT / "configs" / "grpo.py",
+        common=TINY | {"eval.every": 2},
+        columns=(("end", module.at(2), ".1%"),),
+        starts_from=None,
+    )
+    patch.setattr(module, "STUDIES", {"real ceiling": study})
+    (folder / "page.md").write_text(module.PAGE.read_text())
+    patch.setattr(module, "PAGE", folder / "page.md")
+    return ["--runs", str(folder), "--only", "real ceiling"]
 
 
 def small_algorithms(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
@@ -279,6 +293,7 @@ SMALLEST: dict[str, Small] = {  # arguments, or what shrinks the module and retu
     "paged_attention": ["--heads", "1"],
     "picture_layout": small_picture_layout,
     "real.__main__": small_real,
+    "real.stability": small_real_stability,
     "rescue": small_rescue,
     "retriever": ["--documents", "100", "--clients", "2", "--seconds", "0.5"],
     "rolled_pictures": ["jaxrl_llm/assets/pictures", "--problems", "16"],
@@ -396,6 +411,6 @@ def test_the_check_of_a_plan_runs(tmp_path, monkeypatch, capsys):
 def test_every_benchmark_has_a_smallest_form():
     peers = {"trl_logs", "trl_real_logs", "peer_trl", "peer_trl_accelerator", "peer_tunix", "peer_vllm"}
     tested = {*SMALLEST, *peers, "ill_runs", "int8_base", "push", "plan_check"}
-    parts = {"ours", "workloads", "alarm_runs", "judging", "simulated"}  # of other benchmarks, without a command
-    programs = {file.stem for file in (ROOT / "benchmarks").glob("*.py")} | {"real.__main__"}
+    parts = {"ours", "workloads", "alarm_runs", "judging", "simulated", "studies"}  # of other benchmarks, without a command
+    programs = {file.stem for file in (ROOT / "benchmarks").glob("*.py")} | {"real.__main__", "real.stability"}
     assert programs == {*tested, *parts}

@@ -27,9 +27,9 @@ REASONS = (
 )
 
 
-def _sums(example: str) -> list[dict[str, Any]]:
-    """Returns all sums of two numbers below BELOW, in an order that is always the same."""
-    pairs = [(a, b) for a in range(BELOW) for b in range(BELOW)]
+def _sums(example: str, below: int = BELOW) -> list[dict[str, Any]]:
+    """Returns all sums of two numbers below a bound, in an order that is always the same."""
+    pairs = [(a, b) for a in range(below) for b in range(below)]
     random.Random(0).shuffle(pairs)
     return [{"prompt": f"{example}{a} + {b} =", "answer": str(a + b)} for a, b in pairs]
 
@@ -42,6 +42,11 @@ def addition() -> list[dict[str, Any]]:
 def addition_held_out() -> list[dict[str, Any]]:
     """Returns 256 other sums."""
     return _sums(EXAMPLE)[:HELD_OUT]
+
+
+def small_sums() -> list[dict[str, Any]]:
+    """Returns the 100 sums of two numbers below 10."""
+    return _sums(EXAMPLE, below=10)
 
 
 def addition_demonstrations() -> list[dict[str, Any]]:

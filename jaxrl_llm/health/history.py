@@ -24,6 +24,7 @@ PAST = 128  # records between start and window that are kept, at most
 EVALUATIONS = 8  # last evaluations that are kept, beside the best one
 MOSTLY = 2 / 3  # of the groups without a signal
 TINY = 1e-12  # for logarithms
+NEAR_BEST = 0.25  # part of the way from the best mean to that of now
 FROM_BEST = 0.1  # part of a level for a fall from the best mean; the rest is for one from the start
 # Metric -> its standard error in a step, from the groups of the step.
 ERRORS = {
@@ -130,6 +131,17 @@ class History:
         """Returns the largest mean of `recent` values in a row that the history has; NaN, if there are too few."""
         windows = self._windows(name)
         return float(windows.mean(axis=1).max()) if len(windows) else nan
+
+    def well_until(self, name: Metric) -> int:
+        """Returns the step in the middle of the latest window that is near the best one: the mean has fallen since.
+
+        Raises: ValueError, if there are too few values.
+        """
+        # Not of the best one: of a long plateau that may be the first. Noise alone is less than this part of a fall
+        # that a rule reports.
+        means = self._windows(name).mean(axis=1)
+        near = np.flatnonzero(means >= means.max() - NEAR_BEST * (means.max() - means[-1]))
+        return int(self.column(name).steps[near[-1] + (self.recent - 1) // 2])
 
     def _windows(self, name: Metric) -> np.ndarray:
         """Returns all windows [N, recent] of values in a row."""

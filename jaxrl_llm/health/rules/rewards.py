@@ -85,12 +85,15 @@ def reward_collapse(history: History) -> Finding | None:
     best, spread, now = history.best("reward/mean"), history.then("reward/std"), history.now("reward/mean")
     if not (best - now > REWARD_FALL * spread > 0 and history.fallen("reward/mean") > 1):
         return None
+    since = history.well_until("reward/mean")
     return Finding(
         "error",
-        f"the mean reward was {best:.3g} for {history.recent} steps, and is {now:.3g}, which noise does not explain",
+        f"the mean reward was {best:.3g} for {history.recent} steps, has fallen since step {since:,}, and is {now:.3g}, "
+        "which noise does not explain",
         "the policy has been ruined since",
         "go on from an earlier checkpoint with a lower optim.learning_rate or fewer optimizer steps on a rollout",
         "Search-R1 #97",
+        since=since,
     )
 
 
@@ -120,6 +123,7 @@ def held_out_falls(history: History) -> Finding | None:
         "the policy earns by what the evaluation does not count: a hacked reward, or problems learned by heart",
         "look at completions.jsonl, and reward what the evaluation judges; go on from the best checkpoint",
         "docs/failures.md F38",
+        since=best["step"],
     )
 
 

@@ -1,0 +1,123 @@
+"""The reports of docs/stability.md with a published model: `python -m benchmarks.real.stability [--only WORD]`.
+
+It makes the runs that --runs DIR does not have yet, one after the other, and writes their tables. Each run is
+plain_addition.py with a few changes. The last table has what the health rules say of all runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ill_runs import chance
+from benchmarks.real.model import SMOLLM2, make
+from benchmarks.real.tasks import exact, small_sums
+from benchmarks.studies import PAGE, ROOT, Study, at, largest, part, rules_table, runs, swing, table, write
+from jaxrl_llm.errors import run_main
+
+HERE = "benchmarks.real.stability"
+CONFIG = Path(__file__).parent / "plain_addition.py"  # 16 prompts x 8, rate 2e-5
+
+
+def wrong_sums() -> list[dict[str, Any]]:
+    """The 100 sums of two numbers below 10, of which 25 have an answer that nobody can find: 75 % is the most."""
+    return [row | {"answer": "?"} if i % 4 == 0 else row for i, row in enumerate(small_sums())]
+
+
+def noisy_exact(prompts: list[Any], completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    """The reward of the task, with the opposite verdict for one completion of ten, whatever is written in it."""
+    lies = [chance(f"{prompt}{i}") > 0.8 for i, prompt in enumerate(prompts)]
+    return [float(bool(x) is not lie) for x, lie in zip(exact(completions, answer), lies, strict=True)]
+
+
+def model(folder: Path) -> Path:
+    """Returns the folder of the published model, which it makes if it is not there."""
+    make(SMOLLM2)
+    return SMOLLM2.folder()
+
+
+def batch(update: int, rollout: int = 16) -> dict[str, Any]:
+    """Returns the changes for prompts in an update and in a rollout."""
+    return {"prompts_per_step": rollout, "prompts_per_update": update, "microbatch": min(update, 4)}
+
+
+SHORT = {"eval.every": 4, "eval.problems": 256}
+ACCURACY = tuple((f"accuracy at {step}", at(step), ".1%") for step in (0, 4, 8, 12))
+FAST = {"optim.learning_rate": 1e-4}  # five times that of the config
+
+STUDIES: dict[str, Study] = {
+    "real batch": Study(
+        CONFIG,
+        SHORT,
+        {
+            "128 sequences in an update": {},
+            "the same, microbatch 4": {"microbatch": 4},
+            "32 in an update": batch(4),
+            "32 in a rollout and an update": batch(4, 4),
+            "128 in an update, rate 1e-4": FAST,
+            "32 in an update, rate 1e-4": FAST | batch(4),
+            "32 in a rollout and an update, rate 1e-4": FAST | batch(4, 4),
+        },
+        (*ACCURACY, ("swing of the reward", swing, ".3f")),
+        starts_from=model,
+        seeds=(0,),
+    ),
+    "real ceiling": Study(
+        CONFIG,
+        {"eval.every": 5, "eval.problems": 100, "num_steps": 20}
+        | {"data.source": f"{HERE}.wrong_sums", "eval.source": f"{HERE}.wrong_sums"},
+        {f"rate {rate:g}": {"optim.learning_rate": rate} for rate in (5e-6, 2e-5, 1e-4, 2e-4)},
+        (*((f"accuracy at {step}", at(step), ".1%") for step in (0, 5, 10, 15, 20)), ("swing", swing, ".3f")),
+        starts_from=model,
+        seeds=(0,),
+    ),
+    "real warm-up": Study(
+        CONFIG,
+        SHORT | {"optim.warmup_steps": 0},
+        {
+            "0.95 of 12 steps": {"optim.warmup_ratio": 0.95},
+            "0.285 of 40 steps": {"optim.warmup_ratio": 0.285, "schedule_steps": 40},
+            "1 step": {"optim.warmup_steps": 1},
+            "0.95 of 12 steps, rate 1e-4": FAST | {"optim.warmup_ratio": 0.95},
+            "1 step, rate 1e-4": FAST | {"optim.warmup_steps": 1},
+        },
+        ACCURACY,
+        starts_from=model,
+        seeds=(0,),
+    ),
+    "real climb": Study(
+        CONFIG,
+        batch(2, 2)
+        | {"epochs": 4, "num_steps": 500, "eval.every": 100, "eval.problems": 256, "importance.action": "none"}
+        | {"engine": {"name": "benchmarks.stability.rounded"}}
+        | {"reward.functions": (f"{HERE}.noisy_exact", "benchmarks.real.tasks.exact"), "reward.weights": (1.0, 0.0)},
+        {f"rate {rate:g}, 4 epochs": {"optim.learning_rate": rate} for rate in (2e-6,)},
+        (
+            *((f"norm, quarter {i + 1}", part("grad_norm", i), ".2f") for i in range(4)),
+            ("largest norm", largest("grad_norm"), ".0f"),
+            ("clip, first quarter", part("clip/fraction", 0), ".1e"),
+            ("clip, last quarter", part("clip/fraction", 3), ".1e"),
+            *((f"accuracy at {step}", at(step), ".1%") for step in (0, 100, 300, 500)),
+        ),
+        starts_from=model,
+        seeds=(0,),
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "real_stability")
+    parser.add_argument("--only", default="", choices=["", *STUDIES], help="make only the runs of this study")
+    args = parser.parse_args()
+    args.runs.mkdir(parents=True, exist_ok=True)
+    made = {name: runs(args.runs, study, name) for name, study in STUDIES.items() if args.only in ("", name)}
+    for name, workdirs in made.items():
+        write(PAGE, name, table(STUDIES[name], workdirs))
+    if not args.only:
+        write(PAGE, "real rules", rules_table(made))
+
+
+if __name__ == "__main__":
+    run_main(main)
