@@ -411,6 +411,7 @@ def test_the_check_of_a_plan_runs(tmp_path, monkeypatch, capsys):
 def test_every_benchmark_has_a_smallest_form():
     peers = {"trl_logs", "trl_real_logs", "peer_trl", "peer_trl_accelerator", "peer_tunix", "peer_vllm"}
     tested = {*SMALLEST, *peers, "ill_runs", "int8_base", "push", "plan_check"}
-    parts = {"ours", "workloads", "alarm_runs", "judging", "simulated", "studies"}  # of other benchmarks, without a command
+    # Of other benchmarks, without a command.
+    parts = {"ours", "workloads", "alarm_runs", "judging", "simulated", "studies"}
     programs = {file.stem for file in (ROOT / "benchmarks").glob("*.py")} | {"real.__main__", "real.stability"}
     assert programs == {*tested, *parts}

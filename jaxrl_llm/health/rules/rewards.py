@@ -88,8 +88,8 @@ def reward_collapse(history: History) -> Finding | None:
     since = history.well_until("reward/mean")
     return Finding(
         "error",
-        f"the mean reward was {best:.3g} for {history.recent} steps, has fallen since step {since:,}, and is {now:.3g}, "
-        "which noise does not explain",
+        f"the mean reward was {best:.3g} for {history.recent} steps, has fallen since step {since:,}, and is "
+        f"{now:.3g}, which noise does not explain",
         "the policy has been ruined since",
         "go on from an earlier checkpoint with a lower optim.learning_rate or fewer optimizer steps on a rollout",
         "Search-R1 #97",
