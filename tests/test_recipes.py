@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from PIL import Image
 from safetensors import safe_open
 from test_judge import serving
-from test_train import records, run
+from test_train import run, train_here
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -90,9 +90,7 @@ def test_the_gsm8k_recipe_runs_end_to_end(size, qwen, tmp_path):
         "--config.prompts_per_update=4", "--config.microbatch=2", "--config.group_size=2", "--config.mesh.fsdp=2",
         "--config.rollout.max_completion_tokens=16", "--config.optim.warmup_steps=0", "--config.mesh.tensor=1",
     ]  # fmt: skip
-    result = run(tmp_path / "run", *small, config=f"configs/recipes/qwen2_5_{size}_gsm8k.py")
-    assert result.returncode == 0, result.stderr
-    steps = records(tmp_path / "run")
+    steps = train_here(tmp_path / "run", *small, config=f"configs/recipes/qwen2_5_{size}_gsm8k.py")
     assert [s["step"] for s in steps] == [0, 1, 2]
     assert {"reward/math.accuracy", "reward/math.is_boxed", "eval/accuracy"} <= set(steps[-1])
     assert steps[1]["ratio/mean"] == pytest.approx(1, abs=1e-3)
@@ -111,9 +109,7 @@ def test_the_countdown_recipe_runs_end_to_end(qwen, tmp_path):
         "--config.rollout.max_completion_tokens=8", "--config.optim.warmup_steps=0",
         "--config.data.max_prompt_tokens=400", "--config.mesh.fsdp=2",
     ]  # fmt: skip
-    result = run(tmp_path / "run", *small, config="configs/recipes/qwen2_5_0_5b_countdown.py")
-    assert result.returncode == 0, result.stderr
-    first, last = records(tmp_path / "run")
+    first, last = train_here(tmp_path / "run", *small, config="configs/recipes/qwen2_5_0_5b_countdown.py")
     assert first["eval/accuracy"] == last["eval/accuracy"] == 0  # of random weights
     assert last["reward/countdown.accuracy"] == 0
 
@@ -129,9 +125,8 @@ def test_the_recipes_with_lora_run_end_to_end(name, qwen, tmp_path):
         "--config.group_size=2", "--config.rollout.max_completion_tokens=8", "--config.optim.warmup_steps=0",
         "--config.mesh.fsdp=1", "--config.mesh.data=1", "--config.engine.max_sequences=0", "--config.adapters.rank=2",
     ]  # fmt: skip
-    result = run(tmp_path / "run", *small, config=f"configs/recipes/qwen2_5_0_5b_gsm8k_lora_{name}.py")
-    assert result.returncode == 0, result.stderr
-    assert "reward/math.accuracy" in records(tmp_path / "run")[-1]
+    recipe = f"configs/recipes/qwen2_5_0_5b_gsm8k_lora_{name}.py"
+    assert "reward/math.accuracy" in train_here(tmp_path / "run", *small, config=recipe)[-1]
     assert {"hf", "adapter"} <= {path.name for path in (tmp_path / "run").iterdir()}
 
 
@@ -143,9 +138,7 @@ def run_tiny(name: str, qwen: Path, workdir: Path, *more: str) -> dict:
         "--config.prompts_per_update=2", "--config.microbatch=2", "--config.rollout.max_completion_tokens=8",
         "--config.mesh.fsdp=2", *more,
     ]  # fmt: skip
-    result = run(workdir / "run", *small, config=f"configs/recipes/{name}.py")
-    assert result.returncode == 0, result.stderr
-    return records(workdir / "run")[-1]
+    return train_here(workdir / "run", *small, config=f"configs/recipes/{name}.py")[-1]
 
 
 def write_rows(folder: Path, rows: list[dict]) -> None:
@@ -276,9 +269,7 @@ def test_the_recipes_of_search_r1_run_end_to_end(name, qwen, tmp_path):
         "--config.turns.observation_tokens=64", "--config.mesh.fsdp=2", "--config.eval.problems=4",
     ]  # fmt: skip
     small += ["--config.critic.optim.warmup_steps=0"] if "ppo" in name else []
-    result = run(tmp_path / "run", *small, config=f"configs/recipes/search_r1_qwen2_5_{name}.py")
-    assert result.returncode == 0, result.stderr
-    record = records(tmp_path / "run")[-1]
+    record = train_here(tmp_path / "run", *small, config=f"configs/recipes/search_r1_qwen2_5_{name}.py")[-1]
     assert record["sampler/gap_mean"] < 0.02
     assert record["reward/search.exact_match"] == 0  # of random weights
 
@@ -328,7 +319,7 @@ def write_geometry3k(folder: Path) -> Path:
         ("qwen3_vl_4b_geo3k_lora", "qwen3_vl"),
     ],
 )
-def test_the_recipes_of_geometry3k_run_end_to_end(recipe, family, tmp_path):
+def test_the_recipes_of_geometry3k_run_end_to_end(recipe, family, tmp_path, capsys):
     model, rows_file = write_vision(tmp_path, family), write_geometry3k(tmp_path)
     small = [
         f"--config.model.path={model}", f"--config.data.source={rows_file}", f"--config.eval.source={rows_file}",
@@ -336,10 +327,9 @@ def test_the_recipes_of_geometry3k_run_end_to_end(recipe, family, tmp_path):
         "--config.group_size=2", "--config.rollout.max_completion_tokens=8", "--config.mesh.fsdp=2",
         "--config.data.min_pixels=3136", "--config.data.max_pixels=15680", "--config.log.completions_every=1",
     ]  # fmt: skip
-    result = run(tmp_path / "run", *small, config=f"configs/recipes/{recipe}.py")
-    assert result.returncode == 0, result.stderr
-    first, record = records(tmp_path / "run")
-    assert "pictures" in result.stdout and "5 of at most" in result.stdout
+    first, record = train_here(tmp_path / "run", *small, config=f"configs/recipes/{recipe}.py")
+    said = capsys.readouterr().out
+    assert "pictures" in said and "5 of at most" in said
     assert record["reward/easyr1.math"] == record["eval/accuracy"] == first["eval/accuracy"] == 0  # of random weights
     assert record["easyr1.math/accuracy"] == record["easyr1.math/format"] == 0
     assert record["kl/coef"] == pytest.approx(0.01) and record["sampler/gap_mean"] < 0.02

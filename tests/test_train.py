@@ -52,6 +52,14 @@ def run(*args, **kwargs) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*args, **kwargs), cwd=ROOT, env=environment(), **told)
 
 
+def train_here(workdir: Path, *flags: str, config: str) -> list[dict]:
+    """Runs `jaxrl train` in this process, because a new one takes time, and returns its records."""
+    given = parse_arguments("train", "", ["--config", str(ROOT / config), "--workdir", str(workdir), *flags])
+    for _ in train.steps(given.config, given.workdir):
+        pass
+    return records(workdir)
+
+
 def records(workdir: Path) -> list[dict]:
     """metrics.jsonl without what may differ between two equal runs: wall-clock time."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
@@ -159,24 +167,6 @@ def wait_for_step(workdir: Path, step: int, process: subprocess.Popen) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_the_middle_resumes_bit_for_bit(whole, tmp_path):
-    workdir = tmp_path / "run"
-    process = start(workdir, *TINY)
-    wait_for_step(workdir, 4, process)
-    assert kill_after(process, random.uniform(0, 0.3))
-    before = beginning(workdir)
-    with (workdir / "metrics.jsonl").open("a") as log:
-        log.write('{"step": 5, "rew')  # a line that the kill tore
-    result = run(workdir, *TINY)
-    assert result.returncode == 0, result.stderr
-    assert log_of(workdir).startswith(before)
-    assert records(workdir) == records(whole)
-    assert completions(workdir) == completions(whole)
-    weights = [(w / "hf" / "model.safetensors").read_bytes() for w in (workdir, whole)]
-    assert weights[0] == weights[1]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "extra", "sign"),
     [
@@ -201,15 +191,15 @@ def test_a_run_killed_in_the_middle_resumes_bit_for_bit(whole, tmp_path):
 )  # fmt: skip
 def test_a_killed_run_resumes_bit_for_bit_with(config, extra, sign, tmp_path):
     arguments = [*TINY, "--config.eval=none", *extra]
-    assert run(tmp_path / "whole", *arguments, config=config).returncode == 0
+    whole = train_here(tmp_path / "whole", *arguments, config=config)  # compiled alike: see conftest.QUICK
     process = start(tmp_path / "killed", *arguments, config=config)
     wait_for_step(tmp_path / "killed", 5, process)
     assert kill_after(process, random.uniform(0, 0.1))
     before = beginning(tmp_path / "killed")
     assert run(tmp_path / "killed", *arguments, config=config).returncode == 0
     assert log_of(tmp_path / "killed").startswith(before)
-    assert records(tmp_path / "killed") == records(tmp_path / "whole")
-    assert any(record.get(sign) for record in records(tmp_path / "whole"))
+    assert records(tmp_path / "killed") == whole
+    assert any(record.get(sign) for record in whole)
     weights = [(tmp_path / w / "hf" / "model.safetensors").read_bytes() for w in ("killed", "whole")]
     assert weights[0] == weights[1]
 
@@ -227,11 +217,8 @@ def test_a_config_trains_on_a_mesh(name, tmp_path):
         extra += ["--config.critic.warmup_steps=1", "--config.critic.optim.warmup_steps=0"]
     if name == "reinforce":
         extra += ["--config.epochs=1", "--config.prompts_per_update=8"]
-    arguments = ["--config", str(ROOT / "configs" / f"{name}.py"), "--workdir", str(tmp_path / "run"), *TINY, *extra]
-    given = parse_arguments("train", "", arguments)
-    for _ in train.steps(given.config, given.workdir):  # in this process: a new one for each takes time
-        pass
-    assert all(record["grad_norm"] > 0 or record["groups/no_signal"] == 1 for record in records(tmp_path / "run")[2:])
+    log = train_here(tmp_path / "run", *TINY, *extra, config=f"configs/{name}.py")
+    assert all(record["grad_norm"] > 0 or record["groups/no_signal"] == 1 for record in log[2:])
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
 
 
@@ -243,7 +230,11 @@ def test_a_run_killed_at_many_random_moments_resumes_bit_for_bit(whole, tmp_path
         wait_for_step(workdir, step, process)  # at once, if an earlier run got there: then the start is what is hit
         kills += kill_after(process, random.uniform(0, 8 if i else 0.3))
     assert kills
+    before = beginning(workdir)
+    with (workdir / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 7, "rew')  # a line that a kill tore
     assert run(workdir, *TINY).returncode == 0
+    assert log_of(workdir).startswith(before)
     assert records(workdir) == records(whole)
     assert completions(workdir) == completions(whole)
     weights = [(w / "hf" / "model.safetensors").read_bytes() for w in (workdir, whole)]
@@ -300,14 +291,12 @@ def test_sigterm_saves_the_step_in_hand_and_exits_0(tmp_path):
 @pytest.mark.slow
 def test_one_update_and_several_log_what_they_should(tmp_path):
     """A single on-policy update has ratio 1 and needs no old log-probabilities; KL may sit in the reward."""
-    result = run(
+    (step,) = train_here(
         tmp_path / "run", *TINY, "--config.num_steps=1", "--config.optim.warmup_steps=0",
         "--config.epochs=1", "--config.prompts_per_update=8",
         "--config.kl.placement=reward", "--config.kl.estimator=k1", "--config.eval=none",
-        "--config.advantage.normalize=none",
+        "--config.advantage.normalize=none", config="configs/grpo.py",
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    (step,) = records(tmp_path / "run")
     assert step["ratio/mean"] == pytest.approx(1, abs=1e-6)
     assert step["clip/fraction"] == 0
     assert step["reward/kl"] == pytest.approx(0, abs=1e-4)
