@@ -23,7 +23,7 @@ from jaxrl_llm.health.finding import Finding, Needs
 from jaxrl_llm.health.history import History
 from jaxrl_llm.learner import optim
 from jaxrl_llm.recipe import combinations
-from jaxrl_llm.session.rollback import Decision, target, well
+from jaxrl_llm.session.rollback import Decision, last_healthy, target
 from jaxrl_llm.train import steps, train
 
 RATE = 1e-4  # of configs/grpo.py
@@ -170,12 +170,12 @@ def test_a_rule_may_stop_a_run_and_what_it_stops_at_is_not_saved(tmp_path):
     ],
 )
 def test_a_run_goes_back_to_a_checkpoint_that_is_older_than_the_problem(step, checkpoints, before, to):
-    assert target(well(step, {"since": None}), checkpoints, [Decision(0, at, {}) for at in before]) == to
+    assert target(last_healthy(step, {"since": None}), checkpoints, [Decision(0, at, {}) for at in before]) == to
 
 
 @pytest.mark.parametrize(("since", "to"), [(13, 10), (10, 10), (9, 5), (39, 30)])
 def test_a_run_goes_back_before_a_slow_problem_whose_begin_its_rule_knows(since, to):
-    assert target(well(40, {"since": since}), [5, 10, 30, 35], []) == to  # a fast one is 8 steps old at most
+    assert target(last_healthy(40, {"since": since}), [5, 10, 30, 35], []) == to  # a fast one is 8 steps old at most
 
 
 def test_an_update_with_a_spike_of_the_gradient_is_skipped(tmp_path):

@@ -96,8 +96,10 @@ STUDIES: dict[str, Study] = {
         (
             *((f"norm, quarter {i + 1}", part("grad_norm", i), ".2f") for i in range(4)),
             ("largest norm", largest("grad_norm"), ".0f"),
-            ("clip, first quarter", part("clip/fraction", 0), ".1e"),
-            ("clip, last quarter", part("clip/fraction", 3), ".1e"),
+            ("clip, quarter 1", part("clip/fraction", 0), ".1e"),
+            ("quarter 4", part("clip/fraction", 3), ".1e"),
+            ("KL of sampler and trainer, step 2", at(2, "importance/kl"), ".2f"),
+            ("quarter 4", part("importance/kl", 3), ".1e"),
             *((f"accuracy at {step}", at(step), ".1%") for step in (0, 100, 300, 500)),
         ),
         starts_from=model,

@@ -25,7 +25,7 @@ class Finding:
     fix: str = ""
     reference: str = ""
     id: str = ""  # the name of its rule
-    since: int | None = None  # last step that was still well; None: the rule does not know it
+    since: int | None = None  # last step before the problem; None: the rule does not know it
 
     def line(self) -> str:
         """Returns the finding in a line."""

@@ -132,7 +132,7 @@ class History:
         windows = self._windows(name)
         return float(windows.mean(axis=1).max()) if len(windows) else nan
 
-    def well_until(self, name: Metric) -> int:
+    def near_best_until(self, name: Metric) -> int:
         """Returns the step in the middle of the latest window that is near the best one: the mean has fallen since.
 
         Raises: ValueError, if there are too few values.

@@ -54,7 +54,7 @@ class Rollbacks:
                 f"step {step}: {finding['evidence']}, because {finding['cause']}; the run has gone back {limit} times "
                 f"already (config.health.rollback.most): {finding['fix']}"
             )
-        decision = Decision(step, target(well(step, finding), checkpoints, before), finding)
+        decision = Decision(step, target(last_healthy(step, finding), checkpoints, before), finding)
         if distributed.first():
             self._write(len(before) + 1, decision)
         # No process may change its checkpoints before the decision is on the disk.
@@ -72,7 +72,7 @@ class Rollbacks:
             disk.replace(self._folder / f"{number}.json", json.dumps(asdict(decision), indent=2) + "\n")
 
 
-def well(step: int, finding: dict[str, Any]) -> int:
+def last_healthy(step: int, finding: dict[str, Any]) -> int:
     """Returns the last step that a finding at `step` leaves without doubt.
 
     A rule sees the mean of RECENT steps, so the problem may be as old; a slow one is older, if the rule can tell.
@@ -81,12 +81,12 @@ def well(step: int, finding: dict[str, Any]) -> int:
     return step - RECENT if since is None else min(since, step - RECENT)
 
 
-def target(well: int, checkpoints: Collection[int], before: list[Decision]) -> int:
-    """Returns the step to go back to: of the newest checkpoint that is not younger than step `well`, or 0.
+def target(newest: int, checkpoints: Collection[int], before: list[Decision]) -> int:
+    """Returns the step to go back to: of the newest checkpoint at step `newest` or before, or 0.
 
     If the run has just gone back to that checkpoint, it takes the one before it, if there is one.
     """
-    old = sorted(saved for saved in checkpoints if saved <= well)
+    old = sorted(saved for saved in checkpoints if saved <= newest)
     if not old:
         return 0
     again = before and old[-1] <= before[-1].to

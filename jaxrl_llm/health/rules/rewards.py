@@ -85,7 +85,7 @@ def reward_collapse(history: History) -> Finding | None:
     best, spread, now = history.best("reward/mean"), history.then("reward/std"), history.now("reward/mean")
     if not (best - now > REWARD_FALL * spread > 0 and history.fallen("reward/mean") > 1):
         return None
-    since = history.well_until("reward/mean")
+    since = history.near_best_until("reward/mean")
     return Finding(
         "error",
         f"the mean reward was {best:.3g} for {history.recent} steps, has fallen since step {since:,}, and is "
