@@ -50,9 +50,7 @@ def noisy_accuracy(
     prompts: list[Any], completions: list[Any], answer: list[str], *, wrong: float = 0.1, **columns: Any
 ) -> list[float]:
     """Accuracy, with the opposite verdict for a share of the completions. What is written does not decide which."""
-    right, least = accuracy(completions, answer), 1 - 2 * wrong
-    lies = [chance(f"{prompt}{i}") > least for i, prompt in enumerate(prompts)]
-    return [float(bool(x) is not lie) for x, lie in zip(right, lies, strict=True)]
+    return studies.with_lies(accuracy(completions, answer), prompts, wrong=wrong)
 
 
 class Rounded(Sampler):

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from benchmarks.ill_runs import chance
 from benchmarks.judging import Judged, judged, rate
 from jaxrl_llm.config.load import load
 from jaxrl_llm.health.finding import LogRecord
@@ -46,6 +47,12 @@ def made(folder: Path, name: str, make: Callable[[Path], None]) -> Path:
             make(begun)
         begun.rename(workdir)
     return workdir
+
+
+def with_lies(right: list[float], prompts: list[Any], *, wrong: float) -> list[float]:
+    """Returns verdicts with the opposite one for a share of the completions, whatever is written in them."""
+    lies = [chance(f"{prompt}{i}") > 1 - 2 * wrong for i, prompt in enumerate(prompts)]
+    return [float(bool(x) is not lie) for x, lie in zip(right, lies, strict=True)]
 
 
 # Columns of the tables: from the records of a run to a number.
@@ -128,14 +135,14 @@ def table(study: Study, workdirs: dict[str, list[Path]]) -> list[str]:
 
 
 def rules_table(workdirs: dict[str, dict[str, list[Path]]]) -> list[str]:
-    """Returns what the rules say of the first seed of each condition of each study. Ill: its accuracy fell."""
+    """Returns what the rules say of the first seed of each condition. A run is ill if its accuracy fell."""
     rows, every = ["| runs | | accuracy of samples | healthy | found |", "|---|---|---|---|---|"], list[Judged]()
     for study, conditions in workdirs.items():
         for condition, (first, *_) in conditions.items():
             run = judged(first)
             said = ", ".join(f"`{rule}` (step {step:,})" for rule, (step, _) in run.alarms.items())
-            fell = "yes" if run.healthy else "no"
-            rows.append(f"| {study} | {condition} | {run.tenths[0]:.2f} to {run.tenths[-1]:.2f} | {fell} | {said} |")
+            healthy = "yes" if run.healthy else "no"
+            rows.append(f"| {study} | {condition} | {run.tenths[0]:.2f} to {run.tenths[-1]:.2f} | {healthy} | {said} |")
             every.append(run)
     for words, kind in (("Healthy", True), ("Ruined", False)):
         of = [run for run in every if run.healthy is kind]

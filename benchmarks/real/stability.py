@@ -10,10 +10,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ill_runs import chance
 from benchmarks.real.model import SMOLLM2, make
 from benchmarks.real.tasks import exact, small_sums
-from benchmarks.studies import PAGE, ROOT, Study, at, largest, part, rules_table, runs, swing, table, write
+from benchmarks.studies import PAGE, ROOT, Study, at, largest, part, rules_table, runs, swing, table, with_lies, write
 from jaxrl_llm.errors import run_main
 
 HERE = "benchmarks.real.stability"
@@ -27,8 +26,7 @@ def wrong_sums() -> list[dict[str, Any]]:
 
 def noisy_exact(prompts: list[Any], completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
     """The reward of the task, with the opposite verdict for one completion of ten, whatever is written in it."""
-    lies = [chance(f"{prompt}{i}") > 0.8 for i, prompt in enumerate(prompts)]
-    return [float(bool(x) is not lie) for x, lie in zip(exact(completions, answer), lies, strict=True)]
+    return with_lies(exact(completions, answer), prompts, wrong=0.1)
 
 
 def model(folder: Path) -> Path:
@@ -114,9 +112,10 @@ def main() -> None:
     parser.add_argument("--only", default="", choices=["", *STUDIES], help="make only the runs of this study")
     args = parser.parse_args()
     args.runs.mkdir(parents=True, exist_ok=True)
-    made = {name: runs(args.runs, study, name) for name, study in STUDIES.items() if args.only in ("", name)}
-    for name, workdirs in made.items():
-        write(PAGE, name, table(STUDIES[name], workdirs))
+    made = {}
+    for name in [name for name in STUDIES if args.only in ("", name)]:
+        made[name] = runs(args.runs, STUDIES[name], name)
+        write(PAGE, name, table(STUDIES[name], made[name]))
     if not args.only:
         write(PAGE, "real rules", rules_table(made))
 
