@@ -16,8 +16,7 @@ from jaxrl_llm.health.finding import Finding, LogRecord
 from jaxrl_llm.health.history import History
 
 BOUNDS = {"max_skipped": 10}  # the section `health` of a run that has none
-# Right verdicts, whatever the run learns from.
-TRUTHS = ("reward/arithmetic.accuracy", "reward/search.exact_match", "reward/benchmarks.real.tasks.exact")
+TRUTHS = ("reward/arithmetic.accuracy", "reward/search.exact_match")  # right verdicts, whatever the run learns from
 FALL = 0.1  # of the accuracy from the best tenth of a run to the last one, from which on it is not healthy
 
 

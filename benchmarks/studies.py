@@ -134,15 +134,18 @@ def table(study: Study, workdirs: dict[str, list[Path]]) -> list[str]:
     return rows
 
 
+def alarms_in_words(run: Judged) -> str:
+    return ", ".join(f"`{rule}` (step {step:,})" for rule, (step, _) in run.alarms.items())
+
+
 def rules_table(workdirs: dict[str, dict[str, list[Path]]]) -> list[str]:
     """Returns what the rules say of the first seed of each condition. A run is ill if its accuracy fell."""
     rows, every = ["| runs | | accuracy of samples | healthy | found |", "|---|---|---|---|---|"], list[Judged]()
     for study, conditions in workdirs.items():
         for condition, (first, *_) in conditions.items():
             run = judged(first)
-            said = ", ".join(f"`{rule}` (step {step:,})" for rule, (step, _) in run.alarms.items())
-            healthy = "yes" if run.healthy else "no"
-            rows.append(f"| {study} | {condition} | {run.tenths[0]:.2f} to {run.tenths[-1]:.2f} | {healthy} | {said} |")
+            accuracy, healthy = f"{run.tenths[0]:.2f} to {run.tenths[-1]:.2f}", "yes" if run.healthy else "no"
+            rows.append(f"| {study} | {condition} | {accuracy} | {healthy} | {alarms_in_words(run)} |")
             every.append(run)
     for words, kind in (("Healthy", True), ("Ruined", False)):
         of = [run for run in every if run.healthy is kind]

@@ -1,7 +1,7 @@
 """The reports of docs/stability.md with a published model: `python -m benchmarks.real.stability [--only WORD]`.
 
 It makes the runs that --runs DIR does not have yet, one after the other, and writes their tables. Each run is
-plain_addition.py with a few changes. The last table has what the health rules say of all runs.
+plain_addition.py with a few changes. The last column has what the health rules find.
 """
 
 from __future__ import annotations
@@ -10,9 +10,23 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from benchmarks.judging import judged
 from benchmarks.real.model import SMOLLM2, make
 from benchmarks.real.tasks import exact, small_sums
-from benchmarks.studies import PAGE, ROOT, Study, at, largest, part, rules_table, runs, swing, table, with_lies, write
+from benchmarks.studies import (
+    PAGE,
+    ROOT,
+    Study,
+    alarms_in_words,
+    at,
+    largest,
+    part,
+    runs,
+    swing,
+    table,
+    with_lies,
+    write,
+)
 from jaxrl_llm.errors import run_main
 
 HERE = "benchmarks.real.stability"
@@ -25,7 +39,7 @@ def wrong_sums() -> list[dict[str, Any]]:
 
 
 def noisy_exact(prompts: list[Any], completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-    """The reward of the task, with the opposite verdict for one completion of ten, whatever is written in it."""
+    """The reward of the task, with the opposite verdict for one completion of ten."""
     return with_lies(exact(completions, answer), prompts, wrong=0.1)
 
 
@@ -42,6 +56,7 @@ def batch(update: int, rollout: int = 16) -> dict[str, Any]:
 
 SHORT = {"eval.every": 4, "eval.problems": 256}
 ACCURACY = tuple((f"accuracy at {step}", at(step), ".1%") for step in (0, 4, 8, 12))
+SWING = ("swing of the reward", swing, ".3f")
 FAST = {"optim.learning_rate": 1e-4}  # five times that of the config
 
 STUDIES: dict[str, Study] = {
@@ -57,7 +72,7 @@ STUDIES: dict[str, Study] = {
             "32 in an update, rate 1e-4": FAST | batch(4),
             "32 in a rollout and an update, rate 1e-4": FAST | batch(4, 4),
         },
-        (*ACCURACY, ("swing of the reward", swing, ".3f")),
+        (*ACCURACY, SWING),
         starts_from=model,
         seeds=(0,),
     ),
@@ -66,7 +81,7 @@ STUDIES: dict[str, Study] = {
         {"eval.every": 5, "eval.problems": 100, "num_steps": 20}
         | {"data.source": f"{HERE}.wrong_sums", "eval.source": f"{HERE}.wrong_sums"},
         {f"rate {rate:g}": {"optim.learning_rate": rate} for rate in (5e-6, 2e-5, 1e-4, 2e-4)},
-        (*((f"accuracy at {step}", at(step), ".1%") for step in (0, 5, 10, 15, 20)), ("swing", swing, ".3f")),
+        (*((f"accuracy at {step}", at(step), ".1%") for step in (0, 5, 10, 15, 20)), SWING),
         starts_from=model,
         seeds=(0,),
     ),
@@ -106,18 +121,22 @@ STUDIES: dict[str, Study] = {
 }
 
 
+def table_with_findings(study: Study, workdirs: dict[str, list[Path]]) -> list[str]:
+    """Returns the table of a study, and in its last column what the health rules find in the first seed."""
+    head, line, *rows = table(study, workdirs)
+    found = [alarms_in_words(judged(first)) for first, *_ in workdirs.values()]
+    return [f"{head} found |", f"{line}---|", *(f"{row} {x} |" for row, x in zip(rows, found, strict=True))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "real_stability")
     parser.add_argument("--only", default="", choices=["", *STUDIES], help="make only the runs of this study")
     args = parser.parse_args()
     args.runs.mkdir(parents=True, exist_ok=True)
-    made = {}
     for name in [name for name in STUDIES if args.only in ("", name)]:
-        made[name] = runs(args.runs, STUDIES[name], name)
-        write(PAGE, name, table(STUDIES[name], made[name]))
-    if not args.only:
-        write(PAGE, "real rules", rules_table(made))
+        workdirs = runs(args.runs, STUDIES[name], name)
+        write(PAGE, name, table_with_findings(STUDIES[name], workdirs))
 
 
 if __name__ == "__main__":
