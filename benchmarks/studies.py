@@ -69,12 +69,15 @@ def swing(records: list[LogRecord]) -> float:
     return mean(abs(a - b) for a, b in pairwise(later))
 
 
-def part(name: str, number: int, of: int = 4) -> Callable[[list[LogRecord]], float]:
-    """The median of a metric in a part of the run; NaN if it has none."""
+def part(
+    name: str, number: int, of: int = 4, typical: Callable[[list[float]], float] = median
+) -> Callable[[list[LogRecord]], float]:
+    """The median, or another typical value, of a metric in a part of the run; NaN if it has none."""
 
     def value(records: list[LogRecord]) -> float:
         values = [record[name] for record in records if record.get(name) is not None]
-        return median(values[len(values) * number // of : len(values) * (number + 1) // of]) if values else math.nan
+        here = values[len(values) * number // of : len(values) * (number + 1) // of]
+        return typical(here) if here else math.nan
 
     return value
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.judging import judged
@@ -16,6 +17,7 @@ from benchmarks.real.tasks import exact, small_sums
 from benchmarks.studies import (
     PAGE,
     ROOT,
+    Column,
     Study,
     alarms_in_words,
     at,
@@ -52,6 +54,12 @@ def model(folder: Path) -> Path:
 def batch(update: int, rollout: int = 16) -> dict[str, Any]:
     """Returns the changes for prompts in an update and in a rollout."""
     return {"prompts_per_step": rollout, "prompts_per_update": update, "microbatch": min(update, 4)}
+
+
+def quarters(title: str, metric: str, form: str) -> list[Column]:
+    """Returns the columns of the means of a metric in the quarters of a run."""
+    titles = (f"{title}, quarter 1", "2", "3", "4")
+    return [(name, part(metric, i, typical=mean), form) for i, name in enumerate(titles)]
 
 
 SHORT = {"eval.every": 4, "eval.problems": 256}
@@ -105,15 +113,13 @@ STUDIES: dict[str, Study] = {
         | {"epochs": 4, "num_steps": 500, "eval.every": 100, "eval.problems": 256, "importance.action": "none"}
         | {"engine": {"name": "benchmarks.stability.rounded"}}
         | {"reward.functions": (f"{HERE}.noisy_exact", "benchmarks.real.tasks.exact"), "reward.weights": (1.0, 0.0)},
-        {f"rate {rate:g}, 4 epochs": {"optim.learning_rate": rate} for rate in (2e-6,)},
+        {"4 epochs, rate 2e-6": {"optim.learning_rate": 2e-6}},
         (
-            *((f"norm, quarter {i + 1}", part("grad_norm", i), ".2f") for i in range(4)),
-            ("largest norm", largest("grad_norm"), ".0f"),
-            ("clip, quarter 1", part("clip/fraction", 0), ".1e"),
-            ("quarter 4", part("clip/fraction", 3), ".1e"),
-            ("KL of sampler and trainer, step 2", at(2, "importance/kl"), ".2f"),
-            ("quarter 4", part("importance/kl", 3), ".1e"),
-            *((f"accuracy at {step}", at(step), ".1%") for step in (0, 100, 300, 500)),
+            *quarters("norm", "grad_norm", ".1f"),
+            ("largest", largest("grad_norm"), ".0f"),
+            *quarters("clip", "clip/fraction", ".3f"),
+            *quarters("KL of sampler and trainer", "importance/kl", ".3f"),
+            *((f"accuracy at {step}", at(step), ".1%") for step in range(0, 501, 100)),
         ),
         starts_from=model,
         seeds=(0,),
