@@ -30,6 +30,7 @@ class Healthy(NamedTuple):
     changes: dict[str, Any]
 
     def make(self, workdir: Path) -> None:
+        """Makes the run."""
         studies.make_run(CONFIGS / f"{self.config}.py", self.changes, workdir)
 
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -98,7 +98,7 @@ class Study:
     conditions: dict[str, dict[str, Any]]
     columns: tuple[Column, ...]
     starts_from: Callable[[Path], Path] | None = None  # makes the model that the runs start from; None: the config's
-    seeds: tuple[int, ...] = field(default=SEEDS)
+    seeds: tuple[int, ...] = SEEDS
 
 
 def make_run(config: Path, changes: dict[str, Any], workdir: Path) -> None:
@@ -138,6 +138,7 @@ def table(study: Study, workdirs: dict[str, list[Path]]) -> list[str]:
 
 
 def alarms_in_words(run: Judged) -> str:
+    """Returns the rules that found a run ill, each with its first step."""
     return ", ".join(f"`{rule}` (step {step:,})" for rule, (step, _) in run.alarms.items())
 
 

@@ -7,6 +7,7 @@ plain_addition.py with a few changes. The last column has what the health rules 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -62,14 +63,14 @@ def quarters(title: str, metric: str, form: str) -> list[Column]:
     return [(name, part(metric, i, typical=mean), form) for i, name in enumerate(titles)]
 
 
+study = partial(Study, CONFIG, starts_from=model, seeds=(0,))
 SHORT = {"eval.every": 4, "eval.problems": 256}
 ACCURACY = tuple((f"accuracy at {step}", at(step), ".1%") for step in (0, 4, 8, 12))
 SWING = ("swing of the reward", swing, ".3f")
 FAST = {"optim.learning_rate": 1e-4}  # five times that of the config
 
 STUDIES: dict[str, Study] = {
-    "real batch": Study(
-        CONFIG,
+    "real batch": study(
         SHORT,
         {
             "128 sequences in an update": {},
@@ -81,20 +82,14 @@ STUDIES: dict[str, Study] = {
             "32 in a rollout and an update, rate 1e-4": FAST | batch(4, 4),
         },
         (*ACCURACY, SWING),
-        starts_from=model,
-        seeds=(0,),
     ),
-    "real ceiling": Study(
-        CONFIG,
+    "real ceiling": study(
         {"eval.every": 5, "eval.problems": 100, "num_steps": 20}
         | {"data.source": f"{HERE}.wrong_sums", "eval.source": f"{HERE}.wrong_sums"},
         {f"rate {rate:g}": {"optim.learning_rate": rate} for rate in (5e-6, 2e-5, 1e-4, 2e-4)},
         (*((f"accuracy at {step}", at(step), ".1%") for step in (0, 5, 10, 15, 20)), SWING),
-        starts_from=model,
-        seeds=(0,),
     ),
-    "real warm-up": Study(
-        CONFIG,
+    "real warm-up": study(
         SHORT | {"optim.warmup_steps": 0},
         {
             "0.95 of 12 steps": {"optim.warmup_ratio": 0.95},
@@ -104,11 +99,8 @@ STUDIES: dict[str, Study] = {
             "1 step, rate 1e-4": FAST | {"optim.warmup_steps": 1},
         },
         ACCURACY,
-        starts_from=model,
-        seeds=(0,),
     ),
-    "real climb": Study(
-        CONFIG,
+    "real climb": study(
         batch(2, 2)
         | {"epochs": 4, "num_steps": 500, "eval.every": 100, "eval.problems": 256, "importance.action": "none"}
         | {"engine": {"name": "benchmarks.stability.rounded"}}
@@ -121,8 +113,6 @@ STUDIES: dict[str, Study] = {
             *quarters("KL of sampler and trainer", "importance/kl", ".3f"),
             *((f"accuracy at {step}", at(step), ".1%") for step in range(0, 501, 100)),
         ),
-        starts_from=model,
-        seeds=(0,),
     ),
 }
 
