@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tokenizers import pre_tokenizers
 from benchmarks.real import reasoning_tasks as tasks_of_gym
 from benchmarks.real import tasks
 from benchmarks.real.gguf_folder import GEMMA3_NORMS, KERNELS, convert
+from benchmarks.real.model import fine_tuned
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
 from jaxrl_llm.models import hf
@@ -214,13 +216,15 @@ def test_the_benchmark_of_a_real_model_runs_and_keeps_what_has_ended(converted, 
         "--config.optim.warmup_steps=1",
     ]
     program = importlib.import_module("benchmarks.real.__main__")
-    monkeypatch.setattr(sys, "argv", ["real", "--quick", "--out", str(tmp_path), *small])
+    # As if fine-tuning had ended: a sum has more tokens of this model than its config allows.
+    shutil.copytree(converted[0], fine_tuned() / "hf")
+    monkeypatch.setattr(sys, "argv", ["real", "--quick", "--case", "after_sft", "--out", str(tmp_path), *small])
     program.main()
-    kept = json.loads((tmp_path / "addition" / "ours_0.json").read_text())
+    kept = json.loads((tmp_path / "after_sft" / "ours_0.json").read_text())
     assert [record["step"] for record in kept["records"]] == [0, 1, 2]
-    assert kept["peak_mb"] > 100 and (tmp_path / "addition.png").stat().st_size > 5000
+    assert kept["peak_mb"] > 100 and (tmp_path / "after_sft.png").stat().st_size > 5000
     kept["records"][-1]["eval/accuracy"] = 0.875
-    (tmp_path / "addition" / "ours_0.json").write_text(json.dumps(kept))
+    (tmp_path / "after_sft" / "ours_0.json").write_text(json.dumps(kept))
     capsys.readouterr()
     program.main()
     assert "87.5%" in capsys.readouterr().out

