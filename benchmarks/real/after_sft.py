@@ -12,7 +12,4 @@ from benchmarks.real.model import fine_tuned
 def get_config() -> ConfigDict:
     c = addition.get_config()
     c.model.path = str(fine_tuned() / "hf")
-    c.num_steps = c.checkpoint.every = 20
-    c.eval.every = 5
-    c.optim.learning_rate = 1e-5
     return c
