@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -216,8 +217,9 @@ def test_the_benchmark_of_a_real_model_runs_and_keeps_what_has_ended(converted, 
         "--config.optim.warmup_steps=1",
     ]
     program = importlib.import_module("benchmarks.real.__main__")
-    # As if fine-tuning had ended: a sum has more tokens of this model than its config allows.
-    shutil.copytree(converted[0], fine_tuned() / "hf")
+    # In place of fine-tuning: a sum has more tokens of this model than its config allows.
+    made = partial(shutil.copytree, converted[0], fine_tuned(), dirs_exist_ok=True)
+    monkeypatch.setattr(program, "fine_tune", made)
     monkeypatch.setattr(sys, "argv", ["real", "--quick", "--case", "after_sft", "--out", str(tmp_path), *small])
     program.main()
     kept = json.loads((tmp_path / "after_sft" / "ours_0.json").read_text())

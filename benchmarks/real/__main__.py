@@ -231,7 +231,7 @@ def main() -> None:
     for model in MODELS:
         if fields["model.path"] == str(model.folder()):
             make(model)
-    if fields["model.path"] == str(fine_tuned() / "hf"):
+    if fields["model.path"] == str(fine_tuned()):
         fine_tune()
     runs = list[Run]()
     for seed in args.seeds[: 1 if args.quick else None]:

@@ -11,5 +11,5 @@ from benchmarks.real.model import fine_tuned
 
 def get_config() -> ConfigDict:
     c = addition.get_config()
-    c.model.path = str(fine_tuned() / "hf")
+    c.model.path = str(fine_tuned())
     return c

@@ -42,16 +42,17 @@ def make(model: Model) -> None:
 
 
 def fine_tuned() -> Path:
-    """Returns the folder of the run of sft_addition.py."""
-    return user_cache.home() / "real" / "sft_addition"
+    """Returns the folder of the model that sft_addition.py makes."""
+    return user_cache.home() / "real" / "sft_addition" / "hf"
 
 
 def fine_tune() -> None:
-    """Makes this run, if it has not ended. Raises: UserError, if it cannot."""
+    """Makes this model, if it is not there yet. Raises: UserError, if it cannot."""
     make(SMOLLM2)
-    if not (fine_tuned() / "hf" / "model.safetensors").exists():
+    if not (fine_tuned() / "model.safetensors").exists():
         config = Path(__file__).resolve().with_name("sft_addition.py")
-        command = [sys.executable, "-m", "jaxrl_llm.sft", "--config", str(config), "--workdir", str(fine_tuned())]
+        workdir = str(fine_tuned().parent)
+        command = [sys.executable, "-m", "jaxrl_llm.sft", "--config", str(config), "--workdir", workdir]
         if failed := subprocess.run(command, cwd=config.parents[2]).returncode:
             raise UserError(f"benchmarks.real: {' '.join(command)} ended with exit code {failed}: see above")
 
