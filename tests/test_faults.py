@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from test_train import ROOT, TINY, command, environment, log_of, records
+from test_train import ROOT, TINY, command, log_of, records
 
 from jaxrl_llm import evaluate, train
 from jaxrl_llm.tools import export
@@ -64,7 +64,7 @@ def mine(tmp_path, monkeypatch):
 def start(workdir: Path, *extra: str) -> subprocess.Popen[str]:
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     words = command(workdir, *TINY, *SHORT, *extra)
-    return subprocess.Popen(words, cwd=ROOT, env=environment(), start_new_session=True, **pipes)
+    return subprocess.Popen(words, cwd=ROOT, start_new_session=True, **pipes)
 
 
 def until(process: subprocess.Popen[str], word: str) -> None:

@@ -196,7 +196,8 @@ def small_episodes(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list
 
 
 def small_faults(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
-    patch.setattr(module, "STEPS", 8)
+    patch.setattr(module, "STEPS", 6)
+    patch.setattr(module, "ARGUMENTS", [*module.ARGUMENTS, "--config.health.self_test=False"])
     return ["--kinds", "rollout", "--moments", "1"]
 
 

@@ -259,7 +259,7 @@ def test_the_gsm8k_recipe_refuses_rows_of_another_format(qwen, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["3b_ppo", "3b_grpo", "7b_ppo", "7b_grpo"])
+@pytest.mark.parametrize("name", ["3b_ppo", "3b_grpo"])  # those for 7B differ by their sizes
 def test_the_recipes_of_search_r1_run_end_to_end(name, qwen, tmp_path):
     question = [{"role": "user", "content": "Answer in <answer>. Search by <search>. Where was Ann born?"}]
     truth = {"reward_model": {"style": "rule", "ground_truth": {"target": ["Pell", "the town of Pell"]}}}

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from test_steps import numbers, tiny, written
-from test_train import ROOT, environment
+from test_train import ROOT
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.build import build
@@ -123,7 +123,7 @@ for record in steps(here.back(), workdir):
 def killed(moment: str, workdir: Path) -> int:
     """Runs to the end, or to a kill -9 at this moment, and returns the exit code."""
     return subprocess.run(
-        [sys.executable, "-c", KILLED, moment, str(workdir)], cwd=ROOT, env=environment(), capture_output=True
+        [sys.executable, "-c", KILLED, moment, str(workdir)], cwd=ROOT, capture_output=True
     ).returncode
 
 

@@ -114,7 +114,7 @@ def test_from_the_third_step_on_no_step_compiles_and_a_resumed_run_takes_the_sam
     def steps(workdir: Path, last: int) -> tuple[dict, list]:
         nonlocal step
         used.clear()
-        with build.build(ragged_config(50), workdir) as (session, parts):
+        with build.build(ragged_config(30), workdir) as (session, parts):
             lent = session.restore()
             step = session.at.step
             while step < last:
@@ -129,12 +129,12 @@ def test_from_the_third_step_on_no_step_compiles_and_a_resumed_run_takes_the_sam
     step = 0
     jax.monitoring.register_event_duration_secs_listener(count)
     try:
-        whole, shapes_used = steps(tmp_path / "whole", 50)
+        whole, shapes_used = steps(tmp_path / "whole", 30)
         late = {key: n for key, n in compiled.items() if key[0] >= 3}
         assert not late, late
         assert sum(n for (_, name), n in compiled.items() if name == "jit(decode)") >= 2  # of several sizes
-        steps(tmp_path / "parts", 25)  # its last checkpoint is of step 20
-        resumed, again = steps(tmp_path / "parts", 50)
+        steps(tmp_path / "parts", 15)  # its last checkpoint is of step 10
+        resumed, again = steps(tmp_path / "parts", 30)
     finally:
         jax.monitoring.unregister_event_duration_listener(count)
     assert again == shapes_used[-len(again) :]
