@@ -48,9 +48,7 @@ def make_folder(folder: Path, gigabytes: float) -> int:
     (folder / "config.json").write_text(json.dumps(config))
     cfg, total, where = hf.load_model(folder).cfg, 0, {}
     draw = np.random.default_rng(0)
-    for i, (name, shape) in enumerate(
-        names.tensor_shapes(Decoder(cfg).shapes(), names.family_table(cfg.family)).items()
-    ):
+    for i, (name, shape) in enumerate(names.tensor_shapes(Decoder(cfg).shapes, names.family_table(cfg.family)).items()):
         values = np.ones(shape, np.float32) if len(shape) == 1 else draw.standard_normal(shape, np.float32) * 0.02
         file = f"model-{i:05d}.safetensors"
         save_file({name: values}, folder / file, metadata={"format": "pt"})

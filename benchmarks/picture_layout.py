@@ -134,10 +134,10 @@ def main() -> None:
         model = make_model(name)
         grouped = make_batch(model.cfg.vocab_size, 1, args.group, args.tokens)
         program, layouts = jax.jit(partial(gradient, model)), [grouped, flattened(grouped)]
-        ours, theirs = (flops(program.trace(model.shapes(), batch)) for batch in layouts)
+        ours, theirs = (flops(program.trace(model.shapes, batch)) for batch in layouts)
         line = f"{name}: {ours / 1e12:.3g} and {theirs / 1e12:.3g} TFLOP a group, {theirs / ours:.2f} x"
         if name == "small":
-            compiled = [program.lower(model.shapes(), batch).compile() for batch in layouts]
+            compiled = [program.lower(model.shapes, batch).compile() for batch in layouts]
             counted = [x.cost_analysis()["flops"] for x in compiled]
             params = jax.jit(model.init)(jax.random.key(0))
             taken = [seconds(x, params, batch, args.repetitions) for x, batch in zip(compiled, layouts, strict=True)]

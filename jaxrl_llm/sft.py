@@ -192,7 +192,7 @@ def first_params(recipe: SftRecipe, inputs: Inputs) -> PyTree:
     model, mesh = inputs.models.model, inputs.models.mesh
     if recipe.model.path:
         return inputs.params()
-    init = jax.jit(model.init, out_shardings=sharding.shardings(model.shapes(), mesh))
+    init = jax.jit(model.init, out_shardings=sharding.shardings(model.shapes, mesh))
     return init(jax.random.key(recipe.seed))
 
 

@@ -161,7 +161,7 @@ def traced_gradient_of_score(mesh, *, b, g, p, t, **own):
     )  # fmt: skip
     model = Decoder(config, mesh)
     placed = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # noqa: E731
-    params = jax.tree.map(placed, model.shapes(), sharding.shardings(model.shapes(), mesh))
+    params = jax.tree.map(placed, model.shapes, sharding.shardings(model.shapes, mesh))
     of = lambda shape, dtype: placed(  # noqa: E731
         jax.ShapeDtypeStruct(shape, dtype), jax.sharding.NamedSharding(mesh, sharding.BATCH)
     )

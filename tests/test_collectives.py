@@ -40,7 +40,7 @@ def lower(program: str, config: DecoderConfig, mesh: Mesh, sizes: Sizes) -> jax.
     b, microbatch = sizes.prompts, sizes.microbatch
     batch = _batch(mesh, sizes)
     model = Decoder(replace(config, tied_head=True) if program == "critic" else config, mesh)
-    shapes, objective = model.shapes(), update.policy_objective(model, losses.ppo_clip, Sampling())
+    shapes, objective = model.shapes, update.policy_objective(model, losses.ppo_clip, Sampling())
     if program == "critic":
         readout = {"kernel": jnp.zeros((config.width, 1)), "bias": jnp.zeros(1)}
         shapes, objective = {"decoder": shapes, "readout": readout}, critic.value_objective(model, clip=0.2)
@@ -90,7 +90,7 @@ def compiled(program: str, mesh: tuple[int, int, int], packed: tuple[int, int] |
 
 def parameter_bytes(mesh: tuple[int, int, int], *names: str) -> int:
     """Bytes of these parameters, gathered over data and fsdp."""
-    shapes = Decoder(CONFIG).shapes()
+    shapes = Decoder(CONFIG).shapes
     return sum(x.size * 4 for name in names for x in jax.tree.leaves(shapes[name])) // mesh[2]
 
 

@@ -294,7 +294,7 @@ def test_an_argument_that_an_environment_does_not_take_is_refused():
 def test_every_program_of_episodes_is_known_beforehand():
     model = parts()[1]
     size = prompts().tokens.shape
-    made = list(sampler().programs(model.shapes(), *size, 4, Sampling(1.5)))
+    made = list(sampler().programs(model.shapes, *size, 4, Sampling(1.5)))
     names = [program.name for program in made]
     # Observations of at most 40 tokens need no program for 128.
     assert [name.split(",")[0] for name in names][-3:] == ["prompts", "observations", "decoding"]

@@ -353,7 +353,7 @@ def test_a_layer_and_its_gradient_compile_for_a_tpu_without_a_copy_of_the_rows_f
     given = jax.ShapeDtypeStruct((8, 1, 2048, 512), jnp.bfloat16, sharding=jax.NamedSharding(mesh, sharding.BATCH))
     params = jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-        model.shapes(), sharding.shardings(model.shapes(), mesh),
+        model.shapes, sharding.shardings(model.shapes, mesh),
     )  # fmt: skip
 
     def loss(params, x):

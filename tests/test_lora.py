@@ -207,10 +207,10 @@ def test_no_memory_is_held_for_the_gradient_or_the_moments_of_the_base():
     config = dataclasses.replace(tiny.CONFIG, layers=1, vocab_size=65_536)
     mesh = tiny.mesh_of((1, 1, 1))
     model = Decoder(config, mesh)
-    lora, size = lora_of(model), sum(x.size for x in jax.tree.leaves(model.shapes())) * 4
+    lora, size = lora_of(model), sum(x.size for x in jax.tree.leaves(model.shapes)) * 4
     base = jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-        model.shapes(), sharding.shardings(model.shapes(), mesh),
+        model.shapes, sharding.shardings(model.shapes, mesh),
     )  # fmt: skip
     learner = update.make_learner(
         update.policy_objective(model, losses.ppo_clip, Sampling()), tiny.optimizer(), lora.shapes, lambda: None,
@@ -226,13 +226,13 @@ def test_no_memory_is_held_for_the_gradient_or_the_moments_of_the_base():
 def test_the_backward_pass_keeps_no_kernel_of_int8_as_floats(remat):
     model = Decoder(dataclasses.replace(tiny.CONFIG, layers=16, width=128, mlp_width=512, remat=remat))
     lora = lora_of(model, base_dtype="int8")
-    base, tokens = lora.base_shapes(model.shapes()), jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    base, tokens = lora.base_shapes(model.shapes), jax.ShapeDtypeStruct((1, 4), jnp.int32)
 
     def total(adapters: PyTree, base: PyTree, tokens: jax.Array) -> jax.Array:
         return model.prefill(lora.combine(base, adapters), Prompt(tokens, jnp.ones((1, 4), bool)))[0].sum()
 
     needed = jax.jit(jax.grad(total)).lower(lora.shapes, base, tokens).compile().memory_analysis()
-    kernels = sum(x.size for (x,) in _kernels(model.shapes()))
+    kernels = sum(x.size for (x,) in _kernels(model.shapes))
     assert needed.temp_size_in_bytes < kernels, needed  # as floats they are four times that
 
 

@@ -177,7 +177,7 @@ def test_a_group_in_parts_needs_less_memory():
         tokens, mask = of((1, 8, 256), jnp.int32), of((1, 8, 256), bool)
         batch = update.Batch(of((1, 64), jnp.int32), of((1, 64), bool), tokens, mask, mask)
         total = lambda params, batch: forward.completion_logprobs(model, params, batch, Sampling())[0].sum()  # noqa: E731
-        return jax.jit(jax.grad(total)).lower(model.shapes(), batch).compile()
+        return jax.jit(jax.grad(total)).lower(model.shapes, batch).compile()
 
     whole, in_parts = (compiled(parts).memory_analysis().temp_size_in_bytes for parts in (1, 8))
     assert in_parts < 0.4 * whole, (in_parts, whole)
@@ -211,7 +211,7 @@ def flops(b, g, p, c, group_native=True) -> float:
         of((b, g, c), jnp.int32), of((b, g, c), bool), of((b, g, c), bool),
     )  # fmt: skip
     score = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))
-    return score.lower(model.shapes(), batch).compile().cost_analysis()["flops"]
+    return score.lower(model.shapes, batch).compile().cost_analysis()["flops"]
 
 
 def test_doubling_the_group_costs_no_more_prompt_work():

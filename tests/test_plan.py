@@ -89,7 +89,7 @@ def test_a_plan_has_every_program_of_a_step_and_how_often_it_runs(plan):
 
 
 def test_the_bytes_of_a_chip_are_those_of_its_shards(plan):
-    numbers = sum(x.size for x in jax.tree.leaves(plan.models.model.shapes()))
+    numbers = sum(x.size for x in jax.tree.leaves(plan.models.model.shapes))
     split = plan.holds["policy parameters"]
     assert numbers * 4 / 8 <= split <= 1.05 * numbers * 4 / 8  # norms and biases are on each device
     assert plan.holds["policy optimizer"] == pytest.approx(2 * split, rel=1e-3)

@@ -119,7 +119,7 @@ def test_a_token_of_decoding_reads_no_tower(planned):
     recipe = recipe_of()
     plan, _, sampled = planned(recipe, PromptSizes(16))
     mesh, model = plan.models.mesh, plan.models.model
-    copy = copy_shapes(model, mesh, mesh, model.shapes(), in_int8=False)
+    copy = copy_shapes(model, mesh, mesh, model.shapes, in_int8=False)
     assert sampled.weights - sampled.read == device_bytes(copy[TOWER]) > 0
     assert sampled.weights == device_bytes(copy)
 

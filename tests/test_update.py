@@ -208,7 +208,7 @@ def test_fsdp_gathers_weights_and_leaves_every_device_its_own_prompts():
     for shape in ((8, 1, 1), (1, 8, 1)):
         mesh = tiny.mesh_of(shape)
         model = Decoder(config, mesh)
-        params = jax.device_put(model.init(jax.random.key(0)), sharding.shardings(model.shapes(), mesh))
+        params = jax.device_put(model.init(jax.random.key(0)), sharding.shardings(model.shapes, mesh))
         rng = np.random.default_rng(0)
         completions = rng.integers(0, 32, (16, 4, 32)).astype(np.int32)
         mask = np.ones(completions.shape, bool)

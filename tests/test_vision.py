@@ -339,7 +339,7 @@ def renamed(loaded: Loaded, copy: Path, table: names.TensorNames) -> Path:
     shutil.copytree(loaded.folder, copy, ignore=shutil.ignore_patterns("*.npz"))
     tensors = load_file(copy / "model.safetensors")
     before, other = names.table_of(loaded.folder.name, tensors), {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(loaded.model.shapes()):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(loaded.model.shapes):
         name = sharding.path_name(path)
         pairs = zip(*(names.tensor_names(forms[name], leaf.shape) for forms in (before, table)), strict=True)
         other |= {new: tensors.pop(old) for old, new in pairs}

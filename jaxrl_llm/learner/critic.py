@@ -45,7 +45,7 @@ def make_critic(
     model = Decoder(replace(cfg, tied_head=True), mesh)
 
     def headless(decoder: PyTree) -> PyTree:
-        return {name: decoder[name] for name in decoder if name in model.shapes()}
+        return {name: decoder[name] for name in decoder if name in model.shapes}
 
     def with_readout(decoder: PyTree) -> PyTree:
         readout = {"kernel": jnp.zeros((model.cfg.width, 1)), "bias": jnp.zeros(1)}
@@ -62,7 +62,7 @@ def make_critic(
 
     # The tensors of both heads stay in the file: the critic has a readout of its own.
     load = partial(hf.load_params, folder, model, mesh, unused=hf.HEADS)
-    parameters = shared or Parameters(model.shapes(), load, update.ALL_LEARN)
+    parameters = shared or Parameters(model.shapes, load, update.ALL_LEARN)
     learner = update.make_learner(
         value_objective(model, clip=settings.clip),
         optim.make_optimizer(sizes.critic_updates, **settings.optim),

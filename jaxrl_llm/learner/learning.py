@@ -49,7 +49,7 @@ class Models:
     @property
     def parts(self) -> list[str]:
         """The parts of the policy's tree that learn, where no adapters do."""
-        return [name for name in self.model.shapes() if name != TOWER or not self.frozen_tower]
+        return [name for name in self.model.shapes if name != TOWER or not self.frozen_tower]
 
 
 def describe_models(
@@ -87,7 +87,7 @@ def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree
     base: the parameters that do not learn; None: all do.
     """
     if not (adapters := models.adapters):
-        shapes = models.model.shapes()
+        shapes = models.model.shapes
         beside = Base(base, lambda tower, learned: {**learned, **tower}) if models.frozen_tower else ALL_LEARN
         return Parameters({name: shapes[name] for name in models.parts}, params, beside)
     place = sharding.shardings(adapters.shapes, models.mesh)

@@ -7,7 +7,7 @@ attend to one copy of the keys and values of their prompt.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -94,13 +94,14 @@ class Decoder:
         params = {"layers": blocks, **parameters(EmbedAndHead(self.cfg, nnx.Rngs(ends_key)))}
         return params | {TOWER: self._tower.init(jax.random.fold_in(key, 2))} if self._tower else params
 
+    @cached_property
     def shapes(self) -> PyTree:
         """Shapes and dtypes of the parameter tree."""
         return jax.eval_shape(lambda: self.init(jax.random.key(0)))
 
     def size(self, *, active: bool = False) -> int:
         """Returns the number of parameters; active: of those that a token meets, with the experts that it chooses."""
-        sizes = {path_name(path): x.size for path, x in jax.tree_util.tree_leaves_with_path(self.shapes())}
+        sizes = {path_name(path): x.size for path, x in jax.tree_util.tree_leaves_with_path(self.shapes)}
         if active and (mixture := self.cfg.mixture):
             expert_kernels = [name for name in sizes if "experts/" in name and "router" not in name]
             sizes |= {name: sizes[name] * mixture.chosen // mixture.experts for name in expert_kernels}

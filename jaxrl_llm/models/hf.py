@@ -310,7 +310,7 @@ def load_params(
     Raises: UserError, for a tensor that is missing, unknown or of the wrong shape, and for a broken file.
     """
     where = _index(folder)
-    shapes = model.shapes()
+    shapes = model.shapes
     table = _table_of(model.cfg.family, where)
     used = {name: file for name, file in where.items() if name not in unused}
     _check_tensors(folder, used, shapes, table)

@@ -79,7 +79,7 @@ class Placing:
 
 def _shardings(model: Decoder, mesh: Mesh, *, in_int8: bool) -> tuple[PyTree, PyTree]:
     """Returns the shardings of a copy: of embedding and head, and of a layer."""
-    shapes = model.shapes()
+    shapes = model.shapes
     if in_int8:
         shapes = shapes | {"layers": _on_kernels(shapes["layers"], partial(jax.eval_shape, adapters.int8))}
     stacked = sharding.shardings(shapes, mesh, leave_out="fsdp")

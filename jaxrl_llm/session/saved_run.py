@@ -89,7 +89,7 @@ class SavedRun:
         """Reads all parameters of the policy onto a mesh, as its model takes them; folder: the run's `model_folder`."""
         params = self.params(step, partial(sharding.shardings, mesh=mesh))
         if not self.adapters:
-            missing = model.shapes().keys() - params.keys()
+            missing = model.shapes.keys() - params.keys()
             beside = hf.load_params(folder, model, mesh, learns=False, parts=missing) if missing else {}
             return {**params, **beside}
         adapters = model.adapters(self.adapters)

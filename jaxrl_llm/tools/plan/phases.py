@@ -187,7 +187,7 @@ def plan_meshes(devices: Sequence[Any], recipe: Recipe | SftRecipe) -> tuple[Mes
 def _frozen(models: Models, name: str, start: ModelSettings) -> Frozen:
     """Returns a model that never learns, with the shapes of its parameters."""
     model = frozen_model(name, models.others[name], start, models.mesh)
-    params = _placed(model.shapes(), model, models.mesh)
+    params = _placed(model.shapes, model, models.mesh)
     if name == "reward_model":
         sharding = NamedSharding(models.mesh, PartitionSpec())
         replicated = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)  # noqa: E731
@@ -197,7 +197,7 @@ def _frozen(models: Models, name: str, start: ModelSettings) -> Frozen:
 
 def _base(models: Models) -> PyTree:
     """Returns the parameters that do not learn, as shapes; None: there are none."""
-    shapes = _placed(models.model.shapes(), models.model, models.mesh)
+    shapes = _placed(models.model.shapes, models.model, models.mesh)
     if not models.adapters:
         return {TOWER: shapes[TOWER]} if models.frozen_tower else None
     shapes = models.adapters.base_shapes(shapes)
