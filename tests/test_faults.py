@@ -194,6 +194,7 @@ def test_a_resumed_run_holds_no_more_than_a_fresh_one(mine, monkeypatch, config,
     assert resumed <= 1.01 * fresh
 
 
+@pytest.mark.slow
 def test_any_checkpoint_is_exported_and_evaluated(monkeypatch, tmp_path, capsys):
     run, accuracy = tmp_path / "run", []
     trained(monkeypatch, run, "configs/grpo.py", "--config.eval.every=2", "--config.eval.problems=32")

@@ -173,6 +173,7 @@ def test_a_micro_batch_runs_with_the_smallest_size_that_holds_its_prompts():
     assert counts == {(1, 1): {32: 1, 22: 2, 10: 1}, (1, 2): {32: 1, 22: 1}, (2, 2): {32: 1, 22: 1}}
 
 
+@pytest.mark.slow
 def test_smaller_sizes_give_the_same_gradient():
     loaded = load("qwen3_vl")
     batch, mesh = batch_of(loaded, sampled("qwen3_vl")), tiny.mesh_of((1, 1, 1))

@@ -185,6 +185,7 @@ def whole(tmp_path_factory) -> Path:
     return run(tmp_path_factory.mktemp("whole") / "run")
 
 
+@pytest.mark.slow
 def test_tower_and_text_learn_and_samples_name_their_pictures(whole):
     assert changed(whole) == (True, True)
     first = numbers(whole)[0]
@@ -235,6 +236,7 @@ def with_adapters(**changes: Any):
     return config
 
 
+@pytest.mark.slow
 def test_adapters_learn_beside_a_frozen_tower_and_are_refused_beside_one_that_learns(tmp_path):
     for _ in train.steps(with_adapters(**{"model.vision": "frozen", "num_steps": 2}), tmp_path / "run"):
         pass
@@ -267,6 +269,7 @@ NEW = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_new_model_reads_pictures_and_learns_them(tmp_path):
     steps = list(sft.steps(config_of("pictures_sft", **NEW), tmp_path / "run"))
     assert [record["step"] for record in steps] == [1, 2, 3]

@@ -68,6 +68,7 @@ def shapes_of(program: Program) -> list[str]:
     return [x.str_short() for x in program.trace().jaxpr.in_avals]
 
 
+@pytest.mark.slow
 def test_the_programs_of_a_plan_are_those_of_a_run(planned, tmp_path, monkeypatch):
     # A plan has prompts of one size.
     monkeypatch.setattr(image_layout, "SHARES", ())

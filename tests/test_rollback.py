@@ -55,6 +55,7 @@ def back(rule: str = "too_fast", **changes):
     return tiny(**sizes | {"health.rollback.warmup_steps": 2} | changes)
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_once_and_ends_with_a_lower_rate(tmp_path, capsys):
     records = list(steps(back(), tmp_path / "run"))
     assert [r["step"] for r in records] == [*range(10), *range(3, 13)]  # that of step 10 has the finding

@@ -60,6 +60,7 @@ def run(workdir: Path, config: Any, *, stop: int = 0) -> list[dict]:
     return numbers(written(workdir))
 
 
+@pytest.mark.slow
 def test_a_lag_on_four_and_four_devices_logs_the_numbers_of_one_mesh_of_four_and_resumes_bit_for_bit(tmp_path, capfd):
     """Also with groups that are replaced while others learn, and the curriculum that they tell."""
     changes = LAG | {"rollout.resample_rounds": 1, "data.curriculum.skip": 0.9, "eval": None, "kl": None}

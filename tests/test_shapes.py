@@ -142,6 +142,7 @@ def test_from_the_third_step_on_no_step_compiles_and_a_resumed_run_takes_the_sam
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_shapes_of_its_step_although_the_next_step_has_counted(cheap, tmp_path):
     """A signal saves the last whole step from another thread, at any moment of the next one."""
     with build.build(ragged_config(10), tmp_path) as (session, parts):
