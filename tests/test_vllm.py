@@ -216,7 +216,8 @@ def test_what_is_sampled_is_what_the_trainer_scores_whatever_was_pushed(server, 
         assert same(again, other) < 0.9
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3_text"])
+# Without mistral: vLLM and this package build it from the parts of llama, and each server takes half a minute to start.
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text"])
 def test_a_server_samples_from_pushed_weights_of_every_family(name, prompts, tmp_path):
     folder = random_model(tmp_path / "source", name, SERVED)
     model, mesh = hf.load_model(folder), sharding.make_mesh(data=1, fsdp=2, tensor=2)
@@ -419,7 +420,8 @@ def test_two_servers_share_the_requests_and_one_serves_on_when_the_other_dies(se
             assert answered.count(other.url) == B / 2, "it was started again, and had the next weights"
 
 
-@pytest.mark.parametrize("what", ["API server", "engine", "worker"])
+# A worker that dies takes the engine with it.
+@pytest.mark.parametrize("what", ["API server", "worker"])
 def test_a_server_killed_in_the_middle_of_a_push_comes_back_and_gets_it(
     server, params, prompts, tmp_path, monkeypatch, what
 ):
