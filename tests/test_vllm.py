@@ -216,7 +216,7 @@ def test_what_is_sampled_is_what_the_trainer_scores_whatever_was_pushed(server, 
         assert same(again, other) < 0.9
 
 
-# Without mistral: vLLM and this package build it from the parts of llama, and each server takes half a minute to start.
+# Without mistral: vLLM and this package build it from the parts of llama, and each server takes 40 s to start.
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text"])
 def test_a_server_samples_from_pushed_weights_of_every_family(name, prompts, tmp_path):
     folder = random_model(tmp_path / "source", name, SERVED)
