@@ -102,10 +102,16 @@ STUDIES: dict[str, Study] = {
     ),
     "real climb": study(
         batch(2, 2)
-        | {"epochs": 4, "num_steps": 500, "eval.every": 100, "eval.problems": 256, "importance.action": "none"}
+        | {"epochs": 4, "num_steps": 500, "eval.every": 100, "eval.problems": 256}
+        | {"importance.action": "none", "optim.learning_rate": 2e-6}
         | {"engine": {"name": "benchmarks.stability.rounded"}}
         | {"reward.functions": (f"{HERE}.noisy_exact", "benchmarks.real.tasks.exact"), "reward.weights": (1.0, 0.0)},
-        {"4 epochs, rate 2e-6": {"optim.learning_rate": 2e-6}},
+        {
+            "4 epochs, rate 2e-6": {},
+            "corrected": {"importance.action": "truncate"},
+            "1 epoch": {"epochs": 1},
+            "KL penalty 0.04": {"kl.coef": 0.04},
+        },
         (
             *quarters("norm", "grad_norm", ".1f"),
             ("largest", largest("grad_norm"), ".0f"),
