@@ -21,8 +21,10 @@ def importing_from(*folders: Path) -> Iterator[None]:
     package are not affected.
     """
     path, known = list(sys.path), dict(sys.modules)
-    # Imported user modules with a name that is also in the folders. They come back at the end.
-    hidden = [name for name in known if _folder_of(name) and any(_stands_in(name, folder) for folder in folders)]
+    # Imported user modules with a name that is also in the folders. They come back at the end. A process with JAX has
+    # thousands of modules, in a few hundred packages.
+    shared = {name for name in set(map(_package, known)) if _folder_of(name) and _is_in(folders, name)}
+    hidden = [name for name in known if _package(name) in shared]
     for name in hidden:
         del sys.modules[name]
     sys.path[:0] = map(str, folders)
@@ -61,19 +63,23 @@ def imported_file(name: str) -> Path | None:
     return Path(file) if file and _folder_of(name) else None
 
 
-def _stands_in(name: str, folder: Path) -> bool:
-    top = name.partition(".")[0]
-    return (folder / f"{top}.py").is_file() or (folder / top).is_dir()
+def _package(name: str) -> str:
+    """Returns the top-level package or module of a module."""
+    return name.partition(".")[0]
+
+
+def _is_in(folders: tuple[Path, ...], package: str) -> bool:
+    return any((folder / f"{package}.py").is_file() or (folder / package).is_dir() for folder in folders)
 
 
 def _folder_of(name: str) -> Path | None:
     """Returns the folder of a module's top-level package; None if the package is ours or installed."""
-    spec = getattr(sys.modules.get(name.partition(".")[0]), "__spec__", None)
+    spec = getattr(sys.modules.get(_package(name)), "__spec__", None)
     return _home(spec) if spec else None
 
 
 def _home(spec: ModuleSpec) -> Path | None:
-    if spec.name.partition(".")[0] == __name__.partition(".")[0]:
+    if _package(spec.name) == _package(__name__):
         return None
     inside = next(iter(spec.submodule_search_locations or ()), spec.origin if spec.has_location else None)
     home = Path(inside).parent if inside else None
