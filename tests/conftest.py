@@ -5,10 +5,14 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from wording import Wording
 
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -30,6 +34,17 @@ QUICK = (
 )
 if version("jaxlib").startswith("0.10."):  # the older emitters of fusions compile twice as fast; later ones are gone
     QUICK += " --xla_cpu_use_fusion_emitters=false"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--update-wording", action="store_true", help="write tests/wording.json anew; needs -n 0")
+
+
+def pytest_runtest_setup(item):
+    """Skips a test whose marker `needs` names a package that is not installed."""
+    needed = [name for mark in item.iter_markers("needs") for name in mark.args]
+    if missing := [name for name in needed if find_spec(name) is None]:
+        pytest.skip(f"needs {', '.join(missing)}: pip install -e '.[ci]' -c constraints.txt")
 
 
 def pytest_configure(config):
@@ -54,3 +69,29 @@ def pytest_configure(config):
 def same_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives each test the same sys.path: a program that a test calls adds the folder of its config."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
+def wording(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wording]:
+    """Compares each text that it is called with to the one in tests/wording.json."""
+    update = request.config.getoption("--update-wording")
+    of_test = Wording(f"{request.path.stem}::{request.node.name}", tmp_path, update)
+    yield of_test
+    if update:
+        of_test.write()
+
+
+@pytest.fixture
+def refused(wording: Wording) -> Callable[..., AbstractContextManager]:
+    """Returns `refused(*words, error=UserError)`: its block must raise that error, in one line that has the words."""
+    from jaxrl_llm.errors import UserError
+
+    @contextmanager
+    def refused(*words: str, error: type[Exception] = UserError):
+        with pytest.raises(error) as caught:
+            yield caught
+        text = str(caught.value)
+        assert [word for word in words if word not in text] == [], text
+        wording(text)
+
+    return refused
