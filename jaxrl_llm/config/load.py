@@ -38,7 +38,7 @@ class Arguments(NamedTuple):
 
     config: Config  # locked, with its overrides
     workdir: Path
-    distributed: str  # how this process joins others (`host.distributed.joined`); "": it is alone
+    distributed: str  # how this process joins others (`machine.distributed.joining`); "" = alone
     compile_only: bool
 
 

@@ -34,12 +34,10 @@ class DataSettings:
     today: MayChange[str]
     max_prompt_tokens: AtLeastOne
     overlong: Literal["drop", "error"]
-
-    # A config that was written before models read pictures has none of these.
-    image_column: MayChange[str] = ""
-    image_folder: MayChange[str] = ""
-    min_pixels: Count = 0
-    max_pixels: Count = 0
+    image_column: MayChange[str]
+    image_folder: MayChange[str]
+    min_pixels: Count
+    max_pixels: Count
 
     mixture: ClassVar[dict[str, SourceSettings]] = {}
     completion_column: ClassVar[str] = ""  # with the text that `sft` learns

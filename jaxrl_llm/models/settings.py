@@ -15,8 +15,7 @@ class ModelSettings:
     path: MayChange[str]  # a moved folder is fine: a fingerprint checks its files
     dtype: Literal["float32", "bfloat16"]
     remat: MayChange[Literal["none", "dots", "full"]]
-    # A config that was written before models read pictures has none.
-    vision: Literal["learns", "frozen"] = "learns"
+    vision: Literal["learns", "frozen"]
 
     row_parts: ClassVar[int] = 1
 

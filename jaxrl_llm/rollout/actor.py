@@ -88,8 +88,7 @@ class Actor:
             size = len(self._visits)
             self._visits = from_text(position["visits"], size) if "visits" in position else np.zeros(size, bool)
         metrics, arrays = (state.notes["metrics"], state.arrays) if state and state.arrays else ([], [])
-        # Older checkpoints lack it: they have no batch whose groups were replaced.
-        replaced = state.notes.get("replaced", [[] for _ in metrics]) if state and metrics else []
+        replaced = state.notes["replaced"] if state and metrics else []
         batches = zip(arrays[: len(metrics)], metrics, replaced, strict=True)
         ordered = [self._source.from_checkpoint(*batch) for batch in batches]
         for flight in arrays[len(metrics) :]:

@@ -56,7 +56,6 @@ def check_workdir(workdir: Path, fields: Mapping[str, Any], known: Table) -> Non
         raise UserError(f"--workdir {workdir} cannot be written ({existing} is no folder of yours): give another")
     if not workdir.exists() or all(_is_ours(file) for file in workdir.iterdir()):
         return  # no run yet
-    check_format(workdir / "checkpoints")  # first: another version may also have had other fields
     file = workdir / "config.json"
     if not file.is_file():
         raise UserError(f"--workdir {workdir} is not empty and not a run of ours (no config.json): give a new folder")
@@ -360,27 +359,15 @@ class LatestDue(managers.PreservationPolicy):
         return [checkpoint.step in due for checkpoint in checkpoints]
 
 
-def check_format(folder: Path) -> None:
-    """Raises: UserError, if the newest checkpoint in a folder is of the format before notes had a number."""
-    steps = ocp.utils.checkpoint_steps(folder) if folder.is_dir() else []
-    if steps and (folder / str(max(steps)) / "host").exists():
-        raise _other_format(folder / str(max(steps)), 1)
-
-
-def _other_format(checkpoint: Path, number: int) -> UserError:
-    return UserError(
-        f"checkpoint {checkpoint} has format {number}, and this version of jaxrl_llm reads format {FORMAT}: go on with "
-        "the version that began the run, or begin a new one with model.path = WORKDIR/hf"
-    )
-
-
 def read_notes(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
     """Reads the notes of a checkpoint. Raises: UserError, if another version made it, or its file cannot be read."""
-    folder = Path(manager.directory)
-    check_format(folder)
     notes = read(manager, step, {NOTES: ocp.args.JsonRestore()})[NOTES]
     if notes["format"] != FORMAT:
-        raise _other_format(folder / str(step), notes["format"])
+        raise UserError(
+            f"checkpoint {Path(manager.directory) / str(step)} has format {notes['format']}, and this version of "
+            f"jaxrl_llm reads format {FORMAT}: go on with the version that began the run, or begin a new one with "
+            "model.path = WORKDIR/hf"
+        )
     return notes
 
 

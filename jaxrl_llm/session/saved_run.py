@@ -43,7 +43,6 @@ class SavedRun:
             raise UserError(f"{workdir} is no run (it has no config.json of one): give a run's --workdir") from None
         if not checkpoint.has_checkpoint(self._folder):
             raise UserError(f"{workdir} has no checkpoint yet: wait for the first one, or give another run")
-        checkpoint.check_format(self._folder)
         checkpoint.quieten_orbax()
         options = ocp.CheckpointManagerOptions(read_only=True)
         handlers = {checkpoint.MODELS: ocp.PyTreeCheckpointHandler(), checkpoint.NOTES: ocp.JsonCheckpointHandler()}

@@ -19,7 +19,7 @@ PROGRAMS = {
     "evaluate": ("jaxrl_llm.evaluate", "the accuracy of a model or of a run"),
     "doctor": ("jaxrl_llm.tools.doctor", "what is wrong with a config or with a run"),
     "report": ("jaxrl_llm.tools.report.__main__", "an HTML page about runs"),
-    "plan": ("jaxrl_llm.tools.plan.__main__", "whether a run fits a TPU slice, without a TPU"),
+    "plan": ("jaxrl_llm.tools.plan.__main__", "whether a run fits a TPU slice or GPUs, without one"),
     "export": ("jaxrl_llm.tools.export", "a checkpoint as a Hugging Face folder"),
     "translate": ("jaxrl_llm.tools.translate.__main__", "a config of TRL, veRL, EasyR1 or Search-R1 as one of ours"),
     "serve-vllm": ("jaxrl_llm.tools.serve_vllm", "a vLLM server for rollouts"),

@@ -66,7 +66,7 @@ def _connect(address: str) -> None:
         known = dict(coordinator_address=match[1], process_id=int(match[2]), num_processes=int(match[3]))
     elif address != "auto":
         raise UserError(f"--distributed {address}: give auto, or HOST:PORT,INDEX/COUNT")
-    # Signals are ours (`host.signals`): the service would take SIGTERM.
+    # `session.signals` handles SIGTERM, so the service must not.
     jax.config.update("jax_enable_preemption_service", False)
     # A CPU may run two programs at once, in another order in each process: their collectives would be mixed up.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
