@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -205,3 +206,21 @@ def test_only_programs_the_builder_recipes_tools_and_the_reader_of_files_see_a_c
         if a.annotation and ast.unparse(a.annotation) == "Config"
     }
     assert takers <= {"config", "recipe", "build.py", "train.py", "sft.py", "tools"}
+
+
+def test_every_stored_message_belongs_to_a_test():
+    texts = {file.stem: file.read_text() for file in (ROOT / "tests").rglob("test_*.py")}
+    for key in json.loads((ROOT / "tests" / "wording.json").read_text()):
+        file, name = key.split("::")
+        assert re.search(rf"def {name.split('[')[0]}\(", texts.get(file, "")), key
+
+
+def test_names_of_tests_are_short():
+    named = [
+        (file.name, node.name)
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    long = [name for name in named if len(name[1]) > 75]
+    assert len(long) <= 400, long
