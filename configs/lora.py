@@ -2,7 +2,7 @@
 
 jaxrl train --config configs/lora.py
 
-Measured with `python -m benchmarks.algorithms lora`, seeds 0, 1 and 2: 99.9 % of 1,000 held-out problems, 99.9 % at
+Measured with `python -m benchmarks.health.algorithms lora`, 3 seeds: 99.9 % of 1,000 held-out problems, 99.9 % at
 least, after 40 steps. 155,648 parameters learn, of 0.8 million.
 """
 

@@ -4,7 +4,7 @@ pip install -e '.[vision]'
 jaxrl train --config configs/pictures.py
 
 Measured, greedy accuracy on 1,000 held-out problems: 22.9 % before, 98.4 %, 99.0 % and 98.3 % after (seeds 0, 1 and 2).
-With the pictures of the next problem (`python -m benchmarks.rolled_pictures WORKDIR/hf`): 12.4 %, 12.2 % and 12.2 %.
+With the pictures of the next problem (`python -m benchmarks.health.rolled_pictures WORKDIR/hf`): 12.4, 12.2 and 12.2 %.
 """
 
 from pathlib import Path

@@ -3,7 +3,8 @@
 pip install -e '.[retriever]'
 jaxrl train --config configs/search_grpo.py
 
-Measured with `python -m benchmarks.algorithms search_grpo`, 3 seeds: 99.0 % of 640 held-out questions, 98.9 % at least.
+Measured with `python -m benchmarks.health.algorithms search_grpo`, 3 seeds: 99.0 % of 640 held-out questions,
+98.9 % at least.
 """
 
 from pathlib import Path

@@ -3,7 +3,8 @@
 pip install -e '.[retriever]'
 jaxrl train --config configs/search_ppo.py
 
-Measured with `python -m benchmarks.algorithms search_ppo`, 3 seeds: 99.0 % of 640 held-out questions, 98.8 % at least.
+Measured with `python -m benchmarks.health.algorithms search_ppo`, 3 seeds: 99.0 % of 640 held-out questions,
+98.8 % at least.
 """
 
 from ml_collections import ConfigDict

@@ -3,7 +3,7 @@
 pip install -e '.[retriever]'
 jaxrl train --config configs/search_two_hops.py
 
-Measured with `python -m benchmarks.algorithms search_two_hops`, 3 seeds: 99.5 % of 640 held-out questions,
+Measured with `python -m benchmarks.health.algorithms search_two_hops`, 3 seeds: 99.5 % of 640 held-out questions,
 99.4 % at least.
 """
 

@@ -2,7 +2,7 @@
 
 jaxrl train --config configs/vespo.py
 
-Measured with `python -m benchmarks.algorithms`, seeds 0, 1 and 2: 100.0 % of 1,000 held-out problems, 100.0 % at least.
+Measured with `python -m benchmarks.health.algorithms`, 3 seeds: 100.0 % of 1,000 held-out problems, 100.0 % at least.
 """
 
 from ml_collections import ConfigDict

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import simulated
-from benchmarks.alarm_runs import HEALTHY, UNSEEN, makers
-from benchmarks.ill_runs import FAULTS
-from benchmarks.judging import BOUNDS, judge, kept, rate
+from benchmarks.health import simulated
+from benchmarks.health.alarm_runs import HEALTHY, UNSEEN, makers
+from benchmarks.health.ill_runs import FAULTS
+from benchmarks.health.judging import BOUNDS, judge, kept, rate
 
 LOGS = Path(__file__).parent / "references" / "alarms.json.gz"
 
@@ -31,13 +31,13 @@ def test_at_most_one_of_twenty_healthy_histories_is_called_ill():
 
 @pytest.mark.slow
 def test_no_rule_ends_a_healthy_run_of_10_000_steps():
-    # `python -m benchmarks.alarms` judges 20. These are of 16 and 512 sequences, with the most wrong verdicts.
+    # `python -m benchmarks.health.alarms` judges 20. These are of 16 and 512 sequences, with the most wrong verdicts.
     assert called_ill((8, 11), 10_000) == []
 
 
 def test_no_rule_calls_a_noisy_run_ill_that_learns():
-    # `python -m benchmarks.alarms --only healthy-16-sequences-20-wrong --keep tests/references/alarms.json.gz` of
-    # runs with one verdict of five wrong. Rules with bounds that know of no noise call two of the six ill.
+    # `python -m benchmarks.health.alarms --only healthy-16-sequences-20-wrong --keep tests/references/alarms.json.gz`
+    # of runs with one verdict of five wrong. Rules with bounds that know of no noise call two of the six ill.
     runs = [judge(name, records, BOUNDS) for name, records in kept(LOGS).items()]
     assert [run.healthy for run in runs] == [True] * 6
     assert {run.name: run.alarms for run in runs if run.alarms} == {}

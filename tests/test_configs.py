@@ -54,7 +54,7 @@ def test_a_config_passes_the_checks_names_its_command_and_is_measured(file):
     text = file.read_text()
     assert f"--config configs/{file.name}" in text
     assert file.stem in LONG or len(text.splitlines()) <= 35
-    assert f'"{file.stem}"' in (ROOT / "benchmarks" / "algorithms.py").read_text()
+    assert f'"{file.stem}"' in (ROOT / "benchmarks" / "health" / "algorithms.py").read_text()
     measured = (ROOT / "docs" / "algorithms.md").read_text().split("## Measured")[1].split("\n## ")[0]
     assert f"| `{file.stem}` |" in measured
 

@@ -25,8 +25,8 @@ from jaxrl_llm.tools import doctor
 
 ROOT = Path(__file__).parent.parent
 HEALTH_PAGE = (ROOT / "docs" / "health.md").read_text()
-# Logs of the real TRL 1.16: `python -m benchmarks.trl_logs OUT` in the environment `trl` of benchmarks/environments.txt
-# writes OUT/NAME.json.
+# Logs of the real TRL 1.16: `python -m benchmarks.health.trl_logs OUT` in the environment `trl` of
+# benchmarks/speed/environments.txt writes OUT/NAME.json.
 REAL = ROOT / "tests" / "references" / "trl"
 SICK = run(**FAULTS["entropy_explosion"] | {"reward__mean": lambda t: 0.8 - 0.8 * (t > 0.6), "reward__std": 0.4})
 TRL = {
@@ -209,7 +209,7 @@ def test_a_real_log_of_trl_gives_its_illness_in_every_format(write, name, tmp_pa
     assert all(one["last_step"] <= last for one in found.values())
 
 
-# Logs of TRL on SmolLM2-135M-Instruct: `python -m benchmarks.trl_real_logs MODEL OUT` writes OUT/trl_real.json.gz.
+# Logs of TRL on SmolLM2-135M-Instruct, OUT/trl_real.json.gz: `python -m benchmarks.health.trl_real_logs MODEL OUT`.
 SMOLLM2 = json.loads(gzip.decompress((ROOT / "tests" / "references" / "trl_real.json.gz").read_bytes()))
 ILLNESSES_OF_SMOLLM2 = {
     "healthy": (),

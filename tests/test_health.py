@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import simulated
+from benchmarks.health import simulated
 from jaxrl_llm.health import rules
 from jaxrl_llm.health.finding import channels
 from jaxrl_llm.health.history import FEW, GAPLESS, PAST, RECENT, SLOWER, History

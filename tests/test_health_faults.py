@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from test_train import ROOT
 
-from benchmarks import ill_runs
-from benchmarks.judging import judge, kept
+from benchmarks.health import ill_runs
+from benchmarks.health.judging import judge, kept
 from jaxrl_llm.health import logs, rules
 from jaxrl_llm.health.history import History
 
@@ -15,7 +15,7 @@ def test_every_rule_has_a_fault():
     assert set(ill_runs.FAULTS) == {rule.__name__ for rule in rules.RULES}
 
 
-# `python -m benchmarks.alarms --make-runs --only first- --keep tests/references/faults.json.gz`
+# `python -m benchmarks.health.alarms --make-runs --only first- --keep tests/references/faults.json.gz`
 LOGS = kept(ROOT / "tests" / "references" / "faults.json.gz")
 
 
@@ -57,7 +57,7 @@ def test_a_demonstration_tells_what_is_wrong_and_who_finds_it(monkeypatch, capsy
 
 def test_a_fault_has_its_config_also_in_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert ill_runs.config_of(ill_runs.FAULTS["no_signal"]).engine.name == "benchmarks.ill_runs.repeating"
+    assert ill_runs.config_of(ill_runs.FAULTS["no_signal"]).engine.name == "benchmarks.health.ill_runs.repeating"
 
 
 def test_the_second_form_of_a_fault_is_another():

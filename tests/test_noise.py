@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_health import BOUNDS
 
-from benchmarks import simulated
+from benchmarks.health import simulated
 from jaxrl_llm.health import noise, rules
 from jaxrl_llm.health.history import FEW, RECENT, History
 

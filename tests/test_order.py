@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from test_configs import checked
 from test_steps import numbers, tiny, written
 
-from benchmarks.curriculum import simulate
+from benchmarks.health.curriculum import simulate
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.data import order
 from jaxrl_llm.data import prompts as data

@@ -21,7 +21,7 @@ import tiny
 from PIL import Image
 from safetensors.numpy import load_file
 
-from benchmarks.rolled_pictures import rolled
+from benchmarks.health.rolled_pictures import rolled
 from jaxrl_llm import evaluate, sft, train
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import load as configs

@@ -19,10 +19,10 @@ import jax
 import pytest
 from conftest import QUICK
 
-from benchmarks import accelerator
 from benchmarks.real import tasks
-from benchmarks.step import environment
-from benchmarks.workloads import WORKLOADS
+from benchmarks.speed import accelerator
+from benchmarks.speed.step import environment
+from benchmarks.speed.workloads import WORKLOADS
 from jaxrl_llm import train
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
@@ -39,11 +39,11 @@ PAGES = [
 COMMAND = re.compile(
     r"(?:python3? -m (?P<module>(?:jaxrl_llm|benchmarks)(?:\.\w+)+)|\bjaxrl (?P<tool>[a-z][\w-]+))(?P<rest>[^`\n]*)"
 )
-PEERS = {  # what imports TRL or Tunix, with the environment that `benchmarks.step` makes for it
-    "benchmarks.trl_logs": "trl",
-    "benchmarks.trl_real_logs": "trl",
-    "benchmarks.peer_trl": "trl",
-    "benchmarks.peer_tunix": "tunix",
+PEERS = {  # what imports TRL or Tunix, with the environment that `benchmarks.speed.step` makes for it
+    "benchmarks.health.trl_logs": "trl",
+    "benchmarks.health.trl_real_logs": "trl",
+    "benchmarks.speed.peer_trl": "trl",
+    "benchmarks.speed.peer_tunix": "tunix",
 }
 
 
@@ -147,7 +147,7 @@ def lora_run(tmp_path) -> Path:
 
 
 def small_alarms(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
-    from benchmarks import alarm_runs
+    from benchmarks.health import alarm_runs
 
     patch.setattr(alarm_runs, "HEALTHY", {"tiny": alarm_runs.Healthy("grpo", TINY)})
     patch.setattr(module, "HEALTHY", alarm_runs.HEALTHY)
@@ -193,12 +193,6 @@ def small_episodes(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list
     for name, size in dict(B=2, G=2, P=8, C=100, TURN_TOKENS=4, OBSERVATION=10).items():
         patch.setattr(module, name, size)
     return []
-
-
-def small_faults(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
-    patch.setattr(module, "STEPS", 6)
-    patch.setattr(module, "ARGUMENTS", [*module.ARGUMENTS, "--config.health.self_test=False"])
-    return ["--kinds", "rollout", "--moments", "1"]
 
 
 def small_lora_memory(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
@@ -279,32 +273,29 @@ def small_real(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str
 
 Small = list[str] | Callable[[pytest.MonkeyPatch, Any, Path], list[str]]
 SMALLEST: dict[str, Small] = {  # arguments, or what shrinks the module and returns them
-    "accelerator": small_accelerator,
-    "alarms": small_alarms,
-    "algorithms": small_algorithms,
-    "breakdown": ["tiny"],
-    "curriculum": lambda *_: ["--rows", "16", "--steps", "4", "--skips", "0.5", "--seeds", "0", "--simulate"],
-    "episodes": small_episodes,
-    "faults": small_faults,
-    "host_memory": ["--gigabytes", "0.01", "--processes", "1"],
-    "hosts": small_hosts,
-    "lora_memory": small_lora_memory,
-    "network_pause": ["--seconds", "1"],
-    "overhead": ["--config", "configs/grpo.py", *FLAGS],
-    "paged_attention": ["--heads", "1"],
-    "picture_layout": small_picture_layout,
+    "speed.accelerator": small_accelerator,
+    "health.alarms": small_alarms,
+    "health.algorithms": small_algorithms,
+    "speed.breakdown": ["tiny"],
+    "health.curriculum": lambda *_: ["--rows", "16", "--steps", "4", "--skips", "0.5", "--seeds", "0", "--simulate"],
+    "speed.episodes": small_episodes,
+    "scale.hosts": small_hosts,
+    "scale.lora_memory": small_lora_memory,
+    "scale.network_pause": ["--seconds", "1"],
+    "health.overhead": ["--config", "configs/grpo.py", *FLAGS],
+    "speed.paged_attention": ["--heads", "1"],
+    "speed.picture_layout": small_picture_layout,
     "real.__main__": small_real,
     "real.stability": small_real_stability,
-    "rescue": small_rescue,
-    "retriever": ["--documents", "100", "--clients", "2", "--seconds", "0.5"],
-    "rolled_pictures": ["jaxrl_llm/assets/pictures", "--problems", "16"],
-    "rollouts": ["tiny", "--repetitions", "1"],
-    "rounding": ["--lengths", "10", "--prompts", "2", "--scored", "2"],
-    "sampler_devices": small_sampler_devices,
-    "scaling": small_scaling,
-    "stability": small_stability,
-    "step": ["--workloads", "tiny", "--trainers", "ours", "--steps", "1"],
-    "tokenizing": ["--rows", "50"],
+    "health.rescue": small_rescue,
+    "speed.retriever": ["--documents", "100", "--clients", "2", "--seconds", "0.5"],
+    "health.rolled_pictures": ["jaxrl_llm/assets/pictures", "--problems", "16"],
+    "health.rounding": ["--lengths", "10", "--prompts", "2", "--scored", "2"],
+    "scale.sampler_devices": small_sampler_devices,
+    "speed.scaling": small_scaling,
+    "health.stability": small_stability,
+    "speed.step": ["--workloads", "tiny", "--trainers", "ours", "--steps", "1"],
+    "speed.tokenizing": ["--rows", "50"],
 }
 
 
@@ -321,7 +312,7 @@ def run_smallest(name: str, small: Small, folder: Path, patch: pytest.MonkeyPatc
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_benchmark_runs_in_its_smallest_form(name, tmp_path, monkeypatch, capsys):
-    if name == "step":
+    if name == "speed.step":
         SMALLEST[name] += ["--out", str(tmp_path / "step.json")]
     run_smallest(name, SMALLEST[name], tmp_path, monkeypatch)
     assert re.search(r"\d", capsys.readouterr().out)
@@ -329,20 +320,20 @@ def test_a_benchmark_runs_in_its_smallest_form(name, tmp_path, monkeypatch, caps
 
 @pytest.mark.slow
 def test_the_benchmark_of_an_int8_base_runs(lora_run, monkeypatch, capsys):
-    run_smallest("int8_base", [str(lora_run)], lora_run, monkeypatch)
+    run_smallest("health.int8_base", [str(lora_run)], lora_run, monkeypatch)
     assert "of a log-probability on average" in capsys.readouterr().out
 
 
 @pytest.mark.vllm
 def test_the_benchmark_of_a_push_runs(tmp_path, monkeypatch, capsys):
-    run_smallest("push", ["--times", "1", "--largest", "1"], tmp_path, monkeypatch)
+    run_smallest("speed.push", ["--times", "1", "--largest", "1"], tmp_path, monkeypatch)
     assert "GB/s" in capsys.readouterr().out
 
 
 def timed_by_step(trainer: str, folder: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     patch.delenv("JAX_NUMPY_RANK_PROMOTION")  # a rule of ours, which Tunix breaks
     flags = ["--workloads", "tiny", "--trainers", trainer, "--steps", "1", "--out", str(folder / "step.json")]
-    run_smallest("step", flags, folder, patch)
+    run_smallest("speed.step", flags, folder, patch)
     assert re.search(rf"tiny {trainer}: [\d.]+s a step", capsys.readouterr().out)
 
 
@@ -370,7 +361,7 @@ def test_trl_takes_the_steps_of_the_benchmark_of_an_accelerator(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n' * 8)
     changes = {"num_steps": 2, "prompts_per_step": 2, "group_size": 4, "rollout.max_completion_tokens": 6}
     fields = accelerator.fields(tmp_path, changes | {"model.path": str(ROOT / "jaxrl_llm" / "assets" / "arithmetic")})
-    program = [environment("trl"), "-m", "benchmarks.peer_trl_accelerator", json.dumps(fields)]
+    program = [environment("trl"), "-m", "benchmarks.speed.peer_trl_accelerator", json.dumps(fields)]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found["seconds"]) == 2 and 1 <= max(found["completion_length"]) <= 6
@@ -378,14 +369,14 @@ def test_trl_takes_the_steps_of_the_benchmark_of_an_accelerator(tmp_path):
 
 @pytest.mark.parity
 def test_a_log_of_trl_is_made(tmp_path):
-    program = [environment("trl"), "-m", "benchmarks.trl_logs", tmp_path, "--only", "healthy", "--rollouts", "2"]
+    program = [environment("trl"), "-m", "benchmarks.health.trl_logs", tmp_path, "--only", "healthy", "--rollouts", "2"]
     assert "healthy: 3 rows" in subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parity
 def test_a_log_of_trl_on_a_folder_of_a_model_is_made(tmp_path):
     model = ROOT / "jaxrl_llm" / "assets" / "arithmetic"
-    words = ["benchmarks.trl_real_logs", model, tmp_path, "--only", "constant_reward", "--rollouts", "2"]
+    words = ["benchmarks.health.trl_real_logs", model, tmp_path, "--only", "constant_reward", "--rollouts", "2"]
     program = [environment("trl"), "-m", *words]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "constant_reward: 3 rows" in done.stdout
@@ -404,15 +395,16 @@ def test_a_command_that_is_shown_for_a_peer_is_one_that_its_program_accepts(modu
 @pytest.mark.tpu
 def test_the_check_of_a_plan_runs(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
-        run_smallest("plan_check", small_plan_check, tmp_path, monkeypatch)
+        run_smallest("scale.plan_check", small_plan_check, tmp_path, monkeypatch)
     out = capsys.readouterr().out
     assert ended.value.code == 0 and out.count("differs on: nothing") == 1, out
 
 
 def test_every_benchmark_has_a_smallest_form():
     peers = {"trl_logs", "trl_real_logs", "peer_trl", "peer_trl_accelerator", "peer_tunix", "peer_vllm"}
-    tested = {*SMALLEST, *peers, "ill_runs", "int8_base", "push", "plan_check"}
+    tested = {*(name.rpartition(".")[2] for name in SMALLEST), *peers, "ill_runs", "int8_base", "push", "plan_check"}
     # Of other benchmarks, without a command.
     parts = {"ours", "workloads", "alarm_runs", "judging", "simulated", "studies"}
-    programs = {file.stem for file in (ROOT / "benchmarks").glob("*.py")} | {"real.__main__", "real.stability"}
+    programs = {file.stem for file in (ROOT / "benchmarks").glob("*/*.py") if file.parent.name != "real"}
+    programs |= {"__main__", "stability"}  # of benchmarks/real
     assert programs == {*tested, *parts}

@@ -3,9 +3,9 @@
 Without --quick there are three seeds, one after the other. --case NAME is another config of this folder: the same sums
 by adapters alone (lora_addition), by another family (gemma_addition), after fine-tuning (after_sft), or by plain GRPO
 (plain_addition), or other tasks (reasoning, tldr). plain_addition and tldr have --trl N: after each run, the first N
-steps of the same work by TRL's GRPOTrainer, whose environment is made at the first run (benchmarks/environments.txt).
-Each run that has ended is kept in OUT/CASE and not made again. Prints a table, checks that both did the same work, and
-writes OUT/CASE.png. --config.FIELD=VALUE changes the config for both.
+steps of the same work by TRL's GRPOTrainer, whose environment (benchmarks/speed/environments.txt) is made at the first
+run. Each run that has ended is kept in OUT/CASE and not made again. Prints a table, checks that both did the same work,
+and writes OUT/CASE.png. --config.FIELD=VALUE changes the config for both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.real.model import MODELS, fine_tune, fine_tuned, make
-from benchmarks.step import environment
+from benchmarks.speed.step import environment
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.errors import run_main

@@ -1,7 +1,7 @@
 """The work of a config of benchmarks/real by TRL's GRPOTrainer, for `python -m benchmarks.real --trl`.
 
 Prints a JSON object for each step: its seconds, the completions that it rewarded, their mean reward and length, and the
-accuracy on held-out problems where it is measured. Needs TRL (benchmarks/environments.txt).
+accuracy on held-out problems where it is measured. Needs TRL (benchmarks/speed/environments.txt).
 """
 
 from __future__ import annotations

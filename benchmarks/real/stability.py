@@ -12,10 +12,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.judging import judged
-from benchmarks.real.model import SMOLLM2, make
-from benchmarks.real.tasks import exact, small_sums
-from benchmarks.studies import (
+from benchmarks.health.judging import judged
+from benchmarks.health.studies import (
     PAGE,
     ROOT,
     Column,
@@ -30,6 +28,8 @@ from benchmarks.studies import (
     with_lies,
     write,
 )
+from benchmarks.real.model import SMOLLM2, make
+from benchmarks.real.tasks import exact, small_sums
 from jaxrl_llm.errors import run_main
 
 HERE = "benchmarks.real.stability"
@@ -104,7 +104,7 @@ STUDIES: dict[str, Study] = {
         batch(2, 2)
         | {"epochs": 4, "num_steps": 500, "eval.every": 100, "eval.problems": 256}
         | {"importance.action": "none", "optim.learning_rate": 2e-6}
-        | {"engine": {"name": "benchmarks.stability.rounded"}}
+        | {"engine": {"name": "benchmarks.health.stability.rounded"}}
         | {"reward.functions": (f"{HERE}.noisy_exact", "benchmarks.real.tasks.exact"), "reward.weights": (1.0, 0.0)},
         {
             "4 epochs, rate 2e-6": {},
