@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import tiny
-from test_plan import told
 
 from jaxrl_llm import build
 from jaxrl_llm import recipe as recipes
@@ -167,9 +166,3 @@ def test_wrong_pixels_are_refused_in_a_line(pixels, words):
     with pytest.raises(UserError) as error:
         prompt_sizes(recipe_of(), 16, pixels)
     assert words in str(error.value) and f"--pixels {pixels}" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_pixels_for_a_model_of_text_are_refused_in_a_line():
-    done = told("--topology", "v5e:4x4", "--pixels", "28x28")
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
-    assert "reads no pictures" in done.stderr
