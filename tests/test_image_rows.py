@@ -203,9 +203,7 @@ BROKEN = {  # a row, and what the line names beside it
     "absolute path": (asked("/etc/x.png"), "data.image_folder"),
     "zero byte in a path": (asked("a\0b"), ""),
     "broken bytes": (asked(b"\x89PNG broken"), "picture 1"),
-    "cut short, JPEG": (asked(encoded(kind="JPEG")[:-300]), "picture 1"),
     "cut short, PNG": (asked(GOOD[:-300]), "picture 1"),
-    "cut short, BMP": (asked(encoded(kind="BMP")[:-99]), "picture 1"),
     "empty bytes": (asked(GOOD, b""), "picture 2"),
     "empty dict": (asked({"bytes": None, "path": None}), "picture 1"),
     "SVG": (asked(SVG), "picture 1"),
@@ -241,7 +239,7 @@ BROKEN = {  # a row, and what the line names beside it
     "video": ({"prompt": ASKED, "videos": ["a.mp4"]}, "videos"),
     "video part": ({"prompt": chat([{"type": "video", "video": "a.mp4"}])}, "video"),
     "video dict": (asked({"type": "video", "path": "a.mp4"}), "'video'"),
-    "part with other keys": ({"prompt": chat([PART | {"image": GOOD, "detail": "low"}])}, "detail"),
+    "part with other keys": ({"prompt": chat([PART | {"image": b"x", "detail": "low"}])}, "detail"),
     "audio part": ({"prompt": chat([{"type": "audio"}])}, "audio"),
     "content is a number": ({"prompt": chat(7), "images": [GOOD]}, "7"),
     "two columns": ({"prompt": ASKED, "images": [GOOD], "image": GOOD}, "'image'"),
@@ -258,6 +256,13 @@ def test_a_broken_row_is_refused_by_its_number(name, tokenizer, form, tmp_path, 
         read([good, row], tokenizer, form, monkeypatch, columns={"image_folder": str(tmp_path)})
     line = str(caught.value)
     assert "\\x89" not in line and len(line) < 400 and ": " in line.removeprefix("mine.rows row 2")
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "BMP"])
+def test_a_picture_that_is_cut_short_is_refused(kind, tokenizer, form, monkeypatch):
+    # How many bytes are missing depends on the version of Pillow.
+    with pytest.raises(UserError, match=r"^mine.rows row 1: picture 1 .*truncated"):
+        read([asked(encoded(kind=kind)[:-300])], tokenizer, form, monkeypatch)
 
 
 def test_a_text_model_refuses_pictures_and_reads_other_images(tokenizer, monkeypatch, refused):
@@ -467,11 +472,11 @@ def test_prompts_name_their_pictures(dataset, tokenizer, form, monkeypatch):
     assert prompt_text(unnamed.rows[0]["prompt"]) == "[mine.rows row 1: picture 1, 56 x 84]Which?"
 
 
-def test_a_reward_that_fails_shows_no_bytes(refused):
+def test_a_reward_that_fails_shows_no_bytes():
     def broken(completions: list[str], **columns: Any) -> list[float]:
         raise ValueError("no")
 
-    with refused("'images'", " bytes>") as caught:
+    with pytest.raises(UserError, match=r"'images': \['<[\d,]+ bytes>'\]") as caught:
         grading.call("broken", broken, [{"prompt": ASKED, "images": [GOOD]}], ["x"], [[1]])
     assert "PNG" not in str(caught.value)
 

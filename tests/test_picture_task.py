@@ -26,9 +26,10 @@ from jaxrl_llm import evaluate, sft, train
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.config.load import flatten
-from jaxrl_llm.data import images
+from jaxrl_llm.data import image_layout, images
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
 from jaxrl_llm.structs import Prompt
 from jaxrl_llm.tasks import digits_in_pictures as task
@@ -41,8 +42,9 @@ SOURCES = ("train", "held_out", "demonstrations")
 
 @pytest.fixture(scope="module", autouse=True)
 def few_problems():
-    """Makes a hundred problems to learn from and 200 demonstrations, not thousands of each."""
+    """Makes a hundred problems to learn from and 200 demonstrations, and programs for one smaller size of a prompt."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image_layout, "SHARES", (0.5,))
         patch.setattr(task, "TRAIN", 100)
         patch.setattr(task, "DEMONSTRATIONS", 200)
         yield
@@ -295,7 +297,6 @@ WRONG = [
     ("pictures_sft", {"model.path": "somewhere"}, "config.model."),
     ("pictures_sft", {"model.vision_config": None}, "row 1"),
     ("pictures_sft", {"data.source": "test_picture_task.texts"}, "config.model.vision_config"),
-    ("pictures_sft", {"data.max_pixels": 784}, "config.data.min_pixels"),
     ("pictures", {"data.max_prompt_tokens": 4}, "digits_in_pictures.train"),
     ("pictures", {"model.path": str(ROOT / "jaxrl_llm" / "assets" / "arithmetic")}, "row 1"),
 ]
@@ -312,6 +313,12 @@ def test_what_does_not_fit_is_refused(name, changes, word, tmp_path, refused):
     with refused(word):
         next(program.steps(config_of(name, **changes), tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_equal_limits_of_pixels_are_refused(tmp_path):
+    # The line has the name of a temporary folder.
+    with pytest.raises(UserError, match=r"config\.data\.min_pixels"):
+        next(sft.steps(config_of("pictures_sft", **{"data.max_pixels": 784}), tmp_path / "run"))
 
 
 def test_a_tower_is_refused_next_to_a_folder(refused):
