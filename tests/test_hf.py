@@ -219,23 +219,15 @@ def test_group_native_logprobs_equal_the_flat_forward(loaded, monkeypatch):
 @pytest.mark.parametrize(
     ("generation", "config", "tokenizer", "expected"),
     [
-        ([7, 5], None, None, (5, 7)),
-        ([7, 5], 9, None, (5, 7, 9)),
-        (7, None, 3, (3, 7)),
-        (None, 0, None, (0,)),
-        (None, None, 4, (4,)),
+        ([7, 5], None, None, (5, 7)), ([7, 5], 9, None, (5, 7, 9)), (7, None, 3, (3, 7)), (None, 0, None, (0,)),
+        (None, None, 4, (4,)), ("no file", 9, None, (9,)),
     ],
-)
+)  # fmt: skip
 def test_stop_ids_are_those_of_both_configs_and_the_tokenizer(folder, generation, config, tokenizer, expected):
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": generation})) if generation != "no file" else file.unlink()
     configure(folder, eos_token_id=config)
     assert hf.stop_ids(folder, SimpleNamespace(eos_token_id=tokenizer)) == expected
-
-
-def test_a_folder_without_generation_config_stops_by_config_json(folder):
-    (folder / "generation_config.json").unlink()
-    configure(folder, eos_token_id=9)
-    assert hf.stop_ids(folder, NO_TOKENIZER) == (9,)
 
 
 @pytest.mark.parametrize("value", ["2", [1, "2"], 2.0, [None]], ids=str)
@@ -524,7 +516,7 @@ def test_a_model_that_never_learns_is_loaded_in_the_dtype_of_its_products(loaded
     assert params["embed"]["embedding"].dtype == "bfloat16" and params["norm"]["scale"].dtype == "float32"
 
 
-def test_a_model_on_a_mesh_gives_the_logits_of_transformers(mesh):
+def test_a_model_on_a_mesh_gives_the_logits_of_transformers():
     folder = REFERENCES / "qwen2_untied"
     wide = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     model, params = load(folder, wide)
