@@ -26,7 +26,7 @@ from jaxrl_llm import evaluate, sft, train
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.config.load import flatten
-from jaxrl_llm.data import image_layout, images
+from jaxrl_llm.data import images
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.errors import UserError
@@ -42,9 +42,8 @@ SOURCES = ("train", "held_out", "demonstrations")
 
 @pytest.fixture(scope="module", autouse=True)
 def few_problems():
-    """Makes a hundred problems to learn from and 200 demonstrations, and programs for one smaller size of a prompt."""
+    """Makes a hundred problems to learn from and 200 demonstrations, not thousands of each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(image_layout, "SHARES", (0.5,))
         patch.setattr(task, "TRAIN", 100)
         patch.setattr(task, "DEMONSTRATIONS", 200)
         yield
