@@ -48,8 +48,8 @@ def random_model(folder: Path, name: str, sizes: dict[str, int]) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2_window", "llama", "gemma3_text", "qwen3_moe"])
-def test_a_run_of_grpo_on_the_embedded_prompts_improves_a_model_with_every_kind_of_layer(name, tmp_path):
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe"])
+def test_a_run_improves_a_model_with_every_kind_of_layer(name, tmp_path):
     model = random_model(tmp_path / "source", name, {})
     config = load(ROOT / "configs" / "grpo.py")
     config.update_from_flattened_dict(SETTINGS | {"model.path": str(model)})

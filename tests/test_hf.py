@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -44,6 +45,8 @@ NAMES = (
     "qwen2_tied", "qwen2_untied", "qwen2_window", "qwen3_tied", "qwen3_untied", "llama", "mistral", "gemma2",
     "gemma3_text", "qwen3_moe", "mixtral",
 )  # fmt: skip
+# Of layers with windows and two rotary bases; biases and YaRN; experts.
+RICH = ("gemma3_text", "qwen2_window", "mixtral")
 TOLERANCE = 2e-4  # of a logit, in float32
 NO_TOKENIZER = SimpleNamespace(eos_token_id=None)
 
@@ -64,22 +67,27 @@ def mesh():
     return sharding.make_mesh(data=1, fsdp=1, tensor=1)
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def loaded(request, mesh):
-    folder = REFERENCES / request.param
-    model = hf.load_model(folder)
-    return Loaded(folder, model, hf.load_params(folder, model, mesh), dict(np.load(folder / "reference.npz")))
+@cache
+def load_reference(name: str) -> Loaded:
+    folder = REFERENCES / name
+    model, stored = hf.load_model(folder), dict(np.load(folder / "reference.npz"))
+    return Loaded(folder, model, hf.load_params(folder, model, sharding.make_mesh(data=1, fsdp=1, tensor=1)), stored)
+
+
+@pytest.fixture(params=NAMES)
+def loaded(request):
+    return load_reference(request.param)
+
+
+def families(*names):
+    """Parametrizes `loaded` with the references in which what a test is about differs."""
+    return pytest.mark.parametrize("loaded", names, indirect=True)
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A copy of one checkpoint, to be broken."""
     return shutil.copytree(REFERENCES / "qwen2_untied", tmp_path / "model")
-
-
-@pytest.fixture
-def sharded_folder(tmp_path):
-    return shutil.copytree(REFERENCES / "qwen3_untied", tmp_path / "model")
 
 
 # ---- helpers
@@ -155,15 +163,6 @@ def load(folder, mesh):
     return model, hf.load_params(folder, model, mesh)
 
 
-def error_of(call, *arguments):
-    """The one line of the UserError that a call must end in."""
-    with pytest.raises(UserError) as caught:
-        call(*arguments)
-    line = str(caught.value)
-    assert "\n" not in line
-    return line
-
-
 def assert_trees_equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, sharding.to_host(one), sharding.to_host(other))
 
@@ -171,14 +170,22 @@ def assert_trees_equal(one, other):
 # ---- the same function as transformers
 
 
+# Those of the tied Qwen2 and of the untied Qwen3 are computed by the programs of others.
+@families(*(name for name in NAMES if name not in ("qwen2_tied", "qwen3_untied")))
 def test_logits_equal_those_of_transformers_with_left_and_right_padding(loaded):
     check_logits(loaded.model, loaded.params, loaded.stored)
 
 
+@families(*RICH)
 def test_greedy_completions_equal_those_of_transformers_generate(loaded, mesh):
+    # The reference must be able to show it: its config.json names only one of two stop ids.
+    stops = hf.stop_ids(loaded.folder, NO_TOKENIZER)
+    assert len(stops) == 2 and json.loads((loaded.folder / "config.json").read_text())["eos_token_id"] in stops
+    assert {int(row[np.flatnonzero(row)[-1]]) for row in loaded.stored["greedy_left"] if not row[-1]} == set(stops)
     check_greedy(loaded.folder, loaded.model, loaded.params, loaded.stored, mesh)
 
 
+@families(*RICH)
 def test_group_native_logprobs_equal_the_flat_forward(loaded, monkeypatch):
     model, params, stored = loaded.model, loaded.params, loaded.stored
     vocabulary, group, width = model.cfg.vocab_size, 2, 5
@@ -206,53 +213,35 @@ def test_group_native_logprobs_equal_the_flat_forward(loaded, monkeypatch):
     assert not entropy[~mask].any()
 
 
-def test_both_stop_ids_of_generation_config_end_a_completion(loaded):
-    # The reference must be able to show it: its config.json names only one of the two.
-    one = json.loads((loaded.folder / "config.json").read_text())["eos_token_id"]
-    stops = hf.stop_ids(loaded.folder, NO_TOKENIZER)
-    assert len(stops) == 2
-    assert one in stops
-    greedy = loaded.stored["greedy_left"]
-    last = {int(row[np.flatnonzero(row)[-1]]) for row in greedy if not row[-1]}
-    assert last == set(stops)
-
-
 # ---- stop ids
 
 
 @pytest.mark.parametrize(
     ("generation", "config", "tokenizer", "expected"),
     [
-        ([7, 5], None, None, (5, 7)),
-        ([7, 5], 9, None, (5, 7, 9)),
-        (7, None, 3, (3, 7)),
-        (None, 0, None, (0,)),
-        (None, None, 4, (4,)),
+        ([7, 5], None, None, (5, 7)), ([7, 5], 9, None, (5, 7, 9)), (7, None, 3, (3, 7)), (None, 0, None, (0,)),
+        (None, None, 4, (4,)), ("no file", 9, None, (9,)),
     ],
-)
+)  # fmt: skip
 def test_stop_ids_are_those_of_both_configs_and_the_tokenizer(folder, generation, config, tokenizer, expected):
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": generation})) if generation != "no file" else file.unlink()
     configure(folder, eos_token_id=config)
     assert hf.stop_ids(folder, SimpleNamespace(eos_token_id=tokenizer)) == expected
 
 
-def test_a_folder_without_generation_config_stops_by_config_json(folder):
-    (folder / "generation_config.json").unlink()
-    configure(folder, eos_token_id=9)
-    assert hf.stop_ids(folder, NO_TOKENIZER) == (9,)
-
-
-@pytest.mark.parametrize("value", ["2", [1, "2"], 2.0, [None]])
-def test_a_stop_id_that_is_no_number_is_named(folder, value):
+@pytest.mark.parametrize("value", ["2", [1, "2"], 2.0, [None]], ids=str)
+def test_a_stop_id_that_is_no_number_is_refused(folder, value, refused):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    line = error_of(hf.stop_ids, folder, NO_TOKENIZER)
-    assert f"generation_config.json: eos_token_id is {value!r}: give a token's number" in line
+    with refused("generation_config.json", "eos_token_id", repr(value)):
+        hf.stop_ids(folder, NO_TOKENIZER)
 
 
-def test_no_stop_id_anywhere_is_an_error(folder):
+def test_no_stop_id_anywhere_is_refused(folder, refused):
     (folder / "generation_config.json").unlink()
     configure(folder, eos_token_id=...)
-    assert "no eos_token_id" in error_of(hf.stop_ids, folder, NO_TOKENIZER)
+    with refused("eos_token_id"):
+        hf.stop_ids(folder, NO_TOKENIZER)
 
 
 # ---- config.json
@@ -284,31 +273,52 @@ def test_an_older_config_json_means_the_same_model(name, tmp_path):
         ("gemma3_text", {"layer_types": ..., "sliding_window_pattern": 2}, (True, False, True)),
     ],
 )
-def test_which_layers_have_a_window_is_said_in_the_words_of_each_family(name, changes, local, tmp_path):
+def test_each_family_says_which_layers_have_a_window(name, changes, local, tmp_path):
     folder = shutil.copytree(REFERENCES / name, tmp_path / "model")
     configure(folder, **changes)
     assert hf.load_model(folder).cfg.local == local
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "said"),
-    [
-        ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping is '50', which is no number"),
-        ("gemma2", {"query_pre_attn_scalar": "256"}, "query_pre_attn_scalar is '256', which is no number"),
-        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu': only 'silu', 'gelu_pytorch_tanh'"),
-        ("gemma2", {"sliding_window": None}, "no 'sliding_window'"),
-        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
-        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is set"),
-        ("gemma3_text", {"model_type": "gemma2"}, "rope_parameters differ between layers"),
-        ("mistral", {"sliding_window": "4096"}, "sliding_window is '4096', which is no number"),
-        ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "no 'low_freq_factor'"),
-    ],
-)
-def test_what_a_family_does_not_have_or_a_broken_setting_is_refused_by_its_name(name, changes, said, tmp_path):
+LAYERS = "layer_types"
+UNSUPPORTED = [
+    ("gemma2", {"attn_logit_softcapping": "50"}),
+    ("gemma2", {"query_pre_attn_scalar": "256"}),
+    ("gemma2", {"hidden_activation": "gelu"}),
+    ("gemma2", {"sliding_window": None}),
+    ("gemma2", {"use_bidirectional_attention": True}),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}),
+    ("gemma3_text", {"model_type": "gemma2"}, "rope_parameters"),
+    ("mistral", {"sliding_window": "4096"}),
+    ("mistral", {"sliding_window": 0}),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "low_freq_factor"),
+    ("qwen2_tied", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "factor"),
+    ("qwen2_tied", {"rope_scaling": {"rope_type": "yarn", "factor": "4"}, "rope_parameters": ...}, "factor"),
+    ("qwen2_tied", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+    ("qwen2_tied", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ("qwen3_tied", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "longrope"),
+    ("qwen2_tied", {"partial_rotary_factor": 0.5}),
+    ("qwen2_tied", {"rope_scaling": 2.0, "rope_parameters": ...}, "2.0"),
+    ("qwen3_tied", {"hidden_size": "32"}),
+    ("qwen2_tied", {"vocab_size": None}),
+    ("qwen2_tied", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 1, LAYERS: ...}),
+    ("qwen3_tied", {LAYERS: ["sliding_attention"] * 3}, "sliding_window"),
+    ("qwen2_tied", {LAYERS: ["chunked_attention"] * 3}),
+    ("qwen2_tied", {LAYERS: ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 4}),
+    ("qwen3_tied", {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+    ("qwen2_tied", {"dtype": "float8_e4m3fn"}),
+    ("qwen2_tied", {"hidden_act": "gelu"}),
+    ("qwen2_tied", {"rms_norm_eps": ...}),
+    *(("qwen2_untied", {"model_type": family}) for family in ("bert", "hf", "decoder", "../qwen2", ...)),
+]
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED, ids=lambda case: f"{case[0]} {case[1]}".replace("Ellipsis", "..."))
+def test_a_config_that_is_not_supported_is_refused(case, tmp_path, refused):
+    name, changes, *words = case
     folder = shutil.copytree(REFERENCES / name, tmp_path / "model")
     configure(folder, **changes)
-    assert said in error_of(hf.load_model, folder)
+    with refused("config.json", *(words or [next(iter(changes))])):
+        hf.load_model(folder)
 
 
 def test_mixtral_has_one_kind_of_layers_and_its_own_rotary_base(tmp_path):
@@ -320,65 +330,62 @@ def test_mixtral_has_one_kind_of_layers_and_its_own_rotary_base(tmp_path):
     assert hf.load_model(folder).cfg == usual
 
 
-def test_a_model_with_yarn_has_the_positions_after_it():
+def test_the_config_and_the_arguments_make_the_decoder(folder):
     assert hf.load_model(REFERENCES / "qwen2_window").cfg.max_positions == 128
-    hf_settings = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
-    assert rope.longest(hf_settings, 32_768) == 131_072
-
-
-def test_a_null_number_of_key_value_heads_means_as_many_as_query_heads(folder):
+    assert rope.longest({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2**15}, 2**15) == 2**17
     configure(folder, num_key_value_heads=None)
-    assert hf.load_model(folder).cfg.kv_heads == 4
-
-
-def test_dtype_and_remat_are_those_asked_for(folder):
     cfg = hf.load_model(folder, dtype="bfloat16", remat="dots").cfg
-    assert (cfg.dtype, cfg.remat) == ("bfloat16", "dots")
+    assert (cfg.dtype, cfg.remat, cfg.kv_heads) == ("bfloat16", "dots", 4)
 
 
 # ---- in and out
 
 
-def test_load_save_load_is_identical(loaded, mesh, tmp_path):
-    saved = tmp_path / "saved"
+def test_shards_and_a_push_to_vllm_have_the_names_and_values_of_the_file(loaded, tmp_path, monkeypatch):
+    limit, saved = 20_000, tmp_path / "saved"
+    monkeypatch.setattr(hf_export, "SHARD_BYTES", limit)
     hf_export.save(saved, loaded.params, loaded.folder)
-    before, after = tensors_of(loaded.folder), tensors_of(saved)
-    assert after.keys() == before.keys()
-    for name, tensor in before.items():
-        assert after[name].dtype == tensor.dtype
-        np.testing.assert_array_equal(after[name], tensor)
-    model, params = load(saved, mesh)
-    assert model.cfg == loaded.model.cfg
-    assert_trees_equal(params, loaded.params)
-
-
-def test_weights_that_are_pushed_to_vllm_have_the_names_and_values_of_the_file(loaded, tmp_path):
     with (tmp_path / "pushed").open("wb") as file:
         weights.write_stream(file, loaded.params, names.family_table(loaded.model.cfg.family), np.float32)
-    pushed, stored = load_file(tmp_path / "pushed"), tensors_of(loaded.folder)
-    assert pushed.keys() == stored.keys()
-    for name, tensor in stored.items():
-        np.testing.assert_array_equal(pushed[name], tensor)
+    before = tensors_of(loaded.folder)
+    for after in (tensors_of(saved), load_file(tmp_path / "pushed")):
+        assert after.keys() == before.keys()
+        for name, tensor in before.items():
+            assert after[name].dtype == tensor.dtype
+            np.testing.assert_array_equal(after[name], tensor)
+
+    index = json.loads((saved / "model.safetensors.index.json").read_text())
+    files = sorted(file.name for file in saved.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    held = {tensor: file for file in files for tensor in load_file(saved / file)}
+    assert index["weight_map"] == held
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in before.values())
+    assert all(sum(x.nbytes for x in load_file(saved / file).values()) <= limit for file in files)
 
 
-def test_a_saved_folder_has_the_parameters_given_and_not_the_source_s(loaded, mesh, tmp_path):
-    trained = perturbed(loaded.params)
-    hf_export.save(tmp_path / "saved", trained, loaded.folder)
-    assert_trees_equal(load(tmp_path / "saved", mesh)[1], trained)
-
-
-def test_a_saved_folder_has_the_other_files_of_the_source_and_no_stale_index(loaded, tmp_path):
-    source = shutil.copytree(loaded.folder, tmp_path / "source")
+# The second in shards.
+@families("mixtral", "qwen3_untied")
+def test_a_saved_folder_has_the_given_parameters_and_other_files(loaded, mesh, tmp_path):
+    source, saved = shutil.copytree(loaded.folder, tmp_path / "source"), tmp_path / "saved"
     others = {"config.json", "generation_config.json", "merges.txt", "tokenizer.model", "chat_template.jinja"}
     for name in others - {"config.json", "generation_config.json"}:
         (source / name).write_text(name)
-    hf_export.save(tmp_path / "saved", loaded.params, source)
-    assert {file.name for file in (tmp_path / "saved").iterdir()} == others | {"model.safetensors"}
-    for name in others:
-        assert (tmp_path / "saved" / name).read_bytes() == (source / name).read_bytes()
+    for left_by_a_kill in ("saved", "saved.partial"):
+        (tmp_path / left_by_a_kill).mkdir()
+        (tmp_path / left_by_a_kill / "old.safetensors").write_text("old")
+    trained = perturbed(loaded.params)
+    hf_export.save(saved, trained, source)
+    model, params = load(saved, mesh)
+    assert model.cfg == loaded.model.cfg
+    assert_trees_equal(params, trained)
+    assert {file.name for file in tmp_path.iterdir()} == {"source", "saved"}
+    assert {file.name for file in saved.iterdir()} == others | {"model.safetensors"}
+    assert all((saved / name).read_bytes() == (source / name).read_bytes() for name in others)
 
 
-def test_links_out_of_a_model_folder_are_not_exported_and_those_of_the_hub_s_cache_are(loaded, tmp_path):
+@families("qwen2_tied")
+def test_links_out_of_a_folder_are_exported_only_in_the_hubs_cache(loaded, tmp_path):
     (tmp_path / "secret.json").write_text("{}")
     cache = tmp_path / "models--a--b"
     snapshot = cache / "snapshots" / "main"
@@ -397,42 +404,8 @@ def test_links_out_of_a_model_folder_are_not_exported_and_those_of_the_hub_s_cac
     assert not any(file.is_symlink() for file in (tmp_path / "saved").iterdir())
 
 
-def test_saving_replaces_an_earlier_folder_and_leaves_nothing_beside_it(loaded, tmp_path):
-    for left_by_a_kill in ("saved", "saved.partial"):
-        (tmp_path / left_by_a_kill).mkdir()
-        (tmp_path / left_by_a_kill / "old.safetensors").write_text("old")
-    hf_export.save(tmp_path / "saved", loaded.params, loaded.folder)
-    assert [file.name for file in tmp_path.iterdir()] == ["saved"]
-    assert not (tmp_path / "saved" / "old.safetensors").exists()
-
-
-def test_a_sharded_save_reloads_equal_and_its_index_is_right(loaded, mesh, tmp_path, monkeypatch):
-    limit = 20_000
-    monkeypatch.setattr(hf_export, "SHARD_BYTES", limit)
-    saved = tmp_path / "saved"
-    trained = perturbed(loaded.params)
-    hf_export.save(saved, trained, loaded.folder)
-    assert_trees_equal(load(saved, mesh)[1], trained)
-
-    index = json.loads((saved / "model.safetensors.index.json").read_text())
-    files = sorted(file.name for file in saved.glob("*.safetensors"))
-    assert len(files) > 2
-    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
-    held = {tensor: file for file in files for tensor in load_file(saved / file)}
-    assert index["weight_map"] == held
-    assert held.keys() == tensors_of(loaded.folder).keys()
-    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors_of(saved).values())
-    assert all(sum(x.nbytes for x in load_file(saved / file).values()) <= limit for file in files)
-
-
-def test_the_sharded_reference_really_is_sharded():
-    assert len(list((REFERENCES / "qwen3_untied").glob("*.safetensors"))) > 2
-    assert (REFERENCES / "qwen3_untied" / "model.safetensors.index.json").is_file()
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_a_checkpoint_of_16_bits_is_computed_in_float32_and_written_back_as_it_was(folder, mesh, tmp_path, key, dtype):
+@pytest.mark.parametrize(("key", "dtype"), [("dtype", "bfloat16"), ("torch_dtype", "float16")])
+def test_a_checkpoint_of_16_bits_is_written_back_as_it_was(folder, mesh, tmp_path, key, dtype):
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     stored = {name: tensor.astype(kind) for name, tensor in tensors_of(folder).items()}
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
@@ -448,7 +421,7 @@ def test_a_checkpoint_of_16_bits_is_computed_in_float32_and_written_back_as_it_w
     assert {name: x.tobytes() for name, x in written.items()} == {name: x.tobytes() for name, x in stored.items()}
 
 
-def test_a_stored_copy_of_a_tied_head_is_ignored_and_another_head_is_refused(tmp_path, mesh):
+def test_a_stored_copy_of_a_tied_head_is_ignored_and_another_refused(tmp_path, mesh, refused):
     folder = shutil.copytree(REFERENCES / "qwen2_tied", tmp_path / "model")
     _, before = load(folder, mesh)
     embedding = tensors_of(folder)["model.embed_tokens.weight"]
@@ -457,10 +430,11 @@ def test_a_stored_copy_of_a_tied_head_is_ignored_and_another_head_is_refused(tmp
     assert_trees_equal(after, before)
     for other in (embedding + 0.1, embedding[1:]):
         rewrite(folder, lm_head__weight=np.ascontiguousarray(other))
-        assert "lm_head.weight differs from model.embed_tokens.weight: set tie" in error_of(load, folder, mesh)
+        with refused("lm_head.weight", "model.embed_tokens.weight"):
+            load(folder, mesh)
 
 
-def test_a_folder_is_written_back_in_the_dtype_of_its_files_and_without_left_over_adapters(folder, mesh, tmp_path):
+def test_a_folder_is_written_in_the_dtype_of_its_files_without_adapters(folder, mesh, tmp_path):
     configure(folder, dtype="torch.bfloat16")  # but the files are float32
     (folder / "adapter_config.json").write_text("{}")
     _, params = load(folder, mesh)
@@ -470,7 +444,7 @@ def test_a_folder_is_written_back_in_the_dtype_of_its_files_and_without_left_ove
     assert not (tmp_path / "saved" / "adapter_config.json").exists()
 
 
-def test_the_fingerprint_changes_with_a_weight_the_config_the_chat_template_and_the_stop_ids(folder):
+def test_the_fingerprint_changes_with_a_weight_and_each_file_of_settings(folder):
     first = hf.fingerprint(folder)
     assert hf.fingerprint(folder) == first
     tensors = tensors_of(folder)
@@ -519,6 +493,7 @@ SPECS = {
 ODD_VOCABULARY = {"embed/embedding": P(None, "fsdp"), "head/kernel": P("fsdp", None)}  # 61 tokens over 2 devices
 
 
+@families("qwen2_untied", "llama", "gemma3_text", "qwen3_moe")
 def test_loading_onto_a_mesh_gives_the_same_arrays_in_the_expected_shards(loaded):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     params = hf.load_params(loaded.folder, loaded.model, mesh)
@@ -531,6 +506,7 @@ def test_loading_onto_a_mesh_gives_the_same_arrays_in_the_expected_shards(loaded
     assert_trees_equal(params, loaded.params)
 
 
+@families("gemma3_text", "qwen3_moe")
 def test_a_model_that_never_learns_is_loaded_in_the_dtype_of_its_products(loaded):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     model = hf.load_model(loaded.folder, mesh, dtype="bfloat16")
@@ -540,7 +516,7 @@ def test_a_model_that_never_learns_is_loaded_in_the_dtype_of_its_products(loaded
     assert params["embed"]["embedding"].dtype == "bfloat16" and params["norm"]["scale"].dtype == "float32"
 
 
-def test_a_model_on_a_mesh_gives_the_logits_of_transformers(mesh):
+def test_a_model_on_a_mesh_gives_the_logits_of_transformers():
     folder = REFERENCES / "qwen2_untied"
     wide = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     model, params = load(folder, wide)
@@ -553,136 +529,80 @@ def test_a_model_on_a_mesh_gives_the_logits_of_transformers(mesh):
 # ---- what a person can put right is one line that names it
 
 
-@pytest.mark.parametrize("kept", [0, 4, 100, 0.5, -1], ids=["all", "length", "header", "half", "last byte"])
-def test_a_truncated_safetensors_file_is_named_in_one_line(folder, mesh, kept):
-    file = folder / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[: int(kept * len(whole)) if isinstance(kept, float) else kept])
-    line = error_of(load, folder, mesh)
-    assert str(file) in line
-    assert "cut short" in line
+def cut_short(name, kept):
+    """Returns a function that cuts a file of a folder: a share of it, or this many bytes."""
+
+    def cut(folder):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[: int(kept * len(whole)) if isinstance(kept, float) else kept])
+
+    return cut
 
 
-def test_a_missing_tensor_is_named_in_one_line(folder, mesh):
-    rewrite(folder, model__layers__1__mlp__up_proj__weight=None)
-    line = error_of(load, folder, mesh)
-    assert "no tensor model.layers.1.mlp.up_proj.weight" in line
-
-
-def test_a_missing_head_of_an_untied_model_is_named_in_one_line(folder, mesh):
-    rewrite(folder, lm_head__weight=None)
-    assert "no tensor lm_head.weight" in error_of(load, folder, mesh)
-
-
-def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder, mesh):
-    rewrite(folder, model__layers__2__self_attn__k_proj__weight=np.zeros((32, 16), np.float32))
-    line = error_of(load, folder, mesh)
-    assert "model.layers.2.self_attn.k_proj.weight is (32, 16)" in line
-    assert "(16, 32)" in line
-
-
-def test_a_config_of_more_layers_than_the_checkpoint_is_an_error(folder, mesh):
-    configure(folder, num_hidden_layers=4)
-    assert "no tensor model.layers.3." in error_of(load, folder, mesh)
-
-
-def test_a_config_of_fewer_layers_than_the_checkpoint_is_an_error(folder, mesh):
-    configure(folder, num_hidden_layers=2)
-    line = error_of(load, folder, mesh)
-    assert "model.layers.2." in line
-    assert "unknown to qwen2" in line
-
-
-def test_a_tensor_that_the_family_does_not_have_is_an_error(folder, mesh):
+def another_layer(folder):
     rewrite(folder, model__layers__0__self_attn__o_proj__bias=np.zeros(32, np.float32))
-    assert "model.layers.0.self_attn.o_proj.bias is unknown to qwen2" in error_of(load, folder, mesh)
 
 
-def test_the_weights_of_another_family_are_an_error(folder, mesh):
-    configure(folder, model_type="qwen3", head_dim=8)
-    assert "_norm.weight" in error_of(load, folder, mesh)
+def another_shape(folder):
+    rewrite(folder, model__layers__2__self_attn__k_proj__weight=np.zeros((32, 16), np.float32))
 
 
-@pytest.mark.parametrize("family", ["bert", "no_such_model", "hf", "decoder", "../qwen2", ...])
-def test_a_config_of_another_architecture_names_those_supported(folder, family):
-    configure(folder, model_type=family)
-    line = error_of(hf.load_model, folder)
-    assert str(folder / "config.json") in line
-    assert "not supported" in line
-    assert "qwen2, qwen2_5_vl, qwen2_vl, qwen3" in line
-    assert family is ... or repr(family) in line
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = sorted(file.name for file in (REFERENCES / "qwen3_untied").glob("*.safetensors"))[2]
+BROKEN = {  # folder, what is done to it, and what the line names
+    "all cut": ("qwen2_untied", cut_short(ONE, 0), ONE),
+    "cut in its header": ("qwen2_untied", cut_short(ONE, 100), ONE),
+    "half cut": ("qwen2_untied", cut_short(ONE, 0.5), ONE),
+    "last byte cut": ("qwen2_untied", cut_short(ONE, -1), ONE),
+    "no tensor": ("qwen2_untied", partial(rewrite, model__layers__1__mlp__up_proj__weight=None),
+                  "model.layers.1.mlp.up_proj.weight"),
+    "no head": ("qwen2_untied", partial(rewrite, lm_head__weight=None), "lm_head.weight"),
+    "another shape": ("qwen2_untied", another_shape, "model.layers.2.self_attn.k_proj.weight"),
+    "more layers": ("qwen2_untied", partial(configure, num_hidden_layers=4), "model.layers.3."),
+    "fewer layers": ("qwen2_untied", partial(configure, num_hidden_layers=2), "model.layers.2."),
+    "another tensor": ("qwen2_untied", another_layer, "model.layers.0.self_attn.o_proj.bias"),
+    "another family": ("qwen2_untied", partial(configure, model_type="qwen3", head_dim=8), "_norm.weight"),
+    "no config": ("qwen2_untied", lambda folder: (folder / "config.json").unlink(), "config.json"),
+    "no folder": ("qwen2_untied", shutil.rmtree, "TMP"),
+    "weights of torch": ("qwen2_untied", lambda folder: (folder / ONE).rename(folder / "pytorch_model.bin"), ONE),
+    "no index": ("qwen3_untied", lambda folder: (folder / INDEX).unlink(), INDEX),
+    "no shard": ("qwen3_untied", lambda folder: (folder / SHARD).unlink(), SHARD),
+    "shard cut": ("qwen3_untied", cut_short(SHARD, -100), SHARD),
+    "config cut": ("qwen3_untied", cut_short("config.json", 20), "config.json"),
+    "stop ids cut": ("qwen3_untied", cut_short("generation_config.json", 20), "generation_config.json"),
+    "index cut": ("qwen3_untied", cut_short(INDEX, 20), INDEX),
+    "empty index": ("qwen3_untied", cut_short(INDEX, 0), INDEX),
+    "binary": ("qwen3_untied", lambda folder: (folder / INDEX).write_bytes(b"\xff\xfe\x00"), INDEX),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_tied"])
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "the rope settings have no 'factor'"),
-        ({"rope_parameters": ..., "rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor of the rope settings"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "the rope settings have no 'low_freq_factor'"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "it changes with the length of a text"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "take the rope scaling out"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
-        ({"rope_parameters": ..., "rope_scaling": 2.0}, "the rope settings are 2.0: restore the file"),
-        ({"hidden_size": "32"}, "hidden_size is '32', which is no number: restore the file"),
-        ({"vocab_size": None}, "no 'vocab_size'"),
-        (
-            {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1, "layer_types": ...},
-            "no 'sliding_",
-        ),
-        ({"layer_types": ["sliding_attention"] * 3}, "no 'sliding_window'"),
-        ({"layer_types": ["chunked_attention"] * 3}, "layer_types has chunked_attention"),
-        (
-            {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention"] * 2},
-            "layer_types names 2 layers, num_hidden_layers is 3",
-        ),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights are not supported; use the checkpoint"),
-        ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"rms_norm_eps": ...}, "no 'rms_norm_eps'"),
-    ],
-)
-def test_what_is_not_built_is_refused_by_its_name(tmp_path, name, changes, said):
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_folder_is_refused(what, mesh, tmp_path, refused):
+    name, spoil, word = BROKEN[what]
     folder = shutil.copytree(REFERENCES / name, tmp_path / "model")
-    configure(folder, **changes)
-    line = error_of(hf.load_model, folder)
-    assert "config.json" in line
-    assert said in line
+    spoil(folder)
+    with refused(word.replace("TMP", str(folder))):
+        load(folder, mesh)
+        hf.stop_ids(folder, NO_TOKENIZER)
 
 
-def test_a_folder_without_config_json_is_an_error(folder):
-    (folder / "config.json").unlink()
-    for call, argument in ((hf.find, str(folder)), (hf.load_model, folder)):
-        line = error_of(call, argument)
-        assert str(folder) in line
-        assert "config.json" in line
-
-
-def test_a_path_that_is_not_there_is_an_error(tmp_path):
-    line = error_of(hf.find, str(tmp_path / "nowhere"))
-    assert str(tmp_path / "nowhere") in line
-
-
-def test_every_vision_model_is_said_to_be_one_with_a_family_that_trains_here():
+def test_a_vision_model_without_support_is_refused_with_families_that_have_it(wording):
     assert {text for text in hf.VISION.values() if text} <= set(hf.families())
     assert not set(hf.VISION) & set(hf.families())
     for family, text in hf.VISION.items():
         line = hf._unsupported(family, {}, hf.families())
-        assert line.startswith(
-            "is a vision-language model of a kind that is not supported: give one of gemma3, qwen2_5_vl, "
-            "qwen2_vl, qwen3_vl"
-        )
-        assert line.endswith(f" of the family {text}" if text else ", ".join(hf.families()))
-    assert hf._unsupported("bert", {}, ["llama"]) == "is not supported; there is llama"
+        assert all(name in line for name in ([text] if text else hf.families()))
+        wording(line)
+    wording(hf._unsupported("bert", {}, ["llama"]))
 
 
-def test_weights_of_torch_come_with_the_command_that_converts_them(tmp_path, monkeypatch):
+def test_weights_of_torch_come_with_the_command_that_converts_them(tmp_path, monkeypatch, refused):
     folder = tmp_path / "it's a model"
     folder.mkdir()
     (folder / "pytorch_model-00001-of-00002.bin").touch()
-    with pytest.raises(UserError) as refused:
+    with refused("python -c") as caught:
         hf.weight_files(folder)
-    said = str(refused.value)
+    said = str(caught.value)
     program, option, code = shlex.split(said[said.index("python -c") :])
     assert (program, option) == ("python", "-c")
     made = {}
@@ -701,24 +621,15 @@ def test_weights_of_torch_come_with_the_command_that_converts_them(tmp_path, mon
     assert made == {"of": (str(folder), "auto"), "to": str(folder)}
 
 
-def test_a_repository_without_safetensors_in_the_hubs_cache_says_how_to_fetch_all_of_it(tmp_path):
+def test_a_repository_of_the_hub_without_safetensors_is_refused(tmp_path, refused):
     folder = tmp_path / "models--lab--old" / "snapshots" / "1234"
     folder.mkdir(parents=True)
-    with pytest.raises(
-        UserError, match=r"the hub has none of lab/old: fetch all of it .hf download lab/old --local-dir"
-    ):
+    with refused("hf download lab/old --local-dir"):
         hf.weight_files(folder)
 
 
-REFUSALS = {
-    "GatedRepoError": "ask for access on its page, and log in with a token",
-    "RepositoryNotFoundError": "check the name; a private one needs a token",
-    "LocalEntryNotFoundError": r"fetch it where there is a network \(hf download lab/x --local-dir DIR\) and give that",
-}
-
-
-@pytest.mark.parametrize(("name", "line"), REFUSALS.items())
-def test_a_refusal_of_the_hub_comes_with_what_helps(monkeypatch, name, line):
+@pytest.mark.parametrize("name", ["GatedRepoError", "RepositoryNotFoundError", "LocalEntryNotFoundError"])
+def test_a_refusal_of_the_hub_is_one_line(monkeypatch, name, refused):
     response = httpx.Response(404, request=httpx.Request("GET", "http://hub"))
     kind = getattr(huggingface_hub.errors, name)
 
@@ -726,64 +637,27 @@ def test_a_refusal_of_the_hub_comes_with_what_helps(monkeypatch, name, line):
         raise kind("no.\nmore") if name == "LocalEntryNotFoundError" else kind("no.\nmore", response=response)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(UserError, match=f"model.path 'lab/x' is no local folder, and the hub says: no: {line}"):
+    with refused("model.path 'lab/x'") as caught:
         hf.find("lab/x")
+    assert "more" not in str(caught.value)
 
 
-def test_a_repository_of_adapters_is_said_to_be_one(tmp_path, monkeypatch):
+def test_a_repository_of_adapters_is_refused(tmp_path, monkeypatch, refused):
     (tmp_path / hf.ADAPTER).write_text("{}")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
-    with pytest.raises(
-        UserError, match=r"'lab/x' holds adapters of PEFT .*: give their base, the model that it adapts, as"
-    ):
+    with refused("lab/x", "PEFT"):
         hf.find("lab/x")
 
 
-def test_a_hub_id_that_cannot_be_fetched_is_an_error():
-    assert "no-such-organization/no-such-model" in error_of(hf.find, "no-such-organization/no-such-model")
+def test_a_hub_id_that_cannot_be_fetched_is_refused():
+    with pytest.raises(UserError, match="no-such-organization/no-such-model"):
+        hf.find("no-such-organization/no-such-model")
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
-@pytest.mark.parametrize("content", [b'{"eos_token_id": [1, ', b"\xff\xfe\x00", b""], ids=["cut", "binary", "empty"])
-def test_a_broken_json_file_is_named_in_one_line(sharded_folder, mesh, name, content):
-    (sharded_folder / name).write_bytes(content)
-
-    def read():
-        load(sharded_folder, mesh)
-        hf.stop_ids(sharded_folder, NO_TOKENIZER)
-
-    assert str(sharded_folder / name) in error_of(read)
-
-
-def test_a_folder_without_safetensors_is_an_error(folder, mesh):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    line = error_of(load, folder, mesh)
-    assert str(folder) in line
-    assert "no model.safetensors" in line
-
-
-def test_shards_without_their_index_are_told_from_other_formats(sharded_folder, mesh):
-    (sharded_folder / "model.safetensors.index.json").unlink()
-    assert "no model.safetensors.index.json, which says where each tensor is" in error_of(load, sharded_folder, mesh)
-
-
-def test_a_missing_shard_named_by_the_index_is_named(sharded_folder, mesh):
-    shard = sorted(sharded_folder.glob("*.safetensors"))[2]
-    shard.unlink()
-    assert str(shard) in error_of(load, sharded_folder, mesh)
-
-
-def test_a_truncated_shard_is_named(sharded_folder, mesh):
-    shard = sorted(sharded_folder.glob("*.safetensors"))[2]
-    shard.write_bytes(shard.read_bytes()[:-100])
-    assert str(shard) in error_of(load, sharded_folder, mesh)
-
-
-def test_a_folder_without_a_tokenizer_is_an_error(folder):
+def test_a_folder_without_a_tokenizer_is_refused(folder, refused):
     # transformers makes an empty one out of config.json: every prompt would be encoded as nothing.
-    line = error_of(hf.load_tokenizer, folder)
-    assert str(folder) in line
-    assert "restore tokenizer.json" in line
+    with refused(str(folder), "tokenizer.json"):
+        hf.load_tokenizer(folder)
 
 
 # ---- tokenizers
@@ -801,7 +675,7 @@ def settle(folder, name, **changes):
     (folder / name).write_text(json.dumps({k: v for k, v in settings.items() if v is not ...}))
 
 
-def test_a_tokenizer_that_is_not_qwens_splits_text_as_its_tokenizer_json_says(qwen):
+def test_a_tokenizer_that_is_not_qwens_splits_text_as_its_file_says(qwen):
     digits = {"type": "Digits", "individual_digits": False}
     bytes_ = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": False}
     begin = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
@@ -826,7 +700,7 @@ def test_any_token_serves_as_padding(qwen, changes, pad):
     assert (tokenizer.pad_token, hf.stop_ids(qwen, tokenizer)) == (pad, (0, 2))
 
 
-def test_a_token_that_the_model_has_and_the_tokenizer_has_not_decodes_to_nothing(qwen):
+def test_a_token_that_only_the_model_has_decodes_to_nothing(qwen):
     tokenizer, model = hf.load_tokenizer(qwen), hf.load_model(qwen)
     assert len(tokenizer) < model.cfg.vocab_size
     (three,) = tokenizer("3", add_special_tokens=False)["input_ids"]
@@ -870,8 +744,7 @@ LONG = [
 
 @pytest.fixture(scope="module")
 def make_references():
-    pytest.importorskip("torch")
-    return __import__("make_references")
+    return import_module("make_references")
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -886,20 +759,9 @@ def live(request, make_references, mesh, tmp_path_factory):
 
 
 @pytest.mark.parity
-def test_fresh_weights_give_the_logits_of_transformers_with_left_and_right_padding(live):
-    check_logits(live.model, live.params, live.stored)
-
-
-@pytest.mark.parity
-def test_fresh_weights_give_the_greedy_completions_of_transformers(live, mesh):
-    check_greedy(live.folder, live.model, live.params, live.stored, mesh)
-
-
-@pytest.mark.parity
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("limit", [hf_export.SHARD_BYTES, 20_000], ids=["one file", "shards"])
-def test_transformers_loads_a_saved_folder_and_computes_the_same(
-    live, make_references, mesh, tmp_path, monkeypatch, limit
-):
+def test_transformers_loads_what_is_saved(live, make_references, mesh, tmp_path, monkeypatch, limit):
     monkeypatch.setattr(hf_export, "SHARD_BYTES", limit)
     saved = tmp_path / "saved"
     trained = perturbed(live.params)
@@ -912,6 +774,7 @@ def test_transformers_loads_a_saved_folder_and_computes_the_same(
 
 
 @pytest.mark.parity
+@pytest.mark.needs("torch")
 def test_the_stored_arrays_are_those_that_transformers_computes_now(loaded, make_references):
     seed = make_references.MODELS[loaded.name][0]
     now = make_references.reference(make_references.load(loaded.folder), seed)
@@ -921,10 +784,9 @@ def test_the_stored_arrays_are_those_that_transformers_computes_now(loaded, make
 
 
 @pytest.mark.parity
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize(("name", "kind"), LONG, ids=str)
-def test_20_texts_longer_than_a_window_have_the_logits_and_the_64_greedy_tokens_of_transformers(
-    name, kind, make_references, mesh, tmp_path
-):
+def test_long_texts_have_the_logits_and_greedy_tokens_of_transformers(name, kind, make_references, mesh, tmp_path):
     settings = ROPES[kind] | {"rope_type": kind.split()[0]} if kind else {}
     torch_model = make_references.other_rope(name, 7, **settings)
     torch_model.save_pretrained(tmp_path)

@@ -15,7 +15,6 @@ from PIL import Image, ImageOps
 
 from jaxrl_llm.data import image_files, image_layout, images
 from jaxrl_llm.data.images import ImageFormat
-from jaxrl_llm.errors import UserError
 
 PAD, PICTURE, TEXT = 0, 9, 5
 QWEN2 = ImageFormat(PICTURE, patch=14, merge=2, min_pixels=56 * 56, max_pixels=28 * 28 * 20)
@@ -64,8 +63,13 @@ def blank(form: ImageFormat, *grids: tuple[int, int]) -> list[np.ndarray]:
     return [np.zeros((h * form.factor, w * form.factor, 3), np.uint8) for h, w in grids]
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "LA", "P", "I;16", "CMYK", "1"])
-@pytest.mark.parametrize("size", [(61, 90), (300, 40), (28, 28), (1, 70), (517, 283)])
+@pytest.mark.parametrize(
+    ("mode", "size"),
+    [
+        *(("RGB", size) for size in [(300, 40), (28, 28), (1, 70), (517, 283)]),
+        *((mode, (61, 90)) for mode in ["RGB", "L", "RGBA", "LA", "P", "I;16", "CMYK", "1"]),
+    ],
+)
 def test_pixels_are_those_of_transformers(mode: str, size: tuple[int, int], tmp_path):
     from transformers import AutoImageProcessor
 
@@ -104,7 +108,7 @@ def test_pixels_of_a_fixed_size_are_those_of_transformers():
 
 def test_a_second_resize_changes_nothing():
     rng, refused = random.Random(0), 0
-    for _ in range(3000):
+    for _ in range(1000):
         form = rng.choice(FORMS)
         width, height = (int(2 ** rng.uniform(0, 12)) for _ in range(2))
         try:
@@ -117,7 +121,7 @@ def test_a_second_resize_changes_nothing():
         assert form.resized(*first) == first
         assert first[0] % form.factor == first[1] % form.factor == 0
         assert form.min_pixels <= first[0] * first[1] <= form.max_pixels
-    assert 0 < refused < 1000
+    assert 0 < refused < 333
     once = image_files.pixels(noise(301, 200), QWEN2)
     assert (image_files.pixels(Image.fromarray(once), QWEN2) == once).all()
 
@@ -187,23 +191,23 @@ def test_patches_are_where_their_places_say_and_windows_hold_each_once():
 
 
 @pytest.mark.parametrize("grids", [[], [(1, 2)], [(1, 1), (1, 1), (2, 2)]])
-def test_a_prompt_that_does_not_fit_its_pictures_is_refused(grids):
-    with pytest.raises(ValueError, match="stand for"):
+def test_a_prompt_that_does_not_fit_its_pictures_is_refused(grids, refused):
+    with refused(f"{len(grids)} pictures", error=ValueError):
         image_layout.expand(np.array([TEXT, PICTURE, PICTURE]), grids, QWEN2)
-    with pytest.raises(ValueError, match="stand for"):
+    with refused(error=ValueError):
         image_layout.lay_out(np.array([TEXT, PICTURE, PICTURE, PICTURE]), grids, QWEN2)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
-def test_a_photograph_is_turned_as_its_exif_says_and_so_is_its_size(kind, orientation):
-    exif = Image.Exif()
-    exif[image_files.ORIENTATION] = orientation
-    noise(70, 112).save(file := io.BytesIO(), kind, exif=exif)
-    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(file.getvalue())))
-    with image_files.opened(file.getvalue()) as image:
-        assert image_files.size_of(image) == upright.size
-        assert (image_files.pixels(image, QWEN2) == image_files.pixels(upright, QWEN2)).all()
+def test_a_photograph_is_turned_as_its_exif_says_and_so_is_its_size(kind):
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[image_files.ORIENTATION] = orientation
+        noise(70, 112).save(file := io.BytesIO(), kind, exif=exif)
+        upright = ImageOps.exif_transpose(Image.open(io.BytesIO(file.getvalue())))
+        with image_files.opened(file.getvalue()) as image:
+            assert image_files.size_of(image) == upright.size
+            assert (image_files.pixels(image, QWEN2) == image_files.pixels(upright, QWEN2)).all()
 
 
 def test_only_the_header_is_read_for_the_size(monkeypatch):
@@ -213,7 +217,7 @@ def test_only_the_header_is_read_for_the_size(monkeypatch):
         assert QWEN2.grid(*image_files.size_of(image)) == (4, 2)
 
 
-def test_formats_are_read_from_the_folders_of_both_versions(tmp_path):
+def test_formats_are_read_from_the_folders_of_both_versions(tmp_path, refused):
     limits = {"min_pixels": 3136, "max_pixels": 12845056}
     nested = {"image_processor": {"size": {"shortest_edge": 3136, "longest_edge": 12845056}}}
     config = {"model_type": "qwen2_5_vl", "image_token_id": 7, "video_token_id": 8, "text_config": {"hidden_size": 8}}
@@ -235,25 +239,20 @@ def test_formats_are_read_from_the_folders_of_both_versions(tmp_path):
     read = images.read_format(write(tmp_path / "gemma", around, preprocessor_config={}))
     assert read == replace(squares, around=(4, 5))
     assert squares.grid(20, 700) == (16, 16)
-    with pytest.raises(UserError, match="max_pixels do nothing"):
+    with refused("max_pixels"):
         images.read_format(write(tmp_path / "gemma", gemma, preprocessor_config={}), max_pixels=50176)
     wrong = write(tmp_path / "wrong", gemma, preprocessor_config={"size": {"height": 224, "width": 224}})
-    with pytest.raises(UserError, match=r"size is .*224.* and the model reads 896 x 896 pixels"):
+    with refused("size", "224", "896 x 896"):
         images.read_format(wrong)
     assert images.read_format(write(tmp_path / "text", {"model_type": "qwen2"})) is None
-    for key, value, settings in [
-        ("do_resize", False, {}),
-        ("do_convert_rgb", False, {}),
-        ("patch_size", 16, {}),
-        ("merge_size", 1, {}),
-        ("do_pan_and_scan", True, {}),
-        ("min_pixels", 9**9, {}),
-        ("size", None, {"max_pixels": 100, "min_pixels": 10}),
-    ]:
-        wrong = write(tmp_path / "wrong", config, preprocessor_config=limits | {key: value})
-        with pytest.raises(UserError, match=f"{key}|max_pixels"):
-            images.read_format(wrong, **settings)
-    with pytest.raises(UserError, match=r"preprocessor_config.json"):
+    wrong = {"do_resize": False, "do_convert_rgb": False, "patch_size": 16, "merge_size": 1, "do_pan_and_scan": True}
+    for key, value in (wrong | {"min_pixels": 9**9}).items():
+        with refused(key):
+            images.read_format(write(tmp_path / "wrong", config, preprocessor_config=limits | {key: value}))
+    without_size = write(tmp_path / "wrong", config, preprocessor_config=limits | {"size": None})
+    with refused("max_pixels"):
+        images.read_format(without_size, max_pixels=100, min_pixels=10)
+    with refused("preprocessor_config.json"):
         images.read_format(write(tmp_path / "none", config))
 
 

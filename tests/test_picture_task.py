@@ -40,6 +40,15 @@ FOLDER = ROOT / "jaxrl_llm" / "assets" / "pictures"
 SOURCES = ("train", "held_out", "demonstrations")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_problems():
+    """Makes a hundred problems to learn from and 200 demonstrations, not thousands of each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(task, "TRAIN", 100)
+        patch.setattr(task, "DEMONSTRATIONS", 200)
+        yield
+
+
 def question_of(row: dict[str, Any]) -> str:
     return row["prompt"][0]["content"].rpartition(">")[2]
 
@@ -77,20 +86,18 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 def test_rows_are_the_same_in_each_call_and_process():
     program = (
-        "import hashlib, pickle; from jaxrl_llm.tasks import digits_in_pictures as task; "
-        "print(hashlib.sha256(pickle.dumps([task.train(), task.held_out()])).hexdigest())"
+        "import hashlib, pickle; from jaxrl_llm.tasks import digits_in_pictures as task; task.TRAIN = 100; "
+        "print(hashlib.sha256(pickle.dumps(task.train())).hexdigest())"
     )
-    other = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True,
-        env={"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "1"},
-    )  # fmt: skip
-    rows = [task.train(), task.held_out()]
-    assert rows == [rows_of("train"), rows_of("held_out")]
+    environment = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "1"}
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    rows = task.train()
+    assert rows == rows_of("train")
     assert other.stdout.strip() == hashlib.sha256(pickle.dumps(rows)).hexdigest()
 
 
 def test_answers_are_those_of_the_digits_that_the_pictures_show():
-    rows = [row for name in SOURCES for row in rows_of(name)[:200]]
+    rows = [row for name in SOURCES for row in rows_of(name)[:60]]
     for row in rows:
         digits = digits_of(row)
         assert digits == row["digits"] and 3 <= len(digits) <= 6
@@ -146,7 +153,7 @@ def test_a_problem_with_other_pictures_keeps_its_question_and_answer():
 def config_of(name: str = "pictures", **changes: Any):
     config = configs.load(ROOT / "configs" / f"{name}.py")
     short = {
-        "num_steps": 3, "optim.warmup_steps": 0, "prompts_per_step": 4, "checkpoint.every": 1, "checkpoint.keep": 9,
+        "num_steps": 2, "optim.warmup_steps": 0, "prompts_per_step": 4, "checkpoint.every": 1, "checkpoint.keep": 9,
         "log.to": (), "eval": None, "mesh.fsdp": 1,
     }  # fmt: skip
     if name == "pictures":
@@ -185,7 +192,6 @@ def whole(tmp_path_factory) -> Path:
     return run(tmp_path_factory.mktemp("whole") / "run")
 
 
-@pytest.mark.slow
 def test_tower_and_text_learn_and_samples_name_their_pictures(whole):
     assert changed(whole) == (True, True)
     first = numbers(whole)[0]
@@ -205,8 +211,7 @@ def test_tower_and_text_learn_and_samples_name_their_pictures(whole):
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(whole, tmp_path):
     """As after a kill between two checkpoints: only the older one is there, and the log goes on behind it."""
     shutil.copytree(whole, tmp_path / "run")
-    for step in (2, 3):
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step))
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
     shutil.rmtree(tmp_path / "run" / "hf")
     run(tmp_path / "run")
     assert numbers(tmp_path / "run") == numbers(whole)
@@ -215,12 +220,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(whole, tmp_path):
     assert files[0] == files[1]
 
 
-def test_a_frozen_tower_stays_as_it_is(whole, tmp_path):
-    frozen = run(tmp_path / "run", **{"model.vision": "frozen"})
-    assert changed(frozen) == (False, True)
-    assert numbers(frozen)[0]["reward/mean"] == numbers(whole)[0]["reward/mean"]
-    norms = [numbers(folder)[0]["grad_norm"] for folder in (frozen, whole)]
-    assert 0 < norms[0] < norms[1]
+def test_a_frozen_tower_stays_as_it_is(tmp_path):
+    config = configs.load(ROOT / "configs" / "sft.py")
+    fields = {"model.path": str(FOLDER), "model.vision": "frozen", "data.source": "test_picture_task.few"}
+    sizes = {"num_steps": 1, "prompts_per_step": 4, "rollout.max_completion_tokens": 16, "optim.warmup_steps": 0}
+    config.update_from_flattened_dict(fields | sizes | {"eval": None, "log.to": (), "mesh.fsdp": 1})
+    list(sft.steps(config, tmp_path / "run"))
+    assert changed(tmp_path / "run") == (False, True)
 
 
 ADAPTERS = {
@@ -237,24 +243,25 @@ def with_adapters(**changes: Any):
 
 
 @pytest.mark.slow
-def test_adapters_learn_beside_a_frozen_tower_and_are_refused_beside_one_that_learns(tmp_path):
-    for _ in train.steps(with_adapters(**{"model.vision": "frozen", "num_steps": 2}), tmp_path / "run"):
+def test_adapters_learn_beside_a_frozen_tower_and_not_one_that_learns(tmp_path, refused):
+    for _ in train.steps(with_adapters(**{"model.vision": "frozen", "num_steps": 1}), tmp_path / "run"):
         pass
     assert changed(tmp_path / "run") == (False, True)
-    with pytest.raises(UserError, match=r"^config\.model\.vision = 'learns' with adapters, .*: set it to 'frozen'$"):
+    with refused("config.model.vision"):
         next(train.steps(with_adapters(), tmp_path / "other"))
     assert not (tmp_path / "other").exists()
 
 
-def test_the_embedded_model_has_the_accuracy_of_its_banner(monkeypatch, capsys):
+@pytest.mark.parametrize(("problems", "error"), [(128, 0.05), pytest.param(1000, 0.002, marks=pytest.mark.slow)])
+def test_the_embedded_model_has_the_accuracy_of_its_banner(problems, error, monkeypatch, capsys):
     words = ["evaluate", "--model", str(FOLDER), "--task", "digits_in_pictures", "--max-completion-tokens", "16"]
-    monkeypatch.setattr(sys, "argv", [*words, "--json"])
+    monkeypatch.setattr(sys, "argv", [*words, "--json", "--problems", str(problems)])
     evaluate.main()
     accuracy = json.loads(capsys.readouterr().out)["accuracy"]
     for name in ("pictures", "pictures_sft"):
         text = (ROOT / "configs" / f"{name}.py").read_text()
-        assert re.findall(r"([\d.]+) % (?:before|at the end)", text) == [f"{100 * accuracy:.1f}"], name
-    assert accuracy < 0.4
+        (banner,) = re.findall(r"([\d.]+) % (?:before|at the end)", text)
+        assert float(banner) / 100 == pytest.approx(accuracy, abs=error) and float(banner) < 40
 
 
 def few() -> list[dict[str, Any]]:
@@ -272,7 +279,7 @@ NEW = {
 @pytest.mark.slow
 def test_a_new_model_reads_pictures_and_learns_them(tmp_path):
     steps = list(sft.steps(config_of("pictures_sft", **NEW), tmp_path / "run"))
-    assert [record["step"] for record in steps] == [1, 2, 3]
+    assert [record["step"] for record in steps] == [1, 2]
     folder = tmp_path / "run" / "hf"
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen2_5_VLForConditionalGeneration"]
     vision = hf.load_model(folder).cfg.vision
@@ -283,38 +290,41 @@ def test_a_new_model_reads_pictures_and_learns_them(tmp_path):
     list(sft.steps(config_of("pictures_sft", **NEW), tmp_path / "run"))
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "words"),
-    [
-        ("pictures_sft", {"model.vision_config.hidden_size": 20},
-         r"config\.model\.vision_config\.hidden_size = 20 does not make 4 heads of a multiple of 4: give "),
-        ("pictures_sft", {"model.vision_config.depth": 0}, r"config\.model\.vision_config\.depth is 0: give a value"),
-        ("pictures_sft", {"model.path": "somewhere"}, r"config\.model\.\w+.* does nothing: model\.path names a model"),
-        ("pictures_sft", {"model.vision_config": None},
-         r"demonstrations row 1 has images, which the model does not read: .* model\.vision_config\)"),
-        ("pictures_sft", {"data.source": "arithmetic.demonstrations"},
-         r"config\.model\.vision_config does nothing: no row of arithmetic\.demonstrations has a picture; take"),
-        ("pictures_sft", {"data.max_pixels": 784}, r"config\.data\.min_pixels and max_pixels are 784 and 784"),
-        ("pictures", {"data.max_prompt_tokens": 4}, r"all 2000 prompts of digits_in_pictures\.train are longer than"),
-        ("pictures", {"model.path": str(ROOT / "jaxrl_llm" / "assets" / "arithmetic")},
-         r"train row 1 has images, which the model does not read"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_does_not_fit_is_refused_in_one_line(name, changes, words, tmp_path):
+WRONG = [
+    ("pictures_sft", {"model.vision_config.hidden_size": 20}, "config.model.vision_config.hidden_size"),
+    ("pictures_sft", {"model.vision_config.depth": 0}, "config.model.vision_config.depth"),
+    ("pictures_sft", {"model.path": "somewhere"}, "config.model."),
+    ("pictures_sft", {"model.vision_config": None}, "row 1"),
+    ("pictures_sft", {"data.source": "test_picture_task.texts"}, "config.model.vision_config"),
+    ("pictures", {"data.max_prompt_tokens": 4}, "digits_in_pictures.train"),
+    ("pictures", {"model.path": str(ROOT / "jaxrl_llm" / "assets" / "arithmetic")}, "row 1"),
+]
+
+
+def texts() -> list[dict[str, Any]]:
+    """A demonstration without pictures."""
+    return [{"prompt": [{"role": "user", "content": "1+1"}], "completion": "2", "answer": "2"}] * 8
+
+
+@pytest.mark.parametrize(("name", "changes", "word"), WRONG, ids=[next(iter(changes)) for _, changes, _ in WRONG])
+def test_what_does_not_fit_is_refused(name, changes, word, tmp_path, refused):
     program = sft if name.endswith("sft") else train
-    with pytest.raises(UserError, match=words) as refused:
+    with refused(word):
         next(program.steps(config_of(name, **changes), tmp_path / "run"))
-    assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tower_is_refused_next_to_a_folder():
+def test_equal_limits_of_pixels_are_refused(tmp_path):
+    # The line has the name of a temporary folder.
+    with pytest.raises(UserError, match=r"config\.data\.min_pixels"):
+        next(sft.steps(config_of("pictures_sft", **{"data.max_pixels": 784}), tmp_path / "run"))
+
+
+def test_a_tower_is_refused_next_to_a_folder(refused):
     config = configs.load(ROOT / "configs" / "sft.py")
     config.model.path = "somewhere"
-    tower = {"depth": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 16}
-    config.model.vision_config = tower
-    with pytest.raises(UserError, match=r"^config\.model\.vision_config\.depth = 2 does nothing: .*; take the section"):
+    config.model.vision_config = {"depth": 2, "hidden_size": 16, "num_heads": 4, "intermediate_size": 16}
+    with refused("config.model.vision_config.depth"):
         recipes.read_sft(config)
 
 
@@ -326,6 +336,7 @@ def prompts_of(folder: Path, count: int) -> data.Prompts:
 
 
 @pytest.mark.parity
+@pytest.mark.needs("torch")
 def test_transformers_loads_the_embedded_model_and_computes_the_same(tmp_path):
     import torch
     from transformers import AutoModelForImageTextToText

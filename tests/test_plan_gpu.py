@@ -61,7 +61,7 @@ def planned(tmp_path_factory):
 
 
 @pytest.mark.gpu_compile
-def test_the_memory_of_a_program_is_that_of_its_arguments_results_and_temporaries(planned):
+def test_a_program_holds_its_arguments_results_and_temporaries(planned):
     plan, compiled = planned
     assert len(plan.phases) == len(compiled) >= 6
     for phase in plan.phases:
@@ -86,7 +86,7 @@ def test_attention_is_cudnns_and_that_of_decoding_our_kernel(planned):
 
 
 @pytest.mark.gpu_compile
-def test_on_eight_gpus_no_parameter_of_a_layer_is_gathered_outside_of_the_loop_over_layers():
+def test_no_parameter_of_a_layer_is_gathered_outside_of_the_loop():
     mesh = mesh_over(chips.topology("h100:8")[1], data=1, fsdp=8, tensor=1)
     found = collectives(lower("update", CONFIG, mesh, SIZES).compile().as_text())
     inside = [c for c in found if CONFIG.layers in c.loops]
@@ -102,7 +102,7 @@ def test_on_eight_gpus_no_parameter_of_a_layer_is_gathered_outside_of_the_loop_o
 
 @pytest.mark.gpu_compile
 @pytest.mark.parametrize("kind", ["a100", "b200"])
-def test_score_and_gradient_compile_for_a_gpu_with_cudnn_and_without_a_score_matrix(kind):
+def test_score_and_gradient_compile_with_cudnn_and_no_score_matrix(kind):
     mesh = mesh_over(chips.topology(f"{kind}:4")[1], data=1, fsdp=2, tensor=2)
     text = traced_gradient_of_score(mesh, b=4, g=4, p=256, t=1024).lower().compile().as_text()
     assert CUDNN in text and "fmhaScaleBiasSoftmaxBackward" in text
