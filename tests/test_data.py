@@ -11,8 +11,6 @@ from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 import jaxrl_llm
@@ -23,7 +21,6 @@ from jaxrl_llm.data import order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.data.rows import load_rows
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine.distributed import processes
 from jaxrl_llm.models import hf, new_model
 from jaxrl_llm.tasks import REWARDS, SOURCES, arithmetic, countdown, gsm8k
@@ -53,7 +50,7 @@ def test_countdown_splits_share_no_problem_in_another_order_of_numbers():
     assert not keys[0] & keys[1]
 
 
-def test_every_demonstration_that_thinks_is_right_and_quick_ones_are_within_five():
+def test_a_demonstration_that_thinks_is_right_and_a_quick_one_is_within_five():
     for row in arithmetic.demonstrations():
         said = int(row["completion"].split(">")[-1])
         total = row["a"] + row["b"]
@@ -61,7 +58,7 @@ def test_every_demonstration_that_thinks_is_right_and_quick_ones_are_within_five
 
 
 @pytest.mark.parametrize("task", ["arithmetic", "countdown"])
-def test_the_reward_of_a_known_good_answer_is_the_highest_and_of_an_empty_one_the_lowest(task):
+def test_the_reward_of_a_right_answer_is_the_highest_of_an_empty_one_the_lowest(task):
     judge = resolve(f"{task}.accuracy", REWARDS)
     rows = resolve(f"{task}.train", SOURCES)()[:50]
     columns = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
@@ -69,13 +66,6 @@ def test_the_reward_of_a_known_good_answer_is_the_highest_and_of_an_empty_one_th
     empty = [[{"role": "assistant", "content": ""}] for _ in rows]
     assert set(judge(completions=good, **columns)) == {1.0}
     assert set(judge(completions=empty, **columns)) == {0.0}
-
-
-def test_jsonl_and_parquet_give_the_same_rows(tmp_path):
-    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
-    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
-    assert load_rows(str(tmp_path / "x.jsonl")).rows == load_rows(str(tmp_path / "x.parquet")).rows == rows
 
 
 def test_gsm8k_rows_become_chats_with_the_result_alone_as_answer():
@@ -91,36 +81,38 @@ def test_prompts_end_with_the_generation_prompt_and_decode_to_what_was_asked(tok
         assert tokenizer.decode(ids, skip_special_tokens=True) == row["prompt"][-1]["content"]
 
 
-def test_over_long_prompts_are_dropped_and_counted_never_cut(tokenizer):
+def test_over_long_prompts_are_dropped_and_counted_never_cut(tokenizer, refused):
     rows = [{"prompt": "1+1"}, {"prompt": "10+10"}, {"prompt": "2+2"}]
     dataset = data.tokenize(rows, tokenizer, max_prompt_tokens=3, overlong="drop")
     assert (len(dataset.rows), dataset.dropped, dataset.width) == (2, 1, 3)
+    with refused("max_prompt_tokens"):
+        data.tokenize(rows, tokenizer, max_prompt_tokens=2, overlong="drop")
 
 
-def test_a_new_tokenizer_keeps_newlines_and_refuses_what_it_has_no_token_for(tmp_path):
+def test_a_new_tokenizer_keeps_newlines_and_refuses_what_it_has_no_token_for(tmp_path, refused):
     rows = [{"prompt": "a\n\nb", "completion": "c"}]
     new_model.write_folder(tmp_path, dict.fromkeys(new_model.SIZES, 8), rows, "completion")
     tokenizer = hf.load_tokenizer(tmp_path)
     (ids,) = encode(["a\n\nb"], tokenizer, "here")
     assert tokenizer.decode(ids) == "a\n\nb"
-    with pytest.raises(UserError, match=r"here row 2: the model's tokenizer cannot write 'a\*b', only 'ab'"):
+    with refused("here row 2", "'a*b'"):
         encode(["ab", "a*b"], tokenizer, "here")
 
 
 def test_the_embedded_models_folder_is_the_one_that_the_sft_config_writes(tmp_path):
-    config = load(ROOT / "configs" / "sft.py")
+    config = load("sft")
     rows = load_rows(config.data.source).rows
     new_model.write_folder(tmp_path, config.model, rows, config.data.completion_column)
     for file in tmp_path.iterdir():
         assert file.read_bytes() == (EMBEDDED / file.name).read_bytes(), file.name
 
 
-def test_held_out_problems_are_never_dropped(tokenizer, tmp_path):
+def test_held_out_problems_are_never_dropped(tokenizer, tmp_path, refused):
     (tmp_path / "exam.jsonl").write_text('{"prompt": "1+1"}\n{"prompt": "11+11"}\n')
-    config = load(ROOT / "configs" / "grpo.py")
+    config = load("grpo")
     config.data.max_prompt_tokens, config.eval.source = 3, str(tmp_path / "exam.jsonl")
     recipe = recipes.read(config)
-    with pytest.raises(UserError, match="row 2: the prompt has 5 tokens"):
+    with refused("exam.jsonl row 2"):
         data.load_held_out(recipe.eval, recipe.data, tokenizer)
 
 
@@ -160,12 +152,12 @@ def test_the_fingerprint_knows_the_order_of_rows_and_not_that_of_columns(tokeniz
     assert made(one, two) != made(two, one)
 
 
-def test_the_fingerprint_of_100_000_rows_is_soon_made():
-    ids = [np.arange(i, i + 165, dtype=np.int32) for i in range(100_000)]
-    rows = [{"prompt": [{"role": "user", "content": "word " * 140}], "answer": str(i)} for i in range(100_000)]
-    dataset, before = data.Dataset(ids, rows, 0, 165, list(range(100_000))), time.process_time()
+def test_the_fingerprint_of_20_000_rows_is_soon_made():
+    ids = [np.arange(i, i + 165, dtype=np.int32) for i in range(20_000)]
+    rows = [{"prompt": [{"role": "user", "content": "word " * 140}], "answer": str(i)} for i in range(20_000)]
+    dataset, before = data.Dataset(ids, rows, 0, 165, list(range(20_000))), time.process_time()
     dataset.fingerprint()
-    assert time.process_time() - before < 4  # 0.9 s on two idle cores
+    assert time.process_time() - before < 1  # 0.2 s on two idle cores
 
 
 def test_prompts_are_padded_on_the_left(tokenizer):

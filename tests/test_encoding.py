@@ -19,7 +19,6 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import compilation, user_cache
 from jaxrl_llm.models import hf
 
-ROOT = Path(__file__).parent.parent
 # As Qwen3's: no thinking is an empty thought.
 THINKING = TEMPLATE + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
 LLAMA = (
@@ -62,10 +61,10 @@ def said(tokenizer, prompt, **template_args) -> str:
 # ---- templates
 
 
-def test_arguments_of_the_chat_template_reach_training_evaluation_and_the_command_line(folder, tokenizer, tmp_path):
+def test_arguments_of_the_chat_template_reach_training_and_evaluation(folder, tokenizer, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": chat("3 apples?"), "answer": "3"}) + "\n")
     files = [f"--config.{name}.source={tmp_path}/rows.jsonl" for name in ("data", "eval")]
-    argv = ["--config", str(ROOT / "configs" / "grpo.py"), *files, "--config.data.max_prompt_tokens=99"]
+    argv = ["--config", "grpo", *files, "--config.data.max_prompt_tokens=99"]
     plain, *_ = parse_arguments("test", "", argv)
     config, *_ = parse_arguments("test", "", [*argv, "--config.data.chat_template_args.enable_thinking=false"])
     one, other = recipes.read(config), recipes.read(plain)
@@ -77,29 +76,27 @@ def test_arguments_of_the_chat_template_reach_training_evaluation_and_the_comman
 
 @pytest.mark.parametrize(("text", "value"), [("false", False), ("3", 3), ("'3'", "3"), ("low", "low"), ("[1]", [1])])
 def test_an_argument_of_the_template_is_set_from_the_command_line_to(text, value):
-    config = load(ROOT / "configs" / "grpo.py")
+    config = load("grpo")
     override(config, "data.chat_template_args.effort", text)
     assert config.data.chat_template_args.to_dict() == {"effort": value}
 
 
-def test_an_argument_that_the_template_does_not_read_is_refused(tokenizer):
+def test_an_argument_that_the_template_does_not_read_is_refused(tokenizer, refused):
     for name in ("enable_thinkin", "messages", "add_generation_prompt", "tokenize", "m"):
-        with pytest.raises(
-            UserError, match=f"does not read '{name}', so it would do nothing; it reads enable_thinking"
-        ):
+        with refused(f"'{name}'", "enable_thinking"):
             said(tokenizer, chat("?"), **{name: False})
 
 
-def test_arguments_without_a_chat_are_refused(tokenizer):
+def test_arguments_without_a_chat_are_refused(tokenizer, refused):
     rows = data.tokenize([{"prompt": "3 apples"}], tokenizer, max_prompt_tokens=99, overlong="drop")
-    with pytest.raises(UserError, match=r"--args = \{'enable_thinking': False\} does nothing: all prompts are text"):
+    with refused("--args"):
         data.check_template_args_used("--args", {"enable_thinking": False}, rows)
 
 
-def test_a_variable_that_the_template_sets_unless_given_may_be_given(tokenizer):
+def test_a_variable_that_the_template_sets_unless_given_may_be_given(tokenizer, refused):
     tokenizer.chat_template = LLAMA
     assert said(tokenizer, chat("?"), date_string="1 Jan") == "1 Jan?"
-    with pytest.raises(UserError, match=r"it reads date_string$"):
+    with refused("'day'", "date_string"):
         said(tokenizer, chat("?"), day="1 Jan")
 
 
@@ -116,7 +113,7 @@ def test_a_template_writes_the_day_of_the_run_and_not_that_of_the_clock(tokenize
 
 def test_a_date_in_a_format_that_is_no_literal_is_refused(tokenizer):
     tokenizer.chat_template = "{% set form = '%d' %}{{ strftime_now(form) }}"
-    with pytest.raises(UserError, match="gives strftime_now no literal format"):
+    with pytest.raises(UserError, match="strftime_now"):
         encoding.on_day(tokenizer, "2024-02-29")
 
 
@@ -125,7 +122,7 @@ def test_a_prompt_that_ends_with_the_assistant_goes_on_from_there(tokenizer):
     assert said(tokenizer, chat("3 apples?", "3", "4?")).endswith("4?<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_a_begin_token_stands_before_text_once_and_before_chats_where_their_template_says(tmp_path, folder):
+def test_a_begin_token_stands_once_before_text_and_by_the_template_before_chats(tmp_path, folder):
     settings = json.loads((folder / "tokenizer.json").read_text())
     first, text = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     settings["post_processor"] = {
@@ -160,14 +157,14 @@ def test_token_ids_are_those_of_the_tokenizer_called_row_by_row(tokenizer):
     assert ids[-1].tolist() == whole
 
 
-def test_a_long_list_is_encoded_in_pieces_and_an_error_names_the_row_of_its_source(tokenizer, monkeypatch):
+def test_a_long_list_is_encoded_in_pieces_and_an_error_names_its_row(tokenizer, monkeypatch, refused):
     monkeypatch.setattr(encoding, "CHUNK", 3)
     prompts = [f"{i} apples" for i in range(8)]
     pieces = encode(prompts, tokenizer, "here")
     monkeypatch.undo()
     assert [x.tolist() for x in pieces] == [x.tolist() for x in encode(prompts, tokenizer, "here")]
     tokenizer.chat_template = "{{ raise_exception('no') }}"
-    with pytest.raises(UserError, match="here row 17: the chat template does not take the prompt: no"):
+    with refused("here row 17"):
         encode(["a", chat("b")], tokenizer, "here", numbers=[15, 17])
 
 
@@ -245,7 +242,7 @@ def test_a_folder_that_is_too_large_loses_its_oldest_files(home, monkeypatch):
     assert {file.name for file in home.iterdir()} == {"3.npz", "4.npz"}
 
 
-def test_compiled_programs_that_no_run_has_used_for_long_are_removed_at_the_next_start(tmp_path, monkeypatch):
+def test_compiled_programs_that_no_run_has_used_for_long_are_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setattr(compilation, "PROGRAMS", 2500)

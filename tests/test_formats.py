@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -17,13 +15,15 @@ from test_steps import tiny
 
 import jaxrl_llm
 from jaxrl_llm import recipe as recipes
-from jaxrl_llm.data import formats, hub
+from jaxrl_llm.data import columns, formats, hub
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import check_source, is_task, load_rows
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
-from jaxrl_llm.train import steps
+from jaxrl_llm.rollout import grading
+from jaxrl_llm.session.banner import model_and_data_table, problems_table
+from jaxrl_llm.tasks.signatures import bound
 
 SUM = "1+2"
 ASKED = [{"role": "user", "content": SUM}]
@@ -61,22 +61,19 @@ def arithmetic():
     return hf.load_tokenizer(Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic")
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize(("row", "prompt", "answer", "said"), FORMATS.values(), ids=FORMATS.keys())
-def test_rows_are_read_as_their_columns_say(tmp_path, arithmetic, kind, row, prompt, answer, said):
-    file = tmp_path / f"rows.{kind}"
-    if kind == "jsonl":
-        file.write_text(json.dumps(row) + "\n")
-    else:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), file)
-    found = load_rows(str(file))
-    (made,) = found.rows
-    assert (made["prompt"], made.get("answer"), found.read_as) == (prompt, answer, said)
-    assert row.keys() <= made.keys()
-    config = tiny(**{"data.source": str(file), "data.overlong": "error", "eval": None})
-    dataset = data.load(recipes.read(config).data, arithmetic)
-    assert arithmetic.decode(dataset.ids[0].tolist(), skip_special_tokens=True) == SUM
-    assert dataset.read_as == said
+def test_rows_are_read_as_their_columns_say(tmp_path, arithmetic, row, prompt, answer, said):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    for kind in ("jsonl", "parquet"):
+        file = str(tmp_path / f"rows.{kind}")
+        found = load_rows(file)
+        (made,) = found.rows
+        assert (made["prompt"], made.get("answer"), found.read_as) == (prompt, answer, said)
+        assert row.keys() <= made.keys()
+        dataset = data.read(file, arithmetic, max_prompt_tokens=16, overlong="error")
+        assert arithmetic.decode(dataset.ids[0].tolist(), skip_special_tokens=True) == SUM
+        assert dataset.read_as == said
 
 
 def test_named_columns_and_a_format_prompt_make_the_message_of_a_user(tmp_path):
@@ -91,39 +88,33 @@ def test_named_columns_and_a_format_prompt_make_the_message_of_a_user(tmp_path):
     assert made["prompt"] == [{"role": "user", "content": "Sum: 1+2"}]
 
 
-REFUSED = {
-    "prompts in the answers": ({"chosen": SAID, "rejected": SAID}, {}, "'chosen' holds .* jaxrl sft splits them"),
-    "whole conversations": ({"messages": ASKED + SAID}, {}, "'messages' holds whole conversations: make the messages"),
-    "whole texts": ({"text": "1+2=3"}, {}, "'text' holds whole texts: name it in data.prompt_column if"),
-    "other columns": ({"question": SUM}, {}, "no column 'prompt' .there is question.: rename one, name one in data"),
-    "images": ({"problem": SUM, "images": ["a"]}, {}, "has images, which the model does not read: leave such rows out"),
-    "another prompt": ({"prompt": SUM}, dict(prompt_column="question"), "has no column 'question' .there is prompt."),
-    "a chat in a format prompt":
-        ({"prompt": ASKED}, dict(format_prompt="{{ content }}"), "data.format_prompt does nothing, because the prompt"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("row", "columns", "line"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_row_is_refused_that_has(tmp_path, row, columns, line):
-    (tmp_path / "x.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(UserError, match=f"x.jsonl row 1 .*{line}"):
-        load_rows(str(tmp_path / "x.jsonl"), columns=Columns(**columns))
-
-
-SETTINGS = {
-    "format_prompt=nowhere.jinja": "cannot be read .*: give a file with a jinja template",
-    "format_prompt={% if": "is no jinja template .*: mend it",
-    "format_prompt=Think first.": "reads nothing: write {{ content }} where the prompt is to stand",
-    "format_prompt={{ content }}{{ x }}": "reads content, x: write",
-    "convert=gsm8k.convert prompt_column=problem": "config.data.prompt_column = 'problem' does nothing: a convert func",
+REFUSED = {  # -> row, columns, and what the line names
+    "prompts in the answers": ({"chosen": SAID, "rejected": SAID}, {}, "'chosen'"),
+    "whole conversations": ({"messages": ASKED + SAID}, {}, "'messages'"),
+    "whole texts": ({"text": "1+2=3"}, {}, "'text'"),
+    "other columns": ({"question": SUM}, {}, "'prompt'"),
+    "images": ({"problem": SUM, "images": ["a"]}, {}, "images"),
+    "another prompt": ({"prompt": SUM}, dict(prompt_column="question"), "'question'"),
+    "a chat in a format prompt": ({"prompt": ASKED}, dict(format_prompt="{{ content }}"), "data.format_prompt"),
 }
 
 
-@pytest.mark.parametrize(("fields", "line"), SETTINGS.items())
-def test_a_setting_is_refused_before_data_is_read(fields, line):
-    given = dict(field.split("=", 1) for field in fields.split(" ", 1 if "convert" in fields else 0))
-    with pytest.raises(UserError, match=line):
-        recipes.read(tiny(**{f"data.{name}": value for name, value in given.items()}))
+@pytest.mark.parametrize(("row", "columns", "word"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_row_is_refused_that_has(tmp_path, refused, row, columns, word):
+    (tmp_path / "x.jsonl").write_text(json.dumps(row) + "\n")
+    with refused("x.jsonl row 1", word):
+        load_rows(str(tmp_path / "x.jsonl"), columns=Columns(**columns))
+
+
+@pytest.mark.parametrize("text", ["nowhere.jinja", "{% if", "Think first.", "{{ content }}{{ x }}"])
+def test_a_format_prompt_is_refused_before_data_is_read(refused, text):
+    with refused("data.format_prompt"):
+        recipes.read(tiny(**{"data.format_prompt": text}))
+
+
+def test_a_column_that_a_convert_function_makes_is_refused(refused):
+    with refused("config.data.prompt_column"):
+        recipes.read(tiny(**{"data.convert": "gsm8k.convert", "data.prompt_column": "problem"}))
 
 
 def test_a_convert_function_wins_over_what_the_columns_say(tmp_path, monkeypatch):
@@ -150,7 +141,7 @@ def texts(tokenizer, rows: list[dict], **more) -> list[str]:
     return [tokenizer.decode(ids.tolist()) for ids in made.ids]
 
 
-def test_tools_and_arguments_of_a_row_reach_its_chat_template_alone(tokenizer):
+def test_tools_and_arguments_of_a_row_reach_its_chat_template_alone(tokenizer, refused):
     rows = [
         {"prompt": ASKED},
         {"prompt": ASKED, "chat_template_kwargs": {"enable_thinking": False, "more": None}, "tools": None},
@@ -165,7 +156,7 @@ def test_tools_and_arguments_of_a_row_reach_its_chat_template_alone(tokenizer):
     last = texts(tokenizer, [rows[1] | {"chat_template_kwargs": {"enable_thinking": True}}],
                  template_args={"enable_thinking": False})  # fmt: skip
     assert last == [plain]
-    with pytest.raises(UserError, match="data row 2 has 'effort' for the chat template, which does not read it"):
+    with refused("data row 2", "'effort'"):
         texts(tokenizer, [rows[0], {"prompt": ASKED, "chat_template_kwargs": {"effort": 1}}])
 
 
@@ -191,30 +182,30 @@ def test_a_source_is_a_data_set_of_the_hub(source, one):
     assert not (one and is_task(source))
 
 
-def test_a_saved_folder_and_its_splits_are_read(tmp_path):
-    datasets = pytest.importorskip("datasets")
+@pytest.mark.needs("datasets")
+def test_a_saved_folder_and_its_splits_are_read(tmp_path, refused):
+    import datasets
+
     rows = [{"problem": SUM, "answer": "3"}, {"problem": "2+2", "answer": "4"}]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "one")
     parts = {"train": datasets.Dataset.from_list(rows), "test": datasets.Dataset.from_list(rows[:1])}
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
     for source, count in {"one": 2, "both": 2, "both@train": 2, "both@test": 1}.items():
         check_source("data.source", f"{tmp_path}/{source}")
-        assert [row["prompt"] for row in load_rows(f"{tmp_path}/{source}").rows][:1] == [ASKED]
-        assert len(load_rows(f"{tmp_path}/{source}").rows) == count
+        found = load_rows(f"{tmp_path}/{source}").rows
+        assert (len(found), found[0]["prompt"]) == (count, ASKED)
     datasets.DatasetDict({"exam": parts["test"]}).save_to_disk(tmp_path / "exam")
-    wrong = {
-        "both@validation": "the folder has no split 'validation': give {0}/both@train or {0}/both@test",
-        "exam": "the folder has no split 'train': give {0}/exam@exam",
-        "one@train": "the folder has no splits: give {0}/one",
-    }
-    for source, line in wrong.items():
+    for source, offered in {"both@validation": "both@test", "exam": "exam@exam", "one@train": "/one"}.items():
         for reads in (load_rows, partial(check_source, "data.source")):
-            with pytest.raises(UserError, match=re.escape(line.format(tmp_path))):
+            with refused(offered):
                 reads(f"{tmp_path}/{source}")
 
 
+@pytest.mark.needs("datasets")
 def test_a_data_set_of_the_hub_is_asked_for_by_name_configuration_and_split(monkeypatch):
-    datasets, asked = pytest.importorskip("datasets"), []
+    import datasets
+
+    asked = []
 
     def load_dataset(*name, split):
         asked.append((*name, split))
@@ -226,37 +217,30 @@ def test_a_data_set_of_the_hub_is_asked_for_by_name_configuration_and_split(monk
     assert asked == [("lab/sums", None, "train"), ("lab/sums", None, "test"), ("lab/sums", "easy", "test")]
 
 
-def test_without_the_package_the_line_says_how_to_get_it_or_the_files(monkeypatch):
+def test_without_the_package_the_line_says_how_to_get_it_or_the_files(monkeypatch, refused):
     monkeypatch.setattr(hub, "find_spec", lambda name: None)
-    line = (
-        r"data.source = 'lab/sums@test' needs the package datasets: pip install 'jaxrl_llm\[hub\]', or fetch its files"
-    )
-    with pytest.raises(UserError, match=line):
+    with refused("data.source = 'lab/sums@test'", "jaxrl_llm[hub]"):
         check_source("data.source", "lab/sums@test")
 
 
-# ---- trained on as they are
+# ---- used by a run
 
 
-def closeness(completions: list, answer: list, **_: object) -> list[float]:
-    return [-abs(len(c[0]["content"]) - len(str(a))) for c, a in zip(completions, answer, strict=True)]
-
-
-def test_a_file_of_verl_and_one_of_easyr1_train_without_a_convert_function(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "test_formats", sys.modules[__name__])
-    numbers = [(a, b) for a in range(4) for b in range(4)]
-    chats = [[{"role": "user", "content": f"{a}+{b}"}] for a, b in numbers]
-    rows = [of_verl(str(a + b)) | {"prompt": chat} for (a, b), chat in zip(numbers, chats, strict=True)]
+def test_prompts_of_verl_and_problems_of_easyr1_are_used_as_they_are(tmp_path, arithmetic):
+    rows = [of_verl(str(a + 1)) | {"prompt": [{"role": "user", "content": f"{a}+1"}]} for a in range(4)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "verl.parquet")
-    problems = [{"problem": f"{a}+{b}", "answer": str(a + b)} for a, b in numbers]
+    problems = [{"problem": f"{a}+2", "answer": str(a + 2)} for a in range(4)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(problems), tmp_path / "easyr1.parquet")
-    config = tiny(**{
-        "data.source": str(tmp_path / "verl.parquet"), "eval.source": str(tmp_path / "easyr1.parquet"),
-        "reward.functions": ("arithmetic.accuracy", "test_formats.closeness"), "reward.weights": (1.0, 0.1),
-        "reward.timeout": 0.0, "num_steps": 1, "eval.every": 1, "optim.warmup_steps": 0,
-    })  # fmt: skip
-    records = list(steps(config, tmp_path / "run"))
-    assert {"reward/arithmetic.accuracy", "reward/test_formats.closeness", "eval/accuracy"} <= set(records[-1])
-    said = capsys.readouterr().out
-    assert "'reward_model' holds the answer, as in veRL" in said
-    assert "'problem' is the user's message, as in EasyR1" in said
+    config = tiny(**{"data.source": f"{tmp_path}/verl.parquet", "eval.source": f"{tmp_path}/easyr1.parquet"})
+    recipe = recipes.read(config)
+    loaded = data.load(recipe.data, arithmetic), data.load_held_out(recipe.eval, recipe.data, arithmetic)
+    functions, episodes = recipe.reward.functions, False
+    prompts, held_out = columns.check_all(recipe.data, recipe.eval, functions, *loaded, episodes=episodes)
+    for dataset, right in ((prompts, "1"), (held_out, "2")):
+        said = [f"\\boxed{{{right}}}"] * 4  # right for the first row
+        judged = grading.call("f", bound("math.accuracy"), dataset.rows, said, [[1]] * 4)
+        assert judged.values == [1.0, 0.0, 0.0, 0.0]
+    mesh, model = sharding.make_mesh(data=1, fsdp=1, tensor=1), hf.load_model(Path(recipe.model.path)).cfg
+    table = model_and_data_table(recipe.model.path, mesh, model, recipe.sizes, recipe.data, prompts)
+    assert "'reward_model' holds the answer, as in veRL" in str(table)
+    assert "'problem' is the user's message, as in EasyR1" in str(problems_table(recipe.eval, held_out))

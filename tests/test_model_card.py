@@ -19,22 +19,21 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_a_push_that_cannot_work_is_refused_before_anything_is_done(monkeypatch, online):  # noqa: F811
-    with pytest.raises(UserError, match="give ORG/NAME"):
-        hub.open_repo("sums", private=False)
-    with pytest.raises(UserError, match="give ORG/NAME"):
-        hub.open_repo("lab/a b", private=False)
+    def opened(name: str, *words: str) -> None:
+        with pytest.raises(UserError) as caught:
+            hub.open_repo(name, private=False)
+        assert [word for word in words if word not in str(caught.value)] == []
+
+    opened("sums", "ORG/NAME")
+    opened("lab/a b", "ORG/NAME")
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens
-    with pytest.raises(UserError, match=r"--push-to lab/sums: http://127\.0\.0\.1:9 said .*: look at"):
-        hub.open_repo("lab/sums", private=False)
+    opened("lab/sums", "--push-to lab/sums: http://127.0.0.1:9 ")
     online(status=401)
-    with pytest.raises(UserError, match=r"--push-to lab/sums: http://127\.0\.0\.1:\d+ said .*401.*: look at the name"):
-        hub.open_repo("lab/sums", private=False)
+    opened("lab/sums", "--push-to lab/sums: http://127.0.0.1:", "401")
     monkeypatch.setattr(hub, "get_token", lambda: None)
-    with pytest.raises(UserError, match="--push-to needs a token that may write: hf auth login, or set HF_TOKEN"):
-        hub.open_repo("lab/sums", private=False)
+    opened("lab/sums", "--push-to", "HF_TOKEN")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set: unset it"):
-        hub.open_repo("lab/sums", private=False)
+    opened("lab/sums", "HF_HUB_OFFLINE")
 
 
 def test_a_card_that_the_hub_refuses_ends_a_push_in_one_line(tmp_path, monkeypatch, online):  # noqa: F811
@@ -44,7 +43,7 @@ def test_a_card_that_the_hub_refuses_ends_a_push_in_one_line(tmp_path, monkeypat
     online()
     (tmp_path / "README.md").write_text("A card.")
     monkeypatch.setattr(hub.HfApi, "upload_folder", refuse)
-    with pytest.raises(UserError, match=r"--push-to lab/sums: .* said Invalid metadata in README.md. - base_model"):
+    with pytest.raises(UserError, match=r"--push-to lab/sums: .* Invalid metadata in README.md. - base_model"):
         hub.push(tmp_path, "lab/sums", "message")
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm import tasks
 from jaxrl_llm.config import user_modules
 from jaxrl_llm.config.load import load, parse_arguments
 from jaxrl_llm.config.names import Kind, offered, resolve
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks import CONVERTERS, REWARDS
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +40,7 @@ def test_each_folder_gives_its_own_complete_file_to_its_delta(tmp_path, monkeypa
     assert "grpo" not in sys.modules
 
 
-def test_a_module_that_was_imported_before_is_not_given_to_a_delta_and_is_there_again_afterwards(tmp_path, monkeypatch):
+def test_a_module_that_was_imported_before_is_not_given_to_a_delta_and_stays(tmp_path, monkeypatch):
     for seed, name in enumerate("ab"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "grpo.py").write_text(a_config(seed))
@@ -53,7 +51,7 @@ def test_a_module_that_was_imported_before_is_not_given_to_a_delta_and_is_there_
     assert sys.modules.pop("grpo") is before
 
 
-def test_loading_a_config_leaves_what_is_installed_and_this_package_as_they_were(tmp_path):
+def test_loading_a_config_leaves_installed_modules_and_ours_as_they_were(tmp_path):
     (tmp_path / "json").mkdir()
     (tmp_path / "c.py").write_text("import colorsys\n" + a_config(0))
     sys.modules.pop("colorsys", None)
@@ -69,19 +67,17 @@ def own(folder: Path, text: str = "def accuracy(completions, **_):\n    return [
     return folder / "arithmetic.py"
 
 
-def test_a_name_that_ours_and_the_users_own_module_both_have_is_refused_without_running_theirs(tmp_path, monkeypatch):
+def test_a_name_of_ours_and_of_the_users_is_refused_without_running_theirs(tmp_path, monkeypatch, refused):
     file = own(tmp_path, "1 / 0\ndef accuracy(): pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    both = f"reward 'arithmetic.accuracy' could be ours or that of {file}: "
-    both += "write 'jaxrl_llm.tasks.arithmetic.accuracy' for ours"
-    with pytest.raises(UserError, match=both):
+    with refused("reward 'arithmetic.accuracy'", str(file), "'jaxrl_llm.tasks.arithmetic.accuracy'"):
         resolve("arithmetic.accuracy", REWARDS, "reward")
     ours = resolve("jaxrl_llm.tasks.arithmetic.accuracy", REWARDS)
     assert ours.__module__ == "jaxrl_llm.tasks.arithmetic"
     assert resolve("arithmetic.thought", REWARDS).__module__ == "jaxrl_llm.tasks.arithmetic"  # theirs has none
     for text in ("from os import (\n    getpid as accuracy,\n)\n", "from lab import *\n", "def accuracy(:\n"):
         file.write_text(text)
-        with pytest.raises(UserError, match="could be ours or that of"):
+        with refused(str(file)):
             resolve("arithmetic.accuracy", REWARDS, "reward")
 
 
@@ -92,7 +88,7 @@ def test_a_function_that_only_the_users_module_has_is_found_there(tmp_path, monk
     sys.modules.pop("arithmetic")
 
 
-def test_a_folder_a_config_and_an_installed_module_of_the_same_name_are_no_functions(tmp_path, monkeypatch):
+def test_a_folder_a_config_and_an_installed_module_of_a_name_are_no_functions(tmp_path, monkeypatch):
     (tmp_path / "math").mkdir()
     (tmp_path / "gsm8k.py").write_text("def get_config():\n    c = {}\n    c['convert'] = 'gsm8k.convert'\n")
     installed = tmp_path / "site"
@@ -106,25 +102,15 @@ def test_a_folder_a_config_and_an_installed_module_of_the_same_name_are_no_funct
     assert resolve("arithmetic.accuracy", REWARDS).__module__ == "jaxrl_llm.tasks.arithmetic"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "instead"),
-    [
-        ("arithmetic.accuracy", "SOURCES", "there is arithmetic.demonstrations, arithmetic.held_out,"),
-        ("arithmetic.train", "REWARDS", "there is arithmetic.accuracy, arithmetic.thought,"),
-        ("math.equal", "REWARDS", "there is math.accuracy, math.is_boxed,"),
-        ("search.f1", "ENVIRONMENTS", "there is search.Search,"),
-        ("gsm8k.accuracy", "CONVERTERS", "there is gsm8k.convert,"),
-        ("tools.Tools", "TOOLS", "there is tools.calculate, tools.run_python,"),
-        ("encyclopedia.convert", "CONVERTERS", "did you mean .*convert"),  # a file without this kind
-        ("gsm8k.train", "SOURCES", "did you mean .*train"),
-    ],
-)
-def test_a_name_of_another_kind_is_refused_and_those_of_the_kind_are_told(name, kind, instead):
+@pytest.mark.parametrize(("name", "kind"), [
+    ("arithmetic.accuracy", "SOURCES"), ("arithmetic.train", "REWARDS"), ("math.equal", "REWARDS"),
+    ("search.f1", "ENVIRONMENTS"), ("gsm8k.accuracy", "CONVERTERS"), ("tools.Tools", "TOOLS"),
+    ("encyclopedia.convert", "CONVERTERS"), ("gsm8k.train", "SOURCES"),  # files without this kind
+])  # fmt: skip
+def test_a_name_of_another_kind_is_refused_and_those_of_the_kind_are_told(refused, name, kind):
     for full in (name, f"jaxrl_llm.tasks.{name}"):
-        with pytest.raises(UserError, match=f"'{full}' does not exist; "):
+        with refused(f"'{full}' does not exist"):
             resolve(full, getattr(tasks, kind))
-    with pytest.raises(UserError, match=f"does not exist; {instead}"):
-        resolve(name, getattr(tasks, kind))
 
 
 def test_each_function_of_a_task_is_offered_as_one_kind():
@@ -152,17 +138,15 @@ def test_a_reward_beside_the_config_is_found_from_any_working_directory(tmp_path
 
 
 @pytest.mark.parametrize("place", ["the working directory", "the config's folder"])
-def test_a_users_module_is_not_replaced_by_ours(tmp_path, place):
+def test_a_users_module_is_not_replaced_by_ours(tmp_path, monkeypatch, refused, place):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "lab").mkdir()
-    own(tmp_path if place == "the working directory" else tmp_path / "lab")
-    (tmp_path / "sums.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2"}) + "\n")
+    file = own(tmp_path if place == "the working directory" else tmp_path / "lab")
     (tmp_path / "lab" / "delta.py").write_text(
         f"import sys\nsys.path.append({str(ROOT / 'configs')!r})\nimport grpo\n\ndef get_config():\n"
-        "    c = grpo.get_config()\n    c.data.source, c.eval = 'sums.jsonl', None\n"
+        "    c = grpo.get_config()\n    c.eval = None\n"
         "    c.reward.functions, c.reward.weights = ('arithmetic.accuracy',), (1.0,)\n    return c\n"
     )
-    command = [sys.executable, "-m", "jaxrl_llm.train", "--config", "lab/delta.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2, done.stdout
-    assert done.stderr.startswith("error: config.reward.functions 'arithmetic.accuracy' could be ours or that of ")
-    assert not (tmp_path / "runs").exists()
+    given = parse_arguments("test", "", ["--config", "lab/delta.py"])
+    with refused("config.reward.functions 'arithmetic.accuracy'", str(file)):
+        recipes.read(given.config)

@@ -17,11 +17,10 @@ from jaxrl_llm import recipe as recipes
 from jaxrl_llm.data import order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import Curriculum, from_text, to_text
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks import arithmetic
 from jaxrl_llm.train import steps
 
-PARTS = {"a": range(30), "b": range(30, 40), "c": range(40, 45)}
+PARTS = {"a": range(12), "b": range(12, 18), "c": range(18, 22)}
 
 
 def mixed(weights: tuple[float, ...], seed: int = 0, draws=None, batch: int = 10):
@@ -32,11 +31,11 @@ def source_of(number: int) -> str:
     return next(name for name, rows in PARTS.items() if number in rows)
 
 
-@pytest.mark.parametrize("weights", [(0.5, 0.3, 0.2), (5.0, 3.0, 2.0), (1e-3, 6e-4, 4e-4)])
+@pytest.mark.parametrize("weights", [(5.0, 3.0, 2.0), (1e-3, 6e-4, 4e-4)])
 def test_a_mixture_draws_from_its_sources_by_weight(weights):
     iterator = mixed(weights)
-    drawn = [number for _ in range(30) for number in next(iterator)]
-    assert Counter(map(source_of, drawn)) == {"a": 150, "b": 90, "c": 60}
+    drawn = [number for _ in range(10) for number in next(iterator)]
+    assert Counter(map(source_of, drawn)) == {"a": 50, "b": 30, "c": 20}
     for name, rows in PARTS.items():  # each source in epochs of its own, shuffled again in each
         own = [number for number in drawn if source_of(number) == name]
         epochs = [own[i : i + len(rows)] for i in range(0, len(own) - len(rows) + 1, len(rows))]
@@ -55,50 +54,44 @@ def test_a_mixture_set_to_a_state_goes_on_as_the_one_that_gave_it():
         return (turn + number) % 3 > 0
 
     first = mixed((3.0, 2.0, 1.0), draws=draws)
-    for _ in range(7):
+    for _ in range(3):
         next(first)
     state = json.loads(json.dumps(first.get_state()))
     second = mixed((3.0, 2.0, 1.0), draws=draws)
     second.set_state(state)
-    assert [next(first) for _ in range(9)] == [next(second) for _ in range(9)]
+    assert [next(first) for _ in range(5)] == [next(second) for _ in range(5)]
 
 
 def test_what_is_not_drawn_is_replaced_from_the_same_source():
     iterator = mixed((1.0, 1.0, 1.0), draws=lambda turn, number: number % 2 == 0, batch=9)
-    drawn = [number for _ in range(20) for number in next(iterator)]
+    drawn = [number for _ in range(6) for number in next(iterator)]
     assert not any(number % 2 for number in drawn)
-    assert Counter(map(source_of, drawn)) == {"a": 60, "b": 60, "c": 60}
+    assert Counter(map(source_of, drawn)) == {"a": 18, "b": 18, "c": 18}
 
 
-MIXTURES = {
-    "of one source": (dict(a=dict(source="arithmetic.train", convert="", weight=1.0)), {}, "mixture has one source"),
-    "with data.source as well": (None, {"data.source": "arithmetic.train"}, "data.source = 'arithmetic.train' does"),
-    "with an unknown source": (dict(b=dict(source="arithmetic.no", convert="", weight=1.0)), {},
-                               "config.data.mixture.b.source 'arithmetic.no' does not exist"),
-    "with an unknown convert": (dict(b=dict(source="arithmetic.train", convert="no.convert", weight=1.0)), {},
-                                "config.data.mixture.b.convert 'no.convert' does not exist"),
-    "without a weight": (dict(b=dict(source="arithmetic.train", convert="")), {}, "data.mixture.b.weight is missing"),
-    "with weight 0": (dict(b=dict(source="arithmetic.train", convert="", weight=0.0)), {}, "b.weight is 0.0: give a"),
-    "with another field": (dict(b=dict(source="arithmetic.train", convert="", weight=1.0, wait=1)), {},
-                           "data.mixture.b.wait is not a field; did you mean data.mixture.b.weight?"),
-    "that is no section": (3, {}, "config.data.mixture is not a field"),
-}  # fmt: skip
 TWO = {name: dict(source=f"arithmetic.{name}", convert="", weight=1.0) for name in ("train", "held_out")}
+GOOD = dict(source="arithmetic.train", convert="", weight=1.0)
+MIXTURES = {  # -> sources, data.source, and the field that the line names
+    "of one source": (dict(a=GOOD), "", "mixture"),
+    "with data.source as well": (TWO, "arithmetic.train", "source"),
+    "with an unknown source": (TWO | dict(b=GOOD | dict(source="arithmetic.no")), "", "mixture.b.source"),
+    "with an unknown convert": (TWO | dict(b=GOOD | dict(convert="no.convert")), "", "mixture.b.convert"),
+    "without a weight": (TWO | dict(b=dict(source="arithmetic.train", convert="")), "", "mixture.b.weight"),
+    "with weight 0": (TWO | dict(b=GOOD | dict(weight=0.0)), "", "mixture.b.weight"),
+    "with another field": (TWO | dict(b=GOOD | dict(wait=1)), "", "mixture.b.wait"),
+    "that is no section": (3, "", "mixture"),
+}
 
 
-@pytest.mark.parametrize(("changes", "more", "line"), MIXTURES.values(), ids=MIXTURES.keys())
-def test_a_mixture_is_refused(changes, more, line):
-    config = tiny(**{"data.source": "", **more})
-    if isinstance(changes, int):
-        config.data = ConfigDict(config.data.to_dict() | {"mixture": changes})
-    else:
-        alone = changes is not None and "a" in changes
-        config.data.mixture = ConfigDict(changes if alone else TWO | (changes or {}))
-    with pytest.raises(UserError, match=line):
+@pytest.mark.parametrize(("mixture", "source", "field"), MIXTURES.values(), ids=MIXTURES.keys())
+def test_a_mixture_is_refused(refused, mixture, source, field):
+    config = tiny(**{"data.source": source})
+    config.data = ConfigDict(config.data.to_dict() | {"mixture": mixture})
+    with refused(f"config.data.{field}"):
         recipes.read(config)
 
 
-def test_a_mixture_has_the_rows_of_its_sources_which_its_prompts_and_its_fingerprint_know():
+def test_prompts_and_fingerprint_of_a_mixture_know_the_sources_of_its_rows():
     parts = {
         name: data.Dataset([np.array([i], np.int32)], [{"prompt": name}], i, 1 + i, [7], 2, "as it says" * i)
         for i, name in enumerate(TWO)
@@ -120,17 +113,13 @@ def test_a_column_that_a_source_does_not_have_is_none_there():
 # ---- the curriculum
 
 
-REFUSED = {
-    "group of one": ("ppo", dict(data__curriculum__skip=0.5, group_size=1), "a group of 1 never has a signal"),
-    "advantage without rewards": ("distillation", dict(data__curriculum__skip=0.5, teachers__teacher__path="x"),
-                                  "skip = 0.5 does nothing: advantage 'distillation' looks at no reward"),
-    "certainty": ("grpo", dict(data__curriculum__skip=1.0), "curriculum.skip is 1.0: give a value of at most 0.95"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("config", "changes", "line"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_curriculum_is_refused_with_a(config, changes, line):
-    with pytest.raises(UserError, match=line):
+@pytest.mark.parametrize(("config", "changes"), [
+    ("ppo", dict(data__curriculum__skip=0.5, group_size=1)),
+    ("distillation", dict(data__curriculum__skip=0.5, teachers__teacher__path="x")),  # looks at no reward
+    ("grpo", dict(data__curriculum__skip=1.0)),
+])  # fmt: skip
+def test_a_curriculum_without_effect_or_end_is_refused(refused, config, changes):
+    with refused("config.data.curriculum.skip"):
         checked(config, **changes)
 
 
@@ -138,7 +127,7 @@ def visits(numbers: list[int], no_signal: list[bool], replaced: tuple[int, ...] 
     return np.array(numbers, np.int32), np.array(no_signal), list(replaced)
 
 
-def test_a_row_is_passed_over_as_often_as_asked_after_a_visit_without_a_signal_alone():
+def test_a_row_is_passed_over_as_often_as_asked_after_a_visit_without_signal():
     curriculum = Curriculum(4, 0.8, seed=0)
     assert all(curriculum.draws(turn, number) for turn in range(100) for number in range(4))
     curriculum.no_signal = curriculum.visited(curriculum.no_signal, *visits([0, 1], [True, False]))
@@ -171,20 +160,19 @@ ROWS = arithmetic.held_out()[:64]  # few: each is visited several times
 
 
 def test_of_prompts_whose_difficulty_stays_those_that_teach_something_are_drawn():
-    without, within = (simulate(skip, seed=0, rows=320, steps=40) for skip in (0.0, 0.9))
+    without, within = (simulate(skip, seed=0, rows=96, steps=10) for skip in (0.0, 0.9))
     assert without > 0.3
     assert within < 0.6 * without
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lag", [0, 1])
-def test_a_run_with_mixture_and_curriculum_goes_on_bit_for_bit(tmp_path, monkeypatch, lag):
+def test_a_run_with_mixture_curriculum_and_lag_resumes_bit_for_bit(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxrl_llm.tasks.arithmetic.train", lambda: ROWS[:24])
     monkeypatch.setattr("jaxrl_llm.tasks.arithmetic.held_out", lambda: ROWS[24:])
 
     def config() -> ConfigDict:
         c = tiny(**{
-            "data.source": "", "num_steps": 7, "rollout.max_lag": lag, "data.curriculum.skip": 0.9, "eval": None,
+            "data.source": "", "num_steps": 7, "rollout.max_lag": 1, "data.curriculum.skip": 0.9, "eval": None,
             "checkpoint.every": 4,
         })  # fmt: skip
         c.data.mixture = ConfigDict(TWO)

@@ -99,85 +99,62 @@ def by_position(completions, /, answer):
     return completions
 
 
-def test_a_class_and_arguments_by_position_are_refused_before_a_run():
-    for name, words in {
-        "Judge": "is a class: .* score = Judge\\(\\)",
-        "by_position": "takes completions by its",
-    }.items():
-        with pytest.raises(UserError, match=words):
+def test_a_class_and_arguments_by_position_are_refused_before_a_run(refused):
+    for name in ("Judge", "by_position"):
+        with refused("config.reward.functions", name):
             check_call(f"test_own_functions.{name}", REWARDS, "config.reward.functions")
 
 
 SCRIPT = """
+import json
+from forms import form
 from jaxrl_llm.config.load import with_names
 from jaxrl_llm.configs import grpo
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.grading import RewardFn
 
 print("script runs")
 BONUS = 0.5
 
 def helper(text):
-    return len(text) + BONUS
+    return len(text) + BONUS if text != "bad" else json.loads(text)
 
 def score(completions, **columns):
     return [helper(text) for text in completions]
 
 c = grpo.get_config()
-c.reward.functions, c.reward.weights = (score, "math.is_boxed", FORM), (1.0, 1.0, 1.0)
+c.reward.functions, c.reward.weights = (score, form), (1.0, 1.0)
 names = with_names(c).reward.functions
 reward = RewardFn(names, c.reward.weights, 20.0, field="x")
 earned = reward([{"prompt": "?"}], [["a", "bcd"]], [[[1], [1]]]).rewards
 print(names, {name: x.tolist() for name, x in (earned.channels | {"total": earned.total}).items()})
+try:
+    reward([{"prompt": "?"}], [["bad"]], [[[1]]])
+except UserError as error:
+    print(error)
 reward.close()
 """
 
 
-def test_a_function_of_a_script_judges_in_its_own_process_which_does_not_run_the_script_again(tmp_path):
+def test_a_function_of_a_script_judges_without_running_the_script_again(tmp_path, wording):
     (tmp_path / "forms.py").write_text("def form(completions, **columns):\n    return [9.0] * len(completions)\n")
-    script = "from forms import form as FORM\n" + SCRIPT
-    (tmp_path / "script.py").write_text(script)
+    (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines() == [
+    *printed, error = done.stdout.splitlines()
+    assert printed == [
         "script runs",
-        "('__main__.score', 'math.is_boxed', 'forms.form') "
-        "{'__main__.score': [[1.5, 3.5]], 'math.is_boxed': [[0.0, 0.0]], 'forms.form': [[9.0, 9.0]], "
-        "'total': [[10.5, 12.5]]}",
+        "('__main__.score', 'forms.form') "
+        "{'__main__.score': [[1.5, 3.5]], 'forms.form': [[9.0, 9.0]], 'total': [[10.5, 12.5]]}",
     ], done.stderr
+    assert f"{tmp_path}/script.py:{SCRIPT.splitlines().index('def helper(text):') + 2}" in error
+    wording(error)
 
 
-FAILING = """
-import json
-from jaxrl_llm.config.load import with_names
-from jaxrl_llm.configs import grpo
-from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollout.grading import RewardFn
-
-def score(completions, **columns):
-    def inner(text):
-        return json.loads(text)
-
-    return [inner(text) for text in completions]
-
-c = grpo.get_config()
-c.reward.functions = (score,)
-for timeout in (0.0, 20.0):
-    reward = RewardFn(with_names(c).reward.functions, (1.0,), timeout, field="x")
-    try:
-        reward([{"prompt": "?"}], [["a"]], [[[1]]])
-    except UserError as error:
-        print(error)
-"""
-
-
-def test_an_error_in_a_function_of_a_script_or_a_cell_has_its_file_and_line(tmp_path):
-    line = FAILING.splitlines().index("        return json.loads(text)") + 1
-    folder = tmp_path / "ipykernel_7"
-    folder.mkdir()
-    for file, shown in ((tmp_path / "script.py", f"{tmp_path}/script.py"), (folder / "12.py", "cell")):
-        file.write_text(FAILING)
-        done = subprocess.run([sys.executable, file], cwd=ROOT, capture_output=True, text=True, timeout=120)
-        place = f"raised JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({shown}:{line})"
-        assert done.stdout.count(place) == 2, done.stdout + done.stderr
+def test_an_error_in_a_function_of_a_notebook_has_the_line_of_its_cell(refused):
+    cell, defined = "import json\ndef score(completions, **_):\n    return json.loads('?')\n", {}
+    exec(compile(cell, "/tmp/ipykernel_7/12.py", "exec"), defined)
+    with refused("JSONDecodeError", "(cell:3)"):
+        call("score", defined["score"], ROWS, TEXTS, [[1]] * 3)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
@@ -204,19 +181,19 @@ def test_a_function_of_a_config_file_judges_and_is_named_by_the_file(tmp_path):
     c = configs.load(tmp_path / "mine.py")
     assert c.reward.functions == ("mine.score",)
     assert c.eval.function == "mine.score"
-    for timeout in (0.0, 20.0):
+    for timeout in (0.0, 20.0):  # here and in a process of its own
         with closing(RewardFn(c.reward.functions, (1.0,), timeout, field="x")) as reward:
             assert reward([{"prompt": "?"}], [["a"]], [[[1]]]).rewards.total.tolist() == [[7.0]]
 
 
 @pytest.mark.parametrize("function", [lambda completions: completions, Judge(), functools.partial(of_verl)])
-def test_a_function_without_a_name_is_refused_in_one_line(function):
+def test_a_function_without_a_name_is_refused_in_one_line(function, refused):
     c = configs.load("grpo")
     c.reward.functions = (function,)
-    with pytest.raises(UserError, match=r"config.reward.functions has .* which has no name: .* name it 'file.f'"):
+    with refused("config.reward.functions"):
         with_names(c)
     c.reward.functions, c.eval.function = (of_verl,), function
-    with pytest.raises(UserError, match=r"config.eval.function has .* which has no name: .* name it 'file.f'"):
+    with refused("config.eval.function"):
         with_names(c)
     c.eval.function = of_verl
     c.eval.function = "math.accuracy"  # and a name again
@@ -230,6 +207,7 @@ def ends_the_program(completions, **_):
 
 def test_a_reward_that_ends_the_program_is_named():
     name = "test_own_functions.ends_the_program"
-    words = rf"reward {name} ended the program \(SystemExit: 3 .*{Path(__file__).name}:.*make it return"
-    with closing(RewardFn((name,), (1.0,), 0.0, field="x")) as reward, pytest.raises(UserError, match=words):
+    words = (f"reward {name}", "SystemExit: 3", Path(__file__).name)
+    with closing(RewardFn((name,), (1.0,), 0.0, field="x")) as reward, pytest.raises(UserError) as caught:
         reward([{"prompt": "?"}], [["a"]], [[[1]]])
+    assert [word for word in words if word not in str(caught.value)] == []

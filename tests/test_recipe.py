@@ -14,7 +14,6 @@ from jaxrl_llm.algorithms import kl
 from jaxrl_llm.algorithms.traits import Trait, declares
 from jaxrl_llm.build import opened_run
 from jaxrl_llm.config import load, records
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.scorers import column_of
 from jaxrl_llm.recipe import read, read_either
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
@@ -25,24 +24,21 @@ ROOT = Path(__file__).parent.parent
 
 
 def recipe_of(name: str, **changes: object) -> Recipe:
-    config = load.load(ROOT / "configs" / f"{name}.py")
+    config = load.load(name)
     for field, setting in changes.items():
         load.override(config, field.replace("__", "."), str(setting))
     return read(config)
 
 
-@pytest.mark.parametrize(
-    ("changes", "own_samples", "exact"),
-    [({}, True, True), ({"model__dtype": "bfloat16"}, True, False), ({"rollout__max_lag": 1}, False, False)],
-)
-def test_whose_samples_they_are_follows_from_lag_and_dtype(changes, own_samples, exact):
-    recipe = recipe_of("grpo", **changes)
-    assert (recipe.own_samples, recipe.exact) == (own_samples, exact)
-
-
-def test_the_samples_of_another_engine_are_never_exact():
-    recipe = recipe_of("grpo_vllm", engine__managed=False, engine__servers="('http://127.0.0.1:8000',)")
-    assert (recipe.chosen_engine.in_trainer, recipe.own_samples, recipe.exact) == (False, False, False)
+def test_whose_samples_they_are_follows_from_lag_dtype_and_engine():
+    facts = {}
+    for name, changes in (
+        ("grpo", {}), ("grpo", {"model__dtype": "bfloat16"}), ("grpo", {"rollout__max_lag": 1}),
+        ("grpo_vllm", {"engine__managed": False, "engine__servers": "('http://127.0.0.1:8000',)"}),
+    ):  # fmt: skip
+        recipe = recipe_of(name, **changes)
+        facts[name, *changes] = (recipe.chosen_engine.in_trainer, recipe.own_samples, recipe.exact)
+    assert list(facts.values()) == [(True, True, True), (True, True, False), (True, False, False), (False,) * 3]
 
 
 def test_credit_has_the_functions_that_a_config_names():
@@ -57,25 +53,22 @@ def test_credit_has_the_functions_that_a_config_names():
     assert grpo.kl is None and recipe_of("grpo", **changes).credit.kl is kl.k1
 
 
-@pytest.mark.parametrize(
-    "name", ["grpo", "ppo", "lora", "search_grpo", "pictures", "sft", "search_sft", "pictures_sft", "dpo"]
-)
+@pytest.mark.parametrize("name", ["grpo", "ppo", "lora", "search_grpo", "pictures", "pictures_sft", "dpo"])
 def test_a_recipe_has_every_value_of_its_config(name):
-    config = load.load(ROOT / "configs" / f"{name}.py")
+    config = load.load(name)
     recipe = read_either(config)
     kind = SftRecipe if name == "dpo" or "sft" in name else Recipe
     assert type(recipe) is kind
     for path, expected in load.flatten(ConfigDict(records.present(kind, config.to_dict()))).items():
         value = recipe
         for part in path.split("."):
-            in_call = isinstance(value, records.Call) and part != "name"
-            value = (
-                value.arguments[part] if in_call else value[part] if isinstance(value, dict) else getattr(value, part)
-            )
+            if isinstance(value, records.Call) and part != "name":
+                value = value.arguments
+            value = value[part] if isinstance(value, dict) else getattr(value, part)
         assert value == expected, path
 
 
-def test_a_new_field_with_a_default_does_not_forbid_to_resume(tmp_path):
+def test_a_new_field_with_a_default_does_not_forbid_to_resume(tmp_path, refused):
     @dataclass(frozen=True, kw_only=True)
     class Older:
         width: int
@@ -90,14 +83,14 @@ def test_a_new_field_with_a_default_does_not_forbid_to_resume(tmp_path):
     for resumed in ({"width": 1}, {"width": 1, "depth": 2}):
         records.check_fields(known, resumed, resumed)
         check_workdir(tmp_path, resumed, known)
-    with pytest.raises(UserError, match=r"config.depth is 3, but the run in .* has 2"):
+    with refused("config.depth"):
         check_workdir(tmp_path, {"width": 1, "depth": 3}, known)
-    with pytest.raises(UserError, match=r"config.width is missing"):
+    with refused("config.width"):
         records.check_fields(known, {"depth": 2}, {"depth": 2})
 
 
 def test_a_named_section_may_hold_a_section_and_fields_that_refer_to_others(tmp_path):
-    config = load.load(ROOT / "configs" / "grpo.py")
+    config = load.load("grpo")
     config.num_steps, config.rollout.max_completion_tokens = 7, config.get_ref("num_steps")
     config.loss = ConfigDict(dict(name="test_recipe.limited", limits=dict(low=0.1)))
     for _ in range(2):  # also when it is resumed
@@ -112,38 +105,33 @@ def limited(logprobs, batch, *, limits: dict):
     return logprobs * limits["low"], {}
 
 
-def asks(logprobs, batch, entropy, ref_logprobs):
-    return entropy * (logprobs - ref_logprobs), {}
+def asks(logprobs, batch, entropy, ref_logprobs): ...
 
 
-def asks_a_critic(logprobs, batch, values):
-    return logprobs * values, {}
+def asks_a_critic(logprobs, batch, values): ...
 
 
-def asks_for_nothing_known(logprobs, batch, surprise):
-    return surprise, {}
+def asks_a_teacher(logprobs, batch, third_logprobs): ...
 
 
-def nearest(one_logprobs, other_logprobs, old_logprobs):
-    return np.maximum(one_logprobs, other_logprobs) - old_logprobs
+def asks_for_nothing_known(logprobs, batch, surprise): ...
 
 
-def test_there_may_be_several_teachers_each_with_a_column_of_its_name():
-    c = load.load(ROOT / "configs" / "distillation.py")
+def nearest(one_logprobs, other_logprobs, old_logprobs): ...
+
+
+def test_there_may_be_several_teachers_each_with_a_column_of_its_name(refused):
+    c = load.load("distillation")
     c.advantage.name = "test_recipe.nearest"
-    with pytest.raises(UserError, match=r"asks for 'one_logprobs': there is .*; config.teachers.one is missing, see"):
+    with refused("config.advantage.name", "one_logprobs", "config.teachers.one"):
         read(c)
     c.teachers = {name: dict(path=name) for name in ("one", "other")}
     recipe = read(c)
     assert recipe.other_paths == {"teachers.one": "one", "teachers.other": "other"}
     assert {column_of(section) for section in recipe.frozen} == {"one_logprobs", "other_logprobs"}
     c.loss.name = "test_recipe.asks_a_teacher"
-    with pytest.raises(UserError, match=r"loss.name = .* asks for 'third_logprobs': there is .*, other_logprobs; conf"):
+    with refused("config.loss.name", "third_logprobs", "config.teachers.third"):
         read(c)
-
-
-def asks_a_teacher(logprobs, batch, third_logprobs):
-    return logprobs - third_logprobs, {}
 
 
 def makes_a_loss():
@@ -151,7 +139,7 @@ def makes_a_loss():
 
 
 def with_loss(loss: str, config: str = "grpo", **changes: object) -> Recipe:
-    c = load.load(ROOT / "configs" / f"{config}.py")
+    c = load.load(config)
     c.loss = ConfigDict(dict(name=f"test_recipe.{loss}"))
     c.kl = None
     for field, setting in changes.items():
@@ -170,55 +158,45 @@ def test_what_a_loss_asks_for_is_computed_also_without_a_penalty_and_a_mask():
     assert with_loss("asks", host_memory__reference=True).host_memory.reference  # there is a reference
 
 
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
-        ("asks_a_critic", r"config.loss.name = .* asks for 'values': there is .*; config.critic is missing, see "),
-        ("asks_for_nothing_known", r"config.loss.name = .* asks for 'surprise': there is .*entropy, ref_logprobs$"),
-        ("makes_a_loss", r"config.loss.name = .* takes no batch: make it loss\(logprobs, batch, \*, fields\)"),
-    ],
-)
-def test_a_loss_without_its_inputs_is_refused(loss, words):
-    with pytest.raises(UserError, match=words):
-        with_loss(loss)
-    if loss == "asks_a_critic":
-        assert "values" in with_loss(loss, "ppo").credit.loss_columns
+def test_a_loss_without_its_inputs_is_refused(refused):
+    for loss, word in (
+        ("asks_a_critic", "config.critic"),
+        ("asks_for_nothing_known", "surprise"),
+        ("makes_a_loss", ""),
+    ):
+        with refused("config.loss.name", word):
+            with_loss(loss)
+    assert "values" in with_loss("asks_a_critic", "ppo").credit.loss_columns
 
 
 @declares(Trait.WITHOUT_RATIO, Trait.SEQUENCE_ADVANTAGE)
-def limits_itself(logprobs, batch):
-    return logprobs, {}
+def limits_itself(logprobs, batch): ...
 
 
 @declares(Trait.COMPARES_GROUP)
-def compares(rewards):
-    return rewards
+def compares(rewards): ...
 
 
 @declares(Trait.VARIES_BY_TOKEN)
-def varies(token_rewards):
-    return token_rewards
+def varies(token_rewards): ...
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"epochs": 2}, "'test_recipe.limits_itself' has no ratio to the policy that sampled, but 2 optimizer steps"),
-        ({"advantage.name": "test_recipe.varies"}, "wants an advantage a completion, 'test_recipe.varies' gives one a"),
-        ({"advantage.name": "test_recipe.compares", "group_size": 1}, "advantage 'test_recipe.compares' compares the"),
-    ],
-)
-def test_a_function_of_ones_own_declares_what_it_does_not_go_with(changes, words):
-    c = load.load(ROOT / "configs" / "reinforce.py")
-    c.loss, c.advantage = (ConfigDict(dict(name=f"test_recipe.{name}")) for name in ("limits_itself", "compares"))
-    read(c)
-    c.update_from_flattened_dict(changes)
-    with pytest.raises(UserError, match=words):
+def test_a_function_of_ones_own_declares_what_it_does_not_go_with(refused):
+    for changes, field in (
+        ({"epochs": 2}, "config.loss.name"),
+        ({"advantage.name": "test_recipe.varies"}, "config.loss.name"),
+        ({"group_size": 1}, "config.group_size"),
+    ):
+        c = load.load("reinforce")
+        c.loss, c.advantage = (ConfigDict(dict(name=f"test_recipe.{name}")) for name in ("limits_itself", "compares"))
         read(c)
+        c.update_from_flattened_dict(changes)
+        with refused(field):
+            read(c)
 
 
 def test_an_absent_mixture_is_none():
-    config = load.load(ROOT / "configs" / "grpo.py")
+    config = load.load("grpo")
     del config.data.mixture
     assert read(config).data.mixture == {}
 
@@ -233,10 +211,3 @@ def test_what_the_engine_reads_is_taken_back_before_an_update_gets_it():
             taken.result(0.05)
         pushed.set_result(None)
         assert taken.result(5) == ({"policy": 1}, {})
-
-
-def test_only_the_builder_the_checks_and_tools_know_a_recipe():
-    package = ROOT / "jaxrl_llm"
-    readers = [file for file in package.rglob("*.py") if "recipe.recipe" in file.read_text()]
-    rooms = {file.relative_to(package).parts[0] for file in readers}
-    assert rooms <= {"build.py", "sft.py", "recipe", "tools"}

@@ -143,8 +143,7 @@ def test_the_first_turn_and_the_later_ones_begin_alike(name, given, form):
     (said,) = answered(made, row([("3",)]), [call("add", a=1) + ENDS[family]])
     generation = {"qwen": "<|im_start|>assistant\n", "llama": llama([]), "mistral": ""}[family]
     generation += EMPTY * (given == QUIET)
-    assert prompt.endswith(generation)
-    assert said.endswith(generation)
+    assert prompt.endswith(generation) and said.endswith(generation)
     assert prompt.endswith(EMPTY) == said.endswith(EMPTY) == (given == QUIET)
 
 
@@ -187,15 +186,15 @@ def test_an_environment_may_answer_calls_of_tools_that_the_rows_describe():
         assert refused.begin([row([("3",)])], 1).answer(0, ids(refused, "x<end_of_turn>")).result() is None
 
 
-def test_a_template_without_results_of_tools_is_refused_in_one_line_before_a_run():
-    with pytest.raises(UserError, match=r"does not take results of tools: .*roles must alternate.*: use another model"):
+def test_a_template_without_results_of_tools_is_refused_before_a_run():
+    with pytest.raises(UserError, match="roles must alternate"):
         pool("gemma3", {})
 
 
-def test_a_template_that_ends_turns_without_a_special_token_is_refused_before_a_run():
+def test_a_template_that_ends_turns_without_a_special_token_is_refused(refused):
     made = of("qwen2_5")
     made.chat_template = made.chat_template.replace("<|im_end|>", "(end)")
-    with pytest.raises(UserError, match=r"writes '\(end\).*, which is no special token"):
+    with refused("'(end)"):
         EnvironmentPool(made, Told, **LIMITS)
 
 
@@ -203,12 +202,12 @@ REFUSES = "{% if effort is defined %}{{ raise_exception('no effort') }}{% endif 
 COUNTS = "{% for m in messages if '7' in m.content %}{{ raise_exception('no 7') }}{% endfor %}"
 
 
-def test_arguments_of_a_row_that_the_template_refuses_are_told_before_a_run(monkeypatch):
+def test_arguments_of_a_row_that_the_template_refuses_are_told_before_a_run():
     made = pool("qwen2_5", {})
     made.tokenizer.chat_template += REFUSES
     rows = [row([]), row([], chat_template_kwargs={"effort": 1})]
     made.check(rows[:1])
-    with pytest.raises(UserError, match=r"does not take results of tools: .*no effort"):
+    with pytest.raises(UserError, match="no effort"):
         made.check(rows)
 
 
@@ -243,12 +242,12 @@ def test_more_results_than_have_room_end_the_episode():
     assert batch.truncated.all()
 
 
-def test_room_for_a_result_is_asked_for_before_a_run():
-    with pytest.raises(UserError, match=r"observation_tokens = 20 is less than the \d+ tokens that the chat"):
+def test_room_for_a_result_is_asked_for_before_a_run(refused):
+    with refused("observation_tokens = 20"):
         EnvironmentPool(of("qwen2_5"), Told, **LIMITS | dict(observation_tokens=20))
 
 
-def test_a_step_that_fails_is_a_result_of_a_tool_where_turns_have_the_form_of_a_chat():
+def test_a_failed_step_is_a_result_of_a_tool_where_turns_have_a_chats_form():
     made = pool("qwen3", QUIET)
     batch = made.begin([row([3])], 1)  # type: ignore[list-item]
     with pytest.warns(UserWarning, match="'int' object is not iterable"):
