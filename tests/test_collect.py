@@ -51,7 +51,7 @@ def marks(whole: Samples) -> list[int]:
     return found
 
 
-def test_groups_without_signal_are_replaced_in_order_by_fresh_ones_that_have_one():
+def test_groups_without_signal_are_replaced_in_order_by_fresh_ones_with_one():
     rounds = {1: sampled(1, [False, True, False, False]), 2: sampled(2, [True, True, True, True])}
     whole, replaced = refilled(sampled(0, [True, False, False, False]), rounds.__getitem__, collate, 3)
     assert marks(whole) == [0, 11, 20, 21]
@@ -60,7 +60,7 @@ def test_groups_without_signal_are_replaced_in_order_by_fresh_ones_that_have_one
     assert not whole.no_signal.any()
 
 
-def test_it_ends_at_the_bound_with_what_it_has_and_draws_nothing_it_does_not_need():
+def test_refilling_ends_at_the_bound_and_draws_nothing_that_it_does_not_need():
     drawn = []
 
     def draw(i: int) -> Samples:
@@ -92,7 +92,7 @@ def test_completions_that_the_limit_cut_are_left_out_if_asked():
         np.testing.assert_array_equal(whole.trained[..., 0], ~(cut & left_out))
 
 
-def test_what_environments_of_another_process_alone_measured_is_0_here_in_rewards_and_checkpoints(monkeypatch):
+def test_metrics_of_environments_of_another_process_alone_are_0_here(monkeypatch):
     """Otherwise the trees that the processes save would differ, and so would the columns of their rewards."""
     monkeypatch.setattr(distributed, "exchange", lambda own, channel: [own, ["sold", "turns"]])
     mask, one = np.ones((B, G, C), bool), np.ones((B, G), np.float32)
