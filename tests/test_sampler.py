@@ -138,7 +138,7 @@ def test_a_cache_in_int8_changes_little_and_its_bounds_change_no_token(monkeypat
     alike = np.cumprod(in_int8.completions == exact.completions, axis=-1).astype(bool) & exact.completion_mask
     gap = np.abs(in_int8.logprobs - exact.logprobs)
     assert alike.sum() > 0.5 * exact.completion_mask.sum()
-    assert (gap[:, :, 0] == 0).all() and 1e-4 < gap[alike].max() < 0.1
+    assert (gap[:, :, 0] < 1e-5).all() and 1e-4 < gap[alike].max() < 0.1
     monkeypatch.setattr(sizes, "PAGE", 8)
     bounded = steady(cache_dtype="int8", most=8, pages=12)
     np.testing.assert_array_equal(in_int8.completions, bounded.completions)
