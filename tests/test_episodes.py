@@ -214,6 +214,11 @@ def config_with_turns(**changes: Any) -> Any:
     return config
 
 
+# Groups are replaced in the thread that samples ahead, for which rewards need a process.
+RESAMPLED = {"rollout.max_lag": 1, "rollout.resample_rounds": 1, "reward.timeout": 60.0}
+RESAMPLED |= {"reward.functions": ("arithmetic.thought",)}
+
+
 def digits(completions: list, turns: list, **_: object) -> list[float]:
     """Pays for digits that the policy wrote itself."""
     return [
@@ -228,7 +233,7 @@ def records(workdir: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_a_run_with_an_environment_trains_evaluates_and_resumes_bit_for_bit(tmp_path):
-    config = config_with_turns(**{"rollout.max_lag": 1, "rollout.resample_rounds": 1})
+    config = config_with_turns(**RESAMPLED)
     for _ in steps(config, tmp_path / "whole"):
         pass
     with closing(steps(config, tmp_path / "parts")) as run:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from test_episodes import config_with_turns
+from test_episodes import RESAMPLED, config_with_turns
 from test_steps import numbers, written
 from test_steps import tiny as small_config
 
@@ -61,8 +61,8 @@ def run(workdir: Path, config: Any, *, stop: int = 0) -> list[dict]:
 @pytest.mark.slow
 def test_a_lag_on_four_and_four_devices_has_the_numbers_of_one_mesh(tmp_path, capfd):
     """In episodes, with groups that are replaced while others learn, and after a resume."""
-    changes = {"mesh.fsdp": 4, "mesh.data": 1, "rollout.max_lag": 1, "num_steps": 4, "eval": None, "kl": None}
-    changes |= {"checkpoint.keep_best": 0, "rollout.resample_rounds": 1, "data.curriculum.skip": 0.9}
+    changes = RESAMPLED | {"mesh.fsdp": 4, "mesh.data": 1, "num_steps": 4, "eval": None, "kl": None}
+    changes |= {"checkpoint.keep_best": 0, "data.curriculum.skip": 0.9}
     changes |= {"prompts_per_step": 4, "prompts_per_update": 4, "group_size": 2}  # few programs
     shared = run(tmp_path / "shared", config_with_turns(**changes))
     apart = run(tmp_path / "apart", config_with_turns(**changes, **{"engine.devices": 4}), stop=1)
