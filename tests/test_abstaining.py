@@ -53,7 +53,7 @@ def test_a_reward_abstains_for_a_row_without_a_column_and_judges_the_others(text
     np.testing.assert_array_equal(scores, [1.0, *[np.nan] * (len(rows) - 2), 1.0])
 
 
-def test_a_tag_that_a_turn_leaves_open_is_not_closed_by_a_later_one_and_an_empty_answer_is_wrong():
+def test_a_turn_does_not_close_an_earlier_tag_and_an_empty_answer_is_wrong():
     said = [("assistant", "<answer>A"), ("environment", "<answer>B</answer>"), ("assistant", "C</answer>")]
     turns = [{"role": role, "content": content} for role, content in said]
     closed = [*turns, {"role": "assistant", "content": "<answer>2</answer>"}]

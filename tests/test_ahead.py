@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
+import re
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +23,7 @@ from safetensors.numpy import load_file
 from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.models import hf, hf_export, names
+from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.names import DENSE
 from jaxrl_llm.recipe import fit
@@ -63,16 +60,13 @@ class Recorder:
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
-def test_the_batch_of_a_step_is_made_by_the_weights_of_lag_steps_before(lag):
-    assert Recorder(lag, 6).run() == [(step, max(0, step - 1 - lag)) for step in range(1, 7)]
-
-
-@pytest.mark.parametrize("lag", [0, 1, 3])
-def test_a_run_that_was_stopped_goes_on_with_the_batches_that_were_waiting(lag):
+def test_batches_are_of_weights_of_lag_steps_before_and_wait_for_a_resumed_run(lag):
+    whole = Recorder(lag, 8).run()
+    assert whole == [(step, max(0, step - 1 - lag)) for step in range(1, 9)]
     before = Recorder(lag, 8)
     seen = before.run(stop=4)
     assert len(before.waiting) == lag
-    assert seen + Recorder(lag, 8).run(4, tuple(before.waiting)) == Recorder(lag, 8).run()
+    assert seen + Recorder(lag, 8).run(4, tuple(before.waiting)) == whole
 
 
 def test_the_next_batch_is_sampled_while_this_one_is_learned():
@@ -91,7 +85,7 @@ def test_an_error_of_the_sampler_ends_the_run():
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_nothing_is_sampled_after_a_push_that_failed_whose_error_it_is_that_is_told(lag):
+def test_nothing_is_sampled_after_a_failed_push_whose_error_is_raised(lag):
     sampled = []
     ahead = Prefetcher(sampled.append, lag=lag, last=9)
     ahead.do(lambda: 1 / 0)
@@ -109,23 +103,20 @@ def test_without_a_lag_the_caller_samples_when_the_pushes_are_done():
     assert ahead.next() == (1, threading.current_thread(), ("push",))
 
 
-@pytest.mark.parametrize(
-    ("platform", "size", "lag", "devices", "processes", "refused"),
-    [
-        ("tpu", 4, 1, 0, 1, "max_lag = 1: .* with engine.devices"), ("tpu", 1, 1, 0, 1, ""), ("tpu", 4, 0, 0, 1, ""),
-        ("cpu", 4, 1, 0, 1, ""), ("cpu", 4, 1, 0, 2, "max_lag = 1: .* with engine.devices"), ("tpu", 4, 1, 2, 1, ""),
-        ("tpu", 4, 1, 2, 2, "max_lag = 1 with engine.devices = 2: 2 processes"), ("tpu", 4, 0, 2, 2, ""),
-    ],
-)  # fmt: skip
-def test_two_threads_with_programs_that_may_wait_for_each_other_are_refused(
-    platform, size, lag, devices, processes, refused, monkeypatch
-):
-    monkeypatch.setattr(fit.distributed, "count", lambda: processes)
-    mesh = SimpleNamespace(size=size, devices=np.array([SimpleNamespace(platform=platform)] * size))
-    choice, rollout = SimpleNamespace(in_trainer=True), SimpleNamespace(max_lag=lag)
-    recipe = SimpleNamespace(chosen_engine=choice, sampler_devices=devices, rollout=rollout)
-    with pytest.raises(UserError, match=refused) if refused else nullcontext():
+def test_two_threads_with_programs_that_may_wait_for_each_other_are_refused(monkeypatch, refused):
+    def check(platform: str, size: int, lag: int, devices: int, processes: int) -> None:
+        monkeypatch.setattr(fit.distributed, "count", lambda: processes)
+        mesh = SimpleNamespace(size=size, devices=np.array([SimpleNamespace(platform=platform)] * size))
+        choice, rollout = SimpleNamespace(in_trainer=True), SimpleNamespace(max_lag=lag)
+        recipe = SimpleNamespace(chosen_engine=choice, sampler_devices=devices, rollout=rollout)
         fit.check_one_at_a_time(recipe, mesh)
+
+    for allowed in (("tpu", 1, 1, 0, 1), ("tpu", 4, 0, 0, 1), ("cpu", 4, 1, 0, 1), ("tpu", 4, 1, 2, 1)):
+        check(*allowed)
+    check("tpu", 4, 0, 2, 2)
+    for case in (("tpu", 4, 1, 0, 1), ("cpu", 4, 1, 0, 2), ("tpu", 4, 1, 2, 2)):
+        with refused("config.rollout.max_lag = 1"):
+            check(*case)
 
 
 @pytest.mark.parametrize(("off_policy", "weight"), [(True, 2.0), (False, 1.0)])
@@ -154,18 +145,13 @@ def test_weights_are_offered_as_the_checkpoint_they_came_from(params, dtype, tmp
     assert not (tmp_path / "offer").exists()
 
 
-def test_weights_of_a_run_that_was_killed_are_removed_by_the_next_one_and_those_of_a_live_one_are_not(tmp_path):
+def test_weights_of_a_killed_run_are_removed_by_the_next_and_no_others(tmp_path):
     killed, foreign, alive, last = (tmp_path / f"jaxrl_llm-{name * 12}" for name in "abcd")
-    script = (
-        "import os, sys; from pathlib import Path; from jaxrl_llm.rollout.vllm.weights import WeightFile; "
-        "offer = WeightFile(Path(sys.argv[1]), 'float32', {}); "
-        "(offer.folder / 'model.safetensors').touch(); "
-        "os.kill(os.getpid(), 9)"
-    )
-    assert subprocess.run([sys.executable, "-c", script, str(killed)]).returncode == -signal.SIGKILL
+    killed.mkdir(mode=0o700)
+    (killed / weights.LOCK).touch()  # the system has released it
+    (killed / weights.WEIGHTS).touch()
     foreign.mkdir()
     (foreign / weights.WEIGHTS).touch()
-    assert (killed / weights.WEIGHTS).exists()
     offers = [weights.WeightFile(folder, np.float32, DENSE) for folder in (alive, last)]
     assert set(tmp_path.iterdir()) == {alive, foreign, last}
     assert (foreign / weights.WEIGHTS).exists()
@@ -174,23 +160,22 @@ def test_weights_of_a_run_that_was_killed_are_removed_by_the_next_one_and_those_
     assert set(tmp_path.iterdir()) == {foreign}
 
 
-def test_weights_that_are_not_finite_or_do_not_fit_are_not_offered(params, tmp_path, monkeypatch):
+def test_weights_that_are_not_finite_or_do_not_fit_are_not_offered(params, tmp_path, monkeypatch, refused):
     offer = weights.WeightFile(tmp_path / "offer", np.float32, DENSE)
-    broken = jax.tree.map(lambda x: x, params)
-    broken["norm"]["scale"] = broken["norm"]["scale"].at[3].set(np.nan)
-    with pytest.raises(UserError, match=r"model\.norm\.weight is not finite"):
+    broken = params | {"norm": params["norm"] | {"scale": params["norm"]["scale"].at[3].set(np.nan)}}
+    with refused("model.norm.weight"):
         offer.write(broken)
-    monkeypatch.setattr(weights.shutil, "disk_usage", lambda _: type("", (), {"free": 1000}))
-    with pytest.raises(UserError, match=r"engine\.weights_dir .* make room"):
+    monkeypatch.setattr(weights.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with refused("config.engine.weights_dir"):
         offer.write(params)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"engine\.weights_dir"):
+    with refused("config.engine.weights_dir"):
         weights.WeightFile(tmp_path / "file" / "offer", np.float32, DENSE)
-    with pytest.raises(UserError, match=r"engine\.push_address = '192\.0\.2\.1'"):
+    with refused("config.engine.push_address = '192.0.2.1'"):
         weights.WeightFile(tmp_path / "offer", np.float32, DENSE, address="192.0.2.1")
 
 
-def test_weights_over_http_are_for_the_bearer_of_the_token_and_nothing_else_is_served(params, tmp_path):
+def test_weights_over_http_are_for_the_bearer_of_the_token_alone(params, tmp_path):
     offer = weights.WeightFile(tmp_path / "offer", np.float32, DENSE, address="127.0.0.1")
     offer.write(params)
     url, token = offer.source["url"], offer.source["token"]
@@ -217,8 +202,7 @@ class Server:
         return self.sampler.sample(*args, **kwargs)
 
 
-@pytest.mark.parametrize("meddle", ["stale", "garbled"])
-def test_the_weight_check_tells_a_push_that_arrived_from_one_that_did_not(meddle: str):
+def test_the_weight_check_tells_a_push_that_arrived_from_one_that_did_not(wording):
     mesh = sharding.make_mesh(data=2, fsdp=1, tensor=1)
     model, params = tiny.model_and_params()
     params = jax.device_put(params, sharding.shardings(params, mesh))
@@ -234,12 +218,11 @@ def test_the_weight_check_tells_a_push_that_arrived_from_one_that_did_not(meddle
     told = check.check(check.ask(), learned)
     assert told["weight_check/gap"] < 1e-4
     assert told.get("weight_check/gap_before", 1.0) > 1e-3
-    more = nudge(0.01, learned)
-    if meddle == "garbled":
-        server.sampler.update_weights(nudge(-0.5, params))
-    words = "still have the weights before" if meddle == "stale" else "have other weights"
-    with pytest.raises(UserError, match=words):
-        check.check(check.ask(), more)
+    for pushed in (learned, nudge(-0.5, params)):  # the weights before, and weights that are garbled
+        server.sampler.update_weights(pushed)
+        with pytest.raises(UserError, match=r"config\.engine\.max_gap") as error:
+            check.check(check.ask(), nudge(0.01, learned))
+        wording(re.sub(r"-?\d[\d.]*(e-\d+)?", "N", str(error.value)))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9])
@@ -279,23 +262,9 @@ def linked(folder: Path) -> None:
 def test_a_weights_folder_that_others_may_write_into_is_refused(make: Callable, tmp_path: Path):
     folder = tmp_path / f"{weights.FOLDER}{'a' * 12}"
     make(folder)
-    with pytest.raises(UserError, match=r"engine\.weights_dir: .*aaaa is there already, is of user .*: remove it"):
+    with pytest.raises(UserError, match=r"config\.engine\.weights_dir"):
         weights.WeightFile(folder, np.float32, DENSE)
-    assert list(folder.iterdir()) == []
-
-
-@pytest.mark.parametrize("make", [open_to_all, of_another])
-def test_what_others_left_beside_the_weights_is_not_touched(make: Callable, tmp_path: Path):
-    folder = tmp_path / f"{weights.FOLDER}{'a' * 12}"
-    make(folder)
-    for name in (weights.LOCK, weights.WEIGHTS):
+    for name in (weights.LOCK, weights.WEIGHTS) if make is not linked else ():
         (folder / name).touch()
     weights.WeightFile(tmp_path / f"{weights.FOLDER}{'b' * 12}", np.float32, DENSE).close()
-    assert {file.name for file in folder.iterdir()} == {weights.LOCK, weights.WEIGHTS}
-
-
-def test_exported_tensors_are_as_long_as_their_shapes_say(params):
-    shapes = names.tensor_shapes(params, DENSE)
-    made = {name: tensor.shape for name, tensor in hf_export.tensors(params, DENSE, np.float32)}
-    assert list(made) == list(shapes)
-    assert made == shapes
+    assert len(list(folder.iterdir())) == 2 * (make is not linked)  # what others left is not touched

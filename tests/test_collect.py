@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,7 +52,7 @@ def marks(whole: Samples) -> list[int]:
     return found
 
 
-def test_groups_without_signal_are_replaced_in_order_by_fresh_ones_that_have_one():
+def test_groups_without_signal_are_replaced_in_order_by_fresh_ones_with_one():
     rounds = {1: sampled(1, [False, True, False, False]), 2: sampled(2, [True, True, True, True])}
     whole, replaced = refilled(sampled(0, [True, False, False, False]), rounds.__getitem__, collate, 3)
     assert marks(whole) == [0, 11, 20, 21]
@@ -60,7 +61,7 @@ def test_groups_without_signal_are_replaced_in_order_by_fresh_ones_that_have_one
     assert not whole.no_signal.any()
 
 
-def test_it_ends_at_the_bound_with_what_it_has_and_draws_nothing_it_does_not_need():
+def test_refilling_ends_at_the_bound_and_draws_nothing_that_it_does_not_need():
     drawn = []
 
     def draw(i: int) -> Samples:
@@ -73,43 +74,35 @@ def test_it_ends_at_the_bound_with_what_it_has_and_draws_nothing_it_does_not_nee
     assert (marks(whole), replaced, drawn) == ([0, 1, 2, 3], 0, [1, 2])
 
 
-def test_completions_that_the_limit_cut_are_left_out_if_asked():
-    cut = np.array([[True, False]] * B)
+def source(truncated: np.ndarray, drawing: Drawing, environments: Any = None) -> SampleSource:
+    """A source of one batch, with an engine whose completions are all zeros."""
 
     def sample(prompts: Prompts, key: object, **_: object) -> Rollouts:
-        mask = np.ones((B, G, C), bool)
-        none = np.zeros((B, G, C), np.int32)
-        return Rollouts(none, mask, mask, none.astype(np.float32), cut, none)
+        mask, zeros = np.ones((B, G, C), bool), np.zeros((B, G, C), np.int32)
+        return Rollouts(zeros, mask, mask, zeros.astype(np.float32), truncated, zeros)
 
+    task = CompletionTask(None, SimpleNamespace(start=lambda grade: grade), environments)
+    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    prompts = iter([sampled(0, [True] * B).prompts])
+    return SampleSource(drawing, SimpleNamespace(sample=sample), prompts, collate, task, mesh, C)
+
+
+def test_completions_that_the_limit_cut_are_left_out_if_asked():
+    cut = np.array([[True, False]] * B)
     for left_out in (False, True):
-        source = SampleSource(
-            Drawing(G, Sampling(), masks_truncated=left_out), SimpleNamespace(sample=sample),
-            iter([sampled(0, [True] * B).prompts]), None,
-            CompletionTask(None, SimpleNamespace(start=lambda grade: grade)), None, C,
-        )  # fmt: skip
-        whole = source.sample(jax.random.key(0))
+        whole = source(cut, Drawing(G, Sampling(), masks_truncated=left_out)).sample(jax.random.key(0))
         assert whole.rollouts.completion_mask.all()
         np.testing.assert_array_equal(whole.trained[..., 0], ~(cut & left_out))
 
 
-def test_what_environments_of_another_process_alone_measured_is_0_here_in_rewards_and_checkpoints(monkeypatch):
+def test_metrics_of_environments_of_another_process_alone_are_0_here(monkeypatch):
     """Otherwise the trees that the processes save would differ, and so would the columns of their rewards."""
     monkeypatch.setattr(distributed, "exchange", lambda own, channel: [own, ["sold", "turns"]])
-    mask, one = np.ones((B, G, C), bool), np.ones((B, G), np.float32)
-
-    def sample(prompts: Prompts, key: object, **_: object) -> Rollouts:
-        none = np.zeros((B, G, C), np.int32)
-        return Rollouts(none, mask, mask, none.astype(np.float32), one > 1, none)
-
+    one = np.ones((B, G), np.float32)
     batch = SimpleNamespace(truncated=one > 1, metrics=lambda: {"turns": one, "bought": one})
     environments = SimpleNamespace(begin=lambda rows, group: batch)
-    source = SampleSource(
-        Drawing(G, Sampling(), greedy=True), SimpleNamespace(sample=sample),
-        iter([sampled(0, [True] * B).prompts]), collate,
-        CompletionTask(None, SimpleNamespace(start=lambda grade: grade), environments),
-        sharding.make_mesh(data=1, fsdp=1, tensor=1), C,
-    )  # fmt: skip
-    kept = sharding.to_host(source.to_checkpoint(source.sample(jax.random.key(0))))
+    made = source(one > 1, Drawing(G, Sampling(), greedy=True), environments)
+    kept = sharding.to_host(made.to_checkpoint(made.sample(jax.random.key(0))))
     for rollouts in (kept["rollouts"], kept["greedy"]):
         assert {name: x.mean() for name, x in rollouts.episodes.items()} == {"bought": 1, "sold": 0, "turns": 1}
     assert per_episode(kept["rollouts"])[0][0] == {"bought": 1, "sold": 0, "turns": 1}

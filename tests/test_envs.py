@@ -36,23 +36,14 @@ def test_a_calculator_computes(expression, result):
 @pytest.mark.parametrize(
     "expression",
     [
-        "1/0",
-        "9**9**9",
-        "(-1)**0.5",
-        "__import__('os')",
-        "x+1",
-        "2+",
-        "True+1",
-        "1" + "+1" * 200,
-        "(" * 150,
-        "'a'*9",
+        "1/0", "9**9**9", "(-1)**0.5", "__import__('os')", "x+1", "2+", "True+1", "1" + "+1" * 200, "(" * 150, "'a'*9",
         "",
     ],
-)
+)  # fmt: skip
 def test_what_a_calculator_cannot_compute_is_an_observation_and_takes_no_time(expression):
-    began = time.perf_counter()
+    began = time.process_time()
     assert said(expression).startswith("<result>error: ")
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
 
 
 def test_a_turn_without_an_expression_ends_the_episode():
@@ -73,9 +64,8 @@ def test_a_number_game_says_higher_and_lower_until_the_number_is_found():
 def test_a_number_game_ends_after_its_guesses_and_not_after_a_turn_without_one():
     game = NumberGame(most_guesses=2)
     game.reset({"answer": 3})
-    assert [game.step(text).done for text in ("hm", "<guess>1</guess>", "hm", "<guess>2</guess>")] == [False] * 3 + [
-        True
-    ]
+    ends = [game.step(text).done for text in ("hm", "<guess>1</guess>", "hm", "<guess>2</guess>")]
+    assert ends == [False, False, False, True]
 
 
 class Corridor:
@@ -99,8 +89,8 @@ def test_a_game_with_the_interface_of_gymnasium_is_an_environment():
     assert replies[-1].done
 
 
-def test_a_game_that_is_not_there_is_refused():
-    with pytest.raises(UserError, match=r"config.env.make = 'tests.test_envs.Maze'"):
+def test_a_game_that_is_not_there_is_refused(refused):
+    with refused("config.env.make = 'tests.test_envs.Maze'"):
         Gym(make="tests.test_envs.Maze", stop="\n", seed_column="seed")
 
 
@@ -134,11 +124,11 @@ WRONG = {
 @pytest.mark.filterwarnings("ignore:an environment failed")
 @pytest.mark.parametrize("timeout", [0.0, 5.0])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_whatever_a_step_does_no_run_ends_by_it(wrong, timeout):
+def test_whatever_a_step_does_no_run_ends_by_it(wrong, timeout, wording):
     batch = answers(WRONG[wrong], timeout=timeout)
     said = batch.answer(0, [40, 41]).result()
     assert batch.metrics()["errors"].tolist() == [[1.0]]
-    assert "The environment failed" in batch._pool.tokenizer.decode(said)
+    wording(batch._pool.tokenizer.decode(said))
 
 
 def test_half_of_a_character_in_an_observation_ends_no_run():
@@ -151,17 +141,21 @@ def test_an_empty_observation_ends_no_episode():
     assert (batch.answer(0, [40]).result(), batch.answer(1, [40]).result()) == ([], None)
 
 
-def test_a_row_that_an_environment_does_not_take_is_told_in_one_line_before_a_run():
+def test_rows_and_environments_that_cannot_be_used_are_refused_before_a_run():
     pool = EnvironmentPool(tokenizer(), Answers, **LIMITS)
-    with pytest.raises(UserError, match=r"config.env: Answers.reset does not take a row \(there is x\): KeyError"):
-        pool.check([{"x": 1}])
-    with pytest.raises(UserError, match=r"Answers\.reset"):
-        pool.begin([{"x": 1}], 2)
+    unused = {"Answers.reset": lambda: pool.check([{"x": 1}]), "KeyError": lambda: pool.begin([{"x": 1}], 2)}
+    unused["ZeroDivisionError"] = lambda: EnvironmentPool(tokenizer(), lambda: 1 / 0, **LIMITS)
+    for reason, use in unused.items():
+        with pytest.raises(UserError, match=rf"^config\.env\b[^\n]*{reason}[^\n]*$"):
+            use()
 
 
-def test_an_environment_that_cannot_be_made_is_told_in_one_line():
-    with pytest.raises(UserError, match=r"config.env cannot be made: ZeroDivisionError"):
-        EnvironmentPool(tokenizer(), lambda: 1 / 0, **LIMITS)
+def settled(limit: TimeLimit) -> bool:
+    """Waits until all late calls have returned."""
+    end = time.monotonic() + 10
+    while limit.late() and time.monotonic() < end:
+        time.sleep(0.01)
+    return limit.late() == 0
 
 
 def test_a_step_that_computes_without_end_ends_after_its_time():
@@ -169,14 +163,11 @@ def test_a_step_that_computes_without_end_ends_after_its_time():
         while True:
             pass
 
-    limit = TimeLimit(0.1)
-    for _ in range(3):
+    limit = TimeLimit(0.05)
+    for _ in range(2):
         with pytest.raises(TimeoutError):
             limit.call(forever)
-    end = time.monotonic() + 10
-    while limit.late() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert limit.late() == 0
+    assert settled(limit)
 
 
 def test_steps_that_wait_without_end_keep_few_threads(monkeypatch):
@@ -185,10 +176,7 @@ def test_steps_that_wait_without_end_keep_few_threads(monkeypatch):
     for _ in range(3):
         with pytest.raises(TimeoutError):
             limit.call(wait.wait)
-    with pytest.warns(UserWarning, match="3 steps of environments have not returned"), pytest.raises(TimeoutError):
+    with pytest.warns(UserWarning, match="3 "), pytest.raises(TimeoutError):
         limit.call(lambda: 1)
     wait.set()
-    end = time.monotonic() + 10
-    while limit.late() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert limit.call(lambda: 1) == 1
+    assert settled(limit) and limit.call(lambda: 1) == 1

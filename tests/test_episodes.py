@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,12 +20,10 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.build import build
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, new_model
 from jaxrl_llm.rollout.environments import EnvironmentPool
-from jaxrl_llm.rollout.episodes import Episodes
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.samples import CompletionTask
 from jaxrl_llm.selftest import self_test
@@ -122,16 +121,14 @@ def trainer_logprobs(rollouts, temperature: float) -> np.ndarray:
     return np.asarray(program(params, sharding.shard_batch(batch, mesh)))
 
 
-def test_an_episode_has_turns_of_the_policy_and_observations_that_are_not_trained_on():
+def test_an_episode_has_turns_and_observations_that_are_not_trained_on():
     rollouts = episodes(sampler())
     _, _, tokenizer = parts()
     turns = data.decode_turns(tokenizer, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
     several = [one for group in turns for one in group if len(one) > 1]
     assert len(several) > 10
     for one in several:
-        assert [turn["role"] for turn in one] == ["assistant", "environment"] * (len(one) // 2) + ["assistant"] * (
-            len(one) % 2
-        )
+        assert [turn["role"] for turn in one] == (["assistant", "environment"] * len(one))[: len(one)]
         for turn in one[1::2]:
             assert turn["content"].isdigit()
     observed = rollouts.completion_mask & ~rollouts.loss_mask
@@ -141,47 +138,27 @@ def test_an_episode_has_turns_of_the_policy_and_observations_that_are_not_traine
     np.testing.assert_array_equal(rollouts.episodes["asked"], rollouts.episodes["turns"])
 
 
-def test_the_kept_cache_gives_the_log_probabilities_of_a_pass_over_the_whole_episode():
-    rollouts = episodes(sampler(), length=9)
-    trained = rollouts.loss_mask
-    np.testing.assert_allclose(trainer_logprobs(rollouts, 1.5)[trained], rollouts.logprobs[trained], 1e-6, 5e-5)
-
-
-def test_an_environment_that_says_nothing_ends_no_episode():
-    rollouts = episodes(sampler(), length=0)
-    silent = rollouts.episodes["silent"] > 0
-    assert silent.sum() > 10
-    going_on = rollouts.episodes["turns"] > 1
-    assert (going_on | rollouts.truncated)[silent].all()
-    trained = rollouts.loss_mask
-    np.testing.assert_allclose(trainer_logprobs(rollouts, 1.5)[trained], rollouts.logprobs[trained], 1e-6, 1e-5)
-
-
-def test_long_observations_go_into_the_cache_in_chunks(monkeypatch):
-    for module in ("stream", "layout", "sizes"):
-        monkeypatch.setattr(f"jaxrl_llm.rollout.jax.{module}.CHUNKS", (4, 6))
-    rollouts = episodes(sampler(length=60), length=25)
-    lengths = (rollouts.completion_mask & ~rollouts.loss_mask).sum(axis=-1)
-    assert lengths.max() > 20
-    trained = rollouts.loss_mask
-    np.testing.assert_allclose(trainer_logprobs(rollouts, 1.5)[trained], rollouts.logprobs[trained], 1e-6, 2e-5)
+@pytest.mark.parametrize("length", [0, 9])
+def test_the_kept_cache_gives_the_log_probabilities_of_one_pass(length):
+    """Also where an environment says nothing, which ends no episode."""
+    rollouts = episodes(sampler(), length=length)
+    trained, scored = rollouts.loss_mask, trainer_logprobs(rollouts, 1.5)
+    np.testing.assert_allclose(scored[trained], rollouts.logprobs[trained], 1e-5, 5e-5)
+    if not length:
+        silent = rollouts.episodes["silent"] > 0
+        assert silent.sum() > 10
+        assert ((rollouts.episodes["turns"] > 1) | rollouts.truncated)[silent].all()
 
 
 def test_the_time_that_tools_take_changes_no_number():
     same(episodes(sampler()), episodes(sampler(), delay=0.004))
 
 
-@pytest.mark.parametrize("max_sequences", [0, 16])
-def test_eight_devices_and_batches_in_parts_sample_the_same_episodes(max_sequences):
-    one, other = episodes(sampler()), episodes(sampler(EIGHT, max_sequences=max_sequences))
+def test_eight_devices_and_batches_in_parts_sample_the_same_episodes():
+    one, other = episodes(sampler()), episodes(sampler(EIGHT, max_sequences=16))
     np.testing.assert_array_equal(one.completions, other.completions)
     np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
     np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
-
-
-def test_greedy_episodes_are_the_same_for_all_of_a_group():
-    rollouts = episodes(sampler(), temperature=0.0)
-    assert np.all(rollouts.completions == rollouts.completions[:, :1])
 
 
 def test_an_episode_that_meets_a_limit_is_truncated():
@@ -192,9 +169,9 @@ def test_an_episode_that_meets_a_limit_is_truncated():
     most = episodes(engine, turns=9, limits=LIMITS | dict(most=2))
     assert most.truncated[most.episodes["turns"] == 2].all()
     assert (most.episodes["turns"] == 2).any()
-    whole = episodes(sampler(length=14), turns=9)
-    assert whole.truncated.any()
-    assert (whole.completion_mask.sum(axis=-1) <= 14).all()
+    whole = episodes(engine, turns=40, limits=LIMITS | dict(most=40))
+    # The policy needs room for a token: an observation that fills an episode is not in it.
+    assert whole.truncated.any() and (whole.completion_mask.sum(axis=-1) > 35).any()
     short = episodes(engine, length=9, limits=LIMITS | dict(observation_tokens=2))
     assert short.truncated.any()
     assert not episodes(engine, limits=LIMITS | dict(tokens=40)).truncated.all()
@@ -208,10 +185,8 @@ def longest_turns(rollouts) -> list[int]:
 
 @pytest.mark.parametrize("fails", ["raises", "hangs"])
 def test_a_tool_that_fails_or_hangs_is_counted_and_ends_no_run(fails):
-    began = time.perf_counter()
-    rollouts = episodes(sampler(), group=1, fails=fails, limits=LIMITS | dict(timeout=0.2, workers=4))
-    assert rollouts.episodes["errors"].sum() >= 8
-    assert time.perf_counter() - began < 60
+    rollouts = episodes(sampler(), fails=fails, limits=LIMITS | dict(timeout=0.05, workers=32))
+    assert rollouts.episodes["errors"].sum() >= 32
     if fails == "hangs":
         assert rollouts.truncated.all()
 
@@ -239,6 +214,11 @@ def config_with_turns(**changes: Any) -> Any:
     return config
 
 
+# Groups are replaced in the thread that samples ahead, for which rewards need a process.
+RESAMPLED = {"rollout.max_lag": 1, "rollout.resample_rounds": 1, "reward.timeout": 60.0}
+RESAMPLED |= {"reward.functions": ("arithmetic.thought",)}
+
+
 def digits(completions: list, turns: list, **_: object) -> list[float]:
     """Pays for digits that the policy wrote itself."""
     return [
@@ -252,42 +232,35 @@ def records(workdir: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"rollout.max_lag": 1}, {"rollout.resample_rounds": 1}])
-def test_a_run_with_an_environment_trains_evaluates_and_resumes_bit_for_bit(changes, tmp_path):
-    for _ in steps(config_with_turns(**changes), tmp_path / "whole"):
+def test_a_run_with_an_environment_trains_evaluates_and_resumes_bit_for_bit(tmp_path):
+    config = config_with_turns(**RESAMPLED)
+    for _ in steps(config, tmp_path / "whole"):
         pass
-    run = steps(config_with_turns(**changes), tmp_path / "parts")
-    for record in run:
-        if record["step"] == 2:
-            break
-    run.close()
-    for _ in steps(config_with_turns(**changes), tmp_path / "parts"):
+    with closing(steps(config, tmp_path / "parts")) as run:
+        next(record for record in run if record["step"] == 2)
+    for _ in steps(config, tmp_path / "parts"):
         pass
     whole = records(tmp_path / "whole")
     assert whole == records(tmp_path / "parts")
-    assert whole[-1]["episode/turns"] > 1
-    assert whole[-1]["episode/environment_tokens"] > 0
-    assert "eval/accuracy" in whole[-1]
-    if changes:
-        assert whole[-1].get("rollout/lag") or "groups/replaced" in whole[-1]
-    else:
-        assert whole[-1]["sampler/gap_max"] < 1e-4
-    (line,) = (json.loads(one) for one in (tmp_path / "whole" / "completions.jsonl").read_text().splitlines()[-1:])
+    last = whole[-1]
+    assert last["episode/turns"] > 1 and last["episode/environment_tokens"] > 0 and last["rollout/lag"]
+    assert {"eval/accuracy", "groups/replaced"} <= {*last}
+    line = json.loads((tmp_path / "whole" / "completions.jsonl").read_text().splitlines()[-1])
     assert {turn["role"] for one in line["turns"] for turn in one} == {"assistant", "environment"}
     assert [len(one) for one in (line["turns"], line["completions"], line["rewards"])] == [4, 4, 4]
 
 
-def test_a_turn_longer_than_an_episode_is_refused():
+@pytest.mark.parametrize(
+    ("section", "value", "field"),
+    [
+        ("turns", LIMITS | dict(tokens=33), "config.turns.tokens"),
+        ("env", dict(name="tests.test_episodes.Echo", speed=2), "config.env.speed"),
+    ],
+)
+def test_turns_and_arguments_of_environments_are_refused(section, value, field, refused):
     config = config_with_turns()
-    config.turns.tokens = 33
-    with pytest.raises(UserError, match=r"config.turns.tokens = 33"):
-        recipes.read(config)
-
-
-def test_an_argument_that_an_environment_does_not_take_is_refused():
-    config = config_with_turns()
-    config.env = type(config)(dict(name="tests.test_episodes.Echo", speed=2))
-    with pytest.raises(UserError, match=r"config.env.speed is not an argument"):
+    config[section] = type(config)(value)
+    with refused(field):
         recipes.read(config)
 
 
@@ -364,19 +337,18 @@ class Recorded:
         return answer
 
 
-def test_the_ids_of_a_thousand_episodes_are_those_that_were_sampled_and_never_encoded_again(tmp_path):
-    rows = encyclopedia.train()[:125]
+def test_the_ids_of_episodes_are_those_that_were_sampled_never_encoded_again(tmp_path):
+    rows = encyclopedia.train()[:50]
     sizes = dict.fromkeys(new_model.SIZES, 32) | {"num_hidden_layers": 1, "num_attention_heads": 2}
     new_model.write_folder(tmp_path, sizes | {"num_key_value_heads": 1, "vocabulary": 128}, rows, "answer")
     mesh, tokenizer = mesh_of(ONE), hf.load_tokenizer(tmp_path)
     model = hf.load_model(tmp_path, mesh)
-    params = jax.jit(model.init)(jax.random.key(0))
     pad = tokenizer.pad_token_id
     stops = (tokenizer.eos_token_id, *range(20, 34))  # so many that a turn of a random model is short
     engine = Sampler(model, mesh, max_completion_tokens=64, stop_ids=stops, pad_id=pad, observation_tokens=64)
-    engine.update_weights(params, 1)
+    engine.update_weights(jax.jit(model.init)(jax.random.key(0)), 1)
     dataset = data.tokenize(rows, tokenizer, max_prompt_tokens=64, overlong="error")
-    asked = data.make_prompts(dataset, range(125), pad)
+    asked = data.make_prompts(dataset, range(50), pad)
     pool = EnvironmentPool(tokenizer, Rambler, **LIMITS | {"tokens": 16})
     recorded = Recorded(pool.begin(asked.rows, 8))
     rollouts = engine.sample(
@@ -400,59 +372,17 @@ def test_the_ids_of_a_thousand_episodes_are_those_that_were_sampled_and_never_en
         assert own[at:real].all()  # a last turn that no environment answered
         text = tokenizer.decode(tokens[:real])
         again += tokenizer(text, add_special_tokens=False)["input_ids"] != tokens[:real].tolist()
-    assert len(recorded.ids) > 800  # the others end before an environment is asked
-    assert again > 200
-
-    batch = Batch(
-        asked.tokens, asked.mask, rollouts.completions, rollouts.completion_mask, rollouts.loss_mask,
-        sampler_logprobs=rollouts.logprobs,
-    )  # fmt: skip
-    program = make_logprob_fn(model, Sampling(), mesh, microbatch=0)
-    found = np.asarray(program(params, sharding.shard_batch(batch, mesh)))
-    np.testing.assert_allclose(rollouts.logprobs[rollouts.loss_mask], found[rollouts.loss_mask], atol=1e-5)
+    assert len(recorded.ids) > 320  # the others end before an environment is asked
+    assert again > 80
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [{"microbatch": 2, "mesh.data": 2, "mesh.fsdp": 1}, {"model.row_parts": 2}, {"mesh.data": 2, "mesh.fsdp": 4}],
-)
-def test_micro_batches_parts_and_devices_give_the_same_gradient_of_episodes(changes, tmp_path):
+def test_micro_batches_parts_and_devices_give_the_same_gradient_of_episodes(tmp_path):
     def after(name: str, **more: Any) -> dict:
         config = config_with_turns(**{"num_steps": 2, "mesh.fsdp": 1, "eval": None, **more})
-        for _ in steps(config, tmp_path / name):
-            pass
-        return records(tmp_path / name)[-1]
+        return list(steps(config, tmp_path / name))[-1]
 
+    changes = {"microbatch": 4, "model.row_parts": 2, "mesh.data": 2, "mesh.fsdp": 2}
     one, other = after("one"), after("other", **changes)
     for name in ("loss/total", "grad_norm", "entropy", "kl/ref", "reward/mean"):
         np.testing.assert_allclose(one[name], other[name], rtol=2e-4, atol=1e-7, err_msg=name)
-
-
-@pytest.mark.slow
-def test_without_the_mask_of_observations_the_numbers_of_the_loss_show_it(monkeypatch, tmp_path):
-    def first(name: str) -> dict:
-        config = load(ROOT / "configs" / "search_grpo.py")
-        config.update_from_flattened_dict({
-            "num_steps": 1, "optim.warmup_steps": 0, "prompts_per_step": 8, "prompts_per_update": 8, "eval": None,
-            "checkpoint.keep_best": 0, "log.to": (), "reward.timeout": 0.0, "health.self_test": False,
-            "mesh.fsdp": 1,
-        })  # fmt: skip
-        (record,) = (record for record in steps(config, tmp_path / name) if record["step"])
-        return record
-
-    masked = first("masked")
-    monkeypatch.setattr(Episodes, "rollouts", lambda *given: unmasked(original(*given)))
-    trained = first("unmasked")
-    assert masked["sampler/gap_max"] < 1e-4
-    assert trained["sampler/gap_max"] > 1  # no engine sampled these tokens
-    assert trained["loss/total"] != pytest.approx(masked["loss/total"], rel=0.5)
-    assert trained["entropy"] > 1.5 * masked["entropy"]
-    assert trained["episode/environment_tokens"] == 0 < masked["episode/environment_tokens"]
-
-
-original = Episodes.rollouts
-
-
-def unmasked(rollouts: Any) -> Any:
-    return replace(rollouts, loss_mask=rollouts.completion_mask)

@@ -37,37 +37,41 @@ def paged(own, lengths, order, count, dtype="float32"):
     return Pages(jnp.asarray(keys, dtype), jnp.asarray(values, dtype)), jnp.asarray(table, jnp.int32)
 
 
-def reading(table, lengths, page, window):
-    """Readers of pages and prompts, and what is hidden in both."""
+def reading(table, lengths, pages, window):
+    """What is hidden in pages and prompts, and their readers."""
+    table, lengths, page = np.asarray(table), np.asarray(lengths), pages.keys.shape[3]
     count = int(table.max())
     rows, groups = len(lengths), len(lengths) // G
     owner, start = np.zeros(count, int), np.zeros(count, int)
     for (row, j), at in np.ndenumerate(table):
         if at < count:
             owner[at], start[at] = row, j * page
-    place, length = start[:, None] + np.arange(page), np.asarray(lengths)[owner][:, None]
+    place, length = start[:, None] + np.arange(page), lengths[owner][:, None]
     hide = (place >= length) | (place < length - window if window else False)
     # The last token's place in the text is PROMPT + length - 1.
-    first_seen = PROMPT + np.asarray(lengths).reshape(groups, G, 1) - (window or 9999)
-    hidden = (jnp.where(x, HIDDEN, 0.0) for x in (hide[:, None], np.arange(PROMPT) < first_seen))
-    return Readers(table, owner, np.arange(rows).reshape(groups, G), np.arange(rows)), tuple(hidden)
+    first_seen = PROMPT + lengths.reshape(groups, G, 1) - (window or 9999)
+    hidden = (np.where(x, HIDDEN, 0.0).astype(np.float32) for x in (hide[:, None], np.arange(PROMPT) < first_seen))
+    return tuple(hidden), Readers(table, owner, np.arange(rows).reshape(groups, G), np.arange(rows))
 
 
 def attend_plain(query, pages, prompt, table, lengths, window=0, soft_cap=0.0):
     """[K, S, R, h] of query [K, S, R, h], by the form that a CPU uses."""
-    readers, hidden = reading(table, lengths, pages.keys.shape[3], window)
-    numbers = dict(soft_cap=soft_cap, precision=jax.lax.Precision.HIGHEST)
-    return attend(query[:, :, None], prompt, pages, hidden, readers, **numbers)[:, :, 0]
+    plain = partial(attend, soft_cap=soft_cap, precision=jax.lax.Precision.HIGHEST)
+    return jax.jit(plain)(query[:, :, None], prompt, pages, *reading(table, lengths, pages, window))[:, :, 0]
 
 
 def attend_with(kernel, query, pages, prompt, table, lengths, window=0, soft_cap=0.0):
     """The same by a kernel, joined with the prompt."""
-    readers, hidden = reading(table, lengths, pages.keys.shape[3], window)
-    numbers = dict(soft_cap=soft_cap, precision=jax.lax.Precision.HIGHEST)
-    to_prompts = attend_prompts(query[:, :, None], prompt, hidden[1], readers, **numbers)
-    own = jax.jit(partial(kernel.attend_own, window=window, soft_cap=soft_cap, interpret=True))
-    to_pages = jax.tree.map(lambda x: x[:, :, None], own(query, pages, table, jnp.asarray(lengths, jnp.int32)))
-    return join(to_prompts, to_pages)[:, :, 0]
+    hidden, readers = reading(table, lengths, pages, window)
+
+    @jax.jit
+    def joined():
+        prompts = partial(attend_prompts, soft_cap=soft_cap, precision=jax.lax.Precision.HIGHEST)
+        own = kernel.attend_own(query, pages, table, lengths, window=window, soft_cap=soft_cap, interpret=True)
+        to_prompts = prompts(query[:, :, None], prompt, hidden[1], readers)
+        return join(to_prompts, jax.tree.map(lambda x: x[:, :, None], own))[:, :, 0]
+
+    return joined()
 
 
 def dense(query, own, prompt, window, soft_cap):
@@ -111,14 +115,10 @@ def shuffled(rows, n, count, seed=0):
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (10, 0.0), (3, 2.0)])
 def test_attention_by_pages_is_one_softmax_over_the_prompt_and_the_own_tokens(window, soft_cap):
-    found = with_prompts(*text(), shuffled(len(LENGTHS), N, 20), 20, window, soft_cap)
-    np.testing.assert_allclose(found, dense(*text(), window, soft_cap), atol=2e-6)
-
-
-def test_where_the_pages_are_changes_no_bit():
-    in_order = np.arange(len(LENGTHS) * N).reshape(-1, N)
-    found = [with_prompts(*text(), order, 20) for order in (in_order, shuffled(len(LENGTHS), N, 20))]
-    np.testing.assert_array_equal(*found)
+    orders = np.arange(len(LENGTHS) * N).reshape(-1, N), shuffled(len(LENGTHS), N, 20)
+    found, other = (with_prompts(*text(), order, 20, window, soft_cap) for order in orders)
+    np.testing.assert_allclose(found, dense(*text(), window, soft_cap), atol=1e-5)
+    np.testing.assert_array_equal(found, other)  # where the pages are changes no bit
 
 
 def decoding(r, h, size, n, dtype, lengths):
@@ -132,7 +132,7 @@ def decoding(r, h, size, n, dtype, lengths):
 @KERNELS
 @pytest.mark.parametrize(
     ("r", "h", "size", "n", "window", "soft_cap", "dtype"),
-    [(7, 64, 64, 3, 0, 0.0, "bfloat16"), (1, 128, 16, 20, 70, 0.0, "float32"), (8, 64, 128, 2, 100, 2.0, "float32")],
+    [(7, 64, 64, 3, 0, 0.0, "bfloat16"), (8, 128, 16, 20, 70, 2.0, "float32")],
 )
 def test_a_kernel_computes_what_the_plain_form_computes(kernel, r, h, size, n, window, soft_cap, dtype):
     lengths = np.array([n * size, 1, size, size + 1])
@@ -140,42 +140,42 @@ def test_a_kernel_computes_what_the_plain_form_computes(kernel, r, h, size, n, w
     query, pages, table, lengths = step
     prompt = page_of([draw(K, len(lengths) // G, PROMPT, h, seed=i) for i in (3, 4)], dtype)
     rest = pages, prompt, table, lengths, window, soft_cap
-    atol = 1e-2 if dtype == "bfloat16" else 2e-6
-    np.testing.assert_allclose(attend_with(kernel, query, *rest), attend_plain(query, *rest), atol=atol, rtol=1e-5)
+    atol = 1e-2 if dtype == "bfloat16" else 1e-5
+    np.testing.assert_allclose(attend_with(kernel, query, *rest), attend_plain(query, *rest), atol=atol)
 
 
 def in_int8(pages):
     """Pages in int8, and floats of the same numbers."""
-    tokens = KeyValue(jnp.swapaxes(pages.keys, 2, 3), pages.values)
-    whole = Pages.empty(pages.keys.shape[:2], pages.keys.shape[3], pages.keys.shape[2], "int8").of_tokens(tokens)
+    tokens = KeyValue(np.swapaxes(pages.keys, 2, 3), np.asarray(pages.values))
+    empty = Pages.empty(pages.keys.shape[:2], pages.keys.shape[3], pages.keys.shape[2], "int8")
+    whole = jax.tree.map(np.asarray, jax.jit(empty.of_tokens)(tokens))
     keys, values = whole.keys * whole.key_scale[:, :, None], whole.values * whole.value_scale[..., None]
-    for exact, rounded, scale in zip(tokens, (jnp.swapaxes(keys, 2, 3), values), whole[2:], strict=True):
+    for exact, rounded, scale in zip(tokens, (np.swapaxes(keys, 2, 3), values), whole[2:], strict=True):
         # To the nearest step, of which the largest number of a token has 127.
-        np.testing.assert_allclose(scale, np.abs(exact).max(axis=-1) / 127, rtol=1e-6)
+        np.testing.assert_allclose(scale, np.abs(exact).max(axis=-1) / 127, rtol=1e-5)
         assert np.all(np.abs(rounded - exact) <= 0.501 * scale[..., None])
     return whole, Pages(keys, values)
 
 
 @pytest.mark.parametrize("kernel", [None, paged_attention_gpu], ids=["plain", "gpu"])
-@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (20, 2.0)])
-def test_pages_in_int8_are_read_as_the_numbers_that_they_stand_for(kernel, window, soft_cap):
+def test_pages_in_int8_are_read_as_the_numbers_that_they_stand_for(kernel):
     query, pages, table, lengths = decoding(3, 64, 16, 3, "float32", np.array([48, 1, 16, 17]))
     prompt = page_of([draw(K, len(lengths) // G, PROMPT, 64, seed=i) for i in (3, 4)])
     (whole, floats), (prompts, prompt_floats) = in_int8(pages), in_int8(prompt)
     run = partial(attend_with, kernel) if kernel else attend_plain
-    found = run(query, whole, prompts, table, lengths, window, soft_cap)
-    expected = attend_plain(query, floats, prompt_floats, table, lengths, window, soft_cap)
-    np.testing.assert_allclose(found, expected, atol=3e-6)
+    found = run(query, whole, prompts, table, lengths, 20, 2.0)
+    expected = attend_plain(query, floats, prompt_floats, table, lengths, 20, 2.0)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_tokens_that_are_written_one_by_one_are_rounded_as_all_together():
-    pages = in_int8(Pages(jnp.asarray(draw(K, 3, H, PAGE)), jnp.asarray(draw(K, 3, PAGE, H, seed=1))))
-    whole, floats = pages
+    whole, floats = in_int8(Pages(draw(K, 3, H, PAGE), draw(K, 3, PAGE, H, seed=1)))
     written = Pages.empty((K, 3), PAGE, H, "int8")
+    write = jax.jit(lambda pages, place, new: pages.write(np.arange(3)[:, None], place, new))
     for place in range(PAGE):
-        now = KeyValue(jnp.swapaxes(floats.keys, 2, 3)[:, :, [place]], floats.values[:, :, [place]])
-        written = written.write(jnp.arange(3)[:, None], jnp.full((3, 1), place), now)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), written, whole)
+        new = KeyValue(np.swapaxes(floats.keys, 2, 3)[:, :, [place]], floats.values[:, :, [place]])
+        written = write(written, np.full((3, 1), place), new)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), written, whole)
 
 
 @KERNELS
@@ -185,15 +185,16 @@ def test_a_kernels_row_depends_on_its_own_tokens_alone(kernel):
     found = attend(query, pages, table, length)
     assert np.all(found.total[:, 1] == 0) and np.all(found.top[:, 1] == HIDDEN) and np.all(found.out[:, 1] == 0)
     # Other rows, in another number and order, and other tokens in all pages that row 0 does not see.
-    seen = np.isin(np.arange(pages.keys.shape[1]), table[0, 2:])
-    other = jax.tree.map(lambda x: jnp.where(seen[None, :, None, None], x, 7.0), pages)
-    alone = attend(query[:, [2, 0]], other, table[jnp.array([2, 0])], length[jnp.array([2, 0])])
+    query, table, length = map(np.asarray, (query, table, length))
+    seen = np.isin(np.arange(pages.keys.shape[1]), table[0, 2:])[None, :, None, None]
+    other = Pages(*(np.where(seen, x, np.float32(7)) for x in pages[:2]))
+    alone = attend(query[:, [2, 0]], other, table[[2, 0]], length[[2, 0]])
     for one, two in zip(found, alone, strict=True):
         np.testing.assert_array_equal(one[:, 0], two[:, 1])
 
 
 @pytest.mark.parametrize(("h", "size", "dtype"), [(64, 128, "bfloat16"), (128, 16, "float32")])
-def test_the_kernel_for_a_tpu_writes_a_token_of_each_sequence_and_nothing_out_of_range(h, size, dtype):
+def test_the_kernel_for_a_tpu_writes_a_token_of_each_sequence_in_range(h, size, dtype):
     count = 9
     pages = Pages(*(jnp.asarray(draw(K, count, *last), dtype) for last in ((h, size), (size, h))))
     page, offset = jnp.array([3, count, 0, 7, count]), jnp.array([5, 0, size - 1, 0, 2])

@@ -6,6 +6,7 @@ import base64
 import io
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +20,6 @@ from test_vision import Loaded, load, scored
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import image_layout
 from jaxrl_llm.data.images import ImageFormat
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
 from jaxrl_llm.learner.microbatches import Microbatch, over
 from jaxrl_llm.learner.packing import pack, packed_shapes
@@ -39,85 +39,77 @@ def loaded(request) -> Loaded:
     return load(request.param)
 
 
-def prompts_of(loaded: Loaded, count: int = 0) -> Prompts:
-    prompt = loaded.prompt("left", count)
+def prompts_of(loaded: Loaded) -> Prompts:
+    prompt = loaded.prompt("left")
     numbers = np.arange(len(prompt.tokens), dtype=np.int32)
     return Prompts(prompt.tokens, prompt.mask, [{}] * len(numbers), numbers, images=prompt.images)
 
 
-def sample(loaded: Loaded, shape=(1, 1, 1), group: int = GROUP, prompts: Prompts | None = None, **bounds) -> Rollouts:
+def sampler(folder: Path, shape=(1, 1, 1), **bounds) -> Sampler:
     mesh = tiny.mesh_of(shape)
-    model = hf.load_model(loaded.folder, mesh)
-    sampler = Sampler(model, mesh, max_completion_tokens=LENGTH, stop_ids=(3,), pad_id=0, **bounds)
-    sampler.update_weights(hf.load_params(loaded.folder, model, mesh))
+    model = hf.load_model(folder, mesh)
+    made = Sampler(model, mesh, max_completion_tokens=LENGTH, stop_ids=(3,), pad_id=0, **bounds)
+    made.update_weights(hf.load_params(folder, model, mesh))
+    return made
+
+
+unbounded = cache(sampler)
+
+
+def sample(engine: Sampler, prompts: Prompts, group: int = GROUP) -> Rollouts:
     sampling = Sampling() if group > 1 else Sampling(temperature=0)
-    return sampler.sample(prompts or prompts_of(loaded), jax.random.key(0), group_size=group, sampling=sampling)
+    return engine.sample(prompts, jax.random.key(0), group_size=group, sampling=sampling)
 
 
 @cache
 def sampled(name: str) -> Rollouts:
-    return sample(load(name))
+    loaded = load(name)
+    return sample(unbounded(loaded.folder), prompts_of(loaded))
 
 
-def batch_of(loaded: Loaded, rollouts: Rollouts, count: int = 0) -> Batch:
-    prompts = prompts_of(loaded, count)
+def batch_of(loaded: Loaded, rollouts: Rollouts) -> Batch:
+    prompts = prompts_of(loaded)
     completions = rollouts.completions, rollouts.completion_mask, rollouts.loss_mask
     return Batch(prompts.tokens, prompts.mask, *completions, images=prompts.images)
 
 
-def same(a: Rollouts, b: Rollouts, near: float = 2e-5) -> None:
-    np.testing.assert_array_equal(a.completions, b.completions)
-    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=near)
-
-
-def test_greedy_completions_are_those_of_transformers(loaded):
-    rollouts = sample(loaded, group=1)
-    greedy = loaded.stored["greedy"]
-    for ours, real, theirs in zip(rollouts.completions[:, 0], rollouts.completion_mask[:, 0], greedy, strict=True):
+def test_greedy_completions_are_those_of_transformers():
+    loaded = load("qwen2_5_vl")
+    rollouts = sample(unbounded(loaded.folder), prompts_of(loaded), group=1)
+    for ours, real, theirs in zip(
+        rollouts.completions[:, 0], rollouts.completion_mask[:, 0], loaded.stored["greedy"], strict=True
+    ):
         count = min(real.sum(), len(theirs))
         np.testing.assert_array_equal(ours[:count], theirs[:count])
 
 
-@pytest.mark.parametrize("loaded", ["qwen2_5_vl", "qwen3_vl_moe", "gemma3"], indirect=True)
+@pytest.mark.parametrize("loaded", ["qwen3_vl_moe"], indirect=True)
 def test_the_trainer_computes_the_log_probabilities_of_the_sampler(loaded):
     rollouts = sampled(loaded.folder.name)
-    (_, (logprobs, _)), _ = scored(loaded.model)(loaded.params, batch_of(loaded, rollouts))
+    score = forward.make_logprob_fn(loaded.model, Sampling(), tiny.mesh_of((1, 1, 1)), 0)
     real = rollouts.completion_mask
     assert real.sum() > 100
-    np.testing.assert_allclose(np.asarray(logprobs)[real], rollouts.logprobs[real], atol=2e-5)
+    scored = np.asarray(score(loaded.params, batch_of(loaded, rollouts)))
+    np.testing.assert_allclose(scored[real], rollouts.logprobs[real], atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "bounds",
-    [dict(max_sequences=4), dict(pages=4), dict(shape=(2, 1, 2)), dict(shape=(1, 2, 1), max_sequences=6)],
-    ids=str,
-)
-def test_what_computes_together_changes_no_completion(loaded, bounds):
-    prompts = prompts_of(loaded)
-    whole, shape = sampled(loaded.folder.name), bounds.get("shape", (1, 1, 1))
-    if shape[0] * shape[1] > 1 and len(prompts.tokens) % 2:
-        # Devices have equal parts: the last prompt is there twice.
-        at = [*range(len(prompts.tokens)), len(prompts.tokens) - 1]
-        again = sample(loaded, prompts=prompts.take(at), **bounds)
-        again = jax.tree.map(lambda x: x[: len(prompts.tokens)], again)
-    else:
-        again = sample(loaded, **bounds)
-    same(whole, again)
-
-
-def test_prompts_that_begin_in_parts_give_the_same_completions(monkeypatch):
-    loaded = load("qwen2_5_vl")
-    monkeypatch.setattr(engine_sizes, "PROMPT_TOKENS", 3 * prompts_of(loaded).tokens.shape[1])
-    same(sampled("qwen2_5_vl"), sample(loaded))
+def test_what_computes_together_changes_no_completion(loaded, monkeypatch):
+    """On devices with tensor parts, where few completions are there at once and prompts begin in parts."""
+    prompts, rollouts = prompts_of(loaded), sampled(loaded.folder.name)
+    monkeypatch.setattr(engine_sizes, "PROMPT_TOKENS", prompts.tokens.shape[1])
+    # Devices have equal parts: the last prompt may be there twice.
+    even = [*range(len(prompts.tokens)), len(prompts.tokens) - 1][: -(-len(prompts.tokens) // 2) * 2]
+    again = sample(sampler(loaded.folder, (2, 1, 2), pages=4), prompts.take(even))
+    np.testing.assert_array_equal(again.completions, rollouts.completions[even])
+    np.testing.assert_allclose(again.logprobs, rollouts.logprobs[even], atol=2e-5)
 
 
 def test_a_completion_depends_on_its_pictures(loaded):
     prompts = prompts_of(loaded)
-    assert prompts.images is not None
     black = replace(prompts, images=replace(prompts.images, patches=np.zeros_like(prompts.images.patches)))
     with_pictures = (prompts.images.segments > 0).any(axis=1)
     assert 0 < with_pictures.sum() < len(with_pictures)
-    whole, other = sampled(loaded.folder.name), sample(loaded, prompts=black)
+    whole, other = sampled(loaded.folder.name), sample(unbounded(loaded.folder), black)
     first = np.abs(whole.logprobs - other.logprobs)[:, :, 0].max(axis=1)
     assert (first[with_pictures] > 1e-3).all() and (first[~with_pictures] < 1e-5).all()
 
@@ -131,19 +123,16 @@ def smaller_sizes(batch: Batch, form: ImageFormat) -> tuple[tuple[int, int], ...
     return sizes
 
 
-@pytest.mark.parametrize("smaller", [False, True], ids=["one size", "smaller sizes"])
-@pytest.mark.parametrize(("shape", "microbatch"), [((1, 1, 1), 2), ((2, 2, 2), 0), ((2, 1, 1), 2)])
-def test_packed_rows_micro_batches_and_meshes_change_no_log_probability(loaded, shape, microbatch, smaller):
-    rollouts, mesh = sampled(loaded.folder.name), tiny.mesh_of(shape)
+def test_packed_rows_micro_batches_and_meshes_change_no_log_probability(loaded):
+    rollouts, mesh = sampled(loaded.folder.name), tiny.mesh_of((2, 1, 2))
     # Devices have equal parts: some prompts are there twice.
     at = np.arange(8) % len(rollouts.completions)
     batch = jax.tree.map(lambda x: x[at], batch_of(loaded, rollouts))
-    if smaller:
-        batch = replace(batch, images=replace(batch.images, smaller=smaller_sizes(batch, loaded.form)))
+    images = replace(batch.images, smaller=smaller_sizes(batch, loaded.form))
     lengths = batch.completion_mask.sum(axis=-1)
-    batch = replace(batch, packed_index=pack(lengths, LENGTH, packed_shapes(GROUP, LENGTH)[0]))
+    batch = replace(batch, images=images, packed_index=pack(lengths, LENGTH, packed_shapes(GROUP, LENGTH)[0]))
     model = hf.load_model(loaded.folder, mesh)
-    score = forward.make_logprob_fn(model, Sampling(), mesh, microbatch)
+    score = forward.make_logprob_fn(model, Sampling(), mesh, 2)
     scored = score(hf.load_params(loaded.folder, model, mesh), sharding.shard_batch(batch, mesh))
     real = batch.completion_mask
     np.testing.assert_allclose(np.asarray(scored)[real], rollouts.logprobs[at][real], atol=2e-5)
@@ -167,10 +156,10 @@ def test_a_micro_batch_runs_with_the_smallest_size_that_holds_its_prompts():
         return {width: jnp.int32(same) * (width == prompt.tokens.shape[1]) for width in (32, 22, 10)}
 
     counts = {}
-    for mesh, microbatch in ((tiny.mesh_of((1, 1, 1)), 1), (tiny.mesh_of((1, 1, 1)), 2), (tiny.mesh_of((2, 1, 1)), 2)):
+    for mesh, microbatch in ((tiny.mesh_of((1, 1, 1)), 1), (tiny.mesh_of((2, 1, 1)), 2)):
         found = jax.jit(partial(over, visit=visit, microbatch=microbatch, mesh=mesh))(sharding.shard_batch(batch, mesh))
         counts[mesh.size, microbatch] = {width: int(count) for width, count in found.items() if count}
-    assert counts == {(1, 1): {32: 1, 22: 2, 10: 1}, (1, 2): {32: 1, 22: 1}, (2, 2): {32: 1, 22: 1}}
+    assert counts == {(1, 1): {32: 1, 22: 2, 10: 1}, (2, 2): {32: 1, 22: 1}}
 
 
 @pytest.mark.slow
@@ -194,7 +183,7 @@ def test_smaller_sizes_give_the_same_gradient():
         np.testing.assert_allclose(a, b, atol=1e-5 * scale)
 
 
-def test_a_token_for_pictures_that_an_environment_says_gives_no_infinite_number(loaded):
+def test_an_image_token_of_an_environment_gives_no_infinite_number(loaded):
     rollouts = sampled(loaded.folder.name)
     completions, trained = rollouts.completions.copy(), rollouts.loss_mask.copy()
     completions[:, :, 1], trained[:, :, 1] = loaded.form.image_token, False
@@ -205,7 +194,7 @@ def test_a_token_for_pictures_that_an_environment_says_gives_no_infinite_number(
 
 
 @pytest.mark.parametrize("loaded", ["qwen2_vl", "qwen2_5_vl"], indirect=True)
-def test_a_server_gets_the_pixels_that_the_trainer_sees_and_one_token_for_each_picture(loaded):
+def test_a_server_gets_the_trainers_pixels_and_one_token_for_each_image(loaded):
     prompts = prompts_of(loaded)
     assert prompts.images is not None
     for b, pictures in enumerate(loaded.pictures):
@@ -216,16 +205,15 @@ def test_a_server_gets_the_pixels_that_the_trainer_sees_and_one_token_for_each_p
         assert asked.tokens == tiny.collapsed(ours, grids, loaded.form.image_token)
         request = asked.request([7])
         assert request["token_ids"] == [*asked.tokens, 7]
-        assert len(request.get("content_parts", ())) == len(pictures) and ("return_token_ids" in request) == bool(
-            pictures
-        )
+        assert len(request.get("content_parts", ())) == len(pictures)
+        assert ("return_token_ids" in request) == bool(pictures)
         for part, pixels in zip(asked.pictures, pictures, strict=True):
             png = base64.b64decode(part["url"].removeprefix("data:image/png;base64,"))
             np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(png))), pixels)
 
 
-def test_squares_of_gemma_are_not_sent_to_a_server():
+def test_squares_of_gemma_are_not_sent_to_a_server(refused):
     check_pictures(None)
     check_pictures(PictureLimits(2, 3136, 50176))
-    with pytest.raises(UserError, match="Gemma 3 cannot be sent to vLLM"):
+    with refused("config.engine"):
         check_pictures(PictureLimits(2, 0, 0))

@@ -6,7 +6,6 @@ import random
 from collections import deque
 
 import jax.numpy as jnp
-import pytest
 
 from jaxrl_llm.rollout.jax.scheduler import PromptGroup, Scheduler, emptiest
 from jaxrl_llm.rollout.jax.sizes import PageKind, cache_bytes, sizes_of
@@ -63,12 +62,7 @@ def run(seed: int) -> int:
 
 
 def test_no_page_is_lost_or_owned_twice_and_no_sequence_starves():
-    assert sum(run(seed) > 0 for seed in range(150)) > 5
-
-
-@pytest.mark.slow
-def test_ten_thousand_random_schedules_keep_all_bounds():
-    assert sum(run(seed) > 0 for seed in range(10_000)) > 300
+    assert sum(run(seed) > 0 for seed in range(400)) > 12
 
 
 def test_a_group_whose_sequences_end_at_once_gives_its_place_to_the_next_one():
@@ -83,7 +77,7 @@ def test_a_group_whose_sequences_end_at_once_gives_its_place_to_the_next_one():
     assert scheduler.schedule(lambda member: 10) == [second]
 
 
-def test_pages_are_those_that_completions_may_need_or_fewer_where_memory_is_short():
+def test_pages_are_as_many_as_completions_need_or_as_memory_holds():
     kind = PageKind(devices=2, token_bytes=1000)
     bounded = lambda cache, **more: sizes_of(8, 4, 16, 640, cache_bytes=cache, kind=kind, **more)  # noqa: E731
     all_pages = 16 * 10  # of 64 tokens, for the 16 completions of a device

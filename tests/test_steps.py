@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +12,6 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-import test_rewards
 from ml_collections import ConfigDict
 
 from jaxrl_llm.build import build
@@ -23,14 +19,13 @@ from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.learning import Learning
 from jaxrl_llm.machine import keys, sharding
-from jaxrl_llm.rollout.grading import Completions
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session import log
 from jaxrl_llm.session.checkpoint import Checkpoints
 from jaxrl_llm.session.record import Timer
-from jaxrl_llm.structs import Prompts, Rollouts
+from jaxrl_llm.structs import Prompts, Rewards, Rollouts
 from jaxrl_llm.train import rl_step, steps, train
 
 ROOT = Path(__file__).parent.parent
@@ -49,6 +44,10 @@ def tiny(**changes) -> ConfigDict:
     return c
 
 
+# A run without an evaluation and a KL penalty, which would be programs, and without processes that compute rewards.
+SHORT = {"eval": None, "kl": None, "checkpoint.keep_best": 0, "reward.timeout": 0.0}
+
+
 def numbers(records: list[dict]) -> list[dict]:
     """Without wall-clock time."""
     return [{k: v for k, v in r.items() if not k.startswith("time/") and k != "tokens_per_second"} for r in records]
@@ -58,50 +57,35 @@ def written(workdir: Path) -> list[dict]:
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    workdir = tmp_path_factory.mktemp("whole") / "run"
-    records = list(steps(tiny(), workdir))
-    assert records == written(workdir)
-    assert [r["step"] for r in records] == [0, 1, 2, 3, 4]
-    return workdir
-
-
-def test_a_loop_that_ends_early_saves_raises_and_goes_on_bit_for_bit(whole, tmp_path, monkeypatch, capfd):
-    """By an exception of its body, and by Ctrl-C during the updates."""
-    workdir, config = str(tmp_path / "run"), tiny(**{"checkpoint.every": 9, "checkpoint.keep_best": 0})
+def test_a_loop_that_ends_early_saves_raises_and_goes_on_bit_for_bit(tmp_path, monkeypatch):
+    """By an exception of its body, by Ctrl-C during the updates, and with a caller that takes the last step alone."""
+    workdir, config = tmp_path / "run", tiny(**SHORT, **{"checkpoint.every": 9})
+    whole = list(steps(config, tmp_path / "whole"))
+    assert whole == written(tmp_path / "whole") and [r["step"] for r in whole] == [1, 2, 3, 4]
     taken = []
 
-    def left(error: type[BaseException], by: str, step: int) -> None:
+    def left(error: type[BaseException], step: int) -> None:
         def body() -> None:
-            for record in steps(config, workdir):
+            for record in steps(config, str(workdir)):
                 taken.append(record)
                 if record["step"] == 1:
                     raise error
 
         with pytest.raises(error):
             body()
-        assert f"stopped by {by}, after step {step}: the same command or call goes on" in capfd.readouterr().out
-        assert (tmp_path / "run" / "checkpoints" / str(step)).is_dir()
+        assert (workdir / "checkpoints" / str(step)).is_dir()
 
-    left(ValueError, "the end of the caller's loop", 2)  # a record comes when the next step is done
+    left(ValueError, 2)  # a record comes when the next step is done
     settled = Learning.settled
     with monkeypatch.context() as patch:
         patch.setattr(Learning, "settled", lambda *given: signal.raise_signal(signal.SIGINT) or settled(*given))
-        left(KeyboardInterrupt, "Ctrl-C", 3)  # it waited until the state was whole
-    rest = list(steps(config, workdir))
-    assert numbers(taken) == numbers(written(whole))[:2]
-    assert numbers(written(tmp_path / "run")) == numbers(written(whole))
-    assert rest[-1]["step"] == 4
-
-
-def test_the_step_alone_is_a_function_of_the_run_the_states_and_its_number(whole, tmp_path):
-    with build(tiny(**{"eval": None, "checkpoint.keep_best": 0}), tmp_path / "run") as (session, parts):
-        _, record = rl_step(session, parts, session.restore(), 1)
-        summary = record.summary()
-    first = written(whole)[1]
-    assert summary["reward/mean"] == first["reward/mean"]
-    assert summary["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-6)
+        left(KeyboardInterrupt, 3)  # it waited until the state was whole
+    assert numbers(taken) == numbers(whole)[:1]
+    with build(config, workdir) as (session, parts):
+        _, record = rl_step(session, parts, session.restore(), 4)
+        session.log.finish()
+        session.write(record)
+    assert numbers(written(workdir)) == numbers(whole)
 
 
 class Canned(Engine):
@@ -133,27 +117,19 @@ def canned(*, token: int) -> EngineChoice:
     return EngineChoice(lambda given: Canned(given, token))
 
 
-def test_an_engine_of_ones_own_is_named_in_the_config(tmp_path):
-    config = tiny(**{"num_steps": 2, "eval": None, "checkpoint.keep_best": 0})
+def test_an_engine_of_ones_own_is_named_and_logs_are_on_disk_before_a_save(tmp_path, monkeypatch):
+    events, save = [], Checkpoints.save
+    monkeypatch.setattr(log.os, "fsync", lambda number: events.append(Path(f"/proc/self/fd/{number}").resolve().name))
+    monkeypatch.setattr(
+        Checkpoints, "save", lambda self, *given, **more: events.append("save") or save(self, *given, **more)
+    )
+    config = tiny(**SHORT | {"num_steps": 2, "checkpoint.every": 2, "log.completions_every": 1})
     config.engine = ConfigDict(dict(name="test_steps.canned", token=5))
     last = list(steps(config, tmp_path / "run"))[-1]
     assert last["completion/length"] == 4.0
     assert last["sampler/gap_max"] > 0.1  # it does not say what the policy would
-    assert jax.numpy.isfinite(last["grad_norm"])
-
-
-def certain(logprobs, batch, entropy, ref_logprobs, *, width: float):
-    """A loss with inputs of its own: the policy stays near the reference where it was certain."""
-    pull = jax.numpy.where(entropy < width, (logprobs - ref_logprobs) ** 2, 0.0)
-    return pull - batch.advantages * logprobs, {"certain/pull": pull, "certain/share": 1.0 * (entropy < width)}
-
-
-def test_a_loss_of_ones_own_asks_for_columns_by_the_names_of_its_arguments(tmp_path):
-    config = tiny(**{"num_steps": 2, "eval": None, "checkpoint.keep_best": 0, "kl": None})
-    config.loss = ConfigDict(dict(name="test_steps.certain", width=0.5))
-    last = list(steps(config, tmp_path / "run"))[-1]
-    assert 0 < last["certain/share"] < 1
-    assert 0 < last["certain/pull"] < last["kl/ref"] and "kl/coef" not in last
+    assert np.isfinite(last["grad_norm"])
+    assert {"metrics.jsonl", "completions.jsonl"} <= set(events[: events.index("save")])
 
 
 OBSERVED = 2  # tokens that the environment appends
@@ -181,23 +157,34 @@ def echo() -> EngineChoice:
     return EngineChoice(start, in_trainer=True)
 
 
-def test_an_environment_that_appends_tokens_is_attended_to_and_not_learned_from(tmp_path):
-    config = tiny(**{"num_steps": 2, "eval": None, "checkpoint.keep_best": 0})
-    plain = list(steps(config, tmp_path / "plain"))
-    config = tiny(**{"num_steps": 2, "eval": None, "checkpoint.keep_best": 0})
+def certain(logprobs, batch, entropy, ref_logprobs, *, width: float):
+    """A loss with inputs of its own: the policy stays near the reference where it was certain."""
+    pull = jax.numpy.where(entropy < width, (logprobs - ref_logprobs) ** 2, 0.0)
+    return pull - batch.advantages * logprobs, {"certain/pull": pull, "certain/share": 1.0 * (entropy < width)}
+
+
+def test_a_loss_of_ones_own_learns_from_no_observation_and_no_missing_verdict(tmp_path):
+    """The loss asks for columns by the names of its arguments, and the policy attends to the observations."""
+    config = tiny(**SHORT | {"num_steps": 2, "log.completions_every": 1, "optim.warmup_steps": 0})
     config.engine = ConfigDict(dict(name="test_steps.echo"))
-    first, last = steps(config, tmp_path / "echo")
-    assert first["completion/length"] <= min(plain[0]["completion/length"], 6 - OBSERVED) + OBSERVED
-    assert first["completion/length"] > OBSERVED + 1
+    config.loss = ConfigDict(dict(name="test_steps.certain", width=0.5))
+    config.reward.update(functions=("test_rewards.unsure", "arithmetic.thought"), weights=(1.0, 0.0))
+    first, last = steps(config, tmp_path / "run")
+    assert OBSERVED + 1 < first["completion/length"] <= 6
     assert last["sampler/gap_max"] < 1e-4  # of what was sampled, which comes before what was said
-    assert last["grad_norm"] > 0
+    assert 0 < first["reward/no_verdict"] < 1
+    assert first["grad_norm"] > 0 and first["test_rewards.unsure/asked"] == 32.0
+    assert 0 < last["certain/share"] < 1
+    assert 0 < last["certain/pull"] < last["kl/ref"] and "kl/coef" not in last
+    line = json.loads((tmp_path / "run" / "completions.jsonl").read_text().splitlines()[0])
+    odd = [len(text) % 2 == 1 for text in line["completions"]]
+    assert [reward is None for reward in line["rewards"]] == odd
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moving", [False, True])
-def test_a_reference_and_an_optimizer_in_the_hosts_memory_change_no_number(moving, tmp_path):
+def test_a_reference_and_an_optimizer_in_the_hosts_memory_change_no_number(tmp_path):
     fields = {"prompts_per_update": 4, "eval": None, "mesh.fsdp": 4, "num_steps": 3, "schedule_steps": 3}
-    fields |= {"kl.refresh.every": 2, "kl.refresh.mix": 0.5} if moving else {}
+    fields |= {"kl.refresh.every": 2, "kl.refresh.mix": 0.5}
     away = fields | {"host_memory.reference": True, "host_memory.optimizer": True}
     whole = list(steps(tiny(**fields), tmp_path / "run"))
     list(steps(tiny(**away | {"num_steps": 2}), tmp_path / "away"))  # saves, and goes on from what it has saved
@@ -213,17 +200,6 @@ def test_a_reference_and_an_optimizer_in_the_hosts_memory_change_no_number(movin
     assert one == two
 
 
-def test_the_log_is_on_the_disk_itself_before_a_checkpoint_is_saved(tmp_path, monkeypatch):
-    events, save = [], Checkpoints.save
-    monkeypatch.setattr(log.os, "fsync", lambda number: events.append(Path(f"/proc/self/fd/{number}").resolve().name))
-    monkeypatch.setattr(
-        Checkpoints, "save", lambda self, *given, **more: events.append("save") or save(self, *given, **more)
-    )
-    list(steps(tiny(num_steps=2, **{"checkpoint.every": 2, "eval": None}), tmp_path / "run"))
-    last = events.index("save")
-    assert {"metrics.jsonl", "completions.jsonl"} <= set(events[:last])
-
-
 @pytest.mark.slow
 def test_a_run_whose_workdir_vanishes_ends_and_goes_on_when_it_is_back(tmp_path):
     fields = {"num_steps": 3, "schedule_steps": 3, "eval": None}
@@ -233,7 +209,7 @@ def test_a_run_whose_workdir_vanishes_ends_and_goes_on_when_it_is_back(tmp_path)
             if record["step"] == 1:
                 (tmp_path / "run").rename(tmp_path / "elsewhere")
 
-    with pytest.raises(UserError, match=r"run (has vanished|cannot be written)"):  # the latter: a save was under way
+    with pytest.raises(UserError, match="run "):  # it has vanished, or a save that was under way cannot be written
         run()
     shutil.rmtree(tmp_path / "run", ignore_errors=True)  # what a save that was under way has made again
     (tmp_path / "elsewhere").rename(tmp_path / "run")
@@ -241,41 +217,29 @@ def test_a_run_whose_workdir_vanishes_ends_and_goes_on_when_it_is_back(tmp_path)
     assert [record["step"] for record in steps(tiny(**fields), tmp_path / "run")][-1] == 3
 
 
-def test_the_device_scores_while_functions_judge_the_same_batch():
-    device = ThreadPoolExecutor(max_workers=1)
-    mask = np.ones((2, 2, 1), bool)
-    tokens, prompt = np.zeros((2, 2, 1), np.int32), np.zeros((2, 1), np.int32)
+def test_the_device_scores_before_the_step_waits_for_rewards():
+    mask, tokens = np.ones((2, 2, 1), bool), np.zeros((2, 2, 1), np.int32)
     rollouts = Rollouts(tokens, mask, mask, tokens.astype(np.float32), mask[..., 0], tokens)
-    prompts = Prompts(prompt, np.ones((2, 1), bool), test_rewards.CHATS, np.arange(2))
-    with closing(test_rewards.score("slow", "slower")) as judge:
-        judge(*test_rewards.BATCH)  # they are imported
-        began = time.monotonic()
-        graded = judge.start(lambda: Completions(*test_rewards.BATCH))  # half a second
-        sampled = SimpleNamespace(next=lambda: Samples(prompts, rollouts, graded))
-        learning = SimpleNamespace(
-            mesh=sharding.make_mesh(data=1, fsdp=1, tensor=1), coefficients=lambda _: {},
-            score=lambda *_: device.submit(time.sleep, 0.5),
-            assign_credit=lambda batch, scores, rewards, _: (scores.result(), rewards.total.sum()),  # needs both
-        )  # fmt: skip
-        log = SimpleNamespace(timer=Timer, watch=lambda x: x)
-        session = SimpleNamespace(log=log, stop=SimpleNamespace(check=lambda: None))
-        unpacked = lambda lengths, _: np.zeros((*lengths.shape, 1), np.int32)[..., None]  # noqa: E731
-        parts = SimpleNamespace(actor=sampled, packing=unpacked, learning=learning)
-        with pytest.raises(AttributeError, match="take_back"):  # what follows is learning
-            rl_step(session, parts, SimpleNamespace(states={}), 1)
-        assert 0.45 < time.monotonic() - began < 0.9
-    device.shutdown()
+    prompts = Prompts(tokens[:, 0], mask[:, 0], [{}, {}], np.arange(2))
+    begun = []
 
+    def graded() -> SimpleNamespace:
+        assert begun == ["scores"]
+        return SimpleNamespace(rewards=Rewards(np.zeros((2, 2), np.float32), {}))
 
-def test_completions_without_a_verdict_are_counted_and_not_trained_on(tmp_path):
-    changes = {"num_steps": 1, "eval": None, "log.completions_every": 1, "optim.warmup_steps": 0}
-    rewards = {"reward.functions": ("test_rewards.unsure", "arithmetic.thought"), "reward.weights": (1.0, 0.0)}
-    [record] = list(steps(tiny(**changes, **rewards), tmp_path / "run"))
-    assert 0 < record["reward/no_verdict"] < 1
-    assert record["grad_norm"] > 0 and record["test_rewards.unsure/asked"] == 32.0
-    [line] = [json.loads(x) for x in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
-    odd = [len(text) % 2 == 1 for text in line["completions"]]
-    assert [reward is None for reward in line["rewards"]] == odd
+    learning = SimpleNamespace(
+        mesh=sharding.make_mesh(data=1, fsdp=1, tensor=1), coefficients=lambda _: {},
+        score=lambda *_: begun.append("scores"), assign_credit=lambda *_: begun.append("credit") or ({}, {}),
+    )  # fmt: skip
+    session = SimpleNamespace(
+        log=SimpleNamespace(timer=Timer, watch=lambda x: x), stop=SimpleNamespace(check=lambda: None)
+    )
+    unpacked = lambda lengths, _: np.zeros((*lengths.shape, 1), np.int32)[..., None]  # noqa: E731
+    sampled = SimpleNamespace(next=lambda: Samples(prompts, rollouts, graded))
+    parts = SimpleNamespace(actor=sampled, packing=unpacked, learning=learning)
+    with pytest.raises(AttributeError, match="take_back"):  # what follows is learning
+        rl_step(session, parts, SimpleNamespace(states={}), 1)
+    assert begun == ["scores", "credit"]
 
 
 def test_a_key_is_that_of_the_seed_with_the_numbers_folded_in():
