@@ -77,7 +77,7 @@ def test_what_stands_in_the_padding_changes_nothing():
         completions=np.where(batch.completion_mask, batch.completions, 9),
     )
     scores = [score(model, params, x, Sampling())[0] for x in (batch, other)]
-    np.testing.assert_allclose(scores[0], scores[1], atol=1e-6)
+    np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [3, 100, 10_000])
@@ -88,7 +88,7 @@ def test_scores_do_not_depend_on_how_many_logits_are_held_at_once(chunk, monkeyp
     monkeypatch.setattr(head, "tokens_at_once", lambda *_: chunk)
     chunked = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))
     for a, b in zip(whole, chunked(params, batch), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(a).max())
 
 
 @pytest.mark.parametrize(("tied", "cap"), [(True, 0.0), (False, 3.0)], ids=["tied", "untied and bounded"])
