@@ -21,7 +21,7 @@ DRAWS = {
 }
 
 
-def test_the_parts_of_all_looks_are_the_rate_and_each_is_smaller_than_the_one_before():
+def test_the_parts_of_all_looks_fall_and_add_up_to_the_rate():
     parts = [noise.level(look) for look in range(1, 5001)]
     assert all(a > b for a, b in pairwise(parts))
     assert sum(parts) == pytest.approx(noise.RATE * (1 - np.log(2) / np.log(5002)))
