@@ -186,7 +186,8 @@ def test_distillation_is_the_gap_to_the_teacher_with_the_gradient_of_the_kl():
 
     def reinforce(x):  # the mean over the tokens that the policy p samples
         logprobs = jax.nn.log_softmax(x)[None, None]
-        return -(p[None, None] * advantages.distillation(log_q[None, None], jax.lax.stop_gradient(logprobs)) * logprobs).sum()
+        gap = advantages.distillation(log_q[None, None], jax.lax.stop_gradient(logprobs))
+        return -(p[None, None] * gap * logprobs).sum()
 
     reverse_kl = lambda x: (jax.nn.softmax(x) * (jax.nn.log_softmax(x) - log_q)).sum()  # noqa: E731
     np.testing.assert_allclose(*(jax.jit(jax.grad(f))(logits) for f in (reinforce, reverse_kl)), atol=1e-9)

@@ -176,7 +176,7 @@ def device(platform, **more):
     return SimpleNamespace(platform=platform, **more)
 
 
-def test_a_kernel_refuses_what_it_would_round_or_cannot_count_and_devices_it_does_not_know():
+def test_a_kernel_refuses_dtypes_sizes_and_devices_that_it_does_not_fit():
     tpu, h100, t4 = device("tpu"), device("gpu", compute_capability="9.0"), device("gpu", compute_capability="7.5")
     assert attention_tpu.fits(tpu, 64, "bfloat16", 1024)
     assert not attention_tpu.fits(tpu, 64, "float32", 1024)
@@ -209,7 +209,7 @@ def test_on_a_gpu_score_and_gradient_lower_to_cudnn(monkeypatch):
     [("v5e:2x2", {}), ("v5p:2x2x1", {"window": 300, "local": (True, False), "soft_cap": 50.0})],
     ids=["v5e", "v5p, every other layer with a window"],
 )
-def test_score_and_gradient_compile_for_a_tpu_with_the_kernel_and_without_a_score_matrix(topology, own):
+def test_score_and_gradient_compile_for_a_tpu_without_a_score_matrix(topology, own):
     os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled"}
     from jax.experimental import topologies
 

@@ -59,7 +59,7 @@ def gradient_errors() -> dict[str, float]:
     return {sharding.path_name(path): e for path, e in jax.tree_util.tree_leaves_with_path(error)}
 
 
-def test_gradients_in_bfloat16_are_those_of_float32_though_a_token_stands_4096_times():
+def test_gradients_in_bfloat16_are_those_of_float32_also_of_4096_equal_tokens():
     """Those of the embedding and the biases are sums over all tokens, and as exact as those of kernels."""
     found = gradient_errors()
     assert max(found.values()) < 0.02, found
@@ -69,7 +69,7 @@ def test_gradients_in_bfloat16_are_those_of_float32_though_a_token_stands_4096_t
 
 
 @pytest.mark.slow
-def test_programs_of_a_step_round_alike_so_that_a_policy_that_did_not_move_is_not_clipped():
+def test_a_policy_that_did_not_move_is_not_clipped_by_programs_that_round():
     """Updates are of 16 prompts. With XLA's own choice of roundings gspo clips 43 % of what is scored 64 at a time."""
     clipped, _, gap = measure("bfloat16", length=12, prompts=64, scored=64)
     assert clipped["gspo"] < 0.05
@@ -77,7 +77,7 @@ def test_programs_of_a_step_round_alike_so_that_a_policy_that_did_not_move_is_no
     assert gap < 1e-4  # of sampler and trainer, in the mean
 
 
-def test_a_model_that_never_learns_needs_only_bfloat16_and_computes_the_same_bits():
+def test_a_model_that_never_learns_computes_the_same_bits_from_bfloat16():
     model, batch = Decoder(replace(CONFIG, dtype="bfloat16", tied_head=True)), random_batch(8, 4, 8, 16)
     score = forward.make_logprob_fn(model, Sampling(), sharding.make_mesh(data=1, fsdp=4, tensor=2), 4)
     params = sharp(model)

@@ -116,7 +116,7 @@ def test_in_a_chunk_of_tokens_no_device_sends_a_kernel_or_logits(program, mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_an_update_gathers_parameters_twice_and_reduces_gradients_once_a_micro_batch(mesh):
+def test_an_update_gathers_parameters_twice_and_reduces_gradients_once(mesh):
     """The embedding stays where it is; over data, its gradient is summed."""
     layers, head = parameter_bytes(mesh, "layers"), parameter_bytes(mesh, "head")
     embedding = parameter_bytes(mesh, "embed") // mesh[1] if mesh[0] > 1 else 0
@@ -131,7 +131,7 @@ def test_scoring_gathers_parameters_once_a_micro_batch(mesh):
     assert sent(compiled("score", mesh)) <= PARTS * 1.05 * most
 
 
-def test_with_some_of_its_rows_in_a_micro_batch_no_prompt_goes_to_another_device():
+def test_a_prompt_with_some_rows_in_a_micro_batch_goes_to_no_other_device():
     """The program computes the number of micro-batches, which counts as 1 here."""
     mesh = (1, 8, 1)
     most = parameter_bytes(mesh, "layers", "head") + of_tensor(mesh, 3) + 4 * state_bytes(mesh)
@@ -139,7 +139,7 @@ def test_with_some_of_its_rows_in_a_micro_batch_no_prompt_goes_to_another_device
     assert sent(compiled("score", mesh, (rows[0] // 2, rows[1]))) <= 1.05 * most
 
 
-def test_a_critics_update_sends_the_parameters_of_layers_and_nothing_of_a_vocabulary():
+def test_a_critics_update_sends_layers_and_nothing_of_a_vocabulary():
     mesh = (2, 2, 2)
     found = compiled("critic", mesh)
     in_layers = [c for c in found if CONFIG.layers in c.loops]
@@ -185,7 +185,7 @@ ENTRY %main.1 (x: f32[8,4]) -> f32[8,4] {
     ]
 
 
-def test_what_a_gpu_sends_to_other_hosts_is_what_they_lack_over_all_network_cards_of_its_group():
+def test_a_gpu_sends_other_hosts_what_they_lack_over_all_network_cards():
     """Lines of a program for two hosts of four GPUs. What starts a collective has its operands before its results."""
     text = """
 ENTRY %main.1 (x: f32[8,4]) -> f32[8,4] {

@@ -48,7 +48,7 @@ def test_every_token_has_one_slot_and_a_completion_lies_in_one_lane_in_order(see
             np.testing.assert_array_equal(packed_index[row[0], at] % LIMIT, np.arange(n))
 
 
-def test_ragged_completions_take_less_than_half_the_room_and_full_ones_no_more_than_they_did():
+def test_ragged_completions_take_less_than_half_the_room():
     lengths = ragged(0)
     parts = np.any(pack(lengths, LIMIT) >= 0, axis=(2, 3))
     assert parts.sum() * 2 * LIMIT <= lengths.size * LIMIT / 2
@@ -59,7 +59,7 @@ def test_ragged_completions_take_less_than_half_the_room_and_full_ones_no_more_t
 
 @pytest.mark.parametrize("limit", [5, 12, 32, 100, 512, 2048])
 @pytest.mark.parametrize("group", [1, 3, 8, 64])
-def test_a_run_has_few_possible_shapes_and_each_that_is_wide_enough_holds_everything(group, limit):
+def test_a_run_has_few_shapes_and_each_that_is_wide_enough_holds_all(group, limit):
     shapes = packed_shapes(group, limit)
     assert len(shapes) <= 21
     sizes = [n * t for n, t in shapes]
@@ -72,7 +72,7 @@ def test_a_run_has_few_possible_shapes_and_each_that_is_wide_enough_holds_everyt
         assert (index >= 0).sum() == 2 * group * longest
 
 
-def test_a_step_is_packed_into_the_cheapest_shape_in_use_and_a_smaller_one_is_ordered_once_it_pays():
+def test_a_step_takes_the_cheapest_shape_and_orders_a_smaller_one_once_it_pays():
     shapes = [shape for shape in packed_shapes(8, LIMIT) if shape[1] == LIMIT]
     work = lambda shape, _, parts: parts.sum() * (50 + shape[0] * shape[1]) / 100  # noqa: E731
     ladder = Ladder(tuple(shapes), price=50.0, limit=3)
@@ -138,7 +138,7 @@ def test_scores_do_not_depend_on_packing_the_mesh_or_the_micro_batch():
     packed = dataclasses.replace(batch, packed_index=pack(batch.completion_mask.sum(axis=-1), tiny.C))
     assert packed.packed_index.shape[2] < tiny.G
     found = score(params, sharding.shard_batch(packed, mesh))
-    np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found, whole, atol=1e-5 * np.abs(whole).max())
 
 
 @cache
@@ -162,7 +162,7 @@ def test_doubling_the_group_costs_no_more_prompt_work():
     np.testing.assert_allclose(2 * two - four, prompt_work, rtol=0.02)
 
 
-def test_doubling_the_prompt_costs_less_than_15_percent_of_what_a_flat_layout_pays():
+def test_doubling_the_prompt_costs_less_than_15_percent_of_a_flat_layout():
     ours = flops(2, 16, 128, 32) - flops(2, 16, 64, 32)
     flat = flops(2 * 16, 1, 128, 32) - flops(2 * 16, 1, 64, 32)
     assert ours < 0.15 * flat, ours / flat
