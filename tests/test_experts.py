@@ -353,14 +353,11 @@ def configured(name, tmp_path, **changes):
 @pytest.mark.parametrize(
     ("name", "field", "value"),
     [
-        ("qwen3_moe", "mlp_only_layers", [0]),
-        ("qwen3_moe", "decoder_sparse_step", 2),
-        ("qwen3_moe", "num_experts_per_tok", 9),
-        ("qwen3_moe", "moe_intermediate_size", ...),
-        ("mixtral", "num_local_experts", "8"),
-        ("mixtral", "num_local_experts", ...),
+        ("qwen3_moe", "mlp_only_layers", [0]), ("qwen3_moe", "decoder_sparse_step", 2),
+        ("qwen3_moe", "num_experts_per_tok", 9), ("qwen3_moe", "moe_intermediate_size", ...),
+        ("mixtral", "num_local_experts", "8"), ("mixtral", "num_local_experts", ...),
     ],
-)
+)  # fmt: skip
 def test_a_model_with_experts_is_refused_for(name, field, value, tmp_path, refused):
     with refused(field):
         hf.load_model(configured(name, tmp_path, **{field: value}))

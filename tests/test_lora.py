@@ -370,15 +370,10 @@ def test_a_critic_without_a_folder_learns_adapters_of_its_own_on_the_same_base(t
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("adapters.targets", "q_proj("),
-        ("adapters.base_dtype", "int4"),
-        ("adapters.rank", 0),
-        ("adapters.alpha", 0.0),
-        ("kl.refresh.mix", 0.5),
-        ("host_memory.reference", True),
-        ("model.path", ""),
+        ("adapters.targets", "q_proj("), ("adapters.base_dtype", "int4"), ("adapters.rank", 0), ("adapters.alpha", 0.0),
+        ("kl.refresh.mix", 0.5), ("host_memory.reference", True), ("model.path", ""),
     ],
-)
+)  # fmt: skip
 def test_a_config_is_refused_for(field, value, refused):
     more = {"kl.refresh.every": 2} if field == "kl.refresh.mix" else {}
     with refused(field.split(".")[-1] if field == "host_memory.reference" else field):
@@ -460,14 +455,10 @@ def test_targets_that_name_no_kernel_are_told_what_there_is(refused):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("rank", 2),
-        ("rs", False),
-        ("targets", "q_proj"),
-        ("use_dora", True),
-        ("alora_invocation_tokens", [1, 2]),
+        ("rank", 2), ("rs", False), ("targets", "q_proj"), ("use_dora", True), ("alora_invocation_tokens", [1, 2]),
         ("init_lora_weights", "pissa_niter_4"),
     ],
-)
+)  # fmt: skip
 def test_a_folder_of_other_adapters_is_refused(field, value, tmp_path, refused):
     model, _ = tiny.model_and_params()
     peft.save(tmp_path / "adapter", drawn(lora_of(model)), lora_of(model), "base")

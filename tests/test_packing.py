@@ -99,7 +99,7 @@ def test_no_later_shape_is_larger_than_the_first():
         assert pack_next(np.full((8, 8), LIMIT), 8).shape[2:] == first, seed
 
 
-@pytest.mark.parametrize(("mesh", "microbatch"), [((1, 1, 1), 2), ((2, 2, 2), 4)])
+@pytest.mark.parametrize(("mesh", "microbatch"), [((1, 1, 1), 2), ((1, 1, 1), 0), ((2, 2, 2), 4)])
 def test_there_are_as_many_micro_batches_as_the_device_with_most_rows_needs(mesh, microbatch):
     batch, devices = tiny.batch(), mesh[0] * mesh[1]
     index = packing.pack(batch.completion_mask.sum(axis=-1), tiny.C, (1, tiny.C))
@@ -111,7 +111,7 @@ def test_there_are_as_many_micro_batches_as_the_device_with_most_rows_needs(mesh
 
     count, tokens = count_and_tokens(dataclasses.replace(batch, packed_index=index))
     rows = np.any(index >= 0, axis=(2, 3)).reshape(devices, -1).sum(axis=1)
-    assert int(count) == -(-rows.max() // (microbatch // devices))
+    assert int(count) == -(-rows.max() // ((microbatch or tiny.B) // devices))
     assert tokens[:count].sum() == batch.completion_mask.sum()
 
 

@@ -266,17 +266,12 @@ def test_with_adapters_the_reference_is_the_model_without_them(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("data.rejected_column", ""),
-        ("loss", dict(name="cross_entropy")),
-        ("aggregate.mode", "token_mean"),
-        ("model.path", ""),
-        ("loss.beta", 0.0),
+        ("data.rejected_column", ""), ("aggregate.mode", "token_mean"), ("model.path", ""), ("loss.beta", 0.0),
         ("loss.label_smoothing", 0.7),
-        ("loss", dict(name="ppo_clip")),
-        ("loss", dict(name="test_preferences.scored")),
+        *(("loss", {"name": name}) for name in ("cross_entropy", "ppo_clip", "test_preferences.scored")),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_config_is_refused_for(field, value, refused):
     c = config()
     if field == "loss":
