@@ -125,7 +125,7 @@ def random_batch(seed: int = 0, *, by_token: bool = False) -> tuple[np.ndarray, 
     rng = np.random.default_rng(seed)
     real = np.arange(6) < rng.integers(0, 7, SHAPE[:2])[:, :, None]
     trained = real & (rng.random(SHAPE) < 0.8)
-    logprobs, old = rng.normal(-2, 0.4, (2, *SHAPE))
+    logprobs, old = rng.normal(-2, 0.4 * (1 + seed), (2, *SHAPE))  # some ratios are beyond all bounds
     advantages = rng.normal(size=SHAPE if by_token else (*SHAPE[:2], 1)) * np.ones(SHAPE)
     return logprobs, Batch(None, None, None, real, trained, advantages, old_logprobs=old)
 
