@@ -30,6 +30,7 @@ def with_columns(logprobs, batch, entropy, ref_logprobs):
 
 CORRECT = make_importance_weights(level="sequence", action="truncate", high=1.1)
 CASES = {  # the policy loss, its other terms, and how it is aggregated
+    "plain": (losses.ppo_clip, {}, "sequence_mean"),
     "kl": (losses.ppo_clip, dict(kl=kl.k3), "sequence_mean"),
     "weighted kl": (losses.ppo_clip, dict(kl=kl.k3, kl_weighted=True), "sequence_mean"),
     "correction": (losses.ppo_clip, dict(correct=CORRECT), "sequence_mean"),
