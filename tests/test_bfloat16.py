@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +19,10 @@ from jaxrl_llm.models.rope import plain
 from jaxrl_llm.structs import Batch
 
 CONFIG = DecoderConfig(
-    family="qwen2",
+    family="qwen3",
     vocab_size=32, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, mlp_width=64, max_positions=64,
-    rope=plain(1e4, 16), norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False,
+    rope=plain(1e4, 16), norm_eps=1e-6, tied_head=False, qkv_bias=True, qk_norm=True,
 )  # fmt: skip
-FAMILIES = {
-    "qwen2, tied": dict(tied_head=True, qkv_bias=True, qk_norm=False),
-    "qwen3, untied": dict(tied_head=False, qkv_bias=False, qk_norm=True),
-}
 
 
 def random_batch(b: int, g: int, p: int, c: int) -> Batch:
@@ -46,52 +41,44 @@ def sharp(model: Decoder) -> dict:
     )
 
 
-@cache
-def gradient_errors(family: str) -> dict[str, float]:
+def gradient_errors() -> dict[str, float]:
     """By parameter: |bfloat16 gradient - float32 gradient| / |float32 gradient|."""
     batch = random_batch(64, 8, 8, 16)
     batch.completions[:, :, ::2] = 7  # 4,096 times
 
     def gradients(dtype: str) -> dict:
-        model = Decoder(replace(CONFIG, dtype=dtype, **FAMILIES[family]))
+        model = Decoder(replace(CONFIG, dtype=dtype))
 
         def loss(params: dict) -> jax.Array:
             return -jnp.mean(forward.completion_logprobs(model, params, batch, Sampling())[0])
 
         return jax.jit(jax.grad(loss))(sharp(model))
 
-    exact, rounded = gradients("float32"), gradients("bfloat16")
-    error = jax.tree.map(lambda x, y: float(jnp.linalg.norm(x - y) / jnp.linalg.norm(x)),
-                         *(jax.tree.map(jnp.ravel, g) for g in (exact, rounded)))  # fmt: skip
+    exact, rounded = (sharding.to_host(gradients(dtype)) for dtype in ("float32", "bfloat16"))
+    error = jax.tree.map(lambda x, y: float(np.linalg.norm(x - y) / np.linalg.norm(x)), exact, rounded)
     return {sharding.path_name(path): e for path, e in jax.tree_util.tree_leaves_with_path(error)}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_gradient_in_bfloat16_is_that_of_float32_though_one_token_stands_4096_times_in_the_batch(family):
-    for name, error in gradient_errors(family).items():
-        assert error < 0.02, name
-
-
-def test_gradients_of_the_embedding_and_the_biases_are_sums_over_all_tokens_and_as_exact_as_those_of_kernels():
-    found = gradient_errors("qwen2, tied")
+def test_gradients_in_bfloat16_are_those_of_float32_also_of_4096_equal_tokens():
+    """Those of the embedding and the biases are sums over all tokens, and as exact as those of kernels."""
+    found = gradient_errors()
+    assert max(found.values()) < 0.02, found
     kernels = max(error for name, error in found.items() if name.endswith("kernel"))
     for name in ("embed/embedding", "layers/attention/value/bias", "layers/attention/query/bias"):
         assert found[name] < 1.2 * kernels, name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scored", "bound"), [pytest.param(16, 0.01, id="as in training"), pytest.param(64, 0.05)])
-def test_the_programs_of_a_step_round_alike_so_that_a_policy_that_has_not_moved_is_not_clipped(scored, bound):
+def test_a_policy_that_did_not_move_is_not_clipped_by_programs_that_round():
     """Updates are of 16 prompts. With XLA's own choice of roundings gspo clips 43 % of what is scored 64 at a time."""
-    clipped, _, gap = measure("bfloat16", length=12, prompts=64, scored=scored)
-    assert clipped["gspo"] < bound
+    clipped, _, gap = measure("bfloat16", length=12, prompts=64, scored=64)
+    assert clipped["gspo"] < 0.05
     assert clipped["ppo_clip"] == 0
     assert gap < 1e-4  # of sampler and trainer, in the mean
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_that_never_learns_needs_only_bfloat16_and_computes_the_same_bits(family):
-    model, batch = Decoder(replace(CONFIG, dtype="bfloat16", **FAMILIES[family])), random_batch(8, 4, 8, 16)
+def test_a_model_that_never_learns_computes_the_same_bits_from_bfloat16():
+    model, batch = Decoder(replace(CONFIG, dtype="bfloat16", tied_head=True)), random_batch(8, 4, 8, 16)
     score = forward.make_logprob_fn(model, Sampling(), sharding.make_mesh(data=1, fsdp=4, tensor=2), 4)
     params = sharp(model)
     np.testing.assert_array_equal(score(model.as_used(params), batch), score(params, batch))

@@ -9,19 +9,6 @@ from pathlib import Path
 from jaxrl_llm.machine.compilation import Compilations
 
 
-def test_determinism_is_a_flag_that_xla_knows_and_has_before_it_finds_its_devices():
-    code = """if True:
-        import os
-        os.environ["XLA_FLAGS"] = "--xla_cpu_enable_fast_math=false"
-        import jax
-        from jaxrl_llm.machine.compilation import compute_deterministically
-        compute_deterministically()
-        print(jax.numpy.ones(2) + 1, os.environ["XLA_FLAGS"])  # XLA ends a process that gives it an unknown flag
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "[2. 2.] --xla_cpu_enable_fast_math=false --xla_gpu_deterministic_ops=true\n", done.stderr
-
-
 def test_programs_of_the_cache_and_compiled_ones_are_told_apart():
     compilations = Compilations()
     compilations.close()
@@ -32,22 +19,28 @@ def test_programs_of_the_cache_and_compiled_ones_are_told_apart():
     assert str(compilations).endswith("7 compiled in 29 s and 4 s in the background")
 
 
-def test_compiled_programs_are_kept_in_the_users_cache_folder_unless_told_otherwise(tmp_path):
+def test_programs_are_deterministic_and_kept_in_the_users_cache_folder(tmp_path):
+    """XLA ends a process that gives it an unknown flag."""
     code = """if True:
+        import os
         import jax
-        from jaxrl_llm.machine.compilation import keep_compilations
-        print(keep_compilations())
-        jax.jit(lambda x: x @ x)(jax.numpy.ones((2, 2)))
+        from jaxrl_llm.machine.compilation import compute_deterministically, keep_compilations
+        compute_deterministically()
+        print(keep_compilations(), jax.numpy.ones(2) + 1, os.environ["XLA_FLAGS"])
     """
     base = {"PATH": "/usr/bin", "HOME": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     base |= {"PYTHONPATH": str(Path(__file__).parent.parent), "JAX_PLATFORMS": "cpu"}
+    base |= {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}
 
-    def said(**environ: str) -> str:
+    def kept(**environ: str) -> str:
         run = [sys.executable, "-c", code]
-        return subprocess.run(run, env=base | environ, capture_output=True, text=True, check=True).stdout.strip()
+        done = subprocess.run(run, env=base | environ, capture_output=True, text=True, check=True)
+        folder, others = done.stdout.strip().split(" ", 1)
+        assert others == "[2. 2.] --xla_cpu_enable_fast_math=false --xla_gpu_deterministic_ops=true"
+        return folder
 
-    assert said() == "~/.cache/jaxrl_llm/xla"
+    assert kept() == "~/.cache/jaxrl_llm/xla"
     assert list((tmp_path / ".cache" / "jaxrl_llm" / "xla").iterdir())
-    assert said(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "here")) == "~/here"
+    assert kept(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "here")) == "~/here"
     assert list((tmp_path / "here").iterdir())
-    assert said(JAX_COMPILATION_CACHE_DIR="") == "off"
+    assert kept(JAX_COMPILATION_CACHE_DIR="") == "off"

@@ -66,7 +66,7 @@ def assign(
 
 def test_a_penalty_is_taken_off_the_reward_where_it_arose():
     batch, metrics = assign({"name": "test_credit.total"}, placement="reward")
-    np.testing.assert_allclose(batch.advantages, [[[1.2] * 3, [0.1, 0.0, 0.0]]], rtol=1e-6)
+    np.testing.assert_allclose(batch.advantages, [[[1.2] * 3, [0.1, 0.0, 0.0]]], rtol=1e-5)
     np.testing.assert_allclose(batch.rewards, [[1.0, 0.5]])  # of the task
     batch, _ = assign({"name": "test_credit.at_each_token"}, placement="reward")
     np.testing.assert_allclose(batch.advantages, [[[-0.1, 0.0, 1.3], [0.1, 0.0, 0.0]]], atol=1e-6)
@@ -86,7 +86,7 @@ def test_advantages_reach_every_trained_token_and_no_other():
     np.testing.assert_allclose(batch.advantages, [[[-(0.5**0.5)] * 3, [0.5**0.5, 0.0, 0.0]]], atol=1e-3)  # only b
 
 
-def test_a_completion_without_a_verdict_is_not_trained_and_changes_nothing_for_the_others():
+def test_a_completion_without_a_verdict_is_not_trained_and_changes_no_other():
     mask = np.broadcast_to(MASK[:, :1], (1, 3, 3))
     total = np.array([[1.0, np.nan, 0.0]], np.float32)
     rewards = Rewards(total, {"a": total, "b": np.zeros_like(total)})
@@ -100,7 +100,7 @@ def test_a_completion_without_a_verdict_is_not_trained_and_changes_nothing_for_t
                     batch=Batch(None, None, *[mask[:, ::2]] * 3))[0]  # fmt: skip
     batch, _ = assign(dict(name="grpo", normalize="group", epsilon=1e-4), rewards=rewards, weights=weights,
                       batch=Batch(None, None, mask, mask, mask))  # fmt: skip
-    np.testing.assert_allclose(batch.advantages[:, ::2], of_two.advantages, rtol=1e-6)
+    np.testing.assert_allclose(batch.advantages[:, ::2], of_two.advantages, rtol=1e-5)
     assert metrics["reward/no_verdict"] == pytest.approx(1 / 3)
     assert (metrics["reward/mean"], metrics["reward/std"], metrics["groups/no_signal"]) == (0.5, 0.5, 0.0)
     silent = Rewards(np.full((1, 2), np.nan, np.float32), REWARDS.channels)
@@ -124,7 +124,7 @@ def test_a_group_whose_greedy_completion_has_no_verdict_has_no_baseline():
     assert metrics["reward/no_verdict"] == 1.0
 
 
-def test_old_logprobs_are_kept_for_several_updates_and_those_of_a_single_one_are_its_own():
+def test_old_logprobs_are_kept_for_several_updates_only():
     assert assign({"name": "test_credit.total"})[0].old_logprobs is None
     np.testing.assert_array_equal(assign({"name": "test_credit.total"}, updates=2)[0].old_logprobs, PENALTY)
 
@@ -136,7 +136,7 @@ def test_a_loss_gets_the_columns_that_it_asks_for_and_no_others():
     np.testing.assert_array_equal(batch.columns["old_logprobs"], PENALTY)
 
 
-def test_the_error_of_the_mean_reward_is_that_of_groups_and_easy_groups_are_told_from_hard_ones():
+def test_the_error_of_the_mean_reward_is_that_of_groups():
     rewards = np.array([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, np.nan]], np.float32)
     found = credit.reward_metrics(rewards, {}, None)
     assert (found["reward/min"], found["reward/max"], found["groups/no_signal"]) == (0.0, 1.0, 0.75)
@@ -152,14 +152,14 @@ def test_the_error_of_a_mean_is_that_of_its_simulation():
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(batches.mean(axis=(1, 2)).std(), rel=0.05)
 
 
-def test_rewards_lie_on_the_last_trained_token_and_the_overlong_penalty_grows_to_one():
+def test_rewards_lie_on_the_last_trained_token_and_the_penalty_grows_to_one():
     mask = np.array([[[True, True, False], [False, False, False]]])
     np.testing.assert_array_equal(credit.at_the_end(np.array([[2.0, 5.0]]), mask), [[[0, 2, 0], [0, 0, 0]]])
     lengths = np.array([[5, 6, 7, 8, 10]])
     np.testing.assert_allclose(credit.overlong_penalty(lengths, 10, 4), [[0, 0, -0.25, -0.5, -1]])
 
 
-def test_the_overlong_penalty_is_a_channel_of_the_reward_and_of_greedy_completions_too():
+def test_the_overlong_penalty_is_a_channel_also_of_greedy_completions():
     rewards = Rewards(REWARDS.total, REWARDS.channels, np.array([[0.5]], np.float32), np.array([[2]]))
     batch, metrics = assign({"name": "remax"}, rewards=rewards, overlong_tokens=2)
     np.testing.assert_allclose(batch.rewards, [[0.0, 0.5]])

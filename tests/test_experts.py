@@ -23,7 +23,6 @@ from jaxrl_llm.algorithms.balance import Load, balance_loss, load_metrics
 from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config import load as configs
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward, update
 from jaxrl_llm.learner.packing import pack
 from jaxrl_llm.machine import sharding
@@ -41,51 +40,48 @@ ROOT = Path(__file__).parent.parent
 REFERENCES = ROOT / "tests" / "references"
 EXPERTS, CHOSEN, WIDTH = 8, 2, 16
 CONFIG = replace(tiny.CONFIG, mixture=Mixture(EXPERTS, CHOSEN, True), mlp_width=WIDTH)
-SIZES = ([10, 0, 25, 5], [0, 3, 0, 20], [0, 0, 0, 0], [40, 0, 0, 0])
 
 
 # ---- grouped products
 
 
-def each_row(rows, kernels, sizes):
-    """Every row times the kernel of its group, one after the other; 0 after the last group."""
-    group = np.repeat(np.arange(len(sizes)), sizes)
-    made = [rows[m] @ kernels[g] for m, g in enumerate(group)]
-    return jnp.stack([*made, *[jnp.zeros(kernels.shape[2])] * (len(rows) - len(made))])
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_a_grouped_product_and_its_gradients_are_those_of_each_row_alone(sizes):
+def test_a_grouped_product_and_its_gradients_are_those_of_each_row_alone():
     rng = np.random.default_rng(0)
-    arrays = jnp.asarray(rng.normal(size=(40, 6)), jnp.float32), jnp.asarray(rng.normal(size=(4, 6, 9)), jnp.float32)
-    weights = jnp.asarray(rng.normal(size=(40, 9)), jnp.float32)
+    rows, kernels, weights = (rng.normal(size=s).astype(np.float32) for s in ((40, 6), (4, 6, 9), (40, 9)))
 
-    def value(product, rows, kernels):
-        out = product(rows, kernels, jnp.asarray(sizes, jnp.int32))
+    def value(rows, kernels, sizes):
+        out = grouped.grouped_matmul(rows, kernels, sizes)
         return jnp.sum(out * weights), out
 
-    made = []
-    for product in (grouped.grouped_matmul, lambda rows, kernels, _: each_row(rows, kernels, sizes)):
-        (_, out), gradients = jax.jit(jax.value_and_grad(partial(value, product), (0, 1), has_aux=True))(*arrays)
-        made.append((out, *gradients))
-    for one, other in zip(*made, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    run = jax.jit(jax.value_and_grad(value, (0, 1), has_aux=True))
+    for sizes in ([10, 0, 25, 5], [0, 3, 0, 20], [0, 0, 0, 0], [40, 0, 0, 0]):
+        (_, out), (of_rows, of_kernels) = run(rows, kernels, np.array(sizes, np.int32))
+        expected = np.zeros_like(weights), np.zeros_like(rows), np.zeros_like(kernels)  # 0 after the last group
+        for m, g in enumerate(np.repeat(np.arange(4), sizes)):
+            expected[0][m], expected[1][m] = rows[m] @ kernels[g], kernels[g] @ weights[m]
+            expected[2][g] += np.outer(rows[m], weights[m])
+        for ours, theirs in zip((out, of_rows, of_kernels), expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
 def test_blocks_compute_what_the_instruction_of_a_tpu_computes():
     rng = np.random.default_rng(0)
-    rows, more, kernels = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((70, 6), (70, 9), (3, 6, 9)))
-    sizes = jnp.asarray([33, 0, 37], jnp.int32)
-    by_blocks = grouped._by_blocks(rows, kernels, sizes, precision=None)
-    np.testing.assert_allclose(by_blocks, jax.lax.ragged_dot(rows, kernels, sizes), atol=1e-5)
-    of_kernels = grouped._kernel_gradients_by_blocks(rows, more, sizes, precision=None)
-    on_tpu = jax.lax.ragged_dot_general(rows, more, sizes, grouped._KERNEL_GRADIENT)
-    np.testing.assert_allclose(of_kernels, on_tpu, atol=1e-4)
+    rows, more, kernels = (rng.normal(size=s).astype(np.float32) for s in ((70, 6), (70, 9), (3, 6, 9)))
+
+    @jax.jit
+    def both(rows, more, kernels, sizes):
+        by_blocks = grouped._by_blocks(rows, kernels, sizes, precision=None)
+        of_kernels = grouped._kernel_gradients_by_blocks(rows, more, sizes, precision=None)
+        of_kernels_on_tpu = jax.lax.ragged_dot_general(rows, more, sizes, grouped._KERNEL_GRADIENT)
+        return (by_blocks, of_kernels), (jax.lax.ragged_dot(rows, kernels, sizes), of_kernels_on_tpu)
+
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), *both(rows, more, kernels, np.int32([33, 0, 37])))
 
 
 # ---- a layer
 
 
+@cache
 def layer(normalized=True):
     """A layer of experts, and its parameters as NumPy arrays."""
     cfg = replace(CONFIG, mixture=Mixture(EXPERTS, CHOSEN, normalized))
@@ -97,9 +93,12 @@ def layer(normalized=True):
 
 @pytest.mark.parametrize("normalized", [True, False])
 def test_a_token_gets_the_weighted_sum_of_the_experts_that_it_chooses(normalized):
+    """Also where most tokens choose the same ones."""
     made, params = layer(normalized)
-    x = np.random.default_rng(1).normal(size=(2, 3, 5, CONFIG.width)).astype(np.float32)
-    out, routed = jax.jit(made.__call__)(jnp.asarray(x))
+    x = np.random.default_rng(1).normal(size=(1, 2, 50, CONFIG.width)).astype(np.float32)
+    x[:, :, 20:] = x[0, 0, 20]
+    out, routed = jax.jit(made.__call__)(x)
+    out, routed = np.asarray(out), jax.tree.map(np.asarray, routed)
     for at in np.ndindex(x.shape[:-1]):
         logits = x[at] @ params["router"]
         p = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
@@ -109,35 +108,22 @@ def test_a_token_gets_the_weighted_sum_of_the_experts_that_it_chooses(normalized
         for e, weight in zip(best, share, strict=True):
             gate = x[at] @ params["gate"][e]
             expected += weight * ((gate / (1 + np.exp(-gate)) * (x[at] @ params["up"][e])) @ params["down"][e])
-        assert set(best) == set(np.asarray(routed.chosen[at]).tolist())
-        np.testing.assert_allclose(routed.probabilities[at], p, atol=1e-6)
+        assert set(best) == set(routed.chosen[at].tolist())
+        np.testing.assert_allclose(routed.probabilities[at], p, atol=1e-5)
         np.testing.assert_allclose(out[at], expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_token_keeps_its_experts_when_all_tokens_choose_the_same_ones():
-    made, _ = layer()
-    x = jnp.broadcast_to(jnp.asarray(np.random.default_rng(1).normal(size=CONFIG.width)), (1, 1, 300, CONFIG.width))
-    out, alone = (jax.jit(made.__call__)(x[:, :, :n])[0][0, 0] for n in (300, 1))
-    np.testing.assert_allclose(out, np.broadcast_to(alone, out.shape), atol=1e-5)
 
 
 # ---- load
 
 
 def restated(chosen, probabilities):
-    """E sum_e f_e P_e, averaged over layers, token by token; chosen [L, M, k], probabilities [L, M, E]."""
-    total = 0.0
-    for choices, p in zip(chosen, probabilities, strict=True):
-        f, mean = np.zeros(EXPERTS), np.zeros(EXPERTS)
-        for own, probability in zip(choices, p, strict=True):
-            f[own] += 1 / len(choices)
-            mean += probability / len(choices)
-        total += EXPERTS * (f * mean).sum() / len(chosen)
-    return total
+    """E sum_e f_e P_e, averaged over layers; chosen [L, M, k], probabilities [L, M, E]."""
+    shares = [np.bincount(choices.reshape(-1), minlength=EXPERTS) / len(choices) for choices in chosen]
+    return EXPERTS * np.mean([(f * p.mean(axis=0)).sum() for f, p in zip(shares, probabilities, strict=True)])
 
 
 @pytest.mark.slow
-def test_a_router_in_float32_chooses_other_experts_than_a_rounded_one_hardly_more_often_than_rounded_inputs_do():
+def test_a_router_in_float32_chooses_almost_as_an_engine_that_rounds():
     """vLLM and transformers round the router and its logits to the model's dtype; no two engines round inputs alike.
 
     Of Qwen3-30B-A3B's sizes, with random weights: the share of choices that differ from such an engine's in a layer.
@@ -178,7 +164,12 @@ def test_gradients_of_experts_in_bfloat16_are_summed_over_devices_in_float32():
     summed = program(mesh)(*sharding.shard_batch((x, weights), mesh))
     for name in ("gate", "up", "down"):
         exact = sum(np.asarray(of_device[name]["kernel"][...], np.float64) for of_device in each)
-        assert np.linalg.norm(summed[name]["kernel"][...] - exact) < 1e-6 * np.linalg.norm(exact), name
+        assert np.linalg.norm(summed[name]["kernel"][...] - exact) < 1e-5 * np.linalg.norm(exact), name
+
+
+@jax.jit
+def load_of(params, batch):
+    return forward.completion_logprobs_and_load(Decoder(CONFIG), params, batch, Sampling())[1]
 
 
 def test_load_and_its_loss_are_those_of_the_trained_tokens_alone():
@@ -189,22 +180,21 @@ def test_load_and_its_loss_are_those_of_the_trained_tokens_alone():
     run = jax.jit(partial(model.forward, collect=lambda routed: routed))
     *_, routed = run(params, batch.prompt, *rows)
     chosen, p = np.asarray(routed.chosen)[:, trained], np.asarray(routed.probabilities)[:, trained]
-    load = jax.jit(partial(forward.completion_logprobs_and_load, model, sampling=Sampling()))
-    _, found = load(params, replace(batch, loss_mask=trained))
-    assert balance_loss(found, found) == pytest.approx(restated(chosen, p), rel=1e-5)
+    found = load_of(params, replace(batch, loss_mask=trained))
+    cost, metrics = jax.jit(lambda load: (balance_loss(load, load), load_metrics(load)))(found)
+    assert cost == pytest.approx(restated(chosen, p), rel=1e-5)
     counts = np.stack([np.bincount(c.reshape(-1), minlength=EXPERTS) for c in chosen])
     np.testing.assert_array_equal(found.choices, counts)
-    metrics = load_metrics(found)
     assert metrics["router/busiest"] == pytest.approx((counts.max(1) / counts.mean(1)).mean(), rel=1e-5)
     assert metrics["router/unused"] == pytest.approx((counts == 0).sum(1).mean())
     assert metrics["router/entropy"] == pytest.approx(-(p * np.log(p)).sum(-1).mean(), rel=1e-4)
     other = replace(batch, loss_mask=trained, completions=np.where(batch.completion_mask, batch.completions, 7))
-    jax.tree.map(np.testing.assert_array_equal, load(params, other)[1], found)  # other padding
+    jax.tree.map(np.testing.assert_array_equal, load_of(params, other), found)  # other padding
 
 
-def test_an_even_load_costs_as_much_as_the_experts_of_a_token_and_a_collapsed_one_more():
+def test_an_even_load_costs_the_experts_of_a_token_and_a_collapsed_one_more():
     def cost(choices, probabilities):
-        load = Load(*(jnp.asarray([x], jnp.float32) for x in (8, choices, probabilities, 0)))
+        load = Load(*(np.array([x], np.float32) for x in (8, choices, probabilities, 0)))
         return float(balance_loss(load, load))
 
     assert cost([4, 4, 4, 4], [2, 2, 2, 2]) == pytest.approx(2)
@@ -213,8 +203,8 @@ def test_an_even_load_costs_as_much_as_the_experts_of_a_token_and_a_collapsed_on
 
 
 @cache
-def gradient(shape=(1, 1, 1), microbatch=0, packed=(), **changes):
-    """Gradient and metrics of an update with a load-balance loss, on the host."""
+def gradients(shape=(1, 1, 1), microbatch=0, packed=(), **changes) -> dict[float, tuple]:
+    """Gradients and metrics of an update, by the coefficient of its load-balance loss, on the host."""
     mesh, config = tiny.mesh_of(shape), replace(CONFIG, **changes)
     _, params = tiny.model_and_params(config)
     objective = update.policy_objective(Decoder(config, mesh), losses.ppo_clip, Sampling(), kl=k3)
@@ -224,7 +214,8 @@ def gradient(shape=(1, 1, 1), microbatch=0, packed=(), **changes):
     if packed:
         whole = replace(whole, packed_index=pack(whole.completion_mask.sum(axis=-1), tiny.C, packed))
     placed = jax.device_put(params, sharding.shardings(params, mesh)), sharding.shard_batch(whole, mesh)
-    return sharding.to_host(of(*placed, {"kl/coef": 0.1, "router/balance_coef": 0.1}))
+    coefs = {x: {"kl/coef": 0.1, "router/balance_coef": x} for x in (0.0, 0.1, 1000.0)}
+    return {x: sharding.to_host(of(*placed, c)) for x, c in coefs.items()}
 
 
 @pytest.mark.parametrize(
@@ -233,12 +224,11 @@ def gradient(shape=(1, 1, 1), microbatch=0, packed=(), **changes):
         dict(shape=(2, 2, 2), microbatch=2, packed=(2, 10)),
         # 3 devices cannot split the experts.
         pytest.param(dict(row_parts=2, remat="dots", shape=(1, 1, 3)), marks=pytest.mark.slow),
-        pytest.param(dict(shape=(2, 2, 2), microbatch=4), marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_micro_batches_parts_and_meshes_change_neither_the_gradient_nor_the_load(how):
-    (whole, expected), (found, metrics) = gradient(), gradient(**how)
+def test_micro_batches_parts_and_meshes_change_no_gradient_and_no_load(how):
+    (whole, expected), (found, metrics) = gradients()[0.1], gradients(**how)[0.1]
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
         assert np.abs(one - other).max() <= 1e-4 * np.abs(other).max()
     assert {name for name in metrics if "router/" in name} == {
@@ -248,27 +238,22 @@ def test_micro_batches_parts_and_meshes_change_neither_the_gradient_nor_the_load
         assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
-def test_the_gradient_of_the_load_balance_loss_is_that_of_the_mean_probabilities():
-    model, params = tiny.model_and_params(CONFIG)
-    nothing = lambda logprobs, batch: (jnp.zeros_like(logprobs), {})  # noqa: E731
-    objective = update.policy_objective(model, nothing, Sampling())
-    of = update.make_gradient(objective, tiny.mesh_of((1, 1, 1)), 0, aggregate=lambda mask: mask, dtype="float32")
-    found, _ = jax.jit(of)(params, tiny.batch(), {"router/balance_coef": 0.1})
+def test_the_load_balance_loss_has_the_gradient_of_the_mean_probabilities():
+    _, params = tiny.model_and_params(CONFIG)
+    without, found = (gradients()[x][0]["layers"]["experts"]["router"]["kernel"] for x in (0.0, 1000.0))
     # Of the last layer: the experts of the layers before it stay.
     router = np.zeros((CONFIG.layers, CONFIG.width, EXPERTS), np.float32)
     router[-1] = np.random.default_rng(0).normal(size=router.shape[1:])
+    kernel = np.asarray(params["layers"]["experts"]["router"]["kernel"])
 
-    @jax.jit
     def load(step):
         moved = jax.tree.map(lambda x: x, params)
-        kernel = moved["layers"]["experts"]["router"]["kernel"]
-        moved["layers"]["experts"]["router"]["kernel"] = kernel + step * router
-        return forward.completion_logprobs_and_load(model, moved, tiny.batch(), Sampling())[1]
+        moved["layers"]["experts"]["router"]["kernel"] = kernel + np.float32(step) * router
+        return load_of(moved, tiny.batch())
 
     still, ahead, behind = load(0.0), load(1e-2), load(-1e-2)
     numeric = (balance_loss(ahead, still) - balance_loss(behind, still)) / 2e-2  # f stays
-    along = np.sum(found["layers"]["experts"]["router"]["kernel"] * router)
-    assert along == pytest.approx(0.1 * float(numeric), rel=0.02)
+    assert np.sum((found - without) * router) == pytest.approx(1000 * float(numeric), rel=0.02)
 
 
 def test_without_a_coefficient_there_is_no_load_balance_loss():
@@ -280,10 +265,8 @@ def test_without_a_coefficient_there_is_no_load_balance_loss():
 # ---- sampler and trainer
 
 
-@pytest.mark.parametrize("mesh", [(2, 2, 2), pytest.param((1, 1, 1), marks=pytest.mark.slow)], ids=str)
-def test_sampler_and_trainer_agree_on_log_probabilities_and_experts(mesh):
-    mesh = tiny.mesh_of(mesh)
-    config = replace(CONFIG, layers=1)
+def test_sampler_and_trainer_agree_on_log_probabilities_and_experts():
+    config, mesh = replace(CONFIG, layers=1), tiny.mesh_of((2, 2, 2))
     model, params = Decoder(config, mesh), tiny.model_and_params(config, scale=3.0)[1]
     params = jax.device_put(params, sharding.shardings(params, mesh))
     sampler = Sampler(model, mesh, max_completion_tokens=8, stop_ids=(3,), pad_id=0)
@@ -293,7 +276,7 @@ def test_sampler_and_trainer_agree_on_log_probabilities_and_experts(mesh):
     batch = Batch(*tiny.prompts(), rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
     batch = sharding.shard_batch(batch, mesh)
     scored, _ = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))(params, batch)
-    np.testing.assert_allclose(rollouts.logprobs, scored, atol=1e-5)
+    np.testing.assert_allclose(rollouts.logprobs, scored, atol=1e-5 * np.abs(scored).max())
     assert routing.routing_agreement(model, params, batch, mesh) == 1.0
 
 
@@ -315,20 +298,12 @@ def test_the_router_of_the_sampler_stays_in_float32():
 WIDE = replace(test_collectives.CONFIG, mixture=Mixture(16, CHOSEN, True), mlp_width=4096)
 
 
-@pytest.mark.parametrize(
-    ("program", "mesh", "passes"),
-    [
-        ("score", (2, 2, 2), 1),
-        pytest.param("update", (2, 2, 2), 2, marks=pytest.mark.slow),
-        pytest.param("update", (1, 8, 1), 2, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_a_device_gathers_only_its_own_experts_and_no_tokens_of_others(program, mesh, passes):
-    lowered = test_collectives.lower(program, WIDE, tiny.mesh_of(mesh), test_collectives.SIZES)
+@pytest.mark.parametrize(("program", "passes"), [("score", 1), pytest.param("update", 2, marks=pytest.mark.slow)])
+def test_a_device_gathers_only_its_own_experts_and_no_tokens_of_others(program, passes):
+    lowered = test_collectives.lower(program, WIDE, tiny.mesh_of((2, 2, 2)), test_collectives.SIZES)
     found = test_collectives.collectives(lowered.compile().as_text())
     in_layers = [c for c in found if WIDE.layers in c.loops and c.kind == "all-gather"]
-    own = 16 // mesh[2] * WIDE.width * WIDE.mlp_width * 4  # a stack of kernels
+    own = 16 // 2 * WIDE.width * WIDE.mlp_width * 4  # a stack of kernels
     assert sum(c.bytes == own for c in in_layers) == 3 * passes  # gate, up and down
     assert all(c.bytes == own or c.bytes <= 2 * WIDE.width**2 * 4 for c in in_layers)
 
@@ -345,7 +320,7 @@ def test_operations_and_parameters_are_those_of_the_chosen_experts():
 
 
 @pytest.mark.tpu
-def test_a_layer_and_its_gradient_compile_for_a_tpu_without_a_copy_of_the_rows_for_each_expert():
+def test_a_layer_compiles_for_a_tpu_without_a_copy_of_its_rows_for_each_expert():
     from jaxrl_llm.tools.plan.chips import topology
 
     mesh = sharding.mesh_over(topology("v5e:2x2")[1], data=1, fsdp=2, tensor=2)
@@ -376,20 +351,16 @@ def configured(name, tmp_path, **changes):
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "said"),
+    ("name", "field", "value"),
     [
-        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers is [0]: only models with experts in all layers"),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2: only models with experts in all"),
-        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, num_local_experts 6"),
-        ("qwen3_moe", {"moe_intermediate_size": ...}, "no 'moe_intermediate_size'"),
-        ("mixtral", {"num_local_experts": "8"}, "num_local_experts is '8', and must be a number"),
-        ("mixtral", {"num_local_experts": ...}, "no 'num_local_experts'"),
+        ("qwen3_moe", "mlp_only_layers", [0]), ("qwen3_moe", "decoder_sparse_step", 2),
+        ("qwen3_moe", "num_experts_per_tok", 9), ("qwen3_moe", "moe_intermediate_size", ...),
+        ("mixtral", "num_local_experts", "8"), ("mixtral", "num_local_experts", ...),
     ],
-)
-def test_what_a_model_with_experts_cannot_be_is_refused_by_its_name(name, changes, said, tmp_path):
-    with pytest.raises(UserError) as caught:
-        hf.load_model(configured(name, tmp_path, **changes))
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+)  # fmt: skip
+def test_a_model_with_experts_is_refused_for(name, field, value, tmp_path, refused):
+    with refused(field):
+        hf.load_model(configured(name, tmp_path, **{field: value}))
 
 
 def test_the_number_of_experts_is_read_by_its_name_in_old_and_new_files(tmp_path):
@@ -397,23 +368,18 @@ def test_the_number_of_experts_is_read_by_its_name_in_old_and_new_files(tmp_path
     assert hf.load_model(old).cfg == hf.load_model(REFERENCES / "qwen3_moe").cfg
 
 
-def test_settings_of_the_router_are_for_models_with_experts_and_not_negative():
+def test_settings_of_the_router_are_for_models_with_experts(refused):
     config = configs.load(ROOT / "configs" / "recipes" / "qwen3_30b_a3b_gsm8k.py")
     recipe = recipes.read(config)
     fit.check_router(recipe, CONFIG)
-    with pytest.raises(UserError, match=r"config.router is for a model with experts, and .* has none"):
+    with refused("config.router"):
         fit.check_router(recipe, tiny.CONFIG)
     config.router.balance_coef = -1.0
-    with pytest.raises(UserError, match=r"config.router.balance_coef is -1.0"):
-        recipes.read(config.lock())
-
-
-def test_the_coefficient_of_the_load_balance_loss_is_there_only_if_it_is_above_0():
-    config = configs.load(ROOT / "configs" / "recipes" / "qwen3_30b_a3b_gsm8k.py")
-    config.router.balance_coef = 0.0
-    assert recipes.read(config).router_coefficients == {}
-    config.router.balance_coef = 0.01
-    assert list(recipes.read(config).router_coefficients) == ["router/balance_coef"]
+    with refused("config.router.balance_coef"):
+        recipes.read(config)
+    for coefficient, names in {0.0: [], 0.01: ["router/balance_coef"]}.items():
+        config.router.balance_coef = coefficient
+        assert list(recipes.read(config).router_coefficients) == names
     assert recipes.read(configs.load(ROOT / "configs" / "grpo.py")).router_coefficients == {}
 
 
@@ -421,8 +387,9 @@ def test_the_coefficient_of_the_load_balance_loss_is_there_only_if_it_is_above_0
 
 
 @pytest.mark.parity
+@pytest.mark.needs("torch")
 def test_with_one_layer_the_load_balance_loss_is_that_of_transformers():
-    torch = pytest.importorskip("torch")
+    import torch
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     rng = np.random.default_rng(0)

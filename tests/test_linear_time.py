@@ -13,7 +13,7 @@ from jaxrl_llm.tasks.number_game import GUESS
 from jaxrl_llm.tasks.search import Search
 from jaxrl_llm.tasks.tools import Tools
 
-LENGTH, SECONDS = 64_000, 0.05  # characters, and of the CPU
+LENGTH, SECONDS = 32_000, 0.025  # characters, and of the CPU
 FUNCTIONS = [
     "math.accuracy", "math.accuracy(anchors=True)", "math.accuracy(after='</think>')", "math.is_boxed",
     "gsm8k.accuracy", "gsm8k.accuracy(method='flexible')", "gsm8k.has_mark", "choice.accuracy", "choice.is_given",

@@ -21,7 +21,7 @@ DRAWS = {
 }
 
 
-def test_the_parts_of_all_looks_are_the_rate_and_each_is_smaller_than_the_one_before():
+def test_the_parts_of_all_looks_fall_and_add_up_to_the_rate():
     parts = [noise.level(look) for look in range(1, 5001)]
     assert all(a > b for a, b in pairwise(parts))
     assert sum(parts) == pytest.approx(noise.RATE * (1 - np.log(2) / np.log(5002)))
@@ -37,8 +37,9 @@ def test_the_noise_of_a_step_is_found_under_a_trend_and_across_a_jump():
     assert 2 / of_squares == pytest.approx(found[0].freedom, rel=0.15)
 
 
-@pytest.mark.parametrize("sequences", [16, 4096])
-@pytest.mark.parametrize("kind", DRAWS)
+@pytest.mark.parametrize(
+    ("kind", "sequences"), [("normal", 16), ("of verdicts", 16), ("of rare verdicts", 16), ("with heavy tails", 4096)]
+)
 def test_noise_passes_its_bound_in_no_more_runs_than_the_rate(kind, sequences, monkeypatch):
     """With a large rate, which shows in few runs: of RUNS, the share of RATE, and three deviations of its binomial."""
     monkeypatch.setattr(noise, "RATE", RATE)
@@ -87,14 +88,14 @@ def test_a_simulated_healthy_run_is_called_healthy(seed):
 
 def test_a_policy_that_cannot_change_is_not_ruined():
     """docs/LOG.md: with 16 sequences, the best mean of 8 steps is far above the last one in every run of 150 steps."""
-    for seed in range(3):
+    for seed in range(2):
         assert "reward_collapse" not in found(simulated.history(seed, sequences=16, steps=150, learns=0.0))
 
 
 @pytest.mark.parametrize("update", [1e-3, 5e-3])
 def test_rounding_is_no_push_that_did_not_arrive(update):
     """64 greedy tokens in bfloat16, and updates that change less than rounding does: either gap may be the larger."""
-    for seed in range(6):
+    for seed in range(3):
         rng, records = np.random.default_rng(seed), []
         for step in range(1, 101):
             rounding, moved = rng.normal(0, 0.02, (2, 64)), rng.normal(0, update, 64)
@@ -117,11 +118,14 @@ def with_groups(share: float, mean: float) -> list[dict]:
     return [{"step": step} | rewards | groups for step in range(1, 31)]
 
 
-@pytest.mark.parametrize(("mean", "words"), [(0.97, "too easy"), (0.02, "too hard"), (0.5, "too hard or too easy")])
-def test_problems_that_are_too_easy_are_told_from_those_that_are_too_hard(mean, words):
-    history = History(with_groups(0.95, mean))
-    (finding,) = rules.findings(history, BOUNDS)
-    assert finding.id == "no_signal" and words in finding.cause
+def test_problems_that_are_too_easy_are_told_from_those_that_are_too_hard(wording):
+    causes = set()
+    for mean in (0.97, 0.02, 0.5):  # too easy, too hard, either
+        (finding,) = rules.findings(History(with_groups(0.95, mean)), BOUNDS)
+        assert finding.id == "no_signal"
+        wording(finding.cause)
+        causes.add(finding.cause)
+    assert len(causes) == 3
 
 
 def test_a_task_of_which_all_is_learned_that_can_be_is_solved():

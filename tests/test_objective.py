@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from itertools import combinations
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +17,7 @@ import tiny
 from jaxrl_llm.algorithms import kl, losses
 from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.config.names import required_inputs
-from jaxrl_llm.learner import forward, learning, optim, update
+from jaxrl_llm.learner import learning, optim, update
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.session.record import of_updates
 from jaxrl_llm.structs import Batch
@@ -26,93 +28,89 @@ def with_columns(logprobs, batch, entropy, ref_logprobs):
     return entropy * (logprobs - ref_logprobs) ** 2, {}
 
 
-LOSSES = {
-    "ppo_clip": losses.ppo_clip,
-    "two-sided": partial(losses.ppo_clip, delta=1.3),
-    "gspo": losses.gspo,
-    "gspo-token": partial(losses.gspo, level="token"),
-    "gmpo": losses.gmpo,
-    "reinforce": losses.reinforce,
-    "cispo": losses.cispo,
-    "sapo": losses.sapo,
-    "vespo": losses.vespo,
-    "topr": losses.topr,
-    "with columns": with_columns,
+CORRECT = make_importance_weights(level="sequence", action="truncate", high=1.1)
+CASES = {  # the policy loss, its other terms, and how it is aggregated
+    "plain": (losses.ppo_clip, {}, "sequence_mean"),
+    "kl": (losses.ppo_clip, dict(kl=kl.k3), "sequence_mean"),
+    "weighted kl": (losses.ppo_clip, dict(kl=kl.k3, kl_weighted=True), "sequence_mean"),
+    "correction": (losses.ppo_clip, dict(correct=CORRECT), "sequence_mean"),
+    "off-policy mask": (losses.ppo_clip, dict(off_policy=0.05), "sequence_mean"),
+    "columns": (with_columns, dict(kl=kl.k3), "constant"),
+    "all": (losses.gspo, dict(kl=kl.k3, kl_weighted=True, correct=CORRECT, off_policy=0.05), "sequence_mean"),
 }
-TERMS = {  # what an objective may have besides
-    "kl": dict(kl=kl.k3),
-    "weighted kl": dict(kl=kl.k3, kl_weighted=True),
-    "correction": dict(correct=make_importance_weights(level="sequence", action="truncate", high=1.1)),
-    "off-policy mask": dict(off_policy=0.05),
-}
+COEFS = {"kl/coef": 0.1, "entropy/coef": 0.01}
 
 
-def one_update(shape, microbatch, loss, terms, monkeypatch, filler=None):
-    """Parameters and metrics after an update of a model that is a table of log-probabilities."""
-    table = lambda model, params, batch, sampling: ((params["table"][batch.prompts[:, 0]],) * 2, None)  # noqa: E731
-    monkeypatch.setattr(update, "completion_logprobs_and_load", table)
+@contextmanager
+def model_of(score: Callable):
+    """Replaces the model by score(params, batch) -> log-probabilities, entropies."""
+    with pytest.MonkeyPatch.context() as patch:
+        scored = lambda model, params, batch, sampling: (score(params, batch), None)  # noqa: E731
+        patch.setattr(update, "completion_logprobs_and_load", scored)
+        yield
+
+
+TABLE = partial(model_of, lambda params, batch: (params["table"][batch.prompts[:, 0]],) * 2)
+
+
+@cache
+def gradients(case: str, shape=(1, 1, 1), microbatch: int = 0) -> list[tuple]:
+    """Gradients of a table of log-probabilities, and metrics: with each of two fillers at tokens not trained."""
+    loss, terms, mode = CASES[case]
+    mesh, made = tiny.mesh_of(shape), []
+    aggregate = partial(losses.aggregation_weights, mode=mode, constant_length=5 if mode == "constant" else 0)
+    objective = update.policy_objective(None, loss, Sampling(), **terms)
+    of = jax.jit(update.make_gradient(objective, mesh, microbatch, aggregate=aggregate, dtype="float32"))
     _, batch = random_batch(0, b=8)
     columns = {"entropy": np.exp(batch.sampler_logprobs), "ref_logprobs": batch.ref_logprobs}
-    batch = replace(batch, columns={name: columns[name] for name in required_inputs(LOSSES[loss])[2:]})
-    batch = replace(batch, prompts=np.arange(8)[:, None], policy_mask=np.random.default_rng(1).random((8, 4, 5)) < 0.8)
-    if filler is not None:
-        fill = lambda x: np.where(batch.loss_mask, x, filler)  # noqa: E731
-        named = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs", "policy_mask")
-        batch = replace(batch, **{name: fill(getattr(batch, name)).astype(np.float32) for name in named})
-        batch = replace(batch, columns=jax.tree.map(fill, batch.columns))
-    mesh = tiny.mesh_of(shape)
-    optimizer = tiny.optimizer(more={"kl/coef": optim.constant(0.1), "entropy/coef": optim.constant(0.01)})
-    params = {"table": jnp.asarray(random_batch(5, b=8)[0], jnp.float32)}
-    state, step = tiny.updater(
-        update.policy_objective(None, LOSSES[loss], Sampling(), **TERMS[terms]),
-        optimizer,
-        params,
-        mesh,
-        microbatch=microbatch,
-        aggregate=partial(losses.aggregation_weights, mode="sequence_mean"),
-    )
-    batch = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, batch)
-    state, metrics = step(state, sharding.shard_batch(batch, mesh), jnp.arange(8))
-    return sharding.to_host((state.params, metrics))
+    batch = replace(batch, columns=columns if loss is with_columns else {}, prompts=np.arange(8)[:, None])
+    batch = replace(batch, policy_mask=np.random.default_rng(1).random((8, 4, 5)) < 0.8)
+    named = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs", "policy_mask", "columns")
+    params = {"table": random_batch(5, b=8)[0].astype(np.float32)}
+    for filler in (0.0, -7.0):
+        fill = lambda x, y=filler: np.where(batch.loss_mask, x, y).astype(np.float32)  # noqa: E731
+        filled = replace(batch, **{name: jax.tree.map(fill, getattr(batch, name)) for name in named})
+        with TABLE():
+            made.append(sharding.to_host(of(params, sharding.shard_batch(filled, mesh), COEFS)))
+    return made
 
 
-CASES = [*((loss, "kl") for loss in LOSSES), *(("ppo_clip", terms) for terms in TERMS if terms != "kl")]
-ON_A_MESH = (
-    ("gspo", "kl"),
-    ("with columns", "kl"),
-    ("ppo_clip", "correction"),
-    ("ppo_clip", "off-policy mask"),
-)  # quickly; the others are slow
+@pytest.mark.parametrize("case", ["columns", "all"])
+def test_mesh_and_micro_batch_change_no_gradient(case):
+    ours, theirs = gradients(case, (2, 2, 2), 4)[0], gradients(case)[0]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), ours, theirs)
 
 
-@pytest.mark.parametrize(
-    ("loss", "terms"), [pytest.param(*case, marks=() if case in ON_A_MESH else pytest.mark.slow) for case in CASES]
-)
-def test_mesh_and_microbatch_change_nothing_of_an_update(loss, terms, monkeypatch):
-    one = one_update((1, 1, 1), 0, loss, terms, monkeypatch)
-    for shape, microbatch in (((1, 1, 1), 2), ((2, 2, 2), 4)):
-        other = one_update(shape, microbatch, loss, terms, monkeypatch)
-        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7)
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_at_the_tokens_of_an_environment_change_no_gradient(case):
+    jax.tree.map(np.testing.assert_array_equal, *gradients(case))
 
 
-@pytest.mark.parametrize(("loss", "terms"), CASES)
-def test_what_stands_at_an_environments_tokens_changes_nothing_of_an_update(loss, terms, monkeypatch):
-    one, other = (one_update((1, 1, 1), 0, loss, terms, monkeypatch, filler) for filler in (0.0, -7.0))
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+def test_each_term_changes_the_gradient():
+    found = [(case, gradients(case)[0][0]["table"]) for case in CASES]
+    for (one, a), (other, b) in combinations(found, 2):
+        assert not np.allclose(a, b, rtol=0, atol=1e-4 * np.abs(a).max()), (one, other)
 
 
-def test_every_loss_and_term_makes_an_update_of_its_own(monkeypatch):
-    updates = [one_update((1, 1, 1), 0, *case, monkeypatch)[0]["table"] for case in CASES]
-    for i, one in enumerate(updates):
-        for j, other in enumerate(updates[:i]):
-            assert not np.allclose(one, other, rtol=0, atol=1e-6), (CASES[i], CASES[j])
+@pytest.mark.slow
+def test_moments_or_sums_in_bfloat16_move_the_parameters_almost_alike():
+    def moved(**changes) -> tuple[np.ndarray, set[str]]:
+        _, batch = random_batch(0, b=8)
+        batch = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, batch)
+        batch, table = replace(batch, prompts=np.arange(8)[:, None]), random_batch(5, b=8)[0].astype(np.float32)
+        objective = update.policy_objective(None, losses.ppo_clip, Sampling())
+        optimizer, mesh = tiny.optimizer(**changes), tiny.mesh_of((1, 1, 1))
+        state, step = tiny.updater(objective, optimizer, {"table": jnp.asarray(table)}, mesh, microbatch=1)
+        with TABLE():
+            for _ in range(3):
+                state, _ = step(state, batch, jnp.arange(8))
+        return np.asarray(state.params["table"]) - table, {x.dtype.name for x in jax.tree.leaves(state.opt_state)}
 
-
-def with_logprobs(monkeypatch, entropy=0.5):
-    """Objectives whose parameters are the log-probabilities themselves."""
-    scored = lambda model, params, *_: ((params, entropy * params**2), None)  # noqa: E731
-    monkeypatch.setattr(update, "completion_logprobs_and_load", scored)
+    exact, _ = moved()
+    for field in ("momentum_dtype", "gradient_dtype"):
+        rounded, dtypes = moved(**{field: "bfloat16"})
+        assert 1e-5 < np.linalg.norm(rounded - exact) / np.linalg.norm(exact) < 0.01
+        assert ("bfloat16" in dtypes) == (field == "momentum_dtype")
 
 
 def random_batch(seed=0, b=3):
@@ -132,6 +130,27 @@ def nothing(logprobs, batch):
     return jnp.zeros_like(logprobs), {}
 
 
+def objective(x, batch, coefs, loss=nothing, **terms):
+    """Losses, and metrics with the gradient of the summed loss of trained tokens, where x is what the model says."""
+    of = update.policy_objective(None, loss, Sampling(), **terms)
+
+    def total(x, batch, coefs):
+        per_token, metrics = of(x, batch, coefs)
+        return jnp.sum(per_token * batch.loss_mask), (per_token, metrics)
+
+    with model_of(lambda params, batch: (params, 0.5 * params**2)):
+        gradient, (per_token, metrics) = jax.jit(jax.grad(total, has_aux=True))(x, batch, coefs)
+    return np.asarray(per_token), metrics | {"gradient": gradient}
+
+
+def test_the_first_on_policy_gradient_is_reinforces_and_ratios_are_one():
+    x, batch = random_batch()
+    _, metrics = objective(x, replace(batch, old_logprobs=None), {}, losses.ppo_clip)
+    np.testing.assert_allclose(metrics["gradient"], -batch.advantages, rtol=1e-5)
+    np.testing.assert_array_equal(metrics["ratio/mean"], 1.0)
+    np.testing.assert_array_equal(metrics["clip/fraction"], 0.0)
+
+
 RESTATED = {  # of one token: log-probability now, of the reference, of the policy that sampled
     "k2": (dict(kl=kl.k2), lambda x, ref, old: 0.5 * (ref - x) ** 2),
     "k3": (dict(kl=kl.k3), lambda x, ref, old: np.exp(ref) / np.exp(x) - np.log(np.exp(ref) / np.exp(x)) - 1),
@@ -142,81 +161,60 @@ RESTATED = {  # of one token: log-probability now, of the reference, of the poli
 }
 
 
-def test_k3_by_the_ratio_by_hand(monkeypatch):
-    with_logprobs(monkeypatch)
-    x, old, ref = (jnp.full((1, 1, 1), np.log(p), jnp.float32) for p in (0.4, 0.2, 0.2))
-    mask = np.ones((1, 1, 1), bool)
-    batch = Batch(None, None, None, mask, mask, x, old_logprobs=old, ref_logprobs=ref)
-    objective = update.policy_objective(None, nothing, Sampling(), kl=kl.k3, kl_weighted=True)
-    by_hand = 2 * (0.5 - np.log(0.5) - 1)
-    np.testing.assert_allclose(objective(x, batch, {"kl/coef": 1.0})[0], by_hand, rtol=1e-5)
-
-
 @pytest.mark.parametrize("name", RESTATED)
-def test_a_kl_term_equals_its_restatement_in_value_and_gradient(name, monkeypatch):
-    with_logprobs(monkeypatch)
+def test_a_kl_term_equals_its_restatement_in_value_and_gradient(name):
     terms, restated = RESTATED[name]
     with jax.enable_x64(True):
         x, batch = random_batch()
-        objective = update.policy_objective(None, nothing, Sampling(), **terms)
-        value = lambda x: objective(x, batch, {"kl/coef": 0.3})[0]  # noqa: E731
+        loss, metrics = objective(x, batch, {"kl/coef": 0.3}, **terms)
         expected = lambda x: 0.3 * restated(x, batch.ref_logprobs, batch.old_logprobs)  # noqa: E731
-        np.testing.assert_allclose(value(jnp.asarray(x)), expected(x), atol=1e-9)
-        gradient = jax.grad(lambda x: value(x).sum())(jnp.asarray(x))
-        np.testing.assert_allclose(gradient, (expected(x + 1e-6) - expected(x - 1e-6)) / 2e-6, atol=1e-6)
+        np.testing.assert_allclose(loss, expected(x), atol=1e-9)
+        gradient = (expected(x + 1e-6) - expected(x - 1e-6)) / 2e-6
+        np.testing.assert_allclose(metrics["gradient"], gradient * batch.loss_mask, atol=1e-6)
 
 
-def test_k3_weighted_by_the_ratio_has_the_gradient_of_the_kl_off_policy_where_plain_k3_has_not():
+def test_k3_weighted_by_the_ratio_has_the_gradient_of_the_kl_off_policy():
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
         logits, sampler, ref = rng.normal(size=(3, 6))
         mu, log_mu, log_q = jax.nn.softmax(sampler), jax.nn.log_softmax(sampler), jax.nn.log_softmax(ref)
 
         def mean(weighted):  # over what the old policy samples
-            def term(x, token):
-                logprob = jax.nn.log_softmax(x)[token]
-                ratio = jnp.exp(logprob - log_mu[token]) if weighted else 1.0
-                return ratio * kl.k3(logprob, log_q[token])
+            def term(x):
+                logprobs = jax.nn.log_softmax(x)
+                return jnp.sum(mu * (jnp.exp(logprobs - log_mu) if weighted else 1.0) * kl.k3(logprobs, log_q))
 
-            return sum(mu[token] * jax.grad(term)(logits, token) for token in range(6))
+            return jax.jit(jax.grad(term))(logits)
 
-        true = jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) * (jax.nn.log_softmax(x) - log_q)))(logits)
+        kl_of = lambda x: jnp.sum(jax.nn.softmax(x) * (jax.nn.log_softmax(x) - log_q))  # noqa: E731
+        true = jax.jit(jax.grad(kl_of))(logits)
         np.testing.assert_allclose(mean(True), true, atol=1e-9)
         assert np.abs(mean(False) - true).max() > 0.01
 
 
-def test_an_entropy_bonus_is_taken_off_and_a_coefficient_of_none_is_none(monkeypatch):
-    with_logprobs(monkeypatch)
+def test_an_entropy_bonus_is_taken_off_and_without_a_coefficient_is_none():
     x, batch = random_batch()
-    objective = update.policy_objective(None, nothing, Sampling())
-    loss, metrics = objective(jnp.asarray(x, jnp.float32), batch, {"entropy/coef": 0.1})
+    loss, metrics = objective(x, batch, {"entropy/coef": 0.1})
     np.testing.assert_allclose(loss, -0.1 * 0.5 * x**2, rtol=1e-5)
     np.testing.assert_allclose(metrics["loss/entropy"], loss)
-    assert not np.asarray(objective(x, batch, {})[0]).any()
+    assert not objective(x, batch, {})[0].any()
 
 
-def test_tokens_that_are_not_chosen_keep_their_kl_and_lose_their_policy_loss(monkeypatch):
-    with_logprobs(monkeypatch)
+def test_tokens_that_are_not_chosen_keep_their_kl_and_lose_their_policy_loss():
     x, batch = random_batch()
-    chosen = np.random.default_rng(1).random(x.shape) < 0.5
-    with_kl = update.policy_objective(None, losses.ppo_clip, Sampling(), kl=kl.k3)
-    alone = update.policy_objective(None, nothing, Sampling(), kl=kl.k3)
-    coefs = {"kl/coef": 0.3}
-    whole, part, rest = (
-        np.asarray(f(x, b, coefs)[0])
-        for f, b in ((with_kl, batch), (with_kl, replace(batch, policy_mask=chosen)), (alone, batch))
-    )
-    np.testing.assert_allclose(part, np.where(chosen, whole, rest), rtol=1e-6)
+    chosen, coefs = np.random.default_rng(1).random(x.shape) < 0.5, {"kl/coef": 0.3}
+    whole, _ = objective(x, batch, coefs, losses.ppo_clip, kl=kl.k3)
+    part, _ = objective(x, replace(batch, policy_mask=chosen), coefs, losses.ppo_clip, kl=kl.k3)
+    alone, _ = objective(x, batch, coefs, kl=kl.k3)
+    np.testing.assert_allclose(part, np.where(chosen, whole, alone), rtol=1e-5)
 
 
-def test_importance_weights_multiply_the_policy_loss_and_not_the_kl(monkeypatch):
-    with_logprobs(monkeypatch)
+def test_importance_weights_multiply_the_policy_loss_and_not_the_kl():
     x, batch = random_batch()
-    plain = losses.ppo_clip(x, batch)[0]
     correct = lambda trainer, sampler, mask: (jnp.full(x.shape, 0.5), {})  # noqa: E731
-    objective = update.policy_objective(None, losses.ppo_clip, Sampling(), kl=kl.k2, correct=correct)
-    expected = 0.5 * plain + 0.3 * kl.k2(x, batch.ref_logprobs)
-    np.testing.assert_allclose(objective(x, batch, {"kl/coef": 0.3})[0], expected, rtol=1e-6)
+    found, _ = objective(x, batch, {"kl/coef": 0.3}, losses.ppo_clip, kl=kl.k2, correct=correct)
+    plain, _ = objective(x, batch, {}, losses.ppo_clip)
+    np.testing.assert_allclose(found, 0.5 * plain + 0.15 * (x - batch.ref_logprobs) ** 2, rtol=1e-5)
 
 
 def test_an_adaptive_kl_coefficient_moves_towards_its_target_by_hand():
@@ -228,7 +226,7 @@ def test_an_adaptive_kl_coefficient_moves_towards_its_target_by_hand():
     assert float(fixed.adapt(jnp.float32(5), {})) == 6
 
 
-def test_an_adaptive_entropy_coefficient_grows_below_its_target_within_its_bounds_and_is_off_above():
+def test_an_adaptive_entropy_coefficient_grows_below_its_target_within_bounds():
     coefficient = optim.adaptive_entropy(0.005, target=0.3, step=0.01, most=0.02)
     state = jnp.asarray(coefficient.start)
     assert float(coefficient.value(state)) == pytest.approx(0.005)
@@ -240,63 +238,20 @@ def test_an_adaptive_entropy_coefficient_grows_below_its_target_within_its_bound
     assert [used for _, used in seen] == [0.015, 0.02, 0.02, 0.0, 0.02, 0.0, 0.0]
 
 
-@pytest.mark.slow
-def test_the_kl_to_reward_ratio_is_that_of_the_penalty_of_a_completion_to_the_task_reward():
-    batch = replace(tiny.batch(), rewards=np.full((tiny.B, tiny.G), -0.5, np.float32))
-    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
-    model, params = tiny.model_and_params()
-    optimizer = tiny.optimizer(more={"kl/coef": optim.constant(0.1)})
-    objective = update.policy_objective(model, losses.ppo_clip, Sampling(), kl=kl.k3)
-    state, step = tiny.updater(objective, optimizer, params, mesh, microbatch=2)
-    logprobs, _ = forward.completion_logprobs(model, params, batch, Sampling())
-    penalty = 0.1 * np.where(batch.loss_mask, kl.k3(logprobs, batch.ref_logprobs), 0).sum(axis=-1).mean()
-    _, metrics = step(state, sharding.shard_batch(batch, mesh), jnp.arange(tiny.B))
-    assert float(metrics["kl/to_reward"]) == pytest.approx(penalty / 0.5, rel=1e-4)
-
-
-@pytest.mark.parametrize("spoilt", ["not finite", "without a trained token"])
-def test_an_update_that_learns_nothing_moves_no_coefficient(spoilt):
-    batch = tiny.batch()
-    bad = (
-        dict(advantages=batch.advantages * np.nan)
-        if spoilt == "not finite"
-        else dict(loss_mask=batch.loss_mask & False, rewards=np.full((tiny.B, tiny.G), np.nan, np.float32))
-    )
-    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
-    model, params = tiny.model_and_params()
-    adaptive = optim.adaptive_kl(0.1, 32, target=1.0, horizon=100)
-    optimizer = tiny.optimizer(warmup_steps=5, more={"kl/coef": adaptive})
-    state, step = tiny.updater(
-        update.policy_objective(model, losses.ppo_clip, Sampling(), kl=kl.k3), optimizer, params, mesh
-    )
-    states, ratios = [], []
-    for x in (batch, replace(batch, **bad), batch):
-        state, metrics = step(state, sharding.shard_batch(x, mesh), jnp.arange(tiny.B))
-        states.append(sharding.to_host(state.coef_state))
-        ratios.append(float(metrics.get("kl/to_reward", 0.0)))
-    assert np.isfinite(ratios).all()  # also without any verdict
-    assert states[0] == states[1]
-    assert states[1]["learning_rate"] + 1 == states[2]["learning_rate"]
-    assert states[1]["kl/coef"] != states[2]["kl/coef"]
-
-
 def test_a_mixed_reference_lies_so_far_between():
     policy = {"a": jnp.array([3.0, 6.0])}
     np.testing.assert_allclose(learning.mixed(policy, {"a": jnp.array([1.0, 2.0])}, 0.25)["a"], [1.5, 3.0])
     np.testing.assert_array_equal(learning.mixed(policy, {"a": jnp.array([1.0, 2.0])}, 1.0)["a"], policy["a"])
 
 
-def test_good_completions_and_a_penalty_without_an_advantage_have_metrics_of_their_own(monkeypatch):
-    with_logprobs(monkeypatch)
+def test_good_completions_and_a_penalty_without_an_advantage_have_metrics():
     x, batch = random_batch()
     sign = np.random.default_rng(2).integers(-1, 2, x.shape).astype(np.float32)
-    objective = update.policy_objective(None, nothing, Sampling(), kl=kl.k3)
-    _, metrics = objective(jnp.asarray(x, jnp.float32), replace(batch, advantages=sign), {"kl/coef": 0.3})
-    good, alone = np.asarray(metrics["tokens/good"]), np.asarray(metrics["loss/kl_alone"])
-    np.testing.assert_array_equal(good, sign > 0)
-    assert not np.asarray(metrics["logprobs/good"])[sign <= 0].any()
-    np.testing.assert_array_equal(alone, np.where(sign == 0, metrics["loss/kl"], 0.0))
-    updates = [{name: float(np.mean(np.asarray(value))) for name, value in metrics.items()}]
-    of_good = np.asarray(metrics["logprobs/good"])[sign > 0].mean()
+    _, metrics = sharding.to_host(objective(x, replace(batch, advantages=sign), {"kl/coef": 0.3}, kl=kl.k3))
+    np.testing.assert_array_equal(metrics["tokens/good"], sign > 0)
+    assert not metrics["logprobs/good"][sign <= 0].any()
+    np.testing.assert_array_equal(metrics["loss/kl_alone"], np.where(sign == 0, metrics["loss/kl"], 0.0))
+    updates = [{name: float(np.mean(value)) for name, value in metrics.items()}]
+    of_good = metrics["logprobs/good"][sign > 0].mean()
     assert of_updates(updates)["logprobs/good"] == pytest.approx(of_good, rel=1e-5)
     assert "logprobs/good" not in of_updates([{"logprobs/good": 0.0, "tokens/good": 0.0}])

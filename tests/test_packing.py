@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def ragged(seed: int, b: int = 8, g: int = 8, median: float = 6.0) -> np.ndarray
     return np.clip(lengths, 1, LIMIT)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_token_has_one_slot_and_a_completion_lies_in_one_lane_in_order(seed):
     lengths = ragged(seed)
     for row, packed_index in zip(lengths, pack(lengths, LIMIT), strict=True):
@@ -48,7 +48,7 @@ def test_every_token_has_one_slot_and_a_completion_lies_in_one_lane_in_order(see
             np.testing.assert_array_equal(packed_index[row[0], at] % LIMIT, np.arange(n))
 
 
-def test_ragged_completions_take_less_than_half_the_room_and_full_ones_no_more_than_they_did():
+def test_ragged_completions_take_less_than_half_the_room():
     lengths = ragged(0)
     parts = np.any(pack(lengths, LIMIT) >= 0, axis=(2, 3))
     assert parts.sum() * 2 * LIMIT <= lengths.size * LIMIT / 2
@@ -59,7 +59,7 @@ def test_ragged_completions_take_less_than_half_the_room_and_full_ones_no_more_t
 
 @pytest.mark.parametrize("limit", [5, 12, 32, 100, 512, 2048])
 @pytest.mark.parametrize("group", [1, 3, 8, 64])
-def test_a_run_has_few_possible_shapes_and_each_that_is_wide_enough_holds_everything(group, limit):
+def test_a_run_has_few_shapes_and_each_that_is_wide_enough_holds_all(group, limit):
     shapes = packed_shapes(group, limit)
     assert len(shapes) <= 21
     sizes = [n * t for n, t in shapes]
@@ -72,7 +72,7 @@ def test_a_run_has_few_possible_shapes_and_each_that_is_wide_enough_holds_everyt
         assert (index >= 0).sum() == 2 * group * longest
 
 
-def test_a_step_is_packed_into_the_cheapest_shape_in_use_and_a_smaller_one_is_ordered_once_it_pays():
+def test_a_step_takes_the_cheapest_shape_and_orders_a_smaller_one_once_it_pays():
     shapes = [shape for shape in packed_shapes(8, LIMIT) if shape[1] == LIMIT]
     work = lambda shape, _, parts: parts.sum() * (50 + shape[0] * shape[1]) / 100  # noqa: E731
     ladder = Ladder(tuple(shapes), price=50.0, limit=3)
@@ -99,73 +99,20 @@ def test_no_later_shape_is_larger_than_the_first():
         assert pack_next(np.full((8, 8), LIMIT), 8).shape[2:] == first, seed
 
 
-def packed(batch):
-    return dataclasses.replace(batch, packed_index=pack(batch.completion_mask.sum(axis=-1), tiny.C))
-
-
-@pytest.mark.parametrize("config", tiny.CONFIGS.values(), ids=tiny.CONFIGS)
-def test_packed_scores_and_gradients_are_those_of_a_lane_for_each(config):
-    model, params = tiny.model_and_params(config, scale=2.0)
-    batch = tiny.batch()
-    assert packed(batch).packed_index.shape[2] < tiny.G
-    ((_, apart), gradient_apart), ((_, together), gradient) = (
-        gradient_of(model, params, x) for x in (batch, packed(batch))
-    )
-    for a, b in zip(apart, together, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-    scale = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(gradient))
-    for a, b in zip(jax.tree.leaves(gradient_apart), jax.tree.leaves(gradient), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * max(scale, 1))
-
-
 @pytest.mark.parametrize(("mesh", "microbatch"), [((1, 1, 1), 2), ((1, 1, 1), 0), ((2, 2, 2), 4)])
 def test_there_are_as_many_micro_batches_as_the_device_with_most_rows_needs(mesh, microbatch):
-    batch = tiny.batch()
+    batch, devices = tiny.batch(), mesh[0] * mesh[1]
     index = packing.pack(batch.completion_mask.sum(axis=-1), tiny.C, (1, tiny.C))
-    batch = dataclasses.replace(batch, packed_index=index)
-    count, part = microbatches.split(batch, microbatch, tiny.mesh_of(mesh))
-    devices = mesh[0] * mesh[1]
+
+    @jax.jit
+    def count_and_tokens(batch):
+        count, part = microbatches.split(batch, microbatch, tiny.mesh_of(mesh))
+        return count, jax.vmap(lambda i: part(i).batch.completion_mask.sum())(jnp.arange(tiny.B * tiny.G))
+
+    count, tokens = count_and_tokens(dataclasses.replace(batch, packed_index=index))
     rows = np.any(index >= 0, axis=(2, 3)).reshape(devices, -1).sum(axis=1)
     assert int(count) == -(-rows.max() // ((microbatch or tiny.B) // devices))
-    tokens = sum(part(i).batch.completion_mask.sum() for i in range(int(count)))
-    assert tokens == batch.completion_mask.sum()
-
-
-def gradient_of(model, params, batch):
-    """Log-probabilities and entropies, and the gradient of a random weighting of both."""
-    weights = jnp.asarray(np.random.default_rng(3).normal(size=batch.completions.shape), jnp.float32)
-
-    def total(params, batch):
-        logprobs, entropy = forward.completion_logprobs(model, params, batch, Sampling(temperature=0.7))
-        return jnp.sum(logprobs * weights) + jnp.sum(entropy * weights), (logprobs, entropy)
-
-    return jax.jit(jax.value_and_grad(total, has_aux=True))(params, batch)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "parts"),
-    [
-        (None, 9),
-        ((2, 2, 2), 3),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((None, 2), (None, 3), ((2, 2, 2), 2), ((2, 2, 2), 9))),
-    ],
-    ids=str,
-)
-def test_a_group_in_parts_has_the_same_scores_and_gradients(parts, mesh):
-    whole, params = tiny.model_and_params(scale=2.0)
-    batch = tiny.batch()
-    ((_, together), gradient) = gradient_of(whole, params, batch)
-    config = dataclasses.replace(tiny.CONFIG, row_parts=parts, remat="full")
-    model = Decoder(config, mesh and tiny.mesh_of(mesh))
-    if mesh:
-        params = jax.device_put(params, sharding.shardings(params, model.mesh))
-        batch = sharding.shard_batch(batch, model.mesh)
-    ((_, apart), gradient_in_parts) = gradient_of(model, params, batch)
-    for a, b in zip(apart, together, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-    scale = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(gradient))
-    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(gradient_in_parts), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * max(scale, 1))
+    assert tokens[:count].sum() == batch.completion_mask.sum()
 
 
 def test_a_group_in_parts_needs_less_memory():
@@ -183,35 +130,29 @@ def test_a_group_in_parts_needs_less_memory():
     assert in_parts < 0.4 * whole, (in_parts, whole)
 
 
-@pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2)])
-def test_packed_scores_do_not_depend_on_the_mesh_or_the_microbatch(mesh):
-    model, params = tiny.model_and_params()
-    whole, _ = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))(params, packed(tiny.batch()))
-    mesh = tiny.mesh_of(mesh)
-    score = forward.make_logprob_fn(
-        type(model)(tiny.CONFIG, mesh), Sampling(), mesh, 0 if mesh.shape["data"] == 8 else 4
-    )
+def test_scores_do_not_depend_on_packing_the_mesh_or_the_micro_batch():
+    (model, params), batch, mesh = tiny.model_and_params(), tiny.batch(), tiny.mesh_of((2, 2, 2))
+    whole, _ = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))(params, batch)
+    score = forward.make_logprob_fn(Decoder(tiny.CONFIG, mesh), Sampling(), mesh, 4)
     params = jax.device_put(params, sharding.shardings(params, mesh))
-    np.testing.assert_allclose(
-        score(params, sharding.shard_batch(packed(tiny.batch()), mesh)), whole, rtol=1e-5, atol=1e-5
-    )
+    packed = dataclasses.replace(batch, packed_index=pack(batch.completion_mask.sum(axis=-1), tiny.C))
+    assert packed.packed_index.shape[2] < tiny.G
+    found = score(params, sharding.shard_batch(packed, mesh))
+    np.testing.assert_allclose(found, whole, atol=1e-5 * np.abs(whole).max())
 
 
-def flops(b, g, p, c, group_native=True) -> float:
+@cache
+def flops(b, g, p, c) -> float:
     """XLA's count for scoring with a one-layer model (a loop's body is counted once), all logits at once."""
     config = dataclasses.replace(
         tiny.CONFIG, layers=1, width=512, heads=8, head_dim=64, rope=plain(1e4, 64), mlp_width=1408,
         max_positions=4096, vocab_size=64,
     )  # fmt: skip
-    b, g = (b, g) if group_native else (b * g, 1)
-    model = type(tiny.model_and_params()[0])(config)
-    of = jax.ShapeDtypeStruct
-    batch = update.Batch(
-        of((b, p), jnp.int32), of((b, p), bool),
-        of((b, g, c), jnp.int32), of((b, g, c), bool), of((b, g, c), bool),
-    )  # fmt: skip
+    model, of = Decoder(config), jax.ShapeDtypeStruct
+    tokens, mask = of((b, g, c), jnp.int32), of((b, g, c), bool)
+    batch = update.Batch(of((b, p), jnp.int32), of((b, p), bool), tokens, mask, mask)
     score = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))
-    return score.lower(model.shapes, batch).compile().cost_analysis()["flops"]
+    return score.lower(model.shapes, batch).cost_analysis()["flops"]
 
 
 def test_doubling_the_group_costs_no_more_prompt_work():
@@ -221,7 +162,7 @@ def test_doubling_the_group_costs_no_more_prompt_work():
     np.testing.assert_allclose(2 * two - four, prompt_work, rtol=0.02)
 
 
-def test_doubling_the_prompt_costs_less_than_15_percent_of_what_a_flat_layout_pays():
-    ours = flops(2, 16, 128, 64) - flops(2, 16, 64, 64)
-    flat = flops(2, 16, 128, 64, group_native=False) - flops(2, 16, 64, 64, group_native=False)
+def test_doubling_the_prompt_costs_less_than_15_percent_of_a_flat_layout():
+    ours = flops(2, 16, 128, 32) - flops(2, 16, 64, 32)
+    flat = flops(2 * 16, 1, 128, 32) - flops(2 * 16, 1, 64, 32)
     assert ours < 0.15 * flat, ours / flat

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tiny
 from ml_collections import ConfigDict
-from test_update import flat_logprobs
+from test_update import assert_close, flat_scores
 
 from jaxrl_llm import evaluate, sft
 from jaxrl_llm import recipe as recipes
@@ -24,7 +24,6 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import load_rows
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import update
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
@@ -59,8 +58,8 @@ def test_value_gradient_and_metrics_are_those_of_trl(case):
         loss, metrics = function(logprobs, batch, **batch.columns)
         return jnp.sum(loss * MEAN(mask)), metrics
 
-    (value, metrics), gradient = jax.value_and_grad(total, has_aux=True)(logprobs)
-    np.testing.assert_allclose(value, case["value"], rtol=1e-6)
+    (value, metrics), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(logprobs)
+    np.testing.assert_allclose(value, case["value"], rtol=1e-5)
     np.testing.assert_allclose(gradient, case["gradient"], rtol=1e-5, atol=1e-6)
     ours = {"chosen": "chosen", "rejected": "rejected", "margins": "margin", "accuracies": "accuracy"}
     shares = update.Shares.of(mask)
@@ -72,42 +71,37 @@ def test_value_gradient_and_metrics_are_those_of_trl(case):
 def pairs() -> Batch:
     """Pairs of completions of 1 to C tokens, with the log-probabilities of a reference."""
     batch = tiny.batch()
-    return Batch(
-        batch.prompts,
-        batch.prompt_mask,
-        *(x[:, :2] for x in (batch.completions, batch.completion_mask, batch.loss_mask)),
-        columns={"ref_logprobs": batch.ref_logprobs[:, :2]},
-    )
+    two = (x[:, :2] for x in (batch.completions, batch.completion_mask, batch.loss_mask))
+    return Batch(batch.prompts, batch.prompt_mask, *two, columns={"ref_logprobs": batch.ref_logprobs[:, :2]})
 
 
-def one_update(loss, shape, microbatch, monkeypatch):
-    """Parameters and metrics after an update of a model that is a table of log-probabilities, on the host."""
+def gradient_of_table(loss, shape, microbatch, monkeypatch):
+    """Gradients of a model that is a table of log-probabilities, and metrics, on the host."""
     table = lambda model, params, batch, sampling: ((params["table"][batch.prompts[:, 0]],) * 2, None)  # noqa: E731
     monkeypatch.setattr(update, "completion_logprobs_and_load", table)
     batch, mesh = dataclasses.replace(inputs_of(loss, pairs()), prompts=np.arange(tiny.B)[:, None]), tiny.mesh_of(shape)
-    params = {"table": jnp.asarray(np.random.default_rng(3).normal(-1, 1, batch.loss_mask.shape), jnp.float32)}
+    params = {"table": np.random.default_rng(3).normal(-1, 1, batch.loss_mask.shape).astype(np.float32)}
     objective = update.policy_objective(None, partial(getattr(supervised, loss), nll_coef=0.5), Sampling())
-    state, step = tiny.updater(objective, tiny.optimizer(), params, mesh, microbatch=microbatch, aggregate=MEAN)
-    return sharding.to_host(step(state, sharding.shard_batch(batch, mesh), jnp.arange(tiny.B)))
+    gradient = jax.jit(update.make_gradient(objective, mesh, microbatch, aggregate=MEAN, dtype="float32"))
+    return sharding.to_host(gradient(params, sharding.shard_batch(batch, mesh), {}))
 
 
-@pytest.mark.parametrize(("shape", "microbatch"), [((1, 1, 1), 2), ((2, 2, 2), 4), ((1, 8, 1), 0)], ids=str)
 @pytest.mark.parametrize("loss", ["dpo", "simpo"])
-def test_mesh_and_microbatch_change_nothing_of_an_update(loss, shape, microbatch, monkeypatch):
-    ours, theirs = (one_update(loss, *where, monkeypatch) for where in ((shape, microbatch), ((1, 1, 1), 0)))
+def test_mesh_and_micro_batch_change_no_gradient(loss, monkeypatch):
+    ours, theirs = (gradient_of_table(loss, *x, monkeypatch) for x in (((2, 2, 2), 4), ((1, 1, 1), 0)))
     assert ours[1].keys() >= {"reward/margin", "reward/accuracy", "logprobs/chosen", "loss/nll"}
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), ours, theirs)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), ours, theirs)
 
 
 @pytest.mark.parametrize("loss", ["dpo", pytest.param("simpo", marks=pytest.mark.slow)])
-def test_the_gradient_is_that_of_pairs_whose_completions_each_have_a_prompt_of_their_own(loss):
+def test_the_gradient_is_that_of_pairs_that_share_no_prompt(loss):
     """The loss as the papers write it, over a forward pass that shares nothing."""
     model, params = tiny.model_and_params(scale=2.0)
     batch = pairs()
     lengths = batch.loss_mask.sum(axis=-1)
 
     def by_the_paper(params):
-        flat = flat_logprobs(model, params, batch, Sampling()).sum(axis=-1)
+        flat = flat_scores(model, params, batch, Sampling())[0].sum(axis=-1)
         if loss == "dpo":
             ratio = flat - batch.columns["ref_logprobs"].sum(axis=-1)
             margin = 0.1 * (ratio[:, 0] - ratio[:, 1])
@@ -120,9 +114,7 @@ def test_the_gradient_is_that_of_pairs_whose_completions_each_have_a_prompt_of_t
     ours, metrics = jax.jit(gradient)(params, inputs_of(loss, batch), {})
     value, theirs = jax.jit(jax.value_and_grad(by_the_paper))(params)
     np.testing.assert_allclose(metrics["loss/total"], value, rtol=1e-5)
-    scale = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(theirs))
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * max(scale, 1))
+    assert_close(ours, theirs)
 
 
 def test_a_metric_of_pairs_is_their_mean_however_long_they_are():
@@ -132,15 +124,10 @@ def test_a_metric_of_pairs_is_their_mean_however_long_they_are():
     assert update.reduce("x_max", values, update.Shares.of(mask)) == 1
 
 
+TURNS = [*ASKED, *said("3"), *ASKED]
 SPLIT = {  # TRL's implicit prompts: chosen, rejected -> prompt, and the ends
     "messages": (ASKED + said("3"), ASKED + said("4"), ASKED, said("3"), said("4")),
-    "a turn before": (
-        [*ASKED, *said("3"), *ASKED, *said("3")],
-        [*ASKED, *said("3"), *ASKED, *said("5")],
-        [*ASKED, *said("3"), *ASKED],
-        said("3"),
-        said("5"),
-    ),
+    "a turn before": (TURNS + said("3"), TURNS + said("5"), TURNS, said("3"), said("5")),
     "text": ("Q: sky? A: blue", "Q: sky? A: green", "Q: sky? A:", " blue", " green"),
     "text without a space": ("1+2=3", "1+2=4", "1+2=", "3", "4"),
 }
@@ -168,16 +155,13 @@ def test_a_prompt_as_text_beside_whole_conversations_is_theirs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "rejected", "line"),
-    [
-        ("yes", "no", "have no common beginning: give the prompt"),
-        (ASKED + said("3"), ASKED + said("3"), "differ in nothing that follows"),
-        (ASKED + said("3"), "3", "of other types: give both as text, or as lists"),
-    ],
+    ("chosen", "rejected"),
+    [("yes", "no"), (ASKED + said("3"), ASKED + said("3")), (ASKED + said("3"), "3")],
+    ids=["without a common beginning", "equal", "of other types"],
 )
-def test_an_implicit_prompt_that_is_none_is_refused(chosen, rejected, line, tmp_path):
+def test_an_implicit_prompt_is_refused_of_columns(chosen, rejected, tmp_path, refused):
     (tmp_path / "x.jsonl").write_text(json.dumps({"chosen": chosen, "rejected": rejected}))
-    with pytest.raises(UserError, match=rf"x\.jsonl row 1 .*'chosen' and 'rejected' .*{line}"):
+    with refused("x.jsonl row 1", "'chosen' and 'rejected'"):
         load_rows(str(tmp_path / "x.jsonl"), columns=PAIR)
 
 
@@ -205,10 +189,10 @@ def whole(tmp_path_factory) -> Path:
     return workdir
 
 
-def test_a_run_begins_where_policy_and_reference_are_one_and_then_prefers_what_was_chosen(whole):
+def test_a_run_begins_at_its_reference_and_then_prefers_what_was_chosen(whole):
     first, *_, last = numbers(whole)
-    assert first["loss/sft"] == pytest.approx(np.log(2), abs=1e-6)
-    assert [first[f"reward/{name}"] for name in ("chosen", "rejected", "margin")] == pytest.approx([0, 0, 0], abs=1e-5)
+    assert first["loss/sft"] == pytest.approx(np.log(2), abs=1e-5)
+    assert [first[f"reward/{name}"] for name in ("chosen", "rejected", "margin")] == pytest.approx([0, 0, 0], abs=1e-4)
     assert last["reward/margin"] > 0.001 and last["reward/accuracy"] > 0.6
     assert last["loss/sft"] < first["loss/sft"]
 
@@ -242,14 +226,14 @@ def preferred_by_hand(folder: Path, rows: list[dict]) -> float:
     batch, sums = Batch(prompts, real, answers, used, used), []
     for place in (folder, MODEL):
         model = hf.load_model(place, mesh)
-        score = jax.jit(lambda params, model=model: flat_logprobs(model, params, batch, Sampling()).sum(axis=-1))
+        score = jax.jit(lambda params, model=model: flat_scores(model, params, batch, Sampling())[0].sum(axis=-1))
         sums.append(np.asarray(score(hf.load_params(place, model, mesh))))
     gains = sums[0] - sums[1]
     return float(np.mean(gains[:, 0] > gains[:, 1]))
 
 
 @pytest.mark.slow
-def test_held_out_pairs_are_compared_each_once(tmp_path, monkeypatch):
+def test_held_out_pairs_are_compared_each_once(tmp_path, monkeypatch, refused):
     """Ten pairs in batches of eight: the end of the last batch is filled, and does not count."""
     rows = arithmetic.pairs()[:10]
     for row in rows[::3]:
@@ -263,7 +247,7 @@ def test_held_out_pairs_are_compared_each_once(tmp_path, monkeypatch):
     assert after["eval/accuracy"] == pytest.approx(preferred_by_hand(tmp_path / "run" / "hf", rows))
     assert 0 < after["eval/accuracy"] < 1
     monkeypatch.setattr(sys, "argv", ["evaluate", "--run", str(tmp_path / "run")])
-    with pytest.raises(UserError, match="the run compared pairs, and judged no completion: give --task, or --function"):
+    with refused("--task", "--function"):
         evaluate.main()
 
 
@@ -276,28 +260,25 @@ def test_with_adapters_the_reference_is_the_model_without_them(tmp_path):
         assert parts.learning.reference is None
         first, second = list(sft.train(session, parts))
         assert set(session.at.states) == {"policy"}
-    assert first["reward/margin"] == pytest.approx(0, abs=1e-6) and second["reward/margin"] != 0
+    assert first["reward/margin"] == pytest.approx(0, abs=1e-4) and second["reward/margin"] != 0
 
 
 @pytest.mark.parametrize(
-    ("changes", "line"),
+    ("field", "value"),
     [
-        ({"data.rejected_column": ""}, "loss.name = 'dpo' compares pairs: name the column"),
-        ({"loss": dict(name="cross_entropy")}, "rejected_column = 'rejected': loss 'cross_entropy' would learn"),
-        ({"aggregate.mode": "token_mean"}, "aggregate.mode = 'token_mean': loss 'dpo' .* 'sequence_mean'"),
-        ({"model.path": ""}, "loss.name = 'dpo' with model.path = '': a new model prefers nothing"),
-        ({"loss.beta": 0.0}, "loss.beta is 0.0: give a value above 0"),
-        ({"loss.label_smoothing": 0.7}, "loss.label_smoothing is 0.7: give a value of at most 0.5"),
-        ({"loss": dict(name="ppo_clip")}, "ppo_clip"),
-        ({"loss": dict(name="test_preferences.scored")}, "asks for 'entropy': there is ref_logprobs"),
+        ("data.rejected_column", ""), ("aggregate.mode", "token_mean"), ("model.path", ""), ("loss.beta", 0.0),
+        ("loss.label_smoothing", 0.7),
+        *(("loss", {"name": name}) for name in ("cross_entropy", "ppo_clip", "test_preferences.scored")),
     ],
-)
-def test_a_config_is_refused_in_one_line_for(changes, line):
+    ids=str,
+)  # fmt: skip
+def test_a_config_is_refused_for(field, value, refused):
     c = config()
-    if "loss" in changes:
-        c.loss = ConfigDict(changes.pop("loss"))
-    c.update_from_flattened_dict(changes)
-    with pytest.raises(UserError, match=line):
+    if field == "loss":
+        c.loss = ConfigDict(value)
+    else:
+        c.update_from_flattened_dict({field: value})
+    with refused("loss" if field == "loss" else field):
         recipes.read_sft(c)
 
 
@@ -305,21 +286,15 @@ def scored(logprobs, batch, entropy):
     return entropy, {}
 
 
-def test_a_comparison_without_pairs_is_refused():
-    c = load(ROOT / "configs" / "sft.py")
-    c.eval.function = "preference"
-    with pytest.raises(UserError, match=r"eval\.function = 'preference': loss 'cross_entropy' has no pairs"):
-        recipes.read_sft(c)
-    c = load(ROOT / "configs" / "grpo.py")
-    c.eval.function = "preference"
-    with pytest.raises(UserError, match=r"eval\.function = 'preference' is for pairs of sft"):
-        recipes.read(c)
-
-
-def test_a_loss_of_pairs_is_no_loss_of_rollouts():
+def test_pairs_and_their_losses_are_for_sft_with_pairs_alone(refused):
+    for name, read in (("sft", recipes.read_sft), ("grpo", recipes.read)):
+        c = load(ROOT / "configs" / f"{name}.py")
+        c.eval.function = "preference"
+        with refused("eval.function = 'preference'"):
+            read(c)
     c = load(ROOT / "configs" / "grpo.py")
     c.loss = ConfigDict(dict(name="jaxrl_llm.algorithms.supervised.simpo"))
-    with pytest.raises(UserError, match=r"simpo' compares pairs .* run it with jaxrl sft"):
+    with refused("simpo", "jaxrl sft"):
         recipes.read(c)
 
 

@@ -14,7 +14,6 @@ from jaxrl_llm import sft
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data import columns, examples
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.models import hf, new_model
 from jaxrl_llm.structs import Prompt
@@ -58,21 +57,24 @@ def test_each_turn_is_encoded_alone_and_the_environments_are_not_learned():
     "completion",
     [3, None, [], [{"role": "user", "content": "x"}], [{"content": "x"}], [{"role": "assistant", "content": 3}]],
 )
-def test_what_is_neither_text_nor_turns_is_refused(completion):
+def test_what_is_neither_text_nor_turns_is_refused(completion, refused):
     rows = [{"prompt": "Who ?", "completion": EPISODE}, {"prompt": "Who ?", "completion": completion}]
-    with pytest.raises(UserError, match=r"rows\.jsonl row 2: 'completion' is .*: make it text, or messages"):
+    with refused("rows.jsonl row 2", "'completion'"):
         columns.check_completions(dataset(rows), "completion", "rows.jsonl")
 
 
-def test_what_an_environment_says_changes_no_gradient_of_its_own(tmp_path):
-    """Fewer trained tokens, but the same ones: the loss is that of the policy's tokens alone."""
+def test_the_loss_is_that_of_the_policys_tokens_and_a_run_compiles_one_update(tmp_path, monkeypatch):
+    """What an environment says is read, and has no gradient of its own."""
     rows = [{"prompt": "Who ?", "completion": EPISODE}] * 8
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = {
-        "model.path": str(FOLDER), "num_steps": 1, "prompts_per_step": 8, "optim.warmup_steps": 0, "mesh.fsdp": 1,
+        "model.path": str(FOLDER), "num_steps": 2, "prompts_per_step": 8, "optim.warmup_steps": 0, "mesh.fsdp": 1,
         "log.to": (), "model.vocabulary": 0,
     }  # fmt: skip
-    (record,) = (r for r in sft.steps(config(str(tmp_path / "rows.jsonl"), **small), tmp_path / "run") if r["step"])
+    compiled, compile = [], Program.compile
+    monkeypatch.setattr(Program, "compile", lambda program: compiled.append(program.name) or compile(program))
+    records = list(sft.steps(config(str(tmp_path / "rows.jsonl"), **small), tmp_path / "run"))
+    assert compiled == ["the update"]
     mesh = sft.sharding.make_mesh(data=1, fsdp=1, tensor=1)
     model, tokenizer = hf.load_model(FOLDER, mesh), hf.load_tokenizer(FOLDER)
     recipe = recipes.read_sft(config())
@@ -82,26 +84,19 @@ def test_what_an_environment_says_changes_no_gradient_of_its_own(tmp_path):
     prompt = dataset(rows[:1]).ids[0].tolist()
     tokens = np.array([prompt + answer.tokens], np.int32)
     params = hf.load_params(FOLDER, model, mesh)
-    states = model.logits(params, model.prefill(params, Prompt(tokens, np.ones_like(tokens, bool)))[0])
-    chosen = np.take_along_axis(np.asarray(jax.nn.log_softmax(states))[0, :-1], tokens[0, 1:, None], axis=1)[:, 0]
+
+    @jax.jit
+    def logprobs(params):
+        return jax.nn.log_softmax(model.logits(params, model.prefill(params, Prompt(tokens, tokens >= 0))[0]))
+
+    chosen = np.take_along_axis(np.asarray(logprobs(params))[0, :-1], tokens[0, 1:, None], axis=1)[:, 0]
     learned = np.array([False] * (len(prompt) - 1) + answer.learned)
-    assert record["loss/sft"] == pytest.approx(-chosen[learned].mean(), rel=1e-4)
-
-
-def test_the_update_is_compiled_once_for_all_steps(tmp_path, monkeypatch):
-    (tmp_path / "rows.jsonl").write_text((json.dumps({"prompt": "Who ?", "completion": EPISODE}) + "\n") * 8)
-    small = {
-        "model.path": str(FOLDER), "num_steps": 3, "prompts_per_step": 8, "optim.warmup_steps": 0, "mesh.fsdp": 1,
-        "log.to": (), "model.vocabulary": 0,
-    }  # fmt: skip
-    compiled, compile = [], Program.compile
-    monkeypatch.setattr(Program, "compile", lambda program: compiled.append(program.name) or compile(program))
-    list(sft.steps(config(str(tmp_path / "rows.jsonl"), **small), tmp_path / "run"))
-    assert compiled == ["the update"]
+    first = next(record for record in records if record["step"] == 1)
+    assert first["loss/sft"] == pytest.approx(-chosen[learned].mean(), rel=1e-4)
 
 
 @pytest.mark.slow
-def test_a_new_tokenizer_learns_words_and_reads_the_same_next_to_the_models_config(tmp_path):
+def test_a_new_tokenizer_learns_words_and_reads_alike_beside_the_models_config(tmp_path):
     rows = encyclopedia.demonstrations()[:200]
     new_model.write_folder(tmp_path, dict.fromkeys(new_model.SIZES, 8) | {"vocabulary": 300}, rows, "completion")
     tokenizer = hf.load_tokenizer(tmp_path)  # as a Qwen2Tokenizer, because of config.json
