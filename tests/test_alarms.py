@@ -26,7 +26,7 @@ def called_ill(seeds: Iterable[int], steps: int) -> list[str]:
 
 
 def test_at_most_one_of_twenty_healthy_histories_is_called_ill():
-    assert len(called_ill(range(60), 40)) <= 3
+    assert len(called_ill(range(24), 40)) <= 1  # each size with each share twice
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ from jaxrl_llm.algorithms import advantages, losses
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.needs("mkdocs")
 def test_the_site_is_built_without_a_broken_link(tmp_path):
-    pytest.importorskip("mkdocs")
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
