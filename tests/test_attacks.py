@@ -26,8 +26,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox nee
 LIBC = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
 # Each prints "done" if it succeeds, and ends with an error if it does not.
 ON_THE_MACHINE = {
-    "reads the users": "open('/etc/passwd').read()",
-    "lists a folder": "import os; os.listdir('{folder}')",
+    "reads the users": "open('/etc/passwd').read()", "lists a folder": "import os; os.listdir('{folder}')",
     "finds a file's size": "import os; os.stat('{file}')",
     "reads the environment": "import os; os.environ['SECRET_TOKEN']",
     "reads the parent's environment": "import os; open(f'/proc/{os.getppid()}/environ').read()",
@@ -37,11 +36,9 @@ ON_THE_MACHINE = {
     "changes an owner": "import os; os.chown('{file}', 1, 1)",
     "changes a time": "import os; os.utime('{file}', (0, 0))",
     "sets an attribute": "import os; os.setxattr('{file}', 'user.a', b'1')",
-    "cuts a file": "import os; os.truncate('{file}', 0)",
-    "removes a file": "import os; os.remove('{file}')",
+    "cuts a file": "import os; os.truncate('{file}', 0)", "removes a file": "import os; os.remove('{file}')",
     "follows a link": "import os; os.symlink('{file}', 'a'); open('a', 'w').write('mine')",
-    "makes a hard link": "import os; os.link('{file}', 'a')",
-    "writes to the root": "open('/a', 'w').write('mine')",
+    "makes a hard link": "import os; os.link('{file}', 'a')", "writes to the root": "open('/a', 'w').write('mine')",
     "writes to /dev": "open('/dev/a', 'w').write('mine')",
     "changes Python's library": "import os; open(os.__file__, 'a').write('mine')",
     "makes a disk": "import os, stat; os.mknod('a', stat.S_IFBLK | 0o666, os.makedev(254, 0)); open('a', 'rb').read(1)",
@@ -68,8 +65,7 @@ ON_THE_MACHINE = {
     "leaves a daemon": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
     "        time.sleep(100)\n    os._exit(0)",
     "runs a program": "import subprocess; subprocess.run(['{python}', '-c', ''], check=True)",
-    "takes memory": "x = bytearray(2**30)",
-    "takes memory in a file": "import os; os.memfd_create('a')",
+    "takes memory": "x = bytearray(2**30)", "takes memory in a file": "import os; os.memfd_create('a')",
     "takes memory in a segment": LIBC + "assert libc.shmget(0, 2**30, 0o1600) >= 0",
     "takes memory by many mappings": "import mmap\nx = [mmap.mmap(-1, 2**24) for _ in range(100)]",
     "fills a disk of no names": "import mmap, os\nx = []\nfor i in range(20):\n    f = os.open('a', os.O_RDWR | os.O_CREAT)\n"
@@ -84,8 +80,7 @@ ON_THE_MACHINE = {
     "    except OSError:\n        pass\nassert opened",
     "lifts a limit": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
     "recurses": "import sys\nsys.setrecursionlimit(10**9)\nf = lambda: f()\nf()",
-    "prints without end": "while True:\n    print('done' * 10**6)",
-    "takes time": "while True:\n    pass",
+    "prints without end": "while True:\n    print('done' * 10**6)", "takes time": "while True:\n    pass",
 }  # fmt: skip
 
 
@@ -162,18 +157,14 @@ ON_THE_JUDGE = {
     "a failed assertion": "class E(AssertionError): pass\ndef add(a, b): raise E",
     "an error that cannot be shown": "class E(Exception):\n    __str__ = lambda s: 1 / 0\n"
     "    __reduce__ = lambda s: (print, ())\n    __class__ = property(lambda s: 1 / 0)\ndef add(a, b): raise E",
-    "an interrupt": "def add(a, b): raise KeyboardInterrupt",
-    "an exit": "import sys\ndef add(a, b): sys.exit(97)",
-    "an exit at once": "import os\nos._exit(97)",
-    "an exit of a limit": "import os\nos._exit(101)",
+    "an interrupt": "def add(a, b): raise KeyboardInterrupt", "an exit": "import sys\ndef add(a, b): sys.exit(97)",
+    "an exit at once": "import os\nos._exit(97)", "an exit of a limit": "import os\nos._exit(101)",
     "a signal": "import os, signal\ndef add(a, b): os.kill(os.getpid(), signal.SIGKILL)",
     "a last word": "import atexit, os\natexit.register(lambda: [os.write(f, b'1\\n' * 20) for f in range(1, 9)])",
-    "nothing": "add = None",
-    "no end": "def add(a, b):\n    while True: yield 3",
+    "nothing": "add = None", "no end": "def add(a, b):\n    while True: yield 3",
     "containers in containers": "def add(a, b):\n    x = []\n    for _ in range(10**6): x = [x]\n    return x",
     "itself": "def add(a, b):\n    x = []\n    x.append(x)\n    return x",
-    "too much": "def add(a, b): return 'x' * 2**25",
-    "a number without end": "def add(a, b): return 1 << 2**27",
+    "too much": "def add(a, b): return 'x' * 2**25", "a number without end": "def add(a, b): return 1 << 2**27",
     "recursion": "def add(a, b): return add(a, b)",
     "another json": "import json\njson.dumps = lambda *a, **k: '[\"value\", true, []]'\njson.loads = lambda *a: []",
     "other modules": "import sys\nfor name in list(sys.modules): sys.modules[name] = None\ndef add(a, b): return 7",

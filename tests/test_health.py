@@ -54,8 +54,7 @@ def ids(*changes: dict) -> list[str]:
 
 
 FAILURES = [  # changes of a healthy record, step by step, and the findings
-    ([{}] * 20, []),
-    ([{"importance/kl": 2e-3}] * 2, ["sampler_mismatch"]),
+    ([{}] * 20, []), ([{"importance/kl": 2e-3}] * 2, ["sampler_mismatch"]),
     ([{"importance/kl": 2e-3}], []),  # one batch may be odd
     ([{"importance/kl": 2e-2}], ["sampler_mismatch"]),
     ([{"importance/kl": 2e-3, "importance/rounding": 2**-7}] * 9, []),  # bfloat16 rounds so much
@@ -69,8 +68,7 @@ FAILURES = [  # changes of a healthy record, step by step, and the findings
     ([{"importance/kl": 2e-3, "rollout/lag_p95": 1.0}], []),  # older weights are meant to differ
     ([{"importance/mean": 0.8, "rollout/lag_p95": 2.0}] * 8, ["stale_samples"]),
     ([{"importance/mean": 0.98, "rollout/lag_p95": 2.0}] * 8, []),
-    (pushes(1e-6, 1e-6, 1e-6, 0.1, 0.2, 0.3), ["stale_weights"]),
-    (pushes(1e-6, 1e-6, 1e-6, 0.1, 0.2), []),
+    (pushes(1e-6, 1e-6, 1e-6, 0.1, 0.2, 0.3), ["stale_weights"]), (pushes(1e-6, 1e-6, 1e-6, 0.1, 0.2), []),
     ([{"weight_check/gap": 0.2, "weight_check/gap_before": 1e-6}] * 3, []),  # each push changed the answers
     ([{"weight_check/gap": 1e-6, "weight_check/gap_before": 1e-6}] * 3, []),  # a learning rate of 0
     ([{"update_norm": 0.0, "sampler/gap_mean": 1e-4 * 1.5**i} for i in range(8)], ["engine_drift"]),
@@ -82,15 +80,14 @@ FAILURES = [  # changes of a healthy record, step by step, and the findings
     # Without a verdict nothing is trained: means over no token are 0, and rewards that are not there are equal.
     ([NOTHING_TRAINED] * 9, ["no_verdict"]),
     ([NOTHING_TRAINED | {"reward/no_verdict": 0.9, "importance/mean": 1.0, "importance/ess": 1.0}], []),
-    ([asked(turns=3.0, errors=3.0)], ["tool_down"]),
-    ([asked(turns=3.0, errors=2.9)], []),
+    ([asked(turns=3.0, errors=3.0)], ["tool_down"]), ([asked(turns=3.0, errors=2.9)], []),
     ([asked(turns=3.0, errors=1.5, searches=1.5)], ["tool_down"]),
     ([asked(turns=3.0, errors=1.0, calls=1.5, invalid=0.5)], ["tool_down"]),
     ([asked(turns=3.0, errors=1.0, calls=1.5, invalid=0.0)], []),
     ([asked(turns=1.0, errors=0.05, searches=0.05)], []),  # a single call, perhaps
     ([asked(turns=3.0, errors=0.2, searches=1.5), asked(turns=3.0, errors=1.5, searches=1.5)], []),
     ([{"step": 0}, asked(turns=3.0, errors=1.5, searches=1.5)], ["tool_down"]),
-]
+]  # fmt: skip
 
 
 def test_a_rule_fires_on_its_failure_and_on_nothing_else():

@@ -14,23 +14,6 @@ CALL = "actor_rollout_ref.model.path=a/b actor_rollout_ref.rollout.n=8 algorithm
 TRL = "--model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward think_format_reward --max_steps 20"
 # Scripts, fields of their configs, and the lines that belong to no command.
 SCRIPTS = {
-    "arrays by topic.sh": ("""#!/usr/bin/env bash
-set -xeuo pipefail
-MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}
-DATA=(
-    data.train_files="$HOME/data/train.parquet"   # rows
-    data.train_batch_size=${BATCH:-256}
-    # data.seed=1
-)
-ACTOR=(
-    actor_rollout_ref.model.path="$MODEL_PATH"
-    actor_rollout_ref.actor.optim.lr=1e-6
-    actor_rollout_ref.actor.ppo_mini_batch_size=$((256 / 4))
-)
-ROLLOUT=(actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.name=vllm)
-EXTRA=("$@")
-python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "${DATA[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${EXTRA[@]}"
-""", {"prompts_per_step": 256, "prompts_per_update": 64, "model.path": "Qwen/Qwen3-8B"}, []),
     "names first.sh": ("""project_name='DAPO'
 adv_estimator=grpo
 use_kl_in_reward=False
@@ -92,16 +75,6 @@ PYTHONUNBUFFERED=1 srun --overlap --nodes=1 -w "$head" \\
     python3 -m verl.trainer.main_ppo {CALL} \\
     data.train_batch_size=128 trainer.nnodes="${{SLURM_NNODES}}" trainer.n_gpus_per_node=4 2>&1 | tee verl.log
 """, {}, []),
-    "easyr1.sh": ("""MODEL_PATH=Qwen/Qwen2.5-7B-Instruct  # replace it with your local file path
-python3 -m verl.trainer.main \\
-    config=examples/config.yaml \\
-    data.train_files=someone/math12k@train \\
-    worker.actor.model.model_path=${MODEL_PATH} \\
-    worker.actor.clip_ratio_high=0.28 \\
-    worker.rollout.n=5 \\
-    algorithm.online_filtering=True \\
-    trainer.experiment_name=qwen2_5_7b_math_grpo trainer.n_gpus_per_node=8
-""", {}, []),
     "search_r1.sh": ("""export DATA_DIR='data/nq_search'
 WAND_PROJECT='Search-R1'
 export BASE_MODEL='Qwen/Qwen2.5-3B' ; export EXPERIMENT_NAME=grpo
@@ -116,11 +89,6 @@ PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
     max_turns=2 retriever.url="http://127.0.0.1:8000/retrieve" retriever.topk=3 \\
     2>&1 | tee $EXPERIMENT_NAME.log
 """, {"group_size": 5, "env.most_searches": 2}, []),
-    "accelerate.sh": (f"""export ACCELERATE_LOG_LEVEL=info
-ACCELERATE_LOG_LEVEL=info accelerate launch --config_file recipes/zero3.yaml --num_processes=7 \\
-    src/open_r1/grpo.py {TRL} --beta 0.01 \\
-    --learning_rate 2e-5 --lr_scheduler_type cosine --no_gradient_checkpointing
-""", {"kl.coef": 0.01, "model.remat": "dots", "prompts_per_step": 7}, []),
     "torchrun in a comment's way.sh": (f"""torchrun --nproc_per_node=8 --nnodes 2 \\
     train.py {TRL} \\
     --per_device_train_batch_size 2 \\
