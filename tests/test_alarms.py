@@ -31,7 +31,8 @@ def test_at_most_one_of_twenty_healthy_histories_is_called_ill():
 
 @pytest.mark.slow
 def test_no_rule_ends_a_healthy_run_of_5_000_steps():
-    # `python -m benchmarks.alarms` judges 20 of 10,000 steps. These are of 16 and 512 sequences, with the most wrong verdicts.
+    # `python -m benchmarks.alarms` judges 20 of 10,000 steps. These are of 16 and 512 sequences, with the most
+    # wrong verdicts.
     assert called_ill((8, 11), 5_000) == []
 
 
