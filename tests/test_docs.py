@@ -87,7 +87,7 @@ def test_a_failure_that_a_message_or_a_page_cites_is_on_the_page_of_failures():
             assert f"\n| {check} |" in HEALTH, (file, check)
 
 
-def test_the_page_of_failures_names_rules_that_are_there_and_every_rule_that_warns():
+def test_the_page_of_failures_names_every_rule_that_warns():
     named = {
         rule for line in FAILURES.splitlines() if line.startswith("| F") for rule in re.findall(r"`(\w+)`", cell(line))
     }

@@ -41,7 +41,7 @@ def test_all_of_the_room_is_packaged_and_only_errors_besides():
     }
 
 
-def test_what_is_packaged_imports_itself_by_relative_names_and_packages_that_are_installed_with_it():
+def test_what_is_packaged_imports_itself_and_packages_installed_with_it():
     imported = {"rich": "rich", "numpy": "numpy", "scipy": "scipy", "tensorboardX": "tensorboardX"}
     imported |= {"google": "tensorboardX"}  # protobuf, which it needs
     required = {requirement.split(">=")[0] for requirement in ALONE["project"]["dependencies"]}
@@ -93,7 +93,7 @@ def test_the_callback_says_what_the_doctor_says_of_the_whole_log(name, monkeypat
     assert len(lines) == len(found)
 
 
-def test_the_callback_of_a_resumed_run_knows_the_start_and_judges_the_last_record(capsys):
+def test_the_callback_of_a_resumed_run_knows_the_start_and_judges_the_end(capsys):
     for part in (dict(resumed_at=6), dict(steps=8)):
         follow("never_stops", **part)
         assert "step 8: error: " in capsys.readouterr().out

@@ -281,7 +281,7 @@ def a_step(texts: list[list[str]]) -> Samples:
     return Samples(None, rollouts, lambda: Graded(texts, Rewards(None, {}), [], {}))
 
 
-def test_a_simulated_healthy_run_learns_and_its_noise_falls_with_the_root_of_the_sequences():
+def test_a_simulated_run_learns_and_its_noise_falls_with_more_sequences():
     runs = {size: simulated.history(0, sequences=size, steps=200) for size in (64, 1024)}
     rewards = {size: np.array([record["reward/mean"] for record in run]) for size, run in runs.items()}
     assert all(x[-50:].mean() > x[:20].mean() + 0.1 for x in rewards.values())

@@ -101,7 +101,7 @@ def test_the_last_number_in_tags_is_the_score_and_equal_answers_are_asked_once()
     assert "system: Help.\n\nuser: 2 + 2?" in asked["messages"][0]["content"]
 
 
-def test_errors_that_may_pass_are_tried_again_and_what_fails_for_ever_has_no_verdict():
+def test_errors_that_may_pass_are_tried_again_and_others_have_no_verdict():
     def reply(question, tries):
         if "\ngood\n" in question:
             return (200, "<score>10</score>") if tries == 3 else (503, "")
@@ -180,7 +180,7 @@ def by_json(question: str, tries: int) -> tuple[int, str]:
     )
 
 
-def test_a_rubric_is_one_question_and_the_reward_the_weighted_mean_of_its_scores():
+def test_a_rubric_is_one_question_and_its_reward_a_weighted_mean():
     with serving(by_json) as server:
         found, seen = judged(server, criteria=CRITERIA)
     assert found == [pytest.approx((3 * 1 + 0.5) / 4), 0.25, pytest.approx(0.875), 0.25]

@@ -40,7 +40,7 @@ ANCHORED = [  # without a box: what the completion says, and what it scores for 
 ]  # fmt: skip
 
 
-def test_a_formula_after_the_word_answer_counts_without_a_box_if_anchors_are_asked_for():
+def test_a_formula_after_the_word_answer_counts_without_a_box_with_anchors():
     texts, scores = zip(*ANCHORED, strict=True)
     assert math.accuracy(list(texts), ["5"] * len(texts), anchors=True) == list(scores)
     assert math.accuracy(list(texts), ["5"] * len(texts)) == [0] * (len(texts) - 1) + [1]

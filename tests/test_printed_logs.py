@@ -160,7 +160,7 @@ def wandb_bytes(rows: list[dict]) -> bytes:
     return data
 
 
-def test_a_file_of_wandb_is_read_over_the_ends_of_its_blocks_and_while_it_is_written(tmp_path):
+def test_a_file_of_wandb_is_read_over_its_blocks_and_while_it_is_written(tmp_path):
     rows = [{f"train/{'global_' * (name == 'step')}{name}": x for name, x in row.items()} for row in rows_of(NAME)]
     data = wandb_bytes([row | {"text": "x" * 4000} for row in rows])
     assert len(data) > 3 * wandb_file.BLOCK
@@ -181,7 +181,7 @@ def test_a_block_of_wandb_whose_last_bytes_have_no_place_for_a_part_is_read():
     assert [row.get("reward") for row in rows] == [None, 0.5]
 
 
-def test_a_broken_file_of_wandb_and_a_text_without_a_step_are_an_error_in_a_line(tmp_path, refused):
+def test_a_broken_file_and_a_text_without_a_step_are_refused_in_a_line(tmp_path, refused):
     for name, content in (
         ("run.wandb", b"x"), ("run.wandb", b":W&B\xe1\xbe\x00" + struct.pack("<IHB", 0, 2, 1) + b"\x12\xff"),
         ("train.log", b"Loading\nStep by step: {'a'\n{'b': nan\n"),

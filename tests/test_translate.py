@@ -451,7 +451,7 @@ def test_a_table_sets_known_fields_and_knows_its_defaults(name):
         assert "has no such key" not in system.rule(key)(value, keys).reason, key
 
 
-def test_an_unknown_key_of_any_section_is_named_and_not_taken_for_one_without_effect():
+def test_an_unknown_key_of_any_section_is_unsupported():
     for name, sections in {
         "verl": f"{ACTOR} {ACTOR}optim. actor_rollout_ref.rollout. actor_rollout_ref.model. data. algorithm. critic. "
         "critic.optim. trainer. reward_model. reward.",
@@ -885,7 +885,7 @@ def test_a_part_of_a_split_is_the_users_to_write(tmp_path):
         assert made.outcomes["trainer.train_dataset"].kind == "unsupported" and "data.source" in made.yours()
 
 
-def test_no_text_of_a_script_controls_the_terminal_or_stands_in_the_config_as_it_is(tmp_path, capsys):
+def test_no_text_of_a_script_controls_the_terminal(tmp_path, capsys):
     attack = "\x1b]52;c;aGk=\x07\x1b[2J\x9b2J"
     path = tmp_path / "run.sh"
     keys = f"algorithm.adv_estimator=grpo actor_rollout_ref.model.path='M{attack}' actor_rollout_ref.rollout.n=8"
