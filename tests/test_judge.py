@@ -154,7 +154,7 @@ def judged_in_a_run(server: Server, seconds: float, count: int, **arguments) -> 
     return rewards.channels["judge.score"][0].tolist(), metrics
 
 
-def test_a_slow_judge_gives_the_verdicts_that_fit_into_the_time_of_a_batch():
+def test_a_judge_that_hangs_is_not_asked_for_the_rest_of_the_batch():
     """The first two questions are answered, and all later ones hang."""
     answered = iter(range(2))
     reply = lambda *_: (time.sleep(0 if next(answered, None) is not None else 1.5), (200, "<score>10</score>"))[1]  # noqa: E731
@@ -165,6 +165,14 @@ def test_a_slow_judge_gives_the_verdicts_that_fit_into_the_time_of_a_batch():
     assert metrics["judge.score/failed"] == pytest.approx(late / 64)
     # It is not asked for the rest of the batch: 256 tries.
     assert metrics["judge.score/unanswered"] > 0.8 and len(server.requests) <= 20
+
+
+def test_a_slow_judge_gives_the_verdicts_that_fit_into_the_time_of_a_batch():
+    with serving(lambda *_: (time.sleep(0.2), (200, "<score>10</score>"))[1]) as server:
+        found, metrics = judged_in_a_run(server, 1.5, 64, concurrency=2)
+    late = sum(math.isnan(x) for x in found)
+    assert 1 <= len(found) - late <= 16 and 1.0 in found
+    assert metrics["judge.score/unanswered"] == metrics["judge.score/failed"] == pytest.approx(late / 64)
 
 
 CRITERIA = (
