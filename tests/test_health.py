@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,49 +53,45 @@ def ids(*changes: dict) -> list[str]:
     return [found.id for found in rules.findings(history, BOUNDS)]
 
 
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ([{}] * 20, []),
-        ([{"importance/kl": 2e-3}] * 2, ["sampler_mismatch"]),
-        ([{"importance/kl": 2e-3}], []),  # one batch may be odd
-        ([{"importance/kl": 2e-2}], ["sampler_mismatch"]),
-        ([{"importance/kl": 2e-3, "importance/rounding": 2**-7}] * 9, []),  # bfloat16 rounds so much
-        ([{"importance/kl": 2e-2, "importance/rounding": 2**-7}] * 2, ["sampler_mismatch"]),
-        ([{"importance/mean": 0.4}], ["sampler_mismatch"]),
-        # What the correction cuts is no proof: mean 10 is cut to 2, and then all weights are the same.
-        ([{"importance/mean": 2.0, "importance/raw_mean": 10.0, "importance/raw_ess": 1.0}], ["sampler_mismatch"]),
-        ([{"importance/raw_mean": 3.0, "importance/raw_ess": 0.9, "rollout/lag_p95": 2.0}] * 4, []),
-        ([{"importance/raw_mean": 3.0, "importance/raw_ess": 0.9, "rollout/lag_p95": 2.0}] * 5, ["sampler_mismatch"]),
-        ([{"importance/ess": 0.2}], ["sampler_mismatch"]),
-        ([{"importance/kl": 2e-3, "rollout/lag_p95": 1.0}], []),  # older weights are meant to differ
-        ([{"importance/mean": 0.8, "rollout/lag_p95": 2.0}] * 8, ["stale_samples"]),
-        ([{"importance/mean": 0.98, "rollout/lag_p95": 2.0}] * 8, []),
-        (pushes(1e-6, 1e-6, 1e-6, 0.1, 0.2, 0.3), ["stale_weights"]),
-        (pushes(1e-6, 1e-6, 1e-6, 0.1, 0.2), []),
-        ([{"weight_check/gap": 0.2, "weight_check/gap_before": 1e-6}] * 3, []),  # each push changed the answers
-        ([{"weight_check/gap": 1e-6, "weight_check/gap_before": 1e-6}] * 3, []),  # a learning rate of 0
-        ([{"update_norm": 0.0, "sampler/gap_mean": 1e-4 * 1.5**i} for i in range(8)], ["engine_drift"]),
-        ([{"update_norm": 0.0, "sampler/gap_mean": 1e-4} for _ in range(8)], []),
-        ([{"update_norm": 0.1, "sampler/gap_mean": 1e-4 * 1.5**i} for i in range(8)], []),
-        ([{"update_norm": 0.1, "sampler/gap_mean": 1e-4 * 1.2**i} for i in range(20)], ["engine_drift"]),
-        ([{"sampler/gap_mean": 1e-4 * 1.2**i, "rollout/lag_p95": 1.0} for i in range(20)], []),  # lag is meant to grow
-        ([{"step": 0}], []),
-        # Without a verdict nothing is trained: means over no token are 0, and rewards that are not there are equal.
-        ([NOTHING_TRAINED] * 9, ["no_verdict"]),
-        ([NOTHING_TRAINED | {"reward/no_verdict": 0.9, "importance/mean": 1.0, "importance/ess": 1.0}], []),
-        ([asked(turns=3.0, errors=3.0)], ["tool_down"]),
-        ([asked(turns=3.0, errors=2.9)], []),
-        ([asked(turns=3.0, errors=1.5, searches=1.5)], ["tool_down"]),
-        ([asked(turns=3.0, errors=1.0, calls=1.5, invalid=0.5)], ["tool_down"]),
-        ([asked(turns=3.0, errors=1.0, calls=1.5, invalid=0.0)], []),
-        ([asked(turns=1.0, errors=0.05, searches=0.05)], []),  # a single call, perhaps
-        ([asked(turns=3.0, errors=0.2, searches=1.5), asked(turns=3.0, errors=1.5, searches=1.5)], []),
-        ([{"step": 0}, asked(turns=3.0, errors=1.5, searches=1.5)], ["tool_down"]),
-    ],
-)
-def test_a_rule_fires_on_its_failure_and_on_nothing_else(changes, found):
-    assert ids(*changes) == found
+FAILURES = [  # changes of a healthy record, step by step, and the findings
+    ([{}] * 20, []), ([{"importance/kl": 2e-3}] * 2, ["sampler_mismatch"]),
+    ([{"importance/kl": 2e-3}], []),  # one batch may be odd
+    ([{"importance/kl": 2e-2}], ["sampler_mismatch"]),
+    ([{"importance/kl": 2e-3, "importance/rounding": 2**-7}] * 9, []),  # bfloat16 rounds so much
+    ([{"importance/kl": 2e-2, "importance/rounding": 2**-7}] * 2, ["sampler_mismatch"]),
+    ([{"importance/mean": 0.4}], ["sampler_mismatch"]),
+    # What the correction cuts is no proof: mean 10 is cut to 2, and then all weights are the same.
+    ([{"importance/mean": 2.0, "importance/raw_mean": 10.0, "importance/raw_ess": 1.0}], ["sampler_mismatch"]),
+    ([{"importance/raw_mean": 3.0, "importance/raw_ess": 0.9, "rollout/lag_p95": 2.0}] * 4, []),
+    ([{"importance/raw_mean": 3.0, "importance/raw_ess": 0.9, "rollout/lag_p95": 2.0}] * 5, ["sampler_mismatch"]),
+    ([{"importance/ess": 0.2}], ["sampler_mismatch"]),
+    ([{"importance/kl": 2e-3, "rollout/lag_p95": 1.0}], []),  # older weights are meant to differ
+    ([{"importance/mean": 0.8, "rollout/lag_p95": 2.0}] * 8, ["stale_samples"]),
+    ([{"importance/mean": 0.98, "rollout/lag_p95": 2.0}] * 8, []),
+    (pushes(1e-6, 1e-6, 1e-6, 0.1, 0.2, 0.3), ["stale_weights"]), (pushes(1e-6, 1e-6, 1e-6, 0.1, 0.2), []),
+    ([{"weight_check/gap": 0.2, "weight_check/gap_before": 1e-6}] * 3, []),  # each push changed the answers
+    ([{"weight_check/gap": 1e-6, "weight_check/gap_before": 1e-6}] * 3, []),  # a learning rate of 0
+    ([{"update_norm": 0.0, "sampler/gap_mean": 1e-4 * 1.5**i} for i in range(8)], ["engine_drift"]),
+    ([{"update_norm": 0.0, "sampler/gap_mean": 1e-4} for _ in range(8)], []),
+    ([{"update_norm": 0.1, "sampler/gap_mean": 1e-4 * 1.5**i} for i in range(8)], []),
+    ([{"update_norm": 0.1, "sampler/gap_mean": 1e-4 * 1.2**i} for i in range(20)], ["engine_drift"]),
+    ([{"sampler/gap_mean": 1e-4 * 1.2**i, "rollout/lag_p95": 1.0} for i in range(20)], []),  # lag is meant to grow
+    ([{"step": 0}], []),
+    # Without a verdict nothing is trained: means over no token are 0, and rewards that are not there are equal.
+    ([NOTHING_TRAINED] * 9, ["no_verdict"]),
+    ([NOTHING_TRAINED | {"reward/no_verdict": 0.9, "importance/mean": 1.0, "importance/ess": 1.0}], []),
+    ([asked(turns=3.0, errors=3.0)], ["tool_down"]), ([asked(turns=3.0, errors=2.9)], []),
+    ([asked(turns=3.0, errors=1.5, searches=1.5)], ["tool_down"]),
+    ([asked(turns=3.0, errors=1.0, calls=1.5, invalid=0.5)], ["tool_down"]),
+    ([asked(turns=3.0, errors=1.0, calls=1.5, invalid=0.0)], []),
+    ([asked(turns=1.0, errors=0.05, searches=0.05)], []),  # a single call, perhaps
+    ([asked(turns=3.0, errors=0.2, searches=1.5), asked(turns=3.0, errors=1.5, searches=1.5)], []),
+    ([{"step": 0}, asked(turns=3.0, errors=1.5, searches=1.5)], ["tool_down"]),
+]  # fmt: skip
+
+
+def test_a_rule_fires_on_its_failure_and_on_nothing_else():
+    assert [(changes, found) for changes, found in FAILURES if ids(*changes) != found] == []
 
 
 def test_a_record_without_the_numbers_of_a_rule_is_no_finding():
@@ -105,7 +100,7 @@ def test_a_record_without_the_numbers_of_a_rule_is_no_finding():
     assert rules.findings(History(), BOUNDS) == []
 
 
-def test_findings_are_kept_at_every_step_and_said_when_they_begin(tmp_path: Path):
+def test_findings_are_kept_at_every_step_and_said_when_they_begin(tmp_path, wording):
     said: list[str] = []
     health = Health(tmp_path, settings_of(BOUNDS), lambda step, finding: said.append(finding.line()))
     health.begin([])
@@ -113,9 +108,8 @@ def test_findings_are_kept_at_every_step_and_said_when_they_begin(tmp_path: Path
     records = [record | {"step": step} for step, record in enumerate((HEALTHY, bad, bad, HEALTHY, bad), 1)]
     assert {health.judge([record]).action for record in records} == {"go on"}
     (line,) = said  # it comes back two steps later, which is no news
-    assert (
-        line.startswith("error: mean weight 1.00, effective sample size 10%: ") and "[sampler_mismatch, arXiv" in line
-    )
+    assert line.startswith("error: ") and "[sampler_mismatch, " in line
+    wording(line)
 
     def kept() -> list[tuple[int, str]]:
         lines = (tmp_path / "health.jsonl").read_text().splitlines()
@@ -136,23 +130,20 @@ def test_updates_that_are_skipped_without_a_verdict_are_not_called_infinite(tmp_
     assert (finding.id, finding.cause) == ("updates_skipped", "no completion has a verdict")
 
 
-@pytest.mark.parametrize(
-    ("most", "policy", "critic", "stops"), [(3, 3, 0, True), (3, 2, 2, False), (3, 0, 4, True), (0, 99, 99, False)]
-)
-def test_updates_skipped_in_a_row_stop_a_run_be_they_the_policys_or_the_critics(most, policy, critic, stops, tmp_path):
-    record = {
-        "step": 7, "updates/skipped_in_a_row": policy, "critic/updates/skipped_in_a_row": critic,
-        "updates/skipped": 100, "grad_norm": None, "loss/total": 1.0,
-    }  # fmt: skip
-    health = Health(tmp_path, settings_of(BOUNDS | {"max_skipped": most}), print)
-    health.begin([])
-    verdict = health.judge([record])
-    assert verdict.action == ("stop" if stops else "go on")
-    if stops:
-        assert verdict.step == 7
-        assert f"{max(policy, critic)} updates in a row were skipped" in verdict.finding.evidence
-        assert verdict.finding.cause.endswith("(grad_norm)")
-        assert "max_skipped" in verdict.finding.fix
+def test_updates_skipped_in_a_row_stop_a_run_be_they_the_policys_or_the_critics(tmp_path, wording):
+    for most, policy, critic, stops in ((3, 3, 0, True), (3, 2, 2, False), (3, 0, 4, True), (0, 99, 99, False)):
+        record = {
+            "step": 7, "updates/skipped_in_a_row": policy, "critic/updates/skipped_in_a_row": critic,
+            "updates/skipped": 100, "grad_norm": None, "loss/total": 1.0,
+        }  # fmt: skip
+        health = Health(tmp_path, settings_of(BOUNDS | {"max_skipped": most}), print)
+        health.begin([])
+        verdict = health.judge([record])
+        assert verdict.action == ("stop" if stops else "go on")
+        if stops:
+            assert verdict.step == 7 and str(max(policy, critic)) in verdict.finding.evidence
+            assert "grad_norm" in verdict.finding.cause and "max_skipped" in verdict.finding.fix
+            wording(verdict.finding.line())
 
 
 # A healthy run, like that of configs/grpo.py: the reward rises, the entropy and the norm of the gradient fall.
@@ -192,6 +183,8 @@ def fired(records: list[dict]) -> dict[str, int]:
     return first
 
 
+WIDE = dict(reward__std=0.49)
+FLAT = dict(reward__mean=0.4, **WIDE)
 FAULTS = {
     "phantom_clipping": dict(clip__first=0.18),
     "no_signal": dict(groups__no_signal=0.95, reward__mean=0.02, reward__std=0.1),
@@ -202,22 +195,15 @@ FAULTS = {
     "gradient_spike": dict(grad_norm=lambda t: 40.0 if 0.5 < t < 0.53 else 1.0),
     "good_fades": dict(logprobs__good=lambda t: -0.1 * 5**t, reward__mean=lambda t: 0.5 - 0.1 * t, reward__std=0.49),
     "repeats": dict(completion__repeated=lambda t: 0.5 * t),
-    "kl_alone": dict(
-        loss__kl_alone=lambda t: 9e-3 * t, loss__kl=lambda t: 1e-2 * t, reward__mean=0.4, reward__std=0.49
-    ),
+    "kl_alone": dict(loss__kl_alone=lambda t: 9e-3 * t, loss__kl=lambda t: 1e-2 * t, **FLAT),
     "kl_pays": dict(reward__kl=lambda t: 0.5 * t, reward__mean=lambda t: 0.4 - 0.3 * t, reward__std=0.49),
     "truncated": dict(completion__truncated=lambda t: 0.6 * t, reward__mean=lambda t: 0.5 - 0.3 * t, reward__std=0.5),
     "never_stops": dict(completion__truncated=1.0),
     "length_collapse": dict(completion__length=lambda t: 40 * 0.1**t, eval__accuracy=0.4),
     "channels_diverge": dict(reward__task=lambda t: 0.6 - 0.4 * t, reward__format=lambda t: 0.2 + 0.7 * t),
     "critic_lags": dict(critic__explained_variance=-0.4),
-    "held_out_falls": dict(
-        eval__accuracy=lambda t: 0.8 - 0.4 * t,
-        eval__problems=1000,
-        reward__mean=lambda t: 0.2 + 0.7 * t,
-        reward__std=0.49,
-    ),
-    "tools_unused": dict(episode__turns=1.0, reward__mean=0.4, reward__std=0.49),
+    "held_out_falls": dict(eval__accuracy=lambda t: 0.8 - 0.4 * t, reward__mean=lambda t: 0.2 + 0.7 * t, **WIDE),
+    "tools_unused": dict(episode__turns=1.0, **FLAT),
     "tool_errors": dict(episode__turns=2.0, episode__errors=0.2),
 }
 
@@ -249,30 +235,24 @@ SICK = {name: run(**changes) for name, changes in FAULTS.items()} | {
 
 
 @pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
-def test_a_rule_is_silent_and_could_not_look_without_one_of_the_metrics_that_it_needs(rule):
+def test_a_rule_needs_each_metric_that_it_says_and_no_other(rule, monkeypatch):
     name, needs, records = rule.__name__, rules.RULES[rule], SICK[rule.__name__]
+    monkeypatch.setattr(rules, "RULES", {rule: needs})  # alone
     assert name in fired(records) and name not in rules.blind(records)
     for metric in needs.metrics:
         without = [{k: x for k, x in record.items() if k != metric} for record in records]
         assert name not in fired(without)
-        assert rules.blind(without)[name] == f"no {metric}"
+        assert metric in rules.blind(without)[name]
     short = [record | {"step": step} for step, record in enumerate(records[-needs.records :], 1)]
     assert name not in fired(short[:-1])
     assert name in rules.blind(short[:-1]) and name not in rules.blind(short)
-
-
-@pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
-def test_a_rule_needs_no_metric_that_is_not_said(rule):
-    name, needs = rule.__name__, rules.RULES[rule]
     kept = {"step", "update_norm", *needs.metrics}
     few = [{k: x for k, x in r.items() if k in kept or (needs.functions and k in channels(r))} for r in SICK[name]]
     assert name in fired(few)
 
 
 def test_every_rule_over_a_run_has_a_fault_here_or_in_the_table_above():
-    above = {"sampler_mismatch", "stale_weights", "engine_drift", "stale_samples", "updates_skipped"}
-    above |= {"no_verdict", "tool_down"}
-    assert {rule.__name__ for rule in rules.RULES} == above | set(FAULTS)
+    assert {rule.__name__ for rule in rules.RULES} == SICK.keys()
 
 
 def test_the_records_that_rules_see_are_few_and_the_same_after_a_resume():
@@ -301,7 +281,7 @@ def a_step(texts: list[list[str]]) -> Samples:
     return Samples(None, rollouts, lambda: Graded(texts, Rewards(None, {}), [], {}))
 
 
-def test_a_simulated_healthy_run_learns_and_its_noise_falls_with_the_root_of_the_sequences():
+def test_a_simulated_run_learns_and_its_noise_falls_with_more_sequences():
     runs = {size: simulated.history(0, sequences=size, steps=200) for size in (64, 1024)}
     rewards = {size: np.array([record["reward/mean"] for record in run]) for size, run in runs.items()}
     assert all(x[-50:].mean() > x[:20].mean() + 0.1 for x in rewards.values())
@@ -311,22 +291,19 @@ def test_a_simulated_healthy_run_learns_and_its_noise_falls_with_the_root_of_the
     assert errors == pytest.approx(noise, rel=0.2)
 
 
-@pytest.mark.parametrize(
-    ("last_good", "fall", "steps", "since"),
-    [
+def test_a_reward_that_has_fallen_was_well_until_shortly_before_its_fall():
+    for last_good, fall, steps, since in (
         (100, 1, 112, (93, 100)),  # in one step
         (100, 40, 130, (98, 110)),  # slowly: a quarter of the fall is at step 110
         (3000, 40, 3030, (2990, 3010)),  # the best window of a long plateau may be long ago
-    ],
-)
-def test_a_reward_that_has_fallen_was_well_until_shortly_before_its_fall(last_good, fall, steps, since):
-    generator, history = np.random.default_rng(0), History()
-    for step in range(1, steps + 1):
-        reward = 0.8 - 0.6 * min(max(step - last_good, 0) / fall, 1) + generator.normal() * 0.03
-        history.add({"step": step, "reward/mean": reward, "reward/std": 0.5})
-    finding = rules.rewards.reward_collapse(history)
-    assert since[0] <= finding.since <= since[1]
-    assert f"has fallen since step {finding.since:,}, and is" in finding.evidence
+    ):
+        generator, history = np.random.default_rng(0), History()
+        for step in range(1, steps + 1):
+            reward = 0.8 - 0.6 * min(max(step - last_good, 0) / fall, 1) + generator.normal() * 0.03
+            history.add({"step": step, "reward/mean": reward, "reward/std": 0.5})
+        finding = rules.rewards.reward_collapse(history)
+        assert since[0] <= finding.since <= since[1]
+        assert f"since step {finding.since:,}" in finding.evidence
 
 
 def test_what_an_environment_says_again_is_no_repetition_of_the_policy():

@@ -22,12 +22,20 @@ LOGS = kept(ROOT / "tests" / "references" / "faults.json.gz")
 @pytest.mark.parametrize("name", ill_runs.FAULTS)
 def test_a_rule_finds_its_fault_in_the_log_of_a_run(name):
     fault = ill_runs.FAULTS[name]
-    step, _ = judge(name, LOGS[f"first-{name}"], ill_runs.config_of(fault).health.to_dict()).alarms[name]
+    records = LOGS[f"first-{name}"][: fault.begins + fault.within]
+    step, _ = judge(name, records, ill_runs.config_of(fault).health.to_dict()).alarms[name]
     assert fault.begins <= step < fault.begins + fault.within
 
 
+# One of each way in which a run is made to fail: engine, weights, rate, reward, advantages, tools.
+IN_RUNS = (
+    "sampler_mismatch", "stale_weights", "updates_skipped", "no_verdict", "reward_collapse", "gradient_spike",
+    "tool_down",
+)  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, fault in ill_runs.FAULTS.items() if fault.within <= 16])
+@pytest.mark.parametrize("name", IN_RUNS)
 def test_a_run_is_found_ill_in_time(name, tmp_path):
     fault, history = ill_runs.FAULTS[name], History()
     bounds = ill_runs.config_of(fault).health.to_dict()
@@ -49,18 +57,13 @@ def test_a_demonstration_tells_what_is_wrong_and_who_finds_it(monkeypatch, capsy
     with pytest.raises(SystemExit) as ended:
         ill_runs.main()
     out = capsys.readouterr().out
-    assert ended.value.code == 0
-    assert "never_stops: the engine strips the stop token, from step 1 on" in out
-    assert "step 8: error: 100% of the completions reach the limit" in out
-    assert "never_stops should find it within 8 steps: step 8" in out
+    assert ended.value.code == 0 and "never_stops" in out and "step 8: error: " in out
 
 
-def test_a_fault_has_its_config_also_in_another_folder(tmp_path, monkeypatch):
+def test_a_fault_has_its_config_also_in_another_folder_and_a_second_form(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert ill_runs.config_of(ill_runs.FAULTS["no_signal"]).engine.name == "benchmarks.health.ill_runs.repeating"
-
-
-def test_the_second_form_of_a_fault_is_another():
+    fault = ill_runs.FAULTS["no_signal"]
+    one, two = (ill_runs.config_of(fault, second=second) for second in (False, True))
+    assert one.engine.name == "benchmarks.health.ill_runs.repeating" and one.to_dict() != two.to_dict()
     for name, fault in ill_runs.FAULTS.items():
-        one, two = (ill_runs.config_of(fault, second=second).to_dict() for second in (False, True))
-        assert one != two, name
+        assert ill_runs.SMALL | fault.changes != ill_runs.SMALL | fault.changes | fault.second, name

@@ -2,69 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import time
 from decimal import Decimal
 
 import numpy as np
-import pytest
 
 from jaxrl_llm.tasks import math
 
-# What the box holds, the answer of the row, what it scores.
+# What the box holds, the answer of the row, what it scores. tests/test_verdicts.py has many more.
 ANSWERS = [
-    # integers
-    ("72", "72", 1), ("71", "72", 0), ("-5", "-5", 1), ("5", "-5", 0), ("−5", "-5", 1), ("012", "12", 1),
-    ("72.", "72", 1), (" 72 \n", "72", 1), ("72\\\\", "72", 1), ("**72**", "72", 1), ("$72$", "72", 1),
-    ("\\(72\\)", "72", 1), ("\\mathbf{72}", "72", 1), ("{72}", "72", 1), ("= 72", "72", 1), ("??", "72", 0),
-    ("9" * 100, "9" * 100, 1), ("9" * 100, "9" * 99, 0), ("9" * 9000, "72", 0),
-    # decimals, thousands, powers of ten
-    ("0.5", "\\frac{1}{2}", 1), (".5", "0.5", 1), ("72.0", "72", 1), ("3.14", "3.14159", 0), ("1/3", "0.33", 0),
-    ("\\approx 3.14", "3.14", 1), ("0.\\overline{3}", "1/3", 1), ("0.1\\overline{6}", "\\frac16", 1),
-    ("0.\\overline{" + "9" * 6000 + "}", "1", 0), ("1,234", "1234", 1), ("1{,}234", "1234", 1), ("1\\,234", "1234", 1),
-    ("1 234", "1234", 1), ("1,234,567.5", "1234567.5", 1), ("-1,234", "-1234", 1), ("1,2", "12", 0),
-    ("3\\times10^5", "300000", 1), ("3 \\cdot 10^{5}", "3e5", 1), ("1.5\\times 10^{-3}", "0.0015", 1),
-    ("3e5", "300000", 1),
-    # fractions
-    ("\\frac12", "1/2", 1), ("\\dfrac{3}{4}", "3/4", 1), ("\\tfrac{3}{4}", "0.75", 1),
-    ("\\frac{2}{4}", "\\frac{1}{2}", 1),
-    ("-\\frac{1}{2}", "\\frac{-1}{2}", 1), ("1\\frac{1}{2}", "3/2", 1), ("1 1/2", "3/2", 1), ("-1 1/2", "-1.5", 1),
-    ("\\frac{1}{0}", "5", 0), ("3/2", "2/3", 0),
-    # roots, constants, functions
-    ("\\sqrt{8}", "2\\sqrt{2}", 1), ("\\sqrt[3]{8}", "2", 1), ("\\frac{\\sqrt{3}}{2}", "\\frac{\\sqrt3}{2}", 1),
-    ("\\frac{1+\\sqrt{5}}{2}", "\\frac{\\sqrt{5}+1}{2}", 1), ("2π", "2\\pi", 1), ("\\pi", "3.14", 0),
-    ("\\log_2 8", "3", 1),
-    ("2^{10}", "1024", 1), ("5!", "120", 1), ("3+4i", "4i+3", 1), ("-∞", "-\\infty", 1),
-    ("\\frac{1}{1+\\frac{1}{2}}", "\\frac{2}{3}", 1), ("\\sqrt{\\frac{1}{4}}", "0.5", 1),  # nested braces
-    # units, money, percent
-    ("5\\text{ cm}", "5", 1), ("5 \\text{ cm}^2", "5", 1), ("5\\,\\mathrm{cm}", "5", 1), ("5 cm", "5", 1),
-    ("5", "5\\text{ cm}", 1),
-    ("90^\\circ", "90", 1), ("90°", "90", 1), ("\\$5", "5", 1), ("\\$1,200.00", "1200", 1), ("5 dollars", "5", 1),
-    ("18\\text{ dollars}", "18", 1), ("50\\%", "50", 1), ("50\\%", "0.5", 1), ("0.5", "50\\%", 1), ("5\\%", "50", 0),
-    # intervals, sets, tuples, several answers
-    ("[1,2]", "[1, 2]", 1), ("[1,2)", "[1,2]", 0), ("(-\\infty,3]", "(-\\infty, 3]", 1), ("x > 3", "(3,\\infty)", 1),
-    ("(1,2)\\cup(3,4)", "(3,4)∪(1,2)", 1), ("x \\in [1,2]", "[1,2]", 1), ("1\\le x\\le 2", "[1,2]", 1),
-    ("\\{1,2,3\\}", "\\{3,2,1\\}", 1), ("\\left\\{1,2\\right\\}", "1,2", 1), ("3,1,2", "1,2,3", 1),
-    ("(1,2)", "(2,1)", 0),
-    ("\\left(1,2\\right)", "(1,2)", 1), ("(1,2,3)", "(1, 2, 3)", 1), ("1 \\text{ and } 2", "1,2", 1), ("1", "1,2", 0),
-    ("\\pm 2", "2,-2", 1), ("2", "\\pm 2", 0), ("1\\pm\\sqrt2", "1\\pm\\sqrt{2}", 1),
-    # equations, expressions, matrices
-    ("x=3", "3", 1), ("3", "x=3", 1), ("x = 4", "3", 0), ("y=2x+1", "2x+1", 1), ("x^2+2x+1", "(x+1)^2", 1),
-    ("x=2 \\text{ or } x=3", "2,3", 1), ("x>3", "x<3", 0),
-    ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}", 1),
-    # choices
-    ("A", "A", 1), ("B", "A", 0), ("(A)", "A", 1), ("\\text{(A)}", "A", 1), ("\\textbf{(A)}\\ 5", "A", 1),
-    ("A.", "A", 1),
-    ("A) 5", "A", 1), ("\\text{A}", "(A)", 1), ("A and B", "A", 0), ("(A), (B)", "A", 0), ("(A) and (B)", "A", 0),
-    # words
-    ("\\text{Monday}", "Monday", 1), ("monday", "Monday", 1), ("Dynamo", "Monday", 0), ("\\text{no}", "yes", 0),
-    ("\\text{odd}", "\\text{even}", 0), ("a  perfect square", "\\text{a perfect square}", 1), ("seventy-two", "72", 0),
-    # percent and currencies
-    ("12.5\\%", "12.5", 1), ("12.5\\%", "0.125", 1), ("12.5", "12.5%", 1), ("-5\\%", "-5", 1), ("1,500\\%", "1500", 1),
-    ("50.0\\%", "50", 1), ("12.5\\%", "12", 0), ("12.5\\%", "125", 0),
-    ("€18", "18", 1), ("18€", "18", 1), ("18 USD", "18", 1), ("-£18.50", "-18.5", 1), ("18 euros", "81", 0),
-    # nothing
-    ("", "72", 0), (" ", "72", 0), ("\\text{}", "72", 0),
+    ("72\\\\", "72", 1), ("**72**", "72", 1), ("\\mathbf{72}", "72", 1), ("9" * 100, "9" * 99, 0),
+    ("9" * 9000, "72", 0), ("0.5", "\\frac{1}{2}", 1), ("\\approx 3.14", "3.14", 1), ("0.\\overline{3}", "1/3", 1),
+    ("0.\\overline{" + "9" * 6000 + "}", "1", 0), ("1{,}234", "1234", 1), ("1,234,567.5", "1234567.5", 1),
+    ("\\frac12", "1/2", 1), ("\\sqrt{8}", "2\\sqrt{2}", 1), ("2π", "2\\pi", 1), ("-∞", "-\\infty", 1),
+    ("90^\\circ", "90", 1), ("\\$1,200.00", "1200", 1), ("[1,2]", "[1, 2]", 1), ("(1,2)\\cup(3,4)", "(3,4)∪(1,2)", 1),
+    ("\\left\\{1,2\\right\\}", "1,2", 1), ("x=3", "3", 1), ("B", "A", 0), ("\\textbf{(A)}\\ 5", "A", 1),
+    ("\\text{no}", "yes", 0), ("12.5\\%", "12.5", 1), ("12.5", "12.5%", 1), ("1,500\\%", "1500", 1), ("€18", "18", 1),
+    ("18€", "18", 1), ("18 euros", "81", 0), ("\\text{}", "72", 0),
 ]  # fmt: skip
 
 
@@ -73,7 +27,6 @@ def chats(*texts: str) -> list:
 
 
 def test_every_form_of_an_answer_scores_what_it_must():
-    assert len(ANSWERS) >= 60
     scores = math.accuracy(chats(*(f"So it is $\\boxed{{{box}}}$." for box, *_ in ANSWERS)), [a for _, a, _ in ANSWERS])
     wrong = [(*case, scored) for case, scored in zip(ANSWERS, scores, strict=True) if case[2] != scored]
     assert not wrong
@@ -87,26 +40,27 @@ ANCHORED = [  # without a box: what the completion says, and what it scores for 
 ]  # fmt: skip
 
 
-def test_a_formula_after_the_word_answer_counts_without_a_box_if_anchors_are_asked_for():
+def test_a_formula_after_the_word_answer_counts_without_a_box_with_anchors():
     texts, scores = zip(*ANCHORED, strict=True)
     assert math.accuracy(list(texts), ["5"] * len(texts), anchors=True) == list(scores)
     assert math.accuracy(list(texts), ["5"] * len(texts)) == [0] * (len(texts) - 1) + [1]
 
 
-@pytest.mark.parametrize(
-    ("text", "score", "boxed"),
-    [("I thought \\boxed{10}. It is \\boxed{12}.", 1, 1), ("It is \\boxed{12}. No, \\boxed{10}.", 0, 1),
-     ("<think>\\boxed{10}?</think> \\fbox{12}", 1, 1), ("\\boxed {12}", 1, 1),
-     ("$\\boxed{\\text{it is } \\boxed{12}}$", 1, 1),
-     ("It is $12$. \\boxed{}", 0, 0), ("\\boxed{12} and so \\boxed{}", 0, 0), ("\\boxed{ }", 0, 0),
-     ("It is 12.", 0, 0), ("", 0, 0),
-     ("\\boxed{12} and so \\boxed{12", 0, 0), ("\\boxed{12", 0, 0), ("\\boxed{\\frac{24}{2}}", 1, 1),
-     ("\\boxed{\\left\\{12\\right.}", 0, 1), ("\\boxed{12\\}", 0, 0), ("boxed{12}", 0, 0), ("\\boxed 12", 0, 0)],
-)  # fmt: skip
-def test_the_last_box_is_the_answer_and_it_must_be_closed(text, score, boxed):
-    assert math.accuracy(chats(text), ["12"]) == [score]
-    assert math.is_boxed(chats(text)) == [boxed]
-    assert math.is_boxed([text]) == [boxed]  # a raw prompt has a raw completion
+BOXES = [  # a completion, what it scores for 12, and whether it has a box
+    ("I thought \\boxed{10}. It is \\boxed{12}.", 1, 1), ("It is \\boxed{12}. No, \\boxed{10}.", 0, 1),
+    ("<think>\\boxed{10}?</think> \\fbox{12}", 1, 1), ("\\boxed {12}", 1, 1),
+    ("$\\boxed{\\text{it is } \\boxed{12}}$", 1, 1),
+    ("It is $12$. \\boxed{}", 0, 0), ("\\boxed{12} and so \\boxed{}", 0, 0), ("\\boxed{ }", 0, 0),
+    ("It is 12.", 0, 0), ("", 0, 0),
+    ("\\boxed{12} and so \\boxed{12", 0, 0), ("\\boxed{12", 0, 0), ("\\boxed{\\frac{24}{2}}", 1, 1),
+    ("\\boxed{\\left\\{12\\right.}", 0, 1), ("\\boxed{12\\}", 0, 0), ("boxed{12}", 0, 0), ("\\boxed 12", 0, 0),
+]  # fmt: skip
+
+
+def test_the_last_box_is_the_answer_and_it_must_be_closed():
+    texts, scores, boxed = zip(*BOXES, strict=True)
+    assert math.accuracy(chats(*texts), ["12"] * len(texts)) == list(scores)
+    assert math.is_boxed(chats(*texts)) == math.is_boxed(list(texts)) == list(boxed)  # a raw prompt has raw texts
 
 
 def test_only_what_is_after_the_last_mark_counts_if_a_mark_is_asked_for():
@@ -115,41 +69,34 @@ def test_only_what_is_after_the_last_mark_counts_if_a_mark_is_asked_for():
     assert math.accuracy(texts, ["12"] * 3, after="</think>") == [0, 1, 0]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [72, 72.0, np.int64(72), Decimal("72"), "$72$", "\\boxed{72}", "It is $\\boxed{72}$.",
-    "6 * 12 = <<6*12=72>>72\n#### 72", "7.2e1"],
-)  # fmt: skip
-def test_an_answer_column_may_hold_a_number_a_box_or_gsm8ks_form(answer):
-    assert math.accuracy(chats("\\boxed{72}", "\\boxed{71}"), [answer] * 2) == [1, 0]
+def test_an_answer_column_may_hold_a_number_a_box_or_gsm8ks_form():
+    answers = [72, 72.0, np.int64(72), Decimal("72"), "$72$", "\\boxed{72}", "It is $\\boxed{72}$.", "7.2e1"]
+    answers.append("6 * 12 = <<6*12=72>>72\n#### 72")
+    assert math.accuracy(chats(*["\\boxed{72}"] * 9, *["\\boxed{71}"] * 9), answers * 2) == [1] * 9 + [0] * 9
 
 
-@pytest.mark.parametrize("answer", [["72"], {"value": 72}, float("inf"), 72j])
-def test_an_answer_column_of_anything_else_is_refused(answer):
-    with pytest.raises(ValueError, match=re.escape(f"column 'answer' is {answer!r}: make it text or a number")):
-        math.accuracy(chats("\\boxed{72}"), [answer])
+def test_an_answer_column_of_anything_else_is_refused(refused):
+    for answer in (["72"], {"value": 72}, float("inf"), 72j):
+        with refused("'answer'", repr(answer), error=ValueError):
+            math.accuracy(chats("\\boxed{72}"), [answer])
 
 
-def test_what_is_not_judged_in_time_earns_nothing_holds_nothing_and_is_counted(monkeypatch, capfd):
-    monkeypatch.setattr(math, "ANSWER_SECONDS", 2.0)
-    boxes = ["9^{9^{9^{9}}}", "\\sqrt{4}", "9999999!", "\\sqrt{9}", "9^{9^{9^{9}}}"]
+def test_what_is_not_judged_in_time_earns_nothing_and_is_counted(monkeypatch, capfd, wording):
+    monkeypatch.setattr(math, "ANSWER_SECONDS", 1.5)
+    boxes = ["9^{9^{9^{9}}}", "\\sqrt{4}", "\\sqrt{9}"]
     began = time.monotonic()
-    assert math.accuracy(chats(*(f"\\boxed{{{box}}}" for box in boxes)), ["2"] * 5) == [0, 1, 0, 0, 0]
-    assert time.monotonic() - began < 30
-    said = capfd.readouterr().err
-    assert said == ("math.accuracy: 3 of 5 answers were not judged in time and earn 0, the first is 9^{9^{9^{9}}}\n")
-
-
-@pytest.mark.parametrize("limit", ["BATCH_SECONDS", "reward.timeout"])
-def test_a_batch_of_endless_answers_ends_at_the_deadline(limit, monkeypatch, capfd):
-    if limit == "BATCH_SECONDS":
-        monkeypatch.setattr(math, "BATCH_SECONDS", 2.0)
-    began = time.monotonic()
-    if limit != "BATCH_SECONDS":
-        monkeypatch.setattr(math, "deadline", lambda: began + 2.0)
-    assert math.accuracy(chats(*(f"\\boxed{{9^{{9^{{9^{{{i}}}}}}}}}" for i in range(9, 50))), ["2"] * 41) == [0] * 41
-    assert time.monotonic() - began < 10
-    assert "41 of 41 answers were not judged in time" in capfd.readouterr().err
+    assert math.accuracy(chats(*(f"\\boxed{{{box}}}" for box in boxes)), ["2"] * 3) == [0, 1, 0]
+    wording(capfd.readouterr().err)
+    # A batch ends at its own limit, and at the deadline of the run.
+    endless = chats(*(f"\\boxed{{9^{{9^{{9^{{{i}}}}}}}}}" for i in range(9, 12)))
+    monkeypatch.setattr(math, "ANSWER_SECONDS", 30.0)
+    monkeypatch.setattr(math, "BATCH_SECONDS", 0.2)
+    assert math.accuracy(endless, ["2"] * 3) == [0] * 3
+    wording(capfd.readouterr().err)
+    monkeypatch.setattr(math, "BATCH_SECONDS", 60.0)
+    monkeypatch.setattr(math, "deadline", lambda: time.monotonic() + 0.2)
+    assert math.accuracy(endless, ["2"] * 3) == [0] * 3
+    assert time.monotonic() - began < 40
 
 
 def test_text_that_is_the_answer_and_integers_need_no_mathematics(monkeypatch):

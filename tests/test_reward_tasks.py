@@ -10,55 +10,13 @@ import pytest
 
 from jaxrl_llm.config.names import bind
 from jaxrl_llm.config.schema import check_call
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.grading import RewardFn, call
 from jaxrl_llm.rollout.settings import RewardSettings
-from jaxrl_llm.tasks import REWARDS, choice, easyr1, gsm8k, length, repetition, verl
-from jaxrl_llm.tasks import format as forms
+from jaxrl_llm.tasks import REWARDS, easyr1, length, repetition, verl
 
 
 def chat(*texts: str) -> list[list[dict[str, str]]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
-
-
-@pytest.mark.parametrize(
-    ("text", "answer", "strict", "flexible"),
-    [("so 60 + 12.\n#### 72", "72", 1, 1), ("#### 71 no, #### 72", "72", 1, 1), ("it is 72.", "72", 0, 1),
-     ("#### 1,000", "1000", 1, 1), ("#### $1,000.00", "... #### 1,000", 1, 1), ("#### -3", -3, 1, 1),
-     ("#### 3 apples of 5", "3", 1, 0), ("5 - 2 = 3", "3", 0, 1), ("no number.", "3", 0, 0), ("", "0", 0, 0),
-     ("####72", "72", 1, 1), ("72" + " so" * 200, "72", 0, 0), ("0.5 or .5", "0.50", 0, 1)],
-)  # fmt: skip
-def test_gsm8k_finds_the_number_after_the_mark_or_the_last_one(text, answer, strict, flexible):
-    assert gsm8k.accuracy(chat(text), [answer]) == [strict]
-    assert gsm8k.accuracy([text], [answer], method="flexible") == [flexible]
-    assert gsm8k.has_mark([text]) == [float("####" in text)]
-
-
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [("\\boxed{B}", "B"), ("\\boxed{\\text{(B)}}", "B"), ("A is wrong. <answer>b) the sun</answer>", "B"),
-     ("The answer is (B).", "B"), ("**Answer:** B", "B"), ("answer: A. No, the final answer is B", "B"),
-     ("(A) is false, so (B)", "B"), ("I choose\nB", "B"), ("Answer: **B**", "B"), ("B.", "B"),
-     ("A long answer is a pity", ""), ("<answer>both</answer>", ""), ("\\boxed{", ""), ("", ""),
-     ("The answer is A, but \\boxed{B}", "B"), ("\\boxed{\\mathbf{B}}", "B"), ("\\boxed{$B$}", "B"),
-     ("\\boxed{\\text{Option B}}", "B"), ("<answer>Option B</answer>", "B"), ("<answer>Option of</answer>", "")],
-)  # fmt: skip
-def test_a_choice_is_found_where_it_is_stated(text, letter):
-    assert choice.accuracy(chat(text), ["B"]) == [float(letter == "B")]
-    assert choice.accuracy([text], [1]) == [float(letter == "B")]
-    assert choice.is_given([text]) == [float(bool(letter))]
-
-
-@pytest.mark.parametrize(
-    ("text", "think", "answer", "boxed"),
-    [("<think>\na\n</think>\nb", 1, 0, 0), ("<think>\na\nb", 0, 0, 0), ("a <think>b</think>", 0, 0, 0),
-     ("<think>a<think>b</think>c", 0, 0, 0), ("<think>a</think> <answer>b</answer>", 1, 1, 0),
-     ("<think>a</think><answer>b</answer> more", 1, 0, 0), ("<think>a</think> so \\boxed{2}.", 1, 0, 1)],
-)  # fmt: skip
-def test_forms_are_those_of_trl_and_easyr1(text, think, answer, boxed):
-    assert (forms.think([text]), forms.think_answer(chat(text)), forms.think_boxed([text])) == (
-        [think], [answer], [boxed]
-    )  # fmt: skip
 
 
 def test_easyr1s_mix_weighs_accuracy_and_format_and_logs_both():
@@ -114,23 +72,19 @@ def scaled(completions, by=1.0):
     return [by * len(completion) for completion in completions]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [("gsm8k.accuracy(3)", "cannot be read: give a name, or a call with keywords and plain values"),
-     ("gsm8k.accuracy(method=x)", "cannot be read"), ("gsm8k.accuracy(", "cannot be read"),
-     ("gsm8k.accuracy(**{})", "cannot be read"), ("gsm8k.acuracy(method='strict')", "did you mean gsm8k.accuracy?"),
-     ("gsm8k.accuracy(methode='strict')", "gsm8k.accuracy has no argument 'methode': it takes method"),
-     ("gsm8k.accuracy(answer='3')", "gsm8k.accuracy has no argument 'answer': it takes method"),
-     ("gsm8k.accuracy(method='loose')", "argument method of gsm8k.accuracy is 'loose': give one of 'strict'"),
-     ("repetition.penalty(ngram_size=0)", "argument ngram_size of repetition.penalty is 0: give a value of at least 1"),
-     ("repetition.penalty(max_penalty=1.0)", "is 1.0: give a value of at most 0"),
-     ("length.penalty(free=3)", "length.penalty needs an argument scale: write length.penalty(scale=...)"),
-     ("test_reward_tasks.scaled(to=2)", "test_reward_tasks.scaled has no argument 'to': it takes completions, by")],
-)  # fmt: skip
-def test_wrong_arguments_are_refused_in_one_line(text, words):
-    with pytest.raises(UserError, match=r"config\.reward\.functions") as error:
-        check_call(text, REWARDS, "config.reward.functions")
-    assert words in str(error.value)
+WRONG = [  # a call, and what the line names besides the field
+    ("gsm8k.accuracy(3)", ""), ("gsm8k.accuracy(method=x)", ""), ("gsm8k.accuracy(", ""), ("gsm8k.accuracy(**{})", ""),
+    ("gsm8k.acuracy(method='strict')", "gsm8k.accuracy?"), ("gsm8k.accuracy(methode='strict')", "methode"),
+    ("gsm8k.accuracy(answer='3')", "answer"), ("gsm8k.accuracy(method='loose')", "'loose'"),
+    ("repetition.penalty(ngram_size=0)", "ngram_size"), ("repetition.penalty(max_penalty=1.0)", "max_penalty"),
+    ("length.penalty(free=3)", "scale"), ("test_reward_tasks.scaled(to=2)", "'to'"),
+]  # fmt: skip
+
+
+def test_wrong_arguments_are_refused_in_one_line(refused):
+    for text, named in WRONG:
+        with refused("config.reward.functions", named):
+            check_call(text, REWARDS, "config.reward.functions")
 
 
 def measured(completions, log_metric):
@@ -141,17 +95,16 @@ def measured(completions, log_metric):
 @pytest.mark.parametrize("timeout", [0, 60.0])
 def test_what_a_function_logs_and_leaves_without_a_verdict_reaches_the_trainer(timeout):
     names = ("test_reward_tasks.measured", "test_reward_tasks.scaled(by=0.5)")
+    rows, texts = [{"prompt": "?"}, {"prompt": "!"}], [["none", "b"], ["c", "d"]]
     with closing(RewardFn(names, (2.0, 0.0), timeout, field="config.reward.timeout")) as judge:
-        _, rewards, _, metrics = judge(
-            [{"prompt": "?"}, {"prompt": "!"}], [["none", "b"], ["c", "d"]], [[[1], [2]]] * 2
-        )
+        _, rewards, _, metrics = judge(rows, texts, [[[1], [2]]] * 2)
     assert metrics == {"test_reward_tasks.measured/long": 0.25}
     np.testing.assert_array_equal(rewards.channels["test_reward_tasks.scaled"], [[2.0, 0.5], [0.5, 0.5]])
     # A function of weight 0 is only logged: its number is no verdict.
     np.testing.assert_array_equal(rewards.total, [[np.nan, 2.0], [2.0, 2.0]])
 
 
-def test_verls_reward_is_that_of_the_data_source_of_a_row():
+def test_verls_reward_is_that_of_the_data_source_of_a_row(refused):
     rows = [
         ("openai/gsm8k", "#### 72", "72", 1, 1),
         ("openai/gsm8k", "\\boxed{72}", "72", 0, 0),
@@ -166,5 +119,5 @@ def test_verls_reward_is_that_of_the_data_source_of_a_row():
     sources, texts, answers, scores, right = map(list, zip(*rows, strict=True))
     assert verl.score(texts, answers, sources) == scores
     assert verl.accuracy(texts, answers, sources) == right
-    with pytest.raises(ValueError, match=r"data_source is .codecontests., for which verl.score has no rule"):
+    with refused("data_source", "codecontests", error=ValueError):
         verl.score([""], ["1"], ["codecontests"])

@@ -1,4 +1,4 @@
-"""`jaxrl translate` for runs with pictures: no key of them is lost, and the config is complete."""
+"""`jaxrl translate` for runs with images: no key of them is lost, and the config is complete."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_translate import differing, differing_kinds, made_of, write, written
 
-from jaxrl_llm.config.load import flatten
 from jaxrl_llm.tools.translate import __main__ as program
-from jaxrl_llm.tools.translate import images, lint, readers, writer
-from jaxrl_llm.tools.translate.outcome import Translation, translate
+from jaxrl_llm.tools.translate import images
 
 # The keys of the config that all of EasyR1's scripts begin with.
 EASYR1 = """
@@ -37,7 +36,6 @@ R1V = "data.format_prompt=./p/r1v.jinja worker.reward.reward_function=./examples
 QWEN = "Qwen/Qwen2.5-VL-{}B-Instruct"
 GEO3K_7B = {  # what its scripts for Qwen2.5-VL-7B change: arguments, and fields
     "grpo": ("trainer.n_gpus_per_node=8", {"loss.name": "ppo_clip"}),
-    "swanlab": ("trainer.logger=['console','swanlab']", {"loss.name": "ppo_clip"}),
     "dapo": (f"{ACTOR}.clip_ratio_high=0.28 algorithm.disable_kl=True algorithm.online_filtering=True", {"kl": None}),
     "gspo": (f"{ACTOR}.loss_type=gspo_token {ACTOR}.loss_avg_mode=seq {ACTOR}.clip_ratio_low=3e-4 "
              f"{ACTOR}.clip_ratio_high=4e-4 algorithm.disable_kl=True", {"loss.level": "token"}),
@@ -47,17 +45,19 @@ GEO3K_7B = {  # what its scripts for Qwen2.5-VL-7B change: arguments, and fields
                   {"advantage.name": "reinforce_pp", "kl.placement": "reward"}),
 }  # fmt: skip
 SMALL = f"{ACTOR}.fsdp.torch_dtype=bf16 {ACTOR}.optim.strategy=adamw_bf16"
-EASYR1_SCRIPTS = {  # all of its scripts with pictures: the model, further arguments, and fields
+EASYR1_SCRIPTS = {  # forms of its scripts with images: the model, further arguments, and fields
     **{f"7b {name}": (QWEN.format(7), f"{GEOMETRY} {words}", fields) for name, (words, fields) in GEO3K_7B.items()},
     "3b": (QWEN.format(3), GEOMETRY, {"reward.functions": ("easyr1.math",)}),
     "32b": (QWEN.format(32), f"{GEOMETRY} {SMALL}", {"optim.momentum_dtype": "bfloat16"}),
     "several": (QWEN.format(7), f"data.train_files=a/multi-image-vqa@train {ROLLOUT}.limit_images=2", {}),
     "clevr": (QWEN.format(3), f"data.train_files=b/clevr_count_70k@train {R1V}", {"reward.functions": ("easyr1.r1v",)}),
-    "geoqa": (QWEN.format(3), f"data.train_files=l/GEOQA_8K@train {R1V}", {"reward.functions": ("easyr1.r1v",)}),
     "android": (QWEN.format(3), f"data.train_files=y/game@train data.filter_overlong_prompts=false "
                 f"{ROLLOUT}.limit_images=1 worker.reward.reward_function=examples/reward_function/android_gui.py:score",
                 {"reward.functions": ("my_rewards.score",)}),
-    "qwen3 4b": ("Qwen/Qwen3-VL-4B-Instruct", GEOMETRY, {}),
+    "frozen": (QWEN.format(7), f"{GEOMETRY} data.image_key=photos data.image_dir=/rows/photos data.min_pixels=3136 "
+               f"data.max_pixels=1000000 {MODEL}.freeze_vision_tower=true",
+               {"data.image_column": "photos", "data.image_folder": "/rows/photos", "data.min_pixels": 3136,
+                "data.max_pixels": 1_000_000, "model.vision": "frozen"}),
     "qwen3 4b lora": ("Qwen/Qwen3-VL-4B-Instruct",
                       f"{GEOMETRY} {MODEL}.lora.rank=64 {MODEL}.lora.exclude_modules='.*visual.*'",
                       {"adapters.rank": 64, "adapters.targets": "_proj", "model.vision": "frozen"}),
@@ -127,212 +127,166 @@ trainer = GRPOTrainer(
 """
 
 
-def translated(folder: Path, name: str, text: str) -> tuple[Translation, dict, str]:
-    """Translates a file. Returns the translation, the fields of the config that is written, and what refuses it."""
-    path = folder / name
-    path.write_text(text)
-    source = readers.read(path)
-    made = translate(source.system, source.keys, referred=source.referred)
-    text = writer.source(made, path, path, source.lost)
-    checked = lint.lint(lint.load_text(text), set(made.yours()))
-    return made, flatten(lint.load_text(text)), checked.refused
-
-
 def easyr1_script(folder: Path, model: str, words: str) -> str:
-    (folder / "examples").mkdir(exist_ok=True)
-    (folder / "examples" / "config.yaml").write_text(EASYR1)
+    write(folder, "examples/config.yaml", EASYR1)
     return f"M={model}\npython3 -m verl.trainer.main config=examples/config.yaml {MODEL}.model_path=$M {words}\n"
 
 
-def differing(fields: dict, config: dict) -> dict:
-    """Returns the fields of a config that are not as expected, as they are."""
-    return {name: config.get(name) for name, value in fields.items() if config.get(name) != value}
-
-
 @pytest.mark.parametrize("name", EASYR1_SCRIPTS)
-def test_every_script_of_easyr1_with_pictures_is_a_config_that_passes_the_checks(name, tmp_path):
+def test_every_script_of_easyr1_with_images_is_a_complete_config(name, tmp_path):
     model, words, fields = EASYR1_SCRIPTS[name]
-    made, c, refused = translated(tmp_path, "run.sh", easyr1_script(tmp_path, model, words))
+    made, c, _ = written(tmp_path, "run.sh", easyr1_script(tmp_path, model, words))
     expected = {
         "model.path": model, "data.image_column": "images", "data.min_pixels": 262_144, "data.max_pixels": 4_194_304,
         "model.vision": "learns", "data.prompt_column": "problem",
     }  # fmt: skip
-    assert refused == "" and differing(expected | fields, c) == {}
-    # Of the keys of pictures only those of video do nothing.
+    assert differing(expected | fields, c) == {}
+    # Of the keys of images only those of video do nothing.
     silent = made.with_kind("no effect")
     assert {key for key, one in silent.items() if one.reason in (images.NONE, images.SOUND)} == {
         "data.video_key", "data.video_fps"
     }  # fmt: skip
     assert not {"data.image_key", "data.min_pixels", "data.max_pixels", f"{ROLLOUT}.limit_images"} & set(silent)
-    limited = "limit_images=" in words
-    assert made.outcomes[f"{ROLLOUT}.limit_images"].kind == ("changed" if limited else "mapped")
+    assert made.outcomes[f"{ROLLOUT}.limit_images"].kind == ("changed" if "limit_images=" in words else "mapped")
     unsupported = [key for key, one in made.outcomes.items() if one.kind == "unsupported"]
     assert (f"{MODEL}.model_path" in unsupported) == images.unreadable(model)
 
 
-def test_the_limits_of_pixels_of_easyr1_are_written_also_if_its_file_leaves_them_out(tmp_path):
+def test_the_pixel_limits_of_easyr1_are_written_also_if_its_file_omits_them(tmp_path):
     keys = "algorithm: {adv_estimator: grpo}\nworker: {actor: {model: {model_path: %s}}, rollout: {n: 4}}\n"
-    made, c, refused = translated(tmp_path, "a.yaml", keys % QWEN.format(3))
-    assert (c["data.min_pixels"], c["data.max_pixels"], refused) == (512 * 512, 2048 * 2048, "")
-    assert "whole tokens" in made.defaults["data.min_pixels"].reason
-    # So is the tower of a run with adapters alone.
-    _, c, refused = translated(tmp_path, "lora.yaml", keys % f"{QWEN.format(3)}, lora: {{rank: 8}}")
-    assert (c["model.vision"], c["adapters.rank"], refused) == ("frozen", 8, "")
+    _, c, _ = written(tmp_path, "a.yaml", keys % QWEN.format(3))
+    assert (c["data.min_pixels"], c["data.max_pixels"]) == (512 * 512, 2048 * 2048)
+    # The tower of a run with adapters alone is frozen.
+    _, c, _ = written(tmp_path, "lora.yaml", keys % f"{QWEN.format(3)}, lora: {{rank: 8}}")
+    assert (c["model.vision"], c["adapters.rank"]) == ("frozen", 8)
     # In a run of text they would be fields that do nothing, which train refuses.
-    _, c, _ = translated(tmp_path, "b.yaml", keys % "Qwen/Qwen2.5-3B")
+    _, c, _ = written(tmp_path, "b.yaml", keys % "Qwen/Qwen2.5-3B")
     assert (c["data.min_pixels"], c["data.max_pixels"]) == (0, 0)
 
 
-def test_folders_columns_and_a_frozen_tower_of_easyr1_are_fields(tmp_path):
-    words = f"{GEOMETRY} data.image_key=photos data.image_dir=/rows/photos data.min_pixels=3136 data.max_pixels=1000000"
-    script = easyr1_script(tmp_path, QWEN.format(7), f"{words} {MODEL}.freeze_vision_tower=true")
-    _, c, refused = translated(tmp_path, "run.sh", script)
-    expected = {
-        "data.image_column": "photos", "data.image_folder": "/rows/photos", "data.min_pixels": 3136,
-        "data.max_pixels": 1_000_000, "model.vision": "frozen",
-    }  # fmt: skip
-    assert refused == "" and differing(expected, c) == {}
-
-
 @pytest.mark.parametrize("name", VERL_SCRIPTS)
-def test_scripts_of_verl_with_pictures_are_configs_that_pass_the_checks(name, tmp_path):
+def test_scripts_of_verl_with_images_are_configs_that_pass_the_checks(name, tmp_path):
     model, more, fields, kinds = VERL_SCRIPTS[name]
     # The folder of the model is a variable that the script does not set: its name shows the family all the same.
     text = VERL.format(model=model, more=more)
-    made, c, refused = translated(tmp_path, "run.sh", text)
-    assert refused == "" and differing(fields, c) == {}
-    assert {key: made.outcomes[key].kind for key in kinds} == kinds
-    assert "model.path" in made.yours() and program.run(tmp_path / "run.sh", None, 0, 0) == 0
-    _, c, _ = translated(tmp_path, "rows.sh", text.replace("geo3k", "rows"))
-    assert c["data.image_column"] == "images"
-    # A text model has no field of pictures.
+    made, c, _ = written(tmp_path, "run.sh", text)
+    assert differing(fields, c) == {} and differing_kinds(kinds | {"model.path": "yours"}, made) == {}
+    # The names of the rows say nothing of images, the key does; and a text model has no field of images.
+    assert made_of(tmp_path, "rows.sh", text.replace("geo3k", "rows")).fields()["data.image_column"] == "images"
     text = text.replace("-VL", "").replace("geo3k", "gsm8k")
     for switch in ("freeze_vision_tower=True", "limit_images=5", "limit_mm_per_prompt.image=5"):
         text = text.replace(switch, f"{switch.partition('=')[0]}=0")
-    made, c, refused = translated(tmp_path, "text.sh", text)
+    _, c, _ = written(tmp_path, "text.sh", text)
     of_text = {"data.image_column": "", "data.max_pixels": 0, "data.min_pixels": 0, "model.vision": "learns"}
-    assert refused == "" and differing(of_text, c) == {}
+    assert differing(of_text, c) == {}
 
 
-@pytest.mark.parametrize("script", ["grpo_vlm.py", "gspo_vlm.py"])
-def test_commands_of_trl_with_pictures_are_configs_that_pass_the_checks(script, tmp_path):
-    more = "--importance_sampling_level sequence --loss_type grpo --epsilon 3e-4" if script == "gspo_vlm.py" else ""
-    (tmp_path / "zero3.yaml").write_text("num_processes: 8\n")
-    made, c, refused = translated(tmp_path, "run.sh", TRL.format(script=script, more=f"{TRL_LORA} {more}"))
+def test_commands_of_trl_with_images_are_configs_that_pass_the_checks(tmp_path, wording):
+    write(tmp_path, "zero3.yaml", "num_processes: 8\n")
+    sequences = "--importance_sampling_level sequence --loss_type grpo --epsilon 3e-4"
+    text = TRL.format(script="gspo_vlm.py", more=f"{TRL_LORA} {sequences}")
+    made, c, _ = written(tmp_path, "run.sh", text)
     fields = {
-        "model.path": "Qwen/Qwen2.5-VL-3B-Instruct",
-        "adapters.targets": "q_proj|v_proj",
-        "model.vision": "frozen",
-    }
-    assert refused == "" and differing(fields, c) == {}
-    assert c["loss.name"] == ("gspo" if more else "ppo_clip")
-    assert "comma" in made.outcomes["lora_target_modules"].reason  # which argparse leaves at the name
-    assert program.run(tmp_path / "run.sh", None, 0, 0) == 0
-    _, c, refused = translated(tmp_path, "all.sh", TRL.format(script=script, more="--max_pixels 401408"))
-    fields = {"model.vision": "learns", "data.max_pixels": 401_408, "data.min_pixels": 0}
-    assert refused == "" and differing(fields, c) == {}
+        "model.path": "Qwen/Qwen2.5-VL-3B-Instruct", "adapters.targets": "q_proj|v_proj", "model.vision": "frozen",
+        "loss.name": "gspo",
+    }  # fmt: skip
+    assert differing(fields, c) == {} and program.run(tmp_path / "run.sh", None, 0, 0) == 0
+    wording(made.outcomes["lora_target_modules"].reason)  # its comma, which argparse leaves at the name
+    _, c, _ = written(tmp_path, "all.sh", TRL.format(script="grpo_vlm.py", more="--max_pixels 401408"))
+    fields = {
+        "model.vision": "learns", "data.max_pixels": 401_408, "data.min_pixels": 0, "loss.name": "ppo_clip",
+    }  # fmt: skip
+    assert differing(fields, c) == {}
 
 
-def test_a_program_of_trl_with_pictures_says_its_rows_and_its_processor(tmp_path):
-    made, c, refused = translated(tmp_path, "grpo_vlm.py", TRL_PROGRAM)
+def test_a_program_of_trl_with_images_has_its_rows_and_its_processor(tmp_path):
+    made, c, _ = written(tmp_path, "grpo_vlm.py", TRL_PROGRAM)
     expected = {
         "data.source": "lmms-lab/multimodal-open-r1-8k-verified@train", "data.convert": "my_data.convert",
         "data.max_pixels": 392_000, "data.min_pixels": 3136, "model.vision": "frozen", "adapters.targets": "_proj",
     }  # fmt: skip
-    assert refused == "" and differing(expected, c) == {}
+    assert differing(expected, c) == {}
     kinds = {"max_pixels": "mapped", "size": "mapped", "use_fast": "no effect"}
-    assert {key: made.outcomes[f"trainer.processing_class.{key}"].kind for key in kinds} == kinds
-    assert made.outcomes["trainer.peft_config.exclude_modules"].kind == "mapped"
-    made, _, _ = translated(tmp_path, "other.py", TRL_PROGRAM.replace("use_fast=", "do_rescale="))
+    kinds = {f"trainer.processing_class.{key}": kind for key, kind in kinds.items()}
+    assert differing_kinds(kinds | {"trainer.peft_config.exclude_modules": "mapped"}, made) == {}
+    made = made_of(tmp_path, "other.py", TRL_PROGRAM.replace("use_fast=", "do_rescale="))
     assert made.outcomes["trainer.processing_class.do_rescale"].kind == "unsupported"
 
 
 def test_rloo_of_trl_is_told_from_grpo_by_the_name_of_its_program(tmp_path):
     more = f"{TRL_LORA} --gradient_accumulation_steps 2 --reward_clip_range 0 1"
-    made, c, refused = translated(tmp_path, "run.sh", TRL.format(script="rloo_vlm.py", more=more))
+    made, c, _ = written(tmp_path, "run.sh", TRL.format(script="rloo_vlm.py", more=more))
     fields = {
         "advantage.name": "rloo", "loss.name": "ppo_clip", "aggregate.mode": "sequence_sum", "group_size": 2,
         "prompts_per_step": 64, "kl.placement": "reward", "kl.estimator": "k1", "kl.coef": 0.05,
         "model.vision": "frozen", "loss.clip_low": 0.2, "loss.clip_high": 0.2, "mask.truncated": False,
     }  # fmt: skip
-    assert made.system.name == "TRL's RLOO" and refused == "" and differing(fields, c) == {}
+    assert made.system.name == "TRL's RLOO" and differing(fields, c) == {}
     assert made.outcomes["reward_clip_range"].kind == "unsupported"
     several = TRL.format(script="rloo_vlm.py", more="--num_iterations 2 --epsilon_high 0.3 --beta 0 --loss_type grpo")
-    made, c, refused = translated(tmp_path, "several.sh", several)
-    assert refused == "" and c["kl"] is None and (c["loss.clip_high"], c["epochs"]) == (0.3, 2)
-    kinds = {"epsilon_high": "changed", "beta": "mapped", "loss_type": "unsupported"}
-    assert {key: made.outcomes[key].kind for key in kinds} == kinds
+    made, c, _ = written(tmp_path, "several.sh", several)
+    assert differing({"kl": None, "loss.clip_high": 0.3, "epochs": 2}, c) == {}
+    assert differing_kinds({"epsilon_high": "changed", "beta": "mapped", "loss_type": "unsupported"}, made) == {}
     program_of_rloo = TRL_PROGRAM.replace("GRPO", "RLOO").replace("max_steps=50", "mask_truncated_completions=True")
-    made, c, refused = translated(tmp_path, "rloo_vlm.py", program_of_rloo)
-    assert made.system.name == "TRL's RLOO" and (refused, c["advantage.name"], c["mask.truncated"]) == (
-        "",
-        "rloo",
-        True,
-    )
-    for text in ("trl rloo --model_name_or_path a/b --beta 0.1", "python rloo.py --model_name_or_path a/b --beta 0.1"):
-        made, _, _ = translated(tmp_path, "short.sh", f"{text} --learning_rate 1e-6\n")
-        assert made.system.name == "TRL's RLOO"
-    made, _, _ = translated(tmp_path, "grpo.sh", "python grpo.py --model_name_or_path a/b --beta 0.1\n")
-    assert made.system.name == "TRL's GRPO"
+    made, c, _ = written(tmp_path, "rloo_vlm.py", program_of_rloo)
+    assert made.system.name == "TRL's RLOO" and differing({"advantage.name": "rloo", "mask.truncated": True}, c) == {}
+    for text, name in (("trl rloo", "RLOO"), ("python rloo.py", "RLOO"), ("python grpo.py", "GRPO")):
+        made = made_of(tmp_path, "short.sh", f"{text} --model_name_or_path a/b --beta 0.1 --learning_rate 1e-6\n")
+        assert made.system.name == f"TRL's {name}"
 
 
+@pytest.mark.needs("ruff")
 def test_a_config_with_adapters_is_formatted_as_our_configs_are(tmp_path):
-    path = tmp_path / "run.sh"
-    path.write_text(TRL.format(script="grpo_vlm.py", more=f"{TRL_LORA}, gate_proj"))
-    source = readers.read(path)
-    text = writer.source(translate(source.system, source.keys), path, path, source.lost)
-    assert max(map(len, text.splitlines())) <= 120
+    _, _, text = written(tmp_path, "run.sh", TRL.format(script="grpo_vlm.py", more=f"{TRL_LORA}, gate_proj"))
     ruff = [Path(sys.executable).with_name("ruff"), "format", "--check", "--line-length", "120", "-"]
     assert subprocess.run(ruff, input=text, text=True, capture_output=True).returncode == 0, text
 
 
-REFUSED = {  # a model, further arguments, and words of the line that refuses it
-    "experts": ("Qwen/Qwen3-VL-30B-A3B-Instruct", GEOMETRY, "reads pictures, and the models"),
-    "sound": ("Qwen/Qwen2.5-Omni-7B", GEOMETRY, "reads pictures, and the models"),
-    "kimi": ("moonshotai/Kimi-VL-A3B-Instruct", GEOMETRY, "reads pictures, and the models"),
-    "internvl": ("OpenGVLab/InternVL3_5-8B-HF", GEOMETRY, "reads pictures, and the models"),
-    "gemma": ("google/gemma-3-4b-it", GEOMETRY, "reads pictures, and the models"),
-    "video": (QWEN.format(7), "data.train_files=a/Video-R1-data@train", "has video or audio"),
+REFUSED = {  # a model, and further arguments
+    "experts": ("Qwen/Qwen3-VL-30B-A3B-Instruct", GEOMETRY),
+    "sound": ("Qwen/Qwen2.5-Omni-7B", GEOMETRY),
+    "another family": ("OpenGVLab/InternVL3_5-8B-HF", GEOMETRY),
+    "video": (QWEN.format(7), "data.train_files=a/Video-R1-data@train"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_families_and_video_are_refused_before_anything_else_is_said(name, tmp_path, capsys):
-    model, words, said = REFUSED[name]
-    (tmp_path / "run.sh").write_text(easyr1_script(tmp_path, model, words))
+def test_other_families_and_video_are_refused_before_anything_else(name, tmp_path, capsys, wording):
+    model, words = REFUSED[name]
+    write(tmp_path, "run.sh", text := easyr1_script(tmp_path, model, words))
     # A family that models/ has by now is not refused.
-    refused = images.unreadable(model) or name == "video"
-    assert program.run(tmp_path / "run.sh", tmp_path / "mine.py", 0, 0) == int(refused)
-    text = capsys.readouterr().out
-    line = text.splitlines()[0]
-    assert not refused or (line.startswith("not supported: ") and said in line and "train refuses the config" in line)
-    assert ("the checks of all but the model pass" in text) == refused
-    made, _, _ = translated(tmp_path, "run.sh", (tmp_path / "run.sh").read_text())
+    is_refused = images.unreadable(model) or name == "video"
+    assert program.run(tmp_path / "run.sh", tmp_path / "mine.py", 0, 0) == int(is_refused)
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("not supported: ") == is_refused
+    wording(first)
+    made = made_of(tmp_path, "run.sh", text)
     assert made.outcomes["data.video_key"].kind == ("unsupported" if name in ("sound", "video") else "no effect")
 
 
-@pytest.mark.parametrize("name", ["3b", "clevr", "qwen3 4b lora"])
-def test_a_run_with_pictures_of_a_family_that_is_here_is_complete(name, tmp_path, capsys):
-    model, words, _ = EASYR1_SCRIPTS[name]
-    (tmp_path / "run.sh").write_text(easyr1_script(tmp_path, model, words))
+def test_a_run_with_images_of_a_family_that_is_here_is_complete(tmp_path, capsys, wording):
+    model, words, _ = EASYR1_SCRIPTS["qwen3 4b lora"]
+    write(tmp_path, "run.sh", easyr1_script(tmp_path, model, words))
     assert program.run(tmp_path / "run.sh", tmp_path / "mine.py", 0, 0) == 0
-    text = capsys.readouterr().out
-    assert "not supported" not in text and "is written and complete; the checks pass" in text
+    printed = capsys.readouterr().out
+    assert "not supported" not in printed
+    wording(printed)
     # A name that says nothing of a tower: the run needs a model that has one.
-    (tmp_path / "run.sh").write_text(easyr1_script(tmp_path, "/models/of_last_week", words))
+    write(tmp_path, "run.sh", easyr1_script(tmp_path, "/models/of_last_week", words))
     assert program.run(tmp_path / "run.sh", None, 0, 0) == 0
-    assert "\nnote: this run has pictures (" in capsys.readouterr().out
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: this run has ")]
+    wording(note)
 
 
-@pytest.mark.parametrize(
-    ("model", "family"),
-    [
-        ("Qwen/Qwen2-VL-2B-Instruct", "qwen2_vl"), ("/m/qwen2_5_vl_7b", "qwen2_5_vl"), ("Qwen2.5-VL-72B", "qwen2_5_vl"),
-        ("a/Qwen25VL-3b", "qwen2_5_vl"), ("Qwen/Qwen3-VL-8B-Thinking", "qwen3_vl"), ("Qwen/Qwen2.5-7B", ""),
-        ("Qwen/Qwen3-VL-235B-A22B-Instruct", "qwen3_vl_moe"), ("Qwen/Qwen3-30B-A3B", ""), ("google/gemma-3-1b-it", ""),
-        ("google/gemma-3-12b-it", "gemma3"), ("HuggingFaceTB/SmolVLM2-2.2B", "other"), ("zai-org/GLM-4.1V-9B", "other"),
-    ],
-)  # fmt: skip
-def test_the_name_of_a_model_shows_its_family(model, family):
-    assert images.family_of(model) == family
+FAMILIES = {
+    "Qwen/Qwen2-VL-2B-Instruct": "qwen2_vl", "/m/qwen2_5_vl_7b": "qwen2_5_vl", "Qwen2.5-VL-72B": "qwen2_5_vl",
+    "a/Qwen25VL-3b": "qwen2_5_vl", "Qwen/Qwen3-VL-8B-Thinking": "qwen3_vl", "Qwen/Qwen2.5-7B": "",
+    "Qwen/Qwen3-VL-235B-A22B-Instruct": "qwen3_vl_moe", "Qwen/Qwen3-30B-A3B": "", "google/gemma-3-1b-it": "",
+    "google/gemma-3-12b-it": "gemma3", "HuggingFaceTB/SmolVLM2-2.2B": "other", "zai-org/GLM-4.1V-9B": "other",
+    "moonshotai/Kimi-VL-A3B-Instruct": "other",
+}  # fmt: skip
+
+
+def test_the_name_of_a_model_shows_its_family():
+    assert {model: images.family_of(model) for model in FAMILIES} == FAMILIES
     assert {"qwen2_vl", "qwen2_5_vl", "qwen3_vl"} <= set(images.readable())

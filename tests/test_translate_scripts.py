@@ -5,31 +5,16 @@ from __future__ import annotations
 import re
 
 import pytest
+from test_translate import differing, written
 
-from jaxrl_llm.tools.translate import launchers, lint, readers, writer
-from jaxrl_llm.tools.translate.outcome import KINDS, Unread, translate
+from jaxrl_llm.tools.translate import launchers, readers
+from jaxrl_llm.tools.translate.outcome import Unread
 
 CALL = "actor_rollout_ref.model.path=a/b actor_rollout_ref.rollout.n=8 algorithm.adv_estimator=grpo"
 TRL = "--model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward think_format_reward --max_steps 20"
+# Scripts, fields of their configs, and the lines that belong to no command.
 SCRIPTS = {
-    "arrays by topic.sh": """#!/usr/bin/env bash
-set -xeuo pipefail
-MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}
-DATA=(
-    data.train_files="$HOME/data/train.parquet"   # rows
-    data.train_batch_size=${BATCH:-256}
-    # data.seed=1
-)
-ACTOR=(
-    actor_rollout_ref.model.path="$MODEL_PATH"
-    actor_rollout_ref.actor.optim.lr=1e-6
-    actor_rollout_ref.actor.ppo_mini_batch_size=$((256 / 4))
-)
-ROLLOUT=(actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.name=vllm)
-EXTRA=("$@")
-python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "${DATA[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${EXTRA[@]}"
-""",
-    "names first.sh": """project_name='DAPO'
+    "names first.sh": ("""project_name='DAPO'
 adv_estimator=grpo
 use_kl_in_reward=False
 kl_coef=0.0
@@ -60,26 +45,8 @@ ray job submit --no-wait --runtime-env="${RUNTIME_ENV}" \\
     reward_model.overlong_buffer.len=${overlong_buffer_len} \\
     trainer.logger='["console","wandb"]' trainer.project_name="${project_name}" \\
     trainer.total_epochs=1
-""",
-    "two files.sh": f"""gsm8k=$HOME/data/gsm8k/train.parquet
-math=$HOME/data/math/train.parquet
-train_files="['$gsm8k', '$math']"
-test_files="['$HOME/data/gsm8k/test.parquet', '$HOME/data/math/test.parquet']"
-python3 -m verl.trainer.main_ppo {CALL} data.train_files="$train_files" data.val_files="$test_files" \\
-    data.filter_overlong_prompts=True data.truncation='error' trainer.test_freq=5 trainer.total_epochs=15 $@
-""",
-    "comments in backticks.sh": f"""python3 -m verl.trainer.main_ppo {CALL} \\
-    `# batch` \\
-    data.train_batch_size=64 `# prompts` \\
-    trainer.total_training_steps=9
-""",
-    "a comment in the middle.sh": f"""python3 -m verl.trainer.main_ppo {CALL} \\
-    data.train_batch_size=64 \\
-    # the rest is gone \\
-    data.max_prompt_length=77 \\
-    trainer.total_training_steps=9
-""",
-    "if blocks.sh": f"""ENGINE=${{1:-vllm}}
+""", {"reward.overlong_tokens": 4096, "rollout.max_completion_tokens": 20480, "prompts_per_step": 512}, []),
+    "if blocks.sh": (f"""ENGINE=${{1:-vllm}}
 USE_KL=1
 ARGS=()
 if [ "$USE_KL" = "1" ]; then
@@ -98,57 +65,17 @@ if [ "${{NODE_RANK}}" -eq 0 ]; then
 else
     ray start --address "$MASTER"
 fi
-""",
-    "options.sh": f"""while [[ $# -gt 0 ]]; do
-    case $1 in
-        --model) MODEL="$2"; shift 2 ;;
-        *) break ;;
-    esac
-done
-if [ -z "$MODEL" ]; then
-    MODEL="Qwen/Qwen2.5-1.5B"
-fi
-python3 -m verl.trainer.main_ppo {CALL.replace("a/b", "$MODEL")} trainer.total_epochs=30 "${{@:1}}"
-""",
-    "srun.sh": f"""#SBATCH --nodes=2
+""", {"kl.coef": 0.01, "kl.placement": "loss"},
+     ["line 7: actor_rollout_ref.actor.entropy_coeff=0.1", "line 9: data.seed=3",
+     "line 12: actor_rollout_ref.rollout.multi_stage_wake_up=True"]),
+    "srun.sh": (f"""#SBATCH --nodes=2
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 ip=$(srun --nodes=1 hostname --ip-address)
 PYTHONUNBUFFERED=1 srun --overlap --nodes=1 -w "$head" \\
     python3 -m verl.trainer.main_ppo {CALL} \\
     data.train_batch_size=128 trainer.nnodes="${{SLURM_NNODES}}" trainer.n_gpus_per_node=4 2>&1 | tee verl.log
-""",
-    "a function and a loop.sh": f"""run() {{
-    local lr=$1
-    python3 -m verl.trainer.main_ppo {CALL} actor_rollout_ref.actor.optim.lr=$lr "${{@:2}}"
-}}
-for lr in 1e-6 2e-6; do
-    run $lr trainer.save_freq=5
-done
-""",
-    "eval.sh": f"""OPTS="data.train_batch_size=32 data.max_prompt_length=99"
-CMD="python3 -m verl.trainer.main_ppo {CALL} $OPTS"
-echo "$CMD"
-eval $CMD
-""",
-    "container.sh": f"""docker exec verl bash -c "cd /app && python3 -m verl.trainer.main_ppo {CALL} \\
-    data.train_batch_size=32 trainer.total_epochs=2"
-""",
-    "not called.sh": f"""debug() {{
-    OVERRIDES="data.train_batch_size=4 trainer.total_epochs=1"
-}}
-nohup python3 -m verl.trainer.main_ppo {CALL} $OVERRIDES $(cat more.txt) > run.log 2>&1 &
-""",
-    "easyr1.sh": """MODEL_PATH=Qwen/Qwen2.5-7B-Instruct  # replace it with your local file path
-python3 -m verl.trainer.main \\
-    config=examples/config.yaml \\
-    data.train_files=someone/math12k@train \\
-    worker.actor.model.model_path=${MODEL_PATH} \\
-    worker.actor.clip_ratio_high=0.28 \\
-    worker.rollout.n=5 \\
-    algorithm.online_filtering=True \\
-    trainer.experiment_name=qwen2_5_7b_math_grpo trainer.n_gpus_per_node=8
-""",
-    "search_r1.sh": """export DATA_DIR='data/nq_search'
+""", {}, []),
+    "search_r1.sh": ("""export DATA_DIR='data/nq_search'
 WAND_PROJECT='Search-R1'
 export BASE_MODEL='Qwen/Qwen2.5-3B' ; export EXPERIMENT_NAME=grpo
 PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
@@ -161,32 +88,27 @@ PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
     trainer.project_name=$WAND_PROJECT trainer.total_training_steps=1005 \\
     max_turns=2 retriever.url="http://127.0.0.1:8000/retrieve" retriever.topk=3 \\
     2>&1 | tee $EXPERIMENT_NAME.log
-""",
-    "accelerate.sh": f"""export ACCELERATE_LOG_LEVEL=info
-ACCELERATE_LOG_LEVEL=info accelerate launch --config_file recipes/zero3.yaml --num_processes=7 \\
-    src/open_r1/grpo.py {TRL} --beta 0.01 \\
-    --learning_rate 2e-5 --lr_scheduler_type cosine --no_gradient_checkpointing
-""",
-    "torchrun in a comment's way.sh": f"""torchrun --nproc_per_node=8 --nnodes 2 \\
+""", {"group_size": 5, "env.most_searches": 2}, []),
+    "torchrun in a comment's way.sh": (f"""torchrun --nproc_per_node=8 --nnodes 2 \\
     train.py {TRL} \\
     --per_device_train_batch_size 2 \\
     # --num_generations 16 \\
     --beta 0.01
-""",
-    "trl.sh": f"""ARGS="{TRL}"
+""", {"kl": None, "prompts_per_step": 4}, ["line 5: --beta 0.01"]),
+    "trl.sh": (f"""ARGS="{TRL}"
 trl grpo $ARGS --use_peft --lora_r 8 --lora_dropout 0.1 --dtype bfloat16 --report_to none
-""",
-    "heredoc.sh": f"""cat > conf.yaml <<EOF
+""", {"adapters.rank": 8}, []),
+    "heredoc.sh": (f"""cat > conf.yaml <<EOF
 beta: ${{BETA:-0.02}}
 num_generations: 4
 EOF
 deepspeed --num_gpus=4 train.py {TRL} --config conf.yaml
-""",
-}
+""", {"kl.coef": 0.02, "group_size": 4, "prompts_per_step": 8}, []),
+}  # fmt: skip
 KEY = re.compile(r"(?<![\w./'\"-])[+~]*([a-z_]\w*(?:\.\w+)+)=(?!=)|(?<![\w-])--([a-z_]+)(?=[ =\n])")
 
 
-def written(text: str) -> set[str]:
+def keys_in(text: str) -> set[str]:
     """Returns what looks like a key of a trainer in a script, found in its text by itself."""
     text = re.sub(r"`#[^`]*`", "", text)
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
@@ -196,82 +118,14 @@ def written(text: str) -> set[str]:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_no_key_of_a_script_is_lost_and_each_becomes_exactly_one_thing(name, tmp_path):
-    path = tmp_path / "run.sh"
-    path.write_text(SCRIPTS[name])
-    source = readers.read(path)
-    made = translate(source.system, source.keys, referred=source.referred)
-    # Each key has one kind, and what is not mapped says why.
-    assert list(made.outcomes) == list(source.keys)
-    assert sum(len(made.with_kind(kind)) for kind in KINDS) == len(source.keys)
-    assert all(one.reason for one in made.outcomes.values() if one.kind in ("unsupported", "no effect"))
-    assert not set(made.defaults) & set(made.outcomes)
+    text, fields, lost = SCRIPTS[name]
+    made, c, comments = written(tmp_path, "run.sh", text)
+    assert differing(fields, c) == {}
+    source = readers.read(tmp_path / "run.sh")
+    assert list(source.lost) == lost and not set(made.defaults) & set(made.outcomes)
     # What the script says and what was read are the same keys, but for those that are named as lost.
-    lost = " ".join(source.lost)
     keys = {key.rpartition(".")[2] if key.startswith(launchers.LAUNCHERS) else key for key in source.keys}
-    assert {key for key in written(SCRIPTS[name]) if key not in keys and key not in lost} == set()
+    assert {key for key in keys_in(text) if key not in keys and key not in " ".join(lost)} == set()
     assert all(isinstance(value, Unread) or "$" not in str(value) for value in source.keys.values())
-    # The config is complete, names what is lost, and the checks know all of its fields.
-    text = writer.source(made, path, path, source.lost)
-    comments = " ".join(text.replace("# ", " ").split())
-    assert all(" ".join(line.split()) in comments for line in source.lost)
+    comments = " ".join(comments.replace("# ", " ").split())
     assert all(key in comments for key, one in made.outcomes.items() if one.kind in ("unsupported", "no effect"))
-    checked = lint.lint(lint.load_text(text), set(made.yours()))
-    assert checked.refused == "", checked.refused
-
-
-LINES = {  # what is lost of the scripts above
-    "a comment in the middle.sh": ["line 4: data.max_prompt_length=77", "line 5: trainer.total_training_steps=9"],
-    "if blocks.sh": [
-        "line 7: actor_rollout_ref.actor.entropy_coeff=0.1", "line 9: data.seed=3",
-        "line 12: actor_rollout_ref.rollout.multi_stage_wake_up=True",
-    ],
-    "not called.sh": [
-        "$OVERRIDES: not a key with a value that the script says",
-        "$(cat more.txt): not a key with a value that the script says",
-        "line 2: data.train_batch_size=4 trainer.total_epochs=1",
-    ],
-    "torchrun in a comment's way.sh": ["line 5: --beta 0.01"],
-}  # fmt: skip
-
-
-def test_what_belongs_to_no_command_is_named_line_by_line(tmp_path):
-    wrong = {}
-    for name, text in SCRIPTS.items():
-        path = tmp_path / "run.sh"
-        path.write_text(text)
-        lost = list(readers.read(path).lost)
-        if lost != LINES.get(name, []):
-            wrong[name] = lost
-    assert wrong == {}
-
-
-def test_values_come_through_variables_branches_functions_and_files(tmp_path):
-    expected = {
-        "arrays by topic.sh": {"prompts_per_step": 256, "prompts_per_update": 64, "model.path": "Qwen/Qwen3-8B"},
-        "names first.sh": {
-            "reward.overlong_tokens": 4096,
-            "rollout.max_completion_tokens": 20480,
-            "prompts_per_step": 512,
-        },
-        "two files.sh": {"data.overlong": "drop", "data.source": ""},
-        "comments in backticks.sh": {"prompts_per_step": 64, "num_steps": 9},
-        "if blocks.sh": {"kl.coef": 0.01, "kl.placement": "loss"},
-        "options.sh": {"model.path": "Qwen/Qwen2.5-1.5B"},
-        "eval.sh": {"prompts_per_step": 32, "data.max_prompt_tokens": 99},
-        "container.sh": {"prompts_per_step": 32},
-        "a function and a loop.sh": {"checkpoint.every": 5},
-        "search_r1.sh": {"group_size": 5, "env.most_searches": 2},
-        "accelerate.sh": {"kl.coef": 0.01, "model.remat": "dots", "prompts_per_step": 7},
-        "torchrun in a comment's way.sh": {"kl": None, "prompts_per_step": 4},
-        "trl.sh": {"adapters.rank": 8},
-        "heredoc.sh": {"kl.coef": 0.02, "group_size": 4, "prompts_per_step": 8},
-    }
-    wrong = {}
-    for name, fields in expected.items():
-        path = tmp_path / "run.sh"
-        path.write_text(SCRIPTS[name])
-        source = readers.read(path)
-        made = translate(source.system, source.keys).fields()
-        if any(made.get(field) != value for field, value in fields.items()):
-            wrong[name] = {field: made.get(field) for field in fields}
-    assert wrong == {}
