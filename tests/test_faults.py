@@ -122,7 +122,7 @@ def test_a_closed_pipe_ends_the_run_with_a_checkpoint(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_a_full_disk_is_one_line_and_the_same_command_goes_on_when_there_is_room(tmp_path):
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(tmp_path):
     workdir = tmp_path / "run"
     workdir.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", str(workdir)], capture_output=True)
@@ -149,7 +149,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on_when_there_is_room
 
 
 @pytest.mark.slow
-def test_a_resumed_run_with_a_critic_and_a_moving_reference_holds_no_more_than_a_fresh_one(mine):
+def test_a_resumed_run_holds_no_more_memory_than_a_fresh_one(mine):
     measured = [
         "--config.kl.refresh.every=2", "--config.critic.warmup_steps=0", "--config.critic.optim.warmup_steps=0",
         "--config.checkpoint.every=2", "--config.reward.functions=mine.measures", "--config.reward.weights=1.",

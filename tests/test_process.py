@@ -150,7 +150,7 @@ def test_a_thread_that_made_a_process_may_end_before_it():
         assert process.answer(60) == pid
 
 
-def test_a_pool_answers_in_order_and_leaves_out_what_takes_too_long_or_ends_its_process():
+def test_a_pool_answers_in_order_and_leaves_out_calls_that_do_not_return():
     pool = Pool(double, nothing)
     assert pool.map([(i,) for i in range(50)], size=2, each=30, whole=60) == [2 * i for i in range(50)]
     began = time.monotonic()

@@ -122,7 +122,7 @@ GEMMA = {  # a small model with Gemma 3 1B's kinds of layers
 
 
 @pytest.mark.slow
-def test_the_recipes_of_gemma_go_on_from_demonstrations_to_pairs_and_to_a_rubric(tmp_path):
+def test_the_recipes_of_gemma_go_from_demonstrations_to_pairs_to_a_rubric(tmp_path):
     (tmp_path / "bare").mkdir()
     write_qwen(tmp_path / "bare")
     (tmp_path / "bare" / "config.json").write_text(json.dumps(GEMMA))

@@ -105,7 +105,7 @@ def check_same(workdir: Path, straight: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_left_around_its_rollback_has_the_numbers_of_one_that_is_not(straight, tmp_path):
+def test_a_run_that_is_left_around_its_rollback_has_the_same_numbers(straight, tmp_path):
     for stop, times in {9: 1, 4: 2}.items():
         seen = 0
         for record in steps(back(**LAG), tmp_path / "run"):
@@ -239,7 +239,7 @@ def test_a_norm_is_a_spike_by_the_noise_of_the_norms_before_it(deviation, skippe
 
 
 @pytest.mark.slow
-def test_a_run_ends_early_if_it_gets_no_better_and_the_same_command_then_does_nothing(tmp_path, capsys):
+def test_a_run_that_gets_no_better_ends_early_and_stays_ended(tmp_path, capsys):
     def went_on(patience: int) -> list[int]:
         changes = {"num_steps": 9, "eval.every": 1, "eval.patience": patience, "optim.learning_rate": 1e-9}
         return [record["step"] for record in steps(tiny(**changes), tmp_path / "run")]

@@ -160,7 +160,7 @@ def test_a_reference_that_scores_at_another_temperature_is_found(run, monkeypatc
     assert findings(self_test.reference_agrees(prepared(run))) == ["reference_differs"]
 
 
-def test_in_a_run_the_reference_is_compared_with_a_program_of_its_own_if_there_is_one(trial):
+def test_a_reference_in_a_run_is_compared_with_a_program_of_its_own(trial):
     trial.full, trial.scores = False, trial.scores | {"old_logprobs": trial.scores["ref_logprobs"]}
     assert findings(self_test.reference_agrees(trial)) == []
     trial.scores |= {"ref_logprobs": trial.scores["ref_logprobs"] * 1.01}
@@ -248,7 +248,7 @@ def test_a_fault_of_an_engine_is_found_with(change, seed, check, found, run, mon
     assert findings(getattr(self_test, check)(prepared(run))) == [found]
 
 
-def test_a_server_at_another_temperature_is_found_though_its_largest_gap_may_be_large(trial, monkeypatch):
+def test_a_server_at_another_temperature_is_found_by_its_mean_gap(trial, monkeypatch):
     shape = (*trial.rollouts.completions.shape, 1000)
     logits = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     warm, cold = (jax.nn.log_softmax(logits / temperature)[..., 0] for temperature in (1.0, 0.9))
@@ -317,7 +317,7 @@ def test_a_judge_that_answers_nobody_is_found(trial, row):
     assert "arithmetic.accuracy" in finding.cause
 
 
-def test_a_reward_that_cannot_judge_an_empty_completion_is_found_and_stops_nothing(trial):
+def test_a_reward_that_fails_on_an_empty_completion_is_found(trial):
     def fails(row, text):
         raise UserError("reward mine raised IndexError")
 

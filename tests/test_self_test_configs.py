@@ -67,7 +67,7 @@ def rows_of(config: ConfigDict) -> list[dict]:
         ]
     if "tldr" in config.data.source:
         return [{"prompt": question, "completion": answer} for question, answer in sums]
-    numbers = [{"nums": [i, i, 1], "target": 2 * i + 1} for i in range(40)]
+    numbers = [{"nums": [i, 2, 3], "target": i + 5} for i in range(40)]  # tinyzero holds out some of them
     return [{"question": x, "problem": x, "answer": f"#### {y}"} | z for (x, y), z in zip(sums, numbers, strict=True)]
 
 

@@ -212,9 +212,7 @@ def check_for_ten_seconds(checkpoints: Checkpoints) -> None:
         time.sleep(0.1)
 
 
-def test_a_failed_save_is_said_at_the_next_step_and_the_one_before_it_is_resumed(
-    tmp_path, full, capfd, monkeypatch, refused
-):
+def test_a_failed_save_is_told_at_the_next_step_and_the_last_one_resumed(tmp_path, full, capfd, monkeypatch, refused):
     monkeypatch.setattr(disk, "free", lambda folder: 10**9)
     folder = tmp_path / "run" / "checkpoints"
     checkpoints = Checkpoints(folder, {}, KEEP, MESH)
@@ -236,7 +234,7 @@ def test_a_failed_save_is_said_at_the_next_step_and_the_one_before_it_is_resumed
     assert steps(folder) == ["2"]
 
 
-def test_an_evaluation_is_saved_only_if_it_is_one_of_the_best_also_after_a_resume(tmp_path):
+def test_an_evaluation_is_saved_if_it_is_one_of_the_best_also_when_resumed(tmp_path):
     def make() -> Checkpoints:
         return Checkpoints(tmp_path / "checkpoints", {}, ConfigDict(dict(every=1, keep=1, keep_best=2)), MESH)
 
@@ -263,7 +261,7 @@ def test_the_best_checkpoint_stays_when_the_run_is_resumed(tmp_path):
     assert steps(tmp_path) == ["2", "4"]
 
 
-def test_a_checkpoint_that_a_signal_made_changes_not_to_which_ones_a_run_can_go_back(tmp_path):
+def test_a_checkpoint_of_a_signal_changes_no_step_that_a_run_can_go_back_to(tmp_path):
     """The run without a signal saves at 2, 4, 6 and 8; the other one also at 3 and 7, and is resumed from there."""
     config = ConfigDict(dict(every=2, keep=3, keep_best=0))
     there: dict[str, list[list[int]]] = {}

@@ -181,7 +181,7 @@ def test_the_chat_template_describes_the_functions_in_the_prompt():
     assert "numbers joined by + - * / // % ** and brackets" in text
 
 
-def test_results_are_in_the_form_that_the_template_gives_to_a_whole_conversation():
+def test_results_have_the_form_that_the_template_gives_to_a_conversation():
     made = pool()
     said = [call("add", a=2, b=3) + call("calculate", expression="2*(3+4)"), call("add", a="x"), "fourteen"]
     batch = made.begin([{}], 1)
