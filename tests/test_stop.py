@@ -84,10 +84,9 @@ def alive(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_the_run_in_the_middle_of_a_long_call(tmp_path, number):
+def test_a_signal_ends_the_run_in_the_middle_of_a_long_call(tmp_path):
     process = start(tmp_path)
-    process.send_signal(number)
+    process.send_signal(signal.SIGHUP)
     assert end(process) == (0, ["finish", "closed first", "closed last"], "")
 
 
@@ -105,15 +104,14 @@ def test_after_an_error_while_the_state_changes_nothing_of_it_is_saved(tmp_path)
     assert "own error" in error
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_at_once_and_leaves_no_process(tmp_path, number):
+def test_a_second_signal_ends_at_once_and_leaves_no_process(tmp_path):
     process = start(tmp_path, "hangs", "child")
     child = int(process.said[0])  # type: ignore[attr-defined]
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "finish\n"  # type: ignore[union-attr]
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     code, said, error = end(process, 2)
-    assert (code, error) == (128 + number, "")
+    assert (code, error) == (128 + signal.SIGINT, "")
     assert "closed last" not in said
     time.sleep(0.2)
     assert not alive(child)
@@ -157,9 +155,12 @@ def test_nothing_is_saved_of_a_state_that_is_half_changed():
     assert not saved
 
 
-@pytest.mark.parametrize(("number", "signals"), [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGHUP, True)])
-@pytest.mark.parametrize("later", [False, True])
-def test_a_signal_is_an_exception_in_the_callers_process_after_what_must_not_be_interrupted(number, signals, later):
+@pytest.mark.parametrize(
+    ("number", "signals", "later"),
+    [(signal.SIGINT, False, False), (signal.SIGINT, False, True), (signal.SIGTERM, True, True),
+     (signal.SIGHUP, True, False)],
+)  # fmt: skip
+def test_a_signal_is_an_exception_after_what_must_not_be_interrupted(number, signals, later):
     before, happened, stop = signal.getsignal(number), [], Interrupts(signals)
     stop.finish = lambda: happened.append("saved")
 
@@ -211,14 +212,15 @@ def check_for_ten_seconds(checkpoints: Checkpoints) -> None:
         time.sleep(0.1)
 
 
-def test_a_failed_save_is_said_at_the_next_step_and_the_one_before_it_is_resumed(tmp_path, full, capfd):
+def test_a_failed_save_is_told_at_the_next_step_and_the_last_one_resumed(tmp_path, full, capfd, monkeypatch, refused):
+    monkeypatch.setattr(disk, "free", lambda folder: 10**9)
     folder = tmp_path / "run" / "checkpoints"
     checkpoints = Checkpoints(folder, {}, KEEP, MESH)
     checkpoints.save(1, PARTS, None)
     checkpoints.wait()
     full(2**18)
     checkpoints.save(2, PARTS, None)
-    with pytest.raises(UserError, match=r" cannot be written \(File too large; .* GB free there\): make"):
+    with refused(str(tmp_path)):
         check_for_ten_seconds(checkpoints)
     full(resource.RLIM_INFINITY)
     checkpoints.close()
@@ -232,7 +234,7 @@ def test_a_failed_save_is_said_at_the_next_step_and_the_one_before_it_is_resumed
     assert steps(folder) == ["2"]
 
 
-def test_an_evaluation_is_saved_only_if_it_is_one_of_the_best_also_after_a_resume(tmp_path):
+def test_an_evaluation_is_saved_if_it_is_one_of_the_best_also_when_resumed(tmp_path):
     def make() -> Checkpoints:
         return Checkpoints(tmp_path / "checkpoints", {}, ConfigDict(dict(every=1, keep=1, keep_best=2)), MESH)
 
@@ -259,7 +261,7 @@ def test_the_best_checkpoint_stays_when_the_run_is_resumed(tmp_path):
     assert steps(tmp_path) == ["2", "4"]
 
 
-def test_a_checkpoint_that_a_signal_made_changes_not_to_which_ones_a_run_can_go_back(tmp_path):
+def test_a_checkpoint_of_a_signal_changes_no_step_that_a_run_can_go_back_to(tmp_path):
     """The run without a signal saves at 2, 4, 6 and 8; the other one also at 3 and 7, and is resumed from there."""
     config = ConfigDict(dict(every=2, keep=3, keep_best=0))
     there: dict[str, list[list[int]]] = {}
@@ -313,7 +315,7 @@ def test_a_run_killed_while_it_deletes_a_checkpoint_never_resumes_half_of_it(tmp
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoints"]
 
 
-def test_room_for_the_checkpoints_of_the_whole_run_is_asked_for(tmp_path, monkeypatch):
+def test_room_for_the_checkpoints_of_the_whole_run_is_asked_for(tmp_path, monkeypatch, refused):
     assert not has_checkpoint(tmp_path)
     checkpoints = Checkpoints(tmp_path, {}, ConfigDict(dict(every=2, keep=1, keep_best=1)), MESH)
     size = STATE["a"].nbytes
@@ -322,8 +324,7 @@ def test_room_for_the_checkpoints_of_the_whole_run_is_asked_for(tmp_path, monkey
         monkeypatch.setattr(disk, "free", lambda folder: count * size)
         checkpoints.check_room(STATE)
         monkeypatch.setattr(disk, "free", lambda folder: count * size - 1)
-        words = rf"has room for 0.0\d GB, but {count} checkpoints of 0.00 GB need 0.0\d GB: make room"
-        with pytest.raises(UserError, match=words):
+        with refused(f" {count} checkpoints "):
             checkpoints.check_room(STATE)
 
     asks_for(4)

@@ -7,12 +7,13 @@ import socket
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from jaxrl_llm import recipe as recipes
+from jaxrl_llm.config.load import load
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.environments import EnvironmentPool
@@ -29,7 +30,9 @@ def run(code: str, seconds: float = 5.0) -> sandbox.Result:
 
 
 @linux
-def test_a_program_prints_and_keeps_files_in_a_folder_of_its_own():
+def test_a_program_prints_and_keeps_files_in_a_folder_of_its_own(monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")  # of the trainer
+    assert "hunter2" not in run("import os; print(os.environ)").output
     result = run("open('a', 'w').write('mine'); import math; print(open('a').read(), math.comb(5, 2))")
     assert result == ("mine 10\n", "", "", "")
     assert "FileNotFoundError" in run("open('a')").errors  # the folder of another program
@@ -44,7 +47,7 @@ def test_a_program_prints_and_keeps_files_in_a_folder_of_its_own():
         ("import os; print(os.system('echo hello'))", "32512"),
         ("import multiprocessing as m; m.Process(target=print).start()", "BlockingIOError"),
         ("x = bytearray(10 * 2**30)", "MemoryError"),
-        ("x = []\nwhile True: x.append(bytearray(2**20))", "MemoryError"),
+        ("x = []\nwhile True: x.append(bytearray(2**25))", "MemoryError"),
         ("import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "Error"),
         ("open('/proc/self/environ').read()", "FileNotFoundError"),
         ("open('/etc/passwd').read()", "FileNotFoundError"),
@@ -66,8 +69,8 @@ def test_a_program_that_does_what_it_must_not_gets_an_error(code, said):
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        ("while True: pass", "longer than 1 seconds"),
-        ("import time; time.sleep(60)", "longer than 1 seconds"),
+        ("while True: pass", "longer than"),
+        ("import time; time.sleep(60)", "longer than"),
         ("import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,)).start()", ""),
         ("import ctypes; ctypes.string_at(0)", "signal 11"),
         ("i = 0\nwhile True:\n  i += 1\n  open(str(i), 'w')", "wrote too much"),
@@ -76,7 +79,7 @@ def test_a_program_that_does_what_it_must_not_gets_an_error(code, said):
 )
 def test_a_program_that_does_not_end_well_is_ended(code, error):
     began = time.monotonic()
-    assert error in run(code, seconds=1.0).error
+    assert error in run(code, seconds=0.4).error
     assert time.monotonic() - began < 10
 
 
@@ -102,12 +105,6 @@ def test_output_has_an_end_and_is_text():
     assert run("print('x' * 10**6 + 'y', end='')").output == "x" * 200 + "\n...\n" + "x" * 199 + "y"
     assert run("import os; os.write(1, b'\\xff\\xfea')").output == "\ufffd\ufffda"
     assert run("print('\\ud800')").error
-
-
-@linux
-def test_a_program_does_not_see_the_trainers_environment(monkeypatch):
-    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
-    assert "hunter2" not in run("import os; print(os.environ)").output
 
 
 @linux
@@ -184,7 +181,7 @@ def test_the_chat_template_describes_the_functions_in_the_prompt():
     assert "numbers joined by + - * / // % ** and brackets" in text
 
 
-def test_results_are_in_the_form_that_the_template_gives_to_a_whole_conversation():
+def test_results_have_the_form_that_the_template_gives_to_a_conversation():
     made = pool()
     said = [call("add", a=2, b=3) + call("calculate", expression="2*(3+4)"), call("add", a="x"), "fourteen"]
     batch = made.begin([{}], 1)
@@ -245,27 +242,31 @@ def test_a_call_that_means_nothing_is_told_so(text):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("named", "given"),
     [
-        (dict(functions=("tests.test_tools.undocumented",)), "give each argument a type"),
-        (dict(functions=("tools.none",)), "tools.none"),
-        (dict(functions=("tests.test_tools.add", "tests.test_tools.add")), "last parts differ"),
-        (dict(template=NO_RESULTS), "results of tools"),
+        ("tools.none", dict(functions=("tools.none",))),
+        ("test_tools.add", dict(functions=("tests.test_tools.add", "tests.test_tools.add"))),
+        ("", dict(template=NO_RESULTS)),
     ],
+    ids=["unknown", "twice", "template"],
 )
-def test_tools_that_cannot_work_are_refused_before_a_run_begins(given, said):
-    with pytest.raises(UserError, match=said):
+def test_tools_that_cannot_work_are_refused_before_a_run_begins(named, given, refused):
+    with refused(named):
         pool(**given)
 
 
-def test_prompts_without_a_chat_show_no_tools(tmp_path):
-    from jaxrl_llm import recipe as recipes
-    from jaxrl_llm.config.load import load
+def test_a_tool_without_types_and_a_docstring_is_refused():
+    with pytest.raises(
+        UserError, match=r"config\.env\.functions: .*undocumented"
+    ):  # the rest names a file of transformers
+        pool(("tests.test_tools.undocumented",))
 
+
+def test_prompts_without_a_chat_show_no_tools(tmp_path, refused):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1"}\n')
-    config = load(Path(__file__).parent.parent / "configs" / "grpo.py")
+    config = load("grpo")
     config.data.source = str(tmp_path / "rows.jsonl")
-    with pytest.raises(UserError, match="text, which shows no tools"):
+    with refused("config.env.functions"):
         data.load(recipes.read(config).data, tokenizer(), pool().schemas)
 
 
