@@ -92,7 +92,7 @@ def test_the_dry_run_of_tpu_vm_vllm_prints_every_command_and_runs_none(desk):
     assert [part for part, line in zip(wanted, lines, strict=True) if part not in line] == []
     assert all("--project" in line for line in lines[1:])
     assert all("--zone=us-b" in line for line in lines if "instances" in line or "compute ssh" in line)
-    assert "--spot --project lab --delete -- --config configs/grpo_vllm.py" in lines[-2]
+    assert "--project lab --spot --delete -- --config configs/grpo_vllm.py" in lines[-2]
 
 
 def test_the_printed_lines_of_tpu_vm_vllm_are_a_whole_launch_when_given_to_a_shell(desk):
