@@ -12,7 +12,7 @@ need() { # program, page that tells how to install the program
 }
 
 # Prints words as a line that a shell reads as these words.
-quote() { local line; line=$(printf '%q ' "$@"); printf %s "${line% }"; }
+quote() { local line; printf -v line '%q ' "$@"; printf %s "${line% }"; }
 
 # Reads the options of a command up to --: --gpu-zone VALUE sets the variable gpu_zone, and --spot sets spot to 1.
 # `shift "$words_read"` then leaves the trainer arguments.
