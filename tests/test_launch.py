@@ -56,9 +56,11 @@ def test_a_dry_run_prints_the_commands_that_a_launch_runs(desk, script):
     if script == "tpu_pod":
         assert logs[1].pop(2) == logs[1][0]  # it looks whether the slice exists after it has asked for it
     assert logs[0] == logs[1]
-    types = {"tpu_vm": "--accelerator-type=v6e-8 --version=v2-alpha-tpuv6e --spot", "tpu_vm_vllm": " --spot",
-             "tpu_pod": "--accelerator-type=v5litepod-16 --runtime-version=v2-alpha-tpuv5-lite --spot"}  # fmt: skip
-    assert any(types[script] in line for line in logs[0])
+    spot = {
+        "tpu_vm": "=v6e-8 --version=v2-alpha-tpuv6e",
+        "tpu_pod": "=v5litepod-16 --runtime-version=v2-alpha-tpuv5-lite",
+    }
+    assert any(f"{spot.get(script, '')} --spot" in line for line in logs[0])
     assert script != "tpu_vm_vllm" or desk.lines("served") == [SERVED] * 2
 
 
@@ -158,13 +160,10 @@ FAULTS = {  # script, options, files of the cloud; exit status, what was asked, 
     "no TPU VM": ("tpu_vm", "--spot", {"full": ""}, 75, "create", 0, 1),
     "a run that fails": ("tpu_vm", "--delete", {"statuses": "3"}, 3, "create delete", 1, 0),
     "no slice": ("tpu_pod", "--restarts 1", {"full": ""}, 75, "create create", 0, 2),
-    "requests that fail": (
-        "tpu_pod", "--restarts 1", {"next": "\nFAILED\n\nFAILED\n"}, 75, "create delete create delete", 0, 2,
-    ),
+    "failed requests": ("tpu_pod", "--restarts 1", {"next": "\nFAILED\n" * 2}, 75, "create delete create delete", 0, 2),
     "a queue": ("tpu_pod", "", {"next": "\nWAITING\nWAITING\nPROVISIONING\nACTIVE\n"}, 0, "create", 1, 2),
     "a connection that breaks": ("tpu_pod", "--restarts 1", {"breaks": "1\n2\n3\n"}, 0, "create", 1, 6),
-    "a run that fails once": ("tpu_pod", "", {"statuses": "1 0"}, 0, "create", 2, 1),
-    "a process that lasts": ("tpu_pod", "", {"statuses": "1 0", "linger": ""}, 0, "create", 2, 1),
+    "a failure, and a process that lasts": ("tpu_pod", "", {"statuses": "1 0", "linger": ""}, 0, "create", 2, 1),
     "a run that always fails": ("tpu_pod", "--restarts 2 --delete", {"statuses": "2 2 2 2"}, 2, "create delete", 3, 3),
     "no GPU": ("tpu_vm_vllm", "", {"no-gpu": ""}, 75, "gpu-create", 0, 1),
     "a server that does not start": ("tpu_vm_vllm", "", {"broken": ""}, 75, "gpu-create", 0, 1),

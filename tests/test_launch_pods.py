@@ -11,10 +11,8 @@ import pytest
 import yaml
 from fake_cloud import LAUNCH, executable, make_desk, until  # noqa: F401
 
-JOBSET = [
-    *["--name", "grpo", "--image", "host/jaxrl_llm:1", "--accelerator", "tpu-v5-lite-podslice"],
-    *["--topology", "4x4", "--nodes", "4"],
-]
+JOBSET = ["--name", "grpo", "--image", "host/jaxrl_llm:1", "--accelerator", "tpu-v5-lite-podslice",
+          "--topology", "4x4", "--nodes", "4"]  # fmt: skip
 DISKS = ("--bucket b", "--pvc claim --spot", "--bucket b --service-account sa --spot")
 
 
@@ -72,10 +70,8 @@ def test_the_manifest_asks_for_the_whole_slice_and_the_shared_disk():
     exits = {"containerName": "trainer", "operator": "In", "values": [75, 134, 137]}
     assert job["podFailurePolicy"]["rules"][1]["onExitCodes"] == exits
     kind = {"gke-tpu-accelerator": "tpu-v5-lite-podslice", "gke-tpu-topology": "4x4"}
-    selectors = [
-        {f"cloud.google.com/{key}": value for key, value in x.items()} for x in (kind, kind | {"gke-spot": "true"})
-    ]
-    assert [pod_of(x)["nodeSelector"] for x in (bucket, pvc)] == selectors
+    for jobset, selected in ((bucket, kind), (pvc, kind | {"gke-spot": "true"})):
+        assert pod_of(jobset)["nodeSelector"] == {f"cloud.google.com/{key}": x for key, x in selected.items()}
     assert "tolerations" not in pod and pod_of(pvc)["tolerations"]
     assert pod["containers"][0]["resources"] == {"limits": {"google.com/tpu": 4}}
     assert pod["volumes"][0]["csi"]["volumeAttributes"]["bucketName"] == "b"
@@ -87,12 +83,8 @@ def test_the_manifest_asks_for_the_whole_slice_and_the_shared_disk():
 def test_a_pod_is_not_privileged_and_has_time_and_room_for_a_checkpoint():
     jobset = manifest()
     (container,) = pod_of(jobset)["containers"]
-    assert container["securityContext"] == {
-        "runAsUser": 0,
-        "capabilities": {"add": ["SYS_RESOURCE"]},
-        "seccompProfile": {"type": "Unconfined"},
-        "appArmorProfile": {"type": "Unconfined"},
-    }
+    profiles = {name: {"type": "Unconfined"} for name in ("seccompProfile", "appArmorProfile")}
+    assert container["securityContext"] == {"runAsUser": 0, "capabilities": {"add": ["SYS_RESOURCE"]}} | profiles
     limits = {f"gke-gcsfuse/{name}-limit": "0" for name in ("ephemeral-storage", "memory", "cpu")}
     assert job_of(jobset)["template"]["metadata"]["annotations"] == {"gke-gcsfuse/volumes": "true"} | limits
     signals = (LAUNCH.parent / "jaxrl_llm" / "session" / "signals.py").read_text()
