@@ -207,7 +207,7 @@ def test_the_benchmark_of_a_real_model_runs_and_keeps_what_has_ended(converted, 
     small = [
         "--config.num_steps=2", "--config.prompts_per_step=4", "--config.prompts_per_update=4", "--config.microbatch=4",
         "--config.data.max_prompt_tokens=128", "--config.eval.problems=8", "--config.eval.every=1",
-        "--config.rollout.max_completion_tokens=8", "--config.optim.warmup_steps=1",
+        "--config.rollout.max_completion_tokens=8", "--config.optim.warmup_steps=1", "--config.health.self_test=False",
     ]  # fmt: skip
     program = importlib.import_module("benchmarks.real.__main__")
     # In place of fine-tuning: a sum has more tokens of this model than its config allows.
