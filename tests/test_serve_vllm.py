@@ -122,7 +122,7 @@ def test_a_server_that_never_answered_is_not_started_again_and_leaves_no_socket(
     assert not (tmp_path / "door").exists()
 
 
-def test_a_server_at_a_socket_is_private_bounds_its_log_and_ends_with_its_keeper(tmp_path):
+def test_a_server_at_a_socket_is_private_logs_little_and_ends_with_its_keeper(tmp_path):
     folder, log = tmp_path / "door", tmp_path / "log"
     with log.open("ab") as out:  # as the trainer's managed server does
         keeper = keep(tmp_path, "--uds", str(folder / "vllm"), out=out)

@@ -266,15 +266,6 @@ def test_episodes_of_several_turns_are_sampled_as_the_trainer_scores_them(server
     assert len({tuple(x) for x in rollouts.completions.reshape(-1, 24).tolist()}) > B
 
 
-def test_weights_get_there_over_http_too(server, params, prompts, tmp_path):
-    with connected(server, tmp_path=tmp_path, push_address="127.0.0.1") as engine:
-        pushed = nudged(params, 0.03)
-        engine.update_weights(pushed, 5)
-        rollouts = sample(engine, prompts)
-        assert gap(pushed, prompts, rollouts) < 1e-4
-        assert (rollouts.versions == 5).all()
-
-
 def spoil(tensors: dict[str, np.ndarray], how: str) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     if how == "missing":
@@ -314,7 +305,7 @@ def test_a_push_with_a_tensor_that_is_wrong_changes_nothing(server, params, prom
         assert gap(nudged(params, 0.02), prompts, sample(engine, prompts)) < 1e-4
 
 
-def test_a_push_whose_connection_breaks_is_repeated(server, params, prompts, tmp_path, monkeypatch):
+def test_a_push_over_http_whose_connection_breaks_is_repeated(server, params, prompts, tmp_path, monkeypatch):
     whole, cuts = weights.shutil.copyfileobj, []
 
     def half(source, sink, length):
@@ -331,10 +322,12 @@ def test_a_push_whose_connection_breaks_is_repeated(server, params, prompts, tmp
         pushed = nudged(params, 0.01)
         engine.update_weights(pushed, 8)
         assert cuts
-        assert gap(pushed, prompts, sample(engine, prompts)) < 1e-4
+        rollouts = sample(engine, prompts)
+        assert gap(pushed, prompts, rollouts) < 1e-4
+        assert (rollouts.versions == 8).all()
 
 
-def test_a_second_run_on_the_same_server_is_refused_until_the_first_has_ended(server, params, prompts, tmp_path):
+def test_a_second_run_on_a_server_is_refused_until_the_first_has_ended(server, params, prompts, tmp_path):
     with (
         connected(server, tmp_path=tmp_path, run="one") as engine,
         connected(server, tmp_path=tmp_path, run="two") as other,
@@ -348,9 +341,7 @@ def test_a_second_run_on_the_same_server_is_refused_until_the_first_has_ended(se
         assert gap(params, prompts, sample(other, prompts)) < 1e-4
 
 
-def test_a_run_that_was_killed_in_the_middle_of_a_push_goes_on_with_the_server_it_left(
-    server, params, prompts, tmp_path
-):
+def test_a_run_killed_in_the_middle_of_a_push_resumes_with_its_server(server, params, prompts, tmp_path):
     for path in ("/pause?mode=keep", "/start_weight_update"):
         ask(server, "post", path, timeout=60)
     with connected(server, tmp_path=tmp_path) as engine:
@@ -470,9 +461,7 @@ def test_a_server_that_hangs_for_a_minute_is_waited_for(server, params, prompts,
         assert vllm_group(server) == group
 
 
-def test_a_server_that_hangs_in_the_middle_of_a_push_gets_it_when_it_is_back(
-    server, params, prompts, tmp_path, monkeypatch
-):
+def test_a_server_that_hangs_in_a_push_gets_it_when_it_is_back(server, params, prompts, tmp_path, monkeypatch):
     with connected(server, tmp_path=tmp_path, timeout=8.0) as engine:
         engine.update_weights(nudged(params, 0.02), 1)
         group = vllm_group(server)
@@ -483,9 +472,7 @@ def test_a_server_that_hangs_in_the_middle_of_a_push_gets_it_when_it_is_back(
         assert gap(params, prompts, sample(engine, prompts)) < 1e-4
 
 
-def test_a_run_that_ends_in_the_middle_of_its_requests_ends_soon_and_frees_its_server(
-    server, params, prompts, tmp_path
-):
+def test_a_run_that_ends_in_its_requests_ends_soon_and_frees_its_server(server, params, prompts, tmp_path):
     endless = replace(prompts, tokens=np.tile(prompts.tokens, (40, 1)), mask=np.tile(prompts.mask, (40, 1)))
     with connected(server, tmp_path=tmp_path) as engine:
         engine.update_weights(params, 7)

@@ -76,7 +76,7 @@ def model_folder(folder: Path, family: str = "qwen2_5_vl") -> Path:
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_pictures_are_sampled_as_they_are_scored_also_after_a_push_of_the_tower_alone(family, tmp_path, monkeypatch):
+def test_pictures_are_sampled_as_scored_also_after_a_push_of_the_tower(family, tmp_path, monkeypatch):
     folder = model_folder(tmp_path / "model", family)
     mesh, tokenizer, form = sharding.make_mesh(data=1, fsdp=2, tensor=2), hf.load_tokenizer(folder), read_format(folder)
     assert form
