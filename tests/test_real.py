@@ -9,21 +9,24 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from safetensors.numpy import load_file
 from test_published import QUICK
 from tokenizers import pre_tokenizers
 
 from benchmarks.real import reasoning_tasks as tasks_of_gym
 from benchmarks.real import tasks
-from benchmarks.real.gguf_folder import GEMMA3_NORMS, KERNELS, convert
+from benchmarks.real.gguf_folder import GEMMA3_NORMS, KERNELS, LLAMA_NORMS, convert
 from benchmarks.real.model import fine_tuned
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
 from jaxrl_llm.models import hf
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 ROOT = Path(__file__).parent.parent
 WIDTH, HEADS, KEY_HEADS, SIDE, MLP, LAYERS = 64, 4, 2, 16, 96, 2
@@ -34,14 +37,9 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SHAPES = {
-    "attn_q": (HEADS * SIDE, WIDTH),
-    "attn_k": (KEY_HEADS * SIDE, WIDTH),
-    "attn_v": (KEY_HEADS * SIDE, WIDTH),
-    "attn_output": (WIDTH, HEADS * SIDE),
-    "ffn_gate": (MLP, WIDTH),
-    "ffn_up": (MLP, WIDTH),
-    "ffn_down": (WIDTH, MLP),
-}
+    "attn_q": (HEADS * SIDE, WIDTH), "attn_k": (KEY_HEADS * SIDE, WIDTH), "attn_v": (KEY_HEADS * SIDE, WIDTH),
+    "attn_output": (WIDTH, HEADS * SIDE), "ffn_gate": (MLP, WIDTH), "ffn_up": (MLP, WIDTH), "ffn_down": (WIDTH, MLP),
+}  # fmt: skip
 
 
 def interleaved(kernel: np.ndarray, heads: int) -> np.ndarray:
@@ -50,74 +48,81 @@ def interleaved(kernel: np.ndarray, heads: int) -> np.ndarray:
     return np.stack([halves[:, 0], halves[:, 1]], axis=2).reshape(kernel.shape)
 
 
-def write_gguf(file: Path) -> dict[str, np.ndarray]:
-    """Writes a small random Llama, and returns its tensors in Hugging Face's form, but for what 8 bits round."""
-    rng, kept = np.random.default_rng(0), {}
-    writer = GGUFWriter(file, "llama")
-    for name, value in dict(
-        context_length=256, embedding_length=WIDTH, feed_forward_length=MLP, block_count=LAYERS, head_count=HEADS,
-        head_count_kv=KEY_HEADS, rope_freq_base=1e5, layer_norm_rms_eps=1e-5, vocab_size=len(WORDS),
-    ).items():  # fmt: skip
+def gguf(file: Path, family: str, words: list[str], tokenizer: str, kinds: list[int], **fields: Any) -> GGUFWriter:
+    """Begins a file of one family with a vocabulary and the fields of a small model."""
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(file, family)
+    fields |= dict(embedding_length=WIDTH, feed_forward_length=MLP, head_count=HEADS, head_count_kv=KEY_HEADS)
+    for name, value in fields.items():
         getattr(writer, f"add_{name}")(value)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(WORDS)
-    writer.add_token_types([3 if word in SPECIAL else 1 for word in WORDS])
-    writer.add_token_merges(["t h", "th e"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_chat_template(TEMPLATE)
-
-    def add(name: str, hf_name: str, values: np.ndarray, heads: int = 0) -> None:
-        kept[hf_name] = values
-        stored = interleaved(values, heads) if heads else values
-        eight = values.ndim == 2
-        data = quantize(stored, GGMLQuantizationType.Q8_0) if eight else stored
-        writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType.Q8_0 if eight else None)
-
-    draw = lambda *shape: rng.normal(0, 0.1, shape).astype(np.float32)  # noqa: E731
-    add("token_embd.weight", "model.embed_tokens.weight", draw(len(WORDS), WIDTH))
-    add("output_norm.weight", "model.norm.weight", 1 + draw(WIDTH))
-    for i in range(LAYERS):
-        for name, shape in SHAPES.items():
-            heads = {"attn_q": HEADS, "attn_k": KEY_HEADS}.get(name, 0)
-            add(f"blk.{i}.{name}.weight", f"model.layers.{i}.{KERNELS[name]}.weight", draw(*shape), heads)
-        for name, theirs in (("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm")):
-            add(f"blk.{i}.{name}.weight", f"model.layers.{i}.{theirs}.weight", 1 + draw(WIDTH))
-    finish(writer)
-    return kept
+    writer.add_tokenizer_model(tokenizer)
+    writer.add_token_list(words)
+    writer.add_token_types(kinds)
+    return writer
 
 
-def finish(writer: GGUFWriter) -> None:
+def finish(writer: GGUFWriter, folder: Path) -> dict[str, np.ndarray]:
+    """Writes the file, converts it, and returns the tensors of its folder."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    convert(folder / "small.gguf", folder)
+    return load_file(folder / "model.safetensors")
+
+
+def write_llama(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Converts a small random Llama, and returns each tensor as it was drawn and as the folder has it."""
+    from gguf import GGMLQuantizationType, quantize
+
+    kinds = [3 if word in SPECIAL else 1 for word in WORDS]
+    fields = dict(context_length=256, block_count=LAYERS, rope_freq_base=1e5, layer_norm_rms_eps=1e-5)
+    writer = gguf(folder / "small.gguf", "llama", WORDS, "gpt2", kinds, **fields, vocab_size=len(WORDS))
+    writer.add_token_merges(["t h", "th e"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    rng, drawn = np.random.default_rng(0), {}
+
+    def add(name: str, hf_name: str, shape: tuple[int, ...], heads: int = 0) -> None:
+        values = drawn[hf_name] = rng.normal(len(shape) == 1, 0.1, shape).astype(np.float32)
+        if len(shape) == 1:
+            writer.add_tensor(name, values)
+        else:
+            eight = GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, quantize(interleaved(values, heads) if heads else values, eight), raw_dtype=eight)
+
+    add("token_embd.weight", "model.embed_tokens.weight", (len(WORDS), WIDTH))
+    add("output_norm.weight", "model.norm.weight", (WIDTH,))
+    for i in range(LAYERS):
+        for name, hf_name in (KERNELS | LLAMA_NORMS).items():
+            heads = {"attn_q": HEADS, "attn_k": KEY_HEADS}.get(name, 0)
+            add(f"blk.{i}.{name}.weight", f"model.layers.{i}.{hf_name}.weight", SHAPES.get(name, (WIDTH,)), heads)
+    written = finish(writer, folder)
+    assert written.keys() == drawn.keys()
+    return {name: (values, written[name]) for name, values in drawn.items()}
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory) -> tuple[Path, dict[str, np.ndarray]]:
+def converted(tmp_path_factory) -> tuple[Path, dict[str, tuple[np.ndarray, np.ndarray]]]:
     """The folder of a small model, in a user's cache, and its tensors."""
     folder = tmp_path_factory.mktemp("cache") / "jaxrl_llm" / "real" / "smollm2-135m-instruct"
     folder.mkdir(parents=True)
-    tensors = write_gguf(folder / "small.gguf")
-    convert(folder / "small.gguf", folder)
-    return folder, tensors
+    return folder, write_llama(folder)
 
 
-def test_a_file_of_weights_becomes_a_folder_with_the_same_tensors(converted):
+@pytest.mark.needs("gguf")
+def test_a_file_of_weights_becomes_a_folder_with_the_same_tensors_and_tokens(converted):
     folder, tensors = converted
-    written = load_file(folder / "model.safetensors")
-    assert written.keys() == tensors.keys()
-    for name, values in tensors.items():
+    for values, written in tensors.values():
         # 8 bits of numbers around 0.1.
-        np.testing.assert_allclose(written[name], values, atol=4e-3)
-    model = hf.load_model(folder)
-    assert (model.cfg.heads, model.cfg.kv_heads, model.cfg.head_dim) == (4, 2, 16)
+        np.testing.assert_allclose(written, values, atol=4e-3)
+    cfg = hf.load_model(folder).cfg
+    assert (cfg.heads, cfg.kv_heads, cfg.head_dim) == (4, 2, 16)
     assert json.loads((folder / "config.json").read_text())["rope_theta"] == 1e5
-
-
-def test_its_tokenizer_splits_digits_and_joins_what_was_merged(converted):
-    tokenizer = hf.load_tokenizer(converted[0])
+    # The tokenizer splits digits, and joins what was merged.
+    tokenizer = hf.load_tokenizer(folder)
     ids = tokenizer("<|im_start|>the 12+3é")["input_ids"]
     assert [WORDS[i] for i in ids] == ["<|im_start|>", "the", "Ġ", "1", "2", "+", "3", "Ã", "©"]
     assert tokenizer.decode(ids) == "<|im_start|>the 12+3é" and tokenizer.eos_token == "<|im_end|>"
@@ -125,33 +130,24 @@ def test_its_tokenizer_splits_digits_and_joins_what_was_merged(converted):
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|im_start|>user\n1+1<|im_end|>\n"
 
 
-def test_a_gemma_becomes_a_folder_whose_norms_are_without_the_1_and_whose_tokenizer_merges_by_score(tmp_path):
+@pytest.mark.needs("gguf")
+def test_a_gemma_becomes_a_folder_with_norms_less_1_and_merges_by_score(tmp_path):
     control, fallback = ["<pad>", "<eos>", "<bos>", "<unk>"], [f"<0x{byte:02X}>" for byte in "é".encode()]
     words = [*control, "\n", *fallback, "a", "b", "c", "▁", "ab", "bc", "▁ab", "1"]
+    fields = dict(context_length=64, block_count=1, key_length=SIDE, rope_freq_base=1e6, layer_norm_rms_eps=1e-6)
     kinds = [3] * 4 + [4] + [6] * 2 + [1] * 8
-    writer = GGUFWriter(tmp_path / "small.gguf", "gemma3")
-    for name, value in dict(
-        context_length=64, embedding_length=WIDTH, feed_forward_length=MLP, block_count=1, head_count=HEADS,
-        head_count_kv=KEY_HEADS, key_length=SIDE, rope_freq_base=1e6, layer_norm_rms_eps=1e-6, sliding_window=8,
-    ).items():  # fmt: skip
-        getattr(writer, f"add_{name}")(value)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(words)
-    writer.add_token_types(kinds)
+    writer = gguf(tmp_path / "small.gguf", "gemma3", words, "llama", kinds, **fields, sliding_window=8)
     writer.add_token_scores([-1000.0] * 7 + [-4.0] * 4 + [-1.0, -2.0, -3.0, -4.0])
     for role, number in (("pad", 0), ("eos", 1), ("bos", 2), ("unk", 3)):
         getattr(writer, f"add_{role}_token_id")(number)
     draw = np.random.default_rng(0)
     shapes = SHAPES | {name: (WIDTH,) for name in GEMMA3_NORMS} | {"attn_q_norm": (SIDE,), "attn_k_norm": (SIDE,)}
     layer = {name: draw.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-    for name, values in layer.items():
-        writer.add_tensor(f"blk.0.{name}.weight", values)
-    writer.add_tensor("token_embd.weight", draw.standard_normal((len(words), WIDTH), np.float32))
-    writer.add_tensor("output_norm.weight", np.ones(WIDTH, np.float32))
-    finish(writer)
-
-    convert(tmp_path / "small.gguf", tmp_path)
-    written = load_file(tmp_path / "model.safetensors")
+    tensors = {f"blk.0.{name}.weight": values for name, values in layer.items()}
+    tensors["token_embd.weight"] = draw.standard_normal((len(words), WIDTH), np.float32)
+    for name, values in (tensors | {"output_norm.weight": np.ones(WIDTH, np.float32)}).items():
+        writer.add_tensor(name, values)
+    written = finish(writer, tmp_path)
     for name, values in layer.items():
         theirs = written[f"model.layers.0.{(KERNELS | GEMMA3_NORMS)[name]}.weight"]
         np.testing.assert_array_equal(theirs, values - 1 if name in GEMMA3_NORMS else values)
@@ -189,8 +185,8 @@ def test_every_case_has_a_config():
 
 
 @pytest.mark.parity
-def test_answers_of_reasoning_gym_have_all_points_and_no_held_out_problem_is_learned_from():
-    pytest.importorskip("reasoning_gym")
+@pytest.mark.needs("reasoning_gym")
+def test_answers_of_reasoning_gym_have_all_points_and_none_is_held_out():
     for rows in (tasks_of_gym.held_out(), tasks_of_gym.learned_held_out()):
         columns = {name: [row[name] for row in rows] for name in ("answer", "task", "metadata")}
         assert set(tasks_of_gym.accuracy(columns["answer"], **columns)) == {1.0}
@@ -204,18 +200,15 @@ def test_answers_of_reasoning_gym_have_all_points_and_no_held_out_problem_is_lea
 
 
 @pytest.mark.slow
+@pytest.mark.needs("gguf", "matplotlib")
 def test_the_benchmark_of_a_real_model_runs_and_keeps_what_has_ended(converted, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XLA_FLAGS", QUICK)
     monkeypatch.setenv("XDG_CACHE_HOME", str(converted[0].parents[2]))
-    small = ["--config.num_steps=2", "--config.prompts_per_step=4", "--config.prompts_per_update=4"]
-    small += [
-        "--config.microbatch=4",
-        "--config.data.max_prompt_tokens=128",
-        "--config.eval.problems=8",
-        "--config.eval.every=1",
-        "--config.rollout.max_completion_tokens=8",
-        "--config.optim.warmup_steps=1",
-    ]
+    small = [
+        "--config.num_steps=2", "--config.prompts_per_step=4", "--config.prompts_per_update=4", "--config.microbatch=4",
+        "--config.data.max_prompt_tokens=128", "--config.eval.problems=8", "--config.eval.every=1",
+        "--config.rollout.max_completion_tokens=8", "--config.optim.warmup_steps=1", "--config.health.self_test=False",
+    ]  # fmt: skip
     program = importlib.import_module("benchmarks.real.__main__")
     # In place of fine-tuning: a sum has more tokens of this model than its config allows.
     made = partial(shutil.copytree, converted[0], fine_tuned(), dirs_exist_ok=True)

@@ -44,18 +44,14 @@ from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
 from jaxrl_llm.structs import Batch, PyTree, Rollouts
 from jaxrl_llm.tasks import arithmetic
+from jaxrl_llm.tools.serve_vllm import shared_memory
 
 pytestmark = pytest.mark.vllm
 PYTHON = str(ROOT / ".vllm" / "bin" / "python")
 FOLDER = ROOT / "jaxrl_llm" / "assets" / "arithmetic"
 ARGUMENTS = (
-    "--enforce-eager",
-    "--no-enable-chunked-prefill",
-    "--max-num-batched-tokens",
-    "8192",
-    "--max-num-seqs",
-    "256",
-)
+    "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192", "--max-num-seqs", "256",
+)  # fmt: skip
 LENGTH, B, G = 12, 64, 8
 SERVED = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}  # that vLLM knows
 KEY = jax.random.key(3)
@@ -83,9 +79,8 @@ def children(parent: int) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
-def pick(group: int, what: str) -> int:
-    """The API server or the worker of a vLLM server."""
-    return group if what == "API server" else next(p for p, name in processes(group).items() if "Worker" in name)
+def worker(group: int) -> int:
+    return next(pid for pid, name in processes(group).items() if "Worker" in name)
 
 
 @contextmanager
@@ -96,9 +91,9 @@ def serving(
     try:
         yield server
     finally:
-        group = vllm_group(server)
+        group = vllm_group(server) if server._process.poll() is None else None
         server.stop()
-        assert not processes(group), "a process outlived its server"
+        assert group is None or not processes(group), "a process outlived its server"
 
 
 def vllm_group(server: ManagedServer) -> int:
@@ -154,9 +149,15 @@ STOPS, PAD = hf.stop_ids(FOLDER, TOKENIZER), TOKENIZER.pad_token_id
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[ManagedServer]:
+    """A server of all tests. At the end its keeper, serve_vllm, is killed: nothing of the server may outlive it."""
     with serving(tmp_path_factory.mktemp("server") / "vllm.log") as live:
         wait_for(lambda: healthy(live))
         yield live
+        group = vllm_group(live)
+        files = shared_memory(group)
+        live._process.kill()
+        wait_for(lambda: not processes(group))
+        wait_for(lambda: not any(file.exists() for file in files), seconds=30)
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +243,7 @@ def test_a_server_samples_from_the_exported_folder_of_a_model_with_experts(promp
         wait_for(lambda: healthy(live))
         engine.request(live.url, "POST", "/update_weight_version", {"new_version": "jaxrl_llm:test:0"})
         assert gap(params, prompts, sample(engine, prompts, group_size=2), model=model) < 1e-3
-        with pytest.raises(UserError, match="on a CPU vLLM cannot load experts again"):
+        with pytest.raises(UserError, match="experts"):
             engine.update_weights(params, 1)
 
 
@@ -263,15 +264,6 @@ def test_episodes_of_several_turns_are_sampled_as_the_trainer_scores_them(server
     )
     assert (rollouts.episodes["turns"] <= 4).all()
     assert len({tuple(x) for x in rollouts.completions.reshape(-1, 24).tolist()}) > B
-
-
-def test_weights_get_there_over_http_too(server, params, prompts, tmp_path):
-    with connected(server, tmp_path=tmp_path, push_address="127.0.0.1") as engine:
-        pushed = nudged(params, 0.03)
-        engine.update_weights(pushed, 5)
-        rollouts = sample(engine, prompts)
-        assert gap(pushed, prompts, rollouts) < 1e-4
-        assert (rollouts.versions == 5).all()
 
 
 def spoil(tensors: dict[str, np.ndarray], how: str) -> None:
@@ -313,7 +305,7 @@ def test_a_push_with_a_tensor_that_is_wrong_changes_nothing(server, params, prom
         assert gap(nudged(params, 0.02), prompts, sample(engine, prompts)) < 1e-4
 
 
-def test_a_push_whose_connection_breaks_is_repeated(server, params, prompts, tmp_path, monkeypatch):
+def test_a_push_over_http_whose_connection_breaks_is_repeated(server, params, prompts, tmp_path, monkeypatch):
     whole, cuts = weights.shutil.copyfileobj, []
 
     def half(source, sink, length):
@@ -330,16 +322,18 @@ def test_a_push_whose_connection_breaks_is_repeated(server, params, prompts, tmp
         pushed = nudged(params, 0.01)
         engine.update_weights(pushed, 8)
         assert cuts
-        assert gap(pushed, prompts, sample(engine, prompts)) < 1e-4
+        rollouts = sample(engine, prompts)
+        assert gap(pushed, prompts, rollouts) < 1e-4
+        assert (rollouts.versions == 8).all()
 
 
-def test_a_second_run_on_the_same_server_is_refused_until_the_first_has_ended(server, params, prompts, tmp_path):
+def test_a_second_run_on_a_server_is_refused_until_the_first_has_ended(server, params, prompts, tmp_path):
     with (
         connected(server, tmp_path=tmp_path, run="one") as engine,
         connected(server, tmp_path=tmp_path, run="two") as other,
     ):
         engine.update_weights(params, 1)
-        with pytest.raises(UserError, match=r"serves another run \(jaxrl_llm:one:1\): start a server for each run"):
+        with pytest.raises(UserError, match="jaxrl_llm:one:1"):
             other.update_weights(params, 1)
         assert gap(params, prompts, sample(engine, prompts)) < 1e-4
     with connected(server, tmp_path=tmp_path, run="two") as other:
@@ -347,9 +341,7 @@ def test_a_second_run_on_the_same_server_is_refused_until_the_first_has_ended(se
         assert gap(params, prompts, sample(other, prompts)) < 1e-4
 
 
-def test_a_run_that_was_killed_in_the_middle_of_a_push_goes_on_with_the_server_it_left(
-    server, params, prompts, tmp_path
-):
+def test_a_run_killed_in_the_middle_of_a_push_resumes_with_its_server(server, params, prompts, tmp_path):
     for path in ("/pause?mode=keep", "/start_weight_update"):
         ask(server, "post", path, timeout=60)
     with connected(server, tmp_path=tmp_path) as engine:
@@ -360,9 +352,9 @@ def test_a_run_that_was_killed_in_the_middle_of_a_push_goes_on_with_the_server_i
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(max_completion_tokens=64), "takes 32 tokens, prompt and completion may have 8 . 64"),
-        (dict(model=replace(MODEL.cfg, layers=3)), "the server's model has num_hidden_layers 4, not 3"),
-        (dict(dtype="bfloat16"), r"computes in torch.float32, config.model.dtype is 'bfloat16'"),
+        (dict(max_completion_tokens=64), "32 tokens.* 8 . 64"),
+        (dict(model=replace(MODEL.cfg, layers=3)), "num_hidden_layers 4.* 3"),
+        (dict(dtype="bfloat16"), "config.model.dtype.* 'bfloat16'"),
     ],
 )
 def test_a_server_that_was_started_otherwise_is_refused(server, params, tmp_path, changes, words):
@@ -370,13 +362,13 @@ def test_a_server_that_was_started_otherwise_is_refused(server, params, tmp_path
         engine.update_weights(params, 1)
 
 
-# A worker that dies takes the engine with it.
-@pytest.mark.parametrize("what", ["API server", "worker"])
-def test_a_server_killed_in_the_middle_of_requests_comes_back_and_loses_none(server, params, prompts, tmp_path, what):
+# A worker that dies takes the engine with it. A kill costs a start of a server, so requests and pushes have one each;
+# tests/test_vllm_engine.py has a broken connection and an error for both, with servers that only look like vLLM.
+def test_a_server_whose_worker_is_killed_in_requests_comes_back_and_loses_none(server, params, prompts, tmp_path):
     with connected(server, tmp_path=tmp_path) as engine:
         engine.update_weights(nudged(params, 0.01), 6)
         whole, group = sample(engine, prompts), vllm_group(server)
-        threading.Timer(0.15, os.kill, (pick(group, what), signal.SIGKILL)).start()
+        threading.Timer(0.15, os.kill, (worker(group), signal.SIGKILL)).start()
         rollouts = sample(engine, prompts)
         assert vllm_group(server) != group, "it was not started again"
         assert not processes(group)
@@ -419,25 +411,36 @@ def test_two_servers_share_the_requests_and_one_serves_on_when_the_other_dies(se
             assert answered.count(other.url) == B / 2, "it was started again, and had the next weights"
 
 
-@pytest.mark.parametrize("what", ["API server", "worker"])
-def test_a_server_killed_in_the_middle_of_a_push_comes_back_and_gets_it(
-    server, params, prompts, tmp_path, monkeypatch, what
-):
+def stop(group: int, seconds: float) -> None:
+    """Stops the processes of a server for some seconds."""
+    stopped = list(processes(group))
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    threading.Timer(seconds, lambda: [os.kill(pid, signal.SIGCONT) for pid in stopped]).start()
+
+
+def before_push(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> list[str]:
+    """Calls action once, before a server is asked to load the weights. The list has an item when it was called."""
+    called, pull = [], weights.pull
+
+    def acting(post: Callable) -> Callable:
+        def call(path: str, body: object = None) -> object:
+            if path == "/update_weights" and not called:
+                called.append(path)
+                action()
+            return post(path, body)
+
+        return call
+
+    monkeypatch.setattr(weights, "pull", lambda post, offer, tag: pull(acting(post), offer, tag))
+    return called
+
+
+def test_a_server_killed_in_the_middle_of_a_push_comes_back_and_gets_it(server, params, prompts, tmp_path, monkeypatch):
     with connected(server, tmp_path=tmp_path) as engine:
         engine.update_weights(params, 1)
-        group, killed = vllm_group(server), []
-
-        def kill_then(post: Callable) -> Callable:
-            def call(path: str, body: object = None) -> object:
-                if path == "/update_weights" and not killed:
-                    os.kill(pick(group, what), signal.SIGKILL)
-                    killed.append(what)
-                return post(path, body)
-
-            return call
-
-        pull = weights.pull
-        monkeypatch.setattr(weights, "pull", lambda post, offer, tag: pull(kill_then(post), offer, tag))
+        group = vllm_group(server)
+        killed = before_push(monkeypatch, lambda: os.kill(group, signal.SIGKILL))  # the API server
         pushed = nudged(params, 0.02)
         engine.update_weights(pushed, 2)
         assert killed
@@ -451,45 +454,25 @@ def test_a_server_that_hangs_for_a_minute_is_waited_for(server, params, prompts,
     with connected(server, tmp_path=tmp_path, timeout=15.0) as engine:
         engine.update_weights(params, 9)
         group = vllm_group(server)
-        stopped = list(processes(group))
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
-        threading.Timer(60, lambda: [os.kill(pid, signal.SIGCONT) for pid in stopped]).start()
+        stop(group, 60)
         began = time.monotonic()
         assert gap(params, prompts, sample(engine, prompts)) < 1e-4
         assert time.monotonic() - began > 55
         assert vllm_group(server) == group
 
 
-def test_a_server_that_hangs_in_the_middle_of_a_push_gets_it_when_it_is_back(
-    server, params, prompts, tmp_path, monkeypatch
-):
+def test_a_server_that_hangs_in_a_push_gets_it_when_it_is_back(server, params, prompts, tmp_path, monkeypatch):
     with connected(server, tmp_path=tmp_path, timeout=8.0) as engine:
         engine.update_weights(nudged(params, 0.02), 1)
-        group, stopped = vllm_group(server), []
-
-        def stop_then(post: Callable) -> Callable:
-            def call(path: str, body: object = None) -> object:
-                if path == "/update_weights" and not stopped:
-                    stopped.extend(processes(group))
-                    for pid in stopped:
-                        os.kill(pid, signal.SIGSTOP)
-                    threading.Timer(20, lambda: [os.kill(pid, signal.SIGCONT) for pid in stopped]).start()
-                return post(path, body)
-
-            return call
-
-        pull = weights.pull
-        monkeypatch.setattr(weights, "pull", lambda post, offer, tag: pull(stop_then(post), offer, tag))
+        group = vllm_group(server)
+        stopped = before_push(monkeypatch, lambda: stop(group, 20))
         engine.update_weights(params, 2)
         assert stopped
         assert vllm_group(server) == group
         assert gap(params, prompts, sample(engine, prompts)) < 1e-4
 
 
-def test_a_run_that_ends_in_the_middle_of_its_requests_ends_soon_and_frees_its_server(
-    server, params, prompts, tmp_path
-):
+def test_a_run_that_ends_in_its_requests_ends_soon_and_frees_its_server(server, params, prompts, tmp_path):
     endless = replace(prompts, tokens=np.tile(prompts.tokens, (40, 1)), mask=np.tile(prompts.mask, (40, 1)))
     with connected(server, tmp_path=tmp_path) as engine:
         engine.update_weights(params, 7)
@@ -515,7 +498,7 @@ def test_a_server_whose_weights_somebody_took_away_gets_them_again(server, param
         rollouts = sample(engine, prompts)
         assert (rollouts.versions == 4).all()
         ask(server, "post", "/update_weight_version", json={"new_version": "jaxrl_llm:another:4"})
-        with pytest.raises(UserError, match="serves another run"):
+        with pytest.raises(UserError, match="jaxrl_llm:another:4"):
             sample(engine, prompts)
         ask(server, "post", "/update_weight_version", json={"new_version": "default"})
 
@@ -523,18 +506,6 @@ def test_a_server_whose_weights_somebody_took_away_gets_them_again(server, param
 def segments() -> set[str]:
     """The shared memory of vLLM's processes."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "vllm_"))}
-
-
-def test_nothing_of_a_server_outlives_its_keeper(tmp_path):
-    """Its keeper is serve_vllm."""
-    before = segments()
-    server = ManagedServer(PYTHON, FOLDER, dtype="float32", max_model_len=32, log=tmp_path / "log", extra=ARGUMENTS)
-    group = vllm_group(server)
-    wait_for(lambda: any("EngineCore" in name for name in processes(group).values()))
-    server._process.kill()
-    wait_for(lambda: not processes(group))
-    server._process.wait()
-    wait_for(lambda: segments() <= before, seconds=30)
 
 
 @pytest.mark.parametrize(
@@ -619,12 +590,12 @@ def test_a_run_killed_while_its_server_lives_on_resumes_with_it(server, tmp_path
     assert ask(server, "get", "/weight_info").json()["weight_version"] == "default"
 
 
-def test_two_processes_with_a_server_each_sample_what_one_process_does(tmp_path):
+def test_two_processes_with_a_server_each_sample_what_one_process_does(server, tmp_path):
     steps, config = {}, ROOT / "configs" / "grpo_vllm.py"
     fields = (*FEW_STEPS, *CONFIGS["grpo"], "log.completions_every=1", f"engine.weights_dir={tmp_path}")
-    for count in (1, 2):
+    for count, shared in ((1, ("engine.managed=false", f"engine.servers={server.url}")), (2, ())):
         workdir = tmp_path / f"run{count}"
-        processes = Processes(count, config, workdir, *fields)
+        processes = Processes(count, config, workdir, *fields, *shared)
         assert processes.end() == [0] * count, processes.said()
         steps[count] = [step for step in records(workdir) if "reward/mean" in step]
     for one, two in zip(steps[1], steps[2], strict=True):

@@ -1,0 +1,77 @@
+# shellcheck shell=bash disable=SC2034,SC2154 # the scripts read these variables, and set dry_run
+# Functions that the other scripts of this folder share. Each script sources this file; it runs nothing by itself.
+# slurm.sbatch does not: Slurm copies that one file to its hosts.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) # of the checkout
+
+say() { echo "${0##*/}: $*" >&2; }
+die() { say "$*"; exit 2; }
+lost() { say "$*; the same command again goes on from here"; exit 75; }
+need() { # program, page that tells how to install the program
+  command -v "$1" > /dev/null || die "$1 is missing: install it, $2"
+}
+
+# Prints words as a line that a shell reads as these words.
+quote() { local line; printf -v line '%q ' "$@"; printf %s "${line% }"; }
+
+# Reads the options of a command up to --: --gpu-zone VALUE sets the variable gpu_zone, and --spot sets spot to 1.
+# `shift "$words_read"` then leaves the trainer arguments.
+read_options() { # options that have a value, options without a value, words of the command
+  local valued=" $1 " flags=" $2 " word variable
+  shift 2
+  words_read=$#
+  while [ $# -gt 0 ]; do
+    case $1 in
+      -h | --help) usage; exit ;;
+      --) shift; break ;;
+    esac
+    word=" ${1// /?} " # without blanks, so that it is one word of a list
+    variable=${1#--} variable=${variable//-/_}
+    if [[ $valued = *"$word"* ]]; then
+      case ${2:-"--"} in --*) die "$1 needs a value: $1 VALUE" ;; esac
+      printf -v "$variable" %s "$2"
+      shift
+    elif [[ $flags = *"$word"* ]]; then
+      printf -v "$variable" 1
+    else
+      unknown_option "$1"
+    fi
+    shift
+  done
+  words_read=$((words_read - $#))
+}
+unknown_option() { die "unknown option '$1': trainer arguments go after --, and --help lists the options"; }
+
+# Prints the usual TPU runtime of an accelerator type.
+tpu_runtime() {
+  case $1 in
+    v6e-*) echo v2-alpha-tpuv6e ;;
+    v5p-*) echo v2-alpha-tpuv5 ;;
+    v5litepod-*) echo v2-alpha-tpuv5-lite ;;
+    *) echo tpu-ubuntu2204-base ;;
+  esac
+}
+
+# The scripts for Google Cloud build each step as one line of shell. It is printed or evaluated, so the dry run always
+# equals the launch. gcloud repairs a broken connection by running the command again, so each line must be repeatable.
+# The keep-alive detects that a machine is gone.
+remote() { # line that connects to a machine, line of shell that runs there in ~/jaxrl_llm
+  local text="mkdir -p jaxrl_llm && cd jaxrl_llm || exit; $2"
+  case $text in *\'*) text=$(quote "$text") ;; *) text="'$text'" ;; esac # so the dry run is easy to read
+  printf %s "$1 --ssh-flag=-oServerAliveInterval=15 --command=$text"
+}
+# A private index packs the checkout as it is on disk, and leaves the user's staging area as it is.
+pack_checkout="export GIT_INDEX_FILE=\$(git rev-parse --git-path launch.index) && git add --all && git archive"
+# This uses uv, because the Python of the usual TPU images is older than 3.11.
+install_packages="export PATH=\$HOME/.local/bin:\$PATH && \
+{ command -v uv > /dev/null || python3 -m pip install --quiet --user uv; } && \
+{ [ -x .venv/bin/python ] || uv venv --python 3.12; } && uv pip install -c constraints.txt -e \".[tpu]\""
+# A dry run prints its lines, of which some may be empty, and ends. A launch needs gcloud, which reads no input.
+begin_launch() { # lines of a first launch
+  if [ "$dry_run" ]; then
+    printf '%s\n' "cd $(quote "$root")" "$@" | grep .
+    exit
+  fi
+  need gcloud https://cloud.google.com/sdk/docs/install
+  exec < /dev/null
+}
