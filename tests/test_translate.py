@@ -17,12 +17,14 @@ import pytest
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import records
 from jaxrl_llm.config.load import flatten, load, override
+from jaxrl_llm.data import hub
 from jaxrl_llm.machine import extras
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.tools.translate import __main__ as program
 from jaxrl_llm.tools.translate import (
     easyr1,
     lint,
+    ours,
     readers,
     search_r1,
     trl,
@@ -169,6 +171,13 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 def keys_of(folder: Path, name: str, text: str) -> dict:
     return readers.read(write(folder, name, text)).keys
+
+
+@pytest.fixture(autouse=True)
+def hub_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `datasets`, a config also says how to install it."""
+    for module in (ours, hub):
+        monkeypatch.setattr(module, "find_spec", lambda name: True)
 
 
 def made_of(folder: Path, name: str, text: str, **more: int) -> Translation:

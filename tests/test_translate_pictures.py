@@ -7,7 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_translate import differing, differing_kinds, made_of, write, written
+from test_translate import (
+    differing,
+    differing_kinds,
+    hub_installed,  # noqa: F401 (a fixture)
+    made_of,
+    write,
+    written,
+)
 
 from jaxrl_llm.tools.translate import __main__ as program
 from jaxrl_llm.tools.translate import images

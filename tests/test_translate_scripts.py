@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from test_translate import differing, written
+from test_translate import (
+    differing,
+    hub_installed,  # noqa: F401 (a fixture)
+    written,
+)
 
 from jaxrl_llm.tools.translate import launchers, readers
 from jaxrl_llm.tools.translate.outcome import Unread

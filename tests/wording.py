@@ -31,13 +31,12 @@ class Wording:
         self.texts.append(re.sub(r"0x[0-9a-f]{6,}", "0x…", text))
         # Other versions of Python and of its libraries word their own part of a message differently.
         if not self.update and sys.version_info[:2] == (3, 11):
-            stored = stored_texts().get(self.test, [])
-            place = len(self.texts) - 1
-            assert self.texts[place:] == stored[place : place + 1], "pytest -n 0 --update-wording rewrites the file"
+            stored = dict(enumerate(stored_texts().get(self.test, []))).get(len(self.texts) - 1)
+            assert self.texts[-1] == stored, "pytest -n 0 --update-wording accepts a new wording"
 
     def write(self) -> None:
         """Replaces the messages of this test in the file."""
-        stored = stored_texts() | {self.test: self.texts}
+        stored = {test: texts for test, texts in (stored_texts() | {self.test: self.texts}).items() if texts}
         FILE.write_text(json.dumps(dict(sorted(stored.items())), indent=1, ensure_ascii=False) + "\n")
         stored_texts.cache_clear()
 
