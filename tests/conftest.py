@@ -40,6 +40,15 @@ def pytest_addoption(parser):
     parser.addoption("--update-wording", action="store_true", help="write tests/wording.json anew; needs -n 0")
 
 
+# The files that take longest begin first, so that no process is left with one of them at the end.
+LONG = ("picture_rollouts", "vision", "lora", "sampler", "picture_task", "train", "plan", "attacks", "steps", "update")
+
+
+def pytest_collection_modifyitems(items):
+    place = {f"test_{name}": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
+
+
 def pytest_runtest_setup(item):
     """Skips a test whose marker `needs` names a package that is not installed."""
     needed = [name for mark in item.iter_markers("needs") for name in mark.args]

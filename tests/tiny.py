@@ -62,7 +62,7 @@ def alarmed(completions: list, **_: object) -> list[float]:
 def model_and_params(config: DecoderConfig = CONFIG, scale: float = 5.0) -> tuple[Decoder, PyTree]:
     """Parameters large enough that the softmax is far from flat."""
     model = Decoder(config)
-    return model, jax.tree.map(lambda x: x * scale, model.init(jax.random.key(0)))
+    return model, jax.jit(lambda: jax.tree.map(lambda x: x * scale, model.init(jax.random.key(0))))()
 
 
 def prompts(pad: str = "left") -> tuple[np.ndarray, np.ndarray]:
