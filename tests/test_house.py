@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -19,12 +20,22 @@ SECTIONS = (
     "code.py:accuracy",
     "judge.py:score",
 )  # their arguments are the fields of a config's section, or what a config gives to a reward function
-FUNCTIONS = [
-    (file, node)
-    for file in PACKAGE
-    for node in ast.walk(ast.parse(file.read_text()))
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-]
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """Returns the syntax tree of each file. A function, because each process of the tests imports this module."""
+    return {file.relative_to(ROOT): ast.parse(file.read_text()) for file in PACKAGE}
+
+
+@cache
+def functions() -> list[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    return [
+        (ROOT / file, node)
+        for file, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 def lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -38,10 +49,10 @@ def branches(node: ast.AST) -> int:
 
 
 def test_a_function_fits_on_a_screen_and_takes_few_arguments():
-    long = [f"{file.name}:{node.name}" for file, node in FUNCTIONS if lines(node) > 80]
+    long = [f"{file.name}:{node.name}" for file, node in functions() if lines(node) > 80]
     wide = [
         f"{file.name}:{node.name}"
-        for file, node in FUNCTIONS
+        for file, node in functions()
         if len([a for a in node.args.posonlyargs + node.args.args + node.args.kwonlyargs if a.arg != "self"]) > 8
         and f"{file.name}:{node.name}" not in SECTIONS
     ]
@@ -53,7 +64,7 @@ def test_the_formatter_is_trusted():
 
 
 def test_the_loop_reads_like_a_page():
-    loop = {node.name: node for file, node in FUNCTIONS if file == ROOT / "jaxrl_llm" / "train.py"}
+    loop = {node.name: node for file, node in functions() if file == ROOT / "jaxrl_llm" / "train.py"}
     assert len((ROOT / "jaxrl_llm" / "train.py").read_text().splitlines()) <= 100
     assert lines(loop["train"]) <= 40
     assert lines(loop["rl_step"]) <= 50
@@ -97,8 +108,9 @@ EMPTY = set(
     )
 )  # names that say nothing of what they hold
 CENTRE = ("build.py", "session/session.py", "session/opening.py", "session/loop.py")  # what knows all parts of a run
-TREES = {file.relative_to(ROOT): ast.parse(file.read_text()) for file in PACKAGE}
-MODULES = {".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in TREES}
+MODULES = {
+    ".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in (f.relative_to(ROOT) for f in PACKAGE)
+}
 
 
 def imported_from(node: ast.ImportFrom, file: Path) -> str:
@@ -110,7 +122,7 @@ def imported_from(node: ast.ImportFrom, file: Path) -> str:
 def imports() -> set[tuple[str, str]]:
     """Returns the pairs of modules of which the first imports the second, also for types alone."""
     pairs = set()
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         module = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (source := imported_from(node, file)):
@@ -138,7 +150,7 @@ def in_circles(pairs: set[tuple[str, str]]) -> set[str]:
 def test_no_two_classes_share_a_name():
     classes = [
         node.name
-        for tree in TREES.values()
+        for tree in trees().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
@@ -149,7 +161,7 @@ def test_numbers_of_the_house_fall():
     level = {name: i for i, names in enumerate(LEVELS) for name in names.split()}
     pairs = imports()
     rooms = {(room(a), room(b)) for a, b in pairs if room(a) != room(b)}
-    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     arguments = [[*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs] for f in functions]
     names = [f.name for f in functions] + [a.arg for each in arguments for a in each]
@@ -160,7 +172,7 @@ def test_numbers_of_the_house_fall():
     ]
     asks = [
         node
-        for file, tree in TREES.items()
+        for file, tree in trees().items()
         if "recipe" not in file.parts
         for node in ast.walk(tree)
         if isinstance(node, ast.Compare)
@@ -178,8 +190,8 @@ def test_numbers_of_the_house_fall():
         "names without content, of 10,000": round(1e4 * len(empty) / len(names)),
         "fields of the largest record": max(fields),
         "modules that build.py imports": len({b for a, b in pairs if a == "jaxrl_llm.build"}),
-        "files at the top": sum(len(file.parts) == 2 for file in TREES),
-        "branches of the centre": sum(branches(TREES[Path("jaxrl_llm", file)]) for file in CENTRE),
+        "files at the top": sum(len(file.parts) == 2 for file in trees()),
+        "branches of the centre": sum(branches(trees()[Path("jaxrl_llm", file)]) for file in CENTRE),
     }
     assert {name: count for name, count in today.items() if count > BOUNDS[name]} == {}, today
 
@@ -201,7 +213,7 @@ BOUNDS = {  # a change may lower them
 def test_only_programs_builder_recipes_tools_and_reader_see_a_config():
     takers = {
         file.relative_to(ROOT / "jaxrl_llm").parts[0]
-        for file, node in FUNCTIONS
+        for file, node in functions()
         for a in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         if a.annotation and ast.unparse(a.annotation) == "Config"
     }
