@@ -107,8 +107,10 @@ def run(count: int, config: str, workdir: Path, *fields: str) -> None:
 def records(workdir: Path) -> list[dict]:
     """Returns the records of metrics.jsonl without times and without what is nothing but rounding."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    # The critic's values before and after an update of another part of the batch are on the edge of being clipped.
+    # The critic's values before and after an update of another part of the batch are on the edge of being clipped. The
+    # share of completions that the KL term pays is one of signs, and that of step 1 has the signs of rounding.
     left_out = ("time/", "tokens_per_second", "sampler/gap", "importance/kl", "critic/clip", "completion/compressed")
+    left_out += ("reward/kl_pays",)
     return [{k: v for k, v in line.items() if not k.startswith(left_out)} for line in lines]
 
 
