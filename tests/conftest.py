@@ -53,7 +53,7 @@ def pytest_runtest_setup(item):
     """Skips a test whose marker `needs` names a package that is not installed."""
     needed = [name for mark in item.iter_markers("needs") for name in mark.args]
     if missing := [name for name in needed if find_spec(name) is None]:
-        pytest.skip(f"needs {', '.join(missing)}: pip install -e '.[ci]' -c constraints.txt")
+        pytest.skip(f"needs {', '.join(missing)}: see the extras ci, parity and reasoning in pyproject.toml")
 
 
 def pytest_configure(config):
