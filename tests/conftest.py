@@ -28,6 +28,8 @@ for number in (signal.SIGINT, signal.SIGHUP):  # ignored in what nohup and a she
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INSTALLED = set[str]()  # modules that `unchanged_process` leaves, because they are in a folder of sys.path
 QUICK = (
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     " --xla_cpu_parallel_codegen_split_count=1"
@@ -74,10 +76,27 @@ def pytest_configure(config):
         jax.devices()  # XLA reads its flags here, once
 
 
+@pytest.fixture(scope="session", autouse=True)
+def folders() -> list[str]:
+    """sys.path before the first test and the first fixture of a module."""
+    return list(sys.path)
+
+
 @pytest.fixture(autouse=True)
-def same_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives each test the same sys.path: a program that a test calls adds the folder of its config."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def unchanged_process(folders: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restores sys.path, signal handlers and imported modules, which programs that a test calls change."""
+    handlers = {number: signal.getsignal(number) for number in STOPS}
+    monkeypatch.setattr(sys, "path", list(folders))
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    for name in sys.modules.keys() - INSTALLED:
+        file = getattr(sys.modules[name], "__file__", None)
+        # A config or a reward from the test's own folder: the next test may have another file with its name.
+        if file and "." not in name and not {str(folder) for folder in Path(file).parents[:2]} & set(folders):
+            del sys.modules[name]
+        else:
+            INSTALLED.add(name)
 
 
 @pytest.fixture

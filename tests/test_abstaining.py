@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -111,4 +110,3 @@ def test_the_mixture_of_the_documentation_runs_as_it_is_written(tmp_path, monkey
     np.testing.assert_array_equal(rewards.channels["math.accuracy"], [[1, 0], [1, 0], none, none])
     np.testing.assert_array_equal(rewards.channels["code.accuracy"], [none, none, [1, 0], [0, 0]])
     np.testing.assert_array_equal(rewards.total, [[1, 0], [1, 0], [1, 0], [0, 0]])
-    sys.modules.pop("my_rows", None)

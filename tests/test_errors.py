@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with eight sums. A module mine.py in it can be imported."""
     rows = [json.dumps(row) for row in SUMS]
     (tmp_path / "sums.jsonl").write_text("\n".join(rows))
@@ -75,10 +74,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    handler = signal.getsignal(signal.SIGTERM)
-    yield tmp_path
-    signal.signal(signal.SIGTERM, handler)
-    sys.modules.pop("mine", None)
+    return tmp_path
 
 
 @pytest.fixture

@@ -116,8 +116,7 @@ def evaluated(tmp_path, monkeypatch, capfd):
         evaluate.main()
         return capfd.readouterr().out
 
-    yield run
-    sys.modules.pop("judges", None)
+    return run
 
 
 def test_an_evaluation_has_tables_json_and_a_page(evaluated, tmp_path):

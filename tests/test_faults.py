@@ -56,8 +56,7 @@ def mine(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    yield tmp_path
-    sys.modules.pop("mine", None)
+    return tmp_path
 
 
 def start(workdir: Path, *extra: str) -> subprocess.Popen[str]:

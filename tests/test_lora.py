@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -393,7 +392,6 @@ def scales(tmp_path, monkeypatch) -> dict[str, object]:
     (module,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lora.md").read_text(), re.DOTALL)
     (tmp_path / "scales.py").write_text(module + "\n\ndef make(*, targets, base_dtype):\n    return Scales\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "scales", raising=False)
     return dict(name="scales.Scales", targets="q_proj|mlp", base_dtype="int8")
 
 

@@ -28,7 +28,6 @@ def no_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_folder_gives_its_own_complete_file_to_its_delta(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "grpo", raising=False)  # another test may have imported it
     for seed, name in enumerate("ab"):
         (tmp_path / name / "recipes").mkdir(parents=True)
         (tmp_path / name / "grpo.py").write_text(a_config(seed))
@@ -48,7 +47,7 @@ def test_a_module_that_was_imported_before_is_not_given_to_a_delta_and_stays(tmp
     monkeypatch.syspath_prepend(tmp_path / "a")
     before = __import__("grpo")
     assert load(tmp_path / "b" / "delta.py").seed == 1
-    assert sys.modules.pop("grpo") is before
+    assert sys.modules["grpo"] is before
 
 
 def test_loading_a_config_leaves_installed_modules_and_ours_as_they_were(tmp_path):
@@ -85,7 +84,6 @@ def test_a_function_that_only_the_users_module_has_is_found_there(tmp_path, monk
     own(tmp_path, "def shorter(completions, **_):\n    return [7.0]\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert resolve("arithmetic.shorter", REWARDS)([]) == [7.0]
-    sys.modules.pop("arithmetic")
 
 
 def test_a_folder_a_config_and_an_installed_module_of_a_name_are_no_functions(tmp_path, monkeypatch):
@@ -124,7 +122,6 @@ def test_a_users_file_with_the_name_of_a_task_gives_the_kind_that_ours_lacks(tmp
     own(tmp_path, "def thought():\n    return [{'prompt': 'hm'}]\n")  # ours is a reward
     monkeypatch.syspath_prepend(tmp_path)
     assert resolve("arithmetic.thought", tasks.SOURCES)() == [{"prompt": "hm"}]
-    sys.modules.pop("arithmetic")
 
 
 def test_a_reward_beside_the_config_is_found_from_any_working_directory(tmp_path):
@@ -134,7 +131,6 @@ def test_a_reward_beside_the_config_is_found_from_any_working_directory(tmp_path
     parse_arguments("test", "", ["--config", str(tmp_path / "lab" / "c.py")])
     assert "nearby" not in sys.modules
     assert resolve("nearby.shorter", REWARDS)([]) == [7.0]
-    sys.modules.pop("nearby")
 
 
 @pytest.mark.parametrize("place", ["the working directory", "the config's folder"])

@@ -118,7 +118,6 @@ def test_the_installed_command_names_functions_of_the_working_folder(tmp_path, m
     monkeypatch.setattr(jaxrl.signal, "signal", handlers.__setitem__)
     with pytest.raises(SystemExit) as ended:
         jaxrl.run()
-    sys.modules.pop("nearby")
     said = capsys.readouterr()
     assert (ended.value.code, said.out) == (2, "")
     assert "nearby.judge?" in said.err

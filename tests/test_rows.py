@@ -210,7 +210,6 @@ def test_a_convert_function_may_drop_rows_which_are_counted(place, monkeypatch, 
     text = "def odd(row):\n    return row if len(row['prompt']) % 2 else None\ndef bad(row):\n    1 / 0\n"
     (place / "mine.py").write_text(text)
     monkeypatch.syspath_prepend(place)
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
     (place / "x.jsonl").write_bytes(b"\n".join(row(prompt="a" * i) for i in (1, 2, 3, 4, 5)))
     kept = data.read("x.jsonl", tokenizer, convert="mine.odd", max_prompt_tokens=99, overlong="drop", problems=2)
     assert (len(kept.rows), kept.refused, kept.dropped, kept.numbers) == (2, 2, 0, [1, 3])
