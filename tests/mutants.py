@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--count", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="K N: every Nth mutant, from the Kth (0 1)")
     parser.add_argument("--seconds", type=int, default=60, help="of a core, for the tests of a mutant")
     parser.add_argument(
         "--slow", action="store_true", help="run the slow tests for what the default tests did not find"
@@ -139,7 +140,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = [json.loads(row) for row in options.results.read_text().splitlines()] if options.results.exists() else []
     graph = {str(f): imported(str(f)) for folder in ("jaxrl_llm", "tests") for f in Path(folder).rglob("*.py")}
-    for index, mutant in enumerate(islice(draw(options.seed), options.count)):
+    for index, mutant in enumerate(islice(draw(options.seed), options.part[0], options.count, options.part[1])):
         tests = reaching(mutant[0], mutant[1], graph)
         if index == len(rows):
             rows.append(try_mutant(mutant, tests, options.seconds))

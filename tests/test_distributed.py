@@ -159,16 +159,16 @@ def test_two_processes_that_sample_on_own_devices_have_the_numbers_of_one(tmp_pa
 
 
 @pytest.mark.slow
-def test_another_mesh_goes_on_after_a_kill_of_one_of_four_and_a_signal(tmp_path):
+def test_another_mesh_goes_on_after_a_kill_of_one_process_and_a_signal(tmp_path):
     config, fields = (
         ROOT / "configs" / "grpo.py",
         (*TINY, *CONFIGS["grpo"], "num_steps=4", "schedule_steps=4", IN_PROCESS),
     )
-    four = Processes(4, config, tmp_path / "run", *fields)
-    four.wait_for("step 1/4")
-    four.each[3].kill()
-    assert all(code != 0 for code in four.end(60)), four.said()
-    two = Processes(2, config, tmp_path / "run", *fields, "checkpoint.every=100")
+    killed = Processes(2, config, tmp_path / "run", *fields)
+    killed.wait_for("step 1/4")
+    killed.each[1].kill()
+    assert all(code != 0 for code in killed.end(60)), killed.said()
+    two = Processes(2, config, tmp_path / "run", *fields, "checkpoint.every=100", "mesh.tensor=2")
     two.wait_for("step 2/4")
     two.each[1].send_signal(signal.SIGTERM)
     assert two.end(60) == [0] * 2, two.said()
@@ -372,7 +372,14 @@ def test_processes_end_long_before_they_miss_the_heartbeat_of_a_killed_one(words
 
 @pytest.mark.slow
 def test_two_processes_go_back_together_and_then_end_together(tmp_path):
-    never = ("num_steps=20", "reward.functions=arithmetic.accuracy", "reward.weights=1.0", "optim.learning_rate=1e-9")
+    never = (
+        "num_steps=20",
+        "prompts_per_step=4",
+        "group_size=2",
+        "reward.functions=arithmetic.accuracy",
+        "reward.weights=1.0",
+        "optim.learning_rate=1e-9",
+    )
     act = ("health.rollback.rules=no_signal,", "health.rollback.most=1", "checkpoint.every=4", "checkpoint.keep=4")
     no_signal = ("eval=none", "checkpoint.keep_best=0", "epochs=1", "rollout.temperature=0.001")
     processes = Processes(2, ROOT / "configs" / "grpo.py", tmp_path / "run", *TINY, *never, *act, *no_signal)

@@ -28,10 +28,7 @@ def test_a_rule_finds_its_fault_in_the_log_of_a_run(name):
 
 
 # One of each way in which a run is made to fail: engine, weights, rate, reward, advantages, tools.
-IN_RUNS = (
-    "sampler_mismatch", "stale_weights", "updates_skipped", "no_verdict", "reward_collapse", "gradient_spike",
-    "tool_down",
-)  # fmt: skip
+IN_RUNS = ("sampler_mismatch", "stale_weights", "updates_skipped", "no_verdict", "gradient_spike", "tool_down")
 
 
 @pytest.mark.slow

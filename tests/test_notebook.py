@@ -55,44 +55,49 @@ def documented_curve() -> list[tuple[float, float]]:
 
 
 def check_main_job(workdir: Path, seconds: float, memory: float) -> None:
-    """Checks what README promises of its first command, whose run is that of the quickstart."""
+    """Checks what README promises of its first command, whose first steps are those of the quickstart."""
     records = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     accuracy = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
-    for step, (now, (least, most)) in enumerate(zip(accuracy, documented_curve(), strict=True)):
+    assert len(accuracy) == 3
+    for step, (now, (least, most)) in enumerate(zip(accuracy, documented_curve(), strict=False)):
         # The curve is steep at first: another order of sums in a product moves it by a step or two.
         near = 0.02 if step > 2 else 0.25
         assert least - near <= now <= most + near, f"step {10 * step}: {now} is not in {least} to {most}"
-    # Seconds of a core, because other tests run beside this one: README's 100 seconds on two cores are at most 200.
-    assert seconds < 400
+    # Of a core, because other tests run beside this one. README's 100 steps take 100 seconds on two cores.
+    assert seconds < 150
     assert 2**19 < memory < 2 * 2**20  # KiB; the least shows that the run itself was measured
 
 
-# Text of a notebook, and what makes its runs short in its place, with a step that writes the completions that it shows.
-# What long runs learn is in the outputs that are kept.
+# Texts of a notebook, and what makes its runs short in their place; the outputs that are kept show what long runs learn
 SHORTER = {
-    "bring_your_own": (
-        "c.num_steps = 30",
-        "c.num_steps = c.log.completions_every = 6; c.prompts_per_step = c.prompts_per_update = 8",
-    ),
-    "kaggle_v5e_8": ("(10, 10, 20)", "(3, 6, 10)"),
-}
+    # The first steps of the same schedule, so the numbers are those of the whole run.
+    "quickstart": {'c = load(Path("configs/grpo.py"))': 'c = load(Path("configs/grpo.py"))\nc.num_steps = 20\n'
+                   'c.schedule_steps = 100'},
+    "bring_your_own": {
+        "c.num_steps = 30":
+            "c.num_steps = c.log.completions_every = 6; c.prompts_per_step = c.prompts_per_update = 8",
+    },
+    "kaggle_v5e_8": {"(10, 10, 20)": "(2, 3, 4)", "problems = 500": "problems = 50", "_every = 10": "_every = 4"},
+}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.needs("nbconvert", "matplotlib")
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
 def test_a_notebook_runs_and_the_quickstart_shows_the_model_learn(notebook, tmp_path):
-    copy, whole = tmp_path / notebook.name, notebook.stem not in SHORTER
-    for old, new in [("Path.cwd()", f"Path('{ROOT}')"), *([] if whole else [SHORTER[notebook.stem]])]:
-        text = (copy if copy.exists() else notebook).read_text()
+    copy, text = tmp_path / notebook.name, notebook.read_text()
+    for old, new in {"Path.cwd()": f"Path('{ROOT}')", **SHORTER[notebook.stem]}.items():
+        old, new = (json.dumps(x)[1:-1] for x in (old, new))  # as the file has them
         assert old in text
-        copy.write_text(text.replace(old, new))
+        text = text.replace(old, new)
+    copy.write_text(text)
+    learns = notebook.stem == "quickstart"
     command = [sys.executable, "-m", "nbconvert", "--execute", "--to", "notebook", "--inplace"]
     environment = os.environ | {
         "WORKDIR": str(tmp_path / "run"),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        # As a person starts it: the quickstart has so many steps that XLA's quick compiler costs more than it saves.
-        "XLA_FLAGS": "" if whole else QUICK,
+        # As a person starts it: the quickstart's numbers are documented.
+        "XLA_FLAGS": "" if learns else QUICK,
     }
     run = subprocess.run(
         [sys.executable, "-c", MEASURED, *command, str(copy)], env=environment, capture_output=True, text=True
@@ -100,7 +105,7 @@ def test_a_notebook_runs_and_the_quickstart_shows_the_model_learn(notebook, tmp_
     assert run.returncode == 0, run.stderr[-3000:]
     text, figures = outputs(copy)
     assert figures == 1
-    assert last_accuracy(text) >= (90 if whole else 0)
-    if whole:
+    assert last_accuracy(text) >= (90 if learns else 0)
+    if learns:
         seconds, memory = run.stdout.split()[-2:]
         check_main_job(tmp_path / "run", float(seconds), float(memory))

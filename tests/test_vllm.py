@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,7 +53,7 @@ FOLDER = ROOT / "jaxrl_llm" / "assets" / "arithmetic"
 ARGUMENTS = (
     "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192", "--max-num-seqs", "256",
 )  # fmt: skip
-LENGTH, B, G = 12, 64, 8
+LENGTH, B, G = 12, 16, 4
 SERVED = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}  # that vLLM knows
 KEY = jax.random.key(3)
 TINY = [
@@ -175,6 +176,11 @@ def prompts():
     return data.make_prompts(dataset, range(B), PAD)
 
 
+@cache
+def scorer(model: Decoder, sampling: Sampling) -> Callable[[PyTree, Batch], jax.Array]:
+    return forward.make_logprob_fn(model, sampling, sharding.make_mesh(data=1, fsdp=2, tensor=2), 0)
+
+
 def gap(
     params: PyTree,
     prompts,
@@ -186,7 +192,7 @@ def gap(
     """The largest difference to the trainer's log-probabilities, or what `of` makes of all of them."""
     completions = rollouts.completions, rollouts.completion_mask, rollouts.loss_mask
     batch = Batch(prompts.tokens, prompts.mask, *completions, images=prompts.images)
-    score = forward.make_logprob_fn(model, sampling or Sampling(), sharding.make_mesh(data=1, fsdp=2, tensor=2), 0)
+    score = scorer(model, sampling or Sampling())
     return float(of(np.abs(np.asarray(score(params, batch)) - rollouts.logprobs)[rollouts.loss_mask]))
 
 
@@ -212,7 +218,7 @@ def test_what_is_sampled_is_what_the_trainer_scores_whatever_was_pushed(server, 
         last = np.take_along_axis(rollouts.completions, rollouts.completion_mask.sum(-1, keepdims=True) - 1, -1)[..., 0]
         np.testing.assert_array_equal(np.isin(last, STOPS), ~rollouts.truncated)
         again, other = sample(engine, prompts), sample(engine, prompts, jax.random.key(4))
-        assert same(again, sample(engine, prompts)) > 0.98
+        assert same(again, sample(engine, prompts)) > 0.95
         assert same(again, other) < 0.9
 
 
@@ -299,7 +305,7 @@ def test_a_push_with_a_tensor_that_is_wrong_changes_nothing(server, params, prom
         assert how == "cut in half" or "refused: " in answer.text, answer.text
         assert ask(server, "get", "/weight_info").json()["weight_version"].endswith(":3")
         after = sample(engine, prompts)
-        assert same(before, after) > 0.98
+        assert same(before, after) > 0.95
         assert gap(params, prompts, after) < 1e-4
         engine.update_weights(nudged(params, 0.02), 4)
         assert gap(nudged(params, 0.02), prompts, sample(engine, prompts)) < 1e-4
@@ -450,22 +456,22 @@ def test_a_server_killed_in_the_middle_of_a_push_comes_back_and_gets_it(server, 
         assert (rollouts.versions == 2).all()
 
 
-def test_a_server_that_hangs_for_a_minute_is_waited_for(server, params, prompts, tmp_path):
-    with connected(server, tmp_path=tmp_path, timeout=15.0) as engine:
+def test_a_server_that_hangs_for_longer_than_a_timeout_is_waited_for(server, params, prompts, tmp_path):
+    with connected(server, tmp_path=tmp_path, timeout=5.0) as engine:
         engine.update_weights(params, 9)
         group = vllm_group(server)
-        stop(group, 60)
+        stop(group, 20)
         began = time.monotonic()
         assert gap(params, prompts, sample(engine, prompts)) < 1e-4
-        assert time.monotonic() - began > 55
+        assert time.monotonic() - began > 15
         assert vllm_group(server) == group
 
 
 def test_a_server_that_hangs_in_a_push_gets_it_when_it_is_back(server, params, prompts, tmp_path, monkeypatch):
-    with connected(server, tmp_path=tmp_path, timeout=8.0) as engine:
+    with connected(server, tmp_path=tmp_path, timeout=5.0) as engine:
         engine.update_weights(nudged(params, 0.02), 1)
         group = vllm_group(server)
-        stopped = before_push(monkeypatch, lambda: stop(group, 20))
+        stopped = before_push(monkeypatch, lambda: stop(group, 12))
         engine.update_weights(params, 2)
         assert stopped
         assert vllm_group(server) == group
@@ -508,23 +514,17 @@ def segments() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "vllm_"))}
 
 
-@pytest.mark.parametrize(
-    ("extra", "dtype", "bound"),
-    [(("--tensor-parallel-size", "2"), "float32", 1e-4), ((), "bfloat16", 0.05)],
-    ids=["tensor parallel 2", "bfloat16"],
-)
-def test_weights_are_sliced_and_cast_for_the_server(params, prompts, tmp_path, monkeypatch, extra, dtype, bound):
-    if extra:
-        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+def test_weights_are_sliced_and_cast_for_the_server(params, prompts, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     with (
-        serving(tmp_path / "log", *extra, dtype=dtype) as server,
-        connected(server, tmp_path=tmp_path, dtype=dtype) as engine,
+        serving(tmp_path / "log", "--tensor-parallel-size", "2", dtype="bfloat16") as server,
+        connected(server, tmp_path=tmp_path, dtype="bfloat16") as engine,
     ):
         pushed = nudged(params, 0.02)
         engine.update_weights(pushed, 1)
         rollouts = sample(engine, prompts)
         right, wrong = (gap(tree, prompts, rollouts, of=np.mean) for tree in (pushed, params))
-        assert right < bound < wrong / 3, (right, wrong)
+        assert right < 0.05 < wrong / 3, (right, wrong)
 
 
 def test_a_run_over_a_server_of_its_own_learns_without_torch_and_leaves_nothing(tmp_path):
