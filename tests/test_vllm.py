@@ -527,8 +527,8 @@ def test_weights_are_sliced_and_cast_for_the_server(params, prompts, tmp_path, m
         assert right < 0.05 < wrong / 3, (right, wrong)
 
 
-def test_a_run_over_a_server_of_its_own_learns_without_torch_and_leaves_nothing(tmp_path):
-    """In a process where an import of torch or vllm fails, as in an environment without them."""
+def test_a_run_killed_with_its_server_resumes_ahead_and_learns_without_torch(tmp_path):
+    """In processes where an import of torch or vllm fails, as in an environment without them."""
     code = (
         "import sys; sys.modules['torch'] = sys.modules['vllm'] = None; "
         "from jaxrl_llm import train; sys.argv = sys.argv[1:]; train.main()"
@@ -536,22 +536,9 @@ def test_a_run_over_a_server_of_its_own_learns_without_torch_and_leaves_nothing(
     argv = ["train", "--config", "configs/grpo_vllm.py", "--workdir", str(tmp_path / "run"), *TINY[3:]]
     argv += ["--config.num_steps=12", "--config.optim.learning_rate=3e-4", "--config.eval.problems=200"]
     argv += ["--config.eval.every=12", "--config.engine.weights_dir=" + str(tmp_path / "weights")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=600,
-        env=os.environ | {"XLA_FLAGS": ""},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    first, *steps = records(tmp_path / "run")
-    assert max(s["sampler/gap_max"] for s in steps) < 1e-4
-    assert max(s["weight_check/gap"] for s in steps) < 1e-4
-    assert [s["rollout/lag"] for s in steps] == [0.0] * 12
-    assert steps[-1]["eval/accuracy"] > first["eval/accuracy"]
-    assert not os.listdir(tmp_path / "weights")
-
-
-def test_a_run_killed_with_its_server_resumes_ahead_of_learning(tmp_path):
-    extra, shared = [*TINY, "--config.num_steps=8", "--config.rollout.max_lag=1"], segments()
-    process = start(tmp_path / "run", *extra, config="configs/grpo_vllm.py")
+    argv, shared = [sys.executable, "-c", code, *argv, "--config.rollout.max_lag=1"], segments()
+    given = dict(cwd=ROOT, env=os.environ | {"XLA_FLAGS": ""}, start_new_session=True, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(argv, **given)
     wait_for_step(tmp_path / "run", 5, process)
     keepers = [pid for pid in children(process.pid) if "serve_vllm" in Path(f"/proc/{pid}/cmdline").read_text()]
     group = vllm_of(keepers[0])
@@ -560,13 +547,16 @@ def test_a_run_killed_with_its_server_resumes_ahead_of_learning(tmp_path):
     wait_for(lambda: not processes(group))
     wait_for(lambda: segments() <= shared, seconds=30)
     before = beginning(tmp_path / "run")
-    result = run(tmp_path / "run", *extra, config="configs/grpo_vllm.py")
-    assert result.returncode == 0, result.stderr
+    resumed = subprocess.run(argv, **given, stderr=subprocess.PIPE, text=True, timeout=600)
+    assert resumed.returncode == 0, resumed.stderr
     assert log_of(tmp_path / "run").startswith(before)
-    steps = records(tmp_path / "run")
-    assert [s["step"] for s in steps] == list(range(1, 9))
-    assert [s["rollout/lag"] for s in steps] == [0.0] + [1.0] * 7
+    first, *steps = records(tmp_path / "run")
+    assert [s["step"] for s in steps] == list(range(1, 13))
+    assert [s["rollout/lag"] for s in steps] == [0.0] + [1.0] * 11
     assert min(s["importance/ess"] for s in steps) > 0.5
+    assert max(s["weight_check/gap"] for s in steps) < 1e-4
+    assert steps[-1]["eval/accuracy"] > first["eval/accuracy"]
+    assert not os.listdir(tmp_path / "weights")
 
 
 def test_a_run_killed_while_its_server_lives_on_resumes_with_it(server, tmp_path):
