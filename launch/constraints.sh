@@ -5,7 +5,7 @@
 #
 #   --upgrade           takes the newest versions; without it, what constraints.txt has now stays
 #   PYTHON311, PYTHON312  interpreters (default: python3.11, python3.12)
-#   EXTRAS311, EXTRAS312  extras to install (default: test,parity,reasoning,tpu and test,tpu: torch for 3.12 takes gigabytes)
+#   EXTRAS311, EXTRAS312  extras to install (default: ci,parity,reasoning,tpu and ci,tpu: torch for 3.12 takes gigabytes)
 #
 # It makes two virtual environments in a temporary folder and asks pip what is in them. Run the tests afterwards.
 set -euo pipefail
@@ -37,8 +37,8 @@ packages() {
     sed 's/+.*//' > "$work/$3.txt"
 }
 
-packages "${PYTHON311:-python3.11}" "${EXTRAS311:-test,parity,reasoning,tpu}" 3.11
-packages "${PYTHON312:-python3.12}" "${EXTRAS312:-test,tpu}" 3.12
+packages "${PYTHON311:-python3.11}" "${EXTRAS311:-ci,parity,reasoning,tpu}" 3.11
+packages "${PYTHON312:-python3.12}" "${EXTRAS312:-ci,tpu}" 3.12
 
 "$work/3.11/bin/python" - "$work/3.11.txt" "$work/3.12.txt" > "$work/constraints.txt" << 'END'
 import re

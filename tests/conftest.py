@@ -14,7 +14,13 @@ from pathlib import Path
 import pytest
 from wording import Wording
 
-CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
+FOLDER = Path(__file__).parent
+CACHE = FOLDER.parent / ".pytest_cache" / "jax"
+# A test may import from one of another room.
+sys.path += sorted({str(file.parent) for file in FOLDER.glob("*/test_*.py")})
+FOLDERS = list(
+    sys.path
+)  # before tests are imported, and fixtures of modules made, which may add the folder of a config
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
@@ -76,27 +82,28 @@ def pytest_configure(config):
         jax.devices()  # XLA reads its flags here, once
 
 
-@pytest.fixture(scope="session", autouse=True)
-def folders() -> list[str]:
-    """sys.path before the first test and the first fixture of a module."""
-    return list(sys.path)
-
-
 @pytest.fixture(autouse=True)
-def unchanged_process(folders: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Restores sys.path, signal handlers and imported modules, which programs that a test calls change."""
     handlers = {number: signal.getsignal(number) for number in STOPS}
-    monkeypatch.setattr(sys, "path", list(folders))
+    monkeypatch.setattr(sys, "path", list(FOLDERS))
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    for name in sys.modules.keys() - INSTALLED:
-        file = getattr(sys.modules[name], "__file__", None)
-        # A config or a reward from the test's own folder: the next test may have another file with its name.
-        if file and "." not in name and not {str(folder) for folder in Path(file).parents[:2]} & set(folders):
+    files = {name: getattr(sys.modules[name], "__file__", None) for name in sys.modules.keys() - INSTALLED}
+    # Configs and rewards from another folder: the next test may have another file with the same name.
+    own = {name for name, file in files.items() if file and "." not in name and _folder(file) not in FOLDERS}
+    for name, file in files.items():
+        if name.partition(".")[0] in own:
             del sys.modules[name]
-        else:
+        elif file:
             INSTALLED.add(name)
+
+
+def _folder(file: str) -> str:
+    """Returns the folder in which a module or package was found."""
+    path = Path(file)
+    return str(path.parent.parent if path.stem == "__init__" else path.parent)
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ tests/references/<name>/ then holds what `save_pretrained` writes and reference.
     greedy_left                                        [B, 12], `generate` after tokens_left, 0 after a stop
     prompts, greedy_prompts                            [B, P] and [B, 12], the same without padding
 
-tests/test_hf.py compares our models with these, and (with -m parity) with fresh ones.
+tests/models/test_hf.py compares our models with these, and (with -m parity) with fresh ones.
 
-A model that reads pictures (extra `vision`) has a preprocessor_config.json, and other arrays, for tests/test_vision.py:
+A model that reads pictures (extra `vision`) has a preprocessor_config.json, and other arrays, for
+tests/models/test_vision.py:
 
     tokens, mask                   [B, P], prompts padded on the left, with a token for each merged token of a picture
     completions, completion_mask   [B, C], that go on after the prompts

@@ -71,7 +71,8 @@ def imported(file: str) -> set[str]:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         for name in names:
             path = name.replace(".", "/")
-            found |= {f for f in (f"{path}.py", f"{path}/__init__.py", f"tests/{path}.py") if Path(f).exists()}
+            found |= {f for f in (f"{path}.py", f"{path}/__init__.py") if Path(f).exists()}
+            found |= {str(f) for f in Path("tests").rglob(f"{path}.py")}
     return found
 
 

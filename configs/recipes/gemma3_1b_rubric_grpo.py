@@ -13,7 +13,7 @@ jaxrl plan --config configs/recipes/gemma3_1b_rubric_grpo.py --topology v5e:2x4 
 
 The judge reads 512 completions a step, and may take longer than all else: give it a machine that can.
 Expected: the reward rises, and the metric judge.score/rubric/padding falls. Nothing here is measured.
-tests/test_recipes.py runs this file with a small model of the same architecture.
+tests/programs/test_recipes.py runs this file with a small model of the same architecture.
 """
 
 from __future__ import annotations

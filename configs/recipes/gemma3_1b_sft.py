@@ -8,8 +8,8 @@ gemma3_1b_simpo.py goes on with its model, and gemma3_1b_rubric_grpo.py with tha
 runs of sft. By count: a device has 2 x 2,048 tokens of this run in memory at a time, 1,024 + 2 x 1,024 of SimPO, and
 512 + 8 x 512 of GRPO, whose update takes 38 % of a chip.
 
-Expected: the loss falls. Nothing here is measured. tests/test_recipes.py runs the three files, one after the other,
-with a small model of the same architecture.
+Expected: the loss falls. Nothing here is measured. tests/programs/test_recipes.py runs the three files, one after the
+other, with a small model of the same architecture.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ beta, gamma, learning rate, warm-up and batch are those of the paper's authors f
 DPO set --config.loss.name=dpo, --config.loss.beta=0.1 and a rate of 5e-7, and take gamma out in a file of your own.
 
 Expected: the share of held-out pairs in which the chosen answer has the larger reward rises, and is in eval/accuracy.
-Nothing here is measured. tests/test_recipes.py runs this file with a small model of the same architecture.
+Nothing here is measured. tests/programs/test_recipes.py runs this file with a small model of the same architecture.
 """
 
 from ml_collections import ConfigDict

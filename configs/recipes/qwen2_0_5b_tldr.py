@@ -16,7 +16,7 @@ jaxrl plan --config configs/recipes/qwen2_0_5b_tldr.py --topology v5e:2x2 \\
   --config.model.path=jaxrl_llm/assets/qwen2_5_0_5b
 
 Expected: the reward rises towards 0, its largest value. No number is published, and none is measured here.
-tests/test_self_test_configs.py makes an update with a small model.
+tests/selftest/test_self_test_configs.py makes an update with a small model.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ jaxrl plan --config configs/recipes/qwen2_5_0_5b_countdown.py --topology v5e:1x1
   --config.model.path=jaxrl_llm/assets/qwen2_5_0_5b
 
 Expected: no number is published for these problems and this length, and none is measured here. TinyZero says that a
-base model of 0.5B does not learn to search. tests/test_self_test_configs.py makes an update with a small model.
+base model of 0.5B does not learn to search. tests/selftest/test_self_test_configs.py makes an update with a small
+model.
 """
 
 from ml_collections import ConfigDict

@@ -8,7 +8,8 @@ Hardware: one TPU v5e:2x2, or one GPU. docs/plan.md has longer prompts and compl
 45 % of a chip's memory and an estimated 7.3 s a step, so less than 1.1 hours for 500 steps.
 
 Expected: veRL's table of baselines has 36.4 % before training, and 56.7 % after PPO, 54.3 % after GRPO with LoRA
-(docs/algo/baseline.md of veRL). tests/test_recipes.py runs this file with a small model of the same architecture.
+(docs/algo/baseline.md of veRL). tests/programs/test_recipes.py runs this file with a small model of the same
+architecture.
 """
 
 from ml_collections import ConfigDict

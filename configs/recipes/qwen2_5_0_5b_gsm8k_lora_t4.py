@@ -8,7 +8,7 @@ Activations are float32, because a T4 has no unit for bfloat16. Memory and time 
 for TPUs alone. By arithmetic: 2.0 GB of base, 25 KB of KV cache a token, 70 MB of adapters.
 
 Expected: 54.3 % is veRL's result with GRPO and LoRA of rank 32, from 36.4 % (docs/algo/baseline.md of veRL). Not
-measured here. tests/test_self_test_configs.py makes an update with a small model.
+measured here. tests/selftest/test_self_test_configs.py makes an update with a small model.
 """
 
 from ml_collections import ConfigDict

@@ -9,7 +9,7 @@ Memory: 18 % of the chip of 16 GB at most; full fine-tuning of this batch takes 
 jaxrl plan --config configs/recipes/qwen2_5_0_5b_gsm8k_lora_v5e_1.py --topology v5e:1x1 \\
   --config.model.path=jaxrl_llm/assets/qwen2_5_0_5b
 
-Expected: as the recipe for a T4. tests/test_self_test_configs.py makes an update with a small model.
+Expected: as the recipe for a T4. tests/selftest/test_self_test_configs.py makes an update with a small model.
 """
 
 from ml_collections import ConfigDict

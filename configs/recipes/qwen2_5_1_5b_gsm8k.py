@@ -10,7 +10,7 @@ jaxrl plan --config configs/recipes/qwen2_5_1_5b_gsm8k.py --topology v5e:2x2 \\
   --config.model.path=jaxrl_llm/assets/qwen2_5_1_5b
 
 Expected: 77.9 % is veRL's result with GRPO and LoRA (docs/algo/baseline.md of veRL). Not measured here.
-tests/test_self_test_configs.py makes an update with a small model.
+tests/selftest/test_self_test_configs.py makes an update with a small model.
 """
 
 from ml_collections import ConfigDict

@@ -19,7 +19,7 @@ jaxrl plan --config configs/recipes/qwen2_5_3b_tinyzero.py --topology v5e:4x4 \\
   --config.model.path=jaxrl_llm/assets/qwen2_5_3b
 
 Expected: TinyZero says that a base model of 3B learns to search and to check itself, and one of 0.5B does not; it
-publishes no number as text. tests/test_self_test_configs.py makes an update with a small model.
+publishes no number as text. tests/selftest/test_self_test_configs.py makes an update with a small model.
 """
 
 from __future__ import annotations

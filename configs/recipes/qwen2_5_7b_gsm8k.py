@@ -10,7 +10,7 @@ jaxrl plan --config configs/recipes/qwen2_5_7b_gsm8k.py --topology v5e:4x4 \\
   --config.model.path=jaxrl_llm/assets/qwen2_5_7b
 
 Expected: 93.4 % is veRL's result with GRPO and LoRA (docs/algo/baseline.md of veRL). Not measured here.
-tests/test_self_test_configs.py makes an update with a small model.
+tests/selftest/test_self_test_configs.py makes an update with a small model.
 """
 
 from ml_collections import ConfigDict

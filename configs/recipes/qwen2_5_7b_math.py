@@ -17,7 +17,7 @@ jaxrl plan --config configs/recipes/qwen2_5_7b_math.py --topology v5p:2x2x2 --pr
   --config.model.path=jaxrl_llm/assets/qwen2_5_7b
 
 Expected: the published run of this setting goes from 0.75 to 0.77 (EasyR1 #24; docs/stability.md shows why a reward is
-flat near its ceiling). Not measured here. tests/test_self_test_configs.py makes an update with a small model.
+flat near its ceiling). Not measured here. tests/selftest/test_self_test_configs.py makes an update with a small model.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ jaxrl plan --config configs/recipes/qwen2_5_vl_7b_geo3k.py --topology h100:8 --p
   --config.model.path=jaxrl_llm/assets/qwen2_5_vl_7b
 
 Expected: 0.37 to 0.48 on the 601 problems of the test set is EasyR1's result with GRPO (assets/baselines.md, v0.3.2).
-Not measured here. tests/test_self_test_configs.py makes an update with a small model.
+Not measured here. tests/selftest/test_self_test_configs.py makes an update with a small model.
 """
 
 from ml_collections import ConfigDict

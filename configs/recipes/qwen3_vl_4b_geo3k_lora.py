@@ -7,8 +7,8 @@ jaxrl train --config configs/recipes/qwen3_vl_4b_geo3k_lora.py --workdir runs/ge
 The settings are those of EasyR1's example qwen3_vl_4b_geo3k_grpo_lora: rank 64, lr 1e-5, no adapters in the tower. What
 differs: an Instruct model of Qwen3-VL seldom writes <think> (EasyR1 #597), so look at easyr1.math/format.
 
-Expected: EasyR1 publishes no number for this model. Not measured here. tests/test_recipes.py runs this file with a
-small model of the same architecture.
+Expected: EasyR1 publishes no number for this model. Not measured here. tests/programs/test_recipes.py runs this file
+with a small model of the same architecture.
 """
 
 from ml_collections import ConfigDict

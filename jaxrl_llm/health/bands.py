@@ -1,7 +1,7 @@
 """The healthy band of a metric, for plots: the values at which a health rule is silent.
 
 The rules decide, not the bands, with the same constants. A rule may have more conditions, which `words` tells, and
-most rules compare the mean of the last 8 values. `tests/test_report.py` compares every bound with its rule.
+most rules compare the mean of the last 8 values. `tests/tools/test_report.py` compares every bound with its rule.
 """
 
 from __future__ import annotations

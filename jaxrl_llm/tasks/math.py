@@ -1,6 +1,6 @@
 """Rewards for mathematics with a known answer: math-verify judges the content of the last \\boxed{}.
 
-A table in tests/test_math.py lists forms of an answer that count as equal, and forms that do not.
+A table in tests/tasks/test_math.py lists forms of an answer that count as equal, and forms that do not.
 """
 
 from __future__ import annotations

@@ -1,0 +1,153 @@
+"""Shapes of a run: the ladder's rent-or-buy, and a ragged run that never waits for the compiler."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm import build
+from jaxrl_llm.config import load as configs
+from jaxrl_llm.learner import learning
+from jaxrl_llm.machine import shapes
+from jaxrl_llm.machine.shapes import Book, Ladder, Rates
+from jaxrl_llm.train import rl_step
+
+ROOT = Path(__file__).parents[2]
+COSTS = {(8,): 8.0, (4,): 4.0, (2,): 2.0, (1,): 1.0}
+
+
+def call(ladder: Ladder, needed: int) -> list[int]:
+    """One call that needs a shape of at least this size. Returns the shapes in use before it settles."""
+    ladder.begin((8,))
+    in_use = [size for (size,) in ladder.in_use()]
+    ladder.settle(lambda have: min(COSTS[shape] for shape in have if shape[0] >= needed))
+    return in_use
+
+
+def test_a_smaller_shape_is_ordered_when_padding_has_cost_its_compilation():
+    ladder = Ladder(tuple(COSTS), price=20.0, limit=4)
+    seen = [call(ladder, needed=2) for _ in range(12)]
+    # Each call would save 6: the order is in call 4 (24 >= 20), and the shape is in use 20 / 8 -> 3 calls later.
+    assert seen == [[8]] * 6 + [[8, 2]] * 6
+
+
+def test_a_shape_that_pays_in_the_first_call_is_in_use_at_once():
+    ladder = Ladder(tuple(COSTS), price=5.0, limit=4)
+    call(ladder, needed=1)
+    assert ladder.in_use() == [(8,), (1,)]
+
+
+def test_no_more_shapes_are_in_use_than_allowed():
+    ladder = Ladder(tuple(COSTS), price=1e-3, limit=3)
+    for needed in (1, 2, 4, 8) * 5:
+        call(ladder, needed)
+    assert len(ladder.in_use()) == 3
+
+
+def test_a_ladder_goes_on_from_its_state_as_if_it_had_never_stopped():
+    def calls(ladder: Ladder, numbers: range) -> list[list[int]]:
+        return [call(ladder, 1 + i % 3) for i in numbers]
+
+    whole = Ladder(tuple(COSTS), price=15.0, limit=3)
+    expected = calls(whole, range(20))
+    for stop in range(20):
+        first, book = Ladder(tuple(COSTS), price=15.0, limit=3), Book()
+        calls(first, range(stop))
+        book.load_ladders({"training": first.state()})
+        again = book.ladder("training", COSTS, price=15.0, limit=3)
+        assert calls(again, range(stop, 20)) == expected[stop:]
+        assert again.state() == whole.state()
+
+
+def test_an_error_in_the_background_is_raised_by_the_step():
+    def fails(shape: tuple[int, ...]) -> None:
+        raise MemoryError(f"{shape}")
+
+    book = Book()
+    ladder = book.ladder("training", COSTS, price=1.0, limit=4)
+    call(ladder, 1)
+    book.ready("training", (8,), lambda shape: None)
+    with suppress(MemoryError):  # raised here, if the thread is quick
+        book.compile_ahead("training", fails)
+    with pytest.raises(MemoryError, match=r"\(1,\)"):
+        book.ready("training", (1,), fails)
+    with pytest.raises(MemoryError, match=r"\(1,\)"):
+        book.compile_ahead("training", fails)
+    book.close()
+
+
+def ragged_config(steps: int):
+    """A small run with completions of up to 64 tokens, most of them short."""
+    config = configs.load(ROOT / "configs" / "grpo.py")
+    config.update_from_flattened_dict({
+        "num_steps": steps, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4, "microbatch": 4,
+        "rollout.max_completion_tokens": 64, "rollout.temperature": 1.3, "eval": None, "checkpoint.keep_best": 0,
+        "checkpoint.every": 10, "log.to": (), "log.completions_every": 0, "mesh.fsdp": 1,
+        "health.self_test": False,
+    })  # fmt: skip
+    return config
+
+
+@pytest.fixture
+def cheap(monkeypatch):
+    """Rates at which smaller shapes pay within a few steps."""
+    rates = {"cpu": Rates(flops=1e9, bandwidth=1e8, compile=1.0)}
+    for module in (shapes, learning):
+        monkeypatch.setattr(module, "RATES", rates)
+
+
+@pytest.mark.slow
+def test_no_later_step_compiles_and_a_resumed_run_takes_the_same_shapes(cheap, tmp_path):
+    here, compiled, used = threading.get_ident(), Counter(), []
+
+    def count(event: str, seconds: float, **kwargs) -> None:
+        if event == "/jax/core/compile/backend_compile_duration" and threading.get_ident() == here:
+            compiled[step, str(kwargs.get("fun_name"))] += 1
+
+    def steps(workdir: Path, last: int) -> tuple[dict, list]:
+        nonlocal step
+        used.clear()
+        with build.build(ragged_config(18), workdir) as (session, parts):
+            lent = session.restore()
+            step = session.at.step
+            while step < last:
+                step += 1
+                lent, record = rl_step(session, parts, lent, step)
+                session.log.finish()
+                session.write(record)
+                used.append((step, parts.book.ladders()))
+            session.checkpoints.wait()
+            return jax.device_get(lent.states), list(used)
+
+    step = 0
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        whole, shapes_used = steps(tmp_path / "whole", 18)
+        late = {key: n for key, n in compiled.items() if key[0] >= 3}
+        assert not late, late
+        assert sum(n for (_, name), n in compiled.items() if name == "jit(decode)") >= 2  # of several sizes
+        steps(tmp_path / "parts", 11)  # its last checkpoint is of step 10
+        resumed, again = steps(tmp_path / "parts", 18)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert again == shapes_used[-len(again) :]
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_the_shapes_of_its_step_after_the_next_has_counted(cheap, tmp_path):
+    """A signal saves the last whole step from another thread, at any moment of the next one."""
+    with build.build(ragged_config(10), tmp_path) as (session, parts):
+        rl_step(session, parts, session.restore(), 1)
+        parts.packing(np.full((8, 4), 5), 8)  # the next step has begun
+        session.save()
+        session.checkpoints.wait()
+        _, saved = session.checkpoints.resume(parts.learning.shapes())
+    assert saved["shapes"].notes["training"]["calls"] == 1

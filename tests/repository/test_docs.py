@@ -1,0 +1,115 @@
+"""The pages of docs/: a site whose links hold, programs that run, and names that are there."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm.algorithms import advantages, losses
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.needs("mkdocs")
+def test_the_site_is_built_without_a_broken_link(tmp_path):
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    pages = {page.stem for page in (ROOT / "docs").glob("*.md")}
+    assert {page.stem for page in (tmp_path / "site").glob("*.html")} >= pages
+    assert "fonts.googleapis" not in (tmp_path / "site" / "index.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_docs_runs_and_resumes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "your_own_loop.md").read_text(), re.DOTALL)
+    small = dict(
+        prompts_per_step=8, prompts_per_update=8, group_size=2, num_steps=2, schedule_steps=4,
+        eval=dict(every=2, problems=8), optim=dict(warmup_steps=0), log=dict(to=()), mesh=dict(fsdp=1),
+        rollout=dict(max_completion_tokens=4), reward=dict(timeout=0.0), health=dict(self_test=False),
+    )  # fmt: skip
+    place = "config.num_steps = 20\n"
+    assert place in program
+    program = program.replace('"runs/own_loop"', repr(str(tmp_path / "run")))
+    for steps in (2, 3):
+        exec(program.replace(place, f"config.update({small!r})\nconfig.num_steps = {steps}\n"), {})
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    assert all(0 <= record["mine/solved"] <= 1 for record in records[1:])
+    printed = [line.split() for line in capsys.readouterr().out.splitlines() if re.match(r"[123] \d", line)]
+    assert [float(mean) for _, _, mean in printed] == [record["reward/mean"] for record in records[1:]]
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+
+
+def test_no_page_has_a_gap_that_a_number_was_to_fill():
+    for page in (ROOT / "docs").glob("*.md"):
+        assert "@@" not in page.read_text(), page
+
+
+def test_the_paper_index_has_all_configs_and_names_what_is_there():
+    text = (ROOT / "docs" / "papers.md").read_text()
+    for config in (ROOT / "configs").glob("*.py"):
+        papers = re.findall(r"arXiv (\d{4}\.\d{5})", config.read_text().split('"""')[1])
+        assert all(f"https://arxiv.org/abs/{paper}" in text for paper in papers), config
+        assert not papers or f"`configs/{config.name}`" in text, config
+    for module, name in re.findall(r"`(advantages|losses)\.(\w+)`", text):
+        assert hasattr({"advantages": advantages, "losses": losses}[module], name), name
+    assert all((ROOT / name).is_file() for name in re.findall(r"`(configs/\w+\.py)`", text))
+
+
+FAILURES = (ROOT / "docs" / "failures.md").read_text()
+HEALTH = (ROOT / "docs" / "health.md").read_text()
+JUDGES = [  # that make findings
+    file for room in ("health", "recipe", "selftest") for file in sorted((ROOT / "jaxrl_llm" / room).rglob("*.py"))
+]
+FAILURE = r"\bF\d{1,2}[a-c]?\b"
+
+
+def test_a_failure_that_a_message_or_a_page_cites_is_on_the_page_of_failures():
+    rows = re.findall(rf"^\| ({FAILURE}) \|", FAILURES, re.MULTILINE)
+    assert len(rows) == len(set(rows)) > 30
+    rules = [(file, file.read_text()) for file in JUDGES]
+    for file, text in [*rules, (Path("docs/health.md"), HEALTH)]:
+        assert set(re.findall(FAILURE, text)) <= set(rows), file
+    for file in (ROOT / "jaxrl_llm").rglob("*.py"):
+        text = file.read_text()
+        assert "FAILURES" not in text, file
+        for cited in re.findall(r'"([^"{]*docs/failures\.md[^"{]*)"', text):
+            assert re.fullmatch(rf"(docs/health\.md S\d+, )?docs/failures\.md {FAILURE}(, {FAILURE})*", cited), cited
+        for check in re.findall(r'(?:docs/health\.md |alarm\(")(S\d+)', text):
+            assert f"\n| {check} |" in HEALTH, (file, check)
+
+
+def test_the_page_of_failures_names_every_rule_that_warns():
+    named = {
+        rule for line in FAILURES.splitlines() if line.startswith("| F") for rule in re.findall(r"`(\w+)`", cell(line))
+    }
+    findings = {}  # {id: what may be its severity}, of every finding that the package makes
+    for file in JUDGES:
+        rules = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+        for rule, call in ((function, node) for function in rules for node in ast.walk(function)):
+            match call:
+                case ast.Call(ast.Name("Finding"), [severity, *_]) if rule.name != "alarm":
+                    findings[rule.name] = ast.unparse(severity)
+                case ast.Call(ast.Name("alarm"), [_, ast.Constant(name), *_]):  # of the self-test
+                    findings[name] = " ".join(ast.unparse(x.value) for x in call.keywords if x.arg == "severity")
+    assert len(findings) > 40
+    assert named <= findings.keys()
+    warns = {name for name, severity in findings.items() if "note" not in severity}
+    assert warns - named == OF_NO_FAILURE
+    assert all(f"`{name}`" in HEALTH for name in named)
+
+
+OF_NO_FAILURE = {"reference_differs", "samples_repeat", "reward_fails", "reward_collapse"}  # S1, S9, S5; any cause
+
+
+def cell(line: str) -> str:
+    """Returns the last cell of a row of a table."""
+    return line.strip("| ").rsplit("|", 1)[1]

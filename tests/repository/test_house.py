@@ -1,0 +1,237 @@
+"""The house rules that a machine can check."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = sorted((ROOT / "jaxrl_llm").rglob("*.py"))
+
+
+SECTIONS = (
+    "optim.py:make_optimizer",
+    "engines.py:vllm",
+    "engine.py:__init__",
+    "code.py:accuracy",
+    "judge.py:score",
+)  # their arguments are the fields of a config's section, or what a config gives to a reward function
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """Returns the syntax tree of each file. A function, because each process of the tests imports this module."""
+    return {file.relative_to(ROOT): ast.parse(file.read_text()) for file in PACKAGE}
+
+
+@cache
+def functions() -> list[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    return [
+        (ROOT / file, node)
+        for file, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def branches(node: ast.AST) -> int:
+    return sum(
+        isinstance(x, ast.If | ast.IfExp | ast.For | ast.While | ast.Try | ast.comprehension) for x in ast.walk(node)
+    )
+
+
+def test_a_function_fits_on_a_screen_and_takes_few_arguments():
+    long = [f"{file.name}:{node.name}" for file, node in functions() if lines(node) > 80]
+    wide = [
+        f"{file.name}:{node.name}"
+        for file, node in functions()
+        if len([a for a in node.args.posonlyargs + node.args.args + node.args.kwonlyargs if a.arg != "self"]) > 8
+        and f"{file.name}:{node.name}" not in SECTIONS
+    ]
+    assert (long, wide) == ([], [])
+
+
+def test_the_formatter_is_trusted():
+    assert sum(len(re.findall(r"# fmt:", file.read_text())) for file in PACKAGE) <= 5
+
+
+def test_the_loop_reads_like_a_page():
+    loop = {node.name: node for file, node in functions() if file == ROOT / "jaxrl_llm" / "train.py"}
+    assert len((ROOT / "jaxrl_llm" / "train.py").read_text().splitlines()) <= 100
+    assert lines(loop["train"]) <= 40
+    assert lines(loop["rl_step"]) <= 50
+    assert branches(loop["train"]) + branches(loop["rl_step"]) <= 8
+
+
+def test_only_models_know_of_flax_and_tasks_losses_and_advantages_of_no_device():
+    for file in PACKAGE:
+        text = file.read_text()
+        assert "flax" not in text or file.parent.name == "models", file
+        if file.parent.name == "tasks" or file.name in ("losses.py", "advantages.py", "kl.py"):
+            assert not re.search(r"\b(Mesh|jax\.devices|device_put|sharding)\b", text), file
+
+
+def test_no_config_value_has_a_hidden_default():
+    for file in PACKAGE:
+        assert not re.search(r"config(\.\w+)*\.get\(", file.read_text()), file
+
+
+def test_every_file_that_readme_names_is_there_and_it_is_short():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert "@@" not in text
+    tree = text.split("```text\njaxrl_llm/")[1].split("```")[0]
+    for line in tree.splitlines():
+        names = re.split(r"\s{2,}", line)
+        for name in re.findall(r"[\w/]+\.py|[\w/]+/(?=\s|$)", names[1] if line.startswith("  ") else ""):
+            assert (ROOT / "jaxrl_llm" / name).exists(), name
+
+
+LEVELS = (  # of the rooms, the lowest first: imports run down
+    "structs errors configs", "config", "machine", "health", "algorithms", "models", "sandbox", "retriever", "tasks",
+    "data", "learner", "rollout", "loggers", "selftest", "session", "recipe", "build", "train", "sft", "tools",
+    "evaluate",
+)  # fmt: skip
+EMPTY = set(
+    re.findall(
+        r"\w+",
+        """found said made given one own most there kept taken told asked wanted got put had gone left needed done here
+        thing things stuff ones""",
+    )
+)  # names that say nothing of what they hold
+CENTRE = ("build.py", "session/session.py", "session/opening.py", "session/loop.py")  # what knows all parts of a run
+MODULES = {
+    ".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in (f.relative_to(ROOT) for f in PACKAGE)
+}
+
+
+def imported_from(node: ast.ImportFrom, file: Path) -> str:
+    """Returns the full name of the module that `from MODULE import` names, also with a relative name."""
+    above = ".".join(file.parts[: len(file.parts) - node.level]) if node.level else ""
+    return ".".join(name for name in (above, node.module) if name)
+
+
+def imports() -> set[tuple[str, str]]:
+    """Returns the pairs of modules of which the first imports the second, also for types alone."""
+    pairs = set()
+    for file, tree in trees().items():
+        module = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (source := imported_from(node, file)):
+                for name in node.names:
+                    full = f"{source}.{name.name}"
+                    pairs.add((module, full if full in MODULES else source))
+    return {(a, b) for a, b in pairs if b in MODULES and "." in a and "." in b}
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def in_circles(pairs: set[tuple[str, str]]) -> set[str]:
+    """Returns the nodes that lie on a circle."""
+    while pairs:
+        sources, targets = {a for a, _ in pairs}, {b for _, b in pairs}
+        rest = {(a, b) for a, b in pairs if a in targets and b in sources}
+        if rest == pairs:
+            break
+        pairs = rest
+    return {node for pair in pairs for node in pair}
+
+
+def test_no_two_classes_share_a_name():
+    classes = [
+        node.name
+        for tree in trees().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert [name for name, count in Counter(classes).items() if count > 1] == []
+
+
+def test_numbers_of_the_house_fall():
+    level = {name: i for i, names in enumerate(LEVELS) for name in names.split()}
+    pairs = imports()
+    rooms = {(room(a), room(b)) for a, b in pairs if room(a) != room(b)}
+    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    arguments = [[*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs] for f in functions]
+    names = [f.name for f in functions] + [a.arg for each in arguments for a in each]
+    names += [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    empty = [name for name in names if name.strip("_") in EMPTY or name.startswith("of_")]
+    whole = [
+        a for each in arguments if (a := [x for x in each if x.annotation and ast.unparse(x.annotation) == "Config"])
+    ]
+    asks = [
+        node
+        for file, tree in trees().items()
+        if "recipe" not in file.parts
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        and isinstance(node.left, ast.Constant)
+        and isinstance(node.ops[0], ast.In | ast.NotIn)
+        and "config" in ast.unparse(node.comparators[0])
+    ]
+    fields = [sum(isinstance(x, ast.AnnAssign) for x in node.body) for node in nodes if isinstance(node, ast.ClassDef)]
+    today = {
+        "imports that run up": sum(level[room(b)] > level[room(a)] for a, b in pairs),
+        "files in circles or between them": len(in_circles(pairs)),
+        "rooms in circles or between them": len(in_circles(rooms)),
+        "functions that take a whole config": len(whole),
+        "questions whether a config has a section": len(asks),
+        "names without content, of 10,000": round(1e4 * len(empty) / len(names)),
+        "fields of the largest record": max(fields),
+        "modules that build.py imports": len({b for a, b in pairs if a == "jaxrl_llm.build"}),
+        "files at the top": sum(len(file.parts) == 2 for file in trees()),
+        "branches of the centre": sum(branches(trees()[Path("jaxrl_llm", file)]) for file in CENTRE),
+    }
+    assert {name: count for name, count in today.items() if count > BOUNDS[name]} == {}, today
+
+
+BOUNDS = {  # a change may lower them
+    "imports that run up": 0,
+    "files in circles or between them": 0,
+    "rooms in circles or between them": 0,
+    "functions that take a whole config": 15,
+    "questions whether a config has a section": 0,
+    "names without content, of 10,000": 54,
+    "fields of the largest record": 31,
+    "modules that build.py imports": 50,
+    "files at the top": 7,
+    "branches of the centre": 44,
+}
+
+
+def test_only_programs_builder_recipes_tools_and_reader_see_a_config():
+    takers = {
+        file.relative_to(ROOT / "jaxrl_llm").parts[0]
+        for file, node in functions()
+        for a in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        if a.annotation and ast.unparse(a.annotation) == "Config"
+    }
+    assert takers <= {"config", "recipe", "build.py", "train.py", "sft.py", "tools"}
+
+
+def test_every_stored_message_belongs_to_a_test():
+    texts = {file.stem: file.read_text() for file in (ROOT / "tests").rglob("test_*.py")}
+    for key in json.loads((ROOT / "tests" / "wording.json").read_text()):
+        file, name = key.split("::")
+        assert re.search(rf"def {name.split('[')[0]}\(", texts.get(file, "")), key
+
+
+def test_the_name_of_a_test_has_at_most_70_letters():
+    names = [
+        node.name.removeprefix("test_")
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert [name for name in names if len(name) > 70] == []

@@ -1,0 +1,232 @@
+"""The vLLM engine against servers that only look like vLLM; tests/rollout/test_vllm.py asks real ones."""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.error import HTTPError
+
+import httpx
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.models import hf
+from jaxrl_llm.rollout.protocol import EngineInputs
+from jaxrl_llm.rollout.vllm import address, engine
+from jaxrl_llm.rollout.vllm.engine import VllmEngine
+from jaxrl_llm.structs import Prompts
+
+FOLDER = Path(hf.__file__).parent.parent / "assets" / "arithmetic"
+MODEL = hf.load_model(FOLDER)
+CONFIG = {"model_config": {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "max_model_len": 10**6,
+                           "dtype": "torch.float32"}, "weight_transfer_config": {"backend": "pull"}}  # fmt: skip
+
+
+class Server:
+    """Answers as vLLM does, while it is up. Its completions have `length` tokens."""
+
+    def __init__(self, length: int):
+        self.up, self.version, self.length = True, "default", length
+        self.asked: Counter[str] = Counter()
+        self.faults: dict[str, int] = {}  # by path: the status of its next answer, 0 for a connection that breaks
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if not self.up:
+            raise httpx.ConnectError("[Errno 111] Connection refused")
+        path, body = request.url.path, json.loads(request.content or b"null")
+        self.asked[path] += 1
+        if path in self.faults:
+            self.version = "default"  # as after a restart
+            if status := self.faults.pop(path):
+                return httpx.Response(status)
+            raise httpx.ReadError("[Errno 104] Connection reset by peer")
+        if path in ("/finish_weight_update", "/update_weight_version"):
+            self.version = body.get("weight_version") or body["new_version"]
+        answers = {
+            "/weight_info": lambda: {"weight_version": self.version},
+            "/server_info": lambda: {"vllm_config": CONFIG},
+            "/inference/v1/generate": lambda: {"choices": self.choices(body["sampling_params"]["n"])},
+        }
+        return httpx.Response(200, content=json.dumps(answers[path]()) if path in answers else b"")
+
+    def choices(self, n: int) -> list[dict[str, Any]]:
+        content = [{"token": f"token_id:{t}", "logprob": -t / 7, "bytes": None, "top_logprobs": []}
+                   for t in range(self.length)]  # fmt: skip
+        spans = [{"start": 0, "end": self.length, "version": self.version}]
+        one = {"finish_reason": "length", "token_ids": list(range(self.length)), "logprobs": {"content": content}}
+        return [one | {"index": i, "weight_versions": spans} for i in range(n)]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return hf.load_params(FOLDER, MODEL, sharding.make_mesh(data=1, fsdp=1, tensor=1))
+
+
+@contextmanager
+def connected(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *servers: Server, length: int = 4, patience: float = 30.0
+) -> Iterator[VllmEngine]:
+    named = {f"http://server{i}": server for i, server in enumerate(servers)}
+
+    def client(server: str, *_: Any, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=server, transport=httpx.MockTransport(named[server]), **options)
+
+    monkeypatch.setattr(address, "client", client)
+    monkeypatch.setattr(engine, "SOON", 0.3)
+    monkeypatch.setattr(engine, "WAITS", (0.02, 0.05))
+    made = VllmEngine(
+        tuple(named), EngineInputs(MODEL, None, FOLDER, folder, 4, length, (1,), 0), run="test",
+        weights_dir=str(folder), push_address="", concurrency=2, timeout=5.0, patience=patience,
+    )  # fmt: skip
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def sample(engine: VllmEngine, prompts: int = 8, group_size: int = 2):
+    shape = (prompts, 3)
+    of = Prompts(np.ones(shape, np.int32), np.ones(shape, bool), [{"prompt": "?"}] * prompts, np.arange(prompts))
+    return engine.sample(of, jax.random.key(0), group_size=group_size, sampling=Sampling())
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_server_that_misses_a_push_samples_nothing_until_it_has_the_weights(
+    params, tmp_path, monkeypatch, capsys, wording
+):
+    there, away = Server(4), Server(4)
+    generated = lambda: [server.asked["/inference/v1/generate"] for server in (there, away)]  # noqa: E731
+    with connected(tmp_path, monkeypatch, there, away) as engine:
+        engine.update_weights(params, 1)
+        sample(engine)
+        assert generated() == [4, 4]
+        away.up = False
+        for version in (2, 3):
+            engine.update_weights(params, version)
+            assert (sample(engine).versions == version).all()
+        assert generated() == [20, 4]
+        away.up = True  # with the weights of step 1, as after a network that was cut
+        sample(engine)
+        assert generated() == [28, 4]
+        until(lambda: away.version.endswith(":3"))  # the push of step 3 still waited for it
+        engine.update_weights(params, 4)
+        assert (sample(engine).versions == 4).all()
+        assert generated() == [32, 8]
+    notes = [line for line in capsys.readouterr().out.splitlines() if "http://server" in line]
+    assert len(notes) == 2 and all("server1" in note for note in notes)  # away, and back
+    wording("\n".join(notes))
+
+
+@pytest.mark.parametrize("status", [0, 500])
+def test_a_server_that_dies_in_a_push_or_in_requests_gets_the_weights_again(params, tmp_path, monkeypatch, status):
+    server = Server(4)
+    with connected(tmp_path, monkeypatch, server) as engine:
+        server.faults["/update_weights"] = status
+        engine.update_weights(params, 1)
+        assert server.version.endswith(":1") and server.asked["/update_weights"] == 2
+        server.faults["/inference/v1/generate"] = status
+        assert (sample(engine).versions == 1).all()
+        assert server.version.endswith(":1") and server.asked["/update_weights"] == 3
+
+
+def test_when_all_servers_are_away_one_line_ends_the_run(params, tmp_path, monkeypatch):
+    servers = Server(4), Server(4)
+    with connected(tmp_path, monkeypatch, *servers, patience=0.1) as engine:
+        engine.update_weights(params, 1)
+        for server in servers:
+            server.up = False
+        with pytest.raises(UserError, match=r"http://server\d: ConnectError .* 0.1 s"):
+            engine.update_weights(params, 2)
+
+
+def test_an_answer_is_arrays_before_the_next_one_is_read(params, tmp_path, monkeypatch):
+    """The JSON of all answers together would take 390 bytes for each token."""
+    length, prompts, group_size = 500, 16, 4
+    with connected(tmp_path, monkeypatch, Server(length), length=length) as engine:
+        engine.update_weights(params, 1)
+        tracemalloc.start()
+        try:
+            rollouts = sample(engine, prompts, group_size)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert (rollouts.completions == np.arange(length)).all() and rollouts.truncated.all()
+    np.testing.assert_allclose(
+        rollouts.logprobs, np.broadcast_to(-np.arange(length) / 7, rollouts.logprobs.shape), 1e-6
+    )
+    assert peak / rollouts.completions.size < 200
+
+
+def test_a_server_loads_weights_only_of_a_run_of_its_user(tmp_path, monkeypatch, refused):
+    def made(folder: str, name: str = "model.safetensors", mode: int = 0o700) -> Path:
+        file = tmp_path / folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("weights")
+        file.parent.chmod(mode)
+        return file
+
+    right = made("jaxrl_llm-0123456789ab")
+    assert address.check_weights(str(right)) == str(right)
+    link = tmp_path / "jaxrl_llm-link" / "model.safetensors"
+    link.parent.mkdir(mode=0o700)
+    link.symlink_to(right)
+    folder_link = tmp_path / "jaxrl_llm-folder"
+    folder_link.symlink_to(right.parent)
+    wrong = [
+        link, folder_link / "model.safetensors", made("other"), made("jaxrl_llm-a", "other.safetensors"),
+        made("jaxrl_llm-b", mode=0o755), Path("/etc/passwd"),
+    ]  # fmt: skip
+    for file in wrong:
+        with refused("refused", str(file), error=ValueError):
+            address.check_weights(str(file))
+    monkeypatch.setattr(address.os, "geteuid", lambda: 12345)
+    with refused("refused", str(right), error=ValueError):
+        address.check_weights(str(right))
+
+
+def test_a_server_opens_no_other_address_than_http_and_follows_no_redirect(tmp_path, refused):
+    (tmp_path / "weights").write_text("secret")
+    for url in (f"file://{tmp_path}/weights", "ftp://127.0.0.1/weights", f"{tmp_path}/weights", "data:,x"):
+        with refused("refused", url, error=ValueError):
+            address.open_weights(url, "token", 1.0)
+    asked = []
+
+    class Redirects(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append((self.path, self.headers["Authorization"]))
+            self.send_response(302 if self.path == "/weights" else 200)
+            self.send_header("Location", "/elsewhere")
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"ok")
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Redirects) as server:
+        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(HTTPError):
+            address.open_weights(f"{url}/weights", "token", 5.0)
+        with address.open_weights(f"{url}/other", "token", 5.0) as answer:
+            assert answer.read() == b"ok"
+        server.shutdown()
+    assert asked == [("/weights", "Bearer token"), ("/other", "Bearer token")]

@@ -1,0 +1,241 @@
+"""What each logger gets, read back from the library's own files or by its own API. None needs a network."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tiny import log_of
+
+from jaxrl_llm import loggers
+from jaxrl_llm import recipe as recipes
+from jaxrl_llm.config.load import flatten, load
+from jaxrl_llm.health.finding import Finding
+from jaxrl_llm.session.log import Log
+
+ROOT = Path(__file__).parents[2]
+
+
+def config_of(*names: str, project: str = "a project"):
+    config = load(ROOT / "configs" / "grpo.py")
+    config.log.to, config.log.project = names, project
+    return config
+
+
+def write(log: Log, step: int, **numbers: float) -> None:
+    record = SimpleNamespace(step=step, summary=lambda: numbers, samples=None)
+    log.write(record)  # pyright: ignore[reportArgumentType]
+    log.finish()
+
+
+def logged_twice(workdir: Path, config) -> None:
+    """A run that logs steps 0 to 2, and goes on after step 1 with other numbers."""
+    for after, steps, factor in ((0, (0, 1, 2), 1), (1, (2, 3), 10)):
+        log = log_of(workdir, config)
+        log.begin(after)
+        for step in steps:
+            write(log, step, **{"eval/accuracy": 0.25 + step * factor, "entropy": 1.0, "entropy/coef": 0.5})
+        log.tell(3, Finding("warning", "it is flat", "a cause", "a fix", "a paper", "reward_flat"))
+        log.close()
+
+
+@pytest.mark.needs("wandb")
+def test_wandb_gets_every_record_in_one_run_however_often_it_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logged_twice(tmp_path, config_of("wandb"))
+    files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert {file.name for file in files} == {f"run-{(tmp_path / 'run_id').read_text()}.wandb"}
+    # 20.25 is the step that was logged again, which W&B's own step would have dropped.
+    expected, end = (b"eval/accuracy", b"0.25", b"2.25", b"20.25", b"30.25", b"a project"), time.monotonic() + 60
+    written = lambda: b"".join(file.read_bytes() for file in files)  # noqa: E731
+    while not all(text in written() for text in expected):  # its service writes a moment after it has said so
+        assert time.monotonic() < end, written()
+        time.sleep(0.1)
+
+
+@pytest.mark.needs("trackio")
+def test_trackio_gets_every_record_and_no_library_is_imported_that_is_not_named(tmp_path, monkeypatch):
+    # Its folder is read when it is imported, and this process may have imported it already.
+    script = (
+        "import sys; sys.path.insert(0, 'tests'); import conftest; from pathlib import Path; import test_loggers as t\n"
+        "import jaxrl_llm.train; assert not {'mlflow', 'trackio', 'wandb'} & set(sys.modules)\n"
+        "folder = Path(sys.argv[1]); t.logged_twice(folder / 'run', t.config_of('trackio'))\n"
+        "import trackio; from trackio.sqlite_storage import SQLiteStorage\n"
+        "(run,) = trackio.Api().runs('a project'); assert run.config['group_size'] == 8, run.config\n"
+        "logs = SQLiteStorage.get_logs('a project', run.name, run_id=run.id)\n"
+        "print([(line['step'], line['eval/accuracy'], line['entropy/coef']) for line in logs])\n"
+        "print([alert['title'] for alert in run.alerts()])\n"
+    )
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    (tmp_path / "run").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    points = [(0, 0.25, 0.5), (1, 1.25, 0.5), (2, 2.25, 0.5), (2, 20.25, 0.5), (3, 30.25, 0.5)]
+    assert done.stdout.splitlines()[-2:] == [str(points), str(["health/reward_flat"] * 2)]
+
+
+@pytest.mark.needs("mlflow")
+def test_mlflow_gets_every_record_in_one_run(tmp_path, monkeypatch):
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setattr(loggers.Mlflow, "PARAMS", 40)  # so that they need several requests
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    logged_twice(tmp_path / "run", config_of("mlflow"))
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("a project").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "eval/accuracy")
+    assert sorted((m.step, m.value) for m in history) == [(0, 0.25), (1, 1.25), (2, 2.25), (2, 20.25), (3, 30.25)]
+    assert run.data.metrics["entropy/coef"] == 0.5
+    assert run.data.params["optim.learning_rate"] == "0.0001"
+    assert set(run.data.params) == set(flatten(config_of()))
+    assert "a cause" in run.data.tags["health/reward_flat"]
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+
+
+class Broken:
+    """A logger whose server is gone for its second record, for as many tries as `fails`."""
+
+    got: list[int]
+    fails: int
+
+    def __init__(self, run: loggers.LoggedRun):
+        pass
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        if step == 1 and Broken.fails:
+            Broken.fails -= 1
+            raise ConnectionError("the server\nis gone")
+        Broken.got.append(step)
+
+    def close(self) -> None:
+        Broken.got.append(-1)
+
+
+class Choosy:
+    """A logger that never takes some steps, and nothing while its server is gone."""
+
+    refused, gone = (1, 2, 5), False
+
+    def __init__(self, run: loggers.LoggedRun):
+        self.got: list[int] = []
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        if step in self.refused or self.gone:
+            raise ValueError("no such name")
+        self.got.append(step)
+
+    def close(self) -> None:
+        self.got.append(-1)
+
+
+def test_a_record_that_is_never_taken_holds_back_no_other_and_none_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(loggers, "PAUSES", (0.001, 0.002))
+    choosy, lines = Choosy(loggers.LoggedRun(tmp_path, 0, "", {})), list[str]()
+    background = loggers.Background("it", lambda run: choosy, loggers.LoggedRun(tmp_path, 0, "", {}), lines.append)
+
+    def write(*steps: int) -> None:
+        for step in steps:
+            background.write(step, {})
+
+    def wait_for(*steps: int) -> None:
+        end = time.monotonic() + 20
+        while sorted(choosy.got) != list(steps):
+            assert time.monotonic() < end, (choosy.got, lines)
+            time.sleep(0.005)
+
+    write(*range(5))
+    wait_for(0, 3, 4)
+    choosy.gone = True
+    write(6, 7, 8)
+    time.sleep(0.2)  # many more tries than TRIES
+    assert sorted(choosy.got) == [0, 3, 4]
+    choosy.gone = False
+    wait_for(0, 3, 4, 6, 7, 8)
+    write(5, 9, 10)
+    wait_for(0, 3, 4, 6, 7, 8, 9, 10)
+    background.close()
+    refused = [line for line in lines if "does not take the numbers of step" in line]
+    assert [line.split("step ")[1].split()[0] for line in refused] == ["1", "2", "5"]
+    assert lines[-1] == "warning: config.log.to: it has not got 3 of its records"
+    assert len(lines) <= 9, lines
+
+
+class Stuck:
+    """A logger whose server never answers."""
+
+    def __init__(self, run: loggers.LoggedRun):
+        threading.Event().wait()
+
+
+@pytest.mark.parametrize("fails", [3, 10**9])
+def test_a_logger_that_fails_is_told_once_and_gets_the_numbers_later(tmp_path, capsys, monkeypatch, fails):
+    monkeypatch.setattr(loggers, "PAUSES", (0.01, 0.02))
+    # A config names the class in the module of this name, which is another one than this.
+    broken = importlib.import_module("test_loggers").Broken
+    broken.got, broken.fails = [], fails
+    log = log_of(tmp_path, config_of("test_loggers.Broken"))
+    log.begin(0)
+    for step in range(4):
+        write(log, step, accuracy=0.5)
+    if fails == 3:
+        end = time.monotonic() + 10
+        while broken.got != [0, 1, 2, 3]:
+            assert time.monotonic() < end, broken.got
+            time.sleep(0.01)
+    log.close()
+    said = capsys.readouterr().out
+    assert said.count("Broken failed and is tried again: ConnectionError: the server is gone") == 1
+    assert said.count("Broken has not got 1 of its records") == (fails > 3)
+    assert said.count("Broken works again") == 1
+    assert broken.got == ([0, 1, 2, 3, -1] if fails == 3 else [0, 2, 3, -1])
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_logger_that_fails_for_a_week_holds_no_more_than_a_few_records(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loggers, "WAITING", 5)
+    monkeypatch.setattr(loggers, "PAUSES", (0.01, 0.02))
+    broken = importlib.import_module("test_loggers").Broken
+    broken.got, broken.fails = [], 10**9
+    background = loggers.Background("it", broken, loggers.LoggedRun(tmp_path, 0, "", {}), print)
+    for _ in range(100):
+        background.write(1, {})
+    assert len(background._calls) == 5
+    background.close()
+    assert "it has not got 100 of its records" in capsys.readouterr().out
+
+
+def test_a_logger_that_hangs_neither_delays_a_step_nor_keeps_the_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(loggers, "CLOSING", 0.2)
+    log, began = log_of(tmp_path, config_of("test_loggers.Stuck")), time.monotonic()
+    log.begin(0)
+    write(log, 0, accuracy=0.5)
+    log.close()
+    assert time.monotonic() - began < 5
+    assert "test_loggers.Stuck did not end within 0.2 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("field", "names", "project"),
+    [
+        ("config.log.to 'tensorbord'", ("tensorbord",), ""),
+        ("config.log.to", ("tensorboard", "tensorboard"), ""),
+        pytest.param("config.log.project", ("wandb",), "", marks=pytest.mark.needs("wandb")),
+        pytest.param("config.log.project = 'lab/sums'", ("wandb",), "lab/sums", marks=pytest.mark.needs("wandb")),
+        ("config.log.project = 'lab'", ("tensorboard",), "lab"),
+        ("config.log.project = 'lab'", (), "lab"),
+    ],
+)
+def test_wrong_names_are_refused(field, names, project, refused):
+    with refused(field):
+        recipes.read(config_of(*names, project=project))
