@@ -18,9 +18,8 @@ FOLDER = Path(__file__).parent
 CACHE = FOLDER.parent / ".pytest_cache" / "jax"
 # A test may import from one of another room.
 sys.path += sorted({str(file.parent) for file in FOLDER.glob("*/test_*.py")})
-FOLDERS = list(
-    sys.path
-)  # before tests are imported, and fixtures of modules made, which may add the folder of a config
+# Before imports of tests and fixtures of modules, which may add the folder of a config.
+FOLDERS = list(sys.path)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
@@ -52,7 +51,9 @@ def pytest_addoption(parser):
 LONG = ("picture_rollouts", "vision", "lora", "sampler", "picture_task", "train", "plan", "attacks", "steps", "update")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not hasattr(config, "workerinput"):
+        return
     place = {f"test_{name}": i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
 

@@ -1,11 +1,12 @@
 """Mutation testing: how many small faults, drawn by a seed from the whole package, do the tests find?
 
     pip install cosmic-ray
-    python tests/mutants.py runs/mutants.jsonl    # one to three hours; the same command continues
+    LINES_FOLDER=runs/lines PYTHONPATH=tests pytest -p lines    # Python 3.12 or newer; the tests that run each line
+    python tests/mutants.py runs/lines runs/mutants.jsonl       # an hour; the same command continues
 
-Run it in a clone of its own, because it changes the files of jaxrl_llm while it runs. For each mutant the default tests
-run that can reach its file by imports, the nearest first. With --slow, the slow tests run for the mutants that were not
-found. A mutant survives if no test fails within the limit.
+Run both in a clone of its own, because the second changes the files of jaxrl_llm while it runs. For each mutant it runs
+the tests that run its line, the quickest first. A mutant survives if all pass; it is "late" if they take longer than
+--seconds. With `-m slow` in the first command, and --slow in the second, the slow tests try what is left.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import resource
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 
 from cosmic_ray.ast import ast_nodes, get_ast_from_path
@@ -37,6 +39,7 @@ OPERATOR = re.compile(
 OPERATORS = [name for name in operator_names() if OPERATOR.fullmatch(name)]
 DRAWN_TWICE = re.compile(r"algorithms/|attention|packing|scheduler|pages|sampl|checkpoint|lock|reward|health/")
 MISSED = {"", "late"}
+SECONDS: dict[str, float] = {}  # of each test
 NO_FAULT = re.compile(r"\s*(\*,|@dataclass|if __name__ ==)")  # lines whose mutants behave alike
 
 
@@ -50,6 +53,15 @@ def mutants(file: str) -> list[tuple[str, int, int, str]]:
     return [mutant for mutant in found if not NO_FAULT.match(lines[mutant[1] - 1])]
 
 
+def parses(mutant: tuple[str, int, int, str]) -> bool:
+    file, _, occurrence, name = mutant
+    try:
+        ast.parse(mutate_code(Path(file).read_text(), get_operator(name)(), occurrence))
+    except SyntaxError:
+        return False
+    return True
+
+
 def draw(seed: int) -> Iterator[tuple[str, int, int, str]]:
     """Yields mutants without end: a file by its number of lines, a line of the file, a mutant of the line."""
     source, by_file = random.Random(seed), {}
@@ -59,47 +71,50 @@ def draw(seed: int) -> Iterator[tuple[str, int, int, str]]:
         (file,) = source.choices(files, sizes)
         if every := by_file.setdefault(file, mutants(file)):
             line = source.choice(sorted({mutant[1] for mutant in every}))
-            yield source.choice([mutant for mutant in every if mutant[1] == line])
+            mutant = source.choice([mutant for mutant in every if mutant[1] == line])
+            if parses(mutant):
+                yield mutant
 
 
-def imported(file: str) -> set[str]:
-    """Returns the files of this repository that a file imports."""
-    found = set()
-    for node in ast.walk(ast.parse(Path(file).read_text())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            path = name.replace(".", "/")
-            found |= {f for f in (f"{path}.py", f"{path}/__init__.py") if Path(f).exists()}
-            found |= {str(f) for f in Path("tests").rglob(f"{path}.py")}
-    return found
+def read_lines(folder: Path) -> dict[str, dict[int, set[str]]]:
+    """Returns the tests by file and line, as tests/lines.py wrote them, and fills SECONDS."""
+    tests: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    records = {record.stem: json.loads(record.read_text()) for record in folder.glob("*.json")}
+    for started in folder.glob("*.*[0-9]"):  # processes of tests; the record of a test that was interrupted is missing
+        records.get(started.stem, {"lines": []})["lines"].extend(started.read_text().split())
+    for record in records.values():
+        SECONDS[record["test"]] = record["seconds"]
+        for place in record["lines"]:
+            file, _, line = place.rpartition(":")
+            tests[file][int(line)].add(record["test"])
+    return tests
 
 
-def reaching(file: str, line: int, graph: dict[str, set[str]]) -> list[str]:
-    """Returns the files of tests that import a file or name it: first those named alike, then the nearest ones."""
-    distance, front = {file: 0}, {file}
-    while front:
-        front = {f for f, targets in graph.items() if targets & front} - distance.keys()
-        distance |= dict.fromkeys(front, max(distance.values()) + 1)
-    body = ast.parse(Path(file).read_text()).body
-    named = [node.name for node in body if hasattr(node, "name") and node.lineno <= line <= (node.end_lineno or line)]
-    words = set(re.split(r"[/_.]", file)) - {"jaxrl", "llm", "py", "test"}
-    texts = {f: Path(f).read_text() for f in graph if Path(f).name.startswith("test_")}
-    ranks = {}
-    for f, text in texts.items():
-        if f in distance or re.search(rf"\b{Path(file).stem}\b", text):
-            alike = len(words & set(re.split(r"[/_.]", f)))
-            mentions = sum(len(re.findall(rf"\b{name}\b", text)) for name in named)
-            ranks[f] = (-alike, distance.get(f, 99), -mentions, len(text))
-    return sorted(ranks, key=ranks.__getitem__)
+def tests_of(file: str, line: int, lines: dict[int, set[str]]) -> list[str]:
+    """Returns the tests that run a statement, the quickest first; of one that an import runs, those of its file."""
+    enclosing = [node for node in ast.walk(ast.parse(Path(file).read_text())) if _has(node, line)]
+    statement = max((node for node in enclosing if isinstance(node, ast.stmt)), key=lambda node: node.lineno)
+    body = getattr(statement, "body", None)
+    last = body[0].lineno - 1 if body else statement.end_lineno
+    found = set().union(*(lines[i] for i in range(statement.lineno, max(last, line) + 1) if i in lines))
+    if not any(isinstance(node, ast.FunctionDef) and node is not statement for node in enclosing):
+        found = set().union(*lines.values())
+    return sorted(found, key=SECONDS.__getitem__)
+
+
+def _has(node: ast.AST, line: int) -> bool:
+    return getattr(node, "lineno", line + 1) <= line <= getattr(node, "end_lineno", 0)
 
 
 def found_by(tests: list[str], seconds: int, *options: str) -> str:
-    """Returns the first test that fails, "" if all pass, or "late" if none failed within these seconds of a core."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *options, *tests]
+    """Returns the first test that fails, "" if all pass, or "late" if none of those that these seconds hold fails."""
+    timed = list(accumulate(SECONDS[test] for test in tests))
+    chosen = [test for test, end in zip(tests, timed, strict=True) if end <= seconds] or tests[:1]
+    ids = Path("mutants.ids")
+    ids.write_text("\n".join(chosen))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *options, f"@{ids}"]
     limits = dict(
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds)), start_new_session=True
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (3 * seconds, 3 * seconds)), start_new_session=True
     )
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **limits) as process:
         try:
@@ -110,7 +125,10 @@ def found_by(tests: list[str], seconds: int, *options: str) -> str:
     failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
     if process.returncode in (-signal.SIGKILL, -signal.SIGXCPU):
         return "late"
-    return "" if process.returncode in (0, 5) else (failed or [output[-300:]])[0]
+    if process.returncode == 0:
+        return "" if len(chosen) == len(tests) else "late"
+    assert process.returncode in (1, 2), output[-2000:]
+    return (failed or [output[-300:]])[0]
 
 
 def try_mutant(mutant: tuple[str, int, int, str], tests: list[str], seconds: int, *options: str) -> dict[str, str]:
@@ -130,19 +148,20 @@ def try_mutant(mutant: tuple[str, int, int, str], tests: list[str], seconds: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lines", type=Path)
     parser.add_argument("results", type=Path)
     parser.add_argument("--count", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="K N: every Nth mutant, from the Kth (0 1)")
-    parser.add_argument("--seconds", type=int, default=60, help="of a core, for the tests of a mutant")
+    parser.add_argument("--seconds", type=int, default=60, help="for the tests of a mutant")
     parser.add_argument(
         "--slow", action="store_true", help="run the slow tests for what the default tests did not find"
     )
     options = parser.parse_args()
     rows = [json.loads(row) for row in options.results.read_text().splitlines()] if options.results.exists() else []
-    graph = {str(f): imported(str(f)) for folder in ("jaxrl_llm", "tests") for f in Path(folder).rglob("*.py")}
+    lines = read_lines(options.lines)
     for index, mutant in enumerate(islice(draw(options.seed), options.part[0], options.count, options.part[1])):
-        tests = reaching(mutant[0], mutant[1], graph)
+        tests = tests_of(mutant[0], mutant[1], lines[mutant[0]])
         if index == len(rows):
             rows.append(try_mutant(mutant, tests, options.seconds))
         elif options.slow and rows[index]["default"] in MISSED and "slow" not in rows[index]:
