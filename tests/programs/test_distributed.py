@@ -372,14 +372,7 @@ def test_processes_end_long_before_they_miss_the_heartbeat_of_a_killed_one(words
 
 @pytest.mark.slow
 def test_two_processes_go_back_together_and_then_end_together(tmp_path):
-    never = (
-        "num_steps=20",
-        "prompts_per_step=4",
-        "group_size=2",
-        "reward.functions=arithmetic.accuracy",
-        "reward.weights=1.0",
-        "optim.learning_rate=1e-9",
-    )
+    never = ("num_steps=20", "reward.functions=arithmetic.accuracy", "reward.weights=1.0", "optim.learning_rate=1e-9")
     act = ("health.rollback.rules=no_signal,", "health.rollback.most=1", "checkpoint.every=4", "checkpoint.keep=4")
     no_signal = ("eval=none", "checkpoint.keep_best=0", "epochs=1", "rollout.temperature=0.001")
     processes = Processes(2, ROOT / "configs" / "grpo.py", tmp_path / "run", *TINY, *never, *act, *no_signal)

@@ -77,7 +77,7 @@ SHORTER = {
         "c.num_steps = 30":
             "c.num_steps = c.log.completions_every = 6; c.prompts_per_step = c.prompts_per_update = 8",
     },
-    "kaggle_v5e_8": {"(10, 10, 20)": "(2, 3, 4)", "problems = 500": "problems = 50", "_every = 10": "_every = 4"},
+    "kaggle_v5e_8": {"(10, 10, 20)": "(3, 6, 6)", "problems = 500": "problems = 50", "_every = 10": "_every = 6"},
 }  # fmt: skip
 
 
