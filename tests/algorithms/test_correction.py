@@ -53,9 +53,10 @@ def test_importance_weights_equal_their_restatement_and_have_no_gradient(level):
             weights, metrics, gradient = run(np.where(mask, trainer, 3.0), sampler, mask)
             assert not np.any(gradient)
             np.testing.assert_allclose(np.asarray(weights)[mask], expected[mask], rtol=1e-6)
+            counted = raw if action == "none" else expected
             for name, numbers in {
-                "weight_max": raw, "mean": raw if action == "none" else expected, "raw_mean": by_token,
-                "raw_square": by_token**2,
+                "weight_min": raw, "weight_max": raw, "mean": counted, "square": counted**2, "raw_mean": by_token,
+                "raw_square": by_token**2, "acted_on": counted != raw,
             }.items():  # fmt: skip
                 found = np.asarray(metrics[f"importance/{name}"])[mask]
                 np.testing.assert_allclose(found, numbers[mask], rtol=1e-6)
