@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
-from PIL import Image
+from PIL import Image, ImageFile
 from transformers import Gemma3Processor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
@@ -354,7 +354,7 @@ def test_a_file_that_changes_in_a_run_ends_it(change, dataset, tokenizer, tmp_pa
 
 def test_an_overlong_prompt_is_dropped_and_never_cut(tokenizer, form, tmp_path, monkeypatch, refused):
     rows = rows_of_files(tmp_path, [*SIDES, (560, 560)])
-    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded"))
     columns = {"image_folder": str(tmp_path)}
     dataset = read(rows, tokenizer, form, monkeypatch, columns=columns, max_prompt_tokens=40, overlong="drop")
     assert (dataset.dropped, dataset.numbers, dataset.images.count) == (1, [1, 2, 3, 5, 6, 7], 5)
@@ -424,7 +424,7 @@ def test_rows_of_parquet_and_of_a_saved_folder_keep_their_bytes(tokenizer, form,
     saved = datasets.Dataset.from_dict(rows, features=features)
     saved.save_to_disk(str(tmp_path / "saved"))
     parquet.write_table(saved.data.table, tmp_path / "rows.parquet")
-    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded"))
     for source in ("saved", "rows.parquet"):
         limits = {"max_prompt_tokens": 99, "overlong": "error"}
         dataset = data.read(str(tmp_path / source), tokenizer, columns=Columns(images=form), **limits)
