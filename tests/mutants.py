@@ -21,6 +21,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import accumulate, islice
@@ -113,7 +114,7 @@ def found_by(tests: list[str], seconds: int, *options: str) -> str:
     """Returns the first test that fails, "" if all pass, or "late" if none of those that these seconds hold fails."""
     timed = list(accumulate(SECONDS[test] for test in tests))
     chosen = [test for test, end in zip(tests, timed, strict=True) if end <= seconds] or tests[:1]
-    ids = Path("mutants.ids")
+    ids = Path(tempfile.gettempdir(), f"mutants.{os.getpid()}")
     ids.write_text("\n".join(chosen))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *options, f"@{ids}"]
     limits = dict(
