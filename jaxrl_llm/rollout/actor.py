@@ -62,17 +62,17 @@ class Actor:
         """
         self._device = device
         self.engine, self._source = engine, source
-        self._seed, self._attempt = seed, list[int]()
+        self._seed, self._attempt = seed, 0
         self._lag, self._last, self._check = lag, last, weight_check
         self._curriculum = curriculum
         # After the last step; draws may know less.
         self._visits = curriculum.no_signal if curriculum else None
-        self._beginning = self._position = self._now()
+        self._beginning = self._position = self._now()  # after the last batch learned from
         self._flight: Flight | None = None  # groups that go on after the last step
         self._prefetcher: Prefetcher[Samples] = Prefetcher(self._sample, lag=lag, last=last)
         self._sampled: list[Samples] = []  # by an earlier process, for the steps after `begin`
         self._learned = 0  # last step whose `push` no `next` has followed; 0: none
-        self._current: Samples
+        self._current: Samples | None = None  # the batch of `next`, until its `push`
         self.lent: Lent  # by the last `begin` or `push`
 
     def load(self, state: PartState | None) -> None:
@@ -80,29 +80,36 @@ class Actor:
         # Waits: a batch in sampling still moves the iterator.
         self._prefetcher.close(wait=True)
         self._prefetcher = Prefetcher(self._sample, lag=self._lag, last=self._last)
-        position = state.notes["position"] if state else self._beginning
+        notes = state.notes if state else {"attempt": 0, "positions": [self._beginning]}
+        metrics, arrays = (notes["metrics"], state.arrays) if state and state.arrays else ([], [])
+        # One for each batch that waits, after the one for the batches that were learned from.
+        self._position, *positions = notes["positions"][: 1 + len(metrics)]
+        self._attempt, self._current, self._learned, self._flight = notes["attempt"], None, 0, None
         # Before the push is ordered: with a lag, the thread samples right after it.
-        self._source.prompts.set_state(position["data"])
-        self._position, self._learned, self._flight = position, 0, None
+        self._source.prompts.set_state([self._position, *positions][-1]["data"])
         if self._visits is not None:
             size = len(self._visits)
-            self._visits = from_text(position["visits"], size) if "visits" in position else np.zeros(size, bool)
-        metrics, arrays = (state.notes["metrics"], state.arrays) if state and state.arrays else ([], [])
-        replaced = state.notes["replaced"] if state and metrics else []
-        batches = zip(arrays[: len(metrics)], metrics, replaced, strict=True)
+            self._visits = from_text(notes["visits"], size) if "visits" in notes else np.zeros(size, bool)
+        batches = zip(arrays[: len(metrics)], metrics, notes["replaced"] if metrics else [], strict=True)
         ordered = [self._source.from_checkpoint(*batch) for batch in batches]
         for flight in arrays[len(metrics) :]:
             self._flight = Flight.from_checkpoint(sharding.to_host(flight), self._source.collate)
         self._source.flight = self._flight
-        self._sampled = [replace(samples, position=position, flight=self._flight) for samples in ordered]
+        self._sampled = [
+            replace(samples, position=position, flight=self._flight)
+            for samples, position in zip(ordered, positions, strict=True)
+        ]
 
     def begin(self, states: PyTree, params: PyTree, step: int, attempt: int = 0) -> Lent:
         """Begins after `step`, once `load` has set the position, and lends the engine the parameters of `states`.
 
-        attempt: how often the run has gone back. Each attempt has other samples of the same prompts.
+        attempt: how often the run has gone back. Each attempt has other samples: it drops the batches and the groups
+        that an earlier attempt has sampled, and draws the prompts of the batches again.
         """
-        # Steps are below 2**31, so no step has this number.
-        self._attempt = [2**32 - attempt] if attempt else []
+        if attempt != self._attempt and (self._sampled or self._flight):
+            self._sampled, self._flight, self._source.flight = [], None, None
+            self._source.prompts.set_state(self._position["data"])
+        self._attempt = attempt
         self.lent = self._ordered_push(states, params, step)
         # After the push: a batch that is ordered now has these weights.
         self._prefetcher.begin(step, self._sampled)
@@ -117,18 +124,21 @@ class Actor:
         if self._learned:
             self._prefetcher.learned(self._learned)
             self._learned = 0
-        # Here and not in the thread that samples ahead: the order of programs must be the same in all processes.
-        self._current = self._source.settled(self._prefetcher.next())
+        if self._current is None:
+            # Here and not in the thread that samples ahead: the order of programs must be the same in all processes.
+            self._current = self._source.settled(self._prefetcher.next())
         return self._current
 
     def push(self, states: PyTree, params: PyTree, step: int) -> Lent:
         """Drops the batch that `step` has learned from, and lends the engine the parameters of the states after it."""
-        self._position, self._flight = self._current.position, self._current.flight
+        assert self._current, "`next` comes before `push`"
+        samples, self._current = self._current, None
+        self._position, self._flight = samples.position, samples.flight
         # The position behind this batch: a checkpoint from now on begins there.
         self._prefetcher.used()
         self._learned = step
         if self._curriculum and self._visits is not None:
-            samples = self._current  # `no_signal` waits for the reward functions
+            # `no_signal` waits for the reward functions.
             visits = samples.prompts.numbers, samples.no_signal, samples.replaced
             self._visits = self._curriculum.visited(self._visits, *visits)
         self.lent = self._ordered_push(states, params, step)
@@ -153,17 +163,17 @@ class Actor:
         Waits for these batches.
         """
         batches = self.waiting(seconds)
-        last = batches[-1] if batches else None
-        position, flight = (last.position, last.flight) if last else (self._position, self._flight)
-        if self._visits is not None:
-            position = position | {"visits": to_text(self._visits)}
+        flight = batches[-1].flight if batches else self._flight
+        positions = [self._position, *(samples.position for samples in batches)]
         settled = list(map(self._source.settled, batches))
         metrics = [{name: float(x) for name, x in samples.metrics.items()} for samples in settled]
+        notes = {"attempt": self._attempt, "positions": positions, "metrics": metrics}
+        notes |= {"replaced": [samples.replaced for samples in settled]}
+        notes |= {"visits": to_text(self._visits)} if self._visits is not None else {}
         arrays = [self._source.to_checkpoint(samples) for samples in settled]
         if flight:
             arrays.append(sharding.shard_batch(flight.to_checkpoint(), self._source.mesh))
-        replaced = [samples.replaced for samples in settled]
-        return PartState({"position": position, "metrics": metrics, "replaced": replaced}, arrays)
+        return PartState(notes, arrays)
 
     def close(self) -> None:
         """Starts nothing more."""
@@ -186,7 +196,9 @@ class Actor:
     def _sample(self, step: int) -> Samples:
         # What has no place of its own must not wait for the programs of the trainer.
         with jax.default_device(self._device):
-            samples = self._source.sample(keys.derived(self._seed, *self._attempt, step))
+            # Steps are below 2**31, so no step has the number of an attempt.
+            attempt = [2**32 - self._attempt] if self._attempt else []
+            samples = self._source.sample(keys.derived(self._seed, *attempt, step))
         if not self._lag:
             # With a lag, one push may serve several batches.
             self.engine.release()

@@ -42,7 +42,7 @@ class Prefetcher(Generic[T]):
             self._order(step)
 
     def next(self) -> T:
-        """Waits for the batch of the next step and returns it. Returns the same batch until `used`."""
+        """Waits for the batch of the next step and returns it. Call it once before `used`: with lag 0 it samples."""
         batch = self._batches[0]
         return self._sample_in_caller(batch) if isinstance(batch, int) else batch.result()
 
@@ -64,7 +64,13 @@ class Prefetcher(Generic[T]):
         Leaves out a batch that failed and all batches after it: `next` raises the error.
         """
         ordered = [batch for batch in self._batches if not isinstance(batch, int)]
-        finished, _ = wait(ordered, seconds)
+        finished, unfinished = wait(ordered, seconds)
+        if unfinished:
+            print(
+                f"note: {len(unfinished)} of the batches that are sampled ahead need more than {seconds:.0f} s: the "
+                "resumed run samples them with newer weights, so its numbers will differ from those without this stop",
+                flush=True,
+            )
         return [batch.result() for batch in takewhile(lambda x: x in finished and not x.exception(), ordered)]
 
     def close(self, *, wait: bool = False) -> None:

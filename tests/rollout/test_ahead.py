@@ -9,6 +9,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,11 +29,13 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.names import DENSE
 from jaxrl_llm.recipe import fit
+from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.prefetch import Prefetcher
+from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.rollout.vllm import weights
 from jaxrl_llm.rollout.weight_check import WeightCheck
-from jaxrl_llm.structs import Prompts
+from jaxrl_llm.structs import PartState, Prompts
 
 ARITHMETIC = Path(hf.__file__).parent.parent / "assets" / "arithmetic"
 
@@ -69,12 +73,94 @@ def test_batches_are_of_weights_of_lag_steps_before_and_wait_for_a_resumed_run(l
     assert seen + Recorder(lag, 8).run(4, tuple(before.waiting)) == whole
 
 
+class CountingSource:
+    """Batches of one prompt, whose number is the position in the data; `sampled` has the keys."""
+
+    def __init__(self):
+        self.position, self.flight, self.sampled, self.prompts = 0, None, {}, self
+
+    def get_state(self) -> int:
+        return self.position
+
+    def set_state(self, position: int) -> None:
+        self.position = position
+
+    def sample(self, key: jax.Array) -> Samples:
+        self.position += 1
+        self.sampled[self.position] = jax.random.key_data(key).tolist()
+        return Samples(Prompts(*tiny.prompts(), [], np.array([self.position])), *[None] * 2)
+
+    def settled(self, samples: Samples) -> Samples:
+        return replace(samples)
+
+    def to_checkpoint(self, samples: Samples) -> dict[str, np.ndarray]:
+        return {"numbers": samples.prompts.numbers}
+
+    def from_checkpoint(self, arrays: dict[str, np.ndarray], metrics: dict, replaced: list) -> Samples:
+        return Samples(Prompts(*tiny.prompts(), [], arrays["numbers"]), *[None] * 2)
+
+
+def acting(lag: int) -> tuple[Actor, CountingSource]:
+    engine = SimpleNamespace(update_weights=lambda params, version: None, release=lambda: None)
+    return Actor(engine, source := CountingSource(), 0, lag=lag, last=9), source
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_actor_returns_the_same_batch_until_the_push(lag):
+    actor, _ = acting(lag)
+    with closing(actor):
+        actor.load(None)
+        actor.begin({}, {}, 0)
+        first = actor.next()
+        assert actor.next() is first
+        actor.push({}, {}, 1)
+        assert actor.next().prompts.numbers == [2]
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_new_attempt_samples_the_prompts_anew_that_waited_in_the_checkpoint(lag):
+    """Also if the checkpoint is of a run that was resumed one step before, from two batches that waited."""
+
+    def learned(actor: Actor, step: int) -> PartState:
+        actor.next()
+        actor.push({}, {}, step)
+        return actor.state()
+
+    begun, state = 0, None
+    for _ in range(2):
+        actor, source = acting(lag)
+        with closing(actor):
+            actor.load(state)
+            actor.begin({}, {}, begun)
+            begun += 1
+            state = learned(actor, begun)
+    again, resampled = acting(lag)
+    with closing(again):
+        again.load(state)
+        again.begin({}, {}, begun, attempt=1)
+        assert again.next().prompts.numbers == [3]
+        again.wait()
+    assert resampled.sampled[3] != source.sampled.get(3, ())
+    assert sorted(resampled.sampled) == list(range(3, 4 + lag))
+
+
 def test_the_next_batch_is_sampled_while_this_one_is_learned():
     began = threading.Event()
     ahead = Prefetcher(lambda step: step == 2 and began.set(), lag=1, last=3)
     ahead.begin(0, ())
     ahead.next()
     assert began.wait(timeout=10)  # nothing has been learned yet
+
+
+def test_a_batch_that_a_stop_does_not_wait_for_is_told(capsys):
+    go_on = threading.Event()
+    ahead = Prefetcher(lambda step: step == 1 or go_on.wait(10), lag=1, last=3)
+    ahead.begin(0, ())
+    ahead.next()
+    assert ahead.waiting(0.1) == [True]
+    assert capsys.readouterr().out.startswith("note: 1 of ")
+    go_on.set()
+    assert len(ahead.waiting()) == 2 and not capsys.readouterr().out
 
 
 def test_an_error_of_the_sampler_ends_the_run():
