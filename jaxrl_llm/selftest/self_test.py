@@ -42,7 +42,9 @@ CENTERED = 1e-4  # mean of a group's advantages, whose size is about 1: G sums i
 # |difference of gradients| / |gradient|. In float32 another order of sums changes 1e-6; bfloat16 has 8 bits.
 GRADIENT, GRADIENT_ROUNDED = 1e-4, 5e-2
 CHANCE = 1e-4  # probability below which equal samples are no accident
-MOVED = 1.05  # factor of all weights in a trial push: it changes log-probabilities by far more than rounding
+# Factor of all weights in a trial push, and the size of those that are 0, such as a matrix B of new adapters. It
+# changes log-probabilities by far more than rounding.
+MOVED, FROM_ZERO = 1.05, 0.02
 ROWS = 2  # of the data, whose answers the reward functions judge
 MEANT = 16  # completions, of which one should have stopped
 
@@ -378,9 +380,7 @@ def push_arrives(trial: Trial) -> CheckReport:
         return skipped(MORE)
     if trial.engine.max_gap is not None:
         return _weight_check(trial)
-    # A base in int8 has numbers that mean something only with their scales, which are moved.
-    floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
-    moved = jax.tree.map(lambda x: x * MOVED if floating(x) else x, trial.params)
+    moved = jax.tree.map(_moved, trial.params)
     trial.engine.update_weights(moved)
     sampled = trial.sample(KEY, AGAIN)
     # The run goes on with its own weights, whatever this check finds.
@@ -406,6 +406,16 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("S9", samples_differ),
     ("S10", push_arrives),
 )
+
+
+def _moved(weights: Array) -> Array:
+    """Returns other weights: a factor of these, or small numbers if all are 0."""
+    # A base in int8 has numbers that mean something only with their scales, which are moved.
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        return weights
+    # NumPy's array is the same in all processes, so it may meet one that is spread over them.
+    small = FROM_ZERO * np.sin(np.arange(1, 1 + np.prod(weights.shape[-1:], dtype=int)))
+    return jnp.where(jnp.any(weights != 0), weights * MOVED, small.astype(weights.dtype).reshape(weights.shape[-1:]))
 
 
 def _host(x: Array) -> np.ndarray:

@@ -29,7 +29,8 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.learner.update import make_gradient
-from jaxrl_llm.models.adapters import int8, merged
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.adapters import as_array, int8, merged
 from jaxrl_llm.rollout.grading import Graded, RewardFn
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.trial import AGAIN, Trial, prepare
@@ -390,6 +391,13 @@ def test_an_engine_that_ignores_pushes_or_a_parameter_of_them_is_found(run, monk
     for push in (partly, lambda params, version=0: None):
         monkeypatch.setattr(engine, "update_weights", push)
         assert findings(self_test.push_arrives(trial)) == ["push_has_no_effect"]
+
+
+def test_a_push_that_loses_new_adapters_is_found_although_they_begin_as_0(tmp_path, monkeypatch):
+    adapters = configs.load(ROOT / "configs" / "lora.py").adapters
+    monkeypatch.setattr(lora.LoraKernel, "merged", lambda kernel: as_array(kernel.frozen))
+    with restored(tmp_path / "run", adapters=adapters) as run:
+        assert findings(self_test.push_arrives(prepared(run))) == ["push_has_no_effect"]
 
 
 def test_the_push_of_a_base_in_int8_moves_its_scales_and_leaves_its_numbers(monkeypatch):
