@@ -16,7 +16,7 @@ from jaxrl_llm.config.load import flatten
 from jaxrl_llm.data.settings import PREFERENCE
 from jaxrl_llm.machine import disk
 from jaxrl_llm.models import hf
-from jaxrl_llm.session import other_rows
+from jaxrl_llm.session import json_lines, other_rows
 
 POINTS = 20  # rows of the curve
 COLUMNS = {  # metric -> heading, format
@@ -40,7 +40,9 @@ def card(workdir: Path, config: Mapping[str, Any], began_with: Mapping[str, str]
 
     config: as config.json has it. began_with: the hash of the model and of the data that the run began with, by field.
     """
-    records = [record for record in _records(workdir) if step is None or record["step"] <= step]
+    records = [
+        record for record in json_lines.read(workdir / "metrics.jsonl") if step is None or record["step"] <= step
+    ]
     last = records[-1]["step"] if records else 0
     fields = flatten(config)
     name, (algorithm, *tags) = workdir.resolve().name, _algorithm(fields)
@@ -128,17 +130,12 @@ def _data(fields: Mapping[str, Any], began_with: Mapping[str, str], changes: Seq
         lines.append(
             f"- after step {change.after_step:,}, {change.field} had other rows: SHA-256 `{change.before}` before"
         )
-    lines.append(f"- base model: SHA-256 `{began_with['model.path']}` of its config and of the ends of its weights")
+    lines.append(f"- base model: SHA-256 `{began_with['model.path']}` of its config and of a part of each tensor")
     if judge == PREFERENCE:
         lines.append("- accuracy: the share of pairs whose chosen completion has the larger reward")
     elif judge:
         lines.append(f"- accuracy: the mean of `{judge}` over greedy completions")
     return "\n".join(lines)
-
-
-def _records(workdir: Path) -> list[dict[str, Any]]:
-    file = workdir / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
 
 
 def _plain(text: str) -> str:

@@ -444,6 +444,17 @@ def test_a_folder_is_written_in_the_dtype_of_its_files_without_adapters(folder, 
     assert not (tmp_path / "saved" / "adapter_config.json").exists()
 
 
+def test_the_fingerprint_changes_with_each_tensor_of_a_large_file(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    tensors = {str(i): np.full((2**18,), i, np.float32) for i in range(4)}  # 4 MiB
+    seen = set()
+    for name in [None, *tensors]:
+        changed = {name: tensors[name] * 1.001 + 1e-3} if name else {}
+        save_file(tensors | changed, tmp_path / "model.safetensors")
+        seen.add(hf.fingerprint(tmp_path))
+    assert len(seen) == 5
+
+
 def test_the_fingerprint_changes_with_a_weight_and_each_file_of_settings(folder):
     first = hf.fingerprint(folder)
     assert hf.fingerprint(folder) == first
