@@ -320,6 +320,7 @@ def open_outputs(
                 *banner.problems_table(recipe.eval, inputs.held_out),
                 *banner.totals_table(recipe.sizes),
                 *banner.beginning(start, recipe.num_steps, changes),
+                *banner.rollback_table(recipe.health, recipe.checkpoint.every),
                 *rows,
                 *banner.adapters_table(inputs.models.adapters),
                 ("compiled code", place.cache),

@@ -13,7 +13,6 @@ from jaxrl_llm.config.records import Call
 from jaxrl_llm.config.schema import Field, check_call
 from jaxrl_llm.data.settings import PREFERENCE
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.health.history import RECENT
 from jaxrl_llm.health.rules import RULES
 from jaxrl_llm.learner.optim import SKIPS
 from jaxrl_llm.learner.scorers import COLUMNS, column_of
@@ -320,7 +319,7 @@ def check_adapters(recipe: Settings) -> None:
 
 
 def check_health(recipe: Settings, fields: Mapping[str, Any]) -> None:
-    """Checks the rules that act: their names, and that a rollback has a checkpoint to go back to; and what may wait."""
+    """Checks the names of the rules that act, and that no wait is taken for a hang."""
     minutes = recipe.health.hang_minutes
     for field, seconds in fields.items():
         waits = field.endswith(".timeout") or field == "engine.patience"
@@ -329,7 +328,7 @@ def check_health(recipe: Settings, fields: Mapping[str, Any]) -> None:
                 f"config.{field} = {seconds:g} seconds, but config.health.hang_minutes = {minutes:g}: such a wait "
                 "would be taken for a hang: raise hang_minutes (0: never)"
             )
-    health, saved, rules = recipe.health, recipe.checkpoint, [rule.__name__ for rule in RULES]
+    health, rules = recipe.health, [rule.__name__ for rule in RULES]
     check_known("stop", health.stop, rules)
     if health.rollback:
         check_known("rollback.rules", health.rollback.rules, rules)
@@ -338,11 +337,6 @@ def check_health(recipe: Settings, fields: Mapping[str, Any]) -> None:
         both = sorted(set(health.stop) & set(health.rollback.rules))
         if both:
             raise UserError(f"config.health.stop and config.health.rollback.rules both have {both[0]!r}: choose one")
-        if saved.every * (saved.keep - 1) < RECENT:
-            raise UserError(
-                f"config.checkpoint.keep = {saved.keep} with every = {saved.every}: a rollback needs a checkpoint that "
-                f"is {RECENT} steps old; raise one of them until every x (keep - 1) is {RECENT} or more"
-            )
 
 
 def check_known(field: str, given: Iterable[str], there: Collection[str]) -> None:

@@ -20,6 +20,7 @@ from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.rollout.jax.sizes import StreamSizes
 from jaxrl_llm.rollout.settings import JudgeSettings
 from jaxrl_llm.session.other_rows import Change
+from jaxrl_llm.session.settings import HealthSettings
 from jaxrl_llm.structs import Sizes
 
 
@@ -108,6 +109,15 @@ def beginning(start: int, steps: int, changes: Sequence[Change]) -> list[tuple[s
     """Returns the banner's rows on the step at which the run begins, and on the rows that it accepts from there on."""
     begins = f"after step {start} of {steps}, resumed" if start else "anew"
     return [("begins", begins), *[("", f"{change}: accepted") for change in changes]]
+
+
+def rollback_table(health: HealthSettings, every: int) -> list[tuple[str, str]]:
+    """Returns the banner's row on how far the run can go back, if a health rule may send it back."""
+    if not (back := health.rollback):
+        return []
+    ages = ", ".join(str(every * 2**i) for i in range(3))
+    reach = f"it keeps checkpoints about {ages} … steps back, to half of the steps done"
+    return [("goes back", f"at {' or '.join(back.rules)}, at most {back.most} times: {reach}")]
 
 
 def totals_table(sizes: Sizes) -> list[tuple[str, int]]:

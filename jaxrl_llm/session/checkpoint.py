@@ -1,4 +1,4 @@
-"""The workdir of a run, which survives a kill -9: config.json, Orbax checkpoints, and log files cut at a resume."""
+"""The workdir of a run, which survives a kill -9: config.json and Orbax checkpoints."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
-from operator import itemgetter
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -31,13 +30,14 @@ from jaxrl_llm.machine import disk, distributed
 from jaxrl_llm.machine.distributed import agreement
 from jaxrl_llm.machine.sharding import BATCH
 from jaxrl_llm.session import other_rows
+from jaxrl_llm.session.checksums import changed, checksums
 from jaxrl_llm.session.lock import LOCK
 from jaxrl_llm.session.other_rows import SECTIONS, Change, Rows
 from jaxrl_llm.session.settings import CheckpointSettings
 from jaxrl_llm.structs import PartState, PyTree
 
 NO_ROWS = Rows({}, "")
-FORMAT = 2  # of checkpoints; a change that an older version cannot read gets the next number
+FORMAT = 3  # of checkpoints; a change that an older version cannot read gets the next number
 MODELS, SAMPLES = "models", "samples"  # parts with arrays
 NOTES = "notes"  # the file of JSON
 # Seconds after which a save in the background fails, and with it the run. Orbax's 20 minutes are too few for a slow
@@ -103,21 +103,6 @@ def open_workdir(workdir: Path, config: dict[str, Any]) -> None:
         disk.replace(workdir / "config.json", json.dumps(config, indent=2) + "\n")
 
 
-def cut_back(file: Path, step: int) -> None:
-    """Removes the lines after `step`, and a torn last line, from a JSON-lines log. A resumed run writes them again."""
-    if not file.is_file():
-        return
-    end = 0
-    with file.open("r+b") as lines:  # a log of completions may be larger than the memory
-        for line in lines:
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                break
-            end += len(line)
-        lines.truncate(end)
-        lines.flush()
-        os.fsync(lines.fileno())
-
-
 def has_checkpoint(folder: Path) -> bool:
     """Whether a folder of `Checkpoints` holds a complete checkpoint."""
     return folder.is_dir() and bool(ocp.utils.checkpoint_steps(folder))
@@ -130,25 +115,24 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, began_with: dict[str, str], settings: CheckpointSettings, mesh: Mesh, rows: Rows = NO_ROWS
+        self,
+        folder: Path,
+        began_with: dict[str, str],
+        settings: CheckpointSettings,
+        mesh: Mesh,
+        rows: Rows = NO_ROWS,
+        *,
+        goes_back: bool = False,
     ):
         """began_with: per field, the hash of a model or data that must not change.
 
-        rows: of the run; the position in the data depends on them.
+        rows: of the run; the position in the data depends on them. goes_back: whether a health rule may send it back.
         """
         self._began_with, self._mesh, self._rows = began_with, mesh, rows
-        self._best, self._every = settings.keep_best, settings.every
-        self._accuracies: dict[int, float] = {}  # of checkpoints, by step
-        # On the disk at once: those that are due, the best, one that a signal made between two of them, and a new one.
-        self._at_once = settings.keep + settings.keep_best + (settings.every > 1) + 1
-        by = itemgetter("accuracy")
-        policies: list[Any] = [managers.LatestN(1), LatestDue(settings.keep, settings.every)]
-        if settings.keep_best:
-            best = managers.BestN(get_metric_fn=by, n=settings.keep_best, keep_checkpoints_without_metrics=False)
-            policies.append(best)
+        self._settings, self._goes_back = settings, goes_back
+        self.accuracies: dict[int, float] = {}  # of the evaluations in the log, by step: they tell the best checkpoints
         options = ocp.CheckpointManagerOptions(
-            best_fn=by,  # without it Orbax stores no accuracy, and a resumed run could not tell the best
-            preservation_policy=managers.AnyPreservationPolicy(policies),
+            preservation_policy=KeptCheckpoints(self._select),
             cleanup_tmp_directories=True,
             todelete_subdir=f"../{folder.name}{DELETED}",
             async_options=ocp.AsyncOptions(timeout_secs=COMMIT),
@@ -175,21 +159,27 @@ class Checkpoints:
 
         def look() -> list[str]:
             self._manager.reload()
-            steps = self._manager.all_steps()
-            return [*map(str, steps), *(f"{step}/metrics" for step in steps if self._manager.metrics(step))]
+            return [*map(str, self._manager.all_steps())]
 
         remedy = "mount the disk of --workdir alike on all hosts, without a cache, and start again"
         agreement.check_seen(self._folder, look, remedy)
 
+    def _select(self, steps: Sequence[int]) -> set[int]:
+        return kept_steps(steps, self.accuracies, self._settings, goes_back=self._goes_back)
+
     def is_best(self, accuracy: float | None) -> bool:
         """Whether a checkpoint with this accuracy would be kept as one of the best."""
-        best = sorted(self._accuracies.values(), reverse=True)[: self._best]
-        return accuracy is not None and self._best > 0 and (len(best) < self._best or accuracy > best[-1])
+        count = self._settings.keep_best
+        best = best_steps(self._manager.all_steps(), self.accuracies, count)
+        return accuracy is not None and count > 0 and (len(best) < count or accuracy > self.accuracies[best[-1]])
 
-    def check_room(self, state: PyTree) -> None:
+    def check_room(self, state: PyTree, num_steps: int) -> None:
         """Raises: UserError, if the disk has no room for all checkpoints of `state` that exist at once."""
         one = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-        more = max(self._at_once - len(self._manager.all_steps()), 1)
+        settings, saves = self._settings, num_steps // self._settings.every
+        # The latest and the best, one that a signal made between two of them, a new one, and those far back.
+        at_once = settings.keep + settings.keep_best + (settings.every > 1) + 1 + self._goes_back * saves.bit_length()
+        more = max(at_once - len(self._manager.all_steps()), 1)
         if one * more > disk.free(self._folder):
             raise UserError(
                 f"{self._folder} has room for {disk.gigabytes(disk.free(self._folder))}, but {more} checkpoints of "
@@ -197,7 +187,7 @@ class Checkpoints:
                 "another --workdir"
             )
 
-    def save(self, step: int, parts: Mapping[str, PartState], accuracy: float | None, *, attempt: int = 0) -> None:
+    def save(self, step: int, parts: Mapping[str, PartState], *, attempt: int = 0) -> None:
         """Starts to save a step. Returns when the arrays are copied to the host; then they may be donated.
 
         parts: MODELS, SAMPLES and others without arrays. attempt: how often the run has gone back.
@@ -205,21 +195,21 @@ class Checkpoints:
         """
         notes = {"format": FORMAT, "attempt": attempt, "began_with": self._began_with, "rows": self._rows._asdict()}
         notes["parts"] = {name: part.notes for name, part in parts.items()}
+        notes["checksums"] = {name: checksums(part.arrays) for name, part in parts.items()}
         items: dict[str, Any] = {name: ocp.args.StandardSave(x.arrays) for name, x in parts.items() if x.arrays}
-        metrics = None if accuracy is None else {"accuracy": accuracy}
         with self._saving():
-            self._manager.save(step, args=ocp.args.Composite(**items, notes=ocp.args.JsonSave(notes)), metrics=metrics)
-        if accuracy is not None:
-            self._accuracies[step] = accuracy
+            self._manager.save(step, args=ocp.args.Composite(**items, notes=ocp.args.JsonSave(notes)))
 
     def steps(self) -> list[int]:
-        """Waits for all saves, and returns the steps of the checkpoints at multiples of `every`.
+        """Waits for all saves, and returns the steps of the best checkpoints and of those at multiples of `every`.
 
         A signal makes others: a rollback that chose one would go elsewhere than that of a run without the signal.
         Raises: UserError, if a save failed.
         """
         self.wait()
-        return sorted(step for step in self._manager.all_steps() if step % self._every == 0)
+        steps, every = self._manager.all_steps(), self._settings.every
+        best = best_steps(steps, self.accuracies, self._settings.keep_best)
+        return sorted({*best, *(step for step in steps if step % every == 0)})
 
     def attempt(self) -> int:
         """Returns how often the run had gone back when it made the newest checkpoint; 0 without one."""
@@ -280,8 +270,20 @@ class Checkpoints:
     def go_back(self, step: int) -> None:
         """Deletes the checkpoints after `step`: the run will make them again. Raises: UserError, if a save failed."""
         self.wait()  # a running save may be one of those to delete
-        for later in [saved for saved in self._manager.all_steps() if saved > step]:
-            self._manager.delete(later)
+        self._drop([saved for saved in self._manager.all_steps() if saved > step])
+
+    def tidy(self) -> None:
+        """Deletes the checkpoints that are not kept. Only an evaluation after the last save leaves one.
+
+        Raises: UserError, if a save failed.
+        """
+        self.wait()
+        steps = self._manager.all_steps()
+        self._drop([step for step in steps if step not in self._select(steps)])
+
+    def _drop(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            self._manager.delete(step)
         self._delete()
 
     def resume(self, models: PyTree) -> tuple[int, dict[str, PartState]]:
@@ -290,19 +292,20 @@ class Checkpoints:
         models: the arrays of MODELS, as shapes with shardings. Raises: UserError, if the checkpoint cannot be read.
         """
         step = self._manager.latest_step()
-        metrics: dict[int, Any] = {saved: self._manager.metrics(saved) for saved in self._manager.all_steps()}
-        self._accuracies = {saved: measured["accuracy"] for saved, measured in metrics.items() if measured}
         if step is None:
             return 0, {}
         notes = read_notes(self._manager, step)
         shapes = {MODELS: jax.tree.map(ocp.utils.to_shape_dtype_struct, models)}
         # The batches that wait have the shapes with which they were saved, over the devices of today.
-        stored = self._manager.item_metadata(step)
+        with reading(self._manager, step):
+            stored = self._manager.item_metadata(step)
         if stored.get(SAMPLES):
             place = NamedSharding(self._mesh, BATCH)
             placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # noqa: E731
             shapes[SAMPLES] = jax.tree.map(placed, stored[SAMPLES].tree)
         arrays = read(self._manager, step, {name: ocp.args.StandardRestore(x) for name, x in shapes.items()})
+        for name, restored in arrays.items():
+            check_unchanged(self._manager, step, restored, notes["checksums"][name])
         parts = {name: PartState(kept, arrays.get(name)) for name, kept in notes["parts"].items()}
         return step, self._of_these_rows(notes, parts)
 
@@ -345,18 +348,39 @@ class Checkpoints:
             self._deleted.rmdir()
 
 
-@dataclass(frozen=True)
-class LatestDue(managers.PreservationPolicy):
-    """Keeps the latest `count` checkpoints at multiples of `every`: one that a signal made takes no place of theirs."""
+def best_steps(steps: Iterable[int], accuracies: Mapping[int, float], count: int) -> list[int]:
+    """Returns the `count` steps with the highest accuracies, the best first, and of equal ones the older first."""
+    return sorted((step for step in steps if step in accuracies), key=lambda step: (-accuracies[step], step))[:count]
 
-    count: int
-    every: int
+
+def kept_steps(
+    steps: Sequence[int], accuracies: Mapping[int, float], settings: CheckpointSettings, *, goes_back: bool
+) -> set[int]:
+    """Returns the steps of the checkpoints that stay: of the newest, of those due, and of the best.
+
+    In a run that may go back, two multiples of `every`, of twice `every`, and so on stay too: their ages double.
+    One that a signal made between two of these takes no place.
+    """
+    due = [step for step in steps if step % settings.every == 0]
+    selected = {*steps[-1:], *due[-settings.keep :], *best_steps(steps, accuracies, settings.keep_best)}
+    distance = settings.every
+    while goes_back and due and distance <= due[-1]:
+        selected |= {*[step for step in due if step % distance == 0][-2:]}
+        distance *= 2
+    return selected
+
+
+@dataclass(frozen=True)
+class KeptCheckpoints(managers.PreservationPolicy):
+    """Keeps the checkpoints whose steps `select` returns."""
+
+    select: Callable[[Sequence[int]], set[int]]
 
     def should_preserve(
         self, checkpoints: Sequence[managers.PolicyCheckpointInfo], *, context: managers.PreservationContext
     ) -> Sequence[bool]:
-        due = [checkpoint.step for checkpoint in checkpoints if checkpoint.step % self.every == 0][-self.count :]
-        return [checkpoint.step in due for checkpoint in checkpoints]
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        return [step in self.select(steps) for step in steps]
 
 
 def read_notes(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
@@ -364,7 +388,7 @@ def read_notes(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
     notes = read(manager, step, {NOTES: ocp.args.JsonRestore()})[NOTES]
     if notes["format"] != FORMAT:
         raise UserError(
-            f"checkpoint {Path(manager.directory) / str(step)} has format {notes['format']}, and this version of "
+            f"checkpoint {_folder(manager, step)} has format {notes['format']}, and this version of "
             f"jaxrl_llm reads format {FORMAT}: go on with the version that began the run, or begin a new one with "
             "model.path = WORKDIR/hf"
         )
@@ -373,16 +397,42 @@ def read_notes(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
 
 def read(manager: ocp.CheckpointManager, step: int, items: Mapping[str, Any]) -> dict[str, Any]:
     """Reads items of a checkpoint: {name: arguments of its restore}. Raises: UserError, if a file cannot be read."""
-    try:
+    with reading(manager, step):
         return dict(manager.restore(step, args=ocp.args.Composite(**items)))
+    raise AssertionError  # `reading` suppresses nothing
+
+
+@contextmanager
+def reading(manager: ocp.CheckpointManager, step: int) -> Iterator[None]:
+    """Turns the errors of files of a checkpoint into a UserError."""
+    try:
+        yield
     except jax.errors.JaxRuntimeError:  # device errors, such as out of memory
         raise
     except Exception as error:  # file errors: Orbax raises many types
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
-            f"checkpoint {manager.directory / str(step)} cannot be read ({reason[:200]}): "
-            "restore it, or move it away to go on from the one before it"
+            f"checkpoint {_folder(manager, step)} cannot be read ({reason[:200]}): {_remedy(manager, step)}"
         ) from error
+
+
+def check_unchanged(manager: ocp.CheckpointManager, step: int, arrays: PyTree, saved: Mapping[str, int]) -> None:
+    """Raises: UserError, if arrays of a checkpoint have other checksums than when they were saved."""
+    if others := changed(arrays, saved):
+        more = f" and {len(others) - 1} more" if others[1:] else ""
+        raise UserError(
+            f"checkpoint {_folder(manager, step)} has other numbers than were saved, in {others[0]}{more}: files have "
+            f"changed; {_remedy(manager, step)}"
+        )
+
+
+def _folder(manager: ocp.CheckpointManager, step: int) -> Path:
+    return Path(manager.directory) / str(step)
+
+
+def _remedy(manager: ocp.CheckpointManager, step: int) -> str:
+    before = max((saved for saved in manager.all_steps() if saved < step), default=0)
+    return f"restore it from a copy, or move it away to go on from {f'step {before}' if before else 'the start'}"
 
 
 def _of_disk(error: BaseException | None) -> bool:

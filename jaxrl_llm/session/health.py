@@ -11,7 +11,7 @@ from jaxrl_llm.health.finding import Finding, LogRecord
 from jaxrl_llm.health.history import WINDOW, History
 from jaxrl_llm.health.rules import findings
 from jaxrl_llm.machine import disk, distributed
-from jaxrl_llm.session.checkpoint import cut_back
+from jaxrl_llm.session import json_lines
 from jaxrl_llm.session.settings import HealthSettings
 
 
@@ -45,7 +45,7 @@ class Health:
     def _forget_after(self, step: int) -> None:
         """Removes the findings of later steps from the file."""
         with disk.writing(self._workdir):
-            cut_back(self._file, step)
+            json_lines.cut_back(self._file, step)
         if self._file.is_file():
             lines = map(json.loads, self._file.read_text(encoding="utf-8").splitlines())
             self._last_steps = {line["id"]: line["step"] for line in lines}

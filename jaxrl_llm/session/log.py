@@ -31,7 +31,7 @@ from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.health.history import History
 from jaxrl_llm.machine import disk, distributed, progress, sharding
 from jaxrl_llm.rollout.samples import Samples
-from jaxrl_llm.session.checkpoint import cut_back
+from jaxrl_llm.session import json_lines
 from jaxrl_llm.session.record import Record, Timer
 from jaxrl_llm.session.settings import LogSettings
 from jaxrl_llm.structs import Images
@@ -154,11 +154,9 @@ class Log:
         """Returns those records of metrics.jsonl that health rules look at."""
         return self.read(lambda file: History(map(json.loads, file)).records)
 
-    def accuracies(self) -> list[float]:
-        """Returns the accuracies of all evaluations in metrics.jsonl."""
-        return self.read(
-            lambda file: [line["eval/accuracy"] for line in map(json.loads, file) if "eval/accuracy" in line]
-        )
+    def accuracies(self) -> dict[int, float]:
+        """Returns the accuracies of all evaluations in metrics.jsonl, by step."""
+        return dict(self.read(lambda file: [*json_lines.accuracies(map(json.loads, file)).items()]))
 
     def lacks_evaluation(self, step: int) -> bool:
         """Returns whether metrics.jsonl, which ends at `step` or before, has no evaluation of `step`."""
@@ -196,7 +194,8 @@ class Log:
         """Opens a file for appending, without its lines after `step`."""
         file = self._workdir / f"{name}.jsonl"
         with disk.writing(self._workdir):
-            cut_back(file, step)
+            if damage := json_lines.cut_back(file, step):
+                self.say(damage)
             return file.open("a", encoding="utf-8")
 
     def _close_files(self) -> None:

@@ -81,10 +81,12 @@ def open_session(
     Raises: UserError, if model or data differ from those at the run's start, or the disk has no room.
     """
     workdir, enter = place.workdir, place.opened.enter_context
-    checkpoints = enter(closing(Checkpoints(workdir / "checkpoints", began_with, plan.checkpoint, mesh, rows)))
+    goes_back = plan.most_rollbacks > 0
+    opened = Checkpoints(workdir / "checkpoints", began_with, plan.checkpoint, mesh, rows, goes_back=goes_back)
+    checkpoints = enter(closing(opened))
     start, changes = checkpoints.check_beginning(flatten(place.config))
     if distributed.first():
-        checkpoints.check_room(models.shapes())
+        checkpoints.check_room(models.shapes(), plan.steps)
         checkpoint.open_workdir(workdir, place.config)
         other_rows.write(workdir, changes)
         announce(start, changes)

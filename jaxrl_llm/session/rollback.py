@@ -82,13 +82,13 @@ def last_healthy(step: int, finding: dict[str, Any]) -> int:
 
 
 def target(newest: int, checkpoints: Collection[int], before: list[Decision]) -> int:
-    """Returns the step to go back to: of the newest checkpoint at step `newest` or before, or 0.
+    """Returns the step to go back to: of the newest checkpoint at step `newest` or before, else of the oldest one.
 
-    If the run has just gone back to that checkpoint, it takes the one before it, if there is one.
+    If the run has just gone back to that checkpoint, it takes the one before it, if there is one. 0: no checkpoint.
     """
-    old = sorted(saved for saved in checkpoints if saved <= newest)
-    if not old:
+    if not checkpoints:
         return 0
+    old = sorted(saved for saved in checkpoints if saved <= newest) or [min(checkpoints)]
     again = before and old[-1] <= before[-1].to
     older = [saved for saved in old if saved < before[-1].to] if again else []
     return older[-1] if older else old[-1]

@@ -26,7 +26,7 @@ from jaxrl_llm.models import adapter_kinds, hf, new_model
 from jaxrl_llm.models.adapters import AdapterKind
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.settings import NewModelSettings
-from jaxrl_llm.session import checkpoint
+from jaxrl_llm.session import checkpoint, json_lines
 from jaxrl_llm.structs import PyTree
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class SavedRun:
     """Read-only access to the run of a workdir, also while it runs. Raises: UserError, if there is no run."""
 
     def __init__(self, workdir: Path):
-        self._folder = workdir / "checkpoints"
+        self._folder, self._log = workdir / "checkpoints", workdir / "metrics.jsonl"
         try:
             self.config: dict[str, Any] = json.loads((workdir / "config.json").read_text())
         except (OSError, ValueError):
@@ -53,16 +53,16 @@ class SavedRun:
 
         Raises: UserError, listing the steps, if there is no such checkpoint.
         """
-        steps = {step: self._accuracy(step) for step in self._manager.all_steps()}
-        judged = [(accuracy, step) for step, accuracy in steps.items() if accuracy is not None]
-        names = [f"{step}" + ("" if x is None else f" ({x:.1%})") for step, x in steps.items()]
-        there = ", ".join([*names, *(["best"] if judged else []), "last"])
+        steps, accuracies = self._manager.all_steps(), json_lines.accuracies(json_lines.read(self._log))
+        best = checkpoint.best_steps(steps, accuracies, 1)
+        names = [f"{step} ({accuracies[step]:.1%})" if step in accuracies else f"{step}" for step in steps]
+        there = ", ".join([*names, *(["best"] if best else []), "last"])
         if which == "last":
             return max(steps)
         if which == "best":
-            if not judged:
+            if not best:
                 raise UserError(f"--step best: no checkpoint of {self._folder} has an evaluation; there is {there}")
-            return max(judged)[1]
+            return best[0]
         if not which.isdecimal() or int(which) not in steps:
             raise UserError(f"--step {which}: {self._folder} has no such checkpoint; there is {there}")
         return int(which)
@@ -72,7 +72,8 @@ class SavedRun:
 
         place(shapes) -> shardings; without it, returns NumPy arrays.
         """
-        states = self._manager.item_metadata(step)[checkpoint.MODELS].tree
+        with checkpoint.reading(self._manager, step):
+            states = self._manager.item_metadata(step)[checkpoint.MODELS].tree
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states["policy"]["params"])
         whole = jax.tree.map(lambda _: ocp.PLACEHOLDER, states)  # Orbax skips placeholders
         if place:
@@ -82,7 +83,11 @@ class SavedRun:
         args = jax.tree.map(lambda _: ocp.RestoreArgs(), whole)
         whole["policy"]["params"], args["policy"]["params"] = shapes, how
         wanted = {checkpoint.MODELS: ocp.args.PyTreeRestore(whole, restore_args=args)}
-        return checkpoint.read(self._manager, step, wanted)[checkpoint.MODELS]["policy"]["params"]
+        params = checkpoint.read(self._manager, step, wanted)[checkpoint.MODELS]["policy"]["params"]
+        saved, inside = checkpoint.read_notes(self._manager, step)["checksums"][checkpoint.MODELS], "policy/params/"
+        sums = {path.removeprefix(inside): value for path, value in saved.items() if path.startswith(inside)}
+        checkpoint.check_unchanged(self._manager, step, params, sums)
+        return params
 
     def policy(self, step: int, folder: Path, model: Decoder, mesh: Mesh) -> PyTree:
         """Reads all parameters of the policy onto a mesh, as its model takes them; folder: the run's `model_folder`."""
@@ -142,10 +147,6 @@ class SavedRun:
             if hf.fingerprint(folder) != self.began_with(step)["model.path"]:
                 raise UserError(f"model.path = {folder} holds another model than when the run began: put that back")
             yield folder
-
-    def _accuracy(self, step: int) -> float | None:
-        metrics: Any = self._manager.metrics(step)
-        return metrics["accuracy"] if metrics else None
 
 
 @contextmanager

@@ -77,7 +77,6 @@ class Standing:
     states: States = field(default_factory=dict)
     unwritten: Record | None = None  # of `step`, until the log has it
     attempt: int = 0  # how often the run has gone back
-    accuracies: list[float] = field(default_factory=list)  # of all evaluations up to `step`
 
 
 @dataclass
@@ -127,8 +126,11 @@ class Session:
         states = self.models.restored(states, attempt if undone else 0)
         parts.clear()
         self.log.begin(step)
-        self.health.begin(self.log.seen_by_health())
-        self.at = Standing(step, step, states, None, attempt, self.log.accuracies())
+        seen = self.log.seen_by_health()
+        # The record of `step` is judged one step later, as in a run that was not interrupted.
+        self.health.begin(seen[:-1] if seen and seen[-1]["step"] == step else seen)
+        self.at = Standing(step, step, states, None, attempt)
+        self.checkpoints.accuracies = self.log.accuracies()
         carried = self.trainer.begin(states, step, attempt)
         self.stop.finish = self.finish_early  # last: from here on a signal has a complete state to save
         return carried
@@ -143,13 +145,13 @@ class Session:
         every = self.plan.evaluate_every
         if not every or (step % every and step != self.plan.steps):
             return {}
-        self.at.accuracies.append(self.trainer.accuracy(self.at.states))
-        return {"eval/accuracy": self.at.accuracies[-1], "eval/problems": self.trainer.problems}
+        self.checkpoints.accuracies[step] = accuracy = self.trainer.accuracy(self.at.states)
+        return {"eval/accuracy": accuracy, "eval/problems": self.trainer.problems}
 
     def stagnates(self) -> bool:
         """Returns whether the last `eval.patience` evaluations were no better than the best one before them."""
-        patience = self.plan.patience
-        before, last = self.at.accuracies[:-patience], self.at.accuracies[-patience:]
+        patience, accuracies = self.plan.patience, [*self.checkpoints.accuracies.values()]
+        before, last = accuracies[:-patience], accuracies[-patience:]
         return patience > 0 and bool(before) and max(last) <= max(before)
 
     def judge(self, records: list[dict[str, Any]]) -> bool:
@@ -157,7 +159,7 @@ class Session:
 
         `begin` does that. Raises: UserError, if a rule stops the run.
         """
-        action, step, finding = self.health.judge(records)
+        action, step, finding = self.health.judge(records or self.log.last())
         if finding and action == "stop":
             latest = self.checkpoints.latest()
             raise UserError(f"step {step}: {finding.evidence}, because {finding.cause}; {latest}: {finding.fix}")
@@ -181,16 +183,16 @@ class Session:
             self.log.write(record)
             self.at.unwritten = None
         self.checkpoints.check()
-        accuracy = record.evaluation.get("eval/accuracy")
+        best = self.checkpoints.is_best(record.evaluation.get("eval/accuracy"))
         last = record.step == self.plan.steps or self.stagnates()
-        due = record.step % self.plan.checkpoint.every == 0 or self.checkpoints.is_best(accuracy) or last
+        due = record.step % self.plan.checkpoint.every == 0 or best or last
         back = due and self.judge(self.log.finish())  # before saving: a bad state must not replace a good checkpoint
         if due and not back:
             with self.stop.deferred():
-                self.save(accuracy)
+                self.save()
         return back
 
-    def save(self, accuracy: float | None = None, *, seconds: float | None = None) -> None:
+    def save(self, *, seconds: float | None = None) -> None:
         """Saves all parts. seconds: how long it may wait for the batches that are sampled ahead.
 
         Raises: UserError, if the workdir has vanished. Orbax would make it again, without config and log.
@@ -201,19 +203,19 @@ class Session:
         models: PyTree = {name: self.at.states[name] for name in self.models.shapes()}
         parts = {MODELS: PartState({}, models)}
         parts |= {name: part.state(seconds) for name, part in self.trainer.kept.items()}
-        self.checkpoints.save(self.at.step, parts, accuracy, attempt=self.at.attempt)
+        self.checkpoints.save(self.at.step, parts, attempt=self.at.attempt)
         self.at.saved = self.at.step
         WATCHDOG.moved()
 
     def finish(self) -> None:
         """Ends the run after the last step."""
         if self.at.step < self.plan.steps:
-            best = f"{max(self.at.accuracies):.1%}"
+            best = f"{max(self.checkpoints.accuracies.values()):.1%}"
             self.log.say(f"early stop: {self.plan.patience} evaluations were not better than {best}")
         self.trainer.rest()
         with self.stop.deferred():
             with progress.task("writing the last checkpoint"):
-                self.checkpoints.wait()
+                self.checkpoints.tidy()
             self.trainer.export(self.at.states)
             self.log.end(self.at.step, self.compilations)
 

@@ -188,7 +188,7 @@ def lagging(tmp_path: Path, *arguments: str) -> tuple[list[int], list[str]]:
     config, mesh = ConfigDict(dict(every=1, keep=2, keep_best=0)), sharding.make_mesh(data=1, fsdp=1, tensor=1)
     with closing(Checkpoints(tmp_path / "checkpoints", {}, config, mesh)) as made:
         for step in (1, 2):
-            made.save(step, {MODELS: PartState({}, {"w": jnp.zeros(2)})}, None)
+            made.save(step, {MODELS: PartState({}, {"w": jnp.zeros(2)})})
     each = start(LAGGING, str(tmp_path), *arguments)
     said = ["".join(process.communicate(timeout=120)) for process in each]
     return [process.returncode for process in each], said

@@ -19,12 +19,17 @@ from jaxrl_llm.tasks import arithmetic
 MODEL = Path(evaluate.__file__).parent / "assets" / "arithmetic"
 
 
-def test_a_step_that_is_refused_is_answered_with_those_that_are_not(refused):
+def test_a_step_that_is_refused_is_answered_with_those_that_are_not(tmp_path, refused):
     run = object.__new__(SavedRun)
-    run._folder = Path("run")
-    for accuracies, best in (({25: None, 30: None}, False), ({25: 0.5, 30: None}, True)):
-        measured = {step: {"accuracy": x} if x else None for step, x in accuracies.items()}
-        run._manager = SimpleNamespace(all_steps=lambda at=accuracies: list(at), metrics=measured.get)
+    run._folder, run._log = tmp_path / "checkpoints", tmp_path / "metrics.jsonl"
+    run._manager = SimpleNamespace(all_steps=lambda: [25, 30])
+    for best in False, True:
+        log = [
+            {"step": 20, "eval/accuracy": 0.9},
+            {"step": 25} | ({"eval/accuracy": 0.5} if best else {}),
+            {"step": 30},
+        ]
+        run._log.write_text("".join(json.dumps(record) + "\n" for record in log))
         with refused("--step 7", "25 (50.0%), 30, best, last" if best else "25, 30, last"):
             run.find("7")
         assert run.find("last") == 30

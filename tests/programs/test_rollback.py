@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +17,22 @@ from test_steps import numbers, tiny, written
 from test_train import ROOT
 
 from jaxrl_llm import recipe as recipes
-from jaxrl_llm.build import build
+from jaxrl_llm.build import Parts, build
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import rules
 from jaxrl_llm.health.finding import Finding, Needs
 from jaxrl_llm.health.history import History
 from jaxrl_llm.learner import optim
+from jaxrl_llm.learner.learning import Learning
 from jaxrl_llm.recipe import combinations
-from jaxrl_llm.session.rollback import Decision, last_healthy, target
+from jaxrl_llm.rollout.actor import Actor
+from jaxrl_llm.rollout.samples import Samples
+from jaxrl_llm.session.checkpoint import Checkpoints
+from jaxrl_llm.session.inputs import Inputs
+from jaxrl_llm.session.log import Log
+from jaxrl_llm.session.rollback import Decision, Rollbacks, last_healthy, target
+from jaxrl_llm.session.saved_run import SavedRun
+from jaxrl_llm.session.session import Session
 from jaxrl_llm.train import steps, train
 
 RATE = 1e-4  # of configs/grpo.py
@@ -53,7 +62,7 @@ def late(history: History) -> Finding | None:
 
 
 def add_rules(patch: pytest.MonkeyPatch) -> None:
-    known = rules.RULES | {rule: Needs(()) for rule in (too_fast, always, late)}
+    known = rules.RULES | {rule: Needs(()) for rule in (too_fast, always, late, ill_at_thirty)}
     for module in (rules, combinations):
         patch.setattr(module, "RULES", known)
 
@@ -104,16 +113,73 @@ def check_same(workdir: Path, straight: Path) -> None:
     assert (workdir / "hf/model.safetensors").read_bytes() == (straight / "hf/model.safetensors").read_bytes()
 
 
+ACCURACIES = [0.1, 0.2, 0.9, 0.2, 0.9, 0.3, 0.1, 0.0, 0.4, 0.5, 0.6]  # of each fourth step, again and again
+# With the number of calls before the one that is interrupted.
+MOMENTS = [
+    (Log, "begin", 0), (Actor, "load", 0), (Actor, "begin", 0), (Actor, "next", 2), (Learning, "score", 2),
+    (Rollbacks, "decide", 0), (Checkpoints, "go_back", 0),
+    (Samples, "rewards", 1), (Learning, "coefficients", 2), (Learning, "update", 1), (Learning, "settled", 1),
+    (Session, "commit", 1), (Actor, "push", 1), (Parts, "accuracy", 1), (Session, "evaluate", 1), (Log, "finish", 2),
+    (Log, "write", 1), (Checkpoints, "save", 1), (Session, "write", 2), (Session, "judge", 1),
+    (Checkpoints, "resume", 0), (Inputs, "export", 0),
+]  # fmt: skip
+
+
+def ill_at_thirty(history: History) -> Finding | None:
+    """A rule that finds something at step 30, until the rate is lower."""
+    last = history.latest[-1]
+    ill = last["step"] == 30 and last["learning_rate"] > 0.6 * RATE
+    return Finding("error", "it is step 30", "of a test", "lower it") if ill else None
+
+
+def evaluated(config, workdir: Path) -> None:
+    """Runs to the end, with these accuracies."""
+    with build(config, workdir) as (session, parts):
+        measured = parts.accuracy
+        parts.accuracy = lambda states: measured(states) * 0 + ACCURACIES[session.at.step // 4 % len(ACCURACIES)]
+        list(train(session, parts))
+
+
+def interruptible(monkeypatch, owner: type, method: str, skipped: int, *, crash: bool) -> None:
+    """Interrupts a call of a method: by a signal before it, or by a crash after it."""
+    function, calls = getattr(owner, method), []
+
+    def call(*given, **more):
+        calls.append(1)
+        due = len(calls) == 1 + skipped
+        if due and not crash:
+            signal.raise_signal(signal.SIGINT)
+        done = function(*given, **more)
+        if due and crash:
+            raise UserError("the host is lost: nothing is saved")
+        return done
+
+    monkeypatch.setattr(owner, method, call)
+
+
 @pytest.mark.slow
-def test_a_run_that_is_left_around_its_rollback_has_the_same_numbers(straight, tmp_path):
-    for stop, times in {9: 1, 4: 2}.items():
-        seen = 0
-        for record in steps(back(**LAG), tmp_path / "run"):
-            seen += record["step"] == stop
-            if seen == times:
-                break
-    list(steps(back(**LAG), tmp_path / "run"))
-    check_same(tmp_path / "run", straight)
+def test_a_run_that_is_interrupted_at_each_moment_ends_like_one_that_is_not(tmp_path, monkeypatch):
+    """In each phase of a step, an evaluation, a save, a rollback, a resume and the export, before and after it."""
+    changes = LAG | {"num_steps": 76, "checkpoint.every": 3, "checkpoint.keep": 1, "kl": None, "reward.timeout": 0.0}
+    changes["kl.refresh"] = None
+    config = back("ill_at_thirty", **changes)
+    runs = {name: tmp_path / name for name in ("straight", "interrupted")}
+    evaluated(config, runs["straight"])
+    missed = []
+    for owner, method, skipped in MOMENTS:
+        for crash in [True] if owner is Rollbacks else [False, True]:  # a run decides once
+            with monkeypatch.context() as patch, suppress(KeyboardInterrupt, UserError):
+                interruptible(patch, owner, method, skipped, crash=crash)
+                evaluated(config, runs["interrupted"])
+                missed.append(method)
+    evaluated(config, runs["interrupted"])
+    assert not missed
+    check_same(runs["interrupted"], runs["straight"])
+    kept = [sorted(file.name for file in (run / "checkpoints").iterdir()) for run in runs.values()]
+    assert kept[0] == kept[1]
+    assert [SavedRun(run).find("best") for run in runs.values()] == [8, 8]
+    decided = [[file.read_text() for file in sorted(run.glob("rollbacks/*.json"))] for run in runs.values()]
+    assert decided[0] == decided[1] and len(decided[0]) == 1
 
 
 KILLED = """
@@ -195,10 +261,11 @@ def test_a_rule_may_stop_a_run_and_what_it_stops_at_is_not_saved(tmp_path):
     ("step", "checkpoints", "before", "to"),
     [
         (40, [], [], 0),
-        (8, [5], [], 0),
+        (8, [5], [], 5),  # none is old enough: the oldest
+        (8, [5, 7], [], 5),
         (40, [25], [], 25),
         (40, [25, 35], [], 25),  # 35 may be ill already
-        (40, [35], [], 0),
+        (40, [35], [], 35),
         (58, [25, 50], [25], 50),  # it is healthy for longer than the last one
         (57, [10, 25, 50], [25], 10),  # it is ill again at once: further back
         (57, [25, 50], [25], 25),  # there is none further back
@@ -257,7 +324,6 @@ def test_a_run_that_gets_no_better_ends_early_and_stays_ended(tmp_path, capsys):
         ("health.stop", {"health.stop": ("no_signals",)}),
         ("'always'", {"health.rollback.rules": ("always",), "health.stop": ("always",)}),
         ("config.health.skip", {"health.skip": ("spikes",)}),
-        ("checkpoint.keep", {"health.rollback.rules": ("always",), "checkpoint.keep": 1}),
         ("rollback.rules", {"health.rollback.rules": ()}),
     ],
 )

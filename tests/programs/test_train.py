@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from huggingface_hub import ModelCard
 from jaxrl_llm import evaluate, sft, train
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.session.checkpoint import cut_back
 from jaxrl_llm.tools import export
 
 ROOT = Path(__file__).parents[2]
@@ -242,26 +240,6 @@ def test_a_run_killed_at_many_random_moments_resumes_bit_for_bit(whole, tmp_path
     assert completions(workdir) == completions(whole)
     weights = [(w / "hf" / "model.safetensors").read_bytes() for w in (workdir, whole)]
     assert weights[0] == weights[1]
-
-
-def test_a_log_is_cut_back_at_newlines_alone(tmp_path):
-    lines = [json.dumps({"step": i, "text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n" for i in range(6)]
-    (tmp_path / "log").write_text("".join(lines) + '{"step": 6, "te')
-    cut_back(tmp_path / "log", 3)
-    assert (tmp_path / "log").read_text() == "".join(lines[:4])
-
-
-def test_a_log_larger_than_the_memory_can_be_cut_back(tmp_path):
-    line = json.dumps({"step": 1, "text": "x" * 1000}) + "\n"
-    (tmp_path / "log").write_text(line * 20_000 + line.replace("1", "9", 1))
-    tracemalloc.start()
-    try:
-        cut_back(tmp_path / "log", 3)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert (tmp_path / "log").stat().st_size == len(line) * 20_000
-    assert peak < 2**20
 
 
 @pytest.mark.slow

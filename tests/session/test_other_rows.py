@@ -122,14 +122,14 @@ def checkpoints(workdir: Path, data: str, rows: Rows) -> Checkpoints:
 
 def parts(position: dict, batches: list) -> dict[str, PartState]:
     """A model, and the position in the data with batches that wait."""
-    return {MODELS: PartState({}, {"w": jnp.zeros(2)}), SAMPLES: PartState({"position": position}, batches)}
+    return {MODELS: PartState({}, {"w": jnp.zeros(2)}), SAMPLES: PartState({"positions": [position]}, batches)}
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A workdir with a checkpoint and a batch that waits."""
     with closing(checkpoints(tmp_path, "old", ROWS)) as made:
-        made.save(1, parts({"next": 7}, [{"tokens": jnp.ones((2, 3))}]), None)
+        made.save(1, parts({"next": 7}, [{"tokens": jnp.ones((2, 3))}]))
     (tmp_path / "config.json").write_text('{"data": {"source": "a", "accept": ""}}')
     return tmp_path
 
@@ -155,7 +155,7 @@ def test_what_waits_and_the_position_hold_as_far_as_the_rows_are_the_same(saved,
         assert str(change).startswith("config.data.mixture holds other rows than this run had (6 rows then")
         samples = made.resume({"w": jnp.zeros(2)})[1].get(SAMPLES)
     assert (samples and len(samples.arrays or [])) == waits
-    assert (samples and samples.notes["position"]) == position
+    assert (samples and samples.notes["positions"][0]) == position
 
 
 def test_a_checkpoint_of_another_format_and_a_torn_one_are_refused(saved, refused):
@@ -193,5 +193,5 @@ def test_a_run_that_has_saved_accepted_rows_does_not_need_the_choice_again(saved
     for config in (accepting(now), {"data.accept": ""}):
         with closing(checkpoints(saved, "new", rows)) as made:
             step, changes = made.check_beginning(config)
-            made.save(step + 1, parts({"next": 1}, []), None)
+            made.save(step + 1, parts({"next": 1}, []))
     assert (step, changes) == (2, [])

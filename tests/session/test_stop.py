@@ -9,17 +9,21 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import disk
 from jaxrl_llm.machine.sharding import make_mesh
-from jaxrl_llm.session.checkpoint import MODELS, SAMPLES, Checkpoints, has_checkpoint
+from jaxrl_llm.session.checkpoint import MODELS, SAMPLES, Checkpoints, has_checkpoint, kept_steps
+from jaxrl_llm.session.checksums import checksums
 from jaxrl_llm.session.signals import Interrupts
 from jaxrl_llm.structs import PartState
 
@@ -190,7 +194,7 @@ MESH = make_mesh(data=1, fsdp=1, tensor=1)
 STATE = {"a": jnp.arange(2**20, dtype=jnp.float32) ** 0.5}
 
 
-PARTS = {MODELS: PartState({}, STATE), SAMPLES: PartState({"position": {"next_index": 0}, "metrics": []}, [])}
+PARTS = {MODELS: PartState({}, STATE), SAMPLES: PartState({"positions": [{"next_index": 0}], "metrics": []}, [])}
 
 
 def steps(folder: Path) -> list[str]:
@@ -216,10 +220,10 @@ def test_a_failed_save_is_told_at_the_next_step_and_the_last_one_resumed(tmp_pat
     monkeypatch.setattr(disk, "free", lambda folder: 10**9)
     folder = tmp_path / "run" / "checkpoints"
     checkpoints = Checkpoints(folder, {}, KEEP, MESH)
-    checkpoints.save(1, PARTS, None)
+    checkpoints.save(1, PARTS)
     checkpoints.wait()
     full(2**18)
-    checkpoints.save(2, PARTS, None)
+    checkpoints.save(2, PARTS)
     with refused(str(tmp_path)):
         check_for_ten_seconds(checkpoints)
     full(resource.RLIM_INFINITY)
@@ -229,22 +233,59 @@ def test_a_failed_save_is_told_at_the_next_step_and_the_last_one_resumed(tmp_pat
     step, parts = again.resume(STATE)
     assert step == 1
     assert (parts[MODELS].arrays["a"] == STATE["a"]).all()
-    again.save(2, PARTS, None)
+    again.save(2, PARTS)
     again.close()
     assert steps(folder) == ["2"]
 
 
+def damage(folder: Path, how: str) -> None:
+    """Changes 64 bytes in the middle of the arrays, or cuts a file of Orbax."""
+    if how == "cut":
+        (folder / "models" / "_METADATA").write_text("{")
+        return
+    largest = max(folder.rglob("*"), key=lambda file: file.stat().st_size if file.is_file() else 0)
+    content = bytearray(largest.read_bytes())
+    at = len(content) // 2
+    content[at : at + 64] = bytes(255 - x for x in content[at : at + 64])
+    largest.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["flip", "cut"])
+def test_a_checkpoint_whose_bytes_have_changed_is_refused_with_the_step_before(tmp_path, how, refused):
+    folder = tmp_path / "run" / "checkpoints"
+    with closing(Checkpoints(folder, {}, ConfigDict(dict(every=1, keep=2, keep_best=0)), MESH)) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, PARTS)
+    damage(folder / "2", how)
+    with closing(Checkpoints(folder, {}, KEEP, MESH)) as checkpoints, refused(str(folder / "2"), "step 1"):
+        checkpoints.resume(STATE)
+    shutil.move(folder / "2", tmp_path)
+    with closing(Checkpoints(folder, {}, KEEP, MESH)) as checkpoints:
+        assert checkpoints.resume(STATE)[0] == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "uint32"])
+def test_the_checksum_of_an_array_is_of_its_bits_on_every_mesh(dtype):
+    values = np.arange(-64, 64).reshape(16, 8).astype(jnp.dtype(dtype))
+    expected = {"x/0": int(values.view(f"u{values.itemsize}").sum(dtype=np.uint32))}
+    for sizes in (1, 1), (4, 2):
+        mesh = make_mesh(data=1, fsdp=sizes[0], tensor=sizes[1])
+        spread = jax.device_put(values, NamedSharding(mesh, PartitionSpec("fsdp", "tensor")))
+        assert checksums({"x": [spread]}) == checksums({"x": [values]}) == expected
+
+
 def test_an_evaluation_is_saved_if_it_is_one_of_the_best_also_when_resumed(tmp_path):
     def make() -> Checkpoints:
-        return Checkpoints(tmp_path / "checkpoints", {}, ConfigDict(dict(every=1, keep=1, keep_best=2)), MESH)
+        made = Checkpoints(tmp_path / "checkpoints", {}, ConfigDict(dict(every=1, keep=1, keep_best=2)), MESH)
+        made.accuracies = {0: 0.8, 1: 0.5, 2: 0.7}  # there is no checkpoint of step 0
+        return made
 
     checkpoints = make()
     assert checkpoints.is_best(0.0) and not checkpoints.is_best(None)
-    for step, accuracy in enumerate([0.5, 0.7], 1):
-        checkpoints.save(step, PARTS, accuracy)
+    for step in (1, 2):
+        checkpoints.save(step, PARTS)
     checkpoints.close()
     again = make()
-    again.resume(STATE)
     for one in (checkpoints, again):
         assert [one.is_best(accuracy) for accuracy in (0.4, 0.5, 0.6, 0.8)] == [False, False, True, True]
     again.close()
@@ -253,12 +294,28 @@ def test_an_evaluation_is_saved_if_it_is_one_of_the_best_also_when_resumed(tmp_p
     none.close()
 
 
-def test_the_best_checkpoint_stays_when_the_run_is_resumed(tmp_path):
-    for step, accuracy in enumerate([0.1, 0.9, 0.2, 0.3], 1):
-        checkpoints = Checkpoints(tmp_path, {}, KEEP, MESH)
-        checkpoints.save(step, PARTS, accuracy)
-        checkpoints.close()
-    assert steps(tmp_path) == ["2", "4"]
+def test_the_best_checkpoint_stays_and_an_evaluation_after_the_last_save_counts(tmp_path):
+    checkpoints, accuracies = Checkpoints(tmp_path, {}, KEEP, MESH), {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.9, 5: 1.0}
+    for step in range(1, 6):
+        checkpoints.accuracies = {s: x for s, x in accuracies.items() if s <= min(step, 4)}
+        checkpoints.save(step, PARTS)
+        checkpoints.wait()
+        assert steps(tmp_path) == [str(s) for s in range(1, 6) if s == step or s == min(step, 2)]
+    checkpoints.accuracies = accuracies
+    checkpoints.tidy()
+    checkpoints.close()
+    assert steps(tmp_path) == ["5"]
+
+
+def test_a_run_that_may_go_back_keeps_checkpoints_whose_ages_double():
+    """Whatever the age that a rule asks for, there is a checkpoint of that age, and of no more than four times it."""
+    settings, kept = ConfigDict(dict(every=5, keep=2, keep_best=0)), set[int]()
+    for step in range(5, 2001, 5):
+        kept = kept_steps([*sorted(kept), step], {}, settings, goes_back=True)
+        ages = sorted(step - s for s in kept)
+        assert len(kept) <= 2 + step.bit_length()
+        assert all(any(age <= older <= max(4 * age, 10) for older in ages) for age in range(5, step // 4))
+    assert kept_steps([*range(5, 2001, 5)], {}, settings, goes_back=False) == {1995, 2000}
 
 
 def test_a_checkpoint_of_a_signal_changes_no_step_that_a_run_can_go_back_to(tmp_path):
@@ -269,7 +326,7 @@ def test_a_checkpoint_of_a_signal_changes_no_step_that_a_run_can_go_back_to(tmp_
         for of_part in saves:
             checkpoints = Checkpoints(tmp_path / name, {}, config, MESH)
             for step in of_part:
-                checkpoints.save(step, PARTS, None)
+                checkpoints.save(step, PARTS)
                 if step % 2 == 0:
                     there.setdefault(name, []).append(checkpoints.steps())
             # It is resumed from the newest, also if a signal made it.
@@ -286,7 +343,7 @@ def test_a_run_killed_while_it_deletes_a_checkpoint_never_resumes_half_of_it(tmp
     keep, removed = 3 if "rollback" in victim else 1, list[Path]()
     checkpoints = Checkpoints(folder, {}, ConfigDict(dict(keep=keep, keep_best=0, every=1)), MESH)
     for step in (1, 2, 3):
-        checkpoints.save(step, PARTS, None)
+        checkpoints.save(step, PARTS)
         checkpoints.wait()
         if step == 2:
 
@@ -322,14 +379,15 @@ def test_room_for_the_checkpoints_of_the_whole_run_is_asked_for(tmp_path, monkey
 
     def asks_for(count: int) -> None:
         monkeypatch.setattr(disk, "free", lambda folder: count * size)
-        checkpoints.check_room(STATE)
+        checkpoints.check_room(STATE, 6)
         monkeypatch.setattr(disk, "free", lambda folder: count * size - 1)
         with refused(f" {count} checkpoints "):
-            checkpoints.check_room(STATE)
+            checkpoints.check_room(STATE, 6)
 
     asks_for(4)
     for step, accuracy, there in ((2, 0.9, [2]), (4, 0.5, [2, 4]), (5, None, [2, 4, 5]), (6, None, [2, 6])):
-        checkpoints.save(step, PARTS, accuracy)
+        checkpoints.accuracies |= {} if accuracy is None else {step: accuracy}
+        checkpoints.save(step, PARTS)
         checkpoints.wait()
         # A signal has made the one of step 5. It stays until that of step 6 is complete: then there are four.
         assert sorted(checkpoints._manager.all_steps()) == there

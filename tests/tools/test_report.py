@@ -25,7 +25,7 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import rules
 from jaxrl_llm.health.bands import Band, bands
-from jaxrl_llm.session.checkpoint import cut_back
+from jaxrl_llm.session.json_lines import cut_back
 from jaxrl_llm.tools.report import __main__ as report
 from jaxrl_llm.tools.report import axis, curves, page, tables, thinning, traces
 from jaxrl_llm.tools.report.runs import read_all

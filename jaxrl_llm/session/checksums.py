@@ -1,0 +1,32 @@
+"""Checksums of arrays: they tell that the bytes of a checkpoint have changed on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr
+
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.structs import PyTree
+
+
+def checksums(arrays: PyTree) -> dict[str, int]:
+    """Returns the sum of the bit patterns of each array, modulo 2**32, by its path. It is the same on every mesh."""
+    on_device = lambda x: x if isinstance(x, np.ndarray) else sharding.move(x, sharding.DEVICE)  # noqa: E731
+    leaves = jax.tree.leaves_with_path(arrays)
+    # One after the other: all arrays that are kept in host memory would not fit on the devices together.
+    return {keystr(path, simple=True, separator="/"): int(_checksum(on_device(leaf))) for path, leaf in leaves}
+
+
+@jax.jit
+def _checksum(array: jax.Array) -> jax.Array:
+    bits = array if array.dtype == bool else array.view(f"uint{8 * array.dtype.itemsize}")
+    return jnp.sum(bits, dtype=jnp.uint32)
+
+
+def changed(arrays: PyTree, saved: Mapping[str, int]) -> list[str]:
+    """Returns the paths of the arrays whose checksum differs from the saved one."""
+    return [path for path, value in checksums(arrays).items() if saved[path] != value]

@@ -1,0 +1,44 @@
+"""The logs of a run are read and cut back, whatever a lost host has left in them."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+
+import pytest
+
+from jaxrl_llm.session.json_lines import cut_back, read
+
+
+def test_a_log_is_cut_back_at_newlines_alone(tmp_path):
+    lines = [json.dumps({"step": i, "text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n" for i in range(6)]
+    (tmp_path / "log").write_text("".join(lines) + '{"step": 6, "te')
+    cut_back(tmp_path / "log", 3)
+    assert (tmp_path / "log").read_text() == "".join(lines[:4])
+
+
+def test_a_log_larger_than_the_memory_can_be_cut_back(tmp_path):
+    line = json.dumps({"step": 1, "text": "x" * 1000}) + "\n"
+    (tmp_path / "log").write_text(line * 20_000 + line.replace("1", "9", 1))
+    tracemalloc.start()
+    try:
+        cut_back(tmp_path / "log", 3)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "log").stat().st_size == len(line) * 20_000
+    assert peak < 2**20
+
+
+@pytest.mark.parametrize(
+    "rest", [b"\0\0\0\0\n", b'{"step": 2, "te\n', b"7\n", b'{"text": 2}\n', b'{"step": null}\n', b"\xff\n"]
+)
+def test_a_log_is_cut_at_a_line_that_cannot_be_read_and_the_line_is_named(tmp_path, rest):
+    log, whole = tmp_path / "log", b'{"step": 0}\n{"step": 1}\n'
+    log.write_bytes(whole + rest + b'{"step": 3}\n')
+    assert read(log) == [{"step": 0}, {"step": 1}]
+    assert "line 3 " in cut_back(log, 5)
+    assert log.read_bytes() == whole
+    assert cut_back(log, 5) == cut_back(log, 0) == "" == cut_back(tmp_path / "none", 5)
+    log.write_bytes(whole + rest.strip(b"\n"))  # a process that was killed in a line leaves this
+    assert cut_back(log, 5) == "" and log.read_bytes() == whole
