@@ -56,9 +56,6 @@ def get_config() -> ConfigDict:
     # Least and most pixels of a picture, which is resized; its tokens count as those of the prompt. 0: the model's.
     c.data.min_pixels = 0
     c.data.max_pixels = 0
-    # Rows that a resumed run goes on with, where they are not those that it began with: what the line that refuses them
-    # says. "": none.
-    c.data.accept = ""
     c.data.max_prompt_tokens = 16  # limit of a prompt in tokens; a longer prompt is never cut
     c.data.overlong = "drop"  # for longer prompts: drop (drop and count them) | error (stop the run)
     c.data.chat_template_args = ConfigDict()  # arguments of the model's chat template, e.g. enable_thinking = False
@@ -210,6 +207,9 @@ def get_config() -> ConfigDict:
     c.checkpoint.every = 25  # steps; also at the best evaluations, at SIGTERM or Ctrl-C, and at the end
     c.checkpoint.keep = 2  # number of latest checkpoints to keep
     c.checkpoint.keep_best = 1  # also keep this number of best checkpoints by evaluation; 0: none
+    # Rows or code of your own functions that differ from those before a resume are refused, unless this is the value
+    # that the error gives.
+    c.checkpoint.accept = ""
 
     c.log = ConfigDict()
     c.log.completions_every = 25  # steps between samples on the console and in completions.jsonl; 0: no samples

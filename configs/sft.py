@@ -53,9 +53,6 @@ def get_config() -> ConfigDict:
     # Least and most pixels of a picture, which is resized; its tokens count as those of the prompt. 0: the model's.
     c.data.min_pixels = 0
     c.data.max_pixels = 0
-    # Rows that a resumed run goes on with, where they are not those that it began with: what the line that refuses them
-    # says. "": none.
-    c.data.accept = ""
     c.data.max_prompt_tokens = 16
     c.data.overlong = "drop"
     c.data.chat_template_args = ConfigDict()
@@ -105,6 +102,9 @@ def get_config() -> ConfigDict:
     c.health.stop = ("updates_skipped",)
 
     c.checkpoint = ConfigDict(dict(every=200, keep=1, keep_best=0))
+    # Rows or code of your own functions that differ from those before a resume are refused, unless this is the value
+    # that the error gives.
+    c.checkpoint.accept = ""
 
     c.log = ConfigDict(dict(to=("tensorboard",), project=""))
     return c

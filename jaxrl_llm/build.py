@@ -61,9 +61,9 @@ from jaxrl_llm.rollout.weights import copy_shapes
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.trial import Facts, Subject
 from jaxrl_llm.session import banner, checkpoint
+from jaxrl_llm.session.changes import Change, Rows
 from jaxrl_llm.session.inputs import Inputs
 from jaxrl_llm.session.opening import Workplace, at_work, open_session
-from jaxrl_llm.session.other_rows import Change, Rows
 from jaxrl_llm.session.session import ModelStates, Session, Trainer
 from jaxrl_llm.structs import Config, PyTree, StatefulPart
 
@@ -330,7 +330,7 @@ def open_outputs(
         )
 
     now = Rows({"data.source": counts, "eval.source": inputs.held_out.counts()}, inputs.dataset.prompts())
-    return open_session(place, recipe.plan, models, mesh, inputs.began_with, now, announce)
+    return open_session(place, recipe.plan, models, mesh, inputs.began_with | place.code, now, announce)
 
 
 def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs, room: int) -> Actor:

@@ -100,13 +100,29 @@ def name_of(function: Any, home: str, field: str) -> str:
 def own_files(values: Iterable[Any]) -> dict[str, Path]:
     """Returns the files of the user's functions that values of a checked config name, by these names."""
     found = {}
-    for text in chain(*(value if isinstance(value, tuple) else (value,) for value in values)):
-        name = str(text).partition("(")[0]
-        module = name.rpartition(".")[0]
-        file = Path(OWN[name].__code__.co_filename) if name in OWN else imported_file(module)
+    for name in _names_in(values):
+        function = _without_module(name)
+        file = Path(function.__code__.co_filename) if function else imported_file(name.rpartition(".")[0])
         if file and file.is_file():
             found[name] = file
     return found
+
+
+def notebook_functions(values: Iterable[Any]) -> dict[str, Callable[..., Any]]:
+    """Returns the functions of the user's that values of a checked config name and that are in no file."""
+    functions = {name: _without_module(name) for name in _names_in(values)}
+    return {name: f for name, f in functions.items() if f and not Path(f.__code__.co_filename).is_file()}
+
+
+def _names_in(values: Iterable[Any]) -> list[str]:
+    texts = chain(*(value if isinstance(value, tuple) else (value,) for value in values))
+    return [str(text).partition("(")[0] for text in texts]
+
+
+def _without_module(name: str) -> Any:
+    """Returns a function of the user's script, notebook or config file; None if it is in a module."""
+    module, _, attribute = name.rpartition(".")
+    return OWN.get(name) or (getattr(sys.modules.get("__main__"), attribute, None) if module == "__main__" else None)
 
 
 def split_call(text: str, what: str = "name") -> tuple[str, dict[str, Any]]:

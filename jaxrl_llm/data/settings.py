@@ -29,7 +29,6 @@ class DataSettings:
     prompt_column: MayChange[str]
     answer_column: MayChange[str]
     format_prompt: MayChange[str]
-    accept: MayChange[str]
     chat_template_args: dict[str, Any]
     today: MayChange[str]
     max_prompt_tokens: AtLeastOne

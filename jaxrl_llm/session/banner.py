@@ -19,7 +19,7 @@ from jaxrl_llm.models.adapters import Adapters
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.rollout.jax.sizes import StreamSizes
 from jaxrl_llm.rollout.settings import JudgeSettings
-from jaxrl_llm.session.other_rows import Change
+from jaxrl_llm.session.changes import Change
 from jaxrl_llm.session.settings import HealthSettings
 from jaxrl_llm.structs import Sizes
 
@@ -108,6 +108,8 @@ def _repeated(dataset: Dataset) -> list[str]:
 def beginning(start: int, steps: int, changes: Sequence[Change]) -> list[tuple[str, str]]:
     """Returns the banner's rows on the step at which the run begins, and on the rows that it accepts from there on."""
     begins = f"after step {start} of {steps}, resumed" if start else "anew"
+    if start > steps:
+        begins = f"after step {start}, which is more than config.num_steps = {steps}: there is nothing to do"
     return [("begins", begins), *[("", f"{change}: accepted") for change in changes]]
 
 

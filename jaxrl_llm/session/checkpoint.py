@@ -29,10 +29,10 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import disk, distributed
 from jaxrl_llm.machine.distributed import agreement
 from jaxrl_llm.machine.sharding import BATCH
-from jaxrl_llm.session import other_rows
+from jaxrl_llm.session import changes, json_lines
+from jaxrl_llm.session.changes import Change, Rows, is_acceptable
 from jaxrl_llm.session.checksums import changed, checksums
 from jaxrl_llm.session.lock import LOCK
-from jaxrl_llm.session.other_rows import SECTIONS, Change, Rows
 from jaxrl_llm.session.settings import CheckpointSettings
 from jaxrl_llm.structs import PartState, PyTree
 
@@ -52,17 +52,24 @@ def check_workdir(workdir: Path, fields: Mapping[str, Any], known: Table) -> Non
     Raises: UserError, if the workdir is not writable, has files of another program, or holds a run of another config.
     """
     existing = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(f"--workdir {workdir} cannot be written ({existing} is no folder of yours): give another")
+    if not existing.is_dir():
+        raise UserError(f"--workdir {workdir} cannot be a folder, because {existing} is a file: give another")
+    if not os.access(existing, os.W_OK):
+        reason = "its disk is read-only" if os.statvfs(existing).f_flag & os.ST_RDONLY else "you may not write there"
+        raise UserError(f"--workdir {workdir} cannot be written ({existing}: {reason}): give another")
     if not workdir.exists() or all(_is_ours(file) for file in workdir.iterdir()):
         return  # no run yet
     file = workdir / "config.json"
+    # Never "give a new folder" alone: it would lose good checkpoints.
+    remedy = "give a new folder"
+    if has_checkpoint(workdir / "checkpoints"):
+        remedy = "put it back, because the checkpoints there need it; a model card, hf/README.md, has its text too"
     if not file.is_file():
-        raise UserError(f"--workdir {workdir} is not empty and not a run of ours (no config.json): give a new folder")
+        raise UserError(f"--workdir {workdir} is not empty and has no config.json of a run: {remedy}")
     try:
         before = flatten(json.loads(file.read_text()))
     except (ValueError, AttributeError):  # not JSON, or not an object
-        raise UserError(f"{file} is not a run's config: give another --workdir") from None
+        raise UserError(f"{file} is not a run's config: {remedy}") from None
     now = json.loads(json.dumps(fields))  # as the file has them: lists for tuples
     may_change = names_that_may_change(known, fields)
     # Function names are compared first: a changed function also changes the other fields of its section.
@@ -85,9 +92,27 @@ def beginning(workdir: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     if distributed.first():
         with suppress(OSError, ValueError, AttributeError):  # no run, or `check_workdir` reports the error
             before = flatten(json.loads((workdir / "config.json").read_text()))
-            began |= {name: before[name] for name in began if name in before}
+            if _sections(before) == _sections(fields):  # else the run is of another program
+                began |= {name: before[name] for name in began if name in before}
     # Missing fields, and those of a wrong type, are left to the checks, and set ones to `check_workdir`.
     return {name: x for name, x in distributed.exchange(began)[0].items() if fields.get(name) in (0, "")}
+
+
+def _sections(fields: Iterable[str]) -> set[str]:
+    return {name.partition(".")[0] for name in fields}
+
+
+def check_log(workdir: Path, start: int, every: int) -> None:
+    """Checks that a run that begins at `start` = 0 was stopped before its first checkpoint was complete, or is new.
+
+    Raises: UserError, if its log says that it has made checkpoints.
+    """
+    last = max((record["step"] for record in json_lines.read(workdir / "metrics.jsonl")), default=0)
+    if not start and last >= 2 * every:  # at the second save, the first one is complete
+        raise UserError(
+            f"{workdir} has a log of {last} steps, but no checkpoint: put its folder checkpoints back, or remove "
+            "metrics.jsonl to begin anew"
+        )
 
 
 def _is_ours(file: Path) -> bool:
@@ -246,10 +271,10 @@ class Checkpoints:
         return "there is no checkpoint" if step is None else f"the last checkpoint is {folder / str(step)}"
 
     def check_beginning(self, fields: Mapping[str, Any]) -> tuple[int, list[Change]]:
-        """Returns the newest complete step, or 0 if none, and which rows the config accepts instead of those before.
+        """Returns the newest complete step, or 0 if none, and the changes of rows and code that the config accepts.
 
         fields: of the config.
-        Raises: UserError, if the run began with another model, or with other rows that the config does not accept.
+        Raises: UserError, if the run began with another model, or with rows or code that the config does not accept.
         """
         step = self._manager.latest_step()
         if step is None:
@@ -258,14 +283,14 @@ class Checkpoints:
         before = notes["began_with"]
         for field, digest in self._began_with.items():
             # A field that is new in the config has no hash to compare.
-            if field not in SECTIONS and before.get(field, digest) != digest:
+            if not is_acceptable(field) and before.get(field, digest) != digest:
                 raise UserError(
                     f"config.{field} holds something else than when this run began: "
                     "put that back, or give another --workdir"
                 )
-        changes = other_rows.check(self._folder.parent, fields, self._began_with, self._rows, step, notes)
+        accepted = changes.check(self._folder.parent, fields, self._began_with, self._rows, step, notes)
         self._began_with = before | self._began_with
-        return step, changes
+        return step, accepted
 
     def go_back(self, step: int) -> None:
         """Deletes the checkpoints after `step`: the run will make them again. Raises: UserError, if a save failed."""

@@ -65,6 +65,6 @@ class Inputs:
         workdir, models = place.workdir, self.models
         hf_export.save(workdir / "hf", policy.all_parameters(states["policy"]), models.folder)
         if distributed.first():
-            model_card.write(workdir / "hf", model_card.card(workdir, place.config, self.began_with))
+            model_card.write(workdir / "hf", model_card.card(workdir, place.config, self.began_with | place.code))
         if (adapters := models.adapters) and adapters.kind.peft:
             peft.save(workdir / "adapter", states["policy"].params, adapters, place.config["model"]["path"])

@@ -16,7 +16,7 @@ from jaxrl_llm.config.load import flatten
 from jaxrl_llm.data.settings import PREFERENCE
 from jaxrl_llm.machine import disk
 from jaxrl_llm.models import hf
-from jaxrl_llm.session import json_lines, other_rows
+from jaxrl_llm.session import changes, json_lines
 
 POINTS = 20  # rows of the curve
 COLUMNS = {  # metric -> heading, format
@@ -59,7 +59,8 @@ def card(workdir: Path, config: Mapping[str, Any], began_with: Mapping[str, str]
         "## Measured",
         _curve(records),
         "## Data",
-        _data(fields, began_with, [change for change in other_rows.read(workdir) if change.after_step < last]),
+        _data(fields, began_with, [change for change in changes.read(workdir) if change.after_step < last]),
+        *_code(began_with),
         "## Config",
         f"```json\n{_plain(json.dumps(config, indent=2))}\n```",
     ]
@@ -116,7 +117,7 @@ def _curve(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
 
 
-def _data(fields: Mapping[str, Any], began_with: Mapping[str, str], changes: Sequence[other_rows.Change]) -> str:
+def _data(fields: Mapping[str, Any], began_with: Mapping[str, str], accepted: Sequence[changes.Change]) -> str:
     lines, judge = [], fields.get("eval.function")
     for section, use in (("data", "training"), *([("eval", "evaluation")] if judge else [])):
         source, convert = _plain(fields[f"{section}.source"]), fields[f"{section}.convert"]
@@ -126,16 +127,22 @@ def _data(fields: Mapping[str, Any], began_with: Mapping[str, str], changes: Seq
             + (f", converted by `{convert}`" if convert else "")
             + (f", SHA-256 `{digest}`" if digest else "")
         )
-    for change in changes:
-        lines.append(
-            f"- after step {change.after_step:,}, {change.field} had other rows: SHA-256 `{change.before}` before"
-        )
+    for change in accepted:
+        other = "changed" if change.field.startswith(changes.CODE) else "had other rows"
+        lines.append(f"- after step {change.after_step:,}, {change.field} {other}: SHA-256 `{change.before}` before")
     lines.append(f"- base model: SHA-256 `{began_with['model.path']}` of its config and of a part of each tensor")
     if judge == PREFERENCE:
         lines.append("- accuracy: the share of pairs whose chosen completion has the larger reward")
     elif judge:
         lines.append(f"- accuracy: the mean of `{judge}` over greedy completions")
     return "\n".join(lines)
+
+
+def _code(began_with: Mapping[str, str]) -> list[str]:
+    """Returns the section on the user's own functions, if the run has some."""
+    functions = {key: digest for key, digest in began_with.items() if key.startswith(changes.CODE)}
+    lines = [f"- {key}: SHA-256 `{digest}`" for key, digest in functions.items()]
+    return ["## Own code", "\n".join(lines)] if lines else []
 
 
 def _plain(text: str) -> str:

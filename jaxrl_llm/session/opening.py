@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ from jaxrl_llm.machine import distributed
 from jaxrl_llm.machine.compilation import Compilations, keep_compilations
 from jaxrl_llm.machine.distributed import agreement
 from jaxrl_llm.machine.hang import WATCHDOG
-from jaxrl_llm.session import alike, checkpoint, other_rows
+from jaxrl_llm.session import alike, changes, checkpoint
+from jaxrl_llm.session.changes import Change, Rows
 from jaxrl_llm.session.checkpoint import Checkpoints
 from jaxrl_llm.session.health import Health
 from jaxrl_llm.session.lock import locked
 from jaxrl_llm.session.log import Log
-from jaxrl_llm.session.other_rows import Change, Rows
 from jaxrl_llm.session.rollback import Rollbacks
 from jaxrl_llm.session.session import ModelStates, Session, Trainer
 from jaxrl_llm.session.settings import Plan
@@ -39,6 +39,7 @@ class Workplace:
     compilations: Compilations
     cache: str  # folder of compiled programs, or "off"
     config: dict[str, Any]  # as config.json has it
+    code: dict[str, str] = field(default_factory=dict)  # hashes of the user's own functions
     check_lock: Callable[[], None] = lambda: None  # raises: UserError, if another process has taken the workdir
 
     def take(self, record: type, *, shared: bool) -> None:
@@ -48,6 +49,7 @@ class Workplace:
         Raises: UserError.
         """
         fields = flatten(self.config)
+        self.code = changes.code_hashes(fields)
         alike.check(fields)
         if distributed.first():
             checkpoint.check_workdir(self.workdir, fields, records.table(record, self.config))
@@ -84,12 +86,13 @@ def open_session(
     goes_back = plan.most_rollbacks > 0
     opened = Checkpoints(workdir / "checkpoints", began_with, plan.checkpoint, mesh, rows, goes_back=goes_back)
     checkpoints = enter(closing(opened))
-    start, changes = checkpoints.check_beginning(flatten(place.config))
+    start, accepted = checkpoints.check_beginning(flatten(place.config))
     if distributed.first():
+        checkpoint.check_log(workdir, start, plan.checkpoint.every)
         checkpoints.check_room(models.shapes(), plan.steps)
         checkpoint.open_workdir(workdir, place.config)
-        other_rows.write(workdir, changes)
-        announce(start, changes)
+        changes.write(workdir, accepted)
+        announce(start, accepted)
     log = enter(closing(Log(workdir, plan.log, plan.steps, place.config)))
     health, rollbacks = Health(workdir, plan.health, log.tell), Rollbacks(workdir)
     fields = workdir, place.check_lock, plan, log, health, rollbacks, checkpoints

@@ -45,6 +45,7 @@ class CheckpointSettings:
     every: MayChange[AtLeastOne]
     keep: MayChange[AtLeastOne]
     keep_best: MayChange[Count]
+    accept: MayChange[str]
 
 
 @dataclass(frozen=True, kw_only=True)

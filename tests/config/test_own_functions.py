@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import linecache
 import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxrl_llm.config import load as configs
+from jaxrl_llm.config import names, own_code
 from jaxrl_llm.config.load import with_names
 from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.data import columns
@@ -211,3 +214,55 @@ def test_a_reward_that_ends_the_program_is_named():
     with closing(RewardFn((name,), (1.0,), 0.0, field="x")) as reward, pytest.raises(UserError) as caught:
         reward([{"prompt": "?"}], [["a"]], [[[1]]])
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+SOURCE = """
+import math
+
+SCALE = 1.0
+
+def scaled(x):
+    # Half of it.
+    return SCALE * math.sqrt(x)
+
+def unused(x):
+    return x
+
+@functools.cache
+def reward(completions, **columns):
+    return [scaled(len(completion)) for completion in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changes"),
+    [
+        ("len(completion)", "2 * len(completion)", True),
+        ("SCALE = 1.0", "SCALE = 2.0", True),  # what a function that it calls uses
+        ("import math", "import cmath as math", True),
+        ("@functools.cache\n", "", True),
+        ("    return x\n", "    return -x\n", False),  # of another function
+        ("SCALE = 1.0", "SCALE = 1.0\nOTHER = 2.0", False),
+    ],
+)
+def test_the_hash_of_a_function_is_of_its_source_and_of_what_it_uses(tmp_path, before, after, changes):
+    file = tmp_path / "mine.py"
+    file.write_text(SOURCE)
+    first = own_code.source_in(file, "reward")
+    assert before in SOURCE and "unused" not in first
+    file.write_text(SOURCE.replace(before, after))
+    assert (own_code.source_in(file, "reward") != first) == changes
+
+
+def test_functions_of_a_module_a_script_and_a_notebook_have_a_hash(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(SOURCE.replace("@functools.cache", ""))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(equal=equal))
+    source = "def celled(completions):\n    return 1\n"
+    linecache.cache["<cell 1>"] = (len(source), None, source.splitlines(keepends=True), "<cell 1>")
+    exec(compile(source, "<cell 1>", "exec"), cell := {"__name__": "__main__"})
+    monkeypatch.setitem(names.OWN, "__main__.celled", cell["celled"])
+    names.resolve("mine.reward", REWARDS)
+    values = ("mine.reward(size=3)", "__main__.equal", "arithmetic.accuracy"), "__main__.celled", 3
+    assert own_code.digests(values).keys() == {"mine.reward", "__main__.equal", "__main__.celled"}
+    assert len({*own_code.digests(values).values()}) == 3

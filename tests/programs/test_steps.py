@@ -25,6 +25,7 @@ from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session import log
 from jaxrl_llm.session.checkpoint import Checkpoints
 from jaxrl_llm.session.record import Timer
+from jaxrl_llm.session.saved_run import SavedRun
 from jaxrl_llm.structs import Prompts, Rewards, Rollouts
 from jaxrl_llm.train import rl_step, steps, train
 
@@ -130,6 +131,7 @@ def test_an_engine_of_ones_own_is_named_and_logs_are_on_disk_before_a_save(tmp_p
     assert last["sampler/gap_max"] > 0.1  # it does not say what the policy would
     assert np.isfinite(last["grad_norm"])
     assert {"metrics.jsonl", "completions.jsonl"} <= set(events[: events.index("save")])
+    assert "code of test_steps.canned" in SavedRun(tmp_path / "run").began_with(2)
 
 
 OBSERVED = 2  # tokens that the environment appends

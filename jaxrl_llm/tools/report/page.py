@@ -10,6 +10,7 @@ import jinja2
 from plotly.offline import get_plotlyjs
 
 import jaxrl_llm
+from jaxrl_llm.session import changes
 from jaxrl_llm.session.rollback import Rollbacks
 from jaxrl_llm.tools.report import completions, curves, tables
 from jaxrl_llm.tools.report.runs import FILES, Reader, ReportedRun, read_all
@@ -77,6 +78,7 @@ def card(run: ReportedRun) -> list[tuple[str, str]]:
         rows.append(("best accuracy", f"{best:.1%} (step {-step:,})"))
     for back in Rollbacks(run.workdir).read():
         rows.append((f"step {back.step:,}", f"went back to step {back.to:,}: {back.finding['id']}"))
+    rows += [(f"step {change.after_step:,}", f"accepted: {change}") for change in changes.read(run.workdir)]
     return [*rows, ("last record", _time((run.workdir / FILES[1]).stat().st_mtime))]
 
 

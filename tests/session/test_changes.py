@@ -20,9 +20,9 @@ from jaxrl_llm import recipe as recipes
 from jaxrl_llm.data import order
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
-from jaxrl_llm.session import checkpoint, model_card, other_rows
+from jaxrl_llm.session import changes, checkpoint, model_card
+from jaxrl_llm.session.changes import Rows
 from jaxrl_llm.session.checkpoint import MODELS, SAMPLES, Checkpoints
-from jaxrl_llm.session.other_rows import Rows
 from jaxrl_llm.structs import PartState
 
 ASSET = Path(checkpoint.__file__).parents[1] / "assets" / "arithmetic"
@@ -65,13 +65,13 @@ def test_a_repaired_file_is_resumed_where_the_run_was_by_an_explicit_choice(tmp_
     assert seen(run, file) == drawn(numbers, broken, 8)
     assert "1 of 16 rows has no 'answer', the first is row " in capsys.readouterr().out
     write(file, [*right.values()])
-    with refused("config.data.source", "16 rows then, 16 now", "--config.data.accept=") as caught:
-        seen(run, file, **{"data.accept": "yes"})
-    assert not (run / other_rows.FILE).exists()
-    (name,) = re.findall(r"--config.data.accept=(\w{12})$", str(caught.value))
-    assert seen(run, file, **{"data.accept": name}) == drawn(numbers, right, 16)[8:]
+    with refused("config.data.source", "16 rows then, 16 now", "--config.checkpoint.accept=") as caught:
+        seen(run, file, **{"checkpoint.accept": "yes"})
+    assert not (run / changes.FILE).exists()
+    (name,) = re.findall(r"--config.checkpoint.accept=(\w{12})$", str(caught.value))
+    assert seen(run, file, **{"checkpoint.accept": name}) == drawn(numbers, right, 16)[8:]
     assert "(16 rows then, 16 now): accepted" in capsys.readouterr().out
-    (change,) = other_rows.read(run)
+    (change,) = changes.read(run)
     assert (change.after_step, change.field, change.rows_before, change.rows_now) == (1, "data.source", [16], [16])
     (run / "metrics.jsonl").write_text('{"step": 2}\n')
     card = model_card.card(run, config_of(file).to_dict(), HASHES)
@@ -130,12 +130,12 @@ def saved(tmp_path: Path) -> Path:
     """A workdir with a checkpoint and a batch that waits."""
     with closing(checkpoints(tmp_path, "old", ROWS)) as made:
         made.save(1, parts({"next": 7}, [{"tokens": jnp.ones((2, 3))}]))
-    (tmp_path / "config.json").write_text('{"data": {"source": "a", "accept": ""}}')
+    (tmp_path / "config.json").write_text('{"data": {"source": "a"}}')
     return tmp_path
 
 
 def accepting(hashes: dict[str, str]) -> dict[str, str]:
-    return {"data.source": "a", "data.accept": other_rows.accepted_by(hashes)}
+    return {"data.source": "a", "checkpoint.accept": changes.accepted_by(hashes)}
 
 
 ROWS = Rows({"data.source": [4, 2], "eval.source": [3]}, "prompts")
@@ -163,7 +163,7 @@ def test_a_checkpoint_of_another_format_and_a_torn_one_are_refused(saved, refuse
     for text in (json.dumps(json.loads(notes.read_text()) | {"format": 99}), '{"data'):
         notes.write_text(text)
         with closing(checkpoints(saved, "old", ROWS)) as made, refused("checkpoints/1"):
-            made.check_beginning({"data.accept": ""})
+            made.check_beginning({"checkpoint.accept": ""})
 
 
 def test_the_newest_checkpoint_is_named(saved, tmp_path):
@@ -176,22 +176,39 @@ def test_one_choice_accepts_the_rows_of_both_and_no_other_model(saved, refused, 
     rows = Rows({"data.source": [6], "eval.source": [2]}, "prompts")
     now = HASHES | {"data.source": "new", "eval.source": "f"}
     with closing(Checkpoints(saved / "checkpoints", now, KEEP, MESH, rows)) as made:
-        _, changes = made.check_beginning(accepting(now))
-    assert [change.field for change in changes] == ["data.source", "eval.source"]
-    assert "(3 rows then, 2 now" in str(changes[1])
-    wording(str(changes[1]))
+        _, accepted = made.check_beginning(accepting(now))
+    assert [change.field for change in accepted] == ["data.source", "eval.source"]
+    assert "(3 rows then, 2 now" in str(accepted[1])
+    wording(str(accepted[1]))
     for _ in range(2):  # a run that ends before its next checkpoint resumes as this one
-        other_rows.write(saved, changes)
-    assert other_rows.read(saved) == changes
+        changes.write(saved, accepted)
+    assert changes.read(saved) == accepted
     other = now | {"model.path": "n"}
     with closing(Checkpoints(saved / "checkpoints", other, KEEP, MESH, rows)) as made, refused("config.model.path"):
         made.check_beginning(accepting(now))
 
 
+def test_code_that_has_changed_is_accepted_by_choice_and_is_in_the_card(saved, refused):
+    rows, key = ROWS, changes.CODE + "my.digits"
+    begun, now = HASHES | {key: "1"}, HASHES | {key: "2"}
+
+    def opened(hashes: dict[str, str]) -> Checkpoints:
+        return Checkpoints(saved / "checkpoints", hashes, KEEP, MESH, rows)
+
+    with closing(opened(begun)) as made:
+        assert made.check_beginning(accepting(begun)) == (1, [])  # the run had no code of its own at step 1
+        made.save(2, parts({"next": 1}, []))
+    with closing(opened(now)) as made, refused("my.digits", changes.accepted_by(now)):
+        made.check_beginning(accepting(begun))
+    with closing(opened(now)) as made:
+        step, (change,) = made.check_beginning(accepting(now))
+    assert (step, change.field, change.before, change.now) == (2, key, "1", "2")
+
+
 def test_a_run_that_has_saved_accepted_rows_does_not_need_the_choice_again(saved):
     rows, now = Rows({"data.source": [6], "eval.source": [3]}, "prompts"), HASHES | {"data.source": "new"}
-    for config in (accepting(now), {"data.accept": ""}):
+    for config in (accepting(now), {"checkpoint.accept": ""}):
         with closing(checkpoints(saved, "new", rows)) as made:
-            step, changes = made.check_beginning(config)
+            step, accepted = made.check_beginning(config)
             made.save(step + 1, parts({"next": 1}, []))
-    assert (step, changes) == (2, [])
+    assert (step, accepted) == (2, [])

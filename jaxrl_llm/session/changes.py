@@ -1,4 +1,4 @@
-"""Rows that differ from those that a run began with: a resumed run goes on with them if its config accepts them."""
+"""What a resumed run has otherwise than before: rows, or code of the user's functions. Its config must accept it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxrl_llm.config import own_code
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import disk
 
-FILE = "data_changes.jsonl"  # in the workdir
-SECTIONS = {"data.source": "data", "eval.source": "eval"}  # config field that names rows -> its section
+FILE = "accepted_changes.jsonl"  # in the workdir
+ROWS = {"data.source": "data", "eval.source": "eval"}  # config field that names rows -> its section
+CODE = "code of "  # begins the key of the hash of a function
+# Ends of the fields whose functions decide nothing but rows, which are compared themselves, or outputs.
+NOT_COMPARED = (".source", ".convert", "log.to")
 
 
 class Rows(NamedTuple):
@@ -26,16 +30,18 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """Rows that a run has accepted. The hashes are those of `Dataset.fingerprint`."""
+    """Rows or code that a run has accepted. Hashes of rows are those of `Dataset.fingerprint`."""
 
     after_step: int
-    field: str
+    field: str  # of the config, or CODE and the name of a function
     before: str
     now: str
-    rows_before: list[int]  # of each source of a mixture
+    rows_before: list[int]  # of each source of a mixture; of code none
     rows_now: list[int]
 
     def __str__(self) -> str:
+        if self.field.startswith(CODE):
+            return f"the {self.field} has changed since this run began"
         before, now = sum(self.rows_before), sum(self.rows_now)
         field = "data.mixture" if self.field == "data.source" and len(self.rows_now) > 1 else self.field
         line = f"config.{field} holds other rows than this run had ({before:,} rows then, {now:,} now"
@@ -44,28 +50,41 @@ class Change:
         return f"{line})" if self.rows_before == self.rows_now else f"{line}; the order of the rows begins anew)"
 
 
+def code_hashes(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the hashes of the user's functions that fields of a checked config name, except of rows and loggers."""
+    compared = [value for field, value in fields.items() if not field.endswith(NOT_COMPARED)]
+    return {CODE + name: digest for name, digest in own_code.digests(compared).items()}
+
+
+def is_acceptable(key: str) -> bool:
+    """Returns whether a run may go on if what this hash is of has changed."""
+    return key in ROWS or key.startswith(CODE)
+
+
 def accepted_by(hashes: Mapping[str, str]) -> str:
-    """Returns the value of `config.data.accept` that accepts the rows with these hashes, by config field."""
-    return hashlib.sha256("".join(hashes.get(field, "") for field in SECTIONS).encode()).hexdigest()[:12]
+    """Returns the value of `config.checkpoint.accept` that accepts rows and code with these hashes."""
+    return hashlib.sha256("".join(hashes[key] for key in sorted(hashes) if is_acceptable(key)).encode()).hexdigest()[
+        :12
+    ]
 
 
 def check(
     workdir: Path, fields: Mapping[str, Any], hashes: Mapping[str, str], rows: Rows, step: int, saved: Mapping[str, Any]
 ) -> list[Change]:
-    """Returns how the rows differ from those of a checkpoint: the hash and the number for each field.
+    """Returns how rows and code differ from those of a checkpoint.
 
     fields: of the config. saved: `began_with` and `rows` of the checkpoint of `step`.
-    Raises: UserError, unless the config accepts the rows.
+    Raises: UserError, unless the config accepts them.
     """
     before, counts = saved["began_with"], saved["rows"]["counts"]
-    changed = [field for field in SECTIONS if field in hashes and before.get(field, hashes[field]) != hashes[field]]
+    changed = [key for key in hashes if is_acceptable(key) and before.get(key, hashes[key]) != hashes[key]]
     changes = [
-        Change(step, field, before[field], hashes[field], counts[field], rows.counts[field]) for field in changed
+        Change(step, key, before[key], hashes[key], counts.get(key, []), rows.counts.get(key, [])) for key in changed
     ]
-    if changes and fields["data.accept"] != accepted_by(hashes):
+    if changes and fields["checkpoint.accept"] != accepted_by(hashes):
         raise UserError(
-            f"{' and '.join(map(str, changes))}{_fields(workdir, fields, changed)}: put the rows back, or give another "
-            f"--workdir, or go on with the rows that are there now: --config.data.accept={accepted_by(hashes)}"
+            f"{' and '.join(map(str, changes))}{_fields(workdir, fields, changed)}: put it back, or give another "
+            f"--workdir, or go on with what is there now: --config.checkpoint.accept={accepted_by(hashes)}"
         )
     return changes
 
@@ -73,9 +92,9 @@ def check(
 def _fields(workdir: Path, fields: Mapping[str, Any], changed: Sequence[str]) -> str:
     """Says which config fields of changed rows differ from those of the run, with both values."""
     then = flatten(json.loads((workdir / "config.json").read_text(encoding="utf-8")))
-    sections = tuple(f"{SECTIONS[field]}." for field in changed)
+    sections = tuple(f"{ROWS[key]}." for key in changed if key in ROWS)
     differ = [name for name in fields if name.startswith(sections) and name in then and then[name] != fields[name]]
-    told = [f"{name} was {then[name]!r} and is {fields[name]!r}" for name in differ if name != "data.accept"]
+    told = [f"{name} was {then[name]!r} and is {fields[name]!r}" for name in differ]
     return f"; {', '.join(told)}" if told else ""
 
 
@@ -88,7 +107,7 @@ def write(workdir: Path, changes: Sequence[Change]) -> None:
 
 
 def read(workdir: Path) -> list[Change]:
-    """Returns the changes of rows in a run, in order."""
+    """Returns the changes that a run has accepted, in order."""
     file = workdir / FILE
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     return [Change(**json.loads(line)) for line in lines]

@@ -1,0 +1,49 @@
+"""The source of the user's own functions: a resumed run compares it with the source that it began with."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.config.names import notebook_functions, own_files
+
+
+def digests(values: Iterable[Any]) -> dict[str, str]:
+    """Returns the hash of the source of each of the user's functions that values of a checked config name."""
+    values = [*values]
+    sources = {name: source_in(file, name.rpartition(".")[2]) for name, file in own_files(values).items()}
+    sources |= {name: inspect.getsource(function) for name, function in notebook_functions(values).items()}
+    return {name: hashlib.sha256(source.encode()).hexdigest() for name, source in sources.items()}
+
+
+def source_in(file: Path, name: str) -> str:
+    """Returns the source of a definition in a file, with all definitions of the file that it uses."""
+    text = file.read_text(encoding="utf-8")
+    statements = ast.parse(text).body
+    used, unread = set[int](), [name]
+    while unread:
+        wanted = unread.pop()
+        for i, statement in enumerate(statements):
+            if i not in used and wanted in _defined(statement):
+                used.add(i)
+                unread += [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    lines = text.splitlines()
+    return "\n".join("\n".join(lines[_first_line(x) - 1 : x.end_lineno]) for x in (statements[i] for i in sorted(used)))
+
+
+def _defined(statement: ast.stmt) -> set[str]:
+    """Returns the names that a statement of a module defines."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {statement.name}
+    nodes = [*ast.walk(statement)]
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    return names | {(node.asname or node.name).partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
+
+
+def _first_line(statement: ast.stmt) -> int:
+    return min(statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", [])), statement.lineno)
