@@ -26,7 +26,7 @@ from jaxrl_llm.learner import forward, update
 from jaxrl_llm.learner.learning import Models, Reference, make_reference, policy_parameters
 from jaxrl_llm.learner.scorers import Scorer, States, make_scorers
 from jaxrl_llm.learner.update import Learner
-from jaxrl_llm.machine import distributed, progress, sharding
+from jaxrl_llm.machine import distributed, keys, progress, sharding
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf
@@ -193,7 +193,7 @@ def first_params(recipe: SftRecipe, inputs: Inputs) -> PyTree:
     if recipe.model.path:
         return inputs.params()
     init = jax.jit(model.init, out_shardings=sharding.shardings(model.shapes, mesh))
-    return init(jax.random.key(recipe.seed))
+    return init(keys.key(recipe.seed))
 
 
 def make_sampled(

@@ -22,7 +22,7 @@ from jaxrl_llm.learner.packing import Packing, index_shape, minibatches, packed_
 from jaxrl_llm.learner.scorers import Scorer, States
 from jaxrl_llm.learner.settings import HostMemory, RefreshSettings
 from jaxrl_llm.learner.update import ALL_LEARN, Base, Learner, Parameters
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import keys, sharding
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import LEARNING, MOST, RATES, Book, Shape, abstract
 from jaxrl_llm.models import hf, peft
@@ -96,7 +96,7 @@ def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree
         if path := adapters.kind.path:
             return jax.device_put(peft.load(Path(path).expanduser(), adapters), place)
         # Made where they stay: no process holds all of them.
-        return jax.jit(adapters.init, out_shardings=place)(jax.random.key(seed))
+        return jax.jit(adapters.init, out_shardings=place)(keys.key(seed))
 
     return Parameters(adapters.shapes, first, Base(base, adapters.combine))
 

@@ -16,6 +16,7 @@ from jaxrl_llm.machine import distributed
 from jaxrl_llm.machine.distributed import agreement
 
 VERSIONS = {"JAX": jax.__version__, "Python": platform.python_version(), "jaxrl_llm": jaxrl_llm.__version__}
+FLAGS = "jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable"  # JAX's; they change programs
 
 
 def check(fields: Mapping[str, Any]) -> None:
@@ -27,7 +28,8 @@ def check(fields: Mapping[str, Any]) -> None:
         return
     code = {"the code of jaxrl_llm": _hash(sorted(Path(jaxrl_llm.__file__).parent.rglob("*.py")))}
     code |= {f"the file of {name}": _hash([file]) for name, file in own_files(fields.values()).items()}
-    agreement.check_alike({f"config.{name}": x for name, x in fields.items()} | VERSIONS, code)
+    flags = {name: jax.config.values[name] for name in FLAGS}
+    agreement.check_alike({f"config.{name}": x for name, x in fields.items()} | VERSIONS | flags, code)
 
 
 def _hash(files: Iterable[Path]) -> str:

@@ -246,4 +246,7 @@ def test_the_device_scores_before_the_step_waits_for_rewards():
 
 def test_a_key_is_that_of_the_seed_with_the_numbers_folded_in():
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(3), 2**32 - 1), 7)
-    assert jax.random.key_data(keys.derived(3, 2**32 - 1, 7)).tolist() == jax.random.key_data(key).tolist()
+    expected = jax.random.key_data(key).tolist()
+    assert jax.random.key_data(keys.derived(3, 2**32 - 1, 7)).tolist() == expected
+    with jax.default_prng_impl("rbg"):  # as TPUs are often set
+        assert jax.random.key_data(keys.derived(3, 2**32 - 1, 7)).tolist() == expected

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import keys, sharding
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.machine.shapes import placed
 from jaxrl_llm.models.decoder import Decoder
@@ -48,7 +48,7 @@ class Programs:
         d, model = sharding.prompt_shards(self.mesh), self.model
         ints = lambda *shape: jax.ShapeDtypeStruct((d, *shape), np.int32, sharding=self.rows)  # noqa: E731
         bools = lambda *shape: jax.ShapeDtypeStruct((d, *shape), bool, sharding=self.rows)  # noqa: E731
-        key = jax.eval_shape(lambda: jax.random.key(0))
+        key = jax.eval_shape(lambda: keys.key(0))
         cache = placed(jax.eval_shape(partial(programs.empty_cache, model, self.mesh, sizes)), self.heads)
 
         def reading(count: int, pages: int, prompts: int, group: int = sizes.group) -> Reading:
