@@ -85,9 +85,10 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restores sys.path, signal handlers and imported modules, which programs that a test calls change."""
+    """Restores what programs that a test calls change: sys.path, sys.exit, signal handlers and imported modules."""
     handlers = {number: signal.getsignal(number) for number in STOPS}
     monkeypatch.setattr(sys, "path", list(FOLDERS))
+    monkeypatch.setattr(sys, "exit", sys.exit)  # W&B puts its own function there
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config.names import split_call
-from jaxrl_llm.config.schema import AtLeastOne, Count, Field, MayChange, Positive
+from jaxrl_llm.config.schema import AtLeastOne, Count, Field, MayChange
 
 TIMEOUT = Field(float, low=0, high=1e6)
 Seconds = MayChange[Annotated[float, TIMEOUT]]
@@ -27,7 +27,7 @@ class RolloutSettings(LengthSettings):
     max_lag: Count
     resample_rounds: Count
     partial: bool
-    temperature: Positive
+    temperature: Annotated[float, Field(float, low=1e-4)]  # smaller ones overflow
     top_k: Count
     top_p: Annotated[float, Field(float, low=0, high=1, above=True)]
 

@@ -72,6 +72,14 @@ def whole(config=tiny.CONFIG) -> Rollouts:
     return steady(config=config)
 
 
+def test_weights_that_give_no_finite_log_probability_are_refused(monkeypatch, refused):
+    model, params = tiny.model_and_params(tiny.CONFIG)
+    huge = jax.tree.map(lambda x: x * 1e10, params)  # finite, but their activations overflow
+    monkeypatch.setitem(globals(), "parameters", lambda config: (model, huge))
+    with refused("not finite"):
+        sample()
+
+
 @contextmanager
 def small_pages() -> Iterator[list[int]]:
     """Makes pages and rounds 4 tokens long. Yields the numbers of completions that have given their pages back."""
