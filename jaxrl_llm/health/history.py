@@ -98,21 +98,34 @@ class History:
         return self.records[-WINDOW:]
 
     def window(self, name: Metric, *, back: int = 0) -> np.ndarray:
-        """Returns the last `recent` values, or those `back` windows before; NaN for all, if one is missing."""
-        end = len(self.records) - back * self.recent
-        return _whole(_values(name, self.records[max(end - self.recent, 0) : max(end, 0)]), self.recent)
+        """Returns the last `recent` values, or those `back` windows before; NaN for all, if the log lacks half of them.
+
+        Missing values are passed over, because one reward in a few that is not finite says nothing of the others.
+        """
+        steps, values = self.column(name)
+        reach = 2 * (back + 1) * self.recent
+        values = values[steps > self.records[-1]["step"] - reach] if self.records else values
+        end = len(values) - back * self.recent
+        return _whole(values[max(end - self.recent, 0) : max(end, 0)], self.recent)
 
     def beginning(self, name: Metric) -> np.ndarray:
-        """Returns the first `few` values; NaN for all, if one is missing or the start is not over."""
-        if not self.records or self.records[-1]["step"] <= self.few + self.recent:
-            return _whole([], self.few)
-        # A log that begins late, or has a gap at its start, has no beginning to compare with.
-        first = int(not self.records[0]["step"])  # step 0 has only an evaluation
-        start = self.records[first : first + self.few]
-        return _whole(_values(name, start) if start[-1]["step"] == self.few else [], self.few)
+        """Returns the first `few` values; NaN for all, if half of them are missing or the start is not over."""
+        steps, values = self.column(name)
+        # A log that begins late has no beginning to compare with.
+        started = len(values) > self.few + self.recent and steps[self.few - 1] <= 2 * self.few
+        return _whole(values[: self.few] if started else values[:0], self.few)
+
+    def until(self, name: Metric, step: int) -> np.ndarray:
+        """Returns the last `recent` values up to a step; NaN for all, if there are fewer."""
+        steps, values = self.column(name)
+        return _whole(values[steps <= step][-self.recent :], self.recent)
+
+    def lacks(self, name: str) -> bool:
+        """Returns whether one of the last `recent` records has no value of a metric."""
+        return any(record.get(name) is None for record in self.records[-self.recent :])
 
     def now(self, name: Metric) -> float:
-        """Returns the mean of the last `recent` values; NaN, if a value is missing."""
+        """Returns the mean of the last `recent` values; NaN, if too many are missing."""
         return _mean(self.window(name))
 
     def earlier(self, name: Metric) -> float:
@@ -120,11 +133,11 @@ class History:
         return _mean(self.window(name, back=1))
 
     def typical(self, name: Metric) -> float:
-        """Returns the median of the last values, which one odd batch does not move; NaN, if one is missing."""
+        """Returns the median of the last values, which one odd batch does not move; NaN, if too many are missing."""
         return float(np.median(self.window(name)))
 
     def then(self, name: Metric) -> float:
-        """Returns the mean of the first `few` values; NaN, if a value is missing or the start is not over."""
+        """Returns the mean of the first `few` values; NaN, if too many are missing or the start is not over."""
         return _mean(self.beginning(name))
 
     def best(self, name: Metric) -> float:
@@ -261,10 +274,10 @@ def _values(name: Metric, records: Sequence[LogRecord]) -> list[float | None]:
     return [record.get(name) if record["step"] else None for record in records]
 
 
-def _whole(values: list[float | None], count: int) -> np.ndarray:
-    """Returns `count` values; NaN for all, if there are fewer or one of them is None."""
-    # No comparison with NaN holds: a rule is silent where a value is missing.
-    return np.array(values if len(values) == count and None not in values else [nan] * count, float)
+def _whole(values: np.ndarray, count: int) -> np.ndarray:
+    """Returns `count` values; NaN for all, if there are fewer."""
+    # No comparison with NaN holds: a rule is silent where values are missing.
+    return values if len(values) == count else np.full(count, nan)
 
 
 def _mean(values: np.ndarray) -> float:

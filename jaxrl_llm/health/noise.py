@@ -37,7 +37,9 @@ def step_noise(steps: np.ndarray, values: np.ndarray) -> Noise:
     others are of all for normal values. The degrees of freedom are those of a simulation.
     """
     # Only pairs of neighbours: `History` keeps records with gaps, whose differences also have the progress of the run.
-    moves = np.sort(np.abs(np.diff(values)[np.diff(steps) == 1]))
+    # Where a log lacks every other value, its pairs are two steps apart.
+    gaps = np.diff(steps)
+    moves = np.sort(np.abs(np.diff(values)[gaps == min(gaps.min(initial=2), 2)]))
     count = len(moves) - ceil(JUMPS * len(moves))
     if count < 2:
         return Noise(inf, 1.0)

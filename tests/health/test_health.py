@@ -255,6 +255,18 @@ def test_every_rule_over_a_run_has_a_fault_here_or_in_the_table_above():
     assert {rule.__name__ for rule in rules.RULES} == SICK.keys()
 
 
+@pytest.mark.parametrize("every", [7, 3, 2])
+def test_a_rule_of_means_passes_over_missing_values(every):
+    """A reward that is NaN in every seventh step silenced each rule of means in all steps, and no line said so."""
+    sick = [record | ({"reward/mean": None} if record["step"] % every == 0 else {}) for record in SICK["kl_pays"]]
+    assert {"kl_pays"} <= fired(sick).keys() and "kl_pays" not in rules.blind(sick)
+
+
+def test_a_log_that_lacks_most_values_of_a_metric_is_told():
+    log = [{"step": step, "entropy": None if step % 3 else 1.0} for step in range(1, 91)]
+    assert "entropy" in rules.blind(log)["entropy_explosion"]
+
+
 def test_the_records_that_rules_see_are_few_and_the_same_after_a_resume():
     records = [{"step": step, "x": step} for step in range(3000)]
     history = History(records)

@@ -41,8 +41,17 @@ def _arguments(rule: Callable[..., Any]) -> tuple[str, ...]:
 
 def blind(records: Sequence[LogRecord]) -> dict[str, str]:
     """Returns {rule: what the records lack} for the rules that can judge none of them."""
-    lacking = {rule.__name__: needs.lacks(records) for rule, needs in RULES.items()}
+    lacking = {rule.__name__: needs.lacks(records) or _gaps(needs, records) for rule, needs in RULES.items()}
     return {name: lacks for name, lacks in lacking.items() if lacks}
+
+
+def _gaps(needs: Needs, records: Sequence[LogRecord]) -> str:
+    """Returns which metric of a rule of means has too many gaps for every window of `History`; "": none has."""
+    for name in needs.metrics if needs.records >= RECENT else ():
+        steps = [number for number, record in enumerate(records) if record.get(name) is not None and record["step"]]
+        if all(last - first >= 2 * RECENT for first, last in zip(steps, steps[RECENT - 1 :], strict=False)):
+            return f"most records lack {name}"
+    return ""
 
 
 AFTER_START = FEW + RECENT + 1  # records from which on `History.then` has a value

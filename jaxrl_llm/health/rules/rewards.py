@@ -31,7 +31,8 @@ def no_signal(history: History) -> Finding | None:
     In a healthy run a part of the groups teaches, until the task is solved. How many is a share of a few groups, so its
     error is that of a binomial.
     """
-    if history.trains_nothing:
+    # A log of veRL has the share only where all rewards are equal, so a step without it is no missing value.
+    if history.trains_nothing or history.lacks("groups/no_signal"):
         return None
     share = history.now("groups/no_signal")
     # Before the start is over, a task that is solved at once looks like one without a signal.
