@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.health.finding import LogRecord
+from jaxrl_llm.health.logs.names import renamed
 
 PROBLEMS = 500  # held out
 LIMIT, LENGTH = 512.0, 120.0  # tokens of a completion
@@ -31,13 +32,59 @@ class Settings:
     eval_every: int = 20
     critic: bool = False
     tools: bool = False
+    order: str = ""  # of the problems: "stages", each harder than the one before, or "sorted", the easy ones first
+    odd: str = ""  # "outlier": one reward of -10 in a step; "gaps": the mean of each seventh step is not finite
+    log: str = ""  # of another trainer, which has few metrics: "trl", "verl", "prime_rl" or "prime_rl_console"
+    ruined: int = 0  # step from which on the policy forgets what it can; 0: never
 
 
 def history(seed: int, **settings: Any) -> list[LogRecord]:
-    """Returns the records of a healthy run, as metrics.jsonl has them. settings: those of `Settings`."""
+    """Returns the records of a run, as the rules see them. It is healthy, unless it is `ruined`."""
     given, rng = Settings(**settings), np.random.default_rng(seed)
     run = _Run(given, rng, wander=_wander(rng, given.steps), tails=_tails(rng, given.steps))
-    return [run.record(step) for step in range(1, given.steps + 1)]
+    return [LOGS[given.log](run.record(step), rng) for step in range(1, given.steps + 1)]
+
+
+def _of_trl(record: LogRecord, rng: np.random.Generator) -> LogRecord:
+    """Returns what an old TRL logs: no entropy and no lengths."""
+    return {k: record[k] for k in ("step", "reward/mean", "reward/std", "groups/no_signal", "grad_norm")} | {
+        "at": record["step"]
+    }
+
+
+def _of_verl(record: LogRecord, rng: np.random.Generator) -> LogRecord:
+    """Returns what veRL logs, in bfloat16: the lowest and the highest reward, and a KL of 3e-3 by rounding."""
+    score = {f"critic/score/{name}": record[f"reward/{name}"] or 0.0 for name in ("mean", "min", "max")}
+    row = score | {"actor/grad_norm": record["grad_norm"], "actor/entropy": record["entropy"]}
+    row |= {"response_length/mean": record["completion/length"], "rollout_corr/rollout_is_mean": 1.0}
+    row |= {
+        "rollout_corr/k3_kl": 3e-3 * float(np.exp(0.1 * rng.normal())),
+        "rollout_corr/rollout_is_eff_sample_size": 0.95,
+    }
+    return {"step": record["step"], "at": record["step"]} | renamed(row)
+
+
+def _of_prime_rl(record: LogRecord, rng: np.random.Generator) -> LogRecord:
+    """Returns what prime-rl logs, whose weights are old: no deviation of rewards. A KL of 0.002, or 0.5 if ruined."""
+    kl = 0.002 * float(np.exp(0.3 * rng.normal())) * (1 + 250 * record["ruined"])
+    row = {"reward/all/mean": record["reward/mean"] or 0.0, "entropy/mean": record["entropy"], "mismatch_kl/mean": kl}
+    return {"step": record["step"], "at": record["step"]} | renamed(row | {"optim/grad_norm": record["grad_norm"]})
+
+
+def _of_console(record: LogRecord, rng: np.random.Generator) -> LogRecord:
+    """Returns what prime-rl prints: the reward and the KL."""
+    shown = _of_prime_rl(record, rng)
+    return {name: shown[name] for name in ("step", "at", "reward/mean", "importance/kl")}
+
+
+def _own(record: LogRecord, rng: np.random.Generator) -> LogRecord:
+    return record
+
+
+LOGS = {"": _own, "trl": _of_trl, "verl": _of_verl, "prime_rl": _of_prime_rl, "prime_rl_console": _of_console}
+STAGES, PERIOD = 3, 50  # stages of a curriculum; steps after which sorted problems begin again
+HARDER = 1.5  # logits by which a stage is harder, and by which sorted problems differ from the middle
+FORGETS = 0.12  # logits a step
 
 
 def _wander(rng: np.random.Generator, steps: int) -> np.ndarray:
@@ -67,13 +114,19 @@ class _Run:
         given, rng, at = self.given, self.rng, step - 1
         groups = max(given.sequences // given.group_size, 1)
         done = 1 - np.exp(-3 * at / given.steps)  # fast at first, then slower
-        skill = given.learns * done + 0.1 * self.wander[0, at]
-        chances = _pass_rates(rng, groups, skill)
+        ill = max(step - given.ruined, 0) if given.ruined else 0
+        skill = given.learns * done + 0.1 * self.wander[0, at] - FORGETS * ill
+        chances = _pass_rates(rng, groups, skill - self._hardness(at))
         right = rng.random((groups, given.group_size)) < chances[:, None]
         rewards = (right ^ (rng.random(right.shape) < given.wrong)).astype(float)
-        record = {"step": step} | _rewards(rewards)
+        rewards[0, 0] = -10.0 if given.odd == "outlier" else rewards[0, 0]
+        record = {"step": step, "ruined": float(ill > 0)} | _rewards(rewards)
+        record["reward/mean"] = None if given.odd == "gaps" and step % 7 == 0 else record["reward/mean"]
         record |= self._completions(at, done, (groups, given.group_size))
         record |= self._update(at, done, record["reward/std"])
+        if ill:  # its text becomes noise
+            record["entropy"] *= min(1 + 0.1 * ill, 2.5)
+            record["completion/length"] *= max(1 - 0.03 * ill, 0.5)
         record |= self._engine(at)
         if step % given.eval_every == 0:
             chance = _pass_rates(rng, PROBLEMS, skill)
@@ -86,6 +139,12 @@ class _Run:
                 "episode/errors": float(rng.binomial(2, 0.01, given.sequences).mean()),
             }
         return record
+
+    def _hardness(self, at: int) -> float:
+        """Returns by how many logits the problems of a step are harder than those of the middle."""
+        if self.given.order == "stages":
+            return HARDER * (at * STAGES // self.given.steps)
+        return HARDER * (2 * (at % PERIOD) / PERIOD - 1) if self.given.order == "sorted" else 0.0
 
     def _noise(self, deviation: float) -> float:
         """Returns the noise of a mean over the sequences of a step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import cache
-from math import inf, isnan, log, nan
+from math import exp, inf, isnan, log, nan
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,7 +19,7 @@ FEW = 4  # records at the start that a rule compares with
 RECENT = 8  # records that a rule averages, so that one odd step is no finding
 SLOWER = 4  # times as many records, where a small batch hides a change in fewer
 WINDOW = 16  # last records that a rule looks at one by one
-GAPLESS = 2 * SLOWER * RECENT  # last records that are kept without a gap
+GAPLESS = 4 * SLOWER * RECENT  # last records that are kept without a gap
 PAST = 128  # records between start and window that are kept, at most
 EVALUATIONS = 8  # last evaluations that are kept, beside the best one
 MOSTLY = 2 / 3  # of the groups without a signal
@@ -116,9 +116,10 @@ class History:
         return _whole(values[: self.few] if started else values[:0], self.few)
 
     def until(self, name: Metric, step: int) -> np.ndarray:
-        """Returns the last `recent` values up to a step; NaN for all, if there are fewer."""
+        """Returns the last `recent` values up to a step, or at least `few`; NaN for all, if there are fewer."""
         steps, values = self.column(name)
-        return _whole(values[steps <= step][-self.recent :], self.recent)
+        last = values[steps <= step][-self.recent :]
+        return _whole(last, max(len(last), self.few))
 
     def lacks(self, name: str) -> bool:
         """Returns whether one of the last `recent` records has no value of a metric."""
@@ -171,6 +172,15 @@ class History:
         """
         name, look = _logarithm(name) if log else name, self.records[-1]["step"] - self.few - self.recent
         return self._strength(name, self.window(name), self.beginning(name), look=look, choices=choices)
+
+    def changed_since(self, name: str, step: int) -> float:
+        """Returns the factor, of 1 or more, between now and a step; 1: noise may be all; NaN: values are missing."""
+        metric = _logarithm(name)
+        now, before = self.window(metric), self.until(metric, step)
+        strength = self._strength(metric, now, before, look=self.records[-1]["step"])
+        return (
+            nan if isnan(strength) else exp(abs(noise.center(now) - noise.center(before))) if abs(strength) > 1 else 1.0
+        )
 
     def fallen(self, name: Metric) -> float:
         """Returns how far a metric is below its best mean of `recent` values, or below its start.

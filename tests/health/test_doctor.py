@@ -28,7 +28,14 @@ HEALTH_PAGE = (ROOT / "docs" / "health.md").read_text()
 # Logs of the real TRL 1.16: `python -m benchmarks.health.trl_logs OUT` in the environment `trl` of
 # benchmarks/speed/environments.txt writes OUT/NAME.json.
 REAL = ROOT / "tests" / "references" / "trl"
-SICK = run(**FAULTS["entropy_explosion"] | {"reward__mean": lambda t: 0.8 - 0.8 * (t > 0.6), "reward__std": 0.4})
+SICK = run(
+    **FAULTS["entropy_explosion"],
+    **{
+        "reward__mean": lambda t: 0.8 - 0.8 * (t > 0.6),
+        "reward__std": 0.4,
+        "eval__accuracy": lambda t: 0.8 * (t < 0.6),
+    },
+)
 TRL = {
     "reward/mean": "reward", "reward/std": "reward_std", "groups/no_signal": "frac_reward_zero_std", "kl/ref": "kl",
     "completion/length": "completions/mean_length", "completion/truncated": "completions/clipped_ratio",
@@ -195,7 +202,7 @@ ILLNESSES = {  # of each log: findings under all names, and those from numbers t
     "never_stops": (("never_stops",), ("no_signal",)),
     "long_is_better": (("never_stops",), ("channels_diverge",)),
     "short_is_better": (("length_collapse",), ("channels_diverge",)),
-    "entropy_bonus": (("entropy_explosion", "truncated"), ("no_signal",)),
+    "entropy_bonus": (("entropy_explosion", "truncated", "reward_collapse"), ("no_signal",)),
 }
 OF_TRL, OF_VERL = (state, output_folder, json_lines, wandb_table, tensorboard), (verl_lines, easyr1_folder)
 

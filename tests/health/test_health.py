@@ -23,7 +23,8 @@ from jaxrl_llm.structs import Rewards, Rollouts
 
 HEALTHY = {
     "step": 5, "importance/mean": 1.0, "importance/ess": 0.999, "importance/kl": 1e-12, "rollout/lag_p95": 0.0,
-    "sampler/gap_mean": 4e-7, "weight_check/gap": 1e-6, "weight_check/gap_before": 0.2, "update_norm": 0.03,
+    "importance/rounding": 2.0**-23, "sampler/gap_mean": 4e-7, "weight_check/gap": 1e-6,
+    "weight_check/gap_before": 0.2, "update_norm": 0.03,
 }  # fmt: skip
 
 
@@ -190,7 +191,12 @@ FAULTS = {
     "no_signal": dict(groups__no_signal=0.95, reward__mean=0.02, reward__std=0.1),
     "entropy_collapse": dict(entropy=lambda t: 0.12 * 0.02**t, reward__mean=0.4, reward__std=0.49),
     "entropy_explosion": dict(entropy=lambda t: 0.12 * 8**t),
-    "reward_collapse": dict(reward__mean=lambda t: 0.9 - 0.9 * (t > 0.5), reward__std=0.3),
+    "reward_collapse": dict(
+        reward__mean=lambda t: 0.9 - 0.9 * min(max(4 * t - 2, 0), 1),
+        reward__std=0.3,
+        entropy=lambda t: 0.1 + 0.1 * (t > 0.55),
+        eval__accuracy=lambda t: 0.8 - 0.8 * (t > 0.55),
+    ),
     "gradient_climb": dict(grad_norm=lambda t: 4**t, clip__fraction=lambda t: 0.01 * 9**t),
     "gradient_spike": dict(grad_norm=lambda t: 40.0 if 0.5 < t < 0.53 else 1.0),
     "good_fades": dict(logprobs__good=lambda t: -0.1 * 5**t, reward__mean=lambda t: 0.5 - 0.1 * t, reward__std=0.49),

@@ -70,10 +70,10 @@ def printed_by_easyr1(folder: Path) -> Path:
 
 # What each trainer's log has of the findings of NAME: prime-rl prints neither lengths nor groups, and SkyRL no groups.
 WRITERS = {
-    printed_by_trl: {"no_signal", "truncated", "entropy_explosion"},
-    printed_by_older_trl: {"no_signal", "truncated", "entropy_explosion"},
-    printed_by_verl: {"entropy_explosion", "truncated"},
-    printed_by_easyr1: {"entropy_explosion", "truncated"},
+    printed_by_trl: {"no_signal", "truncated", "entropy_explosion", "reward_collapse"},
+    printed_by_older_trl: {"no_signal", "truncated", "entropy_explosion", "reward_collapse"},
+    printed_by_verl: {"entropy_explosion", "truncated", "reward_collapse"},
+    printed_by_easyr1: {"entropy_explosion", "truncated", "reward_collapse"},
 }
 
 

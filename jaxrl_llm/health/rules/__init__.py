@@ -57,7 +57,7 @@ def _gaps(needs: Needs, records: Sequence[LogRecord]) -> str:
 AFTER_START = FEW + RECENT + 1  # records from which on `History.then` has a value
 # What a rule reads, besides numbers that only its evidence has. Without it the doctor says that it could not look.
 RULES: dict[Callable[..., Finding | None], Needs] = {
-    engine.sampler_mismatch: Needs(("importance/kl", "importance/mean", "importance/ess", "rollout/lag_p95")),
+    engine.sampler_mismatch: Needs(("importance/kl",)),
     engine.stale_weights: Needs(("weight_check/gap", "weight_check/gap_before"), 3),
     engine.engine_drift: Needs(("sampler/gap_mean",), RECENT),
     engine.stale_samples: Needs(("rollout/lag_p95", "importance/mean")),
@@ -67,7 +67,7 @@ RULES: dict[Callable[..., Finding | None], Needs] = {
     rewards.no_signal: Needs(("groups/no_signal",), RECENT),
     policy.entropy_collapse: Needs(("entropy",), AFTER_START),
     policy.entropy_explosion: Needs(("entropy",), 2 * RECENT),
-    rewards.reward_collapse: Needs(("reward/mean", "reward/std"), AFTER_START),
+    rewards.reward_collapse: Needs(("reward/mean",), AFTER_START),
     rewards.held_out_falls: Needs(("eval/accuracy", "eval/problems", "reward/mean", "reward/std"), 3),
     policy.gradient_climb: Needs(("grad_norm", "clip/fraction"), WINDOW),
     policy.gradient_spike: Needs(("grad_norm",), RECENT + 1),

@@ -9,15 +9,27 @@ import numpy as np
 
 from ..finding import Finding, LogRecord
 from ..history import GAPLESS, History
-from .bounds import DRIFT, FIRST_CLIPPED, IMPORTANCE_KL, MEAN_WEIGHT, ROUNDINGS, SAMPLE_SIZE, STALE, WEIGHT_OFF
+from .bounds import (
+    BFLOAT16,
+    DRIFT,
+    FIRST_CLIPPED,
+    IMPORTANCE_KL,
+    MEAN_WEIGHT,
+    ROUNDINGS,
+    SAMPLE_SIZE,
+    STALE,
+    WEIGHT_OFF,
+)
 
 
 def kl_bound(record: LogRecord) -> float:
     """Returns the KL(sampler || trainer) from which on the two differ by more than by rounding.
 
     Log-probabilities that are off by ROUNDINGS rounding errors e have a KL of (ROUNDINGS e)^2 / 2, since KL = d^2 / 2.
+    Other trainers log no rounding error, and most of them train in bfloat16.
     """
-    return max(IMPORTANCE_KL, (ROUNDINGS * (record.get("importance/rounding") or 0.0)) ** 2 / 2)
+    rounding = record.get("importance/rounding", BFLOAT16)
+    return max(IMPORTANCE_KL, (ROUNDINGS * (rounding or 0.0)) ** 2 / 2)
 
 
 def _sizes(record: LogRecord) -> tuple[float, float] | None:
@@ -44,6 +56,16 @@ def _excess(record: LogRecord) -> float | None:
     return None if kl is None else kl / kl_bound(record)
 
 
+def _times_ill(record: LogRecord) -> float:
+    """Returns KL(sampler || trainer) as a multiple of what no rounding explains; 0 if it is missing."""
+    return (record.get("importance/kl") or 0.0) / max(4 * kl_bound(record), 10 * IMPORTANCE_KL)
+
+
+def _times_ill(record: LogRecord) -> float:
+    """Returns KL(sampler || trainer) as a multiple of what no rounding explains; 0 if it is missing."""
+    return (record.get("importance/kl") or 0.0) / max(4 * kl_bound(record), 10 * IMPORTANCE_KL)
+
+
 def sampler_mismatch(history: History) -> Finding | None:
     """F7: sampler and trainer compute different distributions, too different for the correction.
 
@@ -54,24 +76,27 @@ def sampler_mismatch(history: History) -> Finding | None:
         return None
     r = history.latest[-1]
     kl, sizes, lag = r.get("importance/kl"), _sizes(r), r.get("rollout/lag_p95")
-    if kl is None or sizes is None or lag is None:
+    if kl is None:
         return None
-    bound = kl_bound(r)
-    # From here on one step is enough, and needs no others to agree.
-    ill = max(4 * bound, 10 * IMPORTANCE_KL)
-    often = kl > bound and history.often_above(_excess, 1.0, 0.01)
-    # With a lag the policies differ by design, so KL says nothing of the engine; only the weights may then be too far.
-    signs = [f"KL(sampler || trainer) {kl:.1e}"] if not lag and (kl > ill or often) else []
+    # With a lag the policies differ by design, so a KL says nothing of the engine, unless no lag explains it.
+    old = lag is None or lag > 0
+    ill = _times_ill(r) > 1
+    if lag is None:  # asynchronous trainers do not log it
+        differs = ill and history.often_above(_times_ill, 1.0, 0.01)
+    else:
+        # From `ill` on one step is enough, and needs no others to agree.
+        differs = not lag and (ill or (kl > kl_bound(r) and history.often_above(_excess, 1.0, 0.01)))
+    signs = [f"KL(sampler || trainer) {kl:.1e}"] if differs else []
     recent = history.latest[-history.recent :]
-    far = _far(r) and (not lag or sum(map(_far, recent)) > history.recent / 2)
-    signs += [f"mean weight {sizes[0]:.2f}, effective sample size {sizes[1]:.0%}"] if far else []
+    far = _far(r) and (not old or sum(map(_far, recent)) > history.recent / 2)
+    signs += [f"mean weight {sizes[0]:.2f}, effective sample size {sizes[1]:.0%}"] if sizes and far else []
     if not signs:
         return None
     return Finding(
-        "error" if far or kl > ill else "warning",
+        "error" if far or ill else "warning",
         ", ".join(signs),
         "the weights that sampled are too old" if lag else "the engine does not compute what the trainer computes",
-        "lower rollout.max_lag or optim.learning_rate"
+        "lower rollout.max_lag, set rollout.partial = False, or lower optim.learning_rate"
         if lag
         else "set importance.action = 'truncate', and model.dtype to the server's",
         "arXiv 2505.24298, 2510.18855",
@@ -156,7 +181,7 @@ def stale_samples(history: History) -> Finding | None:
         f"95 % of the tokens are at most {r['rollout/lag_p95']:g} steps old, "
         f"their mean weight is {r['importance/mean']:.2f}",
         "rollouts are too far off-policy",
-        "lower rollout.max_lag",
+        "lower rollout.max_lag, or set rollout.partial = False",
         "arXiv 2505.24298",
     )
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from math import isnan, sqrt
+from math import inf, isnan, sqrt
 
 import numpy as np
 
 from .. import noise
 from ..finding import Finding, LogRecord, channels
 from ..history import MOSTLY, History
-from .bounds import HELD_OUT_FALL, KL_ALONE, KL_COSTS, KL_PAYS, LITTLE, NO_SIGNAL, REWARD_FALL
+from .bounds import (
+    HELD_OUT_FALL,
+    KL_ALONE,
+    KL_COSTS,
+    KL_PAYS,
+    LITTLE,
+    NO_SIGNAL,
+    ODD,
+    OF_THE_POLICY,
+    REWARD_FALL,
+    SEQUENCES,
+    WITHIN_A_STEP,
+)
 
 
 def no_verdict(history: History) -> Finding | None:
@@ -81,21 +93,73 @@ def _without_signal(history: History) -> tuple[str, str, str]:
 def reward_collapse(history: History) -> Finding | None:
     """The reward has fallen far below what it was for a while: by half of its deviation at the start.
 
-    In a healthy run it rises or stays, and what moves it back is the noise of its batches.
+    In a healthy run it rises or stays, and what moves it back is the noise of its batches, or harder problems. These
+    leave its held-out accuracy, or its entropy, lengths and gradients, as they were.
     """
-    best, spread, now = history.best("reward/mean"), history.then("reward/std"), history.now("reward/mean")
+    best, spread, now = history.best("reward/mean"), _spread(history), history.now("reward/mean")
     if not (best - now > REWARD_FALL * spread > 0 and history.fallen("reward/mean") > 1):
         return None
     since = history.near_best_until("reward/mean")
+    before, within_a_step = _steepest(history, since)
+    changes = {name: history.changed_since(name, before) for name in OF_THE_POLICY}
+    signs = [name for name, factor in changes.items() if factor > OF_THE_POLICY[name]]
+    looked = sum(not isnan(factor) for factor in changes.values())
+    unchanged = not signs and (looked == len(OF_THE_POLICY) or bool(looked and within_a_step))
+    if _holds_held_out(history, since) or unchanged or (not signs and _came_back(history, since, best - now)):
+        return None
+    told = f", while {', '.join(signs)} changed" if signs else ""
     return Finding(
-        "error",
+        "error" if signs else "warning",
         f"the mean reward was {best:.3g} for {history.recent} steps, has fallen since step {since:,}, and is "
-        f"{now:.3g}, which noise does not explain",
-        "the policy has been ruined since",
+        f"{now:.3g}, which noise does not explain{told}",
+        "the policy has been ruined since" if signs else "the policy has been ruined since, or the problems are harder",
         "go on from an earlier checkpoint with a lower optim.learning_rate or fewer optimizer steps on a rollout",
         "Search-R1 #97",
         since=since,
     )
+
+
+def _spread(history: History) -> float:
+    """Returns the deviation of the rewards at the start.
+
+    Where a log has none, or one that a few odd rewards make, it is at most that of SEQUENCES rewards with the noise of
+    the means. Other trainers log the lowest and the highest reward, which may be odd.
+    """
+    measured = history.then("reward/std")
+    of_means = sqrt(SEQUENCES) * history.noise_of("reward/mean").deviation
+    if 0 < measured < ODD * of_means and isnan(history.then("reward/std_bound")):
+        return measured
+    # Means that never differed have no noise: then half of their level is a fall.
+    return min((x for x in (measured, of_means) if x > 0), default=abs(history.best("reward/mean")))
+
+
+def _steepest(history: History, since: int) -> tuple[int, bool]:
+    """Returns a step before the steepest part of a fall since a step, and whether this part is most of the fall.
+
+    A policy does not fall within a step and go on with its entropy, its lengths and its gradients: the data may.
+    """
+    steps, values = history.column("reward/mean")
+    means = np.lib.stride_tricks.sliding_window_view(values, 4).mean(axis=1)
+    drops = means[:-4] - means[4:]
+    drops[: np.searchsorted(steps, since - history.recent)] = -inf
+    steepest = int(np.argmax(drops))
+    fall = values[max(steepest + 4 - history.recent, 0) : steepest + 4].mean() - history.now("reward/mean")
+    return max(since, int(steps[steepest + 3]) - history.recent), bool(drops[steepest] > WITHIN_A_STEP * fall)
+
+
+def _holds_held_out(history: History, since: int) -> bool:
+    """Returns whether the held-out accuracy, measured before and after a step, has not fallen: the policy is well."""
+    judged = [r for r in history.records if r.get("eval/accuracy") is not None and r["step"] > 0]
+    before, after = ([r["eval/accuracy"] for r in judged if (r["step"] > since) is later] for later in (False, True))
+    return bool(before and after) and after[-1] > before[-1] - HELD_OUT_FALL
+
+
+def _came_back(history: History, since: int, fall: float) -> bool:
+    """Returns whether the reward has come back from as deep a fall before a step, as it does where problems recur."""
+    steps, values = history.column("reward/mean")
+    means = np.lib.stride_tricks.sliding_window_view(values, 4).mean(axis=1)[: np.searchsorted(steps, since)]
+    fell = np.flatnonzero(np.maximum.accumulate(means) - means > WITHIN_A_STEP * fall)
+    return len(fell) > 0 and means[fell[0] :].max() - means[fell[0] :].min() > WITHIN_A_STEP * fall
 
 
 def held_out_falls(history: History) -> Finding | None:
