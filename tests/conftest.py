@@ -95,6 +95,7 @@ def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     files = {name: getattr(sys.modules[name], "__file__", None) for name in sys.modules.keys() - INSTALLED}
     # Configs and rewards from another folder: the next test may have another file with the same name.
     own = {name for name, file in files.items() if file and "." not in name and _folder(file) not in FOLDERS}
+    own -= {"__main__"}  # of `python -m pytest`
     for name, file in files.items():
         if name.partition(".")[0] in own:
             del sys.modules[name]

@@ -24,6 +24,7 @@ PAST = 128  # records between start and window that are kept, at most
 EVALUATIONS = 8  # last evaluations that are kept, beside the best one
 MOSTLY = 2 / 3  # of the groups without a signal
 TINY = 1e-12  # for logarithms
+HELD_OUT_FALL = 0.05  # of the accuracy
 NEAR_BEST = 0.25  # part of the way from the best mean to that of now
 FROM_BEST = 0.1  # part of a level for a fall from the best mean; the rest is for one from the start
 # Metric -> its standard error in a step, from the groups of the step.
@@ -181,6 +182,15 @@ class History:
         return (
             nan if isnan(strength) else exp(abs(noise.center(now) - noise.center(before))) if abs(strength) > 1 else 1.0
         )
+
+    def is_well_held_out(self, step: int) -> bool:
+        """Returns whether the held-out accuracy, measured up to a step and after it, has not fallen since.
+
+        Then the problems are harder if the reward has fallen, and the policy is not worse.
+        """
+        judged = [record for record in self.records if record.get("eval/accuracy") is not None and record["step"]]
+        before, after = ([r["eval/accuracy"] for r in judged if (r["step"] > step) is later] for later in (False, True))
+        return bool(before and after) and after[-1] > before[-1] - HELD_OUT_FALL
 
     def fallen(self, name: Metric) -> float:
         """Returns how far a metric is below its best mean of `recent` values, or below its start.

@@ -27,9 +27,8 @@ SEQUENCES = 64  # of a step, at most, whose rewards the noise of the mean reward
 ODD = 2.0  # times as much, where a few odd rewards make the deviation
 # Factors by which these differ where the policy has changed. Harder problems alone make larger gradients.
 OF_THE_POLICY = {"entropy": 1.5, "completion/length": 1.5, "grad_norm": 2.5}
-WITHIN_A_STEP = 0.6  # part of a fall of the reward between neighbouring means of four steps
+WITHIN_A_STEP = 0.7  # part of a fall of the reward between neighbouring means of four steps
 LITTLE = 0.1  # spreads by which the reward has not moved
-HELD_OUT_FALL = 0.05  # of the accuracy
 KL_ALONE = 0.8  # of the penalty
 KL_COSTS = 0.02  # spreads
 KL_PAYS = 0.1  # spreads

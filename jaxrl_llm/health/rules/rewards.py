@@ -8,9 +8,8 @@ import numpy as np
 
 from .. import noise
 from ..finding import Finding, LogRecord, channels
-from ..history import MOSTLY, History
+from ..history import HELD_OUT_FALL, MOSTLY, History
 from .bounds import (
-    HELD_OUT_FALL,
     KL_ALONE,
     KL_COSTS,
     KL_PAYS,
@@ -105,7 +104,7 @@ def reward_collapse(history: History) -> Finding | None:
     signs = [name for name, factor in changes.items() if factor > OF_THE_POLICY[name]]
     looked = sum(not isnan(factor) for factor in changes.values())
     unchanged = not signs and (looked == len(OF_THE_POLICY) or bool(looked and within_a_step))
-    if _holds_held_out(history, since) or unchanged or (not signs and _came_back(history, since, best - now)):
+    if history.is_well_held_out(since) or unchanged or (not signs and _came_back(history, since, best - now)):
         return None
     told = f", while {', '.join(signs)} changed" if signs else ""
     return Finding(
@@ -141,17 +140,12 @@ def _steepest(history: History, since: int) -> tuple[int, bool]:
     steps, values = history.column("reward/mean")
     means = np.lib.stride_tricks.sliding_window_view(values, 4).mean(axis=1)
     drops = means[:-4] - means[4:]
+    # Of the last steps only: over many, lengths and entropy change in a healthy run too.
+    since = max(since, int(steps[-1]) - 4 * history.recent)
     drops[: np.searchsorted(steps, since - history.recent)] = -inf
     steepest = int(np.argmax(drops))
     fall = values[max(steepest + 4 - history.recent, 0) : steepest + 4].mean() - history.now("reward/mean")
     return max(since, int(steps[steepest + 3]) - history.recent), bool(drops[steepest] > WITHIN_A_STEP * fall)
-
-
-def _holds_held_out(history: History, since: int) -> bool:
-    """Returns whether the held-out accuracy, measured before and after a step, has not fallen: the policy is well."""
-    judged = [r for r in history.records if r.get("eval/accuracy") is not None and r["step"] > 0]
-    before, after = ([r["eval/accuracy"] for r in judged if (r["step"] > since) is later] for later in (False, True))
-    return bool(before and after) and after[-1] > before[-1] - HELD_OUT_FALL
 
 
 def _came_back(history: History, since: int, fall: float) -> bool:

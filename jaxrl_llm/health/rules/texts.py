@@ -29,13 +29,16 @@ def repeats(history: History) -> Finding | None:
 def truncated(history: History) -> Finding | None:
     """F15: completions reach the limit and the reward falls.
 
-    In a healthy run more may reach it, while the reward rises.
+    In a healthy run more may reach it, while the reward rises, or the held-out accuracy has not fallen.
     """
     cut, at_first = history.now("completion/truncated"), history.then("completion/truncated")
     reward, before, spread = history.now("reward/mean"), history.then("reward/mean"), history.then("reward/std")
     if not (spread > 0 and cut > max(TRUNCATED[0] * at_first, TRUNCATED[1]) and reward < before - LITTLE * spread):
         return None
     if history.risen("completion/truncated") <= 1 or history.risen("reward/mean") >= -1:
+        return None
+    evaluations = history.column("eval/accuracy").steps
+    if len(evaluations) and history.is_well_held_out(evaluations[0]):
         return None
     rewards = f"reward {before:.2g} to {reward:.2g}"
     return Finding(
