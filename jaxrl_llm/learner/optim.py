@@ -98,10 +98,14 @@ def spike_bound() -> Coefficient:
 
     def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
         norm, count = metrics["grad_norm"], state[3] + 1
-        excess = jnp.where(count > 1, jnp.maximum(jnp.log(norm / usual(state)), 0.0), 0.0)
+        # At most a spike: one norm after some of rounding errors says little of the noise of all.
+        excess = jnp.where(count > 1, jnp.clip(jnp.log(norm / usual(state)), 0.0, jnp.log(SPIKE)), 0.0)
         # A mean of the last norms without a list of them: the state is four numbers.
         last = state[0] + (norm - state[0]) / jnp.minimum(count, USUAL)
-        return jnp.stack([last, state[1] + (norm - state[1]) / count, state[2] + (excess**2 - state[2]) / count, count])
+        mean, square = state[1] + (norm - state[1]) / count, state[2] + (excess**2 - state[2]) / count
+        # Norms of rounding errors at the start are none: without a signal, any real norm would be a spike beside them.
+        known = (state[3] > 0) | (norm > jnp.finfo(jnp.float32).eps)
+        return jnp.where(known, jnp.stack([last, mean, square, count]), state)
 
     def bound(state: Array) -> jax.Array:
         k = jnp.maximum(state[3] - SEEN, 0.0) + 2
