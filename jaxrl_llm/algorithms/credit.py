@@ -148,11 +148,14 @@ def lambda_returns(
 def explained_variance(
     values: Float[Array, "B G C"], returns: Float[Array, "B G C"], loss_mask: Bool[Array, "B G C"]
 ) -> Float[Array, ""]:
-    """Computes 1 - Var(returns - values) / Var(returns) over trained tokens: 1 is perfect, 0 as good as the mean."""
+    """Computes 1 - Var(returns - values) / Var(returns) over trained tokens: 1 is perfect, 0 as good as the mean.
+
+    0 for equal returns, and NaN without a trained token.
+    """
     variance = partial(jnp.var, where=loss_mask)
     spread = variance(returns)
     # Both branches of `where` are computed: the floor keeps the unused one finite.
-    return jnp.where(spread > 0, 1 - variance(returns - values) / jnp.maximum(spread, 1e-30), 0.0)
+    return jnp.where(spread == 0, 0.0, 1 - variance(returns - values) / jnp.maximum(spread, 1e-30))
 
 
 def reward_metrics(total: Float[Array, "B G"], channels: Columns, penalty: Float[Array, "B G C"] | None) -> Columns:

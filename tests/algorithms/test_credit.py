@@ -13,7 +13,7 @@ import pytest
 from jaxrl_llm.algorithms import advantages, credit, kl
 from jaxrl_llm.config.names import own_name, required_inputs, resolve
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.session.record import Record, Timer, error_of_mean, of_rollouts
+from jaxrl_llm.session.record import Record, Timer, error_of_mean, of_rollouts, of_updates
 from jaxrl_llm.structs import Batch, Rewards, Rollouts
 
 MASK = np.array([[[True, True, True], [True, False, False]]])
@@ -168,8 +168,8 @@ def test_the_overlong_penalty_is_a_channel_also_of_greedy_completions():
 
 
 def test_a_record_takes_each_metric_from_the_right_update():
-    first = {"loss/total": 1.0, "sampler/gap_max": 0.1, "learning_rate": 0.1}
-    last = {"loss/total": 3.0, "sampler/gap_max": 0.9, "learning_rate": 0.2}
+    first = {"loss/total": 1.0, "sampler/gap_max": 0.1, "learning_rate": 0.1, "tokens/trained": 4}
+    last = {"loss/total": 3.0, "sampler/gap_max": 0.9, "learning_rate": 0.2, "tokens/trained": 4}
     mismatch = lambda *means: dict(zip(("mean", "square", "raw_mean", "raw_square"), means, strict=True))  # noqa: E731
     updates = [
         first | {f"importance/{name}": x for name, x in mismatch(0.5, 0.5, 2, 8).items()},
@@ -186,6 +186,30 @@ def test_a_record_takes_each_metric_from_the_right_update():
     assert not {"importance/square", "importance/raw_square"} & found.keys()
     assert "reward/a" not in found  # its function abstained from all
     assert found["tokens_per_second"] == pytest.approx(2.0)
+
+
+def test_a_mean_over_updates_is_that_of_their_tokens_and_knows_no_empty_update():
+    """The updates train 0, 6, 0 and 2 tokens, whose entropies are 1 and 5."""
+
+    def updated(tokens: int, entropy: float, norm: float, rate: float, **more: float) -> dict:
+        usual = {"tokens/trained": tokens, "entropy": entropy, "grad_norm": norm, "learning_rate": rate}
+        gap = {"importance/mean": entropy, "sampler/gap_max": norm, "clip/fraction": norm}
+        return usual | gap | {f"{name}_max": x for name, x in more.items()}
+
+    empty = updated(0, 0.0, 0.0, 0.1, my=-np.inf)
+    updates = [empty, updated(6, 1.0, 3.0, 0.2, my=7.0), empty, updated(2, 5.0, 4.0, 0.3, my=2.0)]
+    found = of_updates([u | {"skip/a": float(not u["tokens/trained"])} for u in updates])
+    assert (found["entropy"], found["grad_norm"], found["my_max"]) == (2.0, 3.5, 7.0)
+    assert (found["importance/mean"], found["sampler/gap_max"], found["clip/first"]) == (1.0, 3.0, 3.0)
+    assert (found["learning_rate"], found["skip/a"]) == (0.3, 0.5)
+    assert of_updates([{f"critic/{name}": x for name, x in u.items()} for u in updates])["critic/entropy"] == 2.0
+    assert of_updates([empty, empty]) == {"learning_rate": 0.1}
+
+
+def test_a_critic_without_a_trained_token_explains_no_variance():
+    of = lambda mask: credit.explained_variance(PENALTY, PENALTY, mask)  # noqa: E731
+    assert (of(MASK), of(MASK & [True, False, False])) == (1.0, 1.0)
+    assert np.isnan(of(MASK & False))
 
 
 def test_a_record_says_how_long_completions_are_and_how_old_their_weights():

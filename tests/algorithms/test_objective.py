@@ -251,7 +251,7 @@ def test_good_completions_and_a_penalty_without_an_advantage_have_metrics():
     np.testing.assert_array_equal(metrics["tokens/good"], sign > 0)
     assert not metrics["logprobs/good"][sign <= 0].any()
     np.testing.assert_array_equal(metrics["loss/kl_alone"], np.where(sign == 0, metrics["loss/kl"], 0.0))
-    updates = [{name: float(np.mean(value)) for name, value in metrics.items()}]
+    updates = [{"tokens/trained": x.size} | {name: float(np.mean(value)) for name, value in metrics.items()}]
     of_good = metrics["logprobs/good"][sign > 0].mean()
     assert of_updates(updates)["logprobs/good"] == pytest.approx(of_good, rel=1e-5)
-    assert "logprobs/good" not in of_updates([{"logprobs/good": 0.0, "tokens/good": 0.0}])
+    assert "logprobs/good" not in of_updates([{"tokens/trained": 1, "logprobs/good": 0.0, "tokens/good": 0.0}])
