@@ -3,6 +3,7 @@
 The names of an estimator's positional arguments select its inputs:
 
 rewards [B, G]           weighted sum of all channels, including the overlong penalty and a KL penalty in the reward
+task_rewards [B, G]      the same sum without penalties: where a group has equal ones, the task has no signal
 has_reward [B, G]        False where no function with a weight returned a number: that entry of `rewards` is 0 and means
                          nothing, the completion is not trained on, and it must not count in means and deviations
 channels {name: [B, G]}  rewards of each function, NaN where it returned None; weights {name: float} their weights
@@ -39,7 +40,8 @@ from jaxrl_llm.algorithms.traits import Trait, declares
 from jaxrl_llm.config.schema import AtLeastOne, NotNegative, Share
 from jaxrl_llm.structs import Array
 
-SIGNALS = ("rewards", "has_reward", "channels", "weights", "greedy_rewards", "token_rewards", "loss_mask")
+PENALIZED = "rewards", "token_rewards"  # inputs that include the penalties
+SIGNALS = (*PENALIZED, "task_rewards", "has_reward", "channels", "weights", "greedy_rewards", "loss_mask")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,12 @@ class Estimator:
     @property
     def needs_reward(self) -> bool:
         """Whether it has a use for rewards, so that a completion without one is not trained on."""
-        return bool({"rewards", "token_rewards", "channels"} & set(self.inputs))
+        return bool({*PENALIZED, "task_rewards", "channels"} & set(self.inputs))
+
+    @property
+    def looks_at_penalties(self) -> bool:
+        """Whether a penalty in the reward changes its advantages."""
+        return bool({*PENALIZED} & set(self.inputs))
 
     @property
     def needs_greedy(self) -> bool:
@@ -65,6 +72,7 @@ class Estimator:
 def grpo(
     rewards: Float[Array, "B G"],
     has_reward: Bool[Array, "B G"] | None = None,
+    task_rewards: Float[Array, "B G"] | None = None,
     *,
     normalize: Literal["group", "batch", "none"] = "group",
     epsilon: NotNegative = 1e-4,
@@ -73,12 +81,12 @@ def grpo(
 
     G >= 2. normalize: "group" divides by the deviation of each group, "batch" by the deviation of all B x G rewards
     (arXiv 2508.08221), and "none" does not divide (Dr. GRPO, arXiv 2503.20783). A group with equal rewards has A = 0.
-    A KL penalty in the reward needs "none": if the task rewards of a group are equal, the penalty alone would
-    determine the deviation.
+    If the task rewards of a group are equal, a penalty alone would determine the deviation, and its advantages would be
+    as large as those of the task. So a division makes them 0, and a KL penalty in the reward needs "none".
     """
-    centered = _centered(rewards, has_reward)
     if normalize == "none":
-        return centered
+        return _centered(rewards, has_reward)
+    centered = _centered(rewards, has_reward, task_rewards)
     axis = {"group": 1, "batch": None}[normalize]
     return centered / (_deviation(rewards, has_reward, axis) + epsilon)
 
@@ -110,11 +118,15 @@ def reinforce_pp_baseline(
     rewards: Float[Array, "B G"],
     loss_mask: Bool[Array, "B G C"],
     has_reward: Bool[Array, "B G"] | None = None,
+    task_rewards: Float[Array, "B G"] | None = None,
     *,
     epsilon: NotNegative = 1e-8,
 ) -> Float[Array, "B G C"]:
-    """Computes REINFORCE++ with a group baseline (arXiv 2501.03262): r - mean_group r, whitened over tokens."""
-    centered = _centered(rewards, has_reward)
+    """Computes REINFORCE++ with a group baseline (arXiv 2501.03262): r - mean_group r, whitened over tokens.
+
+    A group with equal task rewards has A = 0 before whitening, as in `grpo`.
+    """
+    centered = _centered(rewards, has_reward, task_rewards)
     return _whiten(jnp.broadcast_to(centered[..., None], loss_mask.shape), loss_mask, epsilon)
 
 
@@ -255,8 +267,12 @@ def _deviation(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | No
     return jnp.nan_to_num(jnp.std(rewards, axis=axis, ddof=1, keepdims=True, where=has_reward))
 
 
-def _centered(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None) -> Float[Array, "B G"]:
-    return _zero_without_signal(rewards - _mean(rewards, has_reward, 1), rewards, has_reward)
+def _centered(
+    rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, task_rewards: Float[Array, "B G"] | None = None
+) -> Float[Array, "B G"]:
+    """Returns rewards minus the mean of their group; 0 where the rewards or the task rewards of a group are equal."""
+    centered = _zero_without_signal(rewards - _mean(rewards, has_reward, 1), rewards, has_reward)
+    return centered if task_rewards is None else _zero_without_signal(centered, task_rewards, has_reward)
 
 
 def _zero_without_signal(

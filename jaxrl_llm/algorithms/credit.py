@@ -64,21 +64,23 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
         # Without a reward of the greedy completion, a group has no baseline.
         has_reward = ~jnp.isnan(total) & ~jnp.isnan(greedy) | (not estimator.needs_reward)
         mask = batch.loss_mask & has_reward[..., None]
+        shaped = total
         if tokens := credit.overlong_tokens:
             limit = mask.shape[-1]
             overlong = overlong_penalty(jnp.sum(batch.completion_mask, axis=-1), limit, tokens)
-            total, channels = total + overlong, channels | {"overlong": overlong}
+            shaped, channels = total + overlong, channels | {"overlong": overlong}
         penalty = jnp.zeros(mask.shape)
         if credit.kl:
             term = coefs["kl/coef"] * credit.kl(scores["old_logprobs"], scores["ref_logprobs"])
             penalty = jnp.where(mask, term, 0.0)
         inputs: dict[str, Any] = scores | {
             # NaN where no function has answered: 0 keeps it out of sums, and has_reward out of counts.
-            "rewards": jnp.where(has_reward, total - jnp.sum(penalty, axis=-1), 0.0),
+            "rewards": jnp.where(has_reward, shaped - jnp.sum(penalty, axis=-1), 0.0),
+            "task_rewards": jnp.where(has_reward, total, 0.0),
             "has_reward": has_reward,
             "channels": {name: channels[name] for name in weights},
             "weights": weights,
-            "token_rewards": at_the_end(total, mask) - penalty,
+            "token_rewards": at_the_end(shaped, mask) - penalty,
             "loss_mask": mask,
         }
         if rewards.greedy is not None:
@@ -163,7 +165,8 @@ def reward_metrics(total: Float[Array, "B G"], channels: Columns, penalty: Float
 
     reward/error is the standard error of reward/mean: the deviation of the means of groups over the root of their
     number (completions of a prompt are alike). reward/without_signal is the mean of groups whose rewards are all equal.
-    penalty [B, G, C]: the KL penalty in the reward. `total` does not include it; it has its own metrics.
+    total [B, G]: without penalties, because a penalty must not hide that the task has no signal. penalty [B, G, C]:
+    the KL penalty in the reward, which has its own metrics.
     """
     metrics = {"reward/mean": jnp.nanmean(total), "reward/std": jnp.nanstd(total)}
     metrics |= {"reward/min": jnp.nanmin(total), "reward/max": jnp.nanmax(total)}

@@ -239,7 +239,7 @@ def check_kl(recipe: Recipe) -> None:
         )
     if k.placement == "reward" and k.estimator == "k3_weighted":
         raise UserError("config.kl.estimator = 'k3_weighted' is for placement = 'loss': take k1, k2 or k3")
-    if k.placement == "reward" and not {"rewards", "token_rewards"} & set(recipe.estimator.inputs):
+    if k.placement == "reward" and not recipe.estimator.looks_at_penalties:
         raise UserError(
             f"config.kl.placement = 'reward': advantage {recipe.advantage.name!r} does not look at it; "
             "set 'loss', or kl = None"

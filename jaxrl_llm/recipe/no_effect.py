@@ -28,7 +28,7 @@ def check_no_effect(recipe: Recipe, fields: Mapping[str, Any]) -> None:
         beside = " beside the base" * bool(recipe.adapters)
         why = f"there is no reference{beside}, and none of teachers and reward_model"
         refuse(fields, {"host_memory.reference": False}, why)
-    if not {"rewards", "token_rewards"} & set(recipe.estimator.inputs):
+    if not recipe.estimator.looks_at_penalties:
         refuse(fields, {"reward.overlong_tokens": 0}, f"{advantage} does not look at it")
     alone = recipe.group_size == 1
     if alone or not recipe.estimator.needs_reward:

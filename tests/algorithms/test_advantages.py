@@ -82,6 +82,7 @@ def test_a_completion_without_a_reward_counts_in_no_statistic(name):
         here = np.tile(here, (3, 1))
         loss_mask, channels = mask & here[..., None], {"a": rewards, "b": rewards**2}
         signals = {"rewards": np.where(here, rewards, 0.0), "loss_mask": loss_mask, "has_reward": here}
+        signals["task_rewards"] = signals["rewards"]
         signals["channels"] = {name: np.where(here, x, np.nan) for name, x in channels.items()}
         estimator = getattr(advantages, name)
         found = COMPILED[name](**{x: signals[x] for x in required_inputs(estimator) if x not in ("weights", "k")})

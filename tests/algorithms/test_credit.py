@@ -162,9 +162,31 @@ def test_rewards_lie_on_the_last_trained_token_and_the_penalty_grows_to_one():
 def test_the_overlong_penalty_is_a_channel_also_of_greedy_completions():
     rewards = Rewards(REWARDS.total, REWARDS.channels, np.array([[0.5]], np.float32), np.array([[2]]))
     batch, metrics = assign({"name": "remax"}, rewards=rewards, overlong_tokens=2)
-    np.testing.assert_allclose(batch.rewards, [[0.0, 0.5]])
+    np.testing.assert_allclose(batch.rewards, REWARDS.total)  # of the task
     np.testing.assert_allclose(batch.advantages, [[[0.0] * 3, [0.5, 0.0, 0.0]]])  # the greedy one earned 0.5 - 0.5
     assert metrics["reward/overlong"] == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "learned"),
+    [
+        ({"name": "grpo"}, 0.0),
+        ({"name": "grpo", "normalize": "batch"}, 0.0),
+        ({"name": "reinforce_pp_baseline"}, 0.0),
+        ({"name": "grpo", "normalize": "none"}, 0.005),
+        ({"name": "rloo"}, 0.01),
+    ],
+)
+def test_a_penalty_where_the_task_has_no_signal_is_never_of_full_size(advantage, learned):
+    """Completions of 3 tokens and of 1, whose penalties are 1 and 0.99."""
+    equal = Rewards(np.float32([[1.0, 1.0]]), {"a": np.float32([[1.0, 1.0]]), "b": np.float32([[0.0, 0.0]])})
+    batch, metrics = assign(advantage, rewards=equal, overlong_tokens=200)
+    np.testing.assert_allclose(batch.advantages, [[[-learned] * 3, [learned, 0, 0]]], atol=1e-6)
+    assert (metrics["groups/no_signal"], metrics["reward/without_signal"], metrics["reward/std"]) == (1.0, 1.0, 0.0)
+    assert metrics["reward/overlong"] < 0
+    batch, metrics = assign(advantage, overlong_tokens=200)
+    assert metrics["groups/no_signal"] == 0.0
+    assert batch.advantages.any()
 
 
 def test_a_record_takes_each_metric_from_the_right_update():
