@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,16 @@ def test_groups_without_signal_are_replaced_in_order_by_fresh_ones_with_one():
     assert replaced == 3
     assert whole.replaced == [1, 2, 3, 10, 12, 13]  # a curriculum knows of all groups without a signal that were drawn
     assert not whole.no_signal.any()
+
+
+def test_a_group_of_a_mixture_gives_way_to_one_of_its_source_alone():
+    def of_sources(number: int, signal: list[bool]) -> Samples:
+        found = sampled(number, signal)
+        return replace(found, prompts=replace(found.prompts, sources=["easy", "b", "easy", "b"]))
+
+    rounds = {1: of_sources(1, [False, True, False, True]), 2: of_sources(2, [False, True, True, True])}
+    whole, replaced = refilled(of_sources(0, [False, True, False, False]), rounds.__getitem__, collate, 2)
+    assert (marks(whole), replaced) == ([22, 1, 2, 11], 2)  # the place 2 stays, though 13, 21 and 23 have a signal
 
 
 def test_refilling_ends_at_the_bound_and_draws_nothing_that_it_does_not_need():
