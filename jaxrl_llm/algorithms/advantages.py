@@ -68,7 +68,7 @@ class Estimator:
         return "greedy_rewards" in self.inputs
 
 
-@declares(Trait.COMPARES_GROUP)
+@declares(Trait.COMPARES_GROUP, Trait.DIVIDES)
 def grpo(
     rewards: Float[Array, "B G"],
     has_reward: Bool[Array, "B G"] | None = None,
@@ -113,7 +113,7 @@ def reinforce_pp(
     return _whiten(gae(token_rewards, zeros, loss_mask, gamma=gamma, lam=1.0, normalize=False), loss_mask, epsilon)
 
 
-@declares(Trait.COMPARES_GROUP)
+@declares(Trait.COMPARES_GROUP, Trait.DIVIDES)
 def reinforce_pp_baseline(
     rewards: Float[Array, "B G"],
     loss_mask: Bool[Array, "B G C"],
@@ -172,7 +172,7 @@ def gdpo(
 
 @declares(Trait.COMPARES_GROUP)
 def pass_at_k(
-    rewards: Float[Array, "B G"],
+    task_rewards: Float[Array, "B G"],
     has_reward: Bool[Array, "B G"] | None = None,
     *,
     k: AtLeastOne,
@@ -181,15 +181,16 @@ def pass_at_k(
 ) -> Float[Array, "B G"]:
     """Computes pass@k advantages in closed form (arXiv 2508.10751): a set of k needs one success. 1 <= k <= G.
 
-    A success has a reward of at least `threshold`. With n failures among G completions:
+    A success has a task reward of at least `threshold`: with a penalty, a right answer might be none.
+    With n failures among G completions:
     R = 1 - C(n, k) / C(G, k), s = sqrt(R (1 - R)), A = (1 - R) / (s + epsilon) for a success, and
     A = (1 - R - C(n - 1, k - 1) / C(G - 1, k - 1)) / (s + epsilon) for a failure. Here G counts the completions that
     have a reward; a group with fewer than k of them has A = 0.
     """
-    g = _count(rewards, has_reward)
-    failed = rewards < threshold
+    g = _count(task_rewards, has_reward)
+    failed = task_rewards < threshold
     failed = failed if has_reward is None else failed & has_reward
-    n = jnp.sum(failed, axis=1, keepdims=True).astype(rewards.dtype)
+    n = jnp.sum(failed, axis=1, keepdims=True).astype(task_rewards.dtype)
     missed = _all_from(n, g, k)  # 1 - R
     spread = jnp.sqrt(missed * (1 - missed)) + epsilon
     others_fail = _all_from(n - 1, g - 1, k - 1)

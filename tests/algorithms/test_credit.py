@@ -86,6 +86,12 @@ def test_advantages_reach_every_trained_token_and_no_other():
     np.testing.assert_allclose(batch.advantages, [[[-(0.5**0.5)] * 3, [0.5**0.5, 0.0, 0.0]]], atol=1e-3)  # only b
 
 
+def test_a_solved_task_is_solved_for_pass_at_k_whatever_the_penalties():
+    for more in ({}, {"placement": "reward"}, {"overlong_tokens": 3}):
+        batch, _ = assign({"name": "pass_at_k", "k": 1, "threshold": 0.5}, **more)
+        assert not batch.advantages.any()  # both completions are successes
+
+
 def test_a_completion_without_a_verdict_is_not_trained_and_changes_no_other():
     mask = np.broadcast_to(MASK[:, :1], (1, 3, 3))
     total = np.array([[1.0, np.nan, 0.0]], np.float32)
