@@ -175,7 +175,7 @@ def adaptive_kl(coef: float, sequences: int, *, target: Positive, horizon: AtLea
     """Returns a KL coefficient under proportional control (arXiv 1909.08593).
 
     coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) sequences / horizon), after each update of `sequences`
-    sequences. KL is the mean of k3 over tokens.
+    sequences. KL is the metric kl/ref, the mean of `kl.unbiased` over tokens.
     """
 
     def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.algorithms.balance import Load, balance_loss, load_metrics
 from jaxrl_llm.algorithms.importance import ImportanceFn, make_importance_weights, stay_on_policy
-from jaxrl_llm.algorithms.kl import k3
+from jaxrl_llm.algorithms.kl import unbiased
 from jaxrl_llm.algorithms.losses import LossFn, Metrics, aggregation_weights, old_logprobs, ratio_of
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import microbatches
@@ -137,7 +137,7 @@ def policy_objective(
         metrics |= {"loss/policy": loss, "entropy": entropy}
         ref: Array = batch.ref_logprobs
         if ref is not None:
-            metrics |= {"kl/ref": k3(logprobs, ref)}
+            metrics |= {"kl/ref": unbiased(sampling)(logprobs, ref)}
         if batch.advantages is not None:
             good = batch.advantages > 0
             metrics |= {"tokens/good": good.astype(jnp.float32), "logprobs/good": jnp.where(good, logprobs, 0.0)}
