@@ -53,6 +53,7 @@ def checked(name: str, **changes: object) -> Sizes:
     ("grpo", dict(importance__action="auto", rollout__max_lag=2, importance__level="sequence")),
     ("grpo", dict(importance__action="truncate", model__dtype="bfloat16", importance__high="3.0")),
     ("grpo", dict(kl=None)), ("reinforce", dict(rollout__max_lag=1)), ("gspo_token", dict(mask__top_entropy=0.5)),
+    ("grpo", dict(kl__refresh__every=1, epochs=2)), ("grpo", dict(kl__refresh__every=2)),
     ("luspo", dict(rollout__max_lag=1)), ("sft", dict(eval=None)), ("sft", dict(model__path="somewhere")),
 ])  # fmt: skip
 def test_a_setting_that_does_something_or_was_left_as_it_is_passes(name, changes):
