@@ -146,8 +146,10 @@ def opo(
     """
     lengths = jnp.sum(loss_mask, axis=-1).astype(rewards.dtype)
     total = partial(jnp.sum, axis=1, keepdims=True, where=has_reward)
-    centered = rewards - total(lengths * rewards) / jnp.maximum(total(lengths), 1)
-    return _zero_without_signal(centered, rewards, has_reward)
+    # From centered rewards: float32 would round the baseline of large ones.
+    centered = _centered(rewards, has_reward)
+    baseline = total(lengths * centered) / jnp.maximum(total(lengths), 1)
+    return _zero_without_signal(centered - baseline, rewards, has_reward)
 
 
 @declares(Trait.COMPARES_GROUP)
@@ -265,14 +267,18 @@ def _mean(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, a
 
 def _deviation(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, axis: int | None) -> jax.Array:
     """Returns the deviation, with ddof 1, of the completions that have a reward; 0 if only one has."""
-    return jnp.nan_to_num(jnp.std(rewards, axis=axis, ddof=1, keepdims=True, where=has_reward))
+    # Without their mean first: its rounding error would be a part of the deviation.
+    centered = rewards - _mean(rewards, has_reward, axis)
+    return jnp.nan_to_num(jnp.std(centered, axis=axis, ddof=1, keepdims=True, where=has_reward))
 
 
 def _centered(
     rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, task_rewards: Float[Array, "B G"] | None = None
 ) -> Float[Array, "B G"]:
     """Returns rewards minus the mean of their group; 0 where the rewards or the task rewards of a group are equal."""
-    centered = _zero_without_signal(rewards - _mean(rewards, has_reward, 1), rewards, has_reward)
+    centered = rewards - _mean(rewards, has_reward, 1)
+    # Twice, as in `_whiten`: the mean of rewards that are large beside their differences is off by rounding.
+    centered = _zero_without_signal(centered - _mean(centered, has_reward, 1), rewards, has_reward)
     return centered if task_rewards is None else _zero_without_signal(centered, task_rewards, has_reward)
 
 

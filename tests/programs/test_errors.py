@@ -250,7 +250,8 @@ COMPLETE_BUT = {  # change of configs/grpo.py -> field that the line names
     "c.advantage = dict(name='pass_at_k', k=2); c.reward.overlong_tokens = 4": "reward.overlong_tokens",
     "c.advantage = dict(name='reinforce_pp_baseline'); c.kl.placement = 'reward'": "kl.placement",
     "c.kl.refresh = dict(every=1, mix=1.0)": "kl.refresh.every",
-    "c.kl.refresh = dict(every=1); c.kl.placement = 'reward'; c.advantage = dict(name='rloo')": "kl.refresh",
+    "c.kl.refresh = dict(every=1); c.epochs = 2; c.kl.placement = 'reward'; "
+    "c.advantage = dict(name='rloo')": "kl.refresh",
     "c.loss = dict(name='reinforce'); c.epochs = 2": "loss.name",
     "c.loss = dict(name='gmpo'); c.advantage = dict(name='reinforce_pp')": "loss.name",
     "c.loss = dict(name='reinforce'); c.rollout.max_lag = 1; c.importance.action = 'none'": "importance.action",
