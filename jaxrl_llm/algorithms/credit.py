@@ -19,6 +19,7 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.structs import Array, Batch, Rewards
 
 Columns: TypeAlias = dict[str, Array]
+ROUNDING = 1e-5  # of a log-probability in float32, and some more
 CreditFn: TypeAlias = Callable[[Batch, Columns, Rewards, Columns], tuple[Batch, Columns]]
 
 
@@ -91,7 +92,8 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
         advantage = estimator.compute(**{name: inputs[name] for name in estimator.inputs})
         by_token = advantage if advantage.ndim == 3 else advantage[..., None]
         columns = {"rewards": total, "advantages": jnp.where(mask, by_token, 0.0), "loss_mask": mask}
-        metrics = reward_metrics(total, channels, penalty if credit.kl else None)
+        metrics = reward_metrics(total, channels)
+        metrics |= penalty_metrics(penalty, mask, coefs["kl/coef"]) if credit.kl else {}
         metrics |= {"reward/no_verdict": 1 - jnp.mean(has_reward)}
         if credit.returns:
             returns = credit.returns(inputs["token_rewards"], scores["values"], mask)
@@ -160,26 +162,32 @@ def explained_variance(
     return jnp.where(spread == 0, 0.0, 1 - variance(returns - values) / jnp.maximum(spread, 1e-30))
 
 
-def reward_metrics(total: Float[Array, "B G"], channels: Columns, penalty: Float[Array, "B G C"] | None) -> Columns:
+def reward_metrics(total: Float[Array, "B G"], channels: Columns) -> Columns:
     """Returns means over the completions that have a reward, and over the numbers of each channel; NaN where none is.
 
     reward/error is the standard error of reward/mean: the deviation of the means of groups over the root of their
     number (completions of a prompt are alike). reward/without_signal is the mean of groups whose rewards are all equal.
-    total [B, G]: without penalties, because a penalty must not hide that the task has no signal. penalty [B, G, C]:
-    the KL penalty in the reward, which has its own metrics.
+    total [B, G]: without penalties, because a penalty must not hide that the task has no signal.
     """
     metrics = {"reward/mean": jnp.nanmean(total), "reward/std": jnp.nanstd(total)}
     metrics |= {"reward/min": jnp.nanmin(total), "reward/max": jnp.nanmax(total)}
     groups = jnp.nanmean(total, axis=1)
     metrics |= {"reward/error": jnp.nanstd(groups, ddof=1) / jnp.sqrt(jnp.sum(~jnp.isnan(groups)))}
     metrics |= {f"reward/{name}": jnp.nanmean(x) for name, x in channels.items()}
-    if penalty is not None:
-        sequence_penalty = jnp.sum(penalty, axis=-1)
-        # k1 has a sign: a negative penalty pays the policy for leaving the reference.
-        metrics |= {"reward/kl": -jnp.mean(sequence_penalty), "reward/kl_pays": jnp.mean(sequence_penalty < 0)}
     if total.shape[1] > 1:
         # NaN is not above NaN: a group without any reward has no signal.
         signal = jnp.nanmax(total, axis=1) > jnp.nanmin(total, axis=1)
         metrics["groups/no_signal"] = 1 - jnp.mean(signal)
         metrics["reward/without_signal"] = jnp.nanmean(jnp.where(signal, jnp.nan, groups))
     return metrics
+
+
+def penalty_metrics(penalty: Float[Array, "B G C"], mask: Bool[Array, "B G C"], coef: Float[Array, ""]) -> Columns:
+    """Returns metrics of the KL penalty in the reward, over the completions with a trained token; NaN without any.
+
+    k1 has a sign: a negative penalty pays the policy for leaving the reference. While the two are the same, its sign is
+    that of rounding, which pays nothing.
+    """
+    of_completion, tokens = jnp.sum(penalty, axis=-1), jnp.sum(mask, axis=-1)
+    mean = partial(jnp.mean, where=tokens > 0)
+    return {"reward/kl": -mean(of_completion), "reward/kl_pays": mean(of_completion < -ROUNDING * coef * tokens)}

@@ -72,6 +72,7 @@ class Optimizer(NamedTuple):
     coefficients: dict[str, Coefficient]  # metric name -> coefficient: "learning_rate", and the objective's
     gradient_dtype: str = "float32"  # of the sum over micro-batches
     skips: tuple[str, ...] = ()  # of SKIPS
+    lowers: Lowers | None = None  # what a rollback makes of the learning rate
 
 
 def constant(coef: float) -> Coefficient:
@@ -241,4 +242,4 @@ def make_optimizer(
     # After max_consecutive_errors, optax would apply the non-finite gradient.
     transform = optax.apply_if_finite(optax.chain(*chain), max_consecutive_errors=2**31 - 1)
     rate = lowers.applied_to(rate) if lowers else rate
-    return Optimizer(transform, {"learning_rate": rate} | dict(more or {}), gradient_dtype, skips)
+    return Optimizer(transform, {"learning_rate": rate} | dict(more or {}), gradient_dtype, skips, lowers)

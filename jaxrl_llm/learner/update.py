@@ -188,7 +188,8 @@ def make_learner(
         return TrainState(first, opt_state, jax.device_put(coef_state(), placed.coef_state))
 
     step = make_update_step(gradient(microbatch), optimizer, mesh, placed)
-    return Learner(step, states, init, jax.jit(partial(coefficients, optimizer)), gradient, base=base)
+    coefs = jax.jit(partial(coefficients, optimizer))
+    return Learner(step, states, init, coefs, gradient, lowers=optimizer.lowers, base=base)
 
 
 def make_update_step(gradient: GradientFn, optimizer: Optimizer, mesh: Mesh, placed: TrainState) -> jax.stages.Wrapped:

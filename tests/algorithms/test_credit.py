@@ -79,6 +79,15 @@ def test_a_penalty_is_taken_off_the_reward_where_it_arose():
     assert "reward/kl" not in assign({"name": "test_credit.total"})[1]
 
 
+def test_a_penalty_of_rounding_pays_nobody_and_untrained_completions_have_none():
+    trained = MASK & [[[True], [False]]]
+    for scale, mask, pays, cost in (
+        (1.0, MASK, 0.5, 0.1), (1e-6, MASK, 0.0, 1e-7), (1.0, trained, 1.0, -0.2), (1.0, MASK & False, np.nan, np.nan),
+    ):  # fmt: skip
+        found = credit.penalty_metrics(np.where(mask, scale * PENALTY, 0.0), mask, jnp.float32(1.0))
+        assert [found["reward/kl_pays"], -found["reward/kl"]] == pytest.approx([pays, cost], nan_ok=True)
+
+
 def test_advantages_reach_every_trained_token_and_no_other():
     batch, _ = assign(dict(name="grpo", normalize="none", epsilon=0.0))
     np.testing.assert_allclose(batch.advantages, [[[0.25] * 3, [-0.25, 0.0, 0.0]]])
@@ -144,7 +153,7 @@ def test_a_loss_gets_the_columns_that_it_asks_for_and_no_others():
 
 def test_the_error_of_the_mean_reward_is_that_of_groups():
     rewards = np.array([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, np.nan]], np.float32)
-    found = credit.reward_metrics(rewards, {}, None)
+    found = credit.reward_metrics(rewards, {})
     assert (found["reward/min"], found["reward/max"], found["groups/no_signal"]) == (0.0, 1.0, 0.75)
     assert found["reward/without_signal"] == pytest.approx(2 / 3)  # one is all wrong, two are all right
     assert found["reward/error"] == pytest.approx(np.std([1.0, 0.0, 0.5, 1.0], ddof=1) / 2)
