@@ -178,6 +178,12 @@ def test_a_value_of_another_type_is_refused_where_a_script_sets_it(refused, sect
 def test_fields_are_checked_where_a_script_updates_a_section(refused):
     with refused("config.kl.coef"):
         grpo.get_config().update(dict(kl=dict(coef="x")))
+    for change in (dict(mesh=8), dict(mesh="x", num_steps=3)):
+        with refused("config.mesh "):
+            grpo.get_config().update(change)
+    c = grpo.get_config()
+    c.update(dict(eval=None, kl=dict(coef=0.5)), num_steps=3)
+    assert (c.eval, c.kl.coef, c.num_steps) == (None, 0.5, 3)
 
 
 def test_a_moved_or_copied_section_names_its_new_place(refused):
