@@ -188,6 +188,6 @@ def penalty_metrics(penalty: Float[Array, "B G C"], mask: Bool[Array, "B G C"], 
     k1 has a sign: a negative penalty pays the policy for leaving the reference. While the two are the same, its sign is
     that of rounding, which pays nothing.
     """
-    of_completion, tokens = jnp.sum(penalty, axis=-1), jnp.sum(mask, axis=-1)
+    sequence_penalty, tokens = jnp.sum(penalty, axis=-1), jnp.sum(mask, axis=-1)
     mean = partial(jnp.mean, where=tokens > 0)
-    return {"reward/kl": -mean(of_completion), "reward/kl_pays": mean(of_completion < -ROUNDING * coef * tokens)}
+    return {"reward/kl": -mean(sequence_penalty), "reward/kl_pays": mean(sequence_penalty < -ROUNDING * coef * tokens)}

@@ -283,11 +283,9 @@ def refill(samples: Samples, draw: Callable[[int], Samples], collate: Collate, r
         without += fresh_numbers[fresh_lacks].tolist()
         fresh_sources, pairs = sources_of(fresh.prompts), list[tuple[int, int]]()
         for name in dict.fromkeys(sources[lacks]):
-            of_source = (
-                np.flatnonzero(lacks & (sources == name)),
-                np.flatnonzero(~fresh_lacks & (fresh_sources == name)),
-            )
-            pairs += zip(*of_source, strict=False)
+            places = np.flatnonzero(lacks & (sources == name))
+            replacements = np.flatnonzero(~fresh_lacks & (fresh_sources == name))
+            pairs.extend(zip(places.tolist(), replacements.tolist(), strict=False))
         at, replacing = np.array(pairs, int).reshape(-1, 2).T
         lacks[at], numbers[at] = False, fresh_numbers[replacing]
         moves += [Move(at, fresh, replacing)] if len(at) else []
