@@ -42,9 +42,14 @@ class Samples:
 
     @property
     def no_signal(self) -> np.ndarray:
-        """True for groups [B] in which all completions have the same reward, or none has one: no learning signal."""
+        """True for groups [B] that teach nothing.
+
+        All completions have the same reward, none has one, or the token limit cut all and the run does not train on
+        such ones.
+        """
         total = self.graded().rewards.total
-        return ~(np.fmax.reduce(total, axis=1) > np.fmin.reduce(total, axis=1))  # both ignore NaN
+        differ = np.fmax.reduce(total, axis=1) > np.fmin.reduce(total, axis=1)  # both ignore NaN
+        return ~(differ & self.trained.any(axis=(1, 2)))
 
     @property
     def trained(self) -> np.ndarray:

@@ -106,6 +106,14 @@ def test_completions_that_the_limit_cut_are_left_out_if_asked():
         np.testing.assert_array_equal(whole.trained[..., 0], ~(cut & left_out))
 
 
+def test_a_group_that_the_limit_cut_as_a_whole_has_no_signal_if_left_out():
+    groups = sampled(0, [True, True, False, True])
+    cut = np.array([[True, True], [True, False], [False, False], [False, False]])
+    for left_out in (False, True):
+        found = replace(groups, rollouts=replace(groups.rollouts, truncated=cut), masks_truncated=left_out)
+        assert found.no_signal.tolist() == [left_out, False, True, False]
+
+
 def test_metrics_of_environments_of_another_process_alone_are_0_here(monkeypatch):
     """Otherwise the trees that the processes save would differ, and so would the columns of their rewards."""
     monkeypatch.setattr(distributed, "exchange", lambda own, channel: [own, ["sold", "turns"]])
