@@ -29,6 +29,6 @@ def with_critic(c: ConfigDict) -> ConfigDict:
     # Change of a value on a rollout above which its loss is clipped; 0: no clipping. With one update, none is clipped.
     c.critic.clip = 0.2
     c.critic.warmup_steps = 5  # first steps, in which only the critic learns; 0: none
-    c.critic.optim = c.optim.copy_and_resolve_references()
+    c.critic.optim = c.optim.copy_and_resolve_references()  # clip_norm: of a loss that aggregate.mode reduces, too
     c.critic.optim.learning_rate = 3e-4
     return c

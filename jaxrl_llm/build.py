@@ -270,12 +270,12 @@ def make_learning(
         off_policy=recipe.mask.off_policy,
     )
     policy = policy_learner(recipe, models, objective, learns)
-    learners = {"policy": replace(policy, frozen_steps=sizes.critic_steps, lowers=recipe.lowers)}
+    learners = {"policy": replace(policy, frozen_steps=sizes.critic_steps)}
     if critic := recipe.critic:
         shared = learns if models.adapters and not critic.path else None
         folder = models.others.get("critic", models.folder)
         learner, scorers["critic"] = make_critic(
-            critic, recipe.model, folder, mesh, aggregate, sizes=sizes, shared=shared
+            critic, recipe.model, folder, mesh, aggregate, sizes=sizes, shared=shared, lowers=recipe.lowers
         )
         learners = {"critic": learner} | learners  # first: it learns before the policy
     anchored = "ref_logprobs" in needed

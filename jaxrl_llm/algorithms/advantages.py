@@ -3,6 +3,7 @@
 The names of an estimator's positional arguments select its inputs:
 
 rewards [B, G]           weighted sum of all channels, including the overlong penalty and a KL penalty in the reward
+task_rewards [B, G]      the same sum without penalties: where a group has equal ones, the task has no signal
 has_reward [B, G]        False where no function with a weight returned a number: that entry of `rewards` is 0 and means
                          nothing, the completion is not trained on, and it must not count in means and deviations
 channels {name: [B, G]}  rewards of each function, NaN where it returned None; weights {name: float} their weights
@@ -39,7 +40,8 @@ from jaxrl_llm.algorithms.traits import Trait, declares
 from jaxrl_llm.config.schema import AtLeastOne, NotNegative, Share
 from jaxrl_llm.structs import Array
 
-SIGNALS = ("rewards", "has_reward", "channels", "weights", "greedy_rewards", "token_rewards", "loss_mask")
+PENALIZED = "rewards", "token_rewards"  # inputs that include the penalties
+SIGNALS = (*PENALIZED, "task_rewards", "has_reward", "channels", "weights", "greedy_rewards", "loss_mask")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,12 @@ class Estimator:
     @property
     def needs_reward(self) -> bool:
         """Whether it has a use for rewards, so that a completion without one is not trained on."""
-        return bool({"rewards", "token_rewards", "channels"} & set(self.inputs))
+        return bool({*PENALIZED, "task_rewards", "channels"} & set(self.inputs))
+
+    @property
+    def looks_at_penalties(self) -> bool:
+        """Whether a penalty in the reward changes its advantages."""
+        return bool({*PENALIZED} & set(self.inputs))
 
     @property
     def needs_greedy(self) -> bool:
@@ -61,10 +68,11 @@ class Estimator:
         return "greedy_rewards" in self.inputs
 
 
-@declares(Trait.COMPARES_GROUP)
+@declares(Trait.COMPARES_GROUP, Trait.DIVIDES)
 def grpo(
     rewards: Float[Array, "B G"],
     has_reward: Bool[Array, "B G"] | None = None,
+    task_rewards: Float[Array, "B G"] | None = None,
     *,
     normalize: Literal["group", "batch", "none"] = "group",
     epsilon: NotNegative = 1e-4,
@@ -73,12 +81,12 @@ def grpo(
 
     G >= 2. normalize: "group" divides by the deviation of each group, "batch" by the deviation of all B x G rewards
     (arXiv 2508.08221), and "none" does not divide (Dr. GRPO, arXiv 2503.20783). A group with equal rewards has A = 0.
-    A KL penalty in the reward needs "none": if the task rewards of a group are equal, the penalty alone would
-    determine the deviation.
+    If the task rewards of a group are equal, a penalty alone would determine the deviation, and its advantages would be
+    as large as those of the task. So a division makes them 0, and a KL penalty in the reward needs "none".
     """
-    centered = _centered(rewards, has_reward)
     if normalize == "none":
-        return centered
+        return _centered(rewards, has_reward)
+    centered = _centered(rewards, has_reward, task_rewards)
     axis = {"group": 1, "batch": None}[normalize]
     return centered / (_deviation(rewards, has_reward, axis) + epsilon)
 
@@ -105,16 +113,20 @@ def reinforce_pp(
     return _whiten(gae(token_rewards, zeros, loss_mask, gamma=gamma, lam=1.0, normalize=False), loss_mask, epsilon)
 
 
-@declares(Trait.COMPARES_GROUP)
+@declares(Trait.COMPARES_GROUP, Trait.DIVIDES)
 def reinforce_pp_baseline(
     rewards: Float[Array, "B G"],
     loss_mask: Bool[Array, "B G C"],
     has_reward: Bool[Array, "B G"] | None = None,
+    task_rewards: Float[Array, "B G"] | None = None,
     *,
     epsilon: NotNegative = 1e-8,
 ) -> Float[Array, "B G C"]:
-    """Computes REINFORCE++ with a group baseline (arXiv 2501.03262): r - mean_group r, whitened over tokens."""
-    centered = _centered(rewards, has_reward)
+    """Computes REINFORCE++ with a group baseline (arXiv 2501.03262): r - mean_group r, whitened over tokens.
+
+    A group with equal task rewards has A = 0 before whitening, as in `grpo`.
+    """
+    centered = _centered(rewards, has_reward, task_rewards)
     return _whiten(jnp.broadcast_to(centered[..., None], loss_mask.shape), loss_mask, epsilon)
 
 
@@ -134,8 +146,10 @@ def opo(
     """
     lengths = jnp.sum(loss_mask, axis=-1).astype(rewards.dtype)
     total = partial(jnp.sum, axis=1, keepdims=True, where=has_reward)
-    centered = rewards - total(lengths * rewards) / jnp.maximum(total(lengths), 1)
-    return _zero_without_signal(centered, rewards, has_reward)
+    # From centered rewards: float32 would round the baseline of large ones.
+    centered = _centered(rewards, has_reward)
+    baseline = total(lengths * centered) / jnp.maximum(total(lengths), 1)
+    return _zero_without_signal(centered - baseline, rewards, has_reward)
 
 
 @declares(Trait.COMPARES_GROUP)
@@ -160,7 +174,7 @@ def gdpo(
 
 @declares(Trait.COMPARES_GROUP)
 def pass_at_k(
-    rewards: Float[Array, "B G"],
+    task_rewards: Float[Array, "B G"],
     has_reward: Bool[Array, "B G"] | None = None,
     *,
     k: AtLeastOne,
@@ -169,15 +183,16 @@ def pass_at_k(
 ) -> Float[Array, "B G"]:
     """Computes pass@k advantages in closed form (arXiv 2508.10751): a set of k needs one success. 1 <= k <= G.
 
-    A success has a reward of at least `threshold`. With n failures among G completions:
+    A success has a task reward of at least `threshold`: with a penalty, a right answer might be none.
+    With n failures among G completions:
     R = 1 - C(n, k) / C(G, k), s = sqrt(R (1 - R)), A = (1 - R) / (s + epsilon) for a success, and
     A = (1 - R - C(n - 1, k - 1) / C(G - 1, k - 1)) / (s + epsilon) for a failure. Here G counts the completions that
     have a reward; a group with fewer than k of them has A = 0.
     """
-    g = _count(rewards, has_reward)
-    failed = rewards < threshold
+    g = _count(task_rewards, has_reward)
+    failed = task_rewards < threshold
     failed = failed if has_reward is None else failed & has_reward
-    n = jnp.sum(failed, axis=1, keepdims=True).astype(rewards.dtype)
+    n = jnp.sum(failed, axis=1, keepdims=True).astype(task_rewards.dtype)
     missed = _all_from(n, g, k)  # 1 - R
     spread = jnp.sqrt(missed * (1 - missed)) + epsilon
     others_fail = _all_from(n - 1, g - 1, k - 1)
@@ -252,11 +267,19 @@ def _mean(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, a
 
 def _deviation(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, axis: int | None) -> jax.Array:
     """Returns the deviation, with ddof 1, of the completions that have a reward; 0 if only one has."""
-    return jnp.nan_to_num(jnp.std(rewards, axis=axis, ddof=1, keepdims=True, where=has_reward))
+    # Without their mean first: its rounding error would be a part of the deviation.
+    centered = rewards - _mean(rewards, has_reward, axis)
+    return jnp.nan_to_num(jnp.std(centered, axis=axis, ddof=1, keepdims=True, where=has_reward))
 
 
-def _centered(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None) -> Float[Array, "B G"]:
-    return _zero_without_signal(rewards - _mean(rewards, has_reward, 1), rewards, has_reward)
+def _centered(
+    rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, task_rewards: Float[Array, "B G"] | None = None
+) -> Float[Array, "B G"]:
+    """Returns rewards minus the mean of their group; 0 where the rewards or the task rewards of a group are equal."""
+    centered = rewards - _mean(rewards, has_reward, 1)
+    # Twice, as in `_whiten`: the mean of rewards that are large beside their differences is off by rounding.
+    centered = _zero_without_signal(centered - _mean(centered, has_reward, 1), rewards, has_reward)
+    return centered if task_rewards is None else _zero_without_signal(centered, task_rewards, has_reward)
 
 
 def _zero_without_signal(

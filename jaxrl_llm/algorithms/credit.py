@@ -19,6 +19,7 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.structs import Array, Batch, Rewards
 
 Columns: TypeAlias = dict[str, Array]
+ROUNDING = 1e-5  # of a log-probability in float32, and some more
 CreditFn: TypeAlias = Callable[[Batch, Columns, Rewards, Columns], tuple[Batch, Columns]]
 
 
@@ -64,21 +65,23 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
         # Without a reward of the greedy completion, a group has no baseline.
         has_reward = ~jnp.isnan(total) & ~jnp.isnan(greedy) | (not estimator.needs_reward)
         mask = batch.loss_mask & has_reward[..., None]
+        shaped = total
         if tokens := credit.overlong_tokens:
             limit = mask.shape[-1]
             overlong = overlong_penalty(jnp.sum(batch.completion_mask, axis=-1), limit, tokens)
-            total, channels = total + overlong, channels | {"overlong": overlong}
+            shaped, channels = total + overlong, channels | {"overlong": overlong}
         penalty = jnp.zeros(mask.shape)
         if credit.kl:
             term = coefs["kl/coef"] * credit.kl(scores["old_logprobs"], scores["ref_logprobs"])
             penalty = jnp.where(mask, term, 0.0)
         inputs: dict[str, Any] = scores | {
             # NaN where no function has answered: 0 keeps it out of sums, and has_reward out of counts.
-            "rewards": jnp.where(has_reward, total - jnp.sum(penalty, axis=-1), 0.0),
+            "rewards": jnp.where(has_reward, shaped - jnp.sum(penalty, axis=-1), 0.0),
+            "task_rewards": jnp.where(has_reward, total, 0.0),
             "has_reward": has_reward,
             "channels": {name: channels[name] for name in weights},
             "weights": weights,
-            "token_rewards": at_the_end(total, mask) - penalty,
+            "token_rewards": at_the_end(shaped, mask) - penalty,
             "loss_mask": mask,
         }
         if rewards.greedy is not None:
@@ -89,7 +92,8 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
         advantage = estimator.compute(**{name: inputs[name] for name in estimator.inputs})
         by_token = advantage if advantage.ndim == 3 else advantage[..., None]
         columns = {"rewards": total, "advantages": jnp.where(mask, by_token, 0.0), "loss_mask": mask}
-        metrics = reward_metrics(total, channels, penalty if credit.kl else None)
+        metrics = reward_metrics(total, channels)
+        metrics |= penalty_metrics(penalty, mask, coefs["kl/coef"]) if credit.kl else {}
         metrics |= {"reward/no_verdict": 1 - jnp.mean(has_reward)}
         if credit.returns:
             returns = credit.returns(inputs["token_rewards"], scores["values"], mask)
@@ -148,32 +152,42 @@ def lambda_returns(
 def explained_variance(
     values: Float[Array, "B G C"], returns: Float[Array, "B G C"], loss_mask: Bool[Array, "B G C"]
 ) -> Float[Array, ""]:
-    """Computes 1 - Var(returns - values) / Var(returns) over trained tokens: 1 is perfect, 0 as good as the mean."""
+    """Computes 1 - Var(returns - values) / Var(returns) over trained tokens: 1 is perfect, 0 as good as the mean.
+
+    0 for equal returns, and NaN without a trained token.
+    """
     variance = partial(jnp.var, where=loss_mask)
     spread = variance(returns)
     # Both branches of `where` are computed: the floor keeps the unused one finite.
-    return jnp.where(spread > 0, 1 - variance(returns - values) / jnp.maximum(spread, 1e-30), 0.0)
+    return jnp.where(spread == 0, 0.0, 1 - variance(returns - values) / jnp.maximum(spread, 1e-30))
 
 
-def reward_metrics(total: Float[Array, "B G"], channels: Columns, penalty: Float[Array, "B G C"] | None) -> Columns:
+def reward_metrics(total: Float[Array, "B G"], channels: Columns) -> Columns:
     """Returns means over the completions that have a reward, and over the numbers of each channel; NaN where none is.
 
     reward/error is the standard error of reward/mean: the deviation of the means of groups over the root of their
     number (completions of a prompt are alike). reward/without_signal is the mean of groups whose rewards are all equal.
-    penalty [B, G, C]: the KL penalty in the reward. `total` does not include it; it has its own metrics.
+    total [B, G]: without penalties, because a penalty must not hide that the task has no signal.
     """
     metrics = {"reward/mean": jnp.nanmean(total), "reward/std": jnp.nanstd(total)}
     metrics |= {"reward/min": jnp.nanmin(total), "reward/max": jnp.nanmax(total)}
     groups = jnp.nanmean(total, axis=1)
     metrics |= {"reward/error": jnp.nanstd(groups, ddof=1) / jnp.sqrt(jnp.sum(~jnp.isnan(groups)))}
     metrics |= {f"reward/{name}": jnp.nanmean(x) for name, x in channels.items()}
-    if penalty is not None:
-        sequence_penalty = jnp.sum(penalty, axis=-1)
-        # k1 has a sign: a negative penalty pays the policy for leaving the reference.
-        metrics |= {"reward/kl": -jnp.mean(sequence_penalty), "reward/kl_pays": jnp.mean(sequence_penalty < 0)}
     if total.shape[1] > 1:
         # NaN is not above NaN: a group without any reward has no signal.
         signal = jnp.nanmax(total, axis=1) > jnp.nanmin(total, axis=1)
         metrics["groups/no_signal"] = 1 - jnp.mean(signal)
         metrics["reward/without_signal"] = jnp.nanmean(jnp.where(signal, jnp.nan, groups))
     return metrics
+
+
+def penalty_metrics(penalty: Float[Array, "B G C"], mask: Bool[Array, "B G C"], coef: Float[Array, ""]) -> Columns:
+    """Returns metrics of the KL penalty in the reward, over the completions with a trained token; NaN without any.
+
+    k1 has a sign: a negative penalty pays the policy for leaving the reference. While the two are the same, its sign is
+    that of rounding, which pays nothing.
+    """
+    sequence_penalty, tokens = jnp.sum(penalty, axis=-1), jnp.sum(mask, axis=-1)
+    mean = partial(jnp.mean, where=tokens > 0)
+    return {"reward/kl": -mean(sequence_penalty), "reward/kl_pays": mean(sequence_penalty < -ROUNDING * coef * tokens)}

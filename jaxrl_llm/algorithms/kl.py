@@ -2,13 +2,20 @@
 
 They are elementwise over [B, G, C], with d = ref_logprobs - logprobs.
 See J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
+
+k3 is unbiased if all tokens that the reference may sample are tokens of the policy: then the mean of exp(d) is 1. With
+top-k or top-p, policy and reference leave out tokens of their own, and the mean of k3 is the KL minus the probability
+of the reference's other tokens. The mean of k1 is the KL there too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.structs import Array
 
 LARGEST = 20.0  # upper bound of d in k3: keeps exp(d) and its gradient finite
@@ -25,7 +32,12 @@ def k2(logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]) -
 
 
 def k3(logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns exp(d) - d - 1: unbiased, never negative (used by GRPO, arXiv 2402.03300)."""
+    """Returns exp(d) - d - 1: unbiased without top-k and top-p, never negative (used by GRPO, arXiv 2402.03300)."""
     d = jnp.minimum(ref_logprobs - logprobs, LARGEST)
     # exp(d) - 1 loses the bits of a small d: at d = 1e-3, where k3 is 5e-7, its float32 error would be 1e-7.
     return jnp.expm1(d) - d
+
+
+def unbiased(sampling: Sampling) -> Callable[[Array, Array], Array]:
+    """Returns the estimator with the least variance whose mean is the KL of these distributions."""
+    return k1 if sampling.truncates else k3

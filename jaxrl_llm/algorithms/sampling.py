@@ -23,6 +23,11 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
 
+    @property
+    def truncates(self) -> bool:
+        """Whether the sampled distribution leaves out tokens, each policy its own."""
+        return self.top_k > 0 or self.top_p < 1
+
 
 def support(
     logits: Float[Array, "*n V"], sampling: Sampling, token: Int[Array, "*n"] | None = None

@@ -15,6 +15,7 @@ class Trait(Enum):
     """What holds of an advantage estimator or of a loss."""
 
     COMPARES_GROUP = "an estimator that compares the completions of a prompt: G >= 2"
+    DIVIDES = "an estimator that divides by a deviation of its groups, unless its normalize is 'none'"
     VARIES_BY_TOKEN = "an estimator whose advantages differ within a completion"
     WITHOUT_RATIO = "a loss that is correct only for samples of the current policy"
     SEQUENCE_ADVANTAGE = "a loss that needs one advantage per completion"

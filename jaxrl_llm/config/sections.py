@@ -69,6 +69,19 @@ class Section(ConfigDict):
                     section = section.section_named(part)
                 section[last] = value
 
+    def update(self, *other: Any, **fields: Any) -> None:
+        """Sets fields, and those of sections that both have. Each is checked as where a field is set alone."""
+        for given in (*other, fields):
+            # ml_collections would take any value of a section for a section.
+            plain = [
+                name
+                for name, value in given.items()
+                if isinstance(self.get(name), ConfigDict) and not isinstance(value, (Mapping, ConfigDict))
+            ]
+            for name in plain:
+                self[name] = given[name]
+            super().update({name: value for name, value in given.items() if name not in plain} if plain else given)
+
     def section_named(self, name: str) -> Any:
         """Returns what is under a name, and makes a section where nothing or None is."""
         if self.get(name) is None:

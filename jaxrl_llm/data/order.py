@@ -10,6 +10,7 @@ import grain
 from jaxrl_llm.machine import distributed
 
 Collate = Callable[[Sequence[int]], Any]
+ENDLESS = 2**53  # rows: the largest whole number of which a float also has all smaller ones
 SHARES = 100  # parts into which Grain divides the smallest weight of a mixture
 
 
@@ -20,7 +21,8 @@ def iterate(size: int, batch: int, seed: int, collate: Collate) -> grain.Dataset
     Its `get_state()` is a small dict. `set_state` moves another iterator to the same position.
     """
     # Shuffled before it is repeated: each epoch draws every row once, in an order of its own.
-    numbers = grain.MapDataset.range(size).seed(seed).shuffle().repeat()
+    # Not without an end: Grain divides the length by the size of a batch, as floats, which overflows for batches of 1.
+    numbers = grain.MapDataset.range(size).seed(seed).shuffle().repeat(ENDLESS // size)
     # All processes draw the same numbers, and each collates its part: no message is needed.
     dataset = numbers.batch(batch, batch_fn=lambda rows: collate(rows[distributed.part(batch)]))
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))

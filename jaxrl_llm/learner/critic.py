@@ -32,12 +32,14 @@ def make_critic(
     *,
     sizes: Sizes,
     shared: Parameters | None = None,
+    lowers: optim.Lowers | None = None,
 ) -> tuple[Learner, Scorer]:
     """Returns the critic's learner and scorer. The critic starts as the model in `folder`.
 
     Its readout starts as that of a reward model, if the folder holds one, and otherwise with zeros.
     start: dtype and remat of the policy, which are the critic's too. aggregate: maps a loss mask to weights, as for the
-    policy. shared: the policy's adapters and their base; the critic learns adapters of its own on this base.
+    policy. shared: the policy's adapters and their base; the critic learns adapters of its own on this base. lowers:
+    what a rollback makes of its learning rate.
     Raises: UserError, if the model cannot be loaded.
     """
     cfg = hf.load_model(folder, dtype=start.dtype, remat=start.remat, row_parts=start.row_parts).cfg
@@ -65,7 +67,7 @@ def make_critic(
     parameters = shared or Parameters(model.shapes, load, update.ALL_LEARN)
     learner = update.make_learner(
         value_objective(model, clip=settings.clip),
-        optim.make_optimizer(sizes.critic_updates, **settings.optim),
+        optim.make_optimizer(sizes.critic_updates, lowers=lowers, **settings.optim),
         jax.eval_shape(with_readout, parameters.shapes),
         params,
         mesh,

@@ -156,7 +156,8 @@ class Learning:
         if self.reference and "reference" not in states:  # it never moves, so checkpoints leave it out
             states = states | {"reference": self.reference.load()}
         if attempt:
-            states = states | {"policy": self.learners["policy"].after_rollback(states["policy"], attempt)}
+            learners = self.learners.items()
+            states = states | {name: learner.after_rollback(states[name], attempt) for name, learner in learners}
         return self.put_away(states)
 
     def policy(self, states: States) -> PyTree:

@@ -72,6 +72,7 @@ class Optimizer(NamedTuple):
     coefficients: dict[str, Coefficient]  # metric name -> coefficient: "learning_rate", and the objective's
     gradient_dtype: str = "float32"  # of the sum over micro-batches
     skips: tuple[str, ...] = ()  # of SKIPS
+    lowers: Lowers | None = None  # what a rollback makes of the learning rate
 
 
 def constant(coef: float) -> Coefficient:
@@ -98,10 +99,14 @@ def spike_bound() -> Coefficient:
 
     def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
         norm, count = metrics["grad_norm"], state[3] + 1
-        excess = jnp.where(count > 1, jnp.maximum(jnp.log(norm / usual(state)), 0.0), 0.0)
+        # At most a spike: one norm after some of rounding errors says little of the noise of all.
+        excess = jnp.where(count > 1, jnp.clip(jnp.log(norm / usual(state)), 0.0, jnp.log(SPIKE)), 0.0)
         # A mean of the last norms without a list of them: the state is four numbers.
         last = state[0] + (norm - state[0]) / jnp.minimum(count, USUAL)
-        return jnp.stack([last, state[1] + (norm - state[1]) / count, state[2] + (excess**2 - state[2]) / count, count])
+        mean, square = state[1] + (norm - state[1]) / count, state[2] + (excess**2 - state[2]) / count
+        # Norms of rounding errors at the start are none: without a signal, any real norm would be a spike beside them.
+        known = (state[3] > 0) | (norm > jnp.finfo(jnp.float32).eps)
+        return jnp.where(known, jnp.stack([last, mean, square, count]), state)
 
     def bound(state: Array) -> jax.Array:
         k = jnp.maximum(state[3] - SEEN, 0.0) + 2
@@ -171,7 +176,7 @@ def adaptive_kl(coef: float, sequences: int, *, target: Positive, horizon: AtLea
     """Returns a KL coefficient under proportional control (arXiv 1909.08593).
 
     coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) sequences / horizon), after each update of `sequences`
-    sequences. KL is the mean of k3 over tokens.
+    sequences. KL is the metric kl/ref, the mean of `kl.unbiased` over tokens.
     """
 
     def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
@@ -237,4 +242,4 @@ def make_optimizer(
     # After max_consecutive_errors, optax would apply the non-finite gradient.
     transform = optax.apply_if_finite(optax.chain(*chain), max_consecutive_errors=2**31 - 1)
     rate = lowers.applied_to(rate) if lowers else rate
-    return Optimizer(transform, {"learning_rate": rate} | dict(more or {}), gradient_dtype, skips)
+    return Optimizer(transform, {"learning_rate": rate} | dict(more or {}), gradient_dtype, skips, lowers)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.algorithms.balance import Load, balance_loss, load_metrics
 from jaxrl_llm.algorithms.importance import ImportanceFn, make_importance_weights, stay_on_policy
-from jaxrl_llm.algorithms.kl import k3
+from jaxrl_llm.algorithms.kl import unbiased
 from jaxrl_llm.algorithms.losses import LossFn, Metrics, aggregation_weights, old_logprobs, ratio_of
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import microbatches
@@ -89,6 +89,7 @@ def coefficients(optimizer: Optimizer, state: TrainState) -> Metrics:
 
 # Metric of an objective that is no value per token, but the Load of experts by the trained tokens.
 LOAD = "router/load"
+TRAINED = "tokens/trained"  # the number of tokens over which the other metrics of an update are means
 BALANCE = "router/balance_coef"  # the coefficient of the load-balance loss, which is no loss of a single token
 
 # The metrics are arrays [B, G, C] or [B, G, 1], and the `Load` of experts.
@@ -136,7 +137,7 @@ def policy_objective(
         metrics |= {"loss/policy": loss, "entropy": entropy}
         ref: Array = batch.ref_logprobs
         if ref is not None:
-            metrics |= {"kl/ref": k3(logprobs, ref)}
+            metrics |= {"kl/ref": unbiased(sampling)(logprobs, ref)}
         if batch.advantages is not None:
             good = batch.advantages > 0
             metrics |= {"tokens/good": good.astype(jnp.float32), "logprobs/good": jnp.where(good, logprobs, 0.0)}
@@ -187,7 +188,8 @@ def make_learner(
         return TrainState(first, opt_state, jax.device_put(coef_state(), placed.coef_state))
 
     step = make_update_step(gradient(microbatch), optimizer, mesh, placed)
-    return Learner(step, states, init, jax.jit(partial(coefficients, optimizer)), gradient, base=base)
+    coefs = jax.jit(partial(coefficients, optimizer))
+    return Learner(step, states, init, coefs, gradient, lowers=optimizer.lowers, base=base)
 
 
 def make_update_step(gradient: GradientFn, optimizer: Optimizer, mesh: Mesh, placed: TrainState) -> jax.stages.Wrapped:
@@ -203,10 +205,11 @@ def make_update_step(gradient: GradientFn, optimizer: Optimizer, mesh: Mesh, pla
         coefs = coefficients(optimizer, state)
         grads, metrics = gradient(state.params, batch, coefs, base)
 
-        metrics |= coefs | {"grad_norm": optax.global_norm(grads)}
+        metrics |= coefs | {"grad_norm": optax.global_norm(grads), TRAINED: jnp.sum(batch.loss_mask)}
         # Without a trained token, momentum would still move the parameters. With NaN, the optimizer skips the update.
-        takes_effect = jnp.any(batch.loss_mask)
-        refused = {f"skip/{name}": SKIPS[name](metrics) for name in optimizer.skips}
+        takes_effect = metrics[TRAINED] > 0
+        # Metrics of no token are sums of nothing: no reason can be seen in them.
+        refused = {f"skip/{name}": SKIPS[name](metrics) & takes_effect for name in optimizer.skips}
         for reason in refused.values():
             takes_effect &= ~reason
         usable = jax.tree.map(lambda g: jnp.where(takes_effect, g, jnp.nan), grads)
@@ -218,7 +221,7 @@ def make_update_step(gradient: GradientFn, optimizer: Optimizer, mesh: Mesh, pla
         finite: Any = opt_state
         metrics |= {"updates/skipped": finite.total_notfinite, "updates/skipped_in_a_row": finite.notfinite_count}
         if batch.rewards is not None and {"kl/ref", "kl/coef"} <= metrics.keys():
-            length = jnp.sum(batch.loss_mask) / jnp.maximum(jnp.sum(jnp.any(batch.loss_mask, axis=-1)), 1)
+            length = metrics[TRAINED] / jnp.maximum(jnp.sum(jnp.any(batch.loss_mask, axis=-1)), 1)
             # Without any verdict the mean is NaN, and the bound of the warm-up must not depend on it.
             reward = jnp.maximum(jnp.nan_to_num(jnp.nanmean(jnp.abs(batch.rewards))), 1e-6)
             metrics |= {"kl/to_reward": coefs["kl/coef"] * metrics["kl/ref"] * length / reward}

@@ -238,16 +238,19 @@ def check_kl(recipe: Recipe) -> None:
         )
     if k.placement == "reward" and k.estimator == "k3_weighted":
         raise UserError("config.kl.estimator = 'k3_weighted' is for placement = 'loss': take k1, k2 or k3")
-    if k.placement == "reward" and not {"rewards", "token_rewards"} & set(recipe.estimator.inputs):
+    if k.placement == "reward" and not recipe.estimator.looks_at_penalties:
         raise UserError(
             f"config.kl.placement = 'reward': advantage {recipe.advantage.name!r} does not look at it; "
             "set 'loss', or kl = None"
         )
-    normalize = recipe.advantage.arguments.get("normalize")
-    if k.placement == "reward" and recipe.estimator.name == "grpo" and normalize != "none":
+    name, normalize = recipe.advantage.name, recipe.advantage.arguments.get("normalize")
+    divides = Trait.DIVIDES in traits_of(recipe.advantage.function) and normalize != "none"
+    if k.placement == "reward" and divides:
+        remedy = ", or advantage.normalize to 'none'" * (normalize is not None)
         raise UserError(
-            "config.advantage.normalize divides by a deviation that the KL penalty is part of: where the task gives no "
-            "signal, the penalty alone would make full-size advantages; set it to 'none', or kl.placement to 'loss'"
+            f"config.kl.placement = 'reward': advantage {name!r} divides by a deviation that the penalty is part of, "
+            "which would change its size, and make it 0 where the task gives no signal; "
+            f"set it to 'loss'{remedy}"
         )
     if k.adaptive and (k.decay != "constant" or not k.coef):
         raise UserError(

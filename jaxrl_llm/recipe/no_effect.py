@@ -24,11 +24,17 @@ def check_no_effect(recipe: Recipe, fields: Mapping[str, Any]) -> None:
         refuse(fields, {"importance.low": 0.0}, "importance.action is not 'mask'")
     if recipe.exact and recipe.updates_per_rollout == 1:
         refuse(fields, {"mask.off_policy": 0.0}, "a rollout's only optimizer step is on-policy")
+    at_policy = recipe.refresh and recipe.refresh.every == 1 and recipe.refresh.mix == 1
+    if recipe.kl and at_policy and (recipe.kl.placement == "reward" or recipe.updates_per_rollout == 1):
+        raise UserError(
+            "config.kl.refresh.every = 1 with mix = 1.0 does nothing: the reference is the policy itself whenever the "
+            "penalty is computed, which is then 0; set every to 2 or more, or mix below 1"
+        )
     if not recipe.frozen and ("ref_logprobs" not in recipe.columns or recipe.adapters):
         beside = " beside the base" * bool(recipe.adapters)
         why = f"there is no reference{beside}, and none of teachers and reward_model"
         refuse(fields, {"host_memory.reference": False}, why)
-    if not {"rewards", "token_rewards"} & set(recipe.estimator.inputs):
+    if not recipe.estimator.looks_at_penalties:
         refuse(fields, {"reward.overlong_tokens": 0}, f"{advantage} does not look at it")
     alone = recipe.group_size == 1
     if alone or not recipe.estimator.needs_reward:

@@ -35,8 +35,8 @@ COPIED = cloudpickle.Pickler.dispatch_table
 # Seconds: a function that fails within this time is called again for single completions, for this long.
 SEARCH = 1.0
 TIMEOUT = "config.reward.timeout"
-# Channels are float32.
-LARGEST = float(np.finfo(np.float32).max)
+# Advantages take squares of rewards in float32, whose largest number is 3e38: a square of 1e20 would make them all 0.
+LARGEST = 1e15
 
 
 class Completions(NamedTuple):
@@ -307,7 +307,8 @@ def _number(name: str, value: Any, row: dict[str, Any], text: str) -> float:
     # True for NaN too.
     if not abs(number) <= LARGEST:
         raise UserError(
-            f"reward {name} returned {value!r:.200} for {_show(row, text)}: return a finite number, or None to abstain"
+            f"reward {name} returned {value!r:.200} for {_show(row, text)}: return a finite number of at most 1e15, or "
+            "None to abstain"
         )
     return number
 

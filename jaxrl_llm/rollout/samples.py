@@ -42,9 +42,14 @@ class Samples:
 
     @property
     def no_signal(self) -> np.ndarray:
-        """True for groups [B] in which all completions have the same reward, or none has one: no learning signal."""
+        """True for groups [B] that teach nothing.
+
+        All completions have the same reward, none has one, or the token limit cut all and the run does not train on
+        such ones.
+        """
         total = self.graded().rewards.total
-        return ~(np.fmax.reduce(total, axis=1) > np.fmin.reduce(total, axis=1))  # both ignore NaN
+        differ = np.fmax.reduce(total, axis=1) > np.fmin.reduce(total, axis=1)  # both ignore NaN
+        return ~(differ & self.trained.any(axis=(1, 2)))
 
     @property
     def trained(self) -> np.ndarray:
@@ -264,11 +269,15 @@ def refill(samples: Samples, draw: Callable[[int], Samples], collate: Collate, r
     """Replaces groups without signal by groups of `draw(1)`, `draw(2)` ..., and counts the replaced groups.
 
     Stops when every group has a signal, or after `rounds` rounds. Drops the fresh groups that it does not need.
-    A group may go to another process. Completions and rewards are
-    moved later (`settled`): this may be a thread, beside programs of the main thread on the same devices.
+    A group gives way to one of its own source alone: otherwise an easy or a hard source would vanish from a mixture.
+    A group may go to another process. Completions and rewards are moved later (`settled`): this may be a thread,
+    beside programs of the main thread on the same devices.
     """
     all_processes = lambda x: distributed.gather(x, SAMPLING)  # noqa: E731
+    # As objects, because an array of texts would cut the names of other processes to the length of those here.
+    sources_of = lambda p: all_processes(np.array(p.sources or [""] * len(p.numbers), object))  # noqa: E731
     lacks, numbers = all_processes(samples.no_signal), all_processes(samples.prompts.numbers)
+    sources = sources_of(samples.prompts)
     without, moves = numbers[lacks].tolist(), []
     # All processes see all groups, so they stop after the same round.
     for i in range(1, rounds + 1):
@@ -277,8 +286,12 @@ def refill(samples: Samples, draw: Callable[[int], Samples], collate: Collate, r
         fresh = draw(i)
         fresh_lacks, fresh_numbers = all_processes(fresh.no_signal), all_processes(fresh.prompts.numbers)
         without += fresh_numbers[fresh_lacks].tolist()
-        replacing = np.flatnonzero(~fresh_lacks)[: lacks.sum()]
-        at = np.flatnonzero(lacks)[: len(replacing)]
+        fresh_sources, pairs = sources_of(fresh.prompts), list[tuple[int, int]]()
+        for name in dict.fromkeys(sources[lacks]):
+            places = np.flatnonzero(lacks & (sources == name))
+            replacements = np.flatnonzero(~fresh_lacks & (fresh_sources == name))
+            pairs.extend(zip(places.tolist(), replacements.tolist(), strict=False))
+        at, replacing = np.array(pairs, int).reshape(-1, 2).T
         lacks[at], numbers[at] = False, fresh_numbers[replacing]
         moves += [Move(at, fresh, replacing)] if len(at) else []
     prompts = collate(numbers[distributed.part(len(numbers))]) if moves else samples.prompts

@@ -136,7 +136,9 @@ def reference_agrees(trial: Trial) -> CheckReport:
     else:
         return skipped(MORE)
     text = f"KL to the reference {kl:.1e}"
-    if kl <= (KL if trial.parts.facts.dtype == "float32" else KL_ROUNDED):
+    bound = KL if trial.parts.facts.dtype == "float32" else KL_ROUNDED
+    # With top-k or top-p it is the mean of d, and not of d^2 / 2.
+    if abs(kl) <= (np.sqrt(2 * bound) if trial.full and trial.parts.learning.sampling.truncates else bound):
         return CheckReport(text)
     cause = "the reference has other weights than the policy, or scores in another way"
     fix = "begin a new run, with files that nobody changes"

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxrl_llm.learner.update import TRAINED
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.rollout.grading import Graded
@@ -66,8 +67,9 @@ class Record:
     def summary(self) -> dict[str, Any]:
         """Returns the record for metrics.jsonl, without the step. Waits for the device.
 
-        Metrics of the mismatch of sampler and trainer are from the first update, and coefficients from the last one.
-        Other metrics of updates are averaged. A channel is left out if its function abstained from all completions.
+        Metrics of the mismatch of sampler and trainer are from the first update that trained something, coefficients
+        from the last update. Other metrics of updates are averaged (`of_updates`). A channel is left out if its
+        function abstained from all completions.
         """
         self._finish_timing()
         updates, metrics = sharding.to_host((self.updates, self.metrics))
@@ -92,17 +94,27 @@ class Record:
 
 
 LAST = "learning_rate", "/coef", "updates/skipped", "updates/skipped_in_a_row"  # how names of states end
+# How names of numbers of an update begin, which are no means over its tokens.
+OF_AN_UPDATE = "grad_norm", "update_norm", "update_size", "kl/to_reward", "loss/total", "loss/balance", "router/"
 
 
 def of_updates(updates: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the metrics of a step's updates."""
-    first, last = updates[0], updates[-1]
-    record = {name: np.mean([u[name] for u in updates]) for name in first}
-    # From the first update only: later ones have changed the policy, which is no mismatch of the sampler.
-    record |= {name: x for name, x in first.items() if name.startswith(("sampler/", "importance/"))}
-    # Of the first update on a rollout: the policy has not moved since it sampled, so nothing should be clipped.
-    record |= {"clip/first": first["clip/fraction"]} if "clip/fraction" in first else {}
-    record |= {name: x for name, x in last.items() if name.endswith(LAST)}
+    """Merges the metrics of a step's updates.
+
+    A mean over tokens weighs by the trained tokens of its update, so it is the mean over those of all updates. An
+    update without a trained token has no numbers, and is left out.
+    """
+    counts = [max(x for name, x in u.items() if name.endswith(TRAINED)) for u in updates]
+    trained = [u for u, count in zip(updates, counts, strict=True) if count]
+    record = {name: _merged(name, [u[name] for u in trained], counts) for name in (trained or [{}])[0]}
+    record |= {name: np.mean([u[name] for u in updates]) for name in updates[0] if "skip/" in name}
+    for first in trained[:1]:
+        # From the first update only: later ones have changed the policy, which is no mismatch of the sampler.
+        record |= {name: x for name, x in first.items() if name.startswith(("sampler/", "importance/"))}
+        # Of the first update on a rollout: the policy has not moved since it sampled, so nothing should be clipped.
+        record |= {"clip/first": first["clip/fraction"]} if "clip/fraction" in first else {}
+    record |= {name: x for name, x in updates[-1].items() if name.endswith(LAST)}
+    record = {name: x for name, x in record.items() if not name.endswith(TRAINED)}
     if "logprobs/good" in record:  # the mean over tokens of completions with a positive advantage
         total, good = record.pop("logprobs/good"), record.pop("tokens/good")
         record |= {"logprobs/good": total / good} if good else {}
@@ -110,6 +122,15 @@ def of_updates(updates: list[dict[str, Any]]) -> dict[str, Any]:
         if f"{kind}square" in record:
             record[f"{kind}ess"] = record[f"{kind}mean"] ** 2 / max(record.pop(f"{kind}square"), 1e-30)
     return record
+
+
+def _merged(name: str, values: list[Any], counts: list[Any]) -> Any:
+    """Merges a metric of the updates that trained something; counts: the trained tokens of all updates."""
+    if reduction := {"_max": np.max, "_min": np.min}.get(name[-4:]):
+        return reduction(values)
+    if name.removeprefix("critic/").startswith(OF_AN_UPDATE):
+        return np.mean(values)
+    return np.average(values, weights=[count for count in counts if count])
 
 
 def of_rollouts(rollouts: Rollouts, step: int) -> dict[str, Any]:
@@ -197,8 +218,7 @@ def of_texts(samples: Samples) -> dict[str, Any]:
     here = {
         "completion/distinct": np.mean([len({row.tobytes() for row in group}) / len(group) for group in groups]),
         "completion/repeated": np.mean([repeated(row) for group in groups for row in group]),
-        "completion/compressed": len(zlib.compress(whole)) / max(len(whole), 1),
-    }
+    } | ({"completion/compressed": len(zlib.compress(whole)) / len(whole)} if whole else {})
     return {name: np.mean(values) for name, values in gathered({name: float(x) for name, x in here.items()}).items()}
 
 

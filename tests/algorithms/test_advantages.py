@@ -69,8 +69,9 @@ def test_group_baselines_equal_their_restatements(g):
         others = [statistics.fmean(group[:i] + group[i + 1 :]) for i in range(g)]
         np.testing.assert_allclose(found["rloo"][b], np.subtract(group, others), atol=1e-6)
         lengths = [int(mask[b, i].sum()) for i in range(g)]
-        baseline = sum(n * r for n, r in zip(lengths, group, strict=True)) / max(sum(lengths), 1)
-        np.testing.assert_allclose(found["opo"][b], np.array(group) - baseline, atol=1e-6)
+        if sum(lengths):  # else no advantage reaches a token
+            baseline = sum(n * r for n, r in zip(lengths, group, strict=True)) / sum(lengths)
+            np.testing.assert_allclose(found["opo"][b], np.array(group) - baseline, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_pp_baseline", "opo", "gdpo", "pass_at_k"])
@@ -82,6 +83,7 @@ def test_a_completion_without_a_reward_counts_in_no_statistic(name):
         here = np.tile(here, (3, 1))
         loss_mask, channels = mask & here[..., None], {"a": rewards, "b": rewards**2}
         signals = {"rewards": np.where(here, rewards, 0.0), "loss_mask": loss_mask, "has_reward": here}
+        signals["task_rewards"] = signals["rewards"]
         signals["channels"] = {name: np.where(here, x, np.nan) for name, x in channels.items()}
         estimator = getattr(advantages, name)
         found = COMPILED[name](**{x: signals[x] for x in required_inputs(estimator) if x not in ("weights", "k")})
@@ -191,6 +193,17 @@ def test_distillation_is_the_gap_to_the_teacher_with_the_gradient_of_the_kl():
 
     reverse_kl = lambda x: (jax.nn.softmax(x) * (jax.nn.log_softmax(x) - log_q)).sum()  # noqa: E731
     np.testing.assert_allclose(*(jax.jit(jax.grad(f))(logits) for f in (reinforce, reverse_kl)), atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_pp_baseline"])
+@pytest.mark.parametrize(("offset", "scale"), [(1e7, 1.0), (-1e7, 1.0), (0.0, 1e14)])
+def test_a_large_offset_or_scale_of_rewards_is_no_advantage(name, offset, scale):
+    with jax.enable_x64(False):
+        rewards = np.float32([[0, 1, 1, 1], [0, 0, 3, 0]])
+        given = {"loss_mask": np.ones((2, 4, 3), bool)} if name in ("opo", "reinforce_pp_baseline") else {}
+        moved, plain = (compiled(name)(rewards=np.float32(x), **given) for x in (offset + scale * rewards, rewards))
+        kept = 1.0 if name in ("grpo", "reinforce_pp_baseline") else scale  # the others do not divide
+        np.testing.assert_allclose(moved, kept * plain, rtol=1e-3)
 
 
 def test_groups_without_a_signal_have_no_advantage_at_all():

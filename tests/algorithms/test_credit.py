@@ -13,7 +13,7 @@ import pytest
 from jaxrl_llm.algorithms import advantages, credit, kl
 from jaxrl_llm.config.names import own_name, required_inputs, resolve
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.session.record import Record, Timer, error_of_mean, of_rollouts
+from jaxrl_llm.session.record import Record, Timer, error_of_mean, of_rollouts, of_updates
 from jaxrl_llm.structs import Batch, Rewards, Rollouts
 
 MASK = np.array([[[True, True, True], [True, False, False]]])
@@ -79,11 +79,26 @@ def test_a_penalty_is_taken_off_the_reward_where_it_arose():
     assert "reward/kl" not in assign({"name": "test_credit.total"})[1]
 
 
+def test_a_penalty_of_rounding_pays_nobody_and_untrained_completions_have_none():
+    trained = MASK & [[[True], [False]]]
+    for scale, mask, pays, cost in (
+        (1.0, MASK, 0.5, 0.1), (1e-6, MASK, 0.0, 1e-7), (1.0, trained, 1.0, -0.2), (1.0, MASK & False, np.nan, np.nan),
+    ):  # fmt: skip
+        found = credit.penalty_metrics(np.where(mask, scale * PENALTY, 0.0), mask, jnp.float32(1.0))
+        assert [found["reward/kl_pays"], -found["reward/kl"]] == pytest.approx([pays, cost], nan_ok=True)
+
+
 def test_advantages_reach_every_trained_token_and_no_other():
     batch, _ = assign(dict(name="grpo", normalize="none", epsilon=0.0))
     np.testing.assert_allclose(batch.advantages, [[[0.25] * 3, [-0.25, 0.0, 0.0]]])
     batch, _ = assign(dict(name="gdpo", epsilon=1e-4))
     np.testing.assert_allclose(batch.advantages, [[[-(0.5**0.5)] * 3, [0.5**0.5, 0.0, 0.0]]], atol=1e-3)  # only b
+
+
+def test_a_solved_task_is_solved_for_pass_at_k_whatever_the_penalties():
+    for more in ({}, {"placement": "reward"}, {"overlong_tokens": 3}):
+        batch, _ = assign({"name": "pass_at_k", "k": 1, "threshold": 0.5}, **more)
+        assert not batch.advantages.any()  # both completions are successes
 
 
 def test_a_completion_without_a_verdict_is_not_trained_and_changes_no_other():
@@ -138,7 +153,7 @@ def test_a_loss_gets_the_columns_that_it_asks_for_and_no_others():
 
 def test_the_error_of_the_mean_reward_is_that_of_groups():
     rewards = np.array([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, np.nan]], np.float32)
-    found = credit.reward_metrics(rewards, {}, None)
+    found = credit.reward_metrics(rewards, {})
     assert (found["reward/min"], found["reward/max"], found["groups/no_signal"]) == (0.0, 1.0, 0.75)
     assert found["reward/without_signal"] == pytest.approx(2 / 3)  # one is all wrong, two are all right
     assert found["reward/error"] == pytest.approx(np.std([1.0, 0.0, 0.5, 1.0], ddof=1) / 2)
@@ -162,14 +177,36 @@ def test_rewards_lie_on_the_last_trained_token_and_the_penalty_grows_to_one():
 def test_the_overlong_penalty_is_a_channel_also_of_greedy_completions():
     rewards = Rewards(REWARDS.total, REWARDS.channels, np.array([[0.5]], np.float32), np.array([[2]]))
     batch, metrics = assign({"name": "remax"}, rewards=rewards, overlong_tokens=2)
-    np.testing.assert_allclose(batch.rewards, [[0.0, 0.5]])
+    np.testing.assert_allclose(batch.rewards, REWARDS.total)  # of the task
     np.testing.assert_allclose(batch.advantages, [[[0.0] * 3, [0.5, 0.0, 0.0]]])  # the greedy one earned 0.5 - 0.5
     assert metrics["reward/overlong"] == pytest.approx(-0.5)
 
 
+@pytest.mark.parametrize(
+    ("advantage", "learned"),
+    [
+        ({"name": "grpo"}, 0.0),
+        ({"name": "grpo", "normalize": "batch"}, 0.0),
+        ({"name": "reinforce_pp_baseline"}, 0.0),
+        ({"name": "grpo", "normalize": "none"}, 0.005),
+        ({"name": "rloo"}, 0.01),
+    ],
+)
+def test_a_penalty_where_the_task_has_no_signal_is_never_of_full_size(advantage, learned):
+    """Completions of 3 tokens and of 1, whose penalties are 1 and 0.99."""
+    equal = Rewards(np.float32([[1.0, 1.0]]), {"a": np.float32([[1.0, 1.0]]), "b": np.float32([[0.0, 0.0]])})
+    batch, metrics = assign(advantage, rewards=equal, overlong_tokens=200)
+    np.testing.assert_allclose(batch.advantages, [[[-learned] * 3, [learned, 0, 0]]], atol=1e-6)
+    assert (metrics["groups/no_signal"], metrics["reward/without_signal"], metrics["reward/std"]) == (1.0, 1.0, 0.0)
+    assert metrics["reward/overlong"] < 0
+    batch, metrics = assign(advantage, overlong_tokens=200)
+    assert metrics["groups/no_signal"] == 0.0
+    assert batch.advantages.any()
+
+
 def test_a_record_takes_each_metric_from_the_right_update():
-    first = {"loss/total": 1.0, "sampler/gap_max": 0.1, "learning_rate": 0.1}
-    last = {"loss/total": 3.0, "sampler/gap_max": 0.9, "learning_rate": 0.2}
+    first = {"loss/total": 1.0, "sampler/gap_max": 0.1, "learning_rate": 0.1, "tokens/trained": 4}
+    last = {"loss/total": 3.0, "sampler/gap_max": 0.9, "learning_rate": 0.2, "tokens/trained": 4}
     mismatch = lambda *means: dict(zip(("mean", "square", "raw_mean", "raw_square"), means, strict=True))  # noqa: E731
     updates = [
         first | {f"importance/{name}": x for name, x in mismatch(0.5, 0.5, 2, 8).items()},
@@ -186,6 +223,30 @@ def test_a_record_takes_each_metric_from_the_right_update():
     assert not {"importance/square", "importance/raw_square"} & found.keys()
     assert "reward/a" not in found  # its function abstained from all
     assert found["tokens_per_second"] == pytest.approx(2.0)
+
+
+def test_a_mean_over_updates_is_that_of_their_tokens_and_knows_no_empty_update():
+    """The updates train 0, 6, 0 and 2 tokens, whose entropies are 1 and 5."""
+
+    def updated(tokens: int, entropy: float, norm: float, rate: float, **more: float) -> dict:
+        usual = {"tokens/trained": tokens, "entropy": entropy, "grad_norm": norm, "learning_rate": rate}
+        gap = {"importance/mean": entropy, "sampler/gap_max": norm, "clip/fraction": norm}
+        return usual | gap | {f"{name}_max": x for name, x in more.items()}
+
+    empty = updated(0, 0.0, 0.0, 0.1, my=-np.inf)
+    updates = [empty, updated(6, 1.0, 3.0, 0.2, my=7.0), empty, updated(2, 5.0, 4.0, 0.3, my=2.0)]
+    found = of_updates([u | {"skip/a": float(not u["tokens/trained"])} for u in updates])
+    assert (found["entropy"], found["grad_norm"], found["my_max"]) == (2.0, 3.5, 7.0)
+    assert (found["importance/mean"], found["sampler/gap_max"], found["clip/first"]) == (1.0, 3.0, 3.0)
+    assert (found["learning_rate"], found["skip/a"]) == (0.3, 0.5)
+    assert of_updates([{f"critic/{name}": x for name, x in u.items()} for u in updates])["critic/entropy"] == 2.0
+    assert of_updates([empty, empty]) == {"learning_rate": 0.1}
+
+
+def test_a_critic_without_a_trained_token_explains_no_variance():
+    of = lambda mask: credit.explained_variance(PENALTY, PENALTY, mask)  # noqa: E731
+    assert (of(MASK), of(MASK & [True, False, False])) == (1.0, 1.0)
+    assert np.isnan(of(MASK & False))
 
 
 def test_a_record_says_how_long_completions_are_and_how_old_their_weights():

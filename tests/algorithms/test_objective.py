@@ -16,7 +16,7 @@ import tiny
 
 from jaxrl_llm.algorithms import kl, losses
 from jaxrl_llm.algorithms.importance import make_importance_weights
-from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.algorithms.sampling import Sampling, log_distribution, token_logprobs_and_residuals
 from jaxrl_llm.learner import learning, optim, update
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.session.record import of_updates
@@ -130,9 +130,9 @@ def nothing(logprobs, batch):
     return jnp.zeros_like(logprobs), {}
 
 
-def objective(x, batch, coefs, loss=nothing, **terms):
+def objective(x, batch, coefs, loss=nothing, sampling=Sampling(), **terms):  # noqa: B008
     """Losses, and metrics with the gradient of the summed loss of trained tokens, where x is what the model says."""
-    of = update.policy_objective(None, loss, Sampling(), **terms)
+    of = update.policy_objective(None, loss, sampling, **terms)
 
     def total(x, batch, coefs):
         per_token, metrics = of(x, batch, coefs)
@@ -190,6 +190,23 @@ def test_k3_weighted_by_the_ratio_has_the_gradient_of_the_kl_off_policy():
         true = jax.jit(jax.grad(kl_of))(logits)
         np.testing.assert_allclose(mean(True), true, atol=1e-9)
         assert np.abs(mean(False) - true).max() > 0.01
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=10), Sampling(top_p=0.8)], ids=str)
+def test_the_logged_kl_is_that_of_the_sampled_distributions(sampling):
+    """Exact means over all tokens of a policy that is surer than its reference, and so samples fewer of them."""
+    reference = 2 * np.random.default_rng(0).normal(size=(50, 1, 1, 30)).astype(np.float32)
+    tokens = np.broadcast_to(np.arange(30), (50, 1, 30))
+
+    def logprobs(logits):
+        return token_logprobs_and_residuals(np.broadcast_to(logits, (50, 1, 30, 30)), tokens, sampling)[0][0]
+
+    chances = np.exp(log_distribution(1.5 * reference, sampling))[:, :, 0]
+    policy, ref = np.asarray(logprobs(1.5 * reference)), np.asarray(logprobs(reference))
+    batch = Batch(None, None, None, None, chances > 0, old_logprobs=policy, ref_logprobs=ref)
+    _, found = objective(policy, batch, {}, sampling=sampling)
+    exact = np.where(chances > 0, chances * (policy - ref), 0.0).sum()
+    assert np.where(chances > 0, chances * found["kl/ref"], 0.0).sum() == pytest.approx(exact, rel=1e-4)
 
 
 def test_an_entropy_bonus_is_taken_off_and_without_a_coefficient_is_none():
@@ -251,7 +268,7 @@ def test_good_completions_and_a_penalty_without_an_advantage_have_metrics():
     np.testing.assert_array_equal(metrics["tokens/good"], sign > 0)
     assert not metrics["logprobs/good"][sign <= 0].any()
     np.testing.assert_array_equal(metrics["loss/kl_alone"], np.where(sign == 0, metrics["loss/kl"], 0.0))
-    updates = [{name: float(np.mean(value)) for name, value in metrics.items()}]
+    updates = [{"tokens/trained": x.size} | {name: float(np.mean(value)) for name, value in metrics.items()}]
     of_good = metrics["logprobs/good"][sign > 0].mean()
     assert of_updates(updates)["logprobs/good"] == pytest.approx(of_good, rel=1e-5)
-    assert "logprobs/good" not in of_updates([{"logprobs/good": 0.0, "tokens/good": 0.0}])
+    assert "logprobs/good" not in of_updates([{"tokens/trained": 1, "logprobs/good": 0.0, "tokens/good": 0.0}])

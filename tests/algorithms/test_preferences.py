@@ -210,6 +210,17 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(whole, tmp_path):
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+@pytest.mark.parametrize("equal", [3, 0])
+def test_the_banner_counts_pairs_that_teach_nothing(equal, tmp_path, capsys):
+    rows = arithmetic.pairs()[:8]
+    for row in rows[:equal]:
+        row["rejected"] = row["chosen"]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with sft.build(config(**{"data.source": str(tmp_path / "pairs.jsonl"), "data.convert": ""}), tmp_path / "run"):
+        counts = [line.split()[-1] for line in capsys.readouterr().out.splitlines() if "equal completions" in line]
+    assert counts == [str(equal)] * (equal > 0)
+
+
 def preferred_by_hand(folder: Path, rows: list[dict]) -> float:
     """The share of rows whose chosen completion gains more over the first model, each with a prompt of its own."""
     tokenizer, mesh = hf.load_tokenizer(folder), tiny.mesh_of((1, 1, 1))

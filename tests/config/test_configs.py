@@ -53,6 +53,7 @@ def checked(name: str, **changes: object) -> Sizes:
     ("grpo", dict(importance__action="auto", rollout__max_lag=2, importance__level="sequence")),
     ("grpo", dict(importance__action="truncate", model__dtype="bfloat16", importance__high="3.0")),
     ("grpo", dict(kl=None)), ("reinforce", dict(rollout__max_lag=1)), ("gspo_token", dict(mask__top_entropy=0.5)),
+    ("grpo", dict(kl__refresh__every=1, epochs=2)), ("grpo", dict(kl__refresh__every=2)),
     ("luspo", dict(rollout__max_lag=1)), ("sft", dict(eval=None)), ("sft", dict(model__path="somewhere")),
 ])  # fmt: skip
 def test_a_setting_that_does_something_or_was_left_as_it_is_passes(name, changes):
@@ -177,6 +178,12 @@ def test_a_value_of_another_type_is_refused_where_a_script_sets_it(refused, sect
 def test_fields_are_checked_where_a_script_updates_a_section(refused):
     with refused("config.kl.coef"):
         grpo.get_config().update(dict(kl=dict(coef="x")))
+    for change in (dict(mesh=8), dict(mesh="x", num_steps=3)):
+        with refused("config.mesh "):
+            grpo.get_config().update(change)
+    c = grpo.get_config()
+    c.update(dict(eval=None, kl=dict(coef=0.5)), num_steps=3)
+    assert (c.eval, c.kl.coef, c.num_steps) == (None, 0.5, 3)
 
 
 def test_a_moved_or_copied_section_names_its_new_place(refused):

@@ -43,6 +43,12 @@ def test_a_mixture_draws_from_its_sources_by_weight(weights):
         assert epochs[0] != epochs[1]
 
 
+def test_batches_of_one_row_have_the_order_of_larger_ones():
+    rows = lambda iterator, count: [row for _ in range(count) for row in next(iterator)]  # noqa: E731
+    assert rows(order.iterate(7, 1, 3, list), 28) == rows(order.iterate(7, 4, 3, list), 7)
+    assert rows(mixed((3.0, 2.0, 1.0), batch=1), 20) == rows(mixed((3.0, 2.0, 1.0)), 2)
+
+
 def test_sources_of_one_size_have_orders_of_their_own():
     iterator = order.mix({"a": range(20), "b": range(20, 40)}, {"a": 1.0, "b": 1.0}, 40, 0, list)
     drawn = next(iterator)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 import tiny
 
+from jaxrl_llm import recipe as recipes
 from jaxrl_llm.algorithms import credit, losses
-from jaxrl_llm.learner import critic, forward, update
+from jaxrl_llm.config.load import load
+from jaxrl_llm.learner import critic, forward, optim, update
+from jaxrl_llm.learner.learning import Learning
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.recipe import fit
 from jaxrl_llm.structs import Batch, PyTree
+
+ARITHMETIC = Path(__file__).parents[2] / "jaxrl_llm" / "assets" / "arithmetic"
 
 
 def loss_of_values(values, old, returns, clip):
@@ -49,6 +56,22 @@ def test_the_clipped_value_loss_equals_its_restatement_in_value_and_gradient():
             assert ("clip/fraction" in metrics) == bool(clip)
         by_hand = loss_of_values(np.array([[[0.0, 0.5, 1.0]]]), np.zeros((1, 1, 3)), np.ones((1, 1, 3)), 0.2)[0]
         np.testing.assert_allclose(by_hand, [[[0.5, 0.32, 0.32]]])
+
+
+def test_a_rollback_lowers_the_rate_of_the_critic_too():
+    c = load("ppo")
+    c.update_from_flattened_dict(
+        {"critic.optim.warmup_steps": 0, "critic.optim.warmup_ratio": 0.0, "critic.optim.learning_rate": 0.3}
+    )
+    recipe, mesh = recipes.read(c), tiny.mesh_of((1, 1, 1))
+    assert recipe.critic
+    learner, _ = critic.make_critic(
+        recipe.critic, recipe.model, ARITHMETIC, mesh, abs, sizes=recipe.sizes, lowers=optim.Lowers(0.5, 2)
+    )
+    run = SimpleNamespace(reference=None, learners={"critic": learner}, put_away=lambda states: states)
+    states = {"critic": learner.init()}
+    rates = [learner.coefficients(s["critic"])["learning_rate"] for s in (states, Learning.restored(run, states, 1))]  # pyright: ignore[reportArgumentType]
+    assert rates == pytest.approx([0.3, 0.3 * 0.5 / 3])  # with a warm-up of two updates
 
 
 def test_explained_variance_by_hand_and_without_what_an_environment_wrote():

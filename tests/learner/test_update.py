@@ -224,6 +224,19 @@ def test_an_update_on_nan_or_on_no_trained_token_changes_nothing_but_a_count(upd
     assert not np.array_equal(last.params["embed"]["embedding"], first.params["embed"]["embedding"])
 
 
+@pytest.mark.parametrize(("trained", "refused"), [(True, 1.0), (False, 0.0)])
+def test_an_update_without_a_trained_token_shows_no_mismatch(trained, refused):
+    mesh, adamw = tiny.mesh_of((1, 1, 1)), tiny.optimizer(skips=("sampler_mismatch",))
+    weights = dict.fromkeys(("importance/raw_mean", "importance/raw_square"), jnp.float32(0))
+    learner = update.make_learner(
+        lambda *_: None, adamw, {"w": jnp.ones(1)}, lambda: {"w": jnp.ones(1)}, mesh, microbatch=0, aggregate=abs
+    )
+    placed = jax.tree.map(lambda x: x.sharding, learner.shapes)
+    step = update.make_update_step(lambda params, *_: (params, dict(weights)), adamw, mesh, placed)
+    batch = Batch(None, None, None, None, np.full((1, 1, 2), trained))
+    assert step(learner.init(), batch, jnp.arange(1))[1]["skip/sampler_mismatch"] == refused
+
+
 def test_the_kl_to_reward_ratio_is_the_penalty_of_a_completion_over_the_reward(updates):
     batch, (model, params) = tiny.batch(), tiny.model_and_params()
     gap = batch.ref_logprobs - np.asarray(score(model, params, batch, Sampling())[0])

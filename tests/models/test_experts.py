@@ -200,6 +200,9 @@ def test_an_even_load_costs_the_experts_of_a_token_and_a_collapsed_one_more():
     assert cost([4, 4, 4, 4], [2, 2, 2, 2]) == pytest.approx(2)
     assert cost([8, 8, 0, 0], [4, 4, 0, 0]) == pytest.approx(4)
     assert cost([16, 0, 0, 0], [8, 0, 0, 0]) == pytest.approx(8)
+    # Of two layers, the first has one idle expert and the second three.
+    load = Load(np.float32([8, 8]), np.float32([[1, 2, 5, 0], [8, 0, 0, 0]]), np.ones((2, 4), np.float32), np.ones(2))
+    assert load_metrics(load)["router/unused"] == 2
 
 
 @cache

@@ -144,7 +144,7 @@ WRONG = {  # config -> changed fields -> field that the line names
         "prompts_per_step=12": "prompts_per_step",  # a rollout that is no multiple of an update
         "microbatch=3": "microbatch",  # a microbatch that does not divide the update
         "group_size=1": "group_size",  # a group of one with grpo
-        "kl.placement=reward kl.estimator=k1": "advantage.normalize",  # a KL penalty divided by its own deviation
+        "kl.placement=reward kl.estimator=k1": "kl.placement",  # a KL penalty divided by its own deviation
         "schedule_steps=1 num_steps=2": "num_steps",  # more steps than a schedule that ends at 0
         "kl.placement=loss kl.estimator=k1": "kl",  # k1 in the loss
         "data.today=24.11.2026": "data.today",  # a day that is no date
@@ -246,6 +246,12 @@ COMPLETE_BUT = {  # change of configs/grpo.py -> field that the line names
     "c.advantage = dict(name='distillation'); c.teachers = dict(teacher=dict(path=''))": "teachers.teacher.path",
     "c.advantage = dict(name='gdpo'); c.kl.placement = 'reward'": "kl.placement",
     "c.advantage = dict(name='pass_at_k', k=9)": "advantage.k",
+    "c.advantage = dict(name='pass_at_k', k=2); c.kl.placement = 'reward'; c.kl.estimator = 'k1'": "kl.placement",
+    "c.advantage = dict(name='pass_at_k', k=2); c.reward.overlong_tokens = 4": "reward.overlong_tokens",
+    "c.advantage = dict(name='reinforce_pp_baseline'); c.kl.placement = 'reward'": "kl.placement",
+    "c.kl.refresh = dict(every=1, mix=1.0)": "kl.refresh.every",
+    "c.kl.refresh = dict(every=1); c.epochs = 2; c.kl.placement = 'reward'; "
+    "c.advantage = dict(name='rloo')": "kl.refresh",
     "c.loss = dict(name='reinforce'); c.epochs = 2": "loss.name",
     "c.loss = dict(name='gmpo'); c.advantage = dict(name='reinforce_pp')": "loss.name",
     "c.loss = dict(name='reinforce'); c.rollout.max_lag = 1; c.importance.action = 'none'": "importance.action",

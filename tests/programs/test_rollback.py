@@ -305,6 +305,16 @@ def test_a_norm_is_a_spike_by_the_noise_of_the_norms_before_it(deviation, skippe
     assert bool((jax.vmap(bound.value)(last) < 20.0).all()) == skipped
 
 
+@pytest.mark.parametrize("flat", [[0.0], [0.0] * 20, [1e-9] * 20, [0.01]])
+def test_updates_without_a_gradient_at_the_start_leave_the_guard_on(flat):
+    bound = optim.spike_bound()
+    state = jnp.float32(bound.start)
+    for norm in [*flat, *[1.0] * 100]:
+        assert not 0 < bound.value(state) < norm  # a skipped update does not move the bound: all later ones would be
+        state = bound.adapt(state, {"grad_norm": jnp.float32(norm)})
+    assert 9 < bound.value(state) < 12
+
+
 @pytest.mark.slow
 def test_a_run_that_gets_no_better_ends_early_and_stays_ended(tmp_path, capsys):
     def went_on(patience: int) -> list[int]:

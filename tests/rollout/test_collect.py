@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,16 @@ def test_groups_without_signal_are_replaced_in_order_by_fresh_ones_with_one():
     assert not whole.no_signal.any()
 
 
+def test_a_group_of_a_mixture_gives_way_to_one_of_its_source_alone():
+    def of_sources(number: int, signal: list[bool]) -> Samples:
+        found = sampled(number, signal)
+        return replace(found, prompts=replace(found.prompts, sources=["easy", "b", "easy", "b"]))
+
+    rounds = {1: of_sources(1, [False, True, False, True]), 2: of_sources(2, [False, True, True, True])}
+    whole, replaced = refilled(of_sources(0, [False, True, False, False]), rounds.__getitem__, collate, 2)
+    assert (marks(whole), replaced) == ([22, 1, 2, 11], 2)  # the place 2 stays, though 13, 21 and 23 have a signal
+
+
 def test_refilling_ends_at_the_bound_and_draws_nothing_that_it_does_not_need():
     drawn = []
 
@@ -93,6 +104,14 @@ def test_completions_that_the_limit_cut_are_left_out_if_asked():
         whole = source(cut, Drawing(G, Sampling(), masks_truncated=left_out)).sample(jax.random.key(0))
         assert whole.rollouts.completion_mask.all()
         np.testing.assert_array_equal(whole.trained[..., 0], ~(cut & left_out))
+
+
+def test_a_group_that_the_limit_cut_as_a_whole_has_no_signal_if_left_out():
+    groups = sampled(0, [True, True, False, True])
+    cut = np.array([[True, True], [True, False], [False, False], [False, False]])
+    for left_out in (False, True):
+        found = replace(groups, rollouts=replace(groups.rollouts, truncated=cut), masks_truncated=left_out)
+        assert found.no_signal.tolist() == [left_out, False, True, False]
 
 
 def test_metrics_of_environments_of_another_process_alone_are_0_here(monkeypatch):

@@ -279,7 +279,7 @@ WRONG = [  # what a function returns for four completions, and what the line nam
     (np.ones((4, 1)), "[1.0] for row {'answer': '2'}, completion '2'"), ([[1.0]] * 4, "[1.0] for row"),
     ([1.0, "1.0", 1.0, 1.0], "'1.0' for row {'answer': '2'}, completion '3'"),
     ([1.0, 1.0, np.nan, 1.0], "nan for row {'answer': '4'}, completion '4'"), ([10**400] * 4, "1000000000"),
-    ([1e39] * 4, "1e+39 for row"), ([1j] * 4, "1j for row"), ([{}] * 4, "{} for row"),
+    ([-2e15] * 4, "-2000000000000000.0 for row"), ([1j] * 4, "1j for row"), ([{}] * 4, "{} for row"),
     (np.array([1, np.inf, 1, 1]), "inf for row {'answer': '2'}, completion '3'"),
 ]  # fmt: skip
 

@@ -76,7 +76,12 @@ def params():
 
 @contextmanager
 def connected(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *servers: Server, length: int = 4, patience: float = 30.0
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *servers: Server,
+    length: int = 4,
+    patience: float = 30.0,
+    concurrency: int = 2,
 ) -> Iterator[VllmEngine]:
     named = {f"http://server{i}": server for i, server in enumerate(servers)}
 
@@ -88,7 +93,7 @@ def connected(
     monkeypatch.setattr(engine, "WAITS", (0.02, 0.05))
     made = VllmEngine(
         tuple(named), EngineInputs(MODEL, None, FOLDER, folder, 4, length, (1,), 0), run="test",
-        weights_dir=str(folder), push_address="", concurrency=2, timeout=5.0, patience=patience,
+        weights_dir=str(folder), push_address="", concurrency=concurrency, timeout=5.0, patience=patience,
     )  # fmt: skip
     try:
         yield made

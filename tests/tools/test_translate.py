@@ -773,6 +773,8 @@ MEANINGS = [
      {"kl.placement": "reward", "kl.estimator": "k1"}),
     ("verl", kl_of_verl("grpo", True, use_kl_loss=False), {"algorithm.use_kl_in_reward": "changed"},
      {"kl.placement": "loss", "kl.estimator": "k2"}),
+    ("verl", kl_of_verl("reinforce_plus_plus_baseline", True, use_kl_loss=False),
+     {"algorithm.use_kl_in_reward": "changed"}, {"kl.placement": "loss", "kl.estimator": "k2"}),
     ("verl", kl_of_verl("rloo", True, use_kl_loss=True, kl_loss_type="low_var_kl"),
      {"algorithm.use_kl_in_reward": "unsupported"}, {"kl.placement": "loss", "kl.estimator": "k3"}),
     # names of aggregations

@@ -298,8 +298,8 @@ class KlKeys:
         coef, kind = float(keys[self.reward_coef]), str(keys[self.reward_kind]).removesuffix("+")
         if kind not in KL:
             return "unsupported", none, f"there is no KL estimator {kind!r}: k1, k2 and k3"
-        # GRPO divides by the deviation of a group's rewards, in which a penalty in the reward would count.
-        if str(keys[self.estimator]).startswith("grpo"):
+        # They divide by a deviation of rewards, in which a penalty in the reward would count.
+        if str(keys[self.estimator]).startswith(("grpo", "reinforce_plus_plus_baseline")):
             estimator, _ = kl_estimator(kind)
             reason = (
                 "in the reward it would be a part of the deviation that advantages are divided by; here in the loss"
