@@ -41,6 +41,7 @@ class Server:
         self.up, self.version, self.length = True, "default", length
         self.asked: Counter[str] = Counter()
         self.faults: dict[str, int] = {}  # by path: the status of its next answer, 0 for a connection that breaks
+        self.spoiled: dict[str, Callable[[Any], Any]] = {}  # by path: what its next answer becomes
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if not self.up:
@@ -59,13 +60,17 @@ class Server:
             "/server_info": lambda: {"vllm_config": CONFIG},
             "/inference/v1/generate": lambda: {"choices": self.choices(body["sampling_params"]["n"])},
         }
-        return httpx.Response(200, content=json.dumps(answers[path]()) if path in answers else b"")
+        answer = answers[path]() if path in answers else ""
+        if path in self.spoiled:
+            answer = self.spoiled.pop(path)(answer)
+        return httpx.Response(200, content=answer if isinstance(answer, str) else json.dumps(answer))
 
     def choices(self, n: int) -> list[dict[str, Any]]:
         content = [{"token": f"token_id:{t}", "logprob": -t / 7, "bytes": None, "top_logprobs": []}
                    for t in range(self.length)]  # fmt: skip
         spans = [{"start": 0, "end": self.length, "version": self.version}]
-        one = {"finish_reason": "length", "token_ids": list(range(self.length)), "logprobs": {"content": content}}
+        tokens = [2 + t % 16 for t in range(self.length)]
+        one = {"finish_reason": "length", "token_ids": tokens, "logprobs": {"content": content}}
         return [one | {"index": i, "weight_versions": spans} for i in range(n)]
 
 
@@ -76,7 +81,7 @@ def params():
 
 @contextmanager
 def connected(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *servers: Server, length: int = 4, patience: float = 30.0
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *servers: Callable, length: int = 4, patience: float = 30.0
 ) -> Iterator[VllmEngine]:
     named = {f"http://server{i}": server for i, server in enumerate(servers)}
 
@@ -147,6 +152,82 @@ def test_a_server_that_dies_in_a_push_or_in_requests_gets_the_weights_again(para
         assert server.version.endswith(":1") and server.asked["/update_weights"] == 3
 
 
+def member(**fields: Any) -> Callable[[Any], Any]:
+    """Changes fields of the last completion of an answer."""
+    return lambda answer: {"choices": [*answer["choices"][:-1], answer["choices"][-1] | fields]}
+
+
+def scored(*logprobs: float | None) -> dict[str, Any]:
+    return {"content": [{"logprob": x} for x in logprobs]}
+
+
+GENERATE = "/inference/v1/generate"
+BROKEN = [
+    lambda answer: "<html>try again later</html>",
+    lambda answer: json.dumps(answer)[:-9],
+    lambda answer: {"error": "busy"},
+    lambda answer: None,
+    lambda answer: {"choices": answer["choices"][:1]},
+    member(index=0),
+    member(index=7),
+    member(logprobs=None),
+    member(logprobs=scored(-1.0)),
+    member(token_ids=[2] * 5, logprobs=scored(*[-1.0] * 5)),  # of at most four
+    member(token_ids=[], logprobs=scored()),
+    member(token_ids=[10**12] * 4),
+    member(finish_reason="abort"),
+    member(weight_versions=[{"start": 0, "end": 4, "version": "default"}]),
+]
+
+
+@pytest.mark.parametrize("spoil", BROKEN)
+def test_a_broken_answer_is_asked_for_again(params, tmp_path, monkeypatch, spoil):
+    server = Server(4)
+    with connected(tmp_path, monkeypatch, server) as engine:
+        for path in ("/weight_info", "/server_info"):  # a page of a proxy, while vLLM starts
+            server.spoiled[path] = BROKEN[0]
+        engine.update_weights(params, 1)
+        server.spoiled[GENERATE] = spoil
+        rollouts = sample(engine, prompts=1)
+    assert server.asked[GENERATE] == 2
+    assert (rollouts.completions == [2, 3, 4, 5]).all() and rollouts.completion_mask.all()
+
+
+@pytest.mark.parametrize("status", [408, 429])
+def test_a_server_that_is_too_busy_is_asked_again(params, tmp_path, monkeypatch, status):
+    server = Server(4)
+    with connected(tmp_path, monkeypatch, server) as engine:
+        engine.update_weights(params, 1)
+        server.faults[GENERATE] = status
+        assert (sample(engine, prompts=1).versions == 1).all()
+
+
+@pytest.mark.parametrize("page", ["<html></html>", "{}", "null", '{"weight_version": null}'])
+def test_another_program_at_the_address_of_a_server_ends_in_one_line(params, tmp_path, monkeypatch, page):
+    def program(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=page)
+
+    refused = pytest.raises(UserError, match=r"http://server0.* /weight_info .* 0.1 s")
+    with connected(tmp_path, monkeypatch, program, patience=0.1) as engine, refused:
+        engine.update_weights(params, 1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprobs": scored(-1.0, -1.0, -1.0, x)} for x in (float("nan"), None, -9999.0, float("-inf"), 5.0)
+    ] + [{"token_ids": [2, 2, 2, x]} for x in (-1, 18, 999_999)],
+)  # fmt: skip
+def test_tokens_that_no_distribution_has_end_the_run(params, tmp_path, monkeypatch, fields):
+    server = Server(4)
+    with connected(tmp_path, monkeypatch, server) as engine:
+        engine.update_weights(params, 1)
+        server.spoiled[GENERATE] = member(**fields)
+        with pytest.raises(UserError, match="http://server0") as error:
+            sample(engine, prompts=1)
+    assert "\n" not in str(error.value)
+
+
 def test_when_all_servers_are_away_one_line_ends_the_run(params, tmp_path, monkeypatch):
     servers = Server(4), Server(4)
     with connected(tmp_path, monkeypatch, *servers, patience=0.1) as engine:
@@ -168,7 +249,7 @@ def test_an_answer_is_arrays_before_the_next_one_is_read(params, tmp_path, monke
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    assert (rollouts.completions == np.arange(length)).all() and rollouts.truncated.all()
+    assert (rollouts.completions == 2 + np.arange(length) % 16).all() and rollouts.truncated.all()
     np.testing.assert_allclose(
         rollouts.logprobs, np.broadcast_to(-np.arange(length) / 7, rollouts.logprobs.shape), 1e-6
     )

@@ -12,7 +12,7 @@ from functools import cache, partial
 from itertools import cycle, islice
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import jax
@@ -26,6 +26,7 @@ from jaxrl_llm.models import names
 from jaxrl_llm.rollout.episodes import Episodes
 from jaxrl_llm.rollout.protocol import EngineInputs, Environments
 from jaxrl_llm.rollout.vllm import address, weights
+from jaxrl_llm.rollout.vllm.answers import Completion, Unavailable, read_choices, reading
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
 from jaxrl_llm.rollout.vllm.pictures import check_pictures, server_arguments, server_prompt
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
@@ -38,6 +39,7 @@ SETTINGS = {  # required settings of a server, and the reason: its samples must 
     "logprobs_mode": ("processed_logprobs", "its log-probabilities would not be of the distribution sampled"),
     "generation_config": ("vllm", "the model folder's generation_config.json would change the sampling"),
 }
+BUSY = (408, 429)  # statuses that a proxy gives to a request that it may take later
 NEVER = -100.0  # the least bias of a logit that vLLM takes
 SHAPE = {  # fields that must agree between the models: names in config.json and in DecoderConfig
     "hidden_size": "width",
@@ -51,21 +53,8 @@ SHAPE = {  # fields that must agree between the models: names in config.json and
 T = TypeVar("T")
 
 
-class Unavailable(Exception):
-    """No answer, or an error that a restart, a push or a retry may fix."""
-
-
 class Away(UserError):
     """A server was unavailable for as long as the run is patient."""
-
-
-class Completion(NamedTuple):
-    """What a server sampled for a member of a group, as arrays: JSON takes thirty times their memory."""
-
-    index: int  # among the members of the request
-    tokens: np.ndarray  # [tokens] int32
-    logprobs: np.ndarray  # [tokens] float32
-    truncated: bool
 
 
 def start(
@@ -151,7 +140,7 @@ class VllmEngine:
         self._model = {name: getattr(model, SHAPE[name]) for name in fields}
         self._length, self._width = inputs.max_completion_tokens, inputs.max_prompt_tokens
         self._stops, self._pad, self._patience, self._managed = inputs.stop_ids, inputs.pad_id, patience, managed
-        self._never = model.never
+        self._never, self._vocab_size = model.never, model.vocab_size
         at_once = concurrency * len(servers)
         limits = httpx.Limits(max_connections=at_once + len(servers), max_keepalive_connections=at_once)
         # pool=None: a request may wait for a free connection as long as the others run.
@@ -284,7 +273,8 @@ class VllmEngine:
         def once(server: str) -> list[Completion]:
             path = "/inference/v1/generate"
             answer = self.request(server, "POST", path, request)
-            with self._reading:
+            WATCHDOG.moved()
+            with self._reading, reading(path):
                 fields = answer.json()
                 if "content_parts" in request and (theirs := fields.get("prompt_token_ids") or []) != expanded:
                     raise UserError(
@@ -292,34 +282,20 @@ class VllmEngine:
                         f"{len(expanded)}: start it with the run's model, and with the arguments --mm-processor-kwargs "
                         "that docs/vllm.md gives for pictures"
                     )
-                completions = self._completions(fields["choices"])
-            if len(completions) != request["sampling_params"]["n"]:
-                raise Unavailable(f"{len(completions)} completions came")
-            return completions
+                self._check_versions(fields["choices"])
+                return read_choices(server, fields["choices"], request["sampling_params"], self._vocab_size)
 
         # A prompt always begins at the same server of those that answer, so that its prefix cache serves all turns.
         servers = [server for server in self._servers if server not in self._away]
         return self._persist(once, islice(cycle(servers), b % len(servers), None))
 
-    def _completions(self, choices: list[dict[str, Any]]) -> list[Completion]:
-        """Turns an answer into arrays. Raises: Unavailable, if a completion is not whole or of other weights."""
-        WATCHDOG.moved()
+    def _check_versions(self, choices: list[dict[str, Any]]) -> None:
+        """Raises: Unavailable, if a token is of other weights than the last pushed; UserError, if vLLM is too old."""
         for choice in choices:
-            if choice["finish_reason"] not in ("stop", "length"):
-                raise Unavailable(f"a completion ended with {choice['finish_reason']!r}")
             if not (spans := choice.get("weight_versions")):
                 raise UserError("the vLLM server does not say which weights made a token: take vLLM 0.32 or newer")
             if any(self._number(span["version"]) != self._version for span in spans):
                 raise Unavailable("a completion came from other weights than the last pushed")
-        return [
-            Completion(
-                choice["index"],
-                np.array(choice["token_ids"], np.int32),
-                np.array([token["logprob"] for token in choice["logprobs"]["content"]], np.float32),
-                choice["finish_reason"] == "length",
-            )
-            for choice in choices
-        ]
 
     def _number(self, tag: str) -> int:
         """Returns the version of weights with this tag; -1: of no run. Raises: UserError, if of another run."""
@@ -443,11 +419,19 @@ class VllmEngine:
 
     def _has(self, server: str) -> int:
         """Returns the weight version that the server reports; -1: of no run."""
-        return self._number(self.request(server, "GET", "/weight_info", timeout=SOON).json()["weight_version"])
+        path = "/weight_info"
+        answer = self.request(server, "GET", path, timeout=SOON)
+        with reading(path):
+            return self._number(answer.json()["weight_version"])
 
     def _check(self, server: str) -> None:
         """Raises: UserError, if the server's settings would change the samples or do not fit the run."""
-        server_config = self.request(server, "GET", "/server_info?config_format=json").json()["vllm_config"]
+        path = "/server_info?config_format=json"
+        answer = self.request(server, "GET", path)
+        with reading(path):
+            self._check_settings(server, answer.json()["vllm_config"])
+
+    def _check_settings(self, server: str, server_config: dict[str, Any]) -> None:
         model, backend = server_config["model_config"], (server_config["weight_transfer_config"] or {}).get("backend")
         for name, (required, reason) in SETTINGS.items():
             if model[name] != required:
@@ -484,6 +468,6 @@ class VllmEngine:
         if answer.status_code == 404:
             raise UserError(f"vLLM at {server} has no {path}: start it with jaxrl serve-vllm")
         # vLLM answers 500 for an error of our backend, whose text begins with this word. It would fail again.
-        if "refused: " in message or answer.status_code < 500:
+        if "refused: " in message or (answer.status_code < 500 and answer.status_code not in BUSY):
             raise UserError(f"vLLM at {server} refuses {path}: {message}")
         raise Unavailable(f"{answer.status_code} {message} at {path}")
