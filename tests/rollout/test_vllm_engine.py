@@ -7,7 +7,8 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -28,6 +29,7 @@ from jaxrl_llm.rollout.vllm import address, engine
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.structs import Prompts
 
+GENERATE = "/inference/v1/generate"
 FOLDER = Path(hf.__file__).parent.parent / "assets" / "arithmetic"
 MODEL = hf.load_model(FOLDER)
 CONFIG = {"model_config": {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "max_model_len": 10**6,
@@ -48,6 +50,8 @@ class Server:
             raise httpx.ConnectError("[Errno 111] Connection refused")
         path, body = request.url.path, json.loads(request.content or b"null")
         self.asked[path] += 1
+        if path == GENERATE:
+            self.parameters = body["sampling_params"]
         if path in self.faults:
             self.version = "default"  # as after a restart
             if status := self.faults.pop(path):
@@ -58,7 +62,7 @@ class Server:
         answers = {
             "/weight_info": lambda: {"weight_version": self.version},
             "/server_info": lambda: {"vllm_config": CONFIG},
-            "/inference/v1/generate": lambda: {"choices": self.choices(body["sampling_params"]["n"])},
+            GENERATE: lambda: {"choices": self.choices(body["sampling_params"]["n"])},
         }
         answer = answers[path]() if path in answers else ""
         if path in self.spoiled:
@@ -101,10 +105,10 @@ def connected(
         made.close()
 
 
-def sample(engine: VllmEngine, prompts: int = 8, group_size: int = 2):
+def sample(engine: VllmEngine, prompts: int = 8, group_size: int = 2, **options: Any):
     shape = (prompts, 3)
     of = Prompts(np.ones(shape, np.int32), np.ones(shape, bool), [{"prompt": "?"}] * prompts, np.arange(prompts))
-    return engine.sample(of, jax.random.key(0), group_size=group_size, sampling=Sampling())
+    return engine.sample(of, jax.random.key(0), group_size=group_size, sampling=Sampling(), **options)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -118,7 +122,7 @@ def test_a_server_that_misses_a_push_samples_nothing_until_it_has_the_weights(
     params, tmp_path, monkeypatch, capsys, wording
 ):
     there, away = Server(4), Server(4)
-    generated = lambda: [server.asked["/inference/v1/generate"] for server in (there, away)]  # noqa: E731
+    generated = lambda: [server.asked[GENERATE] for server in (there, away)]  # noqa: E731
     with connected(tmp_path, monkeypatch, there, away) as engine:
         engine.update_weights(params, 1)
         sample(engine)
@@ -147,7 +151,7 @@ def test_a_server_that_dies_in_a_push_or_in_requests_gets_the_weights_again(para
         server.faults["/update_weights"] = status
         engine.update_weights(params, 1)
         assert server.version.endswith(":1") and server.asked["/update_weights"] == 2
-        server.faults["/inference/v1/generate"] = status
+        server.faults[GENERATE] = status
         assert (sample(engine).versions == 1).all()
         assert server.version.endswith(":1") and server.asked["/update_weights"] == 3
 
@@ -161,7 +165,6 @@ def scored(*logprobs: float | None) -> dict[str, Any]:
     return {"content": [{"logprob": x} for x in logprobs]}
 
 
-GENERATE = "/inference/v1/generate"
 BROKEN = [
     lambda answer: "<html>try again later</html>",
     lambda answer: json.dumps(answer)[:-9],
@@ -226,6 +229,56 @@ def test_tokens_that_no_distribution_has_end_the_run(params, tmp_path, monkeypat
         with pytest.raises(UserError, match="http://server0") as error:
             sample(engine, prompts=1)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "right"),
+    [
+        ([2, 3, 1], "stop", True),
+        ([2, 3, 7], "stop", False),  # the end token of the server's tokenizer
+        ([2, 1, 3], "length", False),  # a stop token did not end it
+        ([2, 3], "length", False),  # of four
+        ([2, 3, 4, 5], "stop", False),
+    ],
+)
+def test_a_completion_ends_with_a_stop_token_of_the_trainer_or_at_its_limit(
+    params, tmp_path, monkeypatch, tokens, reason, right
+):
+    server, wanted = Server(4), pytest.raises(UserError, match=f"token {tokens[-1]}")
+    with connected(tmp_path, monkeypatch, server) as engine, nullcontext() if right else wanted:
+        engine.update_weights(params, 1)
+        server.spoiled[GENERATE] = member(
+            token_ids=tokens, logprobs=scored(*[-1.0] * len(tokens)), finish_reason=reason
+        )
+        rollouts = sample(engine, prompts=1)
+        assert rollouts.completions[0, 1].tolist() == [2, 3, 1, 0] and not rollouts.truncated[0, 1]
+    assert server.parameters["ignore_eos"] and server.parameters["stop_token_ids"] == [1]
+
+
+class Ends:
+    """Turns end with token 9, and a turn ends the episode."""
+
+    turn_tokens, stops = 8, (".",)
+
+    def ends(self, turns: list[list[int]]) -> list[int]:
+        return [turn.index(9) + 1 if 9 in turn else 0 for turn in turns]
+
+    def answer(self, episode: int, turn: list[int]) -> Future[None]:
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def test_a_turn_goes_on_where_the_server_alone_sees_a_stop_string(params, tmp_path, monkeypatch):
+    server = Server(4)
+    with connected(tmp_path, monkeypatch, server, length=8) as engine:
+        engine.update_weights(params, 1)
+        ends = [lambda answer, x=x: member(token_ids=[2, x], logprobs=scored(-1, -1), finish_reason="stop")(answer)
+                for x in (5, 9)]  # fmt: skip
+        server.choices = lambda n: [ends.pop(0)({"choices": Server.choices(server, n)})["choices"][-1]]
+        rollouts = sample(engine, prompts=1, group_size=1, environments=Ends(), ended=lambda count: None)
+    assert rollouts.completions[0, 0].tolist() == [2, 5, 2, 9, 0, 0, 0, 0]
+    assert rollouts.loss_mask.sum() == 4 and not rollouts.truncated.any()
 
 
 def test_when_all_servers_are_away_one_line_ends_the_run(params, tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import distributed, progress
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.models import names
-from jaxrl_llm.rollout.episodes import Episodes
+from jaxrl_llm.rollout.episodes import TURN, Episodes
 from jaxrl_llm.rollout.protocol import EngineInputs, Environments
 from jaxrl_llm.rollout.vllm import address, weights
 from jaxrl_llm.rollout.vllm.answers import Completion, Unavailable, read_choices, reading
@@ -247,6 +247,9 @@ class VllmEngine:
                 i, completion = requests.pop(request), request.result()
                 episodes.append(i, completion.tokens, completion.logprobs)
                 episodes.end_turns(np.array([i]), environments, self._stops)
+                # The server's tokenizer made a stop string of tokens whose text has none for the trainer.
+                if episodes.state[i] == TURN:
+                    requests[self._pool.submit(ask, i)] = i
             requests |= {self._pool.submit(ask, i): i for i in episodes.take_answers()}
             ended(episodes.newly_ended())
         return episodes.rollouts(group_size, versions)
@@ -262,6 +265,8 @@ class VllmEngine:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "stop_token_ids": list(self._stops),
+            # The end token is that of the server's tokenizer, which may be none of the run's stops.
+            "ignore_eos": True,
         }
 
     def _group(self, b: int, request: dict[str, Any], expanded: list[int]) -> list[Completion]:
