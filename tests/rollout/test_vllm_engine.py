@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
 
@@ -30,6 +32,7 @@ from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.structs import Prompts
 
 GENERATE = "/inference/v1/generate"
+ROOT = Path(__file__).parents[2]
 FOLDER = Path(hf.__file__).parent.parent / "assets" / "arithmetic"
 MODEL = hf.load_model(FOLDER)
 CONFIG = {"model_config": {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "max_model_len": 10**6,
@@ -41,6 +44,7 @@ class Server:
 
     def __init__(self, length: int):
         self.up, self.version, self.length = True, "default", length
+        self.config_json = json.loads((FOLDER / "config.json").read_text())
         self.asked: Counter[str] = Counter()
         self.faults: dict[str, int] = {}  # by path: the status of its next answer, 0 for a connection that breaks
         self.spoiled: dict[str, Callable[[Any], Any]] = {}  # by path: what its next answer becomes
@@ -61,6 +65,7 @@ class Server:
             self.version = body.get("weight_version") or body["new_version"]
         answers = {
             "/weight_info": lambda: {"weight_version": self.version},
+            "/collective_rpc": lambda: {"results": [self.config_json]},
             "/server_info": lambda: {"vllm_config": CONFIG},
             GENERATE: lambda: {"choices": self.choices(body["sampling_params"]["n"])},
         }
@@ -85,7 +90,12 @@ def params():
 
 @contextmanager
 def connected(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *servers: Callable, length: int = 4, patience: float = 30.0
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *servers: Callable,
+    length: int = 4,
+    patience: float = 30.0,
+    model: Any = None,
 ) -> Iterator[VllmEngine]:
     named = {f"http://server{i}": server for i, server in enumerate(servers)}
 
@@ -96,7 +106,7 @@ def connected(
     monkeypatch.setattr(engine, "SOON", 0.3)
     monkeypatch.setattr(engine, "WAITS", (0.02, 0.05))
     made = VllmEngine(
-        tuple(named), EngineInputs(MODEL, None, FOLDER, folder, 4, length, (1,), 0), run="test",
+        tuple(named), EngineInputs(model or MODEL, None, FOLDER, folder, 4, length, (1,), 0), run="test",
         weights_dir=str(folder), push_address="", concurrency=2, timeout=5.0, patience=patience,
     )  # fmt: skip
     try:
@@ -194,6 +204,43 @@ def test_a_broken_answer_is_asked_for_again(params, tmp_path, monkeypatch, spoil
         rollouts = sample(engine, prompts=1)
     assert server.asked[GENERATE] == 2
     assert (rollouts.completions == [2, 3, 4, 5]).all() and rollouts.completion_mask.all()
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("norm_eps = 1e-05", {"rms_norm_eps": 1e-5}),
+        ("rope", {"rope_theta": 12_000.0}),
+        ("rope", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("activation = gelu", {"hidden_act": "gelu_pytorch_tanh"}),
+        ("head_dim = 16", {"head_dim": 16}),
+        ("window = 8", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}),
+        ("layers = 3", {"num_hidden_layers": 3}),
+        ("tied_head", {"tie_word_embeddings": False}),
+        ("family = llama", {"model_type": "llama"}),
+        ("rope", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),  # the trainer has none of the kind
+    ],
+)
+def test_a_server_of_another_model_is_refused_before_a_push(params, tmp_path, monkeypatch, field, change):
+    server = Server(4)
+    server.config_json |= change
+    with connected(tmp_path, monkeypatch, server) as engine, pytest.raises(UserError, match=f"http://server0.*{field}"):
+        engine.update_weights(params, 1)
+    assert not server.asked["/update_weights"]
+
+
+@pytest.mark.parametrize(
+    "folder", sorted((ROOT / "tests" / "references").glob("*/config.json")), ids=lambda x: x.parent.name
+)
+def test_a_server_of_the_runs_model_is_accepted_in_every_family(params, tmp_path, monkeypatch, folder):
+    """vLLM reads config.json with transformers, which adds defaults and moves fields."""
+    from transformers import AutoConfig
+
+    server, raw = Server(4), json.loads(folder.read_text())
+    server.config_json = json.loads(AutoConfig.from_pretrained(folder.parent).to_json_string(use_diff=False))
+    family = import_module(f"jaxrl_llm.models.{raw['model_type']}")
+    with connected(tmp_path, monkeypatch, server, model=SimpleNamespace(cfg=family.decoder_config(raw))) as engine:
+        engine._check("http://server0")
 
 
 @pytest.mark.parametrize("status", [408, 429])

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager, suppress
+from dataclasses import fields, replace
 from functools import cache, partial
+from importlib import import_module
 from itertools import cycle, islice
 from pathlib import Path
 from threading import Event, Lock
@@ -41,15 +43,8 @@ SETTINGS = {  # required settings of a server, and the reason: its samples must 
 }
 BUSY = (408, 429)  # statuses that a proxy gives to a request that it may take later
 NEVER = -100.0  # the least bias of a logit that vLLM takes
-SHAPE = {  # fields that must agree between the models: names in config.json and in DecoderConfig
-    "hidden_size": "width",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "vocab_size": "vocab_size",
-    "num_key_value_heads": "kv_heads",
-    "intermediate_size": "mlp_width",
-    "tie_word_embeddings": "tied_head",
-}
+# Fields of a model's config that may differ between server and trainer: both read the same prompts and weights.
+OWN = ("max_positions", "dtype", "remat", "transposed", "row_parts")
 T = TypeVar("T")
 
 
@@ -130,17 +125,14 @@ class VllmEngine:
         self.max_gap = max_gap
         self._servers = tuple(server.rstrip("/") for server in servers)
         model = inputs.model.cfg
-        self._run, self._dtype = f"jaxrl_llm:{run}:", model.dtype  # of the pushed weights
+        self._run = f"jaxrl_llm:{run}:"
         self._table = names.family_table(model.family)
         self._offer = weights.WeightFile(
             Path(weights_dir) / f"{address.FOLDER}{run}", model.dtype, self._table, address=push_address
         )
-        # The width of experts has a name of its own in each family; the shapes of the tensors say it too.
-        fields = [name for name in SHAPE if not (model.mixture and name == "intermediate_size")]
-        self._model = {name: getattr(model, SHAPE[name]) for name in fields}
         self._length, self._width = inputs.max_completion_tokens, inputs.max_prompt_tokens
         self._stops, self._pad, self._patience, self._managed = inputs.stop_ids, inputs.pad_id, patience, managed
-        self._never, self._vocab_size = model.never, model.vocab_size
+        self._model = model
         at_once = concurrency * len(servers)
         limits = httpx.Limits(max_connections=at_once + len(servers), max_keepalive_connections=at_once)
         # pool=None: a request may wait for a free connection as long as the others run.
@@ -257,7 +249,7 @@ class VllmEngine:
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
         """Returns the parameters of a request that are the same for all."""
         # So low that such a token has the probability 0, as in the trainer.
-        never = {"logit_bias": {str(token): NEVER for token in self._never}} if self._never else {}
+        never = {"logit_bias": {str(token): NEVER for token in self._model.never}} if self._model.never else {}
         return never | {
             # 0: of the sampled token alone. 1 would also send the most likely one.
             "logprobs": 0,
@@ -280,15 +272,15 @@ class VllmEngine:
             answer = self.request(server, "POST", path, request)
             WATCHDOG.moved()
             with self._reading, reading(path):
-                fields = answer.json()
-                if "content_parts" in request and (theirs := fields.get("prompt_token_ids") or []) != expanded:
+                body = answer.json()
+                if "content_parts" in request and (theirs := body.get("prompt_token_ids") or []) != expanded:
                     raise UserError(
                         f"vLLM at {server} makes {len(theirs)} tokens of a prompt with pictures, and the trainer other "
                         f"{len(expanded)}: start it with the run's model, and with the arguments --mm-processor-kwargs "
                         "that docs/vllm.md gives for pictures"
                     )
-                self._check_versions(fields["choices"])
-                return read_choices(server, fields["choices"], request["sampling_params"], self._vocab_size)
+                self._check_versions(body["choices"])
+                return read_choices(server, body["choices"], request["sampling_params"], self._model.vocab_size)
 
         # A prompt always begins at the same server of those that answer, so that its prefix cache serves all turns.
         servers = [server for server in self._servers if server not in self._away]
@@ -407,8 +399,7 @@ class VllmEngine:
                 # A trainer killed during a push leaves the server paused.
                 post("/resume")
                 post("/collective_rpc", {"method": "forget_push"})
-                init = {"tensors": self._tensors, "model": self._model}
-                post("/init_weight_transfer_engine", {"init_info": init})
+                post("/init_weight_transfer_engine", {"init_info": {"tensors": self._tensors}})
             weights.pull(post, self._offer, f"{self._run}{version}")
             self._ready[server] = version
 
@@ -435,6 +426,26 @@ class VllmEngine:
         answer = self.request(server, "GET", path)
         with reading(path):
             self._check_settings(server, answer.json()["vllm_config"])
+        path = "/collective_rpc"
+        answer = self.request(server, "POST", path, {"method": "config_json"})
+        with reading(path):
+            self._check_model(server, answer.json()["results"][0])
+
+    def _check_model(self, server: str, config_json: dict[str, Any]) -> None:
+        """Compares all that the trainer reads from a config.json: models of equal shapes may compute otherwise."""
+        ours, family = self._model, import_module(f"jaxrl_llm.models.{self._model.family}")
+        try:
+            theirs = replace(family.decoder_config(config_json), **{name: getattr(ours, name) for name in OWN})
+        except UserError as error:
+            raise UserError(f"vLLM at {server} serves another model ({error}): serve the run's model") from None
+        if theirs.vision and ours.vision:
+            # preprocessor_config.json has these.
+            theirs = replace(theirs, vision=replace(theirs.vision, mean=ours.vision.mean, std=ours.vision.std))
+        pairs = {field.name: (getattr(theirs, field.name), getattr(ours, field.name)) for field in fields(ours)}
+        # A rotary embedding is a long list of frequencies.
+        shown = lambda name, a, b: f"{name} = {a}, not {b}" if isinstance(a, int | float | str) else name  # noqa: E731
+        if other := [shown(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]:
+            raise UserError(f"vLLM at {server} serves another model ({'; '.join(other)}): serve the run's model")
 
     def _check_settings(self, server: str, server_config: dict[str, Any]) -> None:
         model, backend = server_config["model_config"], (server_config["weight_transfer_config"] or {}).get("backend")
@@ -450,9 +461,10 @@ class VllmEngine:
                 f"vLLM at {server} takes {model['max_model_len']} tokens, prompt and completion may have "
                 f"{self._width} + {self._length}: start it with a larger --max-model-len"
             )
-        if model["dtype"] != f"torch.{self._dtype}":
+        if model["dtype"] != f"torch.{self._model.dtype}":
             raise UserError(
-                f"vLLM at {server} computes in {model['dtype']}, config.model.dtype is {self._dtype!r}: make them one"
+                f"vLLM at {server} computes in {model['dtype']}, and config.model.dtype is {self._model.dtype!r}: make "
+                "them one"
             )
 
     def request(self, server: str, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
