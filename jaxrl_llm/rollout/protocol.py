@@ -40,6 +40,7 @@ class Engine(Protocol):
     """Samples completions with the weights that the trainer pushes."""
 
     max_gap: float | None  # largest difference to the trainer's log-probabilities after a push; None: no check
+    servers: int = 1  # of this process, which answer the prompts of a call in turn; the weight check asks each
 
     def sample(
         self,

@@ -16,15 +16,17 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Batch, Collate, PyTree, Rollouts
 
-# Prompts, rounded up to a multiple of the devices; tokens of an answer at most.
+# Least number of prompts, rounded up to a multiple of the devices; tokens of an answer at most.
 PROMPTS, TOKENS = 4, 16
+# Answers to a prompt. A model is hardly off where it is sure, so the greedy one alone hides a wrong model.
+ANSWERS = ((Sampling(temperature=0), 1), (Sampling(), 4))
 
 
 class WeightCheck:
-    """Answers a few prompts greedily and compares the log-probabilities of servers and trainer.
+    """Lets each server answer a few prompts, and compares the log-probabilities of servers and trainer.
 
     weight_check/gap is the largest difference. weight_check/gap_before is the largest difference to the trainer's
-    log-probabilities at the previous push; it exists if the answer has not changed since. If a push did not arrive,
+    log-probabilities at the previous push; it is of the answers that have not changed since. If a push did not arrive,
     gap > gap_before.
     """
 
@@ -33,16 +35,24 @@ class WeightCheck:
         self._engine, self._mesh, self._bound = engine, mesh, bound
         self._score = make_logprob_fn(model, Sampling(), mesh, microbatch=0)
         devices = sharding.prompt_shards(mesh)
-        numbers = [number % rows for number in range(devices * -(-PROMPTS // devices))]
+        # Servers answer in turn. Each process has its own ones, and its part of the prompts.
+        prompts = max(PROMPTS, engine.servers * distributed.count())
+        numbers = [number % rows for number in range(devices * -(-prompts // devices))]
         self._prompts = collate(numbers[distributed.part(len(numbers))])
         self._last: tuple[Rollouts, np.ndarray] | None = None
 
     def ask(self) -> Rollouts:
         """Samples the servers' answers."""
-        limit = np.full((len(self._prompts.tokens), 1), TOKENS)
-        return self._engine.sample(
-            self._prompts, jax.random.key(0), group_size=1, sampling=Sampling(temperature=0), max_tokens=limit
-        )
+        answers = []
+        for sampling, count in ANSWERS:
+            limit = np.full((len(self._prompts.tokens), count), TOKENS)
+            answers.append(
+                self._engine.sample(
+                    self._prompts, jax.random.key(0), group_size=count, sampling=sampling, max_tokens=limit
+                )
+            )
+        # Cut: all are scored at once, which long completions have no memory for. The last axis of `truncated` is short.
+        return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1)[..., :TOKENS], *answers)
 
     def check(self, answer: Rollouts, params: PyTree) -> dict[str, Any]:
         """Returns the metrics of an answer; params: the last pushed weights.
@@ -59,20 +69,21 @@ class WeightCheck:
         gaps = np.where(mask, np.abs(answer.logprobs - ours), 0.0)
         # Of all processes: each has servers of its own.
         metrics = {"weight_check/gap": np.max(distributed.exchange(float(gaps.max())))}
-        # inf: an answer has changed, and log-probabilities of other tokens cannot be compared.
-        before = np.inf
-        if last and np.array_equal(last[0].completions, answer.completions):
-            before = np.where(mask, np.abs(answer.logprobs - last[1]), 0.0).max()
+        unchanged, before = np.False_, -np.inf
+        if last:
+            # Log-probabilities of other tokens cannot be compared.
+            unchanged = (last[0].completions == answer.completions).all(-1, keepdims=True)
+            before = np.max(np.abs(answer.logprobs - last[1]), where=mask & unchanged, initial=-np.inf)
         before = np.max(distributed.exchange(float(before)))
-        if before < np.inf:
+        if before >= 0:
             metrics["weight_check/gap_before"] = before
         if not gaps.max() <= self._bound:
             # Not `>`, which is False for NaN.
-            stale = metrics.get("weight_check/gap_before", np.inf) < gaps.max()
-            b, _, t = np.unravel_index(np.argmax(gaps), gaps.shape)
+            stale = unchanged.all() and before < gaps.max()
+            b, g, t = np.unravel_index(np.argmax(gaps), gaps.shape)
             raise UserError(
-                f"after a push the servers' log-probability of token {t} of a greedy answer differs from the trainer's "
-                f"by {gaps.max():.2g} ({answer.logprobs[b, 0, t]:.4f}, not {ours[b, 0, t]:.4f}), more than "
+                f"after a push the servers' log-probability of token {t} of an answer differs from the trainer's "
+                f"by {gaps.max():.2g} ({answer.logprobs[b, g, t]:.4f}, not {ours[b, g, t]:.4f}), more than "
                 f"config.engine.max_gap = {self._bound:g}: "
                 + ("they still have the weights before" if stale else "they have other weights, or compute otherwise")
                 + "; start them again, and resume"

@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ import tiny
 from safetensors.numpy import load_file
 
 from jaxrl_llm.algorithms.importance import make_importance_weights
+from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
@@ -197,9 +199,11 @@ class Server:
 
     def __init__(self, model: Decoder, mesh: jax.sharding.Mesh):
         self.sampler = Sampler(model, mesh, max_completion_tokens=tiny.C, stop_ids=(1,), pad_id=0)
+        self.servers, self.drawn_gap = 1, 0.0  # the latter of log-probabilities of what is not greedy
 
-    def sample(self, *args, **kwargs):
-        return self.sampler.sample(*args, **kwargs)
+    def sample(self, *args, sampling: Sampling, **kwargs):
+        rollouts = self.sampler.sample(*args, sampling=sampling, **kwargs)
+        return replace(rollouts, logprobs=rollouts.logprobs + self.drawn_gap * bool(sampling.temperature))
 
 
 def test_the_weight_check_tells_a_push_that_arrived_from_one_that_did_not(wording):
@@ -218,6 +222,8 @@ def test_the_weight_check_tells_a_push_that_arrived_from_one_that_did_not(wordin
     told = check.check(check.ask(), learned)
     assert told["weight_check/gap"] < 1e-4
     assert told.get("weight_check/gap_before", 1.0) > 1e-3
+    server.sampler.update_weights(learned)
+    assert 0 < check.check(check.ask(), learned)["weight_check/gap_before"] < 1e-4  # of answers that are the same
     for pushed in (learned, nudge(-0.5, params)):  # the weights before, and weights that are garbled
         server.sampler.update_weights(pushed)
         with pytest.raises(UserError, match=r"config\.engine\.max_gap") as error:
@@ -225,10 +231,31 @@ def test_the_weight_check_tells_a_push_that_arrived_from_one_that_did_not(wordin
         wording(re.sub(r"-?\d[\d.]*(e-\d+)?", "N", str(error.value)))
 
 
+def test_the_weight_check_asks_for_tokens_of_which_the_model_is_not_sure():
+    mesh = sharding.make_mesh(data=2, fsdp=1, tensor=1)
+    model, params = tiny.model_and_params()
+    params = jax.device_put(params, sharding.shardings(params, mesh))
+    server = Server(model, mesh)
+    tokens, mask = tiny.prompts()
+    collate = lambda numbers: Prompts(tokens[: len(numbers)], mask[: len(numbers)], [], numbers)  # noqa: E731
+    check = WeightCheck(server, model, mesh, collate, rows=len(tokens), bound=1e-3)
+    server.sampler.update_weights(params)
+    server.drawn_gap = 0.01
+    with pytest.raises(UserError, match=r"config\.engine\.max_gap"):
+        check.check(check.ask(), params)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 9])
 def test_the_weight_check_asks_the_same_rows_again_where_the_data_set_has_few(rows: int):
     asked: list[int] = []
-    WeightCheck(None, None, sharding.make_mesh(data=2, fsdp=2, tensor=1), asked.extend, rows=rows, bound=1e-3)
+    WeightCheck(
+        SimpleNamespace(servers=1),
+        None,
+        sharding.make_mesh(data=2, fsdp=2, tensor=1),
+        asked.extend,
+        rows=rows,
+        bound=1e-3,
+    )
     assert len(asked) == 4
     assert set(asked) == set(range(min(rows, 4)))
 

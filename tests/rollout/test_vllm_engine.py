@@ -29,6 +29,7 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.protocol import EngineInputs
 from jaxrl_llm.rollout.vllm import address, engine
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
+from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.structs import Prompts
 
 GENERATE = "/inference/v1/generate"
@@ -164,6 +165,16 @@ def test_a_server_that_dies_in_a_push_or_in_requests_gets_the_weights_again(para
         server.faults[GENERATE] = status
         assert (sample(engine).versions == 1).all()
         assert server.version.endswith(":1") and server.asked["/update_weights"] == 3
+
+
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_the_weight_check_asks_every_server_that_samples(params, tmp_path, monkeypatch, count):
+    servers, rows = [Server(4) for _ in range(count)], np.ones((16, 3), np.int32)
+    collate = lambda numbers: Prompts(rows[numbers], rows[numbers] > 0, [{}] * len(numbers), np.asarray(numbers))  # noqa: E731
+    with connected(tmp_path, monkeypatch, *servers) as engine:
+        engine.update_weights(params, 1)
+        WeightCheck(engine, MODEL, sharding.make_mesh(data=1, fsdp=1, tensor=1), collate, rows=16, bound=1.0).ask()
+    assert all(server.asked[GENERATE] for server in servers)
 
 
 def member(**fields: Any) -> Callable[[Any], Any]:

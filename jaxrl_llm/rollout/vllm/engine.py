@@ -124,6 +124,7 @@ class VllmEngine:
         """
         self.max_gap = max_gap
         self._servers = tuple(server.rstrip("/") for server in servers)
+        self.servers = len(servers)
         model = inputs.model.cfg
         self._run = f"jaxrl_llm:{run}:"
         self._table = names.family_table(model.family)
