@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange, Positive
+from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange, NotNegative, Positive
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.sizes import at_once
@@ -81,7 +81,7 @@ def vllm(
     concurrency: MayChange[AtLeastOne] = 64,
     timeout: MayChange[Positive] = 300.0,
     patience: MayChange[Positive] = 300.0,
-    max_gap: MayChange[Positive] = 1e-3,
+    max_gap: MayChange[NotNegative] = 0.0,
 ) -> EngineChoice:
     """vLLM servers, started by the run or elsewhere. configs/grpo_vllm.py explains each argument."""
     if managed == bool(servers):

@@ -21,6 +21,10 @@ PROMPTS, TOKENS = 4, 16
 # Answers to a prompt. A model is hardly off where it is sure, so the greedy one alone hides a wrong model.
 ANSWERS = ((Sampling(temperature=0), 1), (Sampling(), 4))
 
+# Bounds of the largest difference: 80 times what float32 was measured to differ by, and 7 times for bfloat16.
+MAX_GAP = {"float32": 1e-3, "bfloat16": 0.5}
+MEAN = 0.1  # bound of the mean difference, as a share of that of the largest
+
 
 class WeightCheck:
     """Lets each server answer a few prompts, and compares the log-probabilities of servers and trainer.
@@ -33,6 +37,7 @@ class WeightCheck:
     def __init__(self, engine: Engine, model: Decoder, mesh: Mesh, collate: Collate, *, rows: int, bound: float):
         """rows: their number in the data set; bound: limit of weight_check/gap."""
         self._engine, self._mesh, self._bound = engine, mesh, bound
+        self._dtype = model.cfg.dtype
         self._score = make_logprob_fn(model, Sampling(), mesh, microbatch=0)
         devices = sharding.prompt_shards(mesh)
         # Servers answer in turn. Each process has its own ones, and its part of the prompts.
@@ -77,15 +82,28 @@ class WeightCheck:
         before = np.max(distributed.exchange(float(before)))
         if before >= 0:
             metrics["weight_check/gap_before"] = before
-        if not gaps.max() <= self._bound:
-            # Not `>`, which is False for NaN.
-            stale = unchanged.all() and before < gaps.max()
-            b, g, t = np.unravel_index(np.argmax(gaps), gaps.shape)
-            raise UserError(
-                f"after a push the servers' log-probability of token {t} of an answer differs from the trainer's "
-                f"by {gaps.max():.2g} ({answer.logprobs[b, g, t]:.4f}, not {ours[b, g, t]:.4f}), more than "
-                f"config.engine.max_gap = {self._bound:g}: "
-                + ("they still have the weights before" if stale else "they have other weights, or compute otherwise")
-                + "; start them again, and resume"
-            )
+        stale = unchanged.all() and before < gaps.max()
+        self._refuse(answer, ours, gaps, "they still have the weights before" if stale else "")
         return metrics
+
+    def _refuse(self, answer: Rollouts, ours: np.ndarray, gaps: np.ndarray, cause: str) -> None:
+        """Raises: UserError, if `gaps` of log-probabilities are above the bound. cause: "" if it is not known."""
+        # Rare tokens are off by many times the usual where both sides round to bfloat16: of those only the mean counts.
+        bounded, mean = gaps if self._dtype == "float32" else gaps[:, :1], gaps[answer.loss_mask].mean()
+        # Not `>`, which is False for NaN.
+        if bounded.max() <= self._bound and mean <= MEAN * self._bound:
+            return
+        if bounded.max() <= self._bound:
+            gap, limit, evidence = mean, MEAN * self._bound, "log-probabilities differ from the trainer's in the mean"
+        else:
+            b, g, t = np.unravel_index(np.argmax(bounded), bounded.shape)
+            gap, limit = bounded[b, g, t], self._bound
+            evidence = f"log-probability of token {t} of an answer differs from the trainer's"
+            evidence += f" ({answer.logprobs[b, g, t]:.4f}, not {ours[b, g, t]:.4f})"
+        if gap / limit * self._bound < MAX_GAP[self._dtype]:
+            rest = f"rounding of {self._dtype} may be as large: set it to 0, which allows {MAX_GAP[self._dtype]:g}"
+        else:
+            rest = f"{cause or 'they have other weights, or compute otherwise'}; start them again, and resume"
+        raise UserError(
+            f"config.engine.max_gap allows {limit:.2g}: after a push the servers' {evidence} by {gap:.2g}: {rest}"
+        )

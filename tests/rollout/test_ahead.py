@@ -29,11 +29,12 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.names import DENSE
 from jaxrl_llm.recipe import fit
+from jaxrl_llm.rollout import weight_check
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.vllm import weights
 from jaxrl_llm.rollout.weight_check import WeightCheck
-from jaxrl_llm.structs import Prompts
+from jaxrl_llm.structs import Prompts, Rollouts
 
 ARITHMETIC = Path(hf.__file__).parent.parent / "assets" / "arithmetic"
 
@@ -245,17 +246,32 @@ def test_the_weight_check_asks_for_tokens_of_which_the_model_is_not_sure():
         check.check(check.ask(), params)
 
 
+def test_in_bfloat16_the_weight_check_bounds_greedy_tokens_and_the_mean(monkeypatch, wording):
+    model = SimpleNamespace(cfg=SimpleNamespace(dtype="bfloat16"))
+    mesh, shape = sharding.make_mesh(data=1, fsdp=1, tensor=1), (4, 5, 3)
+    collate = lambda numbers: Prompts(np.ones((4, 2), np.int32), np.ones((4, 2), bool), [], numbers)  # noqa: E731
+    monkeypatch.setattr(weight_check, "make_logprob_fn", lambda *_, **__: lambda params, batch: np.zeros(shape))
+    check = WeightCheck(SimpleNamespace(servers=1), model, mesh, collate, rows=4, bound=0.5)
+
+    def answered(greedy: float, drawn: float, others: float = 0.0) -> Rollouts:
+        logprobs = np.full(shape, others, np.float32)
+        logprobs[0, 0, 0], logprobs[0, 1, 0] = greedy, drawn
+        ones = np.ones(shape, bool)
+        return Rollouts(np.ones(shape, np.int32), ones, ones, logprobs, ones[..., 0], np.ones(shape, np.int32))
+
+    assert check.check(answered(-0.4, -1.5), {})["weight_check/gap"] == 1.5  # a rare token
+    wrong = [(0.5, answered(x, 0.0)) for x in (-0.6, np.nan)] + [(0.5, answered(0.0, 0.0, others=-0.1))]
+    for check._bound, sampled in [*wrong, (1e-3, answered(-0.0072, 0.0))]:
+        with pytest.raises(UserError, match=r"config\.engine\.max_gap") as error:
+            check.check(sampled, {})
+        wording(str(error.value))
+
+
 @pytest.mark.parametrize("rows", [1, 3, 9])
 def test_the_weight_check_asks_the_same_rows_again_where_the_data_set_has_few(rows: int):
     asked: list[int] = []
-    WeightCheck(
-        SimpleNamespace(servers=1),
-        None,
-        sharding.make_mesh(data=2, fsdp=2, tensor=1),
-        asked.extend,
-        rows=rows,
-        bound=1e-3,
-    )
+    model, mesh = SimpleNamespace(cfg=SimpleNamespace(dtype="float32")), sharding.make_mesh(data=2, fsdp=2, tensor=1)
+    WeightCheck(SimpleNamespace(servers=1), model, mesh, asked.extend, rows=rows, bound=1e-3)
     assert len(asked) == 4
     assert set(asked) == set(range(min(rows, 4)))
 

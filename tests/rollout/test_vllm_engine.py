@@ -8,7 +8,8 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +27,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
+from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.protocol import EngineInputs
 from jaxrl_llm.rollout.vllm import address, engine
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
@@ -175,6 +177,16 @@ def test_the_weight_check_asks_every_server_that_samples(params, tmp_path, monke
         engine.update_weights(params, 1)
         WeightCheck(engine, MODEL, sharding.make_mesh(data=1, fsdp=1, tensor=1), collate, rows=16, bound=1.0).ask()
     assert all(server.asked[GENERATE] for server in servers)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "bound"), [("float32", 0.0, 1e-3), ("bfloat16", 0.0, 0.5), ("bfloat16", 0.1, 0.1)]
+)
+def test_the_bound_of_the_weight_check_follows_the_dtype(tmp_path, dtype, given, bound):
+    choice = engines.vllm(managed=False, servers=("http://127.0.0.1:1",), weights_dir=str(tmp_path), max_gap=given)
+    model = SimpleNamespace(cfg=replace(MODEL.cfg, dtype=dtype))
+    with closing(choice.start(EngineInputs(model, None, FOLDER, tmp_path, 4, 4, (1,), 0))) as made:
+        assert made.max_gap == bound
 
 
 def member(**fields: Any) -> Callable[[Any], Any]:

@@ -31,6 +31,7 @@ from jaxrl_llm.rollout.vllm import address, weights
 from jaxrl_llm.rollout.vllm.answers import Completion, Unavailable, read_choices, reading
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
 from jaxrl_llm.rollout.vllm.pictures import check_pictures, server_arguments, server_prompt
+from jaxrl_llm.rollout.weight_check import MAX_GAP
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
 # Seconds: timeout of short requests, and of the wait for a server's lock.
@@ -57,6 +58,7 @@ def start(
 ) -> VllmEngine:
     """Starts the engine, and its server by managed(folder, ...). settings: of `engines.vllm`. Raises: UserError."""
     check_pictures(inputs.pictures)
+    settings["max_gap"] = settings["max_gap"] or MAX_GAP[inputs.model.cfg.dtype]
     servers = tuple(own_address(server, "servers") for server in servers)
     if settings["push_address"]:
         settings["push_address"] = own_address(settings["push_address"], "push_address")
