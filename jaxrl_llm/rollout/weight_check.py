@@ -101,9 +101,9 @@ class WeightCheck:
             evidence = f"log-probability of token {t} of an answer differs from the trainer's"
             evidence += f" ({answer.logprobs[b, g, t]:.4f}, not {ours[b, g, t]:.4f})"
         if gap / limit * self._bound < MAX_GAP[self._dtype]:
-            rest = f"rounding of {self._dtype} may be as large: set it to 0, which allows {MAX_GAP[self._dtype]:g}"
+            remedy = f"rounding of {self._dtype} may be as large: set it to 0, which allows {MAX_GAP[self._dtype]:g}"
         else:
-            rest = f"{cause or 'they have other weights, or compute otherwise'}; start them again, and resume"
+            remedy = f"{cause or 'they have other weights, or compute otherwise'}; start them again, and resume"
         raise UserError(
-            f"config.engine.max_gap allows {limit:.2g}: after a push the servers' {evidence} by {gap:.2g}: {rest}"
+            f"config.engine.max_gap allows {limit:.2g}: after a push the servers' {evidence} by {gap:.2g}: {remedy}"
         )

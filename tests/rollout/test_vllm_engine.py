@@ -8,7 +8,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
@@ -349,6 +349,53 @@ def test_a_turn_goes_on_where_the_server_alone_sees_a_stop_string(params, tmp_pa
         rollouts = sample(engine, prompts=1, group_size=1, environments=Ends(), ended=lambda count: None)
     assert rollouts.completions[0, 0].tolist() == [2, 5, 2, 9, 0, 0, 0, 0]
     assert rollouts.loss_mask.sum() == 4 and not rollouts.truncated.any()
+
+
+@contextmanager
+def listening(server: Server) -> Iterator[str]:
+    """Serves over TCP, where reads have time-outs. A server that `works` counts tokens for each look at its metrics."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            answer = server(httpx.Request(self.command, f"http://server{self.path}", content=content))
+            if self.path == GENERATE and server.asked[GENERATE] == 1:
+                time.sleep(3)
+            text = answer.content
+            if self.path == "/metrics":
+                tokens = server.asked["/metrics"] * server.works
+                text = f'vllm:generation_tokens_total{{engine="0"}} {tokens}.0\n'.encode()
+            with suppress(BrokenPipeError):
+                self.send_response(answer.status_code)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+        do_GET = do_POST
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        yield f"http://127.0.0.1:{http.server_port}"
+        http.shutdown()
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_time_out_drops_a_request_only_if_no_token_comes(params, tmp_path, monkeypatch, capsys, works):
+    monkeypatch.setattr(engine, "SOON", 1.0)
+    monkeypatch.setattr(engine, "WAITS", (0.02, 0.05))
+    server = Server(4)
+    server.works = works
+    inputs = EngineInputs(MODEL, None, FOLDER, tmp_path, 4, 4, (1,), 0)
+    settings = dict(run="test", weights_dir=str(tmp_path), push_address="", concurrency=2, patience=30.0)
+    with listening(server) as url, closing(VllmEngine((url,), inputs, timeout=0.4, **settings)) as made:
+        made.update_weights(params, 1)
+        rollouts = sample(made, prompts=1)
+    assert rollouts.completion_mask.all()
+    assert server.asked[GENERATE] == (1 if works else 2)
+    assert capsys.readouterr().out.count("0.4 s") == works
 
 
 def test_when_all_servers_are_away_one_line_ends_the_run(params, tmp_path, monkeypatch):

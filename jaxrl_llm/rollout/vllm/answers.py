@@ -37,19 +37,21 @@ def reading(path: str) -> Iterator[None]:
         raise Unavailable(f"answered at {path} what vLLM does not ({type(error).__name__}: {error})") from None
 
 
-def read_choices(server: str, choices: Any, asked: dict[str, Any], vocab_size: int) -> list[Completion]:
-    """Returns the completions of an answer, by member. asked: sampling parameters of the request.
+def read_choices(server: str, choices: Any, parameters: dict[str, Any], vocab_size: int) -> list[Completion]:
+    """Returns the completions of an answer, by member. parameters: of the sampling, from the request.
 
     Raises: Unavailable, if the answer is broken; UserError, if the server samples otherwise than it was asked.
     """
-    answered = sorted((_completion(server, choice, asked, vocab_size) for choice in choices), key=lambda x: x.index)
-    if (members := [completion.index for completion in answered]) != list(range(asked["n"])):
-        raise Unavailable(f"completions of members {members} came, not of all {asked['n']}")
+    answered = sorted(
+        (_completion(server, choice, parameters, vocab_size) for choice in choices), key=lambda x: x.index
+    )
+    if (members := [completion.index for completion in answered]) != list(range(parameters["n"])):
+        raise Unavailable(f"completions of members {members} came, not of all {parameters['n']}")
     return answered
 
 
-def _completion(server: str, choice: dict[str, Any], asked: dict[str, Any], vocab_size: int) -> Completion:
-    reason, limit, stops = choice["finish_reason"], asked["max_tokens"], asked["stop_token_ids"]
+def _completion(server: str, choice: dict[str, Any], parameters: dict[str, Any], vocab_size: int) -> Completion:
+    reason, limit, stops = choice["finish_reason"], parameters["max_tokens"], parameters["stop_token_ids"]
     if reason not in ("stop", "length"):
         raise Unavailable(f"a completion ended with {reason!r}")
     tokens = np.array(choice["token_ids"], np.int32)
@@ -66,7 +68,7 @@ def _completion(server: str, choice: dict[str, Any], asked: dict[str, Any], voca
             f"vLLM at {server} sampled tokens whose log-probability is no number from {LEAST_LOGPROB:g} to 0: the "
             "weights have diverged, or those before have left NaN in its cache; start it again, and resume"
         )
-    stopped = tokens[-1] in stops or bool(asked.get("stop"))
+    stopped = tokens[-1] in stops or bool(parameters.get("stop"))
     if np.isin(tokens[:-1], stops).any() or not (stopped if reason == "stop" else len(tokens) == limit):
         raise UserError(
             f"vLLM at {server} ended a completion of {len(tokens)} tokens with token {tokens[-1]}, the run's stop "

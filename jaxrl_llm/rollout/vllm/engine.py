@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -43,9 +44,11 @@ SETTINGS = {  # required settings of a server, and the reason: its samples must 
     "generation_config": ("vllm", "the model folder's generation_config.json would change the sampling"),
 }
 BUSY = (408, 429)  # statuses that a proxy gives to a request that it may take later
+# Counters of a server's tokens in /metrics, of prompts and completions.
+TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total\b.*", re.MULTILINE)
 NEVER = -100.0  # the least bias of a logit that vLLM takes
 # Fields of a model's config that may differ between server and trainer: both read the same prompts and weights.
-OWN = ("max_positions", "dtype", "remat", "transposed", "row_parts")
+TRAINER_FIELDS = ("max_positions", "dtype", "remat", "transposed", "row_parts")
 T = TypeVar("T")
 
 
@@ -140,7 +143,13 @@ class VllmEngine:
         limits = httpx.Limits(max_connections=at_once + len(servers), max_keepalive_connections=at_once)
         # pool=None: a request may wait for a free connection as long as the others run.
         times = httpx.Timeout(timeout, connect=5.0, pool=None)
-        self._clients = {server: address.client(server, limits, timeout=times) for server in self._servers}
+        self._timeout, self._slow = timeout, set[str]()
+        self._clients = {
+            server: address.client(server, limits, partial(self._generates, server), timeout=times)
+            for server in self._servers
+        }
+        # Other clients, because a time-out of the first ones asks these.
+        self._monitors = {server: address.client(server, timeout=SOON) for server in self._servers}
         # One thread more for each server: a push that waits for a server that is away takes no place of a request.
         self._pool = ThreadPoolExecutor(at_once + len(servers))
         # One answer is JSON at a time.
@@ -359,7 +368,7 @@ class VllmEngine:
                     self.request(server, "POST", "/update_weight_version", {"new_version": "default"}, timeout=SOON)
         if self._managed:
             self._managed.stop()
-        for client in self._clients.values():
+        for client in (*self._clients.values(), *self._monitors.values()):
             client.close()
         self._offer.close()
 
@@ -438,7 +447,9 @@ class VllmEngine:
         """Compares all that the trainer reads from a config.json: models of equal shapes may compute otherwise."""
         ours, family = self._model, import_module(f"jaxrl_llm.models.{self._model.family}")
         try:
-            theirs = replace(family.decoder_config(config_json), **{name: getattr(ours, name) for name in OWN})
+            theirs = replace(
+                family.decoder_config(config_json), **{name: getattr(ours, name) for name in TRAINER_FIELDS}
+            )
         except UserError as error:
             raise UserError(f"vLLM at {server} serves another model ({error}): serve the run's model") from None
         if theirs.vision and ours.vision:
@@ -470,6 +481,22 @@ class VllmEngine:
                 "them one"
             )
 
+    def _generates(self, server: str) -> bool:
+        """Returns whether a server computes tokens within SOON seconds: then its answers only take long."""
+        first, end = None, time.monotonic() + SOON
+        with suppress(httpx.TransportError, RuntimeError):  # RuntimeError: the client was closed
+            while time.monotonic() < end and not self._closed.is_set():
+                count = TOKENS.findall(self._monitors[server].get("/metrics").text)
+                first = count if first is None else first
+                if count != first:
+                    WATCHDOG.moved()
+                    if server not in self._slow:
+                        self._slow.add(server)
+                        print(f"note: vLLM at {server} samples an answer for over {self._timeout:g} s", flush=True)
+                    return True
+                self._closed.wait(WAITS[0])
+        return False
+
     def request(self, server: str, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
         """Returns the answer of a server. Raises: Unavailable, if a retry may help; otherwise UserError."""
         send = lambda: self._clients[server].request(method, path, json=body, **options)  # noqa: E731
@@ -479,6 +506,9 @@ class VllmEngine:
             except httpx.RemoteProtocolError:
                 # The server has closed this kept connection.
                 answer = send()
+        except httpx.ReadTimeout:
+            seconds = options.get("timeout", self._timeout)
+            raise Unavailable(f"neither an answer nor a new token for {seconds:g} s at {path}") from None
         except (httpx.TransportError, RuntimeError) as error:
             # RuntimeError: the client was closed.
             raise Unavailable(f"{type(error).__name__} {error} at {path}") from None
