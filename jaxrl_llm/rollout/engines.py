@@ -17,6 +17,7 @@ from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
 
 __all__ = ["jax", "vllm"]  # names for config.engine.name
 
+TEMPERATURES = (0.01, 2.0)  # vLLM samples at 0.01 where a request says less, and refuses more than 2
 PYTHON = ".vllm/bin/python"  # where launch/vllm_cpu.sh and launch/vllm_gpu.sh install vLLM
 # With chunked prefill, vLLM's CPU engine dies on requests with seeds.
 SERVER_ARGS = (
@@ -100,7 +101,7 @@ def vllm(
     pushes = dict(push_address=push_address, weights_dir=weights_dir, max_gap=max_gap)
     requests = dict(concurrency=concurrency, timeout=timeout, patience=patience)
     start = partial(servers_of_vllm.start, managed=server, servers=servers, **pushes, **requests)
-    return EngineChoice(start, check=check)
+    return EngineChoice(start, temperatures=TEMPERATURES, check=check)
 
 
 def check_addresses(servers: tuple[str, ...], push: str, push_address: str) -> None:

@@ -204,6 +204,8 @@ WRONG = {  # config -> changed fields -> field that the line names
         VLLM + "engine.python=mine": "engine.python",  # an interpreter for somebody else's server
         VLLM + "engine.server_args=('--seed=1',)": "engine.server_args",  # arguments for somebody else's server
         "engine.timeout=0.": "engine.timeout",  # a request that may take no time
+        "rollout.temperature=0.005": "rollout.temperature",  # vLLM samples at 0.01 then
+        "rollout.temperature=2.5": "rollout.temperature",  # vLLM refuses each request
         "rollout.max_lag=1 rollout.resample_rounds=1 num_steps=3 reward.timeout=0.": "reward.timeout",
         "rollout.partial=True num_steps=3": "rollout.partial",  # partial rollouts
     },
