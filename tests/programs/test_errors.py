@@ -197,6 +197,10 @@ WRONG = {  # config -> changed fields -> field that the line names
         "engine.managed=false": "engine.managed",  # no server at all
         VLLM + "engine.servers=a:8000": "engine.servers",  # a server that is no address
         VLLM + "engine.servers=('http://127.0.0.1:1','http://127.0.0.1:1')": "engine.servers",  # a server twice
+        VLLM + "engine.servers=('http://127.0.0.1:1','http://localhost:1/')": "engine.servers",  # by two names
+        VLLM + "engine.servers=http://127.0.0.1:80a0": "engine.servers",  # a port that is no number
+        VLLM + "engine.servers=http://127.0.0.1:800000": "engine.servers",  # a port that is too large
+        VLLM + "engine.servers=http://[::1": "engine.servers",  # half of an address
         VLLM + "engine.servers=http://far:8000": "engine.push",  # a file for another host
         VLLM + "engine.push=http": "engine.push",  # weights over HTTP from nowhere
         VLLM + "engine.push=http engine.push_address=0.0.0.0": "engine.push",  # weights over HTTP from everywhere
@@ -350,6 +354,8 @@ def test_a_server_of_vllm_that_cannot_serve_is_refused(refused, monkeypatch):
         with refused(*words):
             start(*argv)
     monkeypatch.setattr(serve_vllm, "check_python", lambda *_: None)
+    with refused("--port 99999"):
+        start("--port", "99999")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"--port {port}"):

@@ -266,6 +266,15 @@ def test_a_server_of_the_runs_model_is_accepted_in_every_family(params, tmp_path
         engine._check("http://server0")
 
 
+def test_a_server_without_tls_at_an_address_with_it_is_refused_at_once(params, tmp_path, monkeypatch):
+    def answer(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1006)")
+
+    refused = pytest.raises(UserError, match=r"config\.engine\.servers")
+    with connected(tmp_path, monkeypatch, answer) as engine, refused:
+        engine.update_weights(params, 1)
+
+
 @pytest.mark.parametrize("status", [408, 429])
 def test_a_server_that_is_too_busy_is_asked_again(params, tmp_path, monkeypatch, status):
     server = Server(4)

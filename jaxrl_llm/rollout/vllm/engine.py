@@ -510,13 +510,18 @@ class VllmEngine:
             seconds = options.get("timeout", self._timeout)
             raise Unavailable(f"neither an answer nor a new token for {seconds:g} s at {path}") from None
         except (httpx.TransportError, RuntimeError) as error:
+            if "[SSL: " in str(error):
+                raise UserError(
+                    f"config.engine.servers: {server}: {error}; take http:// for a server without TLS, and https:// "
+                    "with a certificate that this host trusts"
+                ) from None
             # RuntimeError: the client was closed.
             raise Unavailable(f"{type(error).__name__} {error} at {path}") from None
         if answer.status_code == 200:
             return answer
         message = " ".join(answer.text[:400].split())
         if answer.status_code == 404:
-            raise UserError(f"vLLM at {server} has no {path}: start it with jaxrl serve-vllm")
+            raise UserError(f"vLLM at {server} has no {path}: start it with jaxrl serve-vllm and vLLM 0.32")
         # vLLM answers 500 for an error of our backend, whose text begins with this word. It would fail again.
         if "refused: " in message or (answer.status_code < 500 and answer.status_code not in BUSY):
             raise UserError(f"vLLM at {server} refuses {path}: {message}")
