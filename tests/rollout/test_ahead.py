@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import threading
 import time
 import urllib.error
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -274,6 +276,19 @@ def test_the_weight_check_asks_the_same_rows_again_where_the_data_set_has_few(ro
     WeightCheck(SimpleNamespace(servers=1), model, mesh, asked.extend, rows=rows, bound=1e-3)
     assert len(asked) == 4
     assert set(asked) == set(range(min(rows, 4)))
+
+
+def test_weights_that_cannot_be_written_end_the_run_in_one_line(params, tmp_path, monkeypatch):
+    offer = weights.WeightFile(tmp_path / "offer", np.float32, DENSE)
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "write_stream", Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(UserError, match=r"config\.engine\.weights_dir .* 28"):
+            offer.write(params)
+    offer.write(params)
+    shutil.rmtree(offer.folder)  # as by a program that empties /tmp
+    with pytest.raises(UserError, match=r"config\.engine\.weights_dir .* 2\]"):
+        offer.write(params)
+    offer.close()
 
 
 def test_a_push_says_by_name_that_the_servers_caches_are_dropped():
