@@ -149,7 +149,7 @@ class Silent:
 class Deaf(Sampler):
     """Ignores pushes after the first ones."""
 
-    hears, max_gap, servers = 4, 1e9, 1
+    hears, max_gap = 4, 1e9
 
     def update_weights(self, params: structs.PyTree, version: int = 0) -> None:
         if version <= self.hears:
