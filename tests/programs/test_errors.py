@@ -200,7 +200,7 @@ WRONG = {  # config -> changed fields -> field that the line names
         VLLM + "engine.servers=('http://127.0.0.1:1','http://localhost:1/')": "engine.servers",  # by two names
         VLLM + "engine.servers=http://127.0.0.1:80a0": "engine.servers",  # a port that is no number
         VLLM + "engine.servers=http://127.0.0.1:800000": "engine.servers",  # a port that is too large
-        VLLM + "engine.servers=http://[::1": "engine.servers",  # half of an address
+        VLLM + "engine.servers=http://[1": "engine.servers",  # half of an address
         VLLM + "engine.servers=http://far:8000": "engine.push",  # a file for another host
         VLLM + "engine.push=http": "engine.push",  # weights over HTTP from nowhere
         VLLM + "engine.push=http engine.push_address=0.0.0.0": "engine.push",  # weights over HTTP from everywhere
