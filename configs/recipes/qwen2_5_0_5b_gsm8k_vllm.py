@@ -15,5 +15,4 @@ def get_config() -> ConfigDict:
     c.engine = grpo_vllm.get_config().engine
     c.engine.managed, c.engine.servers = False, ("http://127.0.0.1:8000",)
     c.rollout.max_lag = 1  # sample the next batch while the run learns from this one
-    c.engine.max_gap = 0.5  # server and trainer round bfloat16 differently
     return c

@@ -278,6 +278,12 @@ def check_rollout(recipe: Recipe) -> None:
             "the thread that samples ahead cannot run reward functions, which find the groups without signal: give "
             "them a time limit, and so a process, or set one of the two to 0"
         )
+    low, high = recipe.chosen_engine.temperatures
+    if not low <= r.temperature <= high:
+        raise UserError(
+            f"config.rollout.temperature = {r.temperature}: engine.name = {recipe.engine.name!r} samples at {low:g} to "
+            f"{high:g} alone; choose such a temperature, or engine.name = 'jax'"
+        )
     if r.partial:
         check_partial(recipe)
     recipe.chosen_engine.check()

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange, Positive
+from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange, NotNegative, Positive
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.sizes import at_once
@@ -17,6 +17,7 @@ from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
 
 __all__ = ["jax", "vllm"]  # names for config.engine.name
 
+TEMPERATURES = (0.01, 2.0)  # vLLM samples at 0.01 where a request says less, and refuses more than 2
 PYTHON = ".vllm/bin/python"  # where launch/vllm_cpu.sh and launch/vllm_gpu.sh install vLLM
 # With chunked prefill, vLLM's CPU engine dies on requests with seeds.
 SERVER_ARGS = (
@@ -81,7 +82,7 @@ def vllm(
     concurrency: MayChange[AtLeastOne] = 64,
     timeout: MayChange[Positive] = 300.0,
     patience: MayChange[Positive] = 300.0,
-    max_gap: MayChange[Positive] = 1e-3,
+    max_gap: MayChange[NotNegative] = 0.0,
 ) -> EngineChoice:
     """vLLM servers, started by the run or elsewhere. configs/grpo_vllm.py explains each argument."""
     if managed == bool(servers):
@@ -100,29 +101,45 @@ def vllm(
     pushes = dict(push_address=push_address, weights_dir=weights_dir, max_gap=max_gap)
     requests = dict(concurrency=concurrency, timeout=timeout, patience=patience)
     start = partial(servers_of_vllm.start, managed=server, servers=servers, **pushes, **requests)
-    return EngineChoice(start, check=check)
+    return EngineChoice(start, temperatures=TEMPERATURES, check=check)
 
 
 def check_addresses(servers: tuple[str, ...], push: str, push_address: str) -> None:
     """Raises: UserError, if an address is wrong, or if a server cannot reach the weights."""
-    for server in servers:
-        url = urlsplit(server)
-        if server.startswith("unix:/"):
-            continue
-        if url.scheme not in ("http", "https") or not url.hostname:
+    locations = [_location(server) for server in servers]
+    for server, location in zip(servers, locations, strict=True):
+        if not location:
             raise UserError(
                 f"config.engine.servers: {server!r} is no address: give one like 'http://127.0.0.1:8000', or "
                 "'unix:/PATH' for a socket of this machine"
             )
-        if push == "file" and url.hostname not in LOOPBACK:
+        if push == "file" and location[1] and location[0] not in LOOPBACK:
             raise UserError(
                 f"config.engine.push = 'file': {server} may be another host, which cannot see the file: "
                 "set push = 'http' and push_address to this host's address"
             )
-    if len(set(servers)) < len(servers):
+    if len(set(locations)) < len(servers):
         raise UserError(f"config.engine.servers = {servers} names one twice: give each once")
     if (push == "http") != bool(push_address) or push_address in ("0.0.0.0", "::"):
         raise UserError(
             f"config.engine.push = {push!r} and push_address = {push_address!r}: 'http' needs this host's address "
             "as the servers reach it, 'file' none"
         )
+
+
+def _location(server: str) -> tuple[str, int] | None:
+    """Returns host and port of a server, the same for all names of this host; of a socket its path and 0.
+
+    None: the text is no address.
+    """
+    if server.startswith("unix:/"):
+        return server, 0
+    try:
+        # The number of a process may be a part of the port.
+        url = urlsplit(server.replace("{process}", "0"))
+        host, port = url.hostname, url.port
+    except ValueError:
+        return None
+    if url.scheme not in ("http", "https") or not host:
+        return None
+    return LOOPBACK[0] if host in LOOPBACK else host, port or {"http": 80, "https": 443}[url.scheme]

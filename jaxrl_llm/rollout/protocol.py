@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class Engine(Protocol):
     """Samples completions with the weights that the trainer pushes."""
 
     max_gap: float | None  # largest difference to the trainer's log-probabilities after a push; None: no check
+    servers: int = 1  # of this process, which answer the prompts of a call in turn; the weight check asks each
 
     def sample(
         self,
@@ -102,6 +104,7 @@ class EngineChoice(NamedTuple):
     max_sequences: int = 0  # completions that hold pages of a KV cache in the trainer at once; 0: all
     pages: int = 0  # of a device; 0: as many as these may need
     devices: int = 0  # of the run's devices, on all hosts, that only the engine uses; 0: none
+    temperatures: tuple[float, float] = (0.0, math.inf)  # the lowest and the highest at which it samples
     check: Callable[[], None] = lambda: None  # checks that need more than the config; raises UserError
 
     @property

@@ -16,33 +16,48 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Batch, Collate, PyTree, Rollouts
 
-# Prompts, rounded up to a multiple of the devices; tokens of an answer at most.
+# Least number of prompts, rounded up to a multiple of the devices; tokens of an answer at most.
 PROMPTS, TOKENS = 4, 16
+# Answers to a prompt. A model is hardly off where it is sure, so the greedy one alone hides a wrong model.
+ANSWERS = ((Sampling(temperature=0), 1), (Sampling(), 4))
+
+# Bounds of the largest difference: 80 times what float32 was measured to differ by, and 7 times for bfloat16.
+MAX_GAP = {"float32": 1e-3, "bfloat16": 0.5}
+MEAN = 0.1  # bound of the mean difference, as a share of that of the largest
 
 
 class WeightCheck:
-    """Answers a few prompts greedily and compares the log-probabilities of servers and trainer.
+    """Lets each server answer a few prompts, and compares the log-probabilities of servers and trainer.
 
     weight_check/gap is the largest difference. weight_check/gap_before is the largest difference to the trainer's
-    log-probabilities at the previous push; it exists if the answer has not changed since. If a push did not arrive,
+    log-probabilities at the previous push; it is of the answers that have not changed since. If a push did not arrive,
     gap > gap_before.
     """
 
     def __init__(self, engine: Engine, model: Decoder, mesh: Mesh, collate: Collate, *, rows: int, bound: float):
         """rows: their number in the data set; bound: limit of weight_check/gap."""
         self._engine, self._mesh, self._bound = engine, mesh, bound
+        self._dtype = model.cfg.dtype
         self._score = make_logprob_fn(model, Sampling(), mesh, microbatch=0)
         devices = sharding.prompt_shards(mesh)
-        numbers = [number % rows for number in range(devices * -(-PROMPTS // devices))]
+        # Servers answer in turn. Each process has its own ones, and its part of the prompts.
+        prompts = max(PROMPTS, engine.servers * distributed.count())
+        numbers = [number % rows for number in range(devices * -(-prompts // devices))]
         self._prompts = collate(numbers[distributed.part(len(numbers))])
         self._last: tuple[Rollouts, np.ndarray] | None = None
 
     def ask(self) -> Rollouts:
         """Samples the servers' answers."""
-        limit = np.full((len(self._prompts.tokens), 1), TOKENS)
-        return self._engine.sample(
-            self._prompts, jax.random.key(0), group_size=1, sampling=Sampling(temperature=0), max_tokens=limit
-        )
+        answers = []
+        for sampling, count in ANSWERS:
+            limit = np.full((len(self._prompts.tokens), count), TOKENS)
+            answers.append(
+                self._engine.sample(
+                    self._prompts, jax.random.key(0), group_size=count, sampling=sampling, max_tokens=limit
+                )
+            )
+        # Cut: all are scored at once, which long completions have no memory for. The last axis of `truncated` is short.
+        return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1)[..., :TOKENS], *answers)
 
     def check(self, answer: Rollouts, params: PyTree) -> dict[str, Any]:
         """Returns the metrics of an answer; params: the last pushed weights.
@@ -59,22 +74,36 @@ class WeightCheck:
         gaps = np.where(mask, np.abs(answer.logprobs - ours), 0.0)
         # Of all processes: each has servers of its own.
         metrics = {"weight_check/gap": np.max(distributed.exchange(float(gaps.max())))}
-        # inf: an answer has changed, and log-probabilities of other tokens cannot be compared.
-        before = np.inf
-        if last and np.array_equal(last[0].completions, answer.completions):
-            before = np.where(mask, np.abs(answer.logprobs - last[1]), 0.0).max()
+        unchanged, before = np.False_, -np.inf
+        if last:
+            # Log-probabilities of other tokens cannot be compared.
+            unchanged = (last[0].completions == answer.completions).all(-1, keepdims=True)
+            before = np.max(np.abs(answer.logprobs - last[1]), where=mask & unchanged, initial=-np.inf)
         before = np.max(distributed.exchange(float(before)))
-        if before < np.inf:
+        if before >= 0:
             metrics["weight_check/gap_before"] = before
-        if not gaps.max() <= self._bound:
-            # Not `>`, which is False for NaN.
-            stale = metrics.get("weight_check/gap_before", np.inf) < gaps.max()
-            b, _, t = np.unravel_index(np.argmax(gaps), gaps.shape)
-            raise UserError(
-                f"after a push the servers' log-probability of token {t} of a greedy answer differs from the trainer's "
-                f"by {gaps.max():.2g} ({answer.logprobs[b, 0, t]:.4f}, not {ours[b, 0, t]:.4f}), more than "
-                f"config.engine.max_gap = {self._bound:g}: "
-                + ("they still have the weights before" if stale else "they have other weights, or compute otherwise")
-                + "; start them again, and resume"
-            )
+        stale = unchanged.all() and before < gaps.max()
+        self._refuse(answer, ours, gaps, "they still have the weights before" if stale else "")
         return metrics
+
+    def _refuse(self, answer: Rollouts, ours: np.ndarray, gaps: np.ndarray, cause: str) -> None:
+        """Raises: UserError, if `gaps` of log-probabilities are above the bound. cause: "" if it is not known."""
+        # Rare tokens are off by many times the usual where both sides round to bfloat16: of those only the mean counts.
+        bounded, mean = gaps if self._dtype == "float32" else gaps[:, :1], gaps[answer.loss_mask].mean()
+        # Not `>`, which is False for NaN.
+        if bounded.max() <= self._bound and mean <= MEAN * self._bound:
+            return
+        if bounded.max() <= self._bound:
+            gap, limit, evidence = mean, MEAN * self._bound, "log-probabilities differ from the trainer's in the mean"
+        else:
+            b, g, t = np.unravel_index(np.argmax(bounded), bounded.shape)
+            gap, limit = bounded[b, g, t], self._bound
+            evidence = f"log-probability of token {t} of an answer differs from the trainer's"
+            evidence += f" ({answer.logprobs[b, g, t]:.4f}, not {ours[b, g, t]:.4f})"
+        if gap / limit * self._bound < MAX_GAP[self._dtype]:
+            remedy = f"rounding of {self._dtype} may be as large: set it to 0, which allows {MAX_GAP[self._dtype]:g}"
+        else:
+            remedy = f"{cause or 'they have other weights, or compute otherwise'}; start them again, and resume"
+        raise UserError(
+            f"config.engine.max_gap allows {limit:.2g}: after a push the servers' {evidence} by {gap:.2g}: {remedy}"
+        )

@@ -73,8 +73,8 @@ def check_port(host: str, port: int) -> None:
     try:
         # Now: vLLM loads a model for minutes before it finds that a port is taken.
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        raise UserError(f"--port {port} of --host {host}: {error.strerror}: give another") from None
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--port {port} of --host {host}: {error}: give another") from None
 
 
 @contextmanager
@@ -211,9 +211,16 @@ def wait(server: VllmProcess, http: httpx.Client, log: Path) -> None:
         if server.process.poll() is not None:
             # The last lines of its log say why; they may still be on their way.
             server.writes.join(KILLED)
-            errors = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line][-1:]
-            raise UserError(f"vLLM did not start ({' '.join(errors)[-300:]}): see {log}")
+            raise UserError(f"vLLM did not start ({last_error(log.read_text(errors='replace'))}): see {log}")
         time.sleep(0.25)
+
+
+def last_error(log: str) -> str:
+    """Returns the last error in a log, also that of vLLM's command line; "": it has none."""
+    lines = log.splitlines()
+    numbers = [i for i, line in enumerate(lines) if "Error" in line or ": error: " in line][-1:]
+    # pydantic says in the next line what is wrong.
+    return " ".join(part.strip() for i in numbers for part in lines[i : i + 1 + ("validation error" in lines[i])])[:300]
 
 
 def wait_for_the_end(process: subprocess.Popen[bytes], http: httpx.Client) -> None:

@@ -197,6 +197,10 @@ WRONG = {  # config -> changed fields -> field that the line names
         "engine.managed=false": "engine.managed",  # no server at all
         VLLM + "engine.servers=a:8000": "engine.servers",  # a server that is no address
         VLLM + "engine.servers=('http://127.0.0.1:1','http://127.0.0.1:1')": "engine.servers",  # a server twice
+        VLLM + "engine.servers=('http://127.0.0.1:1','http://localhost:1/')": "engine.servers",  # by two names
+        VLLM + "engine.servers=http://127.0.0.1:80a0": "engine.servers",  # a port that is no number
+        VLLM + "engine.servers=http://127.0.0.1:800000": "engine.servers",  # a port that is too large
+        VLLM + "engine.servers=http://[1": "engine.servers",  # half of an address
         VLLM + "engine.servers=http://far:8000": "engine.push",  # a file for another host
         VLLM + "engine.push=http": "engine.push",  # weights over HTTP from nowhere
         VLLM + "engine.push=http engine.push_address=0.0.0.0": "engine.push",  # weights over HTTP from everywhere
@@ -204,6 +208,8 @@ WRONG = {  # config -> changed fields -> field that the line names
         VLLM + "engine.python=mine": "engine.python",  # an interpreter for somebody else's server
         VLLM + "engine.server_args=('--seed=1',)": "engine.server_args",  # arguments for somebody else's server
         "engine.timeout=0.": "engine.timeout",  # a request that may take no time
+        "rollout.temperature=0.005": "rollout.temperature",  # vLLM samples at 0.01 then
+        "rollout.temperature=2.5": "rollout.temperature",  # vLLM refuses each request
         "rollout.max_lag=1 rollout.resample_rounds=1 num_steps=3 reward.timeout=0.": "reward.timeout",
         "rollout.partial=True num_steps=3": "rollout.partial",  # partial rollouts
     },
@@ -354,6 +360,8 @@ def test_a_server_of_vllm_that_cannot_serve_is_refused(refused, monkeypatch):
         with refused(*words):
             start(*argv)
     monkeypatch.setattr(serve_vllm, "check_python", lambda *_: None)
+    with refused("--port 99999"):
+        start("--port", "99999")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"--port {port}"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import threading
 import time
 import urllib.error
@@ -13,6 +14,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +25,21 @@ import tiny
 from safetensors.numpy import load_file
 
 from jaxrl_llm.algorithms.importance import make_importance_weights
+from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.names import DENSE
 from jaxrl_llm.recipe import fit
+from jaxrl_llm.rollout import weight_check
 from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.rollout.vllm import weights
 from jaxrl_llm.rollout.weight_check import WeightCheck
-from jaxrl_llm.structs import PartState, Prompts
+from jaxrl_llm.structs import PartState, Prompts, Rollouts
 
 ARITHMETIC = Path(hf.__file__).parent.parent / "assets" / "arithmetic"
 
@@ -283,9 +287,11 @@ class Server:
 
     def __init__(self, model: Decoder, mesh: jax.sharding.Mesh):
         self.sampler = Sampler(model, mesh, max_completion_tokens=tiny.C, stop_ids=(1,), pad_id=0)
+        self.servers, self.drawn_gap = 1, 0.0  # the latter of log-probabilities of what is not greedy
 
-    def sample(self, *args, **kwargs):
-        return self.sampler.sample(*args, **kwargs)
+    def sample(self, *args, sampling: Sampling, **kwargs):
+        rollouts = self.sampler.sample(*args, sampling=sampling, **kwargs)
+        return replace(rollouts, logprobs=rollouts.logprobs + self.drawn_gap * bool(sampling.temperature))
 
 
 def test_the_weight_check_tells_a_push_that_arrived_from_one_that_did_not(wording):
@@ -304,6 +310,8 @@ def test_the_weight_check_tells_a_push_that_arrived_from_one_that_did_not(wordin
     told = check.check(check.ask(), learned)
     assert told["weight_check/gap"] < 1e-4
     assert told.get("weight_check/gap_before", 1.0) > 1e-3
+    server.sampler.update_weights(learned)
+    assert 0 < check.check(check.ask(), learned)["weight_check/gap_before"] < 1e-4  # of answers that are the same
     for pushed in (learned, nudge(-0.5, params)):  # the weights before, and weights that are garbled
         server.sampler.update_weights(pushed)
         with pytest.raises(UserError, match=r"config\.engine\.max_gap") as error:
@@ -311,12 +319,61 @@ def test_the_weight_check_tells_a_push_that_arrived_from_one_that_did_not(wordin
         wording(re.sub(r"-?\d[\d.]*(e-\d+)?", "N", str(error.value)))
 
 
+def test_the_weight_check_asks_for_tokens_of_which_the_model_is_not_sure():
+    mesh = sharding.make_mesh(data=2, fsdp=1, tensor=1)
+    model, params = tiny.model_and_params()
+    params = jax.device_put(params, sharding.shardings(params, mesh))
+    server = Server(model, mesh)
+    tokens, mask = tiny.prompts()
+    collate = lambda numbers: Prompts(tokens[: len(numbers)], mask[: len(numbers)], [], numbers)  # noqa: E731
+    check = WeightCheck(server, model, mesh, collate, rows=len(tokens), bound=1e-3)
+    server.sampler.update_weights(params)
+    server.drawn_gap = 0.01
+    with pytest.raises(UserError, match=r"config\.engine\.max_gap"):
+        check.check(check.ask(), params)
+
+
+def test_in_bfloat16_the_weight_check_bounds_greedy_tokens_and_the_mean(monkeypatch, wording):
+    model = SimpleNamespace(cfg=SimpleNamespace(dtype="bfloat16"))
+    mesh, shape = sharding.make_mesh(data=1, fsdp=1, tensor=1), (4, 5, 3)
+    collate = lambda numbers: Prompts(np.ones((4, 2), np.int32), np.ones((4, 2), bool), [], numbers)  # noqa: E731
+    monkeypatch.setattr(weight_check, "make_logprob_fn", lambda *_, **__: lambda params, batch: np.zeros(shape))
+    check = WeightCheck(SimpleNamespace(servers=1), model, mesh, collate, rows=4, bound=0.5)
+
+    def answered(greedy: float, drawn: float, others: float = 0.0) -> Rollouts:
+        logprobs = np.full(shape, others, np.float32)
+        logprobs[0, 0, 0], logprobs[0, 1, 0] = greedy, drawn
+        ones = np.ones(shape, bool)
+        return Rollouts(np.ones(shape, np.int32), ones, ones, logprobs, ones[..., 0], np.ones(shape, np.int32))
+
+    assert check.check(answered(-0.4, -1.5), {})["weight_check/gap"] == 1.5  # a rare token
+    wrong = [(0.5, answered(x, 0.0)) for x in (-0.6, np.nan)] + [(0.5, answered(0.0, 0.0, others=-0.1))]
+    for check._bound, sampled in [*wrong, (1e-3, answered(-0.0072, 0.0))]:
+        with pytest.raises(UserError, match=r"config\.engine\.max_gap") as error:
+            check.check(sampled, {})
+        wording(str(error.value))
+
+
 @pytest.mark.parametrize("rows", [1, 3, 9])
 def test_the_weight_check_asks_the_same_rows_again_where_the_data_set_has_few(rows: int):
     asked: list[int] = []
-    WeightCheck(None, None, sharding.make_mesh(data=2, fsdp=2, tensor=1), asked.extend, rows=rows, bound=1e-3)
+    model, mesh = SimpleNamespace(cfg=SimpleNamespace(dtype="float32")), sharding.make_mesh(data=2, fsdp=2, tensor=1)
+    WeightCheck(SimpleNamespace(servers=1), model, mesh, asked.extend, rows=rows, bound=1e-3)
     assert len(asked) == 4
     assert set(asked) == set(range(min(rows, 4)))
+
+
+def test_weights_that_cannot_be_written_end_the_run_in_one_line(params, tmp_path, monkeypatch):
+    offer = weights.WeightFile(tmp_path / "offer", np.float32, DENSE)
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "write_stream", Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(UserError, match=r"config\.engine\.weights_dir .* 28"):
+            offer.write(params)
+    offer.write(params)
+    shutil.rmtree(offer.folder)  # as by a program that empties /tmp
+    with pytest.raises(UserError, match=r"config\.engine\.weights_dir .* 2\]"):
+        offer.write(params)
+    offer.close()
 
 
 def test_a_push_says_by_name_that_the_servers_caches_are_dropped():

@@ -7,10 +7,14 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
 
@@ -23,11 +27,15 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
+from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.protocol import EngineInputs
 from jaxrl_llm.rollout.vllm import address, engine
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
+from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.structs import Prompts
 
+GENERATE = "/inference/v1/generate"
+ROOT = Path(__file__).parents[2]
 FOLDER = Path(hf.__file__).parent.parent / "assets" / "arithmetic"
 MODEL = hf.load_model(FOLDER)
 CONFIG = {"model_config": {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "max_model_len": 10**6,
@@ -39,14 +47,18 @@ class Server:
 
     def __init__(self, length: int):
         self.up, self.version, self.length = True, "default", length
+        self.config_json = json.loads((FOLDER / "config.json").read_text())
         self.asked: Counter[str] = Counter()
         self.faults: dict[str, int] = {}  # by path: the status of its next answer, 0 for a connection that breaks
+        self.spoiled: dict[str, Callable[[Any], Any]] = {}  # by path: what its next answer becomes
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if not self.up:
             raise httpx.ConnectError("[Errno 111] Connection refused")
         path, body = request.url.path, json.loads(request.content or b"null")
         self.asked[path] += 1
+        if path == GENERATE:
+            self.parameters = body["sampling_params"]
         if path in self.faults:
             self.version = "default"  # as after a restart
             if status := self.faults.pop(path):
@@ -56,16 +68,21 @@ class Server:
             self.version = body.get("weight_version") or body["new_version"]
         answers = {
             "/weight_info": lambda: {"weight_version": self.version},
+            "/collective_rpc": lambda: {"results": [self.config_json]},
             "/server_info": lambda: {"vllm_config": CONFIG},
-            "/inference/v1/generate": lambda: {"choices": self.choices(body["sampling_params"]["n"])},
+            GENERATE: lambda: {"choices": self.choices(body["sampling_params"]["n"])},
         }
-        return httpx.Response(200, content=json.dumps(answers[path]()) if path in answers else b"")
+        answer = answers[path]() if path in answers else ""
+        if path in self.spoiled:
+            answer = self.spoiled.pop(path)(answer)
+        return httpx.Response(200, content=answer if isinstance(answer, str) else json.dumps(answer))
 
     def choices(self, n: int) -> list[dict[str, Any]]:
         content = [{"token": f"token_id:{t}", "logprob": -t / 7, "bytes": None, "top_logprobs": []}
                    for t in range(self.length)]  # fmt: skip
         spans = [{"start": 0, "end": self.length, "version": self.version}]
-        one = {"finish_reason": "length", "token_ids": list(range(self.length)), "logprobs": {"content": content}}
+        tokens = [2 + t % 16 for t in range(self.length)]
+        one = {"finish_reason": "length", "token_ids": tokens, "logprobs": {"content": content}}
         return [one | {"index": i, "weight_versions": spans} for i in range(n)]
 
 
@@ -78,10 +95,11 @@ def params():
 def connected(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    *servers: Server,
+    *servers: Callable,
     length: int = 4,
     patience: float = 30.0,
     concurrency: int = 2,
+    model: Any = None,
 ) -> Iterator[VllmEngine]:
     named = {f"http://server{i}": server for i, server in enumerate(servers)}
 
@@ -92,7 +110,7 @@ def connected(
     monkeypatch.setattr(engine, "SOON", 0.3)
     monkeypatch.setattr(engine, "WAITS", (0.02, 0.05))
     made = VllmEngine(
-        tuple(named), EngineInputs(MODEL, None, FOLDER, folder, 4, length, (1,), 0), run="test",
+        tuple(named), EngineInputs(model or MODEL, None, FOLDER, folder, 4, length, (1,), 0), run="test",
         weights_dir=str(folder), push_address="", concurrency=concurrency, timeout=5.0, patience=patience,
     )  # fmt: skip
     try:
@@ -101,10 +119,10 @@ def connected(
         made.close()
 
 
-def sample(engine: VllmEngine, prompts: int = 8, group_size: int = 2):
+def sample(engine: VllmEngine, prompts: int = 8, group_size: int = 2, **options: Any):
     shape = (prompts, 3)
     of = Prompts(np.ones(shape, np.int32), np.ones(shape, bool), [{"prompt": "?"}] * prompts, np.arange(prompts))
-    return engine.sample(of, jax.random.key(0), group_size=group_size, sampling=Sampling())
+    return engine.sample(of, jax.random.key(0), group_size=group_size, sampling=Sampling(), **options)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -118,7 +136,7 @@ def test_a_server_that_misses_a_push_samples_nothing_until_it_has_the_weights(
     params, tmp_path, monkeypatch, capsys, wording
 ):
     there, away = Server(4), Server(4)
-    generated = lambda: [server.asked["/inference/v1/generate"] for server in (there, away)]  # noqa: E731
+    generated = lambda: [server.asked[GENERATE] for server in (there, away)]  # noqa: E731
     with connected(tmp_path, monkeypatch, there, away) as engine:
         engine.update_weights(params, 1)
         sample(engine)
@@ -147,9 +165,247 @@ def test_a_server_that_dies_in_a_push_or_in_requests_gets_the_weights_again(para
         server.faults["/update_weights"] = status
         engine.update_weights(params, 1)
         assert server.version.endswith(":1") and server.asked["/update_weights"] == 2
-        server.faults["/inference/v1/generate"] = status
+        server.faults[GENERATE] = status
         assert (sample(engine).versions == 1).all()
         assert server.version.endswith(":1") and server.asked["/update_weights"] == 3
+
+
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_the_weight_check_asks_every_server_that_samples(params, tmp_path, monkeypatch, count):
+    servers, rows = [Server(4) for _ in range(count)], np.ones((16, 3), np.int32)
+    collate = lambda numbers: Prompts(rows[numbers], rows[numbers] > 0, [{}] * len(numbers), np.asarray(numbers))  # noqa: E731
+    with connected(tmp_path, monkeypatch, *servers) as engine:
+        engine.update_weights(params, 1)
+        WeightCheck(engine, MODEL, sharding.make_mesh(data=1, fsdp=1, tensor=1), collate, rows=16, bound=1.0).ask()
+    assert all(server.asked[GENERATE] for server in servers)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "bound"), [("float32", 0.0, 1e-3), ("bfloat16", 0.0, 0.5), ("bfloat16", 0.1, 0.1)]
+)
+def test_the_bound_of_the_weight_check_follows_the_dtype(tmp_path, dtype, given, bound):
+    choice = engines.vllm(managed=False, servers=("http://127.0.0.1:1",), weights_dir=str(tmp_path), max_gap=given)
+    model = SimpleNamespace(cfg=replace(MODEL.cfg, dtype=dtype))
+    with closing(choice.start(EngineInputs(model, None, FOLDER, tmp_path, 4, 4, (1,), 0))) as made:
+        assert made.max_gap == bound
+
+
+def member(**fields: Any) -> Callable[[Any], Any]:
+    """Changes fields of the last completion of an answer."""
+    return lambda answer: {"choices": [*answer["choices"][:-1], answer["choices"][-1] | fields]}
+
+
+def scored(*logprobs: float | None) -> dict[str, Any]:
+    return {"content": [{"logprob": x} for x in logprobs]}
+
+
+BROKEN = [
+    lambda answer: "<html>try again later</html>",
+    lambda answer: json.dumps(answer)[:-9],
+    lambda answer: {"error": "busy"},
+    lambda answer: None,
+    lambda answer: {"choices": answer["choices"][:1]},
+    member(index=0),
+    member(index=7),
+    member(logprobs=None),
+    member(logprobs=scored(-1.0)),
+    member(token_ids=[2] * 5, logprobs=scored(*[-1.0] * 5)),  # of at most four
+    member(token_ids=[], logprobs=scored()),
+    member(token_ids=[10**12] * 4),
+    member(finish_reason="abort"),
+    member(weight_versions=[{"start": 0, "end": 4, "version": "default"}]),
+]
+
+
+@pytest.mark.parametrize("spoil", BROKEN)
+def test_a_broken_answer_is_asked_for_again(params, tmp_path, monkeypatch, spoil):
+    server = Server(4)
+    with connected(tmp_path, monkeypatch, server) as engine:
+        for path in ("/weight_info", "/server_info"):  # a page of a proxy, while vLLM starts
+            server.spoiled[path] = BROKEN[0]
+        engine.update_weights(params, 1)
+        server.spoiled[GENERATE] = spoil
+        rollouts = sample(engine, prompts=1)
+    assert server.asked[GENERATE] == 2
+    assert (rollouts.completions == [2, 3, 4, 5]).all() and rollouts.completion_mask.all()
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("norm_eps = 1e-05", {"rms_norm_eps": 1e-5}),
+        ("rope", {"rope_theta": 12_000.0}),
+        ("rope", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("activation = gelu", {"hidden_act": "gelu_pytorch_tanh"}),
+        ("head_dim = 16", {"head_dim": 16}),
+        ("window = 8", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}),
+        ("layers = 3", {"num_hidden_layers": 3}),
+        ("tied_head", {"tie_word_embeddings": False}),
+        ("family = llama", {"model_type": "llama"}),
+        ("rope", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),  # the trainer has none of the kind
+    ],
+)
+def test_a_server_of_another_model_is_refused_before_a_push(params, tmp_path, monkeypatch, field, change):
+    server = Server(4)
+    server.config_json |= change
+    with connected(tmp_path, monkeypatch, server) as engine, pytest.raises(UserError, match=f"http://server0.*{field}"):
+        engine.update_weights(params, 1)
+    assert not server.asked["/update_weights"]
+
+
+@pytest.mark.parametrize(
+    "folder", sorted((ROOT / "tests" / "references").glob("*/config.json")), ids=lambda x: x.parent.name
+)
+def test_a_server_of_the_runs_model_is_accepted_in_every_family(params, tmp_path, monkeypatch, folder):
+    """vLLM reads config.json with transformers, which adds defaults and moves fields."""
+    from transformers import AutoConfig
+
+    server, raw = Server(4), json.loads(folder.read_text())
+    server.config_json = json.loads(AutoConfig.from_pretrained(folder.parent).to_json_string(use_diff=False))
+    family = import_module(f"jaxrl_llm.models.{raw['model_type']}")
+    with connected(tmp_path, monkeypatch, server, model=SimpleNamespace(cfg=family.decoder_config(raw))) as engine:
+        engine._check("http://server0")
+
+
+def test_a_server_without_tls_at_an_address_with_it_is_refused_at_once(params, tmp_path, monkeypatch):
+    def answer(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1006)")
+
+    refused = pytest.raises(UserError, match=r"config\.engine\.servers")
+    with connected(tmp_path, monkeypatch, answer) as engine, refused:
+        engine.update_weights(params, 1)
+
+
+@pytest.mark.parametrize("status", [408, 429])
+def test_a_server_that_is_too_busy_is_asked_again(params, tmp_path, monkeypatch, status):
+    server = Server(4)
+    with connected(tmp_path, monkeypatch, server) as engine:
+        engine.update_weights(params, 1)
+        server.faults[GENERATE] = status
+        assert (sample(engine, prompts=1).versions == 1).all()
+
+
+@pytest.mark.parametrize("page", ["<html></html>", "{}", "null", '{"weight_version": null}'])
+def test_another_program_at_the_address_of_a_server_ends_in_one_line(params, tmp_path, monkeypatch, page):
+    def program(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=page)
+
+    refused = pytest.raises(UserError, match=r"http://server0.* /weight_info .* 0.1 s")
+    with connected(tmp_path, monkeypatch, program, patience=0.1) as engine, refused:
+        engine.update_weights(params, 1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprobs": scored(-1.0, -1.0, -1.0, x)} for x in (float("nan"), None, -9999.0, float("-inf"), 5.0)
+    ] + [{"token_ids": [2, 2, 2, x]} for x in (-1, 18, 999_999)],
+)  # fmt: skip
+def test_tokens_that_no_distribution_has_end_the_run(params, tmp_path, monkeypatch, fields):
+    server = Server(4)
+    with connected(tmp_path, monkeypatch, server) as engine:
+        engine.update_weights(params, 1)
+        server.spoiled[GENERATE] = member(**fields)
+        with pytest.raises(UserError, match="http://server0") as error:
+            sample(engine, prompts=1)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "right"),
+    [
+        ([2, 3, 1], "stop", True),
+        ([2, 3, 7], "stop", False),  # the end token of the server's tokenizer
+        ([2, 1, 3], "length", False),  # a stop token did not end it
+        ([2, 3], "length", False),  # of four
+        ([2, 3, 4, 5], "stop", False),
+    ],
+)
+def test_a_completion_ends_with_a_stop_token_of_the_trainer_or_at_its_limit(
+    params, tmp_path, monkeypatch, tokens, reason, right
+):
+    server, wanted = Server(4), pytest.raises(UserError, match=f"token {tokens[-1]}")
+    with connected(tmp_path, monkeypatch, server) as engine, nullcontext() if right else wanted:
+        engine.update_weights(params, 1)
+        server.spoiled[GENERATE] = member(
+            token_ids=tokens, logprobs=scored(*[-1.0] * len(tokens)), finish_reason=reason
+        )
+        rollouts = sample(engine, prompts=1)
+        assert rollouts.completions[0, 1].tolist() == [2, 3, 1, 0] and not rollouts.truncated[0, 1]
+    assert server.parameters["ignore_eos"] and server.parameters["stop_token_ids"] == [1]
+
+
+class Ends:
+    """Turns end with token 9, and a turn ends the episode."""
+
+    turn_tokens, stops = 8, (".",)
+
+    def ends(self, turns: list[list[int]]) -> list[int]:
+        return [turn.index(9) + 1 if 9 in turn else 0 for turn in turns]
+
+    def answer(self, episode: int, turn: list[int]) -> Future[None]:
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def test_a_turn_goes_on_where_the_server_alone_sees_a_stop_string(params, tmp_path, monkeypatch):
+    server = Server(4)
+    with connected(tmp_path, monkeypatch, server, length=8) as engine:
+        engine.update_weights(params, 1)
+        ends = [lambda answer, x=x: member(token_ids=[2, x], logprobs=scored(-1, -1), finish_reason="stop")(answer)
+                for x in (5, 9)]  # fmt: skip
+        server.choices = lambda n: [ends.pop(0)({"choices": Server.choices(server, n)})["choices"][-1]]
+        rollouts = sample(engine, prompts=1, group_size=1, environments=Ends(), ended=lambda count: None)
+    assert rollouts.completions[0, 0].tolist() == [2, 5, 2, 9, 0, 0, 0, 0]
+    assert rollouts.loss_mask.sum() == 4 and not rollouts.truncated.any()
+
+
+@contextmanager
+def listening(server: Server) -> Iterator[str]:
+    """Serves over TCP, where reads have time-outs. A server that `works` counts tokens for each look at its metrics."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            answer = server(httpx.Request(self.command, f"http://server{self.path}", content=content))
+            if self.path == GENERATE and server.asked[GENERATE] == 1:
+                time.sleep(3)
+            text = answer.content
+            if self.path == "/metrics":
+                tokens = server.asked["/metrics"] * server.works
+                text = f'vllm:generation_tokens_total{{engine="0"}} {tokens}.0\n'.encode()
+            with suppress(BrokenPipeError):
+                self.send_response(answer.status_code)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+        do_GET = do_POST
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        yield f"http://127.0.0.1:{http.server_port}"
+        http.shutdown()
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_time_out_drops_a_request_only_if_no_token_comes(params, tmp_path, monkeypatch, capsys, works):
+    monkeypatch.setattr(engine, "SOON", 1.0)
+    monkeypatch.setattr(engine, "WAITS", (0.02, 0.05))
+    server = Server(4)
+    server.works = works
+    inputs = EngineInputs(MODEL, None, FOLDER, tmp_path, 4, 4, (1,), 0)
+    settings = dict(run="test", weights_dir=str(tmp_path), push_address="", concurrency=2, patience=30.0)
+    with listening(server) as url, closing(VllmEngine((url,), inputs, timeout=0.4, **settings)) as made:
+        made.update_weights(params, 1)
+        rollouts = sample(made, prompts=1)
+    assert rollouts.completion_mask.all()
+    assert server.asked[GENERATE] == (1 if works else 2)
+    assert capsys.readouterr().out.count("0.4 s") == works
 
 
 def test_when_all_servers_are_away_one_line_ends_the_run(params, tmp_path, monkeypatch):
@@ -173,7 +429,7 @@ def test_an_answer_is_arrays_before_the_next_one_is_read(params, tmp_path, monke
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    assert (rollouts.completions == np.arange(length)).all() and rollouts.truncated.all()
+    assert (rollouts.completions == 2 + np.arange(length) % 16).all() and rollouts.truncated.all()
     np.testing.assert_allclose(
         rollouts.logprobs, np.broadcast_to(-np.arange(length) / 7, rollouts.logprobs.shape), 1e-6
     )

@@ -11,7 +11,9 @@ import time
 import httpx
 import pytest
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.vllm import address
+from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
 from jaxrl_llm.tools import serve_vllm
 
 
@@ -138,6 +140,41 @@ def test_a_server_at_a_socket_is_private_logs_little_and_ends_with_its_keeper(tm
     while folder.exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+PYDANTIC = """Traceback (most recent call last):
+(APIServer pid=7) ValidationError: 1 validation error for VllmConfig
+(APIServer pid=7)   Value error, torch.float32 is not supported for quantization method fp8. [type=value_error]
+(APIServer pid=7)     For further information visit ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (
+            "  [--level {debug,error}]\nentry.py: error: unrecognized arguments: --foo\n",
+            "unrecognized arguments: --foo",
+        ),
+        (PYDANTIC, "is not supported for quantization method fp8"),
+        ("ValueError: of an import\nRuntimeError: no memory\nbye\n", "RuntimeError: no memory"),
+        ("", ""),
+    ],
+)
+def test_the_error_of_a_server_that_did_not_start_is_found_in_its_log(log, cause):
+    found = serve_vllm.last_error(log)
+    assert cause in found and "\n" not in found and "of an import" not in found
+
+
+def test_the_error_of_a_managed_server_is_said_once(tmp_path):
+    """That of serve_vllm, which names the cause and the log."""
+    (tmp_path / "vllm.log").write_text("INFO\nerror: vLLM did not start (no memory): see vllm.log\n")
+    server = ManagedServer.__new__(ManagedServer)
+    server._process, server.log = subprocess.Popen(["false"]), tmp_path / "vllm.log"
+    server._process.wait()
+    with pytest.raises(UserError, match="no memory") as error:
+        server.check()
+    assert str(error.value).count("did not start") == 1
 
 
 def test_a_socket_in_a_folder_of_others_is_refused(tmp_path, monkeypatch, refused):

@@ -40,6 +40,7 @@ class Sampler:
 
     # None: every step compares sampler and trainer anyway.
     max_gap: float | None = None
+    servers = 1
 
     def __init__(
         self,

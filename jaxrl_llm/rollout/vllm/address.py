@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib import request as http
 from urllib.parse import urlsplit
 
+import httpcore
 import httpx
 
 from jaxrl_llm.errors import UserError
@@ -25,13 +27,52 @@ for _handler in (http.HTTPHandler, http.HTTPSHandler, http.HTTPErrorProcessor, h
     DIRECT.add_handler(_handler())
 
 
-def client(address: str, limits: httpx.Limits | None = None, **options: Any) -> httpx.Client:
-    """Returns a client for a server: "http://HOST:PORT" or "unix:/PATH". Its requests have a path alone, no proxy."""
-    if not address.startswith(UNIX):
-        return httpx.Client(base_url=address, limits=limits or httpx.Limits(), trust_env=False, **options)
-    transport = httpx.HTTPTransport(uds=address.removeprefix(UNIX), limits=limits or httpx.Limits(), trust_env=False)
-    # A name that nobody looks up: the socket is the address.
-    return httpx.Client(base_url="http://vllm", transport=transport, trust_env=False, **options)
+class _PatientStream:
+    """A connection whose reads go on after their time-out while `is_working()`."""
+
+    def __init__(self, stream: httpcore.NetworkStream, is_working: Callable[[], bool]):
+        self._stream, self._works = stream, is_working
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        while True:
+            try:
+                return self._stream.read(max_bytes, timeout)
+            except httpcore.ReadTimeout:
+                if not self._works():
+                    raise
+
+    def start_tls(self, *args: Any, **options: Any) -> Any:
+        return _PatientStream(self._stream.start_tls(*args, **options), self._works)
+
+
+class _PatientBackend(httpcore.SyncBackend):
+    def __init__(self, is_working: Callable[[], bool]):
+        self._works = is_working
+
+    def connect_tcp(self, *args: Any, **options: Any) -> Any:
+        return _PatientStream(super().connect_tcp(*args, **options), self._works)
+
+    def connect_unix_socket(self, *args: Any, **options: Any) -> Any:
+        return _PatientStream(super().connect_unix_socket(*args, **options), self._works)
+
+
+def client(
+    address: str, limits: httpx.Limits | None = None, is_working: Callable[[], bool] | None = None, **options: Any
+) -> httpx.Client:
+    """Returns a client for a server: "http://HOST:PORT" or "unix:/PATH". Its requests have a path alone, no proxy.
+
+    is_working: asked when nothing could be read for the time-out; True: the client goes on waiting.
+    """
+    uds = address.removeprefix(UNIX) if address.startswith(UNIX) else None
+    transport = httpx.HTTPTransport(uds=uds, limits=limits or httpx.Limits(), trust_env=False)
+    if is_working:
+        # httpx has no argument for it.
+        transport._pool._network_backend = _PatientBackend(is_working)
+    # The name is looked up by nobody: the socket is the address.
+    return httpx.Client(base_url="http://vllm" if uds else address, transport=transport, trust_env=False, **options)
 
 
 def check_python(python: str, name: str) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager, suppress
+from dataclasses import fields, replace
 from functools import cache, partial
+from importlib import import_module
 from itertools import cycle, islice
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import jax
@@ -23,11 +26,13 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import distributed, progress
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.models import names
-from jaxrl_llm.rollout.episodes import Episodes
+from jaxrl_llm.rollout.episodes import TURN, Episodes
 from jaxrl_llm.rollout.protocol import EngineInputs, Environments
 from jaxrl_llm.rollout.vllm import address, weights
+from jaxrl_llm.rollout.vllm.answers import Completion, Unavailable, read_choices, reading
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
 from jaxrl_llm.rollout.vllm.pictures import check_pictures, server_arguments, server_prompt
+from jaxrl_llm.rollout.weight_check import MAX_GAP
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
 # Seconds: timeout of short requests, and of the wait for a server's lock.
@@ -38,34 +43,17 @@ SETTINGS = {  # required settings of a server, and the reason: its samples must 
     "logprobs_mode": ("processed_logprobs", "its log-probabilities would not be of the distribution sampled"),
     "generation_config": ("vllm", "the model folder's generation_config.json would change the sampling"),
 }
+BUSY = (408, 429)  # statuses that a proxy gives to a request that it may take later
+# Counters of a server's tokens in /metrics, of prompts and completions.
+TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total\b.*", re.MULTILINE)
 NEVER = -100.0  # the least bias of a logit that vLLM takes
-SHAPE = {  # fields that must agree between the models: names in config.json and in DecoderConfig
-    "hidden_size": "width",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "vocab_size": "vocab_size",
-    "num_key_value_heads": "kv_heads",
-    "intermediate_size": "mlp_width",
-    "tie_word_embeddings": "tied_head",
-}
+# Fields of a model's config that may differ between server and trainer: both read the same prompts and weights.
+TRAINER_FIELDS = ("max_positions", "dtype", "remat", "transposed", "row_parts")
 T = TypeVar("T")
-
-
-class Unavailable(Exception):
-    """No answer, or an error that a restart, a push or a retry may fix."""
 
 
 class Away(UserError):
     """A server was unavailable for as long as the run is patient."""
-
-
-class Completion(NamedTuple):
-    """What a server sampled for a member of a group, as arrays: JSON takes thirty times their memory."""
-
-    index: int  # among the members of the request
-    tokens: np.ndarray  # [tokens] int32
-    logprobs: np.ndarray  # [tokens] float32
-    truncated: bool
 
 
 def start(
@@ -73,6 +61,7 @@ def start(
 ) -> VllmEngine:
     """Starts the engine, and its server by managed(folder, ...). settings: of `engines.vllm`. Raises: UserError."""
     check_pictures(inputs.pictures)
+    settings["max_gap"] = settings["max_gap"] or MAX_GAP[inputs.model.cfg.dtype]
     servers = tuple(own_address(server, "servers") for server in servers)
     if settings["push_address"]:
         settings["push_address"] = own_address(settings["push_address"], "push_address")
@@ -140,23 +129,27 @@ class VllmEngine:
         """
         self.max_gap = max_gap
         self._servers = tuple(server.rstrip("/") for server in servers)
+        self.servers = len(servers)
         model = inputs.model.cfg
-        self._run, self._dtype = f"jaxrl_llm:{run}:", model.dtype  # of the pushed weights
+        self._run = f"jaxrl_llm:{run}:"
         self._table = names.family_table(model.family)
         self._offer = weights.WeightFile(
             Path(weights_dir) / f"{address.FOLDER}{run}", model.dtype, self._table, address=push_address
         )
-        # The width of experts has a name of its own in each family; the shapes of the tensors say it too.
-        fields = [name for name in SHAPE if not (model.mixture and name == "intermediate_size")]
-        self._model = {name: getattr(model, SHAPE[name]) for name in fields}
         self._length, self._width = inputs.max_completion_tokens, inputs.max_prompt_tokens
         self._stops, self._pad, self._patience, self._managed = inputs.stop_ids, inputs.pad_id, patience, managed
-        self._never = model.never
+        self._model = model
         at_once = concurrency * len(servers)
         limits = httpx.Limits(max_connections=at_once + len(servers), max_keepalive_connections=at_once)
         # pool=None: a request may wait for a free connection as long as the others run.
         times = httpx.Timeout(timeout, connect=5.0, pool=None)
-        self._clients = {server: address.client(server, limits, timeout=times) for server in self._servers}
+        self._timeout, self._slow = timeout, set[str]()
+        self._clients = {
+            server: address.client(server, limits, partial(self._generates, server), timeout=times)
+            for server in self._servers
+        }
+        # Other clients, because a time-out of the first ones asks these.
+        self._monitors = {server: address.client(server, timeout=SOON) for server in self._servers}
         # One thread more for each server: a push that waits for a server that is away takes no place of a request.
         self._pool = ThreadPoolExecutor(at_once + len(servers))
         # One answer is JSON at a time.
@@ -258,6 +251,9 @@ class VllmEngine:
                 i, completion = requests.pop(request), request.result()
                 episodes.append(i, completion.tokens, completion.logprobs)
                 episodes.end_turns(np.array([i]), environments, self._stops)
+                # The server's tokenizer made a stop string of tokens whose text has none for the trainer.
+                if episodes.state[i] == TURN:
+                    requests[self._pool.submit(ask, i)] = i
             requests |= {self._pool.submit(ask, i): i for i in episodes.take_answers()}
             ended(episodes.newly_ended())
         return episodes.rollouts(group_size, versions)
@@ -265,7 +261,7 @@ class VllmEngine:
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
         """Returns the parameters of a request that are the same for all."""
         # So low that such a token has the probability 0, as in the trainer.
-        never = {"logit_bias": {str(token): NEVER for token in self._never}} if self._never else {}
+        never = {"logit_bias": {str(token): NEVER for token in self._model.never}} if self._model.never else {}
         return never | {
             # 0: of the sampled token alone. 1 would also send the most likely one.
             "logprobs": 0,
@@ -273,6 +269,8 @@ class VllmEngine:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "stop_token_ids": list(self._stops),
+            # The end token is that of the server's tokenizer, which may be none of the run's stops.
+            "ignore_eos": True,
         }
 
     def _group(self, b: int, request: dict[str, Any], expanded: list[int]) -> list[Completion]:
@@ -284,42 +282,29 @@ class VllmEngine:
         def once(server: str) -> list[Completion]:
             path = "/inference/v1/generate"
             answer = self.request(server, "POST", path, request)
-            with self._reading:
-                fields = answer.json()
-                if "content_parts" in request and (theirs := fields.get("prompt_token_ids") or []) != expanded:
+            WATCHDOG.moved()
+            with self._reading, reading(path):
+                body = answer.json()
+                if "content_parts" in request and (theirs := body.get("prompt_token_ids") or []) != expanded:
                     raise UserError(
                         f"vLLM at {server} makes {len(theirs)} tokens of a prompt with pictures, and the trainer other "
                         f"{len(expanded)}: start it with the run's model, and with the arguments --mm-processor-kwargs "
                         "that docs/vllm.md gives for pictures"
                     )
-                completions = self._completions(fields["choices"])
-            if len(completions) != request["sampling_params"]["n"]:
-                raise Unavailable(f"{len(completions)} completions came")
-            return completions
+                self._check_versions(body["choices"])
+                return read_choices(server, body["choices"], request["sampling_params"], self._model.vocab_size)
 
         # A prompt always begins at the same server of those that answer, so that its prefix cache serves all turns.
         servers = [server for server in self._servers if server not in self._away]
         return self._persist(once, islice(cycle(servers), b % len(servers), None))
 
-    def _completions(self, choices: list[dict[str, Any]]) -> list[Completion]:
-        """Turns an answer into arrays. Raises: Unavailable, if a completion is not whole or of other weights."""
-        WATCHDOG.moved()
+    def _check_versions(self, choices: list[dict[str, Any]]) -> None:
+        """Raises: Unavailable, if a token is of other weights than the last pushed; UserError, if vLLM is too old."""
         for choice in choices:
-            if choice["finish_reason"] not in ("stop", "length"):
-                raise Unavailable(f"a completion ended with {choice['finish_reason']!r}")
             if not (spans := choice.get("weight_versions")):
                 raise UserError("the vLLM server does not say which weights made a token: take vLLM 0.32 or newer")
             if any(self._number(span["version"]) != self._version for span in spans):
                 raise Unavailable("a completion came from other weights than the last pushed")
-        return [
-            Completion(
-                choice["index"],
-                np.array(choice["token_ids"], np.int32),
-                np.array([token["logprob"] for token in choice["logprobs"]["content"]], np.float32),
-                choice["finish_reason"] == "length",
-            )
-            for choice in choices
-        ]
 
     def _number(self, tag: str) -> int:
         """Returns the version of weights with this tag; -1: of no run. Raises: UserError, if of another run."""
@@ -383,7 +368,7 @@ class VllmEngine:
                     self.request(server, "POST", "/update_weight_version", {"new_version": "default"}, timeout=SOON)
         if self._managed:
             self._managed.stop()
-        for client in self._clients.values():
+        for client in (*self._clients.values(), *self._monitors.values()):
             client.close()
         self._offer.close()
 
@@ -426,8 +411,7 @@ class VllmEngine:
                 # A trainer killed during a push leaves the server paused.
                 post("/resume")
                 post("/collective_rpc", {"method": "forget_push"})
-                init = {"tensors": self._tensors, "model": self._model}
-                post("/init_weight_transfer_engine", {"init_info": init})
+                post("/init_weight_transfer_engine", {"init_info": {"tensors": self._tensors}})
             weights.pull(post, self._offer, f"{self._run}{version}")
             self._ready[server] = version
 
@@ -443,11 +427,41 @@ class VllmEngine:
 
     def _has(self, server: str) -> int:
         """Returns the weight version that the server reports; -1: of no run."""
-        return self._number(self.request(server, "GET", "/weight_info", timeout=SOON).json()["weight_version"])
+        path = "/weight_info"
+        answer = self.request(server, "GET", path, timeout=SOON)
+        with reading(path):
+            return self._number(answer.json()["weight_version"])
 
     def _check(self, server: str) -> None:
         """Raises: UserError, if the server's settings would change the samples or do not fit the run."""
-        server_config = self.request(server, "GET", "/server_info?config_format=json").json()["vllm_config"]
+        path = "/server_info?config_format=json"
+        answer = self.request(server, "GET", path)
+        with reading(path):
+            self._check_settings(server, answer.json()["vllm_config"])
+        path = "/collective_rpc"
+        answer = self.request(server, "POST", path, {"method": "config_json"})
+        with reading(path):
+            self._check_model(server, answer.json()["results"][0])
+
+    def _check_model(self, server: str, config_json: dict[str, Any]) -> None:
+        """Compares all that the trainer reads from a config.json: models of equal shapes may compute otherwise."""
+        ours, family = self._model, import_module(f"jaxrl_llm.models.{self._model.family}")
+        try:
+            theirs = replace(
+                family.decoder_config(config_json), **{name: getattr(ours, name) for name in TRAINER_FIELDS}
+            )
+        except UserError as error:
+            raise UserError(f"vLLM at {server} serves another model ({error}): serve the run's model") from None
+        if theirs.vision and ours.vision:
+            # preprocessor_config.json has these.
+            theirs = replace(theirs, vision=replace(theirs.vision, mean=ours.vision.mean, std=ours.vision.std))
+        pairs = {field.name: (getattr(theirs, field.name), getattr(ours, field.name)) for field in fields(ours)}
+        # A rotary embedding is a long list of frequencies.
+        shown = lambda name, a, b: f"{name} = {a}, not {b}" if isinstance(a, int | float | str) else name  # noqa: E731
+        if other := [shown(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]:
+            raise UserError(f"vLLM at {server} serves another model ({'; '.join(other)}): serve the run's model")
+
+    def _check_settings(self, server: str, server_config: dict[str, Any]) -> None:
         model, backend = server_config["model_config"], (server_config["weight_transfer_config"] or {}).get("backend")
         for name, (required, reason) in SETTINGS.items():
             if model[name] != required:
@@ -461,10 +475,27 @@ class VllmEngine:
                 f"vLLM at {server} takes {model['max_model_len']} tokens, prompt and completion may have "
                 f"{self._width} + {self._length}: start it with a larger --max-model-len"
             )
-        if model["dtype"] != f"torch.{self._dtype}":
+        if model["dtype"] != f"torch.{self._model.dtype}":
             raise UserError(
-                f"vLLM at {server} computes in {model['dtype']}, config.model.dtype is {self._dtype!r}: make them one"
+                f"vLLM at {server} computes in {model['dtype']}, and config.model.dtype is {self._model.dtype!r}: make "
+                "them one"
             )
+
+    def _generates(self, server: str) -> bool:
+        """Returns whether a server computes tokens within SOON seconds: then its answers only take long."""
+        first, end = None, time.monotonic() + SOON
+        with suppress(httpx.TransportError, RuntimeError):  # RuntimeError: the client was closed
+            while time.monotonic() < end and not self._closed.is_set():
+                count = TOKENS.findall(self._monitors[server].get("/metrics").text)
+                first = count if first is None else first
+                if count != first:
+                    WATCHDOG.moved()
+                    if server not in self._slow:
+                        self._slow.add(server)
+                        print(f"note: vLLM at {server} samples an answer for over {self._timeout:g} s", flush=True)
+                    return True
+                self._closed.wait(WAITS[0])
+        return False
 
     def request(self, server: str, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
         """Returns the answer of a server. Raises: Unavailable, if a retry may help; otherwise UserError."""
@@ -475,15 +506,23 @@ class VllmEngine:
             except httpx.RemoteProtocolError:
                 # The server has closed this kept connection.
                 answer = send()
+        except httpx.ReadTimeout:
+            seconds = options.get("timeout", self._timeout)
+            raise Unavailable(f"neither an answer nor a new token for {seconds:g} s at {path}") from None
         except (httpx.TransportError, RuntimeError) as error:
+            if "[SSL: " in str(error):
+                raise UserError(
+                    f"config.engine.servers: {server}: {error}; take http:// for a server without TLS, and https:// "
+                    "with a certificate that this host trusts"
+                ) from None
             # RuntimeError: the client was closed.
             raise Unavailable(f"{type(error).__name__} {error} at {path}") from None
         if answer.status_code == 200:
             return answer
         message = " ".join(answer.text[:400].split())
         if answer.status_code == 404:
-            raise UserError(f"vLLM at {server} has no {path}: start it with jaxrl serve-vllm")
+            raise UserError(f"vLLM at {server} has no {path}: start it with jaxrl serve-vllm and vLLM 0.32")
         # vLLM answers 500 for an error of our backend, whose text begins with this word. It would fail again.
-        if "refused: " in message or answer.status_code < 500:
+        if "refused: " in message or (answer.status_code < 500 and answer.status_code not in BUSY):
             raise UserError(f"vLLM at {server} refuses {path}: {message}")
         raise Unavailable(f"{answer.status_code} {message} at {path}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.vllm.address import UNIX
 
+ERROR = "error: "  # before the line with which serve_vllm ends
 # Bytes of a socket's path; the system allows 107.
 LONGEST = 100
 
@@ -53,8 +54,10 @@ class ManagedServer:
     def check(self) -> None:
         """Raises: UserError, if the child has ended."""
         if self._process.poll() is not None:
-            last_line = self.log.read_text(errors="replace").strip().splitlines()[-1:]
-            raise UserError(f"the vLLM server did not start ({' '.join(last_line)[:300]}): see {self.log}")
+            last_line = " ".join(self.log.read_text(errors="replace").strip().splitlines()[-1:])
+            if last_line.startswith(ERROR):
+                raise UserError(f"config.engine.server_args: {last_line.removeprefix(ERROR)}")
+            raise UserError(f"the vLLM server ended ({last_line[:300]}): see {self.log}")
 
     def stop(self) -> None:
         """Ends the child and all processes that it started."""

@@ -8,6 +8,7 @@ Written for vLLM 0.32's weight-transfer API. Only `load` depends on how vLLM loa
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -28,10 +29,9 @@ SHARED_MEMORY = "/dev/shm"
 
 @dataclass
 class Init(WeightTransferInitInfo):
-    """tensors: {name: shape} of all tensors of a push; model: required fields of the server model's config.json."""
+    """tensors: {name: shape} of all tensors of a push."""
 
     tensors: dict[str, list[int]]
-    model: dict[str, Any]
 
 
 @dataclass
@@ -52,11 +52,6 @@ class PullBackend(WeightTransferEngine[Init, Update]):
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: Init) -> None:
-        for name, expected in init_info.model.items():
-            if (actual := setting(self.model_config, name)) != expected:
-                raise ValueError(
-                    f"refused: the server's model has {name} {actual}, not {expected}: serve the run's model"
-                )
         # vLLM 0.32 packs experts for the CPU when it loads them, and then has no place to load them into again.
         if self.device.type == "cpu" and any(".experts." in name for name in init_info.tensors):
             raise ValueError("refused: on a CPU vLLM cannot load experts again: set config.engine.name = 'jax'")
@@ -81,7 +76,13 @@ class PullBackend(WeightTransferEngine[Init, Update]):
 class Extension:
     """A mixin of vLLM's workers. vLLM imports this module for it, and the import registers `PullBackend`."""
 
-    _weight_update_active: bool  # an attribute of the worker
+    # Attributes of the worker.
+    _weight_update_active: bool
+    model_config: Any
+
+    def config_json(self) -> dict[str, Any]:
+        """Returns the settings of the served model, with the defaults of transformers and the server's overrides."""
+        return json.loads(self.model_config.hf_config.to_json_string(use_diff=False))
 
     def forget_push(self) -> None:
         """Drops the unfinished push of a killed trainer, if there is one.

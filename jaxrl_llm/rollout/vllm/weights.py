@@ -65,8 +65,17 @@ class WeightFile:
     def write(self, params: PyTree) -> None:
         """Replaces the weights, one tensor at a time: the devices hold no second copy.
 
-        Raises: UserError, if a tensor is not finite or there is no room.
+        Raises: UserError, if a tensor is not finite, there is no room, or the folder is gone.
         """
+        try:
+            self._write(params)
+        except OSError as error:
+            raise UserError(
+                f"config.engine.weights_dir = {str(self.folder.parent)!r}: the weights cannot be written ({error}): "
+                "make room, or give a folder that no other program empties; the same command resumes"
+            ) from None
+
+    def _write(self, params: PyTree) -> None:
         file = self.folder / WEIGHTS
         # First, to make room for the new file.
         file.unlink(missing_ok=True)
@@ -169,15 +178,16 @@ class WeightServer:
 
 
 def pull(post: Callable[..., Any], offer: WeightFile, tag: str) -> None:
-    """Makes a server load the offer between two engine steps. If this fails, the old weights stay in use.
+    """Makes a server load the offer between two engine steps. If the server refuses it, the old weights stay in use.
 
-    post(path, body) raises if the server refuses.
+    If an answer of the server is lost, it may compute with the new weights under the old version until the next try.
+    post(path, body) raises in both cases.
     """
     post(PAUSE)
     try:
         post("/start_weight_update")
         post("/update_weights", {"update_info": offer.source})
         post("/finish_weight_update", {"weight_version": tag})
-    # A server that stays paused would answer nobody, and its old weights are still whole.
+    # A server that stays paused would answer nobody, and its weights are whole: the old ones, or all of the new.
     finally:
         post("/resume")
