@@ -171,13 +171,13 @@ ON_THE_JUDGE = {
     "other built-in functions": "import builtins\nbuiltins.len = builtins.abs = builtins.sum = lambda *a: 0\n"
     "builtins.type = lambda x: int\nbuiltins.isinstance = lambda *a: True\nall = map = lambda *a: True\n"
     "def add(a, b): return 7",
-    "a forged report": LINK + "def add(a, b):\n    harness().put(['error', 'E', 'x', '\\n1\\n1\\n', False])\n    return 7",
-    "a forged report when it begins": LINK + "harness().put(['error', 'E', 'a b c', '\\n1 \\n0 ', False])\ndef add(a, b): pass",
-    "forged answers": LINK + "def add(a, b):\n    for _ in range(99): harness().put(['value', True, []])\n    return True",
-    "an answer that is no answer": LINK + "def add(a, b):\n    harness().put({'a': 1})\n    return 7",
-    "numbers of the judge's objects": LINK + "def add(a, b):\n    for i in range(9): harness().put(['value', ['yours', i], []])",
-    "calls to the judge": LINK + "def add(a, b):\n    harness().put(['call', ['yours', 0], 'x', [], {}])\n"
-    "    harness().put(['names'])\n    harness().put(['get', ['yours', 0], '__globals__'])\n    return 7",
+    "a forged report": LINK + "def add(a, b):\n    harness().send(['error', 'E', 'x', '\\n1\\n1\\n', False])\n    return 7",
+    "a forged report when it begins": LINK + "harness().send(['error', 'E', 'a b c', '\\n1 \\n0 ', False])\ndef add(a, b): pass",
+    "forged answers": LINK + "def add(a, b):\n    for _ in range(99): harness().send(['value', True, []])\n    return True",
+    "an answer that is no answer": LINK + "def add(a, b):\n    harness().send({'a': 1})\n    return 7",
+    "numbers of the judge's objects": LINK + "def add(a, b):\n    for i in range(9): harness().send(['value', ['yours', i], []])",
+    "calls to the judge": LINK + "def add(a, b):\n    harness().send(['call', ['yours', 0], 'x', [], {}])\n"
+    "    harness().send(['names'])\n    harness().send(['get', ['yours', 0], '__globals__'])\n    return 7",
     "bytes on all descriptors": "import os\nfor fd in range(1, 64):\n    try: os.write(fd, (2**40).to_bytes(8, 'big') * 9)\n"
     "    except OSError: pass\ndef add(a, b): return 7",
     "lines on all descriptors": "import os\nfor fd in range(1, 64):\n    try: os.write(fd, b'1\\n' * 99)\n"
@@ -187,10 +187,10 @@ ON_THE_JUDGE = {
     "class Counter(dict): __eq__ = lambda a, b: True\ndef add(a, b): return 7",
     "built-in functions of its own": LINK + "own = harness()\nown.objects += [lambda *a: 0, lambda a, b: 7]\n"
     "names = ['abs', 'len', 'float', 'AssertionError', '__import__']\n"
-    "own.put(['value', [['__builtins__', ['dict', *([n, ['mine', 0]] for n in names)]], ['add', ['mine', 1]]]])\nown.get()",
+    "own.send(['value', [['__builtins__', ['dict', *([n, ['mine', 0]] for n in names)]], ['add', ['mine', 1]]]])\nown.receive()",
     "a message in brackets": LINK + "import os\ndata = b'[' * 10**6\n"
     "os.write(harness().write, len(data).to_bytes(8, 'big') + data)",
-    "names that are no text": LINK + "own = harness()\nown.put(['value', [[['list'], 1], [3, 4], [None, 5]]])\nown.get()",
+    "names that are no text": LINK + "own = harness()\nown.send(['value', [[['list'], 1], [3, 4], [None, 5]]])\nown.receive()",
     "an argument that it changes": "def add(a, b):\n    if isinstance(a, list): a[:] = []\n    return 7",
 }  # fmt: skip
 TESTS = [

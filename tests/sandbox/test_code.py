@@ -204,11 +204,12 @@ CHEATS = {
     "    except OSError:\n        pass\ndef add(a, b): return 7",
     "speaks for the harness": "import sys\ndef add(a, b):\n    frame = sys._getframe()\n    while frame.f_back:\n"
     "        frame = frame.f_back\n        link = frame.f_locals.get('link') or frame.f_locals.get('self')\n"
-    "        if hasattr(link, 'put'):\n            link.put(link.encoded(('value', True, ())))\n    return 7",
+    "        if hasattr(link, 'send'):\n            link.send(['value', True, []])\n    return 7",
     "has a harness of its own": "check_call = lambda *x: None\ndef add(a, b): return 7",
     "sends names of its own": "import sys\nlink = sys._getframe(1).f_locals['link']\n"
     "names = {'__builtins__': {'abs': int, 'all': bool, '__import__': print}, 'math': 3, 'all': bool, 'add': print}\n"
-    "link.put(link.encoded(('value', names, ())))\ndef add(a, b): return 7",
+    "link.send(['value', [[name, link.encoded(x)] for name, x in names.items()]])\nlink.receive()\n"
+    "def add(a, b): return 7",
     "sends code": "class A:\n    def __reduce__(self):\n        return exec, ('raise SystemExit',)\n"
     "def add(a, b): return A()",
 }  # fmt: skip
