@@ -234,6 +234,7 @@ def test_a_report_of_the_judge_has_a_line_for_each_test_or_no_test_has_passed():
 ADD = "def add(a, b): return a + b"
 KLASS = "class Stack:\n    def __init__(self, *x): self.items = list(x)\n    def push(self, x): self.items.append(x); return self\n    def pop(self): return self.items.pop()\n    def __len__(self): return len(self.items)\n    def __str__(self): return str(self.items)\n    def __iter__(self): return iter(self.items)\n    def __getitem__(self, i): return self.items[i]\n    count = property(lambda self: len(self.items))\n"
 SOLUTION = "class Solution:\n    def count(self, x: List[int], y: int) -> int: return x.count(y)\n"
+ORDER = "print(*{'a', 'b', 'c', 'd', 'e'})"
 HONEST = [
     (ADD, "assert add(1, 2) == 3"), (ADD, "assert abs(add(0.1, 0.2) - 0.3) < 1e-9"), (ADD, "assert add('a', 'b').upper() == 'AB'"),
     (ADD, "assert add([1], [2]) == [1, 2] and len(add([1], [2])) == 2"), (ADD, "import math\nassert math.isclose(add(0.1, 0.2), 0.3)"),
@@ -263,15 +264,19 @@ HONEST = [
      "t = threading.Thread(target=lambda: print(f(20000)))\nt.start()\nt.join()", {"inputs": [""], "outputs": ["20000"]}),
     ("def main():\n    print(open(0).read().strip())\nif __name__ == '__main__':\n    main()", {"inputs": ["a\0b"], "outputs": ["a\0b"]}),
     ("import asyncio\nasync def f(): return 3\nprint(asyncio.run(f()))", {"inputs": [""], "outputs": ["3"]}),
-    ("print(*{'a', 'b', 'c', 'd', 'e'})", {"inputs": [""] * 3, "outputs": [""] * 3}),
-    ("import sys\nprint(4)\nsys.exit()", {"inputs": [""], "outputs": ["4"]}), ("import sqlite3, ssl, lzma, ctypes; print(1)", {"inputs": [""], "outputs": ["1"]}),
+    (ORDER, {"inputs": [""] * 3, "outputs": [""] * 3}),
+    ("import sys\nprint(4)\nsys.exit()", {"inputs": [""], "outputs": ["4"]}),
+    ("print(4)\nexit()", {"inputs": [""], "outputs": ["4"]}), ("print(4)\nquit(0)", {"inputs": [""], "outputs": ["4"]}),
+    ("def main():\n    print(4)\n    return exit\nmain()()", {"inputs": [""], "outputs": ["4"]}),
+    ("import sqlite3, ssl, lzma, ctypes; print(1)", {"inputs": [""], "outputs": ["1"]}),
 ]  # fmt: skip
 
 
 def test_honest_programs_earn_1(monkeypatch):
     programs, tests = zip(*HONEST, strict=True)
-    order = sandbox.run(programs[-3], seconds=5.0, memory=256, characters=100).output  # of hashes: always the same
-    tests = [x if "{'a'" not in program else x | {"outputs": [order] * 3} for program, x in HONEST]
+    # The order of hashes is always the same.
+    order = sandbox.run(ORDER, seconds=5.0, memory=256, characters=100).output
+    tests = [x if program != ORDER else x | {"outputs": [order] * 3} for program, x in HONEST]
     found = code.accuracy([f"```python\n{x}\n```" for x in programs], lambda *_: None, tests=list(tests))
     assert [pair for pair, earned in zip(HONEST, found, strict=True) if earned != 1] == []
 

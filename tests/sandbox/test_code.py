@@ -190,6 +190,7 @@ def test_tests_that_can_fail_judge_in_all_forms():
 CHEATS = {
     "ends early": "import os\nos._exit(0)",
     "ends well": "import sys\nsys.exit(0)",
+    "ends well by a shorter name": "exit()",
     "ends in the call": "def add(a, b):\n    import os\n    os._exit(0)",
     "is equal to everything": "class A:\n    __eq__ = __lt__ = __le__ = __gt__ = lambda a, b: True\n"
     "    __ne__ = __contains__ = lambda a, b: False\n    __sub__ = __abs__ = lambda a, *b: a\n"
