@@ -7,6 +7,7 @@ which calls the functions of the first one and compares plain data (`sandbox.rem
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 import time
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox import remote_calls
-from jaxrl_llm.sandbox.remote_calls import GONE
+from jaxrl_llm.sandbox.remote_calls import GONE, LONGEST, Link
 
 SHOWN = 10_000  # characters of an output, beyond what is expected
 # Seconds in which a program that has left its tests ends.
@@ -72,7 +73,7 @@ def in_python(program: str, tests: Sequence[str | list[Any]], limits: ProgramLim
         (calls, to_program), (answers, to_judge) = (sandbox.pipe(opened) for _ in "ca")
         theirs = f"{LIBRARY}serve({calls.fileno()}, {to_judge.fileno()}, {program!r})"
         numbers = answers.fileno(), to_program.fileno(), report.fileno()
-        ours = f"{LIBRARY}judge({', '.join(map(str, numbers))}, {list(tests)!r})"
+        ours = f"{LIBRARY}judge({', '.join(map(str, numbers))}, {encoded(tests)!r})"
         # Each gets its own ends alone. The report is the judge's: a program that could write to it would pass all
         # tests.
         tested = opened.enter_context(sandbox.started(theirs, **each, descriptors=(calls.fileno(), to_judge.fileno())))
@@ -87,6 +88,17 @@ def in_python(program: str, tests: Sequence[str | list[Any]], limits: ProgramLim
         alone = f"0 {GONE}" in lines and tested.ends_within(ENDING)
         ended = tested.ended()[1] if alone else ""
     return verdicts(lines, len(tests), late or "error", ended or "error")
+
+
+def encoded(tests: Sequence[str | Sequence[Any]]) -> str:
+    """Returns tests as the JSON text that the judge reads. Raises: ValueError, TypeError, if it could not use one."""
+    link = Link(-1, -1, None)
+    texts = [json.dumps(link.encoded(test)) for test in tests]
+    if link.objects:
+        raise TypeError(f"{link.objects[0]!r:.100} is no plain data")
+    if max(map(len, texts), default=0) > LONGEST:
+        raise ValueError(f"a test has more than {LONGEST} bytes")
+    return f"[{', '.join(texts)}]"
 
 
 def verdicts(lines: Sequence[str], count: int, missing: str, ended: str) -> list[ProgramVerdict]:

@@ -348,9 +348,11 @@ def restore(old, new):
 def judge(read, write, report, tests):
     """Runs each test, and writes a line for it: 1, or 0 and why the program failed, or GONE.
 
-    A test is Python text, or [name, of a method of Solution, arguments, result].
+    tests: JSON text of what `Link.encoded` makes of each. A test is Python text, or [name, of a method of Solution,
+    arguments, result].
     """
     link = Link(read, write, Handle)
+    tests = [link.decoded(test) for test in json.loads(tests)]
     link.serves["call"] = lambda number, method, arguments, named: given_call(link, number, arguments, named)
     names = {}
     try:
@@ -366,7 +368,7 @@ def judge(read, write, report, tests):
         link.reason = link.reason if link.closed else ""
         try:
             if not link.closed:
-                judge_call(names, *test) if isinstance(test, list) else judge_text(names, test)
+                judge_text(names, test) if isinstance(test, str) else judge_call(names, *test)
                 passed = True
         # A wrong answer is no failure of the program, and has no reason.
         except AssertionError:

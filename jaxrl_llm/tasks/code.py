@@ -67,7 +67,7 @@ def accuracy(
     Raises: ValueError, if the tests of a row are in no such form.
     """
     pairs = {"inputs": inputs, "outputs": outputs, "fn_name": fn_name}
-    columned = [{k: v[i] for k, v in pairs.items() if v and v[i]} or None for i in range(len(completions))]
+    columned = [{k: v[i] for k, v in pairs.items() if v} for i in range(len(completions))]
     programs = [_program(text_of(c)) for c in completions]
     nothing = [None] * len(completions)
     rows = [tests_of(*row) for row in zip(tests or nothing, answer or nothing, columned, strict=True)]

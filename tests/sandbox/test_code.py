@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 
+import numpy as np
 import pytest
 
 from jaxrl_llm import recipe as recipes
@@ -91,6 +95,41 @@ def test_columns_may_hold_inputs_and_outputs_and_a_row_has_tests(refused):
     for nothing in ({"inputs": ["1"], "outputs": []}, 3):
         with refused(error=ValueError):
             code.accuracy([text], lambda *_: None, tests=[nothing])
+
+
+CALLED_WITH = [  # arguments and results that are no JSON, or no literals of Python
+    ([[1]], [float("inf")]), ([[1]], [np.int64(3)]), (np.array([[1], [2]]), np.array([3.0, 4.0])),
+    ([[np.array([1, 2])]], [[np.float64(0.5)]]), ([({1: (2,)},)], [{3}]), ([[1]], [10**5000]),
+    ([[1]], [Decimal("0.1")]),
+    (np.array([[1]], object), np.array([np.array([1, 2])], object)), ([[b"a"]], [[np.True_, None]]),
+]  # fmt: skip
+
+
+def test_calls_with_numbers_of_numpy_and_values_that_are_no_json_are_judged():
+    wanted = [[np.asarray(x).tolist() if isinstance(x, np.ndarray | np.generic) else x for x in outputs]
+              for _, outputs in CALLED_WITH]  # fmt: skip
+    wanted[3:4] = [[[0.5]]]
+    wanted[8:] = [[[True, None]]]
+    head = "from decimal import Decimal\ninf = float('inf')\nleft = "
+    programs = [f"{head}{outputs!r}\ndef add(x): return left.pop(0)" for outputs in wanted[:5] + wanted[6:]]
+    programs.insert(5, "def add(x): return 10**5000")
+    texts = [f"```python\n{program}\n```" for program in (*programs, *["def add(x): return 7"] * len(programs))]
+    tests = [{"fn_name": "add", "inputs": inputs, "outputs": outputs} for inputs, outputs in CALLED_WITH] * 2
+    found = code.accuracy(texts, tests=tests)
+    assert found == [1.0] * len(programs) + [0.0] * len(programs)
+    # The columns of a row of pandas: NaN where the row has nothing.
+    column = {"inputs": [np.array(["1 2\n"])], "outputs": [np.array(["3"])], "fn_name": [math.nan]}
+    assert code.accuracy([f"```python\n{SUM}\n```"], **column) == [1.0]
+    assert code.accuracy([f"```python\n{ADD}\n```"], tests=[np.array(ASSERTS)]) == [1.0]
+
+
+def test_calls_that_cannot_reach_the_judge_are_broken():
+    deep = functools.reduce(lambda x, _: [x], range(200), [])
+    for value in (object(), deep, math, "x" * 2**24):
+        tests = {"fn_name": "add", "inputs": [[value, 1]], "outputs": [3]}
+        assert earned(ADD, tests=tests) == ([None], {"broken_tests": 1.0})
+    assert earned(ADD, tests={"fn_name": "add", "inputs": ["[" * 10**5], "outputs": ["3"]})[0] == [None]
+    assert earned(ADD, tests="[" * 10**5)[0] == [None]
 
 
 HOSTILE = {
