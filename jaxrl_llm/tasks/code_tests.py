@@ -34,19 +34,19 @@ def tests_of(tests: Any, answer: Any, columned: dict[str, Any]) -> RowTests:
     assert statement, and without inputs, is that of another task. Raises: ValueError, for tests of another form.
     """
     tests, answer = (None if is_empty(value) else _loaded(value) for value in map(_plain, (tests, answer)))
-    columned = {key: value for key, value in _plain(columned).items() if not is_empty(value)} or None
+    pairs = {key: value for key, value in _plain(columned).items() if not is_empty(value)} or None
     if not (isinstance(answer, dict) and answer.get("inputs")) and "assert" not in str(answer):
         answer = None
-    chosen = next((x for x in (tests, answer, columned) if x is not None), None)
+    chosen = next((x for x in (tests, answer, pairs) if x is not None), None)
     if chosen is None:
         return RowTests([])
     if isinstance(chosen, dict) and chosen.get("inputs") and len(chosen["inputs"]) == len(chosen.get("outputs", ())):
-        pairs = list(zip(chosen["inputs"], chosen["outputs"], strict=True))
+        cases = list(zip(chosen["inputs"], chosen["outputs"], strict=True))
         name = chosen.get("fn_name")
         if is_empty(name):
-            return RowTests([(_text(i), _text(o)) for i, o in pairs])
+            return RowTests([(_text(i), _text(o)) for i, o in cases])
         try:
-            calls = [(name, _arguments(i), json.loads(o) if isinstance(o, str) else o) for i, o in pairs]
+            calls = [(name, *_call(i, o)) for i, o in cases]
             # Only to see that the judge can have them.
             encoded(calls)
         except (ValueError, TypeError, RecursionError) as error:
@@ -84,9 +84,14 @@ def _text(stream: Any) -> str:
     return "\n".join(map(str, stream)) if isinstance(stream, (list, tuple)) else str(stream)
 
 
-def _arguments(arguments: Any) -> list[Any]:
-    """Returns the arguments of a call: a list, or text with the JSON of one on each line."""
-    return [json.loads(line) for line in arguments.splitlines()] if isinstance(arguments, str) else list(arguments)
+def _call(arguments: Any, result: Any) -> tuple[list[Any], Any]:
+    """Returns the arguments of a call, and its result. If the arguments are text, each of its lines is JSON.
+
+    Only then the result is JSON too: beside a list of arguments, text is the result itself.
+    """
+    if not isinstance(arguments, str):
+        return list(arguments), result
+    return [*map(json.loads, arguments.splitlines())], json.loads(result) if isinstance(result, str) else result
 
 
 def _fault(tests: Sequence[str]) -> str:

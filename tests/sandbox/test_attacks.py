@@ -191,6 +191,14 @@ ON_THE_JUDGE = {
     "a message in brackets": LINK + "import os\ndata = b'[' * 10**6\n"
     "os.write(harness().write, len(data).to_bytes(8, 'big') + data)",
     "names that are no text": LINK + "own = harness()\nown.send(['value', [[['list'], 1], [3, 4], [None, 5]]])\nown.receive()",
+    "one object, equal to itself": "class A:\n    __name__ = 'int'\n    __instancecheck__ = __subclasscheck__ = lambda *a: True\nx = A()\ndef add(a, b): return x",
+    "a stream that lies": "import io\nclass A(io.StringIO):\n    getvalue = read = __str__ = lambda *a: '3'\n    __eq__ = lambda *a: True\n    __hash__ = lambda a: 3\ndef add(a, b): return A('x')",
+    "streams that are none": LINK + "def add(a, b):\n    for x in (['mine', 0], 3, None, 'x'):\n        for place in ('x', -1, 2**70, None): harness().send(['value', ['text', x, place], []])\n    return 7",
+    "errors that are none": LINK + "def add(a, b):\n    for x in (None, 3, 'abc', ['mine', 0], ['dict', [1, 2]], ['yours', 0], ['list', *[['list']] * 9]):\n"
+    "        for name in ('AssertionError', 'SystemExit', 'OSError', 'SyntaxError'): harness().send(['error', name, 'x', 'error', False, x])\n    return 7",
+    "an error of many arguments": "def add(a, b): raise KeyError(*[[[]]] * 10**5)",
+    "items of the judge's objects": LINK + "def add(a, b):\n    own = harness()\n    for kind in ('iter', 'next', 'get', 'set', 'names'):\n"
+    "        for x in (['yours', 0], ['yours', 1], ['type', 'int'], ['range', '0', '0x7fffffff', '0x1'], 3, ['mine', 0]):\n            own.send([kind, x])\n    return 7",
     "an argument that it changes": "def add(a, b):\n    if isinstance(a, list): a[:] = []\n    return 7",
 }  # fmt: skip
 TESTS = [
@@ -203,6 +211,8 @@ TESTS = [
     "import unittest; unittest.TestCase().assertEqual(add(1, 2), 3)",
     "try:\n    assert add(1, 2) == 3\nexcept ZeroDivisionError:\n    pass",
     "def check(f):\n    assert math.floor(f(1.5, 2)) == 3\ncheck(add)",
+    "assert add(1, 2) != None and add(1, 2) == add(2, 1) == 3", "import io\nf = io.StringIO('1')\nadd(f, f)\nassert f.read() == '1' and add(1, 2) == 3",
+    "def one():\n    yield 1\nassert [*map(add, one(), iter([2]))] == [3] and add(iter('12'), one()) != 7", "assert type(add(1, 2)) is int and add(1, 2) == 3",
 ]  # fmt: skip
 
 
@@ -262,6 +272,7 @@ HONEST = [
     ("import sys\nprint('x', file=sys.stderr)\nprint(3 if 1 is 1 else 0)", {"inputs": [""], "outputs": ["3"]}),
     ("import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**27)\ndef f(n): return n and 1 + f(n - 1)\n"
      "t = threading.Thread(target=lambda: print(f(20000)))\nt.start()\nt.join()", {"inputs": [""], "outputs": ["20000"]}),
+    ("print(open('/dev/stdin').read() + input() + open('/dev/stdin').readline())", {"inputs": ["a"], "outputs": ["aaa"]}),
     ("def main():\n    print(open(0).read().strip())\nif __name__ == '__main__':\n    main()", {"inputs": ["a\0b"], "outputs": ["a\0b"]}),
     ("import asyncio\nasync def f(): return 3\nprint(asyncio.run(f()))", {"inputs": [""], "outputs": ["3"]}),
     (ORDER, {"inputs": [""] * 3, "outputs": [""] * 3}),
@@ -279,6 +290,44 @@ def test_honest_programs_earn_1(monkeypatch):
     tests = [x if program != ORDER else x | {"outputs": [order] * 3} for program, x in HONEST]
     found = code.accuracy([f"```python\n{x}\n```" for x in programs], lambda *_: None, tests=list(tests))
     assert [pair for pair, earned in zip(HONEST, found, strict=True) if earned != 1] == []
+
+
+CLASSES = "import enum, io, functools\nclass Animal:\n    def __init__(self, name='a'): self.name, self.kept = name, None\nclass Dog(Animal): pass\nclass Color(enum.Enum): RED = 1; BLUE = 2\n"
+# Programs whose tests use objects, errors, iterators and streams, and what the wrong one of the same tests changes.
+PAIRS = [
+    (CLASSES + "def make(): return Dog()\ndef paint(): return Color.RED\ndef given(x): return isinstance(x, Dog)\n",
+     [("make(): return Dog()", "make(): return None"), ("return Color.RED", "return Color.BLUE"), ("isinstance(x, Dog)", "not isinstance(x, Dog)")],
+     ["assert make() != None", "assert not make() == None", "assert None != make()", "assert isinstance(make(), Dog)", "assert isinstance(make(), (int, Animal)) and not isinstance(make(), int)",
+      "import unittest\nunittest.TestCase().assertIsInstance(make(), Animal)", "assert paint() == Color.RED", "assert not paint() != Color.RED", "assert given(make()) is True and given(Dog())"]),
+    (CLASSES + "def add(a, b): return a + b\n@functools.wraps(add)\ndef wrapped(*x): return add(*x)\n",
+     [("class Dog(Animal)", "class Dog"), ("def add", "def wrong"), ("@functools.wraps(add)\n", ""), ("add(*x)", "wrong(*x)")],
+     ["assert issubclass(Dog, Animal)", "assert issubclass(Dog, (Color, Animal)) and not issubclass(Animal, Dog)", "assert isinstance(Dog(), Animal)", "assert Dog.__name__ == 'Dog' and add.__name__ == 'add'", "assert wrapped.__name__ == 'add'"]),
+    ("def fails(x):\n    if x: raise KeyError('x', 3) if x > 1 else ValueError('no')\nclass Own(ValueError):\n    def __str__(self): return 'said ' + self.args[0]\ndef own(): raise Own('it')\ndef missing(): return {}['k']\ndef closed(): raise OSError(2, 'gone')\n",
+     [("if x:", "if x > 5:"), ("raise Own", "return Own"), ("{}['k']", "{}.get('k')"), ("raise OSError(2, 'gone')", "raise OSError(13, 'gone')")],
+     ["import unittest\nunittest.TestCase().assertRaises(ValueError, fails, 1)", "import unittest\nunittest.TestCase().assertRaises(LookupError, fails, 2)", "import unittest\nunittest.TestCase().assertRaisesRegex(ValueError, 'no', fails, 1)",
+      "try:\n    fails(2)\nexcept KeyError as error:\n    assert error.args == ('x', 3)\nelse:\n    assert False", "try:\n    missing()\nexcept KeyError as error:\n    assert error.args[0] == 'k' and str(error) == \"'k'\"\nelse:\n    assert False",
+      "try:\n    own()\nexcept ValueError as error:\n    assert str(error) == 'said it'\nelse:\n    assert False", "try:\n    closed()\nexcept FileNotFoundError as error:\n    assert error.errno == 2\nelse:\n    assert False"]),
+    ("import io, itertools\ndef total(x): return sum(x)\ndef first(x, n): return [next(x) for _ in range(n)]\ndef pairs(x):\n    for i in x: yield i, i\ndef twice(x): return [*x, *x]\ndef ends(x): return next(x, 'end')\ndef lazy(x): return (i for i in x)\n",
+     [("sum(x)", "1 + sum(x)"), ("[next(x)", "[0 * next(x)"), ("yield i, i", "yield i"), ("[*x, *x]", "[*x, *x, 0]"), ("return next(x, 'end')", "return 'over'"), ("(i for i in x)", "(i + 1 for i in x)")],
+     ["assert total(iter([1, 2])) == 3", "assert total(i for i in range(4)) == 6", "assert total(map(abs, [-1])) == 1 and total({1: 2}.keys()) == 1", "import itertools\nx = itertools.count(5)\nassert first(x, 2) == [5, 6] and next(x) == 7", "assert list(pairs(iter('ab'))) == [('a', 'a'), ('b', 'b')]",
+      "assert twice(iter([1])) == [1]", "assert twice({1: 2}.values()) == [2, 2]", "assert ends(iter([])) == 'end'", "def own():\n    yield 1\n    yield 2\nassert next(lazy(own())) == 1 and list(lazy(own())) == [1, 2]", "assert total(zip()) == 0 and total(enumerate([])) == 0 and total(reversed([1, 2])) == 3", "with open('a', 'w') as f: f.write('1')\nassert twice(open('a')) == ['1']"]),
+    ("import io\ndef read(f): return f.read()\ndef write(f, x): f.write(x)\ndef lines(f):\n    with f: return [x.strip() for x in f]\ndef made(): return io.StringIO('a\\r\\nb')\ndef binary(f): return f.read(2)\n",
+     [("return f.read()", "return f.read()[1:] + 'x'"), ("f.write(x)", "f.write(x + x)"), ("x.strip() for", "x for"), ("'a\\r\\nb'", "'a'"), ("f.read(2)", "f.read(1)")],
+     ["import io\nassert read(io.StringIO('ab')) == 'ab'", "from io import StringIO\nf = StringIO('ab')\nf.read(1)\nassert read(f) == 'b' and f.read() == ''", "import io\nf = io.StringIO()\nwrite(f, 'x')\nwrite(f, 'y')\nassert f.getvalue() == 'xy'", "import io\nassert lines(io.StringIO('a\\nb\\n')) == ['a', 'b']",
+      "assert made().getvalue() == 'a\\r\\nb' and made().read(1) == 'a'", "import io\nf = io.BytesIO(b'abc')\nassert binary(f) == b'ab' and f.read() == b'c'"]),
+]  # fmt: skip
+
+
+def test_honest_tests_with_objects_errors_iterators_and_streams_pass():
+    assert sum(len(tests) for *_, tests in PAIRS) >= 38
+    for program, changes, tests in PAIRS:
+        wrong = program
+        for old, new in changes:
+            assert old in wrong
+            wrong = wrong.replace(old, new)
+        right, others = (in_python(x, tests, ProgramLimits(5.0, 256)) for x in (program, wrong))
+        assert [test for test, one in zip(tests, right, strict=True) if not one.passed] == []
+        assert [test for test, one in zip(tests, others, strict=True) if one.passed] == []
 
 
 def test_no_program_outlives_a_trainer_that_is_killed():

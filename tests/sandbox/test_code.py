@@ -19,6 +19,7 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.machine.process import cpus
 from jaxrl_llm.sandbox import program as sandbox
+from jaxrl_llm.sandbox import program_tests
 from jaxrl_llm.sandbox.program_tests import ProgramLimits, ProgramVerdict, in_python
 from jaxrl_llm.session.banner import unconfined
 from jaxrl_llm.tasks import REWARDS, code
@@ -84,6 +85,61 @@ def test_the_last_block_after_the_thoughts_is_the_program():
     assert code.accuracy(texts, seen.__setitem__, answer=[ASSERTS] * 4) == [1.0, 0.0, 0.0, 0.0]
     assert seen["no_code"] == 0.75
     assert code.is_given(texts) == [1.0, 0.0, 0.0, 0.0]
+
+
+FENCED = [  # texts, and their program; None: the text has none
+    ("```Python\nX\n```", "X\n"), ("``` python\nX\n```", "X\n"), ("```PY3 title=a.py\nX\n```", "X\n"),
+    ("```python\r\nX\r\nY\r\n```", "X\r\nY\r\n"), ("```\nX\n```", "X\n"), ("```\r\nX\n```", "X\n"),
+    ("1. so:\n   ```python\n   if X:\n     Y\n   ```", "if X:\n  Y\n"), ("```cpp\nX\n```\n```\nY\n```", "Y\n"),
+    ("```python\nX\n```\nIt prints:\n```\n7\n```", "X\n"), ("```\n7\n```\n```python\nX\n```", "X\n"),
+    ("```python-repl\n>>> X\n```", None), ("```pycon\n>>> X\n```", None), ("```cpp\nX\n```", None),
+    ("```python X```", None),
+]  # fmt: skip
+
+
+def test_a_program_is_found_in_the_usual_spellings_of_a_block():
+    assert [(text, code._program(text)) for text, _ in FENCED] == FENCED
+    assert code.is_given([text for text, _ in FENCED]) == [1.0] * 4 + [0.0, 0.0, 1.0, 0.0, 1.0, 1.0] + [0.0] * 4
+    windows = f"```python\n{SUM}\n```".replace("\n", "\r\n")
+    assert code.accuracy([windows], tests=[PAIRS | {"outputs": ["3\r\n", "7\r\n"]}]) == [1.0]
+
+
+OUTPUTS = [  # expected, printed; equal with the usual tolerance
+    ("0.50", "0.5", True), ("0.3", "0.30000000000000004", True), ("1e-05", "0.00001", True), ("2.0", "2", True),
+    ("-1.5 x 2.50\n3.0", "-1.50 x 2.5 \n3\n\n", True), ("1000000.0", "1e6", True), ("0.0", "-1e-12", True),
+    ("3", "3.0", False), ("1000000007", "1000000008", False), ("010", "10", False), ("0.33", "0.3333", False),
+    ("0.0", "0.000001", False), ("1.5", "1.5001", False), ("1.5", "1.5x", False), ("1.5 2.5", "1.5", False),
+    ("1.5\n2.5", "1.5 2.5", False), ("1.0", "nan", False), ("1e5", "100000", False), ("1.5", "1_.5", False),
+    ("0.5", "", False),
+]  # fmt: skip
+RESULTS = [
+    (0.3, 0.1 + 0.2, True), ([0.5, [1.0]], (0.5, (1.0000001,)), True), ({"1": 0.3}, {1: 0.30000000000000004}, True),
+    (float("nan"), float("nan"), True), (float("inf"), float("inf"), True), ([0.3], 0.30000000000000004, True),
+    (2.0, 2, True), ("321", "321", True), (["cba"], "cba", True), ("[1]", "[1]", True), ("x", "x", True),
+    (3, 3.0000001, False), (0.3, 0.3001, False), (0.3, "0.3", False), ([0.3], [0.3, 0.3], False), ("321", 321, False),
+    ({"1": 0.3}, {2: 0.3}, False), (float("inf"), 1e308, False), (0.3, None, False), (1.0, float("nan"), False),
+]  # fmt: skip
+
+
+def test_floats_of_outputs_and_results_have_a_tolerance():
+    outputs = [(one, other, program_tests._agrees(other, one, 1e-6)) for one, other, _ in OUTPUTS]
+    assert outputs == OUTPUTS
+    assert not any(program_tests._agrees(other, one, 0.0) for one, other, _ in OUTPUTS if one not in ("0.5",))
+    program = (
+        f"from math import inf, nan\nleft = {[returned for _, returned, _ in RESULTS]!r}\ndef f(i): return left[i]"
+    )
+    tests = {"fn_name": "f", "inputs": [[i] for i in range(len(RESULTS))], "outputs": [x for x, *_ in RESULTS]}
+    made = [[x[0], False, *x[1:]] for x in code.tests_of(tests, None, {}).tests]
+    verdicts = in_python(program, made, LIMITS, 1e-6)
+    assert [x.passed for x in verdicts] == [right for *_, right in RESULTS]
+    printed = {"inputs": [""], "outputs": ["0.3"]}
+    called = {"fn_name": "f", "inputs": [[0]], "outputs": [0.3]}
+    for one, body in ((printed, "print(0.1 + 0.2)"), (called, program)):
+        assert earned(body, tests=one)[0] == [1.0]
+        assert earned(body, tests=one, tolerance=0.0)[0] == [0.0]
+    # Text beside a list of arguments is no JSON, and beside text it is.
+    mixed = {"fn_name": "f", "inputs": ["0", [1]], "outputs": ['"321"', "321"]}
+    assert earned("def f(i): return '321'", tests=mixed)[0] == [1.0]
 
 
 def test_columns_may_hold_inputs_and_outputs_and_a_row_has_tests(refused):
