@@ -127,7 +127,9 @@ def _agrees(output: str, expected: str, tolerance: float) -> bool:
     lines, expected_lines = _lines(output), _lines(expected)
     if lines == expected_lines or not tolerance or len(lines) != len(expected_lines):
         return lines == expected_lines
-    pairs = ((one.split(" "), other.split(" ")) for one, other in zip(lines, expected_lines, strict=True))
+    pairs = (
+        (line.split(" "), expected_line.split(" ")) for line, expected_line in zip(lines, expected_lines, strict=True)
+    )
     return all(
         len(words) == len(expected_words) and all(map(partial(_is_close, tolerance), words, expected_words))
         for words, expected_words in pairs

@@ -477,7 +477,9 @@ def agrees(returned, expected, tolerance):
     """Returns whether data are equal. Tuples count as lists, and keys as text (JSON); floats may differ a little."""
     if isinstance(expected, (list, tuple)) and isinstance(returned, (list, tuple)):
         pairs = zip(returned, expected, strict=False)
-        return len(returned) == len(expected) and all(agrees(one, other, tolerance) for one, other in pairs)
+        return len(returned) == len(expected) and all(
+            agrees(item, expected_item, tolerance) for item, expected_item in pairs
+        )
     if isinstance(expected, dict) and isinstance(returned, dict):
         returned, expected = ({str(k): x for k, x in value.items()} for value in (returned, expected))
         return returned.keys() == expected.keys() and all(

@@ -94,28 +94,28 @@ def scores(reply: str | None, rubric: Rubric) -> list[float] | None:
     anything but a number in its range; or it does not end the reply, and another one says something else.
     """
     text, names = reply or "", {each.name for each in rubric}
-    found = [(scored, end) for value, end in _objects(text) if (scored := _with_names(value, names))]
-    if not found:
+    scored_objects = [(scored, end) for value, end in _objects(text) if (scored := _with_names(value, names))]
+    if not scored_objects:
         return None
-    scored, end = found[-1]
+    scored, end = scored_objects[-1]
     # Behind its scores, a judge may quote an object of the answer.
-    if text[end:].strip(MARKDOWN) and any(other != scored for other, _ in found):
+    if text[end:].strip(MARKDOWN) and any(other != scored for other, _ in scored_objects):
         return None
     shares = [share(scored.get(each.name), each.most) for each in rubric]
     return None if None in shares else [x for x in shares if x is not None]
 
 
-def share(score: Any, most: float) -> float | None:
+def share(score: Any, best: float) -> float | None:
     """Returns a score as a share of the best one: a number, {"score": number}, or text such as 8, **8** or 8 out of 10.
 
-    The text may name another best score than `most`. None: it is no such score, or not within 0 and the best one.
+    The text may name another best score than `best`. None: it is no such score, or not within 0 and the best one.
     """
     value: Any = score.get("score") if isinstance(score, dict) else score
     if isinstance(value, str):
         if not (match := SCORE.fullmatch(value)):
             return None
-        value, most = float(match[1]), float(match[2] or most)
-    return value / most if _is_number(value) and 0 <= value <= most and most > 0 else None
+        value, best = float(match[1]), float(match[2] or best)
+    return value / best if _is_number(value) and 0 <= value <= best and best > 0 else None
 
 
 def total(shares: list[float], rubric: Rubric) -> float:
