@@ -197,7 +197,9 @@ class Link:
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.objects)
             self.objects.append(value)
-        return ["mine", self.numbers[id(value)]]
+        # The program may ask for the name of a test's function, as decorators do. The judge believes no names.
+        name = getattr(value, "__name__", "") if self.stand_in is Handle else ""
+        return ["mine", self.numbers[id(value)], name if type(name) is str else ""]
 
     def decoded(self, data, name=""):
         """Returns the value of what `encoded` gave on the other side. Raises: ValueError, TypeError, if it did not."""
@@ -215,7 +217,7 @@ class Link:
                 return result
             return kind((self.decoded(k), self.decoded(x)) for k, x in parts)
         if tag == "mine" and type(parts[0]) is int:
-            return self.stand_in(self, parts[0], name)
+            return self.stand_in(self, parts[0], name if self.stand_in is Handle else parts[1])
         if tag == "yours" and type(parts[0]) is int and 0 <= parts[0] < len(self.objects):
             return self.objects[parts[0]]
         if tag == "type":
@@ -498,7 +500,7 @@ class JudgeFunction:
     """A function or an iterator of the judge's side that a test gave to the program."""
 
     def __init__(self, link, number, name):
-        self.__link, self.__number = link, number
+        self.__link, self.__number, self.__name__ = link, number, name
 
     def __call__(self, *arguments, **named):
         link = self.__link
