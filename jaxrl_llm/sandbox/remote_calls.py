@@ -4,6 +4,7 @@ This text is the first part of both (`sandbox.program_tests`). Only plain data c
 the judge gets a Handle, which answers only what no plain value could answer: it has no operators, no truth, and of the
 attributes that plain values have, none, unless the test itself has built the object. So whatever a test compares is
 plain data in the judge's process, and a program cannot change its tests, end them, or say that they have passed.
+For an exception class of the program the judge gets an empty class with bases of its own, so a test can catch it.
 A test may give functions and iterators to the program, which can call them and take their items, and nothing else.
 """
 
@@ -18,6 +19,11 @@ import json
 import math
 import os
 import sys
+
+# The module typing defines it too, but both programs would have to import that.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 # Bytes of a message.
 LONGEST = 2**24
@@ -92,6 +98,8 @@ class Link:
         self.objects, self.reason, self.closed = [], "", False
         # {id of one of the objects: its number}. The objects live as long, so no id is used again.
         self.numbers = {}
+        # {number of an exception class of the other side: the class that stands for it here}.
+        self.classes = {}
 
     def ask(self, *message):
         """Asks the other side. Returns the parts of its answer, or raises its error."""
@@ -113,16 +121,18 @@ class Link:
         except BaseException as error:
             return failure(error, self)
 
-    def error(self, name, text, last, ended, arguments):
+    def error(self, kind, text, last, ended, arguments):
         """Returns the exception of this side for one of the other side."""
         if ended or type(text) is not str:
             # It has tried to end its process.
             self.reason, self.closed = "error", True
             return Closed()
         self.reason = last if last in REASONS else "error"
-        kind = RAISED.get(name, RuntimeError)
+        kind = self.decoded(kind)
+        if not is_exception(kind):
+            kind = RuntimeError
         try:
-            error = kind(*self.decoded(arguments))  # pyright: ignore[reportGeneralTypeIssues]
+            error = kind(*self.decoded(arguments))
             if str(error) == text:
                 return error
         except Exception:
@@ -181,8 +191,14 @@ class Link:
             return [TAGS[kind], *(self.encoded(x, depth + 1) for x in value)]
         if kind in (Handle, JudgeFunction):
             return ["yours", object.__getattribute__(value, f"_{kind.__name__}__number")]
-        if kind is type and value in TYPES:
+        if kind is type and (value in TYPES or RAISED.get(value.__name__) is value):
             return ["type", value.__name__]
+        theirs = next((number for number, known in self.classes.items() if known is value), None)
+        if theirs is not None:
+            return ["yours", theirs]
+        if is_exception(value):
+            bases = [self.encoded(base, depth + 1) for base in value.__bases__ if is_exception(base)]
+            return ["error", self.number(value), value.__name__, *bases]
         for tag, (coded, parts, _) in CODES.items():
             if kind is coded:
                 return [tag, *parts(value)]
@@ -193,15 +209,18 @@ class Link:
             if isinstance(value, plain):
                 # A class that extends a plain one: its content.
                 return self.encoded(content(value, plain), depth)
-        # Kept for good: a number may come back at any time.
+        # The program may ask for the name of a test's function, as decorators do. The judge believes no names.
+        name = getattr(value, "__name__", "") if self.stand_in is Handle else ""
+        return ["mine", self.number(value), name if type(name) is str else ""]
+
+    def number(self, value):
+        """Returns the number of an object of this side, which is kept: the number may come back at any time."""
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.objects)
             self.objects.append(value)
-        # The program may ask for the name of a test's function, as decorators do. The judge believes no names.
-        name = getattr(value, "__name__", "") if self.stand_in is Handle else ""
-        return ["mine", self.numbers[id(value)], name if type(name) is str else ""]
+        return self.numbers[id(value)]
 
-    def decoded(self, data, name=""):
+    def decoded(self, data, name="") -> "Any":
         """Returns the value of what `encoded` gave on the other side. Raises: ValueError, TypeError, if it did not."""
         if type(data) is not list:
             return data
@@ -221,7 +240,13 @@ class Link:
         if tag == "yours" and type(parts[0]) is int and 0 <= parts[0] < len(self.objects):
             return self.objects[parts[0]]
         if tag == "type":
-            return {kind.__name__: kind for kind in TYPES}[str(parts[0])]
+            return (RAISED | {kind.__name__: kind for kind in TYPES})[str(parts[0])]
+        if tag == "error":
+            number, name, *bases = parts
+            bases = tuple(map(self.decoded, bases))
+            if not bases or not all(map(is_exception, bases)):
+                raise TypeError("an exception class has other bases")
+            return self.classes.setdefault(number, type(str(name), bases, {}))
         if tag in STREAMS:
             stream = STREAMS[tag](self.decoded(parts[0]))
             stream.seek(parts[1])
@@ -229,6 +254,11 @@ class Link:
         if tag not in CODES:
             raise ValueError(f"no value has the tag {tag!r}")
         return CODES[tag][2](*parts)
+
+
+def is_exception(kind):
+    """Returns whether a value is an exception class, and not one of a class of its own, which might lie."""
+    return type(kind) is type and issubclass(kind, Exception)
 
 
 def content(value, plain):
@@ -250,15 +280,15 @@ def failure(error, link):
         text, arguments = str(error)[:1000], error.args
     except BaseException:
         text, arguments = "", ()
-    # The nearest class that the judge has too.
-    name = next((kind.__name__ for kind in type(error).__mro__ if vars(builtins).get(kind.__name__) is kind), "")
+    # The nearest class that the other side can have.
+    kind = next((kind for kind in type(error).__mro__ if is_exception(kind)), RuntimeError)
     # EPERM, EAGAIN, EACCES, EFBIG, ENOSPC, EROFS, ENETUNREACH: what limits, mounts and the filter answer.
     numbers = {1: "files", 11: "processes", 13: "files", 27: "disk", 28: "disk", 30: "files", 101: "network"}
     last = numbers.get(error.errno or 0, "error") if isinstance(error, OSError) else "error"
     last = "memory" if isinstance(error, MemoryError) else last
     # No objects: an error gives none of its side to the other one.
     plain = all(x is None or type(x) in (bool, int, float, str) for x in arguments) and len(text) < 1000
-    return ["error", name, text, last, ended, link.encoded(arguments) if plain else None]
+    return ["error", link.encoded(kind), text, last, ended, link.encoded(arguments) if plain else None]
 
 
 # The judge's side.
@@ -323,9 +353,6 @@ class Handle:
     def __hash__(self):
         raise TypeError("an object of the program is no key")
 
-    def __bool__(self):
-        raise TypeError("an object of the program is neither true nor false")
-
     def __next__(self):
         following = call(self.__link, self, "next", (), {})
         if following:
@@ -345,7 +372,8 @@ class Handle:
     def __exit__(self, *error):
         call(self.__link, self, "__exit__", (None, None, None), {})
 
-    __len__, __str__, __repr__ = forwarded("__len__", int), forwarded("str", str), forwarded("repr", str)
+    __len__, __bool__ = forwarded("__len__", int), forwarded("bool", bool)
+    __str__, __repr__ = forwarded("str", str), forwarded("repr", str)
     __getitem__, __setitem__, __delitem__ = map(forwarded, ("__getitem__", "__setitem__", "__delitem__"))
 
 
@@ -563,7 +591,7 @@ def serve(read, write, program):
 def applied(target, method, arguments, named):
     if method == "next":
         return next_of(target)
-    if method in ("iter", "str", "repr"):
+    if method in ("iter", "str", "repr", "bool"):
         return getattr(builtins, method)(target)
     if method in ("isinstance", "issubclass"):
         return getattr(builtins, method)(*arguments, target)

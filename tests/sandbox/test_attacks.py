@@ -196,6 +196,12 @@ ON_THE_JUDGE = {
     "streams that are none": LINK + "def add(a, b):\n    for x in (['mine', 0], 3, None, 'x'):\n        for place in ('x', -1, 2**70, None): harness().send(['value', ['text', x, place], []])\n    return 7",
     "errors that are none": LINK + "def add(a, b):\n    for x in (None, 3, 'abc', ['mine', 0], ['dict', [1, 2]], ['yours', 0], ['list', *[['list']] * 9]):\n"
     "        for name in ('AssertionError', 'SystemExit', 'OSError', 'SyntaxError'): harness().send(['error', name, 'x', 'error', False, x])\n    return 7",
+    "classes of errors that are none": LINK + "own = harness()\nbad = [['error', 0, 'add'], ['error', 1, 'add', ['type', 'int']], ['error', ['list'], 'x', ['type', 'ValueError']], ['type', 'SystemExit'],\n"
+    "       ['error', 2, 3, ['mine', 0]], ['error', 3, 'E', ['error', 3, 'E', ['type', 'AssertionError']]], ['yours', 0], 'ValueError', None]\n"
+    "def add(a, b):\n    for x in bad: own.send(['error', x, 'x', 'error', False, None])\n    return 7",
+    "a class of errors for a function": LINK + "own = harness()\nown.send(['value', [['add', ['error', 0, 'add', ['type', 'ValueError']]]]])\nown.receive()",
+    "a class of numbers for a function": LINK + "own = harness()\nown.send(['value', [['add', ['error', 0, 'add', ['type', 'int']]]]])\nown.receive()",
+    "an error for a result": "class E(AssertionError): pass\ndef add(a, b): return E",
     "an error of many arguments": "def add(a, b): raise KeyError(*[[[]]] * 10**5)",
     "items of the judge's objects": LINK + "def add(a, b):\n    own = harness()\n    for kind in ('iter', 'next', 'get', 'set', 'names'):\n"
     "        for x in (['yours', 0], ['yours', 1], ['type', 'int'], ['range', '0', '0x7fffffff', '0x1'], 3, ['mine', 0]):\n            own.send([kind, x])\n    return 7",
@@ -302,15 +308,21 @@ PAIRS = [
     (CLASSES + "def add(a, b): return a + b\n@functools.wraps(add)\ndef wrapped(*x): return add(*x)\n",
      [("class Dog(Animal)", "class Dog"), ("def add", "def wrong"), ("@functools.wraps(add)\n", ""), ("add(*x)", "wrong(*x)")],
      ["assert issubclass(Dog, Animal)", "assert issubclass(Dog, (Color, Animal)) and not issubclass(Animal, Dog)", "assert isinstance(Dog(), Animal)", "assert Dog.__name__ == 'Dog' and add.__name__ == 'add'", "assert wrapped.__name__ == 'add'"]),
-    ("def fails(x):\n    if x: raise KeyError('x', 3) if x > 1 else ValueError('no')\nclass Own(ValueError):\n    def __str__(self): return 'said ' + self.args[0]\ndef own(): raise Own('it')\ndef missing(): return {}['k']\ndef closed(): raise OSError(2, 'gone')\n",
-     [("if x:", "if x > 5:"), ("raise Own", "return Own"), ("{}['k']", "{}.get('k')"), ("raise OSError(2, 'gone')", "raise OSError(13, 'gone')")],
+    ("def fails(x):\n    if x: raise KeyError('x', 3) if x > 1 else ValueError('no')\nclass Own(ValueError):\n    def __str__(self): return 'said ' + self.args[0]\ndef own(): raise Own('it')\nclass Base(Exception): pass\nclass Deep(Base, KeyError): pass\ndef deep(): raise Deep('d')\n"
+     "def tried(f, kinds):\n    try: return f()\n    except kinds as e: return type(e).__name__\ndef kind(): return Deep, KeyError\ndef missing(): return {}['k']\ndef closed(): raise OSError(2, 'gone')\n",
+     [("if x:", "if x > 5:"), ("raise Own", "return Own"), ("raise Deep", "return Deep"), ("(Base, KeyError)", "(Base)"), ("type(e).__name__", "'no'"), ("return Deep, KeyError", "return KeyError, Deep"), ("{}['k']", "{}.get('k')"), ("raise OSError(2, 'gone')", "raise OSError(13, 'gone')")],
      ["import unittest\nunittest.TestCase().assertRaises(ValueError, fails, 1)", "import unittest\nunittest.TestCase().assertRaises(LookupError, fails, 2)", "import unittest\nunittest.TestCase().assertRaisesRegex(ValueError, 'no', fails, 1)",
       "try:\n    fails(2)\nexcept KeyError as error:\n    assert error.args == ('x', 3)\nelse:\n    assert False", "try:\n    missing()\nexcept KeyError as error:\n    assert error.args[0] == 'k' and str(error) == \"'k'\"\nelse:\n    assert False",
-      "try:\n    own()\nexcept ValueError as error:\n    assert str(error) == 'said it'\nelse:\n    assert False", "try:\n    closed()\nexcept FileNotFoundError as error:\n    assert error.errno == 2\nelse:\n    assert False"]),
+      "try:\n    own()\nexcept ValueError as error:\n    assert str(error) == 'said it'\nelse:\n    assert False", "try:\n    deep()\nexcept Base as error:\n    assert error.args == ('d',)\nelse:\n    assert False", "import unittest\nwith unittest.TestCase().assertRaises(Deep):\n    deep()", "try:\n    deep()\nexcept Own:\n    assert False\nexcept KeyError:\n    pass\nelse:\n    assert False",
+      "assert issubclass(Deep, (Own, Base)) and issubclass(Deep, KeyError) and kind() == (Deep, KeyError)", "assert tried(lambda: 1 / 0, ZeroDivisionError) == 'ZeroDivisionError'", "assert tried(deep, (ValueError, Base)) == 'Deep'",
+      "def own_error(): raise Deep(3)\nassert tried(own_error, Deep) == 'Deep'", "try:\n    closed()\nexcept FileNotFoundError as error:\n    assert error.errno == 2\nelse:\n    assert False"]),
     ("import io, itertools\ndef total(x): return sum(x)\ndef first(x, n): return [next(x) for _ in range(n)]\ndef pairs(x):\n    for i in x: yield i, i\ndef twice(x): return [*x, *x]\ndef ends(x): return next(x, 'end')\ndef lazy(x): return (i for i in x)\n",
      [("sum(x)", "1 + sum(x)"), ("[next(x)", "[0 * next(x)"), ("yield i, i", "yield i"), ("[*x, *x]", "[*x, *x, 0]"), ("return next(x, 'end')", "return 'over'"), ("(i for i in x)", "(i + 1 for i in x)")],
      ["assert total(iter([1, 2])) == 3", "assert total(i for i in range(4)) == 6", "assert total(map(abs, [-1])) == 1 and total({1: 2}.keys()) == 1", "import itertools\nx = itertools.count(5)\nassert first(x, 2) == [5, 6] and next(x) == 7", "assert list(pairs(iter('ab'))) == [('a', 'a'), ('b', 'b')]",
       "assert twice(iter([1])) == [1]", "assert twice({1: 2}.values()) == [2, 2]", "assert ends(iter([])) == 'end'", "def own():\n    yield 1\n    yield 2\nassert next(lazy(own())) == 1 and list(lazy(own())) == [1, 2]", "assert total(zip()) == 0 and total(enumerate([])) == 0 and total(reversed([1, 2])) == 3", "with open('a', 'w') as f: f.write('1')\nassert twice(open('a')) == ['1']"]),
+    ("class Queue:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n    def __bool__(self): return bool(self.items)\n",
+     [("bool(self.items)", "not self.items")],
+     ["assert not Queue()", "queue = Queue()\nqueue.push(1)\nassert queue and bool(queue) is True", "import unittest\nunittest.TestCase().assertFalse(Queue())"]),
     ("import functools\ndef logged(f):\n    @functools.wraps(f)\n    def inner(*x): return f.__name__, f(*x)\n    return inner\n",
      [("return f.__name__, f(*x)", "return f(*x), f.__name__"), ("    @functools.wraps(f)\n", "")],
      ["@logged\ndef double(x): return 2 * x\nassert double(3) == ('double', 6)", "@logged\ndef double(x): return 2 * x\nassert double.__name__ == 'double'", "assert logged(abs)(-1) == ('abs', 1)"]),
