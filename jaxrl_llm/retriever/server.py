@@ -10,12 +10,14 @@ from typing import Any
 import anyio
 from anyio.to_thread import run_sync
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from jaxrl_llm.retriever.index import Found
 
+# Of a body to arrive: a client that stops in the middle of one holds a place.
+BODY_SECONDS = 10.0
 SearchFn = Callable[[list[str], int], list[Found]]
 
 
@@ -31,6 +33,9 @@ class Bounds:
     workers: int
 
 
+LEFT = "the client has left"  # nobody reads this answer
+
+
 class Refused(Exception):
     """A request that is answered with this status and reason."""
 
@@ -40,7 +45,7 @@ class Refused(Exception):
 
 def application(search: SearchFn, bounds: Bounds) -> Starlette:
     """Returns the application. search(queries, topk) -> documents and scores of each query."""
-    limiter, inside = anyio.CapacityLimiter(bounds.workers), 0
+    limiter, free_workers, inside = anyio.CapacityLimiter(bounds.workers), anyio.Semaphore(bounds.workers), 0
 
     async def retrieve(request: Request) -> JSONResponse:
         nonlocal inside
@@ -50,8 +55,12 @@ def application(search: SearchFn, bounds: Bounds) -> Starlette:
         inside += 1
         try:
             queries, topk, scores = read(await _body(request, bounds), bounds)
-            # In a thread: the event loop must go on to answer others.
-            hits_by_query = await run_sync(search, queries, topk, limiter=limiter)
+            async with free_workers:
+                # A client that has timed out asks again: without this look, overload feeds itself.
+                if await request.is_disconnected():
+                    raise Refused(499, LEFT)
+                # In a thread: the event loop must go on to answer others.
+                hits_by_query = await run_sync(search, queries, topk, limiter=limiter)
         except Refused as refused:
             return _error(refused.status, refused.reason)
         finally:
@@ -67,15 +76,20 @@ def application(search: SearchFn, bounds: Bounds) -> Starlette:
 async def _body(request: Request, bounds: Bounds) -> Any:
     # A character may be \\uXXXX.
     max_bytes, body = 2 * bounds.queries * (6 * bounds.characters + 64), bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        # While it comes in: a request is refused before all of it is in memory.
-        if len(body) > max_bytes:
-            raise Refused(413, f"the request has more than {max_bytes} bytes")
     try:
+        with anyio.fail_after(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                # While it comes in: a request is refused before all of it is in memory.
+                if len(body) > max_bytes:
+                    raise Refused(413, f"the request has more than {max_bytes} bytes")
         return json.loads(bytes(body))
-    except ValueError as error:
-        raise Refused(400, f"the request is no JSON: {error}") from None
+    except TimeoutError:
+        raise Refused(408, f"the request has not arrived within {BODY_SECONDS:g} seconds") from None
+    except ClientDisconnect:
+        raise Refused(499, LEFT) from None
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the request is no JSON that can be read: {error}") from None
 
 
 def read(body: Any, bounds: Bounds) -> tuple[list[str], int, bool]:
@@ -90,7 +104,7 @@ def read(body: Any, bounds: Bounds) -> tuple[list[str], int, bool]:
     topk = bounds.topk if topk is None else topk
     # True is an int.
     if not isinstance(topk, int) or isinstance(topk, bool) or not 1 <= topk <= bounds.most_topk:
-        raise Refused(422, f"`topk` is {topk!r}: give a number from 1 to {bounds.most_topk}")
+        raise Refused(422, f"`topk` is no number from 1 to {bounds.most_topk}")
     if len(queries) > bounds.queries:
         raise Refused(413, f"{len(queries)} queries, more than {bounds.queries}")
     longest = max(map(len, queries))

@@ -75,8 +75,10 @@ def _bound() -> tuple[str, ...]:
     return (*shown, *empty)
 
 
-def command(filter_: int, program: list[str]) -> list[str]:
-    """Returns the command that runs `program` confined. filter_: descriptor with the filter of system calls.
+def command(filter_: int, stdin: int, program: list[str]) -> list[str]:
+    """Returns the command that runs `program` confined.
+
+    filter_: descriptor with the filter of system calls; stdin: another one with the content of its standard input.
 
     Namespaces of its own for users, processes, the network, IPC, host name, cgroups and mounts; no capability; nothing
     that can be written but its folder. bubblewrap is process 1 in there, so that its end ends all others.
@@ -90,6 +92,8 @@ def command(filter_: int, program: list[str]) -> list[str]:
         *("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv", *environment),
         *_bound(),
         *("--dev-bind", "/dev/null", "/dev/null"),
+        # A copy: the usual link leads to /proc, which the program does not have.
+        *("--ro-bind-data", str(stdin), "/dev/stdin"),
         # The root becomes read-only last, after the mounts in it.
         *("--size", str(FOLDER_SIZE), "--tmpfs", FOLDER, "--chdir", FOLDER, "--remount-ro", "/"),
         *("--seccomp", str(filter_), "--", *program),

@@ -4,6 +4,7 @@ Its text is given to the interpreter, which sees no file of this package. It imp
 each program.
 """
 
+import builtins
 import os
 import resource
 import sys
@@ -43,6 +44,8 @@ def main():
     with open(program, encoding="utf-8") as file:
         code = file.read()
     sys.argv = [""]
+    # The module `site` makes these names, and the interpreter starts without it.
+    builtins.exit = builtins.quit = sys.exit
     # A module of its own: the program finds none of this text's names.
     module = type(sys)("__main__")
     sys.modules["__main__"] = module

@@ -225,8 +225,10 @@ def started(
         else:
             # Before anybody reads: all of it fits into a pipe, so the write does not wait.
             to_filter.write(refusals())
-            program = command(filter_.fileno(), program)
-            handed.append(filter_.fileno())
+            # Opened again, because descriptors of one opening share their place in the file.
+            again = opened.enter_context(open(f"/proc/self/fd/{texts[1].fileno()}", "rb"))
+            program = command(filter_.fileno(), again.fileno(), program)
+            handed += [filter_.fileno(), again.fileno()]
         # bwrap reads the filter to its end.
         to_filter.close()
         process = subprocess.Popen(

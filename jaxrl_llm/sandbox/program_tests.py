@@ -7,21 +7,27 @@ which calls the functions of the first one and compares plain data (`sandbox.rem
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox import remote_calls
-from jaxrl_llm.sandbox.remote_calls import GONE
+from jaxrl_llm.sandbox.remote_calls import GONE, LONGEST, Link
 
 SHOWN = 10_000  # characters of an output, beyond what is expected
 # Seconds in which a program that has left its tests ends.
 ENDING = 1.0
+# Numbers of an output, and those of them that may differ a little: with a point, or a negative power of ten.
+NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
+FLOAT = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+(?=e-))(?:e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
 LIBRARY = Path(remote_calls.__file__).read_text(encoding="utf-8")  # the first part of both programs
 
 
@@ -43,10 +49,11 @@ class ProgramLimits(NamedTuple):
 LATE = ProgramVerdict(False, "time")
 
 
-def by_output(program: str, stdin: str, expected: str, limits: ProgramLimits) -> ProgramVerdict:
+def by_output(program: str, stdin: str, expected: str, limits: ProgramLimits, tolerance: float = 0.0) -> ProgramVerdict:
     """Runs the program with this input. It passes if it ends well, and its standard output is the expected one.
 
-    Spaces at the end of lines, and empty lines at the end, do not count.
+    Spaces at the end of lines, and empty lines at the end, do not count. tolerance: of a number with a point, relative;
+    a thousandth of it is the absolute one. 0: the same digits.
     """
     if time.monotonic() >= limits.end:
         return LATE
@@ -55,15 +62,17 @@ def by_output(program: str, stdin: str, expected: str, limits: ProgramLimits) ->
     run = sandbox.run(program, **limits._asdict(), characters=characters, stdin=stdin)
     if run.error:
         return ProgramVerdict(False, run.reason)
-    return ProgramVerdict(_lines(run.output) == _lines(expected))
+    return ProgramVerdict(_agrees(run.output, expected, tolerance))
 
 
-def in_python(program: str, tests: Sequence[str | list[Any]], limits: ProgramLimits) -> list[ProgramVerdict]:
+def in_python(
+    program: str, tests: Sequence[str | list[Any]], limits: ProgramLimits, tolerance: float = 0.0
+) -> list[ProgramVerdict]:
     """Runs tests on the functions and classes of the program.
 
     A test is the text of Python statements, in which what the program defines are global names; it passes if it ends
     without an exception. Or it is a call and its result: [function, whether it is a method of Solution, arguments,
-    result].
+    result], where floats of the result have this tolerance.
     """
     if time.monotonic() >= limits.end:
         return [LATE] * len(tests)
@@ -72,7 +81,7 @@ def in_python(program: str, tests: Sequence[str | list[Any]], limits: ProgramLim
         (calls, to_program), (answers, to_judge) = (sandbox.pipe(opened) for _ in "ca")
         theirs = f"{LIBRARY}serve({calls.fileno()}, {to_judge.fileno()}, {program!r})"
         numbers = answers.fileno(), to_program.fileno(), report.fileno()
-        ours = f"{LIBRARY}judge({', '.join(map(str, numbers))}, {list(tests)!r})"
+        ours = f"{LIBRARY}judge({', '.join(map(str, numbers))}, {encoded(tests)!r}, {tolerance!r})"
         # Each gets its own ends alone. The report is the judge's: a program that could write to it would pass all
         # tests.
         tested = opened.enter_context(sandbox.started(theirs, **each, descriptors=(calls.fileno(), to_judge.fileno())))
@@ -89,6 +98,17 @@ def in_python(program: str, tests: Sequence[str | list[Any]], limits: ProgramLim
     return verdicts(lines, len(tests), late or "error", ended or "error")
 
 
+def encoded(tests: Sequence[str | Sequence[Any]]) -> str:
+    """Returns tests as the JSON text that the judge reads. Raises: ValueError, TypeError, if it could not use one."""
+    link = Link(-1, -1, None)
+    texts = [json.dumps(link.encoded(test)) for test in tests]
+    if link.objects:
+        raise TypeError(f"{link.objects[0]!r:.100} is no plain data")
+    if max(map(len, texts), default=0) > LONGEST:
+        raise ValueError(f"a test has more than {LONGEST} bytes")
+    return f"[{', '.join(texts)}]"
+
+
 def verdicts(lines: Sequence[str], count: int, missing: str, ended: str) -> list[ProgramVerdict]:
     """Returns the verdicts of a report, which has a line for each test: "1", or "0" and a reason.
 
@@ -101,6 +121,25 @@ def verdicts(lines: Sequence[str], count: int, missing: str, ended: str) -> list
     if len(lines) > count or not known.keys() >= set(lines):
         return [ProgramVerdict(False, "error")] * count
     return [known[line] for line in lines] + [ProgramVerdict(False, missing)] * (count - len(lines))
+
+
+def _agrees(output: str, expected: str, tolerance: float) -> bool:
+    lines, expected_lines = _lines(output), _lines(expected)
+    if lines == expected_lines or not tolerance or len(lines) != len(expected_lines):
+        return lines == expected_lines
+    pairs = (
+        (line.split(" "), expected_line.split(" ")) for line, expected_line in zip(lines, expected_lines, strict=True)
+    )
+    return all(
+        len(words) == len(expected_words) and all(map(partial(_is_close, tolerance), words, expected_words))
+        for words, expected_words in pairs
+    )
+
+
+def _is_close(tolerance: float, word: str, expected: str) -> bool:
+    if word == expected or not FLOAT.fullmatch(expected) or not NUMBER.fullmatch(word):
+        return word == expected
+    return math.isclose(float(word), float(expected), rel_tol=tolerance, abs_tol=tolerance / 1000)
 
 
 def _lines(text: str) -> list[str]:

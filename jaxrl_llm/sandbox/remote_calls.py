@@ -4,6 +4,8 @@ This text is the first part of both (`sandbox.program_tests`). Only plain data c
 the judge gets a Handle, which answers only what no plain value could answer: it has no operators, no truth, and of the
 attributes that plain values have, none, unless the test itself has built the object. So whatever a test compares is
 plain data in the judge's process, and a program cannot change its tests, end them, or say that they have passed.
+For an exception class of the program the judge gets an empty class with bases of its own, so a test can catch it.
+A test may give functions and iterators to the program, which can call them and take their items, and nothing else.
 """
 
 import ast
@@ -12,9 +14,16 @@ import collections
 import datetime
 import decimal
 import fractions
+import io
 import json
+import math
 import os
 import sys
+
+# The module typing defines it too, but both programs would have to import that.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 # Bytes of a message.
 LONGEST = 2**24
@@ -56,6 +65,8 @@ CONTAINERS = {
     "ordered": collections.OrderedDict,
     "counter": collections.Counter,
 }
+STREAMS = {"text": io.StringIO, "binary": io.BytesIO}
+CHANGING = (*CONTAINERS.values(), *STREAMS.values(), bytearray)
 TAGS = {kind: tag for tag, kind in CONTAINERS.items()}
 EXTENDED = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 # Names that a test takes from here, whatever the program has under them.
@@ -85,6 +96,10 @@ class Link:
         # {kind of message: what answers it}.
         self.serves = {}
         self.objects, self.reason, self.closed = [], "", False
+        # {id of one of the objects: its number}. The objects live as long, so no id is used again.
+        self.numbers = {}
+        # {number of an exception class of the other side: the class that stands for it here}.
+        self.classes = {}
 
     def ask(self, *message):
         """Asks the other side. Returns the parts of its answer, or raises its error."""
@@ -104,16 +119,26 @@ class Link:
         except Closed:
             raise
         except BaseException as error:
-            return failure(error)
+            return failure(error, self)
 
-    def error(self, name, text, last, ended):
+    def error(self, kind, text, last, ended, arguments):
         """Returns the exception of this side for one of the other side."""
         if ended or type(text) is not str:
             # It has tried to end its process.
             self.reason, self.closed = "error", True
             return Closed()
         self.reason = last if last in REASONS else "error"
-        return RAISED.get(name, RuntimeError)(text)
+        kind = self.decoded(kind)
+        if not is_exception(kind):
+            kind = RuntimeError
+        try:
+            error = kind(*self.decoded(arguments))
+            if str(error) == text:
+                return error
+        except Exception:
+            # No arguments came, or the class takes others.
+            pass
+        return kind(text)
 
     def send(self, message):
         data = json.dumps(message).encode()
@@ -166,20 +191,36 @@ class Link:
             return [TAGS[kind], *(self.encoded(x, depth + 1) for x in value)]
         if kind in (Handle, JudgeFunction):
             return ["yours", object.__getattribute__(value, f"_{kind.__name__}__number")]
-        if kind is type and value in TYPES:
+        if kind is type and (value in TYPES or RAISED.get(value.__name__) is value):
             return ["type", value.__name__]
+        theirs = next((number for number, known in self.classes.items() if known is value), None)
+        if theirs is not None:
+            return ["yours", theirs]
+        if is_exception(value):
+            bases = [self.encoded(base, depth + 1) for base in value.__bases__ if is_exception(base)]
+            return ["error", self.number(value), value.__name__, *bases]
         for tag, (coded, parts, _) in CODES.items():
             if kind is coded:
                 return [tag, *parts(value)]
+        for tag, stream in STREAMS.items():
+            if kind is stream:
+                return [tag, self.encoded(value.getvalue()), value.tell()]
         for plain in EXTENDED if kind is not type else ():
             if isinstance(value, plain):
                 # A class that extends a plain one: its content.
                 return self.encoded(content(value, plain), depth)
-        # Kept for good: a number may come back at any time.
-        self.objects.append(value)
-        return ["mine", len(self.objects) - 1]
+        # The program may ask for the name of a test's function, as decorators do. The judge believes no names.
+        name = getattr(value, "__name__", "") if self.stand_in is Handle else ""
+        return ["mine", self.number(value), name if type(name) is str else ""]
 
-    def decoded(self, data, name=""):
+    def number(self, value):
+        """Returns the number of an object of this side, which is kept: the number may come back at any time."""
+        if id(value) not in self.numbers:
+            self.numbers[id(value)] = len(self.objects)
+            self.objects.append(value)
+        return self.numbers[id(value)]
+
+    def decoded(self, data, name="") -> "Any":
         """Returns the value of what `encoded` gave on the other side. Raises: ValueError, TypeError, if it did not."""
         if type(data) is not list:
             return data
@@ -195,14 +236,29 @@ class Link:
                 return result
             return kind((self.decoded(k), self.decoded(x)) for k, x in parts)
         if tag == "mine" and type(parts[0]) is int:
-            return self.stand_in(self, parts[0], name)
+            return self.stand_in(self, parts[0], name if self.stand_in is Handle else parts[1])
         if tag == "yours" and type(parts[0]) is int and 0 <= parts[0] < len(self.objects):
             return self.objects[parts[0]]
         if tag == "type":
-            return {kind.__name__: kind for kind in TYPES}[str(parts[0])]
+            return (RAISED | {kind.__name__: kind for kind in TYPES})[str(parts[0])]
+        if tag == "error":
+            number, name, *bases = parts
+            bases = tuple(map(self.decoded, bases))
+            if not bases or not all(map(is_exception, bases)):
+                raise TypeError("an exception class has other bases")
+            return self.classes.setdefault(number, type(str(name), bases, {}))
+        if tag in STREAMS:
+            stream = STREAMS[tag](self.decoded(parts[0]))
+            stream.seek(parts[1])
+            return stream
         if tag not in CODES:
             raise ValueError(f"no value has the tag {tag!r}")
         return CODES[tag][2](*parts)
+
+
+def is_exception(kind):
+    """Returns whether a value is an exception class, and not one of a class of its own, which might lie."""
+    return type(kind) is type and issubclass(kind, Exception)
 
 
 def content(value, plain):
@@ -218,19 +274,21 @@ def content(value, plain):
     return plain(plain.__int__(value) if plain is int else plain.__float__(value) if plain is float else value)
 
 
-def failure(error):
+def failure(error, link):
     ended = not isinstance(error, Exception)
     try:
-        text = str(error)[:1000]
+        text, arguments = str(error)[:1000], error.args
     except BaseException:
-        text = ""
-    # The nearest class that the judge has too.
-    name = next((kind.__name__ for kind in type(error).__mro__ if vars(builtins).get(kind.__name__) is kind), "")
+        text, arguments = "", ()
+    # The nearest class that the other side can have.
+    kind = next((kind for kind in type(error).__mro__ if is_exception(kind)), RuntimeError)
     # EPERM, EAGAIN, EACCES, EFBIG, ENOSPC, EROFS, ENETUNREACH: what limits, mounts and the filter answer.
     numbers = {1: "files", 11: "processes", 13: "files", 27: "disk", 28: "disk", 30: "files", 101: "network"}
     last = numbers.get(error.errno or 0, "error") if isinstance(error, OSError) else "error"
     last = "memory" if isinstance(error, MemoryError) else last
-    return ["error", name, text, last, ended]
+    # No objects: an error gives none of its side to the other one.
+    plain = all(x is None or type(x) in (bool, int, float, str) for x in arguments) and len(text) < 1000
+    return ["error", link.encoded(kind), text, last, ended, link.encoded(arguments) if plain else None]
 
 
 # The judge's side.
@@ -268,7 +326,7 @@ class Handle:
         return result
 
     def __getattr__(self, name):
-        if name.startswith("__") or (name in PLAIN_ATTRIBUTES and not self.__built):
+        if (name.startswith("__") and name != "__name__") or (name in PLAIN_ATTRIBUTES and not self.__built):
             raise AttributeError(name)
         return self.__link.decoded(*self.__link.ask("get", self.__link.encoded(self), name), name)
 
@@ -278,15 +336,22 @@ class Handle:
         self.__link.ask("set", self.__link.encoded(self), name, self.__link.encoded(value))
 
     def __eq__(self, other):
+        # Known without the program: None is plain data, and an object is equal to itself.
+        if other is None or (type(other) is Handle and other.__number == self.__number):
+            return other is not None
         raise TypeError("an object of the program is compared: only plain data are")
 
-    __ne__ = __eq__
+    def __ne__(self, other):
+        return not self == other
+
+    def __instancecheck__(self, value):
+        return plain_of(bool, call(self.__link, self, "isinstance", (value,), {}))
+
+    def __subclasscheck__(self, kind):
+        return plain_of(bool, call(self.__link, self, "issubclass", (kind,), {}))
 
     def __hash__(self):
         raise TypeError("an object of the program is no key")
-
-    def __bool__(self):
-        raise TypeError("an object of the program is neither true nor false")
 
     def __next__(self):
         following = call(self.__link, self, "next", (), {})
@@ -307,7 +372,8 @@ class Handle:
     def __exit__(self, *error):
         call(self.__link, self, "__exit__", (None, None, None), {})
 
-    __len__, __str__, __repr__ = forwarded("__len__", int), forwarded("str", str), forwarded("repr", str)
+    __len__, __bool__ = forwarded("__len__", int), forwarded("bool", bool)
+    __str__, __repr__ = forwarded("str", str), forwarded("repr", str)
     __getitem__, __setitem__, __delitem__ = map(forwarded, ("__getitem__", "__setitem__", "__delitem__"))
 
 
@@ -315,6 +381,13 @@ def plain_of(kind, value):
     if type(value) is kind:
         return value
     raise TypeError(f"no {kind.__name__}")
+
+
+def next_of(iterator):
+    """Returns a list of the next item. The end is an empty list: a StopIteration would end a generator elsewhere."""
+    nothing = object()
+    following = next(iterator, nothing)
+    return [] if following is nothing else [following]
 
 
 def items(link, iterator):
@@ -343,15 +416,26 @@ def restore(old, new):
     elif isinstance(old, collections.deque):
         old.clear()
         old.extend(new)
+    elif type(old) in STREAMS.values():
+        old.seek(0)
+        old.truncate()
+        old.write(new.getvalue())
+        old.seek(new.tell())
 
 
-def judge(read, write, report, tests):
+def judge(read, write, report, tests, tolerance):
     """Runs each test, and writes a line for it: 1, or 0 and why the program failed, or GONE.
 
-    A test is Python text, or [name, of a method of Solution, arguments, result].
+    tests: JSON text of what `Link.encoded` makes of each. A test is Python text, or [name, of a method of Solution,
+    arguments, result]. tolerance: of a float in such a result, relative; a thousandth of it is the absolute one.
     """
     link = Link(read, write, Handle)
-    link.serves["call"] = lambda number, method, arguments, named: given_call(link, number, arguments, named)
+    tests = [link.decoded(test) for test in json.loads(tests)]
+    link.serves = {
+        "call": lambda number, method, arguments, named: given_call(link, number, arguments, named),
+        "iter": lambda number: (link.encoded(applied(link.decoded(number), "iter", (), {})),),
+        "next": lambda number: (link.encoded(next_of(link.decoded(number))),),
+    }
     names = {}
     try:
         # The program may have sent any name, such as "__builtins__".
@@ -366,7 +450,7 @@ def judge(read, write, report, tests):
         link.reason = link.reason if link.closed else ""
         try:
             if not link.closed:
-                judge_call(names, *test) if isinstance(test, list) else judge_text(names, test)
+                judge_call(names, tolerance, *test) if isinstance(test, (list, tuple)) else judge_text(names, test)
                 passed = True
         # A wrong answer is no failure of the program, and has no reason.
         except AssertionError:
@@ -412,33 +496,53 @@ def imported(modules):
     return modules_by_name
 
 
-def judge_call(names, name, method, arguments, expected):
-    """Raises: AssertionError, if the function does not return the expected value. Tuples count as lists (JSON)."""
-    function = getattr(names["Solution"](), name) if method else names[name]
-    returned, expected = as_json(function(*arguments)), as_json(expected)
+def judge_call(names, tolerance, name, method, arguments, expected):
+    """Raises: AssertionError, if the function does not return the expected value."""
+    returned = (getattr(names["Solution"](), name) if method else names[name])(*arguments)
     # APPS puts a result into a list.
-    assert returned == expected or [returned] == expected
+    assert agrees(returned, expected, tolerance) or agrees([returned], expected, tolerance)
 
 
-def as_json(value):
-    if isinstance(value, (list, tuple)):
-        return [as_json(x) for x in value]
-    return {str(k): as_json(x) for k, x in value.items()} if isinstance(value, dict) else value
+def agrees(returned, expected, tolerance):
+    """Returns whether data are equal. Tuples count as lists, and keys as text (JSON); floats may differ a little."""
+    if isinstance(expected, (list, tuple)) and isinstance(returned, (list, tuple)):
+        pairs = zip(returned, expected, strict=False)
+        return len(returned) == len(expected) and all(
+            agrees(item, expected_item, tolerance) for item, expected_item in pairs
+        )
+    if isinstance(expected, dict) and isinstance(returned, dict):
+        returned, expected = ({str(k): x for k, x in value.items()} for value in (returned, expected))
+        return returned.keys() == expected.keys() and all(
+            agrees(returned[k], x, tolerance) for k, x in expected.items()
+        )
+    if isinstance(expected, float) and isinstance(returned, float):
+        both_nan = math.isnan(expected) and math.isnan(returned)
+        return both_nan or math.isclose(returned, expected, rel_tol=tolerance, abs_tol=tolerance / 1000)
+    return returned == expected
 
 
 # The program's side. It has the program's process, so nothing here is safe from the program; nothing here needs to be.
 
 
 class JudgeFunction:
-    """A function of the judge's side that a test gave to the program."""
+    """A function or an iterator of the judge's side that a test gave to the program."""
 
     def __init__(self, link, number, name):
-        self.__link, self.__number = link, number
+        self.__link, self.__number, self.__name__ = link, number, name
 
     def __call__(self, *arguments, **named):
         link = self.__link
         data = [link.encoded(x) for x in arguments], {name: link.encoded(x) for name, x in named.items()}
         return link.decoded(link.ask("call", ["yours", self.__number], "", *data)[0])
+
+    def __iter__(self):
+        return self.__link.decoded(self.__link.ask("iter", ["yours", self.__number])[0])
+
+    def __next__(self):
+        following = self.__link.decoded(self.__link.ask("next", ["yours", self.__number])[0])
+        if following:
+            return following[0]
+        raise StopIteration
 
 
 def serve(read, write, program):
@@ -462,7 +566,9 @@ def serve(read, write, program):
     def called(target, method, arguments, named):
         values, more = [link.decoded(x) for x in arguments], {name: link.decoded(x) for name, x in named.items()}
         result = link.encoded(applied(link.decoded(target), method, values, more))
-        return result, [link.encoded(x) if isinstance(x, (*CONTAINERS.values(), bytearray)) else None for x in values]
+        # A closed stream has no content.
+        changed = (x if isinstance(x, CHANGING) and not getattr(x, "closed", False) else None for x in values)
+        return result, [link.encoded(x) for x in changed]
 
     link.serves = {
         "names": names,
@@ -477,17 +583,16 @@ def serve(read, write, program):
             try:
                 link.send(answer)
             except ValueError as problem:  # too long
-                link.send(failure(problem))
+                link.send(failure(problem, link))
         except Closed:  # the tests have ended
             return
 
 
 def applied(target, method, arguments, named):
     if method == "next":
-        # The end is an empty answer and no StopIteration, which would end a generator of the judge.
-        nothing = object()
-        following = next(target, nothing)
-        return [] if following is nothing else [following]
-    if method in ("iter", "str", "repr"):
+        return next_of(target)
+    if method in ("iter", "str", "repr", "bool"):
         return getattr(builtins, method)(target)
+    if method in ("isinstance", "issubclass"):
+        return getattr(builtins, method)(*arguments, target)
     return (getattr(target, method) if method else target)(*arguments, **named)

@@ -1,4 +1,4 @@
-"""Rewards for programs: the last ```python block of a completion is run against the tests of its row.
+"""Rewards for programs: the last block of Python in a completion is run against the tests of its row.
 
 Programs run in a sandbox without network, children and files of others (`jaxrl_llm.sandbox`). A program that ends
 early, or changes what its tests use, earns nothing: tests are judged in another process.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxrl_llm.config.schema import AtLeastOne, Positive, checked_by
+from jaxrl_llm.config.schema import AtLeastOne, NotNegative, Positive, checked_by
 from jaxrl_llm.errors import printable
 from jaxrl_llm.machine.process import cpus
 from jaxrl_llm.sandbox import program as sandbox
@@ -34,7 +35,9 @@ from itertools import accumulate, chain, combinations, groupby, permutations, pr
 from math import ceil, comb, floor, gcd, inf, sqrt
 from typing import *
 """
-BLOCK = re.compile(r"```(?:python|py)3?[ \t]*\n(.*?)```", re.DOTALL)
+# Behind the language a block may name more, such as its title. Windows ends a line with \r\n.
+BLOCK = re.compile(r"```[ \t]*(?:python|py)3?(?:[ \t][^\n`]*)?\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 _warned = False  # whether this process has told of tests that can judge no program
 
 
@@ -51,6 +54,7 @@ def accuracy(
     partial: bool = False,
     seconds: Positive = 5.0,
     memory: AtLeastOne = 512,
+    tolerance: NotNegative = 1e-6,
     **columns: Any,
 ) -> list[float | None]:
     """1 where the program passes all tests, else 0; with `partial` the share of the tests that it passes.
@@ -61,14 +65,16 @@ def accuracy(
     None where the row has no tests, as in a mixture of tasks, or tests that can judge no program: text that is no
     Python, or without an assertion that runs. The first such test is told on stderr.
     seconds: of the CPU, for a test by input and output, or for all tests in Python; memory: of a program, in MiB.
+    tolerance: of expected floats, relative; a thousandth of it is the absolute one. Integers and assert statements have
+    none.
     Logs the share of the completions without a program (no_code), of those that failed for each reason, of those
     whose tests can judge none (broken_tests), and of those whose tests had not all run when config.reward.timeout came
     near (late): such a test has failed, with "time".
     Raises: ValueError, if the tests of a row are in no such form.
     """
     pairs = {"inputs": inputs, "outputs": outputs, "fn_name": fn_name}
-    columned = [{k: v[i] for k, v in pairs.items() if v and v[i]} or None for i in range(len(completions))]
-    programs = [_program(text_of(c)) for c in completions]
+    columned = [{k: v[i] for k, v in pairs.items() if v} for i in range(len(completions))]
+    programs = [_program(c) for c in completions]
     nothing = [None] * len(completions)
     rows = [tests_of(*row) for row in zip(tests or nothing, answer or nothing, columned, strict=True)]
     cases, faults = [row.tests for row in rows], [row.fault for row in rows if row.fault]
@@ -77,7 +83,7 @@ def accuracy(
     limits = ProgramLimits(seconds, memory, deadline())
 
     def judged(program: str | None, case: list[Any]) -> tuple[list[ProgramVerdict], bool]:
-        verdicts = [] if program is None or not case else _verdicts(program, case, limits, partial)
+        verdicts = [] if program is None or not case else _verdicts(program, case, limits, partial, tolerance)
         return verdicts, time.monotonic() >= limits.end
 
     # Threads are enough: each waits for a process of the sandbox.
@@ -97,7 +103,7 @@ def accuracy(
 
 def is_given(completions: list[Any], **columns: Any) -> list[float]:
     """1 where the completion has a ```python block that ends."""
-    return [float(_program(text_of(c)) is not None) for c in completions]
+    return [float(bool(BLOCK.search(_after_thoughts(c)))) for c in completions]
 
 
 def _reward(verdicts: list[ProgramVerdict], count: int, partial: bool) -> float | None:
@@ -105,10 +111,18 @@ def _reward(verdicts: list[ProgramVerdict], count: int, partial: bool) -> float 
     return share if partial or share is None else float(share == 1)
 
 
-def _program(text: str) -> str | None:
-    """Returns the last block of Python after the thoughts; None if there is none."""
-    blocks = BLOCK.findall(text.rpartition("</think>")[2])
-    return blocks[-1] if blocks else None
+def _after_thoughts(completion: Any) -> str:
+    return text_of(completion).rpartition("</think>")[2]
+
+
+def _program(completion: Any) -> str | None:
+    """Returns the last block of Python after the thoughts, or else the last one that names no language, or None."""
+    text = _after_thoughts(completion)
+    blocks = BLOCK.findall(text) or [block for language, block in FENCE.findall(text) if not language.strip()]
+    if not blocks:
+        return None
+    # A block in a list of Markdown is indented as the list is.
+    return textwrap.dedent(blocks[-1]) if blocks[-1].lstrip("\r\n")[:1] in " \t" else blocks[-1]
 
 
 def _warn(fault: str) -> None:
@@ -120,16 +134,18 @@ def _warn(fault: str) -> None:
     _warned = True
 
 
-def _verdicts(program: str, cases: list[Any], limits: ProgramLimits, partial: bool) -> list[ProgramVerdict]:
+def _verdicts(
+    program: str, cases: list[Any], limits: ProgramLimits, partial: bool, tolerance: float
+) -> list[ProgramVerdict]:
     """Returns the verdicts until one decides: after a test that took too long, the others do not run."""
     if len(cases[0]) == 2 and not isinstance(cases[0], str):
         verdicts: list[ProgramVerdict] = []
         for stdin, expected in cases:
-            verdicts.append(by_output(program, stdin, expected, limits))
+            verdicts.append(by_output(program, stdin, expected, limits, tolerance))
             if verdicts[-1].reason == "time" or not (partial or verdicts[-1].passed):
                 break
         return verdicts
     method = bool(re.search(r"^class Solution\b", program, re.MULTILINE))
     tests = [x if isinstance(x, str) else [x[0], method, *x[1:]] for x in cases]
     imports = IMPORTS if not isinstance(cases[0], str) and "from __future__" not in program else ""
-    return in_python(imports + program, tests, limits)
+    return in_python(imports + program, tests, limits, tolerance)

@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from jaxrl_llm.sandbox.program_tests import encoded
 from jaxrl_llm.tasks import is_empty
 
 # In the name of a function that ends a test, such as assertEqual.
@@ -24,27 +27,31 @@ class RowTests(NamedTuple):
     fault: str = ""  # why they can judge no program
 
 
-def tests_of(tests: Any, answer: Any, columned: Any) -> RowTests:
+def tests_of(tests: Any, answer: Any, columned: dict[str, Any]) -> RowTests:
     """Returns the tests of a row, which are in the first of these columns that has some.
 
-    columned: {"inputs": ..., "outputs": ..., "fn_name": ...} of columns of these names, or None. An `answer` without an
+    columned: {"inputs": ..., "outputs": ..., "fn_name": ...}, of columns with these names. An `answer` without an
     assert statement, and without inputs, is that of another task. Raises: ValueError, for tests of another form.
     """
-    tests, answer = (None if is_empty(value) else _loaded(value) for value in (tests, answer))
+    tests, answer = (None if is_empty(value) else _loaded(value) for value in map(_plain, (tests, answer)))
+    pairs = {key: value for key, value in _plain(columned).items() if not is_empty(value)} or None
     if not (isinstance(answer, dict) and answer.get("inputs")) and "assert" not in str(answer):
         answer = None
-    chosen = next((x for x in (tests, answer, columned) if x is not None), None)
+    chosen = next((x for x in (tests, answer, pairs) if x is not None), None)
     if chosen is None:
         return RowTests([])
     if isinstance(chosen, dict) and chosen.get("inputs") and len(chosen["inputs"]) == len(chosen.get("outputs", ())):
-        pairs = list(zip(chosen["inputs"], chosen["outputs"], strict=True))
+        cases = list(zip(chosen["inputs"], chosen["outputs"], strict=True))
         name = chosen.get("fn_name")
-        if not name:
-            return RowTests([(_text(i), _text(o)) for i, o in pairs])
+        if is_empty(name):
+            return RowTests([(_text(i), _text(o)) for i, o in cases])
         try:
-            return RowTests([(name, _arguments(i), json.loads(o) if isinstance(o, str) else o) for i, o in pairs])
-        except (ValueError, TypeError) as error:
-            return RowTests([], f"an input or output of {name} is no JSON ({error})")
+            calls = [(name, *_call(i, o)) for i, o in cases]
+            # Only to see that the judge can have them.
+            encoded(calls)
+        except (ValueError, TypeError, RecursionError) as error:
+            return RowTests([], f"an input or output of {name} is neither JSON nor plain data ({error})")
+        return RowTests(calls)
     if isinstance(chosen, (list, tuple)) and chosen and all(isinstance(x, str) for x in chosen):
         fault = _fault(chosen)
         return RowTests([] if fault else list(chosen), fault)
@@ -57,8 +64,19 @@ def _loaded(tests: Any) -> Any:
     """Returns the value of JSON text, and other text as one test in Python."""
     try:
         return json.loads(tests) if isinstance(tests, str) else tests
-    except ValueError:
+    except (ValueError, RecursionError):
         return [tests]
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value without NumPy's types, which rows of pandas and of functions have. Tests are plain data."""
+    if isinstance(value, np.generic):
+        return value.tolist()
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return {_plain(k): _plain(x) for k, x in value.items()} if type(value) is dict else value
 
 
 def _text(stream: Any) -> str:
@@ -66,9 +84,14 @@ def _text(stream: Any) -> str:
     return "\n".join(map(str, stream)) if isinstance(stream, (list, tuple)) else str(stream)
 
 
-def _arguments(arguments: Any) -> list[Any]:
-    """Returns the arguments of a call: a list, or text with the JSON of one on each line."""
-    return [json.loads(line) for line in arguments.splitlines()] if isinstance(arguments, str) else list(arguments)
+def _call(arguments: Any, result: Any) -> tuple[list[Any], Any]:
+    """Returns the arguments of a call, and its result. If the arguments are text, each of its lines is JSON.
+
+    Only then the result is JSON too: beside a list of arguments, text is the result itself.
+    """
+    if not isinstance(arguments, str):
+        return list(arguments), result
+    return [*map(json.loads, arguments.splitlines())], json.loads(result) if isinstance(result, str) else result
 
 
 def _fault(tests: Sequence[str]) -> str:

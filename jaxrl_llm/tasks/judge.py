@@ -18,7 +18,7 @@ import httpx
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, NotNegative, Positive, checked_by
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tasks import asks, deadline, is_empty, rubric, text_of, unlogged
+from jaxrl_llm.tasks import asks, deadline, is_empty, last_tagged, rubric, text_of, unlogged
 from jaxrl_llm.tasks.rubric import Rubric
 
 TEMPLATE = """You judge the answer of an assistant. How helpful, correct and clear is it?
@@ -137,10 +137,10 @@ async def score(
     max_tokens: AtLeastOne = 512,
     **columns: Any,
 ) -> list[float | None]:
-    """The last number in <score> tags of the judge's reply, divided by `most`; None if there is no such number.
+    """The number in the last <score> tags of the judge's reply, divided by `most`; None if there is no such number.
 
-    With a rubric, the weighted mean of its criteria's scores, which are the last JSON object of the reply; None if one
-    is missing or out of its range. criteria: the rubric, a tuple of dicts as for `rubric.read`. rubric_column: of the
+    With a rubric, the weighted mean of its criteria's scores, which are a JSON object of the reply; None if one is
+    missing or out of its range. criteria: the rubric, a tuple of dicts as for `rubric.read`. rubric_column: of the
     row, which holds such a list; a row without one abstains.
     url: of the API, as "http://host:8000/v1". template: a text file with {prompt}, {completion}, {rubric} and columns
     of the data in braces; "": a general one. tag: around the number. api_key_env: environment variable with the key;
@@ -256,10 +256,7 @@ async def _ask(endpoint: Endpoint, question: str) -> JudgeReply:
 
 
 def _score(reply: str | None, tag: str, max_score: float) -> float | None:
-    name = re.escape(tag)
-    scores = re.findall(rf"<{name}>\s*(-?\d+(?:\.\d+)?)\s*(?:/\s*\d+\s*)?</{name}>", reply or "")
-    value = float(scores[-1]) / max_score if scores else None
-    return value if value is not None and 0 <= value <= 1 else None
+    return rubric.share(last_tagged(reply or "", tag), max_score)
 
 
 def _read(template: str, criteria: tuple[dict[str, Any], ...] = (), rubric_column: str = "") -> str:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 __all__: tuple[str, ...] = ()  # nothing here is for a config to name
 
 KEYS = ("criterion", "description", "weight", "most", "name")  # of a criterion; description stands for criterion
+MARKDOWN = " \t\r\n`*_."  # what may stand behind the scores that end a reply
+# A score as text, and the best score that it names.
+SCORE = re.compile(
+    r"[\s*_]*(-?(?:\d+(?:\.\d*)?|\.\d+))[\s*_]*(?:(?:/|(?:out )?of\b)[\s*_]*(\d+(?:\.\d+)?)[\s*_]*)?", re.ASCII
+)
 QUESTION = """You judge the answer of an assistant by criteria, each on its own.
 
 The conversation:
@@ -84,15 +90,32 @@ def described(rubric: Rubric) -> str:
 def scores(reply: str | None, rubric: Rubric) -> list[float] | None:
     """Returns the score of each criterion as a share of its best one, from the last JSON object of a judge's reply.
 
-    None: there is no such object, or it lacks a criterion, or has anything but a number in its range.
+    Only objects with the name of a criterion count. None: there is no such object; it lacks a criterion, or has
+    anything but a number in its range; or it does not end the reply, and another one says something else.
     """
-    scored = _last_object(reply or "")
-    if scored is None or any(each.name not in scored for each in rubric):
+    text, names = reply or "", {each.name for each in rubric}
+    scored_objects = [(scored, end) for value, end in _objects(text) if (scored := _with_names(value, names))]
+    if not scored_objects:
         return None
-    values = [scored[each.name] for each in rubric]
-    if not all(_is_number(x) and 0 <= x <= each.most for x, each in zip(values, rubric, strict=True)):
+    scored, end = scored_objects[-1]
+    # Behind its scores, a judge may quote an object of the answer.
+    if text[end:].strip(MARKDOWN) and any(other != scored for other, _ in scored_objects):
         return None
-    return [x / each.most for x, each in zip(values, rubric, strict=True)]
+    shares = [share(scored.get(each.name), each.most) for each in rubric]
+    return None if None in shares else [x for x in shares if x is not None]
+
+
+def share(score: Any, best: float) -> float | None:
+    """Returns a score as a share of the best one: a number, {"score": number}, or text such as 8, **8** or 8 out of 10.
+
+    The text may name another best score than `best`. None: it is no such score, or not within 0 and the best one.
+    """
+    value: Any = score.get("score") if isinstance(score, dict) else score
+    if isinstance(value, str):
+        if not (match := SCORE.fullmatch(value)):
+            return None
+        value, best = float(match[1]), float(match[2] or best)
+    return value / best if _is_number(value) and 0 <= value <= best and best > 0 else None
 
 
 def total(shares: list[float], rubric: Rubric) -> float:
@@ -104,17 +127,22 @@ def total(shares: list[float], rubric: Rubric) -> float:
     return min(max(points / sum(max(each.weight, 0.0) for each in rubric), 0.0), 1.0)
 
 
-def _last_object(text: str) -> dict[str, Any] | None:
-    """Returns the last JSON object of a text that is in no other one."""
-    decoder, last, at = json.JSONDecoder(), None, text.find("{")
+def _objects(text: str) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yields each JSON object of a text that is in no other one, and where it ends."""
+    decoder, at = json.JSONDecoder(), text.find("{")
     while at >= 0:
         try:
             value, end = decoder.raw_decode(text, at)
-            last = value
+            yield value, end
         except (ValueError, RecursionError):
             end = at + 1
         at = text.find("{", end)
-    return last
+
+
+def _with_names(value: dict[str, Any], names: set[str]) -> dict[str, Any] | None:
+    """Returns the object that has one of the names: the value, or one in it, such as {"scores": {...}}."""
+    objects = [value, *(x for x in value.values() if isinstance(x, dict))]
+    return next((x for x in objects if names & x.keys()), None)
 
 
 def _is_number(x: Any) -> bool:

@@ -18,6 +18,9 @@ from jaxrl_llm.rollout.vllm.address import LOOPBACK
 if TYPE_CHECKING:  # it imports torch
     from jaxrl_llm.retriever.dense import DenseIndex
 
+# Seconds for the searches that run when the server is told to end.
+ENDING_SECONDS = 5
+
 
 def main() -> None:
     parser = Parser("jaxrl_llm.tools.serve_retriever", description=__doc__)
@@ -67,7 +70,13 @@ def main() -> None:
     )
     seconds = time.perf_counter() - began
     print(f"{len(index):,} documents after {seconds:.1f} s; listening on http://{args.host}:{args.port}", flush=True)
-    uvicorn.run(application(index.search, bounds), host=args.host, port=args.port, log_level="warning")
+    uvicorn.run(
+        application(index.search, bounds),
+        host=args.host,
+        port=args.port,
+        log_level="warning",
+        timeout_graceful_shutdown=ENDING_SECONDS,
+    )
 
 
 def open_index(args: argparse.Namespace) -> Index | DenseIndex:

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
 import httpx
 import numpy as np
 import pytest
@@ -22,6 +25,7 @@ import pytest
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.retriever import client as client_module
+from jaxrl_llm.retriever import server as retriever_server
 from jaxrl_llm.retriever.client import RetrieverClient, RetrieverError
 from jaxrl_llm.retriever.documents import Document, document
 from jaxrl_llm.retriever.index import Index, words
@@ -230,6 +234,8 @@ REFUSED = [
     (b'{"queries": ["x"], "topk": 0}', 422), (b'{"queries": ["x"], "topk": 6}', 422),
     (b'{"queries": ["x"], "topk": "3"}', 422), (b'{"queries": ["1", "2", "3", "4", "5"]}', 413),
     (json.dumps({"queries": ["x" * 101]}).encode(), 413), (b" " * 100_000, 413),
+    (b"[" * 2_000, 400), (b'{"queries": ["a"], "x": ' + b"[" * 2_000, 400),
+    (b'{"queries": ["a"], "topk": [[[1]]]}', 422),
 ]  # fmt: skip
 
 
@@ -247,6 +253,96 @@ def test_the_server_answers_in_both_forms_and_refuses_what_exceeds_a_bound(serve
         for content, status in REFUSED:
             answer = client.post(server + "/retrieve", content=content)
             assert answer.status_code == status and answer.json()["error"], answer.text
+
+
+async def asked(app, *parts: dict[str, object]) -> int:
+    """Returns the status that the application gives to a request of these parts. After them nothing comes."""
+    statuses, left = [], list(parts)
+
+    async def receive():
+        if not left:
+            await anyio.sleep_forever()
+        return left.pop(0)
+
+    async def send(message):
+        statuses.append(message.get("status"))
+
+    await app(
+        {"type": "http", "method": "POST", "path": "/retrieve", "headers": [], "query_string": b""}, receive, send
+    )
+    return statuses[0]
+
+
+WHOLE = {"type": "http.request", "body": b'{"queries": ["river"]}', "more_body": False}
+HALF = {"type": "http.request", "body": b'{"queries":', "more_body": True}
+LEAVES = {"type": "http.disconnect"}
+
+
+def test_a_client_that_has_left_or_stops_in_a_body_is_not_searched_for(monkeypatch):
+    monkeypatch.setattr(retriever_server, "BODY_SECONDS", 0.2)
+    searches, begun, may_end = [], threading.Event(), threading.Event()
+
+    def search(queries: list[str], topk: int) -> list:
+        searches.append(queries)
+        begun.set()
+        assert may_end.wait(30)
+        return [[] for _ in queries]
+
+    bounds = retriever_server.Bounds(topk=1, most_topk=1, queries=1, characters=99, waiting=9, workers=1)
+    app, statuses = retriever_server.application(search, bounds), {}
+
+    async def record(name: str, *parts: dict[str, object]) -> None:
+        statuses[name] = await asked(app, *parts)
+
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(record, "first", WHOLE)
+            await anyio.to_thread.run_sync(begun.wait)
+            for name, parts in {"left": (WHOLE, LEAVES), "stopped": (HALF,), "left in a body": (HALF, LEAVES),
+                                "patient": (WHOLE,)}.items():  # fmt: skip
+                group.start_soon(record, name, *parts)
+            while "stopped" not in statuses:
+                await anyio.sleep(0.01)
+            may_end.set()
+
+    anyio.run(main)
+    assert statuses == {"first": 200, "left": 499, "stopped": 408, "left in a body": 499, "patient": 200}
+    assert len(searches) == 2
+
+
+def test_a_server_that_is_told_to_end_ends_while_requests_wait(tmp_path):
+    program = textwrap.dedent("""
+        import sys, time
+        from jaxrl_llm.tools import serve_retriever
+        class Slow:
+            def __len__(self): return 1
+            def search(self, queries, topk): time.sleep(120)
+        serve_retriever.open_index = lambda args: Slow()
+        serve_retriever.ENDING_SECONDS = 1
+        serve_retriever.main()
+    """)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", program, "--corpus", "none", "--port", str(port)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    body = b'POST /retrieve HTTP/1.1\r\nhost: x\r\ncontent-length: 18\r\n\r\n{"queries": ["x"]}'
+    clients: list[socket.socket] = []
+    try:
+        end = time.monotonic() + 60
+        while len(clients) < 4:
+            assert time.monotonic() < end and process.poll() is None
+            with suppress(OSError):
+                clients.append(socket.create_connection(("127.0.0.1", port)))
+                clients[-1].sendall(body)
+            time.sleep(0.02)
+        time.sleep(0.3)
+        process.terminate()
+        assert process.wait(30) in (0, -15)
+    finally:
+        process.kill()
+        for client in clients:
+            client.close()
 
 
 def test_our_client_and_our_server_agree(server):

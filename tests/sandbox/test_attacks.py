@@ -171,13 +171,13 @@ ON_THE_JUDGE = {
     "other built-in functions": "import builtins\nbuiltins.len = builtins.abs = builtins.sum = lambda *a: 0\n"
     "builtins.type = lambda x: int\nbuiltins.isinstance = lambda *a: True\nall = map = lambda *a: True\n"
     "def add(a, b): return 7",
-    "a forged report": LINK + "def add(a, b):\n    harness().put(['error', 'E', 'x', '\\n1\\n1\\n', False])\n    return 7",
-    "a forged report when it begins": LINK + "harness().put(['error', 'E', 'a b c', '\\n1 \\n0 ', False])\ndef add(a, b): pass",
-    "forged answers": LINK + "def add(a, b):\n    for _ in range(99): harness().put(['value', True, []])\n    return True",
-    "an answer that is no answer": LINK + "def add(a, b):\n    harness().put({'a': 1})\n    return 7",
-    "numbers of the judge's objects": LINK + "def add(a, b):\n    for i in range(9): harness().put(['value', ['yours', i], []])",
-    "calls to the judge": LINK + "def add(a, b):\n    harness().put(['call', ['yours', 0], 'x', [], {}])\n"
-    "    harness().put(['names'])\n    harness().put(['get', ['yours', 0], '__globals__'])\n    return 7",
+    "a forged report": LINK + "def add(a, b):\n    harness().send(['error', 'E', 'x', '\\n1\\n1\\n', False])\n    return 7",
+    "a forged report when it begins": LINK + "harness().send(['error', 'E', 'a b c', '\\n1 \\n0 ', False])\ndef add(a, b): pass",
+    "forged answers": LINK + "def add(a, b):\n    for _ in range(99): harness().send(['value', True, []])\n    return True",
+    "an answer that is no answer": LINK + "def add(a, b):\n    harness().send({'a': 1})\n    return 7",
+    "numbers of the judge's objects": LINK + "def add(a, b):\n    for i in range(9): harness().send(['value', ['yours', i], []])",
+    "calls to the judge": LINK + "def add(a, b):\n    harness().send(['call', ['yours', 0], 'x', [], {}])\n"
+    "    harness().send(['names'])\n    harness().send(['get', ['yours', 0], '__globals__'])\n    return 7",
     "bytes on all descriptors": "import os\nfor fd in range(1, 64):\n    try: os.write(fd, (2**40).to_bytes(8, 'big') * 9)\n"
     "    except OSError: pass\ndef add(a, b): return 7",
     "lines on all descriptors": "import os\nfor fd in range(1, 64):\n    try: os.write(fd, b'1\\n' * 99)\n"
@@ -187,10 +187,24 @@ ON_THE_JUDGE = {
     "class Counter(dict): __eq__ = lambda a, b: True\ndef add(a, b): return 7",
     "built-in functions of its own": LINK + "own = harness()\nown.objects += [lambda *a: 0, lambda a, b: 7]\n"
     "names = ['abs', 'len', 'float', 'AssertionError', '__import__']\n"
-    "own.put(['value', [['__builtins__', ['dict', *([n, ['mine', 0]] for n in names)]], ['add', ['mine', 1]]]])\nown.get()",
+    "own.send(['value', [['__builtins__', ['dict', *([n, ['mine', 0]] for n in names)]], ['add', ['mine', 1]]]])\nown.receive()",
     "a message in brackets": LINK + "import os\ndata = b'[' * 10**6\n"
     "os.write(harness().write, len(data).to_bytes(8, 'big') + data)",
-    "names that are no text": LINK + "own = harness()\nown.put(['value', [[['list'], 1], [3, 4], [None, 5]]])\nown.get()",
+    "names that are no text": LINK + "own = harness()\nown.send(['value', [[['list'], 1], [3, 4], [None, 5]]])\nown.receive()",
+    "one object, equal to itself": "class A:\n    __name__ = 'int'\n    __instancecheck__ = __subclasscheck__ = lambda *a: True\nx = A()\ndef add(a, b): return x",
+    "a stream that lies": "import io\nclass A(io.StringIO):\n    getvalue = read = __str__ = lambda *a: '3'\n    __eq__ = lambda *a: True\n    __hash__ = lambda a: 3\ndef add(a, b): return A('x')",
+    "streams that are none": LINK + "def add(a, b):\n    for x in (['mine', 0], 3, None, 'x'):\n        for place in ('x', -1, 2**70, None): harness().send(['value', ['text', x, place], []])\n    return 7",
+    "errors that are none": LINK + "def add(a, b):\n    for x in (None, 3, 'abc', ['mine', 0], ['dict', [1, 2]], ['yours', 0], ['list', *[['list']] * 9]):\n"
+    "        for name in ('AssertionError', 'SystemExit', 'OSError', 'SyntaxError'): harness().send(['error', name, 'x', 'error', False, x])\n    return 7",
+    "classes of errors that are none": LINK + "own = harness()\nbad = [['error', 0, 'add'], ['error', 1, 'add', ['type', 'int']], ['error', ['list'], 'x', ['type', 'ValueError']], ['type', 'SystemExit'],\n"
+    "       ['error', 2, 3, ['mine', 0]], ['error', 3, 'E', ['error', 3, 'E', ['type', 'AssertionError']]], ['yours', 0], 'ValueError', None]\n"
+    "def add(a, b):\n    for x in bad: own.send(['error', x, 'x', 'error', False, None])\n    return 7",
+    "a class of errors for a function": LINK + "own = harness()\nown.send(['value', [['add', ['error', 0, 'add', ['type', 'ValueError']]]]])\nown.receive()",
+    "a class of numbers for a function": LINK + "own = harness()\nown.send(['value', [['add', ['error', 0, 'add', ['type', 'int']]]]])\nown.receive()",
+    "an error for a result": "class E(AssertionError): pass\ndef add(a, b): return E",
+    "an error of many arguments": "def add(a, b): raise KeyError(*[[[]]] * 10**5)",
+    "items of the judge's objects": LINK + "def add(a, b):\n    own = harness()\n    for kind in ('iter', 'next', 'get', 'set', 'names'):\n"
+    "        for x in (['yours', 0], ['yours', 1], ['type', 'int'], ['range', '0', '0x7fffffff', '0x1'], 3, ['mine', 0]):\n            own.send([kind, x])\n    return 7",
     "an argument that it changes": "def add(a, b):\n    if isinstance(a, list): a[:] = []\n    return 7",
 }  # fmt: skip
 TESTS = [
@@ -203,6 +217,8 @@ TESTS = [
     "import unittest; unittest.TestCase().assertEqual(add(1, 2), 3)",
     "try:\n    assert add(1, 2) == 3\nexcept ZeroDivisionError:\n    pass",
     "def check(f):\n    assert math.floor(f(1.5, 2)) == 3\ncheck(add)",
+    "assert add(1, 2) != None and add(1, 2) == add(2, 1) == 3", "import io\nf = io.StringIO('1')\nadd(f, f)\nassert f.read() == '1' and add(1, 2) == 3",
+    "def one():\n    yield 1\nassert [*map(add, one(), iter([2]))] == [3] and add(iter('12'), one()) != 7", "assert type(add(1, 2)) is int and add(1, 2) == 3",
 ]  # fmt: skip
 
 
@@ -234,6 +250,7 @@ def test_a_report_of_the_judge_has_a_line_for_each_test_or_no_test_has_passed():
 ADD = "def add(a, b): return a + b"
 KLASS = "class Stack:\n    def __init__(self, *x): self.items = list(x)\n    def push(self, x): self.items.append(x); return self\n    def pop(self): return self.items.pop()\n    def __len__(self): return len(self.items)\n    def __str__(self): return str(self.items)\n    def __iter__(self): return iter(self.items)\n    def __getitem__(self, i): return self.items[i]\n    count = property(lambda self: len(self.items))\n"
 SOLUTION = "class Solution:\n    def count(self, x: List[int], y: int) -> int: return x.count(y)\n"
+ORDER = "print(*{'a', 'b', 'c', 'd', 'e'})"
 HONEST = [
     (ADD, "assert add(1, 2) == 3"), (ADD, "assert abs(add(0.1, 0.2) - 0.3) < 1e-9"), (ADD, "assert add('a', 'b').upper() == 'AB'"),
     (ADD, "assert add([1], [2]) == [1, 2] and len(add([1], [2])) == 2"), (ADD, "import math\nassert math.isclose(add(0.1, 0.2), 0.3)"),
@@ -261,19 +278,71 @@ HONEST = [
     ("import sys\nprint('x', file=sys.stderr)\nprint(3 if 1 is 1 else 0)", {"inputs": [""], "outputs": ["3"]}),
     ("import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**27)\ndef f(n): return n and 1 + f(n - 1)\n"
      "t = threading.Thread(target=lambda: print(f(20000)))\nt.start()\nt.join()", {"inputs": [""], "outputs": ["20000"]}),
+    ("print(open('/dev/stdin').read() + input() + open('/dev/stdin').readline())", {"inputs": ["a"], "outputs": ["aaa"]}),
     ("def main():\n    print(open(0).read().strip())\nif __name__ == '__main__':\n    main()", {"inputs": ["a\0b"], "outputs": ["a\0b"]}),
     ("import asyncio\nasync def f(): return 3\nprint(asyncio.run(f()))", {"inputs": [""], "outputs": ["3"]}),
-    ("print(*{'a', 'b', 'c', 'd', 'e'})", {"inputs": [""] * 3, "outputs": [""] * 3}),
-    ("import sys\nprint(4)\nsys.exit()", {"inputs": [""], "outputs": ["4"]}), ("import sqlite3, ssl, lzma, ctypes; print(1)", {"inputs": [""], "outputs": ["1"]}),
+    (ORDER, {"inputs": [""] * 3, "outputs": [""] * 3}),
+    ("import sys\nprint(4)\nsys.exit()", {"inputs": [""], "outputs": ["4"]}),
+    ("print(4)\nexit()", {"inputs": [""], "outputs": ["4"]}), ("print(4)\nquit(0)", {"inputs": [""], "outputs": ["4"]}),
+    ("def main():\n    print(4)\n    return exit\nmain()()", {"inputs": [""], "outputs": ["4"]}),
+    ("import sqlite3, ssl, lzma, ctypes; print(1)", {"inputs": [""], "outputs": ["1"]}),
 ]  # fmt: skip
 
 
 def test_honest_programs_earn_1(monkeypatch):
     programs, tests = zip(*HONEST, strict=True)
-    order = sandbox.run(programs[-3], seconds=5.0, memory=256, characters=100).output  # of hashes: always the same
-    tests = [x if "{'a'" not in program else x | {"outputs": [order] * 3} for program, x in HONEST]
+    # The order of hashes is always the same.
+    order = sandbox.run(ORDER, seconds=5.0, memory=256, characters=100).output
+    tests = [x if program != ORDER else x | {"outputs": [order] * 3} for program, x in HONEST]
     found = code.accuracy([f"```python\n{x}\n```" for x in programs], lambda *_: None, tests=list(tests))
     assert [pair for pair, earned in zip(HONEST, found, strict=True) if earned != 1] == []
+
+
+CLASSES = "import enum, io, functools\nclass Animal:\n    def __init__(self, name='a'): self.name, self.kept = name, None\nclass Dog(Animal): pass\nclass Color(enum.Enum): RED = 1; BLUE = 2\n"
+# Programs whose tests use objects, errors, iterators and streams, and what the wrong one of the same tests changes.
+PAIRS = [
+    (CLASSES + "def make(): return Dog()\ndef paint(): return Color.RED\ndef given(x): return isinstance(x, Dog)\n",
+     [("make(): return Dog()", "make(): return None"), ("return Color.RED", "return Color.BLUE"), ("isinstance(x, Dog)", "not isinstance(x, Dog)")],
+     ["assert make() != None", "assert not make() == None", "assert None != make()", "assert isinstance(make(), Dog)", "assert isinstance(make(), (int, Animal)) and not isinstance(make(), int)",
+      "import unittest\nunittest.TestCase().assertIsInstance(make(), Animal)", "assert paint() == Color.RED", "assert not paint() != Color.RED", "assert given(make()) is True and given(Dog())"]),
+    (CLASSES + "def add(a, b): return a + b\n@functools.wraps(add)\ndef wrapped(*x): return add(*x)\n",
+     [("class Dog(Animal)", "class Dog"), ("def add", "def wrong"), ("@functools.wraps(add)\n", ""), ("add(*x)", "wrong(*x)")],
+     ["assert issubclass(Dog, Animal)", "assert issubclass(Dog, (Color, Animal)) and not issubclass(Animal, Dog)", "assert isinstance(Dog(), Animal)", "assert Dog.__name__ == 'Dog' and add.__name__ == 'add'", "assert wrapped.__name__ == 'add'"]),
+    ("def fails(x):\n    if x: raise KeyError('x', 3) if x > 1 else ValueError('no')\nclass Own(ValueError):\n    def __str__(self): return 'said ' + self.args[0]\ndef own(): raise Own('it')\nclass Base(Exception): pass\nclass Deep(Base, KeyError): pass\ndef deep(): raise Deep('d')\n"
+     "def tried(f, kinds):\n    try: return f()\n    except kinds as e: return type(e).__name__\ndef kind(): return Deep, KeyError\ndef missing(): return {}['k']\ndef closed(): raise OSError(2, 'gone')\n",
+     [("if x:", "if x > 5:"), ("raise Own", "return Own"), ("raise Deep", "return Deep"), ("(Base, KeyError)", "(Base)"), ("type(e).__name__", "'no'"), ("return Deep, KeyError", "return KeyError, Deep"), ("{}['k']", "{}.get('k')"), ("raise OSError(2, 'gone')", "raise OSError(13, 'gone')")],
+     ["import unittest\nunittest.TestCase().assertRaises(ValueError, fails, 1)", "import unittest\nunittest.TestCase().assertRaises(LookupError, fails, 2)", "import unittest\nunittest.TestCase().assertRaisesRegex(ValueError, 'no', fails, 1)",
+      "try:\n    fails(2)\nexcept KeyError as error:\n    assert error.args == ('x', 3)\nelse:\n    assert False", "try:\n    missing()\nexcept KeyError as error:\n    assert error.args[0] == 'k' and str(error) == \"'k'\"\nelse:\n    assert False",
+      "try:\n    own()\nexcept ValueError as error:\n    assert str(error) == 'said it'\nelse:\n    assert False", "try:\n    deep()\nexcept Base as error:\n    assert error.args == ('d',)\nelse:\n    assert False", "import unittest\nwith unittest.TestCase().assertRaises(Deep):\n    deep()", "try:\n    deep()\nexcept Own:\n    assert False\nexcept KeyError:\n    pass\nelse:\n    assert False",
+      "assert issubclass(Deep, (Own, Base)) and issubclass(Deep, KeyError) and kind() == (Deep, KeyError)", "assert tried(lambda: 1 / 0, ZeroDivisionError) == 'ZeroDivisionError'", "assert tried(deep, (ValueError, Base)) == 'Deep'",
+      "def own_error(): raise Deep(3)\nassert tried(own_error, Deep) == 'Deep'", "try:\n    closed()\nexcept FileNotFoundError as error:\n    assert error.errno == 2\nelse:\n    assert False"]),
+    ("import io, itertools\ndef total(x): return sum(x)\ndef first(x, n): return [next(x) for _ in range(n)]\ndef pairs(x):\n    for i in x: yield i, i\ndef twice(x): return [*x, *x]\ndef ends(x): return next(x, 'end')\ndef lazy(x): return (i for i in x)\n",
+     [("sum(x)", "1 + sum(x)"), ("[next(x)", "[0 * next(x)"), ("yield i, i", "yield i"), ("[*x, *x]", "[*x, *x, 0]"), ("return next(x, 'end')", "return 'over'"), ("(i for i in x)", "(i + 1 for i in x)")],
+     ["assert total(iter([1, 2])) == 3", "assert total(i for i in range(4)) == 6", "assert total(map(abs, [-1])) == 1 and total({1: 2}.keys()) == 1", "import itertools\nx = itertools.count(5)\nassert first(x, 2) == [5, 6] and next(x) == 7", "assert list(pairs(iter('ab'))) == [('a', 'a'), ('b', 'b')]",
+      "assert twice(iter([1])) == [1]", "assert twice({1: 2}.values()) == [2, 2]", "assert ends(iter([])) == 'end'", "def own():\n    yield 1\n    yield 2\nassert next(lazy(own())) == 1 and list(lazy(own())) == [1, 2]", "assert total(zip()) == 0 and total(enumerate([])) == 0 and total(reversed([1, 2])) == 3", "with open('a', 'w') as f: f.write('1')\nassert twice(open('a')) == ['1']"]),
+    ("class Queue:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n    def __bool__(self): return bool(self.items)\n",
+     [("bool(self.items)", "not self.items")],
+     ["assert not Queue()", "queue = Queue()\nqueue.push(1)\nassert queue and bool(queue) is True", "import unittest\nunittest.TestCase().assertFalse(Queue())"]),
+    ("import functools\ndef logged(f):\n    @functools.wraps(f)\n    def inner(*x): return f.__name__, f(*x)\n    return inner\n",
+     [("return f.__name__, f(*x)", "return f(*x), f.__name__"), ("    @functools.wraps(f)\n", "")],
+     ["@logged\ndef double(x): return 2 * x\nassert double(3) == ('double', 6)", "@logged\ndef double(x): return 2 * x\nassert double.__name__ == 'double'", "assert logged(abs)(-1) == ('abs', 1)"]),
+    ("import io\ndef read(f): return f.read()\ndef write(f, x): f.write(x)\ndef lines(f):\n    with f: return [x.strip() for x in f]\ndef made(): return io.StringIO('a\\r\\nb')\ndef binary(f): return f.read(2)\n",
+     [("return f.read()", "return f.read()[1:] + 'x'"), ("f.write(x)", "f.write(x + x)"), ("x.strip() for", "x for"), ("'a\\r\\nb'", "'a'"), ("f.read(2)", "f.read(1)")],
+     ["import io\nassert read(io.StringIO('ab')) == 'ab'", "from io import StringIO\nf = StringIO('ab')\nf.read(1)\nassert read(f) == 'b' and f.read() == ''", "import io\nf = io.StringIO()\nwrite(f, 'x')\nwrite(f, 'y')\nassert f.getvalue() == 'xy'", "import io\nassert lines(io.StringIO('a\\nb\\n')) == ['a', 'b']",
+      "assert made().getvalue() == 'a\\r\\nb' and made().read(1) == 'a'", "import io\nf = io.BytesIO(b'abc')\nassert binary(f) == b'ab' and f.read() == b'c'"]),
+]  # fmt: skip
+
+
+def test_honest_tests_with_objects_errors_iterators_and_streams_pass():
+    assert sum(len(tests) for *_, tests in PAIRS) >= 38
+    for program, changes, tests in PAIRS:
+        wrong = program
+        for old, new in changes:
+            assert old in wrong
+            wrong = wrong.replace(old, new)
+        right, others = (in_python(x, tests, ProgramLimits(5.0, 256)) for x in (program, wrong))
+        assert [test for test, one in zip(tests, right, strict=True) if not one.passed] == []
+        assert [test for test, one in zip(tests, others, strict=True) if one.passed] == []
 
 
 def test_no_program_outlives_a_trainer_that_is_killed():

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 
+import numpy as np
 import pytest
 
 from jaxrl_llm import recipe as recipes
@@ -15,6 +19,7 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.machine.process import cpus
 from jaxrl_llm.sandbox import program as sandbox
+from jaxrl_llm.sandbox import program_tests
 from jaxrl_llm.sandbox.program_tests import ProgramLimits, ProgramVerdict, in_python
 from jaxrl_llm.session.banner import unconfined
 from jaxrl_llm.tasks import REWARDS, code
@@ -82,6 +87,61 @@ def test_the_last_block_after_the_thoughts_is_the_program():
     assert code.is_given(texts) == [1.0, 0.0, 0.0, 0.0]
 
 
+FENCED = [  # texts, and their program; None: the text has none
+    ("```Python\nX\n```", "X\n"), ("``` python\nX\n```", "X\n"), ("```PY3 title=a.py\nX\n```", "X\n"),
+    ("```python\r\nX\r\nY\r\n```", "X\r\nY\r\n"), ("```\nX\n```", "X\n"), ("```\r\nX\n```", "X\n"),
+    ("1. so:\n   ```python\n   if X:\n     Y\n   ```", "if X:\n  Y\n"), ("```cpp\nX\n```\n```\nY\n```", "Y\n"),
+    ("```python\nX\n```\nIt prints:\n```\n7\n```", "X\n"), ("```\n7\n```\n```python\nX\n```", "X\n"),
+    ("```python-repl\n>>> X\n```", None), ("```pycon\n>>> X\n```", None), ("```cpp\nX\n```", None),
+    ("```python X```", None),
+]  # fmt: skip
+
+
+def test_a_program_is_found_in_the_usual_spellings_of_a_block():
+    assert [(text, code._program(text)) for text, _ in FENCED] == FENCED
+    assert code.is_given([text for text, _ in FENCED]) == [1.0] * 4 + [0.0, 0.0, 1.0, 0.0, 1.0, 1.0] + [0.0] * 4
+    windows = f"```python\n{SUM}\n```".replace("\n", "\r\n")
+    assert code.accuracy([windows], tests=[PAIRS | {"outputs": ["3\r\n", "7\r\n"]}]) == [1.0]
+
+
+OUTPUTS = [  # expected, printed; equal with the usual tolerance
+    ("0.50", "0.5", True), ("0.3", "0.30000000000000004", True), ("1e-05", "0.00001", True), ("2.0", "2", True),
+    ("-1.5 x 2.50\n3.0", "-1.50 x 2.5 \n3\n\n", True), ("1000000.0", "1e6", True), ("0.0", "-1e-12", True),
+    ("3", "3.0", False), ("1000000007", "1000000008", False), ("010", "10", False), ("0.33", "0.3333", False),
+    ("0.0", "0.000001", False), ("1.5", "1.5001", False), ("1.5", "1.5x", False), ("1.5 2.5", "1.5", False),
+    ("1.5\n2.5", "1.5 2.5", False), ("1.0", "nan", False), ("1e5", "100000", False), ("1.5", "1_.5", False),
+    ("0.5", "", False),
+]  # fmt: skip
+RESULTS = [
+    (0.3, 0.1 + 0.2, True), ([0.5, [1.0]], (0.5, (1.0000001,)), True), ({"1": 0.3}, {1: 0.30000000000000004}, True),
+    (float("nan"), float("nan"), True), (float("inf"), float("inf"), True), ([0.3], 0.30000000000000004, True),
+    (2.0, 2, True), ("321", "321", True), (["cba"], "cba", True), ("[1]", "[1]", True), ("x", "x", True),
+    (3, 3.0000001, False), (0.3, 0.3001, False), (0.3, "0.3", False), ([0.3], [0.3, 0.3], False), ("321", 321, False),
+    ({"1": 0.3}, {2: 0.3}, False), (float("inf"), 1e308, False), (0.3, None, False), (1.0, float("nan"), False),
+]  # fmt: skip
+
+
+def test_floats_of_outputs_and_results_have_a_tolerance():
+    outputs = [(one, other, program_tests._agrees(other, one, 1e-6)) for one, other, _ in OUTPUTS]
+    assert outputs == OUTPUTS
+    assert not any(program_tests._agrees(other, one, 0.0) for one, other, _ in OUTPUTS if one not in ("0.5",))
+    program = (
+        f"from math import inf, nan\nleft = {[returned for _, returned, _ in RESULTS]!r}\ndef f(i): return left[i]"
+    )
+    tests = {"fn_name": "f", "inputs": [[i] for i in range(len(RESULTS))], "outputs": [x for x, *_ in RESULTS]}
+    made = [[x[0], False, *x[1:]] for x in code.tests_of(tests, None, {}).tests]
+    verdicts = in_python(program, made, LIMITS, 1e-6)
+    assert [x.passed for x in verdicts] == [right for *_, right in RESULTS]
+    printed = {"inputs": [""], "outputs": ["0.3"]}
+    called = {"fn_name": "f", "inputs": [[0]], "outputs": [0.3]}
+    for one, body in ((printed, "print(0.1 + 0.2)"), (called, program)):
+        assert earned(body, tests=one)[0] == [1.0]
+        assert earned(body, tests=one, tolerance=0.0)[0] == [0.0]
+    # Text beside a list of arguments is no JSON, and beside text it is.
+    mixed = {"fn_name": "f", "inputs": ["0", [1]], "outputs": ['"321"', "321"]}
+    assert earned("def f(i): return '321'", tests=mixed)[0] == [1.0]
+
+
 def test_columns_may_hold_inputs_and_outputs_and_a_row_has_tests(refused):
     text = f"```python\n{SUM}\n```"
     columns = {name: [values] for name, values in PAIRS.items()}
@@ -91,6 +151,41 @@ def test_columns_may_hold_inputs_and_outputs_and_a_row_has_tests(refused):
     for nothing in ({"inputs": ["1"], "outputs": []}, 3):
         with refused(error=ValueError):
             code.accuracy([text], lambda *_: None, tests=[nothing])
+
+
+CALLED_WITH = [  # arguments and results that are no JSON, or no literals of Python
+    ([[1]], [float("inf")]), ([[1]], [np.int64(3)]), (np.array([[1], [2]]), np.array([3.0, 4.0])),
+    ([[np.array([1, 2])]], [[np.float64(0.5)]]), ([({1: (2,)},)], [{3}]), ([[1]], [10**5000]),
+    ([[1]], [Decimal("0.1")]),
+    (np.array([[1]], object), np.array([np.array([1, 2])], object)), ([[b"a"]], [[np.True_, None]]),
+]  # fmt: skip
+
+
+def test_calls_with_numbers_of_numpy_and_values_that_are_no_json_are_judged():
+    wanted = [[np.asarray(x).tolist() if isinstance(x, np.ndarray | np.generic) else x for x in outputs]
+              for _, outputs in CALLED_WITH]  # fmt: skip
+    wanted[3:4] = [[[0.5]]]
+    wanted[8:] = [[[True, None]]]
+    head = "from decimal import Decimal\ninf = float('inf')\nleft = "
+    programs = [f"{head}{outputs!r}\ndef add(x): return left.pop(0)" for outputs in wanted[:5] + wanted[6:]]
+    programs.insert(5, "def add(x): return 10**5000")
+    texts = [f"```python\n{program}\n```" for program in (*programs, *["def add(x): return 7"] * len(programs))]
+    tests = [{"fn_name": "add", "inputs": inputs, "outputs": outputs} for inputs, outputs in CALLED_WITH] * 2
+    found = code.accuracy(texts, tests=tests)
+    assert found == [1.0] * len(programs) + [0.0] * len(programs)
+    # The columns of a row of pandas: NaN where the row has nothing.
+    column = {"inputs": [np.array(["1 2\n"])], "outputs": [np.array(["3"])], "fn_name": [math.nan]}
+    assert code.accuracy([f"```python\n{SUM}\n```"], **column) == [1.0]
+    assert code.accuracy([f"```python\n{ADD}\n```"], tests=[np.array(ASSERTS)]) == [1.0]
+
+
+def test_calls_that_cannot_reach_the_judge_are_broken():
+    deep = functools.reduce(lambda x, _: [x], range(200), [])
+    for value in (object(), deep, math, "x" * 2**24):
+        tests = {"fn_name": "add", "inputs": [[value, 1]], "outputs": [3]}
+        assert earned(ADD, tests=tests) == ([None], {"broken_tests": 1.0})
+    assert earned(ADD, tests={"fn_name": "add", "inputs": ["[" * 10**5], "outputs": ["3"]})[0] == [None]
+    assert earned(ADD, tests="[" * 10**5)[0] == [None]
 
 
 HOSTILE = {
@@ -190,6 +285,7 @@ def test_tests_that_can_fail_judge_in_all_forms():
 CHEATS = {
     "ends early": "import os\nos._exit(0)",
     "ends well": "import sys\nsys.exit(0)",
+    "ends well by a shorter name": "exit()",
     "ends in the call": "def add(a, b):\n    import os\n    os._exit(0)",
     "is equal to everything": "class A:\n    __eq__ = __lt__ = __le__ = __gt__ = lambda a, b: True\n"
     "    __ne__ = __contains__ = lambda a, b: False\n    __sub__ = __abs__ = lambda a, *b: a\n"
@@ -204,11 +300,12 @@ CHEATS = {
     "    except OSError:\n        pass\ndef add(a, b): return 7",
     "speaks for the harness": "import sys\ndef add(a, b):\n    frame = sys._getframe()\n    while frame.f_back:\n"
     "        frame = frame.f_back\n        link = frame.f_locals.get('link') or frame.f_locals.get('self')\n"
-    "        if hasattr(link, 'put'):\n            link.put(link.encoded(('value', True, ())))\n    return 7",
+    "        if hasattr(link, 'send'):\n            link.send(['value', True, []])\n    return 7",
     "has a harness of its own": "check_call = lambda *x: None\ndef add(a, b): return 7",
     "sends names of its own": "import sys\nlink = sys._getframe(1).f_locals['link']\n"
     "names = {'__builtins__': {'abs': int, 'all': bool, '__import__': print}, 'math': 3, 'all': bool, 'add': print}\n"
-    "link.put(link.encoded(('value', names, ())))\ndef add(a, b): return 7",
+    "link.send(['value', [[name, link.encoded(x)] for name, x in names.items()]])\nlink.receive()\n"
+    "def add(a, b): return 7",
     "sends code": "class A:\n    def __reduce__(self):\n        return exec, ('raise SystemExit',)\n"
     "def add(a, b): return A()",
 }  # fmt: skip

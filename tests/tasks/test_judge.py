@@ -19,7 +19,7 @@ from jaxrl_llm.data.columns import check
 from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.grading import RewardFn
-from jaxrl_llm.tasks import REWARDS, judge
+from jaxrl_llm.tasks import REWARDS, judge, rubric
 
 TEXTS = [[{"role": "assistant", "content": text}] for text in ("good", "bad", "good", "odd")]
 PROMPTS = [[{"role": "system", "content": "Help."}, {"role": "user", "content": "2 + 2?"}]] * 4
@@ -114,13 +114,37 @@ def test_errors_that_may_pass_are_tried_again_and_others_have_no_verdict():
     assert seen == {"failed": 0.5, "unanswered": 0.0, "unparsed": 0.0, "tries": pytest.approx(7 / 3)}
 
 
-NO_SCORES = ["no number", "<score>ten</score>", "<score>11</score>", "<score>-1</score>", ""]
+NO_SCORES = [
+    "no number", "<score>ten</score>", "<score>11</score>", "<score>-1</score>", "", "<score>7/5</score>",
+    "<score>5</score> or rather <score>none</score>", "<score>0/0</score>", "<score>8 9</score>", "<score>8 of</score>",
+]  # fmt: skip
+SCORES = [
+    ("<score>.5</score>", 0.05), ("<score>8 out of 10</score>", 0.8), ("**<score>8</score>**", 0.8),
+    ("<score>**8**</score>", 0.8), ("<score>**8**/10</score>", 0.8), ("<score> 4/5 </score>", 0.8),
+    ("<score>8.</score>", 0.8), ("<score>80 / 100.0</score>", 0.8), ("<score>_8_ of 10</score>", 0.8),
+    ("<score>2</score> No: <score>8</score>. That is <score>.", 0.8), ("<score>10</score>", 1.0),
+]  # fmt: skip
 NO_RUBRICS = [
     "no JSON", '{"right": 10}', '{"right": 11, "short": 0}', '{"right": 1, "short": -1}',
     '{"right": "ten", "short": 0}',
     '{"right": true, "short": 0}', '{"right": NaN, "short": 0}', '{"right": 10, "short": 4} {"right": 10}', "[10, 4]",
-    "<score>10</score>",
+    "<score>10</score>", '{"right": 1, "short": 1} (the answer said {"right": 10, "short": 4})',
+    '{"right": "11", "short": 0}', '{"scores": {"right": 10}, "short": 4}', '{"right": {"mark": 10}, "short": 4}', "{}",
+    '{"right": 10, "short": 4} and {"right": 9, "short": 4} are both possible',
 ]  # fmt: skip
+RUBRICS = [  # each says that it is right, and half short
+    '{"right": "10", "short": "2/4"}', '{"scores": {"right": 10, "short": 2}}', '{"right": 10, "short": 2}. Very good!',
+    '{"right": {"score": 10, "reason": "so"}, "short": {"score": "2", "reason": "hm"}}',
+    '**{"right": 10, "short": 2}**', '{"a": 1}: {"right": 10, "short": 2}, as "{" and {"b": 2} say.',
+    '{"right": 1, "short": 2}? No. ```json\n{"right": 10.0, "short": 2}\n```.',
+    '{"right": 10, "short": 2}, so I say {"right": 10, "short": 2} again',
+]  # fmt: skip
+
+
+def test_scores_are_read_in_the_forms_that_judges_write():
+    assert [(text, judge._score(text, "score", 10.0)) for text, _ in SCORES] == SCORES
+    criteria = rubric.read(CRITERIA, 10.0)
+    assert [(text, rubric.scores(text, criteria)) for text in RUBRICS] == [(text, [1.0, 0.5]) for text in RUBRICS]
 
 
 def test_a_reply_that_is_not_of_its_form_is_no_verdict():

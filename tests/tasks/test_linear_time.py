@@ -27,6 +27,7 @@ UNITS = [
     "9" * 90 + " ", "#### ", "#### 1,", "answer: ", "option ", "option A is ", "\\boxed{", "\\boxed{1}", "\\text{",
     "√", "²", "½", "<think>", "</think>", "</think>\\boxed{", "<think></think>", "<answer>", "<answer></answer>",
     "<answer>\n", "</think> <answer>", "<search>", "<tool_call>", "<guess>", "<guess> ", "```python\n", "```py",
+    "```", "```\n", "``` ",
     "<score>", "<score> ", "<score>1", "<score>1 / ", "½ ", "answer $", "answer \\(", "1\u202f",
     "√(", "√-", "√\\frac{", "√1,000", "\\binom{", "if option A ", "if the answer would be C ", "might be A. ",
     "answer is A? ",
