@@ -69,8 +69,8 @@ def demands_of(functions: Sequence[str], *, episodes: bool) -> list[Demand]:
             asked = more(**getattr(function, "keywords", {}))
             demands += [Demand(name, (column,), asked[column] is not None, asked[column]) for column in sorted(asked)]
         optional = tuple(column for column in columns if column not in EPISODE_COLUMNS)
-        if ours and optional and not required:
-            demands.append(Demand(name, optional, ours))
+        if any_of := getattr(plain, "any_of", optional if ours and not required else ()):
+            demands.append(Demand(name, any_of, ours))
     return demands
 
 

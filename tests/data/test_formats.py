@@ -45,6 +45,8 @@ FORMATS = {  # row -> prompt, answer, and what the banner says
     "TRL's unpaired preferences": ({"prompt": SUM, "completion": "3", "label": True}, SUM, None, ""),
     "veRL's": (of_verl("3"), ASKED, "3", "'reward_model' holds the answer, as in veRL"),
     "veRL's with a number": (of_verl(3), ASKED, "3", "'reward_model' holds the answer, as in veRL"),
+    "veRL's with several answers": (of_verl(["3", "three"]), ASKED, ["3", "three"],
+                                    "'reward_model' holds the answer, as in veRL"),
     "veRL's for a reward model": (of_verl(None), ASKED, None, ""),
     "Search-R1's": (of_verl({"target": ["Ann", "Anna"]}), ASKED, ["Ann", "Anna"],
                     "'reward_model' holds the accepted answers, as in Search-R1"),
@@ -115,6 +117,38 @@ def test_a_format_prompt_is_refused_before_data_is_read(refused, text):
 def test_a_column_that_a_convert_function_makes_is_refused(refused):
     with refused("config.data.prompt_column"):
         recipes.read(tiny(**{"data.convert": "gsm8k.convert", "data.prompt_column": "problem"}))
+
+
+TRUTHS = ["3", 3, ["Paris", "paris, France"], {"target": 24, "numbers": [2, 3]}, {"target": ["Ann", "Anna"]}]
+OF_VERL = """def one(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 1.0, "length": len(repr(ground_truth))}
+
+def batch(reward_inputs):
+    return [{"overall": 1.0, "length": len(repr(x["ground_truth"]))} for x in reward_inputs]
+"""
+
+
+@pytest.mark.parametrize("truth", TRUTHS, ids=map(repr, TRUTHS))
+def test_a_function_of_verl_gets_the_ground_truth_with_its_own_type(tmp_path, monkeypatch, arithmetic, truth):
+    (tmp_path / "of_verl_truths.py").write_text(OF_VERL)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "x.jsonl").write_text(json.dumps(of_verl(truth)) + "\n")
+    dataset = data.read(str(tmp_path / "x.jsonl"), arithmetic, max_prompt_tokens=16, overlong="error")
+    for name in ("of_verl_truths.one", "of_verl_truths.batch"):
+        assert columns.check(dataset, [name], "data").notes == ()
+        judged = grading.call("f", bound(name), dataset.rows, ["3"], [[1]])
+        assert (judged.values, judged.metrics["length"]) == ([1.0], len(repr(truth)))
+        # An answer that somebody has named is the ground truth.
+        (row,) = load_rows(str(tmp_path / "x.jsonl"), columns=Columns(answer_column="ability")).rows
+        assert grading.call("f", bound(name), [row], ["3"], [[1]]).metrics["length"] == len(repr("math"))
+
+
+def test_a_row_without_a_ground_truth_is_refused_for_a_function_of_verl(tmp_path, monkeypatch, refused):
+    (tmp_path / "of_verl_truths.py").write_text(OF_VERL)
+    monkeypatch.syspath_prepend(tmp_path)
+    dataset = data.Dataset([], [{"prompt": SUM, "data_source": "x", "solution": "3"}], 0, 1, [1])
+    with refused("of_verl_truths.one", "'answer'", "data.answer_column"):
+        columns.check(dataset, ["of_verl_truths.one"], "data")
 
 
 def test_a_convert_function_wins_over_what_the_columns_say(tmp_path, monkeypatch):
