@@ -101,9 +101,9 @@ def _after_answer(completions: list[Any], answer: list[Any], **columns: Any) -> 
 
 
 def _stated(text: str) -> str:
-    """Returns what follows the last "Answer:" in its line, without Markdown's asterisks; "" if there is none."""
+    """Returns what follows the last "Answer:" in its line, without Markdown's marks; "" if there is none."""
     matches = ANSWER.findall(text[-LAST:])
-    return matches[-1].strip(" *") if matches else ""
+    return matches[-1].strip(" *`") if matches else ""
 
 
 JUDGES: tuple[tuple[str, Verifier], ...] = (
