@@ -14,7 +14,7 @@ from jaxrl_llm.data.formats import Row
 from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.data.settings import DataSettings, EvalSettings
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tasks import REWARDS, is_empty
+from jaxrl_llm.tasks import PREFILL, REWARDS, is_empty
 from jaxrl_llm.tasks.signatures import bound
 
 # Arguments that are no columns of rows.
@@ -184,7 +184,7 @@ def _note(demand: Demand, without: list[int], part: range, dataset: Dataset, sou
 
 
 def _refusal(demand: Demand, dataset: Dataset, section: str, convert: str, named: bool) -> str:
-    present = sorted({column for row in dataset.rows for column in row} - {"prompt"})
+    present = sorted({column for row in dataset.rows for column in row} - {"prompt", PREFILL})
     what = "which the data does not have"
     if named:
         # The columns are there, but empty.

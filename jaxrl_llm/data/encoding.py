@@ -78,6 +78,13 @@ def encode_text(text: str, tokenizer: Any) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def decode(ids: list[list[int]], tokenizer: Any) -> list[str]:
+    """Returns the texts of token ids, with special tokens."""
+    if tokenizer.is_fast:
+        return tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=False)
+    return tokenizer.batch_decode(ids)
+
+
 def check_template(
     tokenizer: Any, source: str, template_args: Mapping[str, Any], rows: Iterable[tuple[int, Mapping[str, Any]]]
 ) -> None:
@@ -209,10 +216,9 @@ def _encode(texts: list[str], tokenizer: Any, source: str, numbers: Sequence[int
         core.no_truncation()
         core.no_padding()
         ids = [encoding.ids for encoding in core.encode_batch_fast(texts, add_special_tokens=False)]
-        decoded = core.decode_batch(ids, skip_special_tokens=False)
     else:
         ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        decoded = tokenizer.batch_decode(ids)
+    decoded = decode(ids, tokenizer)
     letters = lambda text: sum(map(len, text.split()))  # noqa: E731
     for text, back, number in zip(texts, decoded, numbers, strict=True):
         # Tokenizers may normalize text and change spaces. Only lost characters are an error.

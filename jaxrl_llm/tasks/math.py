@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxrl_llm.errors import printable
 from jaxrl_llm.machine.process import Pool, cpus
-from jaxrl_llm.tasks import abstaining, deadline, reads, text_of
+from jaxrl_llm.tasks import abstaining, answer_texts, deadline, reads, text_of
 from jaxrl_llm.tasks.notation import rewritten, unwrapped
 
 # For one answer (most take 0.01), and for all answers of a batch.
@@ -39,7 +39,7 @@ def accuracy(
     A box earns 0 if it is empty, not closed, longer than LONGEST characters, or not judged in time. A line on stderr
     counts the late ones. Raises: ValueError, if the answer of a row is neither text nor a number.
     """
-    texts = [text_of(c) for c in completions]
+    texts = answer_texts(completions, columns)
     texts = [text.rpartition(after)[2] if after in text else "" for text in texts] if after else texts
     boxes = [
         last_box(text) or (_if_balanced(anchored(text)) if anchors and not BOX.search(text) else "") for text in texts

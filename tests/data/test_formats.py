@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout import grading
 from jaxrl_llm.session.banner import model_and_data_table, problems_table
+from jaxrl_llm.tasks import PREFILL
 from jaxrl_llm.tasks.signatures import bound
 
 SUM = "1+2"
@@ -192,6 +194,36 @@ def test_tools_and_arguments_of_a_row_reach_its_chat_template_alone(tokenizer, r
     assert last == [plain]
     with refused("data row 2", "'effort'"):
         texts(tokenizer, [rows[0], {"prompt": ASKED, "chat_template_kwargs": {"effort": 1}}])
+
+
+def test_a_thought_that_the_prompt_opens_is_a_part_of_the_answer(tokenizer, monkeypatch):
+    opening = THINKING + "{% if enable_thinking is not defined %}<think>\n{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", opening)
+    rows = [
+        {"prompt": ASKED, "answer": "3"},
+        {"prompt": ASKED, "answer": "3", "chat_template_kwargs": {"enable_thinking": False}},
+        {"prompt": [*ASKED, {"role": "assistant", "content": "<think>"}], "answer": "3"},
+        {"prompt": "1+2= <think>", "answer": "3"},
+        {"prompt": "1+2= <think> 3 </think> so", "answer": "3"},
+    ]
+    made = data.tokenize(rows, tokenizer, max_prompt_tokens=99, overlong="error")
+    assert [row.get(PREFILL) for row in made.rows] == ["<think>\n", "<think></think>", None, "<think>", None]
+    assert len(made.notes) == 1 and PREFILL in made.notes[0]
+    monkeypatch.setattr(tokenizer, "chat_template", THINKING)
+    assert data.tokenize(rows[:1], tokenizer, max_prompt_tokens=99, overlong="error").notes == ()
+    said = ["a</think>\\boxed{3}"] * 5
+    judged = lambda name: grading.call("f", bound(name), made.rows, said, [[1]] * 5).values  # noqa: E731
+    assert judged("format.think") == [1, 1, 1, 1, 0]
+    assert judged("easyr1.math") == pytest.approx([1, 1, 1, 1, 0.9])
+    closed = grading.call("f", bound("math.accuracy(after='</think>')"), made.rows[:2], ["\\boxed{3}"] * 2, [[1]] * 2)
+    assert closed.values == [0, 1]
+
+
+def test_the_hash_of_rows_does_not_know_what_their_prompts_open(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", THINKING + "<think>")
+    made = data.tokenize([{"prompt": ASKED}], tokenizer, max_prompt_tokens=99, overlong="error")
+    plain = dataclasses.replace(made, rows=[{"prompt": ASKED}])
+    assert PREFILL in made.rows[0] and made.fingerprint() == plain.fingerprint()
 
 
 def test_kept_token_ids_know_the_arguments_of_rows(tokenizer, tmp_path, monkeypatch):
