@@ -7,6 +7,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from importlib.metadata import version
 from itertools import repeat
@@ -27,6 +28,7 @@ DATE = re.compile(CLOCK.pattern + r"""\s*(["'])(.*?)\1\s*\)""")  # in a format t
 MIN_CACHED = 2**20  # minimum number of characters for storing token ids in the user's cache folder
 # Unpaired surrogates: valid as JSON escapes, but not for tokenizers.
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")
+ANSWER = "(an-answer)"  # stands for the words of an answer in a chat
 FORMAT = 2  # version of stored token ids: raise it if a change of this file changes them
 
 
@@ -136,6 +138,22 @@ def on_day(tokenizer: Any, day: str) -> Any:
     elif template:
         tokenizer.chat_template = dated(template)
     return tokenizer
+
+
+def turn_end(tokenizer: Any, template_args: Mapping[str, Any]) -> int | None:
+    """Returns the special token that the chat template writes after an answer; None if it writes none."""
+    if not tokenizer.chat_template:
+        return None
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+    # A template may raise anything.
+    with suppress(Exception):
+        after = tokenizer.apply_chat_template(messages, tokenize=False, **template_args).rpartition(ANSWER)[2].strip()
+        ends = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+        ends += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        texts = {i: tokenizer.convert_ids_to_tokens(i) for i in ends}
+        # The longest first: <|end|> may begin another token.
+        return next((i for i in sorted(ends, key=lambda i: -len(texts[i])) if after.startswith(texts[i])), None)
+    return None
 
 
 def beginning(tokenizer: Any) -> list[int]:

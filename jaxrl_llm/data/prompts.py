@@ -249,6 +249,20 @@ def tokenize(
     return Dataset(ids, rows, dropped, width, numbers, notes=_notes(rows), images=images)
 
 
+def check_turn_end(
+    dataset: Dataset, tokenizer: Any, template_args: Mapping[str, Any], stop_ids: Sequence[int]
+) -> Dataset:
+    """Returns a data set with a note if the chat template ends a turn with a token at which the model does not stop."""
+    end = encoding.turn_end(tokenizer, template_args)
+    if end is None or end in stop_ids or all(isinstance(row["prompt"], str) for row in dataset.rows):
+        return dataset
+    note = (
+        f"the chat template ends a turn with {tokenizer.convert_ids_to_tokens(end)!r}, at which completions do not "
+        f"stop: add {end} to eos_token_id in the model's generation_config.json, unless a base model is meant"
+    )
+    return replace(dataset, notes=(*dataset.notes, note))
+
+
 def _with_begin_tokens(begin: list[int], tokens: np.ndarray) -> np.ndarray:
     """Puts `begin` before the token ids, unless they already start with it."""
     begins = tokens[: len(begin)].tolist() == begin

@@ -468,8 +468,8 @@ def test_a_completion_with_a_placeholder_is_refused(tokenizer, form, monkeypatch
     dataset = read(rows, tokenizer, form, monkeypatch)
     settings = recipes.read_sft(load("sft")).data
     with refused("row 2", VIDEO):
-        sft.tokenize_answers(dataset, tokenizer, replace(settings, source="mine.rows"), 9)
-    answers = sft.tokenize_answers(replace(dataset, rows=dataset.rows[:1], numbers=[1]), tokenizer, settings, 9)
+        sft.tokenize_answers(dataset, tokenizer, replace(settings, source="mine.rows"), 9, ())
+    answers = sft.tokenize_answers(replace(dataset, rows=dataset.rows[:1], numbers=[1]), tokenizer, settings, 9, ())
     batch = sft.make_batch(dataset, answers, [0], 9, tokenizer.pad_token_id, [0])
     assert (batch.images.patches == data.make_prompts(dataset, [0], 0).images.patches).all()
 
