@@ -9,6 +9,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from itertools import repeat
 from types import MappingProxyType
@@ -29,7 +30,7 @@ MIN_CACHED = 2**20  # minimum number of characters for storing token ids in the 
 # Unpaired surrogates: valid as JSON escapes, but not for tokenizers.
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 ANSWER = "(an-answer)"  # stands for the words of an answer in a chat
-FORMAT = 2  # version of stored token ids: raise it if a change of this file changes them
+FORMAT = 3  # version of stored token ids: raise it if a change of this file changes them
 
 
 def encode(
@@ -208,19 +209,43 @@ def _render(source: str, number: int, prompt: str | Chat, tokenizer: Any, templa
         return prompt
     # The completion continues this answer, as in TRL.
     continues = prompt[-1]["role"] == "assistant"
+    render = partial(
+        tokenizer.apply_chat_template,
+        tokenize=False,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        **template_args,
+    )
     try:
-        return tokenizer.apply_chat_template(
-            prompt,
-            tokenize=False,
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
-            **template_args,
-        )
+        text = render(prompt)
+        # OpenAI's messages hold the arguments of a call as JSON text, which most templates would quote once more.
+        quoted = any(json.dumps(x, ensure_ascii=False) in text for x in _argument_texts(prompt))
+        return render([_with_objects(message) for message in prompt]) if quoted else text
     except Exception as error:
         # A template may raise anything.
         raise UserError(
             f"{source} row {number}: the chat template does not take the prompt: {error}; mend one of them"
         ) from error
+
+
+def _argument_texts(prompt: Chat) -> list[str]:
+    calls = [call for message in prompt for call in message.get("tool_calls") or ()]
+    arguments = [call.get("function", call).get("arguments") for call in calls]
+    return [x for x in arguments if isinstance(x, str)]
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message whose calls of tools have objects as arguments where they have the JSON text of one."""
+
+    def read(call: dict[str, Any]) -> dict[str, Any]:
+        if "function" in call:
+            return call | {"function": read(call["function"])}
+        with suppress(KeyError, TypeError, ValueError):
+            if isinstance(arguments := json.loads(call["arguments"]), dict):
+                return call | {"arguments": arguments}
+        return call
+
+    return message | {"tool_calls": list(map(read, message["tool_calls"]))} if message.get("tool_calls") else message
 
 
 def _encode(texts: list[str], tokenizer: Any, source: str, numbers: Sequence[int]) -> list[np.ndarray]:

@@ -173,7 +173,7 @@ def tokenizer(tmp_path_factory):
 
 
 def texts(tokenizer, rows: list[dict], **more) -> list[str]:
-    made = data.tokenize(rows, tokenizer, max_prompt_tokens=99, overlong="error", **more)
+    made = data.tokenize(rows, tokenizer, max_prompt_tokens=999, overlong="error", **more)
     return [tokenizer.decode(ids.tolist()) for ids in made.ids]
 
 
@@ -224,6 +224,40 @@ def test_the_hash_of_rows_does_not_know_what_their_prompts_open(tokenizer, monke
     made = data.tokenize([{"prompt": ASKED}], tokenizer, max_prompt_tokens=99, overlong="error")
     plain = dataclasses.replace(made, rows=[{"prompt": ASKED}])
     assert PREFILL in made.rows[0] and made.fingerprint() == plain.fingerprint()
+
+
+CALLS = [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {
+    "name": "search", "arguments": {name: "a"}}}]} for name in ("text", "page")]  # fmt: skip
+TOOL_TEMPLATES = ("qwen2_5", "qwen3", "llama3_1", "mistral")
+
+
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+def test_calls_of_tools_in_a_prompt_read_alike_from_every_file(tmp_path, tokenizer, monkeypatch, name):
+    monkeypatch.setattr(tokenizer, "chat_template", (Path(__file__).parents[1] / f"templates/{name}.jinja").read_text())
+    result = {"role": "tool", "content": "b", "tool_call_id": "123456789"}
+    for i, call in enumerate(calls := json.loads(json.dumps(CALLS))):
+        call["tool_calls"][0]["id"] = f"12345678{i}"
+    rows = [{"prompt": [*ASKED, call, result]} for call in calls]
+    as_text = json.loads(json.dumps(rows))
+    for row in as_text:
+        called = row["prompt"][1]["tool_calls"][0]["function"]
+        called["arguments"] = json.dumps(called["arguments"])
+    made = []
+    for i, written in enumerate((rows, as_text)):
+        (tmp_path / f"{i}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(written), tmp_path / f"{i}.parquet")
+        made += [texts(tokenizer, load_rows(str(tmp_path / f"{i}.{kind}")).rows) for kind in ("jsonl", "parquet")]
+    assert '{"text": "a"}' in made[0][0] and "page" not in made[0][0] and "null" not in made[0][0]
+    assert all(each == made[0] for each in made)
+
+
+def test_a_null_that_somebody_wrote_stays_in_the_arguments_of_a_call(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[-1].tool_calls[0].function.arguments | tojson }}")
+    for arguments in ({"text": None}, '{"text": null}', "{}", "no JSON"):
+        message = {"role": "user", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": [message]}))
+        shown = {"{}": "{}", "no JSON": '"no JSON"'}.get(str(arguments), '{"text": null}')
+        assert texts(tokenizer, load_rows(str(tmp_path / "x.jsonl")).rows) == [shown]
 
 
 def test_kept_token_ids_know_the_arguments_of_rows(tokenizer, tmp_path, monkeypatch):
