@@ -18,6 +18,7 @@ from jaxrl_llm.data.formats import Columns, Row
 from jaxrl_llm.data.image_columns import is_pillow
 from jaxrl_llm.data.image_rows import RowImages
 from jaxrl_llm.data.images import ImageFormat
+from jaxrl_llm.data.prompt_notes import notes_of
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.data.settings import DataSettings, EvalSettings
 from jaxrl_llm.errors import UserError
@@ -246,7 +247,7 @@ def tokenize(
     dropped, rows = len(rows) - len(fitting), [rows[i] for i in fitting]
     numbers, images = [numbers[i] for i in fitting], images.take(fitting) if images else None
     rows = _with_prefill(rows, ids, tokenizer)
-    return Dataset(ids, rows, dropped, width, numbers, notes=_notes(rows), images=images)
+    return Dataset(ids, rows, dropped, width, numbers, notes=notes_of(rows, numbers, tokenizer), images=images)
 
 
 def check_turn_end(
@@ -283,15 +284,6 @@ def _with_prefill(rows: list[Row], ids: Sequence[np.ndarray], tokenizer: Any) ->
     ends = encoding.decode([ids[i][-LAST:].tolist() for i in places], tokenizer)
     begun = {i: found[0] for i, end in zip(places, ends, strict=True) if (found := OPENED.search(end))}
     return [row | {PREFILL: begun[i]} if i in begun else row for i, row in enumerate(rows)]
-
-
-def _notes(rows: list[Row]) -> tuple[str, ...]:
-    """Returns what the banner says about the prompts of rows."""
-    begun = {row[PREFILL]: None for row in rows if PREFILL in row}
-    if not begun:
-        return ()
-    named = " or ".join(map(repr, begun))
-    return (f"prompts end with {named}, which rewards of the package read, and other rewards get as {PREFILL!r}",)
 
 
 def _canonical(row: Row) -> str:

@@ -208,7 +208,7 @@ def test_a_thought_that_the_prompt_opens_is_a_part_of_the_answer(tokenizer, monk
     ]
     made = data.tokenize(rows, tokenizer, max_prompt_tokens=99, overlong="error")
     assert [row.get(PREFILL) for row in made.rows] == ["<think>\n", "<think></think>", None, "<think>", None]
-    assert len(made.notes) == 1 and PREFILL in made.notes[0]
+    assert sum(PREFILL in note for note in made.notes) == 1
     monkeypatch.setattr(tokenizer, "chat_template", THINKING)
     assert data.tokenize(rows[:1], tokenizer, max_prompt_tokens=99, overlong="error").notes == ()
     said = ["a</think>\\boxed{3}"] * 5
@@ -217,6 +217,33 @@ def test_a_thought_that_the_prompt_opens_is_a_part_of_the_answer(tokenizer, monk
     assert judged("easyr1.math") == pytest.approx([1, 1, 1, 1, 0.9])
     closed = grading.call("f", bound("math.accuracy(after='</think>')"), made.rows[:2], ["\\boxed{3}"] * 2, [[1]] * 2)
     assert closed.values == [0, 1]
+
+
+DRESSED = {  # prompts that are chats in another dress, and a word of the line that says so; "": there is none
+    "a chat": (ASKED, ""),
+    "a chat formatted before": ([{"role": "user", "content": f"<|im_start|>user\n{SUM}<|im_end|>"}], "once more"),
+    "the JSON text of a chat": (json.dumps(ASKED), "JSON text"),
+    "plain text": (SUM, "data.format_prompt"),
+    "formatted text": (f"<|im_start|>user\n{SUM}<|im_end|>\n<|im_start|>assistant\n", ""),
+    "a list in brackets": ('["role"]', "data.format_prompt"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "word"), DRESSED.values(), ids=DRESSED.keys())
+def test_the_banner_says_of_prompts_that_they_are(tokenizer, wording, prompt, word):
+    rows = [{"prompt": ASKED}, {"prompt": prompt}, {"prompt": prompt}]
+    notes = data.tokenize(rows, tokenizer, max_prompt_tokens=99, overlong="error", numbers=[1, 3, 5]).notes
+    assert len(notes) == bool(word)
+    for note in notes:
+        assert word in note and "2 of 3" in note and "row 3" in note
+        wording(note)
+    part = data.tokenize(rows, tokenizer, max_prompt_tokens=99, overlong="error")
+    assert data.join({"one": part}).notes == tuple(f"one: {note}" for note in part.notes)
+
+
+def test_text_for_a_model_without_a_chat_template_needs_no_note(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    assert data.tokenize([{"prompt": SUM}], tokenizer, max_prompt_tokens=99, overlong="error").notes == ()
 
 
 def test_the_hash_of_rows_does_not_know_what_their_prompts_open(tokenizer, monkeypatch):
