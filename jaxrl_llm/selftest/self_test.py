@@ -248,8 +248,8 @@ def _forms(row: dict[str, Any]) -> list[str]:
     prompt = row["prompt"]
     continued = prompt[-1]["content"] if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" else ""
     begun = row.get(PREFILL) or str(continued)
-    said = THOUGHT if "</think>" in begun else "<think>" if "<think>" in begun else ""
-    return [form.removeprefix(said) for form in FORMS]
+    opening = THOUGHT if "</think>" in begun else "<think>" if "<think>" in begun else ""
+    return [form.removeprefix(opening) for form in FORMS]
 
 
 def _earned(trial: Trial, rows: list[dict[str, Any]], texts: list[list[str]]) -> np.ndarray:

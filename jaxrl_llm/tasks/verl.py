@@ -46,11 +46,11 @@ def ground_truth(answer: Any, reward_model: Any) -> Any:
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     if truth is None:
         return answer
-    own = [convert({"reward_model": reward_model}).get("answer"), None]
+    derived_answers = [convert({"reward_model": reward_model}).get("answer"), None]
     if isinstance(truth, dict) and hasattr(truth.get("target"), "__len__"):
-        own.append(search_r1.convert({"reward_model": reward_model})["answer"])
-    is_own = any(str(answer) == str(each) for each in own)
-    return (truth.tolist() if isinstance(truth, np.ndarray) else truth) if is_own else answer
+        derived_answers.append(search_r1.convert({"reward_model": reward_model})["answer"])
+    is_derived = any(str(answer) == str(each) for each in derived_answers)
+    return (truth.tolist() if isinstance(truth, np.ndarray) else truth) if is_derived else answer
 
 
 @reads(data_source=lambda value: _judge(value))
