@@ -35,8 +35,8 @@ def tokenize_answers(
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token: name its eos_token in tokenizer_config.json")
-    end = encoding.turn_end(tokenizer, settings.template_args([]))
-    end = end if end in stop_ids else tokenizer.eos_token_id
+    turn_end = encoding.turn_end(tokenizer, settings.template_args())
+    end = turn_end if turn_end is not None and turn_end in stop_ids else tokenizer.eos_token_id
     ends = [tokenizer.eos_token_id if isinstance(row["prompt"], str) else end for row in dataset.rows]
     by_column = [_answers(dataset, tokenizer, column, settings.source, ends) for column in settings.completion_columns]
     answers = [row if all(len(each.tokens) <= limit for each in row) else () for row in zip(*by_column, strict=True)]

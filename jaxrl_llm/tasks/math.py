@@ -245,7 +245,7 @@ def _equal(box: str, answer: str) -> bool:
         return not _differ_below(SMALL, *map(_numbers, (answer_values[0], box_values[0])))
     # SymPy does not take √(1/n) for 1/√n, since n may be negative.
     split = [[_with_split_roots(value) for value in values] for values in (answer_values, box_values)]
-    return split != [answer_values, box_values] and are_equal(*split)
+    return split != [answer_values, box_values] and are_equal(split[0], split[1])
 
 
 def _differ_below(bound: float, answer: list[Any], box: list[Any]) -> bool:
