@@ -178,6 +178,7 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
         fit.check_other_model(f"{name}.path", cfg, model.cfg, reads=dataset.image_sizes is not None)
         fit.check_positions(recipe, cfg, dataset, whose=f"those of config.{name}.path,")
     stop_ids = hf.stop_ids(folder, tokenizer)
+    dataset = data.check_turn_end(dataset, tokenizer, recipe.data.template_args(tools), stop_ids)
     # Load now, to find wrong files before anything is written. A resumed run restores its parameters instead.
     # Only process 0 looks for a folder that may not be there yet: NFS would go on telling others that it is not.
     saved = distributed.first() and checkpoint.has_checkpoint(place.workdir / "checkpoints")

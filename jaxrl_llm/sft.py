@@ -149,7 +149,7 @@ def make_run(place: Workplace, recipe: SftRecipe) -> tuple[Session, SftParts]:
     """Builds a run of `sft`; an example is a prompt with one completion, or with a pair. Raises: UserError."""
     inputs = load(place, recipe, partial(find_model, place, recipe))
     tokenizer, length = inputs.tokenizer, recipe.rollout.max_completion_tokens
-    answers = tokenize_answers(inputs.dataset, tokenizer, recipe.data, length)
+    answers = tokenize_answers(inputs.dataset, tokenizer, recipe.data, length, inputs.stop_ids)
     short = [i for i, row in enumerate(answers) if row]
     collate = partial(make_batch, inputs.dataset, answers, short, length, tokenizer.pad_token_id)
     examples = Examples(order.iterate(len(short), recipe.prompts_per_step, recipe.seed, collate))
@@ -225,7 +225,7 @@ def make_comparison(recipe: SftRecipe, inputs: Inputs, learning: Supervised) -> 
     Raises: UserError, if a completion is longer than the limit.
     """
     dataset, tokenizer, length = inputs.held_out, inputs.tokenizer, recipe.rollout.max_completion_tokens
-    answers = tokenize_answers(dataset, tokenizer, recipe.data, length)
+    answers = tokenize_answers(dataset, tokenizer, recipe.data, length, inputs.stop_ids)
     if () in answers:
         raise UserError(
             f"eval.source row {dataset.numbers[answers.index(())]}: a completion is longer than "

@@ -14,14 +14,22 @@ from jaxrl_llm.data.formats import Row
 from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.data.settings import DataSettings, EvalSettings
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tasks import REWARDS, is_empty
+from jaxrl_llm.tasks import PREFILL, REWARDS, is_empty
 from jaxrl_llm.tasks.signatures import bound
 
 # Arguments that are no columns of rows.
 COMPLETION_ARGUMENTS = ("prompts", "completions", "completion_ids", "log_metric")
 EPISODE_COLUMNS = ("turns", "episode", "loss_mask")  # columns that an environment gives
-# Arguments of TRL alone.
-TRL_ARGUMENTS = {"trainer_state": "the state of TRL's trainer", "log_extra": "TRL's log of columns"}
+# Arguments of other trainers alone, and what to do about them.
+DEFAULT = "take it out of the function's arguments, or give it a default, as {0}=None"
+OTHER_ARGUMENTS = {
+    "trainer_state": ("the state of TRL's trainer", DEFAULT),
+    "log_extra": ("TRL's log of columns", DEFAULT),
+    "queries": (
+        "OpenRLHF's prompt and completion in one text",
+        "take completions in its place, and answer in place of labels, and return a list of numbers",
+    ),
+}
 Turns: TypeAlias = list[tuple[bool, str]]
 # Names that the answer of a problem has in published data sets.
 ANSWERS = (
@@ -69,8 +77,8 @@ def demands_of(functions: Sequence[str], *, episodes: bool) -> list[Demand]:
             asked = more(**getattr(function, "keywords", {}))
             demands += [Demand(name, (column,), asked[column] is not None, asked[column]) for column in sorted(asked)]
         optional = tuple(column for column in columns if column not in EPISODE_COLUMNS)
-        if ours and optional and not required:
-            demands.append(Demand(name, optional, ours))
+        if any_of := getattr(plain, "any_of", optional if ours and not required else ()):
+            demands.append(Demand(name, any_of, ours))
     return demands
 
 
@@ -184,7 +192,7 @@ def _note(demand: Demand, without: list[int], part: range, dataset: Dataset, sou
 
 
 def _refusal(demand: Demand, dataset: Dataset, section: str, convert: str, named: bool) -> str:
-    present = sorted({column for row in dataset.rows for column in row} - {"prompt"})
+    present = sorted({column for row in dataset.rows for column in row} - {"prompt", PREFILL})
     what = "which the data does not have"
     if named:
         # The columns are there, but empty.
@@ -194,10 +202,10 @@ def _refusal(demand: Demand, dataset: Dataset, section: str, convert: str, named
     likely = next((column for column in ANSWERS if column in present), "")
     if demand.columns[0] in EPISODE_COLUMNS:
         remedy = "only episodes have it, in a run with an environment (config.env)"
-    elif name := next((column for column in demand.columns if column in TRL_ARGUMENTS), ""):
+    elif name := next((column for column in demand.columns if column in OTHER_ARGUMENTS), ""):
+        meaning, remedy = OTHER_ARGUMENTS[name]
         return (
-            f"reward {demand.function} asks for {name!r}, {TRL_ARGUMENTS[name]}, which does not exist here: "
-            f"take it out of the function's arguments, or give it a default, as {name}=None"
+            f"reward {demand.function} asks for {name!r}, {meaning}, which does not exist here: {remedy.format(name)}"
         )
     elif convert:
         remedy = f"let {by} = {convert!r} make it"

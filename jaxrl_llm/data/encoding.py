@@ -7,7 +7,9 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from itertools import repeat
 from types import MappingProxyType
@@ -27,7 +29,8 @@ DATE = re.compile(CLOCK.pattern + r"""\s*(["'])(.*?)\1\s*\)""")  # in a format t
 MIN_CACHED = 2**20  # minimum number of characters for storing token ids in the user's cache folder
 # Unpaired surrogates: valid as JSON escapes, but not for tokenizers.
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")
-FORMAT = 2  # version of stored token ids: raise it if a change of this file changes them
+ANSWER = "(an-answer)"  # stands for the words of an answer in a chat
+FORMAT = 3  # version of stored token ids: raise it if a change of this file changes them
 
 
 def encode(
@@ -76,6 +79,13 @@ def encode_text(text: str, tokenizer: Any) -> list[int]:
         # Its own call may change the tokenizer's settings, which another thread uses.
         return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def decode(ids: list[list[int]], tokenizer: Any) -> list[str]:
+    """Returns the texts of token ids, with special tokens."""
+    if tokenizer.is_fast:
+        return tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=False)
+    return tokenizer.batch_decode(ids)
 
 
 def check_template(
@@ -131,6 +141,22 @@ def on_day(tokenizer: Any, day: str) -> Any:
     return tokenizer
 
 
+def turn_end(tokenizer: Any, template_args: Mapping[str, Any]) -> int | None:
+    """Returns the special token that the chat template writes after an answer; None if it writes none."""
+    if not tokenizer.chat_template:
+        return None
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+    # A template may raise anything.
+    with suppress(Exception):
+        after = tokenizer.apply_chat_template(messages, tokenize=False, **template_args).rpartition(ANSWER)[2].strip()
+        ends = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+        ends += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        texts = {i: tokenizer.convert_ids_to_tokens(i) for i in ends}
+        # The longest first: <|end|> may begin another token.
+        return next((i for i in sorted(ends, key=lambda i: -len(texts[i])) if after.startswith(texts[i])), None)
+    return None
+
+
 def beginning(tokenizer: Any) -> list[int]:
     """Returns [begin token] if the tokenizer puts it before a text, else []. For chats the template adds it."""
     first = tokenizer("")["input_ids"][:1]
@@ -183,19 +209,43 @@ def _render(source: str, number: int, prompt: str | Chat, tokenizer: Any, templa
         return prompt
     # The completion continues this answer, as in TRL.
     continues = prompt[-1]["role"] == "assistant"
+    render = partial(
+        tokenizer.apply_chat_template,
+        tokenize=False,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        **template_args,
+    )
     try:
-        return tokenizer.apply_chat_template(
-            prompt,
-            tokenize=False,
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
-            **template_args,
-        )
+        text = render(prompt)
+        # OpenAI's messages hold the arguments of a call as JSON text, which most templates would quote once more.
+        quoted = any(json.dumps(x, ensure_ascii=False) in text for x in _argument_texts(prompt))
+        return render([_with_objects(message) for message in prompt]) if quoted else text
     except Exception as error:
         # A template may raise anything.
         raise UserError(
             f"{source} row {number}: the chat template does not take the prompt: {error}; mend one of them"
         ) from error
+
+
+def _argument_texts(prompt: Chat) -> list[str]:
+    calls = [call for message in prompt for call in message.get("tool_calls") or ()]
+    arguments = [call.get("function", call).get("arguments") for call in calls]
+    return [x for x in arguments if isinstance(x, str)]
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message whose calls of tools have objects as arguments where they have the JSON text of one."""
+
+    def read(call: dict[str, Any]) -> dict[str, Any]:
+        if "function" in call:
+            return call | {"function": read(call["function"])}
+        with suppress(KeyError, TypeError, ValueError):
+            if isinstance(arguments := json.loads(call["arguments"]), dict):
+                return call | {"arguments": arguments}
+        return call
+
+    return message | {"tool_calls": list(map(read, message["tool_calls"]))} if message.get("tool_calls") else message
 
 
 def _encode(texts: list[str], tokenizer: Any, source: str, numbers: Sequence[int]) -> list[np.ndarray]:
@@ -209,10 +259,9 @@ def _encode(texts: list[str], tokenizer: Any, source: str, numbers: Sequence[int
         core.no_truncation()
         core.no_padding()
         ids = [encoding.ids for encoding in core.encode_batch_fast(texts, add_special_tokens=False)]
-        decoded = core.decode_batch(ids, skip_special_tokens=False)
     else:
         ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        decoded = tokenizer.batch_decode(ids)
+    decoded = decode(ids, tokenizer)
     letters = lambda text: sum(map(len, text.split()))  # noqa: E731
     for text, back, number in zip(texts, decoded, numbers, strict=True):
         # Tokenizers may normalize text and change spaces. Only lost characters are an error.

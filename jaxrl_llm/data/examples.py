@@ -24,33 +24,39 @@ class Answer(NamedTuple):
 
 
 def tokenize_answers(
-    dataset: data.Dataset, tokenizer: Any, settings: DataSettings, limit: int
+    dataset: data.Dataset, tokenizer: Any, settings: DataSettings, limit: int, stop_ids: Sequence[int]
 ) -> list[tuple[Answer, ...]]:
     """Returns each row's G completions with the end token, and () for a row of which one is above the limit of tokens.
 
+    After the answer of a chat, the end token is the one that the template writes there, if the model stops at it:
+    Gemma's template writes <end_of_turn>, and its tokenizer ends texts with <eos>.
     A column holds text, or the turns of an episode: each is encoded alone, as an environment does it.
     Raises: UserError, if the tokenizer has no end token, or if no row is left.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token: name its eos_token in tokenizer_config.json")
-    by_column = [_answers(dataset, tokenizer, column, settings.source) for column in settings.completion_columns]
+    turn_end = encoding.turn_end(tokenizer, settings.template_args())
+    end = turn_end if turn_end is not None and turn_end in stop_ids else tokenizer.eos_token_id
+    ends = [tokenizer.eos_token_id if isinstance(row["prompt"], str) else end for row in dataset.rows]
+    by_column = [_answers(dataset, tokenizer, column, settings.source, ends) for column in settings.completion_columns]
     answers = [row if all(len(each.tokens) <= limit for each in row) else () for row in zip(*by_column, strict=True)]
     if not any(answers):
         raise UserError(f"all completions are longer than rollout.max_completion_tokens = {limit}: raise it")
     return answers
 
 
-def _answers(dataset: data.Dataset, tokenizer: Any, column: str, source: str) -> list[Answer]:
+def _answers(dataset: data.Dataset, tokenizer: Any, column: str, source: str, ends: Sequence[int]) -> list[Answer]:
+    """ends: end token of each row."""
     turns = [columns.turns(row[column]) for row in dataset.rows]
     numbers = [number for number, row in zip(dataset.numbers, turns, strict=True) for _ in row]
     encoded = encoding.encode([text for row in turns for _, text in row], tokenizer, source, numbers=numbers)
     if dataset.images:
         dataset.images.check_completions(encoded, tokenizer, source, numbers)
     ids = iter(encoded)
-    end, answers = Answer([tokenizer.eos_token_id], [True]), []
-    for row in turns:
+    answers = []
+    for row, end in zip(turns, ends, strict=True):
         parts = [Answer(tokens.tolist(), [own] * len(tokens)) for (own, _), tokens in zip(row, ids, strict=False)]
-        tokens, learned = (list(chain(*x)) for x in zip(*parts, end, strict=True))
+        tokens, learned = (list(chain(*x)) for x in zip(*parts, ([end], [True]), strict=True))
         answers.append(Answer(tokens, learned))
     return answers
 

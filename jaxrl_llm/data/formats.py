@@ -174,13 +174,13 @@ def template_args(row: Row) -> dict[str, Any]:
         with suppress(ValueError):
             tools = json.loads(tools)
     listed = isinstance(tools, (list, tuple)) and bool(tools) and all(isinstance(tool, dict) for tool in tools)
-    return (_without_nulls(keywords) if isinstance(keywords, dict) else {}) | (
-        {"tools": _without_nulls(tools)} if listed else {}
+    return (without_nulls(keywords) if isinstance(keywords, dict) else {}) | (
+        {"tools": without_nulls(tools)} if listed else {}
     )
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Returns a value without the keys that hold None: a Parquet file has every key in every row."""
     if isinstance(value, dict):
-        return {key: _without_nulls(x) for key, x in value.items() if x is not None}
-    return [_without_nulls(x) for x in value] if isinstance(value, (list, tuple)) else value
+        return {key: without_nulls(x) for key, x in value.items() if x is not None}
+    return [without_nulls(x) for x in value] if isinstance(value, (list, tuple)) else value

@@ -127,6 +127,11 @@ def check_whole(image: Image) -> None:
 
     The end of a file of the usual formats is looked at, and a picture is decoded only where it is not the usual one.
     """
+    if image.mode.startswith(("I", "F")):
+        # Pillow and transformers cut such values at 255, so that nearly all of the picture is white.
+        raise ValueError(
+            f"has the mode {image.mode} of Pillow, with more than 8 bits in a channel: convert it to 8 bits"
+        )
     if not _becomes_rgb(image.mode):
         raise ValueError(f"has the mode {image.mode} of Pillow, which has no RGB: convert it")
     stream = getattr(image, "fp", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,13 +18,17 @@ from jaxrl_llm.data.formats import Columns, Row
 from jaxrl_llm.data.image_columns import is_pillow
 from jaxrl_llm.data.image_rows import RowImages
 from jaxrl_llm.data.images import ImageFormat
+from jaxrl_llm.data.prompt_notes import notes_of
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.data.settings import DataSettings, EvalSettings
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import distributed
 from jaxrl_llm.structs import AnyArray, ImageSizes, Prompts
+from jaxrl_llm.tasks import PREFILL
 
 Turn: TypeAlias = dict[str, str]
+OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
+LAST = 16  # tokens of a prompt in which an opened thought is looked for
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Dataset:
     refused: int = 0  # number of rows that the convert function dropped
     read_as: str = ""  # how columns other than "prompt" and "answer" were read
     parts: dict[str, range] = field(default_factory=dict)  # rows of each source of a mixture
-    notes: tuple[str, ...] = ()  # for the banner: the rows that lack a column (`columns.check`)
+    notes: tuple[str, ...] = ()  # for the banner: what prompts hold, and the rows that lack a column (`columns.check`)
     source: str = ""  # that the rows come from
     images: RowImages | None = None  # of the prompts; None: the model reads none
 
@@ -60,7 +65,8 @@ class Dataset:
         """Returns a hash of the token ids and of all columns of the rows, in order."""
         digest = self._prompts()
         for row in self.rows:
-            digest.update(_canonical(row).encode())
+            # The token ids have what the prefill says.
+            digest.update(_canonical({key: x for key, x in row.items() if key != PREFILL}).encode())
         return digest.hexdigest()
 
     def prompts(self) -> str:
@@ -147,6 +153,7 @@ def join(parts: Mapping[str, Dataset]) -> Dataset:
         sum(part.refused for part in sets),
         "; ".join(f"{name}: {part.read_as}" for name, part in parts.items() if part.read_as),
         {name: range(*ends) for name, ends in zip(parts, pairwise(ends), strict=True)},
+        notes=tuple(f"{name}: {note}" for name, part in parts.items() for note in part.notes),
         source=", ".join(part.source for part in sets if part.source),
         images=image_rows.join([part.images for part in sets]),
     )
@@ -239,13 +246,44 @@ def tokenize(
     width = max(len(tokens) for tokens in ids)
     dropped, rows = len(rows) - len(fitting), [rows[i] for i in fitting]
     numbers, images = [numbers[i] for i in fitting], images.take(fitting) if images else None
-    return Dataset(ids, rows, dropped, width, numbers, images=images)
+    rows = _with_prefill(rows, ids, tokenizer)
+    return Dataset(ids, rows, dropped, width, numbers, notes=notes_of(rows, numbers, tokenizer), images=images)
+
+
+def check_turn_end(
+    dataset: Dataset, tokenizer: Any, template_args: Mapping[str, Any], stop_ids: Sequence[int]
+) -> Dataset:
+    """Returns a data set with a note if the chat template ends a turn with a token at which the model does not stop."""
+    end = encoding.turn_end(tokenizer, template_args)
+    if end is None or end in stop_ids or all(isinstance(row["prompt"], str) for row in dataset.rows):
+        return dataset
+    note = (
+        f"the chat template ends a turn with {tokenizer.convert_ids_to_tokens(end)!r}, at which completions do not "
+        f"stop: add {end} to eos_token_id in the model's generation_config.json, unless a base model is meant"
+    )
+    return replace(dataset, notes=(*dataset.notes, note))
 
 
 def _with_begin_tokens(begin: list[int], tokens: np.ndarray) -> np.ndarray:
     """Puts `begin` before the token ids, unless they already start with it."""
     begins = tokens[: len(begin)].tolist() == begin
     return tokens if begins else np.concatenate([np.array(begin, np.int32), tokens])
+
+
+def _with_prefill(rows: list[Row], ids: Sequence[np.ndarray], tokenizer: Any) -> list[Row]:
+    """Returns rows with the column of what their prompts already say of the answer: the thought that a template opens.
+
+    An answer that the last message begins needs none: reward functions get it as a part of the completion.
+    """
+    in_template = "<think>" in str(tokenizer.chat_template)
+    places = []
+    for i, row in enumerate(rows):
+        prompt = row["prompt"]
+        opens = "<think>" in prompt if isinstance(prompt, str) else in_template and prompt[-1]["role"] != "assistant"
+        places += [i] if opens and PREFILL not in row else []
+    ends = encoding.decode([ids[i][-LAST:].tolist() for i in places], tokenizer)
+    begun = {i: found[0] for i, end in zip(places, ends, strict=True) if (found := OPENED.search(end))}
+    return [row | {PREFILL: begun[i]} if i in begun else row for i, row in enumerate(rows)]
 
 
 def _canonical(row: Row) -> str:

@@ -136,8 +136,20 @@ def _checked(source: str, number: int, row: Any) -> Row:
         raise UserError(
             f"{source} row {number}: prompt is {prompt!r:.200}: give text, or a list of messages with role and content"
         )
+    if isinstance(prompt, str):
+        return row
+    is_arrow = source.endswith(".parquet") or hub.names_one(source)
+    if is_arrow and any(None in message.values() or "tool_calls" in message for message in prompt):
+        # Arrow gives every message, and all arguments of its calls, each key that another one has.
+        prompt = [_without_nulls(message) for message in prompt]
     # The usual case: no copy of the row.
-    return row if isinstance(row["prompt"], (str, list)) else row | {"prompt": list(prompt)}
+    return row if row["prompt"] is prompt and isinstance(prompt, list) else row | {"prompt": list(prompt)}
+
+
+def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message without the nulls around its content, whose parts the reader of pictures knows."""
+    rest = {key: value for key, value in message.items() if key != "content"}
+    return formats.without_nulls(rest) | ({"content": message["content"]} if "content" in message else {})
 
 
 def _with_text(source: str, number: int, row: Row) -> Row:

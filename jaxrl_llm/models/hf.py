@@ -70,6 +70,8 @@ def find(path: str, field: str = "model.path", *, weights: bool = True) -> Path:
         return folder
     if (folder / ADAPTER).is_file():
         raise UserError(_is_adapter(folder, path, field))
+    if remedy := _merging(folder):
+        raise UserError(f"{field} {path!r} {remedy}")
     raise UserError(f"{field} {path!r} has no config.json: give a Hugging Face folder or a hub id (org/name)")
 
 
@@ -111,6 +113,15 @@ def _is_adapter(folder: Path, path: str, field: str) -> str:
     if field == "model.path":
         return f"{line}: give their base, {base}, as model.path and this folder as adapters.path (configs/lora.py)"
     return f"{line}: merge them into their base, {base}, with PEFT (merge_and_unload), and give that"
+
+
+def _merging(folder: Path) -> str:
+    """Says how to merge the shards of veRL's FSDP workers in a folder or beside it; "": there are none."""
+    for place in (folder, folder / "actor", folder.parent):
+        if any(place.glob("model_world_size_*_rank_*.pt")):
+            command = f"python -m verl.model_merger merge --backend fsdp --local_dir {shlex.quote(str(place))}"
+            return f"holds the shards of veRL's FSDP: merge them with {command} --target_dir DIR, and give DIR"
+    return ""
 
 
 def _reason(error: Exception) -> str:
@@ -360,6 +371,7 @@ def load_readout(folder: Path, model: Decoder) -> PyTree:
     where, name, shape = _index(folder), SCORE, (1, model.cfg.width)
     if name not in where:
         raise UserError(f"{folder}: no tensor {name}: give a model with a head for sequence classification")
+    _check_dtype(folder, where, name)
     tensor = where[name].get_tensor(name)
     if tensor.shape != shape:
         raise UserError(f"{folder}: tensor {name} is {tensor.shape}, not {shape}: give a model with one label")
@@ -383,7 +395,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not (folder / listing).is_file() and any(folder.glob("*.safetensors")):
         raise UserError(f"{folder} holds no {listing}, which says where each tensor is: fetch it again")
     if not (folder / listing).is_file():
-        raise UserError(f"{folder} holds no model.safetensors: {_conversion(folder)}")
+        raise UserError(f"{folder} {_merging(folder) or f'holds no model.safetensors: {_conversion(folder)}'}")
     files = [folder / name for name in sorted(set(read_config(folder, listing).get("weight_map", {}).values()))]
     for file in files:
         if not file.is_file():
@@ -428,6 +440,7 @@ def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, table: T
         if tensor not in where:
             raise UserError(f"{folder}: no tensor {tensor}, which config.json asks for: use one checkpoint's files")
         stored = tuple(where[tensor].get_slice(tensor).get_shape())
+        _check_dtype(folder, where, tensor)
         if stored != shape:
             raise UserError(
                 f"{folder}: tensor {tensor} is {stored}, config.json makes it {shape}: use one checkpoint's files"
@@ -445,6 +458,15 @@ def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, table: T
         if not tensor.endswith(harmless):
             family = read_config(folder)["model_type"]
             raise UserError(f"{folder}: tensor {tensor} is unknown to {family}: use one checkpoint's files")
+
+
+def _check_dtype(folder: Path, where: dict[str, Any], tensor: str) -> None:
+    dtype = where[tensor].get_slice(tensor).get_dtype()
+    if dtype not in (*DTYPES, "F64"):
+        raise UserError(
+            f"{folder}: tensor {tensor} is stored as {dtype}, and quantized weights are not supported: "
+            "use the checkpoint that they were made from"
+        )
 
 
 def _equal(where: dict[str, Any], name: str, other_name: str) -> bool:

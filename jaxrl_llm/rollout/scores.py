@@ -90,9 +90,14 @@ def normalized(answer: str) -> str:
     text = " ".join(answer.split()).strip(" .$")
     # LaTeX tells capitals apart: \Delta is no \delta.
     text = text if "\\" in text else text.casefold()
-    number = re.sub(r"(?<=\d),(?=\d{3})|\\,| ", "", text)
+    number = re.sub(r"(?<=\d)(?:,(?=\d{3}(?!\d))|(?:\\,| )(?=\d{3}(?![\d/])))|(?<=[+/-]) | (?=/)", "", text)
+    # 1 1/2 is a mixed number: without its blank it would be 11/2.
+    mixed = re.fullmatch(r"([+-]?)(\d{1,40})(?:\\,| )(\d{1,40})/(0*[1-9]\d{0,39})", number)
+    if mixed:
+        sign, whole, above, below = mixed.groups()
+        number = f"{sign}{int(whole) * int(below) + int(above)}/{below}"
     # Bounded: an answer of a million digits would take a Fraction minutes.
-    if re.fullmatch(r"[+-]?(\d{1,40}(\.\d{0,40})?|\.\d{1,40}|\d{1,40}/0*[1-9]\d{0,39})", number):
+    if re.fullmatch(r"[+-]?(\d{1,40}(\.\d{0,40})?|\.\d{1,40}|\d{1,80}/0*[1-9]\d{0,39})", number):
         return str(Fraction(number))
     return text
 

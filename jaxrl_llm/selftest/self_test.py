@@ -29,6 +29,7 @@ from jaxrl_llm.machine import progress, sharding
 from jaxrl_llm.rollout.routing import routing_agreement
 from jaxrl_llm.selftest.trial import AGAIN, KEY, TOKENS, Dialog, Subject, Trial, prepare, trial_batch
 from jaxrl_llm.structs import Array, Batch, Rollouts
+from jaxrl_llm.tasks import PREFILL
 
 # Of equal weights in two programs: half the square of a difference of log-probabilities, 1e-6 for float32.
 KL, KL_ROUNDED = 1e-9, 1e-3
@@ -50,12 +51,14 @@ MEANT = 16  # completions, of which one should have stopped
 
 GROUP_CENTERED = ("grpo", "rloo", "gdpo", "pass_at_k")  # estimators whose advantages have mean 0 in each group
 ANSWERS = ("answer", "solution", "ground_truth", "completion")  # columns that may hold a good answer
+THOUGHT = "<think>\n</think>\n"
 FORMS = (
     "{}",
     "\\boxed{{{}}}",
     "#### {}",
     "<answer>{}</answer>",
-    "<think>\n</think>\n<answer>\n{}\n</answer>",
+    THOUGHT + "<answer>\n{}\n</answer>",
+    THOUGHT + "\\boxed{{{}}}",
     "<answer>\\boxed{{{}}}</answer>",
 )
 
@@ -213,7 +216,10 @@ def reward_sees(trial: Trial) -> CheckReport:
     answers = [[str(row[name]) for name in columns] for row in rows]
     # Also what is after "####", as in GSM8K.
     answers = [[*texts, *(text.split("####")[-1].strip() for text in texts)] for texts in answers]
-    texts = [["", *(form.format(answer) for answer in each for form in FORMS)] for each in answers]
+    texts = [
+        ["", *(form.format(answer) for answer in each for form in _forms(row))]
+        for row, each in zip(rows, answers, strict=True)
+    ]
     try:
         earned = _earned(trial, rows, texts)
     except UserError as error:
@@ -237,6 +243,15 @@ def reward_sees(trial: Trial) -> CheckReport:
     cause = f"the reward is blind, or wants a form that the self-test does not try ({text}; {', '.join(columns)})"
     fix = "judge a good answer by hand with your reward function"
     return CheckReport(text, (alarm("S5", "reward_blind", evidence, cause, fix, severity="warning"),))
+
+
+def _forms(row: dict[str, Any]) -> list[str]:
+    """Returns the forms of an answer without the thought that the row's prompt already opens, or opens and closes."""
+    prompt = row["prompt"]
+    continued = prompt[-1]["content"] if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" else ""
+    begun = row.get(PREFILL) or str(continued)
+    opening = THOUGHT if "</think>" in begun else "<think>" if "<think>" in begun else ""
+    return [form.removeprefix(opening) for form in FORMS]
 
 
 def _earned(trial: Trial, rows: list[dict[str, Any]], texts: list[list[str]]) -> np.ndarray:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from itertools import compress
 from math import inf, isnan
@@ -71,9 +71,19 @@ def unlogged(name: str, value: float) -> None:
     """Stands for `log_metric` where a reward is called without it."""
 
 
+# Column of rows whose prompt already begins the answer: the thought that a chat template opens, or opens and closes.
+PREFILL = "assistant_prefill"
+
+
 def text_of(completion: Any) -> str:
     """Returns the text of a completion, which for a chat is a list with one assistant message."""
     return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+def answer_texts(completions: list[Any], columns: Mapping[str, Any]) -> list[str]:
+    """Returns the texts of completions behind what their prompts already say of the answer, such as <think>."""
+    begun = columns.get(PREFILL) or [""] * len(completions)
+    return [(start or "") + text_of(completion) for start, completion in zip(begun, completions, strict=True)]
 
 
 def is_empty(value: Any) -> bool:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.config.schema import Share
+from jaxrl_llm.tasks import answer_texts, reads, text_of, unlogged
 from jaxrl_llm.tasks import format as forms
 from jaxrl_llm.tasks import math as maths
-from jaxrl_llm.tasks import reads, text_of, unlogged
 
 # The look-behind lets a match begin once in a run of spaces, so that the time is linear.
 AROUND_TAGS = re.compile(r"(?<!\s)\s+(?=[<>/])|(?<=[<>/])\s+")
@@ -30,7 +30,7 @@ def math(
 ) -> list[float | None]:
     """The answer is the last \\boxed{}, the format `<think>...</think>...\\boxed{}`: `reward_function/math.py`."""
     # Qwen2.5-VL puts spaces around tags.
-    texts = [AROUND_TAGS.sub("", text_of(c)) for c in completions]
+    texts = [AROUND_TAGS.sub("", text) for text in answer_texts(completions, columns)]
     return _mixed(maths.accuracy(texts, answer), forms.think_boxed(texts), format_weight, log_metric)
 
 
@@ -46,7 +46,7 @@ def r1v(
     """The answer is the first <answer> of one line, or else the whole text: `reward_function/r1v.py`."""
     texts = [text_of(c) for c in completions]
     right = maths.equal([_answer(text) for text in texts], answer)
-    return _mixed(right, forms.think_answer(texts), format_weight, log_metric)
+    return _mixed(right, forms.think_answer(completions, **columns), format_weight, log_metric)
 
 
 def _answer(text: str) -> str:

@@ -10,19 +10,21 @@ import math
 import re
 import sys
 import time
+from contextlib import suppress
 from decimal import Decimal
-from functools import cache
+from functools import cache, partial
 from numbers import Number
 from typing import Any
 
 from jaxrl_llm.errors import printable
 from jaxrl_llm.machine.process import Pool, cpus
-from jaxrl_llm.tasks import abstaining, deadline, reads, text_of
+from jaxrl_llm.tasks import abstaining, answer_texts, deadline, reads, text_of
 from jaxrl_llm.tasks.notation import rewritten, unwrapped
 
 # For one answer (most take 0.01), and for all answers of a batch.
 ANSWER_SECONDS, BATCH_SECONDS = 5.0, 60.0
 LONGEST = 2000  # characters; a longer answer earns 0
+SMALL = 1e-3  # numbers below need six right digits, and all others six right decimals
 PROCESSES, SHARE = 8, 32  # at most PROCESSES processes, and one per SHARE answers
 
 
@@ -37,7 +39,7 @@ def accuracy(
     A box earns 0 if it is empty, not closed, longer than LONGEST characters, or not judged in time. A line on stderr
     counts the late ones. Raises: ValueError, if the answer of a row is neither text nor a number.
     """
-    texts = [text_of(c) for c in completions]
+    texts = answer_texts(completions, columns)
     texts = [text.rpartition(after)[2] if after in text else "" for text in texts] if after else texts
     boxes = [
         last_box(text) or (_if_balanced(anchored(text)) if anchors and not BOX.search(text) else "") for text in texts
@@ -198,6 +200,7 @@ def _goes_on(text: str) -> bool:
 def _words(text: str) -> str:
     """Returns a text as it is compared: words in any case, but single letters and commands as they are."""
     text = re.sub(r"\b([AaPp])\.m\b\.?", r"\1m", " ".join(unwrapped(text).split()))
+    text = re.sub(r"(?<=[^\W\d_])\.$", "", text)
     return text if "\\" in text else re.sub(r"[^\W\d_]{2,}", lambda word: word[0].casefold(), text)
 
 
@@ -235,13 +238,66 @@ def _equal(box: str, answer: str) -> bool:
         for text in (box, answer)
     )
     _read_imaginary(box_values, answer_values)
-    if not box_values or _computes_with_infinity(box_values[0]):
+    if not (box_values and answer_values) or any(_computes_with_infinity(x[0]) for x in (box_values, answer_values)):
         return False
-    return verify(answer_values, box_values, timeout_seconds=None, allow_set_relation_comp=True)
+    are_equal = partial(verify, timeout_seconds=None, allow_set_relation_comp=True)
+    if are_equal(answer_values, box_values):
+        return not _differ_below(SMALL, *map(_numbers, (answer_values[0], box_values[0])))
+    # SymPy does not take √(1/n) for 1/√n, since n may be negative.
+    split = [[_with_split_roots(value) for value in values] for values in (answer_values, box_values)]
+    return split != [answer_values, box_values] and are_equal(split[0], split[1])
+
+
+def _differ_below(bound: float, answer: list[Any], box: list[Any]) -> bool:
+    """Tells whether a number below the bound differs in its first six digits: math-verify compares decimals alone."""
+    pairs = zip(answer, box, strict=True) if len(answer) == len(box) else ()
+    return any(max(abs(a), abs(b)) < bound and abs(a - b) > 5e-6 * max(abs(a), abs(b)) for a, b in pairs)
+
+
+def _numbers(value: Any) -> list[Any]:
+    """Returns the real and imaginary parts of all numbers of an answer, those of a set by size; []: it has none."""
+    from sympy import And, Expr, FiniteSet, Interval, MatrixBase, Tuple
+    from sympy.core.relational import Relational
+
+    if isinstance(value, And):
+        # In a chain such as x = 1/2 = 0.5 the last one counts, as for math-verify.
+        return _numbers(getattr(value, "_unsorted_args", value.args)[-1])
+    if isinstance(value, Relational):
+        return _numbers(value.rhs)
+    if isinstance(value, (FiniteSet, Interval, MatrixBase, Tuple)):
+        parts = value.flat() if isinstance(value, MatrixBase) else value.args
+        numbers = [number for part in parts for number in _numbers(part)]
+        return sorted(numbers) if isinstance(value, FiniteSet) else numbers
+    if not isinstance(value, Expr) or value.free_symbols:
+        return []
+    # SymPy raises many exceptions where it cannot compute a value.
+    with suppress(Exception):
+        both = value.doit().evalf(20).as_real_imag()
+        if all(x.is_comparable for x in both):
+            # Of a sum whose terms cancel, `evalf` knows one bit alone: it is 0.
+            return [0 if getattr(x, "_prec", 2) == 1 else x for x in both]
+    return []
+
+
+def _with_split_roots(value: Any) -> Any:
+    """Returns a value with √a/√b for each √(a/b) that has a variable."""
+    from sympy import Basic, Pow, S, fraction, sqrt
+
+    if not isinstance(value, Basic) or not value.free_symbols:
+        return value
+    with suppress(Exception):
+        return value.replace(
+            lambda node: isinstance(node, Pow) and node.exp == S.Half and fraction(node.base)[1].free_symbols,
+            lambda node: sqrt(fraction(node.base)[0]) / sqrt(fraction(node.base)[1]),
+        )
+    return value
 
 
 def _read_imaginary(*parsed: list[Any]) -> None:
-    """Makes i the imaginary unit if only one of two answers has it, as in √-4 = 2i. math-verify reads a variable."""
+    """Makes i the imaginary unit if only one of two answers has it, as in √-4 = 2i. math-verify reads a variable.
+
+    It reads i beside a decimal as another variable, too.
+    """
     from sympy import Expr, FiniteSet, I
 
     with_i = [
@@ -250,9 +306,9 @@ def _read_imaginary(*parsed: list[Any]) -> None:
         if values and isinstance(values[0], (Expr, FiniteSet))
         if (variables := {x: I for x in values[0].free_symbols if str(x) == "i"})
     ]
-    if len(with_i) == 1:
-        values, variables = with_i[0]
-        values[0] = values[0].subs(variables)
+    if len(with_i) == 1 or len({variable for _, variables in with_i for variable in variables}) > 1:
+        for values, variables in with_i:
+            values[0] = values[0].subs(variables)
 
 
 def _computes_with_infinity(value: Any) -> bool:

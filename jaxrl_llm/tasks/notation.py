@@ -47,7 +47,7 @@ UNICODE: dict[str, Rewriting] = {
     "½": (r"[¼½¾⅐-⅞]", lambda m: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", m[0]).split("\u2044"))),
 }
 
-TEXT = r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mathbf|mbox)\s*\{"
+TEXT = r"\\(?:text|textbf|textit|textrm|textsf|texttt|emph|mathrm|mathbf|mbox)\s*\{"
 MAYBE_TEXT = r"(?:" + TEXT + r")?\s*"
 # Words behind a number that are no unit: a second answer, a range, a factor, a doubt, a time of the day.
 NO_UNIT = (
@@ -57,6 +57,8 @@ NO_UNIT = (
 WORDS = r"[A-Za-z]{2,}\.?(?: ?/ ?[A-Za-z]+|(?: [A-Za-z]{2,}\.?){0,4})"
 BESIDE = r"(?:[cdkm]m|k?g|mg|m?[lL]|km/h|mph|ft|lbs?|oz|hrs?|mins?|secs?|dollars?|euros?|cents?|USD|EUR|GBP)"  # 5cm
 POWER = r"(?:\^\{?-?\d\}?)?"
+RELATION = r"\s*(<|>|\\[lg]e)(?:q|qslant)?(?![a-z])\s*"
+BOUND = r"((?:(?!\\[lg]e)[^<>=])+?)"
 FACTORS = {"dozen": "12", "hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}"}
 # What stands around or inside an answer and does not change it, and notation that math-verify does not read. In order.
 NOTATION: dict[str, Rewriting] = {
@@ -69,9 +71,16 @@ NOTATION: dict[str, Rewriting] = {
     "\\color{red}": (r"\\(?:text)?color\s*\{[a-z]+\}", ""),
     "\\langle": (r"\\langle(?![a-z])\s*(.*)\\rangle(?![a-z])", r"(\1)"),
     "$72$": (
-        r"^\\\((.*)\\\)$|^\\\[(.*)\\\]$|^\$+([^$]*)\$+$|^\*\*(.*)\*\*$",
+        r"^\\\((.*)\\\)$|^\\\[(.*)\\\]$|^[$`]+([^$`]*)[$`]+$|^\*\*(.*)\*\*$",
         lambda m: next(filter(None, m.groups()), ""),
     ),
+    "\\nicefrac{1}{2}": (r"\\(?:nice|s)frac(?=\s*\{)", r"\\frac"),
+    "\\frac\\pi4": (r"\\[dt]?frac\s*(\\pi|\d)\s*(\\pi(?![a-z])|\d|[a-z])", r"\\frac{\1}{\2}"),
+    # signs of programs
+    "2**10": (r"(?<=[\w)}])(\s?)\*\*\1(?=[\w({-])", "^"),
+    "10^-3": (r"\^\s*-\s*(\d{1,9}(?:\.\d{1,9})?|[a-z])", r"^{-\1}"),
+    "14 + -2i": (r"(?<=[\w)}])\s?\+\s?-", "-"),
+    "exp(2)": (r"(?<![\\A-Za-z])(exp|ln|log|(?:arc)?(?:sin|cos|tan))(?=\s*\()", r"\\\1"),
     # words before and behind the answer
     "= 72": (r"^(?:=|\\approx(?![a-z])|≈|\\sim(?![a-z]))\s*", ""),
     "about 72": ("^" + MAYBE_TEXT + r"(?:about|approximately|approx\.?|roughly|around|nearly|exactly)\b\s*\}?\s*", ""),
@@ -93,7 +102,7 @@ NOTATION: dict[str, Rewriting] = {
     # units; a letter beside a number is a variable, as in 2t
     "90° C": (r"(?<=\d)\s*\^\{?\s*\\circ\s*\}?\s*(?:\\(?:text|mathrm)\{\s*[CF]\s*\}|[CF])$", ""),
     "7\\text{ apples}": (
-        r"(?<=[\w})])(?:\s*(?:(?:\\cdot|/)\s*)?" + TEXT + NO_UNIT + r"[^{}\d()]*\}" + POWER + r"){1,4}$",
+        r"(?<=[\w})])(?:\s*(?:(?:\\cdot|/)\s*)?" + TEXT + NO_UNIT + r"[^{}\d()]*(?:\^\d)?\}" + POWER + r"){1,4}$",
         "",
     ),
     "25 cm^2": (r"(?<=[\d})])(?:\s+|(?=" + BESIDE + r"\b))" + NO_UNIT + WORDS + POWER + "$", ""),
@@ -104,18 +113,26 @@ NOTATION: dict[str, Rewriting] = {
     "2 pi": (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
     "3 x 10^8": (r"(?<=\d)\s*[xX*]\s*(?=10\s*\^)", r"\\times "),
     "3e8": (r"^(-?\d+(?:\.\d*)?|-?\.\d+)[eE]\+?(-?\d+)$", r"\1\\times 10^{\2}"),
-    "0.1\\overline{6}": (
-        r"^(-?)(\d{0,99})\.(\d{0,99})\\(?:overline|bar)\{(\d{1,99})\}$",
-        lambda m: _repeating(*m.groups()),
+    "0.\\dot12\\dot3": (r"\\dot\s*\{?(\d)\}?(\d{0,99})\\dot\s*\{?(\d)\}?$", r"\\overline{\1\2\3}"),
+    "0.1\\bar6": (
+        r"(\.\d{0,99})\\(?:overline|bar|dot)\s*(?:\{(\d{1,99})\}|(\d))$",
+        lambda m: f"{m[1]}({m[2] or m[3]})",
     ),
+    "0.1666...": (r"(\.\d{0,9}?)(?:(\d)\2\2+|(\d{3,9})\3+)(?:\.{3}|\\[lc]?dots)$", lambda m: f"{m[1]}({m[2] or m[3]})"),
+    "0.1(6)": (r"^(-?)(\d{0,99})\.(\d{0,99})\((\d{1,99})\)$", lambda m: _repeating(*m.groups())),
     # binomials, lists, the empty set
     "\\binom52": (r"\\[dt]?binom\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})", r"\\binom{\1}{\2}"),
     "C(5,2)": (r"^C\s*\((\d{1,4}),\s*(\d{1,4})\)$", r"\\binom{\1}{\2}"),
+    "C_5^2": (r"^C_\{?(\d{1,4})\}?\^\{?(\d{1,4})\}?$", r"\\binom{\1}{\2}"),
     "{}_5C_2": (r"^(?:\{\})?[_^]\{?(\d{1,4})\}?\s*C_\{?(\d{1,4})\}?$", r"\\binom{\1}{\2}"),
     "\\text{A and C}": (TEXT + r"([^{}]*\b(?:and|or)\b[^{}]*)\}", r"\1"),
     "\\varnothing": (
         r"^(?:\\varnothing|\\\{\s*\\\}|" + MAYBE_TEXT + r"(?i:the empty set|empty set|no solutions?)\}?)$",
         r"\\emptyset",
+    ),
+    "x<2 or x>3": (
+        rf"^([A-Za-z]){RELATION}{BOUND}\s*(\bor\b|\band\b|\\lor|\\land|\\vee|\\wedge)\s*\1{RELATION}{BOUND}$",
+        lambda m: _intervals(*m.groups()),
     ),
 }
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
@@ -201,6 +218,23 @@ def _index(sign: str) -> str:
     """Returns the index of a root, [3] for ³ before it and for ∛; "" for √."""
     number = {"√": "", "\\sqrt": "", "∛": "3", "∜": "4"}.get(sign, sign.translate(RAISED))
     return f"[{number}]" if number else ""
+
+
+def _intervals(variable: str, first: str, bound: str, word: str, second: str, other_bound: str) -> str:
+    """Converts two inequalities of a variable to intervals: x<2 or x>3 to (-\\infty,2)\\cup(3,\\infty)."""
+    sides = [(first, bound), (second, other_bound)]
+    if word in ("or", "\\lor", "\\vee"):
+        return "\\cup ".join(_interval(*(side, None) if side[0] in (">", "\\ge") else (None, side)) for side in sides)
+    below, above = sorted(sides, key=lambda side: side[0] in ("<", "\\le"))
+    one_each = (below[0] in (">", "\\ge")) and above[0] in ("<", "\\le")
+    return _interval(below, above) if one_each else f"{variable}{first} {bound} {word} {variable}{second} {other_bound}"
+
+
+def _interval(below: tuple[str, str] | None, above: tuple[str, str] | None) -> str:
+    """Returns an interval, by the relations and values of its bounds; None: it has none."""
+    start = ("[" if below[0] == "\\ge" else "(") + below[1] if below else "(-\\infty"
+    end = above[1] + ("]" if above[0] == "\\le" else ")") if above else "\\infty)"
+    return f"{start},{end}"
 
 
 def _repeating(sign: str, whole: str, fixed: str, repeated: str) -> str:

@@ -18,7 +18,7 @@ from jaxrl_llm.config.names import resolve
 from jaxrl_llm.config.schema import AtLeastOne, Count, Positive
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.retriever.documents import Document, RetrieverError, document, information, shown
-from jaxrl_llm.tasks import SOURCES, each_judged, last_tagged, policy_texts, reads, text_of
+from jaxrl_llm.tasks import PREFILL, SOURCES, each_judged, last_tagged, policy_texts, reads, text_of
 from jaxrl_llm.tasks.protocol import Reply
 
 INVALID = (
@@ -100,7 +100,8 @@ def with_format(completions: list[Any], answer: list[Any], turns: list[Any], **c
     """The reward of Search-R1 v0.3 (arXiv 2505.15117): exact match, and a part of it for episodes in its format.
 
     Right 1, or 0.8 without the format; wrong 0.2 in the format, or 0.1 with an answer at least; else 0.
-    In the format, each turn but the last thinks and then searches, and the last thinks and then answers.
+    In the format, each turn but the last thinks and then searches, and the last thinks and then answers. A <think>
+    that the chat template has written into the prompt is a part of the first turn.
     """
 
     def reward(right: float | None, text: str, form: bool) -> float | None:
@@ -109,13 +110,15 @@ def with_format(completions: list[Any], answer: list[Any], turns: list[Any], **c
         return (1.0 if form else 0.8) if right else 0.2 if form else 0.1 if text else 0.0
 
     right, texts = exact_match(completions, answer, turns), _answers(completions, turns)
-    return [reward(*row) for row in zip(right, texts, map(_has_format, turns), strict=True)]
+    forms = map(_has_format, turns, columns.get(PREFILL) or [None] * len(turns))
+    return [reward(*row) for row in zip(right, texts, forms, strict=True)]
 
 
-def _has_format(turns: list[Any]) -> bool:
+def _has_format(turns: list[Any], begun: str | None) -> bool:
     texts, observations = policy_texts(turns), [turn["content"] for turn in turns if turn["role"] != "assistant"]
     if not texts or not all("<information>" in text for text in observations):
         return False
+    texts[0] = (begun or "") + texts[0]
     return all(map(SEARCHES.fullmatch, texts[:-1])) and bool(ANSWERS.fullmatch(texts[-1]))
 
 

@@ -8,7 +8,7 @@
 | `f(reward_inputs)` | a batch | a list of them |
 | `f(predict_str, ground_truth)`, `f(predicts, ground_truths)` | one completion, a batch | as the two above |
 
-The ground truth is the column "answer". Other numbers of a dict are logged.
+The ground truth is that of `verl.ground_truth`, or the column "answer". Other numbers of a dict are logged.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.config.names import bind, parameters
-from jaxrl_llm.tasks import REWARDS, text_of
+from jaxrl_llm.config.names import bind, marked, parameters
+from jaxrl_llm.tasks import REWARDS, text_of, verl
 
 __all__: tuple[str, ...] = ()  # nothing here is for a config to name
 
 TEXTS = ("solution_str", "predict_str", "predict")  # arguments that hold the text of a completion
-COLUMNS = {"ground_truth": "answer", "data_source": "data_source", "extra_info": "extra_info"}
+COLUMNS = ("data_source", "extra_info")
+TRUTH = ("answer", "reward_model")  # columns of which one holds the ground truth
 TOTALS = ("score", "overall")  # names of the reward in a dict
 
 
@@ -46,18 +47,29 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _adapter(function: Callable[..., Any], known: Mapping[str, inspect.Parameter], plural: str) -> Callable[..., Any]:
     """plural: the end of the arguments' names: "s" if the function judges a batch at once, "" if one completion."""
-    columns = {f"{name}{plural}": column for name, column in COLUMNS.items() if f"{name}{plural}" in known}
-    inputs = f"reward_input{plural}" in known
+    columns = {column: known[f"{column}{plural}"] for column in COLUMNS if f"{column}{plural}" in known}
+    inputs, truth = f"reward_input{plural}" in known, f"ground_truth{plural}"
 
     @functools.wraps(function)
-    def reward(completions: list[Any], completion_ids: list[list[int]], log_metric: Any, **values: list[Any]) -> Any:
+    def reward(
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        log_metric: Any,
+        answer: Sequence[Any] | None = None,
+        reward_model: Sequence[Any] | None = None,
+        **values: list[Any],
+    ) -> Any:
         texts = [text_of(completion) for completion in completions]
-        arguments = {name: values[column] for name, column in columns.items() if column in values}
+        arguments: dict[str, Any] = {f"{column}{plural}": values[column] for column in columns if column in values}
         arguments |= {f"{name}{plural}": texts for name in TEXTS if f"{name}{plural}" in known}
+        nothing = [None] * len(texts)
+        truths = list(map(verl.ground_truth, answer or nothing, reward_model or nothing))
+        if truth in known and (answer or reward_model):
+            arguments[truth] = truths
         if inputs:
-            facts = zip(texts, completion_ids, values["answer"], strict=True)
+            facts = zip(texts, completion_ids, truths, strict=True)
             arguments[f"reward_input{plural}"] = [
-                {"response": text, "response_length": len(ids), "ground_truth": answer} for text, ids, answer in facts
+                {"response": text, "response_length": len(ids), "ground_truth": value} for text, ids, value in facts
             ]
         if plural:
             returned = function(**arguments)
@@ -66,16 +78,16 @@ def _adapter(function: Callable[..., Any], known: Mapping[str, inspect.Parameter
         waits = inspect.isawaitable(returned) or (not plural and any(map(inspect.isawaitable, returned)))
         return _awaited(returned, log_metric) if waits else _totals(returned, log_metric)
 
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    defaults = {column: known[name].default for name, column in columns.items()}
-    if inputs:
-        defaults["answer"] = inspect.Parameter.empty
-    names = {name: inspect.Parameter.empty for name in ("completions", "completion_ids", "log_metric")} | defaults
+    kind, required = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    names = {name: required for name in ("completions", "completion_ids", "log_metric")} | dict.fromkeys(TRUTH)
+    names |= {column: parameter.default for column, parameter in columns.items()}
     our_parameters = [inspect.Parameter(name, kind, default=default) for name, default in names.items()]
     # Python asks for parameters without a default first.
     our_parameters.sort(key=lambda parameter: parameter.default is not parameter.empty)
     setattr(reward, "__signature__", inspect.Signature(our_parameters))  # noqa: B010 - what `inspect.signature` returns
-    return reward
+    # `data.columns` asks each row for one of these columns.
+    needs_truth = inputs or (truth in known and known[truth].default is required)
+    return marked(any_of=TRUTH)(reward) if needs_truth else reward
 
 
 async def _awaited(returned: Any, log_metric: Any) -> Any:

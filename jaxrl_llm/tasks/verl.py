@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from jaxrl_llm.tasks import gsm8k, is_empty, reads, search, text_of
+from jaxrl_llm.tasks import gsm8k, is_empty, reads, search, search_r1, text_of
 from jaxrl_llm.tasks import math as maths
 
 Verifier: TypeAlias = Callable[..., list[float | None]]
@@ -26,7 +26,7 @@ def convert(row: dict[str, Any]) -> dict[str, Any]:
     """The row with its ground truth as the column "answer", or, where it has names, as columns by those names.
 
     {"ground_truth": 72} -> {"answer": "72"}; {"ground_truth": {"target": 24, "numbers": [2, 3, 4]}} -> the columns
-    target and numbers. The other columns stay, for rewards of your own. Raises: KeyError.
+    target and numbers. Several answers stay a list. The other columns stay, for rewards of your own. Raises: KeyError.
     """
     if not isinstance(row["reward_model"], dict):
         raise KeyError("reward_model.ground_truth")
@@ -35,7 +35,22 @@ def convert(row: dict[str, Any]) -> dict[str, Any]:
     truth = truth.tolist() if isinstance(truth, np.ndarray) else truth
     if isinstance(truth, (list, tuple)) and len(truth) == 1:
         truth = truth[0]
-    return row | (truth if isinstance(truth, dict) else {"answer": str(truth)})
+    return row | (truth if isinstance(truth, dict) else {"answer": truth if isinstance(truth, list) else str(truth)})
+
+
+def ground_truth(answer: Any, reward_model: Any) -> Any:
+    """Returns what a veRL function gets as the ground truth of a row: reward_model.ground_truth with its own type.
+
+    A row without it, or with an answer that another column or a convert function has given, has its answer.
+    """
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    if truth is None:
+        return answer
+    derived_answers = [convert({"reward_model": reward_model}).get("answer"), None]
+    if isinstance(truth, dict) and hasattr(truth.get("target"), "__len__"):
+        derived_answers.append(search_r1.convert({"reward_model": reward_model})["answer"])
+    is_derived = any(str(answer) == str(each) for each in derived_answers)
+    return (truth.tolist() if isinstance(truth, np.ndarray) else truth) if is_derived else answer
 
 
 @reads(data_source=lambda value: _judge(value))
@@ -86,9 +101,9 @@ def _after_answer(completions: list[Any], answer: list[Any], **columns: Any) -> 
 
 
 def _stated(text: str) -> str:
-    """Returns what follows the last "Answer:" in its line, without Markdown's asterisks; "" if there is none."""
+    """Returns what follows the last "Answer:" in its line, without Markdown's marks; "" if there is none."""
     matches = ANSWER.findall(text[-LAST:])
-    return matches[-1].strip(" *") if matches else ""
+    return matches[-1].strip(" *`") if matches else ""
 
 
 JUDGES: tuple[tuple[str, Verifier], ...] = (

@@ -85,8 +85,8 @@ def test_a_function_with_our_signature_stays_as_it_is():
 
 
 @pytest.mark.parametrize(("name", "needs"), [
-    ("of_verl", {"answer", "data_source"}), ("of_easyr1", {"answer"}), ("of_verl_for_a_batch",
-    {"answer", "data_source", "extra_info"}),
+    ("of_verl", {"answer", "reward_model", "data_source"}), ("of_easyr1", {"answer", "reward_model"}),
+    ("of_verl_for_a_batch", {"answer", "reward_model", "data_source", "extra_info"}),
 ])  # fmt: skip
 def test_the_columns_of_such_a_function_are_known_before_a_model_is_loaded(name, needs):
     asked = columns.demands_of([f"test_own_functions.{name}"], episodes=False)

@@ -28,6 +28,9 @@ def easy(completions, answer=None, *, scale=1.0, **columns):
 def of_trl(completions, trainer_state):
     return [0.0] * len(completions)
 
+def of_openrlhf(queries, prompts, labels):
+    return {"rewards": queries}
+
 def hard(prompts, completions, completion_ids, log_metric, answer, level, *, scale):
     return [0.0] * len(completions)
 """
@@ -189,6 +192,7 @@ REFUSED = {  # -> rows, function, section, convert, and what the line names
     "an episode": ([{"answer": "2"}], "environment.reward", "data", "", ("environment.reward",)),
     "tests": ([{"x": 1}], "code.accuracy", "data", "", ("'tests'", "'fn_name'")),
     "a function of one's own": ([{"x": 1}], "columns_mine.plain", "data", "", ("columns_mine.plain", "'answer'")),
+    "OpenRLHF's arguments": ([{"answer": 1}], "columns_mine.of_openrlhf", "data", "", ("'queries'", "OpenRLHF")),
     "the state of TRL's trainer": ([{"answer": 1}], "columns_mine.of_trl", "data", "", ("'trainer_state'",)),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout import grading
 from jaxrl_llm.session.banner import model_and_data_table, problems_table
+from jaxrl_llm.tasks import PREFILL
 from jaxrl_llm.tasks.signatures import bound
 
 SUM = "1+2"
@@ -45,6 +47,8 @@ FORMATS = {  # row -> prompt, answer, and what the banner says
     "TRL's unpaired preferences": ({"prompt": SUM, "completion": "3", "label": True}, SUM, None, ""),
     "veRL's": (of_verl("3"), ASKED, "3", "'reward_model' holds the answer, as in veRL"),
     "veRL's with a number": (of_verl(3), ASKED, "3", "'reward_model' holds the answer, as in veRL"),
+    "veRL's with several answers": (of_verl(["3", "three"]), ASKED, ["3", "three"],
+                                    "'reward_model' holds the answer, as in veRL"),
     "veRL's for a reward model": (of_verl(None), ASKED, None, ""),
     "Search-R1's": (of_verl({"target": ["Ann", "Anna"]}), ASKED, ["Ann", "Anna"],
                     "'reward_model' holds the accepted answers, as in Search-R1"),
@@ -117,6 +121,38 @@ def test_a_column_that_a_convert_function_makes_is_refused(refused):
         recipes.read(tiny(**{"data.convert": "gsm8k.convert", "data.prompt_column": "problem"}))
 
 
+TRUTHS = ["3", 3, ["Paris", "paris, France"], {"target": 24, "numbers": [2, 3]}, {"target": ["Ann", "Anna"]}]
+OF_VERL = """def one(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 1.0, "length": len(repr(ground_truth))}
+
+def batch(reward_inputs):
+    return [{"overall": 1.0, "length": len(repr(x["ground_truth"]))} for x in reward_inputs]
+"""
+
+
+@pytest.mark.parametrize("truth", TRUTHS, ids=map(repr, TRUTHS))
+def test_a_function_of_verl_gets_the_ground_truth_with_its_own_type(tmp_path, monkeypatch, arithmetic, truth):
+    (tmp_path / "of_verl_truths.py").write_text(OF_VERL)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "x.jsonl").write_text(json.dumps(of_verl(truth)) + "\n")
+    dataset = data.read(str(tmp_path / "x.jsonl"), arithmetic, max_prompt_tokens=16, overlong="error")
+    for name in ("of_verl_truths.one", "of_verl_truths.batch"):
+        assert columns.check(dataset, [name], "data").notes == ()
+        judged = grading.call("f", bound(name), dataset.rows, ["3"], [[1]])
+        assert (judged.values, judged.metrics["length"]) == ([1.0], len(repr(truth)))
+        # An answer that somebody has named is the ground truth.
+        (row,) = load_rows(str(tmp_path / "x.jsonl"), columns=Columns(answer_column="ability")).rows
+        assert grading.call("f", bound(name), [row], ["3"], [[1]]).metrics["length"] == len(repr("math"))
+
+
+def test_a_row_without_a_ground_truth_is_refused_for_a_function_of_verl(tmp_path, monkeypatch, refused):
+    (tmp_path / "of_verl_truths.py").write_text(OF_VERL)
+    monkeypatch.syspath_prepend(tmp_path)
+    dataset = data.Dataset([], [{"prompt": SUM, "data_source": "x", "solution": "3"}], 0, 1, [1])
+    with refused("of_verl_truths.one", "'answer'", "data.answer_column"):
+        columns.check(dataset, ["of_verl_truths.one"], "data")
+
+
 def test_a_convert_function_wins_over_what_the_columns_say(tmp_path, monkeypatch):
     (tmp_path / "mine_too.py").write_text("def plain(row):\n    return {'prompt': 'x', 'answer': 'mine'}\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -137,7 +173,7 @@ def tokenizer(tmp_path_factory):
 
 
 def texts(tokenizer, rows: list[dict], **more) -> list[str]:
-    made = data.tokenize(rows, tokenizer, max_prompt_tokens=99, overlong="error", **more)
+    made = data.tokenize(rows, tokenizer, max_prompt_tokens=999, overlong="error", **more)
     return [tokenizer.decode(ids.tolist()) for ids in made.ids]
 
 
@@ -158,6 +194,97 @@ def test_tools_and_arguments_of_a_row_reach_its_chat_template_alone(tokenizer, r
     assert last == [plain]
     with refused("data row 2", "'effort'"):
         texts(tokenizer, [rows[0], {"prompt": ASKED, "chat_template_kwargs": {"effort": 1}}])
+
+
+def test_a_thought_that_the_prompt_opens_is_a_part_of_the_answer(tokenizer, monkeypatch):
+    opening = THINKING + "{% if enable_thinking is not defined %}<think>\n{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", opening)
+    rows = [
+        {"prompt": ASKED, "answer": "3"},
+        {"prompt": ASKED, "answer": "3", "chat_template_kwargs": {"enable_thinking": False}},
+        {"prompt": [*ASKED, {"role": "assistant", "content": "<think>"}], "answer": "3"},
+        {"prompt": "1+2= <think>", "answer": "3"},
+        {"prompt": "1+2= <think> 3 </think> so", "answer": "3"},
+    ]
+    made = data.tokenize(rows, tokenizer, max_prompt_tokens=99, overlong="error")
+    assert [row.get(PREFILL) for row in made.rows] == ["<think>\n", "<think></think>", None, "<think>", None]
+    assert sum(PREFILL in note for note in made.notes) == 1
+    monkeypatch.setattr(tokenizer, "chat_template", THINKING)
+    assert data.tokenize(rows[:1], tokenizer, max_prompt_tokens=99, overlong="error").notes == ()
+    said = ["a</think>\\boxed{3}"] * 5
+    judged = lambda name: grading.call("f", bound(name), made.rows, said, [[1]] * 5).values  # noqa: E731
+    assert judged("format.think") == [1, 1, 1, 1, 0]
+    assert judged("easyr1.math") == pytest.approx([1, 1, 1, 1, 0.9])
+    closed = grading.call("f", bound("math.accuracy(after='</think>')"), made.rows[:2], ["\\boxed{3}"] * 2, [[1]] * 2)
+    assert closed.values == [0, 1]
+
+
+DRESSED = {  # prompts that are chats in another dress, and a word of the line that says so; "": there is none
+    "a chat": (ASKED, ""),
+    "a chat formatted before": ([{"role": "user", "content": f"<|im_start|>user\n{SUM}<|im_end|>"}], "once more"),
+    "the JSON text of a chat": (json.dumps(ASKED), "JSON text"),
+    "plain text": (SUM, "data.format_prompt"),
+    "formatted text": (f"<|im_start|>user\n{SUM}<|im_end|>\n<|im_start|>assistant\n", ""),
+    "a list in brackets": ('["role"]', "data.format_prompt"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "word"), DRESSED.values(), ids=DRESSED.keys())
+def test_the_banner_says_of_prompts_that_they_are(tokenizer, wording, prompt, word):
+    rows = [{"prompt": ASKED}, {"prompt": prompt}, {"prompt": prompt}]
+    notes = data.tokenize(rows, tokenizer, max_prompt_tokens=99, overlong="error", numbers=[1, 3, 5]).notes
+    assert len(notes) == bool(word)
+    for note in notes:
+        assert word in note and "2 of 3" in note and "row 3" in note
+        wording(note)
+    part = data.tokenize(rows, tokenizer, max_prompt_tokens=99, overlong="error")
+    assert data.join({"one": part}).notes == tuple(f"one: {note}" for note in part.notes)
+
+
+def test_text_for_a_model_without_a_chat_template_needs_no_note(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    assert data.tokenize([{"prompt": SUM}], tokenizer, max_prompt_tokens=99, overlong="error").notes == ()
+
+
+def test_the_hash_of_rows_does_not_know_what_their_prompts_open(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", THINKING + "<think>")
+    made = data.tokenize([{"prompt": ASKED}], tokenizer, max_prompt_tokens=99, overlong="error")
+    plain = dataclasses.replace(made, rows=[{"prompt": ASKED}])
+    assert PREFILL in made.rows[0] and made.fingerprint() == plain.fingerprint()
+
+
+CALLS = [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {
+    "name": "search", "arguments": {name: "a"}}}]} for name in ("text", "page")]  # fmt: skip
+TOOL_TEMPLATES = ("qwen2_5", "qwen3", "llama3_1", "mistral")
+
+
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+def test_calls_of_tools_in_a_prompt_read_alike_from_every_file(tmp_path, tokenizer, monkeypatch, name):
+    monkeypatch.setattr(tokenizer, "chat_template", (Path(__file__).parents[1] / f"templates/{name}.jinja").read_text())
+    result = {"role": "tool", "content": "b", "tool_call_id": "123456789"}
+    for i, call in enumerate(calls := json.loads(json.dumps(CALLS))):
+        call["tool_calls"][0]["id"] = f"12345678{i}"
+    rows = [{"prompt": [*ASKED, call, result]} for call in calls]
+    as_text = json.loads(json.dumps(rows))
+    for row in as_text:
+        called = row["prompt"][1]["tool_calls"][0]["function"]
+        called["arguments"] = json.dumps(called["arguments"])
+    made = []
+    for i, written in enumerate((rows, as_text)):
+        (tmp_path / f"{i}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(written), tmp_path / f"{i}.parquet")
+        made += [texts(tokenizer, load_rows(str(tmp_path / f"{i}.{kind}")).rows) for kind in ("jsonl", "parquet")]
+    assert '{"text": "a"}' in made[0][0] and "page" not in made[0][0] and "null" not in made[0][0]
+    assert all(each == made[0] for each in made)
+
+
+def test_a_null_that_somebody_wrote_stays_in_the_arguments_of_a_call(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[-1].tool_calls[0].function.arguments | tojson }}")
+    for arguments in ({"text": None}, '{"text": null}', "{}", "no JSON"):
+        message = {"role": "user", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": [message]}))
+        shown = {"{}": "{}", "no JSON": '"no JSON"'}.get(str(arguments), '{"text": null}')
+        assert texts(tokenizer, load_rows(str(tmp_path / "x.jsonl")).rows) == [shown]
 
 
 def test_kept_token_ids_know_the_arguments_of_rows(tokenizer, tmp_path, monkeypatch):

@@ -208,6 +208,9 @@ BROKEN = {  # a row, and what the line names beside it
     "empty dict": (asked({"bytes": None, "path": None}), "picture 1"),
     "SVG": (asked(SVG), "picture 1"),
     "no RGB": (asked(Image.new("La", (40, 40))), "mode La"),
+    "16 bits": (asked(encoded(Image.fromarray(np.full((40, 40), 2**12, np.uint16)))), "8 bits"),
+    "32 bits": (asked(Image.new("I", (40, 40))), "8 bits"),
+    "floats": (asked(Image.new("F", (40, 40))), "8 bits"),
     "too narrow": (asked(encoded(pillow(2, 500))), "2 x 500 pixels"),
     "no size in the limits": (asked(encoded(pillow(5, 600))), "data.max_pixels"),
     "zero-size": (asked(Image.new("RGB", (0, 9))), "0 x 9 pixels"),
@@ -468,8 +471,8 @@ def test_a_completion_with_a_placeholder_is_refused(tokenizer, form, monkeypatch
     dataset = read(rows, tokenizer, form, monkeypatch)
     settings = recipes.read_sft(load("sft")).data
     with refused("row 2", VIDEO):
-        sft.tokenize_answers(dataset, tokenizer, replace(settings, source="mine.rows"), 9)
-    answers = sft.tokenize_answers(replace(dataset, rows=dataset.rows[:1], numbers=[1]), tokenizer, settings, 9)
+        sft.tokenize_answers(dataset, tokenizer, replace(settings, source="mine.rows"), 9, ())
+    answers = sft.tokenize_answers(replace(dataset, rows=dataset.rows[:1], numbers=[1]), tokenizer, settings, 9, ())
     batch = sft.make_batch(dataset, answers, [0], 9, tokenizer.pad_token_id, [0])
     assert (batch.images.patches == data.make_prompts(dataset, [0], 0).images.patches).all()
 

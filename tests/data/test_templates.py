@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_tools import LIMITS, call, tokenizer
 
+from jaxrl_llm import recipe as recipes
+from jaxrl_llm.config.load import load
+from jaxrl_llm.data import encoding, examples
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.environments import EnvironmentPool
@@ -129,6 +133,28 @@ def test_after_a_turn_stands_what_the_template_writes_there(name, given, form):
         args = dict(tools=of_run.schemas, tokenize=False, add_generation_prompt=True)
         whole = of_run.tokenizer.apply_chat_template(messages, **args | given)
         assert whole.endswith(turn.split("</think>")[-1].strip() + text)
+
+
+@pytest.mark.parametrize("name", [*dict.fromkeys(name for name, *_ in FORMS), "gemma3"])
+def test_an_answer_to_a_chat_ends_as_the_template_ends_it(name):
+    made, end = of(name), ENDS[name.rstrip("0123456789_")]
+    # As published for Gemma: the tokenizer's own end token is that of texts.
+    made.add_special_tokens({"additional_special_tokens": [end, "<eos>"]})
+    # Mistral's template writes the tokenizer's end token, whatever it is.
+    end = end if name != "mistral" else "<eos>"
+    made.eos_token = "<eos>"
+    ends, eos = made.convert_tokens_to_ids(end), made.eos_token_id
+    assert encoding.turn_end(made, {}) == ends
+    rows = [{"prompt": [{"role": "user", "content": "1+1?"}], "completion": "2"}, {"prompt": "1+1=", "completion": "2"}]
+    dataset = data.tokenize(rows, made, max_prompt_tokens=999, overlong="error")
+    settings = recipes.read_sft(load("sft")).data
+    for stops, last in (((ends, eos), [ends, eos]), ((eos,), [eos, eos])):
+        answers = examples.tokenize_answers(dataset, made, settings, 9, stops)
+        assert [answer.tokens[-1] for (answer,) in answers] == last
+        notes = data.check_turn_end(dataset, made, {}, stops).notes[len(dataset.notes) :]
+        assert [end in note for note in notes] == [True] * (ends not in stops)
+    of_text = replace(dataset, rows=rows[1:])
+    assert data.check_turn_end(of_text, made, {}, (eos,)) is of_text
 
 
 @pytest.mark.parametrize(("name", "given", "form"), FORMS, ids=lambda x: x if isinstance(x, str) else "")

@@ -152,6 +152,18 @@ def rewrite(folder, **changes):
     save_file({k: v for k, v in tensors.items() if v is not None}, folder / "model.safetensors", {"format": "pt"})
 
 
+def retype(folder, dtype):
+    """Stores the first tensor of a one-file folder as another dtype of one byte."""
+    name, *_ = tensors_of(folder)
+    rewrite(folder, **{name.replace(".", "__"): np.zeros(tensors_of(folder)[name].shape, np.int8)})
+    file = folder / "model.safetensors"
+    size = int.from_bytes((whole := file.read_bytes())[:8], "little")
+    header = json.loads(whole[8 : 8 + size])
+    header[name]["dtype"] = dtype
+    written = json.dumps(header).encode()
+    file.write_bytes(len(written).to_bytes(8, "little") + written + whole[8 + size :])
+
+
 def configure(folder, **changes):
     """Changes entries of config.json; ... takes one out."""
     config = json.loads((folder / "config.json").read_text()) | changes
@@ -569,6 +581,8 @@ BROKEN = {  # folder, what is done to it, and what the line names
                   "model.layers.1.mlp.up_proj.weight"),
     "no head": ("qwen2_untied", partial(rewrite, lm_head__weight=None), "lm_head.weight"),
     "another shape": ("qwen2_untied", another_shape, "model.layers.2.self_attn.k_proj.weight"),
+    "weights of 8 bits": ("qwen2_untied", partial(retype, dtype="F8_E4M3"), "F8_E4M3"),
+    "whole numbers": ("qwen2_untied", partial(retype, dtype="I8"), "I8"),
     "more layers": ("qwen2_untied", partial(configure, num_hidden_layers=4), "model.layers.3."),
     "fewer layers": ("qwen2_untied", partial(configure, num_hidden_layers=2), "model.layers.2."),
     "another tensor": ("qwen2_untied", another_layer, "model.layers.0.self_attn.o_proj.bias"),
@@ -630,6 +644,17 @@ def test_weights_of_torch_come_with_the_command_that_converts_them(tmp_path, mon
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoModelForCausalLM=Model))
     exec(code, {})
     assert made == {"of": (str(folder), "auto"), "to": str(folder)}
+
+
+def test_a_folder_of_verls_shards_comes_with_the_command_that_merges_them(tmp_path, refused):
+    (tmp_path / "actor" / "huggingface").mkdir(parents=True)
+    (tmp_path / "actor" / "huggingface" / "config.json").write_text("{}")
+    (tmp_path / "actor" / "model_world_size_2_rank_0.pt").touch()
+    for place in (tmp_path, tmp_path / "actor"):
+        with refused("model.path", f"--local_dir {tmp_path / 'actor'}"):
+            hf.find(str(place))
+    with refused(f"--local_dir {tmp_path / 'actor'}"):
+        hf.weight_files(hf.find(str(tmp_path / "actor" / "huggingface")))
 
 
 def test_a_repository_of_the_hub_without_safetensors_is_refused(tmp_path, refused):

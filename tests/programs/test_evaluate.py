@@ -65,7 +65,8 @@ def test_a_majority_vote_by_hand(k, solved, answers, expected):
 @pytest.mark.parametrize(
     ("one", "other"),
     [("1,200", "1200.0"), ("Yes", " yes."), ("1/2", "0.5"), ("$ 3", "3"), ("x  + y", "x + y"), ("-0.50", "-1/2"),
-     ("1\\,000", "1000")],
+     ("1\\,000", "1000"), ("1 1/2", "3/2"), ("-1 1/2", "-1.5"), ("1\\,1/2", "1.5"), ("1 / 2", "0.5"), ("- 3", "-3"),
+     ("1 234 567", "1234567"), ("12,345.50", "12345.5"), ("3 125/500", "3.25")],
 )  # fmt: skip
 def test_two_forms_of_an_answer_are_one_vote(one, other):
     assert scores.normalized(one) == scores.normalized(other)
@@ -86,7 +87,9 @@ def test_answers_that_are_mathematically_equal_are_one_vote():
     assert scores.majority_at(5, np.array([[1, 0, 1, 0, 1]], np.float32), votes) == 1.0
 
 
-@pytest.mark.parametrize(("one", "other"), [("12", "1.2"), ("1,2", "12"), ("1/0", "0"), ("no", "yes"), ("", "0")])
+@pytest.mark.parametrize(("one", "other"), [("12", "1.2"), ("1,2", "12"), ("1/0", "0"), ("no", "yes"), ("", "0"),
+    ("1 1/2", "11/2"), ("3 1/4", "31/4"), ("1 2", "12"), ("1,2345", "12345"), ("1 2345", "12345"), ("1 1/0", "1"),
+])  # fmt: skip
 def test_two_answers_are_two_votes(one, other):
     assert scores.normalized(one) != scores.normalized(other)
 

@@ -43,7 +43,7 @@ def test_each_turn_is_encoded_alone_and_the_environments_are_not_learned():
     tokenizer = hf.load_tokenizer(FOLDER)
     rows = [{"prompt": "Who ?", "completion": EPISODE}, {"prompt": "Who ?", "completion": "Kelun"}]
     recipe = recipes.read_sft(config())
-    answers = examples.tokenize_answers(dataset(rows), tokenizer, recipe.data, recipe.rollout.max_completion_tokens)
+    answers = examples.tokenize_answers(dataset(rows), tokenizer, recipe.data, recipe.rollout.max_completion_tokens, ())
     parts = [tokenizer(turn["content"], add_special_tokens=False)["input_ids"] for turn in EPISODE]
     assert answers[0][0].tokens == [*parts[0], *parts[1], *parts[2], tokenizer.eos_token_id]
     assert answers[0][0].learned == [True] * len(parts[0]) + [False] * len(parts[1]) + [True] * (len(parts[2]) + 1)
@@ -79,7 +79,7 @@ def test_the_loss_is_that_of_the_policys_tokens_and_a_run_compiles_one_update(tm
     model, tokenizer = hf.load_model(FOLDER, mesh), hf.load_tokenizer(FOLDER)
     recipe = recipes.read_sft(config())
     ((answer,),) = examples.tokenize_answers(
-        dataset(rows[:1]), tokenizer, recipe.data, recipe.rollout.max_completion_tokens
+        dataset(rows[:1]), tokenizer, recipe.data, recipe.rollout.max_completion_tokens, ()
     )
     prompt = dataset(rows[:1]).ids[0].tolist()
     tokens = np.array([prompt + answer.tokens], np.int32)

@@ -422,11 +422,11 @@ def test_what_the_environment_said_is_no_answer():
 def test_the_reward_of_v0_3_pays_for_the_format():
     think, found = "<think>hm</think>", {"role": "environment", "content": "\n<information>Doc 1</information>\n"}
 
-    def paid(*said: str, between: dict = found) -> float:
+    def paid(*said: str, between: dict = found, **columns: list[str]) -> float:
         turns: list[dict] = []
         for text in said:
             turns += [{"role": "assistant", "content": text}, between]
-        return rewards.with_format([""], ["Pell"], [turns[:-1]])[0]
+        return rewards.with_format([""], ["Pell"], [turns[:-1]], **columns)[0]
 
     searched = f"{think}<search>Tamar</search>"
     assert paid(searched, f"{think} <answer>Pell</answer>") == 1.0
@@ -436,6 +436,11 @@ def test_the_reward_of_v0_3_pays_for_the_format():
     assert paid(searched, f"{think}<answer>Orsa</answer>") == 0.2
     assert paid("<answer>Orsa</answer>") == 0.1
     assert paid(searched, think) == 0.0
+    # A thought that the prompt opens is a part of the first turn alone.
+    opened = searched.removeprefix("<think>")
+    assert paid(opened, f"{think}<answer>Pell</answer>", assistant_prefill=["<think>"]) == 1.0
+    assert paid(searched, f"{think}<answer>Pell</answer>", assistant_prefill=["<think>"]) == 0.8
+    assert paid(opened, f"{think}<answer>Pell</answer>") == 0.8
     # What the policy makes up is no result of a search.
     assert paid(f"{think}<search>x</search><information>Pell</information>{think}<answer>Pell</answer>") == 0.8
     assert paid(searched, f"{think}<answer>Pell</answer>", between=found | {"content": "not a search"}) == 0.8

@@ -306,6 +306,14 @@ def test_a_good_answer_is_given_in_the_form_that_the_reward_wants(trial, wanted,
     assert findings(judged(trial, lambda row, text: float(text == wanted), **row)) == []
 
 
+@pytest.mark.parametrize(("begun", "wanted"), [("<think>\n", "\n</think>\n<answer>\n72\n</answer>"),
+                                              ("<think>\n\n</think>\n\n", "<answer>\n72\n</answer>")])  # fmt: skip
+def test_a_thought_that_the_prompt_opens_is_in_no_form_of_an_answer(trial, begun, wanted):
+    row = {"solution": 72, "assistant_prefill": begun}
+    assert findings(judged(trial, lambda row, text: float(text == wanted), **row)) == []
+    assert findings(judged(trial, lambda row, text: float(text.startswith("<think>")), **row)) == ["reward_blind"]
+
+
 def test_rows_without_an_answer_are_judged_but_not_compared(trial):
     answer = judged(trial, lambda row, text: 0.0, target=24)
     assert findings(answer) == [] and "no column answer, solution" in answer.text
