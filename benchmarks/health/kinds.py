@@ -1,8 +1,8 @@
 """What the health rules say of runs with unusual data, logs or rewards: `python -m benchmarks.health.kinds`.
 
-Each kind has simulated healthy runs, and the same runs with a policy that forgets from three fifths on. It prints a table, and
-writes it into docs/health.md. `--seeds N` runs of each kind: four sizes of a step, two lengths, two shares of wrong
-verdicts.
+Each kind has simulated healthy runs, and the same runs with a policy that forgets from three fifths on. It prints a
+table, and writes it into docs/health.md. `--seeds N` runs of each kind: four sizes of a step, two lengths, two shares
+of wrong verdicts.
 """
 
 from __future__ import annotations

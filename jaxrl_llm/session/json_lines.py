@@ -14,7 +14,7 @@ def readable(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
     for line in lines:
         try:
             record = json.loads(line)
-            record["step"] + 0
+            int(record["step"])
         except (ValueError, TypeError, KeyError):
             return
         if not line.endswith(b"\n"):
