@@ -61,11 +61,6 @@ def _times_ill(record: LogRecord) -> float:
     return (record.get("importance/kl") or 0.0) / max(4 * kl_bound(record), 10 * IMPORTANCE_KL)
 
 
-def _times_ill(record: LogRecord) -> float:
-    """Returns KL(sampler || trainer) as a multiple of what no rounding explains; 0 if it is missing."""
-    return (record.get("importance/kl") or 0.0) / max(4 * kl_bound(record), 10 * IMPORTANCE_KL)
-
-
 def sampler_mismatch(history: History) -> Finding | None:
     """F7: sampler and trainer compute different distributions, too different for the correction.
 
@@ -93,7 +88,7 @@ def sampler_mismatch(history: History) -> Finding | None:
     if not signs:
         return None
     return Finding(
-        "error" if far or ill else "warning",
+        "error" if far or (ill and lag is not None) else "warning",
         ", ".join(signs),
         "the weights that sampled are too old" if lag else "the engine does not compute what the trainer computes",
         "lower rollout.max_lag, set rollout.partial = False, or lower optim.learning_rate"
