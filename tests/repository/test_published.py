@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -201,6 +202,12 @@ def small_real(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str
     return ["--quick", "--out", str(folder), *(f"--config.{name}={value}" for name, value in changes.items())]
 
 
+def small_kinds(patch: pytest.MonkeyPatch, module: Any, folder: Path) -> list[str]:
+    patch.setattr(module, "DOC", Path(shutil.copy(module.DOC, folder)))
+    patch.setattr(module, "KINDS", dict(list(module.KINDS.items())[:2]))
+    return ["--seeds", "1"]
+
+
 SIZES = {"num_steps": 3, "optim.warmup_steps": 0, "prompts_per_step": 4, "prompts_per_update": 4, "group_size": 2}
 # Names of a module, and their values instead, or what makes one of the value. FOLDER: that of the test.
 PATCHES: dict[str, dict[str, Any]] = {
@@ -237,6 +244,7 @@ SMALLEST: dict[
     "scale.hosts": [],
     "scale.lora_memory": [],
     "scale.network_pause": ["--seconds", "1"],
+    "health.kinds": small_kinds,
     "health.overhead": ["--config", "configs/grpo.py", *FLAGS],
     "speed.paged_attention": ["--heads", "1"],
     "speed.picture_layout": ["--group", "2", "--tokens", "4", "--repetitions", "1"],
