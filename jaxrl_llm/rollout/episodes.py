@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.rollout.flight import Flight
 from jaxrl_llm.rollout.protocol import Environments
@@ -100,12 +99,13 @@ class Episodes:
             self.answers[environments.answer(i, turn[:end] if end else turn)] = i
 
     def rollouts(self, group_size: int, versions: np.ndarray) -> Rollouts:
-        """Returns the episodes as completions [B, G, C]. Raises: UserError, if a log-probability is not finite."""
+        """Returns the episodes as completions [B, G, C]. Tells of log-probabilities that are not finite."""
         if lost := int(np.sum(self.sampled & ~np.isfinite(self.logprobs))):
-            raise UserError(
-                f"{lost:,} of {np.sum(self.sampled):,} sampled tokens have no finite log-probability, because weights "
-                "or activations of the model are not finite: start from other weights, or move the newest checkpoint "
-                "away and lower config.optim.learning_rate"
+            # No error: updates on them are skipped, and a health rule stops the run or sends it back.
+            print(
+                f"note: {lost:,} of {np.sum(self.sampled):,} sampled tokens have no finite log-probability, because "
+                "weights or activations of the model are not finite",
+                flush=True,
             )
         mask = np.arange(self.tokens.shape[1]) < self.length[:, None]
         by_prompt = lambda x: x.reshape(-1, group_size, *x.shape[1:])  # noqa: E731
