@@ -138,10 +138,8 @@ def test_each_size_that_may_be_1_has_a_case_here():
     assert {x for x in sizes if not x.startswith("__init__.")} == named
 
 
-QUICK = "train", "width", "tower"
-
-
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in RUNS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run_with_sizes_of_1_ends_or_is_refused(name, tmp_path, refused):
     run = RUNS[name]
     if run.refused:

@@ -401,6 +401,7 @@ def test_an_engine_that_ignores_pushes_or_a_parameter_of_them_is_found(run, monk
         assert findings(self_test.push_arrives(trial)) == ["push_has_no_effect"]
 
 
+@pytest.mark.slow
 def test_a_push_that_loses_new_adapters_is_found_although_they_begin_as_0(tmp_path, monkeypatch):
     adapters = configs.load(ROOT / "configs" / "lora.py").adapters
     monkeypatch.setattr(lora.LoraKernel, "merged", lambda kernel: as_array(kernel.frozen))
