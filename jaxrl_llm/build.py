@@ -61,6 +61,7 @@ from jaxrl_llm.rollout.weights import copy_shapes
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.trial import Facts, Subject
 from jaxrl_llm.session import banner, checkpoint
+from jaxrl_llm.session import workdir as workdirs
 from jaxrl_llm.session.changes import Change, Rows
 from jaxrl_llm.session.inputs import Inputs
 from jaxrl_llm.session.opening import Workplace, at_work, open_session
@@ -139,7 +140,7 @@ def opened_run(
     with at_work(workdir, signals=signals, command=command) as place:
         # First: the checks need the schedules' length.
         # Of plain values: a config may have fields that refer to others.
-        config.update_from_flattened_dict(checkpoint.beginning(workdir, flatten(config.to_dict())))
+        config.update_from_flattened_dict(workdirs.beginning(workdir, flatten(config.to_dict())))
         recipe = read(config)
         place.config = config.to_dict()
         if recipe.deterministic:  # must come before JAX initializes its devices

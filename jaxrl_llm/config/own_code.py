@@ -31,8 +31,8 @@ def source_in(file: Path, name: str) -> str:
             if i not in used and wanted in _defined(statement):
                 used.add(i)
                 unread += [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
-    lines = text.splitlines()
-    return "\n".join("\n".join(lines[_first_line(x) - 1 : x.end_lineno]) for x in (statements[i] for i in sorted(used)))
+    lines, parts = text.splitlines(), [statements[i] for i in sorted(used)]
+    return "\n".join("\n".join(lines[_first_line(part) - 1 : part.end_lineno]) for part in parts)
 
 
 def _defined(statement: ast.stmt) -> set[str]:
@@ -46,4 +46,4 @@ def _defined(statement: ast.stmt) -> set[str]:
 
 
 def _first_line(statement: ast.stmt) -> int:
-    return min(statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", [])), statement.lineno)
+    return min(node.lineno for node in (statement, *getattr(statement, "decorator_list", [])))

@@ -179,9 +179,9 @@ class History:
         metric = _logarithm(name)
         now, before = self.window(metric), self.until(metric, step)
         strength = self._strength(metric, now, before, look=self.records[-1]["step"])
-        return (
-            nan if isnan(strength) else exp(abs(noise.center(now) - noise.center(before))) if abs(strength) > 1 else 1.0
-        )
+        if not abs(strength) > 1:
+            return nan if isnan(strength) else 1.0
+        return exp(abs(noise.center(now) - noise.center(before)))
 
     def is_well_held_out(self, step: int) -> bool:
         """Returns whether the held-out accuracy, measured up to a step and after it, has not fallen since.

@@ -63,9 +63,8 @@ def is_acceptable(key: str) -> bool:
 
 def accepted_by(hashes: Mapping[str, str]) -> str:
     """Returns the value of `config.checkpoint.accept` that accepts rows and code with these hashes."""
-    return hashlib.sha256("".join(hashes[key] for key in sorted(hashes) if is_acceptable(key)).encode()).hexdigest()[
-        :12
-    ]
+    acceptable = "".join(hashes[key] for key in sorted(hashes) if is_acceptable(key))
+    return hashlib.sha256(acceptable.encode()).hexdigest()[:12]
 
 
 def check(

@@ -17,7 +17,8 @@ from jaxrl_llm.machine import distributed
 from jaxrl_llm.machine.compilation import Compilations, keep_compilations
 from jaxrl_llm.machine.distributed import agreement
 from jaxrl_llm.machine.hang import WATCHDOG
-from jaxrl_llm.session import alike, changes, checkpoint
+from jaxrl_llm.session import alike, changes
+from jaxrl_llm.session import workdir as workdirs
 from jaxrl_llm.session.changes import Change, Rows
 from jaxrl_llm.session.checkpoint import Checkpoints
 from jaxrl_llm.session.health import Health
@@ -52,7 +53,7 @@ class Workplace:
         self.code = changes.code_hashes(fields)
         alike.check(fields)
         if distributed.first():
-            checkpoint.check_workdir(self.workdir, fields, records.table(record, self.config))
+            workdirs.check_workdir(self.workdir, fields, records.table(record, self.config))
             self.check_lock = self.opened.enter_context(locked(self.workdir)).check
         if shared:
             agreement.check_shared(self.workdir)
@@ -88,9 +89,9 @@ def open_session(
     checkpoints = enter(closing(opened))
     start, accepted = checkpoints.check_beginning(flatten(place.config))
     if distributed.first():
-        checkpoint.check_log(workdir, start, plan.checkpoint.every)
+        workdirs.check_log(workdir, start, plan.checkpoint.every)
         checkpoints.check_room(models.shapes(), plan.steps)
-        checkpoint.open_workdir(workdir, place.config)
+        workdirs.open_workdir(workdir, place.config)
         changes.write(workdir, accepted)
         announce(start, accepted)
     log = enter(closing(Log(workdir, plan.log, plan.steps, place.config)))

@@ -16,7 +16,8 @@ from jaxrl_llm.config.names import own_files
 from jaxrl_llm.config.records import Table
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.distributed import agreement
-from jaxrl_llm.session.checkpoint import MODELS, Checkpoints, check_workdir
+from jaxrl_llm.session.checkpoint import MODELS, Checkpoints
+from jaxrl_llm.session.workdir import check_workdir
 from jaxrl_llm.structs import PartState
 
 # ---- what a line says, without processes

@@ -18,7 +18,7 @@ from jaxrl_llm.learner.scorers import column_of
 from jaxrl_llm.recipe import read, read_either
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.rollout.actor import Lent
-from jaxrl_llm.session.checkpoint import check_workdir, open_workdir
+from jaxrl_llm.session.workdir import check_workdir, open_workdir
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import load as config
 from jaxrl_llm.learner.optim import make_optimizer
 from jaxrl_llm.recipe.advice import RULES, RunSettings, blind, findings
-from jaxrl_llm.session.checkpoint import beginning, open_workdir
+from jaxrl_llm.session.workdir import beginning, open_workdir
 
 ROOT = Path(__file__).parents[2]
 SMALL, QWEN = 128, 896  # widths of the model inside the package and of Qwen2.5-0.5B

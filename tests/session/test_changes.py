@@ -20,7 +20,7 @@ from jaxrl_llm import recipe as recipes
 from jaxrl_llm.data import order
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
-from jaxrl_llm.session import changes, checkpoint, model_card
+from jaxrl_llm.session import changes, checkpoint, model_card, workdir
 from jaxrl_llm.session.changes import Rows
 from jaxrl_llm.session.checkpoint import MODELS, SAMPLES, Checkpoints
 from jaxrl_llm.structs import PartState
@@ -95,12 +95,12 @@ def test_a_chat_template_writes_the_day_on_which_a_resumed_run_began(tmp_path, m
     prompts = []
     for day in (24, 25):  # by the clock of this package, and that of transformers
         clock = SimpleNamespace(today=lambda day=day: date(2026, 11, day), now=lambda day=day: datetime(2026, 11, day))
-        monkeypatch.setattr(checkpoint, "date", clock)
+        monkeypatch.setattr(workdir, "date", clock)
         monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
         opened = build.opened_run(config.copy_and_resolve_references(), tmp_path / "run", recipes.read, lambda *x: x)
         with opened as (place, recipe):
             inputs = build.load(place, recipe, lambda: Path(recipe.model.path))
-            checkpoint.open_workdir(tmp_path / "run", place.config)
+            workdir.open_workdir(tmp_path / "run", place.config)
             prompts.append(inputs.tokenizer.decode(inputs.dataset.ids[0]))
     assert prompts == ["24<|user|>0+0<|assistant|>"] * 2
     assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["today"] == "2026-11-24"

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl_llm.config.records import Table
 from jaxrl_llm.session import banner
-from jaxrl_llm.session.checkpoint import beginning, check_log, check_workdir
+from jaxrl_llm.session.workdir import beginning, check_log, check_workdir
 
 TABLE = Table({}, {}, {}, set())
 

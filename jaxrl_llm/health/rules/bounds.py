@@ -6,7 +6,6 @@ from __future__ import annotations
 MEAN_WEIGHT, SAMPLE_SIZE = (0.5, 2.0), 0.3  # of importance weights, and the least effective sample size, as a share
 IMPORTANCE_KL = 1e-3
 BFLOAT16 = 2.0**-7  # its rounding error
-BFLOAT16 = 2.0**-7  # its rounding error
 ROUNDINGS = 12.0  # rounding errors of the number type, by which log-probabilities may differ
 STALE = 3.0  # times the usual gap of a weight check
 DRIFT = 3.0  # times the gap of sampler and trainer at the start

@@ -138,7 +138,7 @@ def _steepest(history: History, since: int) -> tuple[int, bool]:
     A policy does not fall within a step and go on with its entropy, its lengths and its gradients: the data may.
     """
     steps, values = history.column("reward/mean")
-    means = np.lib.stride_tricks.sliding_window_view(values, 4).mean(axis=1)
+    means = _means_of_four(values)
     drops = means[:-4] - means[4:]
     # Of the last steps only: over many, lengths and entropy change in a healthy run too.
     since = max(since, int(steps[-1]) - 4 * history.recent)
@@ -148,10 +148,14 @@ def _steepest(history: History, since: int) -> tuple[int, bool]:
     return max(since, int(steps[steepest + 3]) - history.recent), bool(drops[steepest] > WITHIN_A_STEP * fall)
 
 
+def _means_of_four(values: np.ndarray) -> np.ndarray:
+    return np.lib.stride_tricks.sliding_window_view(values, 4).mean(axis=1)
+
+
 def _came_back(history: History, since: int, fall: float) -> bool:
     """Returns whether the reward has come back from as deep a fall before a step, as it does where problems recur."""
     steps, values = history.column("reward/mean")
-    means = np.lib.stride_tricks.sliding_window_view(values, 4).mean(axis=1)[: np.searchsorted(steps, since)]
+    means = _means_of_four(values)[: np.searchsorted(steps, since)]
     fell = np.flatnonzero(np.maximum.accumulate(means) - means > WITHIN_A_STEP * fall)
     return len(fell) > 0 and means[fell[0] :].max() - means[fell[0] :].min() > WITHIN_A_STEP * fall
 
