@@ -61,6 +61,7 @@ def test_wandb_gets_every_record_in_one_run_however_often_it_is_resumed(tmp_path
 
 
 @pytest.mark.needs("trackio")
+@pytest.mark.slow
 def test_trackio_gets_every_record_and_no_library_is_imported_that_is_not_named(tmp_path, monkeypatch):
     # Its folder is read when it is imported, and this process may have imported it already.
     script = (
@@ -84,6 +85,7 @@ def test_trackio_gets_every_record_and_no_library_is_imported_that_is_not_named(
 
 
 @pytest.mark.needs("mlflow")
+@pytest.mark.slow
 def test_mlflow_gets_every_record_in_one_run(tmp_path, monkeypatch):
     import mlflow
 

@@ -208,6 +208,7 @@ def test_tower_and_text_learn_and_samples_name_their_pictures(whole):
         assert seen.size == source.size and difference.mean() < 10
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(whole, tmp_path):
     """As after a kill between two checkpoints: only the older one is there, and the log goes on behind it."""
     shutil.copytree(whole, tmp_path / "run")
