@@ -212,8 +212,12 @@ def get_config() -> ConfigDict:
     c.checkpoint.accept = ""
 
     c.log = ConfigDict()
-    c.log.completions_every = 25  # steps between samples on the console and in completions.jsonl; 0: no samples
+    # Steps between samples on the console, in completions.jsonl and in the loggers, beside those of the first and the
+    # last step; 0: no samples.
+    c.log.completions_every = 25
     # Where numbers go besides metrics.jsonl, any of: tensorboard | wandb | trackio | mlflow, or my.module.function.
     c.log.to = ("tensorboard",)
     c.log.project = ""  # project of W&B and trackio, experiment of MLflow; "": for TensorBoard alone
+    c.log.name = ""  # of the run there; "": the name of its workdir
+    c.log.tags = ()  # of the run there, any texts
     return c

@@ -153,6 +153,15 @@ def text_of(content: Any) -> str:
     return "".join(part["text"] if part["type"] == "text" else f"[{part.get('name', 'picture')}]" for part in content)
 
 
+def chat_text(messages: Any) -> str:
+    """Returns a prompt, or the turns of an episode, as text. A chat of several messages has the role before each."""
+    if not isinstance(messages, list):
+        return str(messages)
+    if len(messages) == 1:
+        return text_of(messages[0]["content"])
+    return "\n".join(f"{message['role']}: {text_of(message['content'])}" for message in messages)
+
+
 def is_pillow(value: Any) -> bool:
     """Returns whether a value is a picture of Pillow, without an import of it."""
     return any(base.__module__ == "PIL.Image" and base.__name__ == "Image" for base in type(value).__mro__)

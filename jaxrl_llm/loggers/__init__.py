@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.errors import UserError, briefly
+from jaxrl_llm.loggers.sample import Sample
 from jaxrl_llm.machine import extras
 
 __all__ = ["mlflow", "tensorboard", "trackio", "wandb"]
@@ -27,6 +28,7 @@ TRACKERS = ("mlflow", "trackio", "wandb")  # they need a package of the same nam
 CLOSING = 60.0  # seconds in which a logger must send what it still has at the end
 PAUSES = (1.0, 60.0)  # seconds: the first and the longest before a logger that failed is tried again
 TRIES = 8  # of one call, in about two minutes; then others are tried in between
+SILENT = 60.0  # seconds of one call after which a line says that the logger does not answer
 WAITING = 10_000  # calls that wait for a logger: records of some hundred numbers each
 T = TypeVar("T")
 Call: TypeAlias = tuple[Any, ...]  # method, step and more arguments
@@ -39,6 +41,8 @@ class Logger(Protocol):
 
     def write_text(self, step: int, name: str, text: str) -> None: ...
 
+    def write_samples(self, step: int, samples: list[Sample]) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -49,6 +53,12 @@ class LoggedRun(NamedTuple):
     step: int  # the run continues after it; what an earlier attempt has written of later steps is written again
     project: str  # config.log.project
     config: dict[str, Any]
+    name: str = ""  # config.log.name
+    tags: tuple[str, ...] = ()  # config.log.tags
+
+    def title(self) -> str:
+        """Returns the name of the run: config.log.name, or that of its workdir."""
+        return self.name or self.workdir.resolve().name
 
     def id(self) -> str:
         """Returns the random id of the run in this workdir. It stays the same when the run is resumed, or moved."""
@@ -74,6 +84,7 @@ class Background:
         self._calls: deque[Call] = deque(maxlen=WAITING)
         self._changed = Condition()
         self._fails = False  # since the last call that it took
+        self._began, self._told = math.inf, False  # time.monotonic() when the current call began; that it hangs
         self._end, self._dropped = math.inf, 0  # end: time.monotonic() until which it may still try
         # A daemon: a logger that hangs must not keep the process.
         self._thread = Thread(target=self._work, daemon=True)
@@ -87,6 +98,10 @@ class Background:
         """Hands over a text. Does not wait."""
         self._enqueue("write_text", step, name, text)
 
+    def write_samples(self, step: int, samples: list[Sample]) -> None:
+        """Hands over completions. Does not wait."""
+        self._enqueue("write_samples", step, samples)
+
     def close(self) -> None:
         """Waits, at most CLOSING seconds, until the logger has everything."""
         with self._changed:
@@ -99,6 +114,12 @@ class Background:
             self._tell(f"warning: {self._name} {' and '.join(text for text in (late, lost) if text)}")
 
     def _enqueue(self, *call: Any) -> None:
+        # A library may try a server again by itself for minutes, without an error.
+        if time.monotonic() - self._began > SILENT and not self._told:
+            self._told = True
+            self._tell(
+                f"warning: {self._name} has not answered for {SILENT:g} s; the run goes on, and its records wait"
+            )
         with self._changed:
             # Before the append: a full deque drops its oldest call without a word.
             self._dropped += len(self._calls) == WAITING
@@ -126,7 +147,8 @@ class Background:
             if time.monotonic() > self._end:
                 return
         if logger:
-            self._persist(lambda: (logger.close(),))
+            # To end is no sign that it takes records again.
+            self._persist(lambda: (logger.close(),), answers=False)
 
     def _is_refused(self, logger: Logger, call: Call, tries: int) -> bool:
         """Returns whether the logger takes another call, in turn the ones that wait. Then the server is there."""
@@ -146,13 +168,16 @@ class Background:
         self._tell(f"warning: {self._name} does not take the numbers of step {call[1]} and goes on without them")
         return True
 
-    def _persist(self, action: Callable[[], T], is_refused: Callable[[int], bool] = lambda tries: False) -> T | None:
+    def _persist(
+        self, action: Callable[[], T], is_refused: Callable[[int], bool] = lambda tries: False, *, answers: bool = True
+    ) -> T | None:
         """Returns action(), repeated after errors; None if the run has ended before it succeeded, or it is refused.
 
-        is_refused: of the number of tries; asked after TRIES.
+        is_refused: of the number of tries; asked after TRIES. answers: its success shows that the logger works again.
         """
         pause, tries = PAUSES[0], 0
         while True:
+            self._began = time.monotonic()
             try:
                 result = action()
             # Whatever a library or a server does, the run goes on.
@@ -164,10 +189,12 @@ class Background:
                     self._tell(f"warning: {self._name} failed and is tried again: {message}")
                 self._fails = True
             else:
-                if self._fails:
+                if answers and (self._fails or self._told):
                     self._tell(f"{self._name} works again")
-                self._fails = False
+                self._fails = self._told = False
                 return result
+            finally:
+                self._began = math.inf
             if tries >= TRIES and is_refused(tries):
                 self._fails = False
                 return None
@@ -182,7 +209,9 @@ class Background:
 
 def _send(logger: Logger, call: Call) -> bool:
     method, *arguments = call
-    getattr(logger, method)(*arguments)
+    # A user's own logger need not show completions.
+    if method != "write_samples" or hasattr(logger, method):
+        getattr(logger, method)(*arguments)
     return True
 
 
@@ -216,7 +245,7 @@ class Wandb:
     def __init__(self, run: LoggedRun):
         import wandb  # pyright: ignore[reportMissingImports]
 
-        where: dict[str, Any] = dict(project=run.project, name=run.workdir.name, dir=str(run.workdir))
+        where: dict[str, Any] = dict(project=run.project, name=run.title(), tags=run.tags, dir=str(run.workdir))
         # "allow" goes on with this id if W&B knows it, and begins it otherwise. "must" would fail at the first start.
         self._run: Any = wandb.init(**where, id=run.id(), config=run.config, resume="allow")
         self._run.define_metric("*", step_metric="step")
@@ -227,6 +256,12 @@ class Wandb:
     def write_text(self, step: int, name: str, text: str) -> None:
         # W&B refuses titles of 64 characters and more.
         self._run.alert(title=name[:63], text=f"step {step}: {text}")
+
+    def write_samples(self, step: int, samples: list[Sample]) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        table = wandb.Table(columns=["step", *Sample._fields], data=[[step, *sample] for sample in samples])
+        self._run.log({"completions": table, "step": step})
 
     def close(self) -> None:
         self._run.finish()
@@ -241,15 +276,22 @@ class Trackio:
     def __init__(self, run: LoggedRun):
         import trackio  # pyright: ignore[reportMissingImports]
 
-        name = f"{run.workdir.name}-{run.id()}"
-        # Without embed=False it opens a dashboard in the notebook that trains.
-        self._run: Any = trackio.init(run.project, name, config=run.config, resume="allow", embed=False)
+        name = f"{run.title()}-{run.id()}"
+        # trackio has no tags. Without embed=False it opens a dashboard in the notebook that trains.
+        config = run.config | ({"tags": list(run.tags)} if run.tags else {})
+        self._run: Any = trackio.init(run.project, name, config=config, resume="allow", embed=False)
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         self._run.log(numbers, step=step)
 
     def write_text(self, step: int, name: str, text: str) -> None:
         self._run.alert(title=name, text=text, step=step)
+
+    def write_samples(self, step: int, samples: list[Sample]) -> None:
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        table = trackio.Table(columns=list(Sample._fields), data=[list(sample) for sample in samples])
+        self._run.log({"completions": table}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -278,7 +320,8 @@ class Mlflow:
             # stays.
             self._client.update_run(self._id, status="RUNNING")
             return
-        new_run = self._client.create_run(experiment, run_name=run.workdir.name, tags={self.TAG: run.id()})
+        tags = {self.TAG: run.id()} | dict.fromkeys(run.tags, "")
+        new_run = self._client.create_run(experiment, run_name=run.title(), tags=tags)
         self._id = new_run.info.run_id
         params = [Param(self._named(name), str(value)) for name, value in flatten(run.config).items()]
         # MLflow refuses a request with more.
@@ -298,6 +341,12 @@ class Mlflow:
 
     def write_text(self, step: int, name: str, text: str) -> None:
         self._client.set_tag(self._id, name, f"step {step}: {text}")
+
+    def write_samples(self, step: int, samples: list[Sample]) -> None:
+        columns = {"step": [step] * len(samples)}
+        columns |= {name: [getattr(sample, name) for sample in samples] for name in Sample._fields}
+        # A table for each step: to append to one MLflow downloads it, and draws a bar on the console.
+        self._client.log_table(self._id, columns, f"completions/step_{step:06d}.json")
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

@@ -6,6 +6,7 @@ The writer of tensorboardX has a thread with a queue. On a full disk the thread 
 from __future__ import annotations
 
 import os
+import textwrap
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,8 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.proto.tensor_pb2 import TensorProto  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.proto.tensor_shape_pb2 import TensorShapeProto  # pyright: ignore[reportAttributeAccessIssue]
+
+from jaxrl_llm.loggers.sample import Sample
 
 
 class TensorBoardWriter:
@@ -45,6 +48,14 @@ class TensorBoardWriter:
         value = Summary.Value(tag=f"{name}/text_summary", metadata=metadata, tensor=tensor)
         self._writer.write_event(Event(step=step, wall_time=time.time(), summary=Summary(value=[value])))
         self._writer.flush()
+
+    def write_samples(self, step: int, samples: list[Sample]) -> None:
+        """Writes completions as one text, and flushes it before this returns."""
+        # TensorBoard shows Markdown, where four spaces keep a text as it is.
+        indented = lambda text: textwrap.indent(text, "    ", lambda line: True)  # noqa: E731
+        parts = [f"prompt\n\n{indented(samples[0].prompt)}"]
+        parts += [f"reward {sample.reward}\n\n{indented(sample.completion)}" for sample in samples]
+        self.write_text(step, "completions", "\n\n".join(parts))
 
     def close(self) -> None:
         # A full disk refuses the rest of an event again, and has been told.

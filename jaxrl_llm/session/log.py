@@ -25,7 +25,7 @@ from rich.progress import Progress
 from jaxrl_llm import loggers
 from jaxrl_llm.config.names import resolve
 from jaxrl_llm.data import image_files, image_layout
-from jaxrl_llm.data.image_columns import text_of
+from jaxrl_llm.data.image_columns import chat_text, text_of
 from jaxrl_llm.errors import printable
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.health.history import History
@@ -88,7 +88,8 @@ class Log:
     def _open(self, step: int) -> None:
         for name in ("metrics", "completions"):
             self._files[name] = self._opened(name, step if step else -1)  # the record of step 0 is written again
-        run = loggers.LoggedRun(self._workdir, step, self._settings.project, self._config)
+        of = self._settings
+        run = loggers.LoggedRun(self._workdir, step, of.project, self._config, of.name, of.tags)
         for name in self._settings.to:
             self._loggers.append(loggers.Background(name, resolve(name, loggers), run, self.say))
         if self._terminal and not self._bars:
@@ -209,10 +210,14 @@ class Log:
     def _write(self, record: Record) -> dict[str, Any]:
         """Waits for the numbers of a step and writes them. Runs in the thread."""
         written = self._write_plain({"step": record.step} | record.summary())
-        every = self._settings.completions_every
-        if record.samples and every and record.step % every == 0:
+        if record.samples and self._shows(record.step):
             self._write_sample(record.step, record.samples, sharding.to_host(record.rewards))
         return written
+
+    def _shows(self, step: int) -> bool:
+        """Returns whether completions of a step are shown: of the first and the last one in any case."""
+        every = self._settings.completions_every
+        return bool(every) and (step % every == 0 or step in (1, self._num_steps))
 
     def _write_plain(self, record: dict[str, Any]) -> dict[str, Any]:
         """Writes one object to metrics.jsonl, flushed before this returns, and one line to the console."""
@@ -226,12 +231,14 @@ class Log:
         return record
 
     def _write_sample(self, step: int, samples: Samples, rewards: np.ndarray) -> None:
-        """Writes one group of the batch to completions.jsonl, and its first two completions to the console."""
+        """Writes one group of the batch to completions.jsonl and the loggers, and two completions to the console."""
         prompt, graded, rewards = samples.prompts.rows[0]["prompt"], samples.graded(), rewards[0]
         texts, turns = graded.texts[0], graded.turns[:1]
         line = {"step": step, "prompt": prompt, "completions": texts, "rewards": [_plain(x) for x in rewards]}
-        pictures = _thumbnails(samples.prompts.images)
-        self._append("completions", line | ({"turns": turns[0]} if turns else {}) | pictures)
+        line |= ({"turns": turns[0]} if turns else {}) | _thumbnails(samples.prompts.images)
+        self._append("completions", line)
+        for logger in self._loggers:
+            logger.write_samples(step, samples_of(line))
         asked = _short(text_of(prompt[-1]["content"]) if isinstance(prompt, list) else prompt)
         for i, reward in enumerate(rewards[:2]):
             earned = f"(reward {reward:g})" if math.isfinite(reward) else "(no reward)"
@@ -269,6 +276,13 @@ class Log:
             return ""
         left = (time.perf_counter() - self._began) / done * (self._num_steps - step)
         return f"left {int(left // 60)}m{int(left % 60):02d}s"
+
+
+def samples_of(line: dict[str, Any]) -> list[loggers.Sample]:
+    """Returns the completions in a line of completions.jsonl, as loggers show them."""
+    texts = map(chat_text, line["turns"]) if "turns" in line else line["completions"]
+    prompt = chat_text(line["prompt"])
+    return [loggers.Sample(prompt, *about) for about in zip(texts, line["rewards"], strict=True)]
 
 
 def _thumbnails(images: Images | None) -> dict[str, list[str]]:

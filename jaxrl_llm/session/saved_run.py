@@ -32,15 +32,20 @@ from jaxrl_llm.structs import PyTree
 T = TypeVar("T")
 
 
+def config_of(workdir: Path) -> dict[str, Any]:
+    """Returns the config of the run of a workdir. Raises: UserError, if there is no run."""
+    try:
+        return json.loads((workdir / "config.json").read_text())
+    except (OSError, ValueError):
+        raise UserError(f"{workdir} is no run (it has no config.json of one): give a run's --workdir") from None
+
+
 class SavedRun:
     """Read-only access to the run of a workdir, also while it runs. Raises: UserError, if there is no run."""
 
     def __init__(self, workdir: Path):
         self._folder, self._log = workdir / "checkpoints", workdir / "metrics.jsonl"
-        try:
-            self.config: dict[str, Any] = json.loads((workdir / "config.json").read_text())
-        except (OSError, ValueError):
-            raise UserError(f"{workdir} is no run (it has no config.json of one): give a run's --workdir") from None
+        self.config = config_of(workdir)
         if not checkpoint.has_checkpoint(self._folder):
             raise UserError(f"{workdir} has no checkpoint yet: wait for the first one, or give another run")
         checkpoint.quieten_orbax()

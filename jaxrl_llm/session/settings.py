@@ -54,6 +54,8 @@ class LogSettings:
 
     to: MayChange[tuple[str, ...]]
     project: MayChange[str]
+    name: MayChange[str]
+    tags: MayChange[tuple[str, ...]]
 
     completions_every: ClassVar[int] = 0
 

@@ -19,6 +19,7 @@ PROGRAMS = {
     "evaluate": ("jaxrl_llm.evaluate", "the accuracy of a model or of a run"),
     "doctor": ("jaxrl_llm.tools.doctor", "what is wrong with a config or with a run"),
     "report": ("jaxrl_llm.tools.report.__main__", "an HTML page about runs"),
+    "log": ("jaxrl_llm.tools.log", "the log of a run, sent to a tracker later"),
     "plan": ("jaxrl_llm.tools.plan.__main__", "whether a run fits a TPU slice or GPUs, without one"),
     "export": ("jaxrl_llm.tools.export", "a checkpoint as a Hugging Face folder"),
     "translate": ("jaxrl_llm.tools.translate.__main__", "a config of TRL, veRL, EasyR1 or Search-R1 as one of ours"),

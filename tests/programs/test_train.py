@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from huggingface_hub import ModelCard
 from jaxrl_llm import evaluate, sft, train
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tools import export
+from jaxrl_llm.tools import export, log
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -92,7 +93,11 @@ def test_a_run_leaves_everything_it_promises(whole):
     assert [r["step"] for r in steps if "eval/accuracy" in r] == [0, 2, 4]
     assert json.loads((whole / "config.json").read_text())["group_size"] == 4
     assert (whole / "hf" / "model.safetensors").is_file()
-    assert len(completions(whole).splitlines()) == 2
+    shown = [json.loads(line) for line in completions(whole).splitlines()]
+    assert [line["step"] for line in shown] == [1, 2, 4]
+    events = b"".join(file.read_bytes() for file in (whole / "tensorboard").iterdir())
+    assert events.count(b"completions/text_summary") == 3
+    assert all(f"\n    {line['completions'][0].splitlines()[0]}".encode() in events for line in shown)
     # The first update is on-policy.
     assert steps[1]["kl/ref"] < 1e-2
     assert steps[1]["sampler/gap_max"] < 1e-4
@@ -146,6 +151,21 @@ def test_any_checkpoint_is_exported_and_evaluated(whole, monkeypatch, tmp_path, 
     with refused("--to"):
         call(export, monkeypatch, str(whole), "--to", str(tmp_path / "last"))
     assert not (tmp_path / "other").exists()
+
+
+def test_the_log_of_a_run_is_sent_to_a_tracker_later(whole, tmp_path, monkeypatch, refused):
+    for name in ("config.json", "metrics.jsonl", "completions.jsonl"):
+        shutil.copy(whole / name, tmp_path)
+    call(log, monkeypatch, str(tmp_path), "--send", "tensorboard")
+    sent, written = (
+        b"".join(file.read_bytes() for file in (folder / "tensorboard").iterdir()) for folder in (tmp_path, whole)
+    )
+    names = [b"completions/text_summary", b"reward/mean", b"eval/accuracy"]
+    assert [sent.count(name) for name in names] == [written.count(name) for name in names] == [3, 4, 3]
+    with refused("--send 'nobody'"):
+        call(log, monkeypatch, str(tmp_path), "--send", "nobody")
+    with refused("config.log.project = 'lab'"):
+        call(log, monkeypatch, str(tmp_path), "--send", "tensorboard", "--project", "lab")
 
 
 def completions(workdir: Path) -> str:

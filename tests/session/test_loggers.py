@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 import threading
@@ -22,9 +23,10 @@ from jaxrl_llm.session.log import Log
 ROOT = Path(__file__).parents[2]
 
 
-def config_of(*names: str, project: str = "a project"):
+def config_of(*names: str, project: str = "a project", **more):
     config = load(ROOT / "configs" / "grpo.py")
     config.log.to, config.log.project = names, project
+    config.log.update(more)
     return config
 
 
@@ -32,6 +34,9 @@ def write(log: Log, step: int, **numbers: float) -> None:
     record = SimpleNamespace(step=step, summary=lambda: numbers, samples=None)
     log.write(record)  # pyright: ignore[reportArgumentType]
     log.finish()
+
+
+SAMPLES = [loggers.Sample("user: 1 + 1", "a completion", 1.0), loggers.Sample("user: 1 + 1", "*3*\n|", None)]
 
 
 def logged_twice(workdir: Path, config) -> None:
@@ -42,6 +47,8 @@ def logged_twice(workdir: Path, config) -> None:
         for step in steps:
             write(log, step, **{"eval/accuracy": 0.25 + step * factor, "entropy": 1.0, "entropy/coef": 0.5})
         log.tell(3, Finding("warning", "it is flat", "a cause", "a fix", "a paper", "reward_flat"))
+        for logger in log._loggers:  # pyright: ignore[reportPrivateUsage]
+            logger.write_samples(3, SAMPLES)
         log.close()
 
 
@@ -49,15 +56,18 @@ def logged_twice(workdir: Path, config) -> None:
 def test_wandb_gets_every_record_in_one_run_however_often_it_is_resumed(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    logged_twice(tmp_path, config_of("wandb"))
+    logged_twice(tmp_path, config_of("wandb", name="a name", tags=("one tag", "another")))
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert {file.name for file in files} == {f"run-{(tmp_path / 'run_id').read_text()}.wandb"}
     # 20.25 is the step that was logged again, which W&B's own step would have dropped.
     expected, end = (b"eval/accuracy", b"0.25", b"2.25", b"20.25", b"30.25", b"a project"), time.monotonic() + 60
     written = lambda: b"".join(file.read_bytes() for file in files)  # noqa: E731
+    expected += (b"a name", b"one tag", b"table-file")
     while not all(text in written() for text in expected):  # its service writes a moment after it has said so
         assert time.monotonic() < end, written()
         time.sleep(0.1)
+    tables = (tmp_path / "wandb").glob("offline-run-*/files/media/table/*.json")
+    assert [json.loads(table.read_text())["data"] for table in tables] == [[[3, *sample] for sample in SAMPLES]] * 2
 
 
 @pytest.mark.needs("trackio")
@@ -71,7 +81,8 @@ def test_trackio_gets_every_record_and_no_library_is_imported_that_is_not_named(
         "import trackio; from trackio.sqlite_storage import SQLiteStorage\n"
         "(run,) = trackio.Api().runs('a project'); assert run.config['group_size'] == 8, run.config\n"
         "logs = SQLiteStorage.get_logs('a project', run.name, run_id=run.id)\n"
-        "print([(line['step'], line['eval/accuracy'], line['entropy/coef']) for line in logs])\n"
+        "print([line['completions']['_value'] for line in logs if 'completions' in line])\n"
+        "print([(line['step'], line['eval/accuracy'], line['entropy/coef']) for line in logs if 'entropy' in line])\n"
         "print([alert['title'] for alert in run.alerts()])\n"
     )
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
@@ -81,7 +92,8 @@ def test_trackio_gets_every_record_and_no_library_is_imported_that_is_not_named(
     )
     assert done.returncode == 0, done.stderr
     points = [(0, 0.25, 0.5), (1, 1.25, 0.5), (2, 2.25, 0.5), (2, 20.25, 0.5), (3, 30.25, 0.5)]
-    assert done.stdout.splitlines()[-2:] == [str(points), str(["health/reward_flat"] * 2)]
+    tables = [[sample._asdict() for sample in SAMPLES]] * 2
+    assert done.stdout.splitlines()[-3:] == [str(tables), str(points), str(["health/reward_flat"] * 2)]
 
 
 @pytest.mark.needs("mlflow")
@@ -93,7 +105,7 @@ def test_mlflow_gets_every_record_in_one_run(tmp_path, monkeypatch):
     monkeypatch.setattr(loggers.Mlflow, "PARAMS", 40)  # so that they need several requests
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
-    logged_twice(tmp_path / "run", config_of("mlflow"))
+    logged_twice(tmp_path / "run", config_of("mlflow", name="a name", tags=("a tag",)))
     client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("a project").experiment_id])
     history = client.get_metric_history(run.info.run_id, "eval/accuracy")
@@ -102,7 +114,10 @@ def test_mlflow_gets_every_record_in_one_run(tmp_path, monkeypatch):
     assert run.data.params["optim.learning_rate"] == "0.0001"
     assert set(run.data.params) == set(flatten(config_of()))
     assert "a cause" in run.data.tags["health/reward_flat"]
-    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert (run.info.run_name, run.info.status) == ("a name", "FINISHED")
+    assert run.data.tags["a tag"] == ""
+    table = mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path="completions/step_000003.json")
+    assert json.loads(Path(table).read_text())["data"] == [[3, *sample] for sample in SAMPLES] * 2
 
 
 class Broken:
@@ -214,17 +229,25 @@ def test_a_logger_that_fails_for_a_week_holds_no_more_than_a_few_records(tmp_pat
         background.write(1, {})
     assert len(background._calls) == 5
     background.close()
-    assert "it has not got 100 of its records" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "it has not got 100 of its records" in said
+    assert "works again" not in said
 
 
 def test_a_logger_that_hangs_neither_delays_a_step_nor_keeps_the_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(loggers, "CLOSING", 0.2)
+    monkeypatch.setattr(loggers, "SILENT", 0.05)
     log, began = log_of(tmp_path, config_of("test_loggers.Stuck")), time.monotonic()
     log.begin(0)
     write(log, 0, accuracy=0.5)
+    time.sleep(0.1)
+    for step in (1, 2):
+        write(log, step, accuracy=0.5)
     log.close()
     assert time.monotonic() - began < 5
-    assert "test_loggers.Stuck did not end within 0.2 s" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.count("test_loggers.Stuck has not answered for 0.05 s") == 1
+    assert "test_loggers.Stuck did not end within 0.2 s" in said
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jaxrl_llm.data.image_columns import text_of
+from jaxrl_llm.data.image_columns import chat_text
 from jaxrl_llm.tools.report.runs import ReportedRun
 
 MOST = 3000  # characters of a text on the page
@@ -48,7 +48,7 @@ def _group(line: dict[str, Any]) -> Group:
             shown = [LabelledCompletion(f"one of them: all have reward {high:.3g}", cut(best))]
         rewards = f"mean reward {sum(reward for reward, _ in judged) / len(judged):.3g} of {of}"
     pictures = list(zip(_picture_names(line["prompt"]), line.get("pictures", ()), strict=False))
-    return Group(line["step"], cut(prompt_text(line["prompt"])), pictures, rewards, shown)
+    return Group(line["step"], cut(chat_text(line["prompt"])), pictures, rewards, shown)
 
 
 def _picture_names(prompt: Any) -> list[str]:
@@ -56,15 +56,6 @@ def _picture_names(prompt: Any) -> list[str]:
     contents = [message["content"] for message in prompt] if isinstance(prompt, list) else []
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [part.get("name", "") for part in parts if part["type"] == "image"]
-
-
-def prompt_text(prompt: Any) -> str:
-    """Returns a prompt as text. A chat of several messages has the role before each."""
-    if not isinstance(prompt, list):
-        return str(prompt)
-    if len(prompt) == 1:
-        return text_of(prompt[0]["content"])
-    return "\n".join(f"{message['role']}: {text_of(message['content'])}" for message in prompt)
 
 
 def cut(text: str) -> str:

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 import jaxrl_llm
-from jaxrl_llm.data.image_columns import printable_value
+from jaxrl_llm.data.image_columns import chat_text, printable_value
 from jaxrl_llm.data.image_rows import thumbnail
 from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.rollout.scores import Measured, channel_text, lines
-from jaxrl_llm.tools.report.completions import cut, prompt_text
+from jaxrl_llm.tools.report.completions import cut
 from jaxrl_llm.tools.report.page import template
 
 MOST = 100  # problems on the page
@@ -65,7 +65,7 @@ def problem(at: int, graded: Graded, dataset: Dataset) -> Problem:
     shown = [completion(at, i, graded) for i in range(min(len(scores), SHOWN))]
     # As pass@k counts: a score of 1 or more.
     solved = int((scores >= 1).sum())
-    return Problem(at + 1, cut(prompt_text(row["prompt"])), pictures, cut(columns), solved, len(scores), shown)
+    return Problem(at + 1, cut(chat_text(row["prompt"])), pictures, cut(columns), solved, len(scores), shown)
 
 
 def completion(at: int, i: int, graded: Graded) -> ScoredCompletion:
