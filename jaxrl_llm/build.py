@@ -328,7 +328,11 @@ def open_outputs(
                 ("compiled code", place.cache),
             ],
             # What is known to go wrong with these settings.
-            lines=[*banner.unconfined(recipe.reward), *map(Finding.line, advice.findings(judged))],
+            lines=[
+                *banner.shortened_warmups(recipe.warmups()),
+                *banner.unconfined(recipe.reward),
+                *map(Finding.line, advice.findings(judged)),
+            ],
         )
 
     now = Rows({"data.source": counts, "eval.source": inputs.held_out.counts()}, inputs.dataset.prompts())

@@ -23,19 +23,18 @@ Momentum: TypeAlias = Annotated[float, Field(float, low=0, high=0.9999)]
 def count_warmup(total_steps: int, *, warmup_steps: int, warmup_ratio: float, section: str = "optim") -> int:
     """Returns the number of warm-up steps, from the steps or the ratio in a section of the config.
 
-    Raises: UserError, if both are set, if the ratio is not in [0, 1), or if no step is left after the warm-up.
+    Raises: UserError, if both are set, or if the ratio is not in [0, 1).
     """
     if warmup_steps and warmup_ratio:
         raise UserError(f"{section}.warmup_steps and {section}.warmup_ratio are both set: set one of them to 0")
     if not 0 <= warmup_ratio < 1:
         raise UserError(f"{section}.warmup_ratio = {warmup_ratio}: give a share of the run from 0 to below 1")
-    steps = warmup_steps or round(warmup_ratio * total_steps)
-    if not 0 <= steps < max(total_steps, 1):
-        raise UserError(
-            f"{section}.warmup_steps = {steps} but the run has {total_steps} optimizer steps: "
-            "the rate would never be reached; lower it or raise num_steps"
-        )
-    return steps
+    return fitting(warmup_steps or round(warmup_ratio * total_steps), total_steps)
+
+
+def fitting(warmup: int, total_steps: int) -> int:
+    """Returns the steps of a warm-up. One as long as the run takes half of it: a quick try of a config is short."""
+    return warmup if warmup < total_steps else total_steps // 2
 
 
 def schedule(peak: float, *, decay: Decay, end: float, total_steps: int, warmup: int = 0) -> optax.Schedule:

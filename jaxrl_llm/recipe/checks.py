@@ -23,7 +23,7 @@ from jaxrl_llm.recipe.combinations import (
     check_turns,
 )
 from jaxrl_llm.recipe.no_effect import refuse
-from jaxrl_llm.recipe.recipe import Recipe, Settings, SftRecipe, warmup_steps
+from jaxrl_llm.recipe.recipe import Recipe, Settings, SftRecipe
 from jaxrl_llm.sandbox import program as sandbox
 
 
@@ -44,14 +44,14 @@ def check_train(recipe: Recipe, fields: Mapping[str, Any]) -> None:
     check_rollout(recipe)
     check_turns(recipe)
     if critic := recipe.critic:
-        if critic.warmup_steps >= min(recipe.num_steps, recipe.scheduled_steps):
+        if recipe.sizes.critic_steps >= recipe.num_steps:
             raise UserError(
                 f"config.critic.warmup_steps = {critic.warmup_steps} but num_steps is {recipe.num_steps}: lower it"
             )
-        warmup_steps(critic.optim, recipe.updates_per_rollout * recipe.scheduled_steps, "critic.optim")
         check_schedule(recipe, critic.optim, "critic.optim")
-    # A warm-up that is longer than the run is found where the sizes are derived.
+    # A warm-up that is given in two ways is found where the sizes are derived.
     recipe.sizes.totals()
+    recipe.warmups()
 
 
 def check_schedule(recipe: Settings, section: Any, name: str) -> None:
@@ -90,8 +90,9 @@ def check_sft(recipe: SftRecipe, fields: Mapping[str, Any]) -> None:
             f"config.model.vision_config.hidden_size = {tower.hidden_size} does not make {tower.num_heads} heads of a "
             f"multiple of 4: give a multiple of {4 * tower.num_heads}"
         )
-    # A warm-up that is longer than the run is found where the sizes are derived.
+    # A warm-up that is given in two ways is found where the sizes are derived.
     recipe.sizes.totals()
+    recipe.warmups()
 
 
 def check_shared(recipe: Settings, fields: Mapping[str, Any], prompts_per_update: int) -> None:

@@ -125,6 +125,10 @@ class Settings:
         """Steps that the schedules cover."""
         return self.schedule_steps or self.num_steps
 
+    def warmups(self) -> dict[str, tuple[int, int]]:
+        """Returns the steps of each warm-up in the config, and in the run, by section."""
+        return {"optim": (self.optim.warmup_steps, self.sizes.warmup_steps)}
+
     def _sizes(self, **sizes: Any) -> Sizes:
         """Returns the sizes of a step: these, and those that both programs have."""
         without_warmup = Sizes(
@@ -222,10 +226,19 @@ class Recipe(Settings):
             group_size=self.group_size,
             prompts_per_update=self.prompts_per_update,
             epochs=self.epochs,
-            critic_steps=self.critic.warmup_steps if self.critic else 0,
+            critic_steps=optim.fitting(self.critic.warmup_steps, self.scheduled_steps) if self.critic else 0,
             critic=self.critic is not None,
             samples=self.group_size * (1 + self.rollout.resample_rounds) + self.estimator.needs_greedy,
         )
+
+    def warmups(self) -> dict[str, tuple[int, int]]:
+        """Returns the steps of each warm-up in the config, and in the run, by section."""
+        found = super().warmups()
+        if critic := self.critic:
+            used = warmup_steps(critic.optim, self.updates_per_rollout * self.scheduled_steps, "critic.optim")
+            found |= {"critic.optim": (critic.optim.warmup_steps, used)}
+            found |= {"critic": (critic.warmup_steps, self.sizes.critic_steps)}
+        return found
 
     @property
     def updates_per_rollout(self) -> int:

@@ -83,6 +83,15 @@ def unconfined(settings: JudgeSettings) -> list[str]:
     return [UNCONFINED] if settings.unconfined else []
 
 
+def shortened_warmups(warmups: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Returns a line for each warm-up that does not fit; warmups: steps of the config, and of the run, by section."""
+    return [
+        f"note: config.{section}.warmup_steps = {steps} does not fit into this run: its warm-up has {used}"
+        for section, (steps, used) in warmups.items()
+        if steps > used
+    ]
+
+
 def _sources(settings: DataSettings, dataset: Dataset) -> list[tuple[str, str]]:
     """Returns the rows on how the columns were read, and on the sources of a mixture."""
     weights = {name: settings.mixture[name].weight for name in dataset.parts}

@@ -189,7 +189,6 @@ WRONG = {  # config -> changed fields -> field that the line names
         "data.source=my/rows.xlsx": "data.source",  # a data file of another kind
         "eval.every=1 eval.convert=gsm8k.covert": "eval.convert",  # an unknown conversion of the problems
         "mesh.data=0": "mesh.data",  # a mesh axis of no device
-        "optim.warmup_steps=1": "optim.warmup_steps",  # a warm-up as long as the run
         "optim.warmup_steps=1 optim.warmup_ratio=0.1": "optim.warmup_steps",  # a warm-up that is given in two ways
     },
     "grpo_vllm": {

@@ -13,6 +13,7 @@ from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import load as config
 from jaxrl_llm.learner.optim import make_optimizer
 from jaxrl_llm.recipe.advice import RULES, RunSettings, blind, findings
+from jaxrl_llm.session.banner import shortened_warmups
 from jaxrl_llm.session.workdir import beginning, open_workdir
 
 ROOT = Path(__file__).parents[2]
@@ -135,6 +136,19 @@ def test_what_has_no_effect_without_evaluation_or_a_gpu_is_noted(wording):
         wording(line)
     assert said("grpo", eval=None, checkpoint__keep_best=0) == []
     assert said("sft", platform="gpu", deterministic=True) == []
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5, 6, 100])
+def test_a_warm_up_that_does_not_fit_takes_half_of_a_short_run(steps):
+    c = config.load("ppo")
+    c.num_steps = steps
+    recipe = recipes.read(c)
+    sizes, policy, critic = recipe.sizes, recipe.optim.warmup_steps, recipe.critic.warmup_steps
+    assert sizes.critic_steps == (critic if critic < steps else steps // 2)
+    assert sizes.warmup_steps == (policy if policy < sizes.updates else sizes.updates // 2)
+    told = "".join(shortened_warmups(recipe.warmups()))
+    assert ("config.critic.warmup_steps" in told) == (sizes.critic_steps < critic)
+    assert ("config.optim.warmup_steps" in told) == (sizes.warmup_steps < policy)
 
 
 def test_a_run_that_is_resumed_with_more_steps_keeps_its_schedule_and_says_so(tmp_path, wording):
