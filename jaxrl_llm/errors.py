@@ -42,6 +42,16 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
 
+def check_local(field: str, path: str) -> None:
+    """Raises: UserError, if a path names a bucket, such as gs://b/x, which a path of Python makes gs:/b/x."""
+    if scheme := re.match(r"(gs|s3|az|abfs|hdfs):/+", path):
+        remedy = {"gs": "gcsfuse", "s3": "mount-s3"}.get(scheme[1], "a tool that mounts it")
+        raise UserError(
+            f"{field} = {path!r} is in a bucket, and only folders are read and written: mount it ({remedy}; "
+            "launch/tpu_pod.sh and launch/gke_jobset.sh do so with --bucket), and give the folder where it is mounted"
+        )
+
+
 def briefly(error: BaseException) -> str:
     """Describes an exception without the place in a file, for example as "ValueError: bad row"."""
     return printable(f"{type(error).__name__}: {error}")

@@ -40,7 +40,7 @@ HEAPS = 4
 def keep_compilations() -> str:
     """Turns on JAX's persistent compilation cache in the user's cache folder, whose size is bounded.
 
-    Returns the folder, or "off".
+    Returns the folder, "off", or that nothing can be kept there.
 
     JAX_COMPILATION_CACHE_DIR sets another folder. If it is set but empty, the cache is off.
     Call this before JAX starts threads, because it also limits the number of malloc heaps.
@@ -56,7 +56,14 @@ def keep_compilations() -> str:
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     where = jax.config.values["jax_compilation_cache_dir"]
-    return where.replace(str(Path.home()), "~") if where else "off"
+    if not where:
+        return "off"
+    shown = where.replace(str(Path.home()), "~")
+    # JAX itself writes to a bucket.
+    refused = "" if "://" in where else user_cache.refused(Path(where))
+    if refused:
+        return f"not kept: {shown} cannot be written ({refused}); set JAX_COMPILATION_CACHE_DIR to a folder that can"
+    return shown
 
 
 def compute_deterministically() -> None:

@@ -19,6 +19,16 @@ def home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_llm"
 
 
+def refused(folder: Path) -> str:
+    """Makes a folder, and returns why no file can be written there; "": one can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
 def load_ids(key: str, count: int) -> list[np.ndarray] | None:
     """Loads the `count` lists of token ids saved under `key`. Returns None if they are missing or damaged."""
     file = home() / "tokens" / f"{key}.npz"

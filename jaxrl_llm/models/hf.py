@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, check_local
 from jaxrl_llm.machine import progress, sharding
 from jaxrl_llm.models import names
 from jaxrl_llm.models.adapters import Adapters, int8
@@ -65,6 +65,7 @@ def find(path: str, field: str = "model.path", *, weights: bool = True) -> Path:
     weights: False, to download only what describes the model.
     Raises: UserError, naming `field`, if `path` is neither, or holds adapters.
     """
+    check_local(field, path)
     folder = _download(path, field, weights=weights) if is_hub_id(path) else Path(path).expanduser()
     if (folder / "config.json").is_file():
         return folder

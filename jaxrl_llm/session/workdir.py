@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.config.records import Table, names_that_may_change
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, check_local
 from jaxrl_llm.machine import disk, distributed
 from jaxrl_llm.machine.distributed import agreement
 from jaxrl_llm.session import json_lines
@@ -25,6 +25,7 @@ def check_workdir(workdir: Path, fields: Mapping[str, Any], known: Table) -> Non
 
     Raises: UserError, if the workdir is not writable, has files of another program, or holds a run of another config.
     """
+    check_local("--workdir", str(workdir))
     existing = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())
     if not existing.is_dir():
         raise UserError(f"--workdir {workdir} cannot be a folder, because {existing} is a file: give another")

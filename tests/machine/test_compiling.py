@@ -35,12 +35,14 @@ def test_programs_are_deterministic_and_kept_in_the_users_cache_folder(tmp_path)
     def kept(**environ: str) -> str:
         run = [sys.executable, "-c", code]
         done = subprocess.run(run, env=base | environ, capture_output=True, text=True, check=True)
-        folder, others = done.stdout.strip().split(" ", 1)
-        assert others == "[2. 2.] --xla_cpu_enable_fast_math=false --xla_gpu_deterministic_ops=true"
+        folder, others = done.stdout.strip().rsplit(" [", 1)
+        assert others == "2. 2.] --xla_cpu_enable_fast_math=false --xla_gpu_deterministic_ops=true"
         return folder
 
     assert kept() == "~/.cache/jaxrl_llm/xla"
     assert list((tmp_path / ".cache" / "jaxrl_llm" / "xla").iterdir())
     assert kept(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "here")) == "~/here"
     assert list((tmp_path / "here").iterdir())
+    (tmp_path / "file").write_text("")
+    assert kept(XDG_CACHE_HOME=str(tmp_path / "file")).startswith("not kept: ~/file/jaxrl_llm/xla")
     assert kept(JAX_COMPILATION_CACHE_DIR="") == "off"

@@ -388,6 +388,12 @@ def test_processes_that_do_not_know_of_each_other_are_refused(refused, monkeypat
         sharding.make_mesh(data=1, fsdp=1, tensor=1)
 
 
+def test_rows_and_models_in_a_bucket_are_refused(place, refused):
+    for text, field in (("data.source=gs://b/rows.jsonl", "data.source"), ("model.path=s3://b/model", "model.path")):
+        with refused(field), build(config_of(text), "run"):
+            pass
+
+
 @table("sizes words", {
     "larger than the devices": ((1, 8, 2), "mesh (data 1 x fsdp 8 x tensor 2)"),
     "that leaves devices idle": ((1, -1, 3), "mesh (data 1 x fsdp 2 x tensor 3)"),
@@ -437,6 +443,7 @@ def a_folder(folder: Path, file: str, text: str) -> None:
 
 @table("make workdir words", {
     "that is a file": (Path.touch, "run", "--workdir run"),
+    "in a bucket": (Path.mkdir, "gs://b/run", "--workdir"),
     "below a file": (Path.touch, "run/1/2", "--workdir run/1/2"),
     "that holds something else": (lambda run: a_folder(run, "thesis.tex", "!"), "run", "--workdir run"),
     "that holds the checkpoints of something else":
