@@ -233,12 +233,12 @@ class Recipe(Settings):
 
     def warmups(self) -> dict[str, tuple[int, int]]:
         """Returns the steps of each warm-up in the config, and in the run, by section."""
-        found = super().warmups()
+        warmups = super().warmups()
         if critic := self.critic:
             used = warmup_steps(critic.optim, self.updates_per_rollout * self.scheduled_steps, "critic.optim")
-            found |= {"critic.optim": (critic.optim.warmup_steps, used)}
-            found |= {"critic": (critic.warmup_steps, self.sizes.critic_steps)}
-        return found
+            warmups |= {"critic.optim": (critic.optim.warmup_steps, used)}
+            warmups |= {"critic": (critic.warmup_steps, self.sizes.critic_steps)}
+        return warmups
 
     @property
     def updates_per_rollout(self) -> int:
