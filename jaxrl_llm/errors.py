@@ -14,7 +14,7 @@ import traceback
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 INSTALLED = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -28,6 +28,20 @@ CELL = re.compile(r".*(?:ipykernel_\d|ipython-input-)")  # the file of the code 
 
 class UserError(Exception):
     """An error in config, data, checkpoint or reward. Its message is one line that names the error and the fix."""
+
+    exit_code: ClassVar[int] = 2  # the same command fails again: a launcher does not start it
+
+
+class PeerLost(UserError):
+    """Another process, or a server, has ended or does not answer."""
+
+    exit_code = os.EX_TEMPFAIL  # 75, "try again": the launchers start the run again
+
+
+class StoppedByHealth(UserError):
+    """A health rule has stopped the run."""
+
+    exit_code = 3
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,23 +98,27 @@ def is_users(file: str) -> bool:
 
 
 def report(error: BaseException) -> int:
-    """Prints the error that ended the program to stderr, a `UserError` in one line, and returns the exit code."""
+    """Prints the error that ended the program to stderr, a `UserError` in one line, and returns the exit code.
+
+    That of the error that ended the run, or of the one before it if this was raised while closing.
+    """
     if not isinstance(error, UserError):
         print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         return 1
-    lines: list[str] = []  # first the error that ended the run, then errors while closing
+    lines, code = list[str](), error.exit_code  # first the error that ended the run, then errors while closing
     link: BaseException | None = error  # of the chain of errors, the last one first
     while link:
         line = f"error: {' '.join(str(link).split())}"
         if isinstance(link, UserError) and line not in lines:
             lines.insert(0, line)
+            code = link.exit_code
         link = link.__context__ if not link.__suppress_context__ or link.__cause__ else None
     print(printable("\n".join(lines)), file=sys.stderr)
-    return 2
+    return code
 
 
 def run_main(main: Callable[[], None]) -> NoReturn:
-    """Runs an entry point and exits. A `UserError` becomes one line on stderr and exit code 2.
+    """Runs an entry point and exits. A `UserError` becomes one line on stderr and its exit code.
 
     So does a `sys.exit` in the user's code, which would end the program without a word. If the reader of standard
     output has gone, as in `| head`, the program ends quietly, with the exit code of one that SIGPIPE ends.

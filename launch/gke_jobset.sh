@@ -51,6 +51,7 @@ if [ "$nodes" = 0 ] || [ $((all % nodes)) != 0 ]; then
   die "--nodes $nodes cannot share the $all chips of --topology $topology evenly: give the slice's number of hosts"
 fi
 chips=$((all / nodes))
+bucket=${bucket#gs://} bucket=${bucket%/}
 case ${bucket:+b}${pvc:+p} in b | p) ;; *) die "the pods need one shared disk: give --bucket or --pvc" ;; esac
 case ${workdir:=/runs/$name} in /runs/*) ;; *) die "--workdir '$workdir' is not below /runs, the shared disk" ;; esac
 [ $# -gt 0 ] || set -- --config configs/grpo.py

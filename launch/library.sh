@@ -7,6 +7,10 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) # of the checkout
 say() { echo "${0##*/}: $*" >&2; }
 die() { say "$*"; exit 2; }
 lost() { say "$*; the same command again goes on from here"; exit 75; }
+# Prints the comment at the head of a script, which is its help, if the first word asks for it.
+help_of_head() {
+  case ${1-} in -h | --help) sed -n '2,/^[^#]/s/^#\( \|$\)//p' "$0"; exit ;; esac
+}
 need() { # program, page that tells how to install the program
   command -v "$1" > /dev/null || die "$1 is missing: install it, $2"
 }
@@ -48,8 +52,35 @@ tpu_runtime() {
     v6e-*) echo v2-alpha-tpuv6e ;;
     v5p-*) echo v2-alpha-tpuv5 ;;
     v5litepod-*) echo v2-alpha-tpuv5-lite ;;
-    *) echo tpu-ubuntu2204-base ;;
+    v[234]-*) echo tpu-ubuntu2204-base ;;
+    v5e-*) die "--type '$1' is v5litepod-${1#v5e-} for Google Cloud: give that" ;;
+    *) die "--type '$1' is not known here: give --version too, the runtime of that type" ;;
   esac
+}
+
+# Errors of gcloud that stay: the same request would be refused again.
+lasting='PERMISSION_DENIED|UNAUTHENTICATED|INVALID_ARGUMENT|NOT_FOUND|Quota|quota|not enabled|reauthenticat|does not have permission'
+# Runs a line of gcloud that asks for machines. Ends the launch at an error that stays; else returns its status.
+request() {
+  local status=0 errors
+  errors=$(mktemp)
+  eval "$1" 2> "$errors" || status=$?
+  cat "$errors" >&2
+  if [ "$status" != 0 ] && grep -Eq "$lasting" "$errors"; then
+    rm "$errors"
+    die "$name cannot be requested, for the reason above: the same command would fail again"
+  fi
+  rm "$errors"
+  return "$status"
+}
+# gcloud refuses to reach several workers if an agent for ssh is running and does not have its key.
+check_agent() {
+  local key=.ssh/google_compute_engine keys mark
+  keys=$(ssh-add -l 2> /dev/null) || return 0 # no agent, or an empty one
+  [ -f ~/"$key.pub" ] || die "there is no ~/$key, which your ssh-agent must have: gcloud compute config-ssh; ssh-add ~/$key"
+  mark=$(ssh-keygen -lf ~/"$key.pub")
+  mark=${mark#* }
+  [[ $keys == *"${mark%% *}"* ]] || die "your ssh-agent does not have gcloud's key: ssh-add ~/$key"
 }
 
 # The scripts for Google Cloud build each step as one line of shell. It is printed or evaluated, so the dry run always

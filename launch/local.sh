@@ -9,6 +9,7 @@
 # Paths are relative to the checkout. With --workdir, the same command resumes the run.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/library.sh"
+help_of_head "$@"
 cd "$root"
 
 dry=

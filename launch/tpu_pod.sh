@@ -29,7 +29,9 @@ installs it, trains detached on all of them [--config configs/grpo.py], and foll
 While this command runs,
   a slice that is preempted   is deleted and queued for again, any number of times;
   a run that fails            is started again on its slice, at most --restarts times in a row. A failure after an
-                              hour of training counts as the first one.
+                              hour of training counts as the first one;
+  a mistake of yours (exit status 2), or a stop by a health rule (3), is final, as is a request that is refused for
+                              permissions or quota.
 The run then goes on from its last checkpoint. Ctrl-C only stops following: the same command again follows or resumes.
 The exit status is that of worker 0, or 75 where it did not come to that: no slice, or a connection lost.
 Unattended: until launch/tpu_pod.sh --spot ...; [ $? != 75 ]; do sleep 60; done
@@ -67,7 +69,8 @@ case "${bucket:+b}${nfs:+n}:$workdir" in
 esac
 [[ -z $gcsfuse_sha256 || $gcsfuse_sha256 =~ ^[0-9a-f]{64}$ ]] ||
   die "--gcsfuse-sha256 '$gcsfuse_sha256' is no SHA-256: give 64 hexadecimal digits"
-: "${version:=$(tpu_runtime "$type")}"
+[ "$version" ] || version=$(tpu_runtime "$type")
+bucket=${bucket#gs://} bucket=${bucket%/}
 [ $# -gt 0 ] || set -- --config configs/grpo.py
 
 where() { quote "$@" --zone="$zone" ${project:+--project="$project"}; }
@@ -111,6 +114,7 @@ result=$(on 0 "[ -s launch.exit ] && cat launch.exit && { tail -n 20 launch.log 
 cd "$root"
 begin_launch "$describe" "$create" "$probe" "$mount" "$copy" "$install" "$first" "$all" "$follow" \
   "$result" "${delete:+$remove}"
+check_agent
 follower='' failed=0 began=0
 trap '[ ! "$follower" ] || kill "$follower" 2> /dev/null || true' EXIT
 trap 'say "no longer following $name; the same command again does"; exit 130' INT TERM HUP
@@ -133,7 +137,7 @@ obtain() { # returns when the slice is there
     now=$(state)
     case $now in
       ACTIVE) return ;;
-      '') eval "$create" || again "$name could not be requested" 75 ;;
+      '') request "$create" || again "$name could not be requested" 75 ;;
       SUSPENDED) say "$name was preempted: requesting it anew"; eval "$remove" || again "$name cannot be deleted" 75 ;;
       FAILED) eval "$remove" || true; again "the request for $name failed" 75 ;;
       *) [ "$now" = "$said" ] || say "$name is $now: waiting for it"; said=$now; sleep 30 ;;
@@ -174,6 +178,8 @@ while :; do
   case $ended in
     0) end 0 ;;
     '') again "lost sight of the run on $name" 75 ;;
+    # An error of the user, or a health rule: the same command would end so again.
+    [23] | [23]$'\n'*) say "the run ended with exit status ${ended%%$'\n'*}, which no restart can mend"; end "${ended%%$'\n'*}" ;;
     *) again "the run ended with exit status $ended" "${ended%%$'\n'*}" ;;
   esac
 done

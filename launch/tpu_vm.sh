@@ -41,7 +41,7 @@ shift "$words_read"
 [ "$zone" ] || die "--zone is missing: say where, e.g. --zone us-central1-a"
 case ${type##*-} in 1 | 4 | 8) ;; *) die "--type '$type' is not one host: take one ending in -1, -4 or -8" ;; esac
 case ${sync:=$((spot ? 900 : 0))} in *[!0-9]*) die "--sync '$sync' is not whole seconds: e.g. --sync 900" ;; esac
-: "${version:=$(tpu_runtime "$type")}"
+[ "$version" ] || version=$(tpu_runtime "$type")
 [ $# -gt 0 ] || set -- --config configs/grpo.py
 
 tpu() { # verb, its options
@@ -91,8 +91,8 @@ begin_launch "$describe" "$create" "$probe" "$send" "$copy" "$install" "$start" 
 state=$(eval "$describe" 2> /dev/null || true)
 case $state in
   READY) ;;
-  '') eval "$create" || lost "$name could not be made" ;;
-  PREEMPTED | TERMINATED) eval "$remove && $create" || lost "$name was preempted and could not be made anew" ;;
+  '') request "$create" || lost "$name could not be made" ;;
+  PREEMPTED | TERMINATED) { eval "$remove" && request "$create"; } || lost "$name was preempted and could not be made anew" ;;
   *) lost "$name is $state: wait until it is READY, or delete it" ;;
 esac
 found=$(eval "$probe") || lost "$name does not answer"

@@ -82,7 +82,7 @@ begin_launch "$describe" "$create" "$boot" "$probe" "$copy" "$serve" "$wait" "$v
 state=$(eval "$describe" 2> /dev/null || true)
 case $state in
   RUNNING) ;;
-  '') eval "$create" || lost "$name-vllm could not be made" ;;
+  '') request "$create" || lost "$name-vllm could not be made" ;;
   TERMINATED) eval "$start" || lost "$name-vllm could not be started" ;;
   *) lost "$name-vllm is $state: wait until it is RUNNING, or delete it" ;;
 esac
@@ -95,7 +95,7 @@ state=$(eval "$vm_describe" 2> /dev/null || true)
 case $state in
   '' | PREEMPTED | TERMINATED)
     if [ "$state" ]; then eval "$vm_remove"; fi
-    eval "$vm_create" || lost "$name could not be made"
+    request "$vm_create" || lost "$name could not be made"
     eval "$free" || lost "the server on $name-vllm cannot be freed for the run" ;;
 esac
 eval "$addresses" || lost "the addresses of the VMs are not known"

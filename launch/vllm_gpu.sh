@@ -9,6 +9,7 @@
 # The server is started again if its engine dies. configs/recipes/qwen2_5_0_5b_gsm8k_vllm.py is a run that uses it.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/library.sh"
+help_of_head "$@"
 cd "$root"
 
 if ! [ -e .vllm/.installed ]; then

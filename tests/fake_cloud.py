@@ -50,6 +50,7 @@ case " $* " in
   *" instances delete "*) rm -r "$CLOUD/gpu" "$CLOUD/gpu-state" ;;
   *" compute ssh "*) need gpu-state RUNNING; remote '' gpu ;;
   *" tpu-vm describe "*) cat "$CLOUD/state" ;;
+  *" create "*) if [ -e "$CLOUD/refused" ]; then cat "$CLOUD/refused" >&2; exit 1; fi ;;&
   *" tpu-vm create "*) [ ! -e "$CLOUD/full" ] && mkdir "$CLOUD/w0" && echo READY > "$CLOUD/state" ;;
   *" queued-resources describe "*)
     [ ! -e "$CLOUD/next" ] || { head -n 1 "$CLOUD/next" > "$CLOUD/state"; sed -i 1d "$CLOUD/next"
@@ -117,6 +118,8 @@ PROGRAMS = {
     "uv": 'echo "$*" >> uv.log; [ "$1" != venv ] || install -D "$CLOUD/bin/trainer" .venv/bin/python',
     # The bucket is a folder that all workers see.
     "gcsfuse": 'echo "$*" >> "$CLOUD/mounts"; mount=${*: -1}; rmdir "$mount" && ln -s "$CLOUD/bucket" "$mount"',
+    "ssh-add": '[ -e "$CLOUD/agent" ] && cat "$CLOUD/agent"',
+    "ssh-keygen": 'echo "256 SHA256:mine a@b (RSA)"',
     "mountpoint": '[ -L "$2" ]',
     "curl": 'echo "$*" >> "$CLOUD/curl"; case "$*" in */health) [ -e "$CLOUD/answers" ] ;; esac',
     "hostname": f'echo "{GPU} 172.17.0.1 "',
@@ -152,6 +155,8 @@ class Desk:
             file.touch()
         (self.checkout / ".gitignore").write_text("runs/\n.venv/\n")
         subprocess.run(["git", "init", "-q", "--template=", self.checkout], check=True)
+        (root / ".ssh").mkdir()
+        (root / ".ssh" / "google_compute_engine.pub").touch()
         os.mkfifo(self.cloud / "pipe")
         for name, text in PROGRAMS.items():
             executable(self.bin / name, text)

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from threading import Event, Thread, Timer
 from typing import NoReturn
 
-CODE = os.EX_TEMPFAIL  # 75, "try again": the launchers start the run again
+from jaxrl_llm.errors import PeerLost
+
+CODE = PeerLost.exit_code
 LAST, TIMES = 20, 10  # steps that the median is of, and how many medians a run may stand still
 TICK = 1.0  # seconds
 LEAVING = 30.0  # seconds in which the output and the other processes may take the last words

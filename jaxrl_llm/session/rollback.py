@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import StoppedByHealth
 from jaxrl_llm.health.history import RECENT
 from jaxrl_llm.machine import disk, distributed
 
@@ -46,11 +46,11 @@ class Rollbacks:
     def decide(self, step: int, finding: dict[str, Any], checkpoints: Collection[int], limit: int) -> Decision:
         """Decides to go back because of a finding at `step`. The decision is on the disk when this returns.
 
-        checkpoints: steps of the complete checkpoints. Raises: UserError, after `most` decisions.
+        checkpoints: steps of the complete checkpoints. Raises: StoppedByHealth, after `limit` decisions.
         """
         before = self.read()
         if len(before) >= limit:
-            raise UserError(
+            raise StoppedByHealth(
                 f"step {step}: {finding['evidence']}, because {finding['cause']}; the run has gone back {limit} times "
                 f"already (config.health.rollback.most): {finding['fix']}"
             )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import StoppedByHealth, UserError
 from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.machine import distributed, progress
 from jaxrl_llm.machine.compilation import Compilations
@@ -157,12 +157,12 @@ class Session:
     def judge(self, records: list[dict[str, Any]]) -> bool:
         """Applies the health rules to the last record, if there is one. Returns whether the run must go back.
 
-        `begin` does that. Raises: UserError, if a rule stops the run.
+        `begin` does that. Raises: StoppedByHealth, if a rule stops the run.
         """
         action, step, finding = self.health.judge(records or self.log.last())
         if finding and action == "stop":
             latest = self.checkpoints.latest()
-            raise UserError(f"step {step}: {finding.evidence}, because {finding.cause}; {latest}: {finding.fix}")
+            raise StoppedByHealth(f"step {step}: {finding.evidence}, because {finding.cause}; {latest}: {finding.fix}")
         if finding and action == "roll back":
             self.trainer.rest()  # then nothing uses these states
             most, saved = self.plan.most_rollbacks, self.checkpoints.steps()

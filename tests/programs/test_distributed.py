@@ -365,7 +365,7 @@ def test_processes_end_long_before_they_miss_the_heartbeat_of_a_killed_one(words
     began = time.monotonic()
     said = [process.communicate(timeout=60)[1] for process in each]
     assert time.monotonic() - began < 30
-    assert [process.returncode for process in each] == [2, -9, 2], said
+    assert [process.returncode for process in each] == [75, -9, 75], said
     for text in (said[0], said[2]):
         wording("\n".join(line for line in text.splitlines() if line.startswith("error: ")))
 
@@ -376,7 +376,7 @@ def test_two_processes_go_back_together_and_then_end_together(tmp_path):
     act = ("health.rollback.rules=no_signal,", "health.rollback.most=1", "checkpoint.every=4", "checkpoint.keep=4")
     no_signal = ("eval=none", "checkpoint.keep_best=0", "epochs=1", "rollout.temperature=0.001")
     processes = Processes(2, ROOT / "configs" / "grpo.py", tmp_path / "run", *TINY, *never, *act, *no_signal)
-    assert processes.end() == [2, 2], processes.said()
+    assert processes.end() == [3, 3], processes.said()
     decision = json.loads((tmp_path / "run" / "rollbacks" / "1.json").read_text())
     assert (decision["step"], decision["to"], decision["finding"]["id"]) == (8, 4, "no_signal")
     assert "rollback 1 of at most 1: back to step 4" in processes.outputs[0].read_text()

@@ -18,7 +18,7 @@ from test_train import ROOT
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.build import Parts, build
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import StoppedByHealth, UserError
 from jaxrl_llm.health import rules
 from jaxrl_llm.health.finding import Finding, Needs
 from jaxrl_llm.health.history import History
@@ -239,7 +239,7 @@ def test_a_spike_is_skipped_and_after_the_last_rollback_a_run_stops(tmp_path):
 
         calls: list[int] = []
         parts.learning.assign_credit = spike
-        with pytest.raises(UserError, match=r"step 11: .*rollback\.most"):
+        with pytest.raises(StoppedByHealth, match=r"step 11: .*rollback\.most"):
             list(train(session, parts))
     (went_back,) = (json.loads(file.read_text()) for file in (tmp_path / "run/rollbacks").glob("*.json"))
     assert (went_back["step"], went_back["to"], went_back["finding"]["id"]) == (11, 3, "late")
@@ -252,7 +252,7 @@ def test_a_spike_is_skipped_and_after_the_last_rollback_a_run_stops(tmp_path):
 
 @pytest.mark.slow
 def test_a_rule_may_stop_a_run_and_what_it_stops_at_is_not_saved(tmp_path):
-    with pytest.raises(UserError, match="step 3: "):
+    with pytest.raises(StoppedByHealth, match="step 3: "):
         list(steps(tiny(**{"health.stop": ("always",)}), tmp_path / "run"))
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["1", "2"]
 

@@ -164,7 +164,15 @@ FAULTS = {  # script, options, files of the cloud; exit status, what was asked, 
     "a queue": ("tpu_pod", "", {"next": "\nWAITING\nWAITING\nPROVISIONING\nACTIVE\n"}, 0, "create", 1, 2),
     "a connection that breaks": ("tpu_pod", "--restarts 1", {"breaks": "1\n2\n3\n"}, 0, "create", 1, 6),
     "a failure, and a process that lasts": ("tpu_pod", "", {"statuses": "1 0", "linger": ""}, 0, "create", 2, 1),
-    "a run that always fails": ("tpu_pod", "--restarts 2 --delete", {"statuses": "2 2 2 2"}, 2, "create delete", 3, 3),
+    "a run that always fails": ("tpu_pod", "--restarts 2 --delete", {"statuses": "1 1 1 1"}, 1, "create delete", 3, 3),
+    "a user's mistake": ("tpu_pod", "--restarts 2", {"statuses": "2 2 2 2"}, 2, "create", 1, 1),
+    "a stop by health": ("tpu_pod", "--restarts 2 --delete", {"statuses": "3 3"}, 3, "create delete", 1, 1),
+    "a lost peer": ("tpu_pod", "", {"statuses": "75 0"}, 0, "create", 2, 1),
+    "a quota of 0": ("tpu_pod", "", {"refused": "ERROR: Quota limit of 0 chips\n"}, 2, "create", 0, 1),
+    "no permission": ("tpu_vm", "", {"refused": "ERROR: PERMISSION_DENIED: tpu.nodes.create\n"}, 2, "create", 0, 1),
+    "no capacity": ("tpu_vm", "", {"refused": "ERROR: There is no more capacity in the zone\n"}, 75, "create", 0, 1),
+    "a key that the agent lacks": ("tpu_pod", "", {"agent": "256 SHA256:other a@b (RSA)"}, 2, "", 0, 1),
+    "a key that the agent has": ("tpu_pod", "", {"agent": "256 SHA256:mine a@b (RSA)"}, 0, "create", 1, 0),
     "no GPU": ("tpu_vm_vllm", "", {"no-gpu": ""}, 75, "gpu-create", 0, 1),
     "a server that does not start": ("tpu_vm_vllm", "", {"broken": ""}, 75, "gpu-create", 0, 1),
 }  # fmt: skip
@@ -311,6 +319,8 @@ REFUSED = {  # options of a script, and what its message names
         "--zone z --type v6e-16": "--name", "--name n --type v6e-16": "--zone", VM: "--type",
         f"{POD} --type v6e-8 --bucket b": "tpu_vm.sh", POD: "--bucket, --nfs",
         f"{POD} --workdir runs/n": "--bucket, --nfs", f"{POD} --bucket b --nfs h:/d": "--nfs",
+        f"{POD.replace('v6e-16', 'v5e-16')} --bucket b": "v5litepod-16",
+        f"{POD.replace('v6e', 'v9')} --bucket b": "v9-16",
         f"{POD} --bucket b --workdir /data": "/data", f"{POD} --bucket b --restarts some": "some",
         f"{POD} --bucket b --gcsfuse-sha256 x": "--gcsfuse-sha256",
     },
@@ -336,6 +346,16 @@ def test_a_wrong_option_exits_2_with_one_line_that_names_it(script, wording):
         assert (done.returncode, done.stdout) == (2, ""), options
         assert len(done.stderr.splitlines()) == 1 and named in done.stderr
         wording(done.stderr)
+
+
+@pytest.mark.parametrize("script", ["local.sh", "vllm_cpu.sh", "vllm_gpu.sh", "slurm.sbatch"])
+def test_a_script_that_is_asked_for_its_help_does_nothing_else(tmp_path, script):
+    for file in (script, "library.sh"):
+        (tmp_path / "launch").mkdir(exist_ok=True)
+        shutil.copy(LAUNCH / file, tmp_path / "launch")
+    text = subprocess.check_output([tmp_path / "launch" / script, "--help"], text=True, env={"PATH": "/usr/bin:/bin"})
+    assert f"launch/{script}" in text and "#" not in text and "set -" not in text
+    assert [path.name for path in tmp_path.iterdir()] == ["launch"]
 
 
 @pytest.mark.parametrize("script", [*OPTIONS, "gke_jobset"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,7 @@ from fake_cloud import LAUNCH, executable, make_desk, until  # noqa: F401
 
 JOBSET = ["--name", "grpo", "--image", "host/jaxrl_llm:1", "--accelerator", "tpu-v5-lite-podslice",
           "--topology", "4x4", "--nodes", "4"]  # fmt: skip
-DISKS = ("--bucket b", "--pvc claim --spot", "--bucket b --service-account sa --spot")
+DISKS = ("--bucket gs://b/", "--pvc claim --spot", "--bucket b --service-account sa --spot")
 
 
 @cache
@@ -67,8 +68,17 @@ def test_the_manifest_asks_for_the_whole_slice_and_the_shared_disk():
     assert (job["parallelism"], job["completions"], job["backoffLimit"]) == (4, 4, 0)
     assert job["completionMode"] == "Indexed"
     # A trainer that has saved, was aborted or was killed is restarted, and not counted.
-    exits = {"containerName": "trainer", "operator": "In", "values": [75, 134, 137]}
+    exits = {"containerName": "trainer", "operator": "In", "values": [2, 3, 75, 134, 137]}
     assert job["podFailurePolicy"]["rules"][1]["onExitCodes"] == exits
+    # An error of the user and a stop by a health rule are final.
+    final, preempted = bucket["spec"]["failurePolicy"]["rules"]
+    assert (final["action"], preempted["action"]) == ("FailJobSet", "RestartJobSetAndIgnoreMaxRestarts")
+    message = (
+        "Container trainer for pod default/grpo-slice-0-1 failed with exit code {} matching FailJob rule at index 1"
+    )
+    (pattern,) = final["onJobFailureMessagePatterns"]
+    ends = {code: bool(re.search(pattern, message.format(code))) for code in exits["values"]}
+    assert ends == {2: True, 3: True, 75: False, 134: False, 137: False}
     kind = {"gke-tpu-accelerator": "tpu-v5-lite-podslice", "gke-tpu-topology": "4x4"}
     for jobset, selected in ((bucket, kind), (pvc, kind | {"gke-spot": "true"})):
         assert pod_of(jobset)["nodeSelector"] == {f"cloud.google.com/{key}": x for key, x in selected.items()}

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import jaxrl_llm
-from jaxrl_llm.errors import run_main
+from jaxrl_llm.errors import PeerLost, StoppedByHealth, UserError, run_main
 from jaxrl_llm.retriever import index
 from jaxrl_llm.tasks import search
 from jaxrl_llm.tools import __main__ as jaxrl
@@ -65,7 +65,7 @@ HELP = "__import__('argparse').ArgumentParser().parse_args(['--help'])"
     (HELP, "1", 0),  # argparse itself continues where it cannot print
 ], ids=["a print", "a console", "help", "help, unbuffered"])  # fmt: skip
 def test_a_program_whose_reader_has_gone_ends_quietly(prints, unbuffered, code):
-    program = f"from jaxrl_llm.errors import run_main; run_main(lambda: {prints})"
+    program = f"from jaxrl_llm.errors import PeerLost, StoppedByHealth, UserError, run_main; run_main(lambda: {prints})"
     reader, writer = os.pipe()
     os.close(reader)
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
@@ -81,6 +81,25 @@ def test_another_pipe_that_breaks_is_a_bug(capsys):
     with pytest.raises(SystemExit) as ended:
         run_main(breaks)
     assert ended.value.code == 1 and "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(UserError, 2), (StoppedByHealth, 3), (PeerLost, os.EX_TEMPFAIL), (ValueError, 1)]
+)
+def test_the_exit_code_tells_a_launcher_whether_to_start_a_run_again(error, code, capsys):
+    def ends():
+        try:
+            raise error("a reason")
+        finally:
+            raise UserError("nor can it close")
+
+    with pytest.raises(SystemExit) as ended:
+        run_main(ends)
+    assert ended.value.code == (2 if error is ValueError else code)
+    with pytest.raises(SystemExit) as ended:
+        run_main(lambda: (_ for _ in ()).throw(error("a reason")))
+    assert ended.value.code == code
+    assert "a reason" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", jaxrl.PROGRAMS)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxrl_llm.errors import UserError, printable, report
+from jaxrl_llm.errors import PeerLost, UserError, printable, report
 from jaxrl_llm.machine import hang
 from jaxrl_llm.machine.distributed import lifeline
 from jaxrl_llm.machine.distributed.processes import count, first, index
@@ -22,7 +22,8 @@ from jaxrl_llm.machine.distributed.store import POLL, client, wait
 # Seconds without a sign of life after which JAX ends all processes. It gives one every half of them, so that a pause of
 # the network may take the other half; gRPC itself breaks off a connection that does not answer for 60 s.
 HEARTBEAT = 100
-ENDED = "jaxrl_llm/ended"  # key of the exit code and the line with which a process has ended
+# Key of the exit code, of HUNG or "-", and of the line with which a process has ended.
+ENDED, HUNG = "jaxrl_llm/ended", "hung"
 # Set when this process ends: the ends of others, and its own line, are nothing new then.
 _leaving = Event()
 LEAVING = 10  # seconds for which process 0 waits, at an error, until the others have ended
@@ -85,11 +86,11 @@ def _watch() -> None:
     # The pause: without process 0 the call below fails at once, and must not spin.
     while not _leaving.wait(POLL / 10_000):
         with suppress(jax.errors.JaxRuntimeError):  # not there yet
-            code, _, line = client().blocking_key_value_get(ENDED, POLL).partition(" ")
+            code, hung, line = client().blocking_key_value_get(ENDED, POLL).split(" ", 2)
             if _leaving.is_set():
                 return
             # This process may be the one that the other one has waited for: its stacks show at what.
-            if int(code) == hang.CODE:
+            if hung == HUNG:
                 hang.tell_stacks()
             _leaving.set()
             print(printable(line), file=sys.stderr, flush=True)
@@ -101,17 +102,21 @@ def _end_without(process: int) -> NoReturn:
     _leaving.set()
     line = f"error: process {process} was killed: see its output; the same command goes on from the last checkpoint"
     print(line, file=sys.stderr, flush=True)
-    _tell(2, line)
+    _tell(PeerLost.exit_code, line)
     # In its place: it cannot say it any more, and `_exit` waits until all have.
     _mark_ended(process)
-    _exit(2)
+    _exit(PeerLost.exit_code)
 
 
 def _leave(error: BaseException) -> None:
     """Reports the error and ends this process, without the steps at which Python and JAX wait for the others."""
     _leaving.set()
     code = (error.code if isinstance(error.code, int) else 1) if isinstance(error, SystemExit) else report(error)
-    _tell(2, _ended(f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"))
+    # A traceback is no reason to start the others again.
+    _tell(
+        code if isinstance(error, UserError) else 2,
+        _ended(f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"),
+    )
     _exit(code)
 
 
@@ -119,7 +124,7 @@ def end(code: int, line: str) -> NoReturn:
     """Reports an error of one line, and ends this process and the others. Any thread may call it."""
     _leaving.set()
     print(printable(f"error: {line}"), file=sys.stderr, flush=True)
-    _tell(code, _ended(line))
+    _tell(code, _ended(line), hung=True)
     _exit(code)
 
 
@@ -127,11 +132,11 @@ def _ended(why: str) -> str:
     return f"error: process {index()} has ended ({why}): see its output"
 
 
-def _tell(code: int, line: str) -> None:
-    """Ends the other processes with an exit code and a line."""
+def _tell(code: int, line: str, *, hung: bool = False) -> None:
+    """Ends the other processes with an exit code and a line; hung: they show their stacks first."""
     # The service may be gone, or another process was faster.
     with suppress(Exception):
-        client().key_value_set(ENDED, f"{code} {line}")
+        client().key_value_set(ENDED, f"{code} {HUNG if hung else '-'} {line}")
 
 
 def _mark_ended(process: int) -> None:

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import PeerLost, UserError
 from jaxrl_llm.machine import distributed, progress
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.models import names
@@ -52,7 +52,7 @@ TRAINER_FIELDS = ("max_positions", "dtype", "remat", "transposed", "row_parts")
 T = TypeVar("T")
 
 
-class Away(UserError):
+class Away(PeerLost):
     """A server was unavailable for as long as the run is patient."""
 
 
