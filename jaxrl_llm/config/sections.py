@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from ml_collections import ConfigDict, FieldReference
 
+from jaxrl_llm.config import memory
 from jaxrl_llm.errors import UserError
 
 # Types of fields, in error messages.
@@ -37,6 +38,9 @@ class Section(ConfigDict):
     def __setitem__(self, key: str, value: Any) -> None:
         path = f"{self._path}.{key}" if self._path else key
         before = self.get(key)
+        named = (str, Mapping, ConfigDict, FieldReference, FunctionType, type(None))
+        if key == "source" and not isinstance(value, named):
+            value = memory.keep(value, path)
         if isinstance(value, (Mapping, ConfigDict)):
             value = sections(value)
             value._move(path)
@@ -110,7 +114,7 @@ def problem(value: Any, before: Any, path: str) -> str:
         return f"is a section: set one of {', '.join(f'{path}.{key}' for key in before)}"
     if isinstance(value, FunctionType) and isinstance(before, str):
         return f"takes no function: give its name, '{value.__module__}.{value.__qualname__}'"
-    shown = "a section" if isinstance(value, ConfigDict) else repr(value)
+    shown = "a section" if isinstance(value, ConfigDict) else f"{value!r:.80}"
     example = f", such as {before!r}" if not isinstance(before, bool) and before not in ("", ()) else ""
     kind = KINDS.get(type(before), type(before).__name__)
     return f"is {shown}: give {kind}{example}"

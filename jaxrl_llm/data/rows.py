@@ -12,6 +12,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.config import memory
 from jaxrl_llm.config.names import resolve
 from jaxrl_llm.data import formats, hub, image_columns, image_rows
 from jaxrl_llm.data.formats import Columns, Row
@@ -38,6 +39,9 @@ class SourceRows:
 
 def check_source(field: str, source: str) -> None:
     """Raises: UserError, naming the field, if `source` is neither a task nor a file of a supported kind."""
+    if source.startswith(memory.PREFIX):
+        memory.rows_of(source, field)
+        return
     if source.endswith(".parquet"):
         extras.require("pyarrow", "parquet", f"{field} = {source!r}")
     if source.endswith(FILES) or hub.check(field, source):
@@ -71,7 +75,7 @@ def _hint(folder: Path, named: str) -> str:
 
 def is_task(source: str) -> bool:
     """Returns whether a source is a function that makes rows."""
-    return not (source.endswith(FILES) or hub.names_one(source))
+    return not (source.endswith(FILES) or source.startswith(memory.PREFIX) or hub.names_one(source))
 
 
 def load_rows(source: str, convert: str = "", field: str = "data.convert", columns: Columns = Columns()) -> SourceRows:  # noqa: B008
@@ -108,8 +112,10 @@ def load_rows(source: str, convert: str = "", field: str = "data.convert", colum
 
 def _rows(source: str, convert: str) -> list[Row]:
     """convert: the field of the convert function, beside which is that of the source."""
+    field = "--task" if convert == "--convert" else f"config.{convert.removesuffix('convert')}source"
+    if source.startswith(memory.PREFIX):
+        return memory.rows_of(source, field)
     if source.endswith(FILES):
-        field = "--task" if convert == "--convert" else f"config.{convert.removesuffix('convert')}source"
         return [row for path in _files(source, field) for row in _read(path)]
     return hub.load(source) if hub.names_one(source) else _generated(source)
 

@@ -20,6 +20,7 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.data.rows import check_source, load_rows
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.grading import call
@@ -179,6 +180,35 @@ def test_rows_of_a_function_may_hold_arrays(monkeypatch, tokenizer):
     assert [r["prompt"] for r in rows] == [ASKED, ASKED]
     first, second = (x.tolist() for x in encode([r["prompt"] for r in rows], tokenizer, "here"))
     assert first == second
+
+
+def test_rows_in_memory_are_a_source(refused):
+    rows = [{"prompt": "1 + 1 =", "answer": "2"}, {"prompt": "2 + 2 =", "answer": "4"}]
+
+    class Dataset:
+        """As datasets.Dataset: a length, and rows as it is looped over."""
+
+        def __len__(self):
+            return 2
+
+        def __iter__(self):
+            return iter(rows)
+
+    c = load("grpo")
+    for source in (rows, tuple(rows), Dataset()):
+        c.data.source = source
+        assert load_rows(c.data.source).rows == rows
+        check_source("config.data.source", c.data.source)
+    c.eval.source = rows[:1]
+    assert load_rows(c.eval.source).rows == rows[:1] and len(load_rows(c.data.source).rows) == 2
+    for source in ([], iter(rows), ["1 + 1 ="], {"prompt": "1"}, 7):
+        with refused("config.data.source"):
+            c.data.source = source
+    with refused("config.data.source = 'memory.rows_99'"):
+        check_source("config.data.source", "memory.rows_99")
+    with pytest.raises(UserError) as error:
+        c.optim.learning_rate = rows * 1000
+    assert len(str(error.value)) < 200
 
 
 @pytest.mark.parametrize("prompt", ["\ud83d", [{"role": "user", "content": None}]], ids=["half", "nothing"])

@@ -93,18 +93,18 @@ def refused(refused, place):
 
 @pytest.fixture
 def failed(monkeypatch, capfd, wording):
-    """Returns `failed(program, argv, *words)`: the program must end with exit code 2 and one line with the words.
+    """Returns `failed(program, argv, *words)`: the program must end with the exit code and one line with the words.
 
     The function returns what the program printed to its standard output.
     """
 
-    def run(program, argv: list[str], *words: str) -> str:
+    def run(program, argv: list[str], *words: str, code: int = 2) -> str:
         monkeypatch.setattr(sys, "argv", [program.__name__, *argv])
         capfd.readouterr()
         with pytest.raises(SystemExit) as stopped:
             run_main(program.main)
         output, line = capfd.readouterr()
-        assert stopped.value.code == 2
+        assert stopped.value.code == code
         assert line.startswith("error: ") and line.endswith("\n") and line.count("\n") == 1, line
         assert [word for word in words if word not in line] == [], line
         wording(line)
@@ -621,7 +621,7 @@ def f(logprobs, batch, *, clip_low, clip_high, delta):
 def test_a_run_without_a_finite_gradient_stops(place, failed):
     (place / "mine.py").write_text(NOT_FINITE)
     text = "loss.name=mine.f num_steps=3 optim.learning_rate=1. checkpoint.every=1 health.max_skipped=2"
-    output = failed(train, command(TINY + SMALL + text), "max_skipped", "run/checkpoints/1")
+    output = failed(train, command(TINY + SMALL + text), "max_skipped", "run/checkpoints/1", code=3)
     assert "\nwarning: optim.learning_rate = 1 is " in output  # the banner has the advice
     records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert [record["updates/skipped_in_a_row"] for record in records] == [1, 2]
