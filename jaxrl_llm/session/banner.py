@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,17 @@ def print_banner(title: str, rows: list[tuple[str, Any]], *, lines: Sequence[str
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         text = f"{value:,}" if isinstance(value, int) else f"{value}"
-        console.print(printable(f"  {name:<{width}}  {text}"), markup=False)
+        console.print(_wrapped(f"  {name:<{width}}  {text}", width + 4, console), markup=False)
     for line in lines:
-        console.print(printable(line), markup=False)
+        console.print(_wrapped(line, 2, console), markup=False)
+
+
+def _wrapped(line: str, indent: int, console: Console) -> str:
+    """Returns a line for a console. On a terminal it goes on below, after a word, with an indent."""
+    line = printable(line)
+    if not console.is_terminal:
+        return line
+    return textwrap.fill(line, console.width, subsequent_indent=" " * indent, break_long_words=False)
 
 
 def model_and_data_table(

@@ -50,6 +50,9 @@ COLUMNS = (
     ("grad", "grad_norm", ".2f"),
     ("accuracy", "eval/accuracy", ".1%"),
 )
+# Labels that a narrow line leaves out, the first one first.
+LEAST = ("speed", "gap", "clip", "kl", "entropy", "grad", "margin", "preferred", "left", "length", "accuracy", "loss")
+NOTEBOOK = 100  # characters of a line in the output of a cell
 T = TypeVar("T")
 PHASES = ("rollout", "reward", "score", "update")
 
@@ -257,14 +260,28 @@ class Log:
             self._files[name].flush()
 
     def _line(self, step: int, record: dict[str, Any]) -> str:
-        parts = [f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"]
-        parts += [f"{label} {record[key]:{form}}" for label, key, form in COLUMNS if record.get(key) is not None]
-        phases = " ".join(f"{p} {record[f'time/{p}']:.2f}" for p in PHASES if f"time/{p}" in record)
+        """Returns the line of a step. On a terminal and in a notebook, what says least is left out until it fits."""
+        parts = {"step": f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"}
+        parts |= {label: f"{label} {record[key]:{form}}" for label, key, form in COLUMNS if record.get(key) is not None}
         if "time/step" in record:
-            parts.append(f"{record['time/step']:.2f}s ({phases})")
-            parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
-        parts += [left] if not self._bars and (left := self._left(step)) else []
-        return "  ".join(parts)
+            phases = " ".join(f"{p} {record[f'time/{p}']:.2f}" for p in PHASES if f"time/{p}" in record)
+            parts["seconds"] = f"{record['time/step']:.2f}s ({phases})"
+            parts["speed"] = f"{record['tokens_per_second']:,.0f} tok/s"
+        if not self._bars and (left := self._left(step)):
+            parts["left"] = left
+        zeros = [label for label, key, _ in COLUMNS if not record.get(key)]
+        line = "  ".join(parts.values())
+        for label in ("seconds", *zeros, *LEAST):
+            if len(line) <= self._width():
+                break
+            # Of the seconds, the phases alone.
+            parts[label] = parts.get(label, "").partition(" (")[0] if label == "seconds" else ""
+            line = "  ".join(filter(None, parts.values()))
+        return line
+
+    def _width(self) -> float:
+        """Returns how many characters fit a line: any number in a file."""
+        return self._console.width if self._terminal else NOTEBOOK if "ipykernel" in sys.modules else math.inf
 
     def _show_step(self, step: int) -> None:
         if self._bars:

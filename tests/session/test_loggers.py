@@ -18,7 +18,7 @@ from jaxrl_llm import loggers
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.health.finding import Finding
-from jaxrl_llm.session.log import Log
+from jaxrl_llm.session.log import COLUMNS, PHASES, Log
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,6 +118,22 @@ def test_mlflow_gets_every_record_in_one_run(tmp_path, monkeypatch):
     assert run.data.tags["a tag"] == ""
     table = mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path="completions/step_000003.json")
     assert json.loads(Path(table).read_text())["data"] == [[3, *sample] for sample in SAMPLES] * 2
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 300])
+def test_a_line_of_a_step_fits_the_terminal(tmp_path, width):
+    log = log_of(tmp_path, config_of())
+    log.begin(0)
+    numbers = {key: 0.5 for _, key, _ in COLUMNS} | {f"time/{phase}": 1.25 for phase in PHASES}
+    record = numbers | {"clip/fraction": 0.0, "time/step": 5.0, "tokens_per_second": 1234.5}
+    whole = log._line(3, record)
+    log._terminal, log._console.width = True, width
+    line = log._line(3, record)
+    log.close()
+    assert len(line) <= width and line.startswith("step   3/100")
+    assert (line == whole) == (width == 300)
+    assert ["reward 0.500" in line, "5.00s" in line] == [True, True]
+    assert ("clip" in line, "(rollout" in line) == (width == 300, width == 300)
 
 
 class Broken:
