@@ -30,6 +30,10 @@ class UserError(Exception):
     """An error in config, data, checkpoint or reward. Its message is one line that names the error and the fix."""
 
 
+class MissingHere(UserError):
+    """This machine lacks what a check looks at, such as a package or a file. The config may be right."""
+
+
 class Parser(argparse.ArgumentParser):
     """ArgumentParser that raises a one-line `UserError` for a wrong command line."""
 

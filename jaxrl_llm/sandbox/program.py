@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import MissingHere
 from jaxrl_llm.sandbox import inside
 from jaxrl_llm.sandbox.bubblewrap import ENVIRONMENT, FOLDER, NoSandbox, command, interpreter, remedy
 from jaxrl_llm.sandbox.system_calls import refusals
@@ -88,9 +88,9 @@ def _problem() -> str:
 
 
 def refuse_without() -> None:
-    """Raises: UserError, if this machine cannot confine a program, and the config does not allow unconfined ones."""
+    """Raises: MissingHere, if this machine cannot confine a program, and the config does not allow unconfined ones."""
     if not is_unconfined() and (problem := _problem()):
-        raise UserError(
+        raise MissingHere(
             f"programs of the policy run in bubblewrap, on Linux: {problem}; or set config.reward.unconfined = True "
             "(evaluate: --unconfined), and they can do all that you can"
         )
