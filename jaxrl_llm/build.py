@@ -213,6 +213,8 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
     room = cache_memory(recipe, models, learning, sampler_mesh, states, memory)
     stream = stream_sizes(recipe, models, sampler_mesh, inputs.dataset.width, room) if in_trainer else None
     rows = banner.models_table(learning.scorers, learning.learners)
+    terms = ["KL"] * bool(recipe.kl) + ["importance weights"] * recipe.weighs
+    rows += banner.truncation_table(recipe.rollout.sampling, terms)
     rows += banner.sampler_table(sampler_mesh, recipe.sampler_devices)
     rows += banner.shapes_table(stream, packing.ladder.shapes)
     outputs = open_outputs(place, recipe, inputs, learning, rows, inputs.dataset.counts())

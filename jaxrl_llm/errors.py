@@ -44,6 +44,10 @@ class StoppedByHealth(UserError):
     exit_code = 3
 
 
+class MissingHere(UserError):
+    """This machine lacks what a check looks at, such as a package or a file. The config may be right."""
+
+
 class Parser(argparse.ArgumentParser):
     """ArgumentParser that raises a one-line `UserError` for a wrong command line."""
 

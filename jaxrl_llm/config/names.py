@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, TypeAlias, TypeVar
 
 from jaxrl_llm.config.user_modules import imported_file, own_file
-from jaxrl_llm.errors import UserError, describe
+from jaxrl_llm.errors import MissingHere, UserError, describe
 
 T = TypeVar("T")
 OWN: dict[str, Callable[..., Any]] = {}  # functions that no module has, by the names that a config has for them
@@ -245,7 +245,7 @@ def _imported(module: str, what: str, name: str) -> ModuleType | None:
         # None only if this module is missing, not if one of its imports is.
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             return None
-        raise UserError(f"{what} {name!r}: importing {module} failed: {describe(error)}") from error
+        raise MissingHere(f"{what} {name!r}: importing {module} failed: {describe(error)}") from error
 
 
 def offered(place: Place) -> list[str]:

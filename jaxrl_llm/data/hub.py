@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import MissingHere, UserError
 
 ID = re.compile(r"([\w.-]+/[\w.-]+?)(?::([\w.-]+))?(?:@([\w.-]+))?")  # owner/name:configuration@split
 # The ending of a file's name.
@@ -38,7 +38,7 @@ def check(field: str, source: str) -> bool:
         fetch = ""
         if name := ID.fullmatch(source):
             fetch = f", or fetch its files (hf download {name[1]} --repo-type dataset --local-dir data) and name them"
-        raise UserError(f"{field} = {source!r} needs the package datasets: pip install 'jaxrl_llm[hub]'{fetch}")
+        raise MissingHere(f"{field} = {source!r} needs the package datasets: pip install 'jaxrl_llm[hub]'{fetch}")
     _check_split(f"{field} = {source!r}", *_folder(source))
     return True
 

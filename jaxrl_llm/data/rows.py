@@ -17,7 +17,7 @@ from jaxrl_llm.config.names import resolve
 from jaxrl_llm.data import formats, hub, image_columns, image_rows
 from jaxrl_llm.data.formats import Columns, Row
 from jaxrl_llm.data.image_rows import RowImages
-from jaxrl_llm.errors import UserError, check_local, describe
+from jaxrl_llm.errors import MissingHere, UserError, check_local, describe
 from jaxrl_llm.machine import extras
 from jaxrl_llm.tasks import CONVERTERS, SOURCES
 
@@ -55,6 +55,12 @@ def check_source(field: str, source: str) -> None:
     if "/" in source or path.exists() or path.suffix in (".gz", ".zip", ".tsv", ".txt", ".xlsx", ".arrow", ".zst"):
         raise UserError(f"{field} = {source!r}: a file must be {KINDS}: write it as one of them")
     resolve(source, SOURCES, field)
+
+
+def check_there(field: str, source: str) -> None:
+    """Raises: MissingHere, naming the field, if `source` is a file or a pattern and no file is there."""
+    if source.endswith(FILES):
+        _files(source, field)
 
 
 def _hint(folder: Path, named: str) -> str:
@@ -237,7 +243,7 @@ def _files(source: str, field: str) -> list[Path]:
     if not files:
         folder = "this folder" if path.parent == Path() else f"the folder {path.parent}"
         near = f"{folder} has {_some(path.parent)}" if path.parent.is_dir() else f"there is no {folder[4:]}"
-        raise UserError(f"{field}: data file {path} does not exist; {near}: give the path of one that does")
+        raise MissingHere(f"{field}: data file {path} does not exist; {near}: give the path of one that does")
     return files
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
-from jaxrl_llm.errors import UserError, check_local
+from jaxrl_llm.errors import MissingHere, UserError, check_local
 from jaxrl_llm.machine import progress, sharding
 from jaxrl_llm.models import names
 from jaxrl_llm.models.adapters import Adapters, int8
@@ -73,7 +73,8 @@ def find(path: str, field: str = "model.path", *, weights: bool = True) -> Path:
         raise UserError(_is_adapter(folder, path, field))
     if remedy := _merging(folder):
         raise UserError(f"{field} {path!r} {remedy}")
-    raise UserError(f"{field} {path!r} has no config.json: give a Hugging Face folder or a hub id (org/name)")
+    error = UserError if folder.exists() else MissingHere
+    raise error(f"{field} {path!r} has no config.json: give a Hugging Face folder or a hub id (org/name)")
 
 
 def find_here(path: str) -> Path | None:

@@ -148,9 +148,7 @@ def no_anchor(settings: RunSettings) -> Iterator[Finding]:
     sizes = recipe.sizes
     if recipe.kl or sizes.updates_per_rollout == 1 or sizes.updates < LONG:
         return
-    action = recipe.importance.action
-    weighed = action != "none" and not (action == "auto" and recipe.own_samples)
-    if not weighed and not (recipe.chosen_engine.in_trainer and recipe.model.dtype == "float32"):
+    if not recipe.weighs and not (recipe.chosen_engine.in_trainer and recipe.model.dtype == "float32"):
         yield Finding(
             "warning",
             f"{sizes.updates:,} optimizer steps, {sizes.updates_per_rollout} on a rollout, "

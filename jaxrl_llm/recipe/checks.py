@@ -22,6 +22,7 @@ from jaxrl_llm.recipe.combinations import (
     check_supervised_loss,
     check_turns,
 )
+from jaxrl_llm.recipe.missing import tried
 from jaxrl_llm.recipe.no_effect import refuse
 from jaxrl_llm.recipe.recipe import Recipe, Settings, SftRecipe
 from jaxrl_llm.sandbox import program as sandbox
@@ -115,10 +116,13 @@ def check_shared(recipe: Settings, fields: Mapping[str, Any], prompts_per_update
     check_health(recipe, fields)
     check_adapters(recipe)
     for function in recipe.eval.functions if recipe.eval else ():
-        check_call(function, tasks.REWARDS, "config.eval.function")
+        with tried():
+            check_call(function, tasks.REWARDS, "config.eval.function")
     for name in recipe.log.to:
-        resolve(name, loggers, "config.log.to")
-    loggers.check_named(recipe.log.to, recipe.log.project)
+        with tried():
+            resolve(name, loggers, "config.log.to")
+    with tried():
+        loggers.check_named(recipe.log.to, recipe.log.project)
     for axis in ("data", "fsdp", "tensor"):
         if recipe.mesh[axis] == 0:
             raise UserError(f"config.mesh.{axis} = 0: give a size of 1 or more, or -1 for all devices left")
@@ -150,6 +154,8 @@ def check_data(recipe: Settings) -> None:
         formats.template(d.format_prompt)
     sections |= {"eval": recipe.eval} if recipe.eval else {}
     for field, section in sections.items():
-        check_source(f"config.{field}.source", section.source)
-        if section.convert:
-            resolve(section.convert, tasks.CONVERTERS, f"config.{field}.convert")
+        with tried():
+            check_source(f"config.{field}.source", section.source)
+        with tried():
+            if section.convert:
+                resolve(section.convert, tasks.CONVERTERS, f"config.{field}.convert")

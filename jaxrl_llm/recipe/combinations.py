@@ -17,6 +17,7 @@ from jaxrl_llm.health.rules import RULES
 from jaxrl_llm.learner.optim import SKIPS
 from jaxrl_llm.learner.scorers import COLUMNS, column_of
 from jaxrl_llm.models.adapters import AdapterKind
+from jaxrl_llm.recipe.missing import tried
 from jaxrl_llm.recipe.no_effect import check_no_effect
 from jaxrl_llm.recipe.recipe import Recipe, Settings, SftRecipe
 from jaxrl_llm.rollout.environments import check_episodes
@@ -46,7 +47,8 @@ def check_rewards(recipe: Recipe) -> None:
             raise UserError(f"config.reward.weights: {name}'s {problem}")
         if problem := Field(str).problem(name):
             raise UserError(f"config.reward.functions: one {problem}")
-        check_call(name, tasks.REWARDS, "config.reward.functions")
+        with tried():
+            check_call(name, tasks.REWARDS, "config.reward.functions")
     channels = [split_call(name)[0] for name in names]
     for name in channels:
         if channels.count(name) > 1:
@@ -286,7 +288,8 @@ def check_rollout(recipe: Recipe) -> None:
         )
     if r.partial:
         check_partial(recipe)
-    recipe.chosen_engine.check()
+    with tried():
+        recipe.chosen_engine.check()
 
 
 def check_partial(recipe: Recipe) -> None:

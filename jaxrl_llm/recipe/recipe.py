@@ -351,6 +351,12 @@ class Recipe(Settings):
         )
 
     @property
+    def weighs(self) -> bool:
+        """Whether importance weights correct for the difference of sampler and trainer."""
+        action = self.importance.action
+        return action != "none" and not (action == "auto" and self.own_samples)
+
+    @property
     def importance_weights(self) -> ImportanceFn:
         """The weights of tokens that another engine or older weights sampled."""
         return make_importance_weights(off_policy=not self.own_samples, dtype=self.model.dtype, **self.importance)

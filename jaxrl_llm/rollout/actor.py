@@ -73,6 +73,7 @@ class Actor:
         self._sampled: list[Samples] = []  # by an earlier process, for the steps after `begin`
         self._learned = 0  # last step whose `push` no `next` has followed; 0: none
         self._current: Samples | None = None  # the batch of `next`, until its `push`
+        self._unpushed: tuple[PyTree, PyTree, int] | None = None  # states, parameters and number of the last step
         self.lent: Lent  # by the last `begin` or `push`
 
     def load(self, state: PartState | None) -> None:
@@ -110,7 +111,7 @@ class Actor:
             self._sampled, self._flight, self._source.flight = [], None, None
             self._source.prompts.set_state(self._position["data"])
         self._attempt = attempt
-        self.lent = self._ordered_push(states, params, step)
+        self.lent, self._unpushed = self._ordered_push(states, params, step), None
         # After the push: a batch that is ordered now has these weights.
         self._prefetcher.begin(step, self._sampled)
         self._sampled = []
@@ -141,11 +142,18 @@ class Actor:
             # `no_signal` waits for the reward functions.
             visits = samples.prompts.numbers, samples.no_signal, samples.replaced
             self._visits = self._curriculum.visited(self._visits, *visits)
-        self.lent = self._ordered_push(states, params, step)
+        if step < self._last:
+            self.lent = self._ordered_push(states, params, step)
+            return self.lent
+        # No step samples from these weights. If an evaluation does, `wait` pushes them.
+        self._unpushed = states, params, step
+        self.lent = Lent(states, params, self._prefetcher.do(lambda: None), None)
         return self.lent
 
     def wait(self) -> None:
-        """Waits until the engine has the last pushed weights, and samples nothing."""
+        """Waits until the engine has the newest weights, and samples nothing."""
+        if self._unpushed:
+            self.lent, self._unpushed = self._ordered_push(*self._unpushed), None
         self.lent.pushed.result()
         # At the start of a run, batches are ordered after the push.
         self.waiting()

@@ -19,9 +19,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Annotated, NamedTuple
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.config.schema import Field
+from jaxrl_llm.errors import MissingHere
 from jaxrl_llm.sandbox import inside
 from jaxrl_llm.sandbox.bubblewrap import ENVIRONMENT, FOLDER, NoSandbox, command, interpreter, remedy
 from jaxrl_llm.sandbox.system_calls import refusals
@@ -34,6 +35,10 @@ CLOCK = 5.0
 # An environment variable, so that the processes of rewards have it too.
 UNCONFINED = "JAXRL_LLM_UNCONFINED"
 # Why a program failed. The last line of its error says which, or what this process saw; it decides no verdict.
+# Below 16 MiB Python cannot start, and no program passes a test: measured, docs/rewards.md. The upper bounds fit the
+# integers of the limits that the kernel keeps.
+Mebibytes = Annotated[int, Field(int, low=16, high=2**20)]
+Seconds = Annotated[float, Field(float, low=0, above=True, high=86_400.0)]
 REASONS = ("error", "memory", "disk", "processes", "network", "files")
 # The numbers: EFBIG, ENOSPC and EDQUOT; EAGAIN; ENETUNREACH; EROFS.
 LAST_LINES = {
@@ -88,9 +93,9 @@ def _problem() -> str:
 
 
 def refuse_without() -> None:
-    """Raises: UserError, if this machine cannot confine a program, and the config does not allow unconfined ones."""
+    """Raises: MissingHere, if this machine cannot confine a program, and the config does not allow unconfined ones."""
     if not is_unconfined() and (problem := _problem()):
-        raise UserError(
+        raise MissingHere(
             f"programs of the policy run in bubblewrap, on Linux: {problem}; or set config.reward.unconfined = True "
             "(evaluate: --unconfined), and they can do all that you can"
         )

@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 from rich.console import Console
 
+from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.data.settings import DataSettings, EvalSettings
 from jaxrl_llm.errors import printable
@@ -165,6 +166,14 @@ def models_table(scorers: Mapping[str, Scorer], learners: Mapping[str, Learner])
         ("models that score", ", ".join(columns) or "none"),
         ("models that learn", ", ".join(f"{name}{late.get(name, '')}" for name in learners)),
     ]
+
+
+def truncation_table(sampling: Sampling, terms: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the banner's row on what top-k and top-p do to terms of the loss, such as "KL", if the run has both."""
+    if not (sampling.truncates and terms):
+        return []
+    cut = ", ".join(f"{n} {x}" for n, x in (("top_k", sampling.top_k), ("top_p", sampling.top_p)) if x not in (0, 1))
+    return [(" and ".join(terms), f"of truncated distributions ({cut}): each model is cut to its own tokens")]
 
 
 def sampler_table(mesh: Mesh, devices: int) -> list[tuple[str, str]]:

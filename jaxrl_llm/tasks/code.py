@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxrl_llm.config.schema import AtLeastOne, NotNegative, Positive, checked_by
+from jaxrl_llm.config.schema import NotNegative, checked_by
 from jaxrl_llm.errors import printable
 from jaxrl_llm.machine.process import cpus
 from jaxrl_llm.sandbox import program as sandbox
@@ -52,8 +52,8 @@ def accuracy(
     fn_name: list[Any] | None = None,
     *,
     partial: bool = False,
-    seconds: Positive = 5.0,
-    memory: AtLeastOne = 512,
+    seconds: sandbox.Seconds = 5.0,
+    memory: sandbox.Mebibytes = 512,
     tolerance: NotNegative = 1e-6,
     **columns: Any,
 ) -> list[float | None]:

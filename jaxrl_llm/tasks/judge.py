@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, NotNegative, Positive, checked_by
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import MissingHere, UserError
 from jaxrl_llm.tasks import asks, deadline, is_empty, last_tagged, rubric, text_of, unlogged
 from jaxrl_llm.tasks.rubric import Rubric
 
@@ -279,7 +279,7 @@ def _fields(form: str) -> set[str]:
 
 def _headers(api_key_env: str) -> dict[str, str]:
     if api_key_env and not os.environ.get(api_key_env):
-        raise UserError(f"judge.score: environment variable {api_key_env} is not set: put the key of the API there")
+        raise MissingHere(f"judge.score: environment variable {api_key_env} is not set: put the key of the API there")
     return {"Authorization": f"Bearer {os.environ[api_key_env]}"} if api_key_env else {}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from jaxrl_llm.config.schema import AtLeastOne, Positive
+from jaxrl_llm.config.schema import AtLeastOne
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.tasks.protocol import Reply
 
@@ -20,7 +20,7 @@ class Python:
 
     stops = (END,)
 
-    def __init__(self, *, seconds: Positive, memory: AtLeastOne, most_characters: AtLeastOne):
+    def __init__(self, *, seconds: sandbox.Seconds, memory: sandbox.Mebibytes, most_characters: AtLeastOne):
         """seconds: of a program; memory: of a program in MiB; most_characters: of its output. Raises: UserError."""
         sandbox.refuse_without()
         self._run = partial(sandbox.run, seconds=seconds, memory=memory, characters=most_characters)

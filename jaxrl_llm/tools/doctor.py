@@ -17,18 +17,23 @@ from rich.console import Console
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.build import build
 from jaxrl_llm.config.load import config_parser, flatten, load, parse_config
-from jaxrl_llm.errors import UserError, printable, run_main
+from jaxrl_llm.data.rows import check_there
+from jaxrl_llm.errors import MissingHere, UserError, printable, run_main
 from jaxrl_llm.health.doctor import EXIT_CODES, LOGS, add_output_flags, could_look, exit_code, look_at_run
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.recipe import advice
+from jaxrl_llm.recipe.missing import collected, tried
+from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.self_test import CheckReport
 from jaxrl_llm.session.banner import totals_table
 from jaxrl_llm.structs import Config, Sizes
 
 DESCRIPTION = (
-    f"Looks at a config (with --selftest also at its run, at step 0), or at the log of a run: {LOGS}. {EXIT_CODES}"
+    f"Looks at a config (with --selftest also at its run, at step 0), or at the log of a run: {LOGS}. {EXIT_CODES} "
+    "3: none is, but this machine lacks a package, file or model that the config names, and all else was judged."
 )
+LACKS = 3  # the exit code
 SAME_RESULT = (
     "microbatch",
     "model.row_parts",
@@ -53,29 +58,59 @@ def main() -> None:
     args, rest = parser.parse_known_args()
     if (args.config is None) == (args.run is None) or (args.run and (rest or args.selftest)):
         raise UserError("give --config FILE, with --config.field=value, or --run LOG alone")
-    findings = look_at_run(args.run, args.json) if args.run else look_at_config(*parse_config(parser))
-    sys.exit(exit_code(findings, args.fail_on))
+    if args.run:
+        sys.exit(exit_code(look_at_run(args.run, args.json), args.fail_on))
+    findings, missing = look_at_config(*parse_config(parser))
+    sys.exit(exit_code(findings, args.fail_on) or LACKS * bool(missing))
 
 
-def look_at_config(config: Config, args: Namespace) -> list[Finding]:
-    """Applies the rules over settings to a config, prints what they find, and returns it. Uses no device.
+def look_at_config(config: Config, args: Namespace) -> tuple[list[Finding], list[str]]:
+    """Applies the rules over settings to a config. Prints and returns the findings, and what this machine lacks.
 
-    With --selftest, it also runs the self-test, on the devices. Raises: UserError, if the config is wrong.
+    Uses no device. With --selftest, it also runs the self-test, on the devices. Raises: UserError, if the config is
+    wrong.
     """
-    recipe = recipes.read_either(config)
+    with collected() as missing:
+        recipe = recipes.read_either(config)
+        width = look_around(recipe)
     changed = tuple(overrides(flatten(config), Path(args.config)))
-    judged = advice.RunSettings(recipe, advice.width_of(recipe), changed=changed)
+    judged = advice.RunSettings(recipe, width, changed=changed)
     findings, blind = advice.findings(judged), advice.blind(judged)
     self_tests = self_test_of(config, quiet=args.json) if args.selftest else []
     findings += [finding for checked in self_tests for finding in checked.findings]
     if args.json:
-        report = {"totals": recipe.sizes.totals(), "findings": [finding.record() for finding in findings]}
+        report: dict[str, Any] = {
+            "missing": missing,
+            "totals": recipe.sizes.totals(),
+            "findings": [finding.record() for finding in findings],
+        }
         report |= {"rules": len(advice.RULES), "could_not_look": blind}
         report |= {"self_test": [checked.record() for checked in self_tests if checked.id]} if self_tests else {}
         print(json.dumps(report, indent=2))
     else:
         print_config(recipe.sizes, findings, blind)
-    return findings
+        for line in missing:
+            print(printable(f"not here, and not looked at: {line}"))
+    return findings, missing
+
+
+def look_around(recipe: Recipe | SftRecipe) -> int | None:
+    """Looks for the files of rows and the model. Returns the policy's width; None: its config.json is not here."""
+    sections: dict[str, Any] = {f"data.mixture.{name}": part for name, part in recipe.data.mixture.items()}
+    sections = (sections or {"data": recipe.data}) | ({"eval": recipe.eval} if recipe.eval else {})
+    for name, section in sections.items():
+        with tried():
+            check_there(f"config.{name}.source", section.source)
+    width = None
+    with tried():
+        width = advice.width_of(recipe)
+        if not width:
+            path = recipe.model.path
+            raise MissingHere(
+                f"config.model.path = {path!r} is not in the hub's cache: fetch its width (hf download {path} "
+                "config.json)"
+            )
+    return width
 
 
 def overrides(fields: Mapping[str, Any], file: Path) -> list[str]:

@@ -60,7 +60,7 @@ CPU_ENVIRONMENT = dict(
     TORCHINDUCTOR_CACHE_DIR=str(Path.home() / ".cache" / "jaxrl_llm" / "inductor"),
 )
 # Not the trainer's weight file, which may be in this folder too.
-SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.|vllm_|__KMP_)[^/\s]*$", re.MULTILINE)
+SHM, SHARED = Path("/dev/shm"), re.compile(r"psm_|sem\.|vllm_|__KMP_")
 TERMINATE, KILLED = 10.0, 5.0  # seconds to wait after SIGTERM and after SIGKILL
 WAITS = (1.0, 60.0)  # seconds: the first and the longest pause after a failed start; each failure doubles it
 STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -264,12 +264,19 @@ def end(group: int, reap: Callable[[], object] = lambda: None, files: Iterable[P
 
 def shared_memory(group: int) -> set[Path]:
     """Finds shared-memory files that Python, vLLM and OpenMP made for a process group. Finds none outside Linux."""
-    files = set()
+    # By inode: the C library makes a semaphore under a passing name, with which /proc lists it for its maker.
+    inodes: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):
         # A process may end, or belong to another user, while /proc is read.
         with suppress(OSError, IndexError):
             if int((process / "stat").read_text().rpartition(")")[2].split()[2]) == group:
-                files |= {Path(name) for name in SHARED.findall((process / "maps").read_text())}
+                lines = map(str.split, (process / "maps").read_text().splitlines())
+                inodes |= {int(line[4]) for line in lines if line[5:] and line[5].startswith(f"{SHM}/")}
+    files = set()
+    for file in SHM.glob("*"):
+        with suppress(OSError):
+            if SHARED.match(file.name) and file.stat().st_ino in inodes:
+                files.add(file)
     return files
 
 

@@ -16,6 +16,7 @@ import pytest
 from test_recipes import write_qwen
 
 from jaxrl_llm import recipe as recipes
+from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
@@ -25,7 +26,7 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.grading import call
 from jaxrl_llm.rollout.jax.sizes import sizes_of
-from jaxrl_llm.session.banner import model_and_data_table, models_table, problems_table, shapes_table
+from jaxrl_llm.session.banner import model_and_data_table, models_table, problems_table, shapes_table, truncation_table
 from jaxrl_llm.tasks import verl
 
 ROOT = Path(__file__).parents[2]
@@ -310,6 +311,17 @@ def test_the_banner_names_models_with_what_they_give_and_shapes(wording):
         text = "\n".join(f"{name}: {value}" for name, value in table)
         assert [word for word in words if word not in text] == []
         wording(text)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "shown"),
+    [(Sampling(), ""), (Sampling(top_p=0.9), "top_p 0.9"), (Sampling(top_k=5, top_p=0.9), "top_k 5, top_p 0.9")],
+)
+def test_the_banner_says_that_a_kl_is_of_truncated_distributions(sampling, shown):
+    assert truncation_table(sampling, []) == []
+    rows = truncation_table(sampling, ["KL", "importance weights"])
+    assert [name for name, _ in rows] == ["KL and importance weights"] * bool(shown)
+    assert all(shown in value for _, value in rows)
 
 
 def test_verl_rows_give_math_and_countdown_what_they_ask_for(place, refused):

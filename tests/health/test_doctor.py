@@ -15,7 +15,9 @@ from tensorboardX import SummaryWriter
 from test_health import FAULTS, run
 
 from jaxrl_llm import recipe as recipes
+from jaxrl_llm import train
 from jaxrl_llm.config.load import load
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import judge, logs, rules
 from jaxrl_llm.health.doctor import print_spells
 from jaxrl_llm.loggers.events import TensorBoardWriter
@@ -360,7 +362,8 @@ def test_a_recipe_is_looked_at_without_its_model_and_without_a_network(recipe, m
     monkeypatch.setattr("socket.socket.connect", None)
     monkeypatch.setattr("jaxrl_llm.rollout.engines.check_python", lambda python, name: None)  # that of a vLLM server
     code, printed = doctored(monkeypatch, capsys, "--config", recipe, "--config.optim.learning_rate=1")
-    assert code == 0 and "learning_rate (no config.json of Qwen/Qwen" in printed.splitlines()[-1]
+    assert code == doctor.LACKS and "learning_rate (no config.json of Qwen/Qwen" in printed
+    assert "config.model.path = 'Qwen/Qwen" in printed.splitlines()[-1]
 
 
 def test_the_width_of_a_model_in_the_hubs_cache_is_known_without_a_network(tmp_path, monkeypatch, capsys):
@@ -372,6 +375,46 @@ def test_the_width_of_a_model_in_the_hubs_cache_is_known_without_a_network(tmp_p
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     rate = ["--config.model.path=org/model", "--config.optim.learning_rate=1"]
     assert "width 128" in doctored(monkeypatch, capsys, "--config", GRPO, *rate)[1]
+
+
+def unimportable(folder: Path) -> None:
+    (folder / "mine.py").write_text("import math_verify\n\ndef judge(completions, **columns):\n    return []\n")
+
+
+LACKING = {  # -> fields that name what is not here, what the line names, the package that is missing
+    "pyarrow": (["data.source=rows.parquet"], ["data.source", "data.source"], "pyarrow"),
+    "file": (["data.source=rows.jsonl"], ["data.source"], ""),
+    "hub package": (["data.source=me/rows"], ["data.source"], "datasets"),
+    "model folder": (["model.path=./no_model"], ["model.path"], ""),
+    "model of the hub": (["model.path=me/no-model"], ["model.path"], ""),
+    "package of a reward": (["reward.functions=mine.judge", "reward.weights=1.0"], ["reward.functions"], "math_verify"),
+    "tracker": (["log.to=wandb", "log.project=x"], ["log.to"], "wandb"),
+}
+
+
+@pytest.mark.parametrize(("fields", "names", "package"), LACKING.values(), ids=LACKING)
+def test_a_config_is_judged_where_the_machine_lacks_what_it_names(
+    fields, names, package, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    unimportable(tmp_path)
+    if package:
+        monkeypatch.setitem(sys.modules, package, None)  # as Python does for a module that is not installed
+    monkeypatch.setattr("socket.socket.connect", None)
+    given = ["--config", GRPO, *(f"--config.{field}" for field in [*fields, "epochs=9"])]
+    code, printed = doctored(monkeypatch, capsys, *given, "--json")
+    report = json.loads(printed)
+    assert code == doctor.LACKS and len(report["missing"]) == len(names)
+    assert all(name in line for name, line in zip(names, report["missing"], strict=True))
+    assert "many_updates" in {finding["id"] for finding in report["findings"]}
+    assert doctored(monkeypatch, capsys, *given, "--fail-on", "warning")[0] == 1
+    if fields[0] != "model.path=me/no-model":  # `train` asks the hub for it
+        monkeypatch.setattr(sys, "argv", ["train", "--workdir", "run", *map(str, given)])
+        with pytest.raises(UserError, match=names[0]):
+            train.main()
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def cases() -> list[tuple[str, str, str]]:

@@ -108,10 +108,11 @@ def test_processes_with_another_config_or_version_end_before_the_first_step(tmp_
         "        alike.VERSIONS['JAX'] = '0.11.0'\n"
         f"    return runpy.run_path({str(ROOT / 'configs' / 'grpo.py')!r})['get_config']()\n"
     )
-    other = dict(last={"OTHER": "1"}, other=["--config.optim.learning_rate=1.0"])
+    other = dict(last={"OTHER": "1", "JAX_ENABLE_X64": "1"}, other=["--config.optim.learning_rate=1.0"])
     said = end(Processes(2, tmp_path / "config.py", tmp_path / "run", *TINY, **other))
     assert "error: process 1 differs from process 0: JAX is '0.11.0', not '0." in said
     assert "; config.optim.learning_rate is 1.0, not 0.0001" in said
+    assert "jax_enable_x64 is True, not False" in said
     assert not (tmp_path / "run").exists()
 
 

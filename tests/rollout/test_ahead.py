@@ -121,6 +121,24 @@ def test_the_actor_returns_the_same_batch_until_the_push(lag):
         assert actor.next().prompts.numbers == [2]
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_weights_after_the_last_step_are_pushed_for_an_evaluation_alone(lag):
+    pushes = []
+    engine = SimpleNamespace(update_weights=lambda params, version: pushes.append(version), release=lambda: None)
+    actor = Actor(engine, CountingSource(), 0, lag=lag, last=2)
+    with closing(actor):
+        actor.load(None)
+        actor.begin({}, {}, 0)
+        for step in (1, 2):
+            actor.next()
+            actor.push({}, {}, step)
+        assert actor.lent.take_back() == ({}, {})
+        assert pushes == [0, 1]
+        for _ in range(2):
+            actor.wait()
+        assert pushes == [0, 1, 2]
+
+
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_new_attempt_samples_the_prompts_anew_that_waited_in_the_checkpoint(lag):
     """Also if the checkpoint is of a run that was resumed one step before, from two batches that waited."""

@@ -10,13 +10,15 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
-from jaxrl_llm.config.schema import check_call
+from jaxrl_llm.config.schema import check_call, field_of
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine.process import cpus
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox import program_tests
@@ -354,6 +356,19 @@ def test_programs_run_at_the_same_time(monkeypatch):
     monkeypatch.setattr(code, "cpus", lambda: 2)
     monkeypatch.setattr(code, "_verdicts", lambda *_: both.wait() * 0 or [ProgramVerdict(True)])
     assert earned("1", "2", tests=["assert add(1, 2) == 3"])[0] == [1.0] * 2
+
+
+@pytest.mark.parametrize(
+    "given", ["memory=1", "memory=1000000000000000", "memory=0", "seconds=0", "seconds=-1.0", "seconds=1e30"]
+)
+def test_a_limit_with_which_no_program_runs_is_refused(given):
+    with pytest.raises(UserError, match="config.reward.functions.*" + given.partition("=")[0]):
+        check_call(f"code.accuracy({given})", REWARDS, "config.reward.functions")
+
+
+def test_a_program_runs_with_the_least_memory():
+    low = field_of(get_type_hints(code.accuracy, include_extras=True)["memory"]).low
+    assert earned("def add(a, b): return a + b", tests=["assert add(1, 2) == 3"], memory=int(low))[0] == [1.0]
 
 
 def test_a_machine_without_a_sandbox_is_refused_before_a_run(monkeypatch, refused, wording):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import stat
 import subprocess
@@ -164,6 +166,20 @@ PYDANTIC = """Traceback (most recent call last):
 def test_the_error_of_a_server_that_did_not_start_is_found_in_its_log(log, cause):
     found = serve_vllm.last_error(log)
     assert cause in found and "\n" not in found and "of an import" not in found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is found in /proc")
+def test_a_semaphore_of_a_server_that_is_killed_is_removed():
+    code = "import time; from multiprocessing import get_context; lock = get_context('spawn').Lock()\n"
+    code += "print(lock._semlock.name, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout
+        semaphore = serve_vllm.SHM / f"sem.{process.stdout.readline().decode().strip()[1:]}"
+        found = serve_vllm.shared_memory(process.pid)
+        assert semaphore.exists()
+        os.killpg(process.pid, signal.SIGKILL)  # also Python's own tracker of semaphores
+        serve_vllm.end(process.pid, process.poll, found)
+    assert not semaphore.exists()
 
 
 def test_the_error_of_a_managed_server_is_said_once(tmp_path):

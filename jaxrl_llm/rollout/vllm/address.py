@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpcore
 import httpx
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import MissingHere
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 UNIX = "unix:"  # before the path of a server's socket; other addresses are URLs
@@ -76,7 +76,7 @@ def client(
 
 
 def check_python(python: str, name: str) -> None:
-    """Raises: UserError, with the field's name, if an interpreter cannot import vLLM."""
+    """Raises: MissingHere, with the field's name, if an interpreter cannot import vLLM."""
     # find_spec, because the import itself takes many seconds.
     code = "import sys; from importlib.util import find_spec; sys.exit(not find_spec('vllm'))"
     try:
@@ -84,7 +84,7 @@ def check_python(python: str, name: str) -> None:
     except OSError:
         has_vllm = False
     if not has_vllm:
-        raise UserError(f"{name} {python!r} has no vLLM: launch/vllm_cpu.sh and launch/vllm_gpu.sh install one")
+        raise MissingHere(f"{name} {python!r} has no vLLM: launch/vllm_cpu.sh and launch/vllm_gpu.sh install one")
 
 
 def is_private(folder: Path) -> bool:
