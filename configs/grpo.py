@@ -220,4 +220,5 @@ def get_config() -> ConfigDict:
     c.log.project = ""  # project of W&B and trackio, experiment of MLflow; "": for TensorBoard alone
     c.log.name = ""  # of the run there; "": the name of its workdir
     c.log.tags = ()  # of the run there, any texts
+    c.log.profile = ""  # steps to trace, as "3:5", into WORKDIR/profile; "": none
     return c

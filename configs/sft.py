@@ -106,5 +106,5 @@ def get_config() -> ConfigDict:
     # that the error gives.
     c.checkpoint.accept = ""
 
-    c.log = ConfigDict(dict(to=("tensorboard",), project="", name="", tags=()))
+    c.log = ConfigDict(dict(to=("tensorboard",), project="", name="", tags=(), profile=""))
     return c

@@ -26,6 +26,7 @@ from jaxrl_llm.recipe.missing import tried
 from jaxrl_llm.recipe.no_effect import refuse
 from jaxrl_llm.recipe.recipe import Recipe, Settings, SftRecipe
 from jaxrl_llm.sandbox import program as sandbox
+from jaxrl_llm.session.profile import steps_of
 
 
 def check_train(recipe: Recipe, fields: Mapping[str, Any]) -> None:
@@ -121,6 +122,7 @@ def check_shared(recipe: Settings, fields: Mapping[str, Any], prompts_per_update
     for name in recipe.log.to:
         with tried():
             resolve(name, loggers, "config.log.to")
+    steps_of(recipe.log.profile, recipe.num_steps)
     with tried():
         loggers.check_named(recipe.log.to, recipe.log.project)
     for axis in ("data", "fsdp", "tensor"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 from jaxrl_llm.session.record import Record
@@ -17,16 +18,21 @@ def run(
     one_step(what the last step returned, step) -> what the next step gets, and the record. test: of a new run.
     Raises: UserError, for an error that the user can fix, or if a health rule stops the run.
     """
-    carried = session.begin(test)
-    while session.at.step < session.plan.steps and not session.stagnates():
-        session.stop.check()
-        carried, record = one_step(carried, session.at.step + 1)
-        record.evaluation = session.evaluate(record.step)
-        # Always the previous step, not the newest record that is ready: timing must not decide when a rule stops a run.
-        before = session.log.finish()
-        if session.judge(before) or session.write(record):  # a rule sends the run back
-            carried = session.begin(test)
-        yield from before
+    with closing(session.profile()) as profile:
+        carried = session.begin(test)
+        while session.at.step < session.plan.steps and not session.stagnates():
+            session.stop.check()
+            with profile.step(session.at.step + 1):
+                carried, record = one_step(carried, session.at.step + 1)
+            if line := profile.end(record.step, session.at.states):
+                session.log.say(line)
+            record.evaluation = session.evaluate(record.step)
+            # Always the previous step, not the newest record that is ready: timing must not decide when a rule stops a
+            # run.
+            before = session.log.finish()
+            if session.judge(before) or session.write(record):  # a rule sends the run back
+                carried = session.begin(test)
+            yield from before
     last = session.log.finish()
     session.judge(last)
     yield from last

@@ -15,6 +15,7 @@ from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.session.checkpoint import MODELS, Checkpoints
 from jaxrl_llm.session.health import Health
 from jaxrl_llm.session.log import Log
+from jaxrl_llm.session.profile import Profile, steps_of
 from jaxrl_llm.session.record import Record
 from jaxrl_llm.session.rollback import Rollbacks
 from jaxrl_llm.session.settings import Plan
@@ -95,6 +96,10 @@ class Session:
     models: ModelStates
     trainer: Trainer
     at: Standing = field(default_factory=Standing)
+
+    def profile(self) -> Profile:
+        """Returns the tracer of the steps that config.log.profile names."""
+        return Profile(steps_of(self.plan.log.profile, self.plan.steps), self.workdir / "profile")
 
     def begin(self, test: Callable[[], None] | None = None) -> Any:
         """Restores, tests a new run, and evaluates if the log lacks it. Returns what the next step gets."""

@@ -56,6 +56,7 @@ class LogSettings:
     project: MayChange[str]
     name: MayChange[str]
     tags: MayChange[tuple[str, ...]]
+    profile: MayChange[str]
 
     completions_every: ClassVar[int] = 0
 

@@ -186,6 +186,8 @@ WRONG = {  # config -> changed fields -> field that the line names
         "data.source=arithmetic.trian": "data.source",  # an unknown task
         "eval.every=1 eval.source=countdown.exam": "eval.source",  # an unknown task to be graded by
         "eval.every=1 eval.function=lab.xyz": "eval.function",  # an unknown judge
+        "log.profile=3": "log.profile",  # steps to trace, of which there is no last
+        "log.profile=0:1": "log.profile",  # a trace of step 0
         "data.source=my/rows.xlsx": "data.source",  # a data file of another kind
         "eval.every=1 eval.convert=gsm8k.covert": "eval.convert",  # an unknown conversion of the problems
         "mesh.data=0": "mesh.data",  # a mesh axis of no device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import signal
@@ -56,6 +57,17 @@ def numbers(records: list[dict]) -> list[dict]:
 
 def written(workdir: Path) -> list[dict]:
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_steps_that_a_config_names_are_traced(tmp_path, capsys):
+    list(steps(tiny(num_steps=3, **{"log.profile": "2:2", "eval": None}), tmp_path / "run"))
+    assert str(tmp_path / "run" / "profile") in capsys.readouterr().out
+    (trace,) = (tmp_path / "run" / "profile").rglob("*.xplane.pb")
+    (perfetto,) = (tmp_path / "run" / "profile").rglob("perfetto_trace.json.gz")
+    names = {event.name for plane in jax.profiler.ProfileData.from_file(str(trace)).planes
+             for line in plane.lines for event in line.events}  # fmt: skip
+    assert any("update" in name for name in names)
+    assert '"step' in gzip.decompress(perfetto.read_bytes()).decode()
 
 
 def test_a_loop_that_ends_early_saves_raises_and_goes_on_bit_for_bit(tmp_path, monkeypatch):
