@@ -30,7 +30,7 @@ class Settings:
     rounding: float = 2.0**-7  # of the number type that engine and trainer compute in
     lag: int = 0  # steps
     eval_every: int = 20
-    critic: bool = False
+    critic: int = 0  # steps until the critic is better than a constant; 0: no critic
     tools: bool = False
     order: str = ""  # of the problems: "stages", each harder than the one before, or "sorted", the easy ones first
     odd: str = ""  # "outlier": one reward of -10 in a step; "gaps": the mean of each seventh step is not finite
@@ -132,7 +132,7 @@ class _Run:
             chance = _pass_rates(rng, PROBLEMS, skill)
             record |= {"eval/accuracy": float((rng.random(PROBLEMS) < chance).mean()), "eval/problems": PROBLEMS}
         if given.critic:
-            record |= {"critic/explained_variance": float(0.5 * done - 0.8 * np.exp(-at / 3) + self._noise(0.8))}
+            record |= {"critic/explained_variance": float(0.6 - 1.6 * np.exp(-at / given.critic) + self._noise(0.8))}
         if given.tools:
             record |= {
                 "episode/turns": float(1 + rng.binomial(2, 0.6, given.sequences).mean()),

@@ -284,7 +284,7 @@ def test_json_tells_of_every_rule_whether_it_could_look(tmp_path, monkeypatch, c
     looked = {"sampler_mismatch", "stale_samples", "no_verdict", "tool_down"}
     assert printed["rules"] == len(rules.RULES)
     assert printed["could_not_look"].keys() == {rule.__name__ for rule in rules.RULES} - looked
-    assert "16" in printed["could_not_look"]["critic_lags"]
+    assert "32" in printed["could_not_look"]["critic_lags"]
 
 
 WRONG = [  # arguments, and what the line names
