@@ -32,6 +32,7 @@ class Settings:
     eval_every: int = 20
     critic: int = 0  # steps until the critic is better than a constant; 0: no critic
     tools: bool = False
+    shorter: float = 1.0  # factor by which completions become shorter in a run
     order: str = ""  # of the problems: "stages", each harder than the one before, or "sorted", the easy ones first
     odd: str = ""  # "outlier": one reward of -10 in a step; "gaps": the mean of each seventh step is not finite
     log: str = ""  # of another trainer, which has few metrics: "trl", "verl", "prime_rl" or "prime_rl_console"
@@ -152,7 +153,7 @@ class _Run:
 
     def _completions(self, at: int, done: float, shape: tuple[int, int]) -> LogRecord:
         """Lengths differ by prompt and by completion, as log-normal values do."""
-        rng, typical = self.rng, LENGTH * np.exp(0.4 * done + 0.1 * self.wander[1, at])
+        rng, typical = self.rng, LENGTH * self.given.shorter**done * np.exp(0.4 * done + 0.1 * self.wander[1, at])
         spread = 0.5 * rng.normal(size=(shape[0], 1)) + 0.4 * rng.normal(size=shape)
         lengths = np.minimum(np.exp(np.log(typical) + spread), LIMIT)
         cut, distinct = lengths >= LIMIT, 1 - 0.5 * done + self._noise(0.3)

@@ -31,7 +31,7 @@ FIXED = (
 # Metric, rule, what the words add, least part of the start.
 AT_LEAST = (
     ("entropy", "entropy_collapse", UNSOLVED, bounds.ENTROPY[0]),
-    ("completion/length", "length_collapse", ", unless the reward falls", bounds.LENGTH),
+    ("completion/length", "length_collapse", ", unless short answers are right", bounds.LENGTH),
 )
 # Metric, rule, what the words add, largest multiple of the start, value that is always allowed.
 AT_MOST = (

@@ -158,4 +158,12 @@ def test_a_brief_answer_that_is_right_is_no_collapse():
     judged = {"eval/problems": lambda s: 500}
     assert found(run()) == set()  # the reward is up by more than its deviation, and an answer has more than 8 tokens
     assert found(run(**judged, **{"eval/accuracy": lambda s: 0.1 + 0.02 * s})) == set()
+    verdicts = {"reward/mean": lambda s: 0.5 + 0.013 * s, "reward/std": lambda s: 0.45}  # at most 0 or 1
+    assert found(run(**verdicts)) == set()
+    held = {"reward/mean": lambda s: 0.9, "reward/std": lambda s: 0.3, "eval/accuracy": lambda s: 0.9}
+    assert found(run(**held | judged)) == set()
+    assert "length_collapse" in found(run(**held | judged | {"eval/accuracy": lambda s: 0.9 - 0.02 * s}))
+    for rise in (0.0, -0.01):
+        assert "length_collapse" in found(run(**verdicts | {"reward/mean": lambda s, rise=rise: 0.5 + rise * s}))
+    assert "length_collapse" in found(run(**verdicts, **{"reward/task": lambda s: 0.9 - 0.02 * s}))
     assert "length_collapse" in found(run(**judged, **{"eval/accuracy": lambda s: 0.1}))
