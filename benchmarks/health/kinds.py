@@ -36,12 +36,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "prime-rl's console, sorted": {"log": "prime_rl_console", "order": "sorted"},
     "our log, a critic that needs 100 steps": {"critic": 100},
     "our log, brief and right": {"shorter": 0.1},
+    "our log, stages, while the form is learned": {"order": "stages", "learns": 1.5, "form": 0.3},
     "veRL (no evaluations), brief and right": {"log": "verl", "shorter": 0.1},
 }
 # Kinds whose ill runs have an illness of their own, from the first step on, and the rule that must find it.
 ILL: dict[str, tuple[dict[str, Any], str]] = {
     "our log, a critic that needs 100 steps": ({"critic": 10**9}, "critic_lags"),
     "our log, brief and right": ({"learns": -3.0}, "length_collapse"),
+    "our log, stages, while the form is learned": ({"order": "", "learns": -3.0}, "channels_diverge"),
     "veRL (no evaluations), brief and right": ({"learns": 0.0}, "length_collapse"),
 }
 

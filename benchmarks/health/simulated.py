@@ -32,6 +32,7 @@ class Settings:
     eval_every: int = 20
     critic: int = 0  # steps until the critic is better than a constant; 0: no critic
     tools: bool = False
+    form: float = 0.9  # share of completions of the right form at the start; at the end it is 0.9
     shorter: float = 1.0  # factor by which completions become shorter in a run
     order: str = ""  # of the problems: "stages", each harder than the one before, or "sorted", the easy ones first
     odd: str = ""  # "outlier": one reward of -10 in a step; "gaps": the mean of each seventh step is not finite
@@ -122,6 +123,7 @@ class _Run:
         rewards = (right ^ (rng.random(right.shape) < given.wrong)).astype(float)
         rewards[0, 0] = -10.0 if given.odd == "outlier" else rewards[0, 0]
         record = {"step": step, "ruined": float(ill > 0)} | _rewards(rewards)
+        record["reward/form"] += (given.form - 0.9) * (1 - done)
         record["reward/mean"] = None if given.odd == "gaps" and step % 7 == 0 else record["reward/mean"]
         record |= self._completions(at, done, (groups, given.group_size))
         record |= self._update(at, done, record["reward/std"])

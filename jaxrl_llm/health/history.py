@@ -198,12 +198,14 @@ class History:
             return nan if isnan(strength) else 1.0
         return exp(abs(noise.center(now) - noise.center(before)))
 
-    def is_well_held_out(self, step: int) -> bool:
+    def is_well_held_out(self, step: int | None = None) -> bool:
         """Returns whether the held-out accuracy, measured up to a step and after it, has not fallen since.
 
-        Then the problems are harder if the reward has fallen, and the policy is not worse.
+        Then the problems are harder if the reward has fallen, and the policy is not worse. step: None for that of the
+        first evaluation.
         """
         judged = [record for record in self.records if record.get("eval/accuracy") is not None and record["step"]]
+        step = judged[0]["step"] if judged and step is None else step
         before, after = ([r["eval/accuracy"] for r in judged if (r["step"] > step) is later] for later in (False, True))
         return bool(before and after) and after[-1] > before[-1] - HELD_OUT_FALL
 

@@ -124,6 +124,14 @@ def test_rounding_is_no_push_that_did_not_arrive(update):
         assert found(records) == {"stale_weights"}
 
 
+def test_a_reward_function_that_falls_on_harder_problems_is_not_hacked():
+    given = {"sequences": 256, "steps": 150, "form": 0.3}
+    healthy = simulated.history(2, order="stages", learns=1.5, **given)
+    assert healthy[-1]["reward/accuracy"] < healthy[0]["reward/accuracy"] - 0.15
+    assert "channels_diverge" not in found(healthy)
+    assert "channels_diverge" in found(simulated.history(2, learns=-3.0, **given))
+
+
 def with_groups(share: float, mean: float) -> list[dict]:
     """A run in whose groups without a signal the mean reward is `mean`, of rewards from 0 to 1."""
     rewards = {"reward/mean": mean, "reward/std": 0.1, "reward/min": 0.0, "reward/max": 1.0}

@@ -35,10 +35,7 @@ def truncated(history: History) -> Finding | None:
     reward, before, spread = history.now("reward/mean"), history.then("reward/mean"), history.then("reward/std")
     if not (spread > 0 and cut > max(TRUNCATED[0] * at_first, TRUNCATED[1]) and reward < before - LITTLE * spread):
         return None
-    if history.risen("completion/truncated") <= 1 or history.risen("reward/mean") >= -1:
-        return None
-    evaluations = history.column("eval/accuracy").steps
-    if len(evaluations) and history.is_well_held_out(evaluations[0]):
+    if history.risen("completion/truncated") <= 1 or history.risen("reward/mean") >= -1 or history.is_well_held_out():
         return None
     rewards = f"reward {before:.2g} to {reward:.2g}"
     return Finding(
