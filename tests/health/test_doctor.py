@@ -321,6 +321,14 @@ def test_what_it_cannot_look_at_is_an_error_in_a_line(tmp_path, monkeypatch, cap
         doctored(monkeypatch, capsys, "--run", tmp_path / "runs")
 
 
+def test_the_only_jsonl_of_a_folder_is_its_log_and_several_are_named(tmp_path, monkeypatch, capsys, refused):
+    write_jsonl(tmp_path, SICK).rename(tmp_path / "log.jsonl")
+    assert told(tmp_path, monkeypatch, capsys)[0] == 1
+    (tmp_path / "other.jsonl").write_text("")
+    with refused("/log.jsonl", "/other.jsonl"):
+        logs.read(tmp_path)
+
+
 def test_a_log_of_another_trainer_under_our_files_name_is_read_as_such(tmp_path, monkeypatch, capsys):
     write_workdir(tmp_path, renamed(SICK, TRL))
     (tmp_path / "config.json").write_text("[]")
