@@ -59,10 +59,12 @@ class DocumentFile(Sequence[Document]):
             raise IndexError(number)
         start, end = self.places[number : number + 2]
         try:
-            return document(json.loads(self._bytes[start:end]))
+            found = document(json.loads(self._bytes[start:end]))
+            "".join(found).encode()  # Servers cannot send a lone surrogate, as \ud800 is.
+            return found
         except (ValueError, KeyError, TypeError) as error:
             line = f"the corpus {self._path}, line {number + 1}: {type(error).__name__} {error}"
-            raise UserError(f"{line}: give an object with id and contents, or id, title and text") from error
+            raise UserError(f"{line}: give an object with id and contents, or id, title and text, in Unicode") from error
 
 
 def document(row: dict[str, Any]) -> Document:
