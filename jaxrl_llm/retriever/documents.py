@@ -64,7 +64,8 @@ class DocumentFile(Sequence[Document]):
             return found
         except (ValueError, KeyError, TypeError) as error:
             line = f"the corpus {self._path}, line {number + 1}: {type(error).__name__} {error}"
-            raise UserError(f"{line}: give an object with id and contents, or id, title and text, in Unicode") from error
+            form = "an object with id and contents, or id, title and text, in Unicode"
+            raise UserError(f"{line}: give {form}") from error
 
 
 def document(row: dict[str, Any]) -> Document:
