@@ -500,7 +500,7 @@ def _read(
 def _check_finite(folder: Path, tensor: str, values: np.ndarray) -> None:
     # Otherwise the self-test finds it, and says that the engine computes something else than the trainer.
     if not np.isfinite(values).all():
-        file = next(file for file in weight_files(folder) if tensor in safe_open(file, "np").keys())
+        file = next(file for file in weight_files(folder) if tensor in {*safe_open(file, "np").keys()})
         raise UserError(f"{file}: tensor {tensor} has numbers that are not finite: use another checkpoint")
 
 
