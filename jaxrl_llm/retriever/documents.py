@@ -59,9 +59,9 @@ class DocumentFile(Sequence[Document]):
             raise IndexError(number)
         start, end = self.places[number : number + 2]
         try:
-            found = document(json.loads(self._bytes[start:end]))
-            "".join(found).encode()  # Servers cannot send a lone surrogate, as \ud800 is.
-            return found
+            parsed = document(json.loads(self._bytes[start:end]))
+            "".join(parsed).encode()  # Servers cannot send a lone surrogate, as \ud800 is.
+            return parsed
         except (ValueError, KeyError, TypeError) as error:
             line = f"the corpus {self._path}, line {number + 1}: {type(error).__name__} {error}"
             form = "an object with id and contents, or id, title and text, in Unicode"

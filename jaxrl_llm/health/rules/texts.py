@@ -100,8 +100,8 @@ def _brief_and_right(history: History) -> bool:
         error = 3 * sqrt(2 * chance * (1 - chance) / (judged[-1].get("eval/problems") or 100))
         # A reward that rises beside an accuracy that does not is hacked, unless most answers were right before.
         hacked = last <= 0.5 and any(mean.risen("reward/mean") > 1 for mean in means)
-        held = first - last <= HELD_OUT_FALL and last > error and not hacked
-        return last - first > error or held
+        kept_level = first - last <= HELD_OUT_FALL and last > error and not hacked
+        return last - first > error or kept_level
     # Where a reward function falls, another one pays for brevity.
     falls = any(mean.risen(name) < -1 for mean in means for name in channels(history.latest[-1]))
     # Without a test for noise, which must not hide that a small batch answers better.
