@@ -119,6 +119,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
         )
         for function in args.function:
             check_reach(function, REWARDS, "--function")
+        dataset = data.check_turn_end(dataset, tokenizer, args.chat_template_args | tools, stops)
         dataset = columns.check(dataset, args.function, "", episodes=environments is not None, convert=args.convert)
         for note in dataset.notes:
             print(printable(f"{args.source}: {note}"))

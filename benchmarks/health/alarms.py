@@ -42,7 +42,7 @@ def simulated_run(seed: int) -> Judged:
     given = {
         "sequences": sequences, "group_size": 4 if sequences == 16 else 8, "steps": steps,
         "wrong": (0.0, 0.1, 0.2)[seed // 20 % 3], "lag": seed // 60 % 2, "rounding": (2.0**-8, 2.0**-23)[seed % 2],
-        "critic": seed % 3 == 0, "tools": seed % 4 == 0,
+        "critic": 3 * (seed % 3 == 0), "tools": seed % 4 == 0,
     }  # fmt: skip
     return judge(f"simulated {seed} {given}", simulated.history(seed, **given), BOUNDS)
 

@@ -1,8 +1,8 @@
 """What the health rules say of runs with unusual data, logs or rewards: `python -m benchmarks.health.kinds`.
 
-Each kind has simulated healthy runs, and the same runs with a policy that forgets from three fifths on. It prints a
-table, and writes it into docs/health.md. `--seeds N` runs of each kind: four sizes of a step, two lengths, two shares
-of wrong verdicts.
+Each kind has simulated healthy runs, and the same runs with a policy that forgets from three fifths on, or with the
+illness of `ILL`. It prints a table, and writes it into docs/health.md. `--seeds N` runs of each kind: four sizes of a
+step, two lengths, two shares of wrong verdicts.
 """
 
 from __future__ import annotations
@@ -34,6 +34,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "prime-rl, stages": {"log": "prime_rl", "order": "stages"},
     "prime-rl's console": {"log": "prime_rl_console"},
     "prime-rl's console, sorted": {"log": "prime_rl_console", "order": "sorted"},
+    "our log, a critic that needs 100 steps": {"critic": 100},
+    "our log, brief and right": {"shorter": 0.1},
+    "our log, stages, while the form is learned": {"order": "stages", "learns": 1.5, "form": 0.3},
+    "veRL (no evaluations), brief and right": {"log": "verl", "shorter": 0.1},
+}
+# Kinds whose ill runs have an illness of their own, from the first step on, and the rule that must find it.
+ILL: dict[str, tuple[dict[str, Any], str]] = {
+    "our log, a critic that needs 100 steps": ({"critic": 10**9}, "critic_lags"),
+    "our log, brief and right": ({"learns": -3.0}, "length_collapse"),
+    "our log, stages, while the form is learned": ({"order": "", "learns": -3.0}, "channels_diverge"),
+    "veRL (no evaluations), brief and right": ({"learns": 0.0}, "length_collapse"),
 }
 
 
@@ -43,6 +54,9 @@ def judged(kind: str, seed: int) -> tuple[set[str], bool]:
     given |= {"wrong": (0.0, 0.1)[seed // 8 % 2]} | KINDS[kind]
     ruined = given["steps"] * 3 // 5
     healthy = judge(kind, simulated.history(seed, **given), BOUNDS)
+    if kind in ILL:
+        changes, rule = ILL[kind]
+        return {*healthy.alarms}, rule in judge(kind, simulated.history(seed, **given | changes), BOUNDS).alarms
     ill = judge(kind, simulated.history(seed, **given, ruined=ruined), BOUNDS)
     return {*healthy.alarms}, any(step > ruined for step, _ in ill.alarms.values())
 

@@ -30,8 +30,10 @@ class Settings:
     rounding: float = 2.0**-7  # of the number type that engine and trainer compute in
     lag: int = 0  # steps
     eval_every: int = 20
-    critic: bool = False
+    critic: int = 0  # steps until the critic is better than a constant; 0: no critic
     tools: bool = False
+    form: float = 0.9  # share of completions of the right form at the start; at the end it is 0.9
+    shorter: float = 1.0  # factor by which completions become shorter in a run
     order: str = ""  # of the problems: "stages", each harder than the one before, or "sorted", the easy ones first
     odd: str = ""  # "outlier": one reward of -10 in a step; "gaps": the mean of each seventh step is not finite
     log: str = ""  # of another trainer, which has few metrics: "trl", "verl", "prime_rl" or "prime_rl_console"
@@ -121,6 +123,7 @@ class _Run:
         rewards = (right ^ (rng.random(right.shape) < given.wrong)).astype(float)
         rewards[0, 0] = -10.0 if given.odd == "outlier" else rewards[0, 0]
         record = {"step": step, "ruined": float(ill > 0)} | _rewards(rewards)
+        record["reward/form"] += (given.form - 0.9) * (1 - done)
         record["reward/mean"] = None if given.odd == "gaps" and step % 7 == 0 else record["reward/mean"]
         record |= self._completions(at, done, (groups, given.group_size))
         record |= self._update(at, done, record["reward/std"])
@@ -132,7 +135,7 @@ class _Run:
             chance = _pass_rates(rng, PROBLEMS, skill)
             record |= {"eval/accuracy": float((rng.random(PROBLEMS) < chance).mean()), "eval/problems": PROBLEMS}
         if given.critic:
-            record |= {"critic/explained_variance": float(0.5 * done - 0.8 * np.exp(-at / 3) + self._noise(0.8))}
+            record |= {"critic/explained_variance": float(0.6 - 1.6 * np.exp(-at / given.critic) + self._noise(0.8))}
         if given.tools:
             record |= {
                 "episode/turns": float(1 + rng.binomial(2, 0.6, given.sequences).mean()),
@@ -152,7 +155,7 @@ class _Run:
 
     def _completions(self, at: int, done: float, shape: tuple[int, int]) -> LogRecord:
         """Lengths differ by prompt and by completion, as log-normal values do."""
-        rng, typical = self.rng, LENGTH * np.exp(0.4 * done + 0.1 * self.wander[1, at])
+        rng, typical = self.rng, LENGTH * self.given.shorter**done * np.exp(0.4 * done + 0.1 * self.wander[1, at])
         spread = 0.5 * rng.normal(size=(shape[0], 1)) + 0.4 * rng.normal(size=shape)
         lengths = np.minimum(np.exp(np.log(typical) + spread), LIMIT)
         cut, distinct = lengths >= LIMIT, 1 - 0.5 * done + self._noise(0.3)

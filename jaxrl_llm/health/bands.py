@@ -26,12 +26,12 @@ FIXED = (
     ("importance/ess", "sampler_mismatch", "", bounds.SAMPLE_SIZE, None),
     ("importance/kl", "sampler_mismatch", ", unless older weights sampled", None, bounds.IMPORTANCE_KL),
     ("episode/turns", "tools_unused", UNSOLVED, bounds.ONE_TURN, None),
-    ("critic/explained_variance", "critic_lags", " after 16 steps, unless it rises", bounds.EXPLAINED, None),
+    ("critic/explained_variance", "critic_lags", " after 32 steps, unless it rises", bounds.EXPLAINED, None),
 )
 # Metric, rule, what the words add, least part of the start.
 AT_LEAST = (
     ("entropy", "entropy_collapse", UNSOLVED, bounds.ENTROPY[0]),
-    ("completion/length", "length_collapse", ", unless the reward falls", bounds.LENGTH),
+    ("completion/length", "length_collapse", ", unless short answers are right", bounds.LENGTH),
 )
 # Metric, rule, what the words add, largest multiple of the start, value that is always allowed.
 AT_MOST = (

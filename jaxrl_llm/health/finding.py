@@ -11,7 +11,10 @@ SEVERITIES = ("note", "warning", "error")
 # Metrics reward/* that are no reward function's.
 NO_CHANNELS = {
     f"reward/{name}"
-    for name in ("mean", "std", "error", "min", "max", "without_signal", "kl", "kl_pays", "overlong", "no_verdict")
+    for name in (
+        *("mean", "std", "std_bound", "error", "min", "max", "without_signal", "kl", "kl_pays", "overlong"),
+        "no_verdict",
+    )
 }
 
 

@@ -19,6 +19,7 @@ FEW = 4  # records at the start that a rule compares with
 RECENT = 8  # records that a rule averages, so that one odd step is no finding
 SLOWER = 4  # times as many records, where a small batch hides a change in fewer
 WINDOW = 16  # last records that a rule looks at one by one
+TREND, LONG = 2 * WINDOW, 3 * WINDOW  # values until a trend is judged, and over which at least, once they are there
 GAPLESS = 4 * SLOWER * RECENT  # last records that are kept without a gap
 PAST = 128  # records between start and window that are kept, at most
 EVALUATIONS = 8  # last evaluations that are kept, beside the best one
@@ -174,6 +175,20 @@ class History:
         name, look = _logarithm(name) if log else name, self.records[-1]["step"] - self.few - self.recent
         return self._strength(name, self.window(name), self.beginning(name), look=look, choices=choices)
 
+    def trend(self, name: Metric) -> float:
+        """Returns how far a metric rises over the later half of the run, or over its last LONG values.
+
+        The unit is the standard error of values without a trend (Mann, 1945; Kendall, 1948). NaN: too few values.
+        """
+        # What a metric does in its first steps says nothing of the later ones.
+        steps, values = (column[RECENT:] for column in self.column(name))
+        values = values[-max(LONG, int((2 * steps > self.records[-1]["step"]).sum())) :]
+        count = len(values)
+        # Ranks: an explained variance of -1,000 in one batch counts no more than one of -1.
+        rises = np.sign(np.subtract.outer(values, values))[np.tril_indices(count)].sum()
+        enough = count >= TREND - RECENT
+        return float(rises / np.sqrt(count * (count - 1) * (2 * count + 5) / 18)) if enough else nan
+
     def changed_since(self, name: str, step: int) -> float:
         """Returns the factor, of 1 or more, between now and a step; 1: noise may be all; NaN: values are missing."""
         metric = _logarithm(name)
@@ -183,12 +198,14 @@ class History:
             return nan if isnan(strength) else 1.0
         return exp(abs(noise.center(now) - noise.center(before)))
 
-    def is_well_held_out(self, step: int) -> bool:
+    def is_well_held_out(self, step: int | None = None) -> bool:
         """Returns whether the held-out accuracy, measured up to a step and after it, has not fallen since.
 
-        Then the problems are harder if the reward has fallen, and the policy is not worse.
+        Then the problems are harder if the reward has fallen, and the policy is not worse. step: None for that of the
+        first evaluation.
         """
         judged = [record for record in self.records if record.get("eval/accuracy") is not None and record["step"]]
+        step = judged[0]["step"] if judged and step is None else step
         before, after = ([r["eval/accuracy"] for r in judged if (r["step"] > step) is later] for later in (False, True))
         return bool(before and after) and after[-1] > before[-1] - HELD_OUT_FALL
 

@@ -342,7 +342,7 @@ def load_params(
         # The host holds one part at a time.
         for spans, replicas in devices.items():
             axes = names.axes(name, table[name], len(spans) - names.stacked(table[name]))
-            part = _read(where, table[name], spans, dtype, axes)
+            part = _read(folder, where, table[name], spans, dtype, axes)
             arrays += [jax.device_put(part, device) for device in replicas]
         shown.advance()
         return keep(name, jax.make_array_from_single_device_arrays(leaf.shape, place, arrays))
@@ -377,6 +377,7 @@ def load_readout(folder: Path, model: Decoder) -> PyTree:
     tensor = where[name].get_tensor(name)
     if tensor.shape != shape:
         raise UserError(f"{folder}: tensor {name} is {tensor.shape}, not {shape}: give a model with one label")
+    _check_finite(folder, name, tensor)
     # The class for sequence classification of transformers has no bias.
     return {"kernel": tensor.astype(np.float32).T, "bias": np.zeros(1, np.float32)}
 
@@ -481,15 +482,28 @@ def _equal(where: dict[str, Any], name: str, other_name: str) -> bool:
     return all(np.array_equal(a[part], b[part]) for part in parts)
 
 
-def _read(where: dict[str, Any], form: str, spans: tuple[range, ...], dtype: Any, axes: tuple[int, ...]) -> np.ndarray:
-    """Reads the part `spans` of the parameter whose tensors are called `form`; axes: of `names.axes`."""
+def _read(
+    folder: Path, where: dict[str, Any], form: str, spans: tuple[range, ...], dtype: Any, axes: tuple[int, ...]
+) -> np.ndarray:
+    """Reads the part `spans` of the parameter whose tensors are called `form`; axes: of `names.axes`.
+
+    Raises: UserError, for a number that is not finite.
+    """
     part, stacked = np.empty([len(span) for span in spans], dtype), names.stacked(form)
     in_tensor = tuple(slice(span.start, span.stop) for span in spans[stacked:])
     for place in np.ndindex(*part.shape[:stacked]):
         tensor = form.format(*(span[i] for span, i in zip(spans, place, strict=False)))
         stored = where[tensor].get_slice(tensor)
         part[place] = stored[tuple(in_tensor[axis] for axis in axes)].transpose(axes)
+        _check_finite(folder, tensor, part[place])
     return part
+
+
+def _check_finite(folder: Path, tensor: str, values: np.ndarray) -> None:
+    # Otherwise the self-test finds it, and says that the engine computes something else than the trainer.
+    if not np.isfinite(values).all():
+        file = next(file for file in weight_files(folder) if tensor in {*safe_open(file, "np").keys()})
+        raise UserError(f"{file}: tensor {tensor} has numbers that are not finite: use another checkpoint")
 
 
 def fingerprint(folder: Path) -> str:

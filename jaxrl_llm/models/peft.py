@@ -119,6 +119,9 @@ def load(folder: Path, adapters: Adapters) -> PyTree:
                 has = "is missing" if tensor is None else f"is {tensor.shape}, not {stacked[i].T.shape}"
                 remedy = "config.adapters.targets may name only kernels that it adapts in all layers"
                 raise UserError(f"{folder / WEIGHTS}: tensor {name.format(i)} {has}: {remedy}")
+            if not np.isfinite(tensor).all():
+                weights = f"{folder / WEIGHTS}: tensor {name.format(i)}"
+                raise UserError(f"{weights} has numbers that are not finite: use another checkpoint")
             stacked[i] = tensor.T
     # What is left has no kernel here: training would go on without a part of what the folder's model has learned.
     if stored:

@@ -59,10 +59,13 @@ class DocumentFile(Sequence[Document]):
             raise IndexError(number)
         start, end = self.places[number : number + 2]
         try:
-            return document(json.loads(self._bytes[start:end]))
+            parsed = document(json.loads(self._bytes[start:end]))
+            "".join(parsed).encode()  # Servers cannot send a lone surrogate, as \ud800 is.
+            return parsed
         except (ValueError, KeyError, TypeError) as error:
             line = f"the corpus {self._path}, line {number + 1}: {type(error).__name__} {error}"
-            raise UserError(f"{line}: give an object with id and contents, or id, title and text") from error
+            form = "an object with id and contents, or id, title and text, in Unicode"
+            raise UserError(f"{line}: give {form}") from error
 
 
 def document(row: dict[str, Any]) -> Document:

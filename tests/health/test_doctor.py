@@ -286,7 +286,7 @@ def test_json_tells_of_every_rule_whether_it_could_look(tmp_path, monkeypatch, c
     looked = {"sampler_mismatch", "stale_samples", "no_verdict", "tool_down"}
     assert printed["rules"] == len(rules.RULES)
     assert printed["could_not_look"].keys() == {rule.__name__ for rule in rules.RULES} - looked
-    assert "16" in printed["could_not_look"]["critic_lags"]
+    assert "32" in printed["could_not_look"]["critic_lags"]
 
 
 WRONG = [  # arguments, and what the line names
@@ -321,6 +321,14 @@ def test_what_it_cannot_look_at_is_an_error_in_a_line(tmp_path, monkeypatch, cap
     (tmp_path / "runs" / "run0" / "x.tfevents.1").touch()
     with refused("/run0", "/run4", " 2 more"):  # a folder of runs
         doctored(monkeypatch, capsys, "--run", tmp_path / "runs")
+
+
+def test_the_only_jsonl_of_a_folder_is_its_log_and_several_are_named(tmp_path, monkeypatch, capsys, refused):
+    write_jsonl(tmp_path, SICK).rename(tmp_path / "log.jsonl")
+    assert told(tmp_path, monkeypatch, capsys)[0] == 1
+    (tmp_path / "other.jsonl").write_text("")
+    with refused("/log.jsonl", "/other.jsonl"):
+        logs.read(tmp_path)
 
 
 def test_a_log_of_another_trainer_under_our_files_name_is_read_as_such(tmp_path, monkeypatch, capsys):

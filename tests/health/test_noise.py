@@ -84,8 +84,19 @@ def found(records: list[dict]) -> set[str]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_simulated_healthy_run_is_called_healthy(seed):
-    given = {"sequences": (16, 64)[seed % 2], "wrong": 0.1 * (seed // 2), "critic": True, "tools": True}
+    given = {"sequences": (16, 64)[seed % 2], "wrong": 0.1 * (seed // 2), "critic": 3, "tools": True}
     assert found(simulated.history(seed, steps=120, **given)) == set()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_critic_that_still_gets_better_is_told_from_a_useless_one(seed):
+    """One that needs 100 steps was called ill at step 16."""
+    given = {"sequences": (16, 64)[seed % 2], "steps": 120}
+    assert found(simulated.history(seed, critic=100, **given)) == set()
+    useless = simulated.history(seed, critic=3, **given)
+    for record in useless:
+        record["critic/explained_variance"] -= 1.0  # better after 10 steps, and never better than a constant
+    assert found(useless) == {"critic_lags"}
 
 
 def test_a_policy_that_cannot_change_is_not_ruined():
@@ -111,6 +122,14 @@ def test_rounding_is_no_push_that_did_not_arrive(update):
                 f"weight_check/{name}": np.abs(x + rng.normal(0, 0.02, 64)).max() for name, x in gaps.items()
             }
         assert found(records) == {"stale_weights"}
+
+
+def test_a_reward_function_that_falls_on_harder_problems_is_not_hacked():
+    given = {"sequences": 256, "steps": 150, "form": 0.3}
+    healthy = simulated.history(2, order="stages", learns=1.5, **given)
+    assert healthy[-1]["reward/accuracy"] < healthy[0]["reward/accuracy"] - 0.15
+    assert "channels_diverge" not in found(healthy)
+    assert "channels_diverge" in found(simulated.history(2, learns=-3.0, **given))
 
 
 def with_groups(share: float, mean: float) -> list[dict]:
@@ -147,4 +166,12 @@ def test_a_brief_answer_that_is_right_is_no_collapse():
     judged = {"eval/problems": lambda s: 500}
     assert found(run()) == set()  # the reward is up by more than its deviation, and an answer has more than 8 tokens
     assert found(run(**judged, **{"eval/accuracy": lambda s: 0.1 + 0.02 * s})) == set()
+    verdicts = {"reward/mean": lambda s: 0.5 + 0.013 * s, "reward/std": lambda s: 0.45}  # at most 0 or 1
+    assert found(run(**verdicts)) == set()
+    held = {"reward/mean": lambda s: 0.9, "reward/std": lambda s: 0.3, "eval/accuracy": lambda s: 0.9}
+    assert found(run(**held | judged)) == set()
+    assert "length_collapse" in found(run(**held | judged | {"eval/accuracy": lambda s: 0.9 - 0.02 * s}))
+    for rise in (0.0, -0.01):
+        assert "length_collapse" in found(run(**verdicts | {"reward/mean": lambda s, rise=rise: 0.5 + rise * s}))
+    assert "length_collapse" in found(run(**verdicts, **{"reward/task": lambda s: 0.9 - 0.02 * s}))
     assert "length_collapse" in found(run(**judged, **{"eval/accuracy": lambda s: 0.1}))

@@ -84,6 +84,15 @@ def test_what_a_trainer_prints_gives_its_illness(write, tmp_path, monkeypatch, c
     assert len(logs.read(write(tmp_path))) == len(records())
 
 
+def test_a_dict_that_a_reward_function_prints_is_no_record_of_trl(tmp_path, capsys):
+    log = printed_by_trl(tmp_path)
+    own = "{'reward': 1.0, 'step': 3, 'len': 7}"
+    log.write_text("".join(f"{own}\n{line}\n" for line in log.read_text().splitlines()))
+    assert len(logs.read(log)) == len(records())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f" {len(rows_of(NAME)) + 1} " in line
+
+
 PRIME = {"reward/mean": "reward/all/mean", "completion/length": "decode_len/all/mean"}
 PRIME |= {"completion/truncated": "is_truncated/all/mean", "entropy": "entropy/mean", "grad_norm": "optim/grad_norm"}
 SKYRL = {

@@ -446,6 +446,16 @@ def test_a_stored_copy_of_a_tied_head_is_ignored_and_another_refused(tmp_path, m
             load(folder, mesh)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_is_named_with_its_file(folder, mesh, bad, refused):
+    name, tensor = next((name, x) for name, x in tensors_of(folder).items() if "q_proj.weight" in name)
+    tensor = tensor.copy()
+    tensor[-1, -1] = bad
+    rewrite(folder, **{name.replace(".", "__"): tensor})
+    with refused("model.safetensors", name):
+        load(folder, mesh)
+
+
 def test_a_folder_is_written_in_the_dtype_of_its_files_without_adapters(folder, mesh, tmp_path):
     configure(folder, dtype="torch.bfloat16")  # but the files are float32
     (folder / "adapter_config.json").write_text("{}")

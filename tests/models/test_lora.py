@@ -479,6 +479,16 @@ def test_adapters_outside_of_the_layers_are_told_from_missing_ones(tmp_path, ref
         peft.load(tmp_path / "adapter", lora_of(model))
 
 
+def test_an_adapter_that_is_not_finite_is_named_with_its_file(tmp_path, refused):
+    lora = lora_of(tiny.model_and_params()[0])
+    peft.save(tmp_path / "adapter", drawn(lora), lora, "base")
+    file = tmp_path / "adapter" / peft.WEIGHTS
+    name, tensor = next(iter(load_file(file).items()))
+    save_file(load_file(file) | {name: np.full_like(tensor, np.nan)}, file)
+    with refused(peft.WEIGHTS, name):
+        peft.load(tmp_path / "adapter", lora)
+
+
 @pytest.mark.parity
 @pytest.mark.needs("torch", "peft")
 @pytest.mark.parametrize("changes", [{}, dict(rs=False, targets="q_proj|v_proj", rank=3)], ids=str)

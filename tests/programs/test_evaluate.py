@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import evaluate
+from jaxrl_llm.data import encoding
 from jaxrl_llm.rollout import scores
 from jaxrl_llm.session.saved_run import SavedRun
 from jaxrl_llm.tasks import arithmetic
@@ -146,6 +147,13 @@ def test_an_evaluation_has_tables_json_and_a_page(evaluated, tmp_path):
     assert page.count('class="tag healthy"') == round(found["accuracy"] * 96)
     assert f"{found['accuracy']:.1%}" in page
     assert "without a verdict" in page
+
+
+def test_a_turn_that_ends_with_no_stop_token_is_noted(evaluated, monkeypatch, capfd, refused):
+    monkeypatch.setattr(encoding, "turn_end", lambda tokenizer, template_args: 7)
+    with refused("--max-completion-tokens"):  # before anything is sampled
+        evaluated("--max-completion-tokens", "100000")
+    assert "eos_token_id" in capfd.readouterr().out
 
 
 def test_majority_votes_need_samples_and_a_flag_that_does_nothing_is_refused(evaluated, tmp_path, refused):

@@ -98,7 +98,8 @@ def test_a_saved_index_finds_the_same_and_a_changed_corpus_is_indexed_again(corp
 
 
 def test_a_line_that_is_no_document_is_named(corpus, refused):
-    for line in ("{}", "[1]", "{", '{"id": 1, "title": "x"}', ""):
+    surrogate = '{"id": "1", "contents": "a\\ud800"}'
+    for line in ("{}", "[1]", "{", '{"id": 1, "title": "x"}', surrogate, ""):
         corpus.write_text(json.dumps(DOCUMENTS[0]._asdict()) + "\n" + line + "\n")
         with refused("line 2" if line else "corpus.jsonl"):
             Index.open(corpus)

@@ -11,10 +11,9 @@ from google.protobuf.message import DecodeError
 
 from ...errors import UserError
 from ..finding import Finding, LogRecord
-from .files import FILES, METRICS, steps, whole_lines
+from .files import FILES, METRICS, SHOWN, steps, whole_lines
 from .names import KNOWN, by_rollouts, renamed
 
-SHOWN = 5  # runs in an error message
 GIVE = (
     "give a workdir, or a log of TRL, veRL, EasyR1, prime-rl or SkyRL: trainer_state.json, TensorBoard's folder, "
     "JSON lines, a CSV, a .wandb file or what was printed"

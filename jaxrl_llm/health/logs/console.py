@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -25,16 +26,25 @@ FIELD = re.compile(r"( *)([^\s:][^:]*):(?: (\S+))?")
 
 
 def rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yields the numbers of each step that is printed, under the trainer's names. Other lines are passed over."""
+    """Yields the numbers of each step that is printed, under the trainer's names. Other lines are passed over.
+
+    Prints how many dicts are not TRL's.
+    """
     block = dict[str, Any]()
     sections = list[tuple[int, str]]()  # of EasyR1: indentation and name, the outermost first
+    lines, foreign = [*lines], 0
+    trl_has_epochs = any("'epoch':" in line for line in lines)
     for line in lines:
         text = WRAPPED.sub(r"\1", RAY.sub("", COLOR.sub("", line)))
         if begins := BLOCK.fullmatch(text.strip()):
             yield block
             block, sections = dict[str, Any](step=int(begins[1])), []
         elif row := _row(text):
-            yield row
+            # TRL writes the epoch into each record. A reward function may print a dict of its own.
+            if trl_has_epochs and TRL.search(text) and "epoch" not in row:
+                foreign += 1
+            else:
+                yield row
         elif block and (field := FIELD.fullmatch(text.rstrip())):
             indent, name, value = len(field[1]), field[2], field[3]
             sections = [section for section in sections if section[0] < indent]
@@ -43,6 +53,8 @@ def rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             elif (number := _number(value)) is not None:
                 block["/".join([*(section for _, section in sections), name])] = number
     yield block
+    if foreign:
+        print(f"passed over {foreign:,} printed dicts without an epoch, which are not the trainer's", file=sys.stderr)
 
 
 def _row(text: str) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ METRICS = "metrics.jsonl"  # the log in a workdir of ours
 STATE = "trainer_state.json"  # that of TRL
 SUMMARY = "wandb-summary.json"  # only the last values of a run
 FILES = (STATE, "experiment_log.jsonl", METRICS)  # logs that a folder may have; the second is EasyR1's
+SHOWN = 5  # files or runs in an error message
 PRIME = ("logs/orchestrator.log", "logs/trainer/rank_0.log")  # of prime-rl: the first has the rewards
 
 
@@ -49,9 +50,14 @@ def _parts(path: Path) -> list[Path]:
     if any(path.rglob("*tfevents*")):
         return [path]
     histories = sorted(path.rglob("*.wandb"), key=lambda file: file.stat().st_mtime)
-    if not histories:
-        raise ValueError(f"the folder has no {STATE}, no checkpoint-N with one, and no files of TensorBoard or W&B")
-    return histories[-1:]
+    # veRL's file logger lets the user choose the name.
+    others = sorted(path.glob("*.jsonl"))
+    if not histories and len(others) != 1:
+        several = f", and several .jsonl: give one of {', '.join(map(str, others[:SHOWN]))}" if others else ""
+        raise ValueError(
+            f"the folder has no {STATE}, no checkpoint-N with one, and no files of TensorBoard or W&B{several}"
+        )
+    return histories[-1:] or others
 
 
 def _lines(path: Path) -> Iterable[Any]:

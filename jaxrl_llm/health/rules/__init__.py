@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from ..finding import Finding, LogRecord, Needs
-from ..history import FEW, RECENT, WINDOW, History
+from ..history import FEW, RECENT, TREND, WINDOW, History
 from . import engine, environment, policy, rewards, texts
 
 
@@ -81,7 +81,7 @@ RULES: dict[Callable[..., Finding | None], Needs] = {
     texts.never_stops: Needs(("completion/truncated",), RECENT),
     texts.length_collapse: Needs(("reward/mean", "completion/length"), AFTER_START),
     rewards.channels_diverge: Needs(("reward/std",), AFTER_START, functions=2),
-    policy.critic_lags: Needs(("critic/explained_variance",), WINDOW),
+    policy.critic_lags: Needs(("critic/explained_variance",), TREND),
     environment.tools_unused: Needs(("episode/turns",), RECENT),
     environment.tool_down: Needs(("episode/errors", "episode/turns")),
     environment.tool_errors: Needs(("episode/errors", "episode/turns"), RECENT),

@@ -162,18 +162,19 @@ def good_fades(history: History) -> Finding | None:
 def critic_lags(history: History) -> Finding | None:
     """F32: the critic predicts worse than a constant would.
 
-    A healthy critic is better than that after WINDOW steps, or gets better. Where a task is solved, there is nothing to
-    predict: a batch in which nearly all earn the same has no variance, and the value may be -1,000.
+    A healthy critic is better than that after TREND steps, or still gets better, as one that needs 100 steps does. Its
+    loss is no sign, because the loss of a useless critic falls with the variance of the rewards. Where a task is
+    solved, there is nothing to predict: a batch in which nearly all earn the same may have the value -1,000.
     """
     explained, name = history.typical("critic/explained_variance"), "critic/explained_variance"
-    if not explained < EXPLAINED or len(history.latest) < WINDOW or history.solved:
+    # A trend of more than one standard error: chance delays the finding about a useless critic in one step of six.
+    if not explained < EXPLAINED or not history.trend(name) <= 1 or history.solved:
         return None
     spread, spreads = history.then("reward/std"), history.now("reward/std")
     # The explained variance is 1 - error / variance of the returns: it means nothing where these hardly vary.
     if spreads < 0.3 * spread:
         return None
-    # Worse than the bound beyond noise, and not on its way up: a critic that begins is worse than a constant.
-    if history.above(name, EXPLAINED) >= -1 or history.risen(name) > 1:
+    if history.above(name, EXPLAINED) >= -1:
         return None
     return Finding(
         "warning",

@@ -207,7 +207,8 @@ def _rises_since(history: History, step: int) -> bool:
 def channels_diverge(history: History) -> Finding | None:
     """F17: one reward function earns more and another one less: the reward may be hacked.
 
-    In a healthy run no function falls far while another rises.
+    In a healthy run no function falls far while another rises, or the problems are harder: then the held-out accuracy
+    has not fallen.
     """
     lost = set[str]()  # which have fallen to less than half
     spread, slopes = history.then("reward/std"), dict[str, float]()
@@ -227,7 +228,7 @@ def channels_diverge(history: History) -> Finding | None:
         return None
     # The largest rise and fall of all functions are looked at: each has its part of the level.
     moved = lambda name: history.risen(f"reward/{name}", choices=len(names))  # noqa: E731
-    if moved(up) <= 1 or moved(down) >= -1:
+    if moved(up) <= 1 or moved(down) >= -1 or history.is_well_held_out():
         return None
     return Finding(
         "warning",

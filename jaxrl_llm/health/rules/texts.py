@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from math import sqrt
+from math import isnan, sqrt
 
-from ..finding import Finding
-from ..history import History
+from ..finding import Finding, channels
+from ..history import HELD_OUT_FALL, History
 from .bounds import ANSWER, LENGTH, LITTLE, NEVER_STOPS, REPEATED, TRUNCATED
 
 
@@ -35,10 +35,7 @@ def truncated(history: History) -> Finding | None:
     reward, before, spread = history.now("reward/mean"), history.then("reward/mean"), history.then("reward/std")
     if not (spread > 0 and cut > max(TRUNCATED[0] * at_first, TRUNCATED[1]) and reward < before - LITTLE * spread):
         return None
-    if history.risen("completion/truncated") <= 1 or history.risen("reward/mean") >= -1:
-        return None
-    evaluations = history.column("eval/accuracy").steps
-    if len(evaluations) and history.is_well_held_out(evaluations[0]):
+    if history.risen("completion/truncated") <= 1 or history.risen("reward/mean") >= -1 or history.is_well_held_out():
         return None
     rewards = f"reward {before:.2g} to {reward:.2g}"
     return Finding(
@@ -69,14 +66,14 @@ def never_stops(history: History) -> Finding | None:
 
 
 def length_collapse(history: History) -> Finding | None:
-    """F16: completions have become very short while the reward rises.
+    """F16: completions have become very short, and do not answer better than long ones.
 
-    In a healthy run a model that rambles may become brief and right: then it answers more held-out problems or, without
-    an evaluation, earns far more with what is still an answer.
+    In a healthy run a model that rambles may become brief and right: then it answers as many held-out problems or,
+    without an evaluation, earns more with what is still an answer.
     """
     before, now = history.then("completion/length"), history.now("completion/length")
     reward, earned = history.then("reward/mean"), history.now("reward/mean")
-    if not (now < LENGTH * before and earned >= reward):
+    if not now < LENGTH * before or isnan(earned - reward):
         return None
     # Lengths differ by factors, so their logarithm is judged.
     if history.risen("completion/length", log=True) >= -1 or _brief_and_right(history):
@@ -84,20 +81,30 @@ def length_collapse(history: History) -> Finding | None:
     return Finding(
         "warning",
         f"completions have {now:.3g} tokens, {before:.3g} at the start; reward {reward:.2g} to {earned:.2g}",
-        "the policy earns by not answering",
+        "the policy earns by not answering" if earned >= reward else "the policy stops before it has answered",
         "look at completions.jsonl, and reward only answers",
         "docs/failures.md F16",
     )
 
 
 def _brief_and_right(history: History) -> bool:
-    """Returns whether brief completions answer: by the held-out accuracy, or by a reward that is far up."""
+    """Returns whether brief completions answer: by the held-out accuracy, or by a reward that is up."""
+    means = history, history.slowly()  # what a small batch hides in few steps it shows in many
     judged = [r for r in history.records if r.get("eval/accuracy") is not None]
-    if len(judged) > 1:
+    short = 2 * LENGTH * history.then("completion/length")
+    # An evaluation from before completions were short says nothing of short ones.
+    if len(judged) > 1 and (judged[-1].get("completion/length") or 0.0) < short:
         first, last = judged[0]["eval/accuracy"], judged[-1]["eval/accuracy"]
         chance = min(max((first + last) / 2, 0.0), 1.0)
         # Three standard errors of the difference of two binomial shares on the same number of problems.
-        return last - first > 3 * sqrt(2 * chance * (1 - chance) / (judged[-1].get("eval/problems") or 100))
-    spread, length = history.then("reward/std"), history.now("completion/length")
-    before, now = history.then("reward/mean"), history.now("reward/mean")
-    return length >= ANSWER and now - before > spread and history.risen("reward/mean") > 1
+        error = 3 * sqrt(2 * chance * (1 - chance) / (judged[-1].get("eval/problems") or 100))
+        # A reward that rises beside an accuracy that does not is hacked, unless most answers were right before.
+        hacked = last <= 0.5 and any(mean.risen("reward/mean") > 1 for mean in means)
+        kept_level = first - last <= HELD_OUT_FALL and last > error and not hacked
+        return last - first > error or kept_level
+    # Where a reward function falls, another one pays for brevity.
+    falls = any(mean.risen(name) < -1 for mean in means for name in channels(history.latest[-1]))
+    # Without a test for noise, which must not hide that a small batch answers better.
+    rises = [mean.now("reward/mean") - mean.then("reward/mean") for mean in means]
+    risen = any(rise > LITTLE * history.then("reward/std") for rise in rises)
+    return history.now("completion/length") >= ANSWER and risen and not falls
