@@ -24,8 +24,7 @@ def run(
             session.stop.check()
             with profile.step(session.at.step + 1):
                 carried, record = one_step(carried, session.at.step + 1)
-            if line := profile.end(record.step, session.at.states):
-                session.log.say(line)
+            profile.end(record.step, session.at.states)
             record.evaluation = session.evaluate(record.step)
             # Always the previous step, not the newest record that is ready: timing must not decide when a rule stops a
             # run.

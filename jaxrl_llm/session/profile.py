@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ def steps_of(text: str, num_steps: int) -> range:
 class Profile:
     """Traces the steps of a range, in each process, into a folder."""
 
-    def __init__(self, steps: range, folder: Path):
-        self._steps, self._folder, self._runs = steps, folder, False
+    def __init__(self, steps: range, folder: Path, say: Callable[[str], None]):
+        self._steps, self._folder, self._say, self._runs = steps, folder, say, False
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -40,13 +40,13 @@ class Profile:
         with jax.profiler.StepTraceAnnotation("step", step_num=number):
             yield
 
-    def end(self, number: int, results: Any) -> str:
-        """Ends the trace after the last step of the range, whose results it waits for. Returns a line; "": none."""
+    def end(self, number: int, results: Any) -> None:
+        """Ends the trace after the last step of the range, whose results it waits for, and says where it is."""
         if not self._runs or number < self._steps[-1]:
-            return ""
+            return
         jax.block_until_ready(results)  # a step is given to the devices, and returns
         self.close()
-        return (
+        self._say(
             f"profile of the steps to {number}: tensorboard --logdir {self._folder}, or perfetto_trace.json.gz in it "
             "at https://ui.perfetto.dev"
         )

@@ -99,7 +99,7 @@ class Session:
 
     def profile(self) -> Profile:
         """Returns the tracer of the steps that config.log.profile names."""
-        return Profile(steps_of(self.plan.log.profile, self.plan.steps), self.workdir / "profile")
+        return Profile(steps_of(self.plan.log.profile, self.plan.steps), self.workdir / "profile", self.log.say)
 
     def begin(self, test: Callable[[], None] | None = None) -> Any:
         """Restores, tests a new run, and evaluates if the log lacks it. Returns what the next step gets."""
