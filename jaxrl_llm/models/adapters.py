@@ -65,8 +65,8 @@ class AdapterKind(ABC):
     of the kernels of the layers, which do not learn; "": that of their products.
     """
 
-    targets: Pattern
-    base_dtype: Literal["", "int8"]
+    targets: Pattern = "_proj"
+    base_dtype: Literal["", "int8"] = ""
 
     path: ClassVar[str] = ""  # a folder of PEFT to start from; "": new adapters
     peft: ClassVar[PeftForm | None] = None  # None: PEFT has no such adapters

@@ -51,8 +51,8 @@ class Lora(AdapterKind):
 
     rank: AtLeastOne
     alpha: Positive
-    rs: bool
-    path: MayChange[str] = field()  # pyright: ignore[reportIncompatibleVariableOverride]
+    rs: bool = False
+    path: MayChange[str] = field(default="")  # pyright: ignore[reportIncompatibleVariableOverride]
 
     peft: ClassVar[PeftForm | None] = PeftForm(
         "LORA",

@@ -29,7 +29,7 @@ class RetrieverClient:
         Raises: RetrieverError, after the last retry, or if the server refuses the request.
         """
         body = {"queries": list(queries), "topk": self._topk, "return_scores": True}
-        problem = ""
+        problem, text = "", None
         for retry in range(self._retries + 1):
             if retry:
                 time.sleep(PAUSE * 2 ** (retry - 1))
@@ -39,13 +39,18 @@ class RetrieverClient:
                 if 400 <= answer.status_code < 500 and answer.status_code not in (408, 429):
                     raise RetrieverError(f"{self._url} refuses the request: {answer.status_code} {answer.text[:200]}")
                 answer.raise_for_status()
+                text = answer.text
                 return _documents(answer.json(), len(queries))
-            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-                # Also JSON that means nothing.
-                problem = f"{type(error).__name__} {error}"
-        raise RetrieverError(
-            f"{self._url} gave no answer in {self._retries + 1} tries: {' '.join(problem.split())[:300]}"
-        )
+            except httpx.HTTPError as error:
+                problem, text = f"{type(error).__name__} {error}", None
+            # No JSON, or JSON of another form.
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                problem = str(error)
+        tries = f"in {self._retries + 1} tries"
+        if text is not None:
+            form = '{"result": [[{"contents": "..."}]]}, a list for each query'
+            raise RetrieverError(f"{self._url} answers {tries}, but not as {form}: {' '.join(text.split())[:200]}")
+        raise RetrieverError(f"{self._url} gave no answer {tries}: {' '.join(problem.split())[:300]}")
 
     def close(self) -> None:
         """Closes the connections."""
@@ -53,7 +58,7 @@ class RetrieverClient:
 
 
 def _documents(answer: Any, count: int) -> list[list[tuple[Document, float | None]]]:
-    """Reads an answer, with scores or without. Raises: ValueError, KeyError, TypeError."""
+    """Reads an answer, with scores or without. Raises: ValueError, KeyError, TypeError, AttributeError."""
     result = answer["result"]
     if len(result) != count:
         raise ValueError(f"{len(result)} results for {count} queries")

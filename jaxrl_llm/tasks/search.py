@@ -203,6 +203,6 @@ def _client(url: str, topk: int, timeout: float, retries: int) -> Callable[[str]
         client.search(["a question"])
     except RetrieverError as error:
         raise UserError(
-            f"config.env.url = {url!r}: {error}: start the retriever (jaxrl serve-retriever), or mend the address"
+            f"config.env.url = {url!r}: {error}: give the address of one that runs (jaxrl serve-retriever)"
         ) from error
     return lambda query: [hit for hit, _ in client.search([query])[0]]

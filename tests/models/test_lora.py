@@ -167,6 +167,14 @@ def one_update(shape: tuple[int, int, int] = (1, 1, 1), microbatch: int = 0, pac
 ON_A_MESH = (2, 2, 2), 4, (1, 10)
 
 
+def test_rank_and_alpha_are_a_section_of_adapters():
+    c = configs.load("grpo")
+    c.adapters = ConfigDict(dict(name="lora", rank=8, alpha=16.0))
+    recipes.read(c)
+    shipped = configs.load("lora").adapters.to_dict()
+    assert dataclasses.asdict(Lora(rank=16, alpha=32.0)) | {"name": "lora"} == shipped
+
+
 def test_micro_batches_of_packed_rows_on_a_mesh_change_no_adapter():
     one, other = one_update(), one_update(*ON_A_MESH)
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), one[0], drawn(one[3]))

@@ -167,6 +167,8 @@ FAULTS = {
     "no JSON": lambda body: (200, b"<html>"),
     "another shape": lambda body: (200, b'{"result": 3}'),
     "a wrong length": lambda body: (200, b'{"result": []}'),
+    "a list alone": lambda body: (200, b'[["text"]]'),
+    "texts alone": lambda body: (200, b'{"result": [["text"]]}'),
     "too slow": stall,
 }
 
@@ -181,6 +183,8 @@ def test_a_fault_that_passes_is_tried_again_and_one_that_stays_is_one_line(monke
             with pytest.raises(RetrieverError) as error:
                 client.search(["x"])
             assert len(asked) == 4 and "\n" not in str(error.value), name
+            # What has answered is not called dead.
+            assert ("gave no answer" in str(error.value)) == (name in ("500", "too slow")), error.value
     with theirs(lambda body: (422, b"topk")) as (url, asked):
         with pytest.raises(RetrieverError, match="422"):  # what the server refuses is not asked again
             RetrieverClient(url, topk=1, timeout=5.0, retries=3).search(["x"])
