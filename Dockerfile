@@ -20,6 +20,9 @@ COPY jaxrl_llm/__init__.py jaxrl_llm/
 RUN pip install --no-cache-dir --constraint constraints.txt --editable ".${EXTRA:+[$EXTRA]}"
 COPY jaxrl_llm jaxrl_llm
 COPY configs configs
+# What is yours, if there is a folder mine: config, rewards, data and requirements.txt. A COPY must find one file.
+COPY LICENSE min[e] mine/
+RUN [ ! -e mine/requirements.txt ] || pip install --no-cache-dir -c constraints.txt -r mine/requirements.txt
 
 USER 1000
 ENTRYPOINT ["python", "-m", "jaxrl_llm.train"]

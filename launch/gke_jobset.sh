@@ -19,6 +19,7 @@ Train on a TPU slice of a GKE cluster, as a JobSet.
   --pvc CLAIM             instead a PersistentVolumeClaim that all pods may write (ReadWriteMany), such as Filestore
   --workdir DIR           below /runs [/runs/NAME]
   --service-account NAME  Kubernetes service account of the pods; with --bucket it needs access to the bucket
+  --env-file FILE         lines NAME=VALUE, such as HF_TOKEN and WANDB_API_KEY, for the trainer: kept as the secret NAME-env
   --spot                  on spot nodes
   --restarts N            how often a run that fails is started again, in all [20]. After a preemption it always is,
                           and after an abort or a kill that comes 15 minutes after its start, or later
@@ -32,9 +33,9 @@ To stop it:   kubectl delete jobset NAME   All pods save. The same command again
 END
 }
 
-name='' image='' accelerator='' topology='' nodes='' bucket='' pvc='' workdir='' service_account='' spot='' restarts=20
+name='' image='' accelerator='' topology='' nodes='' bucket='' pvc='' workdir='' service_account='' env_file='' spot='' restarts=20
 grace=300 dry_run=''
-options="--name --image --accelerator --topology --nodes --bucket --pvc --workdir --service-account --restarts --grace"
+options="--name --image --accelerator --topology --nodes --bucket --pvc --workdir --service-account --env-file --restarts --grace"
 read_options "$options" "--spot --dry-run" "$@"
 shift "$words_read"
 for field in name image accelerator topology nodes; do
@@ -53,6 +54,7 @@ fi
 chips=$((all / nodes))
 bucket=${bucket#gs://} bucket=${bucket%/}
 case ${bucket:+b}${pvc:+p} in b | p) ;; *) die "the pods need one shared disk: give --bucket or --pvc" ;; esac
+check_env_file "$env_file"
 case ${workdir:=/runs/$name} in /runs/*) ;; *) die "--workdir '$workdir' is not below /runs, the shared disk" ;; esac
 [ $# -gt 0 ] || set -- --config configs/grpo.py
 
@@ -70,6 +72,7 @@ drop=()
 [ "$spot" ] || drop+=(-e '/ #spot$/d')
 [ "$bucket" ] || drop+=(-e '/ #bucket$/d')
 [ "$pvc" ] || drop+=(-e '/ #pvc$/d')
+[ "$env_file" ] || drop+=(-e '/ #env-file$/d')
 [ "$service_account" ] || drop+=(-e '/ #service-account$/d')
 text=$(sed -e 1,2d "${drop[@]}" -e 's/ #[a-z-]*$//' "$template")
 for field in NAME RESTARTS NODES GRACE SERVICE_ACCOUNT ACCELERATOR TOPOLOGY IMAGE CHIPS PVC BUCKET ARGS; do
@@ -82,4 +85,7 @@ if [ "$dry_run" ]; then
   exit
 fi
 need kubectl https://kubernetes.io/docs/tasks/tools
+if [ "$env_file" ]; then
+  kubectl create secret generic "$name-env" --from-env-file="$env_file" --dry-run=client -o yaml | kubectl apply -f -
+fi
 printf '%s\n' "$text" | kubectl apply -f -

@@ -96,7 +96,12 @@ pack_checkout="export GIT_INDEX_FILE=\$(git rev-parse --git-path launch.index) &
 # This uses uv, because the Python of the usual TPU images is older than 3.11.
 install_packages="export PATH=\$HOME/.local/bin:\$PATH && \
 { command -v uv > /dev/null || python3 -m pip install --quiet --user uv; } && \
-{ [ -x .venv/bin/python ] || uv venv --python 3.12; } && uv pip install -c constraints.txt -e \".[tpu]\""
+{ [ -x .venv/bin/python ] || uv venv --python 3.12; } && uv pip install -c constraints.txt -e \".[tpu]\" && \
+{ [ ! -e mine/requirements.txt ] || uv pip install -c constraints.txt -r mine/requirements.txt; }"
+check_env_file() { # file of --env-file
+  [ -z "$1" ] || { [ -f "$1" ] && ! grep -Evq '^([A-Za-z_][A-Za-z0-9_]*=.*|#.*|)$' "$1"; } ||
+    die "--env-file '$1' is no file of lines NAME=VALUE"
+}
 # A dry run prints its lines, of which some may be empty, and ends. A launch needs gcloud, which reads no input.
 begin_launch() { # lines of a first launch
   if [ "$dry_run" ]; then

@@ -15,6 +15,7 @@ Train on a Google Cloud TPU slice of several hosts (v5litepod-16, v5litepod-256,
   --project ID     Google Cloud project [gcloud's own]
   --bucket BUCKET  a Cloud Storage bucket: each worker mounts it at ~/jaxrl_llm/runs, with gcsfuse
   --nfs HOST:/DIR  instead an NFS share, such as Filestore: each worker mounts it there
+  --env-file FILE  lines NAME=VALUE, such as HF_TOKEN and WANDB_API_KEY, for the trainer; a shell reads them
   --workdir DIR    on all workers: absolute, or below ~/jaxrl_llm [runs/NAME]. Without --bucket and --nfs it is
                    absolute, and on a disk that the workers share already
   --gcsfuse-sha256 SUM  with --bucket: the SHA-256 that gcsfuse's package must have where a worker lacks gcsfuse;
@@ -51,9 +52,9 @@ warning takes the lines since the start of its run with it, but no checkpoint. N
 END
 }
 
-name='' zone='' type='' version='' project='' bucket='' gcsfuse_sha256='' nfs='' workdir='' spot=''
+name='' zone='' type='' version='' project='' bucket='' gcsfuse_sha256='' nfs='' workdir='' spot='' env_file=''
 restarts=3 delete='' dry_run=''
-options="--name --zone --type --version --project --bucket --gcsfuse-sha256 --nfs --workdir --restarts"
+options="--name --zone --type --version --project --bucket --gcsfuse-sha256 --nfs --workdir --restarts --env-file"
 read_options "$options" "--spot --delete --dry-run" "$@"
 shift "$words_read"
 [ "$name" ] || die "--name is missing: name the slice, e.g. --name grpo"
@@ -69,6 +70,7 @@ case "${bucket:+b}${nfs:+n}:$workdir" in
 esac
 [[ -z $gcsfuse_sha256 || $gcsfuse_sha256 =~ ^[0-9a-f]{64}$ ]] ||
   die "--gcsfuse-sha256 '$gcsfuse_sha256' is no SHA-256: give 64 hexadecimal digits"
+check_env_file "$env_file"
 [ "$version" ] || version=$(tpu_runtime "$type")
 bucket=${bucket#gs://} bucket=${bucket%/}
 [ $# -gt 0 ] || set -- --config configs/grpo.py
@@ -99,20 +101,22 @@ sudo mount -t nfs $(quote "$nfs") runs && { [ -w runs ] || sudo chmod 1777 runs;
 # All workers cannot read one stream, so they get a file.
 tar="\"\$(git rev-parse --git-path launch.tar)\""
 copy="($pack_checkout -o $tar \$(git write-tree)) && $(tpus tpu-vm scp) $tar $(quote "$name:launch.tar") --worker=all"
+secrets=${env_file:+"$(tpus tpu-vm scp) $(quote "$env_file" "$name:launch.env") --worker=all && \
+$(on all "chmod 600 ../launch.env")"}
 # The processes of a run that was lost may take a minute to end: their code must not change before.
 install=$(on all "flock -w 120 launch.lock tar -xf ../launch.tar && $install_packages")
 # A lock that this same command holds is no error: gcloud repeats a command if its connection breaks. Of two launches
 # at the same time, only the one that gets the lock of worker 0 starts the other workers.
 start="exec 9> launch.lock && { flock -n 9 || exec grep -qx $run launch.run; } && echo $run > launch.run && \
 rm -f launch.exit && { [ ! -e launch.log ] || mv launch.log launch.log.old; } && \
-{ (trap \"\" HUP; (echo \$BASHPID > launch.pid; exec $train); echo \$? > launch.exit) \
+{ (trap \"\" HUP; (echo \$BASHPID > launch.pid; ${env_file:+set -a; . ../launch.env; }exec $train); echo \$? > launch.exit) \
 >> launch.log 2>&1 < /dev/null & }"
 first=$(on 0 "$start") all=$(on all "$start")
 follow=$(on 0 "flock -s launch.lock true & tail -n 200 -s 0.2 -F --pid=\$! launch.log")
 result=$(on 0 "[ -s launch.exit ] && cat launch.exit && { tail -n 20 launch.log | grep -o ^done: || true; }")
 
 cd "$root"
-begin_launch "$describe" "$create" "$probe" "$mount" "$copy" "$install" "$first" "$all" "$follow" \
+begin_launch "$describe" "$create" "$probe" "$mount" "$copy" "$secrets" "$install" "$first" "$all" "$follow" \
   "$result" "${delete:+$remove}"
 check_agent
 follower='' failed=0 began=0
@@ -161,7 +165,7 @@ while :; do
   if [ "$found" = busy ]; then
     failed=0 # only the connection was lost
     say "already training on $name: following its log"
-  elif ! eval "${mount:-true} && $copy && $install && $first && $all"; then
+  elif ! eval "${mount:-true} && $copy && ${secrets:-true} && $install && $first && $all"; then
     again "$name could not be set up" 75
     continue
   fi

@@ -14,6 +14,7 @@ Train on one Google Cloud TPU VM (a single host: v5litepod-8, v6e-8, ...).
   --version IMAGE  TPU runtime [the usual one for TYPE]
   --project ID     Google Cloud project [gcloud's own]
   --workdir DIR    on the VM: absolute, or below ~/jaxrl_llm [runs/NAME]
+  --env-file FILE  lines NAME=VALUE, such as HF_TOKEN and WANDB_API_KEY, for the trainer; a shell reads them
   --spot           a spot VM: cheap, and may be preempted
   --sync SECONDS   bring the work directory back this often, 0: at the end only [--spot: 900, else 0]
   --delete         delete the VM once the run has ended and its work directory is back
@@ -34,13 +35,14 @@ To stop a run, saving first: gcloud compute tpus tpu-vm ssh NAME --zone=ZONE \
 END
 }
 
-name='' zone='' type=v5litepod-8 version='' project='' workdir='' spot='' sync='' delete='' dry_run=''
-read_options "--name --zone --type --version --project --workdir --sync" "--spot --delete --dry-run" "$@"
+name='' zone='' type=v5litepod-8 version='' project='' workdir='' spot='' sync='' delete='' dry_run='' env_file=''
+read_options "--name --zone --type --version --project --workdir --sync --env-file" "--spot --delete --dry-run" "$@"
 shift "$words_read"
 [ "$name" ] || die "--name is missing: name the VM, e.g. --name grpo"
 [ "$zone" ] || die "--zone is missing: say where, e.g. --zone us-central1-a"
 case ${type##*-} in 1 | 4 | 8) ;; *) die "--type '$type' is not one host: take one ending in -1, -4 or -8" ;; esac
 case ${sync:=$((spot ? 900 : 0))} in *[!0-9]*) die "--sync '$sync' is not whole seconds: e.g. --sync 900" ;; esac
+check_env_file "$env_file"
 [ "$version" ] || version=$(tpu_runtime "$type")
 [ $# -gt 0 ] || set -- --config configs/grpo.py
 
@@ -71,9 +73,10 @@ grep -qsxF -e \"\${file##*/}\" $here/launch.synced || cp -Rp \"\$file\" $here.pa
 send="$settle && (cd $here && ls -A > launch.synced) && tar -C $here --exclude=./lock -cf - . | \
 $(vm "rm -rf $there.part && mkdir -p $there.part && tar -C $there.part -xf - && mv $there.part $there")"
 copy="($pack_checkout \$(git write-tree)) | $(vm "tar -xf -")"
+secrets=${env_file:+"$(vm "umask 077 && cat > launch.env") < $(quote "$env_file")"}
 install=$(vm "$install_packages")
 start=$(vm "mkdir -p $there && exec 9> $there/launch.lock && { flock -n 9 || exit 0; } && rm -f $there/launch.exit && \
-{ (trap \"\" HUP; (echo \$BASHPID > $there/launch.pid; exec $train); echo \$? > $there/launch.exit) \
+{ (trap \"\" HUP; (echo \$BASHPID > $there/launch.pid; ${env_file:+set -a; . ./launch.env; }exec $train); echo \$? > $there/launch.exit) \
 >> $there/launch.log 2>&1 < /dev/null & }")
 follow=$(vm "flock -s $there/launch.lock true & tail -n 200 -s 0.2 -F --pid=\$! $there/launch.log")
 # Hard links take a snapshot of the directory at once. So a checkpoint that is deleted meanwhile still arrives complete.
@@ -86,7 +89,7 @@ tar -C $here.part -xf - && ($add) && mv $here.part $here.new && $settle"
 
 cd "$root"
 [ -d "runs/$name" ] || [ -d "runs/$name.new" ] || send=''
-begin_launch "$describe" "$create" "$probe" "$send" "$copy" "$install" "$start" "$follow" "$fetch" \
+begin_launch "$describe" "$create" "$probe" "$send" "$copy" "$secrets" "$install" "$start" "$follow" "$fetch" \
   "${delete:+$remove}"
 state=$(eval "$describe" 2> /dev/null || true)
 case $state in
@@ -100,7 +103,7 @@ if [ "$found" = busy ]; then
   say "already training on $name: following its log"
 else
   [ "$found" = new ] || send=''
-  eval "${send:-true} && $copy && $install && $start" || lost "$name could not be set up"
+  eval "${send:-true} && $copy && ${secrets:-true} && $install && $start" || lost "$name could not be set up"
 fi
 
 eval "exec $follow" &

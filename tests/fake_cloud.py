@@ -35,9 +35,10 @@ for word; do case $word in
   --command=*) text=${word#--command=} ;;
   --worker=*) worker=${word#--worker=} ;;
   *.tar) [ ! -e "$word" ] || source=$word ;;
+  *.env) [ -e "$word" ] && source=$word || target=${word#*:} ;;
 esac; done
 need() { local state; read -r state < "$CLOUD/$1"; [ "$state" = "$2" ] || exit 255; }
-copy() { cp "$source" "$CLOUD/w$1/launch.tar"; }
+copy() { cp "$source" "$CLOUD/w$1/${target:-launch.tar}"; }
 remote() { cd "$CLOUD/$2$1" || exit; export HOME=$PWD WORKER=$1; exec bash -c "$text"; }
 all() { local pids=() status=0 pid; for ((i = 0; i < WORKERS; i++)); do ("$@" "$i" w) & pids+=($!); done
   for pid in "${pids[@]}"; do wait "$pid" || status=$?; done; return $status; }
@@ -88,6 +89,7 @@ mkdir -p "$work"
 [ ! -e "$work/steps" ] || read -r finished < "$work/steps"
 echo "worker $WORKER resuming at step $finished"
 printf '%s\0' "$@" > "$work/argv$WORKER"
+echo "${HF_TOKEN-}" > "$work/token$WORKER"
 while [ -e "$CLOUD/hold" ] || [ -e "$CLOUD/breaks" ]; do
   if [ -s "$CLOUD/stop" ] && read -r stop < "$CLOUD/stop" && [ "$stop" = "${#starts[@]}" ]; then echo saved; exit; fi
   pause

@@ -314,6 +314,7 @@ REFUSED = {  # options of a script, and what its message names
         "--zone z": "--name", "--name n": "--zone", "--name": "--name", "--name --zone z": "--name",
         "'--name --zone' z": "--name --zone", f"{VM} --config c.py": "--config",
         f"{VM} --type v5litepod-16": "v5litepod-16", f"{VM} --sync 5m": "5m",
+        f"{VM} --env-file /etc/passwd": "/etc/passwd", f"{VM} --env-file none": "none",
     },
     "tpu_pod.sh": {
         "--zone z --type v6e-16": "--name", "--name n --type v6e-16": "--zone", VM: "--type",
@@ -346,6 +347,19 @@ def test_a_wrong_option_exits_2_with_one_line_that_names_it(script, wording):
         assert (done.returncode, done.stdout) == (2, ""), options
         assert len(done.stderr.splitlines()) == 1 and named in done.stderr
         wording(done.stderr)
+
+
+@pytest.mark.parametrize("script", ["tpu_vm", "tpu_pod"])
+def test_the_trainers_get_the_variables_of_a_file(desk, script):
+    file = desk.checkout.parent / "of mine.env"
+    file.write_text("# a comment\nHF_TOKEN=hf_1\n\n")
+    ended, out = desk.launch(script, "--env-file", str(file))
+    assert ended == 0, out
+    work, kept = (desk.fetched, "w0/jaxrl_llm") if script == "tpu_vm" else (desk.bucket / "tpu", "w1")
+    tokens = [path.read_text() for path in sorted(work.glob("token*"))]
+    assert tokens == ["hf_1\n"] * (1 if script == "tpu_vm" else WORKERS)
+    assert (desk.cloud / kept / "launch.env").stat().st_mode & 0o777 == 0o600
+    assert "hf_1" not in (desk.cloud / "log").read_text() + out  # in no command line
 
 
 @pytest.mark.parametrize("script", ["local.sh", "vllm_cpu.sh", "vllm_gpu.sh", "slurm.sbatch"])
