@@ -48,6 +48,39 @@ def test_the_loop_of_the_docs_runs_and_resumes(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
 
 
+# Names that a block may have from elsewhere: those of a config file, and of a user's script of TRL.
+GIVEN = {"c", "ConfigDict"}
+OF_TRL = {"GRPOTrainer", "model", "reward", "rows"}
+
+
+def test_no_block_of_python_in_the_docs_lacks_a_name(tmp_path):
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
+            (tmp_path / f"{page.stem}_{number}.py").write_text(block)
+    lint = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "E9,F82", "--output-format", "json"]
+    found = json.loads(subprocess.run([*lint, tmp_path], capture_output=True, text=True).stdout)
+    unknown = {(Path(x["filename"]).stem, x["message"].partition("`")[2].partition("`")[0]) for x in found}
+    given = {page: GIVEN | OF_TRL if page.startswith("health") else GIVEN for page, _ in unknown}
+    assert {(page, name) for page, name in unknown if name not in given[page]} == set()
+    assert len([*tmp_path.iterdir()]) > 15
+
+
+@pytest.mark.slow
+def test_the_notebook_of_the_docs_runs(tmp_path, monkeypatch, capsys):
+    (program,) = re.findall(
+        r"In a script or a notebook\n\n```python\n(.*?)```", (ROOT / "docs/configs.md").read_text(), re.S
+    )
+    small = dict(
+        prompts_per_step=8, prompts_per_update=8, group_size=2, num_steps=2, eval=dict(every=2, problems=8),
+        log=dict(to=()), mesh=dict(fsdp=1), rollout=dict(max_completion_tokens=4), health=dict(self_test=False),
+    )  # fmt: skip
+    program = program.replace('"runs/polite"', repr(str(tmp_path / "run")))
+    (tmp_path / "program.py").write_text(program.replace("for record in", f"c.update({small!r})\nfor record in"))
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^(\d) (\S+) (\S+)$", done.stdout, re.M)[0][:2] == ("0", "None")
+
+
 def test_no_page_has_a_gap_that_a_number_was_to_fill():
     for page in (ROOT / "docs").glob("*.md"):
         assert "@@" not in page.read_text(), page
