@@ -5,6 +5,7 @@ tests/wording.json has the whole config of each file, and the reason of each key
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -18,6 +19,7 @@ from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import records
 from jaxrl_llm.config.load import flatten, load, override
 from jaxrl_llm.data import hub
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import extras
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.tools.translate import __main__ as program
@@ -78,6 +80,7 @@ python3 -m verl.trainer.main_ppo \\
     trainer.total_training_steps=40 trainer.test_freq=10 trainer.save_freq=-1 \\
     trainer.n_gpus_per_node=2 trainer.nnodes=1 trainer.experiment_name=$name $@ 2>&1 | tee log.txt
 """
+KNOWN = VERL.replace("    +actor_rollout_ref.rollout.surprise=7 \\\n", "")  # without a key of no table
 EASYR1 = """
 data: {train_files: someone/sums@train, val_files: someone/sums@test, prompt_key: question, answer_key: answer,
        rollout_batch_size: 64, format_prompt: ./sums.jinja, max_prompt_length: 128, max_response_length: 256}
@@ -626,7 +629,7 @@ def test_text_of_a_file_never_becomes_code(tmp_path):
 
 
 def test_the_program_writes_a_config_and_prints_what_the_doctor_says(tmp_path, capsys, wording, refused):
-    many = VERL.replace("ppo_mini_batch_size=32", "ppo_mini_batch_size=8")
+    many = KNOWN.replace("ppo_mini_batch_size=32", "ppo_mini_batch_size=8")
     to = tmp_path / "mine.py"  # in any folder
     assert program.run(write(tmp_path, "run.sh", many), to, 0, 0) == 0
     wording(printed := capsys.readouterr().out)
@@ -659,13 +662,14 @@ def test_a_config_that_the_checks_refuse_is_written_all_the_same(tmp_path, capsy
 def test_without_pyarrow_all_the_rest_is_checked_and_one_line_names_it(tmp_path, capsys, monkeypatch):
     for module in (lint, extras):
         monkeypatch.setattr(module, "find_spec", lambda name: name != "pyarrow")
-    parts = VERL.replace('"$ROOT/train.parquet"', "\"['a.parquet','b.parquet']\"")
+    parts = KNOWN.replace('"$ROOT/train.parquet"', "\"['a.parquet','b.parquet']\"")
     for name, text, files in (
-        ("v.sh", VERL, "~/sums/train.parquet, ~/sums/test.parquet"),
+        ("v.sh", KNOWN, "~/sums/train.parquet, ~/sums/test.parquet"),
         ("parts.sh", parts, "~/sums/test.parquet, a.parquet, b.parquet"),
         ("t.yaml", TRL_YAML.replace("someone/sums", "d/a.parquet"), "d/a.parquet"),
     ):
-        assert program.run(write(tmp_path, name, text), None, 0, 0) == 0
+        # The weights of two sources are in no file.
+        assert program.run(write(tmp_path, name, text), None, 0, 0) == int(name == "parts.sh")
         (line,) = [line for line in capsys.readouterr().out.splitlines() if "jaxrl_llm[parquet]" in line]
         assert f" {files}, " in line
 
@@ -729,6 +733,8 @@ MEANINGS = [
      {"checkpoint.every": 25}),
     ("trl_grpo", dict(eval_strategy="steps", eval_steps=7, max_steps=200), {"eval_steps": "mapped"}, {"eval.every": 7}),
     ("trl_grpo", dict(eval_strategy="steps", eval_steps=0.1), {"eval.every": "yours"}, {}),
+    *((system, dict(evaluation_strategy="steps", eval_steps=10, max_steps=200), {"evaluation_strategy": "changed"},
+       {"eval.every": 10, "eval": None}) for system in ("trl_grpo", "trl_dpo")),
     ("trl_dpo", dict(dataset_name="data/pairs.jsonl", eval_strategy="steps", max_steps=40, eval_steps=0.1),
      {"eval.source": "yours"}, {"eval.every": 4}),
     ("trl_grpo", dict(reward_funcs=["accuracy_reward"]), {"reward_funcs": "mapped"},
@@ -812,6 +818,92 @@ def test_a_key_whose_meaning_differs_has_the_right_value_or_a_sentence(wording):
 TRAIN = "train.py --model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward " + (
     "--per_device_train_batch_size 2 --num_generations 4 --max_steps 10"
 )
+V = "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 "
+OWN = "actor_rollout_ref.model.path=a/b data.train_files=c/gsm8k/d.parquet trainer.total_training_steps=9 "
+SCRIPT = "GRPOTrainer('a/b', accuracy_reward, GRPOConfig(max_steps=9, {}), load_dataset('c/d'))"
+UNKNOWN = [  # a file, and what it leaves unknown
+    ("a.sh", V + OWN, []),
+    ("a.sh", V + OWN + "data.train_files=$D/train.parquet",
+     ["data.source", "data.convert", "reward.functions", "reward.weights"]),
+    ("a.sh", V + OWN + "trainer.test_freq=5 data.val_files=$D/test.parquet", ["eval.source", "eval.convert"]),
+    ("a.sh", V + OWN + "trainer.test_freq=$T data.val_files=t.parquet", ["eval", "checkpoint.keep_best"]),
+    ("a.sh", V + OWN + "reward_model.reward_manager=ttrl", ["reward.functions"]),
+    ("a.sh", V + OWN + "reward_model.reward_manager=dapo", []),
+    ("a.sh", V + OWN + "algorithm.adv_estimator=mine", ["advantage.name"]),
+    ("a.sh", V + OWN + "algorithm.of_a_fork=1", ["algorithm.of_a_fork"]),
+    ("a.sh", V + OWN + "algorithm.use_pf_ppo=$P", ["algorithm.use_pf_ppo"]),
+    ("a.sh", V + OWN + "algorithm.lam=$L critic.optim.lr=$L trainer.n_gpus_per_node=$N", []),  # without a critic
+    ("a.sh", V + OWN.replace("steps=9", "steps=$S"), ["num_steps"]),
+    ("a.py", SCRIPT.format("beta=0.1"), []),
+    ("a.py", SCRIPT.format("beta=args.beta"), ["kl"]),
+    ("a.py", SCRIPT.format("max_prompt_length=args.most"), ["data.max_prompt_tokens"]),
+    ("a.py", SCRIPT.format("eval_strategy='no', eval_steps=args.steps"), []),
+]  # fmt: skip
+
+
+def test_what_the_file_does_not_say_is_unknown_and_ends_with_one(tmp_path):
+    for name, text, unknown in UNKNOWN:
+        file = write(tmp_path, name, text)
+        source = readers.read(file)
+        made = translate(source.system, source.keys)
+        assert (sorted(made.unknown()), sorted(unknown)) == (sorted(unknown), sorted(made.unknown())), text
+        assert program.run(file, None, 0, 0) == int(bool(unknown)), text
+        assert set(unknown) <= set(made.yours())
+        written_text = writer.source(made, Path("given.sh"), Path("configs/mine.py"))
+        assert all(re.search(rf"\b{field}\b", written_text) for field in unknown), text
+
+
+VALUES = (None, True, 0, 8, 0.5, "gae", "grpo", "steps", "a/b", ["a", "b"])
+CONTEXTS = {  # keys that give others an effect
+    "verl": [{"algorithm.adv_estimator": "grpo"}, {f"{ACTOR}use_kl_loss": True}],
+    "easyr1": [{}, {"algorithm.adv_estimator": "gae", "algorithm.online_filtering": True}],
+    "trl_grpo": [{}, {"eval_strategy": "steps", "use_peft": True, "beta": 0.1}],
+}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_key_that_cannot_be_read_is_unknown_or_decides_nothing(name):
+    system = SYSTEMS[name]
+
+    def decided(given: dict) -> tuple[dict, set]:
+        made = translate(system, given)
+        fields = {field: x for field, x in made.fields().items() if field != "microbatch"}
+        absent = tuple(f"{field}." for field, x in fields.items() if x is None)
+        fields = {field: x for field, x in fields.items() if not field.startswith(absent)}
+        return fields, {key for key, one in made.outcomes.items() if one.kind == "unsupported"}
+
+    wrong = []
+    for context in CONTEXTS.get(name, [{}]):
+        for key in {*system.rules, *system.defaults} - context.keys():
+            if "(" in key:
+                continue  # of no file
+            key = key.replace("[*][*]", "**").replace("*", "anything")
+            results = []
+            for value in VALUES:
+                with contextlib.suppress(UserError, KeyError):
+                    results.append(decided(context | {key: value}))
+            unknown = translate(system, context | {key: Unread("args.x")}).unknown()
+            decides = any(one != results[0] for one in results)
+            if decides and not any(f"{key} = args.x" in why for why in unknown.values()):
+                wrong.append((key, context))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_the_old_and_the_new_name_of_a_key_mean_the_same(name):
+    system = SYSTEMS[name]
+    for old, new in system.renamed.items():
+        for value in VALUES:
+            with contextlib.suppress(UserError):
+                by_new = translate(system, {new: value})
+                assert translate(system, {old: value}).fields() == by_new.fields(), (old, value)
+                # Of both the new one counts.
+                assert translate(system, {old: "no", new: value}).fields() == by_new.fields(), (old, value)
+                assert (
+                    translate(system, {old: Unread("x")}).unknown() == translate(system, {new: Unread("x")}).unknown()
+                )
+
+
 LAUNCHES = [  # how a script is started, the processes that train (0: the file does not say), and files beside it
     ("torchrun --nproc_per_node=8 --nnodes 2", 16, {}), ("torchrun --standalone --nproc-per-node 4", 4, {}),
     ("N=3\ntorchrun --nnodes=$N --nproc_per_node 2 --rdzv_backend c10d", 6, {}),

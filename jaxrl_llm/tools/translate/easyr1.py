@@ -69,9 +69,8 @@ def data(section: str, split: str) -> Rule:
 
     def rule(value: Any, keys: Keys) -> Outcome:
         if not value:
-            return Outcome(
-                "changed", {f"{section}.source": "my_data.rows"}, "", {f"{section}.source": "a file with rows"}
-            )
+            source = f"{section}.source"
+            return Outcome("changed", {source: "my_data.rows"}, unknown={source: "a file with rows"})
         name, _, named_split = str(value).partition("@")
         return ours.dataset(section, name, named_split or split)
 
@@ -104,8 +103,8 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     """The file and the name of a reward function; EasyR1's own math.py is like ours."""
     if not value:
         why = "EasyR1 needs worker.reward.reward_function, and the file has none"
-        yours = {"reward.functions": why, "eval.function": why}
-        return Outcome("changed", ours.reward_fields((ours.ACCURACY,)), "", yours)
+        unknown = {"reward.functions": why, "eval.function": why}
+        return Outcome("changed", ours.reward_fields((ours.ACCURACY,)), unknown=unknown)
     path, _, function = str(value).partition(":")
     return ours.easyr1_reward(path, function or "compute_score")
 
@@ -234,7 +233,7 @@ RULES: dict[str, Rule] = {
     f"{MODEL}model_path": lambda value, keys: (
         family.model(value, keys)
         if value
-        else Outcome("changed", {"model.path": "my_model"}, "", {"model.path": "a folder or a hub id"})
+        else Outcome("changed", {"model.path": "my_model"}, unknown={"model.path": "a folder or a hub id"})
     ),
     f"{MODEL}tokenizer_path": off("the tokenizer is the model's"),
     f"{MODEL}enable_gradient_checkpointing": family.checkpointing,

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from jaxrl_llm.tools.translate import images, ours
 from jaxrl_llm.tools.translate.documents import VERL_FILES
-from jaxrl_llm.tools.translate.outcome import Keys, Kind, Outcome, Rule
+from jaxrl_llm.tools.translate.outcome import Keys, Kind, Outcome, Rule, not_here
 
 MESH = "placement of parameters on devices: here the mesh (config.mesh), and it changes no number"
 MEMORY = "memory or speed alone: here microbatch, model.remat, model.row_parts and host_memory"
@@ -142,7 +142,7 @@ def steps(names: Names, epochs: str, total: str) -> tuple[Rule, Rule]:
 def unknown_steps(product: str) -> Outcome:
     """Returns the steps of a file that counts passes over its data. product: what they are."""
     why = f"{product} (or give --rows); 100 is a placeholder"
-    return Outcome("changed", {"num_steps": 100}, "counts passes over the data, here steps", {"num_steps": why})
+    return Outcome("changed", {"num_steps": 100}, "counts passes over the data, here steps", unknown={"num_steps": why})
 
 
 def warmup(names: Names, section: str, steps: str, ratio: str) -> tuple[Rule, Rule]:
@@ -175,7 +175,7 @@ def decay(section: str, rate: str, low: str) -> Rule:
         if value in (None, "constant"):
             return Outcome("mapped", {f"{section}.decay": "constant", f"{section}.end": 0.0})
         if value not in ("cosine", "linear"):
-            return Outcome("unsupported", reason=f"there is constant, linear and cosine, not {value}")
+            return not_here(f"{section}.decay", f"there is constant, linear and cosine, not {value}")
         # Only the cosine has a lowest rate there.
         end = float(keys[rate]) * float(keys[low] or 0) if value == "cosine" else 0.0
         return Outcome("mapped", {f"{section}.decay": value, f"{section}.end": end})
@@ -214,8 +214,9 @@ def evaluates(files: str) -> Rule:
     """Steps between evaluations, if there are problems to evaluate."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
-        # Without files of its own, the run would evaluate the problems of the config that it begins with.
-        if not value or value < 0 or files not in keys:
+        # Without files of its own, the run would evaluate the problems of the config that it begins with. A name of
+        # files that cannot be read is one, too.
+        if not value or value < 0 or files not in keys.values:
             return Outcome("mapped", ours.NO_EVALUATION)
         return Outcome("mapped", {"eval.every": int(value)})
 
@@ -226,14 +227,13 @@ def advantage(names: Names, by_std: str) -> Rule:
     """The advantage estimator. by_std: the key that says whether GRPO divides by the deviation; "": it always does."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
-        gamma = float(keys["algorithm.gamma"])
         if value in ("grpo", "grpo_vectorized"):
             normal = "group" if not by_std or keys[by_std] else "none"
             # veRL's own constants: 1e-6 beside the deviation of a group, 1e-8 where tokens are whitened.
             fields = {"advantage.name": "grpo", "advantage.normalize": normal, "advantage.epsilon": 1e-6}
             return Outcome("mapped", fields, "a deviation has ddof = 1 there and here; epsilon is 1e-6 there")
         if value == "gae":
-            lam = float(keys["algorithm.lam"])
+            gamma, lam = float(keys["algorithm.gamma"]), float(keys["algorithm.lam"])
             fields = {"advantage.name": "gae", "advantage.gamma": gamma, "advantage.lam": lam}
             fields |= {"advantage.normalize": True, "advantage.epsilon": 1e-8}
             # One gamma and one lambda for advantages and returns there.
@@ -242,7 +242,9 @@ def advantage(names: Names, by_std: str) -> Rule:
             name = "reinforce_pp" + value.removeprefix("reinforce_plus_plus")
             fields = {"advantage.name": name, "advantage.epsilon": 1e-8}
             reason = "after the answer of a tool, the running return goes on here; there it restarts"
-            return Outcome("changed", fields | ({"advantage.gamma": gamma} if name == "reinforce_pp" else {}), reason)
+            if name == "reinforce_pp":
+                fields["advantage.gamma"] = float(keys["algorithm.gamma"])
+            return Outcome("changed", fields, reason)
         if value == "remax":
             reason = "every token has the reward minus that of the greedy completion; veRL uses the reward to go"
             return Outcome("changed", {"advantage.name": "remax"}, reason)
@@ -252,7 +254,7 @@ def advantage(names: Names, by_std: str) -> Rule:
             reason = "normalizes each function of reward.functions; there, the keys of the reward's result"
             return Outcome("changed", {"advantage.name": "gdpo", "advantage.epsilon": 1e-4}, reason)
         why = {"grpo_passk": " (advantage pass_at_k follows another paper, docs/algorithms.md)"}.get(value, "")
-        return Outcome("unsupported", reason=f"there is no advantage {value!r}{why}; this config keeps grpo")
+        return not_here("advantage.name", f"there is no advantage {value!r}{why}; this config keeps grpo")
 
     return rule
 
@@ -310,7 +312,7 @@ class KlKeys:
     def switch(self, value: Any, keys: Keys) -> Outcome:
         """The rule of the key that switches the penalty on, in the loss if there is a choice."""
         kind, fields, reason = self.fields(keys)
-        return Outcome(kind, fields, reason)
+        return Outcome(kind, fields, reason, unknown={"kl": reason} if kind == "unsupported" else {})
 
     def in_reward_too(self, value: Any, keys: Keys) -> Outcome:
         """The rule of a key that switches it on in the reward."""
@@ -352,8 +354,7 @@ def loss(losses: Losses, section: str) -> Rule:
 
     def rule(value: Any, keys: Keys) -> Outcome:
         if value not in losses:
-            reason = f"there is no loss {value!r}: {', '.join(losses)}; this config keeps ppo_clip"
-            return Outcome("unsupported", reason=reason)
+            return not_here("loss.name", f"there is no loss {value!r}: {', '.join(losses)}; this config keeps ppo_clip")
         name, arguments = losses[value]
         fields = {f"loss.{argument}": float(keys[section + key]) for argument, key in arguments.items()}
         return Outcome("mapped", {"loss.name": name} | fields)
@@ -394,7 +395,7 @@ def aggregation(names: Names, scale: str, loss: str) -> Rule:
             reason = f"{value} would weigh the one ratio of a completion by its length; here the mean of completions"
             return Outcome("changed", fields, reason)
         if value not in AGGREGATION:
-            return Outcome("unsupported", reason=f"there is no aggregation {value!r}; this config keeps token_mean")
+            return not_here("aggregate.mode", f"there is no aggregation {value!r}; this config keeps token_mean")
         mode = AGGREGATION[value]
         # Without a length of its own veRL divides by the width of its arrays, which is the limit of a response.
         length = int((scale and keys[scale]) or keys[names.response]) if mode == "constant" else 0
@@ -507,7 +508,7 @@ def files(section: str, convert: str) -> Rule:
         fields = {f"{section}.source": listed[0], f"{section}.convert": convert}
         if len(listed) > 1:
             why = f"one file, or a pattern such as data/*.parquet: join {', '.join(listed)}"
-            return Outcome("changed", fields, f"the first of {len(listed)} files", {f"{section}.source": why})
+            return Outcome("changed", fields, f"the first of {len(listed)} files", unknown={f"{section}.source": why})
         return Outcome("mapped", fields)
 
     return rule
@@ -526,4 +527,4 @@ def mixture(sources: list[str], convert: str) -> Outcome:
     why = f"the weight of each of {', '.join(parts)}: the number of its rows, to draw them as often as there"
     reason = "joins the rows of the files there; here each source has a weight"
     fields = {"data.source": "", "data.convert": "", "data.mixture": parts}
-    return Outcome("changed", fields, reason, {"data.mixture": why})
+    return Outcome("changed", fields, reason, unknown={"data.mixture": why})

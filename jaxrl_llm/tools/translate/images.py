@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule, off
+from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule, off, only_if
 
 MODELS = (
     "actor_rollout_ref.model.path",
@@ -116,9 +116,18 @@ def note(values: Mapping[str, Any]) -> str:
     return f"this run has pictures ({shown}): model.path must be a model of {', '.join(readable())}"
 
 
+def shown(keys: Keys) -> bool:
+    """Whether a run has pictures. It depends on a model and on rows whose names the file does not say."""
+    if not evidence(keys.values):
+        for key in (*MODELS, *ROWS):
+            keys.explicit.ask(key)
+        return False
+    return True
+
+
 def with_pictures(rule: Rule) -> Rule:
     """Applies a rule only in a run with pictures: in one of text, `train` refuses fields that do nothing."""
-    return lambda value, keys: rule(value, keys) if evidence(keys.values) else Outcome("no effect", reason=NONE)
+    return only_if(shown, rule, NONE)
 
 
 def named(field: str) -> Rule:
@@ -164,20 +173,20 @@ def processor(arguments: Mapping[str, Any]) -> Outcome:
 
 def limit(value: Any, keys: Keys) -> Outcome:
     """The most pictures of a prompt that the engine takes; 0: any number."""
-    if not evidence(keys.values):
+    if not shown(keys):
         return Outcome("no effect", reason=NONE)
     return Outcome("changed", {}, LIMIT) if value else Outcome("mapped")
 
 
 def engine_pixels(value: Any, keys: Keys) -> Outcome:
     """Arguments of the engine's image processor."""
-    return Outcome("changed", {}, SAME_PIXELS) if evidence(keys.values) else Outcome("no effect", reason=NONE)
+    return Outcome("changed", {}, SAME_PIXELS) if shown(keys) else Outcome("no effect", reason=NONE)
 
 
 def patch_size(value: Any, keys: Keys) -> Outcome:
     """The side of a patch, by which pictures are resized."""
     reason = "the patch is that of the model's preprocessor_config.json, whatever this key says"
-    return Outcome("changed", {}, reason) if evidence(keys.values) else Outcome("no effect", reason=NONE)
+    return Outcome("changed", {}, reason) if shown(keys) else Outcome("no effect", reason=NONE)
 
 
 def sound(value: Any, keys: Keys) -> Outcome:
@@ -201,7 +210,7 @@ def tower(adapted: Callable[[Keys], bool], unread: str = "") -> Rule:
 def beside_tower(outcome: Outcome, targets: Any, excluded: Any, keys: Keys) -> Outcome:
     """Says of adapters on all linear kernels that the tower has none here. excluded: modules that have none there."""
     everywhere = targets in ("all-linear", ["all-linear"])
-    if not everywhere or "visual" in str(excluded) or not evidence(keys.values):
+    if not everywhere or "visual" in str(excluded) or not shown(keys):
         return outcome
     reason = "; ".join(filter(None, [outcome.reason, "also on the vision tower there; here on layers for text alone"]))
     return replace(outcome, kind="changed", reason=reason)

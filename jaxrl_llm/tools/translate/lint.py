@@ -56,7 +56,8 @@ def lint(config: Config, yours: set[str]) -> Linted:
     missing = _without_pyarrow([config.data, *([config.eval] if config.eval else []), *mixture])
     for name in yours & stand_ins.keys():
         section, field = name.split(".")
-        config[section][field] = stand_ins[name]
+        if config[section] is not None:
+            config[section][field] = stand_ins[name]
     if "data.mixture" in yours:
         config.data.mixture = {}
         config.data.source = STAND_INS["data.source"]

@@ -1,17 +1,26 @@
-"""What a key of another trainer becomes. A table of a system maps each key to a rule, and a rule returns an outcome."""
+"""What a key of another trainer becomes. A table of a system maps each key to a rule, and a rule returns an outcome.
+
+Each field of a translation has an origin: a key that was read, a default of the trainer, or it is unknown. A rule asks
+`Keys` for the values that it needs. If one of them stands in the file and cannot be read, `Keys` remembers it, and all
+fields of the outcome are unknown: no rule can forget to say so.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from jaxrl_llm.config.names import closest
 from jaxrl_llm.errors import UserError
 
 Kind: TypeAlias = Literal["mapped", "changed", "unsupported", "no effect"]
+T = TypeVar("T")
 KINDS: tuple[Kind, ...] = ("mapped", "changed", "unsupported", "no effect")
+MEMORY_FIELDS = {"microbatch"}  # fields that change no number: without their value the run is the same one
+PROBES = (1, True, "a/b", "steps", 0.5, ["a"])  # values of which a rule takes at least one
 
 
 @dataclass(frozen=True)
@@ -19,13 +28,16 @@ class Outcome:
     """What a key becomes.
 
     reason: for "changed", what differs; for "unsupported" and "no effect", why. yours: {field: why} of fields whose
-    value a person must complete, because the file does not say it or it is code.
+    value is known, but needs something of a person first, such as a function that must be moved: `train` refuses the
+    config until then. unknown: {field: why} of fields whose value the file does not say, so that the config holds a
+    placeholder: it would train as another run.
     """
 
     kind: Kind
     fields: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
     yours: dict[str, str] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
 
 
 REFERRED = Outcome("no effect", reason="other keys have its value")
@@ -37,16 +49,39 @@ class Unread(str):
     __slots__ = ()
 
 
+class Explicit(dict[str, Any]):
+    """The values of a file that can be read. Who asks for one that cannot is remembered in `asked`."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        super().__init__((key, value) for key, value in values.items() if not isinstance(value, Unread))
+        self.unread = values.keys() - self.keys()
+        self.asked: dict[str, None] = {}  # keys in the order in which a rule has asked for them
+
+    def ask(self, key: Any) -> None:
+        if key in self.unread:
+            self.asked[key] = None
+
+    def __contains__(self, key: object) -> bool:
+        self.ask(key)
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.ask(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.ask(key)
+        return super().get(key, default)
+
+
 class Keys:
     """The values of all keys: the explicit ones of the file, and the defaults of the trainer for all others."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], *, rows: int, processes: int):
         """rows: of the training data, 0 if not known; processes: of the launcher, 0 if not known."""
-        # A key that is not known counts as not set: a rule that depends on it uses the default, and the key itself is
-        # reported as not read.
-        self.values = values  # also those that are not known
-        self.explicit = {key: value for key, value in values.items() if not isinstance(value, Unread)}
-        self.unread = values.keys() - self.explicit.keys()
+        self.values = values  # also those that cannot be read
+        self.explicit = Explicit(values)
+        self.unread = self.explicit.unread
         self.defaults, self.rows, self.processes = defaults, rows, processes
 
     def __getitem__(self, key: str) -> Any:
@@ -55,9 +90,27 @@ class Keys:
     def __contains__(self, key: str) -> bool:
         return key in self.explicit
 
+    def asking(self, compute: Callable[[], T]) -> tuple[T, list[str]]:
+        """Returns a value, and the keys that were asked for meanwhile and cannot be read."""
+        self.explicit.asked = {}
+        return compute(), list(self.explicit.asked)
+
 
 Rule: TypeAlias = Callable[[Any, Keys], Outcome]
 Convert: TypeAlias = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Version:
+    """Versions of a trainer whose defaults were others. Keys that only they have prove that a file is for them."""
+
+    name: str
+    proofs: tuple[str, ...]  # names or patterns of keys
+    defaults: dict[str, Any]  # that differ from those of the table
+
+    def proof(self, keys: Mapping[str, Any]) -> str:
+        """Returns a key of a file that only these versions have; "": it has none."""
+        return next((key for key in keys if any(fnmatchcase(key, pattern) for pattern in self.proofs)), "")
 
 
 @dataclass(frozen=True)
@@ -69,21 +122,45 @@ class System:
     rules: dict[str, Rule]  # exact keys first, then patterns, the first match wins
     defaults: dict[str, Any]  # of the keys that have an effect on training, where a file does not say them
     base: Callable[[Keys], str]  # the config file of ours that the translation changes
+    here: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the fields that a key of the table decides
+    renamed: Mapping[str, str] = field(default_factory=dict)  # {old name of a key: new name}
+    older: tuple[Version, ...] = ()  # the first one that a key proves counts
 
     def knows(self, key: str) -> bool:
-        return key in self.rules or any("*" in pattern and fnmatchcase(key, pattern) for pattern in self.rules)
+        return self._pattern(self.renamed.get(key, key)) is not None
+
+    def _pattern(self, key: str) -> str | None:
+        if key in self.rules:
+            return key
+        # In the order of the table: a pattern of few keys must stand before one of many.
+        return next((pattern for pattern in self.rules if "*" in pattern and fnmatchcase(key, pattern)), None)
 
     def rule(self, key: str) -> Rule:
-        """Returns the rule of a key. The rule of an unknown key says so."""
-        if key in self.rules:
-            return self.rules[key]
-        # In the order of the table: a pattern of few keys must stand before one of many.
-        for pattern, rule in self.rules.items():
-            if "*" in pattern and fnmatchcase(key, pattern):
-                return rule
+        """Returns the rule of a key. The rule of a key that the table does not know says so."""
+        pattern = self._pattern(key)
+        if pattern is not None:
+            return self.rules[pattern]
         close = closest(key, self.rules)
         hint = f"; did you mean {close[0]}?" if close else ""
-        return unsupported(f"{self.name} {self.version} has no such key, or this table does not know it{hint}")
+        reason = f"{self.name} {self.version} has no such key, or this table does not know it{hint}"
+        return lambda value, keys: Outcome("unsupported", reason=reason, unknown={key: reason})
+
+    def by_default(self, key: str, keys: Keys) -> dict[str, Any]:
+        """Returns the fields that a key sets with its default."""
+        return self._probed(key, (self.defaults[key],), keys) if key in self.defaults else {}
+
+    def decided(self, key: str, keys: Keys) -> list[str]:
+        """Returns the fields that a key can decide, whatever its value is."""
+        listed = self.here.get(self._pattern(key) or "")
+        return list(listed or self.by_default(key, keys) or self._probed(key, PROBES, keys))
+
+    def _probed(self, key: str, values: tuple[Any, ...], keys: Keys) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        for value in values:
+            # A probe may be of another type than the values of the key.
+            with suppress(TypeError, ValueError, ArithmeticError, AttributeError, IndexError, KeyError):
+                fields = self.rule(key)(value, keys).fields | fields
+        return fields
 
 
 @dataclass(frozen=True)
@@ -94,6 +171,7 @@ class Translation:
     base: str
     outcomes: dict[str, Outcome]
     defaults: dict[str, Outcome]
+    notes: tuple[str, ...] = ()  # of the version that the file is for
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields of our config that the translation sets. A key of the file wins over a default.
@@ -107,17 +185,25 @@ class Translation:
         return fields
 
     def yours(self) -> dict[str, str]:
-        """Returns the fields that a person must complete, with the reason: without evaluations, none of theirs."""
-        incomplete: dict[str, str] = {}
+        """Returns the fields that a person must complete, with the reason."""
+        used = self.fields()
+        return {name: why for name, why in self._left("yours").items() if name in used} | self._left("unknown")
+
+    def unknown(self) -> dict[str, str]:
+        """Returns the fields whose value is a placeholder, and the keys without a field that may change the run."""
+        return {name: why for name, why in self._left("unknown").items() if name not in MEMORY_FIELDS}
+
+    def _left(self, what: str) -> dict[str, str]:
+        """Returns what is left to a person in the sections that are there: without evaluations, nothing of theirs."""
+        left: dict[str, str] = {}
         for outcomes in (self.defaults, self.outcomes):
             # A field that a key of the file says is complete, whatever a default wanted.
-            complete = {name for outcome in outcomes.values() for name in outcome.fields if name not in outcome.yours}
-            incomplete = {name: why for name, why in incomplete.items() if name not in complete}
+            complete = {name for one in outcomes.values() for name in one.fields if name not in one.yours | one.unknown}
+            left = {name: why for name, why in left.items() if name not in complete}
             for outcome in outcomes.values():
-                incomplete |= outcome.yours
-        used = self.fields()
-        absent = {name for name, value in used.items() if value is None}
-        return {name: why for name, why in incomplete.items() if name in used and name.split(".")[0] not in absent}
+                left |= getattr(outcome, what)
+        absent = {f"{name}." for name, value in self.fields().items() if value is None and name not in left}
+        return {name: why for name, why in left.items() if not name.startswith(tuple(absent))}
 
     def with_kind(self, kind: Kind) -> dict[str, Outcome]:
         """Returns the keys of the file with this kind of outcome."""
@@ -133,12 +219,38 @@ def translate(
     other keys of the file take.
     Raises: UserError, for a value of a wrong type.
     """
-    keys = Keys(values, system.defaults, rows=rows, processes=processes)
-    outcomes = {key: _outcome(key, value, system, keys) for key, value in values.items()}
+    names = {key: system.renamed.get(key, key) for key in values}
+    # An old name and a new one are one key. Where a file has both, the trainers read the new one.
+    current = {names[key]: value for key, value in values.items() if names[key] == key or names[key] not in values}
+    system, notes = of_its_version(system, values, current)
+    keys = Keys(current, system.defaults, rows=rows, processes=processes)
+    outcomes: dict[str, Outcome] = {}
+    for key, value in values.items():
+        if names[key] != key and names[key] in values:
+            outcomes[key] = Outcome("no effect", reason=f"{names[key]}, its new name, is set")
+        else:
+            outcomes[key] = _outcome(names[key], value, system, keys)
     # A key of the user's own that only others refer to has done its work once their values are there.
     outcomes |= {key: REFERRED for key in referred & outcomes.keys() if not system.knows(key)}
-    defaults = {key: _outcome(key, value, system, keys) for key, value in system.defaults.items() if key not in values}
-    return Translation(system, system.base(keys), outcomes, defaults)
+    defaults = {key: _outcome(key, value, system, keys) for key, value in system.defaults.items() if key not in current}
+    return Translation(system, system.base(keys), outcomes, defaults, notes)
+
+
+def of_its_version(
+    system: System, values: Mapping[str, Any], current: Mapping[str, Any]
+) -> tuple[System, tuple[str, ...]]:
+    """Returns the system with the defaults of the version that keys of the file prove, and a note that says so.
+
+    current: the values of the file by the newest names of their keys.
+    """
+    for version in system.older:
+        if proof := version.proof(values):
+            differing = ", ".join(f"{key} = {value}" for key, value in version.defaults.items() if key not in current)
+            note = (
+                f"{proof} is a key of {system.name} {version.name}: its defaults apply ({differing or 'all are set'})"
+            )
+            return replace(system, version=version.name, defaults=system.defaults | version.defaults), (note,)
+    return system, ()
 
 
 def _outcome(key: str, value: Any, system: System, keys: Keys) -> Outcome:
@@ -146,24 +258,38 @@ def _outcome(key: str, value: Any, system: System, keys: Keys) -> Outcome:
     if isinstance(value, Unread):
         return _unread(key, value, system, keys)
     try:
-        return system.rule(key)(value, keys)
+        outcome, asked = keys.asking(lambda: system.rule(key)(value, keys))
     # What a rule raises for a value that is no number or no list. The user sees the key, not a traceback.
     except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
         raise UserError(
             f"{key} = {value!r} cannot be translated ({error}): give it, and what it depends on, a value "
             f"that {system.name} takes"
         ) from error
+    return _depending(key, outcome, asked, system, keys) if asked else outcome
+
+
+def _depending(key: str, outcome: Outcome, asked: list[str], system: System, keys: Keys) -> Outcome:
+    """Returns the outcome of a key that depends on others whose values are not in the file: its fields are unknown."""
+    why = ", ".join(f"{other} = {keys.values[other]}" for other in asked)
+    reason = "; ".join(filter(None, [outcome.reason, f"it depends on {', '.join(asked)}, which the file does not say"]))
+    decided = list(outcome.fields) or system.decided(key, keys)
+    kind = "unsupported" if outcome.kind == "no effect" and decided else outcome.kind
+    return replace(outcome, kind=kind, reason=reason, unknown=outcome.unknown | dict.fromkeys(decided, why))
 
 
 def _unread(key: str, value: Unread, system: System, keys: Keys) -> Outcome:
-    """Returns the outcome of a key whose value the file does not say: the user must set its fields."""
+    """Returns the outcome of a key whose value the file does not say: its fields are unknown."""
     rule = system.rule(key)
     # Whatever the value is, nothing depends on it.
     if isinstance(rule, Idle):
         return rule(value, keys)
-    fields = rule(system.defaults[key], keys).fields if key in system.defaults else {}
+    if isinstance(rule, OnlyIf):
+        applies, asked = keys.asking(lambda: rule.applies(keys))
+        if not applies and not asked:
+            return Outcome("no effect", reason=rule.why_not)
+    unknown = dict.fromkeys(system.decided(key, keys) or [key], f"{key} = {value}")
     return Outcome(
-        "unsupported", fields, f"its value is not in the file: {value}", dict.fromkeys(fields, f"{key} = {value}")
+        "unsupported", system.by_default(key, keys), f"its value is not in the file: {value}", unknown=unknown
     )
 
 
@@ -208,6 +334,32 @@ def same_rule(rule: Rule, keys: str, prefix: str = "") -> dict[str, Rule]:
     return {f"{prefix}{key}": rule for key in keys.split()}
 
 
-def only_if(applies: Callable[[Keys], bool], rule: Rule, why_not: str) -> Rule:
+@dataclass(frozen=True)
+class OnlyIf:
     """Applies a rule if other keys give the key an effect; else it has none, because `why_not`."""
-    return lambda value, keys: rule(value, keys) if applies(keys) else Outcome("no effect", reason=why_not)
+
+    applies: Callable[[Keys], Any]
+    rule: Rule
+    why_not: str
+
+    def __call__(self, value: Any, keys: Keys) -> Outcome:
+        return self.rule(value, keys) if self.applies(keys) else Outcome("no effect", reason=self.why_not)
+
+
+only_if = OnlyIf
+
+
+def not_here(name: str, reason: str) -> Outcome:
+    """Returns the outcome of a value that has no counterpart: the field `name` is not what the file says."""
+    return Outcome("unsupported", reason=reason, unknown={name: reason})
+
+
+def idle_for(values: tuple[Any, ...], reason: str, otherwise: str, *decided: str) -> Rule:
+    """The key has no effect with these values alone. otherwise: what any other value means; decided: its fields."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        if value in values:
+            return Outcome("no effect", reason=reason)
+        return Outcome("unsupported", reason=otherwise, unknown=dict.fromkeys(decided, f"{value!r}: {otherwise}"))
+
+    return rule

@@ -39,7 +39,7 @@ HYDRA = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
 OVERRIDDEN = {key.split(".")[0] for system in HYDRA for key in system.rules if "." in key}
 OF_TRL = {"grpo": trl.GRPO, "ppo": trl_ppo.PPO, "rloo": trl_rloo.RLOO, "dpo": trl_pairs.DPO, "simpo": trl_pairs.SIMPO}
 PROGRAMS = {"rloo": "rloo", "dpo": "dpo", "cpo": "simpo", "simpo": "simpo"}
-FLAGS = {key for system in OF_TRL.values() for key in system.rules if key not in trl.IDLE}
+FLAGS = {key for system in OF_TRL.values() for key in {*system.rules, *system.renamed} if key not in trl.IDLE}
 # Modules that start a script, whose name comes later.
 STARTERS = ("torch.distributed", *launchers.TORCH)
 
@@ -111,7 +111,7 @@ def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> System
 
 
 def _known(system: System, keys: dict[str, Any]) -> int:
-    return sum(key in system.rules or key.startswith(launchers.LAUNCHERS) for key in keys)
+    return sum(system.knows(key) or key.startswith(launchers.LAUNCHERS) for key in keys)
 
 
 def _from_shell(path: Path, text: str) -> DocumentKeys:

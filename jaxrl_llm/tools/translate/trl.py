@@ -148,7 +148,6 @@ SHARED: dict[str, Rule] = {
         lambda keys: bool(keys.explicit.get("save_total_limit")), to("checkpoint.keep", int), "checkpoint.keep decides"
     ),
     "eval_strategy": trl_counts.evaluating,
-    "evaluation_strategy": trl_counts.evaluating,
     "eval_steps": only_if(
         lambda keys: keys["eval_strategy"] == "steps" and keys["eval_steps"],
         lambda value, keys: trl_counts.in_rollouts("eval.every", value, keys),
@@ -365,4 +364,6 @@ GRPO_DEFAULTS = (
         "entropy_target": 0.2,
     }
 )
-GRPO = System("TRL's GRPO", "1.16.0", GRPO_RULES | SHARED | IDLE | OPEN_RULES, GRPO_DEFAULTS, lambda keys: "grpo")
+RENAMED = {"evaluation_strategy": "eval_strategy"}  # until transformers 4.46
+ALL_RULES = GRPO_RULES | SHARED | IDLE | OPEN_RULES
+GRPO = System("TRL's GRPO", "1.16.0", ALL_RULES, GRPO_DEFAULTS, lambda keys: "grpo", renamed=RENAMED)

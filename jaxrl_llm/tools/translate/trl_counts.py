@@ -110,7 +110,7 @@ def epochs(value: Any, keys: Keys) -> Outcome:
 
 def in_rollouts(name: str, value: Any, keys: Keys) -> Outcome:
     """Returns what a number of optimizer steps, or a share of the run below 1, becomes as a number of rollouts."""
-    return counted(name, value, updates(keys), rollouts(keys))
+    return counted(name, value, updates(keys), rollouts(keys) if value < 1 else 0)
 
 
 def counted(name: str, value: Any, per_rollout: int, total: int) -> Outcome:
@@ -123,7 +123,7 @@ def counted(name: str, value: Any, per_rollout: int, total: int) -> Outcome:
         reason = f"a share of the run: {value} x {total} steps"
         return Outcome("changed", {name: max(1, math.ceil(value * total))}, reason)
     why = f"{value} of all steps (give --rows, or max_steps in the file); 25 is a placeholder"
-    return Outcome("changed", {name: 25}, "a share of the run", {name: why})
+    return Outcome("changed", {name: 25}, "a share of the run", unknown={name: why})
 
 
 def counts_updates(name: str, what: str) -> Rule:
@@ -150,8 +150,9 @@ def evaluating(value: Any, keys: Keys) -> Outcome:
     # transformers takes logging_steps where eval_steps is not set.
     every = in_rollouts("eval.every", keys["eval_steps"] or keys["logging_steps"], keys)
     fields = every.fields | {"eval.source": "data/test.parquet", "eval.convert": ""}
-    why = every.yours | {"eval.source": "the file with the problems; this name is a placeholder"}
-    return Outcome("changed", fields, "one greedy completion for each problem, judged by eval.function", why)
+    unknown = every.unknown | {"eval.source": "the file with the problems; this name is a placeholder"}
+    reason = "one greedy completion for each problem, judged by eval.function"
+    return Outcome("changed", fields, reason, unknown=unknown)
 
 
 def never_warms_up(keys: Keys) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxrl_llm.tools.translate import launchers, ours
 from jaxrl_llm.tools.translate.family import MEMORY, divisors, unknown_steps
-from jaxrl_llm.tools.translate.outcome import Idle, Keys, Outcome, Rule, System, off, only_if, same_rule
-from jaxrl_llm.tools.translate.trl import BOTH, IDLE, OPEN_DEFAULTS, OPEN_RULES, SHARED, TRAINER
+from jaxrl_llm.tools.translate.outcome import Idle, Keys, Outcome, Rule, System, not_here, off, only_if, same_rule
+from jaxrl_llm.tools.translate.trl import BOTH, IDLE, OPEN_DEFAULTS, OPEN_RULES, RENAMED, SHARED, TRAINER
 from jaxrl_llm.tools.translate.trl_counts import completions_per_update as pairs
 from jaxrl_llm.tools.translate.trl_counts import counted, processes, unnamed
 
@@ -57,7 +57,7 @@ def most_steps(value: Any, keys: Keys) -> Outcome:
 
 def every(name: str, value: Any, keys: Keys) -> Outcome:
     """A number of steps, or a share of the run below 1."""
-    return counted(name, value, 1, steps(keys))
+    return counted(name, value, 1, steps(keys) if value < 1 else 0)
 
 
 def evaluating(value: Any, keys: Keys) -> Outcome:
@@ -66,14 +66,14 @@ def evaluating(value: Any, keys: Keys) -> Outcome:
         return Outcome("mapped", ours.NO_EVALUATION)
     compared = every("eval.every", keys["eval_steps"] or keys["logging_steps"], keys)
     fields = compared.fields | {"eval.function": "preference", "eval.convert": ""}
-    source = held_out(keys)
+    source, yours, unknown = held_out(keys), {}, compared.unknown
     if source:
         outcome = ours.dataset("eval", source, str(keys.explicit.get("dataset_test_split", "test")))
         fields, yours = fields | outcome.fields, outcome.yours
     else:
         fields |= {"eval.source": "data/test.parquet"}
-        yours = {"eval.source": "the file with the held-out pairs; this name is a placeholder"}
-    return Outcome("changed", fields, "the share of held-out pairs in the right order", compared.yours | yours)
+        unknown = unknown | {"eval.source": "the file with the held-out pairs; this name is a placeholder"}
+    return Outcome("changed", fields, "the share of held-out pairs in the right order", yours, unknown)
 
 
 def held_out(keys: Keys) -> str:
@@ -122,7 +122,7 @@ def dpo_loss(value: Any, keys: Keys) -> Outcome:
     weights = dict(zip(names, keys.explicit.get("loss_weights") or [1.0] * len(names), strict=True))
     if not weights.keys() <= {"sigmoid", "sft"} or not weights.get("sigmoid"):
         reason = f"there is sigmoid, alone or with sft, not {' + '.join(names)}; this config keeps dpo"
-        return Outcome("unsupported", reason=reason)
+        return not_here("loss.name", reason)
     # Older files say the second part by a key of its own.
     nll = weights.get("sft", 0.0) / weights["sigmoid"] or float(keys.explicit.get("rpo_alpha") or 0.0)
     fields = {"loss.name": "dpo", "loss.beta": float(keys["beta"]), "loss.nll_coef": float(nll)}
@@ -136,7 +136,7 @@ def dpo_loss(value: Any, keys: Keys) -> Outcome:
 def simpo_loss(value: Any, keys: Keys) -> Outcome:
     """The loss of SimPO, with the cross-entropy of the chosen completion."""
     if value != "simpo":
-        return Outcome("unsupported", reason=f"of CPOConfig there is simpo, not {value}; this config keeps simpo")
+        return not_here("loss.name", f"of CPOConfig there is simpo, not {value}; this config keeps simpo")
     nll = float(keys["cpo_alpha"])
     fields = {"loss.name": "simpo", "loss.beta": float(keys["beta"]), "loss.gamma": float(keys["simpo_gamma"])}
     fields |= {"loss.label_smoothing": float(keys["label_smoothing"]), "loss.nll_coef": nll} | LOSS
@@ -168,7 +168,6 @@ PAIR_RULES: dict[str, Rule] = {
         "save_strategy is not steps",
     ),
     "eval_strategy": evaluating,
-    "evaluation_strategy": evaluating,
     "eval_steps": only_if(
         lambda keys: keys["eval_strategy"] not in ("no", None) and keys["eval_steps"],
         lambda value, keys: every("eval.every", value, keys),
@@ -215,6 +214,7 @@ SIMPO_RULES: dict[str, Rule] = PAIR_RULES | {
 DEFAULTS = BOTH | OPEN_DEFAULTS | {"learning_rate": 1e-6, "max_steps": -1, "max_length": 1024}
 DEFAULTS |= {"beta": 0.1, "label_smoothing": 0.0}
 ALL = SHARED | IDLE | OPEN_RULES
-DPO = System("TRL's DPO", "1.16.0", ALL | DPO_RULES, DEFAULTS | {"loss_type": ["sigmoid"]}, lambda keys: "dpo")
+OF_DPO = {"loss_type": ["sigmoid"]}
+DPO = System("TRL's DPO", "1.16.0", ALL | DPO_RULES, DEFAULTS | OF_DPO, lambda keys: "dpo", renamed=RENAMED)
 OF_CPO = {"loss_type": "sigmoid", "cpo_alpha": 1.0, "simpo_gamma": 0.5}
-SIMPO = System("TRL's SimPO", "1.16.0", ALL | SIMPO_RULES, DEFAULTS | OF_CPO, lambda keys: "simpo")
+SIMPO = System("TRL's SimPO", "1.16.0", ALL | SIMPO_RULES, DEFAULTS | OF_CPO, lambda keys: "simpo", renamed=RENAMED)

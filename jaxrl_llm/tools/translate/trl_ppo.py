@@ -9,7 +9,7 @@ from jaxrl_llm.tools.translate import launchers, ours
 from jaxrl_llm.tools.translate.family import divisors, unknown_steps
 from jaxrl_llm.tools.translate.family import model as model_path
 from jaxrl_llm.tools.translate.outcome import Idle, Keys, Outcome, Rule, System, off, only_if, to, unsupported
-from jaxrl_llm.tools.translate.trl import BOTH, IDLE, OPEN_DEFAULTS, OPEN_RULES, SHARED
+from jaxrl_llm.tools.translate.trl import BOTH, IDLE, OPEN_DEFAULTS, OPEN_RULES, RENAMED, SHARED
 from jaxrl_llm.tools.translate.trl_counts import NO_WARMUP, completions_per_update, never_warms_up, processes
 from jaxrl_llm.tools.translate.trl_rules import JUDGE, if_not_given, model
 
@@ -146,7 +146,6 @@ PPO_RULES: dict[str, Rule] = {key: with_critic(SHARED[key]) for key in OPTIMIZER
     "eval_steps": only_if(
         lambda keys: keys["eval_strategy"] != "no", unsupported("TRL's PPO samples completions then"), "no evaluation"
     ),
-    "evaluation_strategy": off("see eval_strategy", "no"),
     "eval_strategy": lambda value, keys: Outcome(
         "changed" if value not in ("no", None) else "mapped",
         ours.NO_EVALUATION,
@@ -181,4 +180,4 @@ OPEN = OPEN_RULES | {
 }
 # A key of PPO's own table wins over the one that GRPO has too.
 REST = {key: rule for key, rule in (SHARED | IDLE | OPEN).items() if key not in PPO_RULES}
-PPO = System("TRL's PPO", "0.29.0", PPO_RULES | REST, DEFAULTS, lambda keys: "ppo")
+PPO = System("TRL's PPO", "0.29.0", PPO_RULES | REST, DEFAULTS, lambda keys: "ppo", renamed=RENAMED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule, System, off
-from jaxrl_llm.tools.translate.trl import GRPO_DEFAULTS, GRPO_RULES, IDLE, OPEN_RULES, SHARED
+from jaxrl_llm.tools.translate.trl import GRPO_DEFAULTS, GRPO_RULES, IDLE, OPEN_RULES, RENAMED, SHARED
 from jaxrl_llm.tools.translate.trl_counts import updates
 
 # Keys of GRPOConfig that RLOOConfig does not have.
@@ -59,4 +59,4 @@ DEFAULTS = {key: value for key, value in GRPO_DEFAULTS.items() if key not in OF_
     "(rloo)": None,
 }
 REST = {key: rule for key, rule in (SHARED | IDLE | OPEN_RULES).items() if key not in RLOO_RULES}
-RLOO = System("TRL's RLOO", "1.16.0", RLOO_RULES | REST, DEFAULTS, lambda keys: "grpo")
+RLOO = System("TRL's RLOO", "1.16.0", RLOO_RULES | REST, DEFAULTS, lambda keys: "grpo", renamed=RENAMED)

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrl_llm.tools.translate import images, ours
 from jaxrl_llm.tools.translate.family import model as model_path
-from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule
+from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule, not_here
 from jaxrl_llm.tools.translate.trl_counts import updates
 
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
@@ -50,7 +50,7 @@ def schedule(section: str) -> Rule:
             low = arguments.get("min_lr", float(keys["learning_rate"]) * arguments.get("min_lr_rate", 0.0))
             return Outcome("mapped", {f"{section}.decay": "cosine", f"{section}.end": float(low)})
         if value not in SCHEDULES:
-            return Outcome("unsupported", reason=f"there is constant, linear and cosine, not {value}")
+            return not_here(f"{section}.decay", f"there is constant, linear and cosine, not {value}")
         return Outcome("mapped", {f"{section}.decay": SCHEDULES[value], f"{section}.end": 0.0})
 
     return rule
@@ -77,8 +77,7 @@ def truncated(value: Any, keys: Keys) -> Outcome:
 def loss(value: Any, keys: Keys) -> Outcome:
     """The loss and its aggregation."""
     if value not in LOSSES:
-        reason = f"there is no loss {value!r}: {', '.join(LOSSES)}; this config keeps ppo_clip"
-        return Outcome("unsupported", reason=reason)
+        return not_here("loss.name", f"there is no loss {value!r}: {', '.join(LOSSES)}; this config keeps ppo_clip")
     name, mode, arguments = LOSSES[value]
     low = float(keys["epsilon"])
     # TRL's clip is symmetric if epsilon_high is not set.
@@ -165,8 +164,8 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     """The reward functions, by name."""
     if not value:
         why = "the file names no reward function"
-        yours = {"reward.functions": why, "eval.function": why}
-        return Outcome("changed", ours.reward_fields((ours.ACCURACY,)), "", yours)
+        unknown = {"reward.functions": why, "eval.function": why}
+        return Outcome("changed", ours.reward_fields((ours.ACCURACY,)), unknown=unknown)
     # A script may call a factory here, as get_soft_overlong_punishment(...).
     listed = [str(name).split("(")[0] for name in (value if isinstance(value, list) else [value])]
     all_weights = keys.explicit.get("reward_weights") or [1.0] * len(listed)
@@ -230,8 +229,8 @@ def dataset(value: Any, keys: Keys) -> Outcome:
         name = f"{name}:{subset}"
     if name.endswith(ours.FILES) or "/" in name:
         return ours.dataset("data", name, str(keys.explicit.get("dataset_train_split", "train")))
-    yours = {"data.source": "a file, or my_data.rows: a function that returns rows with the column prompt"}
-    return Outcome("changed", {"data.source": "my_data.rows", "data.convert": ""}, "", yours)
+    unknown = {"data.source": "a file, or my_data.rows: a function that returns rows with the column prompt"}
+    return Outcome("changed", {"data.source": "my_data.rows", "data.convert": ""}, unknown=unknown)
 
 
 def configuration(keys: Keys) -> str:
@@ -260,7 +259,7 @@ def model(value: Any, keys: Keys) -> Outcome:
     """The policy's model: a name, or an object of the script."""
     if value and "/" in str(value):
         return model_path(value, keys)
-    return Outcome("changed", {"model.path": "my_model"}, "", {"model.path": "a folder or a hub id"})
+    return Outcome("changed", {"model.path": "my_model"}, unknown={"model.path": "a folder or a hub id"})
 
 
 def if_not_given(rule: Rule, *others: str) -> Rule:

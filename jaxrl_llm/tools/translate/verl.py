@@ -14,6 +14,7 @@ from jaxrl_llm.tools.translate.outcome import (
     Rule,
     System,
     changed,
+    idle_for,
     off,
     only_if,
     same_rule,
@@ -490,7 +491,13 @@ REWARD_RULES: dict[str, Rule] = {
     "reward.custom_reward_function.*": Idle("with its path"),
     "reward_model.enable": reward_model,
     "reward.reward_model.enable": reward_model,
-    "reward_model.reward_manager": Idle("the config names the reward functions"),
+    "reward_model.reward_manager": idle_for(
+        ("naive", "batch", "dapo", "prime"),
+        "the config names the reward functions",
+        "this reward manager decides what is rewarded",
+        "reward.functions",
+        "eval.function",
+    ),
     **same_rule(
         Idle("of a reward model, or how rewards are computed"),
         """strategy micro_batch_size micro_batch_size_per_gpu max_length use_dynamic_bsz

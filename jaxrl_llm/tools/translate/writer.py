@@ -71,7 +71,7 @@ def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] =
             f"    c = {base}.get_config()",
             *(f"    {line}".rstrip() for line in body),
             "    return c",
-            *_remaining_comments(translation, lost),
+            *_remaining_comments(translation, lost, fields),
             "",
         ]
     )
@@ -245,8 +245,11 @@ def _wrapped(text: str, first: str = "# ", then: str = "# ", width: int = WIDTH 
     )
 
 
-def _remaining_comments(translation: Translation, lost: Sequence[str]) -> list[str]:
-    """Returns the comment blocks at the end: lines of no key, keys that changed without a field, and all other keys."""
+def _remaining_comments(translation: Translation, lost: Sequence[str], written: Mapping[str, Any]) -> list[str]:
+    """Returns the comment blocks at the end: lines of no key, keys that changed without a field, and all other keys.
+
+    written: the fields that stand in the config.
+    """
     blocks = {
         "Changed in meaning": {
             key: outcome for key, outcome in translation.with_kind("changed").items() if not outcome.fields
@@ -258,6 +261,11 @@ def _remaining_comments(translation: Translation, lost: Sequence[str]) -> list[s
     if lost:
         lines += ["", "# Belong to no key of the training command:"]
         lines += [line for outcome in lost for line in _wrapped(" ".join(outcome.split()), "# - ", "#   ", WIDTH)]
+    unset = {name: why for name, why in translation.unknown().items() if name not in {*written, *translation.outcomes}}
+    if unset:
+        lines += ["", f"# Yours to set; until then they are those of {translation.base}.py:"]
+    for why, names in _grouped(unset).items():
+        lines += _wrapped(f"{', '.join(names)}: {why}", "# - ", "#   ", WIDTH)
     for title, outcomes in blocks.items():
         if outcomes:
             lines += ["", f"# {title}:"]
@@ -266,9 +274,13 @@ def _remaining_comments(translation: Translation, lost: Sequence[str]) -> list[s
     return lines if len(lines) > 1 else []
 
 
-def by_reason(outcomes: dict[str, Outcome]) -> dict[str, list[str]]:
+def by_reason(outcomes: Mapping[str, Outcome]) -> dict[str, list[str]]:
     """Groups keys by what is said of them."""
+    return _grouped({key: outcome.reason for key, outcome in outcomes.items()})
+
+
+def _grouped(reasons: Mapping[str, str]) -> dict[str, list[str]]:
     grouped: dict[str, list[str]] = {}
-    for key, outcome in outcomes.items():
-        grouped.setdefault(outcome.reason, []).append(key)
+    for name, reason in reasons.items():
+        grouped.setdefault(reason, []).append(name)
     return grouped
