@@ -234,12 +234,15 @@ def evaluates(files: str) -> Rule:
 def loggers(value: Any, keys: Keys) -> Outcome:
     """Where the numbers of a run go, with the project of those that have one."""
     logged = keys.explicit.get("trainer.logger") or []
-    names = tuple(name for name in (logged if isinstance(logged, list) else [logged]) if name in LOGGERS)
+    logged = logged if isinstance(logged, list) else [logged]
+    names = tuple(name for name in logged if name in LOGGERS)
+    others = [str(name) for name in logged if name not in (*LOGGERS, "console", "file")]
+    reason = f"there is no {', '.join(others)} here" if others else ""
     if not names:
-        return Outcome("no effect", reason=LOGS)
+        return Outcome("changed", reason=reason) if others else Outcome("no effect", reason=LOGS)
     projects = set(names) != {"tensorboard"}
     project = str(keys.explicit.get("trainer.project_name") or "translated") if projects else ""
-    return Outcome("mapped", {"log.to": names, "log.project": project})
+    return Outcome("changed" if others else "mapped", {"log.to": names, "log.project": project}, reason)
 
 
 def advantage(by_std: str) -> Rule:
@@ -499,6 +502,12 @@ def top_p(value: Any, keys: Keys) -> Outcome:
     fields = {"rollout.top_p": float(value)}
     reason = "the trainer also scores this distribution; there, that of all tokens"
     return Outcome("changed", fields, reason) if value < 1 else Outcome("mapped", fields)
+
+
+def unknown_reward(row: Row) -> Rule:
+    """A key that the trainer does not have, in a section that decides what is rewarded."""
+    why = "the trainer has no such key, and its section decides what is rewarded"
+    return lambda value, keys: Outcome("unsupported", reason=why, unknown=dict.fromkeys(row.fields.split(), why))
 
 
 def checkpointing(value: Any, keys: Keys) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.tools.translate import family, images, ours
@@ -226,10 +227,13 @@ def template_arguments(value: Any, keys: Keys) -> Outcome:
 def rewards(value: Any, keys: Keys) -> Outcome:
     """The reward function in a file with its arguments, or veRL's own by the column data_source."""
     file = keys.explicit.get(f"{REWARD_FILE}path")
+    if keys.explicit.get("reward_model.enable"):
+        return Outcome("mapped", {"reward.functions": (), "reward.weights": ()}, "veRL takes the reward model alone")
     if not file:
         return ours.by_data_source(keys["data.train_files"])
     name = str(keys.explicit.get(f"{REWARD_FILE}name") or "compute_score")
-    return ours.custom_reward(str(file), name, keys.under(f"{REWARD_FILE}reward_kwargs."))
+    arguments = keys.under(f"{REWARD_FILE}reward_kwargs.") | keys.under(f"reward.{REWARD_FILE}reward_kwargs.")
+    return ours.custom_reward(str(file), name, arguments)
 
 
 def reward_argument(value: Any, keys: Keys) -> Outcome:
@@ -244,8 +248,9 @@ def reward_model(value: Any, keys: Keys) -> Outcome:
     path = keys.explicit.get("reward_model.model.path")
     if not path:
         return Outcome("unsupported", reason="the file names no folder of the reward model: set reward_model.path")
-    reason = "its score is added to the rewards of reward.functions; veRL takes it alone: set them to ()"
-    return ours.reward_model(str(path), reason)
+    outcome = ours.reward_model(str(path), "it reads prompt and completion as the policy does")
+    # veRL takes its score alone, whatever function there is.
+    return replace(outcome, fields=outcome.fields | {"reward.functions": (), "reward.weights": ()})
 
 
 def reward_model_path(value: Any, keys: Keys) -> Outcome:
@@ -326,12 +331,10 @@ def tools(value: Any, keys: Keys) -> Outcome:
         "functions as tools, in the form of the model's chat template. max_tool_response_length counts characters "
         "there, and tokens here" + "; there is no limit of turns there" * (not limits)
     )
-    if names:
-        task = "write them in my_tools.py beside this file, with types and a docstring (docs/environments.md)"
-        return Outcome("changed", fields, reason, {"env.functions": task})
-    return Outcome(
-        "changed", fields, reason, unknown={"env.functions": "the file of the tools is not beside the script"}
-    )
+    task = "write them in my_tools.py beside this file, with types and a docstring (docs/environments.md)"
+    # A class of veRL is no function of a file: what it does is not in what is read.
+    why = f"{task}: they do what the tools of {keys.explicit[f'{TURNS}tool_config_path']} do"
+    return Outcome("changed", fields, reason, unknown={"env.functions": why})
 
 
 def validation(value: Any, keys: Keys) -> Outcome:
