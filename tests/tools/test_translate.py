@@ -910,6 +910,13 @@ def test_arguments_of_a_reward_and_loggers_are_carried_over(tmp_path):
     assert made_of(tmp_path, "e.yaml", text).fields()["reward.functions"] == ("my_rewards.f(w=2)",)
 
 
+def test_a_translation_imports_no_part_of_a_run():
+    heavy = "{'torch', 'jaxrl_llm.build', 'jaxrl_llm.selftest', 'transformers'} & set(sys.modules)"
+    code = f"import sys; import jaxrl_llm.tools.translate.__main__; print({heavy})"
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    assert done.stdout.strip() == "set()"
+
+
 def test_a_placeholder_for_the_machines_is_no_reason_to_end(tmp_path):
     script = V + OWN + "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 trainer.nnodes=TO_BE_FILLED"
     assert program.run(write(tmp_path, "a.sh", script), None, 0, 0) == 0
