@@ -190,7 +190,7 @@ LOST = {
         ["line 2: data.seed=3"],
     ),
     "a parser of its own arguments": (
-        "SEED=1\nwhile [[ $# -gt 0 ]]; do case \"$1\" in --learning_rate|--seed) SEED=\"$2\"; shift 2;; *) break;; esac; "
+        "SEED=1\nwhile [[ $# -gt 0 ]]; do case \"$1\" in --seed|--lr) SEED=\"$2\"; shift 2;; *) break;; esac; "
         f"done\n{VERL} data.seed=$SEED",
         {"data.seed": 1},
         [],
