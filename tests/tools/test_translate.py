@@ -525,6 +525,21 @@ def test_the_keys_in_the_docs_are_in_the_table():
             assert any(f".{rule}".endswith(f".{end}") or f".{end}" in f".{rule}" for rule in rules), name
 
 
+def test_the_fields_in_the_docs_are_those_of_the_table():
+    page = (CONFIGS.parent / "docs" / "coming_from.md").read_text()
+    sections = {field.split(".")[0] for field in known_fields(pairs=False)}
+    for heading, system in (("veRL", verl.VERL), ("EasyR1", easyr1.EASYR1), ("Search-R1", search_r1.SEARCH_R1)):
+        lines = page.split(f"\n## {heading}\n")[1].split("\n## ")[0].splitlines()
+        for keys, here in (line.split("|")[1:3] for line in lines if line.startswith("| `")):
+            ends = [f".{name.rstrip('*')}".replace("..", ".") for name in re.findall(r"`([\w.*]+)`", keys)]
+            rules = {rule for rule in system.rules if any(end in f".{rule}" for end in ends)}
+            fields = {field for rule in rules for field in system.decides.get(rule, ())}
+            # A field stands there alone, or with a * for the rest of its section.
+            for name in re.findall(r"`([a-z_]+\.[a-z_.]+)\*?`", here):
+                is_value = name.split(".")[0] not in sections
+                assert is_value or any(field.startswith(name) for field in fields), (heading, name, keys)
+
+
 def test_a_reference_to_another_key_has_its_value(tmp_path):
     keys = keys_of(
         tmp_path,
