@@ -44,6 +44,7 @@ QUIET = words("""
     print_trainable_parameters get_nb_trainable_parameters gradient_checkpointing_enable enable_input_require_grads
     apply_chat_template encode decode batch_decode convert_tokens_to_ids tokenize info debug warning error log init
     watch log_metrics set_seed PatchFastRL evaluate to_dict to_json_string asdict get_last_checkpoint iter next
+    main_process_first set_verbosity
 """)  # functions and methods that leave an object as it is
 SAME = words("to cuda cpu eval train compile for_training for_inference create_reference_model")  # return the object
 PARTS = words("parameters named_parameters modules named_modules")  # of a model
@@ -110,7 +111,7 @@ def blurred(values: list[Any], why: str) -> Any:
     sure = {
         name: x[0] if len(items) == len(values) and x.count(x[0]) == len(x) else Unread(why) for name, x in keys.items()
     }
-    return Item(items[0].kind, items[0].value if same else Unread(why), sure, steps, items[0].node)
+    return Item(items[0].kind, items[0].value if same else Unread(why), sure, steps)
 
 
 class Interpreter:
@@ -119,6 +120,7 @@ class Interpreter:
     def __init__(self) -> None:
         self.names: dict[str, Any] = {}
         self.foreign: set[str] = set()  # packages that are imported, and that no table knows
+        self.shared: set[str] = set()  # names that a function sets for the whole script
         self.environment: dict[str, Any] = {}  # variables that the script sets
         self.notes: list[str] = []
         self.items: list[Item] = []  # configs and trainers, in the order in which they are made
@@ -137,9 +139,9 @@ class Interpreter:
             case ast.Import() | ast.ImportFrom():
                 self.imported(line)
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                self.names[name] = Item("function", f"__main__.{name}", node=line)
-            case ast.ClassDef():
-                self.names[line.name] = self.class_of(line)
+                self.bind(ast.Name(name), Item("function", f"__main__.{name}", node=line))
+            case ast.ClassDef(name=name):
+                self.bind(ast.Name(name), self.class_of(line))
             case ast.Assign(targets=targets, value=value):
                 result = self.value(value)
                 for target in targets:
@@ -152,8 +154,10 @@ class Interpreter:
                 self.value(value)
             case ast.Return(value=value):
                 self.returned.append(self.value(value) if value else None)
-            case ast.If() | ast.For() | ast.AsyncFor() | ast.While() | ast.Try():
+            case ast.If() | ast.For() | ast.AsyncFor() | ast.While() | ast.Try() | ast.TryStar() | ast.Match():
                 self.branch(line)
+            case ast.Global(names=names):
+                self.shared |= set(names)
             case ast.With(items=managers, body=body) | ast.AsyncWith(items=managers, body=body):
                 for manager in managers:
                     result = self.value(manager.context_expr)
@@ -189,8 +193,16 @@ class Interpreter:
                 self.bind(target, source if isinstance(source, Item | Part) else Unread(short(over)))
                 self.follow(body, f"line {line.lineno}: for {short(target)} in {short(over)}")
             case ast.While(test=test, body=body):
+                self.value(test)
                 self.follow(body, f"line {line.lineno}: while {short(test)}")
-            case ast.Try(body=body, handlers=handlers, orelse=orelse, finalbody=finalbody):
+            case ast.Match(subject=subject, cases=cases):
+                self.value(subject)
+                for case in cases:
+                    self.follow(case.body, f"line {line.lineno}: match {short(subject)}")
+            case (
+                ast.Try(body=body, handlers=handlers, orelse=orelse, finalbody=finalbody)
+                | ast.TryStar(body=body, handlers=handlers, orelse=orelse, finalbody=finalbody)
+            ):
                 self.follow(body)
                 for handler in handlers:
                     self.follow(handler.body, f"line {handler.lineno}: except")
@@ -370,9 +382,9 @@ class Interpreter:
     def call(self, node: ast.Call) -> Any:
         """Returns what a call makes, or notes what it may do to the items that it gets."""
         function = self.value(node.func)
-        if isinstance(function, Item) and function.kind == "function":
+        if isinstance(function, Item) and function.kind == "function" and function.node:
             return self.inlined(function.node, self.arguments(node), node)
-        if isinstance(function, Item) and function.kind == "class":
+        if isinstance(function, Item) and function.kind == "class" and function.node:
             return self.instance(function, node)
         if isinstance(function, Item) and function.kind == "name":
             package, _, name = str(function.value).partition(".")
@@ -398,6 +410,9 @@ class Interpreter:
             return self.parsed(owner, name, node)
         if isinstance(owner, Item) and owner.kind == "trainer" and name == "train":
             raise TrainingStarts
+        if isinstance(owner, Item) and owner.kind == "trainer" and name == "add_callback" and not self.doubt:
+            owner.keys["callbacks"] = [*(owner.keys.get("callbacks") or []), given.get("0", given.get("callback"))]
+            return None
         if isinstance(owner, Item) and owner.kind == "object" and owner.node:
             body = [x for x in owner.node.body if isinstance(x, ast.FunctionDef) and x.name == name]
             if body:
@@ -434,7 +449,8 @@ class Interpreter:
         if kind:
             trainer = self.made("trainer", kind, POSITIONAL[kind], node)
             # A class of this kind from elsewhere may do anything in another way.
-            trainer.steps |= {} if known and name in TRAINERS else {f"{name}()": where(node)}
+            known = known and name in TRAINERS and not str(function.value).startswith("open_r1")
+            trainer.steps |= {} if known else {f"{name}()": where(node)}
             return trainer
         if name in CONFIGS:
             config = self.made("config", CONFIGS[name], ("output_dir",), node)
@@ -494,6 +510,7 @@ class Interpreter:
         self.depth += 1
         self.follow(function.body)
         self.depth -= 1
+        before |= {name: self.names[name] for name in self.shared & self.names.keys()}
         results, self.returned, self.names = self.returned, returned, before
         same = all(result is results[0] for result in results)
         return None if not results else results[0] if same else blurred(results, f"{short(node)} has several results")

@@ -103,7 +103,9 @@ def argument(name: str, value: Any) -> dict[str, Any]:
     if name.endswith("callbacks") and isinstance(value, list):
         return {name: [str(x.value if isinstance(x, Item) else x).partition("(")[0] for x in value]}
     if not isinstance(value, Item) or value.kind in ("name", "function"):
-        return {name: plain(value, functions=True)}
+        # What a call returns may be more than a model: adapters, or only some parameters that learn.
+        made = {"trainer.model.made()": str(value)} if name == "trainer.model" and "(" in str(value) else {}
+        return {name: plain(value, functions=True)} | made
     if value.kind == "rows":
         steps = {f"{name}.steps": ", ".join(value.steps)} if value.steps else {}
         source = value.value.get("train", Unread(str(value.value))) if isinstance(value.value, dict) else value.value

@@ -241,6 +241,7 @@ SHARED: dict[str, Rule] = {
     "trainer.peft_config.*[)=]": not_followed("adapters"),
     "trainer.*.*[)=]": not_followed(),
     "trainer.*[)=]": trl_rules.overridden,
+    "trainer.model.quantization_config": not_followed("adapters.base_dtype"),
     "trainer.model.*": not_followed("model.path", "adapters"),
     **images.processor_rules("trainer.processing_class."),
     # A key of two stars: a **mapping that the script gets from elsewhere. [*] is a star itself.
@@ -451,6 +452,12 @@ RENAMED = {
     "trainer.peft_config.modules_to_save": "lora_modules_to_save",
     **{f"trainer.peft_config.{name}": name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")},
 }
+HERE = {  # fields that a key decides whose value is not known
+    **dict.fromkeys(("use_peft", "trainer.peft_config"), ("adapters",)),
+    **dict.fromkeys(("trainer.model.*", "trainer.model.*[)=]"), ("model.path", "adapters")),
+    **dict.fromkeys(("trainer.quantization_config", "trainer.model.quantization_config"), ("adapters.base_dtype",)),
+    "trainer.train_dataset.steps": ("data.source", "data.convert"),
+}
 # Older versions, by keys that later ones do not have.
 UNTIL_17 = dict(beta=0.04, temperature=0.9, max_completion_length=256, max_prompt_length=512, logging_steps=500)
 UNTIL_17 |= dict(use_bias_correction_kl=False, gradient_checkpointing=False)
@@ -494,7 +501,7 @@ def of_trl(
     rest = {key: rule for key, rule in (SHARED | IDLE | OFF).items() if key not in rules}
     # Exact names come before patterns, and patterns of few keys before those of many.
     ordered = sorted((rules | rest).items(), key=lambda row: row[0].endswith("*"))
-    return System(name, version, dict(ordered), defaults, lambda keys: base, renamed=RENAMED, older=older)
+    return System(name, version, dict(ordered), defaults, lambda keys: base, HERE, RENAMED, older=older)
 
 
 GRPO = of_trl("TRL's GRPO", "1.16.0", GRPO_RULES, GRPO_DEFAULTS, "grpo", *GRPO_OLDER)

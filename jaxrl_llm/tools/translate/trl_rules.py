@@ -409,7 +409,6 @@ def adapter(value: Any, keys: Keys) -> Outcome:
     rank, alpha = (keys.explicit.get(key, 8) if config else keys[key] for key in ("lora_r", "lora_alpha"))
     targets = keys["lora_target_modules"]
     # There is one size here, which loses less than 4 bits.
-    keys.explicit.get("trainer.model.quantization_config")
     base_dtype = "int8" if keys["load_in_8bit"] or keys["load_in_4bit"] else ""
     outcome = ours.lora(rank, alpha, targets, rs=bool(keys.explicit.get("use_rslora")), base_dtype=base_dtype)
     if config not in (None, "LoraConfig"):
