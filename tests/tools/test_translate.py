@@ -25,7 +25,16 @@ from jaxrl_llm.machine import extras
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.tools.translate import __main__ as program
 from jaxrl_llm.tools.translate import easyr1, lint, ours, readers, search_r1, trl, trl_rules, verl, writer
-from jaxrl_llm.tools.translate.outcome import KINDS, Keys, Outcome, Translation, Unread, translate
+from jaxrl_llm.tools.translate.outcome import (
+    KINDS,
+    MEMORY_FIELDS,
+    Keys,
+    Outcome,
+    Translation,
+    Unread,
+    matches,
+    translate,
+)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SYSTEMS = {
@@ -432,8 +441,8 @@ def known_fields(*, pairs: bool) -> set[str]:
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_a_table_sets_known_fields_and_knows_its_defaults(name):
-    system = SYSTEMS[name]
-    there = known_fields(pairs=system in (trl.DPO, trl.SIMPO))
+    system = replace(SYSTEMS[name], absent=())
+    there = known_fields(pairs=name in ("trl_dpo", "trl_simpo"))
     of_functions = ("advantage.", "loss.", "adapters.", "reward_model.", "data.mixture")
     values = (None, True, False, 0, 1, 8, 0.5, "", "gae", "cosine", [1, 2], {"a": 1}, "someone/thing")
     for key in [*system.rules, *system.defaults]:
@@ -446,9 +455,7 @@ def test_a_table_sets_known_fields_and_knows_its_defaults(name):
             assert isinstance(outcome, Outcome) and outcome.kind in KINDS
             assert all(field in there or field.startswith(of_functions) for field in outcome.fields), outcome.fields
             assert outcome.kind not in ("unsupported", "no effect") or outcome.reason
-    keys = Keys({}, system.defaults, rows=0, processes=0)
-    for key, value in system.defaults.items():
-        assert "has no such key" not in system.rule(key)(value, keys).reason, key
+    assert system.defaults.keys() <= system.rules.keys()
 
 
 def test_an_unknown_key_of_any_section_is_unsupported():
@@ -498,7 +505,7 @@ def test_the_keys_in_the_docs_are_in_the_table():
         text = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
         first = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
         names = [name for cell in first for name in re.findall(r"`([\w.*]+)`", cell)]
-        rules = [key for system in systems for key in system.rules]
+        rules = [key for system in systems for key in {*system.rules, *system.renamed}]
         assert len(names) > 4
         for name in names:
             end = name.replace(".*", ".").rstrip("*")
@@ -806,6 +813,95 @@ def test_a_key_whose_meaning_differs_has_the_right_value_or_a_sentence(wording):
 TRAIN = "train.py --model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward " + (
     "--per_device_train_batch_size 2 --num_generations 4 --max_steps 10"
 )
+TINY_ZERO = (
+    "python3 -m verl.trainer.main_ppo data.train_files=d/gsm8k/train.parquet data.train_batch_size=256 {}"
+    " actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.ppo_micro_batch_size=8"
+    " actor_rollout_ref.model.path=a/b trainer.total_training_steps=9"
+)
+NOISY = """
+data: {train_files: a/b@train, max_prompt_length: 64, answer_key: answer, system_prompt: 'Think.'}
+worker:
+  actor: {entropy_coeff: 1.0e-3, use_kl_loss: true, kl_loss_coef: 1.0e-2, kl_loss_type: low_var_kl,
+          model: {model_path: a/b}}
+  rollout: {n: 5}
+  reward: {reward_type: function, compute_score: math}
+algorithm: {adv_estimator: grpo, kl_coef: 0.0}
+trainer: {max_steps: 9}
+"""
+VERSIONS = [  # a file, fields of its config, and what is unknown
+    ("v.sh", TINY_ZERO.format(""),
+     {"kl.placement": "reward", "kl.estimator": "k1", "kl.coef": 0.001, "entropy.coef": 0.001, "loss.delta": 0.0,
+      "loss.clip_low": 0.2, "loss.clip_high": 0.2, "advantage.name": "gae"}, []),
+    ("v.sh", TINY_ZERO.format(f"{ACTOR}clip_ratio=0.1 {ACTOR}fsdp_config.grad_offload=True"),
+     {"loss.clip_low": 0.1, "loss.clip_high": 0.1}, []),
+    ("v.sh", TINY_ZERO.format("actor_rollout_ref.actor.use_kl_loss=True"), {"kl.placement": "loss"}, []),
+    ("v.sh", TINY_ZERO.format("actor_rollout_ref.actor.loss_agg_mode=token-mean"), {},
+     ["entropy", "entropy.coef", "kl", "kl.coef", "kl.estimator", "loss.clip_low", "loss.clip_high", "loss.delta",
+      "loss.name"]),
+    ("v.sh", TINY_ZERO.replace("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu").format(""),
+     {"kl": None, "entropy": None, "loss.delta": 3.0}, []),
+    ("e.yaml", NOISY, {"loss.clip_high": 0.2, "loss.delta": 0.0, "entropy.coef": 1e-3, "kl.placement": "loss",
+                       "kl.coef": 0.01, "kl.estimator": "k3", "reward.functions": ("easyr1.math",)}, []),
+    ("e.yaml", re.sub("entropy_coeff.*", "clip_ratio: 0.1,", NOISY),
+     {"loss.clip_low": 0.1, "loss.clip_high": 0.1, "entropy.coef": 1e-3, "kl.placement": "loss", "kl.coef": 1e-3}, []),
+]  # fmt: skip
+
+
+def test_a_key_of_old_versions_alone_brings_their_defaults(tmp_path):
+    for name, text, fields, unknown in VERSIONS:
+        made, c, _ = written(tmp_path, name, text)
+        assert (differing(fields, c), sorted(made.unknown())) == ({}, sorted(unknown)), (text, made.unknown())
+        assert bool(made.notes) == ("per_gpu" not in text)
+
+
+TOOLS = """
+tools:
+  - class_name: verl.tools.search_tool.SearchTool
+    config: {}
+    tool_schema: {type: function, function: {name: search, description: Searches.}}
+"""
+TURNS = "actor_rollout_ref.rollout.multi_turn"
+
+
+def test_tools_of_several_turns_are_an_environment_or_unknown(tmp_path):
+    write(tmp_path, "tools/search.yaml", TOOLS)
+    several = f"{V}{OWN}{TURNS}.enable=True {TURNS}.max_assistant_turns=3 {TURNS}.max_tool_response_length=100 "
+    made, c, text = written(tmp_path, "a.sh", f"{several} {TURNS}.tool_config_path=tools/search.yaml")
+    expected = {
+        "env.name": "tools.Tools", "env.functions": ("my_tools.search",), "turns.most": 3, "turns.tokens": 512,
+        "turns.observation_tokens": 100,
+    }  # fmt: skip
+    assert differing(expected, c) == {} and made.unknown() == {} and "env.functions" in made.yours()
+    assert "c.env = ConfigDict" in text and "c.turns = ConfigDict" in text
+    for more, unknown in (
+        (f"{TURNS}.tool_config_path=elsewhere.yaml", ["env.functions"]),
+        ("", ["env"]),
+        (f"{TURNS}.enable=False {TURNS}.max_assistant_turns=$N", []),
+        ("data.tool_config_path=t.yaml", ["env"]),
+    ):
+        assert list(made_of(tmp_path, "a.sh", several + more).unknown()) == unknown, more
+        assert program.run(tmp_path / "a.sh", None, 0, 0) == int(bool(unknown)), more
+
+
+def test_arguments_of_a_reward_and_loggers_are_carried_over(tmp_path):
+    reward = "custom_reward_function.path=my_rw.py +custom_reward_function.reward_kwargs.alpha=0.25 "
+    logs = "trainer.logger='[console,wandb]' trainer.project_name=sums"
+    _, c, _ = written(tmp_path, "a.sh", V + OWN + reward + logs.replace("wandb", "tensorboard"))
+    assert c["reward.functions"] == ("my_rewards.compute_score(alpha=0.25)",)
+    assert (c["log.to"], c["log.project"]) == (("tensorboard",), "")
+    made = made_of(tmp_path, "a.sh", V + OWN + reward + logs)
+    assert (made.fields()["log.to"], made.fields()["log.project"]) == (("wandb",), "sums")
+    assert program.run(tmp_path / "a.sh", None, 0, 0) == 0  # also where wandb is not installed
+    reward = "reward: {reward_function: 'a.py:f', reward_function_kwargs: {w: 2}}"
+    text = f"worker: {{actor: {{model: {{model_path: a/b}}}}, {reward}}}"
+    assert made_of(tmp_path, "e.yaml", text).fields()["reward.functions"] == ("my_rewards.f(w=2)",)
+
+
+def test_a_placeholder_for_the_machines_is_no_reason_to_end(tmp_path):
+    script = V + OWN + "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 trainer.nnodes=TO_BE_FILLED"
+    assert program.run(write(tmp_path, "a.sh", script), None, 0, 0) == 0
+
+
 V = "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 "
 OWN = "actor_rollout_ref.model.path=a/b data.train_files=c/gsm8k/d.parquet trainer.total_training_steps=9 "
 SCRIPT = "GRPOTrainer('a/b', accuracy_reward, GRPOConfig(max_steps=9, {}), load_dataset('c/d'))"
@@ -814,7 +910,7 @@ UNKNOWN = [  # a file, and what it leaves unknown
     ("a.sh", V + OWN + "data.train_files=$D/train.parquet",
      ["data.source", "data.convert", "reward.functions", "reward.weights"]),
     ("a.sh", V + OWN + "trainer.test_freq=5 data.val_files=$D/test.parquet", ["eval.source", "eval.convert"]),
-    ("a.sh", V + OWN + "trainer.test_freq=$T data.val_files=t.parquet", ["eval", "checkpoint.keep_best"]),
+    ("a.sh", V + OWN + "trainer.test_freq=$T data.val_files=t.parquet", ["eval", "eval.every"]),
     ("a.sh", V + OWN + "reward_model.reward_manager=ttrl", ["reward.functions"]),
     ("a.sh", V + OWN + "reward_model.reward_manager=dapo", []),
     ("a.sh", V + OWN + "algorithm.adv_estimator=mine", ["advantage.name"]),
@@ -841,7 +937,7 @@ def test_what_the_file_does_not_say_is_unknown_and_ends_with_one(tmp_path):
         assert all(re.search(rf"\b{field}\b", written_text) for field in unknown), text
 
 
-VALUES = (None, True, 0, 8, 0.5, "gae", "grpo", "steps", "a/b", ["a", "b"])
+VALUES = (None, True, 0, 8, 0.5, "gae", "steps", ["a", "b"])
 CONTEXTS = {  # keys that give others an effect
     "verl": [{"algorithm.adv_estimator": "grpo"}, {f"{ACTOR}use_kl_loss": True}],
     "easyr1": [{}, {"algorithm.adv_estimator": "gae", "algorithm.online_filtering": True}],
@@ -855,7 +951,7 @@ def test_a_key_that_cannot_be_read_is_unknown_or_decides_nothing(name):
 
     def decided(given: dict) -> tuple[dict, set]:
         made = translate(system, given)
-        fields = {field: x for field, x in made.fields().items() if field != "microbatch"}
+        fields = {field: x for field, x in made.fields().items() if field not in MEMORY_FIELDS}
         absent = tuple(f"{field}." for field, x in fields.items() if x is None)
         fields = {field: x for field, x in fields.items() if not field.startswith(absent)}
         return fields, {key for key, one in made.outcomes.items() if one.kind == "unsupported"}
@@ -863,11 +959,12 @@ def test_a_key_that_cannot_be_read_is_unknown_or_decides_nothing(name):
     wrong = []
     for context in CONTEXTS.get(name, [{}]):
         for key in {*system.rules, *system.defaults} - context.keys():
-            if "(" in key:
+            if "(" in key or matches(key, system.absent):
                 continue  # of no file
             key = key.replace("[*][*]", "**").replace("*", "anything")
             results = []
-            for value in VALUES:
+            # Whether the key stands there may prove a version.
+            for value in VALUES[1:] if system.older else VALUES:
                 with contextlib.suppress(UserError, KeyError):
                     results.append(decided(context | {key: value}))
             unknown = translate(system, context | {key: Unread("args.x")}).unknown()
@@ -879,17 +976,18 @@ def test_a_key_that_cannot_be_read_is_unknown_or_decides_nothing(name):
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_the_old_and_the_new_name_of_a_key_mean_the_same(name):
-    system = replace(SYSTEMS[name], older=())  # an old name may prove an old version
+    system = replace(SYSTEMS[name], older=())  # an old name may prove a version
     for old, new in system.renamed.items():
-        for value in VALUES:
+        for value in (True, False, "gae", ["a"]):
             with contextlib.suppress(UserError):
-                by_new = translate(system, {new: value})
+                by_new = translate(system, {new: system.respelled.get(old, {}).get(str(value), value)})
                 assert translate(system, {old: value}).fields() == by_new.fields(), (old, value)
-                # Of both the new one counts.
-                assert translate(system, {old: "no", new: value}).fields() == by_new.fields(), (old, value)
-                assert (
-                    translate(system, {old: Unread("x")}).unknown() == translate(system, {new: Unread("x")}).unknown()
-                )
+                # Of both the new one counts, unless it says nothing.
+                if old not in system.respelled or not system.respelled[old]:
+                    assert translate(system, {old: "no", new: value}).fields() == by_new.fields(), (old, value)
+                    assert translate(system, {old: value, new: None}).fields() == by_new.fields(), (old, value)
+        unread = [translate(system, {key: Unread("x")}).unknown() for key in (old, new)]
+        assert unread[0] == unread[1], old
 
 
 LAUNCHES = [  # how a script is started, the processes that train (0: the file does not say), and files beside it

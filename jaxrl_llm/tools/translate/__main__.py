@@ -113,8 +113,8 @@ def print_checks(translation: Translation, linted: lint.Linted, written: str, su
         print_config(linted.sizes, linted.findings, linted.blind)
     else:
         _say(f"{written}the checks refuse it: {linted.refused}")
-    if linted.missing:
-        _say(linted.missing)
+    for package in linted.missing:
+        _say(package)
 
 
 def _say(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from typing import Any, TypeAlias
 
 from jaxrl_llm.tools.translate import images, ours
 from jaxrl_llm.tools.translate.documents import VERL_FILES
-from jaxrl_llm.tools.translate.outcome import Keys, Kind, Outcome, Rule, not_here
+from jaxrl_llm.tools.translate.outcome import Keys, Kind, OnlyIf, Outcome, Rule, not_here
+from jaxrl_llm.tools.translate.table import Row
 
 MESH = "placement of parameters on devices: here the mesh (config.mesh), and it changes no number"
 MEMORY = "memory or speed alone: here microbatch, model.remat, model.row_parts and host_memory"
@@ -18,6 +20,7 @@ LOGS = "names and places of logs and files: here --workdir and config.log"
 LOADER = "how the data set is loaded: it changes no row"
 PROFILE = "a profiler"
 KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
+LOGGERS = ("mlflow", "tensorboard", "trackio", "wandb")
 AGGREGATION = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean",
@@ -27,6 +30,7 @@ AGGREGATION = {
     "token": "token_mean",  # EasyR1
     "seq": "sequence_mean",
 }
+Argument: TypeAlias = Callable[[Keys, str], float]
 Losses: TypeAlias = dict[str, tuple[str, dict[str, str]]]  # name -> ours, and its arguments with the keys that they are
 
 
@@ -77,11 +81,6 @@ def shuffle(value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped") if value else Outcome("unsupported", reason="rows are shuffled in every pass here")
 
 
-def prompts(names: Names) -> Rule:
-    """Prompts in a rollout, as here."""
-    return lambda value, keys: Outcome("mapped", {"prompts_per_step": int(value)}, "counts prompts, as here")
-
-
 def update(names: Names) -> Rule:
     """The mini-batch of an optimizer step: in prompts, or in sequences."""
 
@@ -107,7 +106,11 @@ def micro(names: Names, *, per_gpu: bool) -> Rule:
     def rule(value: Any, keys: Keys) -> Outcome:
         if value is None:
             return Outcome("no effect", reason="not set")
-        gpus = int(keys[names.nodes]) * int(keys[names.gpus]) if per_gpu else 1
+        counts = [names.nodes, names.gpus] if per_gpu else []
+        # A micro-batch decides about memory alone, so a placeholder for the machines is no reason to end.
+        if blank := next((key for key in counts if not str(keys[key]).isdigit()), ""):
+            return Outcome("no effect", reason=f"{blank} = {keys[blank]} is no number; microbatch changes no gradient")
+        gpus = math.prod(int(keys[key]) for key in counts)
         # In prompts, rounded down to a divisor of an update: more prompts would need more memory than the file allows.
         limit = max(1, int(value) * gpus // names.group_size(keys))
         microbatch = max(x for x in divisors(names.prompts_per_update(keys)) if x <= limit)
@@ -118,10 +121,10 @@ def micro(names: Names, *, per_gpu: bool) -> Rule:
     return rule
 
 
-def steps(names: Names, epochs: str, total: str) -> tuple[Rule, Rule]:
-    """Returns the rules of epochs over the data and of steps: a set number of steps wins."""
+def epochs_rule(names: Names, total: str) -> Rule:
+    """Epochs over the data. A set number of steps wins, which is the key `total`."""
 
-    def epochs_rule(value: Any, keys: Keys) -> Outcome:
+    def rule(value: Any, keys: Keys) -> Outcome:
         if keys[total]:
             return Outcome("no effect", reason=f"{total} is set")
         # The loader drops the last, smaller batch of each epoch.
@@ -131,12 +134,9 @@ def steps(names: Names, epochs: str, total: str) -> tuple[Rule, Rule]:
                 f"{value} epochs of {keys.rows} rows in steps of {keys[names.prompts]} prompts, the last ones dropped"
             )
             return Outcome("changed", {"num_steps": num_steps}, reason)
-        return unknown_steps(f"{epochs} = {value}: {value} x rows // prompts_per_step")
+        return unknown_steps(f"trainer.total_epochs = {value}: {value} x rows // prompts_per_step")
 
-    def steps_rule(value: Any, keys: Keys) -> Outcome:
-        return Outcome("mapped", {"num_steps": int(value)}) if value else Outcome("no effect", reason="not set")
-
-    return epochs_rule, steps_rule
+    return rule
 
 
 def unknown_steps(product: str) -> Outcome:
@@ -145,31 +145,37 @@ def unknown_steps(product: str) -> Outcome:
     return Outcome("changed", {"num_steps": 100}, "counts passes over the data, here steps", unknown={"num_steps": why})
 
 
-def warmup(names: Names, section: str, steps: str, ratio: str) -> tuple[Rule, Rule]:
-    """Returns the rules of the warm-up, in rollouts (here in optimizer steps) and as a ratio."""
+def warmup_steps(names: Names, row: Row) -> Rule:
+    """A warm-up in rollouts; here in optimizer steps."""
 
-    def set_steps(keys: Keys) -> int:
-        return int(keys[steps] or 0) if steps in keys.explicit or steps in keys.defaults else 0
-
-    def steps_rule(value: Any, keys: Keys) -> Outcome:
+    def rule(value: Any, keys: Keys) -> Outcome:
         if value is None or int(value) <= 0:
             return Outcome("no effect", reason="not set")
         # The scheduler steps once after all updates on a rollout.
         updates = names.updates(keys)
-        fields = {f"{section}.warmup_steps": int(value) * updates, f"{section}.warmup_ratio": 0.0}
+        fields = {f"{row.our_section}.warmup_steps": int(value) * updates, f"{row.our_section}.warmup_ratio": 0.0}
         reason = f"counts rollouts: {value} x {updates} optimizer steps"
         return Outcome("mapped" if updates == 1 else "changed", fields, "" if updates == 1 else reason)
 
-    def ratio_rule(value: Any, keys: Keys) -> Outcome:
-        if set_steps(keys) > 0:
+    return rule
+
+
+def warmup_ratio(row: Row) -> Rule:
+    """A warm-up as a share of the run, which a number of steps replaces."""
+    steps = f"{row.section}lr_warmup_steps"
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        if int(keys[steps] or 0) > 0:
             return Outcome("no effect", reason=f"{steps} is set")
-        return Outcome("mapped", {f"{section}.warmup_ratio": float(value or 0), f"{section}.warmup_steps": 0})
+        fields = {f"{row.our_section}.warmup_ratio": float(value or 0), f"{row.our_section}.warmup_steps": 0}
+        return Outcome("mapped", fields)
 
-    return steps_rule, ratio_rule
+    return rule
 
 
-def decay(section: str, rate: str, low: str) -> Rule:
+def decay(row: Row) -> Rule:
     """The schedule after the warm-up."""
+    section = row.our_section
 
     def rule(value: Any, keys: Keys) -> Outcome:
         if value in (None, "constant"):
@@ -177,21 +183,23 @@ def decay(section: str, rate: str, low: str) -> Rule:
         if value not in ("cosine", "linear"):
             return not_here(f"{section}.decay", f"there is constant, linear and cosine, not {value}")
         # Only the cosine has a lowest rate there.
-        end = float(keys[rate]) * float(keys[low] or 0) if value == "cosine" else 0.0
-        return Outcome("mapped", {f"{section}.decay": value, f"{section}.end": end})
+        share = float(keys[f"{row.section}min_lr_ratio"] or 0) if value == "cosine" else 0.0
+        return Outcome("mapped", {f"{section}.decay": value, f"{section}.end": _lowest_rate(row, share, keys)})
 
     return rule
 
 
-def lowest(kind: str) -> Rule:
-    """The share of the rate at the end of a cosine decay; `decay` has used it."""
+def _lowest_rate(row: Row, share: float, keys: Keys) -> float:
+    return float(keys[f"{row.section}lr"]) * share if share else 0.0
+
+
+def lowest(row: Row) -> Rule:
+    """The share of the rate at the end of a cosine decay."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
-        if not value:
-            return Outcome("no effect", reason="the rate ends at 0")
-        return (
-            Outcome("mapped", {}) if keys[kind] == "cosine" else Outcome("no effect", reason=f"{kind} is {keys[kind]}")
-        )
+        if keys[f"{row.section}lr_scheduler_type"] != "cosine":
+            return Outcome("no effect", reason="only a cosine has a lowest rate")
+        return Outcome("mapped", {row.field: _lowest_rate(row, float(value or 0), keys)})
 
     return rule
 
@@ -223,7 +231,18 @@ def evaluates(files: str) -> Rule:
     return rule
 
 
-def advantage(names: Names, by_std: str) -> Rule:
+def loggers(value: Any, keys: Keys) -> Outcome:
+    """Where the numbers of a run go, with the project of those that have one."""
+    logged = keys.explicit.get("trainer.logger") or []
+    names = tuple(name for name in (logged if isinstance(logged, list) else [logged]) if name in LOGGERS)
+    if not names:
+        return Outcome("no effect", reason=LOGS)
+    projects = set(names) != {"tensorboard"}
+    project = str(keys.explicit.get("trainer.project_name") or "translated") if projects else ""
+    return Outcome("mapped", {"log.to": names, "log.project": project})
+
+
+def advantage(by_std: str) -> Rule:
     """The advantage estimator. by_std: the key that says whether GRPO divides by the deviation; "": it always does."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
@@ -286,7 +305,10 @@ class KlKeys:
         """Returns kind, fields and reason of the outcome of the penalty."""
         none = {"kl": None}
         if self.in_loss(keys):
-            coef, kind = float(keys[self.loss_coef]), str(keys[self.loss_kind])
+            coef, kind = keys[self.loss_coef], keys[self.loss_kind]
+            # In EasyR1 one key is for both places.
+            coef = float(keys[self.reward_coef] if coef is None else coef)
+            kind = str(keys[self.reward_kind] if kind is None else kind)
             estimator, reason = kl_estimator(kind)
             if not estimator:
                 return "unsupported", none, reason
@@ -322,19 +344,17 @@ class KlKeys:
             return Outcome("unsupported", reason="the penalty has one place here; the one in the loss is kept")
         return Outcome("no effect", reason="the penalty is in the loss")
 
-    def value(self, name: str, place: Callable[[Keys], bool], why_not: str) -> Rule:
-        """The rule of a coefficient or an estimator, whose field is `name`."""
+    def value(self, row: Row, place: Callable[[Keys], bool], why_not: str) -> Rule:
+        """Returns the rule of a coefficient or an estimator of the penalty in one place."""
 
         def rule(value: Any, keys: Keys) -> Outcome:
-            if not place(keys):
-                return Outcome("no effect", reason=why_not)
             kind, fields, reason = self.fields(keys)
             # What changes is said where it does: at the estimator.
-            explains = name == "kl.estimator" or kind == "unsupported"
-            shown = {name: fields[name]} if name in fields else fields
+            explains = row.field == "kl.estimator" or kind == "unsupported"
+            shown = {row.field: fields[row.field]} if row.field in fields else fields
             return Outcome(kind if explains else "mapped", shown, reason if explains else "")
 
-        return rule
+        return OnlyIf(place, rule, why_not)
 
     def adaptive(self, kind: str, target: str, horizon: str) -> Rule:
         """The rule of an adaptive coefficient; kind: the key that says whether it is."""
@@ -349,30 +369,26 @@ class KlKeys:
         return rule
 
 
-def loss(losses: Losses, section: str) -> Rule:
-    """The policy loss, with all its arguments. section: before the keys of the arguments."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        if value not in losses:
-            return not_here("loss.name", f"there is no loss {value!r}: {', '.join(losses)}; this config keeps ppo_clip")
-        name, arguments = losses[value]
-        fields = {f"loss.{argument}": float(keys[section + key]) for argument, key in arguments.items()}
-        return Outcome("mapped", {"loss.name": name} | fields)
-
-    return rule
+def loss(losses: Losses, argument: Argument, value: Any, keys: Keys) -> Outcome:
+    """Returns what the policy loss becomes, with all its arguments. argument: the value of one of its keys."""
+    if value not in losses:
+        return not_here("loss.name", f"there is no loss {value!r}: {', '.join(losses)}; this config keeps ppo_clip")
+    name, arguments = losses[value]
+    fields = {f"loss.{field}": argument(keys, key) for field, key in arguments.items()}
+    return Outcome("mapped", {"loss.name": name} | fields)
 
 
-def loss_argument(losses: Losses, mode: str, key: str) -> Rule:
+def loss_argument(losses: Losses, mode: str, argument: Argument, row: Row) -> Rule:
     """An argument of the policy loss, which the key `mode` names."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
         _, arguments = losses.get(keys[mode], ("", {}))
         # A key may be an argument of a loss that the file does not take.
-        matching = [argument for argument, argument_key in arguments.items() if argument_key == key]
+        matching = [field for field, key in arguments.items() if key == row.name]
         if not matching:
             return Outcome("no effect", reason=f"the loss {keys[mode]} has no such argument here")
         reason = "the bound of the ratio of tokens with A < 0" if matching == ["delta"] else ""
-        return Outcome("mapped", {f"loss.{matching[0]}": float(value)}, reason)
+        return Outcome("mapped", {f"loss.{matching[0]}": argument(keys, row.name)}, reason)
 
     return rule
 
@@ -431,50 +447,43 @@ def defaults(value: Any, keys: Keys) -> Outcome:
     return Outcome("unsupported", reason=f"not there: {', '.join(value)}: their keys have their defaults here")
 
 
-def drops(reason: str, filtered: str) -> Rule:
-    """What becomes of longer prompts. filtered: the key that leaves them out beforehand."""
+def shared_with_policy(shared: dict[str, tuple[str, str]], row: Row) -> Rule:
+    """A setting that the critic has of its own, and here shares with the policy.
+
+    shared: {last part of the key: (the policy's key, its noun)}.
+    """
+    policy, noun = shared[row.name]
 
     def rule(value: Any, keys: Keys) -> Outcome:
-        if keys.explicit.get(filtered):
-            return Outcome("mapped", {"data.overlong": "drop"}, f"{filtered} drops a longer prompt before")
-        if value == "error":
-            return Outcome("mapped", {"data.overlong": "error"})
-        return Outcome("changed", {"data.overlong": "drop"}, reason.format(value=value))
+        if value is None or value == keys[policy]:
+            return Outcome("no effect", reason=f"the critic has the policy's {noun}, as there")
+        return Outcome("changed", {}, f"{value} for the critic there; here it has the policy's {noun}: {keys[policy]}")
 
     return rule
 
 
-def shared_with_policy(policy: str, what: str) -> Rule:
-    """A setting that the critic has of its own, and here shares with the policy. policy: the policy's key."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        shared = keys[policy]
-        if value is None or value == shared:
-            return Outcome("no effect", reason=f"the critic has the policy's {what}, as there")
-        return Outcome("changed", {}, f"{value} for the critic there; here it has the policy's {what}: {shared}")
-
-    return rule
-
-
-def decays(section: str) -> Rule:
+def weight_decay(row: Row) -> Rule:
     """Weight decay of AdamW."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        fields = {f"{section}.weight_decay": float(value)}
-        reason = "here only for matrices, there for all parameters"
-        return Outcome("changed", fields, reason) if value else Outcome("mapped", fields)
-
-    return rule
+    reason = "here only for matrices, there for all parameters"
+    return lambda value, keys: Outcome(
+        "changed" if value else "mapped", {row.field: float(value)}, reason * bool(value)
+    )
 
 
-def betas(section: str) -> Rule:
+def betas(row: Row) -> Rule:
     """The decay rates of Adam."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
         first, second = value
-        return Outcome("mapped", {f"{section}.b1": float(first), f"{section}.b2": float(second)})
+        return Outcome("mapped", {f"{row.our_section}.b1": float(first), f"{row.our_section}.b2": float(second)})
 
     return rule
+
+
+def column(row: Row) -> Rule:
+    """The name of a column."""
+    usual = row.field.rpartition(".")[2].removesuffix("_column")
+    return lambda value, keys: ours.column(row.field, value, usual)
 
 
 def top_k(value: Any, keys: Keys) -> Outcome:

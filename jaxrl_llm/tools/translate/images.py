@@ -117,9 +117,9 @@ def note(values: Mapping[str, Any]) -> str:
 
 
 def shown(keys: Keys) -> bool:
-    """Whether a run has pictures. It depends on a model and on rows whose names the file does not say."""
+    """Whether a run has pictures. It depends on the name of its model, if that is not in the file."""
     if not evidence(keys.values):
-        for key in (*MODELS, *ROWS):
+        for key in MODELS:
             keys.explicit.ask(key)
         return False
     return True

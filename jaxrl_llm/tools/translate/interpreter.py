@@ -84,7 +84,7 @@ class Item:
         return Item(self.kind, value, dict(self.keys), dict(self.steps), self.node)
 
 
-class Part(Unread):
+class Attribute(Unread):
     """An attribute of an item: its value is not known, but who changes it changes the item."""
 
     whole: Item
@@ -190,7 +190,7 @@ class Interpreter:
                 self.follow(orelse, f"line {line.lineno}: if not {short(test)}")
             case ast.For(target=target, iter=over, body=body) | ast.AsyncFor(target=target, iter=over, body=body):
                 source = self.value(over)
-                self.bind(target, source if isinstance(source, Item | Part) else Unread(short(over)))
+                self.bind(target, source if isinstance(source, Item | Attribute) else Unread(short(over)))
                 self.follow(body, f"line {line.lineno}: for {short(target)} in {short(over)}")
             case ast.While(test=test, body=body):
                 self.value(test)
@@ -261,7 +261,7 @@ class Interpreter:
         for value in values:
             if isinstance(value, list | dict):
                 items += self.touch(list(value.values() if isinstance(value, dict) else value), name, node)
-            item = value.whole if isinstance(value, Part) else value
+            item = value.whole if isinstance(value, Attribute) else value
             if not isinstance(item, Item) or item.kind in ("name", "function", "class", "parser"):
                 continue
             if item.kind == "object":
@@ -339,7 +339,7 @@ class Interpreter:
                 return owner[index]  # pyright: ignore[reportArgumentType, reportCallIssue]
             except (KeyError, IndexError, TypeError):
                 return Unread(short(node))
-        return owner if isinstance(owner, Part) else Unread(short(node))
+        return owner if isinstance(owner, Attribute) else Unread(short(node))
 
     def text(self, parts: list[ast.expr], node: ast.expr) -> Any:
         inside = [
@@ -436,10 +436,10 @@ class Interpreter:
 
     def part(self, owner: Any, node: ast.AST) -> Any:
         """Returns an attribute of an object: who changes it changes the object."""
-        whole = owner.whole if isinstance(owner, Part) else owner
+        whole = owner.whole if isinstance(owner, Attribute) else owner
         if not isinstance(whole, Item):
             return Unread(short(node))
-        part = Part(short(node))
+        part = Attribute(short(node))
         part.whole = whole
         return part
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,6 +27,7 @@ REGISTRIES = ("trl", "open_r1")  # packages whose functions have these names
 SOLUTION_REWARDS = ("accuracy", "accuracy_reward", "reasoning_accuracy_reward")  # these read the column "solution"
 EASYR1_REWARDS = {"math.py": "easyr1.math", "r1v.py": "easyr1.r1v"}  # the files of its examples that have a counterpart
 
+EASYR1_SCORES = {"math": "easyr1.math", "r1v": "easyr1.r1v"}  # built into EasyR1 of spring 2025
 PARQUET = "verl.convert"  # rows of veRL: prompt, reward_model.ground_truth
 SEARCH_R1_ROWS = "search_r1.convert"
 NO_EVALUATION = {"eval": None, "checkpoint.keep_best": 0}
@@ -75,11 +77,13 @@ def reward_model(path: str, reason: str) -> Outcome:
     )
 
 
-def custom_reward(path: str, function: str) -> Outcome:
+def custom_reward(path: str, function: str, arguments: Mapping[str, Any]) -> Outcome:
     """Returns what a reward function in a file of veRL or EasyR1 becomes: it runs as it is, but must be found."""
+    listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    call = f"my_rewards.{function}({listed})" if listed else f"my_rewards.{function}"
     why = f"copy {path} to my_rewards.py beside this file; its signature is taken here too (docs/rewards.md)"
     yours = {"reward.functions": why, "eval.function": "as above"}
-    return Outcome("changed", reward_fields((f"my_rewards.{function}",)), f"{path} is not read", yours)
+    return Outcome("changed", reward_fields((call,)), f"{path} is not read", yours)
 
 
 def by_data_source(files: Any) -> Outcome:
@@ -95,11 +99,11 @@ def by_data_source(files: Any) -> Outcome:
     return Outcome("changed", fields, reason)
 
 
-def easyr1_reward(path: str, function: str) -> Outcome:
+def easyr1_reward(path: str, function: str, arguments: Mapping[str, Any]) -> Outcome:
     """Returns what the reward function of a file of EasyR1 becomes."""
     folder, _, file = path.rpartition("/")
     if file not in EASYR1_REWARDS or not folder.endswith(("reward_function", "score_function")):
-        return custom_reward(path, function)
+        return custom_reward(path, function, arguments)
     return Outcome("mapped", reward_fields((EASYR1_REWARDS[file],)))
 
 

@@ -19,7 +19,10 @@ from jaxrl_llm.errors import UserError
 Kind: TypeAlias = Literal["mapped", "changed", "unsupported", "no effect"]
 T = TypeVar("T")
 KINDS: tuple[Kind, ...] = ("mapped", "changed", "unsupported", "no effect")
-MEMORY_FIELDS = {"microbatch"}  # fields that change no number: without their value the run is the same one
+MEMORY_FIELDS = {
+    "microbatch",
+    "model.remat",
+}  # fields that change no number: without their value the run is the same one
 PROBES = (1, True, "a/b", "steps", 0.5, ["a"])  # values of which a rule takes at least one
 
 
@@ -50,16 +53,16 @@ class Unread(str):
 
 
 class Explicit(dict[str, Any]):
-    """The values of a file that can be read. Who asks for one that cannot is remembered in `asked`."""
+    """The values of a file that can be read. Who asks for one that cannot is remembered in `requested`."""
 
     def __init__(self, values: Mapping[str, Any]):
         super().__init__((key, value) for key, value in values.items() if not isinstance(value, Unread))
         self.unread = values.keys() - self.keys()
-        self.asked: dict[str, None] = {}  # keys in the order in which a rule has asked for them
+        self.requested: dict[str, None] = {}  # keys in the order in which a rule asked for them
 
     def ask(self, key: Any) -> None:
         if key in self.unread:
-            self.asked[key] = None
+            self.requested[key] = None
 
     def __contains__(self, key: object) -> bool:
         self.ask(key)
@@ -90,14 +93,26 @@ class Keys:
     def __contains__(self, key: str) -> bool:
         return key in self.explicit
 
+    def under(self, prefix: str) -> dict[str, Any]:
+        """Returns the values of the keys that begin so, without it."""
+        for key in self.unread:
+            if key.startswith(prefix):
+                self.explicit.ask(key)
+        return {key.removeprefix(prefix): value for key, value in self.explicit.items() if key.startswith(prefix)}
+
     def asking(self, compute: Callable[[], T]) -> tuple[T, list[str]]:
-        """Returns a value, and the keys that were asked for meanwhile and cannot be read."""
-        self.explicit.asked = {}
-        return compute(), list(self.explicit.asked)
+        """Returns a value, and the keys that it asked for and that cannot be read."""
+        self.explicit.requested = {}
+        return compute(), list(self.explicit.requested)
 
 
 Rule: TypeAlias = Callable[[Any, Keys], Outcome]
 Convert: TypeAlias = Callable[[Any], Any]
+
+
+def matches(key: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a key has one of these names."""
+    return key in patterns or any("*" in pattern and fnmatchcase(key, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True)
@@ -107,10 +122,14 @@ class Version:
     name: str
     proofs: tuple[str, ...]  # names or patterns of keys
     defaults: dict[str, Any]  # that differ from those of the table
+    newer: tuple[str, ...] = ()  # names or patterns of keys that these versions do not have
 
-    def proof(self, keys: Mapping[str, Any]) -> str:
-        """Returns a key of a file that only these versions have; "": it has none."""
-        return next((key for key in keys if any(fnmatchcase(key, pattern) for pattern in self.proofs)), "")
+    @staticmethod
+    def first(patterns: tuple[str, ...], values: Mapping[str, Any]) -> str:
+        """Returns the first key with a value that has one of these names; "": there is none."""
+        # A file that prints all keys has those of other versions too, as null.
+        with_value = (key for key, value in values.items() if value is not None)
+        return next((key for key in with_value if matches(key, patterns)), "")
 
 
 @dataclass(frozen=True)
@@ -122,14 +141,18 @@ class System:
     rules: dict[str, Rule]  # exact keys first, then patterns, the first match wins
     defaults: dict[str, Any]  # of the keys that have an effect on training, where a file does not say them
     base: Callable[[Keys], str]  # the config file of ours that the translation changes
-    here: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the fields that a key of the table decides
+    decides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the fields that a key of the table decides
     renamed: Mapping[str, str] = field(default_factory=dict)  # {old name of a key: new name}
+    respelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # {old name: {its value: the one now}}
     older: tuple[Version, ...] = ()  # the first one that a key proves counts
+    absent: tuple[str, ...] = ()  # names or patterns of keys whose defaults hold, but that a file cannot set
 
     def knows(self, key: str) -> bool:
         return self._pattern(self.renamed.get(key, key)) is not None
 
     def _pattern(self, key: str) -> str | None:
+        if matches(key, self.absent):
+            return None
         if key in self.rules:
             return key
         # In the order of the table: a pattern of few keys must stand before one of many.
@@ -151,8 +174,11 @@ class System:
 
     def decided(self, key: str, keys: Keys) -> list[str]:
         """Returns the fields that a key can decide, whatever its value is."""
-        listed = self.here.get(self._pattern(key) or "")
-        return list(listed or self.by_default(key, keys) or self._probed(key, PROBES, keys))
+        listed = self.decides.get(self._pattern(key) or "")
+        by_default = self.by_default(key, keys)
+        # A section that is not there by default is there with another value.
+        sections = [name for name, value in by_default.items() if value is None]
+        return list(dict.fromkeys([*sections, *(listed or by_default or self._probed(key, PROBES, keys))]))
 
     def _probed(self, key: str, values: tuple[Any, ...], keys: Keys) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -187,23 +213,30 @@ class Translation:
     def yours(self) -> dict[str, str]:
         """Returns the fields that a person must complete, with the reason."""
         used = self.fields()
-        return {name: why for name, why in self._left("yours").items() if name in used} | self._left("unknown")
+        return {name: why for name, why in self._unfinished("yours").items() if name in used} | self._unfinished(
+            "unknown"
+        )
 
     def unknown(self) -> dict[str, str]:
         """Returns the fields whose value is a placeholder, and the keys without a field that may change the run."""
-        return {name: why for name, why in self._left("unknown").items() if name not in MEMORY_FIELDS}
+        return {name: why for name, why in self._unfinished("unknown").items() if name not in MEMORY_FIELDS}
 
-    def _left(self, what: str) -> dict[str, str]:
+    def _unfinished(self, what: str) -> dict[str, str]:
         """Returns what is left to a person in the sections that are there: without evaluations, nothing of theirs."""
-        left: dict[str, str] = {}
+        unfinished: dict[str, str] = {}
         for outcomes in (self.defaults, self.outcomes):
             # A field that a key of the file says is complete, whatever a default wanted.
-            complete = {name for one in outcomes.values() for name in one.fields if name not in one.yours | one.unknown}
-            left = {name: why for name, why in left.items() if name not in complete}
+            complete = {
+                name
+                for outcome in outcomes.values()
+                for name in outcome.fields
+                if name not in outcome.yours | outcome.unknown
+            }
+            unfinished = {name: why for name, why in unfinished.items() if name not in complete}
             for outcome in outcomes.values():
-                left |= getattr(outcome, what)
-        absent = {f"{name}." for name, value in self.fields().items() if value is None and name not in left}
-        return {name: why for name, why in left.items() if not name.startswith(tuple(absent))}
+                unfinished |= getattr(outcome, what)
+        absent = {f"{name}." for name, value in self.fields().items() if value is None and name not in unfinished}
+        return {name: why for name, why in unfinished.items() if not name.startswith(tuple(absent))}
 
     def with_kind(self, kind: Kind) -> dict[str, Outcome]:
         """Returns the keys of the file with this kind of outcome."""
@@ -220,37 +253,59 @@ def translate(
     Raises: UserError, for a value of a wrong type.
     """
     names = {key: system.renamed.get(key, key) for key in values}
+    current: dict[str, Any] = {}
+    origins: dict[str, str] = {}
     # An old name and a new one are one key. Where a file has both, the trainers read the new one.
-    current = {names[key]: value for key, value in values.items() if names[key] == key or names[key] not in values}
-    system, notes = of_its_version(system, values, current)
+    for key in sorted(values, key=lambda key: names[key] == key):
+        if values[key] is not None or names[key] not in current:
+            current[names[key]] = system.respelled.get(key, {}).get(str(values[key]), values[key])
+            origins[names[key]] = key
+    system, current, notes = with_its_version(system, values, current)
     keys = Keys(current, system.defaults, rows=rows, processes=processes)
-    outcomes: dict[str, Outcome] = {}
-    for key, value in values.items():
-        if names[key] != key and names[key] in values:
-            outcomes[key] = Outcome("no effect", reason=f"{names[key]}, its new name, is set")
-        else:
-            outcomes[key] = _outcome(names[key], value, system, keys)
+    outcomes = {
+        key: _outcome(names[key], current[names[key]], system, keys)
+        if origins[names[key]] == key
+        else Outcome("no effect", reason=f"{origins[names[key]]}, another name of it, is set")
+        for key in values
+    }
     # A key of the user's own that only others refer to has done its work once their values are there.
     outcomes |= {key: REFERRED for key in referred & outcomes.keys() if not system.knows(key)}
-    defaults = {key: _outcome(key, value, system, keys) for key, value in system.defaults.items() if key not in current}
+    with_defaults = replace(system, absent=())
+    defaults = {
+        key: _outcome(key, current.get(key, value), with_defaults, keys)
+        for key, value in system.defaults.items()
+        if key not in origins
+    }
     return Translation(system, system.base(keys), outcomes, defaults, notes)
 
 
-def of_its_version(
-    system: System, values: Mapping[str, Any], current: Mapping[str, Any]
-) -> tuple[System, tuple[str, ...]]:
-    """Returns the system with the defaults of the version that keys of the file prove, and a note that says so.
+def with_its_version(
+    system: System, values: Mapping[str, Any], current: dict[str, Any]
+) -> tuple[System, dict[str, Any], tuple[str, ...]]:
+    """Returns the system with the defaults of the version that keys of the file prove, its values, and a note of it.
 
-    current: the values of the file by the newest names of their keys.
+    current: the values of the file by the newest names of their keys. A default is unknown if other keys of the file
+    prove that it is for a later version.
     """
     for version in system.older:
-        if proof := version.proof(values):
-            differing = ", ".join(f"{key} = {value}" for key, value in version.defaults.items() if key not in current)
-            note = (
-                f"{proof} is a key of {system.name} {version.name}: its defaults apply ({differing or 'all are set'})"
-            )
-            return replace(system, version=version.name, defaults=system.defaults | version.defaults), (note,)
-    return system, ()
+        proof, newer = version.first(version.proofs, values), version.first(version.newer, values)
+        if not proof:
+            continue
+        differing = {key: value for key, value in version.defaults.items() if key not in current}
+        listed = ", ".join(f"{key} = {value}" for key, value in differing.items()) or "none that matters"
+        note = f"{proof} is a key of {system.name} {version.name}"
+        if newer:
+            doubt = {
+                key: Unread(f"{value} {version.name}, then {system.defaults[key]}") for key, value in differing.items()
+            }
+            note += f", and {newer} one of later versions. It is not known which defaults apply: {listed}"
+            return system, current | doubt, (note,)
+        return (
+            replace(system, version=version.name, defaults=system.defaults | version.defaults),
+            current,
+            (f"{note}. Its defaults apply: {listed}",),
+        )
+    return system, current, ()
 
 
 def _outcome(key: str, value: Any, system: System, keys: Keys) -> Outcome:
@@ -258,20 +313,22 @@ def _outcome(key: str, value: Any, system: System, keys: Keys) -> Outcome:
     if isinstance(value, Unread):
         return _unread(key, value, system, keys)
     try:
-        outcome, asked = keys.asking(lambda: system.rule(key)(value, keys))
+        outcome, unread_keys = keys.asking(lambda: system.rule(key)(value, keys))
     # What a rule raises for a value that is no number or no list. The user sees the key, not a traceback.
     except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
         raise UserError(
             f"{key} = {value!r} cannot be translated ({error}): give it, and what it depends on, a value "
             f"that {system.name} takes"
         ) from error
-    return _depending(key, outcome, asked, system, keys) if asked else outcome
+    return _depending(key, outcome, unread_keys, system, keys) if unread_keys else outcome
 
 
-def _depending(key: str, outcome: Outcome, asked: list[str], system: System, keys: Keys) -> Outcome:
+def _depending(key: str, outcome: Outcome, unread_keys: list[str], system: System, keys: Keys) -> Outcome:
     """Returns the outcome of a key that depends on others whose values are not in the file: its fields are unknown."""
-    why = ", ".join(f"{other} = {keys.values[other]}" for other in asked)
-    reason = "; ".join(filter(None, [outcome.reason, f"it depends on {', '.join(asked)}, which the file does not say"]))
+    why = ", ".join(f"{other} = {keys.values[other]}" for other in unread_keys)
+    reason = "; ".join(
+        filter(None, [outcome.reason, f"it depends on {', '.join(unread_keys)}, which the file does not say"])
+    )
     decided = list(outcome.fields) or system.decided(key, keys)
     kind = "unsupported" if outcome.kind == "no effect" and decided else outcome.kind
     return replace(outcome, kind=kind, reason=reason, unknown=outcome.unknown | dict.fromkeys(decided, why))
@@ -284,8 +341,8 @@ def _unread(key: str, value: Unread, system: System, keys: Keys) -> Outcome:
     if isinstance(rule, Idle):
         return rule(value, keys)
     if isinstance(rule, OnlyIf):
-        applies, asked = keys.asking(lambda: rule.applies(keys))
-        if not applies and not asked:
+        applies, unread_keys = keys.asking(lambda: rule.applies(keys))
+        if not applies and not unread_keys:
             return Outcome("no effect", reason=rule.why_not)
     unknown = dict.fromkeys(system.decided(key, keys) or [key], f"{key} = {value}")
     return Outcome(
@@ -318,13 +375,18 @@ class Idle:
         return Outcome("no effect", reason=self.reason)
 
 
-def off(reason: str, *neutral: Any) -> Rule:
-    """The key has no counterpart, and needs none at its neutral values (None, False and these)."""
+def off(reason: str, *neutral: Any, decided: tuple[str, ...] = ()) -> Rule:
+    """The key has no counterpart, and needs none at its neutral values (None, False and these).
+
+    decided: fields that are not what the file says with another value.
+    """
     # A trainer that can switch something off has it off with None or False.
     nothing = (None, False, *neutral)
 
     def rule(value: Any, keys: Keys) -> Outcome:
-        return Outcome("no effect", reason="not in use") if value in nothing else Outcome("unsupported", reason=reason)
+        if value in nothing:
+            return Outcome("no effect", reason="not in use")
+        return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(decided, reason))
 
     return rule
 

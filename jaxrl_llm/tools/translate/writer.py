@@ -15,7 +15,7 @@ from jaxrl_llm.errors import printable
 from jaxrl_llm.tools.translate.outcome import KINDS, Outcome, Translation
 
 WIDTH = 119
-CALLS = ("adapters", "advantage", "loss")  # sections that are written as one line, if they have a name
+CALLS = ("adapters", "advantage", "env", "loss", "turns")  # sections that are written as one line, if they are new
 # Sections that are always written as one line.
 WHOLE = ("reward_model", "kl.refresh", "kl.adaptive", "entropy", "entropy.adaptive")
 ALGORITHM = {
@@ -148,7 +148,8 @@ def _section_in_a_line(name: str) -> str:
 def _lines(translation: Translation, name: str, fields: dict[str, Any]) -> list[str]:
     """Returns the line of a field with its comments. The first field of a section in a line has the whole section."""
     section = _section_in_a_line(name)
-    if section in WHOLE or f"{section}.name" in fields:
+    # A section `turns` with its threads comes with an environment that the base does not have.
+    if section in WHOLE or not {f"{section}.name", f"{section}.workers"}.isdisjoint(fields):
         names = [other for other in fields if _section_in_a_line(other) == section]
         if name != names[0]:
             return []
@@ -202,13 +203,14 @@ def _origin(translation: Translation, name: str) -> str:
 
 def _comments(translation: Translation, names: Iterable[str]) -> tuple[list[str], set[str]]:
     """Returns what is said of the keys whose first field is one of these, and these keys."""
+    explained = {
+        key: outcome.reason
+        for key, outcome in translation.outcomes.items()
+        if outcome.reason and outcome.kind in ("mapped", "changed") and _first(outcome) in names
+    }
     lines: list[str] = []
-    explained: dict[str, str] = {}
-    for key, outcome in translation.outcomes.items():
-        if outcome.reason and outcome.kind in ("mapped", "changed") and _first(outcome) in names:
-            if outcome.reason not in explained.values():
-                lines += _wrapped(f"{key}: {outcome.reason}.")
-            explained[key] = outcome.reason
+    for reason, keys in _grouped(explained).items():
+        lines += _wrapped(f"{', '.join(keys)}: {reason}.")
     explicit = {name for outcome in translation.outcomes.values() for name in outcome.fields}
     for key, outcome in translation.defaults.items():
         if (

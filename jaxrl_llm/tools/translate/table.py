@@ -1,0 +1,147 @@
+"""Reads the table of a trainer: a file of tab-separated values beside this one, with a row for each key.
+
+key: its name, or a pattern with *. Exact names come first, then patterns in the order of the file.
+fields: those of our config that the key decides, the most important one first.
+rule: what becomes of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make it the first field, with the same
+    meaning; `count` does so if it is above 0. `idle` has no effect on the numbers of a run, whatever its value is.
+    `off` has no counterpart, and needs none with None, False and the values after it. `none` has no counterpart.
+    `absent` takes a row of another table out. `old KEY` is an earlier name of KEY; the words A=B after it say how its
+    values are spelled now. Any other word is a function of the trainer's module: a rule, or what makes one of a row.
+    `if NAME` after all of these: the key has an effect only with that condition.
+default: of the trainer, as YAML; empty where it has none, or needs none because it changes no field.
+was: the default of the older versions, where it was another one.
+versions: "0.3-" since this one, "-0.2" until this one. The second kind proves that a file is for the older versions.
+why: what differs, or why there is no field; a word in capitals is a sentence of the module.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.tools.translate.documents import scalar
+from jaxrl_llm.tools.translate.outcome import Idle, Keys, OnlyIf, Outcome, Rule, System, Version, off, unsupported
+
+CONVERTERS: dict[str, Callable[[Any], Any]] = {
+    "int": int,
+    "count": int,
+    "float": float,
+    "bool": bool,
+    "text": str,
+    "dict": dict,
+    "any": lambda value: value,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table."""
+
+    key: str
+    fields: str
+    rule: str
+    default: str
+    was: str
+    versions: str
+    why: str
+
+    @property
+    def section(self) -> str:
+        """What is before the last part of the key, with its dot."""
+        return self.key.removesuffix(self.name)
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition(".")[2]
+
+    @property
+    def field(self) -> str:
+        """The first field that the key decides."""
+        return self.fields.split(" ")[0]
+
+    @property
+    def our_section(self) -> str:
+        return self.field.rpartition(".")[0]
+
+
+def read_rows(name: str) -> dict[str, Row]:
+    """Returns the rows of a table by their keys."""
+    lines = (Path(__file__).parent / f"{name}.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    rows = [Row(*line.split("\t")) for line in lines if line and not line.startswith("#")]
+    return {row.key: row for row in rows}
+
+
+def system(
+    name: str,
+    version: str,
+    rows: Mapping[str, Row],
+    module: Mapping[str, Any],
+    base: Callable[[Keys], str],
+    *,
+    is_older: bool = False,
+) -> System:
+    """Returns a trainer.
+
+    module: the names of its module: functions, sentences and CONDITIONS, {name: (applies, why not)}. It may have OLDER,
+    the name of the versions to which the column `was` belongs. is_older: the trainer began as one of them, and has no
+    key of later ones.
+    """
+    rows = {key: row for key, row in rows.items() if row.rule != "absent"}
+    current = {key: row for key, row in rows.items() if not row.rule.startswith("old ")}
+    former = {key: row.rule.split(" ")[1:] for key, row in rows.items() if key not in current}
+    older = Version(
+        module.get("OLDER", ""),
+        proofs=tuple(key for key, row in rows.items() if row.versions.startswith("-")),
+        defaults={key: scalar(row.was) for key, row in current.items() if row.was},
+        newer=tuple(key for key, row in rows.items() if row.versions.endswith("-")),
+    )
+    trainer = System(
+        name,
+        version,
+        {key: _rule(row, module) for key, row in current.items()},
+        {key: scalar(row.default) for key, row in current.items() if row.default},
+        base,
+        decides={key: tuple(row.fields.split()) for key, row in current.items()},
+        renamed={key: words[0] for key, words in former.items()},
+        respelled={key: dict(word.split("=") for word in words[1:]) for key, words in former.items()},
+        older=(older,) if older.proofs else (),
+    )
+    if is_older:
+        return replace(trainer, defaults=trainer.defaults | older.defaults, older=(), absent=older.newer)
+    return trainer
+
+
+def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
+    text, _, condition = row.rule.partition(" if ")
+    word, *arguments = text.split(" ")
+    why = module[row.why] if row.why.isupper() and row.why in module else row.why
+    if word in CONVERTERS:
+        rule = _same(row, word, why)
+    elif word == "idle":
+        rule = Idle(why)
+    elif word == "off":
+        rule = off(why, *map(scalar, arguments), decided=tuple(row.fields.split()))
+    elif word == "none":
+        rule = unsupported(why)
+    else:
+        name, _, attribute = word.partition(".")
+        function: Any = getattr(module[name], attribute) if attribute else module[name]
+        rule = function(row) if [*inspect.signature(function).parameters] == ["row"] else function
+    if condition:
+        applies, why_not = module["CONDITIONS"][condition]
+        return OnlyIf(applies, rule, why_not)
+    return rule
+
+
+def _same(row: Row, word: str, why: str) -> Rule:
+    """The value becomes the field, with the same meaning."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        if (value is None and row.default in ("", "null")) or (word == "count" and not (value and value > 0)):
+            return Outcome("no effect", reason="not set")
+        return Outcome("mapped", {row.field: CONVERTERS[word](value)}, why)
+
+    return rule
