@@ -28,7 +28,7 @@ HYDRA = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
 OVERRIDDEN = {key.split(".")[0] for system in HYDRA for key in system.rules if "." in key}
 OF_TRL = trl.OF_TRL
 PROGRAMS = {"rloo": "rloo", "dpo": "dpo", "cpo": "simpo", "simpo": "simpo"}
-FLAGS = {key for system in OF_TRL.values() for key in {*system.rules, *system.renamed} if key not in trl.PLAIN}
+FLAGS = trl.flags()
 # Modules that start a script, whose name comes later.
 STARTERS = ("torch.distributed", *launchers.TORCH)
 

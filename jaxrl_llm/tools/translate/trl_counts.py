@@ -11,6 +11,7 @@ from typing import Any
 from jaxrl_llm.tools.translate import launchers
 from jaxrl_llm.tools.translate.family import divisors, unknown_steps
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule
+from jaxrl_llm.tools.translate.table import Row
 
 UNNAMED = "The file names no number of processes: --processes N does"
 
@@ -78,14 +79,14 @@ def micro(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", fields | {"microbatch": microbatch}, reason, unknown=unknown)
 
 
-def part_of_batch(*names: str) -> Rule:
-    """A word of the batch that per_device_train_batch_size explains. names: the fields that it changes."""
+def part_of_batch(row: Row) -> Rule:
+    """A word of the batch that per_device_train_batch_size explains."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
         if value is None:
             return Outcome("no effect", reason="not set")
         fields, _ = batch(keys)
-        shown = {name: fields[name] for name in names if name in fields}
+        shown = {name: fields[name] for name in row.fields.split() if name in fields}
         return Outcome("changed", shown, "a factor of the batch, as said above")
 
     return rule
@@ -142,10 +143,10 @@ def in_rollouts(name: str, value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", {name: 25}, "a share of the run", unknown={name: why})
 
 
-def counts_updates(name: str) -> Rule:
+def every(row: Row) -> Rule:
     """A number of optimizer steps becomes one of rollouts."""
     return lambda value, keys: (
-        in_rollouts(name, value, keys) if value and value > 0 else Outcome("no effect", reason="not set")
+        in_rollouts(row.field, value, keys) if value and value > 0 else Outcome("no effect", reason="not set")
     )
 
 

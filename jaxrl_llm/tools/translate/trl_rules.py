@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.tools.translate import images, ours
 from jaxrl_llm.tools.translate.family import model as model_path
-from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule, not_here
+from jaxrl_llm.tools.translate.outcome import Keys, OnlyIf, Outcome, Rule, not_here
+from jaxrl_llm.tools.translate.table import Row
 from jaxrl_llm.tools.translate.trl_counts import in_rollouts, updates
 
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
@@ -41,20 +43,56 @@ LOSSES = {  # ours, its aggregation, and its arguments with the keys that they a
 JUDGE = "a reward function that judges the evaluation, or eval.every = 0"
 
 
-def schedule(section: str) -> Rule:
+def schedule(value: Any, keys: Keys) -> Outcome:
     """The schedule of the learning rate."""
+    if value == "cosine_with_min_lr":
+        arguments = keys.explicit.get("lr_scheduler_kwargs") or {}
+        # transformers takes one of the two: the rate itself, or a share of the highest one.
+        low = arguments.get("min_lr", float(keys["learning_rate"]) * arguments.get("min_lr_rate", 0.0))
+        return Outcome("mapped", {"optim.decay": "cosine", "optim.end": float(low)})
+    if value not in SCHEDULES:
+        return not_here("optim.decay", f"there is constant, linear and cosine, not {value}")
+    return Outcome("mapped", {"optim.decay": SCHEDULES[value], "optim.end": 0.0})
 
-    def rule(value: Any, keys: Keys) -> Outcome:
-        if value == "cosine_with_min_lr":
-            arguments = keys.explicit.get("lr_scheduler_kwargs") or {}
-            # transformers takes one of the two: the rate itself, or a share of the highest one.
-            low = arguments.get("min_lr", float(keys["learning_rate"]) * arguments.get("min_lr_rate", 0.0))
-            return Outcome("mapped", {f"{section}.decay": "cosine", f"{section}.end": float(low)})
-        if value not in SCHEDULES:
-            return not_here(f"{section}.decay", f"there is constant, linear and cosine, not {value}")
-        return Outcome("mapped", {f"{section}.decay": SCHEDULES[value], f"{section}.end": 0.0})
 
-    return rule
+def lowest(value: Any, keys: Keys) -> Outcome:
+    """The rate at the end of a cosine, which `schedule` has used."""
+    return Outcome("mapped", {"optim.end": schedule("cosine_with_min_lr", keys).fields["optim.end"]})
+
+
+def half(value: Any, keys: Keys) -> Outcome:
+    """Whether products are in bfloat16, as by default."""
+    return Outcome("mapped", {"model.dtype": "bfloat16" if value in (None, True) else "float32"})
+
+
+def launcher_file(value: Any, keys: Keys) -> Outcome:
+    """The file of accelerate."""
+    if value:
+        return Outcome("mapped", {}, "its num_processes is read")
+    return Outcome("unsupported", reason="not beside the script or above it: --processes says what it may say")
+
+
+def processor_size(value: Any, keys: Keys) -> Outcome:
+    return images.processor({"size": value})
+
+
+def prompt_column(value: Any, keys: Keys) -> Outcome:
+    return ours.column("data.prompt_column", value, "prompt")
+
+
+def top_entropy(value: Any, keys: Keys) -> Outcome:
+    """The share of tokens with the highest entropy that learn."""
+    reason = "the quantile of the whole rollout here, of a micro-batch there"
+    return Outcome("changed" if value < 1 else "mapped", {"mask.top_entropy": float(value)}, reason * (value < 1))
+
+
+def optimizer(value: Any, keys: Keys) -> Outcome:
+    """The optimizer. Variants of AdamW have one update, in different kernels and places."""
+    if value in (None, "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw_32bit"):
+        return Outcome("no effect", reason="AdamW, as here")
+    if str(value).startswith(("adamw_", "paged_adamw_")):
+        return Outcome("changed", {}, f"AdamW, whose moments are rounded in {value}; here they are float32")
+    return not_here("optim", f"AdamW is the one optimizer here, not {value}")
 
 
 def weight_decay(value: Any, keys: Keys) -> Outcome:
@@ -108,23 +146,10 @@ def loss(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed" if reason else "mapped", fields, reason)
 
 
-def loss_argument(losses: tuple[str, ...], why: str) -> Rule:
-    """An argument of the loss, which `loss` has used."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        if value is None or keys["loss_type"] not in losses:
-            return Outcome("no effect", reason="not set" if value is None else why)
-        outcome = loss(keys["loss_type"], keys)
-        return Outcome("mapped", {name: x for name, x in outcome.fields.items() if name.startswith("loss.")})
-
-    return rule
-
-
 def kl(value: Any, keys: Keys) -> Outcome:
     """The coefficient of k3 in the loss."""
     if not value:
-        # A default that trains without a penalty, where older versions had one, is worth a word: the file may be older.
-        return Outcome("mapped" if "beta" in keys else "changed", {"kl": None}, OLDER["beta"] * ("beta" not in keys))
+        return Outcome("mapped", {"kl": None})
     fields = {"kl.placement": "loss", "kl.coef": float(value)}
     return Outcome("mapped", fields | kl_estimator(keys["use_bias_correction_kl"], keys).fields, "k3 in the loss")
 
@@ -152,12 +177,13 @@ def objectives(value: Any, keys: Keys) -> Outcome:
 
 
 def was(key: str, rule: Rule) -> Rule:
-    """Says of a default that it was another one in earlier versions."""
+    """Says of a default that it was another one in earlier versions: the file may be for one of them."""
+    if isinstance(rule, OnlyIf):
+        return replace(rule, rule=was(key, rule.rule))
 
     def noted(value: Any, keys: Keys) -> Outcome:
-        outcome = rule(value, keys)
         newest = key not in keys and OLDER[key].startswith(str(value))
-        return Outcome("changed", outcome.fields, OLDER[key], outcome.yours, outcome.unknown) if newest else outcome
+        return replace(rule(value, keys), kind="changed", reason=OLDER[key]) if newest else rule(value, keys)
 
     return noted
 
@@ -420,11 +446,11 @@ def adapter(value: Any, keys: Keys) -> Outcome:
     return images.beside_tower(outcome, targets, excluded, keys) if images.evidence(keys.values) else outcome
 
 
-def part_of_adapter(name: str) -> Rule:
+def part_of_adapter(row: Row) -> Rule:
     """An argument of an adapter, which the rule of the whole has used."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
-        outcome = adapter(value, keys)
+        outcome, name = adapter(value, keys), row.field
         if name not in outcome.fields:
             return outcome
         told = name == "adapters.targets"
@@ -445,13 +471,16 @@ def quantized(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", {"adapters.base_dtype": "int8"}, reason)
 
 
-def not_followed(*fields: str) -> Rule:
-    """Something that a script does with an object, or an argument that no table knows. fields: what it may decide."""
-    return lambda value, keys: Outcome(
-        "unsupported",
-        reason=f"not read: {value}",
-        unknown=dict.fromkeys(fields or (key_of(value, keys),), f"not read: {value}"),
-    )
+def not_followed(row: Row) -> Rule:
+    """Something that a script does with an object, or an argument that no table knows."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        reason = f"not read: {value}"
+        return Outcome(
+            "unsupported", reason=reason, unknown=dict.fromkeys(row.fields.split() or [key_of(value, keys)], reason)
+        )
+
+    return rule
 
 
 def key_of(value: Any, keys: Keys) -> str:
@@ -588,15 +617,19 @@ def simpo_loss(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed" if nll else "mapped", fields, f"{NLL}; TRL's also counts the prompt" * bool(nll))
 
 
-def of_loss(rule: Rule) -> Rule:
+def of_loss(row: Row) -> Rule:
     """An argument of the loss, which the rule of `loss_type` has used."""
 
-    def its_part(value: Any, keys: Keys) -> Outcome:
-        outcome = rule(keys["loss_type"], keys)
-        fields = {name: x for name, x in outcome.fields.items() if name.startswith("loss.")}
-        return Outcome("mapped", fields) if fields else Outcome("no effect", reason="of a loss that is not there")
+    def rule(value: Any, keys: Keys) -> Outcome:
+        pairs = simpo_loss if "cpo_alpha" in keys.defaults else dpo_loss
+        outcome = (loss if "epsilon" in keys.defaults else pairs)(keys["loss_type"], keys)
+        fields = {name: outcome.fields[name] for name in row.fields.split() if name in outcome.fields}
+        # The lower bound of CISPO is no argument.
+        if value is None or not fields or (row.key, keys["loss_type"]) == ("epsilon", "cispo"):
+            return Outcome("no effect", reason="not set" if value is None else "the loss has no such argument")
+        return Outcome("mapped", fields)
 
-    return its_part
+    return rule
 
 
 def rloo_penalty(value: Any, keys: Keys) -> Outcome:
@@ -616,6 +649,43 @@ def rloo_clip(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", fields, "a ratio for each token here; there one for a completion, the product of them")
 
 
+def rloo(value: Any, keys: Keys) -> Outcome:
+    """RLOO's advantage and the sum of the tokens of a completion."""
+    return Outcome(
+        "mapped", {"advantage.name": "rloo", "aggregate.mode": "sequence_sum", "aggregate.constant_length": 0}
+    )
+
+
+def both(row: Row) -> Rule:
+    """A number of advantages and of the critic."""
+    return lambda value, keys: Outcome("mapped", dict.fromkeys(row.fields.split(), float(value)))
+
+
+def ppo_penalty(value: Any, keys: Keys) -> Outcome:
+    """PPO's KL penalty in the reward."""
+    estimator = str(keys["kl_estimator"])
+    return Outcome("mapped", {"kl.placement": "reward", "kl.coef": float(value), "kl.estimator": estimator})
+
+
+def ppo_clip(value: Any, keys: Keys) -> Outcome:
+    """PPO's clip of the ratio."""
+    clip = float(value)
+    return Outcome(
+        "mapped", {"loss.name": "ppo_clip", "loss.clip_low": clip, "loss.clip_high": clip, "loss.delta": 0.0}
+    )
+
+
+def logs_samples(value: Any, keys: Keys) -> Outcome:
+    """PPO's evaluation, which is no accuracy."""
+    samples = value not in ("no", None)
+    reason = "TRL's PPO only logs samples: set eval.every and eval.source for an accuracy" * samples
+    return Outcome("changed" if samples else "mapped", ours.NO_EVALUATION, reason)
+
+
+def no_critic_warmup(value: Any, keys: Keys) -> Outcome:
+    return Outcome("mapped", {"critic.warmup_steps": 0})
+
+
 def with_critic(rule: Rule) -> Rule:
     """Applies a rule of the one optimizer of TRL's PPO to that of the critic too."""
 
@@ -623,6 +693,6 @@ def with_critic(rule: Rule) -> Rule:
         outcome = rule(value, keys)
         # One optimizer holds policy and critic there, so both have its rate and limits here.
         critic_fields = {f"critic.{name}": x for name, x in outcome.fields.items() if name.startswith("optim.")}
-        return Outcome(outcome.kind, outcome.fields | critic_fields, outcome.reason, outcome.yours, outcome.unknown)
+        return replace(outcome, fields=outcome.fields | critic_fields)
 
     return both
