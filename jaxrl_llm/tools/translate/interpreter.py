@@ -364,8 +364,8 @@ class Interpreter:
                 case ast.Compare(ops=[op]):
                     return COMPARISONS[type(op)](*values)
                 case ast.BoolOp(op=op):
-                    wanted = isinstance(op, ast.Or)
-                    return next((value for value in values if bool(value) == wanted), values[-1])
+                    is_or = isinstance(op, ast.Or)
+                    return next((value for value in values if bool(value) == is_or), values[-1])
         except (KeyError, TypeError, ValueError, ArithmeticError):
             pass
         return Unread(short(node))
@@ -374,10 +374,10 @@ class Interpreter:
         """Returns the arguments of a call by their names. Those without one are numbered."""
         values = [self.value(argument) for argument in node.args]
         names = [*positional[: len(values)], *map(str, range(len(positional), len(values)))]
-        given = dict(zip(names, values, strict=True))
+        arguments = dict(zip(names, values, strict=True))
         for keyword in node.keywords:
-            given |= {keyword.arg: self.value(keyword.value)} if keyword.arg else self.unpacked(keyword.value)
-        return given
+            arguments |= {keyword.arg: self.value(keyword.value)} if keyword.arg else self.unpacked(keyword.value)
+        return arguments
 
     def call(self, node: ast.Call) -> Any:
         """Returns what a call makes, or notes what it may do to the items that it gets."""
@@ -397,31 +397,34 @@ class Interpreter:
         return self.method(owner, name, node)
 
     def method(self, owner: Any, name: str, node: ast.Call) -> Any:
-        given = self.arguments(node)
+        arguments = self.arguments(node)
         if isinstance(owner, list) and name in ("append", "extend"):
-            added = given.get("0") if name == "extend" else [given.get("0")]
+            added = arguments.get("0") if name == "extend" else [arguments.get("0")]
             owner += added if isinstance(added, list) and not self.doubt else [Unread(self.doubt or short(node))]
             return None
         if isinstance(owner, dict) and name == "update":
-            owner |= given.get("0", {}) if isinstance(given.get("0"), dict) else {}
-            owner |= {key: Unread(self.doubt) if self.doubt else x for key, x in given.items() if key != "0"}
+            owner |= arguments.get("0", {}) if isinstance(arguments.get("0"), dict) else {}
+            owner |= {key: Unread(self.doubt) if self.doubt else x for key, x in arguments.items() if key != "0"}
             return None
         if isinstance(owner, Item) and owner.kind == "parser":
             return self.parsed(owner, name, node)
         if isinstance(owner, Item) and owner.kind == "trainer" and name == "train":
             raise TrainingStarts
         if isinstance(owner, Item) and owner.kind == "trainer" and name == "add_callback" and not self.doubt:
-            owner.keys["callbacks"] = [*(owner.keys.get("callbacks") or []), given.get("0", given.get("callback"))]
+            owner.keys["callbacks"] = [
+                *(owner.keys.get("callbacks") or []),
+                arguments.get("0", arguments.get("callback")),
+            ]
             return None
         if isinstance(owner, Item) and owner.kind == "object" and owner.node:
             body = [x for x in owner.node.body if isinstance(x, ast.FunctionDef) and x.name == name]
             if body:
-                return self.inlined(body[0], {"self": owner} | given, node)
+                return self.inlined(body[0], {"self": owner} | arguments, node)
         if isinstance(owner, Item) and owner.kind == "rows":
             copy = owner.copy(owner.value)
             copy.steps |= {} if name in QUIET_ROWS | QUIET else {name: where(node)}
             return copy
-        return self.unknown(name, [owner, *given.values()], node)
+        return self.unknown(name, [owner, *arguments.values()], node)
 
     def unknown(self, name: str, values: list[Any], node: ast.Call) -> Any:
         """Returns what a call makes that no table knows: the first item that it gets, with a step more."""
@@ -447,30 +450,36 @@ class Interpreter:
         """Returns what a call of an imported name makes, if a table knows it."""
         kind = next((kind for end, kind in TRAINERS.items() if name.endswith(end) and name not in OTHERS), "")
         if kind:
-            trainer = self.made("trainer", kind, POSITIONAL[kind], node)
+            trainer = self.create("trainer", kind, POSITIONAL[kind], node)
             # A class of this kind from elsewhere may do anything in another way.
             known = known and name in TRAINERS and not str(function.value).startswith("open_r1")
             trainer.steps |= {} if known else {f"{name}()": where(node)}
             return trainer
         if name in CONFIGS:
-            config = self.made("config", CONFIGS[name], ("output_dir",), node)
+            config = self.create("config", CONFIGS[name], ("output_dir",), node)
             config.steps |= {} if known else {f"{name}()": where(node)}
             return config
         handler = getattr(self, f"call_{name}", None) if known else None
         if handler:
             return handler(str(function.value).split(".")[:-1], node)
-        given = self.arguments(node)
-        cast = given.get("0")
+        arguments = self.arguments(node)
+        cast = arguments.get("0")
         if name == "dict" and known:
-            return given if "0" not in given else {**cast, **given} if isinstance(cast, dict) else Unread(short(node))
-        if name in CASTS and known and len(given) == 1 and not isinstance(cast, Unread | Item):
+            return (
+                arguments
+                if "0" not in arguments
+                else {**cast, **arguments}
+                if isinstance(cast, dict)
+                else Unread(short(node))
+            )
+        if name in CASTS and known and len(arguments) == 1 and not isinstance(cast, Unread | Item):
             try:
                 return CASTS[name](cast)
             except (TypeError, ValueError):
                 return Unread(short(node))
-        return self.unknown(name, list(given.values()), node)
+        return self.unknown(name, list(arguments.values()), node)
 
-    def made(self, kind: str, value: str, positional: tuple[str, ...], node: ast.Call) -> Item:
+    def create(self, kind: str, value: str, positional: tuple[str, ...], node: ast.Call) -> Item:
         item = Item(kind, value, self.arguments(node, positional), node=node)
         self.items.append(item)
         return item
@@ -482,7 +491,7 @@ class Interpreter:
         if base in TRAINERS | CONFIGS:
             kind = (TRAINERS | CONFIGS)[base]
             places = POSITIONAL[kind] if base in TRAINERS else ("output_dir",)
-            item = self.made("trainer" if base in TRAINERS else "config", kind, places, node)
+            item = self.create("trainer" if base in TRAINERS else "config", kind, places, node)
             item.keys = (of.keys if base in CONFIGS else {}) | item.keys
             item.steps |= of.steps
             return item
@@ -490,11 +499,11 @@ class Interpreter:
         if "__init__" in methods:
             self.inlined(methods["__init__"], {"self": item} | self.arguments(node), node)
         else:
-            given = self.arguments(node, tuple(of.keys))
-            item.keys |= {name: value for name, value in given.items() if name in of.keys}
+            arguments = self.arguments(node, tuple(of.keys))
+            item.keys |= {name: value for name, value in arguments.items() if name in of.keys}
         return item
 
-    def inlined(self, function: Any, given: dict[str, Any], node: ast.AST) -> Any:
+    def inlined(self, function: Any, arguments: dict[str, Any], node: ast.AST) -> Any:
         """Follows a function of the script, and returns what it returns."""
         if self.depth > 8:
             return Unread(short(node))
@@ -503,8 +512,8 @@ class Interpreter:
         optional = [*parameters[len(parameters) - len(function.args.defaults) :], *function.args.kwonlyargs]
         bound = {x.arg: Unread(x.arg) for x in [*parameters, *function.args.kwonlyargs]}
         bound |= {x.arg: self.value(value) for x, value in zip(optional, defaults, strict=True) if value}
-        names = [x.arg for x in parameters if x.arg not in given]
-        bound |= {names[int(k)] if k.isdigit() and int(k) < len(names) else k: value for k, value in given.items()}
+        names = [x.arg for x in parameters if x.arg not in arguments]
+        bound |= {names[int(k)] if k.isdigit() and int(k) < len(names) else k: value for k, value in arguments.items()}
         before, self.names = self.names, self.names | bound
         returned, self.returned = self.returned, []
         self.depth += 1
@@ -517,30 +526,37 @@ class Interpreter:
 
     def call_from_pretrained(self, owner: list[str], node: ast.Call) -> Any:
         """A model, tokenizer or processor. Unsloth returns the first two, by default with a base of 4 bits."""
-        given = self.arguments(node, ("path",))
+        arguments = self.arguments(node, ("path",))
         name = owner[-1] if owner else ""
         if name.startswith("Peft"):
             return self.wrapped(
-                given.get("path", given.get("model")), Item("adapter", given.get("1", given.get("model_id"))), node
+                arguments.get("path", arguments.get("model")),
+                Item("adapter", arguments.get("1", arguments.get("model_id"))),
+                node,
             )
-        path = next((given.pop(x) for x in ("pretrained_model_name_or_path", "model_name", "path") if x in given), None)
+        path = next(
+            (arguments.pop(x) for x in ("pretrained_model_name_or_path", "model_name", "path") if x in arguments), None
+        )
         path = Unread(short(node)) if path is None or isinstance(path, Item) else path
         if "Tokenizer" in name or "Processor" in name:
-            return Item("tokenizer", path, given)
+            return Item("tokenizer", path, arguments)
         if name.startswith("Fast"):
-            others = any(given.get(x) for x in ("load_in_8bit", "load_in_16bit", "full_finetuning"))
-            return [Item("model", path, {"load_in_4bit": not others, "unsloth": True} | given), Item("tokenizer", path)]
+            others = any(arguments.get(x) for x in ("load_in_8bit", "load_in_16bit", "full_finetuning"))
+            return [
+                Item("model", path, {"load_in_4bit": not others, "unsloth": True} | arguments),
+                Item("tokenizer", path),
+            ]
         if name.startswith("AutoPeft"):
-            return Item("model", Unread(short(node)), given, {f"{name}()": where(node)})
-        return Item("model", path, given) if "Config" not in name else Unread(short(node))
+            return Item("model", Unread(short(node)), arguments, {f"{name}()": where(node)})
+        return Item("model", path, arguments) if "Config" not in name else Unread(short(node))
 
     def call_get_peft_model(self, owner: list[str], node: ast.Call) -> Any:
         """LoRA around a model: PEFT's with a LoraConfig, or Unsloth's with its arguments."""
-        given = self.arguments(node, ("model", "peft_config"))
+        arguments = self.arguments(node, ("model", "peft_config"))
         unsloth = owner[-1:] and owner[-1].startswith("Fast")
-        model = given.pop("model", None)
+        model = arguments.pop("model", None)
         return self.wrapped(
-            model, Item("adapter", None, UNSLOTH_LORA | given) if unsloth else given.get("peft_config"), node
+            model, Item("adapter", None, UNSLOTH_LORA | arguments) if unsloth else arguments.get("peft_config"), node
         )
 
     def wrapped(self, model: Any, adapter: Any, node: ast.Call) -> Any:
@@ -563,17 +579,17 @@ class Interpreter:
 
     def call_load_dataset(self, owner: list[str], node: ast.Call) -> Any:
         """Returns rows by their name: owner/name:configuration@split, or the file of a format."""
-        given = self.arguments(node, ("path", "name"))
-        source, files, configuration = given.get("path"), given.get("data_files"), given.get("name")
+        arguments = self.arguments(node, ("path", "name"))
+        source, files, configuration = arguments.get("path"), arguments.get("data_files"), arguments.get("name")
         if not isinstance(source, str) or isinstance(source, Unread):
             return Item("rows", Unread(short(node)))
         # load_dataset("json", data_files=...): "json" is a format, the rows are in the file.
         if "/" not in source and isinstance(files, str | dict):
-            return Item("rows", with_split(files, given["split"]) if "split" in given else files)
+            return Item("rows", with_split(files, arguments["split"]) if "split" in arguments else files)
         if isinstance(configuration, Unread | Item):
             return Item("rows", Unread(short(node)))
         source = f"{source}:{configuration}" if isinstance(configuration, str) else source
-        return Item("rows", with_split(source, given["split"]) if "split" in given else source)
+        return Item("rows", with_split(source, arguments["split"]) if "split" in arguments else source)
 
     call_load_from_disk = call_load_dataset
 
@@ -593,12 +609,12 @@ class Interpreter:
     def parsed(self, parser: Item, name: str, node: ast.Call) -> Any:
         """What a parser returns: the defaults of the options that the script gives it, or of its dataclasses."""
         if name == "add_argument":
-            given = self.arguments(node)
-            flags = [value for key, value in given.items() if key.isdigit() and isinstance(value, str)]
-            option = str(given.get("dest", next((x for x in flags if x.startswith("--")), (flags or ["-"])[0])))
-            action = str(given.get("action", ""))
+            arguments = self.arguments(node)
+            flags = [value for key, value in arguments.items() if key.isdigit() and isinstance(value, str)]
+            option = str(arguments.get("dest", next((x for x in flags if x.startswith("--")), (flags or ["-"])[0])))
+            action = str(arguments.get("action", ""))
             default = {"store_true": False, "store_false": True}.get(action, Unread(f"the option {option}"))
-            parser.keys[option.lstrip("-").replace("-", "_")] = given.get("default", default)
+            parser.keys[option.lstrip("-").replace("-", "_")] = arguments.get("default", default)
             return None
         if not name.startswith("parse"):
             return Unread(short(node))
@@ -606,12 +622,12 @@ class Interpreter:
         if parser.value is None:
             options = Item("object", short(node), parser.keys)
             return [options, []] if "known" in name else options
-        own = [of for of in parser.value if isinstance(of, Item)]
+        classes = [of for of in parser.value if isinstance(of, Item)]
         return [
             Item("object", short(node), dict(of.keys), node=of.node)
             if of.kind == "class" and not of.value
             else Unread(short(node))
-            for of in own
+            for of in classes
         ]
 
     def call_get_soft_overlong_punishment(self, owner: list[str], node: ast.Call) -> Any:

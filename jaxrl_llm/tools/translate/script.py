@@ -25,7 +25,7 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
     """Returns the kind of a trainer, the keys of the script, its lines that belong to no key, and notes of values.
 
     Keys of the trainer begin with "trainer.". A value that is no literal is `Unread`, except functions and data sets,
-    which are given by name. What happens to an object on the way to the trainer, and is in no table, is a key too.
+    which are trainer_arguments by name. What happens to an object on the way to the trainer, and is in no table, is a key too.
     Raises: UserError, if the script is no Python or makes no such config.
     """
     try:
@@ -43,18 +43,18 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
     trainer = next((item for item in items if item.kind == "trainer"), None)
     if not config and not trainer:
         other = next((name for name, _ in calls if name in OTHERS), "")
-        made_instead = (
+        config_class = (
             f"{other}, which is not translated"
             if other
             else "no GRPOConfig, RLOOConfig, PPOConfig, DPOConfig or CPOConfig"
         )
         raise UserError(
-            f"{path} makes {made_instead}: give a script that calls one of these, or its command line in a .sh"
+            f"{path} makes {config_class}: give a script that calls one of these, or its command line in a .sh"
         )
     keys: dict[str, Any] = {}
     lost: list[str] = []
-    given = dict(trainer.keys) if trainer else {}
-    args = given.pop("args", None)
+    trainer_arguments = dict(trainer.keys) if trainer else {}
+    args = trainer_arguments.pop("args", None)
     if isinstance(args, Item) and args.kind == "config":
         config = args
     elif trainer and args is not None:
@@ -62,7 +62,7 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
         lost.append(f"line {node.lineno}: args={short(node)} is not made there: give the command line (a .sh)")
     if config:
         keys |= {name: plain(value) for name, value in config.keys.items()} | _steps("trainer.args", config)
-    for name, value in given.items():
+    for name, value in trainer_arguments.items():
         keys |= argument(f"trainer.{name}", value)
     if trainer:
         keys |= _steps("trainer", trainer)
@@ -104,8 +104,8 @@ def argument(name: str, value: Any) -> dict[str, Any]:
         return {name: [str(x.value if isinstance(x, Item) else x).partition("(")[0] for x in value]}
     if not isinstance(value, Item) or value.kind in ("name", "function"):
         # What a call returns may be more than a model: adapters, or only some parameters that learn.
-        made = {"trainer.model.made()": str(value)} if name == "trainer.model" and "(" in str(value) else {}
-        return {name: plain(value, functions=True)} | made
+        model_call = {"trainer.model.made()": str(value)} if name == "trainer.model" and "(" in str(value) else {}
+        return {name: plain(value, functions=True)} | model_call
     if value.kind == "rows":
         steps = {f"{name}.steps": ", ".join(value.steps)} if value.steps else {}
         source = value.value.get("train", Unread(str(value.value))) if isinstance(value.value, dict) else value.value

@@ -344,8 +344,8 @@ def saving(value: Any, keys: Keys) -> Outcome:
 
 def held_out(keys: Keys) -> str:
     """Returns the rows to evaluate: the trainer's, or a split of those to learn; "": the file does not say."""
-    if own := keys.explicit.get("trainer.eval_dataset"):
-        return str(own)
+    if rows := keys.explicit.get("trainer.eval_dataset"):
+        return str(rows)
     if "dataset_mixer" in keys:
         tests = [str(split) for split in keys.explicit.get("dataset_splits", []) if "test" in str(split)]
         return f"{next(iter(keys['dataset_mixer']))}@{(tests or ['test'])[0]}"
@@ -453,10 +453,10 @@ def part_of_adapter(row: Row) -> Rule:
         outcome, name = adapter(value, keys), row.field
         if name not in outcome.fields:
             return outcome
-        told = name == "adapters.targets"
+        with_reason = name == "adapters.targets"
         unknown = {key: why for key, why in outcome.unknown.items() if key == name}
-        kind = outcome.kind if told else "mapped"
-        return Outcome(kind, {name: outcome.fields[name]}, outcome.reason * told, unknown=unknown)
+        kind = outcome.kind if with_reason else "mapped"
+        return Outcome(kind, {name: outcome.fields[name]}, outcome.reason * with_reason, unknown=unknown)
 
     return rule
 
@@ -607,11 +607,11 @@ def dpo_loss(value: Any, keys: Keys) -> Outcome:
 
 def simpo_loss(value: Any, keys: Keys) -> Outcome:
     """The loss of SimPO, with the cross-entropy of the chosen completion: of CPOConfig, or of SimPO's own trainer."""
-    own = "gamma_beta_ratio" in keys.defaults
-    if value != ("sigmoid" if own else "simpo"):
+    is_simpo_trainer = "gamma_beta_ratio" in keys.defaults
+    if value != ("sigmoid" if is_simpo_trainer else "simpo"):
         return not_here("loss.name", f"of CPOConfig there is simpo, not {value}; this config keeps simpo")
-    beta, nll = float(keys["beta"]), float(keys["sft_weight" if own else "cpo_alpha"])
-    gamma = beta * float(keys["gamma_beta_ratio"]) if own else float(keys["simpo_gamma"])
+    beta, nll = float(keys["beta"]), float(keys["sft_weight" if is_simpo_trainer else "cpo_alpha"])
+    gamma = beta * float(keys["gamma_beta_ratio"]) if is_simpo_trainer else float(keys["simpo_gamma"])
     fields = {"loss.name": "simpo", "loss.beta": beta, "loss.gamma": gamma, "loss.nll_coef": nll}
     fields |= {"loss.label_smoothing": float(keys["label_smoothing"])} | OF_PAIRS
     return Outcome("changed" if nll else "mapped", fields, f"{NLL}; TRL's also counts the prompt" * bool(nll))
