@@ -25,7 +25,7 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
     """Returns the kind of a trainer, the keys of the script, its lines that belong to no key, and notes of values.
 
     Keys of the trainer begin with "trainer.". A value that is no literal is `Unread`, except functions and data sets,
-    which are trainer_arguments by name. What happens to an object on the way to the trainer, and is in no table, is a key too.
+    which are given by name. What happens to an object on the way to the trainer, and is in no table, is a key too.
     Raises: UserError, if the script is no Python or makes no such config.
     """
     try:
@@ -107,9 +107,9 @@ def argument(name: str, value: Any) -> dict[str, Any]:
         model_call = {"trainer.model.made()": str(value)} if name == "trainer.model" and "(" in str(value) else {}
         return {name: plain(value, functions=True)} | model_call
     if value.kind == "rows":
-        steps = {f"{name}.steps": ", ".join(value.steps)} if value.steps else {}
+        steps = ", ".join(step for step in value.steps if step != "if()")
         source = value.value.get("train", Unread(str(value.value))) if isinstance(value.value, dict) else value.value
-        return {name: plain(source)} | steps
+        return {name: plain(source)} | ({f"{name}.steps": steps} if steps else {})
     if value.kind == "adapter":
         keys: dict[str, Any] = {name: "LoraConfig" if value.value is None else value.value}
     else:
