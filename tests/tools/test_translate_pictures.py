@@ -82,7 +82,7 @@ python3 -m verl.trainer.main_ppo --config-name='ppo_megatron_trainer.yaml' algor
 """
 LORA = "actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.model.target_modules=all-linear"
 VERL_SCRIPTS = {  # the model, further arguments, fields, and keys with their kind
-    "7b": ("Qwen2.5-VL-7B-Instruct", "", {"data.image_column": "images", "reward.functions": ("verl.score",)},
+    "7b": ("Qwen2.5-VL-7B-Instruct", "", {"data.image_column": "images", "reward.functions": ("easyr1.math",)},
            {"data.image_key": "mapped"}),
     "qwen3": ("Qwen3-VL-8B-Instruct", "actor_rollout_ref.actor.megatron.context_parallel_size=2",
               {"model.vision": "learns"}, {}),

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
-from jaxrl_llm.tools.doctor import print_config
+from jaxrl_llm.recipe.advice import print_config
 from jaxrl_llm.tools.translate import images, lint, readers, writer
 from jaxrl_llm.tools.translate.outcome import KINDS, Translation, translate
 

@@ -28,6 +28,8 @@ SOLUTION_REWARDS = ("accuracy", "accuracy_reward", "reasoning_accuracy_reward") 
 EASYR1_REWARDS = {"math.py": "easyr1.math", "r1v.py": "easyr1.r1v"}  # the files of its examples that have a counterpart
 
 EASYR1_SCORES = {"math": "easyr1.math", "r1v": "easyr1.r1v"}  # built into EasyR1 of spring 2025
+# Parts of the names of veRL's files, with the function of their data_source.
+DATA_SOURCES = {"gsm8k": "gsm8k.accuracy", "geo3k": "easyr1.math", "geometry3k": "easyr1.math"}
 PARQUET = "verl.convert"  # rows of veRL: prompt, reward_model.ground_truth
 SEARCH_R1_ROWS = "search_r1.convert"
 NO_EVALUATION = {"eval": None, "checkpoint.keep_best": 0}
@@ -90,10 +92,10 @@ def by_data_source(files: Any) -> Outcome:
     """Returns veRL's own reward, which the column data_source of the rows selects. files: of the training data."""
     names = [str(file).lower() for file in (files if isinstance(files, list) else [files])]
     # veRL selects by the column data_source of the rows, which are not read here: the name of the file stands for it.
-    if all("gsm8k" in name for name in names):
-        return Outcome(
-            "changed", reward_fields(("gsm8k.accuracy",)), "data_source selects a function there, the config here"
-        )
+    for part, function in DATA_SOURCES.items():
+        if all(part in name for name in names):
+            reason = "data_source selects a function there, the config here"
+            return Outcome("changed", reward_fields((function,)), reason)
     fields = reward_fields(("verl.score",)) | {"eval.function": "verl.accuracy"}
     reason = "data_source selects a function here too, but not all of veRL's: those of mathematics and questions"
     return Outcome("changed", fields, reason)

@@ -6,26 +6,25 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.tools.translate import family, ours, verl
-from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule
+from jaxrl_llm.tools.translate.outcome import Keys, Outcome
 from jaxrl_llm.tools.translate.table import Row, read_rows, system
 from jaxrl_llm.tools.translate.verl import ROLLOUT
 
 # A prompt has n x n_agent episodes, and its veRL of early 2025 does not multiply the mini-batch by them.
-NAMES = replace(verl.NAMES, group=(f"{ROLLOUT}n", f"{ROLLOUT}n_agent"), sequences=True)
-epochs = family.epochs_rule(NAMES, "trainer.total_training_steps")
-mini_batch = family.update(NAMES)
-micro_batch = family.micro(NAMES, per_gpu=True)
-micro_batch_of_all = family.micro(NAMES, per_gpu=False)
-train_files, val_files = family.files("data", ours.SEARCH_R1_ROWS), family.files("eval", ours.SEARCH_R1_ROWS)
+FAMILY = replace(verl.FAMILY, group=(f"{ROLLOUT}n", f"{ROLLOUT}n_agent"), sequences=True)
 
 
-def warmup_steps(row: Row) -> Rule:
-    return family.warmup_steps(NAMES, row)
+def train_files(value: Any, keys: Keys) -> Outcome:
+    return family.rows_of("data", ours.SEARCH_R1_ROWS, value)
+
+
+def val_files(value: Any, keys: Keys) -> Outcome:
+    return family.rows_of("eval", ours.SEARCH_R1_ROWS, value)
 
 
 def grouped(value: Any, keys: Keys) -> Outcome:
     """Episodes of a prompt."""
-    return Outcome("mapped", {"group_size": NAMES.group_size(keys)}, "n x n_agent episodes of a prompt")
+    return Outcome("mapped", {"group_size": FAMILY.group_size(keys)}, "n x n_agent episodes of a prompt")
 
 
 def turns(value: Any, keys: Keys) -> Outcome:
@@ -41,12 +40,12 @@ def turns(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", fields, reason + "max_turns x max_obs_length tokens, and is never cut at its beginning")
 
 
-def turn_limit(row: Row) -> Rule:
+def turn_limit(row: Row, value: Any, keys: Keys) -> Outcome:
     """A limit in tokens, which is also a part of the limit of an episode."""
     # Both limits are factors of the one of an episode, so each key sets that too, from all of them.
-    whole = "rollout.max_completion_tokens"
-    kind = "changed" if row.why else "mapped"
-    return lambda value, keys: Outcome(kind, {row.field: int(value), whole: turns(value, keys).fields[whole]}, row.why)
+    whole = turns(value, keys).fields["rollout.max_completion_tokens"]
+    fields = {row.field: int(value), "rollout.max_completion_tokens": whole}
+    return Outcome("changed" if row.why else "mapped", fields, row.why)
 
 
 def masking(value: Any, keys: Keys) -> Outcome:
@@ -76,7 +75,7 @@ SEARCH_R1 = system(
     "Search-R1",
     "commit 0789f5e",
     verl.ROWS | read_rows("search_r1"),
-    vars(family) | vars(verl) | globals(),
+    vars(family) | vars(verl) | FAMILY.rules() | globals(),
     lambda keys: f"search_{verl.base(keys)}",
     is_older=True,
 )

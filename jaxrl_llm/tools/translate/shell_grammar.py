@@ -249,10 +249,13 @@ class ShellParser:
             if self.keyword() == "esac" or self.at >= len(self.text):
                 self.expect("esac")
                 return Case(subject, tuple(choices))
+            known = len(self.words)
             patterns = [self.word()]
             while self.peek() == "|":
                 self.operator()
                 patterns.append(self.word())
+            # A pattern is no word of a command, although --rate) looks like a flag.
+            del self.words[known:]
             if self.peek() == ")":
                 self.operator()
             choices.append((tuple(patterns), self.block(("esac",))))

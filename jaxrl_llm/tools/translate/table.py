@@ -20,6 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,9 @@ def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
     else:
         name, _, attribute = word.partition(".")
         function: Any = getattr(module[name], attribute) if attribute else module[name]
-        rule = function(row) if [*inspect.signature(function).parameters] == ["row"] else function
+        parameters = [*inspect.signature(function).parameters]
+        # A rule may ask for its row, or be made of it.
+        rule = function(row) if parameters == ["row"] else partial(function, row) if "row" in parameters else function
     if condition:
         applies, why_not = module["CONDITIONS"][condition]
         return OnlyIf(applies, rule, why_not)

@@ -2,58 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.tools.translate import family, images, ours
-from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule, idle_for, not_here
+from jaxrl_llm.tools.translate.outcome import Keys, Outcome, idle_for, not_here
 from jaxrl_llm.tools.translate.table import Row, read_rows, system
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 OLDER = "until 0.2"
-NAMES = family.Names(
+FAMILY = family.Family(
     prompts="data.train_batch_size",
     update=f"{ACTOR}ppo_mini_batch_size",
-    epochs=f"{ACTOR}ppo_epochs",
+    policy_epochs=f"{ACTOR}ppo_epochs",
     group=(f"{ROLLOUT}n",),
-    nodes="trainer.nnodes",
-    gpus="trainer.n_gpus_per_node",
-    estimator="algorithm.adv_estimator",
-    response="data.max_response_length",
-    kl_loss=f"{ACTOR}use_kl_loss",
-)
-KL = family.KlKeys(
+    total_steps="trainer.total_training_steps",
+    by_std="algorithm.norm_adv_by_std_in_grpo",
+    policy=ACTOR,
+    mode=f"{ACTOR}policy_loss.loss_mode",
+    losses={
+        "vanilla": ("ppo_clip", family.SIDES | {"delta": "clip_ratio_c"}),
+        "gspo": ("gspo", family.SIDES),
+        "cispo": ("cispo", family.SIDES),
+        "geo_mean": ("gmpo", family.SIDES),
+        "sapo": ("sapo", {"tau_positive": "tau_pos", "tau_negative": "tau_neg"}),
+    },
+    mean="loss_agg_mode",
+    scale=f"{ACTOR}loss_scale_factor",
+    has_own_means=True,
     in_loss=lambda keys: bool(keys[f"{ACTOR}use_kl_loss"]),
     in_reward=lambda keys: bool(keys["algorithm.use_kl_in_reward"]) and not keys[f"{ACTOR}use_kl_loss"],
-    loss_coef=f"{ACTOR}kl_loss_coef",
-    loss_kind=f"{ACTOR}kl_loss_type",
-    reward_coef="algorithm.kl_ctrl.kl_coef",
-    reward_kind="algorithm.kl_penalty",
-    estimator="algorithm.adv_estimator",
+    loss_penalty=(f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type"),
+    reward_penalty=("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"),
+    adaptive=("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"),
 )
-MODE = f"{ACTOR}policy_loss.loss_mode"
-SIDES = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high"}
-LOSSES: family.Losses = {
-    "vanilla": ("ppo_clip", SIDES | {"delta": "clip_ratio_c"}),
-    "gspo": ("gspo", SIDES),
-    "cispo": ("cispo", SIDES),
-    "geo_mean": ("gmpo", SIDES),
-    "sapo": ("sapo", {"tau_positive": "tau_pos", "tau_negative": "tau_neg"}),
-}
+MODE = FAMILY.mode
 FILTERED = "data.filter_overlong_prompts"
 OVERLONG = "reward_model.overlong_buffer."
 REWARD_FILE = "custom_reward_function."
 TURNS = f"{ROLLOUT}multi_turn."
 # Sentences of the table.
-NO_REMOTE_CODE = "no code of a model's folder is run"
-ALL_DEVICES = "all devices that a run finds"
 SAME_SEED = "config.seed decides"
-SAME_WORKDIR = "the same --workdir resumes a run"
-MODEL_CONFIG = "the model is as its config.json says: change that"
-OWN_TOKENIZER = "the tokenizer is the model's"
 ENVIRONMENT = "tools: write an environment (docs/environments.md)"
 REWARD_WORKERS = "of a reward model, or how rewards are computed"
 STARTS = "how veRL starts its processes"
-PROCESSOR, SOUND = images.PROCESSOR, images.SOUND
 UNREAD_FREEZE = "nothing in veRL 0.9.1 reads it, so that its tower learns: for the same run set 'learns'"
 
 
@@ -69,12 +61,7 @@ def in_turns(keys: Keys) -> bool:
     return bool(keys.explicit.get(f"{TURNS}enable"))
 
 
-CONDITIONS = {
-    "critic": (NAMES.critic, "there is no critic: algorithm.adv_estimator is not gae"),
-    "gamma": (
-        lambda keys: keys["algorithm.adv_estimator"] in ("gae", "reinforce_plus_plus"),
-        "the estimator has no gamma",
-    ),
+CONDITIONS = FAMILY.conditions() | {
     "grpo": (lambda keys: str(keys["algorithm.adv_estimator"]).startswith("grpo"), "the estimator is not grpo"),
     "filtering": (filtering, "filter_groups is off"),
     "adapted": (adapted, "lora_rank is 0"),
@@ -87,19 +74,8 @@ CONDITIONS = {
         "loss_agg_mode does not divide by a length",
     ),
     "turns": (in_turns, "an episode has one turn"),
-    "pictures": (images.shown, images.NONE),
 }
-# Rules that veRL shares with its descendants, for its names of keys.
-advantage = family.advantage("algorithm.norm_adv_by_std_in_grpo")
-aggregation = family.aggregation(NAMES, f"{ACTOR}loss_scale_factor", MODE)
-epochs = family.epochs_rule(NAMES, "trainer.total_training_steps")
-evaluates = family.evaluates("data.val_files")
-kl_switch, kl_in_reward_too = KL.switch, KL.in_reward_too
-kl_adaptive = KL.adaptive("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon")
-mini_batch = family.update(NAMES)
-micro_batch = family.micro(NAMES, per_gpu=True)
-micro_batch_of_all = family.micro(NAMES, per_gpu=False)
-train_files, val_files = family.files("data", ours.PARQUET), family.files("eval", ours.PARQUET)
+tower = images.tower(adapted, UNREAD_FREEZE)
 chosen_by = idle_for(
     ("naive", "batch", "dapo", "prime"),
     "the config names the reward functions",
@@ -107,56 +83,14 @@ chosen_by = idle_for(
     "reward.functions",
     "eval.function",
 )
-tower = images.tower(adapted, UNREAD_FREEZE)
 
 
-def warmup_steps(row: Row) -> Rule:
-    return family.warmup_steps(NAMES, row)
+def train_files(value: Any, keys: Keys) -> Outcome:
+    return family.rows_of("data", ours.PARQUET, value)
 
 
-def kl_in_loss(row: Row) -> Rule:
-    return KL.value(row, KL.in_loss, "use_kl_loss is False")
-
-
-def kl_in_reward(row: Row) -> Rule:
-    return KL.value(row, KL.in_reward, "the penalty is not in the reward")
-
-
-def argument(keys: Keys, name: str) -> float:
-    """Returns an argument of the loss. Both sides of the clip are clip_ratio where they have no key of their own."""
-    value = keys[f"{ACTOR}{name}"]
-    return float(keys[f"{ACTOR}clip_ratio"] if value is None else value)
-
-
-def loss(value: Any, keys: Keys) -> Outcome:
-    """The policy loss."""
-    return family.loss(LOSSES, argument, value, keys)
-
-
-def loss_argument(row: Row) -> Rule:
-    return family.loss_argument(LOSSES, MODE, argument, row)
-
-
-def old_clip(value: Any, keys: Keys) -> Outcome:
-    """clip_ratio, which the keys of the two sides have replaced."""
-    sides = {f"loss.{field}": float(value) for field, name in SIDES.items() if keys[f"{ACTOR}{name}"] is None}
-    if sides:
-        return Outcome("mapped", sides)
-    # Its default changes nothing, and where both sides are given veRL does not read it.
-    if value == 0.2 or all(f"{ACTOR}{name}" in keys for name in SIDES.values()):
-        return Outcome("no effect", reason="clip_ratio_low and clip_ratio_high are read")
-    reason = "veRL reads clip_ratio_low and clip_ratio_high, 0.2 by default; before 0.4 it read this key"
-    return Outcome("changed", {}, reason)
-
-
-def shared_with_policy(row: Row) -> Rule:
-    """A setting that the critic has of its own: one loop updates both here, with the same batches."""
-    shared = {
-        "ppo_mini_batch_size": (NAMES.update, "mini-batch"),
-        "ppo_epochs": (NAMES.epochs, "epochs"),
-        "loss_agg_mode": (f"{ACTOR}loss_agg_mode", "aggregation"),
-    }
-    return family.shared_with_policy(shared, row)
+def val_files(value: Any, keys: Keys) -> Outcome:
+    return family.rows_of("eval", ours.PARQUET, value)
 
 
 def constant_length(value: Any, keys: Keys) -> Outcome:
@@ -226,10 +160,13 @@ def template_arguments(value: Any, keys: Keys) -> Outcome:
 def rewards(value: Any, keys: Keys) -> Outcome:
     """The reward function in a file with its arguments, or veRL's own by the column data_source."""
     file = keys.explicit.get(f"{REWARD_FILE}path")
+    if keys.explicit.get("reward_model.enable"):
+        return Outcome("mapped", {"reward.functions": (), "reward.weights": ()}, "veRL takes the reward model alone")
     if not file:
         return ours.by_data_source(keys["data.train_files"])
     name = str(keys.explicit.get(f"{REWARD_FILE}name") or "compute_score")
-    return ours.custom_reward(str(file), name, keys.under(f"{REWARD_FILE}reward_kwargs."))
+    arguments = keys.under(f"{REWARD_FILE}reward_kwargs.") | keys.under(f"reward.{REWARD_FILE}reward_kwargs.")
+    return ours.custom_reward(str(file), name, arguments)
 
 
 def reward_argument(value: Any, keys: Keys) -> Outcome:
@@ -244,8 +181,9 @@ def reward_model(value: Any, keys: Keys) -> Outcome:
     path = keys.explicit.get("reward_model.model.path")
     if not path:
         return Outcome("unsupported", reason="the file names no folder of the reward model: set reward_model.path")
-    reason = "its score is added to the rewards of reward.functions; veRL takes it alone: set them to ()"
-    return ours.reward_model(str(path), reason)
+    outcome = ours.reward_model(str(path), "it reads prompt and completion as the policy does")
+    # veRL takes its score alone, whatever function there is.
+    return replace(outcome, fields=outcome.fields | {"reward.functions": (), "reward.weights": ()})
 
 
 def reward_model_path(value: Any, keys: Keys) -> Outcome:
@@ -253,17 +191,14 @@ def reward_model_path(value: Any, keys: Keys) -> Outcome:
     return reward_model(keys.explicit.get("reward_model.enable"), keys)
 
 
-def reward_coef(row: Row) -> Rule:
+def reward_coef(row: Row, value: Any, keys: Keys) -> Outcome:
     """The coefficient of a KL penalty in the reward."""
-    in_reward = KL.value(row, KL.in_reward, "the penalty is not in the reward")
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        if not KL.in_reward(keys) and not KL.in_loss(keys) and value and "algorithm.use_kl_in_reward" not in keys:
-            reason = "veRL needs use_kl_in_reward for it since 0.4; until 0.3 this file had the penalty in the reward"
-            return Outcome("changed", {}, reason)
-        return in_reward(value, keys)
-
-    return rule
+    if FAMILY.in_reward(keys):
+        return FAMILY.kl_part(row, value, keys)
+    if not FAMILY.in_loss(keys) and value and "algorithm.use_kl_in_reward" not in keys:
+        reason = "veRL needs use_kl_in_reward for it since 0.4; until 0.3 this file had the penalty in the reward"
+        return Outcome("changed", {}, reason)
+    return Outcome("no effect", reason="the penalty is not in the reward")
 
 
 def correction(value: Any, keys: Keys) -> Outcome:
@@ -326,12 +261,10 @@ def tools(value: Any, keys: Keys) -> Outcome:
         "functions as tools, in the form of the model's chat template. max_tool_response_length counts characters "
         "there, and tokens here" + "; there is no limit of turns there" * (not limits)
     )
-    if names:
-        task = "write them in my_tools.py beside this file, with types and a docstring (docs/environments.md)"
-        return Outcome("changed", fields, reason, {"env.functions": task})
-    return Outcome(
-        "changed", fields, reason, unknown={"env.functions": "the file of the tools is not beside the script"}
-    )
+    task = "write them in my_tools.py beside this file, with types and a docstring (docs/environments.md)"
+    # A class of veRL is no function of a file: what it does is not in what is read.
+    why = f"{task}: they do what the tools of {keys.explicit[f'{TURNS}tool_config_path']} do"
+    return Outcome("changed", fields, reason, unknown={"env.functions": why})
 
 
 def validation(value: Any, keys: Keys) -> Outcome:
@@ -357,16 +290,9 @@ def first_evaluation(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", {}, "a run begins with an evaluation in any case")
 
 
-def dtype(value: Any, keys: Keys) -> Outcome:
-    """The dtype in which the model is computed."""
-    low = value in ("bfloat16", "bf16", "float16", "fp16")
-    reason = "of activations; parameters and the optimizer are float32 there and here"
-    return Outcome("changed", {"model.dtype": "bfloat16" if low else "float32"}, reason)
-
-
 def base(keys: Keys) -> str:
-    return "ppo" if NAMES.critic(keys) else "grpo"
+    return "ppo" if FAMILY.critic(keys) else "grpo"
 
 
 ROWS = read_rows("verl")
-VERL = system("veRL", "0.9.1", ROWS, vars(family) | globals(), base)
+VERL = system("veRL", "0.9.1", ROWS, vars(family) | FAMILY.rules() | globals(), base)
