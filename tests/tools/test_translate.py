@@ -24,20 +24,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import extras
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.tools.translate import __main__ as program
-from jaxrl_llm.tools.translate import (
-    easyr1,
-    lint,
-    ours,
-    readers,
-    search_r1,
-    trl,
-    trl_pairs,
-    trl_ppo,
-    trl_rloo,
-    trl_rules,
-    verl,
-    writer,
-)
+from jaxrl_llm.tools.translate import easyr1, lint, ours, readers, search_r1, trl, trl_rules, verl, writer
 from jaxrl_llm.tools.translate.outcome import (
     KINDS,
     MEMORY_FIELDS,
@@ -55,10 +42,10 @@ SYSTEMS = {
     "easyr1": easyr1.EASYR1,
     "search_r1": search_r1.SEARCH_R1,
     "trl_grpo": trl.GRPO,
-    "trl_ppo": trl_ppo.PPO,
-    "trl_rloo": trl_rloo.RLOO,
-    "trl_dpo": trl_pairs.DPO,
-    "trl_simpo": trl_pairs.SIMPO,
+    "trl_ppo": trl.PPO,
+    "trl_rloo": trl.RLOO,
+    "trl_dpo": trl.DPO,
+    "trl_simpo": trl.SIMPO,
 }
 ACTOR = "actor_rollout_ref.actor."
 MODE = verl.FAMILY.mode
@@ -262,9 +249,9 @@ FILES = {
     "grpo.yaml": (TRL_YAML, {
         "prompts_per_step": 32, "prompts_per_update": 16, "group_size": 4,  # 8 x 8 x 2 and 8 x 4 x 2 completions
         "num_steps": 30, "microbatch": 4, "advantage.normalize": "none", "aggregate.constant_length": 200,
-        "kl.placement": "loss", "kl.coef": 0.02, "kl.estimator": "k3_weighted", "optim.decay": "cosine", "eval": None,
+        "kl.placement": "loss", "kl.coef": 0.02, "kl.estimator": "k3", "optim.decay": "cosine", "eval": None,
         "reward.functions": ("math.accuracy(anchors=True)", "my_rewards.my_bonus"), "reward.weights": (1.0, 0.5),
-    }, {"min_p": "unsupported", "report_to": "no effect", "reward.functions": "yours"}),
+    }, {"min_p": "unsupported", "report_to": "mapped", "reward.functions": "yours"}),
     # The number of prompts is the user's: only running the script would tell it, and the default stands there.
     "grpo.py": (TRL_SCRIPT, {
         "model.path": "Qwen/Qwen3-0.6B", "optim.learning_rate": 5e-7, "reward.functions": ("my_rewards.short",),
@@ -279,12 +266,12 @@ FILES = {
     "dpo.sh": (TRL_DPO, {
         "prompts_per_step": 32, "microbatch": 4, "loss.name": "dpo", "loss.nll_coef": 0.2, "adapters.rank": 32,
         "data.source": "trl-lib/ultrafeedback_binarized@train", "eval.source": "trl-lib/ultrafeedback_binarized@test",
-        "data.max_prompt_tokens": 384, "rollout.max_completion_tokens": 384, "eval.function": "preference",
+        "data.max_prompt_tokens": 768, "rollout.max_completion_tokens": 768, "eval.function": "preference",
     }, {"ld_alpha": "unsupported"}),
     "dpo.py": (TRL_DPO_SCRIPT, {
         "model.path": "Qwen/Qwen3-0.6B", "prompts_per_step": 4, "loss.beta": 0.2, "loss.label_smoothing": 0.1,
         "loss.nll_coef": 0.5, "data.source": "someone/pairs@train", "eval.source": "someone/pairs@test",
-        "data.max_prompt_tokens": 200, "rollout.max_completion_tokens": 824,
+        "data.max_prompt_tokens": 200, "rollout.max_completion_tokens": 1024,
     }, {}),
     "simpo.py": (TRL_SIMPO_SCRIPT, {
         "loss.name": "simpo", "loss.beta": 2.0, "loss.gamma": 1.4, "loss.nll_coef": 0.0, "eval": None,
@@ -410,11 +397,11 @@ def test_a_json_file_is_read_as_a_yaml_file_is(tmp_path):
 
 def test_the_name_of_a_program_tells_pairs_from_rewards(tmp_path):
     for name, text, system in (
-        ("run.sh", "trl dpo --model_name_or_path a/b", trl_pairs.DPO),
-        ("run.sh", "python dpo.py --model_name_or_path a/b --beta 0.1", trl_pairs.DPO),
-        ("run.sh", "python -m recipes.simpo --model_name_or_path a/b --simpo_gamma 1", trl_pairs.SIMPO),
+        ("run.sh", "trl dpo --model_name_or_path a/b", trl.DPO),
+        ("run.sh", "python dpo.py --model_name_or_path a/b --beta 0.1", trl.DPO),
+        ("run.sh", "python -m recipes.simpo --model_name_or_path a/b --simpo_gamma 1", trl.SIMPO),
         ("run.sh", "python scripts/grpo_after_dpo.py --model_name_or_path a/b --beta 0.1", trl.GRPO),
-        ("dpo.yaml", "model_name_or_path: a/b\nbeta: 0.1\n", trl_pairs.DPO),
+        ("dpo.yaml", "model_name_or_path: a/b\nbeta: 0.1\n", trl.DPO),
     ):
         assert made_of(tmp_path, name, text).system is system, text
 
@@ -504,9 +491,9 @@ def test_a_command_of_trl_may_name_a_yaml_file(tmp_path):
 
 DOCUMENTED = {
     "TRL's GRPO": [trl.GRPO],
-    "TRL's PPO": [trl_ppo.PPO],
-    "TRL's RLOO": [trl_rloo.RLOO],
-    "TRL's DPO and SimPO": [trl_pairs.DPO, trl_pairs.SIMPO],
+    "TRL's PPO": [trl.PPO],
+    "TRL's RLOO": [trl.RLOO],
+    "TRL's DPO and SimPO": [trl.DPO, trl.SIMPO],
     "Pictures": [easyr1.EASYR1, verl.VERL, trl.GRPO],
     "veRL": [verl.VERL],
     "EasyR1": [easyr1.EASYR1],

@@ -23,6 +23,7 @@ REWARDS = {
     "think_format_reward": "format.think",
     "format": "format.think_answer",
 }
+REGISTRIES = ("trl", "open_r1")  # packages whose functions have these names
 SOLUTION_REWARDS = ("accuracy", "accuracy_reward", "reasoning_accuracy_reward")  # these read the column "solution"
 EASYR1_REWARDS = {"math.py": "easyr1.math", "r1v.py": "easyr1.r1v"}  # the files of its examples that have a counterpart
 
@@ -40,15 +41,17 @@ def rewards(names: list[str], weights: list[float] | None) -> tuple[dict[str, An
 
     A name with dots, such as mymod.rewards.good, stays as it is.
     """
-    last = [name.rpartition(".")[2] for name in names]
+    # A function of the script, or of another package, is the user's, whatever its name is.
+    registered = {name: name.rpartition(".")[2] for name in names if name.split(".")[0] in (name, *REGISTRIES)}
+    known = {name: short for name, short in registered.items() if short in REWARDS}
+    names = [name.removeprefix("__main__.") for name in names]
     functions = tuple(
-        REWARDS.get(short) or (name if "." in name else f"my_rewards.{name}")
-        for name, short in zip(names, last, strict=True)
+        REWARDS[known[name]] if name in known else name if "." in name else f"my_rewards.{name}" for name in names
     )
     fields = reward_fields(functions, weights)
-    if not set(last).isdisjoint(SOLUTION_REWARDS):
+    if not set(known.values()).isdisjoint(SOLUTION_REWARDS):
         fields["data.answer_column"] = "solution"
-    unknown = [name for name, short in zip(names, last, strict=True) if short not in REWARDS]
+    unknown = [name for name in names if name not in known]
     if not unknown:
         return fields, {}
     alone = [name for name in unknown if "." not in name]

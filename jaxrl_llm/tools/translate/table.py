@@ -1,6 +1,7 @@
 """Reads the table of a trainer: a file of tab-separated values beside this one, with a row for each key.
 
-key: its name, or a pattern with *. Exact names come first, then patterns in the order of the file.
+key: its name, or several with blanks between them, or a pattern with *. Exact names come first, then patterns in the
+    order of the file.
 fields: those of our config that the key decides, the most important one first.
 rule: what becomes of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make it the first field, with the same
     meaning; `count` does so if it is above 0. `idle` has no effect on the numbers of a run, whatever its value is.
@@ -72,7 +73,7 @@ def read_rows(name: str) -> dict[str, Row]:
     """Returns the rows of a table by their keys."""
     lines = (Path(__file__).parent / f"{name}.tsv").read_text(encoding="utf-8").splitlines()[1:]
     rows = [Row(*line.split("\t")) for line in lines if line and not line.startswith("#")]
-    return {row.key: row for row in rows}
+    return {key: replace(row, key=key) for row in rows for key in row.key.split(" ")}
 
 
 def system(
