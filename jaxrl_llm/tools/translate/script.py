@@ -13,6 +13,7 @@ from jaxrl_llm.tools.translate.interpreter import (
     OTHERS,
     POSITIONAL,
     TRAINERS,
+    Attribute,
     Interpreter,
     Item,
     TrainingStarts,
@@ -104,8 +105,9 @@ def argument(name: str, value: Any) -> dict[str, Any]:
         return {name: [str(x.value if isinstance(x, Item) else x).partition("(")[0] for x in value]}
     if not isinstance(value, Item) or value.kind in ("name", "function"):
         # What a call returns may be more than a model: adapters, or only some parameters that learn.
+        whole = _steps(name, value.whole) if isinstance(value, Attribute) else {}
         model_call = {"trainer.model.made()": str(value)} if name == "trainer.model" and "(" in str(value) else {}
-        return {name: plain(value, functions=True)} | model_call
+        return {name: plain(value, functions=True)} | model_call | whole
     if value.kind == "rows":
         steps = ", ".join(step for step in value.steps if step != "if()")
         source = value.value.get("train", Unread(str(value.value))) if isinstance(value.value, dict) else value.value

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.tools.translate import images, ours
+from jaxrl_llm.tools.translate.family import LOGGERS
 from jaxrl_llm.tools.translate.family import model as model_path
 from jaxrl_llm.tools.translate.outcome import Keys, OnlyIf, Outcome, Rule, not_here
 from jaxrl_llm.tools.translate.table import Row
@@ -317,17 +318,15 @@ def evaluating(value: Any, keys: Keys) -> Outcome:
         fields, yours = fields | outcome.fields, outcome.yours
     else:
         unknown["eval.source"] = "the file with what to evaluate; this name is a placeholder"
-    if steps := keys.explicit.get("trainer.eval_dataset.steps"):
-        fields["eval.convert"] = "my_data.convert"
-        yours = yours | {"eval.convert": f"the script calls {steps}: a function of a row that does the same"}
     reason = "the share of held-out pairs in the right order" if pairs else "one greedy completion for each problem"
     return Outcome("changed", fields, reason, yours, unknown)
 
 
 def evaluating_rows(value: Any, keys: Keys) -> Outcome:
     """What a script does with the rows that it evaluates."""
-    outcome = evaluating("steps", keys)
-    return Outcome("changed", {"eval.convert": outcome.fields["eval.convert"]}, "code is not read", outcome.yours)
+    why = f"the script calls {value}: a function of a row that does the same"
+    unknown = {"eval.source": f"the script calls {value}, which may leave rows out"}
+    return Outcome("changed", {"eval.convert": "my_data.convert"}, "code is not read", {"eval.convert": why}, unknown)
 
 
 def saving(value: Any, keys: Keys) -> Outcome:
@@ -516,18 +515,18 @@ def callbacks(value: Any, keys: Keys) -> Outcome:
     return Outcome("unsupported", reason=reason, unknown={"trainer.callbacks": reason})
 
 
-TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
-
-
 def trackers(value: Any, keys: Keys) -> Outcome:
     """Where numbers are logged."""
-    names = [str(name) for name in (value if isinstance(value, list) else [value]) if name in TRACKERS]
+    listed = [str(name) for name in (value if isinstance(value, list) else [value])]
+    names = tuple(name for name in listed if name in LOGGERS)
+    others = [name for name in listed if name not in (*LOGGERS, "none", "None", "all")]
+    reason = f"there is no {', '.join(others)} here" if others else ""
     if not names:
-        return Outcome("no effect", reason="metrics.jsonl has all numbers")
+        return Outcome("changed" if others else "no effect", reason=reason or "metrics.jsonl has all numbers")
     # The project that transformers takes without one.
     projects = [keys.explicit.get(key) for key in ("wandb_project", "project")]
-    project = next(filter(None, projects), "huggingface") if names != ["tensorboard"] else ""
-    return Outcome("mapped", {"log.to": tuple(names), "log.project": str(project)})
+    project = next(filter(None, projects), "huggingface") if names != ("tensorboard",) else ""
+    return Outcome("changed" if others else "mapped", {"log.to": names, "log.project": str(project)}, reason)
 
 
 def remat(value: Any, keys: Keys) -> Outcome:
