@@ -55,7 +55,6 @@ CONDITIONS = FAMILY.conditions() | {
     "adapted": (adapted, "it is off"),
 }
 # Sentences of the table.
-NOT_BESIDE = "this file is not beside the script or above it: its keys have their defaults here"
 GREEDY = "an evaluation is one greedy completion for each problem here (jaxrl evaluate samples several)"
 RESIZED = "EasyR1 first resizes to any size, and then to whole tokens, so that a side may differ by one token"
 tower = images.tower(adapted)
