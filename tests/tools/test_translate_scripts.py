@@ -204,7 +204,11 @@ OBJECTS = [  # what a script does before it trains, the fields that it decides, 
      {"kl.coef": 0.2}, ["optim.learning_rate"]),
     ("@dataclass\nclass A:\n    b: float = field(default=0.3)\n    c: float = field(metadata={})\n"
      "a = A()\nargs.beta, args.temperature = a.b, a.c", {"kl.coef": 0.3}, ["rollout.temperature"]),
+    *((f"more = dict(beta=0.1)\n{line}\nargs.beta = more['beta']", {}, ["kl"])
+      for line in ("more.pop('beta')", "del more['beta']", "more.update(beta=build(1))")),
+    ("class C:\n    beta = 0.1\nC.beta = 0.2\nargs.beta = C.beta", {"kl.coef": 0.2}, []),
     # rows
+    ("rows = load_dataset('a/b', data_dir='c', split='train')", {}, ["data.convert", "data.source"]),
     ("rows = rows.shuffle(seed=1).remove_columns(['x'])", {"data.source": "a/b@train", "data.convert": ""}, []),
     ("rows = rows.filter(len)", {"data.source": "a/b@train", "data.convert": "my_data.convert"}, ["data.source"]),
     ("rows = concatenate_datasets([rows, rows])", {"data.convert": "my_data.convert"}, ["data.source"]),
