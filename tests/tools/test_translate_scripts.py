@@ -269,6 +269,9 @@ def test_a_config_alone_does_not_say_how_many_processes_train(tmp_path):
     source = readers.read(path)
     assert "prompts_per_step" in translate(source.system, source.keys).unknown()
     assert "prompts_per_step" not in translate(source.system, source.keys, processes=2).unknown()
+    # 16 completions of two processes are no whole group: that is a file of TRL 0.14.
+    keys = source.keys | {"num_generations": 32}
+    assert "prompts_per_step" in translate(source.system, keys, processes=2).unknown()
 
 
 def test_a_positional_file_and_a_command_of_a_program_are_read(tmp_path):
