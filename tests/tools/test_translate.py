@@ -48,6 +48,7 @@ SYSTEMS = {
     "trl_simpo": trl.SIMPO,
 }
 ACTOR = "actor_rollout_ref.actor."
+MODE = verl.FAMILY.mode
 
 VERL = """#!/bin/bash
 set -e
@@ -413,7 +414,8 @@ def test_every_estimator_and_loss_has_our_name_and_passes_the_checks():
     wanted = [
         *((verl.VERL, {"algorithm.adv_estimator": theirs}, "advantage.name", ours)
           for theirs, ours in estimators.items()),
-        *((verl.VERL, VERL_GRPO | {verl.FAMILY.mode: mode}, "loss.name", loss[0]) for mode, loss in verl.FAMILY.losses.items()),
+        *((verl.VERL, VERL_GRPO | {MODE: mode}, "loss.name", loss[0])
+          for mode, loss in verl.FAMILY.losses.items()),
         *((trl.GRPO, {"loss_type": mode} | ({"epsilon_high": 5.0} if mode == "cispo" else {}), "loss.name", loss[0])
           for mode, loss in trl_rules.LOSSES.items()),
     ]  # fmt: skip
@@ -750,10 +752,10 @@ MEANINGS = [
     ("trl_grpo", dict(reward_funcs=["accuracy_reward"]), {"reward_funcs": "mapped"},
      {"reward.functions": ("math.accuracy(anchors=True)",)}),
     # gspo of veRL always takes the mean of completions
-    *(("verl", VERL_GRPO | {verl.FAMILY.mode: "gspo", f"{ACTOR}loss_agg_mode": mode}, {f"{ACTOR}loss_agg_mode": "mapped"},
+    *(("verl", VERL_GRPO | {MODE: "gspo", f"{ACTOR}loss_agg_mode": mode}, {f"{ACTOR}loss_agg_mode": "mapped"},
        {"aggregate.mode": "sequence_mean", "aggregate.constant_length": 0})
       for mode in ("token-mean", "seq-mean-token-sum-norm", "seq-mean-token-mean")),
-    ("verl", VERL_GRPO | {verl.FAMILY.mode: "gspo", f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm",
+    ("verl", VERL_GRPO | {MODE: "gspo", f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm",
                           f"{ACTOR}loss_scale_factor": 99}, {f"{ACTOR}loss_scale_factor": "no effect"},
      {"aggregate.constant_length": 0}),
     # what the critic has of its own

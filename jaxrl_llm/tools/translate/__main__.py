@@ -91,7 +91,8 @@ def print_keys(translation: Translation, file: Path) -> None:
         if kind in ("mapped", "changed"):
             lines = [f"{key} -> {', '.join(outcome.fields) or 'nothing to set'}" for key, outcome in outcomes.items()]
         else:
-            lines = [f"{', '.join(keys)}: {reason}" for reason, keys in writer.by_reason(outcomes).items()]
+            reasons = {key: outcome.reason for key, outcome in outcomes.items()}
+            lines = [f"{', '.join(keys)}: {reason}" for reason, keys in writer.grouped(reasons).items()]
         table.add_row(kind, str(len(outcomes)), printable("\n".join(lines)))
     Console(highlight=False, markup=False, width=120).print(table)
 
@@ -102,9 +103,9 @@ def print_checks(translation: Translation, linted: lint.Linted, written: str, su
     written: that the file is there; subject: what the checks look at.
     """
     fields = translation.fields()
-    for name, why in translation.yours().items():
-        is_key = name in translation.outcomes and name not in fields
-        _say(f"{'may change the run' if is_key else 'yours to set'}: {name}: {why}")
+    for why, names in writer.grouped(translation.yours()).items():
+        is_key = names[0] in translation.outcomes and names[0] not in fields
+        _say(f"{'may change the run' if is_key else 'yours to set'}: {', '.join(names)}: {why}")
     if linted.sizes:
         _say(
             f"{written}the checks {subject}pass"

@@ -55,7 +55,6 @@ CONDITIONS = FAMILY.conditions() | {
     "adapted": (adapted, "it is off"),
 }
 # Sentences of the table.
-NOT_BESIDE = "this file is not beside the script or above it: its keys have their defaults here"
 GREEDY = "an evaluation is one greedy completion for each problem here (jaxrl evaluate samples several)"
 RESIZED = "EasyR1 first resizes to any size, and then to whole tokens, so that a side may differ by one token"
 tower = images.tower(adapted)
@@ -63,7 +62,9 @@ tower = images.tower(adapted)
 
 def pixels(row: Row, value: Any, keys: Keys) -> Outcome:
     """A limit of the pixels of a picture."""
-    return images.pixels(row.field, RESIZED)(value, keys)
+    if not value:
+        return Outcome("mapped", {row.field: 0}, "the limit of the model's own processor")
+    return Outcome("changed", {row.field: int(value)}, row.why)
 
 
 def loss(value: Any, keys: Keys) -> Outcome:
@@ -105,11 +106,6 @@ def online_filtering(value: Any, keys: Keys) -> Outcome:
     )
     # Without a limit there, which a data set without a signal never leaves: ten rounds stand for it.
     return Outcome("changed", {"rollout.resample_rounds": max(batches - 1, 1) if batches > 0 else 10}, reason)
-
-
-def filter_range(value: Any, keys: Keys) -> Outcome:
-    """What says that a group has no signal."""
-    return Outcome("changed", {}, "see online_filtering")
 
 
 def rewards(value: Any, keys: Keys) -> Outcome:

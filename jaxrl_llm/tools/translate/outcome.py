@@ -107,7 +107,6 @@ class Keys:
 
 
 Rule: TypeAlias = Callable[[Any, Keys], Outcome]
-Convert: TypeAlias = Callable[[Any], Any]
 
 
 def matches(key: str, patterns: tuple[str, ...]) -> bool:
@@ -350,21 +349,6 @@ def _unread(key: str, value: Unread, system: System, keys: Keys) -> Outcome:
     )
 
 
-def to(name: str, convert: Convert = lambda value: value) -> Rule:
-    """The value becomes the field `name`, with the same meaning."""
-    return lambda value, keys: Outcome("mapped", {name: convert(value)})
-
-
-def changed(name: str, reason: str, convert: Convert = lambda value: value) -> Rule:
-    """The value becomes the field `name`, whose meaning differs."""
-    return lambda value, keys: Outcome("changed", {name: convert(value)}, reason)
-
-
-def unsupported(reason: str) -> Rule:
-    """The key has no counterpart."""
-    return lambda value, keys: Outcome("unsupported", reason=reason)
-
-
 @dataclass(frozen=True)
 class Idle:
     """The rule of a key that has no effect on the numbers of a run here, whatever its value is."""
@@ -373,27 +357,6 @@ class Idle:
 
     def __call__(self, value: Any, keys: Keys) -> Outcome:
         return Outcome("no effect", reason=self.reason)
-
-
-def off(reason: str, *neutral: Any, decided: tuple[str, ...] = ()) -> Rule:
-    """The key has no counterpart, and needs none at its neutral values (None, False and these).
-
-    decided: fields that are not what the file says with another value.
-    """
-    # A trainer that can switch something off has it off with None or False.
-    nothing = (None, False, *neutral)
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        if value in nothing:
-            return Outcome("no effect", reason="not in use")
-        return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(decided, reason))
-
-    return rule
-
-
-def same_rule(rule: Rule, keys: str, prefix: str = "") -> dict[str, Rule]:
-    """Returns {key: rule} with one rule for several keys. keys: names with spaces between them."""
-    return {f"{prefix}{key}": rule for key in keys.split()}
 
 
 @dataclass(frozen=True)
@@ -408,20 +371,6 @@ class OnlyIf:
         return self.rule(value, keys) if self.applies(keys) else Outcome("no effect", reason=self.why_not)
 
 
-only_if = OnlyIf
-
-
 def not_here(name: str, reason: str) -> Outcome:
     """Returns the outcome of a value that has no counterpart: the field `name` is not what the file says."""
     return Outcome("unsupported", reason=reason, unknown={name: reason})
-
-
-def idle_for(values: tuple[Any, ...], reason: str, otherwise: str, *decided: str) -> Rule:
-    """The key has no effect with these values alone. otherwise: what any other value means; decided: its fields."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        if value in values:
-            return Outcome("no effect", reason=reason)
-        return Outcome("unsupported", reason=otherwise, unknown=dict.fromkeys(decided, f"{value!r}: {otherwise}"))
-
-    return rule

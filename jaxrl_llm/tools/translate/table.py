@@ -5,7 +5,8 @@ key: its name, or several with blanks between them, or a pattern with *. Exact n
 fields: those of our config that the key decides, the most important one first.
 rule: what becomes of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make it the first field, with the same
     meaning; `count` does so if it is above 0. `idle` has no effect on the numbers of a run, whatever its value is.
-    `off` has no counterpart, and needs none with None, False and the values after it. `none` has no counterpart.
+    `off` has no counterpart, and needs none with None, False and the values after it. `none` has no counterpart, and
+    `differs` none that is a field. Fields of these three rows are not what the file says.
     `absent` takes a row of another table out. `old KEY` is an earlier name of KEY; the words A=B after it say how its
     values are spelled now. Any other word is a function of the trainer's module: a rule, or what makes one of a row.
     `if NAME` after all of these: the key has an effect only with that condition.
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.tools.translate.documents import scalar
-from jaxrl_llm.tools.translate.outcome import Idle, Keys, OnlyIf, Outcome, Rule, System, Version, off, unsupported
+from jaxrl_llm.tools.translate.outcome import Idle, Keys, OnlyIf, Outcome, Rule, System, Version
 
 CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "int": int,
@@ -119,15 +120,14 @@ def system(
 def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
     text, _, condition = row.rule.partition(" if ")
     word, *arguments = text.split(" ")
-    why = module[row.why] if row.why.isupper() and row.why in module else row.why
-    if word in CONVERTERS:
-        rule = _same(row, word, why)
-    elif word == "idle":
-        rule = Idle(why)
-    elif word == "off":
-        rule = off(why, *map(scalar, arguments), decided=tuple(row.fields.split()))
-    elif word == "none":
-        rule = unsupported(why)
+    if row.why.isupper() and row.why in module:
+        row = replace(row, why=module[row.why])
+    if word == "idle":
+        rule = Idle(row.why)
+    elif word in CONVERTERS:
+        rule = partial(_same, row, word)
+    elif word in ("off", "none", "differs"):
+        rule = partial(_fixed, row, word, [None, False, *map(scalar, arguments)] if word == "off" else [])
     else:
         name, _, attribute = word.partition(".")
         function: Any = getattr(module[name], attribute) if attribute else module[name]
@@ -140,12 +140,16 @@ def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
     return rule
 
 
-def _same(row: Row, word: str, why: str) -> Rule:
+def _same(row: Row, word: str, value: Any, keys: Keys) -> Outcome:
     """The value becomes the field, with the same meaning."""
+    if (value is None and row.default in ("", "null")) or (word == "count" and not (value and value > 0)):
+        return Outcome("no effect", reason="not set")
+    return Outcome("mapped", {row.field: CONVERTERS[word](value)}, row.why)
 
-    def rule(value: Any, keys: Keys) -> Outcome:
-        if (value is None and row.default in ("", "null")) or (word == "count" and not (value and value > 0)):
-            return Outcome("no effect", reason="not set")
-        return Outcome("mapped", {row.field: CONVERTERS[word](value)}, why)
 
-    return rule
+def _fixed(row: Row, word: str, neutral: list[Any], value: Any, keys: Keys) -> Outcome:
+    """No field has the value. The fields of the row are not what the file says, except at neutral values."""
+    if value in neutral:
+        return Outcome("no effect", reason="not in use")
+    kind = "changed" if word == "differs" else "unsupported"
+    return Outcome(kind, reason=row.why, unknown=dict.fromkeys(row.fields.split(), row.why))

@@ -73,10 +73,6 @@ def launcher_file(value: Any, keys: Keys) -> Outcome:
     return Outcome("unsupported", reason="not beside the script or above it: --processes says what it may say")
 
 
-def processor_size(value: Any, keys: Keys) -> Outcome:
-    return images.processor({"size": value})
-
-
 def prompt_column(value: Any, keys: Keys) -> Outcome:
     return ours.column("data.prompt_column", value, "prompt")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.tools.translate import family, images, ours
-from jaxrl_llm.tools.translate.outcome import Keys, Outcome, idle_for, not_here
+from jaxrl_llm.tools.translate.outcome import Keys, Outcome, not_here
 from jaxrl_llm.tools.translate.table import Row, read_rows, system
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
@@ -76,13 +76,6 @@ CONDITIONS = FAMILY.conditions() | {
     "turns": (in_turns, "an episode has one turn"),
 }
 tower = images.tower(adapted, UNREAD_FREEZE)
-chosen_by = idle_for(
-    ("naive", "batch", "dapo", "prime"),
-    "the config names the reward functions",
-    "this reward manager decides what is rewarded",
-    "reward.functions",
-    "eval.function",
-)
 
 
 def train_files(value: Any, keys: Keys) -> Outcome:
@@ -132,11 +125,6 @@ def dynamic_sampling(value: Any, keys: Keys) -> Outcome:
     )
     # 0 has no limit there, which a data set without a signal never leaves: ten rounds stand for it.
     return Outcome("changed", {"rollout.resample_rounds": max(batches - 1, 1) if batches else 10}, reason)
-
-
-def filter_metric(value: Any, keys: Keys) -> Outcome:
-    """What says that a group has no signal."""
-    return Outcome("changed", {}, "groups are compared by their total reward")
 
 
 def overlong(value: Any, keys: Keys) -> Outcome:
@@ -224,16 +212,6 @@ def lora(value: Any, keys: Keys) -> Outcome:
     rank, alpha, targets = (keys[f"{MODEL}{name}"] for name in ("lora_rank", "lora_alpha", "target_modules"))
     outcome = ours.lora(rank, alpha, targets)
     return images.beside_tower(outcome, targets, keys.explicit.get(f"{MODEL}exclude_modules"), keys)
-
-
-def processor(value: Any, keys: Keys) -> Outcome:
-    """Arguments of the image processor."""
-    return images.processor(value or {})
-
-
-def processor_size(value: Any, keys: Keys) -> Outcome:
-    """One argument of the image processor, with two limits."""
-    return images.processor({"size": value})
 
 
 def tools(value: Any, keys: Keys) -> Outcome:

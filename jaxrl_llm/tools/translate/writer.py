@@ -209,7 +209,7 @@ def _comments(translation: Translation, names: Iterable[str]) -> tuple[list[str]
         if outcome.reason and outcome.kind in ("mapped", "changed") and _first(outcome) in names
     }
     lines: list[str] = []
-    for reason, keys in _grouped(explained).items():
+    for reason, keys in grouped(explained).items():
         lines += _wrapped(f"{', '.join(keys)}: {reason}.")
     explicit = {name for outcome in translation.outcomes.values() for name in outcome.fields}
     for key, outcome in translation.defaults.items():
@@ -266,23 +266,19 @@ def _remaining_comments(translation: Translation, lost: Sequence[str], written: 
     unset = {name: why for name, why in translation.unknown().items() if name not in {*written, *translation.outcomes}}
     if unset:
         lines += ["", f"# Yours to set; until then they are those of {translation.base}.py:"]
-    for why, names in _grouped(unset).items():
+    for why, names in grouped(unset).items():
         lines += _wrapped(f"{', '.join(names)}: {why}", "# - ", "#   ", WIDTH)
     for title, outcomes in blocks.items():
         if outcomes:
             lines += ["", f"# {title}:"]
-        for reason, keys in by_reason(outcomes).items():
+        for reason, keys in grouped({key: outcome.reason for key, outcome in outcomes.items()}).items():
             lines += _wrapped(f"{', '.join(keys)}: {reason}", "# - ", "#   ", WIDTH)
     return lines if len(lines) > 1 else []
 
 
-def by_reason(outcomes: Mapping[str, Outcome]) -> dict[str, list[str]]:
-    """Groups keys by what is said of them."""
-    return _grouped({key: outcome.reason for key, outcome in outcomes.items()})
-
-
-def _grouped(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    grouped: dict[str, list[str]] = {}
+def grouped(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    """Returns {reason: names} of {name: reason}."""
+    groups: dict[str, list[str]] = {}
     for name, reason in reasons.items():
-        grouped.setdefault(reason, []).append(name)
-    return grouped
+        groups.setdefault(reason, []).append(name)
+    return groups
