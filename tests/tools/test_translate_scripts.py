@@ -204,7 +204,11 @@ OBJECTS = [  # what a script does before it trains, the fields that it decides, 
      {"kl.coef": 0.2}, ["optim.learning_rate"]),
     ("@dataclass\nclass A:\n    b: float = field(default=0.3)\n    c: float = field(metadata={})\n"
      "a = A()\nargs.beta, args.temperature = a.b, a.c", {"kl.coef": 0.3}, ["rollout.temperature"]),
+    *((f"more = dict(beta=0.1)\n{line}\nargs.beta = more['beta']", {}, ["kl"])
+      for line in ("more.pop('beta')", "del more['beta']", "more.update(beta=build(1))")),
+    ("class C:\n    beta = 0.1\nC.beta = 0.2\nargs.beta = C.beta", {"kl.coef": 0.2}, []),
     # rows
+    ("rows = load_dataset('a/b', data_dir='c', split='train')", {}, ["data.convert", "data.source"]),
     ("rows = rows.shuffle(seed=1).remove_columns(['x'])", {"data.source": "a/b@train", "data.convert": ""}, []),
     ("rows = rows.filter(len)", {"data.source": "a/b@train", "data.convert": "my_data.convert"}, ["data.source"]),
     ("rows = concatenate_datasets([rows, rows])", {"data.convert": "my_data.convert"}, ["data.source"]),
@@ -265,6 +269,9 @@ def test_a_config_alone_does_not_say_how_many_processes_train(tmp_path):
     source = readers.read(path)
     assert "prompts_per_step" in translate(source.system, source.keys).unknown()
     assert "prompts_per_step" not in translate(source.system, source.keys, processes=2).unknown()
+    # 16 completions of two processes are no whole group: that is a file of TRL 0.14.
+    keys = source.keys | {"num_generations": 32}
+    assert "prompts_per_step" in translate(source.system, keys, processes=2).unknown()
 
 
 def test_a_positional_file_and_a_command_of_a_program_are_read(tmp_path):

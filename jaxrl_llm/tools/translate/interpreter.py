@@ -48,7 +48,10 @@ QUIET = words("""
 """)  # functions and methods that leave an object as it is
 SAME = words("to cuda cpu eval train compile for_training for_inference create_reference_model")  # return the object
 PARTS = words("parameters named_parameters modules named_modules")  # of a model
+READS = words("keys values items copy index count join format")  # methods of lists and dicts
+PARSES = words("parse_args parse_known_args parse_args_into_dataclasses parse_args_and_config")
 QUIET_ROWS = words("shuffle remove_columns with_format set_format to_iterable_dataset flatten_indices cast_column")
+LOADING = words("split streaming num_proc cache_dir trust_remote_code token keep_in_memory")  # arguments for rows
 QUIET_FIELDS = words("use_cache pad_token pad_token_id padding_side truncation_side bos_token_id model_parallel")
 UNSLOTH_LORA = dict(
     r=16, lora_alpha=16, lora_dropout=0, bias="none",
@@ -156,8 +159,11 @@ class Interpreter:
                 self.returned.append(self.value(value) if value else None)
             case ast.If() | ast.For() | ast.AsyncFor() | ast.While() | ast.Try() | ast.TryStar() | ast.Match():
                 self.branch(line)
-            case ast.Global(names=names):
+            case ast.Global(names=names) | ast.Nonlocal(names=names):
                 self.shared |= set(names)
+            case ast.Delete(targets=targets):
+                for target in targets:
+                    self.bind(target, Unread(where(line)))
             case ast.With(items=managers, body=body) | ast.AsyncWith(items=managers, body=body):
                 for manager in managers:
                     result = self.value(manager.context_expr)
@@ -246,7 +252,7 @@ class Interpreter:
     def assign(self, owner: Any, name: Any, value: Any, target: ast.expr) -> None:
         """Sets an attribute of an object, or an entry of a list or dict."""
         value = Unread(self.doubt) if self.doubt else value
-        if isinstance(owner, Item) and owner.kind in ("config", "object", "adapter"):
+        if isinstance(owner, Item) and owner.kind in ("config", "object", "adapter", "class"):
             owner.keys[str(name)] = value
         elif isinstance(owner, dict) and isinstance(name, str):
             owner[name] = value
@@ -406,6 +412,12 @@ class Interpreter:
             owner |= arguments.get("0", {}) if isinstance(arguments.get("0"), dict) else {}
             owner |= {key: Unread(self.doubt) if self.doubt else x for key, x in arguments.items() if key != "0"}
             return None
+        if isinstance(owner, dict) and name == "get":
+            return owner.get(arguments.get("0"), arguments.get("1"))
+        if isinstance(owner, dict | list) and name not in READS:  # such as pop
+            changed = {f"**{short(node)}": Unread(where(node))}
+            owner.clear()
+            return owner.update(changed) if isinstance(owner, dict) else owner.extend(changed.values())
         if isinstance(owner, Item) and owner.kind == "parser":
             return self.parsed(owner, name, node)
         if isinstance(owner, Item) and owner.kind == "trainer" and name == "train":
@@ -586,7 +598,8 @@ class Interpreter:
         # load_dataset("json", data_files=...): "json" is a format, the rows are in the file.
         if "/" not in source and isinstance(files, str | dict):
             return Item("rows", with_split(files, arguments["split"]) if "split" in arguments else files)
-        if isinstance(configuration, Unread | Item):
+        # data_dir, revision and files of a data set choose other rows.
+        if isinstance(configuration, Unread | Item) or not arguments.keys() <= {"path", "name", *LOADING}:
             return Item("rows", Unread(short(node)))
         source = f"{source}:{configuration}" if isinstance(configuration, str) else source
         return Item("rows", with_split(source, arguments["split"]) if "split" in arguments else source)
@@ -616,7 +629,9 @@ class Interpreter:
             default = {"store_true": False, "store_false": True}.get(action, Unread(f"the option {option}"))
             parser.keys[option.lstrip("-").replace("-", "_")] = arguments.get("default", default)
             return None
-        if not name.startswith("parse"):
+        if name == "set_defaults":
+            parser.keys |= self.arguments(node)
+        if name not in PARSES:
             return Unread(short(node))
         self.notes.append(f"{where(node)}: an option of the command line has its default here")
         if parser.value is None:

@@ -13,6 +13,7 @@ from jaxrl_llm.tools.translate.family import divisors, unknown_steps
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule
 from jaxrl_llm.tools.translate.table import Row
 
+BROKEN = "TRL refuses a rollout that is not of whole groups; in 0.14 the keys counted prompts"
 UNNAMED = "The file names no number of processes: --processes N does"
 
 
@@ -60,7 +61,9 @@ def batch(keys: Keys) -> tuple[dict[str, Any], str]:
     update = min(divisors(prompts), key=lambda x: abs(x - per_update / size))
     reason = f"{words} counts completions: {product} of an optimizer step, {rollout} of a rollout; here prompts, with "
     reason += f"{size} completions each{unnamed}"
-    if prompts * size != rollout or update * size != per_update:
+    if prompts * size != rollout:
+        reason += f". {BROKEN}"
+    elif update * size != per_update:
         reason += f". They are not whole groups: {prompts} and {update} are the nearest that fit"
     return {"prompts_per_step": prompts, "prompts_per_update": update, "group_size": size}, reason
 
@@ -74,7 +77,8 @@ def micro(value: Any, keys: Keys) -> Outcome:
     # A config alone is for a launcher, and so is what one of these starts.
     launched = any(key.startswith(("accelerate.", "deepspeed.", "srun.", "mpi")) for key in keys.values)
     launched = launched or keys.values.get("num_processes", 1) is None
-    unknown = dict.fromkeys(fields.keys() - {"group_size"}, UNNAMED) if launched and UNNAMED in reason else {}
+    why = UNNAMED if launched and UNNAMED in reason else BROKEN if BROKEN in reason else ""
+    unknown = dict.fromkeys(fields.keys() - {"group_size"}, why) if why else {}
     microbatch = max(x for x in of_update if x <= limit)
     return Outcome("changed", fields | {"microbatch": microbatch}, reason, unknown=unknown)
 
