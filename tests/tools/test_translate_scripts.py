@@ -293,3 +293,16 @@ def test_patterns_of_a_parser_of_a_script_are_no_keys(tmp_path):
         '    --beta | --loss_type) B="$2"; shift 2 ;;\n  esac\ndone\n' + f"python train.py {TRL}\n"
     )
     assert readers.read(path).lost == ()
+
+
+def test_a_place_for_a_path_is_not_read(tmp_path):
+    (path := tmp_path / "run.sh").write_text(
+        "MODEL='<your/model>'\npython train.py --output_dir <OUT> --model_name_or_path $MODEL \\\n"
+        "    --dataset_name <DATA-DIR>/train.jsonl --reward_funcs accuracy_reward --max_steps 20 <in.txt > out.log\n"
+    )
+    (tmp_path / "grpo.yaml").write_text("model_name_or_path: <MODEL>\nreward_funcs: [accuracy_reward]\nbeta: 0.1\n")
+    for name, unknown in (("run.sh", {"model.path", "data.source"}), ("grpo.yaml", {"model.path"})):
+        source = readers.read(tmp_path / name)
+        made = translate(source.system, source.keys)
+        assert unknown <= made.unknown().keys() and "reward.functions" not in made.unknown() and source.lost == ()
+    assert readers.read(path).keys["max_steps"] == 20
