@@ -358,8 +358,10 @@ class Interpreter:
     def computed(self, node: ast.BinOp | ast.UnaryOp | ast.Compare | ast.BoolOp) -> Any:
         """Returns the result of an operator on literals."""
         values = [self.value(part) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
-        of_none = isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot) and None in values
-        if any(isinstance(x, Unread) or (isinstance(x, Item) and not (of_none and x.kind != "name")) for x in values):
+        compares_none = isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot) and None in values
+        if any(
+            isinstance(x, Unread) or (isinstance(x, Item) and not (compares_none and x.kind != "name")) for x in values
+        ):
             return Unread(short(node))
         try:
             match node:

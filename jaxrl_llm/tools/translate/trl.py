@@ -80,20 +80,20 @@ def dated(trainer: System, values: Mapping[str, Any]) -> System:
     return trainer
 
 
-def of_trl(name: str, version: str, base: str, tables: str, *older: Version) -> System:
+def trl_system(name: str, version: str, base: str, tables: str, *older: Version) -> System:
     """Returns a trainer of TRL. Its own tables win over those that stand before them."""
     rows = {key: row for table in f"trl {tables}".split() for key, row in read_rows(table).items()}
     return replace(system(name, version, rows, vars(family) | globals(), lambda keys: base), older=older)
 
 
-GRPO = of_trl("TRL's GRPO", "1.16.0", "grpo", "trl_grpo", *GRPO_OLDER)
+GRPO = trl_system("TRL's GRPO", "1.16.0", "grpo", "trl_grpo", *GRPO_OLDER)
 GRPO = replace(GRPO, rules=GRPO.rules | {key: rules.was(key, GRPO.rules[key]) for key in rules.OLDER})
-RLOO = of_trl("TRL's RLOO", "1.16.0", "grpo", "trl_grpo trl_rloo")
-PPO = of_trl("TRL's PPO", "0.29.0", "ppo", "trl_ppo")
+RLOO = trl_system("TRL's RLOO", "1.16.0", "grpo", "trl_grpo trl_rloo")
+PPO = trl_system("TRL's PPO", "0.29.0", "ppo", "trl_ppo")
 OPTIMIZER = [key for key, fields in PPO.decides.items() if any(name.startswith("optim.") for name in fields)]
 PPO = replace(PPO, rules=PPO.rules | {key: rules.with_critic(PPO.rules[key]) for key in OPTIMIZER})
-DPO = of_trl("TRL's DPO", "1.16.0", "dpo", "trl_pairs trl_dpo", *PAIRS_OLDER)
-SIMPO = of_trl("TRL's SimPO", "1.16.0", "simpo", "trl_pairs trl_simpo", OWN, *PAIRS_OLDER)
+DPO = trl_system("TRL's DPO", "1.16.0", "dpo", "trl_pairs trl_dpo", *PAIRS_OLDER)
+SIMPO = trl_system("TRL's SimPO", "1.16.0", "simpo", "trl_pairs trl_simpo", OWN, *PAIRS_OLDER)
 OF_TRL = {"grpo": GRPO, "ppo": PPO, "rloo": RLOO, "dpo": DPO, "simpo": SIMPO}
 
 

@@ -73,13 +73,13 @@ def micro(value: Any, keys: Keys) -> Outcome:
     fields, reason = batch(keys)
     # Rounded down to whole groups: more of them would need more memory than the file allows.
     limit = max(1, int(value) * processes(keys) // group(keys))
-    of_update = divisors(fields.get("prompts_per_update", fields["prompts_per_step"]))
+    update_sizes = divisors(fields.get("prompts_per_update", fields["prompts_per_step"]))
     # A config alone is for a launcher, and so is what one of these starts.
     launched = any(key.startswith(("accelerate.", "deepspeed.", "srun.", "mpi")) for key in keys.values)
     launched = launched or keys.values.get("num_processes", 1) is None
     why = UNNAMED if launched and UNNAMED in reason else BROKEN if BROKEN in reason else ""
     unknown = dict.fromkeys(fields.keys() - {"group_size"}, why) if why else {}
-    microbatch = max(x for x in of_update if x <= limit)
+    microbatch = max(x for x in update_sizes if x <= limit)
     return Outcome("changed", fields | {"microbatch": microbatch}, reason, unknown=unknown)
 
 
@@ -125,9 +125,9 @@ def epochs(value: Any, keys: Keys) -> Outcome:
         return Outcome("no effect", reason="max_steps is set")
     prompts = batch(keys)[0]["prompts_per_step"]
     if num_steps := rollouts(keys):
-        of_episodes = "num_mini_batches" in keys.defaults and keys["total_episodes"]
+        by_episodes = "num_mini_batches" in keys.defaults and keys["total_episodes"]
         passes = f"{keys['num_train_epochs']} passes over {keys.rows} rows"
-        amount = f"{keys['total_episodes']} episodes" if of_episodes else passes
+        amount = f"{keys['total_episodes']} episodes" if by_episodes else passes
         return Outcome("changed", {"num_steps": num_steps}, f"{amount}, {prompts} in a step")
     passes = keys["num_train_epochs"]
     return unknown_steps(f"num_train_epochs = {passes}: {passes} x rows // prompts_per_step")
