@@ -269,6 +269,11 @@ def test_a_config_alone_does_not_say_how_many_processes_train(tmp_path):
     source = readers.read(path)
     assert "prompts_per_step" in translate(source.system, source.keys).unknown()
     assert "prompts_per_step" not in translate(source.system, source.keys, processes=2).unknown()
+    for launch, count in (("accelerate launch", 0), ("deepspeed", 0), ("trl grpo", 0), ("python", 1), ("torchrun", 1)):
+        program = "" if launch == "trl grpo" else "train.py"
+        (script := tmp_path / "run.sh").write_text(f"{launch} {program} {TRL} --num_generations 4\n")
+        one = readers.read(script)
+        assert ("prompts_per_step" in translate(one.system, one.keys).unknown()) == (count == 0), launch
     # 16 completions of two processes are no whole group: that is a file of TRL 0.14.
     keys = source.keys | {"num_generations": 32}
     assert "prompts_per_step" in translate(source.system, keys, processes=2).unknown()

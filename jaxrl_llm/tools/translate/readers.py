@@ -209,6 +209,10 @@ def _from_command(
     if not any(system.knows(key) for system in OF_TRL.values() for key in keys.values if key != "config" or program):
         return None
     keys.values |= launchers.flags(path, command.values[:start], files, allocated)
+    # Without a flag these take all GPUs of the machine, whose number the script does not say.
+    launcher = {word.rpartition("/")[2] for word in words[: start + 1]} & {"accelerate", "deepspeed", "trl"}
+    if launcher and not any(key in launchers.COUNTS for key in keys.values):
+        keys.values.setdefault("num_processes", None)
     keys.program = program
     keys.lost += _unkeyed(rest)
     return keys
