@@ -269,6 +269,11 @@ def test_a_config_alone_does_not_say_how_many_processes_train(tmp_path):
     source = readers.read(path)
     assert "prompts_per_step" in translate(source.system, source.keys).unknown()
     assert "prompts_per_step" not in translate(source.system, source.keys, processes=2).unknown()
+    for launch, count in (("accelerate launch", 0), ("deepspeed", 0), ("trl grpo", 0), ("python", 1), ("torchrun", 1)):
+        program = "" if launch == "trl grpo" else "train.py"
+        (script := tmp_path / "run.sh").write_text(f"{launch} {program} {TRL} --num_generations 4\n")
+        one = readers.read(script)
+        assert ("prompts_per_step" in translate(one.system, one.keys).unknown()) == (count == 0), launch
     # 16 completions of two processes are no whole group: that is a file of TRL 0.14.
     keys = source.keys | {"num_generations": 32}
     assert "prompts_per_step" in translate(source.system, keys, processes=2).unknown()
@@ -293,3 +298,16 @@ def test_patterns_of_a_parser_of_a_script_are_no_keys(tmp_path):
         '    --beta | --loss_type) B="$2"; shift 2 ;;\n  esac\ndone\n' + f"python train.py {TRL}\n"
     )
     assert readers.read(path).lost == ()
+
+
+def test_a_place_for_a_path_is_not_read(tmp_path):
+    (path := tmp_path / "run.sh").write_text(
+        "MODEL='<your/model>'\npython train.py --output_dir <OUT> --model_name_or_path $MODEL \\\n"
+        "    --dataset_name <DATA-DIR>/train.jsonl --reward_funcs accuracy_reward --max_steps 20 <in.txt > out.log\n"
+    )
+    (tmp_path / "grpo.yaml").write_text("model_name_or_path: <MODEL>\nreward_funcs: [accuracy_reward]\nbeta: 0.1\n")
+    for name, unknown in (("run.sh", {"model.path", "data.source"}), ("grpo.yaml", {"model.path"})):
+        source = readers.read(tmp_path / name)
+        made = translate(source.system, source.keys)
+        assert unknown <= made.unknown().keys() and "reward.functions" not in made.unknown() and source.lost == ()
+    assert readers.read(path).keys["max_steps"] == 20

@@ -67,6 +67,7 @@ def _read(path: Path, text: str) -> ForeignConfig:
         kind, values, lost, notes = read_script(path, text)
         return ForeignConfig(path, trl.dated(OF_TRL[kind], values), values, tuple(lost), tuple(notes))
     keys = resolved(read_document(path, text)) if path.suffix in (".json", ".yaml", ".yml") else _from_shell(path, text)
+    keys.values |= {key: arguments.without_places(value) for key, value in keys.values.items()}
     # A key becomes a comment of the config, so it must be a name.
     if wrong := next((key for key in keys.values if not NAME.fullmatch(key)), ""):
         raise UserError(f"{path} has the key {wrong!r}, which is no name: is this a config?")
@@ -110,6 +111,8 @@ def _known(system: System, keys: dict[str, Any]) -> int:
 
 def _from_shell(path: Path, text: str) -> DocumentKeys:
     """Returns the keys of the training command of a script. What a loop makes of it several times is one command."""
+    # Where a person writes a path, bash would read from a file of this name.
+    text = re.sub(rf"(?<=[\s=])<({arguments.PLACE})>(?=[\s/]|$)", r"\<\1\>", text)
     try:
         script = shell.follow(text)
     except UserError as error:
@@ -206,6 +209,10 @@ def _from_command(
     if not any(system.knows(key) for system in OF_TRL.values() for key in keys.values if key != "config" or program):
         return None
     keys.values |= launchers.flags(path, command.values[:start], files, allocated)
+    # Without a flag these take all GPUs of the machine, whose number the script does not say.
+    launcher = {word.rpartition("/")[2] for word in words[: start + 1]} & {"accelerate", "deepspeed", "trl"}
+    if launcher and not any(key in launchers.COUNTS for key in keys.values):
+        keys.values.setdefault("num_processes", None)
     keys.program = program
     keys.lost += _unkeyed(rest)
     return keys

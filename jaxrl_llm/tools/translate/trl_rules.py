@@ -612,7 +612,7 @@ def simpo_loss(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed" if nll else "mapped", fields, f"{NLL}; TRL's also counts the prompt" * bool(nll))
 
 
-def of_loss(row: Row) -> Rule:
+def loss_argument(row: Row) -> Rule:
     """An argument of the loss, which the rule of `loss_type` has used."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
