@@ -9,7 +9,7 @@ from jaxrl_llm.tools.translate.outcome import Keys, Outcome
 from jaxrl_llm.tools.translate.table import Row, read_rows, system
 
 ACTOR, MODEL, ROLLOUT = "worker.actor.", "worker.actor.model.", "worker.rollout."
-OLDER = "of spring 2025"
+OLDER = ("of spring 2025", 2025.3)
 
 
 def penalized(keys: Keys) -> bool:

@@ -77,5 +77,5 @@ SEARCH_R1 = system(
     verl.ROWS | read_rows("search_r1"),
     vars(family) | vars(verl) | FAMILY.rules() | globals(),
     lambda keys: f"search_{verl.base(keys)}",
-    is_older=True,
+    as_of=0.2,
 )

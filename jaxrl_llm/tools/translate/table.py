@@ -84,22 +84,24 @@ def system(
     module: Mapping[str, Any],
     base: Callable[[Keys], str],
     *,
-    is_older: bool = False,
+    as_of: float = 0.0,
 ) -> System:
     """Returns a trainer.
 
     module: the names of its module: functions, sentences and CONDITIONS, {name: (applies, why not)}. It may have OLDER,
-    the name of the versions to which the column `was` belongs. is_older: the trainer began as one of them, and has no
-    key of later ones.
+    the name and the last number of the versions to which the column `was` belongs. as_of: the trainer is of this one of
+    them, and has no key of later ones.
     """
     rows = {key: row for key, row in rows.items() if row.rule != "absent"}
     current = {key: row for key, row in rows.items() if not row.rule.startswith("old ")}
     former = {key: row.rule.split(" ")[1:] for key, row in rows.items() if key not in current}
+    name_of_older, last = module.get("OLDER", ("", 0.0))
+    since = {key: float(row.versions[:-1]) for key, row in rows.items() if row.versions.endswith("-")}
     older = Version(
-        module.get("OLDER", ""),
+        name_of_older,
         proofs=tuple(key for key, row in rows.items() if row.versions.startswith("-")),
         defaults={key: scalar(row.was) for key, row in current.items() if row.was},
-        newer=tuple(key for key, row in rows.items() if row.versions.endswith("-")),
+        newer=tuple(key for key, first in since.items() if first > last),
     )
     trainer = System(
         name,
@@ -112,8 +114,9 @@ def system(
         respelled={key: dict(word.split("=") for word in words[1:]) for key, words in former.items()},
         older=(older,) if older.proofs else (),
     )
-    if is_older:
-        return replace(trainer, defaults=trainer.defaults | older.defaults, older=(), absent=older.newer)
+    if as_of:
+        absent = tuple(key for key, first in since.items() if first > as_of)
+        return replace(trainer, defaults=trainer.defaults | older.defaults, older=(), absent=absent)
     return trainer
 
 

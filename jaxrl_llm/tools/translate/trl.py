@@ -48,8 +48,18 @@ UNTIL_17 |= dict(use_bias_correction_kl=False, gradient_checkpointing=False)
 UNTIL_28 = ("max_prompt_length", "use_liger_loss", "vllm_guided_decoding_regex", "wandb_log_unique_prompts")
 GRPO_OLDER = (
     Version("0.16 and 0.17", ("vllm_enable_prefix_caching",), UNTIL_17 | {"loss_type": "bnpo", "top_k": 50}),
-    Version("0.15", ("vllm_dtype", "vllm_max_model_len"), UNTIL_17 | {"loss_type": "grpo"}),
-    Version("0.14", ("vllm_device",), UNTIL_17 | {"loss_type": "grpo", "(per_device_counts)": "prompts"}),
+    Version(
+        "0.15",
+        ("vllm_dtype", "vllm_max_model_len"),
+        UNTIL_17 | dict(loss_type="grpo", ref_model_mixup_alpha=0.9, ref_model_sync_steps=64),
+    ),
+    Version(
+        "0.14",
+        ("vllm_device",),
+        UNTIL_17
+        | {"loss_type": "grpo", "(per_device_counts)": "prompts"}
+        | dict(per_device_train_batch_size=1, gradient_accumulation_steps=8),
+    ),
     Version(
         "until 0.28", UNTIL_28, dict(max_completion_length=256, max_prompt_length=512, use_bias_correction_kl=False)
     ),

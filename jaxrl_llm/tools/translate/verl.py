@@ -10,7 +10,7 @@ from jaxrl_llm.tools.translate.outcome import Keys, Outcome, not_here
 from jaxrl_llm.tools.translate.table import Row, read_rows, system
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
-OLDER = "until 0.2"
+OLDER = ("until 0.3", 0.3)
 FAMILY = family.Family(
     prompts="data.train_batch_size",
     update=f"{ACTOR}ppo_mini_batch_size",
