@@ -240,7 +240,7 @@ def test_what_a_script_does_to_its_objects_is_read_or_unknown(number, tmp_path):
 
 
 VERSIONS = [  # the keys of a file, and its fields
-    ("grpo.yaml", "vllm_device: auto", {"kl.coef": 0.04, "rollout.temperature": 0.9, "prompts_per_step": 4}),
+    ("grpo.yaml", "vllm_device: auto", {"kl.coef": 0.04, "rollout.temperature": 0.9, "prompts_per_step": 32}),
     ("grpo.yaml", "vllm_device: auto\nlog_completions: true", {"kl.coef": 0.04, "prompts_per_step": 1}),
     ("grpo.yaml", "max_prompt_length: 99", {"rollout.max_completion_tokens": 256, "kl": None}),
     ("grpo.yaml", "", {"rollout.max_completion_tokens": 512, "kl": None, "prompts_per_step": 1}),

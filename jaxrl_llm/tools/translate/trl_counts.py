@@ -73,13 +73,13 @@ def micro(value: Any, keys: Keys) -> Outcome:
     fields, reason = batch(keys)
     # Rounded down to whole groups: more of them would need more memory than the file allows.
     limit = max(1, int(value) * processes(keys) // group(keys))
-    sizes = divisors(fields.get("prompts_per_update", fields["prompts_per_step"]))
+    update_sizes = divisors(fields.get("prompts_per_update", fields["prompts_per_step"]))
     # A config alone is for a launcher, and so is what one of these starts.
     launched = any(key.startswith(("accelerate.", "deepspeed.", "srun.", "mpi")) for key in keys.values)
     launched = launched or keys.values.get("num_processes", 1) is None
     why = UNNAMED if launched and UNNAMED in reason else BROKEN if BROKEN in reason else ""
     unknown = dict.fromkeys(fields.keys() - {"group_size"}, why) if why else {}
-    microbatch = max(x for x in sizes if x <= limit)
+    microbatch = max(x for x in update_sizes if x <= limit)
     return Outcome("changed", fields | {"microbatch": microbatch}, reason, unknown=unknown)
 
 
