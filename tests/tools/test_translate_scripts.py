@@ -12,6 +12,7 @@ from test_translate import (
     written,
 )
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import __main__ as program
 from jaxrl_llm.tools.translate import launchers, readers
 from jaxrl_llm.tools.translate.outcome import Unread, translate
@@ -237,6 +238,24 @@ def test_what_a_script_does_to_its_objects_is_read_or_unknown(number, tmp_path):
     assert {name: made.fields().get(name) for name in fields} == fields
     assert sorted(made.unknown()) == unknown and source.lost == ()
     assert program.run(path, None, 0, 0) == int(bool(unknown))
+
+
+def test_arguments_of_an_old_trainer_of_pairs_are_keys(tmp_path):
+    (path := tmp_path / "old.py").write_text(
+        "from transformers import AutoModelForCausalLM, TrainingArguments\nfrom trl import DPOTrainer\n"
+        "model = AutoModelForCausalLM.from_pretrained('a/b', load_in_4bit=True, bnb_4bit_quant_type='nf4')\n"
+        "DPOTrainer(model, None, args=TrainingArguments('out', max_steps=9), beta=0.3, train_dataset='c/d', "
+        "peft_config=LoraConfig(r=4, target_modules='q_proj')).train()"
+    )
+    source = readers.read(path)
+    made = translate(source.system, source.keys)
+    fields = {"loss.beta": 0.3, "optim.learning_rate": 5e-5, "data.max_prompt_tokens": 128, "num_steps": 9}
+    fields |= {"adapters.rank": 4, "adapters.base_dtype": "int8"}
+    assert {name: made.fields()[name] for name in fields} == fields
+    assert made.unknown() == {} and source.lost == () and made.notes
+    path.write_text("from transformers import Trainer, TrainingArguments\nTrainer(args=TrainingArguments('out'))")
+    with pytest.raises(UserError):
+        readers.read(path)
 
 
 VERSIONS = [  # the keys of a file, and its fields

@@ -18,7 +18,8 @@ from jaxrl_llm.tools.translate.ours import FILES
 from jaxrl_llm.tools.translate.outcome import Unread
 
 CLASSES = {"GRPO": "grpo", "PPO": "ppo", "RLOO": "rloo", "DPO": "dpo", "CPO": "simpo"}
-CONFIGS = {f"{name}Config": kind for name, kind in CLASSES.items()}
+# Until TRL 0.8 the trainer of pairs took these arguments, and those of its loss itself.
+CONFIGS = {f"{name}Config": kind for name, kind in CLASSES.items()} | {"TrainingArguments": "dpo"}
 TRAINERS = {f"{name}Trainer": kind for name, kind in CLASSES.items()}
 OTHERS = ("SFTConfig", "KTOConfig", "RewardConfig", "OnlineDPOConfig", "AsyncGRPOConfig", "OnlineDPOTrainer")
 REWARDED = ("model", "reward_funcs", "args", "train_dataset")

@@ -34,7 +34,7 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{path} is no Python that can be parsed: {error}") from None
     calls = [(_called(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    for kinds, what in ((CONFIGS, "configs"), (TRAINERS, "trainers")):
+    for kinds, what in ((CONFIGS.keys() - {"TrainingArguments"}, "configs"), (TRAINERS.keys(), "trainers")):
         lines = [str(line) for name, line in calls if name in kinds]
         if len(lines) > 1:
             raise UserError(f"{path} makes {len(lines)} {what}, at lines {', '.join(lines)}: keep one in the file")
@@ -42,7 +42,7 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
     items = run.items
     config = next((item for item in items if item.kind == "config"), None)
     trainer = next((item for item in items if item.kind == "trainer"), None)
-    if not config and not trainer:
+    if not trainer and (not config or not any(name in CONFIGS and name != "TrainingArguments" for name, _ in calls)):
         other = next((name for name, _ in calls if name in OTHERS), "")
         config_class = (
             f"{other}, which is not translated"

@@ -72,7 +72,11 @@ UNTIL_11 = dict(max_length=512, max_prompt_length=128, learning_rate=5e-5, loggi
 UNTIL_11 |= dict(gradient_checkpointing=False)
 OF_PAIRS = ("max_prompt_length", "max_completion_length", "rpo_alpha", "label_pad_token_id", "generate_during_eval")
 PAIRS_OLDER = (
-    Version("until 0.11", ("evaluation_strategy", "max_target_length"), UNTIL_11),
+    Version(
+        "until 0.11",
+        ("evaluation_strategy", "max_target_length", "trainer.beta", "trainer.max_length", "trainer.max_prompt_length"),
+        UNTIL_11,
+    ),
     Version("until 0.28", (*OF_PAIRS, "reference_free", "force_use_ref_model"), dict(max_prompt_length=512)),
 )
 OWN = Version(
