@@ -7,14 +7,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
+from rich.console import Console
+
 from jaxrl_llm import tasks
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.config.names import is_ours, own_name, resolve
 from jaxrl_llm.config.records import Call
 from jaxrl_llm.data.rows import is_task
+from jaxrl_llm.errors import printable
+from jaxrl_llm.health.doctor import could_look
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
+from jaxrl_llm.session.banner import totals_table
+from jaxrl_llm.structs import Sizes
 
 # Full fine-tuning of Qwen3-0.6B (width 1024) was stable at rate 1e-6 and ruined the model at 5e-5. The embedded model
 # (width 128) is stable at 4e-4, oscillates at 1e-3 and is ruined at 3e-3 (docs/health.md). The bound is proportional
@@ -272,3 +278,16 @@ RULES: dict[SettingsRule, tuple[str, ...]] = {  # and what each needs to know of
     keeps_nothing: (),
     deterministic: ("platform",),
 }
+
+
+def print_config(sizes: Sizes, findings: list[Finding], blind: dict[str, str]) -> None:
+    """Prints what follows from a config, its findings, and which rules could look; blind: {rule: why it could not}."""
+    console = Console(highlight=False, soft_wrap=True)
+    for name, value in totals_table(sizes):
+        console.print(f"  {name:<28}  {value:,}", markup=False)
+    for finding in findings:
+        console.print(printable(finding.line()), markup=False)
+    if not findings:
+        console.print("no rule finds anything")
+    for line in could_look(len(RULES), blind):
+        console.print(printable(line), markup=False)

@@ -12,22 +12,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.console import Console
-
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.build import build
 from jaxrl_llm.config.load import config_parser, flatten, load, parse_config
 from jaxrl_llm.data.rows import check_there
 from jaxrl_llm.errors import MissingHere, UserError, printable, run_main
-from jaxrl_llm.health.doctor import EXIT_CODES, LOGS, add_output_flags, could_look, exit_code, look_at_run
+from jaxrl_llm.health.doctor import EXIT_CODES, LOGS, add_output_flags, exit_code, look_at_run
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.recipe import advice
+from jaxrl_llm.recipe.advice import print_config
 from jaxrl_llm.recipe.missing import collected, tried
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.self_test import CheckReport
-from jaxrl_llm.session.banner import totals_table
-from jaxrl_llm.structs import Config, Sizes
+from jaxrl_llm.structs import Config
 
 DESCRIPTION = (
     f"Looks at a config (with --selftest also at its run, at step 0), or at the log of a run: {LOGS}. {EXIT_CODES} "
@@ -145,19 +143,6 @@ def self_test_of(config: Config, *, quiet: bool) -> list[CheckReport]:
             checks_run.append(checked)
         parts.rest()
     return checks_run
-
-
-def print_config(sizes: Sizes, findings: list[Finding], blind: dict[str, str]) -> None:
-    """Prints what follows from a config, its findings, and which rules could look; blind: {rule: why it could not}."""
-    console = Console(highlight=False, soft_wrap=True)
-    for name, value in totals_table(sizes):
-        console.print(f"  {name:<28}  {value:,}", markup=False)
-    for finding in findings:
-        console.print(printable(finding.line()), markup=False)
-    if not findings:
-        console.print("no rule finds anything")
-    for line in could_look(len(advice.RULES), blind):
-        console.print(printable(line), markup=False)
 
 
 if __name__ == "__main__":

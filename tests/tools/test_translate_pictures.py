@@ -82,7 +82,7 @@ python3 -m verl.trainer.main_ppo --config-name='ppo_megatron_trainer.yaml' algor
 """
 LORA = "actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.model.target_modules=all-linear"
 VERL_SCRIPTS = {  # the model, further arguments, fields, and keys with their kind
-    "7b": ("Qwen2.5-VL-7B-Instruct", "", {"data.image_column": "images", "reward.functions": ("verl.score",)},
+    "7b": ("Qwen2.5-VL-7B-Instruct", "", {"data.image_column": "images", "reward.functions": ("easyr1.math",)},
            {"data.image_key": "mapped"}),
     "qwen3": ("Qwen3-VL-8B-Instruct", "actor_rollout_ref.actor.megatron.context_parallel_size=2",
               {"model.vision": "learns"}, {}),
@@ -197,7 +197,8 @@ def test_commands_of_trl_with_images_are_configs_that_pass_the_checks(tmp_path, 
         "model.path": "Qwen/Qwen2.5-VL-3B-Instruct", "adapters.targets": "q_proj|v_proj", "model.vision": "frozen",
         "loss.name": "gspo",
     }  # fmt: skip
-    assert differing(fields, c) == {} and program.run(tmp_path / "run.sh", None, 0, 0) == 0
+    # The command names neither rows nor rewards.
+    assert differing(fields, c) == {} and program.run(tmp_path / "run.sh", None, 0, 0) == 1
     wording(made.outcomes["lora_target_modules"].reason)  # its comma, which argparse leaves at the name
     _, c, _ = written(tmp_path, "all.sh", TRL.format(script="grpo_vlm.py", more="--max_pixels 401408"))
     fields = {
@@ -263,7 +264,7 @@ def test_other_families_and_video_are_refused_before_anything_else(name, tmp_pat
     write(tmp_path, "run.sh", text := easyr1_script(tmp_path, model, words))
     # A family that models/ has by now is not refused.
     is_refused = images.unreadable(model) or name == "video"
-    assert program.run(tmp_path / "run.sh", tmp_path / "mine.py", 0, 0) == int(is_refused)
+    assert program.run(tmp_path / "run.sh", tmp_path / "mine.py", 1000, 0) == int(is_refused)
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("not supported: ") == is_refused
     wording(first)
@@ -274,13 +275,13 @@ def test_other_families_and_video_are_refused_before_anything_else(name, tmp_pat
 def test_a_run_with_images_of_a_family_that_is_here_is_complete(tmp_path, capsys, wording):
     model, words, _ = EASYR1_SCRIPTS["qwen3 4b lora"]
     write(tmp_path, "run.sh", easyr1_script(tmp_path, model, words))
-    assert program.run(tmp_path / "run.sh", tmp_path / "mine.py", 0, 0) == 0
+    assert program.run(tmp_path / "run.sh", tmp_path / "mine.py", 1000, 0) == 0
     printed = capsys.readouterr().out
     assert "not supported" not in printed
     wording(printed)
     # A name that says nothing of a tower: the run needs a model that has one.
     write(tmp_path, "run.sh", easyr1_script(tmp_path, "/models/of_last_week", words))
-    assert program.run(tmp_path / "run.sh", None, 0, 0) == 0
+    assert program.run(tmp_path / "run.sh", None, 1000, 0) == 0
     (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: this run has ")]
     wording(note)
 

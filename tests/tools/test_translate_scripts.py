@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 
 import pytest
 from test_translate import (
@@ -11,8 +12,10 @@ from test_translate import (
     written,
 )
 
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.tools.translate import __main__ as program
 from jaxrl_llm.tools.translate import launchers, readers
-from jaxrl_llm.tools.translate.outcome import Unread
+from jaxrl_llm.tools.translate.outcome import Unread, translate
 
 CALL = "actor_rollout_ref.model.path=a/b actor_rollout_ref.rollout.n=8 algorithm.adv_estimator=grpo"
 TRL = "--model_name_or_path a/b --dataset_name c/d --reward_funcs accuracy_reward think_format_reward --max_steps 20"
@@ -133,3 +136,197 @@ def test_no_key_of_a_script_is_lost_and_each_becomes_exactly_one_thing(name, tmp
     assert all(isinstance(value, Unread) or "$" not in str(value) for value in source.keys.values())
     comments = " ".join(comments.replace("# ", " ").split())
     assert all(key in comments for key, one in made.outcomes.items() if one.kind in ("unsupported", "no effect"))
+
+
+BEGIN = """
+import os, argparse, utils, torch
+from dataclasses import dataclass, field
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from trl import GRPOConfig, GRPOTrainer, get_peft_config, get_quantization_config
+from trl.rewards import accuracy_reward
+from datasets import load_dataset, concatenate_datasets
+from utils import build
+name, extra = "Qwen/Qwen3-0.6B", {}
+args = GRPOConfig("out", max_steps=5)
+rows = load_dataset("a/b", split="train")
+model = AutoModelForCausalLM.from_pretrained(name)
+tok = AutoTokenizer.from_pretrained(name)
+"""
+END = """
+trainer = GRPOTrainer(model, accuracy_reward, args=args, train_dataset=rows, processing_class=tok, **extra)
+trainer.train()
+"""
+LORA = "LoraConfig(r=4, target_modules=['q_proj'])"
+WRAPPED = f"model = get_peft_model(model, {LORA})"
+MODEL, ADAPTERS = ["adapters", "model.path"], {"adapters.rank": 4, "adapters.alpha": 8.0, "adapters.targets": "q_proj"}
+ALL = ["advantage", "aggregate", "data", "kl", "loss", "optim", "reward", "rollout"]
+OBJECTS = [  # what a script does before it trains, the fields that it decides, and what is unknown
+    ("", {"model.path": "Qwen/Qwen3-0.6B", "data.source": "a/b@train", "adapters.rank": None}, []),
+    # the model between loading and trainer
+    (WRAPPED, ADAPTERS | {"adapters.base_dtype": ""}, []),
+    (f"extra['peft_config'] = {LORA}", ADAPTERS, []),
+    ("from unsloth import FastLanguageModel\nmodel, tok = FastLanguageModel.from_pretrained('a/b', dtype=None)\n"
+     "model = FastLanguageModel.get_peft_model(model, r=4, random_state=1)",
+     {"model.path": "a/b", "adapters.rank": 4, "adapters.alpha": 16.0, "adapters.base_dtype": "int8"}, []),
+    ("four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)\n"
+     "model = AutoModelForCausalLM.from_pretrained(name, quantization_config=four)\n"
+     f"model = prepare_model_for_kbit_training(model)\n{WRAPPED}", ADAPTERS | {"adapters.base_dtype": "int8"}, []),
+    ("q = get_quantization_config(4)\n"
+     f"model = AutoModelForCausalLM.from_pretrained(name, quantization_config=q)\n{WRAPPED}",
+     ADAPTERS, ["adapters.base_dtype"]),
+    ("model = PeftModel.from_pretrained(model, 'a/adapter')", {"adapters.path": "a/adapter"},
+     ["adapters.alpha", "adapters.rank", "adapters.rs", "adapters.targets"]),
+    ("model = torch.compile(model).to('cuda')\nmodel.config.use_cache = False\nprint(model)", {}, []),
+    *((line, {}, MODEL) for line in (
+        f"if os.environ.get('LORA'):\n    {WRAPPED}", f"model.add_adapter({LORA})", "build(model)",
+        "model = build(name)",
+        "from trl import SFTTrainer\nfirst = SFTTrainer(model)\nfirst.train()\nmodel = first.model",
+        "for _, p in model.named_parameters():\n    p.requires_grad = False",
+        "match name:\n    case 'a':\n        model = build(model)", "model.resize_token_embeddings(9)")),
+    (f"def load():\n    global model\n    {WRAPPED}\nload()",
+     ADAPTERS, []),
+    (f"USE = 1 + 1\nif USE > 1 and True:\n    {WRAPPED}\nelse:\n    model = build(model)", ADAPTERS, []),
+    ("extra['peft_config'] = get_peft_config(4)", {},
+     ["adapters", "adapters.alpha", "adapters.rank", "adapters.targets"]),
+    (f"if os.environ.get('LORA'):\n    extra['peft_config'] = {LORA}", {},
+     ["adapters", "adapters.alpha", "adapters.rank", "adapters.targets"]),
+    # the tokenizer
+    ("tok.chat_template = 'x'", {}, ["model.path"]), ("tok = AutoTokenizer.from_pretrained('c/d')", {}, ["model.path"]),
+    ("tok.pad_token = tok.eos_token", {}, []),
+    # arguments
+    ("args.beta = 0.1", {"kl.coef": 0.1}, []),
+    ("if os.environ.get('KL'):\n    args.beta = 0.1", {}, ["kl"]),
+    ("x = 0.1\nfor i in range(3):\n    x = 2 * x\nargs.beta = x", {}, ["kl"]),
+    ("setattr(args, 'beta', 0.1)", {}, ["trainer.args.setattr()"]),
+    ("parser = argparse.ArgumentParser()\nparser.add_argument('--beta', type=float, default=0.2)\n"
+     "parser.add_argument('--lr', required=True)\n"
+     "cli = parser.parse_args()\nargs.beta, args.learning_rate = cli.beta, cli.lr",
+     {"kl.coef": 0.2}, ["optim.learning_rate"]),
+    ("@dataclass\nclass A:\n    b: float = field(default=0.3)\n    c: float = field(metadata={})\n"
+     "a = A()\nargs.beta, args.temperature = a.b, a.c", {"kl.coef": 0.3}, ["rollout.temperature"]),
+    *((f"more = dict(beta=0.1)\n{line}\nargs.beta = more['beta']", {}, ["kl"])
+      for line in ("more.pop('beta')", "del more['beta']", "more.update(beta=build(1))")),
+    ("class C:\n    beta = 0.1\nC.beta = 0.2\nargs.beta = C.beta", {"kl.coef": 0.2}, []),
+    # rows
+    ("rows = load_dataset('a/b', data_dir='c', split='train')", {}, ["data.convert", "data.source"]),
+    ("rows = rows.shuffle(seed=1).remove_columns(['x'])", {"data.source": "a/b@train", "data.convert": ""}, []),
+    ("rows = rows.filter(len)", {"data.source": "a/b@train", "data.convert": "my_data.convert"}, ["data.source"]),
+    ("rows = concatenate_datasets([rows, rows])", {"data.convert": "my_data.convert"}, ["data.source"]),
+    ("parts = load_dataset('a/b', split='train').train_test_split(0.1)\nrows, extra['eval_dataset'] = parts['train'], "
+     "parts['test']\nargs.eval_strategy, args.eval_steps = 'steps', 2", {"eval.every": 2},
+     ["data.source", "eval.source"]),
+    ("tests = load_dataset('a/b', split='test')\nextra['eval_dataset'] = tests\nargs.evaluation_strategy = 'steps'",
+     {"eval.source": "a/b@test", "eval.every": 10}, []),
+    # rewards, callbacks and the trainer
+    ("def accuracy_reward(completions, label): return [1]", {"reward.functions": ("my_rewards.accuracy_reward",)}, []),
+    ("from utils import accuracy_reward", {"reward.functions": ("utils.accuracy_reward",)}, []),
+    ("accuracy_reward = [lambda completions: [1]]", {}, ["reward.functions"]),
+    ("extra['callbacks'] = [WandbCallback()]", {}, []),
+    ("extra['callbacks'] = [EarlyStoppingCallback(3)]", {}, ["trainer.callbacks"]),
+    ("from own import GRPOTrainer", {}, ALL),
+    ("class GRPOTrainer(GRPOTrainer):\n    def log(self): pass\n    def create_optimizer(self): pass", {}, ["optim"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(OBJECTS)))
+def test_what_a_script_does_to_its_objects_is_read_or_unknown(number, tmp_path):
+    lines, fields, unknown = OBJECTS[number]
+    (path := tmp_path / "grpo.py").write_text(BEGIN + lines + END)
+    source = readers.read(path)
+    made = translate(source.system, source.keys)
+    assert {name: made.fields().get(name) for name in fields} == fields
+    assert sorted(made.unknown()) == unknown and source.lost == ()
+    assert program.run(path, None, 0, 0) == int(bool(unknown))
+
+
+def test_arguments_of_an_old_trainer_of_pairs_are_keys(tmp_path):
+    (path := tmp_path / "old.py").write_text(
+        "from transformers import AutoModelForCausalLM, TrainingArguments\nfrom trl import DPOTrainer\n"
+        "model = AutoModelForCausalLM.from_pretrained('a/b', load_in_4bit=True, bnb_4bit_quant_type='nf4')\n"
+        "DPOTrainer(model, None, args=TrainingArguments('out', max_steps=9), beta=0.3, train_dataset='c/d', "
+        "peft_config=LoraConfig(r=4, target_modules='q_proj')).train()"
+    )
+    source = readers.read(path)
+    made = translate(source.system, source.keys)
+    fields = {"loss.beta": 0.3, "optim.learning_rate": 5e-5, "data.max_prompt_tokens": 128, "num_steps": 9}
+    fields |= {"adapters.rank": 4, "adapters.base_dtype": "int8"}
+    assert {name: made.fields()[name] for name in fields} == fields
+    assert made.unknown() == {} and source.lost == () and made.notes
+    path.write_text("from transformers import Trainer, TrainingArguments\nTrainer(args=TrainingArguments('out'))")
+    with pytest.raises(UserError):
+        readers.read(path)
+
+
+VERSIONS = [  # the keys of a file, and its fields
+    ("grpo.yaml", "vllm_device: auto", {"kl.coef": 0.04, "rollout.temperature": 0.9, "prompts_per_step": 32}),
+    ("grpo.yaml", "vllm_device: auto\nlog_completions: true", {"kl.coef": 0.04, "prompts_per_step": 1}),
+    ("grpo.yaml", "max_prompt_length: 99", {"rollout.max_completion_tokens": 256, "kl": None}),
+    ("grpo.yaml", "", {"rollout.max_completion_tokens": 512, "kl": None, "prompts_per_step": 1}),
+    ("dpo.yaml", "evaluation_strategy: 'no'",
+     {"optim.learning_rate": 5e-5, "data.max_prompt_tokens": 128, "rollout.max_completion_tokens": 512}),
+    ("dpo.yaml", "max_prompt_length: 99", {"data.max_prompt_tokens": 99, "rollout.max_completion_tokens": 1024}),
+    ("simpo.yaml", "beta: 10\ngamma_beta_ratio: 0.5\nmax_length: 2048\nmax_prompt_length: 1800",
+     {"loss.beta": 10.0, "loss.gamma": 5.0, "loss.nll_coef": 0.0, "rollout.max_completion_tokens": 2048}),
+    ("simpo.yaml", "sft_weight: 0.1", {"loss.beta": 2.0, "loss.gamma": 0.5, "loss.nll_coef": 0.1}),
+    ("simpo.yaml", "loss_type: simpo", {"loss.beta": 0.1, "loss.gamma": 0.5, "loss.nll_coef": 1.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "fields"), VERSIONS)
+def test_a_key_of_an_old_version_brings_its_defaults(name, text, fields, tmp_path):
+    common = "model_name_or_path: a/b\nmax_steps: 9\nper_device_train_batch_size: 4\nnum_processes: 1\n"
+    (path := tmp_path / name).write_text(common + "num_generations: 4\n" * (name == "grpo.yaml") + text)
+    source = readers.read(path)
+    made = translate(source.system, source.keys)
+    assert {field: made.fields().get(field) for field in fields} == fields
+    assert bool(made.notes) == (text not in ("", "loss_type: simpo"))
+
+
+def test_a_config_alone_does_not_say_how_many_processes_train(tmp_path):
+    (path := tmp_path / "grpo.yaml").write_text("model_name_or_path: a/b\nnum_generations: 4\nmax_steps: 9\n")
+    source = readers.read(path)
+    assert "prompts_per_step" in translate(source.system, source.keys).unknown()
+    assert "prompts_per_step" not in translate(source.system, source.keys, processes=2).unknown()
+    for launch, count in (("accelerate launch", 0), ("deepspeed", 0), ("trl grpo", 0), ("python", 1), ("torchrun", 1)):
+        program = "" if launch == "trl grpo" else "train.py"
+        (script := tmp_path / "run.sh").write_text(f"{launch} {program} {TRL} --num_generations 4\n")
+        one = readers.read(script)
+        assert ("prompts_per_step" in translate(one.system, one.keys).unknown()) == (count == 0), launch
+    # 16 completions of two processes are no whole group: that is a file of TRL 0.14.
+    keys = source.keys | {"num_generations": 32}
+    assert "prompts_per_step" in translate(source.system, keys, processes=2).unknown()
+
+
+def test_a_positional_file_and_a_command_of_a_program_are_read(tmp_path):
+    (tmp_path / "x.yaml").write_text("model_name_or_path: a/b\nbeta: 0.1\nper_device_train_batch_size: 4\n")
+    launch = "accelerate launch --num_processes 2 scripts/run_dpo.py "
+    for command, beta in product((launch, launch + "train ", "python cli.py dpo "), (0.1, 0.5)):
+        (path := tmp_path / "run.sh").write_text(f"{command}x.yaml" + f" --beta={beta}" * (beta != 0.1))
+        source = readers.read(path)
+        assert source.system.name == "TRL's DPO" and source.lost == ()
+        assert translate(source.system, source.keys).fields()["loss.beta"] == beta
+    path.write_text(f"{launch}not_there.yaml")
+    source = readers.read(path)
+    assert "config" in translate(source.system, source.keys).unknown()
+
+
+def test_patterns_of_a_parser_of_a_script_are_no_keys(tmp_path):
+    (path := tmp_path / "run.sh").write_text(
+        'while [ $# -gt 0 ]; do\n  case "$1" in\n    --learning_rate) LR="$2"; shift 2 ;;\n'
+        '    --beta | --loss_type) B="$2"; shift 2 ;;\n  esac\ndone\n' + f"python train.py {TRL}\n"
+    )
+    assert readers.read(path).lost == ()
+
+
+def test_a_place_for_a_path_is_not_read(tmp_path):
+    (path := tmp_path / "run.sh").write_text(
+        "MODEL='<your/model>'\npython train.py --output_dir <OUT> --model_name_or_path $MODEL \\\n"
+        "    --dataset_name <DATA-DIR>/train.jsonl --reward_funcs accuracy_reward --max_steps 20 <in.txt > out.log\n"
+    )
+    (tmp_path / "grpo.yaml").write_text("model_name_or_path: <MODEL>\nreward_funcs: [accuracy_reward]\nbeta: 0.1\n")
+    for name, unknown in (("run.sh", {"model.path", "data.source"}), ("grpo.yaml", {"model.path"})):
+        source = readers.read(tmp_path / name)
+        made = translate(source.system, source.keys)
+        assert unknown <= made.unknown().keys() and "reward.functions" not in made.unknown() and source.lost == ()
+    assert readers.read(path).keys["max_steps"] == 20

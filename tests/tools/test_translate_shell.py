@@ -189,6 +189,12 @@ LOST = {
         {},
         ["line 2: data.seed=3"],
     ),
+    "a parser of its own arguments": (
+        "SEED=1\nwhile [[ $# -gt 0 ]]; do case \"$1\" in --seed|--lr) SEED=\"$2\"; shift 2;; *) break;; esac; "
+        f"done\n{VERL} data.seed=$SEED",
+        {"data.seed": 1},
+        [],
+    ),
     "another command has its own": (f"pip install data.x==1\npython prep.py data.seed=3\n{VERL}", {}, []),
     "what is behind exit": (f"{VERL}\nexit\npython x.py \\\n data.seed=1", {}, ["line 4: data.seed=1"]),
     "ray": (

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-
 from . import console, wandb_file
 
 STEPS = ("train/global_step", "training/global_step", "trainer/global_step", "global_step", "step", "_step")
@@ -139,6 +137,9 @@ def _is_number(text: str) -> bool:
 
 def _events(files: list[Path]) -> Iterator[dict[str, Any]]:
     """Yields the scalars of TensorBoard's event files. A record is its length, a checksum, the event, a checksum."""
+    # Imported here because tensorboardX imports torch where it is installed, which takes a second.
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
     for file in files:
         data, at = file.read_bytes(), 0
         while at + 12 <= len(data):

@@ -9,15 +9,16 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
-from jaxrl_llm.tools.doctor import print_config
+from jaxrl_llm.recipe.advice import print_config
 from jaxrl_llm.tools.translate import images, lint, readers, writer
 from jaxrl_llm.tools.translate.outcome import KINDS, Translation, translate
 
 DESCRIPTION = (
     "Translates a config of TRL (JSON, YAML, a command line, or a Python script, which is not run), veRL, EasyR1 or "
     "Search-R1 (YAML or a shell script, which is not run) into a config of this package, names every key that has no "
-    "counterpart, and checks the result. Exit code 0: the checks pass; 1: they do not, or the run is another one here: "
-    "no model here reads what its model reads, or lines of the file belong to no key; 2: the file is no such config."
+    "counterpart, and checks the result. Exit code 0: the checks pass, and every field has its value; 1: the checks do "
+    "not pass, or the run may be another one here: the file does not say the value of a field, a key is in no table, "
+    "lines belong to no key, or no model here reads what its model reads; 2: the file is no such config."
 )
 
 
@@ -54,17 +55,22 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     else:
         print(text)
     refusal = images.refusal(source.keys)
-    print_first(source, refusal)
+    print_first(source, translation, refusal)
     print_keys(translation, file)
     print_checks(
-        translation, linted, f"{to} is written and complete; " if to else "", "of all but the model " * bool(refusal)
+        translation,
+        linted,
+        f"{to} is written{' and complete' * (not translation.unknown())}; " if to else "",
+        "of all but the model " * bool(refusal),
     )
-    # The file may be complete and still mean another run.
-    return int(bool(linted.refused or refusal or source.lost))
+    # A task of a person, such as a function to move, does not count: `train` refuses the config until it is done.
+    return int(bool(linted.refused or refusal or source.lost or translation.unknown()))
 
 
-def print_first(source: readers.ForeignConfig, refusal: str) -> None:
-    """Prints what makes the run another one here, and what the file says only with a default."""
+def print_first(source: readers.ForeignConfig, translation: Translation, refusal: str) -> None:
+    """Prints the version of the file, what makes the run another one here, and what it says only with a default."""
+    for note in translation.notes:
+        _say(f"version: {note}")
     if refusal:
         _say(f"not supported: {refusal}: train refuses the config")
     for line in source.lost:
@@ -85,7 +91,8 @@ def print_keys(translation: Translation, file: Path) -> None:
         if kind in ("mapped", "changed"):
             lines = [f"{key} -> {', '.join(outcome.fields) or 'nothing to set'}" for key, outcome in outcomes.items()]
         else:
-            lines = [f"{', '.join(keys)}: {reason}" for reason, keys in writer.by_reason(outcomes).items()]
+            reasons = {key: outcome.reason for key, outcome in outcomes.items()}
+            lines = [f"{', '.join(keys)}: {reason}" for reason, keys in writer.grouped(reasons).items()]
         table.add_row(kind, str(len(outcomes)), printable("\n".join(lines)))
     Console(highlight=False, markup=False, width=120).print(table)
 
@@ -95,8 +102,10 @@ def print_checks(translation: Translation, linted: lint.Linted, written: str, su
 
     written: that the file is there; subject: what the checks look at.
     """
-    for name, why in translation.yours().items():
-        _say(f"yours to set: {name}: {why}")
+    fields = translation.fields()
+    for why, names in writer.grouped(translation.yours()).items():
+        is_key = names[0] in translation.outcomes and names[0] not in fields
+        _say(f"{'may change the run' if is_key else 'yours to set'}: {', '.join(names)}: {why}")
     if linted.sizes:
         _say(
             f"{written}the checks {subject}pass"
@@ -105,8 +114,8 @@ def print_checks(translation: Translation, linted: lint.Linted, written: str, su
         print_config(linted.sizes, linted.findings, linted.blind)
     else:
         _say(f"{written}the checks refuse it: {linted.refused}")
-    if linted.missing:
-        _say(linted.missing)
+    for package in linted.missing:
+        _say(package)
 
 
 def _say(text: str) -> None:

@@ -13,6 +13,8 @@ from jaxrl_llm.tools.translate.outcome import Unread
 
 OVERRIDE = re.compile(r"[+~]*([\w-]+(?:\.[\w-]+)*)=(.*)", re.DOTALL)  # of Hydra and OmegaConf
 SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}  # of Hydra
+# Of <PATH-TO-MODEL> and <your/data>, not of the tags <think> and </answer>.
+PLACE = r"(?=[^<>\n]*(?:[A-Z/-]|path|your))[A-Za-z](?:[^<>|&;'\"`\n]*[^\s<>|&;'\"`])?"
 OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -132,3 +134,10 @@ def value_of(text: Any, parse: Any) -> Any:
     # ${a.b} is no variable of the shell: in Hydra it names another key, which `documents.resolved` looks up later.
     variable = re.search(r"\$(\{\w+[^\w.]|\w+|\(|\[)", text)
     return Unread(f"{text!r}, which the script does not say") if variable else parse(text)
+
+
+def without_places(value: Any) -> Any:
+    """Returns a value; `Unread`, if a person has to write something in the place of <PATH>."""
+    parts = value if isinstance(value, list) else [value]
+    places = [part for part in parts if isinstance(part, str) and re.match(rf"<{PLACE}>([\w./-]*)$", part)]
+    return Unread(", ".join(map(str, parts))) if places else value

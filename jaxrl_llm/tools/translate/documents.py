@@ -89,7 +89,7 @@ def composed(path: Path, document: dict[Any, Any]) -> dict[str, Any]:
 
     The key "defaults" is the list of those that are not there.
     """
-    document_keys = flat({key: value for key, value in document.items() if key != "defaults"})
+    document_keys = with_tools(path, flat({key: value for key, value in document.items() if key != "defaults"}), {})
     if not isinstance(document.get("defaults"), list):
         return document_keys
     # Hydra joins the files in the order of the list. Later ones win, and the document itself is where _self_ stands, or
@@ -126,8 +126,23 @@ def _named(entry: Any) -> tuple[str, str]:
     return f"{group}/{option}".removesuffix(".yaml"), before
 
 
+def with_tools(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> dict[str, Any]:
+    """Adds the names of the functions in a file of tools of veRL, if it is there."""
+    key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+    name = keys.get(key)
+    file = beside(path, name, written) if isinstance(name, str) and not isinstance(name, Unread) else None
+    if not file:
+        return keys
+    listed = parse(*file)[0].get("tools") or []
+    names = [
+        tool["tool_schema"]["function"]["name"] for tool in listed if isinstance(tool, dict) and "tool_schema" in tool
+    ]
+    return keys | {f"{key}.names": names}
+
+
 def with_files(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> DocumentKeys:
     """Adds the keys of the file that a command names, if it is there. written: files that the script writes itself."""
+    keys = with_tools(path, keys, written)
     name = keys.get("config")
     if isinstance(name, str) and not isinstance(name, Unread) and (file := beside(path, name, written)):
         base = read_document(*file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,15 +10,24 @@ from typing import Any, TypeAlias
 
 from jaxrl_llm.tools.translate import images, ours
 from jaxrl_llm.tools.translate.documents import VERL_FILES
-from jaxrl_llm.tools.translate.outcome import Keys, Kind, Outcome, Rule
+from jaxrl_llm.tools.translate.outcome import Keys, Kind, Outcome, not_here
+from jaxrl_llm.tools.translate.table import Row
 
+# Sentences of the tables.
 MESH = "placement of parameters on devices: here the mesh (config.mesh), and it changes no number"
 MEMORY = "memory or speed alone: here microbatch, model.remat, model.row_parts and host_memory"
 ENGINE = "of the rollout engine: here the sampler in JAX (configs/grpo_vllm.py has the settings of vLLM)"
 LOGS = "names and places of logs and files: here --workdir and config.log"
 LOADER = "how the data set is loaded: it changes no row"
 PROFILE = "a profiler"
+NO_REMOTE_CODE = "no code of a model's folder is run"
+ALL_DEVICES = "all devices that a run finds"
+SAME_WORKDIR = "the same --workdir resumes a run"
+MODEL_CONFIG = "the model is as its config.json says: change that"
+OWN_TOKENIZER = "the tokenizer is the model's"
+PROCESSOR, SOUND, SAME_PIXELS = images.PROCESSOR, images.SOUND, images.SAME_PIXELS
 KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
+LOGGERS = ("mlflow", "tensorboard", "trackio", "wandb")
 AGGREGATION = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean",
@@ -27,173 +37,360 @@ AGGREGATION = {
     "token": "token_mean",  # EasyR1
     "seq": "sequence_mean",
 }
+AFTER_TOOL = "after the answer of a tool, the running return goes on here; there it restarts"
+ADVANTAGES = {  # ours, its epsilon (None: it has none), and what differs
+    # veRL's own constants: 1e-6 beside the deviation of a group, 1e-8 where tokens are whitened.
+    "grpo": ("grpo", 1e-6, ""),
+    "grpo_vectorized": ("grpo", 1e-6, ""),
+    "gae": ("gae", 1e-8, ""),
+    "reinforce_plus_plus": ("reinforce_pp", 1e-8, AFTER_TOOL),
+    "reinforce_plus_plus_baseline": ("reinforce_pp_baseline", 1e-8, AFTER_TOOL),
+    "remax": (
+        "remax",
+        None,
+        "every token has the reward minus that of the greedy completion; veRL uses the reward to go",
+    ),
+    "rloo": ("rloo", None, ""),
+    "rloo_vectorized": ("rloo", None, ""),
+    "opo": ("opo", None, ""),
+    "gdpo": ("gdpo", 1e-4, "normalizes each function of reward.functions; there, the keys of the reward's result"),
+}
+SCORED = "the trainer also scores this distribution; there, that of all tokens"
+MACHINES = ("trainer.nnodes", "trainer.n_gpus_per_node")  # their product is the GPUs of a run
+SIDES = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high"}
 Losses: TypeAlias = dict[str, tuple[str, dict[str, str]]]  # name -> ours, and its arguments with the keys that they are
 
 
-@dataclass(frozen=True)
-class Names:
-    """What a trainer of the family calls the keys that other keys depend on."""
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What a trainer of the family calls the keys that other keys depend on, and the rules of these keys."""
 
     prompts: str
     update: str
-    epochs: str
+    policy_epochs: str
     group: tuple[str, ...]  # their product
-    nodes: str
-    gpus: str
-    estimator: str
-    response: str
-    kl_loss: str  # True: the KL penalty is in the loss
+    total_steps: str
     sequences: bool = False  # whether `update` counts sequences, not prompts
+    by_std: str = ""  # whether GRPO divides by the deviation; "": it always does
+    policy: str  # the section of the loss
+    mode: str
+    losses: Losses
+    mean: str  # the last part of the key of the aggregation
+    scale: str = ""  # the length that an aggregation divides by; "": there is no such key
+    has_own_means: bool = False  # whether some losses do not read the aggregation
+    in_loss: Callable[[Keys], bool]  # whether the KL penalty is there
+    in_reward: Callable[[Keys], bool]
+    loss_penalty: tuple[str, str]  # coefficient and estimator
+    reward_penalty: tuple[str, str]
+    adaptive: tuple[str, str, str]  # whether its coefficient adapts, its target and its horizon
+
+    def rules(self) -> dict[str, Any]:
+        """Returns the methods that are rules, by their names."""
+        return {name: getattr(self, name) for name in dir(type(self)) if not name.startswith("_")}
+
+    def conditions(self) -> dict[str, tuple[Callable[[Keys], Any], str]]:
+        """Returns the conditions of a table that need no other keys."""
+        return {
+            "critic": (self.critic, "there is no critic: algorithm.adv_estimator is not gae"),
+            "gamma": (
+                lambda keys: keys["algorithm.adv_estimator"] in ("gae", "reinforce_plus_plus"),
+                "the estimator has no gamma",
+            ),
+            "in_loss": (self.in_loss, "the penalty is not in the loss"),
+            "in_reward": (self.in_reward, "the penalty is not in the reward"),
+            "pictures": (images.shown, images.NONE),
+        }
+
+    # Numbers that several rules need
+
+    def critic(self, keys: Keys) -> bool:
+        return keys["algorithm.adv_estimator"] == "gae"
 
     def group_size(self, keys: Keys) -> int:
-        size = 1
-        for name in self.group:
-            size *= int(keys[name])
-        return size
+        return math.prod(int(keys[name]) for name in self.group)
 
     def prompts_per_update(self, keys: Keys) -> int:
         """Prompts of an optimizer step: a divisor of a rollout's, the nearest one to what the keys say."""
-        prompts, target = int(keys[self.prompts]), keys[self.update]
+        target = keys[self.update]
         if self.sequences:
             # veRL multiplies its mini-batch by n itself, and so counts prompts. Search-R1's older copy does not.
             target = target / self.group_size(keys)
         # Updates of a rollout are equal here.
-        return min(divisors(prompts), key=lambda x: abs(x - target))
+        return min(divisors(int(keys[self.prompts])), key=lambda x: abs(x - target))
 
-    def updates(self, keys: Keys) -> int:
-        """Optimizer steps on a rollout."""
-        return int(keys[self.prompts]) // self.prompts_per_update(keys) * int(keys[self.epochs])
+    def penalty(self, keys: Keys) -> tuple[Kind, dict[str, Any], str]:
+        """Returns kind, fields and reason of the outcome of the KL penalty."""
+        nothing = {"kl": None}
+        if not self.in_loss(keys) and not self.in_reward(keys):
+            return "mapped", nothing, ""
+        coef, kind = (keys[key] for key in (self.loss_penalty if self.in_loss(keys) else self.reward_penalty))
+        # In EasyR1 one pair of keys is for both places.
+        coef = float(keys[self.reward_penalty[0]] if coef is None else coef)
+        kind = str(keys[self.reward_penalty[1]] if kind is None else kind)
+        if not self.in_loss(keys):
+            # In a reward no gradient flows through the estimator, so a + means nothing.
+            kind = kind.removesuffix("+")
+        estimator, reason = kl_estimator(kind)
+        if not estimator:
+            return "unsupported", nothing, reason
+        if not coef:
+            return "mapped", nothing, "its coefficient is 0" * self.in_loss(keys)
+        # They divide by a deviation of rewards, in which a penalty in the reward would count.
+        moves = str(keys["algorithm.adv_estimator"]).startswith(("grpo", "reinforce_plus_plus_baseline"))
+        if not self.in_loss(keys) and not moves:
+            return "mapped", {"kl.placement": "reward", "kl.coef": coef, "kl.estimator": KL[kind]}, ""
+        if not self.in_loss(keys):
+            reason = (
+                "in the reward it would be a part of the deviation that advantages are divided by; here in the loss"
+            )
+        fields = {"kl.placement": "loss", "kl.coef": coef, "kl.estimator": estimator}
+        return "changed" if reason else "mapped", fields, reason
 
-    def critic(self, keys: Keys) -> bool:
-        return keys[self.estimator] == "gae"
+    def argument(self, keys: Keys, name: str) -> float:
+        """Returns an argument of the loss. A side of the clip is clip_ratio where it has no key of its own."""
+        value = keys[f"{self.policy}{name}"]
+        return float(keys[f"{self.policy}clip_ratio"] if value is None else value)
 
+    # Rules of batches and steps
 
-def divisors(number: int) -> list[int]:
-    return [x for x in range(1, number + 1) if number % x == 0]
-
-
-def shuffle(value: Any, keys: Keys) -> Outcome:
-    """Whether the rows are shuffled."""
-    return Outcome("mapped") if value else Outcome("unsupported", reason="rows are shuffled in every pass here")
-
-
-def prompts(names: Names) -> Rule:
-    """Prompts in a rollout, as here."""
-    return lambda value, keys: Outcome("mapped", {"prompts_per_step": int(value)}, "counts prompts, as here")
-
-
-def update(names: Names) -> Rule:
-    """The mini-batch of an optimizer step: in prompts, or in sequences."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        per_update, group = names.prompts_per_update(keys), names.group_size(keys)
+    def mini_batch(self, value: Any, keys: Keys) -> Outcome:
+        """The mini-batch of an optimizer step: in prompts, or in sequences."""
+        per_update, group = self.prompts_per_update(keys), self.group_size(keys)
         fields = {"prompts_per_update": per_update}
-        if names.sequences:
+        if self.sequences:
             reason = f"counts sequences of the rollout, {value} = {value / group:g} prompts with {group} each"
             if per_update != value / group:
-                reason += f"; {per_update} is the nearest divisor of {keys[names.prompts]} prompts"
+                reason += f"; {per_update} is the nearest divisor of {keys[self.prompts]} prompts"
             return Outcome("changed" if group > 1 else "mapped", fields, reason)
         if per_update != value:
             reason = f"{value} prompts: {per_update} is the nearest divisor of a rollout's prompts"
             return Outcome("changed", fields, reason)
         return Outcome("mapped", fields, f"counts prompts, as here: each with {group} sequences")
 
-    return rule
-
-
-def micro(names: Names, *, per_gpu: bool) -> Rule:
-    """The micro-batch of a GPU, or of all, in sequences. Here it is in prompts and over all devices."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
+    def micro_batch(self, value: Any, keys: Keys, counts: tuple[str, ...] = MACHINES) -> Outcome:
+        """The micro-batch of a GPU, in sequences. Here it is in prompts and over all devices."""
         if value is None:
             return Outcome("no effect", reason="not set")
-        gpus = int(keys[names.nodes]) * int(keys[names.gpus]) if per_gpu else 1
+        # A micro-batch decides about memory alone, so a placeholder for the machines is no reason to end.
+        if blank := next((key for key in counts if not str(keys[key]).isdigit()), ""):
+            return Outcome("no effect", reason=f"{blank} = {keys[blank]} is no number; microbatch changes no gradient")
+        gpus = math.prod(int(keys[key]) for key in counts)
         # In prompts, rounded down to a divisor of an update: more prompts would need more memory than the file allows.
-        limit = max(1, int(value) * gpus // names.group_size(keys))
-        microbatch = max(x for x in divisors(names.prompts_per_update(keys)) if x <= limit)
-        unit = f"sequences on each of {gpus} GPUs" if per_gpu else "sequences on all GPUs"
+        limit = max(1, int(value) * gpus // self.group_size(keys))
+        microbatch = max(x for x in divisors(self.prompts_per_update(keys)) if x <= limit)
+        unit = f"sequences on each of {gpus} GPUs" if counts else "sequences on all GPUs"
         reason = f"{value} {unit}; here prompts on all devices, and it never changes the gradient"
         return Outcome("changed", {"microbatch": microbatch}, reason)
 
-    return rule
+    def micro_batch_of_all(self, value: Any, keys: Keys) -> Outcome:
+        """The micro-batch of all GPUs together."""
+        return self.micro_batch(value, keys, ())
 
-
-def steps(names: Names, epochs: str, total: str) -> tuple[Rule, Rule]:
-    """Returns the rules of epochs over the data and of steps: a set number of steps wins."""
-
-    def epochs_rule(value: Any, keys: Keys) -> Outcome:
-        if keys[total]:
-            return Outcome("no effect", reason=f"{total} is set")
+    def epochs(self, value: Any, keys: Keys) -> Outcome:
+        """Epochs over the data. A set number of steps wins."""
+        if keys[self.total_steps]:
+            return Outcome("no effect", reason=f"{self.total_steps} is set")
         # The loader drops the last, smaller batch of each epoch.
-        num_steps = int(value) * (keys.rows // int(keys[names.prompts]))
-        if num_steps:
-            reason = (
-                f"{value} epochs of {keys.rows} rows in steps of {keys[names.prompts]} prompts, the last ones dropped"
-            )
-            return Outcome("changed", {"num_steps": num_steps}, reason)
-        return unknown_steps(f"{epochs} = {value}: {value} x rows // prompts_per_step")
+        num_steps = int(value) * (keys.rows // int(keys[self.prompts]))
+        if not num_steps:
+            return unknown_steps(f"trainer.total_epochs = {value}: {value} x rows // prompts_per_step")
+        reason = f"{value} epochs of {keys.rows} rows in steps of {keys[self.prompts]} prompts, the last ones dropped"
+        return Outcome("changed", {"num_steps": num_steps}, reason)
 
-    def steps_rule(value: Any, keys: Keys) -> Outcome:
-        return Outcome("mapped", {"num_steps": int(value)}) if value else Outcome("no effect", reason="not set")
+    def warmup_steps(self, row: Row, value: Any, keys: Keys) -> Outcome:
+        """A warm-up in rollouts; here in optimizer steps."""
+        if value is None or int(value) <= 0:
+            return Outcome("no effect", reason="not set")
+        # The scheduler steps once after all updates on a rollout.
+        updates = int(keys[self.prompts]) // self.prompts_per_update(keys) * int(keys[self.policy_epochs])
+        fields = {f"{row.our_section}.warmup_steps": int(value) * updates, f"{row.our_section}.warmup_ratio": 0.0}
+        reason = f"counts rollouts: {value} x {updates} optimizer steps"
+        return Outcome("mapped" if updates == 1 else "changed", fields, "" if updates == 1 else reason)
 
-    return epochs_rule, steps_rule
+    # Rules of the objective
+
+    def advantage(self, value: Any, keys: Keys) -> Outcome:
+        """The advantage estimator."""
+        if value not in ADVANTAGES:
+            why = " (advantage pass_at_k follows another paper, docs/algorithms.md)" * (value == "grpo_passk")
+            return not_here("advantage.name", f"there is no advantage {value!r}{why}; this config keeps grpo")
+        name, epsilon, reason = ADVANTAGES[value]
+        fields: dict[str, Any] = {"advantage.name": name}
+        if name == "grpo":
+            fields["advantage.normalize"] = "group" if not self.by_std or keys[self.by_std] else "none"
+            note = "a deviation has ddof = 1 there and here; epsilon is 1e-6 there"
+            return Outcome("mapped", fields | {"advantage.epsilon": epsilon}, note)
+        if name in ("gae", "reinforce_pp"):
+            fields["advantage.gamma"] = float(keys["algorithm.gamma"])
+        if name == "gae":
+            # One gamma and one lambda for advantages and returns there.
+            gamma, lam = fields["advantage.gamma"], float(keys["algorithm.lam"])
+            fields |= {"advantage.lam": lam, "advantage.normalize": True}
+            fields |= {"critic.gamma": gamma, "critic.lam": lam, "critic.path": ""}
+        if epsilon is not None:
+            fields["advantage.epsilon"] = epsilon
+        return Outcome("changed" if reason else "mapped", fields, reason)
+
+    def kl_switch(self, value: Any, keys: Keys) -> Outcome:
+        """The key that switches the penalty on, in the loss if there is a choice."""
+        kind, fields, reason = self.penalty(keys)
+        return Outcome(kind, fields, reason, unknown={"kl": reason} if kind == "unsupported" else {})
+
+    def kl_in_reward_too(self, value: Any, keys: Keys) -> Outcome:
+        """A key that switches it on in the reward."""
+        if not self.in_loss(keys):
+            return self.kl_switch(value, keys)
+        if value:
+            return Outcome("unsupported", reason="the penalty has one place here; the one in the loss is kept")
+        return Outcome("no effect", reason="the penalty is in the loss")
+
+    def kl_part(self, row: Row, value: Any, keys: Keys) -> Outcome:
+        """A coefficient or an estimator of the penalty."""
+        kind, fields, reason = self.penalty(keys)
+        # What changes is said where it does: at the estimator.
+        explains = row.field == "kl.estimator" or kind == "unsupported"
+        shown = {row.field: fields[row.field]} if row.field in fields else fields
+        return Outcome(kind if explains else "mapped", shown, reason if explains else "")
+
+    def kl_adaptive(self, value: Any, keys: Keys) -> Outcome:
+        """An adaptive coefficient."""
+        kind, target, horizon = (keys[key] for key in self.adaptive)
+        # veRL adapts the coefficient of the reward alone.
+        if kind != "adaptive" or not self.in_reward(keys) or self.in_loss(keys):
+            return Outcome("no effect", reason="the coefficient is fixed")
+        fields = {"kl.adaptive.target": float(target), "kl.adaptive.horizon": int(horizon)}
+        return Outcome("changed", fields, "adapts to the mean k3 of the tokens of an update")
+
+    def loss(self, value: Any, keys: Keys) -> Outcome:
+        """The policy loss, with all its arguments."""
+        if value not in self.losses:
+            known = ", ".join(self.losses)
+            return not_here("loss.name", f"there is no loss {value!r}: {known}; this config keeps ppo_clip")
+        name, arguments = self.losses[value]
+        fields = {f"loss.{field}": self.argument(keys, key) for field, key in arguments.items()}
+        return Outcome("mapped", {"loss.name": name} | fields)
+
+    def loss_argument(self, row: Row, value: Any, keys: Keys) -> Outcome:
+        """An argument of the policy loss."""
+        _, arguments = self.losses.get(keys[self.mode], ("", {}))
+        # A key may be an argument of a loss that the file does not take.
+        matching = [field for field, key in arguments.items() if key == row.name]
+        if not matching:
+            return Outcome("no effect", reason=f"the loss {keys[self.mode]} has no such argument here")
+        reason = "the bound of the ratio of tokens with A < 0" if matching == ["delta"] else ""
+        return Outcome("mapped", {f"loss.{matching[0]}": self.argument(keys, row.name)}, reason)
+
+    def old_clip(self, value: Any, keys: Keys) -> Outcome:
+        """clip_ratio, which the keys of the two sides have replaced."""
+        sides = {f"loss.{field}": float(value) for field, name in SIDES.items() if keys[f"{self.policy}{name}"] is None}
+        if sides:
+            return Outcome("mapped", sides)
+        # Its default changes nothing, and where both sides are given veRL does not read it.
+        if value == 0.2 or all(f"{self.policy}{name}" in keys for name in SIDES.values()):
+            return Outcome("no effect", reason="clip_ratio_low and clip_ratio_high are read")
+        reason = "veRL reads clip_ratio_low and clip_ratio_high, 0.2 by default; before 0.4 it read this key"
+        return Outcome("changed", {}, reason)
+
+    def aggregation(self, value: Any, keys: Keys) -> Outcome:
+        """The reduction of token losses."""
+        loss = str(keys[self.mode])
+        fields = {"aggregate.mode": "sequence_mean", "aggregate.constant_length": 0}
+        if self.has_own_means and loss in ("geo_mean", "sapo"):
+            return Outcome("changed", fields, f"the loss {loss} has its own mean")
+        if self.has_own_means and loss == "gspo":
+            reason = "the loss gspo takes the mean of completions there too, whatever this key says"
+            return Outcome("mapped", fields, reason * (AGGREGATION.get(value) != "sequence_mean"))
+        if loss.startswith(("gspo", "geo_mean")) and AGGREGATION.get(value) == "token_mean":
+            reason = f"{value} would weigh the one ratio of a completion by its length; here the mean of completions"
+            return Outcome("changed", fields, reason)
+        if value not in AGGREGATION:
+            return not_here("aggregate.mode", f"there is no aggregation {value!r}; this config keeps token_mean")
+        mode = AGGREGATION[value]
+        # Without a length of its own veRL divides by the width of its arrays, which is the limit of a response.
+        length = int((self.scale and keys[self.scale]) or keys["data.max_response_length"]) if mode == "constant" else 0
+        return Outcome("mapped", {"aggregate.mode": mode, "aggregate.constant_length": length})
+
+    def shared_with_policy(self, row: Row, value: Any, keys: Keys) -> Outcome:
+        """A setting that the critic has of its own: one loop updates both here, with the same batches."""
+        shared = {self.update: "mini-batch", self.policy_epochs: "epochs", f"{self.policy}{self.mean}": "aggregation"}
+        policy, noun = next((key, noun) for key, noun in shared.items() if key.endswith(f".{row.name}"))
+        if value is None or value == keys[policy]:
+            return Outcome("no effect", reason=f"the critic has the policy's {noun}, as there")
+        return Outcome("changed", {}, f"{value} for the critic there; here it has the policy's {noun}: {keys[policy]}")
+
+
+def divisors(number: int) -> list[int]:
+    return [x for x in range(1, number + 1) if number % x == 0]
+
+
+def kl_estimator(kind: str) -> tuple[str, str]:
+    """Returns our name of a KL estimator, and what differs in the loss; ("", why) if there is none."""
+    # veRL's straight-through estimators: the value of one, the gradient of k2.
+    if kind.endswith("+"):
+        return "k2", f"{kind} has the value of {kind[:-1]} and the gradient of k2; here it is k2"
+    # In a loss, k1 has the gradient of log p, whose mean over samples is 0.
+    if kind in KL and KL[kind] == "k1":
+        return "k2", f"{kind} is k1, whose gradient in the loss has mean zero; k2 has that of the KL"
+    return (KL[kind], "") if kind in KL else ("", f"there is no KL estimator {kind!r}: k1, k2 and k3")
 
 
 def unknown_steps(product: str) -> Outcome:
     """Returns the steps of a file that counts passes over its data. product: what they are."""
     why = f"{product} (or give --rows); 100 is a placeholder"
-    return Outcome("changed", {"num_steps": 100}, "counts passes over the data, here steps", {"num_steps": why})
+    return Outcome("changed", {"num_steps": 100}, "counts passes over the data, here steps", unknown={"num_steps": why})
 
 
-def warmup(names: Names, section: str, steps: str, ratio: str) -> tuple[Rule, Rule]:
-    """Returns the rules of the warm-up, in rollouts (here in optimizer steps) and as a ratio."""
-
-    def set_steps(keys: Keys) -> int:
-        return int(keys[steps] or 0) if steps in keys.explicit or steps in keys.defaults else 0
-
-    def steps_rule(value: Any, keys: Keys) -> Outcome:
-        if value is None or int(value) <= 0:
-            return Outcome("no effect", reason="not set")
-        # The scheduler steps once after all updates on a rollout.
-        updates = names.updates(keys)
-        fields = {f"{section}.warmup_steps": int(value) * updates, f"{section}.warmup_ratio": 0.0}
-        reason = f"counts rollouts: {value} x {updates} optimizer steps"
-        return Outcome("mapped" if updates == 1 else "changed", fields, "" if updates == 1 else reason)
-
-    def ratio_rule(value: Any, keys: Keys) -> Outcome:
-        if set_steps(keys) > 0:
-            return Outcome("no effect", reason=f"{steps} is set")
-        return Outcome("mapped", {f"{section}.warmup_ratio": float(value or 0), f"{section}.warmup_steps": 0})
-
-    return steps_rule, ratio_rule
+def warmup_ratio(row: Row, value: Any, keys: Keys) -> Outcome:
+    """A warm-up as a share of the run, which a number of steps replaces."""
+    steps = f"{row.section}lr_warmup_steps"
+    if int(keys[steps] or 0) > 0:
+        return Outcome("no effect", reason=f"{steps} is set")
+    return Outcome("mapped", {row.field: float(value or 0), f"{row.our_section}.warmup_steps": 0})
 
 
-def decay(section: str, rate: str, low: str) -> Rule:
+def decay(row: Row, value: Any, keys: Keys) -> Outcome:
     """The schedule after the warm-up."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        if value in (None, "constant"):
-            return Outcome("mapped", {f"{section}.decay": "constant", f"{section}.end": 0.0})
-        if value not in ("cosine", "linear"):
-            return Outcome("unsupported", reason=f"there is constant, linear and cosine, not {value}")
-        # Only the cosine has a lowest rate there.
-        end = float(keys[rate]) * float(keys[low] or 0) if value == "cosine" else 0.0
-        return Outcome("mapped", {f"{section}.decay": value, f"{section}.end": end})
-
-    return rule
+    section = row.our_section
+    if value in (None, "constant"):
+        return Outcome("mapped", {f"{section}.decay": "constant", f"{section}.end": 0.0})
+    if value not in ("cosine", "linear"):
+        return not_here(f"{section}.decay", f"there is constant, linear and cosine, not {value}")
+    # Only the cosine has a lowest rate there.
+    share = float(keys[f"{row.section}min_lr_ratio"] or 0) if value == "cosine" else 0.0
+    return Outcome("mapped", {f"{section}.decay": value, f"{section}.end": _lowest_rate(row, share, keys)})
 
 
-def lowest(kind: str) -> Rule:
-    """The share of the rate at the end of a cosine decay; `decay` has used it."""
+def _lowest_rate(row: Row, share: float, keys: Keys) -> float:
+    return float(keys[f"{row.section}lr"]) * share if share else 0.0
 
-    def rule(value: Any, keys: Keys) -> Outcome:
-        if not value:
-            return Outcome("no effect", reason="the rate ends at 0")
-        return (
-            Outcome("mapped", {}) if keys[kind] == "cosine" else Outcome("no effect", reason=f"{kind} is {keys[kind]}")
-        )
 
-    return rule
+def lowest(row: Row, value: Any, keys: Keys) -> Outcome:
+    """The share of the rate at the end of a cosine decay."""
+    if keys[f"{row.section}lr_scheduler_type"] != "cosine":
+        return Outcome("no effect", reason="only a cosine has a lowest rate")
+    return Outcome("mapped", {row.field: _lowest_rate(row, float(value or 0), keys)})
+
+
+def weight_decay(row: Row, value: Any, keys: Keys) -> Outcome:
+    """Weight decay of AdamW."""
+    reason = "here only for matrices, there for all parameters"
+    return Outcome("changed" if value else "mapped", {row.field: float(value)}, reason * bool(value))
+
+
+def betas(row: Row, value: Any, keys: Keys) -> Outcome:
+    """The decay rates of Adam."""
+    first, second = value
+    return Outcome("mapped", {f"{row.our_section}.b1": float(first), f"{row.our_section}.b2": float(second)})
+
+
+def column(row: Row, value: Any, keys: Keys) -> Outcome:
+    """The name of a column."""
+    return ours.column(row.field, value, row.field.rpartition(".")[2].removesuffix("_column"))
+
+
+def shuffle(value: Any, keys: Keys) -> Outcome:
+    """Whether the rows are shuffled."""
+    return Outcome("mapped") if value else Outcome("unsupported", reason="rows are shuffled in every pass here")
 
 
 def saves(value: Any, keys: Keys) -> Outcome:
@@ -210,197 +407,27 @@ def keeps(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", {}, f"{value} keeps all; here the last checkpoint.keep and the best ones are kept")
 
 
-def evaluates(files: str) -> Rule:
+def evaluates(value: Any, keys: Keys) -> Outcome:
     """Steps between evaluations, if there are problems to evaluate."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        # Without files of its own, the run would evaluate the problems of the config that it begins with.
-        if not value or value < 0 or files not in keys:
-            return Outcome("mapped", ours.NO_EVALUATION)
-        return Outcome("mapped", {"eval.every": int(value)})
-
-    return rule
+    # Without files of its own, the run would evaluate the problems of the config that it begins with. A name of files
+    # that cannot be read is one, too.
+    if not value or value < 0 or "data.val_files" not in keys.values:
+        return Outcome("mapped", ours.NO_EVALUATION)
+    return Outcome("mapped", {"eval.every": int(value)})
 
 
-def advantage(names: Names, by_std: str) -> Rule:
-    """The advantage estimator. by_std: the key that says whether GRPO divides by the deviation; "": it always does."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        gamma = float(keys["algorithm.gamma"])
-        if value in ("grpo", "grpo_vectorized"):
-            normal = "group" if not by_std or keys[by_std] else "none"
-            # veRL's own constants: 1e-6 beside the deviation of a group, 1e-8 where tokens are whitened.
-            fields = {"advantage.name": "grpo", "advantage.normalize": normal, "advantage.epsilon": 1e-6}
-            return Outcome("mapped", fields, "a deviation has ddof = 1 there and here; epsilon is 1e-6 there")
-        if value == "gae":
-            lam = float(keys["algorithm.lam"])
-            fields = {"advantage.name": "gae", "advantage.gamma": gamma, "advantage.lam": lam}
-            fields |= {"advantage.normalize": True, "advantage.epsilon": 1e-8}
-            # One gamma and one lambda for advantages and returns there.
-            return Outcome("mapped", fields | {"critic.gamma": gamma, "critic.lam": lam, "critic.path": ""})
-        if value in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
-            name = "reinforce_pp" + value.removeprefix("reinforce_plus_plus")
-            fields = {"advantage.name": name, "advantage.epsilon": 1e-8}
-            reason = "after the answer of a tool, the running return goes on here; there it restarts"
-            return Outcome("changed", fields | ({"advantage.gamma": gamma} if name == "reinforce_pp" else {}), reason)
-        if value == "remax":
-            reason = "every token has the reward minus that of the greedy completion; veRL uses the reward to go"
-            return Outcome("changed", {"advantage.name": "remax"}, reason)
-        if value in ("rloo", "rloo_vectorized", "opo"):
-            return Outcome("mapped", {"advantage.name": value.removesuffix("_vectorized")})
-        if value == "gdpo":
-            reason = "normalizes each function of reward.functions; there, the keys of the reward's result"
-            return Outcome("changed", {"advantage.name": "gdpo", "advantage.epsilon": 1e-4}, reason)
-        why = {"grpo_passk": " (advantage pass_at_k follows another paper, docs/algorithms.md)"}.get(value, "")
-        return Outcome("unsupported", reason=f"there is no advantage {value!r}{why}; this config keeps grpo")
-
-    return rule
-
-
-def kl_estimator(kind: str) -> tuple[str, str]:
-    """Returns our name of a KL estimator, and what differs in the loss; ("", why) if there is none."""
-    # veRL's straight-through estimators: the value of one, the gradient of k2.
-    if kind.endswith("+"):
-        return "k2", f"{kind} has the value of {kind[:-1]} and the gradient of k2; here it is k2"
-    # In a loss, k1 has the gradient of log p, whose mean over samples is 0.
-    if kind in KL and KL[kind] == "k1":
-        return "k2", f"{kind} is k1, whose gradient in the loss has mean zero; k2 has that of the KL"
-    return (KL[kind], "") if kind in KL else ("", f"there is no KL estimator {kind!r}: k1, k2 and k3")
-
-
-@dataclass(frozen=True)
-class KlKeys:
-    """The keys of the KL penalty. Each place has its own coefficient and estimator, or both share them."""
-
-    in_loss: Callable[[Keys], bool]
-    in_reward: Callable[[Keys], bool]
-    loss_coef: str
-    loss_kind: str
-    reward_coef: str
-    reward_kind: str
-    estimator: str  # of advantages
-
-    def fields(self, keys: Keys) -> tuple[Kind, dict[str, Any], str]:
-        """Returns kind, fields and reason of the outcome of the penalty."""
-        none = {"kl": None}
-        if self.in_loss(keys):
-            coef, kind = float(keys[self.loss_coef]), str(keys[self.loss_kind])
-            estimator, reason = kl_estimator(kind)
-            if not estimator:
-                return "unsupported", none, reason
-            if not coef:
-                return "mapped", none, "its coefficient is 0"
-            fields = {"kl.placement": "loss", "kl.coef": coef, "kl.estimator": estimator}
-            return "changed" if reason else "mapped", fields, reason
-        if not self.in_reward(keys) or not float(keys[self.reward_coef]):
-            return "mapped", none, ""
-        # In a reward no gradient flows through the estimator, so a + means nothing.
-        coef, kind = float(keys[self.reward_coef]), str(keys[self.reward_kind]).removesuffix("+")
-        if kind not in KL:
-            return "unsupported", none, f"there is no KL estimator {kind!r}: k1, k2 and k3"
-        # They divide by a deviation of rewards, in which a penalty in the reward would count.
-        if str(keys[self.estimator]).startswith(("grpo", "reinforce_plus_plus_baseline")):
-            estimator, _ = kl_estimator(kind)
-            reason = (
-                "in the reward it would be a part of the deviation that advantages are divided by; here in the loss"
-            )
-            return "changed", {"kl.placement": "loss", "kl.coef": coef, "kl.estimator": estimator}, reason
-        return "mapped", {"kl.placement": "reward", "kl.coef": coef, "kl.estimator": KL[kind]}, ""
-
-    def switch(self, value: Any, keys: Keys) -> Outcome:
-        """The rule of the key that switches the penalty on, in the loss if there is a choice."""
-        kind, fields, reason = self.fields(keys)
-        return Outcome(kind, fields, reason)
-
-    def in_reward_too(self, value: Any, keys: Keys) -> Outcome:
-        """The rule of a key that switches it on in the reward."""
-        if not self.in_loss(keys):
-            return self.switch(value, keys)
-        if value:
-            return Outcome("unsupported", reason="the penalty has one place here; the one in the loss is kept")
-        return Outcome("no effect", reason="the penalty is in the loss")
-
-    def value(self, name: str, place: Callable[[Keys], bool], why_not: str) -> Rule:
-        """The rule of a coefficient or an estimator, whose field is `name`."""
-
-        def rule(value: Any, keys: Keys) -> Outcome:
-            if not place(keys):
-                return Outcome("no effect", reason=why_not)
-            kind, fields, reason = self.fields(keys)
-            # What changes is said where it does: at the estimator.
-            explains = name == "kl.estimator" or kind == "unsupported"
-            shown = {name: fields[name]} if name in fields else fields
-            return Outcome(kind if explains else "mapped", shown, reason if explains else "")
-
-        return rule
-
-    def adaptive(self, kind: str, target: str, horizon: str) -> Rule:
-        """The rule of an adaptive coefficient; kind: the key that says whether it is."""
-
-        def rule(value: Any, keys: Keys) -> Outcome:
-            # veRL adapts the coefficient of the reward alone.
-            if keys[kind] != "adaptive" or not self.in_reward(keys) or self.in_loss(keys):
-                return Outcome("no effect", reason="the coefficient is fixed")
-            fields = {"kl.adaptive.target": float(keys[target]), "kl.adaptive.horizon": int(keys[horizon])}
-            return Outcome("changed", fields, "adapts to the mean k3 of the tokens of an update")
-
-        return rule
-
-
-def loss(losses: Losses, section: str) -> Rule:
-    """The policy loss, with all its arguments. section: before the keys of the arguments."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        if value not in losses:
-            reason = f"there is no loss {value!r}: {', '.join(losses)}; this config keeps ppo_clip"
-            return Outcome("unsupported", reason=reason)
-        name, arguments = losses[value]
-        fields = {f"loss.{argument}": float(keys[section + key]) for argument, key in arguments.items()}
-        return Outcome("mapped", {"loss.name": name} | fields)
-
-    return rule
-
-
-def loss_argument(losses: Losses, mode: str, key: str) -> Rule:
-    """An argument of the policy loss, which the key `mode` names."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        _, arguments = losses.get(keys[mode], ("", {}))
-        # A key may be an argument of a loss that the file does not take.
-        matching = [argument for argument, argument_key in arguments.items() if argument_key == key]
-        if not matching:
-            return Outcome("no effect", reason=f"the loss {keys[mode]} has no such argument here")
-        reason = "the bound of the ratio of tokens with A < 0" if matching == ["delta"] else ""
-        return Outcome("mapped", {f"loss.{matching[0]}": float(value)}, reason)
-
-    return rule
-
-
-def aggregation(names: Names, scale: str, loss: str) -> Rule:
-    """The reduction of token losses. scale: the key with the length that the last mode divides by; "": none.
-
-    loss: the key of the loss, some of which set it.
-    """
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        fields = {"aggregate.mode": "sequence_mean", "aggregate.constant_length": 0}
-        # In veRL, whose keys begin with actor, these losses have a mean of their own and do not read the key.
-        if keys[loss] in ("geo_mean", "sapo") and names.kl_loss.startswith("actor"):
-            return Outcome("changed", fields, f"the loss {keys[loss]} has its own mean")
-        if keys[loss] == "gspo" and names.kl_loss.startswith("actor"):
-            reason = "the loss gspo takes the mean of completions there too, whatever this key says"
-            return Outcome("mapped", fields, reason * (AGGREGATION.get(value) != "sequence_mean"))
-        if str(keys[loss]).startswith(("gspo", "geo_mean")) and AGGREGATION.get(value) == "token_mean":
-            reason = f"{value} would weigh the one ratio of a completion by its length; here the mean of completions"
-            return Outcome("changed", fields, reason)
-        if value not in AGGREGATION:
-            return Outcome("unsupported", reason=f"there is no aggregation {value!r}; this config keeps token_mean")
-        mode = AGGREGATION[value]
-        # Without a length of its own veRL divides by the width of its arrays, which is the limit of a response.
-        length = int((scale and keys[scale]) or keys[names.response]) if mode == "constant" else 0
-        return Outcome("mapped", {"aggregate.mode": mode, "aggregate.constant_length": length})
-
-    return rule
+def loggers(value: Any, keys: Keys) -> Outcome:
+    """Where the numbers of a run go, with the project of those that have one."""
+    logged = keys.explicit.get("trainer.logger") or []
+    logged = logged if isinstance(logged, list) else [logged]
+    names = tuple(name for name in logged if name in LOGGERS)
+    others = [str(name) for name in logged if name not in (*LOGGERS, "console", "file")]
+    reason = f"there is no {', '.join(others)} here" if others else ""
+    if not names:
+        return Outcome("changed", reason=reason) if others else Outcome("no effect", reason=LOGS)
+    projects = set(names) != {"tensorboard"}
+    project = str(keys.explicit.get("trainer.project_name") or "translated") if projects else ""
+    return Outcome("changed" if others else "mapped", {"log.to": names, "log.project": project}, reason)
 
 
 def model(value: Any, keys: Keys) -> Outcome:
@@ -412,83 +439,42 @@ def model(value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", fields)
 
 
+def dtype(value: Any, keys: Keys) -> Outcome:
+    """The dtype in which the model is computed."""
+    low = value in ("bfloat16", "bf16", "float16", "fp16")
+    reason = "of activations; parameters and the optimizer are float32 there and here"
+    return Outcome("changed", {"model.dtype": "bfloat16" if low else "float32"}, reason)
+
+
 OWN_CONFIG = "the defaults here are those of ppo_trainer.yaml"
 
 
-def config_name(value: Any, keys: Keys) -> Outcome:
-    """The file that a command begins with. If it is there, its keys stand in its place."""
-    if VERL_FILES.fullmatch(str(value).removesuffix(".yaml")):
+def config_file(row: Row, value: Any, keys: Keys) -> Outcome:
+    """The files that a command or a file is made of. If one is there, its keys stand in its place."""
+    listed = value if isinstance(value, list) else [value]
+    absent = [str(name) for name in listed if name and not VERL_FILES.fullmatch(str(name).removesuffix(".yaml"))]
+    if not absent:
         return Outcome("no effect", reason=OWN_CONFIG)
-    reason = "this file is not beside the script, in config/ there or above it: its keys have their defaults here"
-    return Outcome("unsupported", reason=reason)
-
-
-def defaults(value: Any, keys: Keys) -> Outcome:
-    """The files that a file is made of."""
-    if not value:
-        return Outcome("no effect", reason=OWN_CONFIG)
-    return Outcome("unsupported", reason=f"not there: {', '.join(value)}: their keys have their defaults here")
-
-
-def drops(reason: str, filtered: str) -> Rule:
-    """What becomes of longer prompts. filtered: the key that leaves them out beforehand."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        if keys.explicit.get(filtered):
-            return Outcome("mapped", {"data.overlong": "drop"}, f"{filtered} drops a longer prompt before")
-        if value == "error":
-            return Outcome("mapped", {"data.overlong": "error"})
-        return Outcome("changed", {"data.overlong": "drop"}, reason.format(value=value))
-
-    return rule
-
-
-def shared_with_policy(policy: str, what: str) -> Rule:
-    """A setting that the critic has of its own, and here shares with the policy. policy: the policy's key."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        shared = keys[policy]
-        if value is None or value == shared:
-            return Outcome("no effect", reason=f"the critic has the policy's {what}, as there")
-        return Outcome("changed", {}, f"{value} for the critic there; here it has the policy's {what}: {shared}")
-
-    return rule
-
-
-def decays(section: str) -> Rule:
-    """Weight decay of AdamW."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        fields = {f"{section}.weight_decay": float(value)}
-        reason = "here only for matrices, there for all parameters"
-        return Outcome("changed", fields, reason) if value else Outcome("mapped", fields)
-
-    return rule
-
-
-def betas(section: str) -> Rule:
-    """The decay rates of Adam."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        first, second = value
-        return Outcome("mapped", {f"{section}.b1": float(first), f"{section}.b2": float(second)})
-
-    return rule
+    where = "not beside the script, in config/ there or above it"
+    return not_here(row.key, f"{', '.join(absent)}: {where}: the keys there have their defaults here")
 
 
 def top_k(value: Any, keys: Keys) -> Outcome:
     """The most likely tokens to sample from; -1 and 0: all."""
     # vLLM's -1, and Hugging Face's 0, both mean all tokens.
     count = max(int(value or 0), 0)
-    reason = "the trainer also scores this distribution; there, that of all tokens"
-    return Outcome("changed", {"rollout.top_k": count}, reason) if count else Outcome("mapped", {"rollout.top_k": 0})
+    return Outcome("changed" if count else "mapped", {"rollout.top_k": count}, SCORED * bool(count))
 
 
 def top_p(value: Any, keys: Keys) -> Outcome:
     """The probability of the tokens to sample from."""
-    fields = {"rollout.top_p": float(value)}
-    reason = "the trainer also scores this distribution; there, that of all tokens"
-    return Outcome("changed", fields, reason) if value < 1 else Outcome("mapped", fields)
+    return Outcome("changed" if value < 1 else "mapped", {"rollout.top_p": float(value)}, SCORED * (value < 1))
+
+
+def unknown_reward(row: Row, value: Any, keys: Keys) -> Outcome:
+    """A key that the trainer does not have, in a section that decides what is rewarded."""
+    why = "the trainer has no such key, and its section decides what is rewarded"
+    return Outcome("unsupported", reason=why, unknown=dict.fromkeys(row.fields.split(), why))
 
 
 def checkpointing(value: Any, keys: Keys) -> Outcome:
@@ -496,21 +482,17 @@ def checkpointing(value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", {"model.remat": "full" if value else "dots"})
 
 
-def files(section: str, convert: str) -> Rule:
-    """Data files: a path, or a list. Several files to train on are a mixture."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        listed = [str(file) for file in value] if isinstance(value, list) else [str(value)]
-        # An evaluation has one source: its accuracy is one number.
-        if len(listed) > 1 and section == "data":
-            return mixture(listed, convert)
-        fields = {f"{section}.source": listed[0], f"{section}.convert": convert}
-        if len(listed) > 1:
-            why = f"one file, or a pattern such as data/*.parquet: join {', '.join(listed)}"
-            return Outcome("changed", fields, f"the first of {len(listed)} files", {f"{section}.source": why})
-        return Outcome("mapped", fields)
-
-    return rule
+def rows_of(section: str, convert: str, value: Any) -> Outcome:
+    """Returns what data files become: a path, or a list. Several files to train on are a mixture."""
+    listed = [str(file) for file in value] if isinstance(value, list) else [str(value)]
+    # An evaluation has one source: its accuracy is one number.
+    if len(listed) > 1 and section == "data":
+        return mixture(listed, convert)
+    fields = {f"{section}.source": listed[0], f"{section}.convert": convert}
+    if len(listed) > 1:
+        why = f"one file, or a pattern such as data/*.parquet: join {', '.join(listed)}"
+        return Outcome("changed", fields, f"the first of {len(listed)} files", unknown={f"{section}.source": why})
+    return Outcome("mapped", fields)
 
 
 def mixture(sources: list[str], convert: str) -> Outcome:
@@ -526,4 +508,4 @@ def mixture(sources: list[str], convert: str) -> Outcome:
     why = f"the weight of each of {', '.join(parts)}: the number of its rows, to draw them as often as there"
     reason = "joins the rows of the files there; here each source has a weight"
     fields = {"data.source": "", "data.convert": "", "data.mixture": parts}
-    return Outcome("changed", fields, reason, {"data.mixture": why})
+    return Outcome("changed", fields, reason, unknown={"data.mixture": why})

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule, off
+from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule
 
 MODELS = (
     "actor_rollout_ref.model.path",
@@ -116,68 +116,37 @@ def note(values: Mapping[str, Any]) -> str:
     return f"this run has pictures ({shown}): model.path must be a model of {', '.join(readable())}"
 
 
-def with_pictures(rule: Rule) -> Rule:
-    """Applies a rule only in a run with pictures: in one of text, `train` refuses fields that do nothing."""
-    return lambda value, keys: rule(value, keys) if evidence(keys.values) else Outcome("no effect", reason=NONE)
+def shown(keys: Keys) -> bool:
+    """Whether a run has pictures. It depends on the name of its model, if that is not in the file."""
+    if not evidence(keys.values):
+        for key in MODELS:
+            keys.explicit.ask(key)
+        return False
+    return True
 
 
-def named(field: str) -> Rule:
-    """The value, if there is one, becomes a field of pictures with the same meaning."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        return Outcome("mapped", {field: str(value)}) if value else Outcome("no effect", reason="not set")
-
-    return with_pictures(rule)
-
-
-def pixels(field: str, reason: str = "") -> Rule:
-    """A limit of the pixels of a picture. reason: what differs."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        if not value:
-            return Outcome("mapped", {field: 0}, "the limit of the model's own processor")
-        return Outcome("changed" if reason else "mapped", {field: int(value)}, reason)
-
-    return with_pictures(rule)
-
-
-def processor_rules(prefix: str) -> dict[str, Rule]:
-    """Returns the rules of keys that are one argument of the image processor each."""
-    size = with_pictures(lambda value, keys: processor({"size": value}))
-    limits = {f"{prefix}{name}": pixels(field) for name, field in PIXELS.items()}
-    return limits | {f"{prefix}size": size, f"{prefix}*": with_pictures(off(PROCESSOR))}
-
-
-def processor(arguments: Mapping[str, Any]) -> Outcome:
-    """Returns what arguments of the image processor become."""
+def processor(value: Any, keys: Keys) -> Outcome:
+    """Arguments of the image processor."""
     arguments = {
         f"{name}.{part}" if part else name: x
-        for name, value in arguments.items()
-        for part, x in (value.items() if isinstance(value, Mapping) else [("", value)])
+        for name, inside in (value or {}).items()
+        for part, x in (inside.items() if isinstance(inside, Mapping) else [("", inside)])
     }
-    fields = {PIXELS[name]: int(value) for name, value in arguments.items() if name in PIXELS}
+    fields = {PIXELS[name]: int(x) for name, x in arguments.items() if name in PIXELS}
     others = [name for name in arguments if name not in PIXELS]
     if others:
         return Outcome("unsupported", fields, f"{', '.join(others)}: {PROCESSOR}")
     return Outcome("mapped", fields) if fields else Outcome("no effect", reason="not set")
 
 
+def processor_size(value: Any, keys: Keys) -> Outcome:
+    """One argument of the image processor, with two limits."""
+    return processor({"size": value}, keys)
+
+
 def limit(value: Any, keys: Keys) -> Outcome:
     """The most pictures of a prompt that the engine takes; 0: any number."""
-    if not evidence(keys.values):
-        return Outcome("no effect", reason=NONE)
     return Outcome("changed", {}, LIMIT) if value else Outcome("mapped")
-
-
-def engine_pixels(value: Any, keys: Keys) -> Outcome:
-    """Arguments of the engine's image processor."""
-    return Outcome("changed", {}, SAME_PIXELS) if evidence(keys.values) else Outcome("no effect", reason=NONE)
-
-
-def patch_size(value: Any, keys: Keys) -> Outcome:
-    """The side of a patch, by which pictures are resized."""
-    reason = "the patch is that of the model's preprocessor_config.json, whatever this key says"
-    return Outcome("changed", {}, reason) if evidence(keys.values) else Outcome("no effect", reason=NONE)
 
 
 def sound(value: Any, keys: Keys) -> Outcome:
@@ -195,13 +164,13 @@ def tower(adapted: Callable[[Keys], bool], unread: str = "") -> Rule:
             return Outcome("mapped", {"model.vision": "learns"})
         return Outcome("changed" if unread else "mapped", {"model.vision": "frozen"}, unread)
 
-    return with_pictures(rule)
+    return rule
 
 
 def beside_tower(outcome: Outcome, targets: Any, excluded: Any, keys: Keys) -> Outcome:
     """Says of adapters on all linear kernels that the tower has none here. excluded: modules that have none there."""
     everywhere = targets in ("all-linear", ["all-linear"])
-    if not everywhere or "visual" in str(excluded) or not evidence(keys.values):
+    if not everywhere or "visual" in str(excluded) or not shown(keys):
         return outcome
     reason = "; ".join(filter(None, [outcome.reason, "also on the vision tower there; here on layers for text alone"]))
     return replace(outcome, kind="changed", reason=reason)

@@ -98,10 +98,10 @@ def count(keys: Keys) -> int:
         return _tasks(keys)
     for launcher, per_node, nodes in (("torchrun", "nproc_per_node", "nnodes"), ("deepspeed", "num_gpus", "num_nodes")):
         counts = [f"{launcher}.{per_node}", f"{launcher}.{nodes}"]
+        per_machine, machines = (explicit.get(key, 1) for key in counts)
         # A number that is not known is no number: then the file does not say how many there are.
         if not any(key.startswith(f"{launcher}.") for key in explicit) or not keys.unread.isdisjoint(counts):
             continue
-        per_machine, machines = (explicit.get(key, 1) for key in counts)
         # All GPUs of a machine, or those that it lists.
         if launcher == "deepspeed" and counts[0] not in explicit:
             listed = str(explicit.get("deepspeed.include", ""))

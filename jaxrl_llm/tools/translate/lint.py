@@ -11,6 +11,7 @@ from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.finding import Finding
+from jaxrl_llm.loggers import TRACKERS
 from jaxrl_llm.recipe import advice
 from jaxrl_llm.structs import Config, Sizes
 from jaxrl_llm.tools.translate import ours
@@ -24,6 +25,7 @@ STAND_INS = {  # for what the user must complete, so that all the rest is checke
     "reward.weights": (1.0,),
     "eval.function": ours.STAND_IN,
     "data.format_prompt": "",
+    "env.functions": ("tools.calculate",),
 }
 OF_PAIRS = {"data.source": "arithmetic.pairs", "eval.source": "arithmetic.pairs"}
 
@@ -35,7 +37,7 @@ class Linted(NamedTuple):
     refused: str  # the first problem of the checks; "": none
     findings: list[Finding]
     blind: dict[str, str]  # {rule that could not look: why}
-    missing: str  # the package that reads the rows, and is not installed here; "": none
+    missing: list[str]  # packages that the run needs, and that are not installed here
 
 
 def load_text(text: str) -> Config:
@@ -54,9 +56,11 @@ def lint(config: Config, yours: set[str]) -> Linted:
     stand_ins = STAND_INS | (OF_PAIRS if pairs else {})
     mixture = [] if pairs else config.data.mixture.values()
     missing = _without_pyarrow([config.data, *([config.eval] if config.eval else []), *mixture])
+    missing += _without_trackers(config.log)
     for name in yours & stand_ins.keys():
         section, field = name.split(".")
-        config[section][field] = stand_ins[name]
+        if config[section] is not None:
+            config[section][field] = stand_ins[name]
     if "data.mixture" in yours:
         config.data.mixture = {}
         config.data.source = STAND_INS["data.source"]
@@ -77,14 +81,23 @@ def lint(config: Config, yours: set[str]) -> Linted:
     return Linted(recipe.sizes, "", advice.findings(judged), advice.blind(judged) | wrong, missing)
 
 
-def _without_pyarrow(sections: list[Any]) -> str:
-    """Lets the checks pass Parquet files where pyarrow is not installed. Returns what reads them; "": it is here."""
+def _without_pyarrow(sections: list[Any]) -> list[str]:
+    """Lets the checks pass Parquet files where pyarrow is not installed. Returns what reads them."""
     parquet = [section for section in sections if section.source.endswith(".parquet")]
     if not parquet or find_spec("pyarrow"):
-        return ""
+        return []
     names = ", ".join(section.source for section in parquet)
     for section in parquet:
         # The check of a source asks for pyarrow. Rows are not read here, so another ending leaves all other checks as
         # they are.
         section.source = section.source.removesuffix(".parquet") + ".jsonl"
-    return f"train needs pyarrow for {names}, which is not installed here: pip install 'jaxrl_llm[parquet]'"
+    return [f"train needs pyarrow for {names}, which is not installed here: pip install 'jaxrl_llm[parquet]'"]
+
+
+def _without_trackers(log: Any) -> list[str]:
+    """Lets the checks pass loggers whose package is not installed here. Returns what the run needs for them."""
+    absent = [name for name in log.to if name in TRACKERS and not find_spec(name)]
+    if absent:
+        log.to = tuple(name for name in log.to if name not in absent)
+        log.project = log.project if set(log.to) & set(TRACKERS) else ""
+    return [f"train needs {name} for config.log.to, which is not installed here: pip install {name}" for name in absent]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,9 +23,13 @@ REWARDS = {
     "think_format_reward": "format.think",
     "format": "format.think_answer",
 }
+REGISTRIES = ("trl", "open_r1")  # packages whose functions have these names
 SOLUTION_REWARDS = ("accuracy", "accuracy_reward", "reasoning_accuracy_reward")  # these read the column "solution"
 EASYR1_REWARDS = {"math.py": "easyr1.math", "r1v.py": "easyr1.r1v"}  # the files of its examples that have a counterpart
 
+EASYR1_SCORES = {"math": "easyr1.math", "r1v": "easyr1.r1v"}  # built into EasyR1 of spring 2025
+# Parts of the names of veRL's files, with the function of their data_source.
+DATA_SOURCES = {"gsm8k": "gsm8k.accuracy", "geo3k": "easyr1.math", "geometry3k": "easyr1.math"}
 PARQUET = "verl.convert"  # rows of veRL: prompt, reward_model.ground_truth
 SEARCH_R1_ROWS = "search_r1.convert"
 NO_EVALUATION = {"eval": None, "checkpoint.keep_best": 0}
@@ -36,15 +41,17 @@ def rewards(names: list[str], weights: list[float] | None) -> tuple[dict[str, An
 
     A name with dots, such as mymod.rewards.good, stays as it is.
     """
-    last = [name.rpartition(".")[2] for name in names]
+    # A function of the script, or of another package, is the user's, whatever its name is.
+    registered = {name: name.rpartition(".")[2] for name in names if name.split(".")[0] in (name, *REGISTRIES)}
+    known = {name: short for name, short in registered.items() if short in REWARDS}
+    names = [name.removeprefix("__main__.") for name in names]
     functions = tuple(
-        REWARDS.get(short) or (name if "." in name else f"my_rewards.{name}")
-        for name, short in zip(names, last, strict=True)
+        REWARDS[known[name]] if name in known else name if "." in name else f"my_rewards.{name}" for name in names
     )
     fields = reward_fields(functions, weights)
-    if not set(last).isdisjoint(SOLUTION_REWARDS):
+    if not set(known.values()).isdisjoint(SOLUTION_REWARDS):
         fields["data.answer_column"] = "solution"
-    unknown = [name for name, short in zip(names, last, strict=True) if short not in REWARDS]
+    unknown = [name for name in names if name not in known]
     if not unknown:
         return fields, {}
     alone = [name for name in unknown if "." not in name]
@@ -72,31 +79,33 @@ def reward_model(path: str, reason: str) -> Outcome:
     )
 
 
-def custom_reward(path: str, function: str) -> Outcome:
+def custom_reward(path: str, function: str, arguments: Mapping[str, Any]) -> Outcome:
     """Returns what a reward function in a file of veRL or EasyR1 becomes: it runs as it is, but must be found."""
+    listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    call = f"my_rewards.{function}({listed})" if listed else f"my_rewards.{function}"
     why = f"copy {path} to my_rewards.py beside this file; its signature is taken here too (docs/rewards.md)"
     yours = {"reward.functions": why, "eval.function": "as above"}
-    return Outcome("changed", reward_fields((f"my_rewards.{function}",)), f"{path} is not read", yours)
+    return Outcome("changed", reward_fields((call,)), f"{path} is not read", yours)
 
 
 def by_data_source(files: Any) -> Outcome:
     """Returns veRL's own reward, which the column data_source of the rows selects. files: of the training data."""
     names = [str(file).lower() for file in (files if isinstance(files, list) else [files])]
     # veRL selects by the column data_source of the rows, which are not read here: the name of the file stands for it.
-    if all("gsm8k" in name for name in names):
-        return Outcome(
-            "changed", reward_fields(("gsm8k.accuracy",)), "data_source selects a function there, the config here"
-        )
+    for part, function in DATA_SOURCES.items():
+        if all(part in name for name in names):
+            reason = "data_source selects a function there, the config here"
+            return Outcome("changed", reward_fields((function,)), reason)
     fields = reward_fields(("verl.score",)) | {"eval.function": "verl.accuracy"}
     reason = "data_source selects a function here too, but not all of veRL's: those of mathematics and questions"
     return Outcome("changed", fields, reason)
 
 
-def easyr1_reward(path: str, function: str) -> Outcome:
+def easyr1_reward(path: str, function: str, arguments: Mapping[str, Any]) -> Outcome:
     """Returns what the reward function of a file of EasyR1 becomes."""
     folder, _, file = path.rpartition("/")
     if file not in EASYR1_REWARDS or not folder.endswith(("reward_function", "score_function")):
-        return custom_reward(path, function)
+        return custom_reward(path, function, arguments)
     return Outcome("mapped", reward_fields((EASYR1_REWARDS[file],)))
 
 

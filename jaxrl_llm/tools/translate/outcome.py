@@ -1,17 +1,29 @@
-"""What a key of another trainer becomes. A table of a system maps each key to a rule, and a rule returns an outcome."""
+"""What a key of another trainer becomes. A table of a system maps each key to a rule, and a rule returns an outcome.
+
+Each field of a translation has an origin: a key that was read, a default of the trainer, or it is unknown. A rule asks
+`Keys` for the values that it needs. If one of them stands in the file and cannot be read, `Keys` remembers it, and all
+fields of the outcome are unknown: no rule can forget to say so.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from jaxrl_llm.config.names import closest
 from jaxrl_llm.errors import UserError
 
 Kind: TypeAlias = Literal["mapped", "changed", "unsupported", "no effect"]
+T = TypeVar("T")
 KINDS: tuple[Kind, ...] = ("mapped", "changed", "unsupported", "no effect")
+MEMORY_FIELDS = {
+    "microbatch",
+    "model.remat",
+}  # fields that change no number: without their value the run is the same one
+PROBES = (1, True, "a/b", "steps", 0.5, ["a"])  # values of which a rule takes at least one
 
 
 @dataclass(frozen=True)
@@ -19,13 +31,16 @@ class Outcome:
     """What a key becomes.
 
     reason: for "changed", what differs; for "unsupported" and "no effect", why. yours: {field: why} of fields whose
-    value a person must complete, because the file does not say it or it is code.
+    value is known, but needs something of a person first, such as a function that must be moved: `train` refuses the
+    config until then. unknown: {field: why} of fields whose value the file does not say, so that the config holds a
+    placeholder: it would train as another run.
     """
 
     kind: Kind
     fields: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
     yours: dict[str, str] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
 
 
 REFERRED = Outcome("no effect", reason="other keys have its value")
@@ -37,27 +52,85 @@ class Unread(str):
     __slots__ = ()
 
 
+class Explicit(dict[str, Any]):
+    """The values of a file that can be read. Who asks for one that cannot is remembered in `requested`."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        super().__init__((key, value) for key, value in values.items() if not isinstance(value, Unread))
+        self.unread = values.keys() - self.keys()
+        self.requested: dict[str, None] = {}  # keys in the order in which a rule asked for them
+
+    def ask(self, key: Any) -> None:
+        if key in self.unread:
+            self.requested[key] = None
+
+    def __contains__(self, key: object) -> bool:
+        self.ask(key)
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.ask(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.ask(key)
+        return super().get(key, default)
+
+
 class Keys:
     """The values of all keys: the explicit ones of the file, and the defaults of the trainer for all others."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], *, rows: int, processes: int):
         """rows: of the training data, 0 if not known; processes: of the launcher, 0 if not known."""
-        # A key that is not known counts as not set: a rule that depends on it uses the default, and the key itself is
-        # reported as not read.
-        self.values = values  # also those that are not known
-        self.explicit = {key: value for key, value in values.items() if not isinstance(value, Unread)}
-        self.unread = values.keys() - self.explicit.keys()
+        self.values = values  # also those that cannot be read
+        self.explicit = Explicit(values)
+        self.unread = self.explicit.unread
         self.defaults, self.rows, self.processes = defaults, rows, processes
+        self.read: dict[str, None] = {}  # keys that the rule has read
 
     def __getitem__(self, key: str) -> Any:
+        self.read[key] = None
         return self.explicit[key] if key in self.explicit else self.defaults[key]
 
     def __contains__(self, key: str) -> bool:
         return key in self.explicit
 
+    def under(self, prefix: str) -> dict[str, Any]:
+        """Returns the values of the keys that begin so, without it."""
+        for key in self.unread:
+            if key.startswith(prefix):
+                self.explicit.ask(key)
+        return {key.removeprefix(prefix): value for key, value in self.explicit.items() if key.startswith(prefix)}
+
+    def asking(self, compute: Callable[[], T]) -> tuple[T, list[str]]:
+        """Returns a value, and the keys that it asked for and that cannot be read."""
+        self.explicit.requested, self.read = {}, {}
+        return compute(), list(self.explicit.requested)
+
 
 Rule: TypeAlias = Callable[[Any, Keys], Outcome]
-Convert: TypeAlias = Callable[[Any], Any]
+
+
+def matches(key: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a key has one of these names."""
+    return key in patterns or any("*" in pattern and fnmatchcase(key, pattern) for pattern in patterns)
+
+
+@dataclass(frozen=True)
+class Version:
+    """Versions of a trainer whose defaults were others. Keys that only they have prove that a file is for them."""
+
+    name: str
+    proofs: tuple[str, ...]  # names or patterns of keys
+    defaults: dict[str, Any]  # that differ from those of the table
+    newer: tuple[str, ...] = ()  # names or patterns of keys that these versions do not have
+
+    @staticmethod
+    def first(patterns: tuple[str, ...], values: Mapping[str, Any]) -> str:
+        """Returns the first key with a value that has one of these names; "": there is none."""
+        # A file that prints all keys has those of other versions too, as null.
+        with_value = (key for key, value in values.items() if value is not None)
+        return next((key for key in with_value if matches(key, patterns)), "")
 
 
 @dataclass(frozen=True)
@@ -69,21 +142,52 @@ class System:
     rules: dict[str, Rule]  # exact keys first, then patterns, the first match wins
     defaults: dict[str, Any]  # of the keys that have an effect on training, where a file does not say them
     base: Callable[[Keys], str]  # the config file of ours that the translation changes
+    decides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the fields that a key of the table decides
+    renamed: Mapping[str, str] = field(default_factory=dict)  # {old name of a key: new name}
+    respelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # {old name: {its value: the one now}}
+    older: tuple[Version, ...] = ()  # the first one that a key proves counts
+    absent: tuple[str, ...] = ()  # names or patterns of keys whose defaults hold, but that a file cannot set
 
     def knows(self, key: str) -> bool:
-        return key in self.rules or any("*" in pattern and fnmatchcase(key, pattern) for pattern in self.rules)
+        return self._pattern(self.renamed.get(key, key)) is not None
+
+    def _pattern(self, key: str) -> str | None:
+        if matches(key, self.absent):
+            return None
+        if key in self.rules:
+            return key
+        # In the order of the table: a pattern of few keys must stand before one of many.
+        return next((pattern for pattern in self.rules if "*" in pattern and fnmatchcase(key, pattern)), None)
 
     def rule(self, key: str) -> Rule:
-        """Returns the rule of a key. The rule of an unknown key says so."""
-        if key in self.rules:
-            return self.rules[key]
-        # In the order of the table: a pattern of few keys must stand before one of many.
-        for pattern, rule in self.rules.items():
-            if "*" in pattern and fnmatchcase(key, pattern):
-                return rule
+        """Returns the rule of a key. The rule of a key that the table does not know says so."""
+        pattern = self._pattern(key)
+        if pattern is not None:
+            return self.rules[pattern]
         close = closest(key, self.rules)
         hint = f"; did you mean {close[0]}?" if close else ""
-        return unsupported(f"{self.name} {self.version} has no such key, or this table does not know it{hint}")
+        reason = f"{self.name} {self.version} has no such key, or this table does not know it{hint}"
+        return lambda value, keys: Outcome("unsupported", reason=reason, unknown={key: reason})
+
+    def by_default(self, key: str, keys: Keys) -> dict[str, Any]:
+        """Returns the fields that a key sets with its default."""
+        return self._probed(key, (self.defaults[key],), keys) if key in self.defaults else {}
+
+    def decided(self, key: str, keys: Keys) -> list[str]:
+        """Returns the fields that a key can decide, whatever its value is."""
+        listed = self.decides.get(self._pattern(key) or "")
+        by_default = self.by_default(key, keys)
+        # A section that is not there by default is there with another value.
+        sections = [name for name, value in by_default.items() if value is None]
+        return list(dict.fromkeys([*sections, *(listed or by_default or self._probed(key, PROBES, keys))]))
+
+    def _probed(self, key: str, values: tuple[Any, ...], keys: Keys) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        for value in values:
+            # A probe may be of another type than the values of the key.
+            with suppress(TypeError, ValueError, ArithmeticError, AttributeError, IndexError, KeyError):
+                fields = self.rule(key)(value, keys).fields | fields
+        return fields
 
 
 @dataclass(frozen=True)
@@ -94,6 +198,7 @@ class Translation:
     base: str
     outcomes: dict[str, Outcome]
     defaults: dict[str, Outcome]
+    notes: tuple[str, ...] = ()  # of the version that the file is for
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields of our config that the translation sets. A key of the file wins over a default.
@@ -107,17 +212,32 @@ class Translation:
         return fields
 
     def yours(self) -> dict[str, str]:
-        """Returns the fields that a person must complete, with the reason: without evaluations, none of theirs."""
-        incomplete: dict[str, str] = {}
+        """Returns the fields that a person must complete, with the reason."""
+        used = self.fields()
+        return {name: why for name, why in self._unfinished("yours").items() if name in used} | self._unfinished(
+            "unknown"
+        )
+
+    def unknown(self) -> dict[str, str]:
+        """Returns the fields whose value is a placeholder, and the keys without a field that may change the run."""
+        return {name: why for name, why in self._unfinished("unknown").items() if name not in MEMORY_FIELDS}
+
+    def _unfinished(self, what: str) -> dict[str, str]:
+        """Returns what is left to a person in the sections that are there: without evaluations, nothing of theirs."""
+        unfinished: dict[str, str] = {}
         for outcomes in (self.defaults, self.outcomes):
             # A field that a key of the file says is complete, whatever a default wanted.
-            complete = {name for outcome in outcomes.values() for name in outcome.fields if name not in outcome.yours}
-            incomplete = {name: why for name, why in incomplete.items() if name not in complete}
+            complete = {
+                name
+                for outcome in outcomes.values()
+                for name in outcome.fields
+                if name not in outcome.yours | outcome.unknown
+            }
+            unfinished = {name: why for name, why in unfinished.items() if name not in complete}
             for outcome in outcomes.values():
-                incomplete |= outcome.yours
-        used = self.fields()
-        absent = {name for name, value in used.items() if value is None}
-        return {name: why for name, why in incomplete.items() if name in used and name.split(".")[0] not in absent}
+                unfinished |= getattr(outcome, what)
+        absent = {f"{name}." for name, value in self.fields().items() if value is None and name not in unfinished}
+        return {name: why for name, why in unfinished.items() if not name.startswith(tuple(absent))}
 
     def with_kind(self, kind: Kind) -> dict[str, Outcome]:
         """Returns the keys of the file with this kind of outcome."""
@@ -133,12 +253,60 @@ def translate(
     other keys of the file take.
     Raises: UserError, for a value of a wrong type.
     """
-    keys = Keys(values, system.defaults, rows=rows, processes=processes)
-    outcomes = {key: _outcome(key, value, system, keys) for key, value in values.items()}
+    names = {key: system.renamed.get(key, key) for key in values}
+    current: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    # An old name and a new one are one key. Where a file has both, the trainers read the new one.
+    for key in sorted(values, key=lambda key: names[key] == key):
+        if values[key] is not None or names[key] not in current:
+            current[names[key]] = system.respelled.get(key, {}).get(str(values[key]), values[key])
+            origins[names[key]] = key
+    system, current, notes = with_its_version(system, values, current)
+    keys = Keys(current, system.defaults, rows=rows, processes=processes)
+    outcomes = {
+        key: _outcome(names[key], current[names[key]], system, keys)
+        if origins[names[key]] == key
+        else Outcome("no effect", reason=f"{origins[names[key]]}, another name of it, is set")
+        for key in values
+    }
     # A key of the user's own that only others refer to has done its work once their values are there.
     outcomes |= {key: REFERRED for key in referred & outcomes.keys() if not system.knows(key)}
-    defaults = {key: _outcome(key, value, system, keys) for key, value in system.defaults.items() if key not in values}
-    return Translation(system, system.base(keys), outcomes, defaults)
+    with_defaults = replace(system, absent=())
+    defaults = {
+        key: _outcome(key, current.get(key, value), with_defaults, keys)
+        for key, value in system.defaults.items()
+        if key not in origins
+    }
+    return Translation(system, system.base(keys), outcomes, defaults, notes)
+
+
+def with_its_version(
+    system: System, values: Mapping[str, Any], current: dict[str, Any]
+) -> tuple[System, dict[str, Any], tuple[str, ...]]:
+    """Returns the system with the defaults of the version that keys of the file prove, its values, and a note of it.
+
+    current: the values of the file by the newest names of their keys. A default is unknown if other keys of the file
+    prove that it is for a later version.
+    """
+    for version in system.older:
+        proof, newer = version.first(version.proofs, values), version.first(version.newer, values)
+        if not proof:
+            continue
+        differing = {key: value for key, value in version.defaults.items() if key not in current}
+        listed = ", ".join(f"{key} = {value}" for key, value in differing.items()) or "none that matters"
+        note = f"{proof} is a key of {system.name} {version.name}"
+        if newer:
+            doubt = {
+                key: Unread(f"{value} {version.name}, then {system.defaults[key]}") for key, value in differing.items()
+            }
+            note += f", and {newer} one of later versions. It is not known which defaults apply: {listed}"
+            return system, current | doubt, (note,)
+        return (
+            replace(system, version=version.name, defaults=system.defaults | version.defaults),
+            current,
+            (f"{note}. Its defaults apply: {listed}",),
+        )
+    return system, current, ()
 
 
 def _outcome(key: str, value: Any, system: System, keys: Keys) -> Outcome:
@@ -146,40 +314,42 @@ def _outcome(key: str, value: Any, system: System, keys: Keys) -> Outcome:
     if isinstance(value, Unread):
         return _unread(key, value, system, keys)
     try:
-        return system.rule(key)(value, keys)
+        outcome, unread_keys = keys.asking(lambda: system.rule(key)(value, keys))
     # What a rule raises for a value that is no number or no list. The user sees the key, not a traceback.
     except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
+        others = ", ".join(f"{other} = {keys[other]!r}" for other in list(keys.read) if other != key and other in keys)
+        depends = f", and what it depends on ({others})," if others else ""
         raise UserError(
-            f"{key} = {value!r} cannot be translated ({error}): give it, and what it depends on, a value "
-            f"that {system.name} takes"
+            f"{key} = {value!r} cannot be translated ({error}): give it{depends} a value that {system.name} takes"
         ) from error
+    return _depending(key, outcome, unread_keys, system, keys) if unread_keys else outcome
+
+
+def _depending(key: str, outcome: Outcome, unread_keys: list[str], system: System, keys: Keys) -> Outcome:
+    """Returns the outcome of a key that depends on others whose values are not in the file: its fields are unknown."""
+    why = ", ".join(f"{other} = {keys.values[other]}" for other in unread_keys)
+    reason = "; ".join(
+        filter(None, [outcome.reason, f"it depends on {', '.join(unread_keys)}, which the file does not say"])
+    )
+    decided = list(outcome.fields) or system.decided(key, keys)
+    kind = "unsupported" if outcome.kind == "no effect" and decided else outcome.kind
+    return replace(outcome, kind=kind, reason=reason, unknown=outcome.unknown | dict.fromkeys(decided, why))
 
 
 def _unread(key: str, value: Unread, system: System, keys: Keys) -> Outcome:
-    """Returns the outcome of a key whose value the file does not say: the user must set its fields."""
+    """Returns the outcome of a key whose value the file does not say: its fields are unknown."""
     rule = system.rule(key)
     # Whatever the value is, nothing depends on it.
     if isinstance(rule, Idle):
         return rule(value, keys)
-    fields = rule(system.defaults[key], keys).fields if key in system.defaults else {}
+    if isinstance(rule, OnlyIf):
+        applies, unread_keys = keys.asking(lambda: rule.applies(keys))
+        if not applies and not unread_keys:
+            return Outcome("no effect", reason=rule.why_not)
+    unknown = dict.fromkeys(system.decided(key, keys) or [key], f"{key} = {value}")
     return Outcome(
-        "unsupported", fields, f"its value is not in the file: {value}", dict.fromkeys(fields, f"{key} = {value}")
+        "unsupported", system.by_default(key, keys), f"its value is not in the file: {value}", unknown=unknown
     )
-
-
-def to(name: str, convert: Convert = lambda value: value) -> Rule:
-    """The value becomes the field `name`, with the same meaning."""
-    return lambda value, keys: Outcome("mapped", {name: convert(value)})
-
-
-def changed(name: str, reason: str, convert: Convert = lambda value: value) -> Rule:
-    """The value becomes the field `name`, whose meaning differs."""
-    return lambda value, keys: Outcome("changed", {name: convert(value)}, reason)
-
-
-def unsupported(reason: str) -> Rule:
-    """The key has no counterpart."""
-    return lambda value, keys: Outcome("unsupported", reason=reason)
 
 
 @dataclass(frozen=True)
@@ -192,22 +362,18 @@ class Idle:
         return Outcome("no effect", reason=self.reason)
 
 
-def off(reason: str, *neutral: Any) -> Rule:
-    """The key has no counterpart, and needs none at its neutral values (None, False and these)."""
-    # A trainer that can switch something off has it off with None or False.
-    nothing = (None, False, *neutral)
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        return Outcome("no effect", reason="not in use") if value in nothing else Outcome("unsupported", reason=reason)
-
-    return rule
-
-
-def same_rule(rule: Rule, keys: str, prefix: str = "") -> dict[str, Rule]:
-    """Returns {key: rule} with one rule for several keys. keys: names with spaces between them."""
-    return {f"{prefix}{key}": rule for key in keys.split()}
-
-
-def only_if(applies: Callable[[Keys], bool], rule: Rule, why_not: str) -> Rule:
+@dataclass(frozen=True)
+class OnlyIf:
     """Applies a rule if other keys give the key an effect; else it has none, because `why_not`."""
-    return lambda value, keys: rule(value, keys) if applies(keys) else Outcome("no effect", reason=why_not)
+
+    applies: Callable[[Keys], Any]
+    rule: Rule
+    why_not: str
+
+    def __call__(self, value: Any, keys: Keys) -> Outcome:
+        return self.rule(value, keys) if self.applies(keys) else Outcome("no effect", reason=self.why_not)
+
+
+def not_here(name: str, reason: str) -> Outcome:
+    """Returns the outcome of a value that has no counterpart: the field `name` is not what the file says."""
+    return Outcome("unsupported", reason=reason, unknown={name: reason})

@@ -9,18 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tools.translate import (
-    arguments,
-    easyr1,
-    launchers,
-    search_r1,
-    shell,
-    trl,
-    trl_pairs,
-    trl_ppo,
-    trl_rloo,
-    verl,
-)
+from jaxrl_llm.tools.translate import arguments, easyr1, launchers, search_r1, shell, trl, verl
 from jaxrl_llm.tools.translate.arguments import Value
 from jaxrl_llm.tools.translate.documents import SECTIONS, DocumentKeys, read_document, resolved, scalar, with_files
 from jaxrl_llm.tools.translate.outcome import System
@@ -37,9 +26,9 @@ SEARCH_R1_KEY = re.compile(
 # The first words of keys of veRL, EasyR1 and Search-R1, and the flags of TRL.
 HYDRA = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
 OVERRIDDEN = {key.split(".")[0] for system in HYDRA for key in system.rules if "." in key}
-OF_TRL = {"grpo": trl.GRPO, "ppo": trl_ppo.PPO, "rloo": trl_rloo.RLOO, "dpo": trl_pairs.DPO, "simpo": trl_pairs.SIMPO}
+OF_TRL = trl.OF_TRL
 PROGRAMS = {"rloo": "rloo", "dpo": "dpo", "cpo": "simpo", "simpo": "simpo"}
-FLAGS = {key for system in OF_TRL.values() for key in system.rules if key not in trl.IDLE}
+FLAGS = trl.flags()
 # Modules that start a script, whose name comes later.
 STARTERS = ("torch.distributed", *launchers.TORCH)
 
@@ -75,9 +64,10 @@ def read(path: Path) -> ForeignConfig:
 
 def _read(path: Path, text: str) -> ForeignConfig:
     if path.suffix == ".py":
-        kind, values, lost = read_script(path, text)
-        return ForeignConfig(path, OF_TRL[kind], values, tuple(lost))
+        kind, values, lost, notes = read_script(path, text)
+        return ForeignConfig(path, trl.dated(OF_TRL[kind], values), values, tuple(lost), tuple(notes))
     keys = resolved(read_document(path, text)) if path.suffix in (".json", ".yaml", ".yml") else _from_shell(path, text)
+    keys.values |= {key: arguments.without_places(value) for key, value in keys.values.items()}
     # A key becomes a comment of the config, so it must be a name.
     if wrong := next((key for key in keys.values if not NAME.fullmatch(key)), ""):
         raise UserError(f"{path} has the key {wrong!r}, which is no name: is this a config?")
@@ -85,6 +75,11 @@ def _read(path: Path, text: str) -> ForeignConfig:
     # Most keys are of all trainers of TRL: the name of the program tells them apart.
     if keys.program and system in OF_TRL.values():
         system = OF_TRL[keys.program]
+    if system in OF_TRL.values():
+        # A document is for a launcher, and its number of processes is a factor of the batch.
+        if path.suffix != ".sh" and not keys.values.keys() & {"num_processes", "world_size"}:
+            keys.values["num_processes"] = None
+        system = trl.dated(system, keys.values)
     return ForeignConfig(path, system, keys.values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred))
 
 
@@ -111,11 +106,13 @@ def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> System
 
 
 def _known(system: System, keys: dict[str, Any]) -> int:
-    return sum(key in system.rules or key.startswith(launchers.LAUNCHERS) for key in keys)
+    return sum(system.knows(key) or key.startswith(launchers.LAUNCHERS) for key in keys)
 
 
 def _from_shell(path: Path, text: str) -> DocumentKeys:
     """Returns the keys of the training command of a script. What a loop makes of it several times is one command."""
+    # Where a person writes a path, bash would read from a file of this name.
+    text = re.sub(rf"(?<=[\s=])<({arguments.PLACE})>(?=[\s/]|$)", r"\<\1\>", text)
     try:
         script = shell.follow(text)
     except UserError as error:
@@ -129,7 +126,7 @@ def _from_shell(path: Path, text: str) -> DocumentKeys:
     if len(runs) > 1:
         raise UserError(f"{path} has {len(runs)} training commands: keep one in the file")
     its = next(iter(runs.values()), [])
-    lost = unreached(script, {command.place for command, _ in its})
+    lost = unreached(script, {command.place for command, _ in its}, text)
     if not its:
         which = f" that is reached ({lost[0]} belongs to none)" if lost else ""
         raise UserError(
@@ -143,10 +140,11 @@ def _from_shell(path: Path, text: str) -> DocumentKeys:
     )
 
 
-def unreached(script: shell.Script, training: set[int]) -> list[str]:
+def unreached(script: shell.Script, training: set[int], source: str) -> list[str]:
     """Returns the words of a script that look like keys of a trainer, but belong to no command that it reaches.
 
-    training: the places of the training command. A command that begins with such a word is what a comment cut off.
+    training: the places of the training command. A command that begins with such a word is what a comment cut off. A
+    word before ) is a pattern of the script's own parser of arguments.
     """
     reached = [command for command in script.commands if command.place in training or not _like_keys(command.words[0])]
     places = frozenset().union(*(command.places for command in reached))
@@ -156,7 +154,9 @@ def unreached(script: shell.Script, training: set[int]) -> list[str]:
     ]
     for word, written, after in zip(script.words, texts, [*texts[1:], ""], strict=True):
         assigned = ASSIGNMENT.match(written)
+        is_pattern = source[word.at + len(written) :].lstrip(" \"'")[:1] in (")", "|") and written.startswith("-")
         keys = _like_keys(written[assigned.end() :] if assigned else written) if word.at not in places else []
+        keys = [] if is_pattern else keys
         value = after if keys == [written] and "=" not in written and not after.startswith("-") else ""
         lost += [f"line {word.line}: {' '.join([*keys, value])}".rstrip()] if keys else []
     for line, text in script.heredocs:
@@ -201,11 +201,19 @@ def _from_command(
     # TRL's parser makes --no_flag of each flag that is on by default.
     denied = {key for key in values if key.removeprefix("no_") in trl.GRPO.rules and key not in trl.GRPO.rules}
     values = {key.removeprefix("no_") if key in denied else key: key not in denied and x for key, x in values.items()}
-    keys = with_files(path, values, files)
-    if not any(key in trl.GRPO.rules or key in trl_ppo.PPO.rules for key in keys.values):
+    program = _program(words[start : start + 2])
+    # alignment-handbook gives the file without a flag, and many programs have commands.
+    documents = [value.text for value in rest if value.text.endswith((".yaml", ".yml", ".json"))]
+    rest = [value for value in rest if value.text not in (*documents, "train", *PROGRAMS, *OF_TRL)]
+    keys = with_files(path, {"config": documents[0]} | values if documents[:1] else values, files)
+    if not any(system.knows(key) for system in OF_TRL.values() for key in keys.values if key != "config" or program):
         return None
     keys.values |= launchers.flags(path, command.values[:start], files, allocated)
-    keys.program = _program(words[start : start + 2])
+    # Without a flag these take all GPUs of the machine, whose number the script does not say.
+    launcher = {word.rpartition("/")[2] for word in words[: start + 1]} & {"accelerate", "deepspeed", "trl"}
+    if launcher and not any(key in launchers.COUNTS for key in keys.values):
+        keys.values.setdefault("num_processes", None)
+    keys.program = program
     keys.lost += _unkeyed(rest)
     return keys
 

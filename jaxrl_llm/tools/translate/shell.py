@@ -255,7 +255,7 @@ class Walk(Values):
         if inside := self.script_of(command):
             return self.text_as_script(*inside)
         if name == "cat" and node.heredoc and node.target:
-            self.files[self.text(node.target).text] = self.heredoc(node.heredoc)
+            self.files[self.text(node.target).text] = self.heredoc("\n".join(node.heredoc[0]))
         # Its status is not known: no command is run.
         self.commands.append(command)
         return None

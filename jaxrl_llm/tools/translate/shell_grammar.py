@@ -44,10 +44,10 @@ class Word:
 
 @dataclass(frozen=True)
 class Simple:
-    """A command. heredoc: the text that it reads; target: the file that it writes."""
+    """A command. heredoc: the lines that it reads, which come after its own; target: the file that it writes."""
 
     words: tuple[Word, ...]
-    heredoc: str = ""
+    heredoc: tuple[list[str], ...] = ()
     target: Word | None = None
 
 
@@ -112,8 +112,7 @@ class ShellParser:
     line: int = 1
     at: int = 0
     words: list[Word] = field(default_factory=list)
-    heredocs: list[tuple[str, str, bool]] = field(default_factory=list)  # of a line: the end mark, its place, tabs cut
-    bodies: dict[int, str] = field(default_factory=dict)  # place of a mark -> the text
+    heredocs: list[tuple[str, bool, list[str]]] = field(default_factory=list)  # of a line: end mark, tabs cut, lines
     heredoc_lines: list[tuple[int, str]] = field(default_factory=list)  # of all heredocs, with their numbers
 
     def script(self) -> tuple[Node, ...]:
@@ -249,10 +248,13 @@ class ShellParser:
             if self.keyword() == "esac" or self.at >= len(self.text):
                 self.expect("esac")
                 return Case(subject, tuple(choices))
+            known = len(self.words)
             patterns = [self.word()]
             while self.peek() == "|":
                 self.operator()
                 patterns.append(self.word())
+            # A pattern is no word of a command, although --rate) looks like a flag.
+            del self.words[known:]
             if self.peek() == ")":
                 self.operator()
             choices.append((tuple(patterns), self.block(("esac",))))
@@ -269,10 +271,10 @@ class ShellParser:
 
     def simple(self, *, is_function: bool) -> Node | None:
         words: list[Word] = []
-        heredoc, target = -1, None
+        heredoc, target = (), None
         while self.at < len(self.text):
             if redirection := self.redirection():
-                heredoc, target = max(heredoc, redirection[0]), redirection[1] or target
+                heredoc, target = redirection[0] or heredoc, redirection[1] or target
                 continue
             if self.peek() == "(" and len(words) == 1 and words[0].plain:
                 start = self.at
@@ -290,10 +292,7 @@ class ShellParser:
             if self.peek() or self.at >= len(self.text):
                 break
             words.append(self.word())
-        # The text of a heredoc begins on the next line, and the rest of this line is not read yet. So it is read ahead.
-        if heredoc >= 0 and heredoc not in self.bodies:
-            self.bodies[heredoc] = self.heredoc_of(heredoc)
-        return Simple(tuple(words), self.bodies.get(heredoc, ""), target) if words or target else None
+        return Simple(tuple(words), heredoc, target) if words or target else None
 
     # Words
 
@@ -484,8 +483,8 @@ class ShellParser:
         while self.redirection():
             pass
 
-    def redirection(self) -> tuple[int, Word | None] | None:
-        """Reads `>log`, `2>&1` or `<<EOF`. Returns the place of a heredoc's mark (-1: none) and the file written."""
+    def redirection(self) -> tuple[tuple[list[str], ...], Word | None] | None:
+        """Reads `>log`, `2>&1` or `<<EOF`. Returns the list for the lines of a heredoc, and the file written."""
         self.blanks()
         match = REDIRECTS.match(self.text, self.at)
         if not match or (match[1] in ("<", ">") and self.text.startswith("(", match.end())):
@@ -494,36 +493,24 @@ class ShellParser:
         word = self.word()
         if match[1] in ("<<", "<<-"):
             mark = "".join(part.text for part in word.parts)
-            self.heredocs.append((mark, str(word.at), match[1] == "<<-"))
-            return word.at, None
+            # The lines come after this one, whose rest is not read yet.
+            self.heredocs.append((mark, match[1] == "<<-", []))
+            return (self.heredocs[-1][2],), None
         # Not with a number before the sign: 2> writes errors.
-        return -1, word if match[1] in (">", ">>", ">|") and not match[0][0].isdigit() else None
-
-    def heredoc_of(self, place: int) -> str:
-        """Returns the text of a heredoc that begins on the next line, without reading on."""
-        index = next(i for i, (_, at, _) in enumerate(self.heredocs) if at == str(place))
-        start = self.text.find("\n", self.at) + 1
-        for mark, _, tabs in self.heredocs[: index + 1]:
-            lines, start = self.lines_to(mark, start, tabs=tabs)
-        return "\n".join(lines)
-
-    def lines_to(self, mark: str, start: int, *, tabs: bool) -> tuple[list[str], int]:
-        lines = []
-        while 0 < start < len(self.text) + 1:
-            end = self.text.find("\n", start)
-            line = self.text[start : end if end >= 0 else len(self.text)]
-            start = end + 1 if end >= 0 else len(self.text) + 1
-            # <<- allows tabs before the mark too.
-            if (line.lstrip("\t") if tabs else line) == mark:
-                break
-            lines.append(line.lstrip("\t") if tabs else line)
-        return lines, start
+        return (), word if match[1] in (">", ">>", ">|") and not match[0][0].isdigit() else None
 
     def read_heredocs(self) -> None:
-        """Passes over the heredocs of the line that has ended."""
-        for mark, _, tabs in self.heredocs:
-            lines, start = self.lines_to(mark, self.at, tabs=tabs)
-            self.heredoc_lines += [(self.line + i, line) for i, line in enumerate(lines)]
-            self.line += len(lines) + 1
-            self.at = min(start, len(self.text))
+        """Reads the heredocs of the line that has ended."""
+        for mark, tabs, lines in self.heredocs:
+            while self.at < len(self.text):
+                end = self.text.find("\n", self.at)
+                line = self.text[self.at : end if end >= 0 else len(self.text)]
+                self.at = end + 1 if end >= 0 else len(self.text)
+                self.line += 1
+                # <<- allows tabs before the mark too.
+                line = line.lstrip("\t") if tabs else line
+                if line == mark:
+                    break
+                lines.append(line)
+                self.heredoc_lines.append((self.line - 1, line))
         self.heredocs = []

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.tools.translate import images, ours
+from jaxrl_llm.tools.translate.family import LOGGERS
 from jaxrl_llm.tools.translate.family import model as model_path
-from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule
-from jaxrl_llm.tools.translate.trl_counts import updates
+from jaxrl_llm.tools.translate.outcome import Keys, OnlyIf, Outcome, Rule, not_here
+from jaxrl_llm.tools.translate.table import Row
+from jaxrl_llm.tools.translate.trl_counts import in_rollouts, updates
 
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 OLDER = {  # defaults that were others in earlier versions
@@ -40,20 +44,52 @@ LOSSES = {  # ours, its aggregation, and its arguments with the keys that they a
 JUDGE = "a reward function that judges the evaluation, or eval.every = 0"
 
 
-def schedule(section: str) -> Rule:
+def schedule(value: Any, keys: Keys) -> Outcome:
     """The schedule of the learning rate."""
+    if value == "cosine_with_min_lr":
+        arguments = keys.explicit.get("lr_scheduler_kwargs") or {}
+        # transformers takes one of the two: the rate itself, or a share of the highest one.
+        low = arguments.get("min_lr", float(keys["learning_rate"]) * arguments.get("min_lr_rate", 0.0))
+        return Outcome("mapped", {"optim.decay": "cosine", "optim.end": float(low)})
+    if value not in SCHEDULES:
+        return not_here("optim.decay", f"there is constant, linear and cosine, not {value}")
+    return Outcome("mapped", {"optim.decay": SCHEDULES[value], "optim.end": 0.0})
 
-    def rule(value: Any, keys: Keys) -> Outcome:
-        if value == "cosine_with_min_lr":
-            arguments = keys.explicit.get("lr_scheduler_kwargs") or {}
-            # transformers takes one of the two: the rate itself, or a share of the highest one.
-            low = arguments.get("min_lr", float(keys["learning_rate"]) * arguments.get("min_lr_rate", 0.0))
-            return Outcome("mapped", {f"{section}.decay": "cosine", f"{section}.end": float(low)})
-        if value not in SCHEDULES:
-            return Outcome("unsupported", reason=f"there is constant, linear and cosine, not {value}")
-        return Outcome("mapped", {f"{section}.decay": SCHEDULES[value], f"{section}.end": 0.0})
 
-    return rule
+def lowest(value: Any, keys: Keys) -> Outcome:
+    """The rate at the end of a cosine, which `schedule` has used."""
+    return Outcome("mapped", {"optim.end": schedule("cosine_with_min_lr", keys).fields["optim.end"]})
+
+
+def half(value: Any, keys: Keys) -> Outcome:
+    """Whether products are in bfloat16, as by default."""
+    return Outcome("mapped", {"model.dtype": "bfloat16" if value in (None, True) else "float32"})
+
+
+def launcher_file(value: Any, keys: Keys) -> Outcome:
+    """The file of accelerate."""
+    if value:
+        return Outcome("mapped", {}, "its num_processes is read")
+    return Outcome("unsupported", reason="not beside the script or above it: --processes says what it may say")
+
+
+def prompt_column(value: Any, keys: Keys) -> Outcome:
+    return ours.column("data.prompt_column", value, "prompt")
+
+
+def top_entropy(value: Any, keys: Keys) -> Outcome:
+    """The share of tokens with the highest entropy that learn."""
+    reason = "the quantile of the whole rollout here, of a micro-batch there"
+    return Outcome("changed" if value < 1 else "mapped", {"mask.top_entropy": float(value)}, reason * (value < 1))
+
+
+def optimizer(value: Any, keys: Keys) -> Outcome:
+    """The optimizer. Variants of AdamW have one update, in different kernels and places."""
+    if value in (None, "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw_32bit"):
+        return Outcome("no effect", reason="AdamW, as here")
+    if str(value).startswith(("adamw_", "paged_adamw_")):
+        return Outcome("changed", {}, f"AdamW, whose moments are rounded in {value}; here they are float32")
+    return not_here("optim", f"AdamW is the one optimizer here, not {value}")
 
 
 def weight_decay(value: Any, keys: Keys) -> Outcome:
@@ -68,7 +104,8 @@ def truncated(value: Any, keys: Keys) -> Outcome:
     """Whether completions that the limit cut are left out."""
     fields = {"mask.truncated": bool(value)}
     # These divide by a number of completions. The others divide by tokens, of which a masked completion has none.
-    if not value or keys["loss_type"] not in ("grpo", "dr_grpo", "sapo", "luspo"):
+    by_tokens = "loss_type" in keys.defaults and keys["loss_type"] not in ("grpo", "dr_grpo", "sapo", "luspo")
+    if not value or by_tokens:
         return Outcome("mapped", fields)
     reason = "TRL still divides the loss by the number of all completions, here by that of those with a trained token"
     return Outcome("changed", fields, reason)
@@ -77,8 +114,7 @@ def truncated(value: Any, keys: Keys) -> Outcome:
 def loss(value: Any, keys: Keys) -> Outcome:
     """The loss and its aggregation."""
     if value not in LOSSES:
-        reason = f"there is no loss {value!r}: {', '.join(LOSSES)}; this config keeps ppo_clip"
-        return Outcome("unsupported", reason=reason)
+        return not_here("loss.name", f"there is no loss {value!r}: {', '.join(LOSSES)}; this config keeps ppo_clip")
     name, mode, arguments = LOSSES[value]
     low = float(keys["epsilon"])
     # TRL's clip is symmetric if epsilon_high is not set.
@@ -107,24 +143,10 @@ def loss(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed" if reason else "mapped", fields, reason)
 
 
-def loss_argument(losses: tuple[str, ...], why: str) -> Rule:
-    """An argument of the loss, which `loss` has used."""
-
-    def rule(value: Any, keys: Keys) -> Outcome:
-        if value is None or keys["loss_type"] not in losses:
-            return Outcome("no effect", reason="not set" if value is None else why)
-        outcome = loss(keys["loss_type"], keys)
-        return Outcome("mapped", {name: x for name, x in outcome.fields.items() if name.startswith("loss.")})
-
-    return rule
-
-
 def kl(value: Any, keys: Keys) -> Outcome:
     """The coefficient of k3 in the loss."""
     if not value:
-        # A default that trains without a penalty, where older versions had one, is worth a word: the file may be older.
-        fields = {"kl": None}
-        return Outcome("mapped", fields) if "beta" in keys else Outcome("changed", fields, OLDER["beta"])
+        return Outcome("mapped", {"kl": None})
     fields = {"kl.placement": "loss", "kl.coef": float(value)}
     return Outcome("mapped", fields | kl_estimator(keys["use_bias_correction_kl"], keys).fields, "k3 in the loss")
 
@@ -152,11 +174,13 @@ def objectives(value: Any, keys: Keys) -> Outcome:
 
 
 def was(key: str, rule: Rule) -> Rule:
-    """Says of a default that it was another one in earlier versions."""
+    """Says of a default that it was another one in earlier versions: the file may be for one of them."""
+    if isinstance(rule, OnlyIf):
+        return replace(rule, rule=was(key, rule.rule))
 
     def noted(value: Any, keys: Keys) -> Outcome:
-        outcome = rule(value, keys)
-        return outcome if key in keys else Outcome("changed", outcome.fields, OLDER[key])
+        newest = key not in keys and OLDER[key].startswith(str(value))
+        return replace(rule(value, keys), kind="changed", reason=OLDER[key]) if newest else rule(value, keys)
 
     return noted
 
@@ -165,10 +189,9 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     """The reward functions, by name."""
     if not value:
         why = "the file names no reward function"
-        yours = {"reward.functions": why, "eval.function": why}
-        return Outcome("changed", ours.reward_fields((ours.ACCURACY,)), "", yours)
-    # A script may call a factory here, as get_soft_overlong_punishment(...).
-    listed = [str(name).split("(")[0] for name in (value if isinstance(value, list) else [value])]
+        unknown = {"reward.functions": why, "eval.function": why}
+        return Outcome("changed", ours.reward_fields((ours.ACCURACY,)), unknown=unknown)
+    listed = [str(name) for name in (value if isinstance(value, list) else [value])]
     all_weights = keys.explicit.get("reward_weights") or [1.0] * len(listed)
     weight_of = dict(zip(listed, all_weights, strict=False)) if len(listed) == len(all_weights) else {}
     # The penalty for long completions is a reward function there, and a field here.
@@ -176,8 +199,13 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     # TRL takes a model's name among the functions: it has a slash, as no function has.
     models = [name for name in listed if "/" in name]  # of the hub, or folders
     names = [name for name in listed if name not in soft + models]
-    reasons = ["get_soft_overlong_punishment is reward.overlong_tokens: set it to soft_punish_cache"] if soft else []
     fields, yours = ours.rewards(names, [float(weight_of.get(name, 1.0)) for name in names]) if names else ({}, {})
+    reasons = ["open-r1's format also asks for a line break at each tag"] if "format" in names else []
+    if soft:
+        # The command line of TRL has 256 tokens.
+        tokens = re.search(r"\((\d+)\)", soft[0])
+        fields |= {"reward.overlong_tokens": int(tokens[1]) if tokens else 256}
+        reasons.append("get_soft_overlong_punishment is reward.overlong_tokens, before rollout.max_completion_tokens")
     if models:
         model = ours.reward_model(models[0], "it reads prompt and completion as the policy does")
         fields |= model.fields | {"reward_model.weight": float(weight_of.get(models[0], 1.0))}
@@ -185,13 +213,14 @@ def rewards(value: Any, keys: Keys) -> Outcome:
         if not names:
             fields |= {"reward.functions": (), "reward.weights": ()}
             yours = {"eval.function": JUDGE}
-    if not fields:
-        return Outcome("unsupported", reason="only an overlong penalty: reward.overlong_tokens")
+    if not names and not models:
+        return not_here("reward.functions", "only an overlong penalty: reward.overlong_tokens")
     # A convert function makes the rows, with their answers.
     if "trainer.train_dataset.steps" in keys:
         fields.pop("data.answer_column", None)
-    kind = "unsupported" if models[1:] else "changed" if yours or reasons else "mapped"
-    return Outcome(kind, fields, "; ".join(reasons), yours)
+    unknown = {"reward_model": reasons[-1]} if models[1:] else {}
+    kind = "unsupported" if unknown else "changed" if yours or reasons else "mapped"
+    return Outcome(kind, fields, "; ".join(reasons), yours, unknown)
 
 
 def alone_reward_model(value: Any, keys: Keys) -> Outcome:
@@ -199,24 +228,28 @@ def alone_reward_model(value: Any, keys: Keys) -> Outcome:
     if not value:
         return Outcome("no effect", reason="not set")
     outcome = ours.reward_model(str(value), "it reads prompt and completion as the policy does")
-    if reward_names(keys):
+    if keys.explicit.get("reward_funcs"):
         return outcome
     fields = {"reward.functions": (), "reward.weights": ()}
     return Outcome(outcome.kind, outcome.fields | fields, outcome.reason, {"eval.function": JUDGE})
 
 
-def reward_names(keys: Keys) -> Any:
-    return keys.explicit.get("reward_funcs") or keys.explicit.get("trainer.reward_funcs")
+def first_reward(value: Any, keys: Keys) -> Outcome:
+    """PPO's learned reward, which TRL's scripts also begin the value model with."""
+    outcome = ours.reward_model(str(value), "it reads prompt and completion as the policy does")
+    critic = {"critic.path": keys.explicit.get("trainer.value_model", str(value))}
+    fields = outcome.fields | critic | {"reward.functions": (), "reward.weights": ()}
+    return Outcome(outcome.kind, fields, f"{outcome.reason}; the critic begins as it", {"eval.function": JUDGE})
 
 
 def weights(value: Any, keys: Keys) -> Outcome:
     """The weights of the reward functions."""
-    names = reward_names(keys)
-    count = len(names) if isinstance(names, list) else 1
     if value is None:
         return Outcome("no effect", reason="not set: every function has the weight 1")
-    if not names or len(value) != count:
-        return Outcome("unsupported", reason=f"{len(value)} weights for {count if names else 'unknown'} functions")
+    names = keys.explicit.get("reward_funcs")
+    count = len(names) if isinstance(names, list) else int(bool(names))
+    if len(value) != count:
+        return not_here("reward.weights", f"{len(value)} weights for {count or 'unknown'} functions")
     fields = rewards(names, keys).fields
     return Outcome(
         "mapped", {name: x for name, x in fields.items() if name in ("reward.weights", "reward_model.weight")}
@@ -230,8 +263,20 @@ def dataset(value: Any, keys: Keys) -> Outcome:
         name = f"{name}:{subset}"
     if name.endswith(ours.FILES) or "/" in name:
         return ours.dataset("data", name, str(keys.explicit.get("dataset_train_split", "train")))
-    yours = {"data.source": "a file, or my_data.rows: a function that returns rows with the column prompt"}
-    return Outcome("changed", {"data.source": "my_data.rows", "data.convert": ""}, "", yours)
+    unknown = {"data.source": "a file, or my_data.rows: a function that returns rows with the column prompt"}
+    if "dataset_mixer" in keys:
+        return Outcome("no effect", reason="dataset_mixer names the rows")
+    return Outcome("changed", {"data.source": "my_data.rows", "data.convert": ""}, unknown=unknown)
+
+
+def mixer(value: Any, keys: Keys) -> Outcome:
+    """The data sets of alignment-handbook, {name: share}, whose splits `dataset_splits` names."""
+    shares = dict(value or {})
+    splits = [str(split) for split in keys.explicit.get("dataset_splits", ["train", "test"])]
+    train = [split for split in splits if "train" in split]
+    if list(shares.values()) != [1.0] or len(train) != 1:
+        return not_here("data.source", "a mixture, or a part of the rows: data.mixture")
+    return ours.dataset("data", next(iter(shares)), train[0])
 
 
 def configuration(keys: Keys) -> str:
@@ -246,28 +291,96 @@ def configurations(value: Any, keys: Keys) -> Outcome:
     if not value:
         return Outcome("no effect", reason="not set")
     if configuration(keys):
-        return Outcome("mapped")
-    return Outcome("unsupported", reason="one configuration in a source: data.mixture")
+        return Outcome("mapped", dataset(keys["dataset_name"], keys).fields)
+    return not_here("data.source", "one configuration in a source: data.mixture")
 
 
 def rows_changed(value: Any, keys: Keys) -> Outcome:
     """What a script does with the rows that it has loaded."""
-    why = f"the script calls {value}: a function of a row that does the same, and makes the column answer"
-    return Outcome("changed", {"data.convert": "my_data.convert"}, "code is not read", {"data.convert": why})
+    columns = "prompt and answer" if "num_generations" in keys.defaults else "prompt, chosen and rejected"
+    why = f"the script calls {value}: a function of a row that does the same, and makes the columns {columns}"
+    unknown = {"data.source": f"the script calls {value}, which may leave rows out"}
+    return Outcome("changed", {"data.convert": "my_data.convert"}, "code is not read", {"data.convert": why}, unknown)
+
+
+def evaluating(value: Any, keys: Keys) -> Outcome:
+    """When evaluations are made: of problems, or of held-out pairs, whose order TRL logs as a metric."""
+    if value in ("no", None, False):
+        return Outcome("mapped", ours.NO_EVALUATION)
+    # transformers takes logging_steps where eval_steps is not set.
+    every = in_rollouts("eval.every", keys["eval_steps"] or keys["logging_steps"], keys)
+    pairs = "num_generations" not in keys.defaults
+    fields = every.fields | {"eval.source": "data/test.parquet", "eval.convert": ""}
+    fields |= {"eval.function": "preference"} if pairs else {}
+    yours, unknown = dict[str, str](), dict(every.unknown)
+    if source := held_out(keys):
+        outcome = ours.dataset("eval", source, str(keys.explicit.get("dataset_test_split", "test")))
+        fields, yours = fields | outcome.fields, outcome.yours
+    else:
+        unknown["eval.source"] = "the file with what to evaluate; this name is a placeholder"
+    reason = "the share of held-out pairs in the right order" if pairs else "one greedy completion for each problem"
+    return Outcome("changed", fields, reason, yours, unknown)
+
+
+def evaluating_rows(value: Any, keys: Keys) -> Outcome:
+    """What a script does with the rows that it evaluates."""
+    why = f"the script calls {value}: a function of a row that does the same"
+    unknown = {"eval.source": f"the script calls {value}, which may leave rows out"}
+    return Outcome("changed", {"eval.convert": "my_data.convert"}, "code is not read", {"eval.convert": why}, unknown)
+
+
+def saving(value: Any, keys: Keys) -> Outcome:
+    """When checkpoints are saved."""
+    if value == "steps":
+        return Outcome("mapped", {})
+    reasons = {"no": "a run here always can resume", "epoch": "here in steps: checkpoint.every"}
+    return Outcome("changed", {"checkpoint.every": 25}, reasons.get(str(value), "here every checkpoint.every steps"))
+
+
+def held_out(keys: Keys) -> str:
+    """Returns the rows to evaluate: the trainer's, or a split of those to learn; "": the file does not say."""
+    if rows := keys.explicit.get("trainer.eval_dataset"):
+        return str(rows)
+    if "dataset_mixer" in keys:
+        tests = [str(split) for split in keys.explicit.get("dataset_splits", []) if "test" in str(split)]
+        return f"{next(iter(keys['dataset_mixer']))}@{(tests or ['test'])[0]}"
+    # The programs of TRL and open-r1 evaluate another split. A file has none.
+    name = str(keys.explicit.get("dataset_name") or "")
+    other = "/" in name and not name.endswith(ours.FILES)
+    return name if other and ("num_generations" not in keys.defaults or "dataset_test_split" in keys) else ""
+
+
+def held_out_rows(value: Any, keys: Keys) -> Outcome:
+    """The rows that a script evaluates."""
+    if not value or keys["eval_strategy"] in ("no", None):
+        return Outcome("no effect", reason="eval_strategy is no, or there are none")
+    outcome = evaluating("steps", keys)
+    return Outcome(
+        "mapped", {"eval.source": outcome.fields["eval.source"]}, yours=outcome.yours, unknown=outcome.unknown
+    )
 
 
 def model(value: Any, keys: Keys) -> Outcome:
     """The policy's model: a name, or an object of the script."""
     if value and "/" in str(value):
         return model_path(value, keys)
-    return Outcome("changed", {"model.path": "my_model"}, "", {"model.path": "a folder or a hub id"})
+    return Outcome("changed", {"model.path": "my_model"}, unknown={"model.path": "a folder or a hub id"})
 
 
-def if_not_given(rule: Rule, *others: str) -> Rule:
-    """Applies a default only if none of the other keys that say the same is in the file."""
-    return lambda value, keys: (
-        rule(value, keys) if not any(other in keys for other in others) else Outcome("no effect", reason="another key")
+def tokenizer(value: Any, keys: Keys) -> Outcome:
+    """The tokenizer, with its template: here the model's."""
+    if value in (None, keys.explicit.get("model_name_or_path"), keys.explicit.get("sft_model_path")):
+        return Outcome("no effect", reason="it is the model's")
+    return not_here(
+        "model.path", f"the tokenizer is the model's, not that of {value}: put its files into the model's folder"
     )
+
+
+def reference(value: Any, keys: Keys) -> Outcome:
+    """The reference, which a script may load by itself."""
+    if value in (None, keys.explicit.get("model_name_or_path"), keys.explicit.get("sft_model_path")):
+        return Outcome("no effect", reason="it is the model that the run begins with, as here")
+    return not_here("model.path", f"the reference is the model that the run begins with, not {value}")
 
 
 def dtype(value: Any, keys: Keys) -> Outcome:
@@ -286,7 +399,7 @@ def init_kwargs(value: Any, keys: Keys) -> Outcome:
     dtype_name = value.pop("torch_dtype", None) or value.pop("dtype", None)
     value = {key: x for key, x in value.items() if key not in ("attn_implementation", "use_cache", "device_map")}
     if value:
-        return Outcome("unsupported", reason=f"no counterpart: {', '.join(value)}")
+        return not_here("model.path", f"no counterpart: {', '.join(value)}")
     return dtype(dtype_name, keys) if dtype_name else Outcome("no effect", reason="not set")
 
 
@@ -303,41 +416,117 @@ def reference_sync(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed" if reason else "mapped", fields, reason)
 
 
+def adapted(keys: Keys) -> bool:
+    """Whether adapters learn alone: by ModelConfig, or by a LoraConfig around the model or in the trainer."""
+    return bool(keys["use_peft"] or keys.explicit.get("trainer.peft_config"))
+
+
 def adapter(value: Any, keys: Keys) -> Outcome:
-    """An adapter, as a LoraConfig or keys of ModelConfig."""
-    if isinstance(value, dict):
-        rs = bool(value.get("use_rslora"))
-        # PEFT's own defaults. Those of ModelConfig, whose keys are below, are 16 and 32.
-        targets, excluded = value.get("target_modules"), value.get("exclude_modules")
-        outcome = ours.lora(value.get("r", 8), value.get("lora_alpha", 8), targets, rs=rs)
-        return images.beside_tower(outcome, targets, excluded, keys)
-    if not keys["use_peft"]:
+    """An adapter: the keys of ModelConfig, or the arguments of a LoraConfig, which have the same names here."""
+    if not adapted(keys):
         return Outcome("no effect", reason="use_peft is False")
-    rs = bool(keys.explicit.get("use_rslora"))
+    config = keys.explicit.get("trainer.peft_config")
+    # PEFT's own defaults. Those of ModelConfig are 16 and 32.
+    rank, alpha = (keys.explicit.get(key, 8) if config else keys[key] for key in ("lora_r", "lora_alpha"))
+    targets = keys["lora_target_modules"]
     # There is one size here, which loses less than 4 bits.
     base_dtype = "int8" if keys["load_in_8bit"] or keys["load_in_4bit"] else ""
-    targets = keys["lora_target_modules"]
-    outcome = ours.lora(keys["lora_r"], keys["lora_alpha"], targets, rs=rs, base_dtype=base_dtype)
-    return images.beside_tower(outcome, targets, (), keys)
+    outcome = ours.lora(rank, alpha, targets, rs=bool(keys.explicit.get("use_rslora")), base_dtype=base_dtype)
+    if config not in (None, "LoraConfig"):
+        why = f"as in {config}, where the script starts from"
+        unknown = {f"adapters.{name}": why for name in ("rank", "alpha", "targets", "rs")}
+        return Outcome("changed", outcome.fields | {"adapters.path": str(config)}, "goes on with adapters", {}, unknown)
+    excluded = keys.explicit.get("trainer.peft_config.exclude_modules")
+    # Rows whose name the file does not say leave no doubt about an adapter: only a remark depends on them.
+    return images.beside_tower(outcome, targets, excluded, keys) if images.evidence(keys.values) else outcome
 
 
-def adapted(keys: Keys) -> bool:
-    return bool(keys["use_peft"] or "trainer.peft_config" in keys)
+def part_of_adapter(row: Row) -> Rule:
+    """An argument of an adapter, which the rule of the whole has used."""
 
+    def rule(value: Any, keys: Keys) -> Outcome:
+        outcome, name = adapter(value, keys), row.field
+        if name not in outcome.fields:
+            return outcome
+        with_reason = name == "adapters.targets"
+        unknown = {key: why for key, why in outcome.unknown.items() if key == name}
+        kind = outcome.kind if with_reason else "mapped"
+        return Outcome(kind, {name: outcome.fields[name]}, outcome.reason * with_reason, unknown=unknown)
 
-def part_of_adapter(value: Any, keys: Keys) -> Outcome:
-    """An argument of a LoraConfig, which `adapter` has used."""
-    return Outcome("mapped", reason="")
+    return rule
 
 
 def quantized(value: Any, keys: Keys) -> Outcome:
     """The base of adapters in integers."""
     if not value:
         return Outcome("no effect", reason="not in use")
-    if not keys["use_peft"]:
+    if not adapted(keys):
         return Outcome("unsupported", reason="only the base of adapters is quantized: set use_peft")
     reason = "8 bits with a scale for each output of a kernel; embedding and head stay as they are"
     return Outcome("changed", {"adapters.base_dtype": "int8"}, reason)
+
+
+def not_followed(row: Row) -> Rule:
+    """Something that a script does with an object, or an argument that no table knows."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        reason = f"not read: {value}"
+        return Outcome(
+            "unsupported", reason=reason, unknown=dict.fromkeys(row.fields.split() or [key_of(value, keys)], reason)
+        )
+
+    return rule
+
+
+def key_of(value: Any, keys: Keys) -> str:
+    return next((key for key, x in keys.values.items() if x is value), "trainer")
+
+
+OVERRIDES = {  # methods of a trainer, and what a class of the script may change by them
+    "compute_loss _compute_loss compute_liger_loss dpo_loss cpo_loss simpo_loss": "loss aggregate kl",
+    "_generate_and_score_completions _prepare_inputs _calculate_rewards": "advantage reward rollout kl",
+    "_generate _generate_single_turn": "rollout",
+    "create_optimizer create_scheduler create_optimizer_and_scheduler": "optim",
+    "get_train_dataloader _get_train_sampler": "data",
+    "evaluate prediction_step evaluation_loop get_eval_dataloader": "eval",
+    "log _save_checkpoint save_model": "",
+}
+
+
+def overridden(value: Any, keys: Keys) -> Outcome:
+    """A method of a class of the script, or something that the script does with its trainer."""
+    method = key_of(value, keys).rpartition(".")[2].rstrip("()=")
+    decided = next((fields for names, fields in OVERRIDES.items() if method in names.split()), None)
+    if decided == "":
+        return Outcome("no effect", reason="it logs and saves")
+    names = (decided or "loss aggregate kl advantage reward rollout optim data").split()
+    return Outcome("unsupported", reason=f"not read: {value}", unknown=dict.fromkeys(names, f"not read: {value}"))
+
+
+QUIET_CALLBACKS = re.compile(r"\w*(Wandb|TensorBoard|Trackio|MLflow|Comet|Printer|Progress|LogCompletions|Profil)\w*")
+
+
+def callbacks(value: Any, keys: Keys) -> Outcome:
+    """Callbacks of the trainer: those that log change nothing."""
+    others = [str(name) for name in value or [] if not QUIET_CALLBACKS.fullmatch(str(name).rpartition(".")[2])]
+    if not others:
+        return Outcome("no effect", reason="they log")
+    reason = f"what {', '.join(others)} does is not read"
+    return Outcome("unsupported", reason=reason, unknown={"trainer.callbacks": reason})
+
+
+def trackers(value: Any, keys: Keys) -> Outcome:
+    """Where numbers are logged."""
+    listed = [str(name) for name in (value if isinstance(value, list) else [value])]
+    names = tuple(name for name in listed if name in LOGGERS)
+    others = [name for name in listed if name not in (*LOGGERS, "none", "None", "all")]
+    reason = f"there is no {', '.join(others)} here" if others else ""
+    if not names:
+        return Outcome("changed" if others else "no effect", reason=reason or "metrics.jsonl has all numbers")
+    # The project that transformers takes without one.
+    projects = [keys.explicit.get(key) for key in ("wandb_project", "project")]
+    project = next(filter(None, projects), "huggingface") if names != ("tensorboard",) else ""
+    return Outcome("changed" if others else "mapped", {"log.to": names, "log.project": str(project)}, reason)
 
 
 def remat(value: Any, keys: Keys) -> Outcome:
@@ -377,3 +566,128 @@ def prompt_limit(value: Any, keys: Keys) -> Outcome:
     if value is None:
         return Outcome("changed", {"data.max_prompt_tokens": 2048}, "no limit there; a longer prompt is dropped here")
     return Outcome("changed", {"data.max_prompt_tokens": int(value)}, "cuts a longer prompt there; here it is dropped")
+
+
+NLL = "TRL divides by the tokens of all chosen completions of a micro-batch, here by those of each completion"
+OF_PAIRS = {"aggregate.mode": "sequence_mean", "aggregate.constant_length": 0}
+UNLIMITED = 4096  # tokens of prompt and completion, where the file sets no limit
+
+
+def lengths(value: Any, keys: Keys) -> Outcome:
+    """The limits of a prompt and of a completion. TRL cuts pairs that are longer in all, and keeps the others."""
+    whole = int(keys["max_length"] or UNLIMITED)
+    prompt = int(keys["max_prompt_length"] or whole)
+    completion = int(keys.explicit.get("max_completion_length") or whole)
+    fields = {"data.max_prompt_tokens": prompt, "rollout.max_completion_tokens": completion}
+    cut = f"a pair is cut after {whole} tokens there" if keys["max_length"] else "no limit there"
+    return Outcome("changed", fields, f"{cut}; here both parts have a limit, and a longer pair is dropped")
+
+
+def dpo_loss(value: Any, keys: Keys) -> Outcome:
+    """The loss of DPO, alone or with the cross-entropy of the chosen completion."""
+    names = value if isinstance(value, list) else str(value).split(",")
+    weights = dict(zip(names, keys.explicit.get("loss_weights") or [1.0] * len(names), strict=True))
+    if not weights.keys() <= {"sigmoid", "sft"} or not weights.get("sigmoid"):
+        reason = f"there is sigmoid, alone or with sft, not {' + '.join(names)}; this config keeps dpo"
+        return not_here("loss.name", reason)
+    # Older files say the second part by a key of its own.
+    nll = weights.get("sft", 0.0) / weights["sigmoid"] or float(keys.explicit.get("rpo_alpha") or 0.0)
+    fields = {"loss.name": "dpo", "loss.beta": float(keys["beta"]), "loss.nll_coef": float(nll)}
+    fields |= {"loss.label_smoothing": float(keys["label_smoothing"])} | OF_PAIRS
+    reasons = [NLL] * bool(nll)
+    if weights["sigmoid"] != 1:
+        reasons.append(f"the whole loss is divided by {weights['sigmoid']:g}, which AdamW does not see")
+    return Outcome("changed" if reasons else "mapped", fields, "; ".join(reasons))
+
+
+def simpo_loss(value: Any, keys: Keys) -> Outcome:
+    """The loss of SimPO, with the cross-entropy of the chosen completion: of CPOConfig, or of SimPO's own trainer."""
+    is_simpo_trainer = "gamma_beta_ratio" in keys.defaults
+    if value != ("sigmoid" if is_simpo_trainer else "simpo"):
+        return not_here("loss.name", f"of CPOConfig there is simpo, not {value}; this config keeps simpo")
+    beta, nll = float(keys["beta"]), float(keys["sft_weight" if is_simpo_trainer else "cpo_alpha"])
+    gamma = beta * float(keys["gamma_beta_ratio"]) if is_simpo_trainer else float(keys["simpo_gamma"])
+    fields = {"loss.name": "simpo", "loss.beta": beta, "loss.gamma": gamma, "loss.nll_coef": nll}
+    fields |= {"loss.label_smoothing": float(keys["label_smoothing"])} | OF_PAIRS
+    return Outcome("changed" if nll else "mapped", fields, f"{NLL}; TRL's also counts the prompt" * bool(nll))
+
+
+def loss_argument(row: Row) -> Rule:
+    """An argument of the loss, which the rule of `loss_type` has used."""
+
+    def rule(value: Any, keys: Keys) -> Outcome:
+        pairs = simpo_loss if "cpo_alpha" in keys.defaults else dpo_loss
+        outcome = (loss if "epsilon" in keys.defaults else pairs)(keys["loss_type"], keys)
+        fields = {name: outcome.fields[name] for name in row.fields.split() if name in outcome.fields}
+        # The lower bound of CISPO is no argument.
+        if value is None or not fields or (row.key, keys["loss_type"]) == ("epsilon", "cispo"):
+            return Outcome("no effect", reason="not set" if value is None else "the loss has no such argument")
+        return Outcome("mapped", fields)
+
+    return rule
+
+
+def rloo_penalty(value: Any, keys: Keys) -> Outcome:
+    """RLOO's KL penalty: k1 of the tokens, in the reward of a completion."""
+    fields = {"kl.placement": "reward", "kl.coef": float(value or 0), "kl.estimator": "k1"}
+    return Outcome("mapped", fields if value else {"kl": None})
+
+
+def rloo_clip(value: Any, keys: Keys) -> Outcome:
+    """RLOO's clip of the ratio."""
+    low = float(keys["epsilon"])
+    high = low if keys["epsilon_high"] is None else float(keys["epsilon_high"])
+    fields = {"loss.name": "ppo_clip", "loss.clip_low": low, "loss.clip_high": high, "loss.delta": 0.0}
+    # With one update the ratio is 1: the gradient of a product of ratios is that of their sum.
+    if updates(keys) == 1:
+        return Outcome("mapped", fields, "one update on a rollout: the ratio is 1, and nothing is clipped")
+    return Outcome("changed", fields, "a ratio for each token here; there one for a completion, the product of them")
+
+
+def rloo(value: Any, keys: Keys) -> Outcome:
+    """RLOO's advantage and the sum of the tokens of a completion."""
+    return Outcome(
+        "mapped", {"advantage.name": "rloo", "aggregate.mode": "sequence_sum", "aggregate.constant_length": 0}
+    )
+
+
+def both(row: Row) -> Rule:
+    """A number of advantages and of the critic."""
+    return lambda value, keys: Outcome("mapped", dict.fromkeys(row.fields.split(), float(value)))
+
+
+def ppo_penalty(value: Any, keys: Keys) -> Outcome:
+    """PPO's KL penalty in the reward."""
+    estimator = str(keys["kl_estimator"])
+    return Outcome("mapped", {"kl.placement": "reward", "kl.coef": float(value), "kl.estimator": estimator})
+
+
+def ppo_clip(value: Any, keys: Keys) -> Outcome:
+    """PPO's clip of the ratio."""
+    clip = float(value)
+    return Outcome(
+        "mapped", {"loss.name": "ppo_clip", "loss.clip_low": clip, "loss.clip_high": clip, "loss.delta": 0.0}
+    )
+
+
+def logs_samples(value: Any, keys: Keys) -> Outcome:
+    """PPO's evaluation, which is no accuracy."""
+    samples = value not in ("no", None)
+    reason = "TRL's PPO only logs samples: set eval.every and eval.source for an accuracy" * samples
+    return Outcome("changed" if samples else "mapped", ours.NO_EVALUATION, reason)
+
+
+def no_critic_warmup(value: Any, keys: Keys) -> Outcome:
+    return Outcome("mapped", {"critic.warmup_steps": 0})
+
+
+def with_critic(rule: Rule) -> Rule:
+    """Applies a rule of the one optimizer of TRL's PPO to that of the critic too."""
+
+    def both(value: Any, keys: Keys) -> Outcome:
+        outcome = rule(value, keys)
+        # One optimizer holds policy and critic there, so both have its rate and limits here.
+        critic_fields = {f"critic.{name}": x for name, x in outcome.fields.items() if name.startswith("optim.")}
+        return replace(outcome, fields=outcome.fields | critic_fields)
+
+    return both

@@ -15,7 +15,7 @@ from jaxrl_llm.errors import printable
 from jaxrl_llm.tools.translate.outcome import KINDS, Outcome, Translation
 
 WIDTH = 119
-CALLS = ("adapters", "advantage", "loss")  # sections that are written as one line, if they have a name
+CALLS = ("adapters", "advantage", "env", "loss", "turns")  # sections that are written as one line, if they are new
 # Sections that are always written as one line.
 WHOLE = ("reward_model", "kl.refresh", "kl.adaptive", "entropy", "entropy.adaptive")
 ALGORITHM = {
@@ -71,7 +71,7 @@ def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] =
             f"    c = {base}.get_config()",
             *(f"    {line}".rstrip() for line in body),
             "    return c",
-            *_remaining_comments(translation, lost),
+            *_remaining_comments(translation, lost, fields),
             "",
         ]
     )
@@ -148,7 +148,8 @@ def _section_in_a_line(name: str) -> str:
 def _lines(translation: Translation, name: str, fields: dict[str, Any]) -> list[str]:
     """Returns the line of a field with its comments. The first field of a section in a line has the whole section."""
     section = _section_in_a_line(name)
-    if section in WHOLE or f"{section}.name" in fields:
+    # A section `turns` with its threads comes with an environment that the base does not have.
+    if section in WHOLE or not {f"{section}.name", f"{section}.workers"}.isdisjoint(fields):
         names = [other for other in fields if _section_in_a_line(other) == section]
         if name != names[0]:
             return []
@@ -202,13 +203,14 @@ def _origin(translation: Translation, name: str) -> str:
 
 def _comments(translation: Translation, names: Iterable[str]) -> tuple[list[str], set[str]]:
     """Returns what is said of the keys whose first field is one of these, and these keys."""
+    explained = {
+        key: outcome.reason
+        for key, outcome in translation.outcomes.items()
+        if outcome.reason and outcome.kind in ("mapped", "changed") and _first(outcome) in names
+    }
     lines: list[str] = []
-    explained: dict[str, str] = {}
-    for key, outcome in translation.outcomes.items():
-        if outcome.reason and outcome.kind in ("mapped", "changed") and _first(outcome) in names:
-            if outcome.reason not in explained.values():
-                lines += _wrapped(f"{key}: {outcome.reason}.")
-            explained[key] = outcome.reason
+    for reason, keys in grouped(explained).items():
+        lines += _wrapped(f"{', '.join(keys)}: {reason}.")
     explicit = {name for outcome in translation.outcomes.values() for name in outcome.fields}
     for key, outcome in translation.defaults.items():
         if (
@@ -245,8 +247,11 @@ def _wrapped(text: str, first: str = "# ", then: str = "# ", width: int = WIDTH 
     )
 
 
-def _remaining_comments(translation: Translation, lost: Sequence[str]) -> list[str]:
-    """Returns the comment blocks at the end: lines of no key, keys that changed without a field, and all other keys."""
+def _remaining_comments(translation: Translation, lost: Sequence[str], written: Mapping[str, Any]) -> list[str]:
+    """Returns the comment blocks at the end: lines of no key, keys that changed without a field, and all other keys.
+
+    written: the fields that stand in the config.
+    """
     blocks = {
         "Changed in meaning": {
             key: outcome for key, outcome in translation.with_kind("changed").items() if not outcome.fields
@@ -258,17 +263,22 @@ def _remaining_comments(translation: Translation, lost: Sequence[str]) -> list[s
     if lost:
         lines += ["", "# Belong to no key of the training command:"]
         lines += [line for outcome in lost for line in _wrapped(" ".join(outcome.split()), "# - ", "#   ", WIDTH)]
+    unset = {name: why for name, why in translation.unknown().items() if name not in {*written, *translation.outcomes}}
+    if unset:
+        lines += ["", f"# Yours to set; until then they are those of {translation.base}.py:"]
+    for why, names in grouped(unset).items():
+        lines += _wrapped(f"{', '.join(names)}: {why}", "# - ", "#   ", WIDTH)
     for title, outcomes in blocks.items():
         if outcomes:
             lines += ["", f"# {title}:"]
-        for reason, keys in by_reason(outcomes).items():
+        for reason, keys in grouped({key: outcome.reason for key, outcome in outcomes.items()}).items():
             lines += _wrapped(f"{', '.join(keys)}: {reason}", "# - ", "#   ", WIDTH)
     return lines if len(lines) > 1 else []
 
 
-def by_reason(outcomes: dict[str, Outcome]) -> dict[str, list[str]]:
-    """Groups keys by what is said of them."""
-    grouped: dict[str, list[str]] = {}
-    for key, outcome in outcomes.items():
-        grouped.setdefault(outcome.reason, []).append(key)
-    return grouped
+def grouped(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    """Returns {reason: names} of {name: reason}."""
+    groups: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        groups.setdefault(reason, []).append(name)
+    return groups

@@ -1,0 +1,158 @@
+"""Reads the table of a trainer: a file of tab-separated values beside this one, with a row for each key.
+
+key: its name, or several with blanks between them, or a pattern with *. Exact names come first, then patterns in the
+    order of the file.
+fields: those of our config that the key decides, the most important one first.
+rule: what becomes of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make it the first field, with the same
+    meaning; `count` does so if it is above 0. `idle` has no effect on the numbers of a run, whatever its value is.
+    `off` has no counterpart, and needs none with None, False and the values after it. `none` has no counterpart, and
+    `differs` none that is a field. Fields of these three rows are not what the file says.
+    `absent` takes a row of another table out. `old KEY` is an earlier name of KEY; the words A=B after it say how its
+    values are spelled now. Any other word is a function of the trainer's module: a rule, or what makes one of a row.
+    `if NAME` after all of these: the key has an effect only with that condition.
+default: of the trainer, as YAML; empty where it has none, or needs none because it changes no field.
+was: the default of the older versions, where it was another one.
+versions: "0.3-" since this one, "-0.2" until this one. The second kind proves that a file is for the older versions.
+why: what differs, or why there is no field; a word in capitals is a sentence of the module.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.tools.translate.documents import scalar
+from jaxrl_llm.tools.translate.outcome import Idle, Keys, OnlyIf, Outcome, Rule, System, Version
+
+CONVERTERS: dict[str, Callable[[Any], Any]] = {
+    "int": int,
+    "count": int,
+    "float": float,
+    "bool": bool,
+    "text": str,
+    "dict": dict,
+    "any": lambda value: value,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table."""
+
+    key: str
+    fields: str
+    rule: str
+    default: str
+    was: str
+    versions: str
+    why: str
+
+    @property
+    def section(self) -> str:
+        """What is before the last part of the key, with its dot."""
+        return self.key.removesuffix(self.name)
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition(".")[2]
+
+    @property
+    def field(self) -> str:
+        """The first field that the key decides."""
+        return self.fields.split(" ")[0]
+
+    @property
+    def our_section(self) -> str:
+        return self.field.rpartition(".")[0]
+
+
+def read_rows(name: str) -> dict[str, Row]:
+    """Returns the rows of a table by their keys."""
+    lines = (Path(__file__).parent / f"{name}.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    rows = [Row(*line.split("\t")) for line in lines if line and not line.startswith("#")]
+    return {key: replace(row, key=key) for row in rows for key in row.key.split(" ")}
+
+
+def system(
+    name: str,
+    version: str,
+    rows: Mapping[str, Row],
+    module: Mapping[str, Any],
+    base: Callable[[Keys], str],
+    *,
+    as_of: float = 0.0,
+) -> System:
+    """Returns a trainer.
+
+    module: the names of its module: functions, sentences and CONDITIONS, {name: (applies, why not)}. It may have OLDER,
+    the name and the last number of the versions to which the column `was` belongs. as_of: the trainer is of this one of
+    them, and has no key of later ones.
+    """
+    rows = {key: row for key, row in rows.items() if row.rule != "absent"}
+    current = {key: row for key, row in rows.items() if not row.rule.startswith("old ")}
+    former = {key: row.rule.split(" ")[1:] for key, row in rows.items() if key not in current}
+    name_of_older, last = module.get("OLDER", ("", 0.0))
+    since = {key: float(row.versions[:-1]) for key, row in rows.items() if row.versions.endswith("-")}
+    older = Version(
+        name_of_older,
+        proofs=tuple(key for key, row in rows.items() if row.versions.startswith("-")),
+        defaults={key: scalar(row.was) for key, row in current.items() if row.was},
+        newer=tuple(key for key, first in since.items() if first > last),
+    )
+    trainer = System(
+        name,
+        version,
+        {key: _rule(row, module) for key, row in current.items()},
+        {key: scalar(row.default) for key, row in current.items() if row.default},
+        base,
+        decides={key: tuple(row.fields.split()) for key, row in current.items()},
+        renamed={key: words[0] for key, words in former.items()},
+        respelled={key: dict(word.split("=") for word in words[1:]) for key, words in former.items()},
+        older=(older,) if older.proofs else (),
+    )
+    if as_of:
+        absent = tuple(key for key, first in since.items() if first > as_of)
+        return replace(trainer, defaults=trainer.defaults | older.defaults, older=(), absent=absent)
+    return trainer
+
+
+def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
+    text, _, condition = row.rule.partition(" if ")
+    word, *arguments = text.split(" ")
+    if row.why.isupper() and row.why in module:
+        row = replace(row, why=module[row.why])
+    if word == "idle":
+        rule = Idle(row.why)
+    elif word in CONVERTERS:
+        rule = partial(_same, row, word)
+    elif word in ("off", "none", "differs"):
+        rule = partial(_fixed, row, word, [None, False, *map(scalar, arguments)] if word == "off" else [])
+    else:
+        name, _, attribute = word.partition(".")
+        function: Any = getattr(module[name], attribute) if attribute else module[name]
+        parameters = [*inspect.signature(function).parameters]
+        # A rule may ask for its row, or be made of it.
+        rule = function(row) if parameters == ["row"] else partial(function, row) if "row" in parameters else function
+    if condition:
+        applies, why_not = module["CONDITIONS"][condition]
+        return OnlyIf(applies, rule, why_not)
+    return rule
+
+
+def _same(row: Row, word: str, value: Any, keys: Keys) -> Outcome:
+    """The value becomes the field, with the same meaning."""
+    if (value is None and row.default in ("", "null")) or (word == "count" and not (value and value > 0)):
+        return Outcome("no effect", reason="not set")
+    return Outcome("mapped", {row.field: CONVERTERS[word](value)}, row.why)
+
+
+def _fixed(row: Row, word: str, neutral: list[Any], value: Any, keys: Keys) -> Outcome:
+    """No field has the value. The fields of the row are not what the file says, except at neutral values."""
+    if value in neutral:
+        return Outcome("no effect", reason="not in use")
+    kind = "changed" if word == "differs" else "unsupported"
+    return Outcome(kind, reason=row.why, unknown=dict.fromkeys(row.fields.split(), row.why))
