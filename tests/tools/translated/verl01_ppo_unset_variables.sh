@@ -1,0 +1,34 @@
+export N_GPUS=${N_GPUS:-2}
+export ROLLOUT_TP_SIZE=2
+export EXPERIMENT_NAME=numbers-3b
+export VLLM_ATTENTION_BACKEND=XFORMERS
+
+python3 -m verl.trainer.main_ppo \
+data.train_files=$DATA_DIR/train.parquet \
+data.val_files=$DATA_DIR/test.parquet \
+data.train_batch_size=192 \
+data.val_batch_size=960 \
+data.max_prompt_length=256 \
+data.max_response_length=1024 \
+actor_rollout_ref.model.path=$BASE_MODEL \
+actor_rollout_ref.actor.optim.lr=2e-6 \
+actor_rollout_ref.actor.ppo_mini_batch_size=96 \
+actor_rollout_ref.actor.ppo_micro_batch_size=8 \
+actor_rollout_ref.rollout.log_prob_micro_batch_size=8 \
+actor_rollout_ref.rollout.tensor_model_parallel_size=$ROLLOUT_TP_SIZE \
+actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
+actor_rollout_ref.ref.log_prob_micro_batch_size=4 \
+critic.optim.lr=8e-6 \
+critic.model.path=$BASE_MODEL \
+critic.ppo_micro_batch_size=8 \
+algorithm.kl_ctrl.kl_coef=0.002 \
+trainer.logger=['wandb'] \
++trainer.val_before_train=False \
+trainer.default_hdfs_dir=null \
+trainer.n_gpus_per_node=$N_GPUS \
+trainer.nnodes=1 \
+trainer.save_freq=50 \
+trainer.test_freq=40 \
+trainer.project_name=numbers \
+trainer.experiment_name=$EXPERIMENT_NAME \
+trainer.total_epochs=12 2>&1 | tee verl_demo.log
