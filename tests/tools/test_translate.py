@@ -616,7 +616,7 @@ WRONG = [  # a file, and what the line names that refuses it
     ("a.sh", 'echo "hello\n', "a.sh"),
     ("a.sh", "python -m verl.trainer.main_ppo trainer.nnodes=1\n" * 2, "2 training commands"),
     ("a.yaml", "num_generations: many\nbeta: 0.1\n", "num_generations"),
-    ("a.yaml", "num_generations: 0\nbeta: 0.1\n", "save_steps"),
+    ("a.yaml", "num_generations: 0\nbeta: 0.1\n", "num_generations"),
 ]  # fmt: skip
 
 

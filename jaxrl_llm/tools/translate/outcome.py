@@ -86,8 +86,10 @@ class Keys:
         self.explicit = Explicit(values)
         self.unread = self.explicit.unread
         self.defaults, self.rows, self.processes = defaults, rows, processes
+        self.read: dict[str, None] = {}  # keys that the rule has read
 
     def __getitem__(self, key: str) -> Any:
+        self.read[key] = None
         return self.explicit[key] if key in self.explicit else self.defaults[key]
 
     def __contains__(self, key: str) -> bool:
@@ -102,7 +104,7 @@ class Keys:
 
     def asking(self, compute: Callable[[], T]) -> tuple[T, list[str]]:
         """Returns a value, and the keys that it asked for and that cannot be read."""
-        self.explicit.requested = {}
+        self.explicit.requested, self.read = {}, {}
         return compute(), list(self.explicit.requested)
 
 
@@ -315,9 +317,10 @@ def _outcome(key: str, value: Any, system: System, keys: Keys) -> Outcome:
         outcome, unread_keys = keys.asking(lambda: system.rule(key)(value, keys))
     # What a rule raises for a value that is no number or no list. The user sees the key, not a traceback.
     except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
+        others = ", ".join(f"{other} = {keys[other]!r}" for other in list(keys.read) if other != key and other in keys)
+        depends = f", and what it depends on ({others})," if others else ""
         raise UserError(
-            f"{key} = {value!r} cannot be translated ({error}): give it, and what it depends on, a value "
-            f"that {system.name} takes"
+            f"{key} = {value!r} cannot be translated ({error}): give it{depends} a value that {system.name} takes"
         ) from error
     return _depending(key, outcome, unread_keys, system, keys) if unread_keys else outcome
 
