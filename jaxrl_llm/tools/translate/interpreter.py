@@ -7,6 +7,7 @@ reach a trainer. It remembers each call and assignment that touches it and that 
 from __future__ import annotations
 
 import ast
+import builtins
 import operator
 import re
 from collections.abc import Callable
@@ -124,6 +125,7 @@ class Interpreter:
     def __init__(self) -> None:
         self.names: dict[str, Any] = {}
         self.foreign: set[str] = set()  # packages that are imported, and that no table knows
+        self.star = ""  # a module all of whose names are imported; "": there is none
         self.shared: set[str] = set()  # names that a function sets for the whole script
         self.environment: dict[str, Any] = {}  # variables that the script sets
         self.notes: list[str] = []
@@ -181,6 +183,8 @@ class Interpreter:
             else:
                 full = ".".join(filter(None, [line.module, alias.name]))
                 self.foreign |= {full.split(".")[0]} - (set() if line.level else KNOWN)
+                if alias.name == "*" and self.star.split(".")[0] not in self.foreign:
+                    self.star = f"{line.module}."
                 # A module beside the script is no package, whatever its name is.
                 self.names[alias.asname or alias.name] = Item("name", full, node=line.level or None)
 
@@ -282,7 +286,7 @@ class Interpreter:
             case ast.Constant(value=value):
                 return value
             case ast.Name(id=name):
-                return self.names.get(name, Item("name", name))
+                return self.names.get(name, Item("name", ("" if hasattr(builtins, name) else self.star) + name))
             case ast.List(elts=elements) | ast.Tuple(elts=elements) | ast.Set(elts=elements):
                 return [self.value(element) for element in elements]
             case ast.Dict():

@@ -656,29 +656,11 @@ def both(row: Row) -> Rule:
     return lambda value, keys: Outcome("mapped", dict.fromkeys(row.fields.split(), float(value)))
 
 
-def ppo_penalty(value: Any, keys: Keys) -> Outcome:
-    """PPO's KL penalty in the reward."""
-    estimator = str(keys["kl_estimator"])
-    return Outcome("mapped", {"kl.placement": "reward", "kl.coef": float(value), "kl.estimator": estimator})
-
-
-def ppo_clip(value: Any, keys: Keys) -> Outcome:
-    """PPO's clip of the ratio."""
-    clip = float(value)
-    return Outcome(
-        "mapped", {"loss.name": "ppo_clip", "loss.clip_low": clip, "loss.clip_high": clip, "loss.delta": 0.0}
-    )
-
-
 def logs_samples(value: Any, keys: Keys) -> Outcome:
     """PPO's evaluation, which is no accuracy."""
     samples = value not in ("no", None)
     reason = "TRL's PPO only logs samples: set eval.every and eval.source for an accuracy" * samples
     return Outcome("changed" if samples else "mapped", ours.NO_EVALUATION, reason)
-
-
-def no_critic_warmup(value: Any, keys: Keys) -> Outcome:
-    return Outcome("mapped", {"critic.warmup_steps": 0})
 
 
 def with_critic(rule: Rule) -> Rule:
