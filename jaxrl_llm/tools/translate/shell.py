@@ -244,6 +244,8 @@ class Walk(Values):
             self.arguments = list(command.values[rest.index("--") + 2 :])
         if name == "shift" and self.arguments:
             self.arguments = self.arguments[int(rest[0]) if rest and rest[0].isdigit() else 1 :]
+        if name == "getopts" and not self.arguments:
+            return False  # without options its loop does not begin
         if name == "unset":
             self.variables = {key: value for key, value in self.variables.items() if key not in rest}
         if name == "read":
