@@ -142,7 +142,7 @@ def test_the_page_about_configs_has_a_config_and_commands_that_pass_the_checks(t
     Path("mine.py").write_text(file)
     Path("rules.py").write_text("def polite(completions, **columns):\n    return [0.0] * len(completions)\n")
     commands = re.findall(r"^jaxrl train (.*?)(?: *#.*)?$", text, re.MULTILINE)
-    assert len(commands) == 8
+    assert len(commands) == 9
     for command in commands:
         given = config.parse_arguments("test", "", shlex.split(command)).config
         recipes.read(given)

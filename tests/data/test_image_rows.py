@@ -27,14 +27,13 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.data import order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
-from jaxrl_llm.data.image_columns import printable_value
+from jaxrl_llm.data.image_columns import chat_text, printable_value
 from jaxrl_llm.data.images import read_format
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, new_model
 from jaxrl_llm.rollout import grading, scores
 from jaxrl_llm.structs import Rewards
 from jaxrl_llm.tools.report import samples
-from jaxrl_llm.tools.report.completions import prompt_text
 
 START, PAD, END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
 TEMPLATE = (
@@ -445,9 +444,9 @@ def test_what_is_printed_of_a_row_has_no_bytes():
 
 
 def test_prompts_name_their_pictures(dataset, tokenizer, form, monkeypatch):
-    assert prompt_text(dataset.rows[3]["prompt"]) == "[0.png, 56 x 84][1.png, 140 x 28]Which?"
+    assert chat_text(dataset.rows[3]["prompt"]) == "[0.png, 56 x 84][1.png, 140 x 28]Which?"
     unnamed = read([{"prompt": ASKED, "image": GOOD}], tokenizer, form, monkeypatch)
-    assert prompt_text(unnamed.rows[0]["prompt"]) == "[mine.rows row 1: picture 1, 56 x 84]Which?"
+    assert chat_text(unnamed.rows[0]["prompt"]) == "[mine.rows row 1: picture 1, 56 x 84]Which?"
 
 
 def test_a_reward_that_fails_shows_no_bytes():

@@ -119,7 +119,7 @@ RUNS = {
 }  # fmt: skip
 FUNCTIONS = (
     "pass_at_k.k penalty.scale distance.scale cosine.max_tokens penalty.ngram_size Calculator.most_characters"
-    " NumberGame.most_guesses Python.memory Python.most_characters accuracy.memory score.concurrency score.max_tokens"
+    " NumberGame.most_guesses Python.most_characters score.concurrency score.max_tokens"
     " vllm.concurrency"
 )
 

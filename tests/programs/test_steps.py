@@ -59,6 +59,7 @@ def written(workdir: Path) -> list[dict]:
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_steps_that_a_config_names_are_traced(tmp_path, capsys):
     list(steps(tiny(num_steps=3, **{"log.profile": "2:2", "eval": None}), tmp_path / "run"))
     assert str(tmp_path / "run" / "profile") in capsys.readouterr().out

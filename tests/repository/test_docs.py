@@ -53,6 +53,7 @@ GIVEN = {"c", "ConfigDict"}
 OF_TRL = {"GRPOTrainer", "model", "reward", "rows"}
 
 
+@pytest.mark.needs("ruff")
 def test_no_block_of_python_in_the_docs_lacks_a_name(tmp_path):
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):

@@ -192,6 +192,7 @@ def whole(tmp_path_factory) -> Path:
     return run(tmp_path_factory.mktemp("whole") / "run")
 
 
+@pytest.mark.slow
 def test_tower_and_text_learn_and_samples_name_their_pictures(whole):
     assert changed(whole) == (True, True)
     first = numbers(whole)[0]
