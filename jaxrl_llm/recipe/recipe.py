@@ -125,6 +125,11 @@ class Settings:
         """Steps that the schedules cover."""
         return self.schedule_steps or self.num_steps
 
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The sizes of a step, which each program derives."""
+        raise NotImplementedError
+
     def warmups(self) -> dict[str, tuple[int, int]]:
         """Returns the steps of each warm-up in the config, and in the run, by section."""
         return {"optim": (self.optim.warmup_steps, self.sizes.warmup_steps)}
