@@ -27,7 +27,7 @@ Train on a TPU slice of a GKE cluster, as a JobSet.
                           [300]. Spot nodes give less time
   --dry-run               print the manifest, ready for kubectl apply -f -; apply nothing
 
-Applies the manifest with kubectl. The cluster needs GKE 1.30 and JobSet 0.6, or newer [trainer arguments: --config configs/grpo.py].
+Applies the manifest with kubectl. The cluster needs GKE 1.30 and JobSet 0.10.1, or newer [trainer arguments: --config configs/grpo.py].
 The log:      kubectl logs -f -l jobset.sigs.k8s.io/jobset-name=NAME,batch.kubernetes.io/job-completion-index=0
 To stop it:   kubectl delete jobset NAME   All pods save. The same command again resumes.
 END

@@ -125,15 +125,6 @@ class Settings:
         """Steps that the schedules cover."""
         return self.schedule_steps or self.num_steps
 
-    @cached_property
-    def sizes(self) -> Sizes:
-        """The sizes of a step, which each program derives."""
-        raise NotImplementedError
-
-    def warmups(self) -> dict[str, tuple[int, int]]:
-        """Returns the steps of each warm-up in the config, and in the run, by section."""
-        return {"optim": (self.optim.warmup_steps, self.sizes.warmup_steps)}
-
     def _sizes(self, **sizes: Any) -> Sizes:
         """Returns the sizes of a step: these, and those that both programs have."""
         without_warmup = Sizes(
@@ -173,6 +164,10 @@ class SftRecipe(Settings):
         """The sizes of a step: an example is a prompt with one completion, or with a pair."""
         group = len(self.data.completion_columns)
         return self._sizes(prompts_per_update=self.prompts_per_step, group_size=group, samples=group)
+
+    def warmups(self) -> dict[str, tuple[int, int]]:
+        """Returns the steps of each warm-up in the config, and in the run, by section."""
+        return {"optim": (self.optim.warmup_steps, self.sizes.warmup_steps)}
 
     @property
     def loss_columns(self) -> tuple[str, ...]:
@@ -238,7 +233,7 @@ class Recipe(Settings):
 
     def warmups(self) -> dict[str, tuple[int, int]]:
         """Returns the steps of each warm-up in the config, and in the run, by section."""
-        warmups = super().warmups()
+        warmups = {"optim": (self.optim.warmup_steps, self.sizes.warmup_steps)}
         if critic := self.critic:
             used = warmup_steps(critic.optim, self.updates_per_rollout * self.scheduled_steps, "critic.optim")
             warmups |= {"critic.optim": (critic.optim.warmup_steps, used)}

@@ -269,9 +269,8 @@ class Log:
             parts["speed"] = f"{record['tokens_per_second']:,.0f} tok/s"
         if not self._bars and (left := self._left(step)):
             parts["left"] = left
-        zeros = [label for label, key, _ in COLUMNS if not record.get(key)]
         line = "  ".join(parts.values())
-        for label in ("seconds", *zeros, *LEAST):
+        for label in ("seconds", *LEAST):
             if len(line) <= self._width():
                 break
             # Of the seconds, the phases alone.
