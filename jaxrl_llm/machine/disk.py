@@ -51,11 +51,10 @@ def replace(file: Path, text: str) -> None:
 
 
 def cannot_write(folder: Path, reason: str) -> str:
-    """Error line for a folder in which a write failed."""
-    return (
-        f"{folder} cannot be written ({reason}; {gigabytes(free(folder))} free there): "
-        "make room; the same command goes on from the last checkpoint"
-    )
+    """Error line for a folder in which a write failed.
+
+    Without the free space, because two failed writes of one full disk must give one line."""
+    return f"{folder} cannot be written ({reason}): make room, and the same command resumes from the last checkpoint"
 
 
 def free(folder: Path) -> int:

@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 
 from jaxrl_llm import train
 from jaxrl_llm.config.load import load, override, parse_arguments
-from jaxrl_llm.machine import disk, distributed, sharding
+from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.distributed import joining
 from jaxrl_llm.rollout.vllm import engine
 from jaxrl_llm.session.checkpoint import Checkpoints
@@ -403,7 +403,6 @@ def test_the_watch_for_an_end_of_others_rests_when_process_0_is_gone(monkeypatch
 
 def test_a_save_that_fails_without_the_others_is_not_called_a_full_disk(monkeypatch, tmp_path, refused):
     monkeypatch.setattr(distributed, "count", lambda: 2)
-    monkeypatch.setattr(disk, "free", lambda folder: 10**9)
     saving = lambda: Checkpoints._saving(SimpleNamespace(_folder=tmp_path / "checkpoints"))  # noqa: E731
     with refused(), saving():
         raise ValueError("a barrier timed out")

@@ -217,7 +217,6 @@ def check_for_ten_seconds(checkpoints: Checkpoints) -> None:
 
 
 def test_a_failed_save_is_told_at_the_next_step_and_the_last_one_resumed(tmp_path, full, capfd, monkeypatch, refused):
-    monkeypatch.setattr(disk, "free", lambda folder: 10**9)
     folder = tmp_path / "run" / "checkpoints"
     checkpoints = Checkpoints(folder, {}, KEEP, MESH)
     checkpoints.save(1, PARTS)
