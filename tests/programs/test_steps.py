@@ -71,6 +71,7 @@ def test_the_steps_that_a_config_names_are_traced(tmp_path, capsys):
     assert '"step' in gzip.decompress(perfetto.read_bytes()).decode()
 
 
+@pytest.mark.slow
 def test_a_loop_that_ends_early_saves_raises_and_goes_on_bit_for_bit(tmp_path, monkeypatch):
     """By an exception of its body, by Ctrl-C during the updates, and with a caller that takes the last step alone."""
     workdir, config = tmp_path / "run", tiny(**SHORT, **{"checkpoint.every": 9})
