@@ -108,7 +108,7 @@ def reinforce_pp(
     epsilon: NotNegative = 1e-8,
 ) -> Float[Array, "B G C"]:
     """Computes REINFORCE++ (arXiv 2501.03262): sum_{s >= t} gamma^(s - t) r_s, whitened over the batch's tokens."""
-    # With values of 0 and lam = 1, an advantage of `gae` is the discounted sum of the later rewards.
+    # `gae` with values of 0 and lam = 1 returns the discounted sums of the later rewards.
     zeros = jnp.zeros_like(token_rewards)
     return _whiten(gae(token_rewards, zeros, loss_mask, gamma=gamma, lam=1.0, normalize=False), loss_mask, epsilon)
 
@@ -146,7 +146,7 @@ def opo(
     """
     lengths = jnp.sum(loss_mask, axis=-1).astype(rewards.dtype)
     total = partial(jnp.sum, axis=1, keepdims=True, where=has_reward)
-    # From centered rewards: float32 would round the baseline of large ones.
+    # The baseline is computed from centered rewards, because float32 would round the baseline of large rewards.
     centered = _centered(rewards, has_reward)
     baseline = total(lengths * centered) / jnp.maximum(total(lengths), 1)
     return _zero_without_signal(centered - baseline, rewards, has_reward)
@@ -226,7 +226,7 @@ def gae(
 
     nothing = jnp.zeros(loss_mask.shape[:2], values.dtype)
     reward, value, trained = (jnp.moveaxis(x, 2, 0) for x in (token_rewards, values, loss_mask))
-    # From the end: a token's advantage needs those after it.
+    # The scan runs backwards, because a token's advantage needs the advantages of the later tokens.
     _, advantages = jax.lax.scan(back, (nothing, nothing), (reward, value, trained), reverse=True)
     advantages = jnp.moveaxis(advantages, 0, 2)
     return _whiten(advantages, loss_mask, epsilon) if normalize else advantages
@@ -267,7 +267,7 @@ def _mean(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, a
 
 def _deviation(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, axis: int | None) -> jax.Array:
     """Returns the deviation, with ddof 1, of the completions that have a reward; 0 if only one has."""
-    # Without their mean first: its rounding error would be a part of the deviation.
+    # The mean is subtracted first, because its rounding error would become a part of the deviation.
     centered = rewards - _mean(rewards, has_reward, axis)
     return jnp.nan_to_num(jnp.std(centered, axis=axis, ddof=1, keepdims=True, where=has_reward))
 
@@ -289,7 +289,7 @@ def _zero_without_signal(
 
     Also where there is no reward.
     """
-    # In a group without any reward this is -inf > inf, which is False.
+    # A group without any reward compares -inf > inf, which is False.
     largest = jnp.max(rewards, axis=1, keepdims=True, where=has_reward, initial=-jnp.inf)
     signal = largest > jnp.min(rewards, axis=1, keepdims=True, where=has_reward, initial=jnp.inf)
     return jnp.where(signal if has_reward is None else signal & has_reward, advantages, 0.0)

@@ -62,7 +62,7 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
                 # A reward model judges every completion: one on which all functions abstain has a reward through it.
                 total = jnp.nan_to_num(total) + credit.model_weight * score
         greedy = jnp.zeros_like(total) if rewards.greedy is None else rewards.greedy
-        # Without a reward of the greedy completion, a group has no baseline.
+        # A group has no baseline if its greedy completion has no reward.
         has_reward = ~jnp.isnan(total) & ~jnp.isnan(greedy) | (not estimator.needs_reward)
         mask = batch.loss_mask & has_reward[..., None]
         shaped = total
@@ -104,10 +104,10 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
         return jax.lax.with_sharding_constraint(columns, place), metrics
 
     def assign_credit(batch: Batch, scores: Columns, rewards: Rewards, coefs: Columns) -> tuple[Batch, Columns]:
-        # Without packed rows: it does not read them, and their shapes would be further programs.
+        # Packed rows are left out: credit does not read them, and each of their shapes would compile another program.
         assigned, metrics = assign(replace(batch, packed_index=None), scores, rewards, coefs)
-        # With one update the ratio is exactly 1. Scored log-probabilities differ from the update's by rounding, and
-        # then it would not be.
+        # A single update has a ratio of exactly 1 without scored log-probabilities, which differ from the update's
+        # by rounding.
         used_scores = {"values", "ref_logprobs"} | ({"old_logprobs"} if credit.updates > 1 else set())
         used = {name: scores[name] for name in used_scores & scores.keys()}
         columns = {name: scores[name] for name in credit.loss_columns}
@@ -123,7 +123,7 @@ def at_the_end(rewards: Float[Array, "B G"], mask: Bool[Array, "B G C"]) -> Floa
 
 def last_tokens(mask: Bool[Array, "B G C"]) -> Bool[Array, "B G C"]:
     """Returns the mask of the last token of each completion that `mask` has."""
-    # By counting, because observations may lie between the trained tokens.
+    # The last token is found by counting, because observations may lie between the trained tokens.
     return mask & (jnp.cumsum(mask, axis=-1) == jnp.sum(mask, axis=-1, keepdims=True))
 
 
@@ -144,7 +144,7 @@ def lambda_returns(
     lam: float,
 ) -> Float[Array, "B G C"]:
     """Computes the critic's targets [B, G, C]: V + generalized advantage; 0 on untrained tokens."""
-    # Not whitened: targets of the critic are in the units of the rewards.
+    # The advantages are not whitened, because targets of the critic have the units of the rewards.
     ahead = advantages.gae(token_rewards, values, loss_mask, gamma=gamma, lam=lam, normalize=False)
     return ahead + jnp.where(loss_mask, values, 0.0)
 

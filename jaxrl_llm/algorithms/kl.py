@@ -22,7 +22,7 @@ LARGEST = 20.0  # upper bound of d in k3: keeps exp(d) and its gradient finite
 
 
 def k1(logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns -d: unbiased, signed. Only for the reward: as a loss, its on-policy gradient has mean zero."""
+    """Returns -d: unbiased, signed. It suits only the reward: as a loss, its on-policy gradient has mean zero."""
     return logprobs - ref_logprobs
 
 

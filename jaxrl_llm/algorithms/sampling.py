@@ -51,7 +51,7 @@ def support(
         threshold = _threshold(masked_logits, weights, enough)
         masked_logits = jnp.where(masked_logits >= threshold, masked_logits, -jnp.inf)
     if token is not None and masked_logits is not logits:
-        # Without top-k and top-p, the support is the vocabulary.
+        # Only top-k and top-p can leave the token out of the support.
         chosen = jax.nn.one_hot(token, logits.shape[-1], dtype=bool)
         masked_logits = jnp.where(chosen, logits, masked_logits)
     return masked_logits
@@ -149,7 +149,7 @@ def token_logprobs_gradient(
     With probabilities p, log-probabilities l and entropy H, at temperature 1:
     d l_token / d logits = onehot(token) - p, and d H / d logits = -p (l + H). Other temperatures divide both.
     """
-    # By hand: autodiff would keep softmax and masked logits [..., V] too, and this keeps the logits alone.
+    # The gradient is written by hand, because autodiff would also keep the softmax and the masked logits [..., V].
     logits, token, log_total, entropy = residuals
     logprob_gradient, entropy_gradient = (x[..., None] for x in gradients)
     logprobs = support(logits, sampling, token) - log_total[..., None]

@@ -1,4 +1,4 @@
-"""Losses of `sft`, for completions that a data set has: of single ones, and of pairs of which the first is better.
+"""Losses of `sft` for completions of a data set: single completions, and pairs in which the first one is better.
 
 They are functions as in `losses.py`: `loss(logprobs, batch, *, fields)`, or with the column `ref_logprobs`, the
 log-probabilities of the model that the run began with. A prompt has one completion (G = 1), or a pair (G = 2): the
@@ -47,11 +47,11 @@ def dpo(
 
     -(1 - e) log sigmoid(r_w - r_l) - e log sigmoid(r_l - r_w) with the reward r = beta sum_t (logprobs - ref_logprobs)
     of the chosen (w) and of the rejected completion (l). e is label_smoothing, the share of pairs in the wrong order
-    (conservative DPO, https://ericmitchell.ai/cdpo.pdf). nll_coef: of the mean of -logprobs over the chosen completion
-    (iterative RPO, arXiv 2404.19733).
+    (conservative DPO, https://ericmitchell.ai/cdpo.pdf). nll_coef: weight of the mean of -logprobs over the chosen
+    completion (iterative RPO, arXiv 2404.19733).
     """
     rewards = beta * _sums(logprobs - ref_logprobs, batch)
-    return _of_pairs(rewards, logprobs, batch, 0.0, label_smoothing, nll_coef)
+    return _pair_loss(rewards, logprobs, batch, margin=0.0, label_smoothing=label_smoothing, nll_coef=nll_coef)
 
 
 @declares(Trait.PAIRS)
@@ -70,20 +70,24 @@ def simpo(
     tables have gamma / beta. label_smoothing and nll_coef are those of `dpo`.
     """
     rewards = beta * sequence_mean(logprobs, batch.loss_mask)
-    return _of_pairs(rewards, logprobs, batch, gamma, label_smoothing, nll_coef)
+    return _pair_loss(rewards, logprobs, batch, margin=gamma, label_smoothing=label_smoothing, nll_coef=nll_coef)
 
 
-def _of_pairs(
+def _pair_loss(
     rewards: Float[Array, "B 2 1"],
     logprobs: Float[Array, "B 2 C"],
     batch: Batch,
-    gamma: float,
+    *,
+    margin: float,
     label_smoothing: float,
     nll_coef: float,
 ) -> tuple[Array, Metrics]:
-    """Returns the loss of pairs with these rewards, at each token, and metrics of pairs [B, 2, 1]."""
+    """Returns the loss of each pair with these rewards, at each of its tokens, and metrics of pairs [B, 2, 1].
+
+    margin: how far the reward of the chosen completion should exceed the other one's.
+    """
     chosen, rejected = rewards[:, :1], rewards[:, 1:]
-    ahead = chosen - rejected - gamma
+    ahead = chosen - rejected - margin
     right, wrong = jax.nn.log_sigmoid(ahead), jax.nn.log_sigmoid(-ahead)
     nll = -sequence_mean(logprobs, batch.loss_mask)[:, :1]
     loss = -(1 - label_smoothing) * right - label_smoothing * wrong + nll_coef * nll

@@ -75,7 +75,10 @@ def make_critic(
         aggregate=aggregate,
         base=update.Base(parameters.base.params, combine) if shared else update.ALL_LEARN,
     )
-    values = lambda params, batch: {"values": forward.completion_values(model, params, batch)}  # noqa: E731
+
+    def values(params: PyTree, batch: Batch) -> PyTree:
+        return {"values": forward.completion_values(model, params, batch)}
+
     score = forward.in_microbatches(values, mesh, sizes.microbatch)
     return replace(learner, prefix="critic/"), Scorer(
         ("values",), lambda states: learner.all_parameters(states["critic"]), score

@@ -23,7 +23,7 @@ from jaxrl_llm.structs import Array, Batch, PyTree
 ScoreFn: TypeAlias = Callable[[PyTree, Batch], PyTree]
 
 
-# With which scoring and updates need less memory.
+# What a user can change so that scoring and updates need less memory.
 REMEDY = "lower microbatch, or raise model.row_parts, or set model.remat = 'full'"
 
 
@@ -152,7 +152,7 @@ def completion_values(model: Decoder, params: PyTree, batch: Batch, *, after: bo
 
     def values(states: Array, tokens: Array) -> jax.Array:
         flat = states.reshape(-1, states.shape[-1]).astype(jnp.float32)
-        # By default, accelerators round the factors of a float32 product to bfloat16 or TF32.
+        # HIGHEST, because by default accelerators round the factors of a float32 product to bfloat16 or TF32.
         value = jnp.matmul(flat, readout["kernel"], precision=jax.lax.Precision.HIGHEST) + readout["bias"][None]
         return value.reshape(tokens.shape)
 

@@ -24,7 +24,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, PyTree
 
 ROWS = sharding.BATCH
-# Of a small kernel, on a device at a time: 128 MiB in float32.
+# Number of logits that a device holds at a time, for a small kernel: 128 MiB in float32.
 LOGITS_AT_ONCE = 2**25
 
 
@@ -166,5 +166,6 @@ def _summed(model: Decoder, gradients: Array) -> jax.Array:
 
     specs = P(*ROWS, None, columns), P(rows, columns)
     run = jax.shard_map(on_device, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-    # Without the barrier XLA reduces once an update, and keeps the sum over micro-batches whole on each device.
+    # The barrier makes XLA reduce in each micro-batch. Else it reduces once an update, and each device keeps the whole
+    # sum.
     return jax.lax.optimization_barrier(run(gradients))

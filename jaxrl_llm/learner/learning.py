@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,13 +63,19 @@ def describe_models(
 ) -> Models:
     """Finds the models of a run, whose policy is in `folder`.
 
-    adapters: their kind; None: all parameters learn. paths: of other models, by section; "": none. weights:
-    False, if no weights will be read. Raises: UserError, for a folder or a model that cannot be used.
+    adapters: kind of adapters, None if all parameters learn. paths: folders or hub ids of the other models, by section;
+    "" = no model. weights: whether weights will be read. Raises: UserError, if a folder or model cannot be used.
     """
     others = {name: hf.find(path, f"{name}.path", weights=weights) for name, path in paths.items() if path}
     model = hf.load_model(folder, mesh, dtype=start.dtype, remat=start.remat, row_parts=start.row_parts)
-    beside = model.adapters(adapters()) if adapters else None
-    return Models(mesh, folder, model, others, beside, start.vision == "frozen" and not adapters)
+    return Models(
+        mesh=mesh,
+        folder=folder,
+        model=model,
+        others=others,
+        adapters=model.adapters(adapters()) if adapters else None,
+        frozen_tower=start.vision == "frozen" and not adapters,
+    )
 
 
 def load_beside(models: Models) -> PyTree:
@@ -82,9 +88,9 @@ def load_beside(models: Models) -> PyTree:
 
 
 def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree, seed: int) -> Parameters:
-    """Returns what the policy learns: adapters of `base`, or all that params() gives. seed: of new adapters.
+    """Returns what the policy learns: adapters of `base`, or all parameters that params() returns.
 
-    base: the parameters that do not learn; None: all do.
+    base: parameters that do not learn, None if all learn. seed: seed of new adapters.
     """
     if not (adapters := models.adapters):
         shapes = models.model.shapes
@@ -243,10 +249,13 @@ def make_reference(
         copy_all = jax.jit(lambda adapters: jax.tree.map(jnp.copy, adapters))
         return Reference(copy_all, learns.params, shapes, refresh)
     if not moves:
-        with_dtype = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)  # noqa: E731
+
+        def with_dtype(shape: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape.shape, dtype, sharding=shape.sharding)
+
         shapes = jax.tree.map(with_dtype, shapes, model.used_dtypes(shapes))
 
-    # A copy also where no dtype changes, because the first update donates the policy's parameters.
+    # Arrays whose dtype stays are copied too, because the first update donates the policy's parameters.
     @jax.jit
     def copy(params: PyTree) -> PyTree:
         copied = jax.tree.map(jnp.copy, params)

@@ -112,7 +112,9 @@ def split(batch: Batch, microbatch: int, mesh: Mesh) -> tuple[int | Array, Calla
         prompt, rows = at // parts, at % parts
 
         def take(tree: PyTree) -> PyTree:
-            select = lambda x: jax.vmap(lambda x, at: x[at])(by_device(x), prompt).reshape(-1, *x.shape[1:])  # noqa: E731
+            def select(x: Array) -> jax.Array:
+                return jax.vmap(lambda x, at: x[at])(by_device(x), prompt).reshape(-1, *x.shape[1:])
+
             return jax.tree.map(select, tree)
 
         def spread(tree: PyTree) -> PyTree:
@@ -120,8 +122,11 @@ def split(batch: Batch, microbatch: int, mesh: Mesh) -> tuple[int | Array, Calla
                 # A prompt may be here twice.
                 return jnp.zeros((prompts, *x.shape[1:]), x.dtype).at[at].add(x)
 
-            spread_array = lambda x: jax.vmap(add_at)(x.reshape(devices, at_once, *x.shape[1:]), prompt)  # noqa: E731
-            return jax.tree.map(lambda x: spread_array(x).reshape(-1, *x.shape[1:]), tree)
+            def spread_array(x: Array) -> jax.Array:
+                spread_rows = jax.vmap(add_at)(x.reshape(devices, at_once, *x.shape[1:]), prompt)
+                return spread_rows.reshape(-1, *x.shape[1:])
+
+            return jax.tree.map(spread_array, tree)
 
         selected, index, is_here = take(replace(batch, packed_index=None)), None, has_tokens.reshape(-1, 1, 1)
         if packed is not None:

@@ -98,7 +98,8 @@ def spike_bound() -> Coefficient:
 
     def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
         norm, count = metrics["grad_norm"], state[3] + 1
-        # At most a spike: one norm after some of rounding errors says little of the noise of all.
+        # The excess is capped at a spike, because one norm after some that are rounding errors says little of the
+        # noise.
         excess = jnp.where(count > 1, jnp.clip(jnp.log(norm / usual(state)), 0.0, jnp.log(SPIKE)), 0.0)
         # A mean of the last norms without a list of them: the state is four numbers.
         last = state[0] + (norm - state[0]) / jnp.minimum(count, USUAL)
@@ -109,7 +110,7 @@ def spike_bound() -> Coefficient:
 
     def bound(state: Array) -> jax.Array:
         k = jnp.maximum(state[3] - SEEN, 0.0) + 2
-        # Of `noise.level`, without its small differences.
+        # This is the closed form of `noise.level`, which takes small differences.
         level = noise.RATE * jnp.log(2.0) / (k * jnp.log(k) ** 2)
         freedom = jnp.maximum(state[3] - 1, 1.0)
         t = jnp.sqrt(freedom * jnp.expm1(2 * jnp.log(1 / level) / freedom))
@@ -225,11 +226,11 @@ def make_optimizer(
 ) -> Optimizer:
     """Returns AdamW with global-norm clipping (0: none); `more` are the coefficients of the objective.
 
-    momentum_dtype: of the mean of gradients. The mean of their squares stays in float32: with bfloat16, a b2 close to 1
-    would add nothing to it. gradient_dtype: of the gradient while micro-batches are added to it.
+    momentum_dtype: dtype of the mean of gradients. The mean of squared gradients stays in float32, because in bfloat16
+    a b2 close to 1 would add nothing to it. gradient_dtype: dtype of the sum of gradients over micro-batches.
     A non-finite gradient changes no parameter and no coefficient. The state counts it in `total_notfinite`.
-    skips: names of SKIPS, further reasons to skip an update. lowers: what a rollback makes of the rate, in a run that
-    may go back.
+    skips: names of SKIPS, further reasons to skip an update. lowers: the learning rate after a rollback, None if the
+    run does no rollback.
     """
     warmup = count_warmup(total_steps, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio)
     rate = scheduled(learning_rate, decay=decay, end=end, total_steps=total_steps, warmup=warmup)
@@ -238,7 +239,7 @@ def make_optimizer(
     chain.append(
         optax.adamw(1.0, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decayed, mu_dtype=momentum_dtype)
     )
-    # After max_consecutive_errors, optax would apply the non-finite gradient.
+    # The limit is out of reach, because optax would apply a non-finite gradient after max_consecutive_errors.
     transform = optax.apply_if_finite(optax.chain(*chain), max_consecutive_errors=2**31 - 1)
     rate = lowers.applied_to(rate) if lowers else rate
     return Optimizer(transform, {"learning_rate": rate} | dict(more or {}), gradient_dtype, skips, lowers)

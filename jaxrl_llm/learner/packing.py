@@ -63,7 +63,7 @@ class Packing:
     """Packs the completions of each step into rows, in one of few shapes."""
 
     def __init__(self, ladder: Ladder, seconds: Callable[[Shape, int, np.ndarray], float], limit: int):
-        """seconds(shape, P, parts): of scoring and updates, if prompts [B] are in so many micro-batches; limit: C."""
+        """seconds(shape, P, parts): estimated time of scoring and updates with parts [B] micro-batches; limit: C."""
         self.ladder, self._seconds, self._limit = ladder, seconds, limit
 
     def __call__(self, lengths: np.ndarray, prompt_tokens: int) -> np.ndarray:

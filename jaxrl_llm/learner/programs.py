@@ -49,7 +49,7 @@ def learning_programs(
 ) -> Iterator[Program]:
     """Yields the programs of scoring and learning, for packed rows of each of `shapes`; width: P.
 
-    channels: names of the reward functions; image_sizes: of the pictures of prompts, None: there are none.
+    channels: names of the reward functions. image_sizes: sizes of the prompts' images, None if prompts have no images.
     """
     sizes, of = learning.sizes, jax.ShapeDtypeStruct
     b, g = sizes.prompts_per_step, sizes.group_size

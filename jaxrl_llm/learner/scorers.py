@@ -72,23 +72,28 @@ def make_scorers(
     its log-probabilities equal the trainer's, to rounding. base: the policy's parameters that do not learn; they are
     the reference, if there is no other.
     """
-    # As many prompts at a time as in the update: other shapes may round differently, and the ratio would not be 1.
+    # Scoring takes the update's number of prompts at a time: another shape may round differently, and the ratio of the
+    # first update would not be 1.
     scorers = {}
     if "ref_logprobs" in needed:
         reference = score_columns(model, sampling, mesh, at_once, "ref_logprobs")
-        anchor = lambda states: (  # noqa: E731
-            base.combine(base.params, states["reference"]) if "reference" in states else base.params
-        )
-        scorers["reference"] = Scorer(("ref_logprobs",), anchor, reference)
+
+        def reference_params(states: States) -> PyTree:
+            return base.combine(base.params, states["reference"]) if "reference" in states else base.params
+
+        scorers["reference"] = Scorer(("ref_logprobs",), reference_params, reference)
     columns = [column for column in ("old_logprobs", "entropy") if column in needed]
     if exact and columns == ["old_logprobs"]:
         # The sampler has already computed them: no forward pass is needed.
-        known = lambda params, batch: {"old_logprobs": batch.sampler_logprobs}  # noqa: E731
-        scorers["sampler"] = Scorer(("old_logprobs",), lambda states: None, known)
+        def of_sampler(params: None, batch: Batch) -> PyTree:
+            return {"old_logprobs": batch.sampler_logprobs}
+
+        scorers["sampler"] = Scorer(("old_logprobs",), lambda states: None, of_sampler)
     elif columns:
         policy = score_columns(model, sampling, mesh, at_once, *columns)
-        policy_params = lambda states: base.combine(base.params, states["policy"].params)  # noqa: E731
-        scorers["policy"] = Scorer(tuple(columns), policy_params, policy)
+        scorers["policy"] = Scorer(
+            tuple(columns), lambda states: base.combine(base.params, states["policy"].params), policy
+        )
     return scorers
 
 
@@ -138,7 +143,10 @@ def make_frozen_scorer(section: str, frozen: Frozen, microbatch: int, sampling: 
     """Returns a model as a scorer: its log-probabilities of the sampled tokens, or the scores of a reward model."""
     column, model = column_of(section), frozen.model
     if section == "reward_model":
-        scores = lambda params, batch: {column: forward.completion_values(model, params, batch, after=True)}  # noqa: E731
+
+        def scores(params: PyTree, batch: Batch) -> PyTree:
+            return {column: forward.completion_values(model, params, batch, after=True)}
+
         score = forward.in_microbatches(scores, mesh, microbatch)
     else:
         score = score_columns(model, sampling, mesh, microbatch, column)

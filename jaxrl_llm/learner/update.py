@@ -172,8 +172,11 @@ def make_learner(
     gradient, to rounding. aggregate maps the loss mask to weights, as `aggregation_weights` does. base: the parameters
     that do not learn; they are neither donated nor differentiated.
     """
+
     # New arrays at each call: the first update donates them, and a run that goes back to its beginning needs others.
-    coef_state = lambda: {name: np.asarray(c.start, np.float32) for name, c in optimizer.coefficients.items()}  # noqa: E731
+    def coef_state() -> dict[str, np.ndarray]:
+        return {name: np.asarray(c.start, np.float32) for name, c in optimizer.coefficients.items()}
+
     states = jax.eval_shape(lambda p: TrainState(p, optimizer.transform.init(p), coef_state()), shapes)
     placed = sharding.shardings(states, mesh)
     states = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), states, placed)
@@ -183,7 +186,7 @@ def make_learner(
 
     def init() -> TrainState:
         first = params()
-        # With out_shardings, no device ever holds the whole optimizer state.
+        # out_shardings keep the optimizer state sharded: no device ever holds the whole of it.
         opt_state = jax.jit(optimizer.transform.init, out_shardings=placed.opt_state)(first)
         return TrainState(first, opt_state, jax.device_put(coef_state(), placed.coef_state))
 
@@ -206,7 +209,7 @@ def make_update_step(gradient: GradientFn, optimizer: Optimizer, mesh: Mesh, pla
         grads, metrics = gradient(state.params, batch, coefs, base)
 
         metrics |= coefs | {"grad_norm": optax.global_norm(grads), TRAINED: jnp.sum(batch.loss_mask)}
-        # Without a trained token, momentum would still move the parameters. With NaN, the optimizer skips the update.
+        # Momentum would move the parameters even if no token is trained. NaN makes the optimizer skip such an update.
         takes_effect = metrics[TRAINED] > 0
         # Metrics of no token are sums of nothing: no reason can be seen in them.
         refused = {f"skip/{name}": SKIPS[name](metrics) & takes_effect for name in optimizer.skips}
@@ -222,7 +225,7 @@ def make_update_step(gradient: GradientFn, optimizer: Optimizer, mesh: Mesh, pla
         metrics |= {"updates/skipped": finite.total_notfinite, "updates/skipped_in_a_row": finite.notfinite_count}
         if batch.rewards is not None and {"kl/ref", "kl/coef"} <= metrics.keys():
             length = metrics[TRAINED] / jnp.maximum(jnp.sum(jnp.any(batch.loss_mask, axis=-1)), 1)
-            # Without any verdict the mean is NaN, and the bound of the warm-up must not depend on it.
+            # The mean is NaN if no completion has a verdict, and the bound of the warm-up must not depend on it.
             reward = jnp.maximum(jnp.nan_to_num(jnp.nanmean(jnp.abs(batch.rewards))), 1e-6)
             metrics |= {"kl/to_reward": coefs["kl/coef"] * metrics["kl/ref"] * length / reward}
         # A skipped update must not advance a schedule or an adaptive coefficient.
@@ -248,11 +251,12 @@ def make_gradient(
 ) -> GradientFn:
     """Returns `gradient(params, batch, coefs, base) -> gradient, metrics` of the whole batch, for use inside a program.
 
-    microbatch: prompts at a time, 0: all. dtype: of the sum over micro-batches. combine, base: of `Base`.
+    microbatch: prompts at a time, 0 = all. dtype: dtype of the sum over micro-batches. combine, base: fields of `Base`.
     """
 
     def gradient(params: PyTree, batch: Batch, coefs: Metrics, base: PyTree = None) -> tuple[PyTree, Metrics]:
-        # Before the split into micro-batches, because the denominators count the whole update.
+        # The weights are computed before the split into micro-batches, because their denominators count the whole
+        # update.
         weights = aggregate(batch.loss_mask)
         shares = Shares.of(batch.loss_mask)
         full_load = full_batch_load(objective, combine(base, params), batch, coefs, microbatch=microbatch, mesh=mesh)
@@ -343,8 +347,8 @@ def reduce(name: str, values: Array, shares_of: Shares) -> jax.Array:
 
 def join(sums: tuple[PyTree, Metrics], more: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
     """Joins gradients and metrics of micro-batches."""
-    join_of = lambda name: REDUCTIONS.get(name[-4:], SUM).join  # noqa: E731
-    metrics = {name: jax.tree.map(join_of(name), x, more[1][name]) for name, x in sums[1].items()}
+    joins = {name: REDUCTIONS.get(name[-4:], SUM).join for name in sums[1]}
+    metrics = {name: jax.tree.map(joins[name], x, more[1][name]) for name, x in sums[1].items()}
     return optax.tree.add(sums[0], more[0]), metrics
 
 

@@ -33,7 +33,7 @@ ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
 
 COMPILER = "compiler"  # name of the thread that compiles ahead
 PROGRAMS = 10 * 2**30  # bytes of compiled programs that are kept: some hundred runs of large models
-# For all threads. glibc's default is 8 for each core, and each keeps the memory that the compiler has freed.
+# Heaps of glibc for all threads. By default it makes 8 for each core, and each keeps memory that the compiler freed.
 HEAPS = 4
 
 

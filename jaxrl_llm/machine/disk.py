@@ -45,7 +45,7 @@ def replace(file: Path, text: str) -> None:
     with partial.open("w", encoding="utf-8") as out:
         out.write(text)
         out.flush()
-        # Before the rename: a file system may keep the new name and lose what is not yet on the disk.
+        # The data must reach the disk before the rename, because a file system may keep the new name and lose the data.
         os.fsync(out.fileno())
     os.replace(partial, file)
 

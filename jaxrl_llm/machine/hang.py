@@ -42,7 +42,7 @@ class Watchdog:
         """Marks the end of a step."""
         now = self._clock()
         if self._stepped is not None:
-            # From step to step: the first one, which compiles, is in no median.
+            # A time is measured between two ends of steps, so that the first step, which compiles, is not counted.
             self._steps.append(now - self._stepped)
         self._stepped = now
         self.moved()
@@ -67,7 +67,10 @@ class Watchdog:
         )
 
     def begin(self, minutes: float, end: Callable[[int, str], NoReturn]) -> None:
-        """Starts to watch, in a thread; minutes: as for `tick`, 0: never. end(code, line) ends the process."""
+        """Starts a thread that watches. end(code, line) ends the process.
+
+        minutes: least time without progress after which a run counts as hanging, 0 = no watch.
+        """
         # A new event: the thread of an earlier run in this process may still sleep, and has its own.
         self._still, self._over = 0.0, Event()
         self._steps.clear()

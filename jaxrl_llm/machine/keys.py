@@ -13,7 +13,7 @@ key = partial(jax.random.key, impl="threefry2x32")
 
 def derived(seed: int, *numbers: int) -> jax.Array:
     """Returns key(seed), with each number folded in."""
-    # Of NumPy's type: JAX would convert a Python number by another program.
+    # The numbers are of NumPy, because JAX would compile a program of its own to convert a Python number.
     return _derived(np.uint32(seed), *map(np.uint32, numbers))
 
 

@@ -1,4 +1,4 @@
-"""The memory of devices: what they have, and what arrays take of it."""
+"""The memory of devices: its size, and the bytes that arrays occupy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def device_memory(device: Any) -> int:
 
 
 def device_bytes(tree: PyTree) -> int:
-    """Returns the bytes of a tree on each device: of arrays, or of shapes with shardings."""
+    """Returns the bytes that a tree of arrays, or of shapes with shardings, occupies on each device."""
 
     def array_bytes(x: Any) -> int:
         on_host = x.sharding.memory_kind == HOST

@@ -26,9 +26,9 @@ from jaxrl_llm.errors import UserError
 def cpus(root: Path = Path("/")) -> int:
     """Returns the cores that this task of the host may use: its affinity, its cgroup's quota, the other tasks' share.
 
-    root: of the file systems of the kernel.
+    root: folder that holds the kernel's file systems.
     """
-    # Not os.cpu_count(): a container sees all cores of its host.
+    # os.cpu_count() alone is too high in a container, which sees all cores of its host.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if allotted := os.environ.get("SLURM_CPUS_PER_TASK"):
         cores = min(cores, int(allotted))
@@ -126,7 +126,7 @@ class Process:
 
     def close(self) -> None:
         """Kills the process and all processes of its process group."""
-        # After `wait` its number may belong to another process. Before, it is also that of its group, which it leads.
+        # The process leads its group, so both have one number. After `wait` the number may belong to another process.
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -162,14 +162,14 @@ def serve(connection: int, lifeline: int) -> None:
 def _answer(question: bytes) -> bytes:
     try:
         function, args = pickle.loads(question)
-        # In the try: a value that cannot be pickled is an error of the function, and does not end the process.
+        # pickle.dumps stands in the try, because a value that cannot be pickled is an error of the function.
         answer = pickle.dumps((None, function(*args)))
     except UserError as error:
         answer = pickle.dumps((error, None))
     except Exception:
-        # As text: many exceptions do not survive pickle, and the parent may not know their class.
+        # The error travels as text: many exceptions do not survive pickle, and the parent may not know their class.
         answer = pickle.dumps((RuntimeError(traceback.format_exc()), None))
-    # To a pipe Python writes in blocks: prints of the function appear when it returns.
+    # Python writes to a pipe in blocks, so what the function printed appears now.
     sys.stdout.flush()
     return answer
 

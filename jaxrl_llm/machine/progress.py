@@ -26,7 +26,7 @@ TICK = 0.25  # seconds
 
 @dataclass(eq=False)
 class Task:
-    """Work that goes on. `finished` of `total` parts; detail: what it does now."""
+    """Work in progress. `finished` of `total` parts are done; detail: text that says what the work does now."""
 
     name: str
     total: int | None
@@ -57,7 +57,7 @@ class UnhiddenConsole(Console):
 
 
 def make_bars(console: Console) -> Progress:
-    """Returns bars for a terminal: what is done, how far it is, and since when."""
+    """Returns bars for a terminal, each with the name of a task, its progress, and its elapsed time."""
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[count]}")
     last = TextColumn("{task.fields[detail]}", markup=False)
     return Progress(*columns, TimeElapsedColumn(), last, console=console, transient=True)
@@ -77,7 +77,7 @@ class Display:
     @contextmanager
     def task(self, name: str, total: int | None = None) -> Iterator[Task]:
         """Shows work while the context is open, in the first process of a run alone."""
-        # Not imported, because it imports JAX; without JAX there is one process.
+        # An import would import JAX. If JAX is not imported yet, this is the only process.
         distributed = sys.modules.get("jaxrl_llm.machine.distributed")
         WATCHDOG.moved()
         task = Task(name, total, self._clock())
@@ -144,7 +144,7 @@ class Display:
             self._bars.remove_task(task.row)
         task.row = None
         if self._bars and not self._lent and all(other.row is None for other in self._tasks):
-            # At once, not with the process: rich holds the terminal's last lines, and would draw over what is printed
+            # The bars stop here and not when the process ends, because rich would draw over the lines that are printed
             # next.
             self._bars.stop()
             self._bars = None
@@ -157,7 +157,7 @@ class Display:
         task = self._tasks[-1]
         task.due = now + BETWEEN[min(task.lines, len(BETWEEN) - 1)]
         task.lines += 1
-        # In one call, with the end of the line: another thread prints lines too.
+        # One call writes the line with its end, because another thread prints lines too.
         sys.stdout.write(f"{task.text()} … {now - task.began:.0f} s\n")
         sys.stdout.flush()
 

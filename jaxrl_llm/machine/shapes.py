@@ -83,8 +83,8 @@ class Ladder:
         best = max(self.rent, key=lambda shape: self.rent[shape], default=None)
         if best is None or self.rent[best] < self.price:
             return False
-        # As many calls as the compilation may last, so that no step waits for it. Estimated and counted, not measured:
-        # a resumed run must change its shapes at the same call.
+        # The shape is due after as many calls as its compilation may last, so that no step waits. The number is an
+        # estimate and no measurement, because a resumed run must change its shapes at the same call.
         wait = min(max(math.ceil(self.price / max(now, 1e-9)), EARLIEST), LATEST)
         self.due[best] = self.calls + (wait if self.calls > 1 else 0)
         self.rent = {}  # the other shapes save less from now on
@@ -126,7 +126,8 @@ class Book:
     def ready(self, name: str, shape: Shape, compile: Callable[[Shape], Any]) -> None:
         """Returns when a shape is compiled: compiles it in this thread, or waits for the background."""
         if (name, shape) not in self._jobs:
-            # Before it compiles: `compile_ahead` may look from another thread, and must not compile the shape again.
+            # The job is set before it compiles, because `compile_ahead` in another thread must not compile the shape
+            # again.
             self._jobs[name, shape] = Future()
             self._jobs[name, shape].set_result(None)
             compile(shape)

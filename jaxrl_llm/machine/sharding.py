@@ -42,8 +42,8 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"experts/router/kernel$", P()),  # [L, D, experts]
     (r"experts/(gate|up|gate_up)/kernel$", P(None, "tensor", "fsdp")),  # [L, experts, D, width of an expert]
     (r"experts/down/kernel$", P(None, "tensor", None, "fsdp")),  # [L, experts, width of an expert, D]
-    # Over tensor, these split their outputs, and output and down their inputs: one sum over tensor for attention and
-    # one for the MLP of a layer (Megatron, arXiv 1909.08053).
+    # These kernels split their outputs over tensor, and `output` and `down` split their inputs. So attention and the
+    # MLP of a layer need one sum over tensor each (Megatron, arXiv 1909.08053).
     (r"(query|key|value|gate|up)/kernel$", P(None, "fsdp", "tensor")),  # [L, D, out]
     (r"(query|key|value|gate|up)/bias$", P(None, "tensor")),  # [L, out]
     (r"(output|down)/bias$", P()),  # [L, D]: added once, after the sum over tensor
@@ -114,7 +114,7 @@ def meshes_over(devices: Sequence[Any], sampler_devices: int, **sizes: int) -> t
         mesh = mesh_over(trainer, **sizes)
     except UserError as error:
         raise UserError(f"{error} (config.engine.devices = {sampler_devices} are the sampler's)") from error
-    # In one process: no tensor axis leaves it.
+    # `local` is the number of devices of a process, because a tensor axis must stay within one.
     local = sampler_devices // len({d.process_index for d in devices})
     # No fsdp: the sampler's copy of the weights is gathered over it anyway.
     return mesh, mesh_over(sampler, data=-1, fsdp=1, tensor=math.gcd(mesh.shape["tensor"], local))
@@ -178,7 +178,7 @@ def _split_by_process(devices: Sequence[Any], count: int, shape: tuple[int, int,
             "multiple of their number"
         )
     inner = (data // outer[0], fsdp // outer[1], tensor)
-    # In each process the same order: on a large slice, the TPU compiler finds no route for an axis without it.
+    # All processes sort alike: on a large slice, the TPU compiler finds no route for an axis in another order.
     ordered = sorted(devices, key=lambda d: (_slice(d), d.process_index, getattr(d, "coords", None) or (), d.id))
     # [outer data, outer fsdp, 1, inner data, inner fsdp, tensor]; then each mesh axis is (outer, inner).
     blocks = np.array(ordered, dtype=object).reshape(*outer, *inner)
@@ -246,10 +246,18 @@ def copy_to_mesh(x: jax.Array, at: NamedSharding) -> jax.Array:
     if distributed.count() == 1:
         return jax.device_put(x, at)
     # Each process copies between its own devices: so nothing crosses the network, and no process waits for another.
-    local = lambda at: NamedSharding(at.mesh.local_mesh, at.spec)  # noqa: E731
-    parts = lambda x: [shard.data for shard in x.addressable_shards]  # noqa: E731
-    here = jax.make_array_from_single_device_arrays(x.shape, local(x.sharding), parts(x))
-    return jax.make_array_from_single_device_arrays(x.shape, at, parts(jax.device_put(here, local(at))))
+    here = jax.make_array_from_single_device_arrays(x.shape, _local_sharding(x.sharding), _local_data(x))
+    moved = jax.device_put(here, _local_sharding(at))
+    return jax.make_array_from_single_device_arrays(x.shape, at, _local_data(moved))
+
+
+def _local_sharding(at: Any) -> NamedSharding:
+    """Returns the same sharding over the devices of this process alone."""
+    return NamedSharding(at.mesh.local_mesh, at.spec)
+
+
+def _local_data(x: jax.Array) -> list[jax.Array]:
+    return [shard.data for shard in x.addressable_shards]
 
 
 def move(tree: PyTree, memory: str) -> PyTree:
@@ -263,7 +271,7 @@ def move(tree: PyTree, memory: str) -> PyTree:
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """Copies device arrays to NumPy arrays in one transfer: of a batch, the prompts of this process."""
+    """Copies device arrays to NumPy arrays in one transfer. A sharded batch gives the prompts of this process."""
     # One device_get for the tree: it starts all copies before it waits for the first.
     local = jax.tree.map(lambda x: x if _whole(x) else [shard.data for shard in _rows(x)], tree)
     arrays = jax.device_get(local)
@@ -309,8 +317,8 @@ def put_groups(old: PyTree, new: PyTree, at: np.ndarray, chosen: np.ndarray, mes
             return x
 
         return jax.tree.map(replaced, old, new)
-    # For each group of the batch the group that replaces it, -1 for none: one gather of fixed shape on the devices,
-    # however many there are.
+    # `source` has for each group of the batch the group that replaces it, or -1. So the devices run one gather of fixed
+    # shape, whatever the number of replaced groups.
     source = np.full(len(jax.tree.leaves(old)[0]) * distributed.count(), -1, np.int32)
     source[at] = chosen
     placed = NamedSharding(mesh, BATCH)

@@ -103,7 +103,7 @@ def _end_without(process: int) -> NoReturn:
     line = f"error: process {process} was killed: see its output; the same command goes on from the last checkpoint"
     print(line, file=sys.stderr, flush=True)
     _tell(PeerLost.exit_code, line)
-    # In its place: it cannot say it any more, and `_exit` waits until all have.
+    # This process marks the killed one as ended, because `_exit` waits until every process is marked.
     _mark_ended(process)
     _exit(PeerLost.exit_code)
 
@@ -154,6 +154,6 @@ def _exit(code: int) -> NoReturn:
             end = time.monotonic() + LEAVING
             while len(client().key_value_dir_get(f"{ENDED}/")) < count() and time.monotonic() < end:
                 time.sleep(POLL / 10_000)
-            # From its key to its end a process has one call left.
+            # A process makes one more call between its key and its end, so process 0 must not end the store at once.
             time.sleep(POLL / 1000)
     os._exit(code)

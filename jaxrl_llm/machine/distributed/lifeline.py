@@ -24,7 +24,7 @@ CHANNEL = "lifeline"
 GRACE = 3
 # Seconds without a word after which TCP sends one, so that no firewall forgets the connection.
 IDLE = 60
-# Of them without an answer, that TCP sends: a network may stand still for that many times IDLE.
+# Unanswered probes that TCP sends before it gives up: a network may stand still for WORDS times IDLE seconds.
 WORDS = 60
 
 

@@ -35,7 +35,10 @@ def exchange(value: Any, channel: str = "step") -> list[Any]:
 
 
 def gather(rows: np.ndarray, channel: str = "step") -> np.ndarray:
-    """Returns the rows of all processes, in order: of small arrays. All processes must call it; channel: as above."""
+    """Returns the rows of all processes, in their order. Rows must be few, and all processes must call it.
+
+    channel: name of the sequence of calls, as for `exchange`.
+    """
     if count() == 1:
         return rows
     lists = exchange(rows.tolist(), channel)
@@ -52,7 +55,10 @@ def _exchange(value: str, channel: str) -> str:
     if count() == 1:
         return f"[{value}]"
     call, store = next(_calls[channel]), client()
-    key = lambda call: f"jaxrl_llm/{channel}/{call}"  # noqa: E731
+
+    def key(call: int) -> str:
+        return f"jaxrl_llm/{channel}/{call}"
+
     if not first():
         store.key_value_set(f"{key(call)}/{index()}", value)
         return _get(f"{key(call)}/all")
