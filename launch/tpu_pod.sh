@@ -106,12 +106,13 @@ $(on all "chmod 600 ../launch.env")"}
 # The processes of a run that was lost may take a minute to end: their code must not change before.
 install=$(on all "flock -w 120 launch.lock tar -xf ../launch.tar && $install_packages")
 # A lock that this same command holds is no error: gcloud repeats a command if its connection breaks. Of two launches
-# at the same time, only the one that gets the lock of worker 0 starts the other workers.
+# at the same time, only the one that gets the lock of worker 0 starts the other workers. Worker 0 is marked, so that
+# the command to all workers does not start it again, alone, if its run has failed by then.
 start="exec 9> launch.lock && { flock -n 9 || exec grep -qx $run launch.run; } && echo $run > launch.run && \
 rm -f launch.exit && { [ ! -e launch.log ] || mv launch.log launch.log.old; } && \
 { (trap \"\" HUP; (echo \$BASHPID > launch.pid; ${env_file:+set -a; . ../launch.env; }exec $train); echo \$? > launch.exit) \
 >> launch.log 2>&1 < /dev/null & }"
-first=$(on 0 "$start") all=$(on all "$start")
+first=$(on 0 "touch launch.first; $start") all=$(on all "[ -e launch.first ] || { $start }")
 follow=$(on 0 "flock -s launch.lock true & tail -n 200 -s 0.2 -F --pid=\$! launch.log")
 result=$(on 0 "[ -s launch.exit ] && cat launch.exit && { tail -n 20 launch.log | grep -o ^done: || true; }")
 

@@ -39,7 +39,12 @@ for word; do case $word in
 esac; done
 need() { local state; read -r state < "$CLOUD/$1"; [ "$state" = "$2" ] || exit 255; }
 copy() { cp "$source" "$CLOUD/w$1/${target:-launch.tar}"; }
-remote() { cd "$CLOUD/$2$1" || exit; export HOME=$PWD WORKER=$1; exec bash -c "$text"; }
+remote() {
+  # Worker 0 is the last of all to get a command: its run, which was started before, has ended already.
+  if [ -e "$CLOUD/late" ] && [[ $worker$1$text = all0*launch.run* ]]; then
+    until [ -s "$CLOUD/w0/jaxrl_llm/launch.exit" ]; do read -rt 0.02 <> "$CLOUD/pipe"; done; fi
+  cd "$CLOUD/$2$1" || exit; export HOME=$PWD WORKER=$1; exec bash -c "$text"
+}
 all() { local pids=() status=0 pid; for ((i = 0; i < WORKERS; i++)); do ("$@" "$i" w) & pids+=($!); done
   for pid in "${pids[@]}"; do wait "$pid" || status=$?; done; return $status; }
 case " $* " in
