@@ -56,16 +56,16 @@ class Actor:
         curriculum: Curriculum | None = None,
         device: Any = None,
     ):
-        """seed: of the run; last: the run's last step; curriculum: of the prompts of `source`.
+        """seed: seed of the run; last: last step of the run; curriculum: order of `source`'s prompts, or None.
 
-        device: one of those that only the engine uses; None: it shares those of the trainer, or has none here.
+        device: a device that only the engine uses, None if it shares the trainer's devices or has none on this host.
         """
         self._device = device
         self.engine, self._source = engine, source
         self._seed, self._attempt = seed, 0
         self._lag, self._last, self._check = lag, last, weight_check
         self._curriculum = curriculum
-        # After the last step; draws may know less.
+        # Marks of the last step. With a lag, a draw knows the marks of an earlier step.
         self._visits = curriculum.no_signal if curriculum else None
         self._beginning = self._position = self._now()  # after the last batch learned from
         self._flight: Flight | None = None  # groups that go on after the last step
@@ -86,7 +86,8 @@ class Actor:
         # One for each batch that waits, after the one for the batches that were learned from.
         self._position, *positions = notes["positions"][: 1 + len(metrics)]
         self._attempt, self._current, self._learned, self._flight = notes["attempt"], None, 0, None
-        # Before the push is ordered: with a lag, the thread samples right after it.
+        # The state of the prompts is set before the push is ordered, because with a lag the thread samples right after
+        # it.
         self._source.prompts.set_state([self._position, *positions][-1]["data"])
         if self._visits is not None:
             size = len(self._visits)
@@ -112,7 +113,7 @@ class Actor:
             self._source.prompts.set_state(self._position["data"])
         self._attempt = attempt
         self.lent, self._unpushed = self._ordered_push(states, params, step), None
-        # After the push: a batch that is ordered now has these weights.
+        # Batches are ordered after the push, so that they are sampled from these weights.
         self._prefetcher.begin(step, self._sampled)
         self._sampled = []
         return self.lent
@@ -126,7 +127,7 @@ class Actor:
             self._prefetcher.learned(self._learned)
             self._learned = 0
         if self._current is None:
-            # Here and not in the thread that samples ahead: the order of programs must be the same in all processes.
+            # The main thread does this, because all processes must call programs in the same order.
             self._current = self._source.settled(self._prefetcher.next())
         return self._current
 
@@ -155,7 +156,7 @@ class Actor:
         if self._unpushed:
             self.lent, self._unpushed = self._ordered_push(*self._unpushed), None
         self.lent.pushed.result()
-        # At the start of a run, batches are ordered after the push.
+        # When a run starts, batches are ordered only after the push.
         self.waiting()
 
     def waiting(self, seconds: float | None = None) -> list[Samples]:
@@ -196,7 +197,7 @@ class Actor:
 
     def _push(self, params: PyTree, step: int, visits: np.ndarray | None) -> Rollouts | None:
         if self._curriculum and visits is not None:
-            # Here, so that the step decides what a draw knows, not the time.
+            # The marks change with a push, so that the step decides what a draw knows, and not the time.
             self._curriculum.no_signal = visits
         self.engine.update_weights(params, step)
         return self._check.ask() if self._check else None
@@ -208,7 +209,7 @@ class Actor:
             attempt = [2**32 - self._attempt] if self._attempt else []
             samples = self._source.sample(keys.derived(self._seed, *attempt, step))
         if not self._lag:
-            # With a lag, one push may serve several batches.
+            # The engine keeps its weights if there is a lag, because one push may serve several batches.
             self.engine.release()
         more = self._curriculum.metrics() if self._curriculum else {}
         return replace(samples, position=self._now(), metrics=samples.metrics | more)

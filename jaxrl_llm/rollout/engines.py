@@ -19,7 +19,7 @@ __all__ = ["jax", "vllm"]  # names for config.engine.name
 
 TEMPERATURES = (0.01, 2.0)  # vLLM samples at 0.01 where a request says less, and refuses more than 2
 PYTHON = ".vllm/bin/python"  # where launch/vllm_cpu.sh and launch/vllm_gpu.sh install vLLM
-# With chunked prefill, vLLM's CPU engine dies on requests with seeds.
+# Chunked prefill is off, because with it vLLM's CPU engine dies on requests with seeds.
 SERVER_ARGS = (
     "--enforce-eager",
     "--no-enable-chunked-prefill",
@@ -40,14 +40,13 @@ def jax(
 ) -> EngineChoice:
     """The JAX sampler, in the trainer's process.
 
-    devices: that only the sampler uses, on all hosts; 0: it shares devices and mesh of the trainer.
-
-    max_sequences: completions that hold pages of the KV cache at once; the others wait until one has ended. 0: all for
-    which there are pages.
-    pages: of 64 tokens (128 on a TPU), on each device. If they run out, the youngest completion is computed again. 0:
-    as many as the completions may need, and as fit into the memory of an accelerator.
-    weights: "int8": the kernels of the layers, with a scale for each output; "": in the dtype of the model.
-    cache: "int8": keys and values, with a scale for each token and head; "": in the dtype of the model.
+    devices: number of devices on all hosts that only the sampler uses, 0 = it shares the trainer's devices and mesh.
+    max_sequences: completions that hold pages of the KV cache at once; the others wait until one has ended. 0 = as many
+    as there are pages for.
+    pages: number of pages on each device, of 64 tokens (128 on a TPU). If they run out, the youngest completion is
+    computed again. 0 = as many as the completions may need, and as fit into the memory of an accelerator.
+    weights: "int8" rounds the layers' kernels, with a scale for each output; "" = dtype of the model.
+    cache: "int8" rounds keys and values, with a scale for each token and head; "" = dtype of the model.
     """
 
     def start(inputs: EngineInputs) -> Engine:

@@ -78,7 +78,7 @@ class EnvironmentPool:
         workers: MayChange[AtLeastOne],
         timeout: MayChange[NotNegative],
     ):
-        """make() -> an environment; template_args: of the chat template. The others are the section `turns`.
+        """make() returns an environment. template_args: arguments of the chat template. The others: fields of `turns`.
 
         Raises: UserError, if the environment cannot be made, or the chat template does not take results of its tools.
         """
@@ -86,7 +86,7 @@ class EnvironmentPool:
         self.max_turns, self.tokens, self.observation_tokens = most, tokens, observation_tokens
         self.limit, self.threads = TimeLimit(timeout), ThreadPoolExecutor(workers)
         # The first environment finds what is wrong with the arguments before a run begins.
-        # Of tools, for the chat template.
+        # JSON schemas of the environment's tools, which the chat template shows.
         self.schemas: list[dict[str, Any]] = getattr(self.make(), "schemas", [])
         self.messages = ToolMessages(tokenizer, self.schemas, template_args)
         if not self.schemas:
@@ -143,7 +143,7 @@ class EnvironmentPool:
         """
         cut = lambda size: self.encoded(tuple(text[:size] for text in results), row, turn)  # noqa: E731
         too_long = lambda size: len(cut(size)) > self.observation_tokens  # noqa: E731
-        # By bisection: only a few of the cuts are encoded.
+        # Bisection encodes only a few of the cuts.
         size = bisect_left(range(1, max(map(len, results)) + 1), True, key=too_long)
         return None if too_long(size) else cut(size)
 
@@ -172,7 +172,7 @@ class Episode:
 
     def count(self, measured: Mapping[str, float]) -> None:
         """Adds what a turn has measured."""
-        # In float32, as a checkpoint keeps the sums.
+        # The sums are float32 as in a checkpoint, so that a resumed run has the same ones.
         sums = {name: self.counts.get(name, np.float32(0)) + np.float32(value) for name, value in measured.items()}
         self.counts.update(sums)
 
@@ -256,7 +256,7 @@ class EnvironmentBatch:
     def _answer(self, episode: Episode, turn: list[int]) -> list[int] | None:
         began = time.perf_counter()
         reply = self._step(episode, self._text(turn))
-        # Without an error the metric is 0, not absent.
+        # A turn without an error counts 0, so that the metric is always there.
         episode.count({"errors": 0.0} | reply.metrics | {"turns": 1.0, "seconds": time.perf_counter() - began})
         if reply.done:
             return None
@@ -291,7 +291,7 @@ class EnvironmentBatch:
             except (Exception, SystemExit) as error:
                 _warn(error)
                 reason = briefly(error)
-                # In the form of a chat, if the turns have it.
+                # An environment with tools answers by messages of the chat, and any other by text.
                 observation = (f"error: {reason}",) if self._pool.schemas else FAILED.format(reason)
                 return Reply(observation, metrics={"errors": 1.0})
 

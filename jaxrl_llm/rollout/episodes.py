@@ -1,4 +1,4 @@
-"""The completions of a call on the host: of one turn, or episodes of several turns with an environment."""
+"""The completions of a call on the host: single turns, or episodes of several turns with an environment."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ class Episodes:
         self.length[i] = length
 
     def take_answers(self, due: Collection[Future[list[int] | None]] | None = None) -> list[int]:
-        """Appends observations: of these answers, or of all that are there. Returns the episodes that go on."""
+        """Appends the observations of the answers in `due`, or of all answers that are ready. Returns the episodes that
+        continue."""
         going_on = []
         for answer in [answer for answer in self.answers if (answer.done() if due is None else answer in due)]:
             WATCHDOG.moved()

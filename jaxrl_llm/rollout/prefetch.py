@@ -37,7 +37,7 @@ class Prefetcher(Generic[T]):
             finished: Future[T] = Future()
             finished.set_result(batch)
             self._batches.append(finished)
-        # With the batches of a checkpoint, fewer are ordered: the lag counts both.
+        # The lag counts the batches of a checkpoint too, so fewer are ordered where a checkpoint had some.
         for step in range(start + 1 + len(self._batches), start + 2 + self._lag):
             self._order(step)
 

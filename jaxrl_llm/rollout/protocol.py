@@ -56,9 +56,10 @@ class Engine(Protocol):
     ) -> Rollouts:
         """Samples group_size completions of each prompt, on the host. The stop token belongs to the completion.
 
-        environments: of episodes, whose completions have the tokens of all turns and observations, as they were sampled
-        and encoded; observations are not in `loss_mask`. max_tokens [B, G]: the limit of each completion of one turn,
-        where it is below the run's limit. ended(count): gets how many more completions have ended, while others go on.
+        environments: environments of the episodes, None for single turns. The completion of an episode has the tokens
+        of all turns and observations, as they were sampled and encoded; observations are not in `loss_mask`.
+        max_tokens [B, G]: limit of each single-turn completion, where it is below the run's limit. ended(count): is
+        called with the number of further completions that have ended.
         """
         ...
 

@@ -78,9 +78,10 @@ class Move(NamedTuple):
 
 
 def measured_alike(rollouts: Rollouts, channel: str) -> Rollouts:
-    """Returns rollouts in which all processes have what the environments of any measured: 0 where they did not.
+    """Returns rollouts with the metrics that the environments of any process measured; 0 where one did not.
 
-    So rewards get the columns that they get in one process, and checkpoints the same arrays. channel: see `exchange`.
+    So rewards get the columns that they get in one process, and checkpoints the same arrays. channel: name of the
+    sequence of calls, as for `exchange`.
     """
     names = distributed.exchange([*rollouts.episodes], channel)
     return rollouts.measured(sorted({*chain(*names)}))
@@ -113,7 +114,7 @@ class CompletionTask:
     ) -> Rollouts:
         """Samples completions of one turn, or episodes if there are environments.
 
-        channel: as of `measured_alike`; ended: as of `Engine.sample`.
+        channel: argument of `measured_alike`; ended: argument of `Engine.sample`.
         """
         batch = self.environments.begin(prompts.rows, group_size) if self.environments else None
         rollouts = engine.sample(
@@ -137,12 +138,12 @@ class CompletionTask:
     def sample_first(
         self, engine: StreamEngine, flight: Flight, key: Array, sampling: Sampling, enough: int, channel: str
     ) -> FirstComplete:
-        """Samples until `enough` groups of a flight are complete. channel: as of `measured_alike`."""
+        """Samples until `enough` groups of a flight are complete. channel: argument of `measured_alike`."""
         first = engine.sample_first(flight, key, sampling=sampling, enough=enough)
         if not (batch := flight.environments):
             return first
         rollouts = _with_measured(first.flight.rollouts, batch, channel)
-        # As after a resume: all episodes have all metrics.
+        # All episodes get all metrics, as they have after a resume.
         batch.recall(rollouts.episodes, rollouts.truncated)
         return first._replace(flight=first.flight._replace(rollouts=rollouts))
 
@@ -214,7 +215,7 @@ class SampleSource:
             metrics = {"groups/no_signal_sampled": distributed.gather(samples.no_signal, SAMPLING).mean()}
             more = lambda i: draw(jax.random.fold_in(key, np.uint32(i)))  # noqa: E731
             samples, metrics["groups/replaced"] = refill(samples, more, self.collate, drawing.resample_rounds)
-        # After `refill`, which may replace prompts.
+        # The greedy companions are sampled after `refill`, which may replace prompts.
         return self._with_greedy(replace(samples, metrics=metrics), key)
 
     def settled(self, samples: Samples) -> Samples:
@@ -245,7 +246,7 @@ class SampleSource:
         """Samples until as many groups are complete as a batch has. The others go on in the next call."""
         group, length = self.drawing.group_size, self.max_completion_tokens
         begin = lambda: self.task.begin(next(self.prompts), group, length)  # noqa: E731
-        # At first two batches: then there are always others that can begin when a group is complete.
+        # The first call begins two batches, so that another group can always begin when a group is complete.
         flight = self.task.opened(self.flight) if self.flight else begin()
         enough = len(flight.ended)
         flight = flight.joined(begin())
@@ -274,7 +275,7 @@ def refill(samples: Samples, draw: Callable[[int], Samples], collate: Collate, r
     beside programs of the main thread on the same devices.
     """
     all_processes = lambda x: distributed.gather(x, SAMPLING)  # noqa: E731
-    # As objects, because an array of texts would cut the names of other processes to the length of those here.
+    # The array holds objects, because an array of text would cut the names of other processes to the longest name here.
     sources_of = lambda p: all_processes(np.array(p.sources or [""] * len(p.numbers), object))  # noqa: E731
     lacks, numbers = all_processes(samples.no_signal), all_processes(samples.prompts.numbers)
     sources = sources_of(samples.prompts)

@@ -73,7 +73,7 @@ def _forms(answers: Answers) -> list[dict[str, str]]:
     forms: list[dict[str, str]] = [{} for _ in answers]
     pending = [[answer for answer in dict.fromkeys(group) if answer is not None] for group in answers]
     while any(pending):
-        # In a round each problem compares its first answer with the others that are left, all problems at once.
+        # Each round compares the first remaining answer of every problem with the problem's other answers, in one call.
         pairs = [(i, other, group[0]) for i, group in enumerate(pending) for other in group[1:]]
         # Two numbers are compared already: as fractions in lowest terms they are equal only if their texts are.
         pairs = [pair for pair in pairs if not all(NUMBER.fullmatch(answer) for answer in pair[1:])]
@@ -105,7 +105,7 @@ def normalized(answer: str) -> str:
 def measure(scores: np.ndarray, channels: dict[str, np.ndarray], answers: Answers | None) -> Measured:
     """Measures N problems with G completions each. channels [N, G]: NaN where a function abstained.
 
-    standard_error: of the accuracy, over problems. pass, majority: for the powers of two up to G.
+    standard_error: standard error of the accuracy over problems. pass, majority: values for the powers of two up to G.
     """
     count, size = scores.shape
     error = float(scores.mean(axis=1).std(ddof=1) / np.sqrt(count)) if count > 1 else None
@@ -113,7 +113,7 @@ def measure(scores: np.ndarray, channels: dict[str, np.ndarray], answers: Answer
     measured: Measured = {"problems": count, "samples": size, "accuracy": float(scores.mean()), "standard_error": error}
     measured["pass"] = {str(k): pass_at(k, scores) for k in powers}
     if answers is not None:
-        # Not maj@2: two votes that differ are a tie, so it is the accuracy again.
+        # maj@2 is left out, because two votes that differ are a tie: it would be the accuracy again.
         measured["majority"] = {str(k): majority_at(k, scores, answers) for k in powers if k > 2}
     measured["channels"] = {name: _channel(values) for name, values in channels.items()}
     return measured

@@ -22,7 +22,7 @@ class TimeLimit:
     """Calls functions, each for a limited time. Threads may share it."""
 
     def __init__(self, seconds: float):
-        """seconds: of a call; 0: no limit."""
+        """seconds: limit of a call, 0 = unlimited."""
         self._seconds, self._late, self._lock = seconds, list[Thread](), Lock()
 
     def call(self, function: Callable[[], T]) -> T:
@@ -44,15 +44,17 @@ class TimeLimit:
 
         def run() -> None:
             with suppress(BaseException):
-                # Beside `Late`, what ends this thread only, such as KeyboardInterrupt.
+                # All errors are suppressed here: `Late`, and an error that ends only this thread, such as
+                # KeyboardInterrupt.
                 try:
                     results.append(function())
                 finally:
                     with ends:
-                        # After it, nothing must be raised in this thread, whose identity another one may get.
+                        # Nothing may be raised in this thread from here on: another thread
+                        # may get its identity.
                         ended.append(True)
 
-        # A thread of its own: one that never returns must not keep a worker.
+        # Each call has its own thread, because a call that never returns must not occupy a worker.
         thread = Thread(target=run, daemon=True)
         thread.start()
         thread.join(self._seconds)

@@ -1,4 +1,4 @@
-"""Results of tools as text: what a chat template puts between a turn of the policy and the next one."""
+"""Results of tools as text that a chat template puts between two turns of the policy."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class ToolMessages:
     """Writes results of tools as messages of the role "tool", with the chat template and its arguments."""
 
     def __init__(self, tokenizer: Any, schemas: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any]):
-        """schemas: of the tools, if the environment has them; template_args: of the run."""
+        """schemas: JSON schemas of the environment's tools, or none; template_args: arguments of the chat template."""
         self._tokenizer, self._args = tokenizer, {**template_args, **({"tools": list(schemas)} if schemas else {})}
         special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         if tokenizer.eos_token:
             special[tokenizer.eos_token_id] = tokenizer.eos_token
         self._special = special.keys()
         ends = "|".join(map(re.escape, sorted(special.values(), key=len, reverse=True)))
-        # Without special tokens it matches nothing.
+        # A tokenizer without special tokens gets a pattern that matches nothing.
         self._end = re.compile(rf"\s*({ends or '(?!)'})")
 
     def check(self, row_args: Mapping[str, Any]) -> None:
@@ -62,7 +62,8 @@ class ToolMessages:
         whole = self._tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **{**self._args, **row_args}
         )
-        # Not the difference to a text without results: a template may write the last answer in another form.
+        # The text is cut at a mark, and not compared with a text without results, because a template may write the last
+        # answer in another form.
         after = whole.partition(TURN)[2]
         if not (end := self._end.match(after)):
             raise ValueError(f"it writes {after[:20]!r} after an answer, which is no special token")

@@ -72,7 +72,7 @@ class WeightCheck:
         mask, last = answer.loss_mask, self._last
         self._last = answer, ours
         gaps = np.where(mask, np.abs(answer.logprobs - ours), 0.0)
-        # Of all processes: each has servers of its own.
+        # The largest gap of all processes counts, because each process has its own servers.
         metrics = {"weight_check/gap": np.max(distributed.exchange(float(gaps.max())))}
         unchanged, before = np.False_, -np.inf
         if last:
@@ -90,7 +90,7 @@ class WeightCheck:
         """Raises: UserError, if `gaps` of log-probabilities are above the bound. cause: "" if it is not known."""
         # Rare tokens are off by many times the usual where both sides round to bfloat16: of those only the mean counts.
         bounded, mean = gaps if self._dtype == "float32" else gaps[:, :1], gaps[answer.loss_mask].mean()
-        # Not `>`, which is False for NaN.
+        # The comparison is `<=` and not `>`, so that NaN fails it.
         if bounded.max() <= self._bound and mean <= MEAN * self._bound:
             return
         if bounded.max() <= self._bound:

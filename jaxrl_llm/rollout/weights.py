@@ -29,7 +29,7 @@ def sampling_decoder(model: Decoder, mesh: Mesh) -> Decoder:
 
 
 def copy_shapes(model: Decoder, mesh: Mesh, trainer: Mesh, params: PyTree, *, in_int8: bool) -> PyTree:
-    """Returns the copy on `mesh` as shapes with shardings; params: of the trainer, as shapes."""
+    """Returns the copy on `mesh` as shapes with shardings; params: shapes of the trainer's parameters."""
     return Placing(sampling_decoder(model, mesh), mesh, trainer, in_int8=in_int8).shapes(params)
 
 
@@ -37,7 +37,8 @@ class Placing:
     """Makes the copy of a policy's parameters, for `model`."""
 
     def __init__(self, model: Decoder, mesh: Mesh, trainer: Mesh | None = None, *, in_int8: bool = False):
-        """mesh: of the copy; trainer: of the parameters; None: the same. in_int8: the kernels of the layers."""
+        """mesh: mesh of the copy; trainer: mesh of the parameters, None if it is the same. in_int8: whether the layers'
+        kernels are int8."""
         self._model, self.moves = model, trainer not in (None, mesh)
         self._ends_at, self._layer_at = _shardings(model, mesh, in_int8=in_int8)
         ends_at, layer_at = _shardings(model, trainer or mesh, in_int8=in_int8)
@@ -78,7 +79,7 @@ class Placing:
 
 
 def _shardings(model: Decoder, mesh: Mesh, *, in_int8: bool) -> tuple[PyTree, PyTree]:
-    """Returns the shardings of a copy: of embedding and head, and of a layer."""
+    """Returns two shardings of a copy: embedding and head, and a layer."""
     shapes = model.shapes
     if in_int8:
         shapes = shapes | {"layers": _on_kernels(shapes["layers"], partial(jax.eval_shape, adapters.int8))}

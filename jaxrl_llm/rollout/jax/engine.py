@@ -58,12 +58,12 @@ class Sampler:
         cache_dtype: str = "",
         observation_tokens: int = 0,
     ):
-        """max_sequences: completions that hold pages at once; 0: all. pages: of a device; 0: as they may need, if
-        `cache_bytes` of a device hold so many, or these are 0.
+        """max_sequences: completions that hold pages at once, 0 = all. pages: number of pages of a device, 0 = as many
+        as the completions may need, and at most as many as `cache_bytes` of a device hold (0 = no such bound).
 
-        trainer: the mesh of the weights that are pushed; None: `mesh`. in_int8: the copy's kernels of the layers.
-        cache_dtype: of keys and values, "int8" or "" for that of the model. observation_tokens: that an environment
-        says at once, at most; 0: no call has environments.
+        trainer: mesh of the pushed weights, None if it is `mesh`. in_int8: whether the copy's layer kernels are int8.
+        cache_dtype: dtype of keys and values, "int8" or "" = dtype of the model. observation_tokens: largest number of
+        tokens of an observation, 0 = no call has environments.
         """
         self._mesh, self._cfg, self._max_sequences = mesh, model.cfg, max_sequences
         self._pages, self._cache_bytes = pages, cache_bytes
@@ -154,7 +154,8 @@ class Sampler:
                 [Scheduler(sizes) for _ in range(sharding.prompt_shards(self._mesh) // processes)],
                 prompts,
                 texts,
-                # By this number a completion draws the same random numbers in any process.
+                # The number of the first completion here: by its number a completion draws the same random numbers
+                # everywhere.
                 distributed.part(count * processes).start * fixed.group,
                 self._stops,
                 self._pad,
@@ -176,10 +177,10 @@ class Sampler:
         enough: int = 0,
         image_sizes: ImageSizes | None = None,
     ) -> Iterator[Program]:
-        """Yields each program for batches of these sizes, of each phase the largest first; params: shapes are enough.
+        """Yields each program for batches of these sizes, the largest of a phase first. params: arrays or shapes.
 
-        enough: groups with which `sample_first` ends; 0: `sample`. image_sizes: of the pictures of prompts; None: there
-        are none.
+        enough: groups with which `sample_first` ends, 0 = `sample`. image_sizes: sizes of the prompts' images,
+        None if prompts have no images.
         """
         yield from self._place.programs(params)
         group_sampling, sizes = (

@@ -36,7 +36,7 @@ def new_prompts(
 ) -> NewPrompts:
     """Returns a part of the groups that begin on each device, from `first` on, for a program of `size` prompts.
 
-    first_number: of the completions of this process.
+    first_number: number of this process's first completion.
     """
     lead = len(new), size
     tokens, mask = np.full((*lead, sizes.width), pad, np.int32), np.zeros((*lead, sizes.width), bool)
@@ -63,8 +63,8 @@ def _images(new: list[list[PromptGroup]], first: int, size: int, sizes: StreamSi
 def chunked(lacking: list[list[tuple[Member, int]]]) -> dict[tuple[int, int], list[list[Chunk]]]:
     """Splits the tokens that pages lack: {(number, width): chunks of each device}.
 
-    lacking: of each device, sequences with the place at which their observations end. A sequence's chunks have
-    increasing numbers.
+    lacking: for each device, pairs of a sequence and the place at which its observation ends. A sequence's chunks
+    have increasing numbers.
     """
     small, large = CHUNKS
     rounds: dict[tuple[int, int], list[list[Chunk]]] = {}
@@ -93,7 +93,7 @@ def fed(
         tokens[d, n, : count[d, n]] = texts.tokens[chunk.member.number, chunk.start : chunk.end]
     members = [[chunk.member for chunk in each] for each in chunks]
     reading = all_pages(reading_of(members, rows, sizes, prompts), sizes.page)
-    # Not as a group: few of its members have a chunk at once.
+    # Each sequence reads its prompt alone, because few members of a group have a chunk at once.
     each = np.tile(np.arange(rows, dtype=np.int32), (len(chunks), 1))
     reading = reading._replace(prompt_mask=mask, members=each[..., None], member=each)
     if prompts.images is not None:
@@ -138,7 +138,7 @@ def reading_of(
 ) -> Reading:
     """Returns where the sequences of each device read and write, in a program of `count` sequences.
 
-    slots: of a decode program; None: of a program for observations, whose table has pages of the cache.
+    slots: sizes of a decode program, None for a program for observations, whose table has pages of the cache.
     """
     slots = slots or Slots(count, sizes.pages, sizes.prompts)
     lead = len(rows)

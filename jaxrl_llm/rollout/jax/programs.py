@@ -150,7 +150,7 @@ def prefill(
     token, logprob = each(logits, uniform)
 
     def write(pages: Pages, new: KeyValue, place: Array) -> Pages:
-        # In `shard_map`: one device, so the batch axis of `new` has its n prompts.
+        # This runs in `shard_map` on one device, so the batch axis of `new` has the n prompts of the device.
         local, by_head = local_part(pages), jax.tree.map(lambda x: x.swapaxes(0, 1), new)
         return lead(local.replace(place[0], local.of_tokens(by_head)))
 

@@ -48,7 +48,7 @@ class Scheduler:
 
     def __init__(self, sizes: StreamSizes):
         self.sequences, self.page = sizes.sequences, sizes.page
-        # So many sequences never need more pages than there are: none must stay free for them.
+        # Up to this many sequences can never exhaust the pages, so no reserve is needed.
         self._safe = sizes.pages // sizes.longest
         self.holders: list[Member] = []  # the oldest first
         self.waiting: deque[Member] = deque()  # the oldest first
@@ -80,7 +80,7 @@ class Scheduler:
         return self.admit(goal) if self.preemptions == before else []
 
     def admit(self, goal: Callable[[Member], int]) -> list[PromptGroup]:
-        """Admits sequences that wait, the oldest first. Returns the groups that are new. goal: see `schedule`."""
+        """Admits waiting sequences, the oldest first, and returns the new groups. goal: argument of `schedule`."""
         new: list[PromptGroup] = []
         while self.waiting and self._admits(self.waiting[0], goal):
             member = self.waiting.popleft()

@@ -78,7 +78,7 @@ class StreamSizes:
             pages = self.pages if self.in_place else min(max(-(-self.pages // times), count, self.longest), self.pages)
             if count < sizes[-1].count:
                 sizes.append(Slots(count, pages, min(self.prompts, count)))
-        # Those of short completions end in the rounds in which a smaller program would begin.
+        # Short completions end within few rounds, so a smaller program would begin when they end.
         return sizes[: max(self.length // ROUND, 1)]
 
     def chunks(self, *, goes_on: bool) -> tuple[int, ...]:
@@ -145,8 +145,9 @@ def sizes_of(
 ) -> StreamSizes:
     """Returns the sizes for a batch of prompts over devices.
 
-    max_sequences: that hold pages at once, on all devices; 0: all. pages: on a device; 0: as many as they may need, and
-    not more than `cache_bytes` of a device hold, if that is not 0. kind: of the pages.
+    max_sequences: sequences that hold pages at once, over all devices, 0 = all. pages: number of pages of a device, 0 =
+    as many as the sequences may need, and at most as `cache_bytes` of a device hold (0 = no such bound). kind: kind of
+    the pages.
     """
     kind = kind or PageKind()
     device_prompts = -(-prompts // kind.devices)

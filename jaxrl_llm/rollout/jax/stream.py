@@ -196,7 +196,7 @@ class Stream:
         ends = lambda member: self._observation(member) - 1 if self._goes_on(member) else 0  # noqa: E731
         # The last token of an observation is for the decode program.
         rounds = chunked([[(member, ends(member)) for member in each.holders] for each in self.schedulers])
-        # Of rounds, as `chunked` numbers them: all processes must feed the same.
+        # sizes[round, width] has the largest number of chunks of a device, because all processes must feed alike.
         sizes = np.zeros((self.sizes.length // max(CHUNKS) + 4, len(CHUNKS)), np.int32)
         for (number, width), chunks in rounds.items():
             sizes[number, CHUNKS.index(width)] = max(map(len, chunks))
@@ -242,7 +242,8 @@ class Stream:
         """Returns the number of sequences of a device with which a round ends, because the host has other work."""
         refill = count - max(count // REFILL, 1) if waiting else 0
         if self.environments:
-            # With a third of the sequences less, much of a round is lost.
+            # A round ends when a third of its sequences wait for their environments, because a round with fewer wastes
+            # much.
             return max(refill, count * 2 // 3)
         smaller = [s.count for s in self.sizes.slots if s.count < count and pages * s.count <= s.pages * count]
         return max(refill, *smaller, 0)
