@@ -129,7 +129,7 @@ def make_adapters(kind: AdapterKind, kernels: Mapping[str, tuple[int, ...]], tab
     Raises: UserError, if the targets are in no name.
     """
     modules = {path: table[path].removesuffix(".weight") for path in kernels}
-    # Behind the name of the layer, such as self_attn.q_proj.
+    # The name within a layer, such as self_attn.q_proj.
     in_layer = {path: module.rpartition("{}.")[2] for path, module in modules.items()}
     leaves, adapted = dict[str, Any](), [path for path in kernels if re.search(kind.targets, in_layer[path])]
     if not adapted:

@@ -48,11 +48,11 @@ def attend(
     by soft_cap * tanh(score / soft_cap); 0: not bounded. Scores and softmax are float32.
     """
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-    # Not -inf: a query without a visible key would give NaN.
+    # The lowest finite number hides a key, because with -inf a query without a visible key would give NaN.
     hidden = jnp.finfo(jnp.float32).min
     if query.shape[4] == 1:
-        # Decoding. With the keys first, a CPU need not rearrange them for every token. The barrier keeps its compiler
-        # from turning the product around, together with the transpose that follows.
+        # This is decoding. The keys come first, so that a CPU need not rearrange them for every token. The barrier
+        # keeps the compiler from turning the product around, together with the transpose that follows.
         scored = product("bknsh,bknrh->bknsr", row.keys, query[..., 0, :])
         scored = jax.lax.platform_dependent(scored, cpu=jax.lax.optimization_barrier, default=lambda x: x)
         scored = jnp.swapaxes(scored, -1, -2)[..., None, :]

@@ -24,7 +24,7 @@ def is_ampere(device: Any) -> bool:
 
 def fits(device: Any, head_dim: int, dtype: str, soft_cap: float) -> bool:
     """Whether cuDNN's kernel runs on this device with these heads and scores."""
-    # Of float32 and of bounded scores cuDNN's kernel has no version.
+    # cuDNN's kernel has no version for float32 or for bounded scores.
     return is_ampere(device) and head_dim % 8 == 0 and head_dim <= 128 and dtype == "bfloat16" and not soft_cap
 
 
@@ -77,5 +77,5 @@ def _attend(
         implementation=implementation,
     )
     out = out[:, :t].reshape(b, n, t, k, r, h).transpose(0, 3, 1, 4, 2, 5)
-    # So padding gives no gradient.
+    # Padding is set to 0, so that it gives no gradient.
     return jnp.where(segment_ids[:, None, :, None, :, None] > 0, out, 0)

@@ -16,13 +16,13 @@ from jaxrl_llm.models.attention import KeyValue, no_prompt, over_mesh
 from jaxrl_llm.structs import Array
 
 BLOCK = 512  # queries, and keys, per kernel block
-# For a query's index within its row; the bits above hold the start of its completion.
+# Number of bits for a query's index within its row; the bits above hold the start of its completion.
 BITS = 16
 
 
 def fits(device: Any, head_dim: int, dtype: str, length: int) -> bool:
     """Whether the kernel runs on this device with this head size, dtype and row length."""
-    # Not float32: the kernel has no precision argument and would multiply in bf16.
+    # float32 is left out, because the kernel has no precision argument and would multiply in bf16.
     # start << BITS must stay a positive int32.
     return device.platform == "tpu" and length < 2 ** (31 - BITS) and head_dim % 64 == 0 and dtype == "bfloat16"
 
@@ -32,7 +32,7 @@ class AttentionLimits(NamedTuple):
 
     window: int = 0  # tokens that a token sees, itself included
     soft_cap: float = 0.0  # bound of scores: soft_cap * tanh(score / soft_cap)
-    # In rows without a prompt: index [B, N, T] of the last token that a token sees, at most `ahead` after it.
+    # Index [B, N, T] of the last token that a token sees, at most `ahead` after it; only for rows without a prompt.
     reach: Array | None = None
     ahead: int = 0
 
@@ -154,5 +154,5 @@ def _attend_row(
     # Segment ids only hide the prompt's padding: all queries are in segment 1, hidden keys in 0.
     real = jnp.concatenate([jnp.ones_like(index), prompt_mask.astype(jnp.int32)])
     out = kernel(query.reshape(k * r, t, h), keys, values, splash.SegmentIds(jnp.ones_like(index), real))
-    # So padding gives no gradient.
+    # Padding is set to 0, so that it gives no gradient.
     return jnp.where(segment_ids[None, :, None] > 0, out, 0).reshape(k, r, t, h)

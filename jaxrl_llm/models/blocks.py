@@ -124,7 +124,7 @@ class EmbedAndHead(nnx.Module):
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.02)
-        # Without a dtype, so that `Decoder._embed` can cast after the lookup.
+        # No dtype is set, so that `Decoder._embed` can cast after the lookup.
         self.embed = nnx.Embed(cfg.vocab_size, cfg.width, embedding_init=init, rngs=rngs)
         self.norm = _norm(cfg, cfg.width, rngs=rngs)
         if not cfg.tied_head:

@@ -45,7 +45,7 @@ class VisionConfig:
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     never: tuple[int, ...] = ()  # tokens that stand for pictures: none is sampled
-    # Of the channels of pixels between 0 and 1; preprocessor_config.json has them.
+    # Mean and deviation of each channel of pixels between 0 and 1, from preprocessor_config.json.
     mean: tuple[float, ...] = (0.0, 0.0, 0.0)
     std: tuple[float, ...] = (1.0, 1.0, 1.0)
 

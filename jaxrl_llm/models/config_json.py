@@ -53,7 +53,7 @@ def number(settings: dict[str, Any], name: str, missing: float) -> Any:
 
 
 def decoder(settings: ConfigJson, **family_fields: Any) -> DecoderConfig:
-    """Makes a DecoderConfig from settings; family_fields: those that this family sets otherwise than most.
+    """Makes a DecoderConfig from settings; family_fields: fields that this family sets otherwise than most.
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
@@ -68,7 +68,7 @@ def decoder(settings: ConfigJson, **family_fields: Any) -> DecoderConfig:
         "width": settings["hidden_size"],
         "layers": settings["num_hidden_layers"],
         "heads": settings["num_attention_heads"],
-        # Without it every query head has keys of its own, as in Llama 1.
+        # A file without num_key_value_heads gives every query head its own keys, as in Llama 1.
         "kv_heads": settings.get("num_key_value_heads") or settings["num_attention_heads"],
         "head_dim": size,
         "mlp_width": settings["intermediate_size"],
@@ -115,7 +115,9 @@ def activation(settings: ConfigJson, key: str) -> str:
 
 
 def windows(settings: ConfigJson, default_local: list[bool]) -> dict[str, Any]:
-    """Returns the fields of DecoderConfig on sliding windows; default_local: which layers have one without layer_types.
+    """Returns the fields of DecoderConfig on sliding windows.
+
+    default_local: whether each layer has a window, for a file without layer_types.
 
     Raises: UserError, if layer_types has another kind or number of layers.
     """

@@ -100,7 +100,7 @@ class Decoder:
         return jax.eval_shape(lambda: self.init(jax.random.key(0)))
 
     def size(self, *, active: bool = False) -> int:
-        """Returns the number of parameters; active: of those that a token meets, with the experts that it chooses."""
+        """Returns the number of parameters; active: only those that a token meets, with the chosen experts."""
         sizes = {path_name(path): x.size for path, x in jax.tree_util.tree_leaves_with_path(self.shapes)}
         if active and (mixture := self.cfg.mixture):
             expert_kernels = [name for name in sizes if "experts/" in name and "router" not in name]
@@ -160,7 +160,7 @@ class Decoder:
 
         positions [B, N, T] count from the first token of a completion. segment_ids [B, N, T] number the completions
         of a row. Each matrix product covers the tokens of prompts and rows together.
-        collected: what `collect` makes of the routing of the rows, with a leading axis for layers; None: no experts.
+        collected: result of `collect` for the routing of the rows, with a leading axis of layers, None without experts.
         """
         length = prompt.tokens.shape[1]
 
@@ -345,7 +345,7 @@ class Decoder:
             numbers = range(self.cfg.layers) if isinstance(layers, list) else jnp.arange(self.cfg.layers)
             layer, per_layer = deep.added(layer), (*per_layer, numbers)
         if not isinstance(layers, list):
-            # With one kind, `local` is a Python bool, so the layer's masks need no selection at run time.
+            # `local` is a Python bool if all layers are of one kind, so their masks need no selection at run time.
             same = len(set(kinds)) == 1
 
             def scanned_layer(x: Array, scanned: tuple[Any, ...]) -> tuple[Array, Any]:
@@ -368,9 +368,11 @@ class Decoder:
         if self.mesh is None:
             return x
         if by_width and self.cfg.width % self.mesh.shape["fsdp"] == 0:
-            # Without it, and with a vocabulary split over tensor, each device would hold the rows of all devices.
+            # The constraint keeps a device from holding the rows of all devices, if the vocabulary is split over
+            # tensor.
             x = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P("data", None, None, "fsdp")))
-        # Without the constraint XLA shards the width, as in the embedding, and each device holds all prompts.
+        # This constraint shards the prompts. XLA would shard the width, as in the embedding, and keep all prompts on a
+        # device.
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, BATCH))
 
     def _with_pictures(self, params: PyTree, x: Array, images: Images | None) -> tuple[jax.Array, Deep | None]:
@@ -382,7 +384,7 @@ class Decoder:
             return x, None
         assert self.cfg.vision and self._tower
         tower, (b, m) = self._tower, images.columns.shape
-        # Of the whole batch: one prompt with a picture costs as much as a picture in each.
+        # The condition is one for the whole batch: one prompt with a picture costs as much as a picture in each.
         vectors = jax.lax.cond(
             jnp.any(images.segments > 0),
             lambda: tower(params[TOWER], images).astype(x.dtype),

@@ -112,17 +112,17 @@ class Experts(nnx.Module):
         out = product(inside, down)
         out = _permuted(out, jnp.argsort(order)).reshape(-1, chosen_each, x.shape[-1])
         weights = jnp.where(on_this_device.reshape(weights.shape), weights, 0.0)[..., None]
-        # In float32: the weighted sum of a few rounded outputs must not be rounded again at each term.
+        # The sum is float32, because the few rounded outputs must not be rounded again at each term.
         y = jnp.sum(out.astype(jnp.float32) * weights, axis=1).astype(x.dtype)
         return y.reshape(x.shape), jax.tree.map(lambda r: r.reshape(*x.shape[:-1], -1), routing)
 
     def _route(self, x: Array, router: Array) -> tuple[Routing, jax.Array]:
         """x [M, D] -> routing of M tokens, and the weights [M, chosen] of the experts that they choose."""
-        # In float32: rounding would change which experts are chosen.
+        # The logits are float32, because rounding would change which experts are chosen.
         logits = jnp.matmul(x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
         probabilities = jax.nn.softmax(logits)
-        # After the softmax over all experts, as Qwen does it. Mixtral's softmax over the chosen alone is this one,
-        # normalized.
+        # The experts are chosen after the softmax over all experts, as in Qwen. Mixtral's softmax over the chosen
+        # experts is this one, normalized.
         weights, chosen = jax.lax.top_k(probabilities, self.mixture.chosen)
         if self.mixture.normalized:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -151,5 +151,5 @@ _learned.defvjp(_learned_forward, _learned_backward)
 
 
 def _permuted(rows: Array, order: Array) -> jax.Array:
-    # So its gradient is a permutation too, not a sum.
+    # unique_indices make the gradient a permutation too, and not a sum.
     return rows.at[order].get(unique_indices=True)

@@ -12,7 +12,7 @@ from jaxrl_llm.models.config import DecoderConfig, VisionConfig
 
 MODULES = {**names.modules(names.GEMMA), **names.SIGLIP}
 VISION_MODEL = {"model.vision_tower.": "model.vision_tower.vision_model."}
-# Those of the hub: outside of modules, and in the classes of version 4 of transformers.
+# Prefixes of files on the hub: names outside of modules, and names of the classes of transformers 4.
 OUTSIDE = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.", "model.": ""}
 NAMES = names.renamed(names.renamed(MODULES, VISION_MODEL), OUTSIDE)
 OTHERS = (names.renamed(MODULES, OUTSIDE), names.renamed(MODULES, VISION_MODEL))

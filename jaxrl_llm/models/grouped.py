@@ -90,12 +90,12 @@ def _by_blocks(rows: Array, kernels: Array, sizes: Array, *, precision: Any) -> 
         group, first = blocks.at(i)
         block = jax.lax.dynamic_slice_in_dim(padded, first, blocks.size)
         kernel = jax.lax.dynamic_index_in_dim(kernels, group, keepdims=False)
-        # In order: the next group writes over what this one leaves in its rows.
+        # The order matters, because the next group writes over what this group leaves in its rows.
         return jax.lax.dynamic_update_slice_in_dim(products, jnp.matmul(block, kernel, precision=precision), first, 0)
 
     products = jnp.zeros((len(padded), kernels.shape[2]), rows.dtype)
-    # Only as many blocks as there are: at most rows / size + groups. JAX cannot differentiate a loop of unknown length,
-    # so `grouped_matmul` has a gradient of its own.
+    # The loop covers only the blocks in use, at most rows / size + groups. JAX cannot differentiate a loop of unknown
+    # length, so `grouped_matmul` has a gradient of its own.
     return jax.lax.fori_loop(0, blocks.total, step, products)[: len(rows)]
 
 

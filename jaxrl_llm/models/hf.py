@@ -49,7 +49,7 @@ HEADS = (HEAD, SCORE)  # a model that gives values has neither among its decoder
 # Vision-language models whose config.json does not name the family of their text model -> that family.
 VISION = {"internvl_chat": "qwen2", "mllama": "llama", "qwen2_5_omni": "qwen2"}
 ADAPTER = "adapter_config.json"  # of a folder that PEFT wrote
-# Of the channels of pictures, in CLIP and where a file says nothing.
+# Mean and deviation of each channel of pixels, in CLIP and wherever a file has none.
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # in safetensors' words, and in those of config.json
 
@@ -231,7 +231,7 @@ def _unsupported(family: str, settings: dict[str, Any], known: list[str]) -> str
 
 
 def stored_dtype(folder: Path) -> np.dtype:
-    """Dtype of the folder's weights: of the files, because config.json may say another one; without files, of this.
+    """Returns the dtype of the folder's weights: of its files, or of config.json if the folder has no weights.
 
     Raises: UserError, if we cannot write it.
     """
@@ -295,7 +295,7 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
             # A model that reads pictures may have it among the settings of its text model.
             value = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
             values = value if isinstance(value, list) else [] if value is None else [value]
-            # Not isinstance: True is an int.
+            # `type` is compared, because isinstance takes True for an int.
             if not all(type(x) is int for x in values):
                 raise UserError(f"{folder / name}: eos_token_id is {value!r}: give a token's number, or a list of them")
             ids.update(values)
@@ -319,8 +319,8 @@ def load_params(
     """Loads float32 parameters. Each shard is read directly from the file to its devices.
 
     learns: False for a model that never learns: its parameters have the dtypes of `Decoder.as_used`.
-    parts: of the tree; (): all. unused: tensors of the folder that are not loaded here. keep(path, parameter): what to
-    keep of a parameter.
+    parts: top names of the tree to load, () = all. unused: tensors of the folder that are not loaded here.
+    keep(path, parameter): returns what to keep of a parameter.
     Raises: UserError, for a tensor that is missing, unknown or of the wrong shape, and for a broken file.
     """
     where = _index(folder)
@@ -408,7 +408,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _conversion(folder: Path) -> str:
     """Says how a folder gets its weights as safetensors."""
-    # In the hub's cache, which has only files that we can read.
+    # A folder of the hub's cache has only files of the formats that we asked for.
     if folder.parent.name == "snapshots":
         repo = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
         return (
@@ -485,7 +485,7 @@ def _equal(where: dict[str, Any], name: str, other_name: str) -> bool:
 def _read(
     folder: Path, where: dict[str, Any], form: str, spans: tuple[range, ...], dtype: Any, axes: tuple[int, ...]
 ) -> np.ndarray:
-    """Reads the part `spans` of the parameter whose tensors are called `form`; axes: of `names.axes`.
+    """Reads the part `spans` of the parameter whose tensors are called `form`; axes: result of `names.axes`.
 
     Raises: UserError, for a number that is not finite.
     """

@@ -22,7 +22,7 @@ from jaxrl_llm.models.names import TensorNames
 from jaxrl_llm.structs import Array, PyTree
 
 SHARD_BYTES = 5 * 2**30
-# With the first, transformers looks for adapters; the second is about other weights.
+# transformers would look for adapters because of the first file, and the second one is about other weights.
 NOT_COPIED = ("adapter_config.json", "pytorch_model.bin.index.json")
 COPIED = (".json", ".jinja", ".txt", ".model")
 
@@ -111,8 +111,8 @@ def _index(stacked: PyTree, i: Array) -> jax.Array:
 def tensors(params: PyTree, table: TensorNames, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the name and value of each Hugging Face tensor, fetched from the devices one at a time.
 
-    A kernel with an adapter is merged, a layer at a time. table: of the family. A head that is tied to the
-    embedding is not yielded: the embedding has its values.
+    A kernel with an adapter is merged, a layer at a time. table: names of the family's tensors. A head that is tied to
+    the embedding is not yielded, because the embedding has its values.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, adapters.is_kernel):
         name = sharding.path_name(path)

@@ -47,7 +47,7 @@ class LoraKernel(AdaptedKernel):
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(AdapterKind):
-    """LoRA of rank r with the scale s. rs: rank-stabilized scaling. path: of a folder of PEFT to start from."""
+    """LoRA of rank r with the scale s. rs: rank-stabilized scaling. path: folder of PEFT adapters to start from."""
 
     rank: AtLeastOne
     alpha: Positive

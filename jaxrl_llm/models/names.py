@@ -43,16 +43,16 @@ DENSE = {
     "layers/mlp/down/kernel": "model.layers.{}.mlp.down_proj.weight",
     "layers/mlp/down/bias": "model.layers.{}.mlp.down_proj.bias",
 }
-# With norms also after attention and MLP.
+# Names of a decoder that has norms after attention and MLP too.
 GEMMA = DENSE | {
-    # In the other families the tensor of this name is the norm before the MLP.
+    # Elsewhere the tensor of this name is the norm before the MLP.
     "layers/attention_post_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
     "layers/mlp_norm/scale": "model.layers.{}.pre_feedforward_layernorm.weight",
     "layers/mlp_post_norm/scale": "model.layers.{}.post_feedforward_layernorm.weight",
 }
 
 
-# With experts instead of an MLP.
+# Names of a decoder that has experts instead of an MLP.
 EXPERTS = DENSE | {
     "layers/experts/router/kernel": "model.layers.{}.mlp.gate.weight",
     "layers/experts/gate/kernel": "model.layers.{}.mlp.experts.{}.gate_proj.weight",
@@ -84,7 +84,7 @@ TOWER = {
     "visual/merger/down/kernel": "visual.merger.mlp.2.weight",
     "visual/merger/down/bias": "visual.merger.mlp.2.bias",
 }
-# That of Qwen3-VL.
+# The tower of Qwen3-VL.
 DEEP_TOWER = TOWER | {
     "visual/patches/bias": "visual.patch_embed.proj.bias",
     "visual/table/embedding": "visual.pos_embed.weight",
@@ -105,7 +105,7 @@ DEEP_TOWER = TOWER | {
     "visual/deep/down/kernel": "visual.deepstack_merger_list.{}.linear_fc2.weight",
     "visual/deep/down/bias": "visual.deepstack_merger_list.{}.linear_fc2.bias",
 }
-# That of Gemma 3, in the modules of transformers.
+# The tower of Gemma 3, in the modules of transformers.
 SIGLIP = {
     "visual/patches/still/kernel": "model.vision_tower.embeddings.patch_embedding.weight",
     "visual/patches/bias": "model.vision_tower.embeddings.patch_embedding.bias",
@@ -140,7 +140,7 @@ def modules(table: TensorNames) -> TensorNames:
 
 
 def renamed(table: TensorNames, prefixes: Mapping[str, str]) -> TensorNames:
-    """Returns a table with other prefixes: of each name, the first of these is replaced."""
+    """Returns a table in which the first matching prefix of each name is replaced."""
     names = dict(table)
     for path, name in table.items():
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
@@ -161,7 +161,7 @@ def module_table(family: str) -> TensorNames:
 def table_of(family: str, tensors: Collection[str]) -> TensorNames:
     """Returns the table of a family that has the names of a file's tensors, or of most of them."""
     others = getattr(importlib.import_module(f"jaxrl_llm.models.{family}"), "OTHERS", ())
-    # Of a stack, the first tensor.
+    # The first tensor of a stack stands for all of it.
     count = lambda table: sum(form.format(0, 0) in tensors for form in table.values())  # noqa: E731
     return max((family_table(family), module_table(family), *others), key=count)
 

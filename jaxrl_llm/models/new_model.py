@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
-# As in Qwen2.5-VL: around a picture, and in its place.
+# The tokens of Qwen2.5-VL around a picture, and in its place.
 BEGINS, ENDS, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
@@ -98,7 +98,7 @@ def write_folder(folder: Path, sizes: Mapping[str, Any], rows: list[dict[str, An
 def _with_tower(text: dict[str, Any], tower: Mapping[str, Any], vocabulary: Mapping[str, int]) -> dict[str, Any]:
     """Returns the config.json of a Qwen2.5-VL model with this text model. tower: sizes."""
     pairs = text["hidden_size"] // text["num_attention_heads"] // 2
-    # Of the pairs of numbers that turn with a position: time, row and column, about as in Qwen2.5-VL.
+    # The pairs of numbers that turn with time, row and column, in about the shares of Qwen2.5-VL.
     time, row = pairs // 4, (pairs - pairs // 4) // 2
     rope = {"rope_type": "default", "rope_theta": text["rope_theta"], "mrope_section": [time, row, pairs - time - row]}
     whole = ("architectures", "model_type", "rope_theta")
@@ -125,7 +125,7 @@ def _texts(content: Any) -> list[str]:
         return [content]
     messages = content if isinstance(content, (list, tuple)) else ()
     contents = [message["content"] for message in messages if isinstance(message, dict) and "content" in message]
-    # With pictures, a content is a list of parts.
+    # The content of a message with pictures is a list of parts.
     return ["".join(_parts(content)) if isinstance(content, list) else str(content) for content in contents]
 
 
@@ -143,7 +143,7 @@ def _train_tokenizer(texts: list[str], max_tokens: int, vision: tuple[str, ...] 
     special = [PAD, USER, ASSISTANT, END, *vision]
     # use_regex=False: it would split by GPT-2's rule, and PIECES is Qwen2's.
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    # Without a merge every byte that occurs is a token; a byte that does not occur has none.
+    # The tokenizer has no merges: each byte that occurs in the texts is a token, and other bytes have none.
     characters = {c for piece, _ in byte_level.pre_tokenize_str("".join(sorted(set("".join(texts))))) for c in piece}
     # Sorted: the same texts give the same ids, in every process.
     vocabulary = {token: i for i, token in enumerate([*special, *sorted(characters)])}

@@ -23,7 +23,7 @@ from jaxrl_llm.models.attention import KeyValue, bounded
 from jaxrl_llm.structs import Array
 
 SMALLEST = float(jnp.finfo(jnp.float32).tiny)  # of the scale of a token whose keys or values are all 0
-# Not -inf: a page of which a query sees nothing would give NaN. Two of them can be added.
+# A finite number, because with -inf a page of which a query sees nothing would give NaN. The sum of two is finite too.
 HIDDEN = float(jnp.finfo(jnp.float32).min) / 4
 
 
@@ -34,7 +34,7 @@ class Pages(NamedTuple):
     # the time.
     keys: Array  # [K, p, h, s]
     values: Array  # [K, p, s, h]
-    # Of pages in int8: what a token's integers are multiplied by. It depends on this token alone, in a head.
+    # Scales of int8 pages, which multiply a token's integers. A scale depends on one token in one head.
     key_scale: Array | None = None  # [K, p, s]
     value_scale: Array | None = None  # [K, p, s]
 
@@ -98,7 +98,7 @@ def attend(
 ) -> jax.Array:
     """Attends to prompts and pages: query [K, S, T, R, h] -> [K, S, T, R, h] in float32.
 
-    hidden: of pages [p, T, s] and of prompts [e, G * T or 1, P], as `score` takes them.
+    hidden: masks of pages [p, T, s] and of prompts [e, G * T or 1, P], as `score` takes them.
     """
     score_all = partial(score, soft_cap=soft_cap, precision=precision)
     page_scores = score_all(query[:, readers.owner], pages, hidden[0])
@@ -159,8 +159,8 @@ def over_pages(operation: Callable[[Array, Array], Array], x: Array, readers: Re
         have = (place < count).reshape(1, -1, *(1,) * (x.ndim - 2))
         return jnp.where(have, x[:, jnp.minimum(place, count - 1)], nothing)
 
-    # In the order of the tokens, wherever the pages are: the numbers do not depend on the scheduler. A loop, because
-    # for one sum over an axis of pages a CPU needs thirty times as long.
+    # The loop follows the order of the tokens, so the numbers do not depend on where the scheduler puts pages. One sum
+    # over an axis of pages would take a CPU thirty times as long.
     return jax.lax.fori_loop(1, readers.table.shape[1], lambda j, joined: operation(joined, page(j)), page(0))
 
 
@@ -183,7 +183,7 @@ def attend_prompts(
     soft_cap: float = 0.0,
     precision: jax.lax.Precision | None = None,
 ) -> Partial:
-    """Attends to prompts alone: query [K, S, T, R, h] -> Partial [K, S, T, R]. hidden: see `attend`."""
+    """Attends to prompts alone: query [K, S, T, R, h] -> Partial [K, S, T, R]. hidden: mask, as for `attend`."""
     scores = score(by_group(query, readers), prompts, hidden, soft_cap=soft_cap, precision=precision)
     top = _once(jnp.max(scores, axis=-1))
     out, total = weigh(scores, top, prompts, dtype=query.dtype, precision=precision)

@@ -49,7 +49,7 @@ def attend_own(
     k, rows, r, h = query.shape
     page = pages.values.shape[2]
     start, width = seen_from(length, window, page, table.shape[1])
-    # Not by the number of sequences: the numbers of one would depend on how many there are.
+    # The parts do not depend on the number of sequences, so that a sequence's numbers do not either.
     each = max(1, PART // page, -(-width // MOST))
     parts = -(-width // each)
     more = max(TILE, pl.next_power_of_2(r)) - r

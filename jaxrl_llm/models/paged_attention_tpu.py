@@ -25,7 +25,8 @@ from jaxrl_llm.structs import Array
 
 MOST = 8  # pages of a program
 LANES, SUBLANES = 128, 16  # the least tile of memory, of bfloat16
-# For the pages of two programs: those of one are copied while the other computes. The compiler allows twice as much.
+# Memory for the pages of two programs: one program's pages are copied while the other computes. The compiler allows
+# twice as much.
 BYTES = 8 * 2**20
 
 
@@ -161,7 +162,7 @@ def _attend(copied: Any, start: Any, length: Any, query: Any, *refs: Any, soft_c
         top[...] = jnp.full(top.shape, HIDDEN, jnp.float32)
         total[...] = jnp.zeros(total.shape, jnp.float32)
 
-    # Not `//`: its sign would make JAX ask for the TPU of this machine, which need not have one to compile for it.
+    # `div` and not `//`, whose sign would make JAX ask for this machine's TPU: a machine without one can compile too.
     first = (jax.lax.div(start[row], page) + step * each) * page
 
     @pl.when(first < length[row])
@@ -182,7 +183,7 @@ def _attend(copied: Any, start: Any, length: Any, query: Any, *refs: Any, soft_c
 
 
 def _write(page: Any, offset: Any, *refs: Any, each: int, axis: int) -> None:
-    """One program: writes `each` tokens, whose pages are copied from the memory and back. axis: of tokens in a page."""
+    """One program: writes `each` tokens, whose pages are copied from the memory and back. axis: a page's token axis."""
     tokens, pages_out, buffers, arrived = refs[:2], refs[4:6], refs[6:8], refs[8]
     first = pl.program_id(0) * each
 
@@ -199,7 +200,7 @@ def _write(page: Any, offset: Any, *refs: Any, each: int, axis: int) -> None:
 
     def change(i: Array) -> None:
         for token, buffer in zip(tokens, buffers, strict=True):
-            # In float32, because not all TPUs select among bfloat16.
+            # The selection is float32, because not all TPUs select among bfloat16.
             old, new = buffer[i].astype(jnp.float32), token[i].astype(jnp.float32)
             at = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis) == offset[first + i]
             buffer[i] = jnp.where(at, new, old).astype(buffer.dtype)

@@ -46,7 +46,7 @@ BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 def save(folder: Path, params: PyTree, adapters: Adapters, base: str) -> None:
     """Writes a folder that PEFT loads onto the model `base`. All processes call it, and the first one writes.
 
-    params: of the adapters, whose kind PEFT has. An old `folder` is replaced as a whole.
+    params: parameters of the adapters, whose kind PEFT has. An old `folder` is replaced as a whole.
     Raises: UserError, if the disk write fails.
     """
     # All processes take part: a sharded array is gathered by all of them, and only the first one writes.

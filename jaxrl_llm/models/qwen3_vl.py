@@ -22,7 +22,7 @@ def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
 
 
 def decoder(hf: dict[str, Any], text: config_json.ConfigJson, **fields: Any) -> DecoderConfig:
-    """Makes the DecoderConfig of a model with this tower. text, fields: as of `vision_json.decoder`.
+    """Makes the DecoderConfig of a model with this tower. text, fields: arguments of `vision_json.decoder`.
 
     Raises: UserError, naming a key that does not fit.
     """

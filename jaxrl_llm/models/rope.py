@@ -32,7 +32,7 @@ def plain(theta: float, size: int) -> Rope:
 
 def rotary(positions: Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine [B, N, T, h / 2] for positions [B, N, T], or [B, N, T, 3] along several axes."""
-    # In float32 whatever the model's dtype: bfloat16 cannot count positions above 256.
+    # Positions are float32 whatever the model's dtype, because bfloat16 cannot count above 256.
     at = positions.astype(jnp.float32)
     at = at[..., np.array(rope.axes or (0,) * len(rope.frequencies))] if at.ndim == 4 else at[..., None]
     angles = at * jnp.asarray(rope.frequencies, jnp.float32)[None, None, None]
@@ -72,12 +72,12 @@ def settings(hf: dict[str, Any], layers: str = "full_attention") -> dict[str, An
         )
     if settings.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError("config.json: partial_rotary_factor is not 1: only heads that rotate as a whole are supported")
-    # Within rope_parameters theta stands among the settings, and wins.
+    # A theta among the settings wins, as in rope_parameters.
     return {"rope_theta": hf.get("rope_theta", 10_000.0)} | settings | {"rope_type": kind}
 
 
 def read(rope: dict[str, Any], size: int, max_positions: int) -> Rope:
-    """Makes the rotary embedding of heads of this size from `settings`; max_positions: of config.json.
+    """Makes the rotary embedding of heads of this size; max_positions: value of max_position_embeddings.
 
     Raises: UserError, naming a setting that is missing or no number.
     """
@@ -100,7 +100,7 @@ def read(rope: dict[str, Any], size: int, max_positions: int) -> Rope:
 
 
 def _plain(theta: float, size: int) -> np.ndarray:
-    # In float32 from the start, as transformers and vLLM: float64 would give other angles at large positions.
+    # All steps are float32, as in transformers and vLLM: float64 would give other angles at large positions.
     exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
     return np.float32(1) / np.float32(theta) ** exponents
 

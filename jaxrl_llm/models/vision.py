@@ -36,7 +36,7 @@ QUERIES = 256
 
 
 class Tower:
-    """Pure functions over a parameter tree {"patches", "table", "layers", "merger", "deep"}; table, deep: of some only.
+    """Pure functions over a parameter tree {"patches", "table", "layers", "merger", "deep"}; some lack table or deep.
 
     The layers are stacked and scanned.
     """
@@ -107,7 +107,7 @@ class Tower:
         return jax.lax.cond(whole, in_pictures, in_windows, query, key, value, segments)
 
     def _split_by_prompt(self, x: Array) -> jax.Array:
-        # Without the constraint XLA may follow the kernels, which are split over fsdp, and hold all prompts.
+        # XLA may otherwise follow the kernels, which are split over fsdp, and hold all prompts on a device.
         return x if self.mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, BATCH))
 
 

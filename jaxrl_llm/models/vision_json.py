@@ -21,7 +21,7 @@ def decoder(
 ) -> DecoderConfig:
     """Makes the DecoderConfig of a text model with a tower, from `text_settings`.
 
-    interleaved: neighbouring frequencies turn with other axes. fields: those of the text model's family.
+    interleaved: whether neighbouring frequencies turn with other axes. fields: fields of the text model's family.
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
     plain, sections = without_sections(settings)
