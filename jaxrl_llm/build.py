@@ -139,7 +139,7 @@ def opened_run(
     config, workdir = with_names(config), Path(workdir)
     with at_work(workdir, signals=signals, command=command) as place:
         # First: the checks need the schedules' length.
-        # Of plain values: a config may have fields that refer to others.
+        # The config is read as plain values, because its fields may refer to other fields.
         config.update_from_flattened_dict(workdirs.beginning(workdir, flatten(config.to_dict())))
         recipe = read(config)
         place.config = config.to_dict()
@@ -253,7 +253,7 @@ def make_learning(
 ) -> Learning:
     """Combines scorers, credit and learners.
 
-    params() gives the policy's first parameters, if all of them learn; base: those beside its adapters.
+    params() returns the policy's first parameters, if all of them learn; base: parameters beside its adapters.
     other(section) -> a model that never learns.
     """
     sizes, mesh, sampling, needed = recipe.sizes, models.mesh, recipe.rollout.sampling, recipe.columns
@@ -342,7 +342,7 @@ def open_outputs(
 
 
 def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs, room: int) -> Actor:
-    """Starts the engine and builds the actor. room: of `cache_memory`."""
+    """Starts the engine and builds the actor. room: bytes that `cache_memory` returns."""
     dataset, opened, mesh = inputs.dataset, place.opened, inputs.models.mesh
     collate = partial(data.make_prompts, dataset, pad_id=inputs.tokenizer.pad_token_id)
     curriculum, iterator = drawn(dataset, collate, recipe.data, batch=recipe.prompts_per_step, seed=recipe.seed)
@@ -389,7 +389,7 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs, room: int) -> A
 def cache_memory(recipe: Recipe, models: Models, learning: Learning, mesh: Mesh, states: PyTree, memory: int) -> int:
     """Returns the bytes of a device that the cache of the in-JAX engine may take; 0: no bound is known.
 
-    mesh: of the engine; states: that are in memory, as shapes or arrays; memory: bytes of a device, 0: not known.
+    mesh: mesh of the engine; states: arrays in memory, or their shapes; memory: bytes of a device, 0 = unknown.
     """
     policy = learning.learners["policy"]
     params, in_int8 = policy.all_parameters(policy.shapes), recipe.chosen_engine.in_int8
@@ -401,7 +401,7 @@ def cache_memory(recipe: Recipe, models: Models, learning: Learning, mesh: Mesh,
 def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int, room: int) -> StreamSizes:
     """Returns the sizes of a step's sampling by the in-JAX engine on its mesh, for prompts of this width.
 
-    room: of `cache_memory`.
+    room: bytes that `cache_memory` returns.
     """
     choice, length, (prompts, enough) = recipe.chosen_engine, recipe.rollout.max_completion_tokens, recipe.sampled
     bounds: dict[str, Any] = dict(
@@ -414,7 +414,7 @@ def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int, room: i
 
 
 def self_test_facts(recipe: Recipe, tools: list[dict[str, Any]]) -> Facts:
-    """Returns what the self-test needs to know of a recipe; tools: that the chat template describes."""
+    """Returns what the self-test needs to know of a recipe; tools: schemas that the chat template describes."""
     return Facts(
         dtype=recipe.model.dtype,
         gradient_dtype=recipe.optim.gradient_dtype,

@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
     """ArgumentParser that raises a one-line `UserError` for a wrong command line."""
 
     def __init__(self, program: str, **options: Any):
-        """program: a module, which the usage shows unless a command, as `jaxrl NAME`, was typed. options: as there."""
+        """program: module that the usage shows, unless `jaxrl NAME` was typed. options: arguments of ArgumentParser."""
         typed = sys.argv[0].startswith(("jaxrl ", "jaxrl-"))
         super().__init__(prog=sys.argv[0] if typed else f"python -m {program}", **options)
 
@@ -88,7 +88,7 @@ def describe(error: BaseException, within: str = "") -> str:
 
 
 def place(error: BaseException, within: str = "") -> str:
-    """Returns file and line of an exception, such as "rewards.py:7"; within: as for `describe`."""
+    """Returns file and line of an exception, such as "rewards.py:7"; within: argument of `describe`."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     frames = [f for f in frames if f.filename == within] or [f for f in frames if is_users(f.filename)] or frames
     file = "cell" if CELL.match(frames[-1].filename) else frames[-1].filename
@@ -96,7 +96,7 @@ def place(error: BaseException, within: str = "") -> str:
 
 
 def is_users(file: str) -> bool:
-    """Returns whether the file of a code is the user's: of no installed package, and not of this one."""
+    """Returns whether a file of code belongs to the user, and neither to an installed package nor to this one."""
     others = (*INSTALLED, Path(__file__).parent)
     return bool(CELL.match(file)) or not (file.startswith("<") or any(map(Path(file).is_relative_to, others)))
 

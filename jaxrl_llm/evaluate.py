@@ -325,7 +325,7 @@ def of_run(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
         "chat_template_args": data.chat_template_args,
         "today": data.today,
         "max_completion_tokens": run.config["rollout"]["max_completion_tokens"],
-        # As many sequences at a time as in a rollout of the run.
+        # The number of sequences at a time is that of a rollout of the run.
         "batch": max(sequences // args.samples, 1),
         "dtype": run.config["model"]["dtype"],
     }

@@ -177,7 +177,7 @@ def make_learning(
 ) -> Supervised:
     """Combines the reference, if the loss asks for it, and the policy.
 
-    params() gives the policy's first parameters; base: those that do not learn; None: all do.
+    params() returns the policy's first parameters; base: parameters that do not learn, None if all learn.
     """
     mesh, needed, at_once = models.mesh, recipe.loss_columns, recipe.sizes.at_once
     learns = policy_parameters(models, params, base, recipe.seed)
@@ -188,7 +188,7 @@ def make_learning(
 
 
 def first_params(recipe: SftRecipe, inputs: Inputs) -> PyTree:
-    """Returns the parameters that the run begins with: those of a folder, or new ones."""
+    """Returns the parameters that the run begins with, from a folder or new."""
     model, mesh = inputs.models.model, inputs.models.mesh
     if recipe.model.path:
         return inputs.params()

@@ -89,7 +89,7 @@ class Prompt(NamedTuple):
 
     def narrowed(self, width: int, patches: int) -> Prompt:
         """Returns the last `width` tokens and the first `patches` of each prompt. Nothing else may be there."""
-        # Without any picture, a model computes as for texts.
+        # A batch without any picture is computed as text.
         images, first = self.images if patches else None, self.tokens.shape[-1] - width
         if images is not None:
             tokens = images.sizes.tokens * patches // images.sizes.patches

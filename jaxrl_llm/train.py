@@ -50,7 +50,7 @@ def rl_step(session: Session, parts: Parts, lent: Lent, step: int) -> tuple[Lent
         record = Record(step, timer, samples.tokens(), updates, metrics, updated, scored, samples, batch.rewards)
         parts.book.keep()
         session.commit(states, record)
-        # Last: it may run other programs on the devices.
+        # The push comes last: it may launch programs, and collectives must keep one order.
         return actor.push(states, learning.policy(states), step), record
 
 

@@ -113,7 +113,7 @@ def parse_config(parser: Parser, argv: list[str] | None = None) -> tuple[Config,
     file = find(known.config)
     known.config = str(file)  # also where it was the name of a shipped config
     config = load(file)
-    # At the end of sys.path, so that these files do not hide installed modules.
+    # The folders go to the end of sys.path, so that their files do not hide installed modules.
     folders = [*_folders(file), Path.cwd()]
     sys.path += [folder for folder in map(str, folders) if folder not in sys.path]
     for argument in rest:
@@ -143,7 +143,7 @@ def find(config: str | Path) -> Path:
     if path.is_file():
         return path
     known = configs.names()
-    # With .py a file is meant, and it is not there.
+    # A name that ends in .py means a file, which is missing here.
     if name in known and not path.suffix:
         return configs.FOLDER / f"{name}.py"
     if (shipped := name.removeprefix("configs/")) in known:
@@ -163,7 +163,7 @@ def load(config: str | Path) -> Config:
     path = find(config)
     try:
         with importing_from(*_folders(path)):
-            # Not an import: a config file may have any name, and each load must run it anew.
+            # The file is run and not imported, because it may have any name, and each load must run it anew.
             get_config = runpy.run_path(str(path)).get("get_config", lambda: None)
             returned = get_config()
     except UserError as error:
@@ -235,14 +235,14 @@ def override(config: Config, name: str, text: str) -> None:
 
 
 def _parse(name: str, old: Any, text: str) -> Any:
-    # As it is: in a field of text, 1 or None is a name.
+    # A text field takes the text as it is, so that 1 or None can be a name.
     if isinstance(old, str):
         return text
     value = _tuple(text) if isinstance(old, tuple) else _literal(text)
     # A person writes 1 for 1.0.
     if isinstance(old, float) and type(value) is int:
         value = float(value)
-    # Not isinstance: True is an int.
+    # `type` is compared, because isinstance takes True for an int.
     if type(value) is not type(old):
         raise UserError(f"config.{name} {problem(text, old, name)}")
     return value
@@ -267,7 +267,7 @@ def _tuple(text: str) -> tuple[Any, ...]:
 
 def _literal(text: str) -> Any:
     try:
-        # As JSON and YAML write them, which many type by habit.
+        # Many people type true and false by habit, as JSON and YAML write them.
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
     except (ValueError, SyntaxError):
         return text
@@ -276,7 +276,7 @@ def _literal(text: str) -> Any:
 def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
     """Flattens a config, a section or a dict to {"optim.learning_rate": 1e-5, ...}. Those of OPEN stay dicts."""
     flat: dict[str, Any] = {}
-    # With the references: an override moves what refers to its field.
+    # References stay references, so that an override also changes the fields that refer to it.
     references = {"preserve_field_references": True} if isinstance(section, ConfigDict) else {}
     for key, value in section.items(**references):
         if isinstance(value, ConfigDict | dict) and prefix + key not in OPEN:

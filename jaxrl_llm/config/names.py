@@ -162,7 +162,7 @@ def is_ours(function: Callable[..., Any], module: Place) -> bool:
 
 
 def marked(**marks: Any) -> Callable[[T], T]:
-    """Returns a decorator that gives a function or a class attributes: what the checks of a config must know of it."""
+    """Returns a decorator that sets attributes of a function or a class, which the checks of a config read."""
 
     def mark(function: T) -> T:
         for name, value in marks.items():

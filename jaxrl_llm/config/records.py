@@ -159,7 +159,7 @@ def read_call(values: Mapping[str, Any], place: Place, what: str = "name") -> Ca
 def check_fields(known: Table, values: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
     """Checks that a config has exactly the fields of a table, with allowed values.
 
-    values: of the config, as a dict; flat: the same, as `flatten` gives them. Raises: UserError, naming the field.
+    values: the config as a dict; flat: the config as `flatten` returns it. Raises: UserError, naming the field.
     """
     for section, place in known.named.items():
         if f"{section}.name" not in flat:

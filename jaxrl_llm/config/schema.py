@@ -159,7 +159,7 @@ def fields_of(section: str, function: Callable[..., Any]) -> dict[str, Field]:
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
-        # Of a record, the hints of its fields: those that it inherits use names of another module.
+        # A record has the hints of its fields, because inherited fields use names of another module.
         plain = inspect.isclass(function) and not is_dataclass(function)
         return get_type_hints(function.__init__ if plain else function, include_extras=True)
     except NameError:  # an annotation uses a name that only type checkers import

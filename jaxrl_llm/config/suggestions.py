@@ -20,7 +20,7 @@ WORDS = {
     # veRL, EasyR1 and OpenRLHF count the prompts of a rollout; TRL's words for it count completions.
     "prompts_per_step": "batch_size train_batch_size rollout_batch_size",
     "prompts_per_update": "mini_batch_size ppo_mini_batch_size",
-    # There completions on one device, here prompts on all devices.
+    # veRL and TRL count the completions of one device; we count the prompts of all devices.
     "microbatch": "micro_batch_size micro_batch_size_per_gpu per_device_train_batch_size",
     # n: veRL's rollout.n.
     "group_size": "num_generations n n_samples_per_prompt",

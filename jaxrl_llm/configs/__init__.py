@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-# In the repository the files are in configs/ at its top. A wheel has them beside this file.
+# The repository has the files in configs/ at its top, and a wheel has them beside this file.
 FOLDER = Path(__file__).parent
 if not (FOLDER / "grpo.py").is_file():
     FOLDER = FOLDER.parent.parent / "configs"

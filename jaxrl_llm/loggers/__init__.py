@@ -121,7 +121,7 @@ class Background:
                 f"warning: {self._name} has not answered for {SILENT:g} s; the run goes on, and its records wait"
             )
         with self._changed:
-            # Before the append: a full deque drops its oldest call without a word.
+            # The count comes before the append, because a full deque drops its oldest call without a word.
             self._dropped += len(self._calls) == WAITING
             self._calls.append(call)
             self._changed.notify()
@@ -133,8 +133,8 @@ class Background:
                 self._changed.wait_for(lambda: self._calls or self._end < math.inf)
                 if not self._calls:
                     break
-                # Not taken out yet, and sent without the lock: a send may last minutes, and a step that writes must not
-                # wait for it.
+                # The call stays in the queue and is sent without the lock: a send may last minutes, and a step that
+                # writes must not wait for it.
                 call = self._calls[0]
             sent = self._persist(lambda: _send(logger, call), lambda tries: self._is_refused(logger, call, tries))  # noqa: B023
             with self._changed:
@@ -147,7 +147,7 @@ class Background:
             if time.monotonic() > self._end:
                 return
         if logger:
-            # To end is no sign that it takes records again.
+            # A close that succeeds is no sign that the logger takes records again.
             self._persist(lambda: (logger.close(),), answers=False)
 
     def _is_refused(self, logger: Logger, call: Call, tries: int) -> bool:
@@ -173,7 +173,7 @@ class Background:
     ) -> T | None:
         """Returns action(), repeated after errors; None if the run has ended before it succeeded, or it is refused.
 
-        is_refused: of the number of tries; asked after TRIES. answers: its success shows that the logger works again.
+        is_refused(tries): asked after TRIES. answers: whether a success shows that the logger works again.
         """
         pause, tries = PAUSES[0], 0
         while True:
@@ -199,10 +199,11 @@ class Background:
                 self._fails = False
                 return None
             with self._changed:
-                # At the end each call has one try: pauses would use up the seconds that are left for the others.
+                # Each call has one try at the end, because pauses would use up the seconds that are left for the
+                # others.
                 if self._end < math.inf:
                     return None
-                # No sleep: `close` must be able to end the pause.
+                # The pause is a wait and no sleep, because `close` must be able to end it.
                 self._changed.wait_for(lambda: self._end < math.inf, pause)
             pause = min(2 * pause, PAUSES[1])
 

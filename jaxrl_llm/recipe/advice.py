@@ -1,4 +1,4 @@
-"""Rules over a run's settings: what may ruin it, and what has no effect. They need no device and no weights."""
+"""Rules over a run's settings, which may ruin it or have no effect. They need no device and no weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RATE, WIDTH = 5e-5, 1024
 ADAPTERS = 10
 SUPERVISED = 10  # factor for fixed targets, in sft and for a critic: configs/sft.py has 2e-3 at width 128
 UPDATES, UPDATES_WITH_CRITIC = 4, 16  # per rollout; more give a warning
-# In an update: with as many, a published reward stayed flat, and one of a run with a critic swung.
+# Sequences of an update with which a published reward stayed flat, and the reward of a run with a critic swung.
 SEQUENCES, SEQUENCES_WITH_CRITIC = 64, 128
 LONG = 10_000  # updates, after which a published gradient norm climbed
 

@@ -67,7 +67,7 @@ def check_schedule(recipe: Settings, section: Any, name: str) -> None:
 
 
 def check_sft(recipe: SftRecipe, fields: Mapping[str, Any]) -> None:
-    """Checks what a run of `sft` is asked to do; fields: as for `check_train`. Raises: UserError, naming the field."""
+    """Checks the recipe of `sft`; fields: argument of `check_train`. Raises: UserError, naming the field."""
     check_shared(recipe, fields, recipe.prompts_per_step)
     check_supervised_loss(recipe)
     if recipe.model.path:

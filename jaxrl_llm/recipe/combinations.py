@@ -24,7 +24,7 @@ from jaxrl_llm.rollout.environments import check_episodes
 
 
 def check_algorithm(recipe: Recipe, fields: Mapping[str, Any]) -> None:
-    """Runs the checks of the algorithm; fields: as for `checks.check_train`. Raises: UserError, naming the field."""
+    """Checks the algorithm; fields: argument of `checks.check_train`. Raises: UserError, naming the field."""
     check_rewards(recipe)
     check_advantage(recipe)
     check_columns(recipe)

@@ -12,7 +12,7 @@ from jaxrl_llm.recipe.recipe import Recipe
 def check_no_effect(recipe: Recipe, fields: Mapping[str, Any]) -> None:
     """Refuses settings of `train` without effect. The values of configs/grpo.py are always allowed.
 
-    fields: as for `checks.check_train`. Raises: UserError, naming the field.
+    fields: argument of `checks.check_train`. Raises: UserError, naming the field.
     """
     weights, advantage = recipe.importance, f"advantage {recipe.advantage.name!r}"
     if weights.action == "none" or recipe.exact or (weights.action == "auto" and recipe.own_samples):

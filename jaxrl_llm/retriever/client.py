@@ -18,7 +18,7 @@ class RetrieverClient:
     """Asks a server for documents. Threads may share it."""
 
     def __init__(self, url: str, *, topk: int, timeout: float, retries: int):
-        """url: of the server, with or without /retrieve; timeout: seconds of a request; retries: after the first."""
+        """url: the server's, with or without /retrieve; timeout: seconds of a request; retries: further tries."""
         self._url = url if url.rstrip("/").endswith("/retrieve") else url.rstrip("/") + "/retrieve"
         self._topk, self._retries = topk, retries
         self._client = httpx.Client(timeout=timeout, trust_env=False)  # no proxy
@@ -66,6 +66,6 @@ def _documents(answer: Any, count: int) -> list[list[tuple[Document, float | Non
 
 
 def _document(hit: dict[str, Any]) -> tuple[Document, float | None]:
-    # Without scores a hit is the document itself.
+    # A hit without a score is the document itself.
     score = hit.get("score")
     return document({"id": ""} | hit.get("document", hit)), None if score is None else float(score)

@@ -66,7 +66,7 @@ class Encoder:
         tokens = self._tokenizer(list(texts), **options).to(self._device)
         states, mask = self._model(**tokens).last_hidden_state, tokens["attention_mask"][..., None]
         pooled = states[:, 0] if self._encoding.pooling == "cls" else (states * mask).sum(1) / mask.sum(1)
-        # Of unit length, so that the inner product is the cosine.
+        # The vectors get unit length, so that the inner product is the cosine.
         return torch.nn.functional.normalize(pooled.float(), dim=-1).cpu().numpy()
 
 

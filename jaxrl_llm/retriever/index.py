@@ -75,9 +75,9 @@ class Index:
             return []
         scores = self._scores.get_scores(known)
         few = min(topk, len(scores))
-        # A partition, not a sort: millions of scores for a few documents.
+        # The scores are partitioned and not sorted: millions of scores for a few documents.
         least = np.partition(scores, len(scores) - few)[len(scores) - few]
-        # With all that have the last score.
+        # All documents with the last score are candidates.
         candidates = np.flatnonzero((scores >= least) & (scores > 0))
         best = candidates[np.lexsort((candidates, -scores[candidates]))][:few]
         return [(self._documents[i], float(scores[i])) for i in best.tolist()]

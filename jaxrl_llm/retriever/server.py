@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from jaxrl_llm.retriever.index import Found
 
-# Of a body to arrive: a client that stops in the middle of one holds a place.
+# Seconds for a body to arrive, because a client that stops in the middle of one occupies a place.
 BODY_SECONDS = 10.0
 SearchFn = Callable[[list[str], int], list[Found]]
 
@@ -51,7 +51,7 @@ def application(search: SearchFn, bounds: Bounds) -> Starlette:
         nonlocal inside
         if inside >= bounds.waiting + bounds.workers:
             return _error(429, f"{inside} requests are here already: ask again later")
-        # Without a lock: only the event loop's thread changes it.
+        # No lock is needed, because only the event loop's thread changes the number.
         inside += 1
         try:
             queries, topk, scores = read(await _body(request, bounds), bounds)
@@ -59,7 +59,7 @@ def application(search: SearchFn, bounds: Bounds) -> Starlette:
                 # A client that has timed out asks again: without this look, overload feeds itself.
                 if await request.is_disconnected():
                     raise Refused(499, LEFT)
-                # In a thread: the event loop must go on to answer others.
+                # The search runs in a thread, so that the event loop can answer other requests.
                 hits_by_query = await run_sync(search, queries, topk, limiter=limiter)
         except Refused as refused:
             return _error(refused.status, refused.reason)

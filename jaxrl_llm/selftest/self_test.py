@@ -1,4 +1,4 @@
-"""The self-test: what must hold at step 0, checked on the run's own model, engine, data and reward functions.
+"""The self-test: checks of step 0 on the run's own model, engine, data and reward functions.
 
 A check gets a `Trial` and returns a `CheckReport`. To add one, write a function and add a line to CHECKS.
 docs/health.md lists the checks, their bounds, and what they cost.
@@ -31,11 +31,12 @@ from jaxrl_llm.selftest.trial import AGAIN, KEY, TOKENS, Dialog, Subject, Trial,
 from jaxrl_llm.structs import Array, Batch, Rollouts
 from jaxrl_llm.tasks import PREFILL
 
-# Of equal weights in two programs: half the square of a difference of log-probabilities, 1e-6 for float32.
+# Bounds of the KL between equal weights in two programs: half the square of a difference of log-probabilities, which is
+# 1e-6 for float32.
 KL, KL_ROUNDED = 1e-9, 1e-3
-# Of log-probabilities. In float32 the largest difference: 3e-6 for the embedded model on a CPU. Otherwise the mean,
-# because rare tokens differ by much more: 1.8e-3 in bfloat16 over 1,000 tokens (docs/LOG.md). `engine.max_gap` bounds
-# the largest difference of another engine, and so its mean too.
+# Bounds of differences of log-probabilities. float32 bounds the largest difference, which is 3e-6 for the embedded
+# model on a CPU. Other dtypes bound the mean, because rare tokens differ by much more: it is 1.8e-3 in bfloat16 over
+# 1,000 tokens (docs/LOG.md). `engine.max_gap` bounds the largest difference of another engine, and so its mean too.
 GAP, MEAN_GAP = 1e-4, 1e-2
 RATIO, RATIO_ROUNDED = 1e-4, 1e-2  # distance of the mean ratio from 1: exp of the above
 CLIPPED, CLIPPED_ROUNDED = 0.0, 0.01  # share of tokens; rounding may clip a few: the bound of the rule phantom_clipping
@@ -129,7 +130,7 @@ def reference_agrees(trial: Trial) -> CheckReport:
     """S1: at step 0 the reference is the policy."""
     if "ref_logprobs" not in trial.scores:
         return skipped("the run has no reference")
-    # Not by the reference's own program: it would make the same mistake twice.
+    # The reference's own program is not used, because it would make the same mistake twice.
     if trial.full:
         kl = float(trial.gradient("policy", 0)[1]["kl/ref"])
     elif "old_logprobs" in trial.scores:
@@ -140,7 +141,7 @@ def reference_agrees(trial: Trial) -> CheckReport:
         return skipped(MORE)
     text = f"KL to the reference {kl:.1e}"
     bound = KL if trial.parts.facts.dtype == "float32" else KL_ROUNDED
-    # With top-k or top-p it is the mean of d, and not of d^2 / 2.
+    # The bound is wider with top-k or top-p, because then the KL is the mean of d and not of d^2 / 2.
     if abs(kl) <= (np.sqrt(2 * bound) if trial.full and trial.parts.learning.sampling.truncates else bound):
         return CheckReport(text)
     cause = "the reference has other weights than the policy, or scores in another way"
@@ -377,7 +378,7 @@ def samples_differ(trial: Trial) -> CheckReport:
     tokens, logprobs = (np.where(rollouts.completion_mask, x, 0) for x in (rollouts.completions, rollouts.logprobs))
     first, mask = slice(0, AGAIN), trial.again.completion_mask
     again, others = np.where(mask, trial.again.completions, 0)[..., first], tokens.shape[1] - 1
-    # With the probability of the first completion, another one of its group repeats it by chance.
+    # Another completion of a group repeats the first one by chance with the first one's probability.
     equal = {"members of a group": (tokens == tokens[:, :1]).all() and others * logprobs[:, 0].sum()}
     equal["keys"] = np.array_equal(tokens[..., first], again) and logprobs[..., first].sum()
     findings = []

@@ -163,7 +163,7 @@ def prepare(parts: Subject, states: States, *, full: bool) -> Trial:
     params, mesh = learning.policy(states), learning.mesh
     parts.actor.wait()  # a thread that samples ahead uses the same engine and the same book
     group, count = learning.sizes.group_size, learning.sizes.prompts_per_step
-    # At least two prompts of each device, so that there are several micro-batches.
+    # Each device gets at least two prompts, so that the update has several micro-batches.
     if full:
         group, count = min(group, GROUP), max(2 * sharding.prompt_shards(mesh), PROMPTS)
     numbers = [number % len(parts.dataset.rows) for number in range(count)]

@@ -59,7 +59,7 @@ CPU_ENVIRONMENT = dict(
     # Saves 15 s of compiling at each start.
     TORCHINDUCTOR_CACHE_DIR=str(Path.home() / ".cache" / "jaxrl_llm" / "inductor"),
 )
-# Not the trainer's weight file, which may be in this folder too.
+# Names of vLLM's files in shared memory. The trainer's weight file, which may be there too, has another name.
 SHM, SHARED = Path("/dev/shm"), re.compile(r"psm_|sem\.|vllm_|__KMP_")
 TERMINATE, KILLED = 10.0, 5.0  # seconds to wait after SIGTERM and after SIGKILL
 WAITS = (1.0, 60.0)  # seconds: the first and the longest pause after a failed start; each failure doubles it
@@ -189,7 +189,7 @@ def running(args: argparse.Namespace, extra: list[str], temporary: str) -> Itera
         yield VllmProcess(process, write_log(process, args.log), shared_files)
     finally:
         if process:
-            # Before the guard: a kill -9 in between still finds one that ends the group.
+            # vLLM ends before its guard, so that the guard still ends the group after a kill -9 in between.
             end(process.pid, process.poll, shared_files)
             process.wait()
         if watchdog:
@@ -254,7 +254,8 @@ def end(group: int, reap: Callable[[], object] = lambda: None, files: Iterable[P
             while time.monotonic() < deadline:
                 # A zombie would keep its group in existence, so `killpg` would never say that the group is empty.
                 reap()
-                # In each round: workers map files until they end, and /proc does not list them afterwards.
+                # Each round looks again, because workers map files until they end, and /proc does not list them
+                # afterwards.
                 shared_files |= shared_memory(group)
                 os.killpg(group, 0)
                 time.sleep(0.1)
@@ -264,7 +265,8 @@ def end(group: int, reap: Callable[[], object] = lambda: None, files: Iterable[P
 
 def shared_memory(group: int) -> set[Path]:
     """Finds shared-memory files that Python, vLLM and OpenMP made for a process group. Finds none outside Linux."""
-    # By inode: the C library makes a semaphore under a passing name, with which /proc lists it for its maker.
+    # Files are compared by inode: the C library makes a semaphore under a temporary name, which /proc lists for its
+    # maker.
     inodes: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):
         # A process may end, or belong to another user, while /proc is read.
@@ -305,7 +307,7 @@ def _end(*_: object) -> None:
 def _end_at_eof() -> None:
     while os.read(0, 1):
         pass
-    # By a signal: only the main thread can leave through the `finally` blocks that end vLLM.
+    # A signal reaches the main thread, which alone can leave through the `finally` blocks that end vLLM.
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -353,7 +355,7 @@ def main() -> None:
 
 def serve(args: argparse.Namespace, extra: list[str], temporary: str) -> None:
     """Runs vLLM, and starts it again when it ends. Raises: UserError, if it ends before its first answer."""
-    # Before the first answer a wrong argument or a missing file ends it, and a restart would not help.
+    # vLLM that ends before its first answer has a wrong argument or lacks a file, so a restart would not help.
     url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}"
     address = f"{UNIX}{args.uds}" if args.uds else url
     guarded = "" if args.uds else "; each user of this machine may replace its weights: --uds PATH is for you alone"
