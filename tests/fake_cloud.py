@@ -30,16 +30,23 @@ OPTIONS = {
 GCLOUD = r"""
 printf -v call ' %q' "$@"
 echo "gcloud$call" >> "$CLOUD/log"  # in one write: others read and write at the same time
-worker=''
+worker='' node=''
 for word; do case $word in
   --command=*) text=${word#--command=} ;;
   --worker=*) worker=${word#--worker=} ;;
+  --node=*) node=${word#--node=} ;;
   *.tar) [ ! -e "$word" ] || source=$word ;;
   *.env) [ -e "$word" ] && source=$word || target=${word#*:} ;;
 esac; done
 need() { local state; read -r state < "$CLOUD/$1"; [ "$state" = "$2" ] || exit 255; }
 copy() { cp "$source" "$CLOUD/w$1/${target:-launch.tar}"; }
 remote() { cd "$CLOUD/$2$1" || exit; export HOME=$PWD WORKER=$1; exec bash -c "$text"; }
+# The workers of one slice are asked by its name, those of several by their request: each is a slice here.
+case " $* " in
+  *" queued-resources ssh "* | *" queued-resources scp "*) [ -e "$CLOUD/slices" ] && [ "$node" = "$worker" ] || exit 2 ;;
+  *" tpu-vm ssh "* | *" tpu-vm scp "*) [ ! -e "$CLOUD/slices" ] && [ ! "$node" ] || exit 2 ;;
+  *" --node-count=$WORKERS --node-prefix=tpu "*) touch "$CLOUD/slices" ;;
+esac
 all() { local pids=() status=0 pid; for ((i = 0; i < WORKERS; i++)); do ("$@" "$i" w) & pids+=($!); done
   for pid in "${pids[@]}"; do wait "$pid" || status=$?; done; return $status; }
 case " $* " in
