@@ -43,7 +43,8 @@ copy() { cp "$source" "$CLOUD/w$1/${target:-launch.tar}"; }
 remote() { cd "$CLOUD/$2$1" || exit; export HOME=$PWD WORKER=$1; exec bash -c "$text"; }
 # The workers of one slice are asked by its name, those of several by their request: each is a slice here.
 case " $* " in
-  *" queued-resources ssh "* | *" queued-resources scp "*) [ -e "$CLOUD/slices" ] && [ "$node" = "$worker" ] || exit 2 ;;
+  *" queued-resources ssh "* | *" queued-resources scp "*) 
+    [ -e "$CLOUD/slices" ] && [ "$node" = "$worker" ] || exit 2 ;;
   *" tpu-vm ssh "* | *" tpu-vm scp "*) [ ! -e "$CLOUD/slices" ] && [ ! "$node" ] || exit 2 ;;
   *" --node-count=$WORKERS --node-prefix=tpu "*) touch "$CLOUD/slices" ;;
 esac
