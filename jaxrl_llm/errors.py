@@ -61,7 +61,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_local(field: str, path: str) -> None:
-    """Raises: UserError, if a path names a bucket, such as gs://b/x, which a path of Python makes gs:/b/x."""
+    """Raises: UserError, if a path is in a bucket, such as gs://b/x (gs:/b/x in Python), or no text in this locale."""
+    if any("\udc80" <= character <= "\udcff" for character in path):  # bytes of a name that are no text here
+        name = os.fsencode(path)
+        raise UserError(f"{field} = {name!r} is no text in this locale: set PYTHONUTF8=1 or LC_ALL=C.UTF-8")
     if scheme := re.match(r"(gs|s3|az|abfs|hdfs):/+", path):
         remedy = {"gs": "gcsfuse", "s3": "mount-s3"}.get(scheme[1], "a tool that mounts it")
         raise UserError(

@@ -5,16 +5,18 @@ set -euo pipefail
 
 usage() {
   cat <<'END'
-Train on a TPU slice of a GKE cluster, as a JobSet.
+Train on a TPU slice of a GKE cluster, or on several, as a JobSet.
 
   launch/gke_jobset.sh --name NAME --image IMAGE --accelerator TYPE --topology 4x4 --nodes 4 --bucket BUCKET
                        [options] [-- trainer arguments]
 
   --name NAME             the JobSet; also names the work directory, /runs/NAME
   --image IMAGE           built from the Dockerfile of the checkout with EXTRA=tpu, pushed to a registry
-  --accelerator TYPE      cloud.google.com/gke-tpu-accelerator of the node pool, e.g. tpu-v5-lite-podslice
+  --accelerator TYPE      cloud.google.com/gke-tpu-accelerator of the node pool, e.g. tpu-v5-lite-podslice or tpu7x
   --topology AxB          cloud.google.com/gke-tpu-topology of the node pool, e.g. 4x4
   --nodes N               hosts of the slice: 4x4 chips of v5e are 4 hosts
+  --slices N              N such slices, each a node pool of several hosts, joined by a network. Only mesh.data goes over
+                          it: --config.mesh.data=N [1]
   --bucket BUCKET         a Cloud Storage bucket, mounted at /runs; see launch/tpu_pod.sh --help for what it needs
   --pvc CLAIM             instead a PersistentVolumeClaim that all pods may write (ReadWriteMany), such as Filestore
   --workdir DIR           below /runs [/runs/NAME]
@@ -28,14 +30,15 @@ Train on a TPU slice of a GKE cluster, as a JobSet.
   --dry-run               print the manifest, ready for kubectl apply -f -; apply nothing
 
 Applies the manifest with kubectl. The cluster needs GKE 1.30 and JobSet 0.10.1, or newer [trainer arguments: --config configs/grpo.py].
-The log:      kubectl logs -f -l jobset.sigs.k8s.io/jobset-name=NAME,batch.kubernetes.io/job-completion-index=0
+The log:      kubectl logs -f \
+  -l jobset.sigs.k8s.io/jobset-name=NAME,jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0
 To stop it:   kubectl delete jobset NAME   All pods save. The same command again resumes.
 END
 }
 
-name='' image='' accelerator='' topology='' nodes='' bucket='' pvc='' workdir='' service_account='' env_file='' spot='' restarts=20
+name='' image='' accelerator='' topology='' nodes='' slices=1 bucket='' pvc='' workdir='' service_account='' env_file='' spot='' restarts=20
 grace=300 dry_run=''
-options="--name --image --accelerator --topology --nodes --bucket --pvc --workdir --service-account --env-file --restarts --grace"
+options="--name --image --accelerator --topology --nodes --slices --bucket --pvc --workdir --service-account --env-file --restarts --grace"
 read_options "$options" "--spot --dry-run" "$@"
 shift "$words_read"
 for field in name image accelerator topology nodes; do
@@ -44,14 +47,18 @@ done
 [[ $name =~ ^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$ ]] ||
   die "--name '$name' is no name for Kubernetes: give at most 40 small letters, digits and -, e.g. --name grpo"
 [[ $topology =~ ^[0-9]+(x[0-9]+)+$ ]] || die "--topology '$topology' is not like 4x4"
-for field in nodes restarts grace; do
-  [[ ${!field} =~ ^[0-9]+$ ]] || die "--$field '${!field}' is not a number"
+for field in nodes slices restarts grace; do
+  [[ ${!field} =~ ^(0|[1-9][0-9]*)$ ]] || die "--$field '${!field}' is not a number"
 done
+[ "$slices" != 0 ] || die "--slices 0 is no slice: e.g. --slices 2"
 all=$((${topology//x/ * }))
 if [ "$nodes" = 0 ] || [ $((all % nodes)) != 0 ]; then
   die "--nodes $nodes cannot share the $all chips of --topology $topology evenly: give the slice's number of hosts"
 fi
 chips=$((all / nodes))
+if [ "$slices" -gt 1 ] && [ "$nodes" = 1 ]; then
+  die "--slices $slices needs slices of several hosts, because GKE joins no others: give a larger --topology"
+fi
 bucket=${bucket#gs://} bucket=${bucket%/}
 case ${bucket:+b}${pvc:+p} in b | p) ;; *) die "the pods need one shared disk: give --bucket or --pvc" ;; esac
 check_env_file "$env_file"
@@ -69,13 +76,14 @@ for word in --workdir "$workdir" --distributed auto "$@"; do args+="${args:+, }$
 
 template=$(dirname "${BASH_SOURCE[0]}")/gke_jobset.yaml
 drop=()
+[ "$slices" -gt 1 ] || drop+=(-e '/ #slices$/d')
 [ "$spot" ] || drop+=(-e '/ #spot$/d')
 [ "$bucket" ] || drop+=(-e '/ #bucket$/d')
 [ "$pvc" ] || drop+=(-e '/ #pvc$/d')
 [ "$env_file" ] || drop+=(-e '/ #env-file$/d')
 [ "$service_account" ] || drop+=(-e '/ #service-account$/d')
 text=$(sed -e 1,2d "${drop[@]}" -e 's/ #[a-z-]*$//' "$template")
-for field in NAME RESTARTS NODES GRACE SERVICE_ACCOUNT ACCELERATOR TOPOLOGY IMAGE CHIPS PVC BUCKET ARGS; do
+for field in NAME RESTARTS SLICES NODES GRACE SERVICE_ACCOUNT ACCELERATOR TOPOLOGY IMAGE CHIPS PVC BUCKET ARGS; do
   value=$(printf %s "$field" | tr '[:upper:]' '[:lower:]')
   text=${text//@"$field"@/"${!value}"} # ARGS is the last: what a user writes is not filled in again
 done

@@ -53,6 +53,7 @@ tpu_runtime() {
     v5p-*) echo v2-alpha-tpuv5 ;;
     v5litepod-*) echo v2-alpha-tpuv5-lite ;;
     v[234]-*) echo tpu-ubuntu2204-base ;;
+    tpu7x-* | v7x-*) die "--type '$1': the Cloud TPU API has no TPU7x, but GKE has: take launch/gke_jobset.sh" ;;
     v5e-*) die "--type '$1' is v5litepod-${1#v5e-} for Google Cloud: give that" ;;
     *) die "--type '$1' is not known here: give --version too, the runtime of that type" ;;
   esac

@@ -4,13 +4,14 @@ set -euo pipefail
 
 usage() {
   cat <<'END'
-Train on a Google Cloud TPU slice of several hosts (v5litepod-16, v5litepod-256, v6e-16, ...).
+Train on a Google Cloud TPU slice of several hosts (v5litepod-16, v5litepod-256, v6e-16, ...), or on several slices.
 
   launch/tpu_pod.sh --name NAME --zone ZONE --type TYPE --bucket BUCKET [options] [-- trainer arguments]
 
   --name NAME      the slice, and the queued resource that asks for it
   --zone ZONE      e.g. us-central1-a
   --type TYPE      accelerator type, e.g. v5litepod-16
+  --slices N       N such slices, joined by a network. Only mesh.data goes over it: --config.mesh.data=N [1]
   --version IMAGE  TPU runtime [the usual one for TYPE]
   --project ID     Google Cloud project [gcloud's own]
   --bucket BUCKET  a Cloud Storage bucket: each worker mounts it at ~/jaxrl_llm/runs, with gcsfuse
@@ -42,6 +43,7 @@ after a minute in which it makes sure that this was no preemption:
   gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=0 --command='kill $(cat jaxrl_llm/launch.pid)'
 The log of worker N:
   gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=N --command='cat jaxrl_llm/launch.log'
+With --slices the slices are NAME-0, NAME-1 ... in these two commands, and worker 0 is that of NAME-0.
 
 A bucket needs a hierarchical namespace. Without it a folder cannot be renamed, and no checkpoint is saved:
   gcloud storage buckets create gs://BUCKET --location=REGION --uniform-bucket-level-access \
@@ -52,15 +54,16 @@ warning takes the lines since the start of its run with it, but no checkpoint. N
 END
 }
 
-name='' zone='' type='' version='' project='' bucket='' gcsfuse_sha256='' nfs='' workdir='' spot='' env_file=''
+name='' zone='' type='' slices=1 version='' project='' bucket='' gcsfuse_sha256='' nfs='' workdir='' spot='' env_file=''
 restarts=3 delete='' dry_run=''
-options="--name --zone --type --version --project --bucket --gcsfuse-sha256 --nfs --workdir --restarts --env-file"
+options="--name --zone --type --slices --version --project --bucket --gcsfuse-sha256 --nfs --workdir --restarts --env-file"
 read_options "$options" "--spot --delete --dry-run" "$@"
 shift "$words_read"
 [ "$name" ] || die "--name is missing: name the slice, e.g. --name grpo"
 [ "$zone" ] || die "--zone is missing: say where, e.g. --zone us-central1-a"
 [ "$type" ] || die "--type is missing: say which slice, e.g. --type v5litepod-16"
-case ${type##*-} in 1 | 4 | 8) die "--type '$type' is one host: take launch/tpu_vm.sh" ;; esac
+case $slices in '' | 0* | *[!0-9]*) die "--slices '$slices' is not a number of slices: e.g. --slices 2" ;; esac
+case $slices:${type##*-} in 1:[148]) die "--type '$type' is one host: take launch/tpu_vm.sh" ;; esac
 case $restarts in *[!0-9]*) die "--restarts '$restarts' is not a number: e.g. --restarts 3" ;; esac
 case "${bucket:+b}${nfs:+n}:$workdir" in
   bn:*) die "--bucket and --nfs are both given: give one" ;;
@@ -77,13 +80,17 @@ bucket=${bucket#gs://} bucket=${bucket%/}
 
 where() { quote "$@" --zone="$zone" ${project:+--project="$project"}; }
 tpus() { where gcloud --quiet compute tpus "$@"; }
-on() { remote "$(tpus tpu-vm ssh "$name" --worker="$1")" "$2"; } # worker, command
+# The slices of one request are its nodes 0, 1 ... Worker 0 of node 0 is process 0 of the run.
+slice=(--node-id="$name") reach=tpu-vm
+[ "$slices" = 1 ] || slice=(--node-count="$slices" --node-prefix="$name") reach=queued-resources
+workers() { [ "$slices" = 1 ] || printf %s "--node=$1 "; printf %s "--worker=$1"; } # "all", or 0
+on() { remote "$(tpus "$reach" ssh "$name") $(workers "$1")" "$2"; } # worker, command
 workdir=${workdir:-runs/$name}
 train=$(quote .venv/bin/python -m jaxrl_llm.train --workdir "$workdir" --distributed auto "$@")
 run=$(printf %s "$train" | cksum | cut -d ' ' -f 1)
 
 describe=$(tpus queued-resources describe "$name" --format='value(state.state)')
-create=$(tpus queued-resources create "$name" --node-id="$name" --accelerator-type="$type" \
+create=$(tpus queued-resources create "$name" "${slice[@]}" --accelerator-type="$type" \
   --runtime-version="$version" ${spot:+--spot})
 remove=$(tpus queued-resources delete "$name" --force)
 # All processes of a run end together, so worker 0 answers for all. A pid file stays after a crash, a lock does not.
@@ -100,8 +107,8 @@ $(quote "$bucket") runs; }")
 sudo mount -t nfs $(quote "$nfs") runs && { [ -w runs ] || sudo chmod 1777 runs; }; }")
 # All workers cannot read one stream, so they get a file.
 tar="\"\$(git rev-parse --git-path launch.tar)\""
-copy="($pack_checkout -o $tar \$(git write-tree)) && $(tpus tpu-vm scp) $tar $(quote "$name:launch.tar") --worker=all"
-secrets=${env_file:+"$(tpus tpu-vm scp) $(quote "$env_file" "$name:launch.env") --worker=all && \
+copy="($pack_checkout -o $tar \$(git write-tree)) && $(tpus "$reach" scp) $tar $(quote "$name:launch.tar") $(workers all)"
+secrets=${env_file:+"$(tpus "$reach" scp) $(quote "$env_file" "$name:launch.env") $(workers all) && \
 $(on all "chmod 600 ../launch.env")"}
 # The processes of a run that was lost may take a minute to end: their code must not change before.
 install=$(on all "flock -w 120 launch.lock tar -xf ../launch.tar && $install_packages")

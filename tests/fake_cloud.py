@@ -30,10 +30,11 @@ OPTIONS = {
 GCLOUD = r"""
 printf -v call ' %q' "$@"
 echo "gcloud$call" >> "$CLOUD/log"  # in one write: others read and write at the same time
-worker=''
+worker='' node=''
 for word; do case $word in
   --command=*) text=${word#--command=} ;;
   --worker=*) worker=${word#--worker=} ;;
+  --node=*) node=${word#--node=} ;;
   *.tar) [ ! -e "$word" ] || source=$word ;;
   *.env) [ -e "$word" ] && source=$word || target=${word#*:} ;;
 esac; done
@@ -45,6 +46,13 @@ remote() {
     until [ -s "$CLOUD/w0/jaxrl_llm/launch.exit" ]; do read -rt 0.02 <> "$CLOUD/pipe"; done; fi
   cd "$CLOUD/$2$1" || exit; export HOME=$PWD WORKER=$1; exec bash -c "$text"
 }
+# The workers of one slice are asked by its name, those of several by their request: each is a slice here.
+case " $* " in
+  *" queued-resources ssh "* | *" queued-resources scp "*)
+    [ -e "$CLOUD/slices" ] && [ "$node" = "$worker" ] || exit 2 ;;
+  *" tpu-vm ssh "* | *" tpu-vm scp "*) [ ! -e "$CLOUD/slices" ] && [ ! "$node" ] || exit 2 ;;
+  *" --node-count=$WORKERS --node-prefix=tpu "*) touch "$CLOUD/slices" ;;
+esac
 all() { local pids=() status=0 pid; for ((i = 0; i < WORKERS; i++)); do ("$@" "$i" w) & pids+=($!); done
   for pid in "${pids[@]}"; do wait "$pid" || status=$?; done; return $status; }
 case " $* " in

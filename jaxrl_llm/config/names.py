@@ -69,6 +69,8 @@ def resolve(name: str, place: Place, what: str = "name") -> Callable[..., Any]:
     close = closest(name, others)
     if close:
         hint = f"did you mean {close[0]}?"
+    elif path and not inner:
+        hint = f"if {path} is yours, start in the folder that has it; ours are {', '.join(others)}"
     elif others:
         hint = f"there is {', '.join(others)}, or a dotted name of your own"
     else:  # such as __main__, in another program than the one that had the function

@@ -20,7 +20,7 @@ from jaxrl_llm.config import records
 from jaxrl_llm.data.images import ImageFormat
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.data.settings import DataSettings, EvalSettings
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, check_local
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import adapter_kinds, hf, new_model
 from jaxrl_llm.models.adapters import AdapterKind
@@ -44,6 +44,7 @@ class SavedRun:
     """Read-only access to the run of a workdir, also while it runs. Raises: UserError, if there is no run."""
 
     def __init__(self, workdir: Path):
+        check_local("--run", str(workdir))
         self._folder, self._log = workdir / "checkpoints", workdir / "metrics.jsonl"
         self.config = config_of(workdir)
         if not checkpoint.has_checkpoint(self._folder):

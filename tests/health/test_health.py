@@ -85,6 +85,9 @@ FAILURES = [  # changes of a healthy record, step by step, and the findings
     ([asked(turns=3.0, errors=1.5, searches=1.5)], ["tool_down"]),
     ([asked(turns=3.0, errors=1.0, calls=1.5, invalid=0.5)], ["tool_down"]),
     ([asked(turns=3.0, errors=1.0, calls=1.5, invalid=0.0)], []),
+    ([asked(turns=3.0, errors=0.0, searches=1.5, empty=1.5)], ["tool_down"]),
+    ([asked(turns=3.0, errors=0.1, searches=1.5, empty=1.4)], ["tool_down"]),
+    ([asked(turns=3.0, errors=0.0, searches=1.5, empty=1.4)], []),
     ([asked(turns=1.0, errors=0.05, searches=0.05)], []),  # a single call, perhaps
     ([asked(turns=3.0, errors=0.2, searches=1.5), asked(turns=3.0, errors=1.5, searches=1.5)], []),
     ([{"step": 0}, asked(turns=3.0, errors=1.5, searches=1.5)], ["tool_down"]),

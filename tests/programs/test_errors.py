@@ -446,6 +446,7 @@ def a_folder(folder: Path, file: str, text: str) -> None:
 @table("make workdir words", {
     "that is a file": (Path.touch, "run", "--workdir run"),
     "in a bucket": (Path.mkdir, "gs://b/run", "--workdir"),
+    "with a name that the locale cannot read": (Path.mkdir, "r\udcc3\udcbcn", "--workdir"),
     "below a file": (Path.touch, "run/1/2", "--workdir run/1/2"),
     "that holds something else": (lambda run: a_folder(run, "thesis.tex", "!"), "run", "--workdir run"),
     "that holds the checkpoints of something else":

@@ -156,6 +156,16 @@ def test_a_preempted_slice_is_requested_again_and_the_run_resumes(desk, clean):
     assert (desk.bucket / "tpu" / "steps").read_text() == "1\n" and desk.asked() == "create delete create"
 
 
+def test_several_slices_are_one_request_whose_nodes_all_run(desk):
+    status, out = desk.launch("tpu_pod", "--slices", str(WORKERS), "--spot", trainer=["--config.mesh.data=2"])
+    assert status == 0, out
+    assert desk.asked() == "create" and desk.starts() == [1] * WORKERS
+    (request,) = (line for line in desk.lines("log") if " create " in line)
+    assert f"--node-count={WORKERS} --node-prefix=tpu" in request and "--node-id" not in request
+    workdir = ["--workdir", "runs/tpu", "--distributed", "auto", "--config.mesh.data=2"]
+    assert desk.argv(desk.bucket / "tpu") == [workdir] * WORKERS
+
+
 FAULTS = {  # script, options, files of the cloud; exit status, what was asked, starts of a process, printed lines
     "no TPU VM": ("tpu_vm", "--spot", {"full": ""}, 75, "create", 0, 1),
     "a run that fails": ("tpu_vm", "--delete", {"statuses": "3"}, 3, "create delete", 1, 0),
@@ -323,6 +333,8 @@ REFUSED = {  # options of a script, and what its message names
         f"{POD} --workdir runs/n": "--bucket, --nfs", f"{POD} --bucket b --nfs h:/d": "--nfs",
         f"{POD.replace('v6e-16', 'v5e-16')} --bucket b": "v5litepod-16",
         f"{POD.replace('v6e', 'v9')} --bucket b": "v9-16",
+        f"{POD.replace('v6e', 'tpu7x')} --bucket b": "gke_jobset.sh",
+        f"{POD} --bucket b --slices 0": "--slices", f"{POD} --bucket b --slices two": "two",
         f"{POD} --bucket b --workdir /data": "/data", f"{POD} --bucket b --restarts some": "some",
         f"{POD} --bucket b --gcsfuse-sha256 x": "--gcsfuse-sha256",
     },
@@ -334,6 +346,7 @@ REFUSED = {  # options of a script, and what its message names
         "--image i": "--name", JOBSET[: -len("--nodes 4")]: "--nodes", JOBSET: "--bucket",
         f"{JOBSET} --bucket b --name My_Run": "My_Run", f"{JOBSET} --bucket b --topology 4by4": "4by4",
         f"{JOBSET} --bucket b --nodes 3": "--nodes 3", f"{JOBSET} --bucket b --grace 1m": "1m",
+        f"{JOBSET} --bucket b --slices 0": "--slices 0", f"{JOBSET} --bucket b --nodes 1 --slices 2": "--slices 2",
         f"{JOBSET} --bucket b --workdir runs/grpo": "runs/grpo", f"{JOBSET} --bucket b --pvc c": "--pvc",
     },
     "slurm.sbatch": {"--config c": "--workdir"},

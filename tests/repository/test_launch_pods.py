@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -14,7 +15,7 @@ from fake_cloud import LAUNCH, executable, make_desk, until  # noqa: F401
 
 JOBSET = ["--name", "grpo", "--image", "host/jaxrl_llm:1", "--accelerator", "tpu-v5-lite-podslice",
           "--topology", "4x4", "--nodes", "4"]  # fmt: skip
-DISKS = ("--bucket gs://b/", "--pvc claim --spot", "--bucket b --service-account sa --spot")
+DISKS = ("--bucket gs://b/", "--pvc claim --spot", "--bucket b --service-account sa --spot --slices 2")
 
 
 @cache
@@ -88,6 +89,28 @@ def test_the_manifest_asks_for_the_whole_slice_and_the_shared_disk():
     assert pod_of(pvc)["volumes"] == [{"name": "runs", "persistentVolumeClaim": {"claimName": "claim"}}]
     assert "metadata" not in job_of(pvc)["template"]
     assert pod_of(both)["serviceAccountName"] == "sa" and "serviceAccountName" not in pod
+
+
+def test_jax_numbers_the_hosts_of_several_slices_by_the_variables_of_their_pods(monkeypatch):
+    from jax._src.clusters.cloud_tpu_cluster import GkeTpuCluster
+
+    monkeypatch.setattr(GkeTpuCluster, "wait_for_coordinator", lambda *_: None)
+    one, several = manifest(DISKS[0]), manifest(DISKS[2])
+    assert "env" not in pod_of(one)["containers"][0] and one["spec"]["replicatedJobs"][0]["replicas"] == 1
+    slices, hosts = several["spec"]["replicatedJobs"][0]["replicas"], job_of(several)["completions"]
+    found = []
+    for slice_, host in itertools.product(range(slices), range(hosts)):
+        labels = {"metadata.labels['jobset.sigs.k8s.io/job-index']": str(slice_)}  # as JobSet writes them
+        # GKE gives a pod those of its slice.
+        monkeypatch.setenv("TPU_WORKER_ID", str(host))
+        monkeypatch.setenv("TPU_WORKER_HOSTNAMES", ",".join(f"grpo-slice-{slice_}-{i}.grpo" for i in range(hosts)))
+        for entry in pod_of(several)["containers"][0]["env"]:
+            value = entry.get("value") or labels[entry["valueFrom"]["fieldRef"]["fieldPath"]]
+            monkeypatch.setenv(entry["name"], value)
+        found.append(GkeTpuCluster.get_process_id())
+        assert GkeTpuCluster.get_process_count() == slices * hosts == 8
+        assert GkeTpuCluster.get_coordinator_address(1, None) == "grpo-slice-0-0.grpo:8482"
+    assert found == [*range(8)]
 
 
 def test_a_pod_is_not_privileged_and_has_time_and_room_for_a_checkpoint():

@@ -393,6 +393,12 @@ def test_a_retriever_that_fails_is_an_observation():
     assert "<information>the search failed</information>" in reply.observation
 
 
+def test_a_search_that_finds_nothing_is_counted_and_no_error():
+    with theirs(lambda body: (200, b'{"result": [[]]}')) as (url, _):
+        reply = search(corpus="", url=url).step("<search>x</search>")
+    assert reply.metrics == {"valid": 1.0, "searches": 1.0, "empty": 1.0}
+
+
 def test_a_retriever_that_is_not_there_is_told_before_a_run_begins(refused):
     with theirs(FAULTS["500"]) as (url, _):
         pass  # it is closed again

@@ -223,7 +223,7 @@ def test_a_kernel_refuses_devices_and_sizes_that_it_does_not_know():
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize(("r", "h", "size", "dtype"), [(7, 64, 128, "bfloat16"), (4, 128, 64, "float32")])
 def test_the_kernel_compiles_for_a_tpu_without_a_copy_of_the_pages(topology, r, h, size, dtype):
     from jaxrl_llm.tools.plan import chips

@@ -111,6 +111,17 @@ def test_what_the_settings_say_and_what_only_the_run_itself_found_is_told(tmp_pa
     assert "health.jsonl also has an_old_rule, which" in text
 
 
+def test_a_run_whose_name_the_locale_cannot_read_is_shown(tmp_path):
+    assert "<title>rün" in page.render([write(tmp_path / "r\udcc3\udcbcn", run())])
+
+
+def test_a_run_whose_reward_functions_are_elsewhere_is_shown(tmp_path):
+    folder = write(tmp_path / "a", run(), reward__functions=("lab.x",), reward__weights=(1.0,))
+    assert page.render([folder])
+    (read,) = read_all([folder])
+    assert read.settings.sizes is None and "'lab.x'" in read.settings.problem and len(read.settings.problem) < 260
+
+
 def test_runs_are_compared_in_one_page(tmp_path):
     one = write(tmp_path / "one", [r | TIMES for r in run()])
     other = write(tmp_path / "other", [r | TIMES for r in SICK], optim__learning_rate=3e-3)

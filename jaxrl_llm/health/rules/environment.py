@@ -25,10 +25,22 @@ def tools_unused(history: History) -> Finding | None:
 
 
 def tool_down(history: History) -> Finding | None:
-    """F36: every call of a tool fails, from the first step on."""
+    """F36: every call of a tool fails, or finds nothing, from the first step on."""
     last = [r for r in history.latest if r.get("episode/errors") is not None and r.get("episode/turns")][-3:]
-    if not last or any(r["episode/errors"] < max(_calls(r), DOWN) for r in last):
+    calls = [max(_calls(r), DOWN) for r in last]
+    empty = [r.get("episode/empty") or 0.0 for r in last]
+    failed = [r["episode/errors"] for r in last]
+    # The two are means of different counts, which round.
+    if not last or any(x + none < 0.999999 * n for x, none, n in zip(failed, empty, calls, strict=True)):
         return None
+    if any(empty):
+        return Finding(
+            "warning",
+            f"all searches find nothing, {empty[-1]:.2g} in an episode",
+            "the index is empty or another one, or it does not understand the queries",
+            "ask the server by hand (docs/retriever.md), or mend config.env; look at completions.jsonl",
+            "docs/failures.md F36",
+        )
     return Finding(
         "error",
         f"all calls fail, {last[-1]['episode/errors']:.2g} in an episode",

@@ -118,6 +118,8 @@ def print_plan(plan: SlicePlan, chip: Chip, args: Namespace, console: Console) -
     if chip.network:
         share = "XLA_CLIENT_MEM_FRACTION of a GPU's memory goes to JAX, 0.75 where it is not set"
         console.print(f"a program may use {chip.memory:.2f} GiB: {share}")
+    if chip.note:
+        console.print(chip.note)
     holds = ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.holds.items())
     console.print(f"each chip holds, GiB: {holds}")
     if plan.models.model.cfg.vision:

@@ -27,6 +27,7 @@ class Chip(NamedTuple):
     network: float = 0.0  # bytes a second that a GPU sends to other hosts; 0: what TPUs have has no published speed
     kernels: tuple[str, ...] = ('custom_call_target="tpu_custom_call"',)  # marks of fused kernels in a program's text
     refuses: bool = True  # its compiler refuses what does not fit
+    note: str = ""  # what a reader of the plan must know of this chip
 
 
 CHIPS = {
@@ -34,6 +35,8 @@ CHIPS = {
     "v5e": Chip(15.75, 1.97e14, 8.1e11, 9e10),
     "v5p": Chip(95.74, 4.59e14, 2.77e12, 1.8e11),
     "v6e": Chip(31.25, 9.2e14, 1.64e12, 1.8e11),
+    # Half of a chip: of its published 2,307 TFLOP/s, 7,380 GB/s of HBM, and links as those of v5p.
+    "tpu7x": Chip(94.75, 1.1535e15, 3.69e12, 9e10, note="a TPU7x has two devices: a chip below is one, half a TPU7x"),
 }
 # Attention by cuDNN, and a kernel of ours in Triton. XLA's own fusions in Triton have no call.
 GPU_KERNELS = ('custom_call_target="__cudnn$fmha', 'custom_call_target="__gpu$xla.gpu.triton"')

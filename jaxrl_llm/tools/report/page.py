@@ -29,7 +29,7 @@ def render(workdirs: Sequence[Path], *, live: str = "", readers: dict[Path, Read
     """
     runs = read_all(workdirs, readers)
     plots = curves.plots(runs)
-    return template("page.html").render(
+    text = template("page.html").render(
         runs=runs,
         title=", ".join(run.name for run in runs),
         cards=[card(run) for run in runs],
@@ -48,6 +48,8 @@ def render(workdirs: Sequence[Path], *, live: str = "", readers: dict[Path, Read
         version=jaxrl_llm.__version__,
         made=_time(datetime.now(UTC).timestamp()),
     )
+    # Where the locale is not UTF-8, Python reads a folder's name as surrogates, which no page may hold.
+    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def render_waiting(message: str, live: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,7 +157,8 @@ def read_settings(config: Config) -> SettingsReport:
     try:
         recipe = recipes.read_either(config)
     except UserError as error:
-        return SettingsReport(None, [], f"The config does not pass the checks here: {error}")
+        reason = textwrap.shorten(str(error), 200, placeholder=" …")  # it may list all functions
+        return SettingsReport(None, [], f"The config does not pass the checks here: {reason}")
     try:
         return SettingsReport(recipe.sizes, advice.findings(advice.RunSettings(recipe, advice.width_of(recipe))))
     except UserError as error:
