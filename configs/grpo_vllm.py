@@ -29,7 +29,8 @@ def get_config() -> ConfigDict:
     c.engine.push_address = ""  # address of this host for the servers, with push = "http"; "": with file
     c.engine.weights_dir = "/dev/shm"  # folder of the weight file; the file takes as much memory as the weights
     c.engine.concurrency = 64  # requests to each server at a time; a request is one group
-    c.engine.timeout = 300.0  # seconds without an answer; if the server makes no token either, the request is repeated
+    # Seconds without an answer. If the server makes no token and takes no weights either, the request is repeated.
+    c.engine.timeout = 300.0
     c.engine.patience = 300.0  # seconds that a server may be away before the run stops
     # Largest difference of a log-probability between server and trainer before the run stops. 0: 1e-3 in float32, and
     # 0.5 in bfloat16, where both round.

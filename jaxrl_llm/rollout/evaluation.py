@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -30,7 +28,7 @@ def evaluate(
     """Samples and grades completions for each problem of a data set; with several processes, for its part.
 
     The engine gets all problems at once, and the reward functions those of a batch, for which they have a time limit.
-    A completion for which the judge returns None has the score 0.
+    A completion for which the judge returns None has the score NaN.
     """
     key = keys.derived(seed, 0)  # no step has this number
     prompts = data.all_prompts(dataset, task.tokenizer.pad_token_id)
@@ -47,11 +45,16 @@ def evaluate(
     real = slice(max(len(dataset.rows) - local_problems * distributed.index(), 0))
     texts, turns = ([x for part in parts for x in part[field]][real] for field in (0, 2))
     rewards = jax.tree.map(lambda *x: np.concatenate(x)[real], *(part.rewards for part in parts))
-    return Graded(texts, replace(rewards, total=np.nan_to_num(rewards.total)), turns, {})
+    return Graded(texts, rewards, turns, {})
 
 
 def mean_score(graded: Graded) -> float:
-    """Returns the mean score of the completions of all processes, which exchange two numbers each."""
+    """Returns the mean score of the completions of all processes, which exchange three numbers each.
+
+    A completion without a verdict counts as 0. NaN if none has one, as where a judge does not answer: a health rule
+    would take 0 for a ruined policy.
+    """
     scores = graded.rewards.total
-    sums, sizes = zip(*distributed.exchange([scores.sum(dtype=float), scores.size]), strict=True)
-    return sum(sums) / sum(sizes)
+    numbers = [np.nansum(scores, dtype=float), scores.size, int(np.sum(~np.isnan(scores)))]
+    sums, sizes, verdicts = zip(*distributed.exchange(numbers), strict=True)
+    return sum(sums) / sum(sizes) if sum(verdicts) else float("nan")

@@ -103,11 +103,17 @@ def normalized(answer: str) -> str:
 
 
 def measure(scores: np.ndarray, channels: dict[str, np.ndarray], answers: Answers | None) -> Measured:
-    """Measures N problems with G completions each. channels [N, G]: NaN where a function abstained.
+    """Measures N problems with G completions each. scores, channels [N, G]: NaN where a function abstained.
 
+    A completion without a verdict has the score 0. The accuracy is None if no completion has a verdict.
     standard_error: standard error of the accuracy over problems. pass, majority: values for the powers of two up to G.
     """
     count, size = scores.shape
+    told = {name: _channel(values) for name, values in channels.items()}
+    if np.isnan(scores).all():
+        nothing: Measured = {"problems": count, "samples": size, "accuracy": None, "standard_error": None}
+        return nothing | {"pass": {}, "channels": told}
+    scores = np.nan_to_num(scores)
     error = float(scores.mean(axis=1).std(ddof=1) / np.sqrt(count)) if count > 1 else None
     powers = [2**i for i in range(1, size.bit_length()) if 2**i <= size]
     measured: Measured = {"problems": count, "samples": size, "accuracy": float(scores.mean()), "standard_error": error}
@@ -115,8 +121,7 @@ def measure(scores: np.ndarray, channels: dict[str, np.ndarray], answers: Answer
     if answers is not None:
         # maj@2 is left out, because two votes that differ are a tie: it would be the accuracy again.
         measured["majority"] = {str(k): majority_at(k, scores, answers) for k in powers if k > 2}
-    measured["channels"] = {name: _channel(values) for name, values in channels.items()}
-    return measured
+    return measured | {"channels": told}
 
 
 def _channel(values: np.ndarray) -> Measured:
@@ -164,11 +169,12 @@ def split(rows: Sequence[dict[str, Any]], column: str) -> dict[str, list[int]]:
 def lines(measured: Measured) -> list[tuple[str, Any]]:
     """Returns names and values for people."""
     error = measured["standard_error"]
-    rows: list[tuple[str, Any]] = [("problems", measured["problems"]), ("accuracy", f"{measured['accuracy']:.1%}")]
+    accuracy = "–" if measured["accuracy"] is None else f"{measured['accuracy']:.1%}"
+    rows: list[tuple[str, Any]] = [("problems", measured["problems"]), ("accuracy", accuracy)]
     rows += [("standard error", f"{error:.1%}")] if error is not None else []
     rows += [(f"pass@{k}", f"{value:.1%}") for k, value in measured["pass"].items()]
     rows += [(f"maj@{k}", f"{value:.1%}") for k, value in measured.get("majority", {}).items()]
-    if len(measured["channels"]) > 1:
+    if len(measured["channels"]) > 1 or any(channel["abstained"] for channel in measured["channels"].values()):
         rows += [(name, channel_text(channel)) for name, channel in measured["channels"].items()]
     return rows
 

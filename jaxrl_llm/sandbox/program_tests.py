@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox import remote_calls
-from jaxrl_llm.sandbox.remote_calls import GONE, LONGEST, Link
+from jaxrl_llm.sandbox.remote_calls import GONE, LONGEST, UNJUDGED, Link
 
 SHOWN = 10_000  # characters of an output, beyond what is expected
 # Seconds in which a program that has left its tests ends.
@@ -35,7 +35,8 @@ class ProgramVerdict(NamedTuple):
     """The result of one test."""
 
     passed: bool
-    reason: str = ""  # why the program failed: "time", or one of `program.REASONS`; "": its answer is wrong
+    # Why the program failed: "time", or one of `program.REASONS`; "": its answer is wrong; UNJUDGED: it may be right.
+    reason: str = ""
 
 
 class ProgramLimits(NamedTuple):
@@ -116,7 +117,7 @@ def verdicts(lines: Sequence[str], count: int, missing: str, ended: str) -> list
     else has no passed test.
     """
     known = {"1": ProgramVerdict(True), "0 ": ProgramVerdict(False), f"0 {GONE}": ProgramVerdict(False, ended)}
-    known |= {f"0 {x}": ProgramVerdict(False, x) for x in sandbox.REASONS}
+    known |= {f"0 {x}": ProgramVerdict(False, x) for x in (*sandbox.REASONS, UNJUDGED)}
     # The judge's process may have been taken over: a report that it cannot have written proves nothing.
     if len(lines) > count or not known.keys() >= set(lines):
         return [ProgramVerdict(False, "error")] * count

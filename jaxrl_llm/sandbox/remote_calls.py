@@ -31,6 +31,8 @@ DEEPEST = 100  # containers in containers
 REASONS = ("error", "memory", "disk", "processes", "network", "files")
 # The program had ended; the trainer knows why.
 GONE = "gone"
+# The test needs what does not cross: no program could pass it here.
+UNJUDGED = "unjudged"
 TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, object)
 
 
@@ -96,6 +98,8 @@ class Link:
         # {kind of message: what answers it}.
         self.serves = {}
         self.objects, self.reason, self.closed = [], "", False
+        # Whether the test needs what does not cross, and whether it has given the program an object of its own class.
+        self.unjudged, self.lent = False, False
         # {id of one of the objects: its number}. The objects live as long, so no id is used again.
         self.numbers = {}
         # {number of an exception class of the other side: the class that stands for it here}.
@@ -211,6 +215,7 @@ class Link:
                 return self.encoded(content(value, plain), depth)
         # The program may ask for the name of a test's function, as decorators do. The judge believes no names.
         name = getattr(value, "__name__", "") if self.stand_in is Handle else ""
+        self.lent = self.lent or type(value).__module__ == "__main__"
         return ["mine", self.number(value), name if type(name) is str else ""]
 
     def number(self, value):
@@ -306,6 +311,22 @@ def forwarded(method, kind=None):
     return ask
 
 
+def is_built(value):
+    return type(value) is Handle and object.__getattribute__(value, "_Handle__built")
+
+
+def refused(self, *others):
+    """Raises: TypeError, for an operator. If the test has built the object, no program could pass it here."""
+    if is_built(self):
+        object.__getattribute__(self, "_Handle__link").unjudged = True
+    raise TypeError("an object of the program is an operand or a key: only plain data are")
+
+
+def compared(self, other):
+    """Raises: TypeError. An object beside plain data may be a wrong answer, so only two built ones are unjudged."""
+    refused(self if is_built(other) else None)
+
+
 class Handle:
     """Stands for an object of the other side that is no plain data."""
 
@@ -326,6 +347,8 @@ class Handle:
         return result
 
     def __getattr__(self, name):
+        if name == "__signature__":
+            return signature(call(self.__link, self, "signature", (), {}))
         if (name.startswith("__") and name != "__name__") or (name in PLAIN_ATTRIBUTES and not self.__built):
             raise AttributeError(name)
         return self.__link.decoded(*self.__link.ask("get", self.__link.encoded(self), name), name)
@@ -339,7 +362,7 @@ class Handle:
         # Known without the program: None is plain data, and an object is equal to itself.
         if other is None or (type(other) is Handle and other.__number == self.__number):
             return other is not None
-        raise TypeError("an object of the program is compared: only plain data are")
+        return compared(self, other)
 
     def __ne__(self, other):
         return not self == other
@@ -350,8 +373,10 @@ class Handle:
     def __subclasscheck__(self, kind):
         return plain_of(bool, call(self.__link, self, "issubclass", (kind,), {}))
 
-    def __hash__(self):
-        raise TypeError("an object of the program is no key")
+    def __mro_entries__(self, bases):
+        """Answers a test that extends a class of the program."""
+        self.__link.unjudged = True
+        raise TypeError("a class of the program is no base")
 
     def __next__(self):
         following = call(self.__link, self, "next", (), {})
@@ -375,6 +400,47 @@ class Handle:
     __len__, __bool__ = forwarded("__len__", int), forwarded("bool", bool)
     __str__, __repr__ = forwarded("str", str), forwarded("repr", str)
     __getitem__, __setitem__, __delitem__ = map(forwarded, ("__getitem__", "__setitem__", "__delitem__"))
+    __lt__ = __le__ = __gt__ = __ge__ = compared
+    __hash__ = __neg__ = __abs__ = __invert__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = refused
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = refused
+    __matmul__ = __rmatmul__ = __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = refused
+
+
+class Names(dict):
+    """Global names of a test. A variable of the program is read again at each use: a function may have changed it."""
+
+    def __init__(self, link, names, variables):
+        """variables: {name: data that the program has sent last}."""
+        super().__init__(names)
+        self.link, self.variables = link, {name: json.dumps(data) for name, data in variables.items()}
+
+    def __getitem__(self, name):
+        if name in self.variables:
+            (data,) = self.link.ask("variable", name)
+            # Else the test may have changed its own copy, as an argument for a function.
+            if json.dumps(data) != self.variables[name]:
+                self.variables[name] = json.dumps(data)
+                super().__setitem__(name, self.link.decoded(data, name))
+        return super().__getitem__(name)
+
+    def __setitem__(self, name, value):
+        self.variables.pop(name, None)
+        super().__setitem__(name, value)
+
+
+def signature(parts):
+    """Returns a signature of plain data: a name, a kind, and [] or [value] of a default and of annotations."""
+    import inspect
+
+    parameters, returned = parts
+    first = lambda value: value[0] if value else inspect.Parameter.empty  # noqa: E731
+    return inspect.Signature(
+        [
+            inspect.Parameter(name, inspect._ParameterKind(kind), default=first(default), annotation=first(annotation))
+            for name, kind, default, annotation in parameters
+        ],
+        return_annotation=first(returned),
+    )
 
 
 def plain_of(kind, value):
@@ -424,7 +490,7 @@ def restore(old, new):
 
 
 def judge(read, write, report, tests, tolerance):
-    """Runs each test, and writes a line for it: 1, or 0 and why the program failed, or GONE.
+    """Runs each test, and writes a line for it: 1, or 0 and why the program failed, or GONE, or UNJUDGED.
 
     tests: JSON text of what `Link.encoded` makes of each. A test is Python text, or [name, of a method of Solution,
     arguments, result]. tolerance: of a float in such a result, relative; a thousandth of it is the absolute one.
@@ -436,21 +502,25 @@ def judge(read, write, report, tests, tolerance):
         "iter": lambda number: (link.encoded(applied(link.decoded(number), "iter", (), {})),),
         "next": lambda number: (link.encoded(next_of(link.decoded(number))),),
     }
-    names = {}
+    names, variables = {}, {}
     try:
         # The program may have sent any name, such as "__builtins__".
-        names = {
-            name: link.decoded(x, name) for name, x in link.ask("names")[0] if type(name) is str and name[:2] != "__"
-        }
+        sent = {name: x for name, x in link.ask("names")[0] if type(name) is str and name[:2] != "__"}
+        names = {name: link.decoded(x, name) for name, x in sent.items()}
+        # Functions and classes are asked for once: to ask twice for each call would take twice the time.
+        variables = {name: x for name, x in sent.items() if type(names[name]) is not Handle}
     except BaseException:
         link.closed = True
     for test in tests:
         passed = False
         # Once the program has ended, all tests that follow have its reason.
-        link.reason = link.reason if link.closed else ""
+        link.reason, link.unjudged, link.lent = link.reason if link.closed else "", False, False
         try:
             if not link.closed:
-                judge_call(names, tolerance, *test) if isinstance(test, (list, tuple)) else judge_text(names, test)
+                if isinstance(test, (list, tuple)):
+                    judge_call(names, tolerance, *test)
+                else:
+                    judge_text(link, names, variables, test)
                 passed = True
         # A wrong answer is no failure of the program, and has no reason.
         except AssertionError:
@@ -458,11 +528,14 @@ def judge(read, write, report, tests, tolerance):
         except BaseException as error:
             failed = "memory" if isinstance(error, MemoryError) else "error"
             link.reason = link.reason or ("" if link.closed else failed)
+            # The program cannot use such an object, and its error may say so.
+            link.unjudged = link.unjudged or (link.lent and not link.closed and isinstance(error, Exception))
         if passed and not link.closed:
             # Without a buffer: the line is in the file before the next test, whatever ends this process.
             os.write(report, b"1\n")
         else:
-            os.write(report, f"0 {link.reason or (GONE if link.closed else '')}\n".encode())
+            reason = UNJUDGED if link.unjudged else link.reason or (GONE if link.closed else "")
+            os.write(report, f"0 {reason}\n".encode())
 
 
 def given_call(link, number, arguments, named):
@@ -471,7 +544,7 @@ def given_call(link, number, arguments, named):
     return link.encoded(link.decoded(number)(*values, **more)), []
 
 
-def judge_text(names, test):
+def judge_text(link, names, variables, test):
     """Raises: an exception, if the test does not pass."""
     tree = ast.parse(test)
     used = {x.id for x in ast.walk(tree) if isinstance(x, ast.Name)}
@@ -482,6 +555,9 @@ def judge_text(names, test):
     # The program's names, but none that a test uses to check its results, as `all` or `math`.
     program = {name: x for name, x in names.items() if name not in KNOWN and name not in vars(builtins)}
     global_names = program | KNOWN | imported(modules) | {"__name__": "__main__"}
+    variables = {name: data for name, data in variables.items() if name in used and global_names[name] is names[name]}
+    if variables:
+        global_names = Names(link, global_names, variables)
     exec(compile(tree, "test", "exec"), global_names)
 
 
@@ -573,6 +649,7 @@ def serve(read, write, program):
     link.serves = {
         "names": names,
         "call": called,
+        "variable": lambda name: (link.encoded(vars(module)[name]),),
         "get": lambda target, name: (link.encoded(getattr(link.decoded(target), name)),),
         "set": lambda target, name, value: (setattr(link.decoded(target), name, link.decoded(value)),),
     }
@@ -593,6 +670,18 @@ def applied(target, method, arguments, named):
         return next_of(target)
     if method in ("iter", "str", "repr", "bool"):
         return getattr(builtins, method)(target)
+    if method == "signature":
+        return signature_parts(target)
     if method in ("isinstance", "issubclass"):
         return getattr(builtins, method)(*arguments, target)
     return (getattr(target, method) if method else target)(*arguments, **named)
+
+
+def signature_parts(target):
+    """Returns what `signature` takes on the other side."""
+    import inspect
+
+    found = inspect.signature(target)
+    stated = lambda value: [] if value is inspect.Parameter.empty else [value]  # noqa: E731
+    parameters = [[x.name, int(x.kind), stated(x.default), stated(x.annotation)] for x in found.parameters.values()]
+    return parameters, stated(found.return_annotation)

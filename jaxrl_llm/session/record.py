@@ -182,17 +182,22 @@ def of_episodes(rollouts: Rollouts) -> dict[str, Any]:
 
 
 def of_sources(samples: Samples) -> dict[str, Any]:
-    """Returns, for each source of a mixture, its share of the groups and its mean reward, of all processes."""
+    """Returns, for each source of a mixture, its share of the groups, how many of these teach nothing, and its reward.
+
+    The numbers are those of all processes.
+    """
     if not samples.prompts.sources:
         return {}
-    here: dict[str, list[list[float]]] = {}
-    for name, rewards in zip(samples.prompts.sources, samples.graded().rewards.total, strict=True):
-        here.setdefault(name, []).append(rewards[np.isfinite(rewards)].tolist())
+    here: dict[str, list[tuple[bool, list[float]]]] = {}
+    rows = zip(samples.prompts.sources, samples.no_signal.tolist(), samples.graded().rewards.total, strict=True)
+    for name, teaches_nothing, rewards in rows:
+        here.setdefault(name, []).append((teaches_nothing, rewards[np.isfinite(rewards)].tolist()))
     groups = {name: list(chain(*lists)) for name, lists in gathered(here).items()}
     size, record = sum(map(len, groups.values())), {}
-    for name, rewards in groups.items():
-        earned = list(chain(*rewards))
-        record[f"source/{name}/share"] = len(rewards) / size
+    for name, pairs in groups.items():
+        lacking, earned = [lacks for lacks, _ in pairs], list(chain(*(rewards for _, rewards in pairs)))
+        record[f"source/{name}/share"] = len(pairs) / size
+        record[f"source/{name}/no_signal"] = np.mean(lacking)
         record |= {f"source/{name}/reward": np.mean(earned)} if earned else {}
     return record
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,11 +147,15 @@ class Session:
         WATCHDOG.stepped()
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Returns the accuracy after `step` if an evaluation is due, else {}."""
+        """Returns the accuracy after `step` if an evaluation is due and has a verdict, else {}."""
         every = self.plan.evaluate_every
         if not every or (step % every and step != self.plan.steps):
             return {}
-        self.checkpoints.accuracies[step] = accuracy = self.trainer.accuracy(self.at.states)
+        accuracy = self.trainer.accuracy(self.at.states)
+        if math.isnan(accuracy):
+            self.log.say(f"    step {step}: no completion of the evaluation has a verdict, so it has no accuracy")
+            return {}
+        self.checkpoints.accuracies[step] = accuracy
         return {"eval/accuracy": accuracy, "eval/problems": self.trainer.problems}
 
     def stagnates(self) -> bool:

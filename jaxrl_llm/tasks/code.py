@@ -21,8 +21,9 @@ from jaxrl_llm.machine.process import cpus
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox.program import REASONS
 from jaxrl_llm.sandbox.program_tests import ProgramLimits, ProgramVerdict, by_output, in_python
+from jaxrl_llm.sandbox.remote_calls import UNJUDGED
 from jaxrl_llm.tasks import deadline, text_of, unlogged
-from jaxrl_llm.tasks.code_tests import tests_of
+from jaxrl_llm.tasks.code_tests import shown, tests_of
 
 # Problems that name a function show its head, such as `def two(x: List[int])`, without imports: veRL adds them too.
 IMPORTS = """\
@@ -38,7 +39,7 @@ from typing import *
 # Behind the language a block may name more, such as its title. Windows ends a line with \r\n.
 BLOCK = re.compile(r"```[ \t]*(?:python|py)3?(?:[ \t][^\n`]*)?\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
-_warned = False  # whether this process has told of tests that can judge no program
+_told: set[str] = set()  # metrics of tests without a verdict of which this process has told
 
 
 @checked_by(lambda **_: sandbox.refuse_without())
@@ -63,13 +64,14 @@ def accuracy(
     (MBPP), one such text, or {"inputs": [...], "outputs": [...]} of standard input and output, with "fn_name" of
     arguments and results of that function (APPS, PRIME, veRL). Each may be JSON text. The keys may be columns too.
     None where the row has no tests, as in a mixture of tasks, or tests that can judge no program: text that is no
-    Python, or without an assertion that runs. The first such test is told on stderr.
+    Python, or without an assertion that runs. None too where a test does what no program could pass here, such as to
+    compare two objects that it has built. The first test of each kind is told on stderr.
     seconds: of the CPU, for a test by input and output, or for all tests in Python; memory: of a program, in MiB.
     tolerance: of expected floats, relative; a thousandth of it is the absolute one. Integers and assert statements have
     none.
     Logs the share of the completions without a program (no_code), of those that failed for each reason, of those
-    whose tests can judge none (broken_tests), and of those whose tests had not all run when config.reward.timeout came
-    near (late): such a test has failed, with "time".
+    whose tests can judge none (broken_tests), of those with a test that no program could pass here (unjudged), and of
+    those whose tests had not all run when config.reward.timeout came near (late): such a test has failed, with "time".
     Raises: ValueError, if the tests of a row are in no such form.
     """
     pairs = {"inputs": inputs, "outputs": outputs, "fn_name": fn_name}
@@ -79,7 +81,7 @@ def accuracy(
     rows = [tests_of(*row) for row in zip(tests or nothing, answer or nothing, columned, strict=True)]
     cases, faults = [row.tests for row in rows], [row.fault for row in rows if row.fault]
     if faults:
-        _warn(faults[0])
+        _warn(f"{faults[0]}: mend such tests, or make them with data.convert", "broken_tests")
     limits = ProgramLimits(seconds, memory, deadline())
 
     def judged(program: str | None, case: list[Any]) -> tuple[list[ProgramVerdict], bool]:
@@ -96,6 +98,15 @@ def accuracy(
     log_metric("late", sum(late and bool(row_verdicts) for row_verdicts, late in judgements) / len(judgements))
     log_metric("broken_tests", len(faults) / len(verdicts_of_rows))
     log_metric("no_code", programs.count(None) / len(verdicts_of_rows))
+    pairs_of_rows = (zip(case, row, strict=False) for case, row in zip(cases, verdicts_of_rows, strict=True))
+    unjudged = [next((test for test, verdict in row if verdict.reason == UNJUDGED), None) for row in pairs_of_rows]
+    log_metric(UNJUDGED, 1 - unjudged.count(None) / len(unjudged))
+    if any(unjudged):
+        _warn(
+            f"the test {shown(str(next(filter(None, unjudged))))} extends, compares or calculates with objects of the "
+            "program, or gives it one of a class of its own, which no program can pass here: compare their fields",
+            UNJUDGED,
+        )
     return [
         _reward(row_verdicts, len(case), partial) for row_verdicts, case in zip(verdicts_of_rows, cases, strict=True)
     ]
@@ -107,8 +118,13 @@ def is_given(completions: list[Any], **columns: Any) -> list[float]:
 
 
 def _reward(verdicts: list[ProgramVerdict], count: int, partial: bool) -> float | None:
-    share = sum(v.passed for v in verdicts) / count if count else None
-    return share if partial or share is None else float(share == 1)
+    if not count:
+        return None
+    passed, unjudged = sum(v.passed for v in verdicts), sum(v.reason == UNJUDGED for v in verdicts)
+    # A test that failed decides, whatever the test without a verdict would have said.
+    if unjudged and (partial or passed + unjudged == count):
+        return None
+    return passed / count if partial else float(passed == count)
 
 
 def _after_thoughts(completion: Any) -> str:
@@ -125,13 +141,12 @@ def _program(completion: Any) -> str | None:
     return textwrap.dedent(blocks[-1]) if blocks[-1].lstrip("\r\n")[:1] in " \t" else blocks[-1]
 
 
-def _warn(fault: str) -> None:
-    """Tells of tests that can judge no program, once in this process."""
-    global _warned
-    if not _warned:
-        why = f"{printable(fault)}: rows with such tests have no verdict, and code.accuracy/broken_tests is their share"
-        print(f"warning: code.accuracy: {why}; mend them, or make them with data.convert", file=sys.stderr, flush=True)
-    _warned = True
+def _warn(fault: str, metric: str) -> None:
+    """Tells of tests that have no verdict, once in this process for each metric."""
+    if metric not in _told:
+        why = f"completions with such tests have no verdict, and code.accuracy/{metric} is their share"
+        print(f"warning: code.accuracy: {printable(fault)}; {why}", file=sys.stderr, flush=True)
+    _told.add(metric)
 
 
 def _verdicts(

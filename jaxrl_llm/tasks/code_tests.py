@@ -100,10 +100,10 @@ def _fault(tests: Sequence[str]) -> str:
     fault = next((fault for _, fault in read if fault), "")
     if fault or any(can_fail for can_fail, _ in read):
         return fault
-    return f"the test {_shown(tests[0])} has no assertion that runs"
+    return f"the test {shown(tests[0])} has no assertion that runs"
 
 
-def _shown(test: str) -> str:
+def shown(test: str) -> str:
     return repr(" ".join(test.split())[:100])
 
 
@@ -118,7 +118,7 @@ def _read(test: str) -> tuple[bool, str]:
             compile(tree, "test", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         # Null bytes, brackets in brackets.
-        return False, f"the test {_shown(test)} is no Python ({getattr(error, 'msg', error)})"
+        return False, f"the test {shown(test)} is no Python ({getattr(error, 'msg', error)})"
     definitions = {x.name for x in ast.walk(tree) if isinstance(x, (*FUNCTIONS, ast.ClassDef))}
     running = list(_running(tree))
     calls_own = any(isinstance(x, ast.Name) and x.id in definitions for x in running)

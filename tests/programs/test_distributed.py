@@ -420,6 +420,16 @@ def test_a_wrong_address_is_told_in_a_line(refused):
     assert "--distributed 127.0.0.1:1,2/2" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+def test_a_process_whose_peers_never_come_ends_in_a_line(wording):
+    """JAX's own limit is 300 s, and then it aborts without a line."""
+    program = "import sys\nfrom jaxrl_llm.machine.distributed import joining\njoining.JOINED = 1.0\n"
+    program += "with joining.joined(sys.argv[1]):\n    print('joined')"
+    words = [sys.executable, "-c", program, "127.0.0.1:1,1/2"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=100)
+    assert (done.returncode, done.stdout) == (75, "")
+    wording(next(line for line in done.stderr.splitlines() if line.startswith("error: ")))
+
+
 def test_several_processes_need_a_workdir_of_their_own_choice(refused):
     with refused("--workdir"):
         parse_arguments("test", "", ["--config", str(ROOT / "configs" / "grpo.py"), "--distributed", "auto"])

@@ -13,6 +13,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.rollout.samples import CompletionTask, Drawing, Samples, SampleSource, per_episode, refill, settled
+from jaxrl_llm.session.record import of_sources
 from jaxrl_llm.structs import Prompts, Rewards, Rollouts
 
 B, G, C = 4, 2, 3
@@ -63,13 +64,21 @@ def test_groups_without_signal_are_replaced_in_order_by_fresh_ones_with_one():
 
 
 def test_a_group_of_a_mixture_gives_way_to_one_of_its_source_alone():
-    def of_sources(number: int, signal: list[bool]) -> Samples:
+    def two_sources(number: int, signal: list[bool]) -> Samples:
         found = sampled(number, signal)
         return replace(found, prompts=replace(found.prompts, sources=["easy", "b", "easy", "b"]))
 
-    rounds = {1: of_sources(1, [False, True, False, True]), 2: of_sources(2, [False, True, True, True])}
-    whole, replaced = refilled(of_sources(0, [False, True, False, False]), rounds.__getitem__, collate, 2)
+    rounds = {1: two_sources(1, [False, True, False, True]), 2: two_sources(2, [False, True, True, True])}
+    whole, replaced = refilled(two_sources(0, [False, True, False, False]), rounds.__getitem__, collate, 2)
     assert (marks(whole), replaced) == ([22, 1, 2, 11], 2)  # the place 2 stays, though 13, 21 and 23 have a signal
+
+
+def test_the_log_says_how_much_of_each_source_teaches():
+    groups = sampled(0, [False, True, False, False])
+    record = of_sources(replace(groups, prompts=replace(groups.prompts, sources=["easy", "b", "easy", "b"])))
+    assert {name: float(x) for name, x in record.items() if "reward" not in name} == {
+        "source/easy/share": 0.5, "source/easy/no_signal": 1.0, "source/b/share": 0.5, "source/b/no_signal": 0.5,
+    }  # fmt: skip
 
 
 def test_refilling_ends_at_the_bound_and_draws_nothing_that_it_does_not_need():

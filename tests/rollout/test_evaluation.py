@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,13 +18,16 @@ import jaxrl_llm
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.machine import progress
 from jaxrl_llm.models import hf
+from jaxrl_llm.rollout import scores
 from jaxrl_llm.rollout.environments import EnvironmentPool
-from jaxrl_llm.rollout.evaluation import GREEDY, evaluate, whole_batches
-from jaxrl_llm.rollout.grading import RewardFn
+from jaxrl_llm.rollout.evaluation import GREEDY, evaluate, mean_score, whole_batches
+from jaxrl_llm.rollout.grading import Graded, RewardFn
 from jaxrl_llm.rollout.jax import compiled
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.sizes import PageKind, sizes_of
 from jaxrl_llm.rollout.samples import CompletionTask
+from jaxrl_llm.session.session import Session
+from jaxrl_llm.structs import Rewards
 from jaxrl_llm.tasks.protocol import Reply
 
 FOLDER = Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic"
@@ -70,6 +75,26 @@ def test_a_stream_of_all_problems_has_the_texts_and_scores_of_batches(shape, at_
     assert graded.texts == texts
     np.testing.assert_array_equal(graded.rewards.total, scores)
     assert 0 < scores.mean() < 1 or len({*map(str, texts)}) > 9  # they differ
+
+
+def test_an_evaluation_without_any_verdict_has_no_accuracy(wording):
+    """0 would be taken for a ruined policy, by a health rule that goes back and by eval.patience."""
+    part, none = np.array([[1.0, np.nan], [np.nan, 0.0]]), np.full((2, 2), np.nan)
+    graded = [Graded([], Rewards(total, {"judge": total}), None, {}) for total in (part, none)]
+    assert mean_score(graded[0]) == 0.25 and np.isnan(mean_score(graded[1]))
+    some, nothing = (scores.measure_all(each, [{}, {}], None, "") for each in graded)
+    assert (some["accuracy"], some["pass"]["2"]) == (0.25, 0.5)
+    assert dict(scores.lines(some))["judge"] == "0.5 (2 without a verdict)"
+    assert nothing["accuracy"] is None and dict(scores.lines(nothing))["accuracy"] == "–"
+    said: list[str] = []
+    session: Any = SimpleNamespace(
+        plan=SimpleNamespace(evaluate_every=2, steps=8), at=SimpleNamespace(states={}),
+        trainer=SimpleNamespace(accuracy=lambda states: mean_score(graded[len(said) == 0]), problems=2),
+        checkpoints=SimpleNamespace(accuracies={}), log=SimpleNamespace(say=said.append),
+    )  # fmt: skip
+    assert Session.evaluate(session, 2) == {} and session.checkpoints.accuracies == {}
+    wording("\n".join(said))
+    assert Session.evaluate(session, 4) == {"eval/accuracy": 0.25, "eval/problems": 2}
 
 
 @pytest.mark.parametrize("sequences", [0, 24])

@@ -311,23 +311,29 @@ def test_a_push_with_a_tensor_that_is_wrong_changes_nothing(server, params, prom
         assert gap(nudged(params, 0.02), prompts, sample(engine, prompts)) < 1e-4
 
 
-def test_a_push_over_http_whose_connection_breaks_is_repeated(server, params, prompts, tmp_path, monkeypatch):
-    whole, cuts = weights.shutil.copyfileobj, []
+@pytest.fixture
+def downloads(monkeypatch) -> list[int]:
+    """The downloads of pushed weights, each with the bytes sent. The connection of the first one breaks halfway."""
+    whole, sent = weights.WeightServer.send, []
 
-    def half(source, sink, length):
-        if cuts:
-            return whole(source, sink, length)
-        cuts.append(1)
+    def send(self, source, sink):
         size = os.fstat(source.fileno()).st_size
+        sent.append(size if sent else size // 2)
+        if len(sent) > 1:
+            return whole(self, source, sink)
         sink.write(source.read(size // 2))
         sink.flush()
         sink.close()
 
-    monkeypatch.setattr(weights.shutil, "copyfileobj", half)
+    monkeypatch.setattr(weights.WeightServer, "send", send)
+    return sent
+
+
+def test_a_push_over_http_whose_connection_breaks_is_repeated(server, params, prompts, tmp_path, downloads):
     with connected(server, tmp_path=tmp_path, push_address="127.0.0.1") as engine:
         pushed = nudged(params, 0.01)
         engine.update_weights(pushed, 8)
-        assert cuts
+        assert len(downloads) == 2
         rollouts = sample(engine, prompts)
         assert gap(pushed, prompts, rollouts) < 1e-4
         assert (rollouts.versions == 8).all()
@@ -514,17 +520,27 @@ def segments() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "vllm_"))}
 
 
-def test_weights_are_sliced_and_cast_for_the_server(params, prompts, tmp_path, monkeypatch):
+def test_two_workers_share_a_download_and_survive_a_refused_push(params, prompts, tmp_path, monkeypatch, downloads):
+    """Weights are sliced and cast for each worker. A failed download, or a wrong tensor, changes none of them."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     with (
         serving(tmp_path / "log", "--tensor-parallel-size", "2", dtype="bfloat16") as server,
-        connected(server, tmp_path=tmp_path, dtype="bfloat16") as engine,
+        connected(server, tmp_path=tmp_path, dtype="bfloat16", push_address="127.0.0.1") as engine,
     ):
         pushed = nudged(params, 0.02)
         engine.update_weights(pushed, 1)
-        rollouts = sample(engine, prompts)
-        right, wrong = (gap(tree, prompts, rollouts, of=np.mean) for tree in (pushed, params))
+        group = vllm_group(server)
+        assert len(downloads) == 2
+        right, wrong = (gap(tree, prompts, sample(engine, prompts), of=np.mean) for tree in (pushed, params))
         assert right < 0.05 < wrong / 3, (right, wrong)
+        spoiled = jax.tree.map(lambda x: x.at[(-1,) * x.ndim].set(1e39), params)  # infinite in bfloat16
+        with monkeypatch.context() as unchecked:
+            unchecked.setattr(weights.np, "isfinite", np.ones_like)
+            with pytest.raises(UserError, match=r"refused: .* is not finite"):
+                engine.update_weights(spoiled, 2)
+        engine.update_weights(params, 3)
+        assert gap(params, prompts, sample(engine, prompts), of=np.mean) < 0.05
+        assert (len(downloads), vllm_group(server)) == (4, group)
 
 
 def test_a_run_killed_with_its_server_resumes_ahead_and_learns_without_torch(tmp_path):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
@@ -29,7 +29,7 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.protocol import EngineInputs
-from jaxrl_llm.rollout.vllm import address, engine
+from jaxrl_llm.rollout.vllm import address, engine, weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.structs import Prompts
@@ -100,6 +100,7 @@ def connected(
     patience: float = 30.0,
     concurrency: int = 2,
     model: Any = None,
+    managed: Any = None,
 ) -> Iterator[VllmEngine]:
     named = {f"http://server{i}": server for i, server in enumerate(servers)}
 
@@ -112,6 +113,7 @@ def connected(
     made = VllmEngine(
         tuple(named), EngineInputs(model or MODEL, None, FOLDER, folder, 4, length, (1,), 0), run="test",
         weights_dir=str(folder), push_address="", concurrency=concurrency, timeout=5.0, patience=patience,
+        managed=managed,
     )  # fmt: skip
     try:
         yield made
@@ -361,6 +363,15 @@ def test_a_turn_goes_on_where_the_server_alone_sees_a_stop_string(params, tmp_pa
     assert rollouts.loss_mask.sum() == 4 and not rollouts.truncated.any()
 
 
+def pull(source: dict[str, str] | None) -> None:
+    """Takes the weights from the trainer; without a source it hangs for a second."""
+    if not source:
+        time.sleep(1)
+        return
+    with address.open_weights(source["url"], source["token"], 5.0) as response:
+        response.read()
+
+
 @contextmanager
 def listening(server: Server) -> Iterator[str]:
     """Serves over TCP, where reads have time-outs. A server that `works` counts tokens for each look at its metrics."""
@@ -371,6 +382,8 @@ def listening(server: Server) -> Iterator[str]:
             answer = server(httpx.Request(self.command, f"http://server{self.path}", content=content))
             if self.path == GENERATE and server.asked[GENERATE] == 1:
                 time.sleep(3)
+            if self.path == "/update_weights" and hasattr(server, "pulls"):
+                pull(server.pulls)
             text = answer.content
             if self.path == "/metrics":
                 tokens = server.asked["/metrics"] * server.works
@@ -390,6 +403,45 @@ def listening(server: Server) -> Iterator[str]:
         Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}).start()
         yield f"http://127.0.0.1:{http.server_port}"
         http.shutdown()
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_push_may_last_for_longer_than_a_time_out_while_bytes_are_sent(params, tmp_path, monkeypatch, works):
+    monkeypatch.setattr(engine, "SOON", 0.5)
+    monkeypatch.setattr(engine, "WAITS", (0.02, 0.05))
+    monkeypatch.setattr(weights, "BLOCK", 2**16)
+    whole, server = weights.WeightServer.send, Server(4)
+    server.works = False
+
+    def slowly(self: Any, source: Any, sink: Any) -> None:
+        whole(self, SimpleNamespace(read=lambda size: time.sleep(0.04) or source.read(size)), sink)
+
+    monkeypatch.setattr(weights.WeightServer, "send", slowly)
+    inputs = EngineInputs(MODEL, None, FOLDER, tmp_path, 4, 4, (1,), 0)
+    settings = dict(run="test", weights_dir=str(tmp_path), push_address="127.0.0.1", concurrency=2, patience=0.2)
+    with listening(server) as url, closing(VllmEngine((url,), inputs, timeout=0.3, **settings)) as client:
+        server.pulls = client._offer.source if works else None
+        with nullcontext() if works else pytest.raises(UserError, match="/update_weights"):
+            client.update_weights(params, 1)
+        assert server.version.endswith(":1") == works
+    assert server.asked["/update_weights"] == 1 or not works
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_managed_server_may_start_for_as_long_as_its_log_grows(params, tmp_path, monkeypatch, writes):
+    server, log = Server(4), tmp_path / "vllm.log"
+    server.up = False
+    managed = SimpleNamespace(check=lambda: None, writes=lambda: writes, log=log, stop=lambda: None)
+    Timer(0.6, lambda: setattr(server, "up", True)).start()
+    with connected(tmp_path, monkeypatch, server, patience=0.2, managed=managed) as made:
+        with nullcontext() if writes else pytest.raises(UserError, match=r"vllm\.log"):
+            made.update_weights(params, 1)
+        assert server.version.endswith(":1") == writes
+        if writes:
+            # Once it has answered, it is away.
+            server.up = False
+            with pytest.raises(UserError, match=r"vllm\.log"):
+                made.update_weights(params, 2)
 
 
 @pytest.mark.parametrize("works", [True, False])

@@ -205,6 +205,11 @@ ON_THE_JUDGE = {
     "an error of many arguments": "def add(a, b): raise KeyError(*[[[]]] * 10**5)",
     "items of the judge's objects": LINK + "def add(a, b):\n    own = harness()\n    for kind in ('iter', 'next', 'get', 'set', 'names'):\n"
     "        for x in (['yours', 0], ['yours', 1], ['type', 'int'], ['range', '0', '0x7fffffff', '0x1'], 3, ['mine', 0]):\n            own.send([kind, x])\n    return 7",
+    "signatures that are none": LINK + "import inspect\nbad = [3, ['list', 3], ['list', ['list', 3]], ['list', ['list', ['list', 'a', 9, ['list'], ['list']]], ['list']], ['list', ['mine', 0], ['mine', 0]],\n"
+    "       ['list', ['list', ['list', 3, 1, ['list'], ['list']]], ['list', ['mine', 0]]]]\ndef lies(f):\n    for x in bad: harness().send(['value', x, []])\ninspect.signature = lies\ndef add(a, b): return 7",
+    "a variable with another value at each look": LINK + "import itertools\nown, add = harness(), 3\nown.objects.append(lambda a, b: 7)\nanswer = own.answer\n"
+    "looks = itertools.cycle([['mine', 0], ['list', 3], ['yours', 0], ['type', 'int'], ['error', 0, 'add', ['type', 'ValueError']], 3])\n"
+    "own.answer = lambda kind, more: ['value', next(looks)] if kind == 'variable' else answer(kind, more)",
     "an argument that it changes": "def add(a, b):\n    if isinstance(a, list): a[:] = []\n    return 7",
 }  # fmt: skip
 TESTS = [
@@ -219,6 +224,7 @@ TESTS = [
     "def check(f):\n    assert math.floor(f(1.5, 2)) == 3\ncheck(add)",
     "assert add(1, 2) != None and add(1, 2) == add(2, 1) == 3", "import io\nf = io.StringIO('1')\nadd(f, f)\nassert f.read() == '1' and add(1, 2) == 3",
     "def one():\n    yield 1\nassert [*map(add, one(), iter([2]))] == [3] and add(iter('12'), one()) != 7", "assert type(add(1, 2)) is int and add(1, 2) == 3",
+    "import inspect\nassert len(inspect.signature(add).parameters) == 2 and add(1, 2) == 3",
 ]  # fmt: skip
 
 
@@ -323,6 +329,11 @@ PAIRS = [
     ("class Queue:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n    def __bool__(self): return bool(self.items)\n",
      [("bool(self.items)", "not self.items")],
      ["assert not Queue()", "queue = Queue()\nqueue.push(1)\nassert queue and bool(queue) is True", "import unittest\nunittest.TestCase().assertFalse(Queue())"]),
+    ("total, seen, first = 0, [], None\nclass Node:\n    def __init__(self, val): self.val = val\ndef keep(x: int, *, by=1) -> int:\n    global total, first\n    total, first = total + x, first or Node(x)\n    seen.append(x)\n    return x * by\n",
+     [("x: int, *, by=1", "x, by=2"), ("total + x", "total + 1"), ("seen.append(x)", "seen[:] = [x]"), ("Node(x)", "Node(5)")],
+     ["keep(2)\nassert total == 2 and seen == [2] and first.val == 2", "def kept():\n    keep(4)\n    return total\nassert total == 2 and kept() == 6 == total", "seen.append(9)\nassert seen == [2, 4, 9] and first.val == 2",
+      "import inspect\nassert str(inspect.signature(keep)) == '(x: int, *, by=1) -> int'", "import inspect\nparameters = inspect.signature(keep).parameters\nassert [x.kind.name for x in parameters.values()] == ['POSITIONAL_OR_KEYWORD', 'KEYWORD_ONLY'] and parameters['by'].default == 1",
+      "from inspect import getfullargspec\nassert getfullargspec(keep).kwonlyargs == ['by']"]),
     ("import functools\ndef logged(f):\n    @functools.wraps(f)\n    def inner(*x): return f.__name__, f(*x)\n    return inner\n",
      [("return f.__name__, f(*x)", "return f(*x), f.__name__"), ("    @functools.wraps(f)\n", "")],
      ["@logged\ndef double(x): return 2 * x\nassert double(3) == ('double', 6)", "@logged\ndef double(x): return 2 * x\nassert double.__name__ == 'double'", "assert logged(abs)(-1) == ('abs', 1)"]),

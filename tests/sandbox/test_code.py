@@ -263,7 +263,7 @@ SOUND = [
 
 def test_a_row_whose_tests_can_judge_no_program_is_told_once(capsys, monkeypatch, wording):
     for number, test in enumerate(BROKEN):
-        monkeypatch.setattr(code, "_warned", False)
+        monkeypatch.setattr(code, "_told", set())
         tests = [test, "add(1, 2)" if number < 8 else ASSERTS[0]]
         assert earned(ADD, tests=tests) == ([None], {"broken_tests": 1.0}), test
         line = capsys.readouterr().err
@@ -272,6 +272,40 @@ def test_a_row_whose_tests_can_judge_no_program_is_told_once(capsys, monkeypatch
     assert earned(ADD, tests=BROKEN[8]) == ([None], {"broken_tests": 1.0})
     calls = {"fn_name": "add", "inputs": ["1\nx", "1\n2"], "outputs": ["3", "3"]}
     assert earned(ADD, tests=calls) == ([None], {"broken_tests": 1.0})
+    assert capsys.readouterr().err == ""  # the first line is enough
+
+
+POINTS = """
+class Point:
+    def __init__(self, x): self.x = x
+    def __eq__(self, other): return self.x == other.x
+    def __add__(self, other): return Point(self.x + other.x)
+    def __lt__(self, other): return self.x < other.x
+    def __hash__(self): return self.x
+    def twice(self): return 2 * self.x
+def size(tree): return 1 + size(tree.left) if tree else 0
+def near(x): return Point(x)
+"""
+BEYOND_THE_LINK = [  # no program can pass them in the sandbox, and a right one would elsewhere
+    "assert Point(1) == Point(1)", "assert (Point(1) + Point(2)).x == 3", "assert Point(1) < Point(2)",
+    "assert len({Point(1), Point(1)}) == 1", "class Own(Point): pass\nassert Own(2).twice() == 4",
+    "class Tree:\n    left = None\nassert size(Tree()) == 1",
+]  # fmt: skip
+
+
+def test_a_test_that_no_program_can_pass_in_the_sandbox_has_no_verdict(capsys, monkeypatch, wording):
+    monkeypatch.setattr(code, "_told", set())
+    passes, fails = "assert Point(2).twice() == 4", "assert Point(2).twice() == 5"
+    verdicts = in_python(POINTS, [*BEYOND_THE_LINK, passes], LIMITS)
+    assert [verdict.reason for verdict in verdicts] == ["unjudged"] * len(BEYOND_THE_LINK) + [""]
+    assert earned(POINTS, tests=[passes, BEYOND_THE_LINK[0]]) == ([None], {"unjudged": 1.0})
+    wording(capsys.readouterr().err)
+    # A test that has failed decides.
+    assert earned(POINTS, tests=[BEYOND_THE_LINK[0], fails]) == ([0.0], {"unjudged": 1.0})
+    assert earned(POINTS, tests=[passes, BEYOND_THE_LINK[0]], partial=True)[0] == [None]
+    # A wrong answer that is an object has its verdict.
+    wrong = in_python(POINTS, ["assert near(1) == 1", "assert near(1) == near(1)", "assert Point(1) == 1"], LIMITS)
+    assert [verdict.reason for verdict in wrong] == ["error"] * 3
     assert capsys.readouterr().err == ""  # the first line is enough
 
 

@@ -8,13 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 from typing import Any, NoReturn
 
 import jax
 
 from jaxrl_llm.errors import PeerLost, UserError, printable, report
-from jaxrl_llm.machine import hang
+from jaxrl_llm.machine import hang, progress
 from jaxrl_llm.machine.distributed import lifeline
 from jaxrl_llm.machine.distributed.processes import count, first, index
 from jaxrl_llm.machine.distributed.store import POLL, client, wait
@@ -22,6 +22,9 @@ from jaxrl_llm.machine.distributed.store import POLL, client, wait
 # Seconds without a sign of life after which JAX ends all processes. It gives one every half of them, so that a pause of
 # the network may take the other half; gRPC itself breaks off a connection that does not answer for 60 s.
 HEARTBEAT = 100
+# Seconds for which a process waits for the others at the start: a host may have to load an image first. JAX's own limit
+# is 300 s, and at its end JAX aborts without a line.
+JOINED = 1800.0
 # Key of the exit code, of HUNG or "-", and of the line with which a process has ended.
 ENDED, HUNG = "jaxrl_llm/ended", "hung"
 # Set when this process ends: the ends of others, and its own line, are nothing new then.
@@ -34,7 +37,7 @@ def joined(address: str) -> Iterator[None]:
     """Joins the processes of a run in this block; address: "" (only this process), "auto" or HOST:PORT,INDEX/COUNT.
 
     At an error it does not return: it reports the error, tells the other processes and ends this one.
-    Raises: UserError, if the address is wrong or the others cannot be reached.
+    Raises: UserError, if the address is wrong. If another process does not come, it ends this one.
     """
     if not address:
         yield
@@ -71,14 +74,32 @@ def _connect(address: str) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     # A CPU may run two programs at once, in another order in each process: their collectives would be mixed up.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+    limits: dict[str, Any] = dict(initialization_timeout=int(JOINED) + 60, heartbeat_timeout_seconds=HEARTBEAT)
+    alone = Timer(JOINED, _end_alone, [address])
+    alone.daemon = True
+    alone.start()
     try:
-        jax.distributed.initialize(**known, heartbeat_timeout_seconds=HEARTBEAT)
+        with progress.task(f"waiting for the other processes (--distributed {address})"):
+            jax.distributed.initialize(**known, **limits)
     except (ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
             f"--distributed {address}: the processes cannot be joined ({reason}): give HOST:PORT,INDEX/COUNT with the "
             "address of process 0, and start all processes"
         ) from error
+    finally:
+        alone.cancel()
+
+
+def _end_alone(address: str) -> NoReturn:
+    """Ends this process, because another one has not come."""
+    print(
+        f"error: --distributed {printable(address)}: the processes of the run have not all come in {JOINED / 60:.3g} "
+        "minutes: start all of them; the same command tries again",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(PeerLost.exit_code)
 
 
 def _watch() -> None:

@@ -145,7 +145,7 @@ class VllmEngine:
         times = httpx.Timeout(timeout, connect=5.0, pool=None)
         self._timeout, self._slow = timeout, set[str]()
         self._clients = {
-            server: address.client(server, limits, partial(self._generates, server), timeout=times)
+            server: address.client(server, limits, partial(self._works, server), timeout=times)
             for server in self._servers
         }
         # Other clients, because a time-out of the first ones asks these.
@@ -163,6 +163,8 @@ class VllmEngine:
         self._away: set[str] = set()
         self._tensors: dict[str, list[int]] = {}
         self._version, self._closed = 0, Event()
+        # Whether a server has answered since the run began.
+        self._answered = False
 
     def sample(
         self,
@@ -385,6 +387,10 @@ class VllmEngine:
                 end = end or time.monotonic() + self._patience
                 if self._managed:
                     self._managed.check()
+                    # Until its first answer it loads the model and compiles, for as long as it takes.
+                    if not self._answered and self._managed.writes():
+                        WATCHDOG.moved()
+                        end = time.monotonic() + self._patience
                 if time.monotonic() > end or self._closed.wait(pause):
                     where = f"see {self._managed.log}" if self._managed else "look at its log and start it again"
                     raise Away(
@@ -430,7 +436,9 @@ class VllmEngine:
         path = "/weight_info"
         answer = self.request(server, "GET", path, timeout=SOON)
         with reading(path):
-            return self._number(answer.json()["weight_version"])
+            number = self._number(answer.json()["weight_version"])
+        self._answered = True
+        return number
 
     def _check(self, server: str) -> None:
         """Raises: UserError, if the server's settings would change the samples or do not fit the run."""
@@ -481,11 +489,14 @@ class VllmEngine:
                 "them one"
             )
 
-    def _generates(self, server: str) -> bool:
-        """Returns whether a server computes tokens within SOON seconds: then its answers only take long."""
-        first, end = None, time.monotonic() + SOON
+    def _works(self, server: str) -> bool:
+        """Returns whether a server computes tokens, or one takes weights, within SOON seconds: it only takes long."""
+        first, end, sent = None, time.monotonic() + SOON, self._offer.sent
         with suppress(httpx.TransportError, RuntimeError):  # RuntimeError: the client was closed
             while time.monotonic() < end and not self._closed.is_set():
+                if self._offer.sent != sent:
+                    WATCHDOG.moved()
+                    return True
                 count = TOKENS.findall(self._monitors[server].get("/metrics").text)
                 first = count if first is None else first
                 if count != first:

@@ -35,7 +35,7 @@ class ManagedServer:
         uds = Path(tempfile.gettempdir()) / f"jaxrl_llm-{secrets.token_hex(8)}" / "vllm"
         if len(str(uds)) > LONGEST:
             uds = Path("/tmp").joinpath(*uds.parts[-2:])
-        self.url, self.log = f"{UNIX}{uds}", log
+        self.url, self.log, self._log_bytes = f"{UNIX}{uds}", log, 0
         options = dict(model=model, python=python, uds=uds, dtype=dtype, max_model_len=max_model_len, log=log)
         command = [sys.executable, "-m", "jaxrl_llm.tools.serve_vllm"]
         command += [f"--{name.replace('_', '-')}={x}" for name, x in options.items()]
@@ -58,6 +58,11 @@ class ManagedServer:
             if last_line.startswith(ERROR):
                 raise UserError(f"config.engine.server_args: {last_line.removeprefix(ERROR)}")
             raise UserError(f"the vLLM server ended ({last_line[:300]}): see {self.log}")
+
+    def writes(self) -> bool:
+        """Returns whether its log has changed since the last call."""
+        before, self._log_bytes = self._log_bytes, self.log.stat().st_size
+        return self._log_bytes != before
 
     def stop(self) -> None:
         """Ends the child and all processes that it started."""

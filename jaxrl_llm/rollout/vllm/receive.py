@@ -1,5 +1,7 @@
 """Runs inside vLLM's workers, without JAX: pulls the weights that the trainer offers, checks them all, then loads them.
 
+One worker of each host downloads the file, and each checks its share of the tensors.
+
 vllm serve MODEL --worker-extension-cls jaxrl_llm.rollout.vllm.receive.Extension \\
     --weight-transfer-config '{"backend": "pull"}'
 
@@ -13,12 +15,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -44,6 +48,10 @@ class Update(WeightTransferUpdateInfo):
     timeout: float = 60.0
 
 
+class Refused(Exception):
+    """A worker cannot use a push. All workers raise it, before one of them changes a weight."""
+
+
 class PullBackend(WeightTransferEngine[Init, Update]):
     """Checks a whole push before it loads any tensor. If the push is wrong, the old weights stay in use."""
 
@@ -65,9 +73,23 @@ class PullBackend(WeightTransferEngine[Init, Update]):
         pass
 
     def receive_weights(self, update_info: Update) -> None:
-        with _local(update_info) as path, safe_open(path, "pt") as file:
-            check(file, self.tensors)
-            load(file, self.model, self.model_config, self.device)
+        rank, workers = get_world_group().rank_in_group, get_world_group().world_size
+        try:
+            with ExitStack() as files:
+                first, path = gathered(host()).index(host()), ""
+                with agreed():
+                    if rank == first:
+                        path = files.enter_context(_local(update_info))
+                path = gathered(path)[first]
+                with agreed():
+                    file = files.enter_context(safe_open(path, "pt"))
+                    check(file, self.tensors, list(self.tensors)[rank::workers])
+                load(file, self.model, self.model_config, self.device)
+        except Refused as error:
+            # vLLM 0.32 reads the workers' answers up to the first failure, and would take the answers after it for
+            # those of its next call. The last worker alone fails, so vLLM reads all of them.
+            if (rank + 1) % self.parallel_config.world_size == 0:
+                raise ValueError(str(error)) from None
 
     def shutdown(self) -> None:
         pass
@@ -93,6 +115,32 @@ class Extension:
         self._weight_update_active = False
 
 
+def gathered(value: Any) -> list[Any]:
+    """Returns the values of all workers, by rank. Waits for each of them."""
+    group = get_world_group()
+    values = [value] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
+
+
+@contextmanager
+def agreed() -> Iterator[None]:
+    """Waits at its end for all workers. Raises: Refused, in all of them, if the block fails in one."""
+    error = ""
+    try:
+        yield
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    if errors := list(filter(None, gathered(error))):
+        raise Refused(errors[0])
+
+
+def host() -> str:
+    """Returns an id of what processes share that can open each other's files in /proc."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+
+
 def setting(model_config: Any, name: str) -> Any:
     """Returns a field of config.json; None: it has none. A model that reads pictures has some in its text_config."""
     configs = model_config.hf_config, model_config.hf_text_config
@@ -113,11 +161,12 @@ def _local(update: Update) -> Iterator[str]:
         with address.open_weights(update.url, update.token, update.timeout) as response:
             shutil.copyfileobj(response, download, 2**22)
         download.flush()
-        yield f"/proc/self/fd/{download.fileno()}"
+        # A path that the other workers can open too, as long as this process keeps the file.
+        yield f"/proc/{os.getpid()}/fd/{download.fileno()}"
 
 
-def check(file: Any, tensors: dict[str, tuple[int, ...]]) -> None:
-    """Raises: ValueError, if a tensor is missing, unknown, of another shape or not finite."""
+def check(file: Any, tensors: dict[str, tuple[int, ...]], share: list[str]) -> None:
+    """Raises: ValueError, if a tensor is missing, unknown, or of another shape, or one of the share is not finite."""
     names = set(file.keys())
     if missing := sorted(set(tensors) - names):
         raise ValueError(f"refused: the weights lack {len(missing)} tensors, the first {missing[0]}")
@@ -127,6 +176,7 @@ def check(file: Any, tensors: dict[str, tuple[int, ...]]) -> None:
         actual = tuple(file.get_slice(name).get_shape())
         if actual != shape:
             raise ValueError(f"refused: {name} has shape {actual}, not {shape}")
+    for name in share:
         if not torch.isfinite(file.get_tensor(name)).all():
             raise ValueError(f"refused: {name} is not finite")
 

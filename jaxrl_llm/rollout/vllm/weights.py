@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase
 from pathlib import Path
 from threading import Thread
 from typing import Any, BinaryIO
@@ -27,6 +28,7 @@ from jaxrl_llm.structs import PyTree
 
 DTYPES = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16"}
 LOCK = "lock"
+BLOCK = 2**18  # bytes that are sent at once
 # Keeps the requests but clears the caches, which hold values of the old weights. Does not rely on vLLM's default.
 PAUSE = "/pause?mode=keep&clear_cache=true"
 
@@ -95,6 +97,11 @@ class WeightFile:
         """The location of the file, for a server."""
         return self._server.source if self._server else {"path": str(self.folder / WEIGHTS)}
 
+    @property
+    def sent(self) -> int:
+        """Bytes of pushes over HTTP, to all servers."""
+        return self._server.sent if self._server else 0
+
     def close(self) -> None:
         if self._server:
             self._server.shutdown()
@@ -143,7 +150,8 @@ class WeightServer:
     """Serves one file over HTTP to clients that have the token, and nothing else."""
 
     def __init__(self, file: Path, address: str):
-        token = secrets.token_urlsafe(32)
+        token, send = secrets.token_urlsafe(32), self.send
+        self.sent = 0
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
@@ -156,7 +164,7 @@ class WeightServer:
                     self.send_response(200)
                     self.send_header("Content-Length", str(file.stat().st_size))
                     self.end_headers()
-                    shutil.copyfileobj(source, self.wfile, 2**22)
+                    send(source, self.wfile)
 
             # A line for each request would end up in the trainer's terminal.
             def log_message(self, format: str, *args: Any) -> None:
@@ -171,6 +179,12 @@ class WeightServer:
             ) from None
         Thread(target=self._server.serve_forever, daemon=True).start()
         self.source = {"url": f"http://{address}:{self._server.server_port}/weights", "token": token}
+
+    def send(self, source: BinaryIO, sink: BufferedIOBase) -> None:
+        """Copies a file, and counts its bytes: a push lasts as long as the network needs."""
+        while block := source.read(BLOCK):
+            sink.write(block)
+            self.sent += len(block)
 
     def shutdown(self) -> None:
         self._server.shutdown()

@@ -70,7 +70,7 @@ def problem(at: int, graded: Graded, dataset: Dataset) -> Problem:
 
 def completion(at: int, i: int, graded: Graded) -> ScoredCompletion:
     """Returns what the page shows of completion i of problem `at`: its text, or the turns of its episode."""
-    score = float(graded.rewards.total[at, i])
+    score = float(np.nan_to_num(graded.rewards.total[at, i]))
     values = {name: float(x[at, i]) for name, x in graded.rewards.channels.items()}
     text = ", ".join(f"{name} {'–' if np.isnan(x) else f'{x:.4g}'}" for name, x in values.items())
     if graded.turns:
