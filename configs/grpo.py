@@ -66,6 +66,9 @@ def get_config() -> ConfigDict:
     # c.data.mixture.math = ConfigDict(dict(source="math.parquet", convert="", weight=2.0)). Prompts are drawn in
     # proportion to the weights.
     c.data.mixture = ConfigDict()
+    # Column of numbers, such as a difficulty. Each epoch, in a mixture of each source, draws the smallest number first.
+    # "": shuffled.
+    c.data.order_column = ""
     # Passes over prompts that taught nothing. dict(skip=0.9): the probability of passing over a prompt whose
     # completions all had the same reward at its last visit.
     c.data.curriculum = None
