@@ -32,6 +32,9 @@ def get_config() -> ConfigDict:
 
     c.model = ConfigDict()
     c.model.path = str(Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic")  # a folder or a hub id
+    # Function that reads config.json, for a model family that this package lacks, e.g. my.module.function
+    # (docs/models.md). "": the model_type in config.json names a family of this package.
+    c.model.family = ""
     c.model.dtype = "float32"  # dtype of activations; parameters and optimizer state are float32
     c.model.remat = "dots"  # activations that the backward pass recomputes: none | dots | full
     # Parts in which the completions of a prompt are scored and learned from, one after the other. More parts need less
@@ -66,6 +69,9 @@ def get_config() -> ConfigDict:
     # c.data.mixture.math = ConfigDict(dict(source="math.parquet", convert="", weight=2.0)). Prompts are drawn in
     # proportion to the weights.
     c.data.mixture = ConfigDict()
+    # Column of numbers, such as a difficulty. Each epoch, in a mixture of each source, draws the smallest number first.
+    # "": shuffled.
+    c.data.order_column = ""
     # Passes over prompts that taught nothing. dict(skip=0.9): the probability of passing over a prompt whose
     # completions all had the same reward at its last visit.
     c.data.curriculum = None

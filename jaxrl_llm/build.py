@@ -175,7 +175,7 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     fit.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
     fit.check_positions(recipe, model.cfg, dataset, held_out)
     for name, other in models.others.items():
-        cfg = hf.load_model(other).cfg
+        cfg = hf.load_model(other, family=recipe.model.family).cfg
         fit.check_other_model(f"{name}.path", cfg, model.cfg, reads=dataset.image_sizes is not None)
         fit.check_positions(recipe, cfg, dataset, whose=f"those of config.{name}.path,")
     stop_ids = hf.stop_ids(folder, tokenizer)

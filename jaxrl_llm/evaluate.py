@@ -28,6 +28,7 @@ from jaxrl_llm.errors import Parser, UserError, printable, run_main
 from jaxrl_llm.machine import extras, sharding
 from jaxrl_llm.machine.compilation import keep_compilations
 from jaxrl_llm.models import hf
+from jaxrl_llm.models.names import FAMILIES
 from jaxrl_llm.recipe import fit
 from jaxrl_llm.rollout import scores
 from jaxrl_llm.rollout.environments import EpisodeSettings, check_episodes, open_environments
@@ -98,7 +99,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
     mesh = sharding.make_mesh(**(run.mesh if run else dict(data=1, fsdp=-1, tensor=1)))
     with ExitStack() as opened:
         folder = opened.enter_context(run.model_folder(step)) if run else hf.find(args.model, "--model")
-        model = hf.load_model(folder, mesh, dtype=args.dtype)
+        model = hf.load_model(folder, mesh, family=args.family, dtype=args.dtype)
         tokenizer = encoding.on_day(hf.load_tokenizer(folder), args.today)
         stops = hf.stop_ids(folder, tokenizer)
         environments = open_environments(environment, tokenizer, opened, args.chat_template_args)
@@ -216,6 +217,7 @@ def parse() -> argparse.Namespace:
     add("--max-prompt-tokens", type=int, help="longer ones are an error (default: 512)")
     add("--max-completion-tokens", type=int, help="default: 512, or what the model's positions leave")
     add("--batch", type=int, help="problems at once (default: 128, of a run what one of its rollouts samples)")
+    add("--family", metavar="NAME", help="function of yours that reads config.json (of a run, its model.family)")
     add("--dtype", choices=("float32", "bfloat16"), help="of activations (default: float32)")
     add("--seed", type=int, default=0)
     add(
@@ -225,7 +227,11 @@ def parse() -> argparse.Namespace:
         help="seconds in which the function judges a batch; 0: no limit (default: %(default)s)",
     )
     add("--unconfined", action="store_true", help="run programs without a sandbox: they can do all that you can")
-    args = parser.parse_args()
+    return checked(parser.parse_args())
+
+
+def checked(args: argparse.Namespace) -> argparse.Namespace:
+    """Returns the arguments with their source, if they name a task or a file. Raises: UserError, if they do not fit."""
     sandbox.allow_unconfined(args.unconfined)
     for name, field in LIMITS.items():
         value = getattr(args, name)
@@ -235,6 +241,8 @@ def parse() -> argparse.Namespace:
         raise UserError("give either --model, a folder or hub id, or --run, the workdir of a run")
     if args.samples > 1 and args.temperature <= 0:
         raise UserError("--samples above 1 needs --temperature above 0: greedy samples are all the same")
+    if args.family:
+        resolve(args.family, FAMILIES, "--family")
     if args.answer and args.samples < 4:
         raise UserError(f"--answer {args.answer} does nothing: majority votes need --samples of 4 or more")
     if args.page and not args.page.parent.is_dir():
@@ -290,6 +298,7 @@ def of_model(args: argparse.Namespace) -> dict[str, Any]:
         "problems": 1000,
         "max_prompt_tokens": 512,
         "batch": 128,
+        "family": "",
         "dtype": "float32",
         "chat_template_args": {},
         "today": date.today().isoformat(),
@@ -327,6 +336,7 @@ def of_run(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
         "max_completion_tokens": run.config["rollout"]["max_completion_tokens"],
         # The number of sequences at a time is that of a rollout of the run.
         "batch": max(sequences // args.samples, 1),
+        "family": run.family,
         "dtype": run.config["model"]["dtype"],
     }
 

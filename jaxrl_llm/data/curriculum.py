@@ -67,11 +67,12 @@ def drawn(
     """Returns the curriculum of a run, if it passes over prompts, and the iterator over its batches of prompts."""
     size, skip = len(dataset.rows), settings.skip
     if not skip and not dataset.parts:
-        return None, order.iterate(size, batch, seed, collate)
+        return None, order.iterate(size, batch, seed, collate, values=dataset.order_values)
     curriculum = Curriculum(size, skip, seed) if skip else None
     parts = dataset.parts or {"all": range(size)}
     shares = {name: settings.mixture[name].weight if dataset.parts else 1.0 for name in parts}
-    return curriculum, order.mix(parts, shares, batch, seed, collate, curriculum.draws if curriculum else None)
+    draws, values = curriculum.draws if curriculum else None, dataset.order_values
+    return curriculum, order.mix(parts, shares, batch, seed, collate, draws, values=values)
 
 
 def to_text(bits: np.ndarray) -> str:

@@ -141,6 +141,14 @@ def columns_text(row: Row) -> str:
     return f"there is {', '.join(sorted(map(str, row)))}"
 
 
+def value_in(row: Row, column: str) -> Any:
+    """Returns what a row has in a column; None: nothing. "extra_info.level" is a column within a column."""
+    value: Any = row
+    for part in column.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
 @cache
 def template(format_prompt: str) -> jinja2.Template:
     """Returns the template of a format prompt. Raises: UserError, if there is none, or if it leaves out the prompt."""

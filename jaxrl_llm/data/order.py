@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grain
+import numpy as np
 
 from jaxrl_llm.machine import distributed
 
@@ -14,18 +15,29 @@ ENDLESS = 2**53  # rows: the largest whole number of which a float also has all 
 SHARES = 100  # parts into which Grain divides the smallest weight of a mixture
 
 
-def iterate(size: int, batch: int, seed: int, collate: Collate) -> grain.DatasetIterator:
-    """Returns an endless iterator of batches over `size` rows, shuffled again in each epoch.
+def iterate(
+    size: int, batch: int, seed: int, collate: Collate, *, values: np.ndarray | None = None
+) -> grain.DatasetIterator:
+    """Returns an endless iterator of batches over `size` rows, shuffled again in each epoch, or sorted by `values`.
 
     A batch is `collate(numbers)` of this process's part of the numbers of its rows.
     Its `get_state()` is a small dict. `set_state` moves another iterator to the same position.
     """
-    # Shuffled before it is repeated: each epoch draws every row once, in an order of its own.
     # Not without an end: Grain divides the length by the size of a batch, as floats, which overflows for batches of 1.
-    numbers = grain.MapDataset.range(size).seed(seed).shuffle().repeat(ENDLESS // size)
+    numbers = _epoch(range(size), seed, values).repeat(ENDLESS // size)
     # All processes draw the same numbers, and each collates its part: no message is needed.
     dataset = numbers.batch(batch, batch_fn=lambda rows: collate(rows[distributed.part(batch)]))
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
+
+
+def _epoch(rows: range, seed: int, values: np.ndarray | None) -> grain.MapDataset:
+    """Returns the numbers of rows in the order of an epoch. values: [N] of the whole data set; None: shuffled."""
+    if values is None:
+        # Shuffled before it is repeated: each epoch draws every row once, in an order of its own.
+        return grain.MapDataset.range(rows.start, rows.stop).seed(seed).shuffle()
+    # Shuffled before it is sorted: rows of one value are often grouped in their file, by topic or by author.
+    shuffled = rows.start + np.random.default_rng(seed).permutation(len(rows))
+    return grain.MapDataset.source(shuffled[np.argsort(values[shuffled], kind="stable")].tolist())
 
 
 def mix(
@@ -35,10 +47,13 @@ def mix(
     seed: int,
     collate: Collate,
     draws: Callable[[int, int], bool] | None = None,
+    *,
+    values: np.ndarray | None = None,
 ) -> grain.DatasetIterator:
     """Returns an endless iterator of batches that draws from several sources, in proportion to their weights.
 
-    parts: the numbers of the rows of each source. Sources take turns in a fixed order, each in its own shuffled order.
+    parts: the numbers of the rows of each source. Sources take turns in a fixed order, each in its own shuffled order,
+    or sorted by `values` [N], which are those of all rows.
     draws(turn, number) -> whether the row is drawn, where `turn` counts the rows that its source has offered. The next
     row of the same source takes the place of a row that is not, so the proportions stay.
     """
@@ -49,7 +64,7 @@ def mix(
     for i, rows in enumerate(parts.values()):
         # A seed for each source: with one for all, sources of equal size would be shuffled alike.
         # Grain takes seeds of 32 bits.
-        numbers = grain.MapDataset.range(rows.start, rows.stop).seed((seed + i) % 2**32).shuffle().repeat()
+        numbers = _epoch(rows, (seed + i) % 2**32, values).repeat()
         offered = numbers.map_with_index(lambda turn, number: (turn, int(number)))
         source = offered.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
         # After the prefetching: what is drawn depends on what the run has seen by then.

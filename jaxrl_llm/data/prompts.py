@@ -46,6 +46,7 @@ class Dataset:
     notes: tuple[str, ...] = ()  # for the banner: what prompts hold, and the rows that lack a column (`columns.check`)
     source: str = ""  # that the rows come from
     images: RowImages | None = None  # of the prompts; None: the model reads none
+    order_values: np.ndarray | None = None  # [N] numbers by which each epoch is sorted; None: it is shuffled
 
     def repeated(self) -> tuple[int, int, int]:
         """Returns how many prompts equal an earlier one, and the row numbers of the first of them and of that one."""
@@ -116,7 +117,27 @@ def load(
         )
     check_template_args_used("config.data.chat_template_args", shared["template_args"], dataset)
     _check_image_fields_used(settings, dataset)
-    return dataset
+    return replace(dataset, order_values=_numbers(dataset, settings.order_column) if settings.order_column else None)
+
+
+def _numbers(dataset: Dataset, column: str) -> np.ndarray:
+    """Returns the numbers [N] in a column. Raises: UserError, naming the first row that has none."""
+    values = np.empty(len(dataset.rows))
+    for i, row in enumerate(dataset.rows):
+        value = formats.value_in(row, column)
+        try:
+            # Also of text: all values of a CSV file are text.
+            values[i] = float(value)
+        except (TypeError, ValueError):
+            values[i] = np.nan
+        if not np.isfinite(values[i]):
+            source = next((name for name, part in dataset.parts.items() if i in part), dataset.source)
+            found = formats.columns_text(row) if value is None else f"it has {value!r:.80}"
+            raise UserError(
+                f"config.data.order_column = {column!r}: {source} row {dataset.numbers[i]:,} has no number there "
+                f"({found}): give each row a number, or set the field to '' for a shuffled order"
+            )
+    return values
 
 
 def load_held_out(

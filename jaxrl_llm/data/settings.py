@@ -42,6 +42,7 @@ class DataSettings:
     completion_column: ClassVar[str] = ""  # with the text that `sft` learns
     rejected_column: ClassVar[str] = ""  # with a worse completion of the same prompt, which `sft` compares it with
     skip: ClassVar[float] = 0.0  # probability with which a curriculum passes over a prompt
+    order_column: ClassVar[str] = ""  # with the numbers by which each epoch is sorted; "": it is shuffled
 
     @property
     def columns(self) -> Columns:

@@ -42,9 +42,11 @@ def make_critic(
     what a rollback makes of its learning rate.
     Raises: UserError, if the model cannot be loaded.
     """
-    cfg = hf.load_model(folder, dtype=start.dtype, remat=start.remat, row_parts=start.row_parts).cfg
+    policy_like = hf.load_model(
+        folder, family=start.family, dtype=start.dtype, remat=start.remat, row_parts=start.row_parts
+    )
     # A critic needs no head; with it, the tree has none.
-    model = Decoder(replace(cfg, tied_head=True), mesh)
+    model = Decoder(replace(policy_like.cfg, tied_head=True), mesh)
 
     def headless(decoder: PyTree) -> PyTree:
         return {name: decoder[name] for name in decoder if name in model.shapes}

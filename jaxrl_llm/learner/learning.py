@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.credit import CreditFn
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config.records import Call
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.packing import Packing, index_shape, minibatches, packed_shapes
 from jaxrl_llm.learner.scorers import Scorer, States
 from jaxrl_llm.learner.settings import HostMemory, RefreshSettings
@@ -67,7 +68,9 @@ def describe_models(
     "" = no model. weights: whether weights will be read. Raises: UserError, if a folder or model cannot be used.
     """
     others = {name: hf.find(path, f"{name}.path", weights=weights) for name, path in paths.items() if path}
-    model = hf.load_model(folder, mesh, dtype=start.dtype, remat=start.remat, row_parts=start.row_parts)
+    model = hf.load_model(
+        folder, mesh, family=start.family, dtype=start.dtype, remat=start.remat, row_parts=start.row_parts
+    )
     return Models(
         mesh=mesh,
         folder=folder,

@@ -134,7 +134,7 @@ def load_frozen(
 
 def frozen_model(section: str, folder: Path, start: ModelSettings, mesh: Mesh) -> Decoder:
     """Returns the model in `folder` without its parameters. Raises: UserError, for a model that is not supported."""
-    model = hf.load_model(folder, mesh, dtype=start.dtype, row_parts=start.row_parts)
+    model = hf.load_model(folder, mesh, family=start.family, dtype=start.dtype, row_parts=start.row_parts)
     # A reward model has no head for the vocabulary; with tied_head, the parameter tree has none.
     return Decoder(replace(model.cfg, tied_head=True), mesh) if section == "reward_model" else model
 

@@ -65,7 +65,7 @@ class DecoderConfig:
     Layers of the kind `local` have sliding-window attention. The two kinds of layers may have two rotary embeddings.
     """
 
-    family: str  # the module of this package: it has the names of the tensors in a file
+    family: str  # the module of this package, or the dotted name of a function: it has the tensors' names in a file
     vocab_size: int
     width: int
     layers: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import re
 import shlex
@@ -18,10 +17,11 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
-from jaxrl_llm.errors import MissingHere, UserError, check_local
+from jaxrl_llm.errors import MissingHere, UserError, check_local, describe
 from jaxrl_llm.machine import progress, sharding
 from jaxrl_llm.models import names
 from jaxrl_llm.models.adapters import Adapters, int8
+from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.names import TensorNames
 from jaxrl_llm.structs import PyTree
@@ -142,28 +142,60 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def load_model(
-    folder: Path, mesh: Mesh | None = None, *, dtype: str = "float32", remat: str = "none", row_parts: int = 1
+    folder: Path,
+    mesh: Mesh | None = None,
+    *,
+    family: str = "",
+    dtype: str = "float32",
+    remat: str = "none",
+    row_parts: int = 1,
 ) -> Decoder:
-    """Builds the decoder of a folder on a mesh. `model_type` names the module of this package for its family.
+    """Builds the decoder of a folder on a mesh. family: as of `family_of`.
 
     Raises: UserError, for a family, quantization or dtype that is not supported.
     """
-    hf = read_config(folder)
-    family = str(hf.get("model_type", ""))
-    if family not in (known := families()):
-        raise UserError(f"{folder / 'config.json'}: model_type {family!r} {_unsupported(family, hf, known)}")
+    hf, family = read_config(folder), family_of(folder, family)
     if hf.get("quantization_config"):
         raise UserError(
             f"{folder / 'config.json'}: quantization_config: quantized weights are not supported; "
             "use the checkpoint that they were made from"
         )
     _named_dtype(folder)
-    module = importlib.import_module(f"jaxrl_llm.models.{family}")
-    cfg = replace(module.decoder_config(hf), dtype=dtype, remat=remat, row_parts=row_parts)
+    cfg = replace(read_decoder_config(family, hf), dtype=dtype, remat=remat, row_parts=row_parts)
     if cfg.vision:
         mean, std = pixel_scale(folder)
         cfg = replace(cfg, vision=replace(cfg.vision, mean=mean, std=std))
     return Decoder(cfg, mesh)
+
+
+def family_of(folder: Path, own: str = "") -> str:
+    """Returns the family of a folder: the module of this package that `model_type` names, or else `own`.
+
+    own: dotted name of a function of the user's (`model.family`); "": none. Raises: UserError, if neither is there.
+    """
+    hf = read_config(folder)
+    family = str(hf.get("model_type", ""))
+    if family in (known := families()):
+        return family
+    if not own:
+        raise UserError(f"{folder / 'config.json'}: model_type {family!r} {_unsupported(family, hf, known)}")
+    return own
+
+
+def read_decoder_config(family: str, hf: dict[str, Any]) -> DecoderConfig:
+    """Returns what a family makes of a config.json, which may be of another family.
+
+    Raises: UserError, if the family or the user's function refuses it.
+    """
+    try:
+        cfg = names.family_function(family)(hf)
+    except UserError:
+        raise
+    except Exception as error:  # of the user's function
+        raise UserError(f"config.model.family = {family!r} raised {describe(error)}: put the function right") from error
+    if not isinstance(cfg, DecoderConfig):
+        raise UserError(f"config.model.family = {family!r} returned {cfg!r:.80}: let it return a DecoderConfig")
+    return replace(cfg, family=family) if "." in family else cfg
 
 
 def image_processor(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -203,10 +235,12 @@ def pixel_scale(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return scale["image_mean"], scale["image_std"]
 
 
-def tensor_table(folder: Path) -> TensorNames:
-    """Returns the names of a folder's tensors. Raises: UserError, if a file of weights is missing or broken."""
-    family = read_config(folder)["model_type"]
-    return _table_of(family, _index(folder) if any(folder.glob("*.safetensors")) else {})
+def tensor_table(folder: Path, family: str = "") -> TensorNames:
+    """Returns the names of a folder's tensors. family: as of `family_of`.
+
+    Raises: UserError, if a file of weights is missing or broken.
+    """
+    return _table_of(family_of(folder, family), _index(folder) if any(folder.glob("*.safetensors")) else {})
 
 
 def _table_of(family: str, where: dict[str, Any]) -> TensorNames:
@@ -223,20 +257,21 @@ def _table_of(family: str, where: dict[str, Any]) -> TensorNames:
 
 def _unsupported(family: str, settings: dict[str, Any], known: list[str]) -> str:
     if family not in VISION and "vision_config" not in settings:
-        return f"is not supported; there is {', '.join(known)}"
+        own = "or set model.family to a function of yours that reads it (docs/models.md)"
+        return f"is not supported; there is {', '.join(known)}; {own}"
     text = VISION.get(family) or (settings.get("text_config") or {}).get("model_type")
     other = f" of the family {text}" if text in known else f"; there is {', '.join(known)}"
     seeing = ", ".join(name for name in known if "_vl" in name or name == "gemma3")
     return f"is a vision-language model of a kind that is not supported: give one of {seeing}, or a text model{other}"
 
 
-def stored_dtype(folder: Path) -> np.dtype:
+def stored_dtype(folder: Path, family: str = "") -> np.dtype:
     """Returns the dtype of the folder's weights: of its files, or of config.json if the folder has no weights.
 
-    Raises: UserError, if we cannot write it.
+    family: as of `family_of`. Raises: UserError, if we cannot write it.
     """
     name = _named_dtype(folder)
-    embedding = tensor_table(folder)["embed/embedding"]
+    embedding = tensor_table(folder, family)["embed/embedding"]
     if any(folder.glob("*.safetensors")) and (file := _index(folder).get(embedding)):
         name = DTYPES.get(file.get_slice(embedding).get_dtype(), name)
     return jax.numpy.dtype(name)

@@ -27,13 +27,13 @@ NOT_COPIED = ("adapter_config.json", "pytorch_model.bin.index.json")
 COPIED = (".json", ".jinja", ".txt", ".model")
 
 
-def save(folder: Path, params: PyTree, source: Path) -> None:
+def save(folder: Path, params: PyTree, source: Path, *, family: str = "") -> None:
     """Writes a folder that `transformers` loads: weights in `source`'s dtype, and copies of `source`'s other files.
 
-    All processes call it, and the first one writes. An old `folder` is replaced as a whole.
-    Raises: UserError, if the disk write fails.
+    All processes call it, and the first one writes. An old `folder` is replaced as a whole. family: as of
+    `hf.family_of`. Raises: UserError, if the disk write fails.
     """
-    dtype, table = stored_dtype(source), tensor_table(source)
+    dtype, table = stored_dtype(source, family), tensor_table(source, family)
     if distributed.first():
         with disk.replacing(folder) as unfinished:
             _save(unfinished, params, source, dtype, table)

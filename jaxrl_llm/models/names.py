@@ -8,17 +8,24 @@ OTHERS are further tables that a file may follow.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
-from typing import TypeAlias
+from types import ModuleType
+from typing import Any, TypeAlias
 
 import jax
 
+from jaxrl_llm import models
+from jaxrl_llm.config.names import Kind, resolve
 from jaxrl_llm.machine.sharding import path_name
 from jaxrl_llm.models.adapters import is_kernel
+from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.structs import PyTree
 
 TensorNames: TypeAlias = Mapping[str, str]
+# The functions of this package that `model.family` may name.
+FAMILIES = Kind(models, lambda member: getattr(member, "__name__", "") == "decoder_config")
 
 DENSE = {
     "embed/embedding": "model.embed_tokens.weight",
@@ -148,19 +155,33 @@ def renamed(table: TensorNames, prefixes: Mapping[str, str]) -> TensorNames:
     return names
 
 
+def family_function(family: str) -> Callable[[dict[str, Any]], DecoderConfig]:
+    """Returns the function that reads the config.json of a family: of this package, or a dotted name of the user's.
+
+    Raises: UserError, if the user's function does not exist.
+    """
+    if "." in family:
+        return resolve(family, FAMILIES, "config.model.family")
+    return importlib.import_module(f"{models.__name__}.{family}").decoder_config
+
+
+def _family_module(family: str) -> ModuleType:
+    return sys.modules[family_function(family).__module__]
+
+
 def family_table(family: str) -> TensorNames:
-    """Returns the table of a family: NAMES of its module in this package, or DENSE."""
-    return getattr(importlib.import_module(f"jaxrl_llm.models.{family}"), "NAMES", DENSE)
+    """Returns the table of a family: NAMES of its module, or DENSE."""
+    return getattr(_family_module(family), "NAMES", DENSE)
 
 
 def module_table(family: str) -> TensorNames:
     """Returns the table of a family with the names of modules in transformers, by which PEFT names adapters."""
-    return getattr(importlib.import_module(f"jaxrl_llm.models.{family}"), "MODULES", family_table(family))
+    return getattr(_family_module(family), "MODULES", family_table(family))
 
 
 def table_of(family: str, tensors: Collection[str]) -> TensorNames:
     """Returns the table of a family that has the names of a file's tensors, or of most of them."""
-    others = getattr(importlib.import_module(f"jaxrl_llm.models.{family}"), "OTHERS", ())
+    others = getattr(_family_module(family), "OTHERS", ())
     # The first tensor of a stack stands for all of it.
     count = lambda table: sum(form.format(0, 0) in tensors for form in table.values())  # noqa: E731
     return max((family_table(family), module_table(family), *others), key=count)

@@ -16,6 +16,7 @@ class ModelSettings:
     dtype: Literal["float32", "bfloat16"]
     remat: MayChange[Literal["none", "dots", "full"]]
     vision: Literal["learns", "frozen"]
+    family: str = ""  # function of the user's that reads config.json; "": a family of this package
 
     row_parts: ClassVar[int] = 1
 

@@ -78,7 +78,7 @@ def width_of(recipe: Recipe | SftRecipe) -> int | None:
     if recipe.new_width:
         return recipe.new_width
     folder = hf.find_here(recipe.model.path)
-    return hf.load_model(folder).cfg.width if folder else None
+    return hf.load_model(folder, family=recipe.model.family).cfg.width if folder else None
 
 
 def learning_rate(settings: RunSettings) -> Iterator[Finding]:

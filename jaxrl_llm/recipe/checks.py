@@ -13,6 +13,7 @@ from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.data import formats
 from jaxrl_llm.data.rows import check_source
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.names import FAMILIES
 from jaxrl_llm.models.settings import NewModelSettings
 from jaxrl_llm.recipe.combinations import (
     check_adapters,
@@ -110,6 +111,9 @@ def check_shared(recipe: Settings, fields: Mapping[str, Any], prompts_per_update
     if recipe.aggregate.mode != "constant" and recipe.aggregate.constant_length:
         raise UserError(f"config.aggregate.constant_length is not used by mode {recipe.aggregate.mode!r}: set it to 0")
     check_data(recipe)
+    if recipe.model.family:
+        with tried():
+            resolve(recipe.model.family, FAMILIES, "config.model.family")
     for section in ("optim", "critic.optim", "kl"):
         if fields.get(f"{section}.decay") == "constant":
             refuse(fields, {f"{section}.end": 0.0}, f"{section}.decay is 'constant'")

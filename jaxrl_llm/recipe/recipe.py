@@ -50,6 +50,7 @@ class PromptsSettings(DataSettings):
 
     mixture: dict[str, SourceSettings] = field(default_factory=dict)  # pyright: ignore[reportIncompatibleVariableOverride]
     curriculum: CurriculumSettings | None = None
+    order_column: str = ""  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def skip(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]

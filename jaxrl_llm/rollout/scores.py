@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from jaxrl_llm.data import formats
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.tasks import math as maths
@@ -154,9 +155,7 @@ def split(rows: Sequence[dict[str, Any]], column: str) -> dict[str, list[int]]:
     """
     values: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
-        value: Any = row
-        for part in column.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
+        value = formats.value_in(row, column)
         values.setdefault(NONE if value is None else str(value), []).append(i)
     if set(values) == {NONE}:
         columns = ", ".join(sorted({name for row in rows for name in row}))

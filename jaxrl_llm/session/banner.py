@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -64,6 +65,7 @@ def model_and_data_table(
         *_sources(settings, dataset),
         *_pictures(dataset),
         *([("", "fewer than prompts_per_step: a step has some of them twice or more")] if few else []),
+        *_order(settings, dataset, sizes.steps * sizes.prompts_per_step),
         *([("", f"{once}, so that data.curriculum changes nothing")] if once else []),
         *[("", note) for note in (*dataset.notes, *_repeated(dataset))],
     ]
@@ -108,6 +110,17 @@ def _sources(settings: DataSettings, dataset: Dataset) -> list[tuple[str, str]]:
     shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
     parts = [f"{name}: {len(rows):,} prompts, {shares[name]:.1%} of a step" for name, rows in dataset.parts.items()]
     return [("", line) for line in [*([dataset.read_as] if dataset.read_as else []), *parts]]
+
+
+def _order(settings: DataSettings, dataset: Dataset, drawn: int) -> list[tuple[str, str]]:
+    """Returns the row on the order of the prompts, if a column gives it. drawn: prompts of the whole run."""
+    if dataset.order_values is None:
+        return []
+    values = np.sort(dataset.order_values)
+    line = f"each epoch by {settings.order_column}, from {values[0]:g} to {values[-1]:g}"
+    if drawn < len(values) and not dataset.parts:
+        line += f"; the run has {drawn:,} prompts, and ends at {values[drawn - 1]:g}"
+    return [("", line)]
 
 
 def _pictures(dataset: Dataset) -> list[tuple[str, str]]:

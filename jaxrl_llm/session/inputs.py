@@ -63,7 +63,8 @@ class Inputs:
     def export(self, place: Workplace, policy: Learner, states: States) -> None:
         """Writes the policy as a Hugging Face folder with its model card, and adapters as a folder of PEFT."""
         workdir, models = place.workdir, self.models
-        hf_export.save(workdir / "hf", policy.all_parameters(states["policy"]), models.folder)
+        params, family = policy.all_parameters(states["policy"]), models.model.cfg.family
+        hf_export.save(workdir / "hf", params, models.folder, family=family)
         if distributed.first():
             model_card.write(workdir / "hf", model_card.card(workdir, place.config, self.began_with | place.code))
         if (adapters := models.adapters) and adapters.kind.peft:

@@ -123,6 +123,11 @@ class SavedRun:
         return sizes | dict(data=1, fsdp=-1) if engine.get("devices") else sizes
 
     @property
+    def family(self) -> str:
+        """The function of the user's that reads the model's config.json; "": this package reads it."""
+        return self.config["model"].get("family", "")
+
+    @property
     def evaluation(self) -> EvalSettings | None:
         """The run's own evaluation; None: it has none."""
         return self.section(EvalSettings, "eval") if self.get("eval") else None

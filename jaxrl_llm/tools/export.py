@@ -59,13 +59,14 @@ def save(run: SavedRun, step: int, to: Path, *, adapter: bool) -> None:
     """Writes the policy of a checkpoint into a new folder; adapter: only its adapters. Raises: UserError."""
     with run.model_folder(step) as folder:
         if adapter and run.adapters:
-            peft.save(to, run.params(step), hf.load_model(folder).adapters(run.adapters), run.config["model"]["path"])
+            adapters = hf.load_model(folder, family=run.family).adapters(run.adapters)
+            peft.save(to, run.params(step), adapters, run.config["model"]["path"])
         elif run.leaves_out:  # the base has the dtype of the run
             mesh = sharding.make_mesh(data=1, fsdp=-1, tensor=1)
-            model = hf.load_model(folder, mesh, dtype=run.config["model"]["dtype"])
-            hf_export.save(to, run.policy(step, folder, model, mesh), folder)
+            model = hf.load_model(folder, mesh, family=run.family, dtype=run.config["model"]["dtype"])
+            hf_export.save(to, run.policy(step, folder, model, mesh), folder, family=run.family)
         else:
-            hf_export.save(to, run.params(step), folder)
+            hf_export.save(to, run.params(step), folder, family=run.family)
 
 
 if __name__ == "__main__":

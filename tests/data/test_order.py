@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from jaxrl_llm import recipe as recipes
 from jaxrl_llm.data import order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import Curriculum, from_text, to_text
+from jaxrl_llm.models import hf
 from jaxrl_llm.tasks import arithmetic
 from jaxrl_llm.train import steps
 
@@ -73,6 +75,64 @@ def test_what_is_not_drawn_is_replaced_from_the_same_source():
     drawn = [number for _ in range(6) for number in next(iterator)]
     assert not any(number % 2 for number in drawn)
     assert Counter(map(source_of, drawn)) == {"a": 18, "b": 18, "c": 18}
+
+
+VALUES = np.array([3, 1, 2, 1] * 5 + [9, 0], float)  # of the 22 rows of PARTS
+
+
+@pytest.mark.parametrize("parts", [{"all": range(22)}, PARTS], ids=["one source", "a mixture"])
+def test_an_order_column_sorts_each_epoch_of_each_source_and_shuffles_ties(parts):
+    def drawn(seed: int) -> list[int]:
+        weights = {name: float(len(rows)) for name, rows in parts.items()}
+        alone = order.iterate(22, 22, seed, list, values=VALUES)
+        together = order.mix(parts, weights, 22, seed, list, values=VALUES)
+        return [row for _ in range(3) for row in next(alone if len(parts) == 1 else together)]
+
+    for rows in parts.values():
+        own, other = ([row for row in drawn(seed) if row in rows] for seed in (0, 1))
+        epochs = [own[i : i + len(rows)] for i in range(0, len(own), len(rows))]
+        assert [VALUES[epoch].tolist() for epoch in epochs] == [sorted(VALUES[rows])] * 3
+        assert [sorted(epoch) for epoch in epochs] == [[*rows]] * 3
+        assert own != other or len(rows) < 5
+
+
+def test_an_order_by_a_column_set_to_a_state_goes_on_as_the_one_that_gave_it():
+    first, second = (order.iterate(22, 5, 0, list, values=VALUES) for _ in range(2))
+    [next(first) for _ in range(6)]
+    second.set_state(json.loads(json.dumps(first.get_state())))
+    assert [next(first) for _ in range(5)] == [next(second) for _ in range(5)]
+
+
+def loaded(place: Path, lines: dict[str, str], column: str) -> data.Dataset:
+    """The rows of one file, or of a mixture of several, by name -> content."""
+    for name, content in lines.items():
+        (place / name).write_text(content)
+    sources = {name.partition(".")[0]: dict(source=str(place / name), convert="", weight=1.0) for name in lines}
+    config = tiny(**{"data.source": str(place / next(iter(lines))), "data.order_column": column})
+    if len(lines) > 1:
+        config.data.source, config.data.mixture = "", ConfigDict(sources)
+    return data.load(recipes.read(config).data, hf.load_tokenizer(Path(config.model.path)))
+
+
+def test_numbers_of_an_order_column_are_read_also_from_text_and_within_a_column(tmp_path):
+    assert loaded(tmp_path, {"a.csv": "prompt,level\n1+1,3\n2+2,-1e1\n"}, "level").order_values.tolist() == [3, -10]
+    nested = '{"prompt": "1+1", "extra": {"level": 2}}'
+    assert loaded(tmp_path, {"a.jsonl": nested}, "extra.level").order_values.tolist() == [2]
+    assert loaded(tmp_path, {"a.jsonl": nested}, "").order_values is None
+
+
+GOOD_ROW = '{"prompt": "1+1", "level": 1}\n'
+
+
+@pytest.mark.parametrize(("lines", "row"), [
+    ({"a.jsonl": GOOD_ROW + '{"prompt": "2+2"}'}, "a.jsonl row 2"),
+    ({"a.jsonl": GOOD_ROW + '{"prompt": "2+2", "level": "hard"}'}, "a.jsonl row 2"),
+    ({"a.jsonl": '{"prompt": "2+2", "level": NaN}'}, "a.jsonl row 1"),
+    ({"a.jsonl": GOOD_ROW, "b.jsonl": GOOD_ROW.replace("level", "hardness")}, "b row 1"),
+], ids=["missing", "text", "not finite", "missing in a source"])  # fmt: skip
+def test_an_order_column_without_a_number_in_each_row_is_refused(refused, tmp_path, lines, row):
+    with refused("config.data.order_column = 'level'", row):
+        loaded(tmp_path, lines, "level")
 
 
 TWO = {name: dict(source=f"arithmetic.{name}", convert="", weight=1.0) for name in ("train", "held_out")}
@@ -172,14 +232,15 @@ def test_of_prompts_whose_difficulty_stays_those_that_teach_something_are_drawn(
 
 
 @pytest.mark.slow
-def test_a_mixture_with_curriculum_lag_and_resampling_resumes_bit_for_bit(tmp_path, monkeypatch):
+@pytest.mark.parametrize("column", ["", "answer"])
+def test_a_mixture_with_curriculum_lag_and_resampling_resumes_bit_for_bit(tmp_path, monkeypatch, column):
     monkeypatch.setattr("jaxrl_llm.tasks.arithmetic.train", lambda: ROWS[:24])
     monkeypatch.setattr("jaxrl_llm.tasks.arithmetic.held_out", lambda: ROWS[24:])
 
     def config() -> ConfigDict:
         c = tiny(**{
             "data.source": "", "num_steps": 12, "rollout.max_lag": 1, "data.curriculum.skip": 0.9, "eval": None,
-            "rollout.resample_rounds": 2,
+            "rollout.resample_rounds": 2, "data.order_column": column,
             "checkpoint.every": 4,
         })  # fmt: skip
         c.data.mixture = ConfigDict(TWO)

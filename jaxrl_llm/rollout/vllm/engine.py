@@ -11,7 +11,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_c
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import cache, partial
-from importlib import import_module
 from itertools import cycle, islice
 from pathlib import Path
 from threading import Event, Lock
@@ -25,7 +24,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import PeerLost, UserError
 from jaxrl_llm.machine import distributed, progress
 from jaxrl_llm.machine.hang import WATCHDOG
-from jaxrl_llm.models import names
+from jaxrl_llm.models import hf, names
 from jaxrl_llm.rollout.episodes import TURN, Episodes
 from jaxrl_llm.rollout.protocol import EngineInputs, Environments
 from jaxrl_llm.rollout.vllm import address, weights
@@ -453,11 +452,10 @@ class VllmEngine:
 
     def _check_model(self, server: str, config_json: dict[str, Any]) -> None:
         """Compares all that the trainer reads from a config.json: models of equal shapes may compute otherwise."""
-        ours, family = self._model, import_module(f"jaxrl_llm.models.{self._model.family}")
+        ours = self._model
         try:
-            theirs = replace(
-                family.decoder_config(config_json), **{name: getattr(ours, name) for name in TRAINER_FIELDS}
-            )
+            theirs = hf.read_decoder_config(ours.family, config_json)
+            theirs = replace(theirs, **{name: getattr(ours, name) for name in TRAINER_FIELDS})
         except UserError as error:
             raise UserError(f"vLLM at {server} serves another model ({error}): serve the run's model") from None
         if theirs.vision and ours.vision:

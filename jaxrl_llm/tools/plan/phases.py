@@ -84,7 +84,7 @@ def make_plan(
     memory = int(chip.memory * GIB) if chip else 0
     models = _models(recipe, mesh)
     for name, other in models.others.items():
-        cfg = hf.load_model(other).cfg
+        cfg = hf.load_model(other, family=recipe.model.family).cfg
         fit.check_other_model(f"{name}.path", cfg, models.model.cfg, reads=prompts.images is not None)
     frozen = {name: _frozen(models, name, recipe.model) for name in recipe.frozen}
     base = _base(models)

@@ -14,6 +14,7 @@ from rich.console import Console
 from jaxrl_llm.config.records import KeywordArguments
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
+from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.recipe import fit
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.tools.plan.chips import GIB, Chip
@@ -122,7 +123,7 @@ def _nearest(
 
 def candidates(recipe: AnyRecipe, devices: int) -> Iterator[AnyRecipe]:
     """Yields recipes with another mesh, micro-batch and remat. The tensor axis divides the heads of keys."""
-    kv_heads = hf.load_model(hf.find(recipe.model.path, weights=False)).cfg.kv_heads
+    kv_heads = _policy(recipe).kv_heads
     prompts = recipe.sizes.prompts_per_update
     for tensor, remat in itertools.product((1, 2, 4, 8, 16), ("full", "dots")):
         shards = devices // tensor
@@ -136,9 +137,13 @@ def candidates(recipe: AnyRecipe, devices: int) -> Iterator[AnyRecipe]:
                 yield replace(recipe, mesh=mesh, microbatch=shards * at_once, model=model)
 
 
+def _policy(recipe: AnyRecipe) -> DecoderConfig:
+    return hf.load_model(hf.find(recipe.model.path, weights=False), family=recipe.model.family).cfg
+
+
 def _promise(recipe: AnyRecipe, devices: int, chip: Chip) -> float:
     """Rough seconds of an update without what all candidates share: recomputed passes, and the layers' collectives."""
-    cfg, remat, mesh = hf.load_model(hf.find(recipe.model.path, weights=False)).cfg, recipe.model.remat, recipe.mesh
+    cfg, remat, mesh = _policy(recipe), recipe.model.remat, recipe.mesh
     experts, chosen = (cfg.mixture.experts, cfg.mixture.chosen) if cfg.mixture else (1, 1)
     # Three kernels [D, F] of each expert, and about two [D, D] of attention: with few key heads, key and value are
     # small.
