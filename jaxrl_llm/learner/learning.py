@@ -71,6 +71,9 @@ def describe_models(
     model = hf.load_model(
         folder, mesh, family=start.family, dtype=start.dtype, remat=start.remat, row_parts=start.row_parts
     )
+    if start.family and model.cfg.family != start.family:
+        why = f"this package reads model_type {model.cfg.family!r} of model.path"
+        raise UserError(f"config.model.family = {start.family!r} does nothing: {why}; set it to ''")
     return Models(
         mesh=mesh,
         folder=folder,
