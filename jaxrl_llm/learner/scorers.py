@@ -85,10 +85,10 @@ def make_scorers(
     columns = [column for column in ("old_logprobs", "entropy") if column in needed]
     if exact and columns == ["old_logprobs"]:
         # The sampler has already computed them: no forward pass is needed.
-        def of_sampler(params: None, batch: Batch) -> PyTree:
+        def known_logprobs(params: None, batch: Batch) -> PyTree:
             return {"old_logprobs": batch.sampler_logprobs}
 
-        scorers["sampler"] = Scorer(("old_logprobs",), lambda states: None, of_sampler)
+        scorers["sampler"] = Scorer(("old_logprobs",), lambda states: None, known_logprobs)
     elif columns:
         policy = score_columns(model, sampling, mesh, at_once, *columns)
         scorers["policy"] = Scorer(

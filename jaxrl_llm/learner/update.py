@@ -329,9 +329,9 @@ class Shares(NamedTuple):
         return cls(aggregation_weights(mask, mode="token_mean"), completions)
 
     def within(self, mask: Array) -> Shares:
-        """Returns the shares of those that a mask has."""
-        here = jnp.any(mask, axis=-1, keepdims=True)
-        return Shares(jnp.where(mask, self.tokens, 0.0), jnp.where(here, self.completions, 0.0))
+        """Returns the shares of the tokens that a mask has, and of their completions."""
+        has_token = jnp.any(mask, axis=-1, keepdims=True)
+        return Shares(jnp.where(mask, self.tokens, 0.0), jnp.where(has_token, self.completions, 0.0))
 
 
 def reduce(name: str, values: Array, shares_of: Shares) -> jax.Array:

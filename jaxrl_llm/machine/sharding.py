@@ -246,8 +246,8 @@ def copy_to_mesh(x: jax.Array, at: NamedSharding) -> jax.Array:
     if distributed.count() == 1:
         return jax.device_put(x, at)
     # Each process copies between its own devices: so nothing crosses the network, and no process waits for another.
-    here = jax.make_array_from_single_device_arrays(x.shape, _local_sharding(x.sharding), _local_data(x))
-    moved = jax.device_put(here, _local_sharding(at))
+    local = jax.make_array_from_single_device_arrays(x.shape, _local_sharding(x.sharding), _local_data(x))
+    moved = jax.device_put(local, _local_sharding(at))
     return jax.make_array_from_single_device_arrays(x.shape, at, _local_data(moved))
 
 

@@ -280,8 +280,11 @@ class Decoder:
         (b, m), index = images.columns.shape, jnp.arange(prompt.tokens.shape[1], dtype=jnp.int32)
         segments = images.segments.reshape(b, m, -1)[..., 0]
         last = jax.vmap(partial(jax.ops.segment_max, num_segments=m + 1))(images.columns, segments)
-        of_picture = lambda at, last, segments: index.at[at].set(last[segments], mode="drop")  # noqa: E731
-        return jax.vmap(of_picture)(images.columns, last, segments)[:, None]
+
+        def reach_of_prompt(columns: Array, last: Array, segments: Array) -> jax.Array:
+            return index.at[columns].set(last[segments], mode="drop")
+
+        return jax.vmap(reach_of_prompt)(images.columns, last, segments)[:, None]
 
     def _attend_packed(
         self,

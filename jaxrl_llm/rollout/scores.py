@@ -110,10 +110,10 @@ def measure(scores: np.ndarray, channels: dict[str, np.ndarray], answers: Answer
     standard_error: standard error of the accuracy over problems. pass, majority: values for the powers of two up to G.
     """
     count, size = scores.shape
-    told = {name: _channel(values) for name, values in channels.items()}
+    summaries = {name: _channel(values) for name, values in channels.items()}
     if np.isnan(scores).all():
         nothing: Measured = {"problems": count, "samples": size, "accuracy": None, "standard_error": None}
-        return nothing | {"pass": {}, "channels": told}
+        return nothing | {"pass": {}, "channels": summaries}
     scores = np.nan_to_num(scores)
     error = float(scores.mean(axis=1).std(ddof=1) / np.sqrt(count)) if count > 1 else None
     powers = [2**i for i in range(1, size.bit_length()) if 2**i <= size]
@@ -122,7 +122,7 @@ def measure(scores: np.ndarray, channels: dict[str, np.ndarray], answers: Answer
     if answers is not None:
         # maj@2 is left out, because two votes that differ are a tie: it would be the accuracy again.
         measured["majority"] = {str(k): majority_at(k, scores, answers) for k in powers if k > 2}
-    return measured | {"channels": told}
+    return measured | {"channels": summaries}
 
 
 def _channel(values: np.ndarray) -> Measured:
