@@ -66,14 +66,14 @@ def demands_of(functions: Sequence[str], *, episodes: bool) -> list[Demand]:
     demands = []
     for text in functions:
         function, (name, _) = bound(text), split_call(text)
-        # Without the arguments that the config gives.
+        # The function behind a partial that holds the arguments of the config.
         plain = getattr(function, "func", function)
         ours, readers = is_ours(plain, REWARDS), getattr(plain, "reads", {})
         columns = _parameters(function, {*COMPLETION_ARGUMENTS, *(EPISODE_COLUMNS if episodes else ())})
         required = [column for column, has_default in columns.items() if not has_default]
         demands += [Demand(name, (column,), ours, readers.get(column)) for column in required]
         if more := getattr(plain, "asks", None):
-            # Without a reader, it shows what a row has, also None.
+            # A column without a reader is shown as the row has it, also None.
             asked = more(**getattr(function, "keywords", {}))
             demands += [Demand(name, (column,), asked[column] is not None, asked[column]) for column in sorted(asked)]
         optional = tuple(column for column in columns if column not in EPISODE_COLUMNS)

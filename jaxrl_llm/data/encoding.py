@@ -189,7 +189,7 @@ def _key(
     settings = [versions, tokenizer.chat_template, dict(template_args), tokenizer.special_tokens_map]
     digest, size = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()), 0
     for chunk in _chunks(len(prompts)):
-        # In pieces: the text of all prompts may be large.
+        # The prompts are hashed in pieces, because the text of all prompts may be large.
         serialized = json.dumps([prompts[chunk], list(row_args[chunk])], default=str).encode()
         size += len(serialized)
         digest.update(serialized)

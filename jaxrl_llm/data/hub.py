@@ -1,4 +1,4 @@
-"""Rows of data sets that the package `datasets` reads: of the hub, and of folders of `save_to_disk`."""
+"""Rows that the package `datasets` reads, from data sets of the hub and from folders of `save_to_disk`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def load(source: str) -> list[dict[str, Any]]:
             dataset = datasets.load_dataset(name[1], name[2], split=name[3] or "train")
         return dataset.to_list()
     except Exception as error:
-        # Of the network, of the hub, of a file: the package raises many types.
+        # The package raises many types of errors, for the network, the hub and files.
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         fix = "give a folder of save_to_disk, and its split as FOLDER@SPLIT"
         if not folder.exists():

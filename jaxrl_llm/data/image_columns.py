@@ -94,8 +94,8 @@ def picture(value: Any, which: str) -> Any:
 def place(prompt: list[Row], images: list[Any], column: str) -> tuple[list[Row], list[Any]]:
     """Returns messages with parts of text and of pictures, and the pictures in their order.
 
-    Places are parts of the type image, and MARK in texts. Without any, all pictures come before the first text of the
-    user, as in TRL. images: those of `column`; "": the row has no such column, and MARK is text like any other.
+    Places are parts of the type image, and MARK in texts. A prompt without a place has all pictures before the first
+    text of the user, as in TRL. images: pictures of `column`; "" = the row has no such column, and MARK is plain text.
     Raises: ValueError, if there is not one picture for each place, or a place where a picture cannot be.
     """
     messages = [_parts(message, split=bool(column)) for message in prompt]

@@ -52,7 +52,7 @@ def opened(picture: Any, folder: str = "") -> Iterator[Image]:
             _decode(picture)
         yield picture
         return
-    # Of all plugins: a Pillow may be built without one.
+    # All plugins are loaded first, because a Pillow may be built without the plugin of a format.
     Image.init()
     formats = [name for name in FORMATS if name in Image.OPEN]
     with _stream(picture, folder) as stream:
@@ -92,7 +92,7 @@ def path_of(name: str, folder: str) -> Path:
     if not folder:
         return Path(name).expanduser()
     root = Path(os.path.normpath(Path(folder).expanduser()))
-    # By its name alone: a folder may have links to other places.
+    # Only the name decides, because a folder may have links to other places.
     path = Path(os.path.normpath(root / name))
     if not path.is_relative_to(root):
         raise ValueError(f"is not below the folder {folder} (data.image_folder): move it there, or leave that empty")
@@ -172,7 +172,7 @@ def _orientation(image: Image) -> int:
     """Returns the orientation of EXIF; 1: as it is. Pillow itself turns a TIFF."""
     from PIL.Image import Exif
 
-    # Not image.getexif(), which decodes a PNG.
+    # image.getexif() is not used, because it decodes a PNG.
     if image.format == "TIFF" or not isinstance(image.info.get("exif"), bytes):
         return 1
     exif = Exif()
@@ -189,7 +189,7 @@ def pixels(image: Image, form: ImageFormat) -> np.ndarray:
     from PIL import Image as Pillow
 
     size = form.resized(*size_of(image))
-    # Before it is decoded, as in `size_of`: a PNG may have its EXIF at the end.
+    # The orientation is read before decoding, as in `size_of`, because a PNG may have its EXIF at the end.
     turn = TURNS.get(_orientation(image))
     _decode(image)
     if turn:
@@ -206,7 +206,7 @@ def thumbnail(image: Image) -> str:
     """Returns a small copy of a picture as a data URL."""
     small = image.convert("RGB")
     small.thumbnail((SMALL, SMALL))
-    # Of a photograph a PNG would be ten times as large.
+    # JPEG, because a photograph would be ten times as large as a PNG.
     return _url(small, "JPEG", quality=90)
 
 

@@ -109,14 +109,14 @@ def patch_count(grids: Sequence[Grid], form: ImageFormat) -> int:
 
 
 def image_sizes(patches: int, form: ImageFormat, smaller: tuple[tuple[int, int], ...] = ()) -> ImageSizes:
-    """Returns the sizes of the pictures of prompts with at most so many patches; smaller: of `smaller_sizes`."""
+    """Returns the sizes of the pictures of prompts with at most `patches`; smaller: result of `smaller_sizes`."""
     return ImageSizes(patches, 3 * form.patch**2, patches // form.merge**2, smaller)
 
 
 def smaller_sizes(tokens: Sequence[int], patches: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Returns P and N that hold nine of ten prompts, and half of them, where these are clearly smaller than the next.
 
-    tokens, patches: of each prompt.
+    tokens, patches: numbers for each prompt.
     """
     size, sizes = (max(tokens), max(patches)), []
     for share in SHARES:
@@ -157,7 +157,7 @@ def stack(
 ) -> Images:
     """Returns the pictures of a batch of expanded prompts, padded to these sizes.
 
-    tokens, mask: [B, P], padded on any side; images: of each prompt the pixels [height, width, 3] uint8 of its
+    tokens, mask: [B, P], padded on any side; images: for each prompt, the pixels [height, width, 3] uint8 of its
     pictures, as `images.pixels` makes them. Raises: ValueError, if a prompt is not expanded for its pictures.
     """
     size, width = tokens.shape

@@ -107,7 +107,7 @@ class RowImages:
         begin, token, end = tokenizer.convert_ids_to_tokens(
             [self.form.around[0], self.form.image_token, self.form.around[1]]
         )
-        # As text: a tokenizer may join these lines with those beside them.
+        # The marks are inserted as text, because a tokenizer may join their line ends with those beside them.
         return {begin: f"\n\n{begin}{token}{end}\n\n"}
 
     def expand(
@@ -181,7 +181,7 @@ def join(parts: Sequence[RowImages | None]) -> RowImages | None:
 def measure(sources: Sequence[tuple[str, Sequence[Any]]], form: ImageFormat, folder: str) -> RowImages:
     """Reads the sizes of the pictures of all rows from their headers.
 
-    sources: of each row, its source and number for errors, and its pictures. Raises: UserError, for the first picture
+    sources: for each row, its source and number for errors, and its pictures. Raises: UserError, for the first picture
     that cannot be read.
     """
     pairs = [(f"{where}: picture {k}", picture) for where, listed in sources for k, picture in enumerate(listed, 1)]

@@ -23,7 +23,7 @@ def iterate(
     A batch is `collate(numbers)` of this process's part of the numbers of its rows.
     Its `get_state()` is a small dict. `set_state` moves another iterator to the same position.
     """
-    # Not without an end: Grain divides the length by the size of a batch, as floats, which overflows for batches of 1.
+    # The order has an end, because Grain divides its length by the size of a batch as floats, which overflows for 1.
     numbers = _epoch(range(size), seed, values).repeat(ENDLESS // size)
     # All processes draw the same numbers, and each collates its part: no message is needed.
     dataset = numbers.batch(batch, batch_fn=lambda rows: collate(rows[distributed.part(batch)]))
@@ -67,7 +67,7 @@ def mix(
         numbers = _epoch(rows, (seed + i) % 2**32, values).repeat()
         offered = numbers.map_with_index(lambda turn, number: (turn, int(number)))
         source = offered.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
-        # After the prefetching: what is drawn depends on what the run has seen by then.
+        # The filter comes after the prefetching, because it depends on what the run has seen when it draws.
         sources.append(source.filter(lambda offer: draws(*offer)) if draws else source)
     mixed = grain.IterDataset.mix(sources, shares).map(lambda offer: offer[1])
     dataset = mixed.batch(batch, batch_fn=lambda rows: collate(rows[distributed.part(batch)]))

@@ -17,7 +17,7 @@ CALL = "data.format_prompt = '{{ content }}' makes it the message of a user"
 def notes_of(rows: Sequence[Row], numbers: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
     """Returns one line for each way in which prompts may be other than they were meant.
 
-    numbers: of the rows in their source.
+    numbers: numbers of the rows in their source.
     """
     prompts = [row["prompt"] for row in rows]
     marks = _mark_finder(tokenizer)

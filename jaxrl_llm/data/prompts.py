@@ -84,7 +84,7 @@ class Dataset:
         return [len(rows) for rows in self.parts.values()] or [len(self.rows)]
 
     def _prompts(self) -> Any:
-        # With the lengths, the same tokens split into other prompts have another hash.
+        # The lengths are hashed too, so that the same tokens split into other prompts have another hash.
         digest = hashlib.sha256(np.array([len(tokens) for tokens in self.ids]).tobytes())
         digest.update(np.concatenate(self.ids).tobytes())
         if self.images:
@@ -95,7 +95,7 @@ class Dataset:
 def load(
     settings: DataSettings, tokenizer: Any, tools: Sequence[dict[str, Any]] = (), images: ImageFormat | None = None
 ) -> Dataset:
-    """Loads the training prompts. tools: that the chat template describes; images: how the model reads pictures.
+    """Loads the training prompts. tools: schemas for the chat template; images: how the model reads pictures.
 
     Raises: UserError.
     """
@@ -346,7 +346,7 @@ def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Promp
     """
     tokens = np.full((len(indices), dataset.width), pad_id, np.int32)
     mask = np.zeros(tokens.shape, bool)
-    # On the left, so that the last token of each prompt is in the last column, where sampling starts.
+    # Padding is on the left, so that the last token of each prompt is in the last column, where sampling starts.
     for b, i in enumerate(indices):
         length = len(dataset.ids[i])
         tokens[b, dataset.width - length :] = dataset.ids[i]

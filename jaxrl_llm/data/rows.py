@@ -316,7 +316,7 @@ def _read_parquet(path: Path) -> list[Row]:
     import pyarrow.parquet
 
     try:
-        # Not the whole table beside its rows.
+        # The table is read in pieces, so that memory does not hold all of it beside its rows.
         pieces = pyarrow.parquet.ParquetFile(path).iter_batches()
         return [row for piece in pieces for row in piece.to_pylist()]
     except (OSError, pyarrow.ArrowException) as error:

@@ -53,11 +53,11 @@ class DataSettings:
 
     @property
     def completion_columns(self) -> tuple[str, ...]:
-        """The columns of the completions that `sft` learns from: of the G of a prompt, in this order."""
+        """Columns with the G completions of a prompt, in their order, from which `sft` learns."""
         return tuple(filter(None, (self.completion_column, self.rejected_column)))
 
     def template_args(self, tools: Any = ()) -> dict[str, Any]:
-        """Returns the arguments of the chat template; tools: that it describes."""
+        """Returns the arguments of the chat template; tools: schemas that it describes."""
         return self.chat_template_args | ({"tools": list(tools)} if tools else {})
 
 

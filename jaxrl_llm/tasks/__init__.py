@@ -141,7 +141,7 @@ def sampled(completion_ids: list[list[int]], loss_mask: list[list[bool]] | None)
 def last_tagged(text: str, tag: str) -> str | None:
     """Returns the content of the last <tag> that </tag> closes; None if there is none."""
     opening, closing = f"<{tag}>", f"</{tag}>"
-    # From the end: an earlier pair, such as one in a thought, does not count.
+    # The search runs from the end, because an earlier pair, such as one in a thought, does not count.
     end = text.rfind(closing)
     start = text.rfind(opening, 0, end) if end >= 0 else -1
     if start < 0:

@@ -25,7 +25,7 @@ class Calculator:
     stops = (END,)
 
     def __init__(self, *, most_characters: AtLeastOne):
-        """most_characters: of an expression."""
+        """most_characters: limit of an expression."""
         self._max_characters = most_characters
 
     def reset(self, row: dict[str, Any]) -> None:

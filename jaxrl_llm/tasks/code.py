@@ -36,7 +36,7 @@ from itertools import accumulate, chain, combinations, groupby, permutations, pr
 from math import ceil, comb, floor, gcd, inf, sqrt
 from typing import *
 """
-# Behind the language a block may name more, such as its title. Windows ends a line with \r\n.
+# A block may name more after its language, such as a title. Windows ends a line with \r\n.
 BLOCK = re.compile(r"```[ \t]*(?:python|py)3?(?:[ \t][^\n`]*)?\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 _told: set[str] = set()  # metrics of tests without a verdict of which this process has told

@@ -15,7 +15,7 @@ import numpy as np
 from jaxrl_llm.sandbox.program_tests import encoded
 from jaxrl_llm.tasks import is_empty
 
-# In the name of a function that ends a test, such as assertEqual.
+# Word in the name of a function that ends a test, such as assertEqual.
 CHECK = re.compile("assert|fail|exit", re.IGNORECASE)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -46,7 +46,7 @@ def is_expression(completions: list[Any], **columns: Any) -> list[float]:
 
 
 def _is_held_out(row: dict[str, Any]) -> bool:
-    # By a hash of the sorted numbers: the same problem in another order stays in its split.
+    # The hash is that of the sorted numbers, so that a problem in another order stays in its split.
     return zlib.crc32(repr((sorted(row["numbers"]), row["target"])).encode()) % 10 == 0
 
 

@@ -47,7 +47,7 @@ def held_out() -> list[dict[str, Any]]:
 
 
 def demonstrations() -> list[dict[str, Any]]:
-    """Other problems with a completion: of ten, 3 thought through and 7 quick."""
+    """Returns other problems with a completion. Of each ten, three think first and seven answer at once."""
     begin = HELD_OUT + TRAIN
     rows = [_problem(i) for i in range(begin, begin + DEMONSTRATIONS)]
     return [row | {"completion": _thought(row) if i % 10 < THOUGHT else _quick(row)} for i, row in enumerate(rows)]
@@ -87,7 +87,7 @@ def _picture(rng: np.random.Generator, digits: np.ndarray) -> bytes:
     columns = len(digits) // rows
     ink = np.zeros((CELL * rows, CELL * columns), bool)
     for i, digit in enumerate(digits):
-        # From the middle of its cell, at most two pixels to each side.
+        # A digit stands at most two pixels from the middle of its cell.
         down, right = ((CELL - side) // 2 + rng.integers(-2, 3) for side in INK.shape[1:])
         y, x = CELL * (i // columns) + down, CELL * (i % columns) + right
         ink[y : y + INK.shape[1], x : x + INK.shape[2]] = INK[digit]

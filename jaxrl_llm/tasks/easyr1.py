@@ -50,7 +50,7 @@ def r1v(
 
 
 def _answer(text: str) -> str:
-    # By hand: a regular expression with ".*?" takes quadratic time where a tag is repeated.
+    # The tags are found by hand, because a pattern with ".*?" takes quadratic time where a tag is repeated.
     for line in text.split("\n"):
         start = line.find("<answer>")
         end = line.find("</answer>", start)

@@ -18,7 +18,7 @@ from jaxrl_llm.retriever.index import Index
 
 PEOPLE, TOWNS, WORDS, RIVERS = 2_000, 600, 64, 64
 HELD_OUT = 0.2  # share of the people and of the towns
-# Of ten demonstrations of a question, so many search as they should, and so many search for the given name only.
+# Of each ten demonstrations of a question, SKILLED search as they should, and CARELESS search only for the given name.
 # The others answer at once, with a guess.
 SKILLED, CARELESS = 3, 1
 EXERCISE = 12  # words

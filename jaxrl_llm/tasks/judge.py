@@ -227,7 +227,7 @@ async def _ask(endpoint: Endpoint, question: str) -> JudgeReply:
     """Asks until there is a reply, at most 1 + retries times. Raises: UserError, for an error that does not pass."""
     message = endpoint.request | {"messages": [{"role": "user", "content": question}]}
     for tried in range(1, endpoint.retries + 2):
-        # Not all at the same time.
+        # The wait is random, so that the requests do not come all at the same time.
         wait = endpoint.backoff * 2 ** (tried - 1) * random.uniform(0.5, 1.0)
         try:
             async with endpoint.at_once:

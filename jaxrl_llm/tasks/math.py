@@ -21,7 +21,7 @@ from jaxrl_llm.machine.process import Pool, cpus
 from jaxrl_llm.tasks import abstaining, answer_texts, deadline, reads, text_of
 from jaxrl_llm.tasks.notation import rewritten, unwrapped
 
-# For one answer (most take 0.01), and for all answers of a batch.
+# Limits of one answer (most take 0.01 s), and of all answers of a batch.
 ANSWER_SECONDS, BATCH_SECONDS = 5.0, 60.0
 LONGEST = 2000  # characters; a longer answer earns 0
 SMALL = 1e-3  # numbers below need six right digits, and all others six right decimals
@@ -129,8 +129,8 @@ BASE = re.compile(r"(\d[\dA-Fa-f]*)_\{?(?:\\text\{)?\(?(\w+)\)?\}{0,2}", re.ASCI
 BASES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 SIDE_BY_SIDE = re.compile(r"-?\d+(?:\.\d+)?(?: \d+(?:\.\d+)?)+")
 PHRASE = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
-# As a product of letters, "Tom" is equal to "Mot", and the order "ABC" to "CBA". Only short words in lower case, and
-# two capitals, are products.
+# Words that are no products of letters: "Tom" would equal "Mot", and the order "ABC" would equal "CBA". Only short
+# words in lower case, and two capitals, are products.
 WORD = re.compile(r"[^\W\d_]{4}|[A-Z][a-z]|[A-Z]{3}")
 
 
@@ -229,7 +229,7 @@ def _equal(box: str, answer: str) -> bool:
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
-    # Without its units, because it takes 2t, 5m and x+2c for 2, 5 and x+2, and 5\\text{ million} for 5.
+    # math-verify's units are off, because it takes 2t, 5m and x+2c for 2, 5 and x+2, and 5\\text{ million} for 5.
     normal = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
     config = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)]
     # The whole text or nothing: any_match, the default, takes a fraction out of a text that cannot be read.
@@ -260,7 +260,7 @@ def _numbers(value: Any) -> list[Any]:
     from sympy.core.relational import Relational
 
     if isinstance(value, And):
-        # In a chain such as x = 1/2 = 0.5 the last one counts, as for math-verify.
+        # The last term of a chain such as x = 1/2 = 0.5 counts, as for math-verify.
         return _numbers(getattr(value, "_unsorted_args", value.args)[-1])
     if isinstance(value, Relational):
         return _numbers(value.rhs)
@@ -274,7 +274,7 @@ def _numbers(value: Any) -> list[Any]:
     with suppress(Exception):
         both = value.doit().evalf(20).as_real_imag()
         if all(x.is_comparable for x in both):
-            # Of a sum whose terms cancel, `evalf` knows one bit alone: it is 0.
+            # `evalf` knows only one bit of a sum whose terms cancel: such a sum is 0.
             return [0 if getattr(x, "_prec", 2) == 1 else x for x in both]
     return []
 

@@ -143,12 +143,12 @@ UNICODE_RULES = [(re.compile(pattern), by) for pattern, by in UNICODE.values()]
 
 def rewritten(text: str) -> str:
     """Returns an answer in the notation that math-verify reads."""
-    # Before the others, whose braces end no root.
+    # Roots come first, because the braces of the other rules end no root.
     text = _with_roots(text)
     for pattern, by in UNICODE_RULES:
         text = pattern.sub(by, text)
     # NFKC makes plain letters, digits and spaces of their wide, narrow and mathematical forms.
-    # With single spaces, and few words of a unit, the patterns take linear time.
+    # Single spaces, and few words of a unit, keep the time of the patterns linear.
     text = " ".join(unicodedata.normalize("NFKC", text).translate(SIGNS).split())
     for pattern, by in RULES:
         text = pattern.sub(by, text).strip()

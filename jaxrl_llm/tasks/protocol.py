@@ -1,4 +1,4 @@
-"""The interface of an environment: what the policy talks to in an episode of several turns."""
+"""The interface of an environment, to which the policy talks in an episode of several turns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Environment(Protocol):
         ...
 
     def step(self, text: str) -> Reply:
-        """Answers a turn. text: what the policy wrote in this turn, without special tokens."""
+        """Answers a turn. text: the policy's text of this turn, without special tokens."""
         ...
 
 

@@ -21,7 +21,7 @@ class Python:
     stops = (END,)
 
     def __init__(self, *, seconds: sandbox.Seconds, memory: sandbox.Mebibytes, most_characters: AtLeastOne):
-        """seconds: of a program; memory: of a program in MiB; most_characters: of its output. Raises: UserError."""
+        """Limits of a program: seconds; memory, in MiB; most_characters of its output. Raises: UserError."""
         sandbox.refuse_without()
         self._run = partial(sandbox.run, seconds=seconds, memory=memory, characters=most_characters)
 

@@ -98,7 +98,7 @@ def scores(reply: str | None, rubric: Rubric) -> list[float] | None:
     if not scored_objects:
         return None
     scored, end = scored_objects[-1]
-    # Behind its scores, a judge may quote an object of the answer.
+    # A judge may quote an object of the answer after its scores.
     if text[end:].strip(MARKDOWN) and any(other != scored for other, _ in scored_objects):
         return None
     shares = [share(scored.get(each.name), each.most) for each in rubric]

@@ -66,7 +66,7 @@ class Search:
             return Reply(INVALID, metrics={"invalid": 1.0})
         if not self._searches_left:
             return Reply(SEARCHED_OUT, metrics={"invalid": 1.0})
-        # Before the search: one that fails counts too, or a dead server would keep the episode going.
+        # A search counts before it runs, because a dead server would otherwise keep the episode going.
         self._searches_left -= 1
         metrics = {"valid": 1.0, "searches": 1.0}
         try:
@@ -184,7 +184,7 @@ def _first_tagged(text: str, tag: str) -> tuple[int, str]:
 # One index for all episodes of a process.
 @cache
 def _index(corpus: str, topk: int) -> Callable[[str], list[Document]]:
-    # Here, and not above: a process of rewards imports this file too, and searches nothing.
+    # The import is local, because a process of rewards imports this file too, and searches nothing.
     from jaxrl_llm.retriever.index import Index
 
     if corpus.endswith(".jsonl"):

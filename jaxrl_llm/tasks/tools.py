@@ -54,7 +54,7 @@ class Tools:
 
     def step(self, text: str) -> Reply:
         """Calls all functions of the turn, in order."""
-        # Behind the last closing mark each opening one would be searched for in vain, in quadratic time.
+        # The text after the last closing mark is left out, because its opening marks would take quadratic time.
         calls = CALL.findall(text, 0, text.rfind(CLOSED) + len(CLOSED))
         if not calls:
             return Reply(done=True)

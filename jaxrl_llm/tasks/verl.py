@@ -31,7 +31,7 @@ def convert(row: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(row["reward_model"], dict):
         raise KeyError("reward_model.ground_truth")
     truth = row["reward_model"]["ground_truth"]
-    # Of rows that pandas read.
+    # pandas reads a list as an array.
     truth = truth.tolist() if isinstance(truth, np.ndarray) else truth
     if isinstance(truth, (list, tuple)) and len(truth) == 1:
         truth = truth[0]
