@@ -110,8 +110,10 @@ class Adapters:
 
     def base_shapes(self, shapes: PyTree) -> PyTree:
         """Returns the parameters beside the adapters as a run stores them, as shapes, from those of the model."""
-        is_int8 = lambda path: sharding.path_name(path) in self.in_int8  # noqa: E731
-        stored = lambda path, leaf: jax.eval_shape(int8, leaf) if is_int8(path) else leaf  # noqa: E731
+
+        def stored(path: Any, leaf: Any) -> Any:
+            return jax.eval_shape(int8, leaf) if sharding.path_name(path) in self.in_int8 else leaf
+
         return jax.tree_util.tree_map_with_path(stored, shapes)
 
     def combine(self, base: PyTree, adapters: PyTree) -> PyTree:
@@ -163,5 +165,8 @@ def is_kernel(x: Any) -> bool:
 
 def merged(params: PyTree) -> PyTree:
     """Returns a tree, or a kernel, with each kernel as an array, its adapter merged. Plain arrays stay as they are."""
-    merge = lambda x: x.merged() if isinstance(x, AdaptedKernel) else as_array(x)  # noqa: E731
+
+    def merge(x: Any) -> Any:
+        return x.merged() if isinstance(x, AdaptedKernel) else as_array(x)
+
     return jax.tree.map(merge, params, is_leaf=is_kernel)

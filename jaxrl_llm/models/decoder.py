@@ -88,8 +88,11 @@ class Decoder:
     def init(self, key: Array) -> PyTree:
         """Initializes float32 parameters; kernels and embedding are normal(0, 0.02)."""
         block_key, ends_key = jax.random.split(key)
+
         # One layer is traced, and vmap stacks it: the program does not grow with the number of layers.
-        block = lambda k: parameters(Block(self.cfg, nnx.Rngs(k)))  # noqa: E731
+        def block(key: Array) -> PyTree:
+            return parameters(Block(self.cfg, nnx.Rngs(key)))
+
         blocks = jax.vmap(block)(jax.random.split(block_key, self.cfg.layers))
         params = {"layers": blocks, **parameters(EmbedAndHead(self.cfg, nnx.Rngs(ends_key)))}
         return params | {TOWER: self._tower.init(jax.random.fold_in(key, 2))} if self._tower else params
@@ -127,9 +130,14 @@ class Decoder:
 
     def used_dtypes(self, params: PyTree) -> PyTree:
         """Returns the dtype of each parameter after `as_used`; `params` may be shapes."""
+
         # A kernel in int8 has integers and scales.
-        stays = lambda path: path_name(path).endswith(("scale", "norm/bias", "qvalue", "router/kernel"))  # noqa: E731
-        dtype = lambda path, x: jnp.dtype(x.dtype if stays(path) else self.cfg.dtype)  # noqa: E731
+        def stays(path: Any) -> bool:
+            return path_name(path).endswith(("scale", "norm/bias", "qvalue", "router/kernel"))
+
+        def dtype(path: Any, x: Any) -> jnp.dtype:
+            return jnp.dtype(x.dtype if stays(path) else self.cfg.dtype)
+
         return jax.tree_util.tree_map_with_path(dtype, params)
 
     def prefill(self, params: PyTree, prompt: Prompt) -> tuple[jax.Array, Any]:
@@ -419,7 +427,10 @@ class Deep(NamedTuple):
             x, output = layer(x, *usual)
             if isinstance(number, int) and number >= count:
                 return x, output
-            add = lambda x: add_to(x[:, 0], self.columns, self.vectors[jnp.minimum(number, count - 1)])[:, None]  # noqa: E731
+
+            def add(x: Array) -> jax.Array:
+                return add_to(x[:, 0], self.columns, self.vectors[jnp.minimum(number, count - 1)])[:, None]
+
             return jax.lax.cond(number < count, add, lambda x: x, x), output
 
         return with_vectors

@@ -41,7 +41,10 @@ class Pages(NamedTuple):
     @classmethod
     def empty(cls, lead: tuple[int, ...], tokens: int, head_dim: int, dtype: str) -> Pages:
         """Returns pages of zeros. lead: the axes d, K, p."""
-        zeros = lambda *axes: jnp.zeros((*lead, *axes), dtype)  # noqa: E731
+
+        def zeros(*axes: int) -> jax.Array:
+            return jnp.zeros((*lead, *axes), dtype)
+
         scale = jnp.zeros((*lead, tokens), jnp.float32) if dtype == "int8" else None
         return cls(zeros(head_dim, tokens), zeros(tokens, head_dim), scale, scale)
 
@@ -55,7 +58,10 @@ class Pages(NamedTuple):
     def write(self, page: Array, offset: Array, tokens: KeyValue) -> Pages:
         """Writes keys and values [K, S, T, h] of tokens to `offset` [S, T] of `page` [S, T]; out of range: nowhere."""
         new = self.of_tokens(tokens)
-        write = lambda x, rows: x.at[:, page, offset].set(rows, mode="drop")  # noqa: E731
+
+        def write(x: Array, rows: Array) -> jax.Array:
+            return x.at[:, page, offset].set(rows, mode="drop")
+
         # The two index arrays of the keys are apart, so that their axes come first.
         keys = self.keys.at[:, page, :, offset].set(jnp.moveaxis(new.keys, (0, 2), (2, 3)), mode="drop")
         return jax.tree.map(write, self._replace(keys=None), new._replace(keys=None))._replace(keys=keys)

@@ -54,7 +54,10 @@ def attend_own(
     parts = -(-width // each)
     more = max(TILE, pl.next_power_of_2(r)) - r
     query = jnp.pad(query, ((0, 0), (0, 0), (0, more), (0, 0)))
-    whole = lambda x: pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)  # noqa: E731
+
+    def whole(x: Array) -> pl.BlockSpec:
+        return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
+
     scalars = jnp.minimum(table, pages.values.shape[1] - 1).astype(jnp.int32), start, length
     heads = r + more
     stored = jax.tree.leaves(pages)

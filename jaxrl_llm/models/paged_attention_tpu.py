@@ -59,15 +59,18 @@ def attend_own(
     steps = -(-width // each)
     # A program has all heads: a page is one copy.
     keys, values = _as_stored(pages, h)
-    of_row = lambda *block: pl.BlockSpec((None, *block), lambda row, *_: (row, 0, 0, 0))  # noqa: E731
+
+    def row_spec(*block: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *block), lambda row, *_: (row, 0, 0, 0))
+
     kernel = partial(_attend, soft_cap=soft_cap, each=each)
     out, top, total = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(rows, steps),
-            in_specs=[of_row(k, r, h), *[_page(each, i, keys.shape, steps) for i in range(each)] * 2],
-            out_specs=[of_row(k, r, h), of_row(k, r, 1), of_row(k, r, 1)],
+            in_specs=[row_spec(k, r, h), *[_page(each, i, keys.shape, steps) for i in range(each)] * 2],
+            out_specs=[row_spec(k, r, h), row_spec(k, r, 1), row_spec(k, r, 1)],
         ),
         out_shape=[jax.ShapeDtypeStruct((rows, k, r, last), jnp.float32) for last in (h, 1, 1)],
         # Where a chip has two cores, each takes half of the sequences.

@@ -51,12 +51,18 @@ class Tower:
     def init(self, key: Array) -> PyTree:
         """Initializes float32 parameters; kernels are normal(0, 0.02)."""
         block_key, ends_key = jax.random.split(key)
-        block = lambda k: parameters(TowerBlock(self.cfg, self.vision, nnx.Rngs(k)))  # noqa: E731
+
+        def block(key: Array) -> PyTree:
+            return parameters(TowerBlock(self.cfg, self.vision, nnx.Rngs(key)))
+
         layers = jax.vmap(block)(jax.random.split(block_key, self.vision.depth))
         params = {"layers": layers, **parameters(TowerEnds(self.cfg, self.vision, nnx.Rngs(ends_key)))}
         if not self.vision.deep:
             return params
-        deep = lambda k: parameters(Merger(self.cfg, self.vision, nnx.Rngs(k), after=True))  # noqa: E731
+
+        def deep(key: Array) -> PyTree:
+            return parameters(Merger(self.cfg, self.vision, nnx.Rngs(key), after=True))
+
         return params | {"deep": jax.vmap(deep)(jax.random.split(jax.random.fold_in(key, 2), len(self.vision.deep)))}
 
     def __call__(self, params: PyTree, images: Images) -> jax.Array:
@@ -115,7 +121,10 @@ def _in_windows(
     query: Array, key: Array, value: Array, segments: Array, *, size: int, precision: jax.lax.Precision | None
 ) -> jax.Array:
     """Attention within windows of `size` patches. The padding of a window sees itself only."""
-    windows = lambda x: x.reshape(len(x), -1, size, *x.shape[3:])  # noqa: E731
+
+    def windows(x: Array) -> jax.Array:
+        return x.reshape(len(x), -1, size, *x.shape[3:])
+
     grouped, row = head_major(windows(query), windows(key), windows(value))
     visible = Visible(_equal(windows(segments), windows(segments)))
     return token_major(attend(grouped, row, visible, precision=precision)).reshape(query.shape)

@@ -141,8 +141,13 @@ class EnvironmentPool:
 
         What the chat template writes around them stays whole: the next turn begins as all others.
         """
-        cut = lambda size: self.encoded(tuple(text[:size] for text in results), row, turn)  # noqa: E731
-        too_long = lambda size: len(cut(size)) > self.observation_tokens  # noqa: E731
+
+        def cut(size: int) -> list[int]:
+            return self.encoded(tuple(text[:size] for text in results), row, turn)
+
+        def too_long(size: int) -> bool:
+            return len(cut(size)) > self.observation_tokens
+
         # Bisection encodes only a few of the cuts.
         size = bisect_left(range(1, max(map(len, results)) + 1), True, key=too_long)
         return None if too_long(size) else cut(size)

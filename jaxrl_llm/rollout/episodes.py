@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -47,10 +48,9 @@ class Episodes:
         """Returns the completions of an earlier call."""
         rollouts, ended = flight.rollouts, flight.ended.reshape(-1)
         # Copies: the call writes into these arrays.
-        by_completion = lambda x: x.reshape(len(ended), *x.shape[2:]).copy()  # noqa: E731
-        tokens, logprobs, sampled, truncated, begins = map(
-            by_completion,
-            (rollouts.completions, rollouts.logprobs, rollouts.loss_mask, rollouts.truncated, flight.begins),
+        tokens, logprobs, sampled, truncated, begins = (
+            x.reshape(len(ended), *x.shape[2:]).copy()
+            for x in (rollouts.completions, rollouts.logprobs, rollouts.loss_mask, rollouts.truncated, flight.begins)
         )
         length = rollouts.completion_mask.sum(axis=-1, dtype=np.int32).reshape(-1)
         limits = np.full(len(ended), tokens.shape[1])
@@ -108,7 +108,10 @@ class Episodes:
                 flush=True,
             )
         mask = np.arange(self.tokens.shape[1]) < self.length[:, None]
-        by_prompt = lambda x: x.reshape(-1, group_size, *x.shape[1:])  # noqa: E731
+
+        def by_prompt(x: np.ndarray) -> Any:
+            return x.reshape(-1, group_size, *x.shape[1:])
+
         return Rollouts(*map(by_prompt, (self.tokens, mask, self.sampled, self.logprobs, self.truncated, versions)))
 
     def _cut(self, i: int, length: int) -> None:

@@ -107,7 +107,10 @@ class RewardFn:
         Without a time limit, its first call judges in the caller's thread: a reward function may set an alarm, and
         Python allows alarms only in the main thread.
         """
-        judge = lambda: self(*completions())  # noqa: E731
+
+        def judge() -> Graded:
+            return self(*completions())
+
         return self._thread.submit(judge).result if self._timeout else cache(judge)
 
     def close(self) -> None:

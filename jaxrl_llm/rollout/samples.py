@@ -213,8 +213,11 @@ class SampleSource:
         samples = draw(key)
         if drawing.resample_rounds:
             metrics = {"groups/no_signal_sampled": distributed.gather(samples.no_signal, SAMPLING).mean()}
-            more = lambda i: draw(jax.random.fold_in(key, np.uint32(i)))  # noqa: E731
-            samples, metrics["groups/replaced"] = refill(samples, more, self.collate, drawing.resample_rounds)
+
+            def draw_again(attempt: int) -> Samples:
+                return draw(jax.random.fold_in(key, np.uint32(attempt)))
+
+            samples, metrics["groups/replaced"] = refill(samples, draw_again, self.collate, drawing.resample_rounds)
         # The greedy companions are sampled after `refill`, which may replace prompts.
         return self._with_greedy(replace(samples, metrics=metrics), key)
 
@@ -245,11 +248,11 @@ class SampleSource:
     def _first_complete(self, key: Array) -> Samples:
         """Samples until as many groups are complete as a batch has. The others go on in the next call."""
         group, length = self.drawing.group_size, self.max_completion_tokens
-        begin = lambda: self.task.begin(next(self.prompts), group, length)  # noqa: E731
+        begin = partial(self.task.begin, group_size=group, length=length)
         # The first call begins two batches, so that another group can always begin when a group is complete.
-        flight = self.task.opened(self.flight) if self.flight else begin()
+        flight = self.task.opened(self.flight) if self.flight else begin(next(self.prompts))
         enough = len(flight.ended)
-        flight = flight.joined(begin())
+        flight = flight.joined(begin(next(self.prompts)))
         carried = flight.rollouts.completion_mask.any(axis=(1, 2))
         engine = cast(StreamEngine, self.engine)
         flight, first, idle = self.task.sample_first(engine, flight, key, self.drawing.sampling, enough, SAMPLING)
@@ -274,20 +277,16 @@ def refill(samples: Samples, draw: Callable[[int], Samples], collate: Collate, r
     A group may go to another process. Completions and rewards are moved later (`settled`): this may be a thread,
     beside programs of the main thread on the same devices.
     """
-    all_processes = lambda x: distributed.gather(x, SAMPLING)  # noqa: E731
-    # The array holds objects, because an array of text would cut the names of other processes to the longest name here.
-    sources_of = lambda p: all_processes(np.array(p.sources or [""] * len(p.numbers), object))  # noqa: E731
-    lacks, numbers = all_processes(samples.no_signal), all_processes(samples.prompts.numbers)
-    sources = sources_of(samples.prompts)
+    lacks, numbers, sources = _groups_of_all_processes(samples)
     without, moves = numbers[lacks].tolist(), []
     # All processes see all groups, so they stop after the same round.
     for i in range(1, rounds + 1):
         if not lacks.any():
             break
         fresh = draw(i)
-        fresh_lacks, fresh_numbers = all_processes(fresh.no_signal), all_processes(fresh.prompts.numbers)
+        fresh_lacks, fresh_numbers, fresh_sources = _groups_of_all_processes(fresh)
         without += fresh_numbers[fresh_lacks].tolist()
-        fresh_sources, pairs = sources_of(fresh.prompts), list[tuple[int, int]]()
+        pairs = list[tuple[int, int]]()
         for name in dict.fromkeys(sources[lacks]):
             places = np.flatnonzero(lacks & (sources == name))
             replacements = np.flatnonzero(~fresh_lacks & (fresh_sources == name))
@@ -299,12 +298,23 @@ def refill(samples: Samples, draw: Callable[[int], Samples], collate: Collate, r
     return replace(samples, prompts=prompts, moves=moves, replaced=without), sum(len(move.at) for move in moves)
 
 
+def _groups_of_all_processes(samples: Samples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns for the groups of all processes: whether a group has no signal, its row number, and its source."""
+    prompts = samples.prompts
+    # The array holds objects, because an array of text would cut the names of other processes to the longest name here.
+    sources = np.array(prompts.sources or [""] * len(prompts.numbers), object)
+    no_signal, numbers, sources = (
+        distributed.gather(x, SAMPLING) for x in (samples.no_signal, prompts.numbers, sources)
+    )
+    return no_signal, numbers, sources
+
+
 def settled(samples: Samples, tokenizer: Any, mesh: Mesh) -> Samples:
     """Moves completions and rewards to the places of the groups that they replace. All processes call it together."""
     rollouts, graded = samples.rollouts, samples.graded
     for move in samples.moves:
         rollouts, moved = _move_groups(rollouts, graded(), move, tokenizer, mesh)
-        graded = lambda moved=moved: moved  # noqa: E731
+        graded = partial(Graded, *moved)
     return replace(samples, rollouts=rollouts, graded=graded, moves=[])
 
 
@@ -323,8 +333,9 @@ def _move_groups(rollouts: Rollouts, graded: Graded, move: Move, tokenizer: Any,
     tokens, mask, loss_mask = (x[local] for x in (rollouts.completions, rollouts.completion_mask, rollouts.loss_mask))
     texts = dict(zip(local.tolist(), data.decode(tokenizer, tokens, mask)[0], strict=True))
     turns = dict(zip(local.tolist(), data.decode_turns(tokenizer, tokens, mask, loss_mask), strict=True))
-    replaced = lambda groups, new: [new.get(b, group) for b, group in enumerate(groups)]  # noqa: E731
-    return rollouts, Graded(replaced(graded.texts, texts), rewards, replaced(graded.turns, turns), graded.metrics)
+    all_texts = [texts.get(b, group) for b, group in enumerate(graded.texts)]
+    all_turns = [turns.get(b, group) for b, group in enumerate(graded.turns)]
+    return rollouts, Graded(all_texts, rewards, all_turns, graded.metrics)
 
 
 def to_batch(

@@ -46,8 +46,13 @@ class Programs:
         goes_on: completions that an earlier call has begun are fed into the pages.
         """
         d, model = sharding.prompt_shards(self.mesh), self.model
-        ints = lambda *shape: jax.ShapeDtypeStruct((d, *shape), np.int32, sharding=self.rows)  # noqa: E731
-        bools = lambda *shape: jax.ShapeDtypeStruct((d, *shape), bool, sharding=self.rows)  # noqa: E731
+
+        def ints(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((d, *shape), np.int32, sharding=self.rows)
+
+        def bools(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((d, *shape), bool, sharding=self.rows)
+
         key = jax.eval_shape(lambda: keys.key(0))
         cache = placed(jax.eval_shape(partial(programs.empty_cache, model, self.mesh, sizes)), self.heads)
 

@@ -115,7 +115,10 @@ def round_rows(
     first_number: int,
 ) -> RoundRows:
     """Returns the sequences of each device for a round of decoding. limits [N]: lengths at which turns end."""
-    ints = lambda *shape: np.zeros((len(rows), slots.count, *shape), np.int32)  # noqa: E731
+
+    def ints(*shape: int) -> np.ndarray:
+        return np.zeros((len(rows), slots.count, *shape), np.int32)
+
     token, length, limit, number = (ints() for _ in range(4))
     known = ints(ROUND) - 1
     for d, members in enumerate(rows):

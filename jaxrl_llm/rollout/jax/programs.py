@@ -116,10 +116,13 @@ def uniform_numbers(key: Array, number: Array, t: Array) -> jax.Array:
 def empty_cache(model: Decoder, mesh: Mesh, sizes: StreamSizes) -> Cache:
     """Returns a cache of these sizes on each device."""
     cfg, devices = model.cfg, sharding.prompt_shards(mesh)
-    lead = lambda count: (devices, cfg.kv_heads, count)  # noqa: E731
-    empty = lambda count, tokens: [  # noqa: E731
-        Pages.empty(lead(count), tokens, cfg.head_dim, sizes.dtype or cfg.dtype) for _ in range(cfg.layers)
-    ]
+
+    def empty(count: int, tokens: int) -> list[Pages]:
+        return [
+            Pages.empty((devices, cfg.kv_heads, count), tokens, cfg.head_dim, sizes.dtype or cfg.dtype)
+            for _ in range(cfg.layers)
+        ]
+
     return Cache(empty(sizes.prompts, sizes.width), empty(sizes.pages, sizes.page))
 
 
@@ -138,7 +141,10 @@ def prefill(
     Returns the cache, tokens [d, n, G], and their log-probabilities.
     """
     (d, n, _), cfg = prompts.tokens.shape, model.cfg
-    by_prompt = lambda x: x.reshape(d * n, *x.shape[2:])  # noqa: E731
+
+    def by_prompt(x: Array) -> jax.Array:
+        return x.reshape(d * n, *x.shape[2:])
+
     flat = by_prompt(prompts.mask)
     prompt = Prompt(by_prompt(prompts.tokens), flat, jax.tree.map(by_prompt, prompts.images))
     hidden, prefix = model.prefill(params, prompt)
@@ -155,7 +161,10 @@ def prefill(
         return lead(local.replace(place[0], local.of_tokens(by_head)))
 
     heads = sharding.heads_spec(cfg.kv_heads, fixed.mesh)
-    write_all = lambda pages, new, place: [write(*x, place) for x in zip(pages, new, strict=True)]  # noqa: E731
+
+    def write_all(pages: list[Pages], new: list[KeyValue], place: Array) -> list[Pages]:
+        return [write(*x, place) for x in zip(pages, new, strict=True)]
+
     written = on_devices(fixed.mesh, write_all, (heads, heads, sharding.BATCH), heads)
     return cache._replace(prompts=written(cache.prompts, prefix, prompts.place)), token, logprob
 
@@ -222,7 +231,10 @@ def _selected(model: Decoder, mesh: Mesh, whole: list[Pages], place: Array) -> l
 def _taken(model: Decoder, mesh: Mesh, whole: list[Pages], place: Array) -> list[Pages]:
     """Returns a copy of the pages at `place` [d, n] in each layer."""
     heads = sharding.heads_spec(model.cfg.kv_heads, mesh)
-    take = lambda whole, place: [lead(local_part(pages).take(place[0])) for pages in whole]  # noqa: E731
+
+    def take(whole: list[Pages], place: Array) -> list[Pages]:
+        return [lead(local_part(pages).take(place[0])) for pages in whole]
+
     return on_devices(mesh, take, (heads, sharding.BATCH), heads)(whole, place)
 
 

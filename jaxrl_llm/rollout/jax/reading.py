@@ -40,7 +40,10 @@ class Hiding:
         longest = reading.table.shape[2] * page + reading.prompt_mask.shape[2]
         self.window = model.cfg.window if model.cfg.window < longest else 0
         lengths = jnp.sum(reading.prompt_mask, axis=-1)  # [d, e]
-        by_sequence = lambda x: jnp.take_along_axis(x, reading.member // reading.members.shape[2], axis=1)  # noqa: E731
+
+        def by_sequence(x: Array) -> jax.Array:
+            return jnp.take_along_axis(x, reading.member // reading.members.shape[2], axis=1)
+
         self._prompt_tokens = by_sequence(lengths)
         self._end = self._prompt_tokens if reading.end is None else by_sequence(reading.end)
 

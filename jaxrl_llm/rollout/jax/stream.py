@@ -193,7 +193,10 @@ class Stream:
         """Puts observations into the pages."""
         if not (self.environments or self.enough):
             return cache
-        ends = lambda member: self._observation(member) - 1 if self._goes_on(member) else 0  # noqa: E731
+
+        def ends(member: Member) -> int:
+            return self._observation(member) - 1 if self._goes_on(member) else 0
+
         # The last token of an observation is for the decode program.
         rounds = chunked([[(member, ends(member)) for member in each.holders] for each in self.schedulers])
         # sizes[round, width] has the largest number of chunks of a device, because all processes must feed alike.
