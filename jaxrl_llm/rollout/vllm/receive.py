@@ -48,7 +48,7 @@ class Update(WeightTransferUpdateInfo):
     timeout: float = 60.0
 
 
-class Refused(Exception):
+class PushRefused(Exception):
     """A worker cannot use a push. All workers raise it, before one of them changes a weight."""
 
 
@@ -85,7 +85,7 @@ class PullBackend(WeightTransferEngine[Init, Update]):
                     file = files.enter_context(safe_open(path, "pt"))
                     check(file, self.tensors, list(self.tensors)[rank::workers])
                 load(file, self.model, self.model_config, self.device)
-        except Refused as error:
+        except PushRefused as error:
             # vLLM 0.32 reads the workers' answers up to the first failure, and would take the answers after it for
             # those of its next call. The last worker alone fails, so vLLM reads all of them.
             if (rank + 1) % self.parallel_config.world_size == 0:
@@ -126,14 +126,14 @@ def gathered(value: Any) -> list[Any]:
 
 @contextmanager
 def agreed() -> Iterator[None]:
-    """Waits at its end for all workers. Raises: Refused, in all of them, if the block fails in one."""
+    """Waits at its end for all workers. Raises: PushRefused, in all of them, if the block fails in one."""
     error = ""
     try:
         yield
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"
     if errors := list(filter(None, gathered(error))):
-        raise Refused(errors[0])
+        raise PushRefused(errors[0])
 
 
 def host() -> str:
