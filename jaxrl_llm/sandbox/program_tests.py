@@ -2,7 +2,7 @@
 
 There are two kinds. A test by input and output is a process of its own: this process, not the program, compares the
 output, and the program never sees what is expected. Tests in Python, as assert statements, run in a second sandbox,
-which calls the functions of the first one and compares plain data (`sandbox.remote_calls`).
+which calls the functions of the first one and compares plain data (`sandbox.link`, `judge`, `served_program`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.sandbox import program as sandbox
-from jaxrl_llm.sandbox import remote_calls
-from jaxrl_llm.sandbox.remote_calls import GONE, LONGEST, UNJUDGED, Link
+from jaxrl_llm.sandbox.link import GONE, LONGEST, UNJUDGED, Link
 
 SHOWN = 10_000  # characters of an output, beyond what is expected
 # Seconds in which a program that has left its tests ends.
@@ -28,7 +27,12 @@ ENDING = 1.0
 # Numbers of an output, and those of them that may differ a little: with a point, or a negative power of ten.
 NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
 FLOAT = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+(?=e-))(?:e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
-LIBRARY = Path(remote_calls.__file__).read_text(encoding="utf-8")  # the first part of both programs
+# In a sandbox this package cannot be imported: each side is the text of the link, and then its own.
+IMPORT = re.compile(r"^from jaxrl_llm\..*\n", re.MULTILINE)
+LINK, JUDGE, SERVED = (
+    IMPORT.sub("", Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    for name in ("link.py", "judge.py", "served_program.py")
+)
 
 
 class ProgramVerdict(NamedTuple):
@@ -80,9 +84,9 @@ def in_python(
     each: dict[str, Any] = {"seconds": limits.seconds, "memory": limits.memory}
     with tempfile.TemporaryFile() as report, ExitStack() as opened:
         (calls, to_program), (answers, to_judge) = (sandbox.pipe(opened) for _ in "ca")
-        theirs = f"{LIBRARY}serve({calls.fileno()}, {to_judge.fileno()}, {program!r})"
+        theirs = f"{LINK}{SERVED}serve({calls.fileno()}, {to_judge.fileno()}, {program!r})"
         numbers = answers.fileno(), to_program.fileno(), report.fileno()
-        ours = f"{LIBRARY}judge({', '.join(map(str, numbers))}, {encoded(tests)!r}, {tolerance!r})"
+        ours = f"{LINK}{JUDGE}judge({', '.join(map(str, numbers))}, {encoded(tests)!r}, {tolerance!r})"
         # Each gets its own ends alone. The report is the judge's: a program that could write to it would pass all
         # tests.
         tested = opened.enter_context(sandbox.started(theirs, **each, descriptors=(calls.fileno(), to_judge.fileno())))

@@ -166,6 +166,13 @@ class Log:
         """Returns whether metrics.jsonl, which ends at `step` or before, has no evaluation of `step`."""
         return all(record["step"] < step or "eval/accuracy" not in record for record in self.last())
 
+    def measured(self, step: int, accuracy: float, problems: int) -> dict[str, float]:
+        """Returns what a record has of an evaluation; accuracy: NaN if no completion has a verdict."""
+        if math.isnan(accuracy):
+            self.say(f"    step {step}: no completion of the evaluation has a verdict, so it has no accuracy")
+            return {}
+        return {"eval/accuracy": accuracy, "eval/problems": problems}
+
     def add_evaluation(self, step: int, evaluation: dict[str, Any]) -> None:
         """Adds an evaluation to the record of `step`, which is the last one, or writes a first record."""
         before = self.last()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.machine import distributed, progress
 from jaxrl_llm.machine.compilation import Compilations
 from jaxrl_llm.machine.hang import WATCHDOG
+from jaxrl_llm.session import json_lines
 from jaxrl_llm.session.checkpoint import MODELS, Checkpoints
 from jaxrl_llm.session.health import Health
 from jaxrl_llm.session.log import Log
@@ -151,12 +151,9 @@ class Session:
         every = self.plan.evaluate_every
         if not every or (step % every and step != self.plan.steps):
             return {}
-        accuracy = self.trainer.accuracy(self.at.states)
-        if math.isnan(accuracy):
-            self.log.say(f"    step {step}: no completion of the evaluation has a verdict, so it has no accuracy")
-            return {}
-        self.checkpoints.accuracies[step] = accuracy
-        return {"eval/accuracy": accuracy, "eval/problems": self.trainer.problems}
+        measured = self.log.measured(step, self.trainer.accuracy(self.at.states), self.trainer.problems)
+        self.checkpoints.accuracies |= json_lines.accuracies([{"step": step} | measured])
+        return measured
 
     def stagnates(self) -> bool:
         """Returns whether the last `eval.patience` evaluations were no better than the best one before them."""

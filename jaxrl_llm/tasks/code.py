@@ -19,9 +19,9 @@ from jaxrl_llm.config.schema import NotNegative, checked_by
 from jaxrl_llm.errors import printable
 from jaxrl_llm.machine.process import cpus
 from jaxrl_llm.sandbox import program as sandbox
+from jaxrl_llm.sandbox.link import UNJUDGED
 from jaxrl_llm.sandbox.program import REASONS
 from jaxrl_llm.sandbox.program_tests import ProgramLimits, ProgramVerdict, by_output, in_python
-from jaxrl_llm.sandbox.remote_calls import UNJUDGED
 from jaxrl_llm.tasks import deadline, text_of, unlogged
 from jaxrl_llm.tasks.code_tests import shown, tests_of
 

@@ -26,6 +26,7 @@ from jaxrl_llm.rollout.jax import compiled
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.sizes import PageKind, sizes_of
 from jaxrl_llm.rollout.samples import CompletionTask
+from jaxrl_llm.session.log import Log
 from jaxrl_llm.session.session import Session
 from jaxrl_llm.structs import Rewards
 from jaxrl_llm.tasks.protocol import Reply
@@ -92,6 +93,7 @@ def test_an_evaluation_without_any_verdict_has_no_accuracy(wording):
         trainer=SimpleNamespace(accuracy=lambda states: mean_score(graded[len(said) == 0]), problems=2),
         checkpoints=SimpleNamespace(accuracies={}), log=SimpleNamespace(say=said.append),
     )  # fmt: skip
+    session.log.measured = partial(Log.measured, session.log)
     assert Session.evaluate(session, 2) == {} and session.checkpoints.accuracies == {}
     wording("\n".join(said))
     assert Session.evaluate(session, 4) == {"eval/accuracy": 0.25, "eval/problems": 2}
