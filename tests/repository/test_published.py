@@ -123,8 +123,9 @@ def test_every_program_is_shown_in_one_form_and_exists():
 
 @pytest.mark.slow
 def test_every_command_that_is_shown_is_one_that_its_program_accepts():
-    shown = [command for command in commands() if command[1] not in PEERS]
-    assert len(shown) > 150
+    # test_docs_commands reads those of `jaxrl` on the pages.
+    shown = [x for x in commands() if x[1] not in PEERS and not (x[0].endswith(".md") and x[1].startswith("jaxrl_llm"))]
+    assert len(shown) > 100
     refused = [(page, module, what) for page, module, rest in shown for what in wrong(module, rest)]
     assert refused == [], "\n".join(map(str, refused))
 
