@@ -45,8 +45,6 @@ class ModelStates(Protocol):
 class Trainer(Protocol):
     """What a session asks of `train` or `sft`, whose steps it runs."""
 
-    problems: int  # of the evaluation
-
     @property
     def kept(self) -> Mapping[str, StatefulPart]:
         """What a checkpoint keeps beside the states of the models."""
@@ -60,8 +58,8 @@ class Trainer(Protocol):
         """Waits until nothing beside the main thread uses the states. Raises: UserError, if such work has failed."""
         ...
 
-    def accuracy(self, states: States, /) -> float:
-        """Returns the accuracy on the evaluation's problems."""
+    def measure(self, states: States, /) -> dict[str, float]:
+        """Returns the metrics of an evaluation. The best checkpoint is the one with the largest eval/accuracy."""
         ...
 
     def export(self, states: States, /) -> None:
@@ -146,12 +144,13 @@ class Session:
         WATCHDOG.stepped()
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Returns the accuracy after `step` if an evaluation is due, else {}."""
+        """Returns the metrics of an evaluation after `step` if it is due, else {}."""
         every = self.plan.evaluate_every
         if not every or (step % every and step != self.plan.steps):
             return {}
-        self.checkpoints.accuracies[step] = accuracy = self.trainer.accuracy(self.at.states)
-        return {"eval/accuracy": accuracy, "eval/problems": self.trainer.problems}
+        measured = self.trainer.measure(self.at.states)
+        self.checkpoints.accuracies[step] = measured["eval/accuracy"]
+        return measured
 
     def stagnates(self) -> bool:
         """Returns whether the last `eval.patience` evaluations were no better than the best one before them."""
