@@ -82,6 +82,10 @@ def get_config() -> ConfigDict:
     c.eval.convert = ""  # like data.convert, for the evaluation problems; "": none
     c.eval.problems = 1000  # the first problems of the source; each gets one greedy completion
     c.eval.function = "arithmetic.accuracy"  # reward function that judges the completions, as in reward.functions
+    # Further sets, each with a name: c.eval.extra_sets.code = ConfigDict(dict(source="code.jsonl", convert="",
+    # function="code.accuracy", problems=500)). They are only measured, as eval/code/accuracy. The set of eval.source
+    # alone decides which checkpoint is best, and when eval.patience ends the run.
+    c.eval.extra_sets = ConfigDict()
     c.eval.patience = 0  # evaluations that are not better than the best one, after which the run ends; 0: it does not
 
     c.reward = ConfigDict()

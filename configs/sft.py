@@ -22,6 +22,7 @@ def get_config() -> ConfigDict:
 
     c.model = ConfigDict()
     c.model.path = ""  # a folder or hub id to start from; "": a new Qwen2 model of the sizes below
+    c.model.family = ""  # function that reads config.json, for a family that this package lacks; "": none
     c.model.dtype = "float32"
     c.model.remat = "none"
     c.model.vision = "learns"  # the tower that reads pictures, if the model has one: learns | frozen
@@ -66,6 +67,7 @@ def get_config() -> ConfigDict:
     # "preference": nothing is sampled; the accuracy is the share of pairs of eval.source in which the chosen completion
     # has the larger reward
     c.eval.function = "arithmetic.accuracy"
+    c.eval.extra_sets = ConfigDict()  # further sets, as in configs/grpo.py
     c.eval.patience = 0
 
     # timeout: seconds that eval.function may take for one batch; 0: no limit. unconfined: as in configs/grpo.py.

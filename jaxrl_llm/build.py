@@ -21,6 +21,7 @@ from jaxrl_llm.data import columns, encoding, image_rows
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import drawn
 from jaxrl_llm.data.images import read_format
+from jaxrl_llm.data.settings import metrics_of
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.learner import update
 from jaxrl_llm.learner.critic import make_critic
@@ -76,8 +77,7 @@ COMPILE_ONLY = "compile the programs of the run into the cache of compiled code,
 class Parts(Subject):
     """The parts of a run of `train`: those that its self-test looks at, and more."""
 
-    evaluation: Callable[[Engine], float]  # -> accuracy
-    problems: int
+    evaluation: Callable[[Engine], dict[str, float]]  # -> metrics of all evaluation sets
     export: Callable[[States], None]  # writes the policy as a folder of Hugging Face
     programs: Callable[[], Iterator[Program]]  # all that the run may compile
     self_test: Callable[[], None] | None = None  # of a new run
@@ -95,8 +95,8 @@ class Parts(Subject):
         """Waits until the engine has the last weights, and checks them. Raises: UserError, if it does not have them."""
         self.actor.lent.take_back()
 
-    def accuracy(self, states: States) -> float:
-        """Returns the accuracy of the last pushed weights, which are those of the states."""
+    def measure(self, states: States) -> dict[str, float]:
+        """Returns the metrics of an evaluation of the last pushed weights, which are those of the states."""
         self.actor.wait()
         return self.evaluation(self.actor.engine)
 
@@ -167,13 +167,16 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     tools = environments.schemas if environments else []
     images = read_format(folder, min_pixels=recipe.data.min_pixels, max_pixels=recipe.data.max_pixels)
     dataset = data.load(recipe.data, tokenizer, tools, images)
-    held_out = data.load_held_out(recipe.eval, recipe.data, tokenizer, tools, images) if recipe.eval else dataset
+    sets = {
+        section: data.load_held_out(problems, recipe.data, tokenizer, tools, images, section=section)
+        for section, problems in recipe.eval_sets.items()
+    }
     functions, episodes = recipe.reward.functions, environments is not None
-    dataset, held_out = columns.check_all(recipe.data, recipe.eval, functions, dataset, held_out, episodes=episodes)
+    dataset, sets = columns.check_all(recipe.data, recipe.eval_sets, functions, dataset, sets, episodes=episodes)
     if environments:
-        environments.check([*dataset.rows, *held_out.rows])
-    fit.check_vocabulary(model.cfg, tokenizer, dataset, held_out)
-    fit.check_positions(recipe, model.cfg, dataset, held_out)
+        environments.check([row for each in (dataset, *sets.values()) for row in each.rows])
+    fit.check_vocabulary(model.cfg, tokenizer, dataset, *sets.values())
+    fit.check_positions(recipe, model.cfg, dataset, *sets.values())
     for name, other in models.others.items():
         cfg = hf.load_model(other, family=recipe.model.family).cfg
         fit.check_other_model(f"{name}.path", cfg, model.cfg, reads=dataset.image_sizes is not None)
@@ -187,7 +190,7 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     first_params = [hf.load_params(folder, model, mesh, parts=models.parts)] if begins else []
     base = load_beside(models)
     book = place.opened.enter_context(closing(Book()))
-    rows = tokenizer, dataset, held_out, environments, tools, stop_ids
+    rows = tokenizer, dataset, sets, environments, tools, stop_ids
     inputs = Inputs(models, *rows, book, first_params, base, sampler_mesh)
     files = {f"the content of config.{field}": digest for field, digest in inputs.began_with.items()}
     agreement.check_alike({}, files)
@@ -233,7 +236,6 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
         partial(RewardFn, reward.functions, reward.weights, reward.timeout),
         self_test_facts(recipe, inputs.tools),
         make_evaluation(place, recipe, inputs),
-        len(inputs.held_out.rows),
         partial(inputs.export, place, learning.learners["policy"]),
         partial(run_programs, recipe, inputs, learning, packing, actor.engine),
     )
@@ -321,7 +323,7 @@ def open_outputs(
             f"jaxrl_llm.{recipe.program}: {place.workdir}",
             [
                 *banner.model_and_data_table(recipe.model.path, mesh, cfg, recipe.sizes, recipe.data, inputs.dataset),
-                *banner.problems_table(recipe.eval, inputs.held_out),
+                *banner.problems_table(recipe.eval_sets, inputs.held_out),
                 *banner.totals_table(recipe.sizes),
                 *banner.beginning(start, recipe.num_steps, changes),
                 *banner.rollback_table(recipe.health, recipe.checkpoint.every),
@@ -337,7 +339,8 @@ def open_outputs(
             ],
         )
 
-    now = Rows({"data.source": counts, "eval.source": inputs.held_out.counts()}, inputs.dataset.prompts())
+    all_counts = {"data.source": counts} | {f"{name}.source": rows.counts() for name, rows in inputs.held_out.items()}
+    now = Rows(all_counts, inputs.dataset.prompts())
     return open_session(place, recipe.plan, models, mesh, inputs.began_with | place.code, now, announce)
 
 
@@ -354,14 +357,14 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs, room: int) -> A
             mesh,
             inputs.models.folder,
             place.workdir,
-            max(dataset.width, inputs.held_out.width),
+            max(rows.width for rows in inputs.datasets),
             recipe.rollout.max_completion_tokens,
             inputs.stop_ids,
             inputs.tokenizer.pad_token_id,
             recipe.sizes.sequences_per_step,
             room,
             recipe.observation_tokens,
-            image_rows.limits(dataset.images, inputs.held_out.images),
+            image_rows.limits(*(rows.images for rows in inputs.datasets)),
             inputs.sampler_mesh,
         )
     )
@@ -449,15 +452,29 @@ def sampled_batches(recipe: Recipe, inputs: Inputs) -> list[dict[str, Any]]:
     batches: list[dict[str, Any]] = [recipe.sampled._asdict() | prompts | drawn_as]
     if recipe.estimator.needs_greedy:
         batches.append(dict(prompts=recipe.prompts_per_step) | prompts | greedy)
-    if recipe.eval:
-        batches.append(dict(prompts=len(inputs.held_out.rows)) | of(inputs.held_out) | greedy)
+    batches += [dict(prompts=len(problems.rows)) | of(problems) | greedy for problems in inputs.held_out.values()]
     return batches
 
 
-def make_evaluation(place: Workplace, recipe: Recipe | SftRecipe, inputs: Inputs) -> Callable[[Engine], float]:
-    """Returns `evaluation(engine)` -> accuracy of greedy completions on the held-out problems."""
-    judges = recipe.eval.functions if recipe.eval else ()
-    reward_fn = place.opened.enter_context(closing(RewardFn(judges, (1.0,) * len(judges), recipe.reward.timeout)))
-    task = CompletionTask(inputs.tokenizer, reward_fn, inputs.environments)
-    batch = whole_batches(recipe.sizes.sequences_per_step, len(inputs.held_out.rows), inputs.models.mesh)
-    return lambda engine: mean_score(evaluate(engine, inputs.held_out, task, batch=batch, seed=recipe.seed))
+def make_evaluation(
+    place: Workplace, recipe: Recipe | SftRecipe, inputs: Inputs
+) -> Callable[[Engine], dict[str, float]]:
+    """Returns `evaluation(engine)` -> metrics of greedy completions on the evaluation sets that a function judges."""
+    judged = {section: problems for section, problems in recipe.eval_sets.items() if problems.functions}
+    reward_fns = {
+        name: place.opened.enter_context(closing(RewardFn((name,), (1.0,), recipe.reward.timeout)))
+        for name in dict.fromkeys(problems.function for problems in judged.values())
+    }
+    sequences, mesh = recipe.sizes.sequences_per_step, inputs.models.mesh
+
+    def evaluation(engine: Engine) -> dict[str, float]:
+        metrics = dict[str, float]()
+        for section, problems in judged.items():
+            dataset = inputs.held_out[section]
+            task = CompletionTask(inputs.tokenizer, reward_fns[problems.function], inputs.environments)
+            batch = whole_batches(sequences, len(dataset.rows), mesh)
+            score = mean_score(evaluate(engine, dataset, task, batch=batch, seed=recipe.seed))
+            metrics |= metrics_of(section, score, len(dataset.rows))
+        return metrics
+
+    return evaluation

@@ -23,7 +23,7 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.images import read_format
 from jaxrl_llm.data.rows import check_source, is_task
-from jaxrl_llm.data.settings import DataSettings
+from jaxrl_llm.data.settings import DataSettings, EvalSet, set_name
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
 from jaxrl_llm.machine import extras, sharding
 from jaxrl_llm.machine.compilation import keep_compilations
@@ -180,6 +180,7 @@ def parse() -> argparse.Namespace:
     add("--run", type=Path, metavar="WORKDIR", help="a run: its checkpoint, and all that is not given here")
     add("--step", default="last", help="the run's checkpoint: a number, best or last (default)")
     add("--task", help="a task (arithmetic, countdown, digits_in_pictures), or a file of rows")
+    add("--set", default="", metavar="NAME", help="one of the run's eval.extra_sets (default: the problems of eval)")
     add(
         "--function",
         nargs="+",
@@ -241,6 +242,8 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
         raise UserError("give either --model, a folder or hub id, or --run, the workdir of a run")
     if args.samples > 1 and args.temperature <= 0:
         raise UserError("--samples above 1 needs --temperature above 0: greedy samples are all the same")
+    if args.set and (args.model or args.task):
+        raise UserError(f"--set {args.set} is a set of a run: give it with --run, and without --task")
     if args.family:
         resolve(args.family, FAMILIES, "--family")
     if args.answer and args.samples < 4:
@@ -305,12 +308,21 @@ def of_model(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def chosen_set(run: SavedRun, name: str) -> EvalSet | None:
+    """Returns an evaluation set of a run; "": the one that decides; None: there is none. Raises: UserError."""
+    sets = {set_name(section): each for section, each in run.evaluation.sets.items()} if run.evaluation else {}
+    if name and name not in sets:
+        known = ", ".join(filter(None, sets)) or "none"
+        raise UserError(f"--set {name}: the run has no such set in eval.extra_sets; there is {known}")
+    return sets.get(name)
+
+
 def of_run(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
     """Returns the defaults of the command line for a run: the settings of its own evaluation.
 
     Raises: UserError, if the run evaluated nothing, and the command line names no problems.
     """
-    problems, data = run.evaluation, run.section(DataSettings, "data")
+    problems, data = chosen_set(run, args.set), run.section(DataSettings, "data")
     if not problems and not (args.task and (args.function or is_task(args.task))):
         raise UserError("the run has no section eval: give --task, and --function if that is a file")
     own_task = args.task and is_task(args.task)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.config.records import Call
 from jaxrl_llm.data import order
 from jaxrl_llm.data.examples import Examples, make_batch, tokenize_answers
+from jaxrl_llm.data.settings import metrics_of
 from jaxrl_llm.errors import UserError, run_main
 from jaxrl_llm.learner import forward, update
 from jaxrl_llm.learner.learning import Models, Reference, make_reference, policy_parameters
@@ -105,8 +107,7 @@ class SftParts:
     examples: Examples
     learning: Supervised
     rows: AnyArray  # of an update: all examples
-    accuracy: Callable[[States], float]  # on the evaluation's problems
-    problems: int
+    measure: Callable[[States], dict[str, float]]  # -> metrics of all evaluation sets
     export: Callable[[States], None]  # writes the policy as a folder of Hugging Face
 
     @property
@@ -154,11 +155,9 @@ def make_run(place: Workplace, recipe: SftRecipe) -> tuple[Session, SftParts]:
     collate = partial(make_batch, inputs.dataset, answers, short, length, tokenizer.pad_token_id)
     examples = Examples(order.iterate(len(short), recipe.prompts_per_step, recipe.seed, collate))
     learning = make_learning(recipe, inputs.models, partial(first_params, recipe, inputs), inputs.base, inputs.book)
-    compared = recipe.eval is not None and not recipe.eval.functions
-    accuracy = make_comparison(recipe, inputs, learning) if compared else make_sampled(place, recipe, inputs, learning)
-    rows, problems = np.arange(recipe.prompts_per_step, dtype=np.int32), len(inputs.held_out.rows)
+    rows = np.arange(recipe.prompts_per_step, dtype=np.int32)
     export = partial(inputs.export, place, learning.policy)
-    parts = SftParts(examples, learning, rows, accuracy, problems, export)
+    parts = SftParts(examples, learning, rows, make_measure(place, recipe, inputs, learning), export)
     table = [("over-long completions dropped", len(answers) - len(short))]
     if equal := sum(len(answers[i]) > 1 and answers[i][0] == answers[i][1] for i in short):
         table.append(("pairs of equal completions, which teach nothing", equal))
@@ -196,10 +195,21 @@ def first_params(recipe: SftRecipe, inputs: Inputs) -> PyTree:
     return init(keys.key(recipe.seed))
 
 
+def make_measure(
+    place: Workplace, recipe: SftRecipe, inputs: Inputs, learning: Supervised
+) -> Callable[[States], dict[str, float]]:
+    """Returns `measure(states)` -> metrics of all evaluation sets. Raises: UserError, as `make_comparison`."""
+    compared = [section for section, problems in recipe.eval_sets.items() if not problems.functions]
+    measures = [make_comparison(recipe, inputs, learning, section) for section in compared]
+    if len(compared) < len(recipe.eval_sets):
+        measures.append(make_sampled(place, recipe, inputs, learning))
+    return lambda states: dict(chain(*(measure(states).items() for measure in measures)))
+
+
 def make_sampled(
     place: Workplace, recipe: SftRecipe, inputs: Inputs, learning: Supervised
-) -> Callable[[States], float]:
-    """Returns `accuracy(states)`: the mean score of greedy completions of the held-out problems."""
+) -> Callable[[States], dict[str, float]]:
+    """Returns `measure(states)` -> metrics of greedy completions of the held-out problems."""
     engine = Sampler(
         inputs.models.model,
         learning.mesh,
@@ -210,25 +220,27 @@ def make_sampled(
     )
     evaluation = make_evaluation(place, recipe, inputs)
 
-    def accuracy(states: States) -> float:
+    def measure(states: States) -> dict[str, float]:
         engine.update_weights(learning.policy.all_parameters(states["policy"]))
         measured = evaluation(engine)
         engine.release()  # updates need the memory of the gathered weights
         return measured
 
-    return accuracy
+    return measure
 
 
-def make_comparison(recipe: SftRecipe, inputs: Inputs, learning: Supervised) -> Callable[[States], float]:
-    """Returns `accuracy(states)`: the share of held-out pairs whose chosen completion has the larger reward.
+def make_comparison(
+    recipe: SftRecipe, inputs: Inputs, learning: Supervised, section: str
+) -> Callable[[States], dict[str, float]]:
+    """Returns `measure(states)` -> the share of held-out pairs whose chosen completion has the larger reward.
 
-    Raises: UserError, if a completion is longer than the limit.
+    section: of the pairs. Raises: UserError, if a completion is longer than the limit.
     """
-    dataset, tokenizer, length = inputs.held_out, inputs.tokenizer, recipe.rollout.max_completion_tokens
+    dataset, tokenizer, length = inputs.held_out[section], inputs.tokenizer, recipe.rollout.max_completion_tokens
     answers = tokenize_answers(dataset, tokenizer, recipe.data, length, inputs.stop_ids)
     if () in answers:
         raise UserError(
-            f"eval.source row {dataset.numbers[answers.index(())]}: a completion is longer than "
+            f"{section}.source row {dataset.numbers[answers.index(())]}: a completion is longer than "
             f"rollout.max_completion_tokens = {length}: raise it, or leave the row out"
         )
     count, size = len(answers), recipe.prompts_per_step
@@ -236,7 +248,7 @@ def make_comparison(recipe: SftRecipe, inputs: Inputs, learning: Supervised) -> 
     logprobs_of = forward.make_logprob_fn(inputs.models.model, Sampling(), learning.mesh, recipe.sizes.at_once)
     preferred = jax.jit(partial(count_preferred, recipe.loss))
 
-    def accuracy(states: States) -> float:
+    def measure(states: States) -> dict[str, float]:
         params, right = learning.policy.all_parameters(states["policy"]), 0
         with progress.task("evaluating pairs", count) as shown:
             for start in range(0, count, size):
@@ -246,9 +258,9 @@ def make_comparison(recipe: SftRecipe, inputs: Inputs, learning: Supervised) -> 
                 batch = learning.scored(states, batch)
                 right += int(preferred(logprobs_of(params, batch), batch, min(size, count - start)))
                 shown.advance(min(size, count - start))
-        return right / count
+        return metrics_of(section, right / count, count)
 
-    return accuracy
+    return measure
 
 
 def count_preferred(loss: Call, logprobs: Array, batch: Batch, count: AnyArray) -> jax.Array:

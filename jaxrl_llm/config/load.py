@@ -11,7 +11,9 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from datetime import datetime
+from functools import reduce
 from itertools import accumulate, pairwise
+from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -182,16 +184,18 @@ def with_names(config: Config, home: str = "") -> Config:
     home: the module of functions that a config file defines. Raises: UserError, if a function has no name.
     """
     fields = flatten(config)
-    functions, judge = fields.get("reward.functions", ()), fields.get("eval.function")
+    functions = fields.get("reward.functions", ())
     several = functions if isinstance(functions, tuple) else (functions,)
-    if not any(map(callable, (*several, judge))):
+    judges = {path: x for path, x in fields.items() if path.startswith("eval.") and callable(x)}
+    if not judges and not any(map(callable, several)):
         return config
     named = config.copy_and_resolve_references()
     with named.unlocked(), named.ignore_type():
         if any(map(callable, several)):
             named.reward.functions = tuple(name_of(function, home, "reward.functions") for function in several)
-        if callable(judge):
-            named.eval.function = name_of(judge, home, "eval.function")
+        for path, judge in judges.items():
+            *sections_above, last = path.split(".")
+            reduce(getitem, sections_above, named)[last] = name_of(judge, home, path)
     return named
 
 

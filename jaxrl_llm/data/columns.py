@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
@@ -12,7 +12,7 @@ from jaxrl_llm.config.schema import check_reach
 from jaxrl_llm.data import formats
 from jaxrl_llm.data.formats import Row
 from jaxrl_llm.data.prompts import Dataset
-from jaxrl_llm.data.settings import DataSettings, EvalSettings
+from jaxrl_llm.data.settings import DataSettings, EvalSet
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks import PREFILL, REWARDS, is_empty
 from jaxrl_llm.tasks.signatures import bound
@@ -99,7 +99,8 @@ def check(
 ) -> Dataset:
     """Returns a data set with notes on the rows that lack a column of a reward function, by source of a mixture.
 
-    section: data, eval, or "" for a command line; episodes: there is an environment; convert: of the rows, if any.
+    section: data, that of an evaluation set, or "" for a command line; episodes: there is an environment; convert: of
+    the rows, if any.
     Raises: UserError, naming the function and what helps, if no row has the column, if all are empty for one of ours,
     or if it refuses one.
     """
@@ -134,30 +135,33 @@ def check(
 
 def check_all(
     data: DataSettings,
-    problems: EvalSettings | None,
+    eval_sets: Mapping[str, EvalSet],
     functions: Sequence[str],
     dataset: Dataset,
-    held_out: Dataset,
+    held_out: Mapping[str, Dataset],
     *,
     episodes: bool,
-) -> tuple[Dataset, Dataset]:
+) -> tuple[Dataset, dict[str, Dataset]]:
     """Returns the training and the evaluation data with notes on rows that lack a column. Raises: UserError.
 
-    functions: that reward. Also asks once the servers that they need.
+    eval_sets, held_out: by their sections of the config. functions: that reward. Also asks once the servers that they
+    need.
     """
     for column in data.completion_columns:
         dataset = check_completions(dataset, column, data.source)
     for function in functions:
         check_reach(function, REWARDS, "config.reward.functions")
-    for function in problems.functions if problems else ():
-        check_reach(function, REWARDS, "config.eval.function")
-    checked = check(dataset, functions, "data", episodes=episodes, convert=data.convert)
-    if not problems:
-        return checked, checked
-    if not problems.functions:
-        for column in data.completion_columns:
-            held_out = check_completions(held_out, column, problems.source)
-    return checked, check(held_out, problems.functions, "eval", episodes=episodes, convert=problems.convert)
+    for section, problems in eval_sets.items():
+        for function in problems.functions:
+            check_reach(function, REWARDS, f"config.{section}.function")
+    checked, judged = check(dataset, functions, "data", episodes=episodes, convert=data.convert), dict(held_out)
+    for section, problems in eval_sets.items():
+        for column in () if problems.functions else data.completion_columns:
+            judged[section] = check_completions(judged[section], column, problems.source)
+        judged[section] = check(
+            judged[section], problems.functions, section, episodes=episodes, convert=problems.convert
+        )
+    return checked, judged
 
 
 def _without(rows: Sequence[Row], part: range, columns: tuple[str, ...]) -> list[int]:

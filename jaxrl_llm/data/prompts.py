@@ -20,7 +20,7 @@ from jaxrl_llm.data.image_rows import RowImages
 from jaxrl_llm.data.images import ImageFormat
 from jaxrl_llm.data.prompt_notes import notes_of
 from jaxrl_llm.data.rows import load_rows
-from jaxrl_llm.data.settings import DataSettings, EvalSettings
+from jaxrl_llm.data.settings import EVAL, DataSettings, EvalSet
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import distributed
 from jaxrl_llm.structs import AnyArray, ImageSizes, Prompts
@@ -141,15 +141,20 @@ def _numbers(dataset: Dataset, column: str) -> np.ndarray:
 
 
 def load_held_out(
-    problems: EvalSettings,
+    problems: EvalSet,
     settings: DataSettings,
     tokenizer: Any,
     tools: Sequence[dict[str, Any]] = (),
     images: ImageFormat | None = None,
+    *,
+    section: str = EVAL,
 ) -> Dataset:
-    """Loads the evaluation prompts, read as those of training. An over-long one is an error, so none is left out."""
+    """Loads the prompts of an evaluation set, read as those of training. An over-long one is an error: none is dropped.
+
+    section: of the config, which has the set. Raises: UserError.
+    """
     own = {"convert": problems.convert, "problems": problems.problems, "overlong": "error"}
-    return read(problems.source, tokenizer, field="eval.convert", **_reading(settings, tools, images) | own)
+    return read(problems.source, tokenizer, field=f"{section}.convert", **_reading(settings, tools, images) | own)
 
 
 def _reading(settings: DataSettings, tools: Sequence[dict[str, Any]], images: ImageFormat | None) -> dict[str, Any]:

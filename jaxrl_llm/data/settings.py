@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange, Positive
@@ -61,18 +63,54 @@ class DataSettings:
         return self.chat_template_args | ({"tools": list(tools)} if tools else {})
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalSettings:
-    """The problems that measure the accuracy, and how often."""
+EVAL = "eval"  # the section with the evaluation set that decides which checkpoint is best
+EXTRA_SETS = "eval.extra_sets."  # begins the paths of the sections with further sets
 
-    every: MayChange[AtLeastOne]
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSet:
+    """Problems, and the function that judges their completions."""
+
     source: MayChange[str]
     convert: MayChange[str]
     function: str
     problems: MayChange[AtLeastOne]
-    patience: MayChange[Count]
 
     @property
     def functions(self) -> tuple[str, ...]:
         """The function that judges sampled completions; (): nothing is sampled, pairs are compared."""
         return () if self.function == PREFERENCE else (self.function,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings(EvalSet):
+    """The problems that measure the accuracy, how often, and further sets, which decide nothing."""
+
+    every: MayChange[AtLeastOne]
+    patience: MayChange[Count]
+    extra_sets: dict[str, EvalSet] = field(default_factory=dict)
+
+    @property
+    def sets(self) -> dict[str, EvalSet]:
+        """All sets, by their sections of the config."""
+        return {EVAL: self, **{EXTRA_SETS + name: each for name, each in self.extra_sets.items()}}
+
+
+def set_name(section: str) -> str:
+    """Returns the name of the evaluation set of a section; "": of the one that decides which checkpoint is best."""
+    return section.removeprefix(EVAL).removeprefix(EXTRA_SETS.removeprefix(EVAL))
+
+
+def accuracies_of(fields: Iterable[str]) -> dict[str, str]:
+    """Returns the section and the accuracy's metric of each evaluation set; the set that decides comes first.
+
+    fields: of a config, by their paths.
+    """
+    sections = [path.removesuffix(".function") for path in fields if re.fullmatch(r"eval\.(.+\.)?function", path)]
+    return {section: next(iter(metrics_of(section, 0.0, 0))) for section in sorted(sections)}
+
+
+def metrics_of(section: str, accuracy: float, problems: int) -> dict[str, float]:
+    """Returns the metrics of an evaluation set: eval/accuracy, or eval/NAME/accuracy of a further one."""
+    prefix = "/".join(filter(None, (EVAL, set_name(section))))
+    return {f"{prefix}/accuracy": accuracy, f"{prefix}/problems": problems}

@@ -229,6 +229,7 @@ def other_problems(settings: RunSettings) -> Iterator[Finding]:
     """F34: the evaluation has the problems of a task of this package, from which no training prompt comes."""
     recipe = settings.recipe
     sources = [part.source for part in recipe.data.mixture.values()] or [recipe.data.source]
+    # Further sets may well have other problems: they are there to show what training does to them.
     evaluation = recipe.eval
     judged = _task(evaluation.source) if evaluation else ""
     if evaluation and judged and judged not in map(_task, sources):

@@ -41,8 +41,10 @@ def check_train(recipe: Recipe, fields: Mapping[str, Any]) -> None:
             f"config.prompts_per_step = {recipe.prompts_per_step} is no multiple of "
             f"config.prompts_per_update = {recipe.prompts_per_update}: make it one"
         )
-    if recipe.eval and not recipe.eval.functions:
-        raise UserError(f"config.eval.function = {recipe.eval.function!r} is for pairs of sft: name a reward function")
+    for section, problems in recipe.eval_sets.items():
+        if not problems.functions:
+            name = f"config.{section}.function = {problems.function!r}"
+            raise UserError(f"{name} is for pairs of sft: name a reward function")
     check_algorithm(recipe, fields)
     check_rollout(recipe)
     check_turns(recipe)
@@ -120,9 +122,10 @@ def check_shared(recipe: Settings, fields: Mapping[str, Any], prompts_per_update
     check_schedule(recipe, recipe.optim, "optim")
     check_health(recipe, fields)
     check_adapters(recipe)
-    for function in recipe.eval.functions if recipe.eval else ():
-        with tried():
-            check_call(function, tasks.REWARDS, "config.eval.function")
+    for section, problems in recipe.eval_sets.items():
+        for function in problems.functions:
+            with tried():
+                check_call(function, tasks.REWARDS, f"config.{section}.function")
     for name in recipe.log.to:
         with tried():
             resolve(name, loggers, "config.log.to")
@@ -158,7 +161,7 @@ def check_data(recipe: Settings) -> None:
             ) from None
     if d.format_prompt:
         formats.template(d.format_prompt)
-    sections |= {"eval": recipe.eval} if recipe.eval else {}
+    sections |= recipe.eval_sets
     for field, section in sections.items():
         with tried():
             check_source(f"config.{field}.source", section.source)

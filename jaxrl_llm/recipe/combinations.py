@@ -168,7 +168,7 @@ def check_supervised_loss(recipe: SftRecipe) -> None:
 
     Raises: UserError, naming the field.
     """
-    loss, column, judge = recipe.loss, recipe.data.rejected_column, recipe.eval and recipe.eval.function
+    loss, column = recipe.loss, recipe.data.rejected_column
     check_takes_batch(loss)
     check_inputs(f"config.loss.name = {loss.name!r}", recipe.loss_columns, ("ref_logprobs",))
     compares = Trait.PAIRS in traits_of(loss.function)
@@ -182,8 +182,10 @@ def check_supervised_loss(recipe: SftRecipe) -> None:
             f"config.data.rejected_column = {column!r}: loss {loss.name!r} would learn the rejected completions too: "
             "set it to '', or take a loss of pairs (dpo, simpo)"
         )
-    if judge == PREFERENCE and not compares:
-        raise UserError(f"config.eval.function = {judge!r}: loss {loss.name!r} has no pairs: name a reward function")
+    for section, problems in recipe.eval_sets.items():
+        if problems.function == PREFERENCE and not compares:
+            name = f"config.{section}.function = {PREFERENCE!r}"
+            raise UserError(f"{name}: loss {loss.name!r} has no pairs: name a reward function")
     if compares and recipe.aggregate.mode != "sequence_mean":
         raise UserError(
             f"config.aggregate.mode = {recipe.aggregate.mode!r}: loss {loss.name!r} stands at each token of its pair, "

@@ -18,7 +18,7 @@ from jaxrl_llm.algorithms.importance import ImportanceFn, make_importance_weight
 from jaxrl_llm.config.names import own_name, required_inputs
 from jaxrl_llm.config.records import Call, KeywordArguments
 from jaxrl_llm.config.schema import AtLeastOne, Count, Field, MayChange
-from jaxrl_llm.data.settings import DataSettings, EvalSettings, SourceSettings
+from jaxrl_llm.data.settings import DataSettings, EvalSet, EvalSettings, SourceSettings
 from jaxrl_llm.learner import optim
 from jaxrl_llm.learner import settings as learner
 from jaxrl_llm.learner.optim import Coefficient, Lowers, Optimizer, make_optimizer
@@ -113,6 +113,11 @@ class Settings:
     def other_paths(self) -> dict[str, str]:
         """Folders or hub ids of models beside the policy, by section; "": none."""
         return {}
+
+    @property
+    def eval_sets(self) -> dict[str, EvalSet]:
+        """The evaluation sets, by their sections of the config; {}: the run evaluates nothing."""
+        return self.eval.sets if self.eval else {}
 
     @property
     def plan(self) -> session.Plan:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data.prompts import Dataset
-from jaxrl_llm.data.settings import DataSettings, EvalSettings
+from jaxrl_llm.data.settings import DataSettings, EvalSet, set_name
 from jaxrl_llm.errors import printable
 from jaxrl_llm.learner.scorers import Scorer
 from jaxrl_llm.learner.update import Learner
@@ -71,17 +71,19 @@ def model_and_data_table(
     ]
 
 
-def problems_table(settings: EvalSettings | None, held_out: Dataset) -> list[tuple[str, Any]]:
-    """Returns the banner's rows on the evaluation, if there is one."""
-    if not settings:
-        return []
-    return [
-        ("problems", _count(held_out, "eval.convert")),
-        ("", f"of {settings.source}, judged by {settings.function}"),
-        *([("", held_out.read_as)] if held_out.read_as else []),
-        *_pictures(held_out),
-        *[("", note) for note in (*held_out.notes, *_repeated(held_out))],
-    ]
+def problems_table(eval_sets: Mapping[str, EvalSet], held_out: Mapping[str, Dataset]) -> list[tuple[str, Any]]:
+    """Returns the banner's rows on the evaluation sets; both by their sections of the config."""
+    rows = list[tuple[str, Any]]()
+    for section, problems in held_out.items():
+        settings, name = eval_sets[section], set_name(section)
+        rows += [
+            (f"problems {name}".rstrip(), _count(problems, f"{section}.convert")),
+            ("", f"of {settings.source}, judged by {settings.function}"),
+            *([("", problems.read_as)] if problems.read_as else []),
+            *_pictures(problems),
+            *[("", note) for note in (*problems.notes, *_repeated(problems))],
+        ]
+    return rows
 
 
 UNCONFINED = (

@@ -15,7 +15,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import disk
 
 FILE = "accepted_changes.jsonl"  # in the workdir
-ROWS = {"data.source": "data", "eval.source": "eval"}  # config field that names rows -> its section
+ROWS = ".source"  # ends the config fields that name rows
 CODE = "code of "  # begins the key of the hash of a function
 # Ends of the fields whose functions decide nothing but rows, which are compared themselves, or outputs.
 NOT_COMPARED = (".source", ".convert", "log.to")
@@ -45,7 +45,7 @@ class Change:
         before, now = sum(self.rows_before), sum(self.rows_now)
         field = "data.mixture" if self.field == "data.source" and len(self.rows_now) > 1 else self.field
         line = f"config.{field} holds other rows than this run had ({before:,} rows then, {now:,} now"
-        if self.field == "eval.source":
+        if self.field.startswith("eval."):
             return f"{line}; accuracies are of these from now on)"
         return f"{line})" if self.rows_before == self.rows_now else f"{line}; the order of the rows begins anew)"
 
@@ -58,7 +58,7 @@ def code_hashes(fields: Mapping[str, Any]) -> dict[str, str]:
 
 def is_acceptable(key: str) -> bool:
     """Returns whether a run may go on if what this hash is of has changed."""
-    return key in ROWS or key.startswith(CODE)
+    return key.endswith(ROWS) or key.startswith(CODE)
 
 
 def accepted_by(hashes: Mapping[str, str]) -> str:
@@ -91,7 +91,7 @@ def check(
 def _fields(workdir: Path, fields: Mapping[str, Any], changed: Sequence[str]) -> str:
     """Says which config fields of changed rows differ from those of the run, with both values."""
     then = flatten(json.loads((workdir / "config.json").read_text(encoding="utf-8")))
-    sections = tuple(f"{ROWS[key]}." for key in changed if key in ROWS)
+    sections = tuple(key.removesuffix("source") for key in changed if key.endswith(ROWS))
     differ = [name for name in fields if name.startswith(sections) and name in then and then[name] != fields[name]]
     told = [f"{name} was {then[name]!r} and is {fields[name]!r}" for name in differ]
     return f"; {', '.join(told)}" if told else ""

@@ -28,7 +28,7 @@ class Inputs:
     models: Models
     tokenizer: Any
     dataset: Dataset
-    held_out: Dataset  # evaluation problems; `dataset` itself if the run has no evaluation
+    held_out: dict[str, Dataset]  # evaluation sets, by their sections of the config
     environments: EnvironmentPool | None  # None: a completion is one turn
     tools: list[dict[str, Any]]  # that the chat template describes
     stop_ids: tuple[int, ...]
@@ -36,6 +36,11 @@ class Inputs:
     first_params: list[PyTree]  # the model's parameters, until `params` hands them out
     base: PyTree  # the parameters beside the adapters; None: all parameters learn
     sampler_mesh: Mesh  # of the in-JAX engine: that of the trainer, unless it has devices of its own
+
+    @property
+    def datasets(self) -> list[Dataset]:
+        """All rows: those of training and those of each evaluation set."""
+        return [self.dataset, *self.held_out.values()]
 
     @property
     def sampler_device(self) -> Any:
@@ -53,8 +58,7 @@ class Inputs:
     def began_with(self) -> dict[str, str]:
         """Returns the hashes of the models and the data that must not change in a resumed run, by config field."""
         digests = {"model.path": hf.fingerprint(self.models.folder), "data.source": self.dataset.fingerprint()}
-        if self.held_out is not self.dataset:
-            digests["eval.source"] = self.held_out.fingerprint()
+        digests |= {f"{section}.source": problems.fingerprint() for section, problems in self.held_out.items()}
         if (adapters := self.models.adapters) and adapters.kind.path:
             digests["adapters.path"] = peft.fingerprint(adapters.kind.path)
         others = {name: folder for name, folder in self.models.others.items() if name != "critic"}

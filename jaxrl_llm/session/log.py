@@ -23,9 +23,11 @@ import numpy as np
 from rich.progress import Progress
 
 from jaxrl_llm import loggers
+from jaxrl_llm.config.load import flatten
 from jaxrl_llm.config.names import resolve
 from jaxrl_llm.data import image_files, image_layout
 from jaxrl_llm.data.image_columns import chat_text, text_of
+from jaxrl_llm.data.settings import accuracies_of, set_name
 from jaxrl_llm.errors import printable
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.health.history import History
@@ -67,6 +69,9 @@ class Log:
         """config: all fields of the run, for the loggers."""
         self._workdir, self._num_steps = workdir, num_steps
         self._settings, self._config = settings, config
+        # Metrics of further evaluation sets, by their labels in the console line.
+        metrics = {set_name(section): metric for section, metric in accuracies_of(flatten(config)).items()}
+        self._extra_sets = {f"accuracy {name}": metric for name, metric in metrics.items() if name}
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._written: Future[dict[str, Any]] | None = None  # record of the last `write`, done when it is on disk
         self._watched: Future[float] | None = None
@@ -166,12 +171,15 @@ class Log:
         """Returns whether metrics.jsonl, which ends at `step` or before, has no evaluation of `step`."""
         return all(record["step"] < step or "eval/accuracy" not in record for record in self.last())
 
-    def measured(self, step: int, accuracy: float, problems: int) -> dict[str, float]:
-        """Returns what a record has of an evaluation; accuracy: NaN if no completion has a verdict."""
-        if math.isnan(accuracy):
-            self.say(f"    step {step}: no completion of the evaluation has a verdict, so it has no accuracy")
-            return {}
-        return {"eval/accuracy": accuracy, "eval/problems": problems}
+    def with_verdicts(self, step: int, evaluation: dict[str, float]) -> dict[str, float]:
+        """Returns the metrics of the evaluation sets whose accuracy is a number, and says which sets have none.
+
+        An accuracy is NaN if no completion has a verdict.
+        """
+        unknown = [name.removesuffix("/accuracy") for name, value in evaluation.items() if math.isnan(value)]
+        for prefix in unknown:
+            self.say(f"    step {step}: no completion of {prefix} has a verdict, so it has no accuracy")
+        return {name: value for name, value in evaluation.items() if name.rpartition("/")[0] not in unknown}
 
     def add_evaluation(self, step: int, evaluation: dict[str, Any]) -> None:
         """Adds an evaluation to the record of `step`, which is the last one, or writes a first record."""
@@ -270,6 +278,8 @@ class Log:
         """Returns the line of a step. On a terminal and in a notebook, what says least is left out until it fits."""
         parts = {"step": f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"}
         parts |= {label: f"{label} {record[key]:{form}}" for label, key, form in COLUMNS if record.get(key) is not None}
+        extra = {label: metric for label, metric in self._extra_sets.items() if record.get(metric) is not None}
+        parts |= {label: f"{label} {record[metric]:.1%}" for label, metric in extra.items()}
         if "time/step" in record:
             phases = " ".join(f"{p} {record[f'time/{p}']:.2f}" for p in PHASES if f"time/{p}" in record)
             parts["seconds"] = f"{record['time/step']:.2f}s ({phases})"
@@ -277,7 +287,7 @@ class Log:
         if not self._bars and (left := self._left(step)):
             parts["left"] = left
         line = "  ".join(parts.values())
-        for label in ("seconds", *LEAST):
+        for label in ("seconds", *extra, *LEAST):
             if len(line) <= self._width():
                 break
             # Of the seconds, the phases alone.

@@ -13,14 +13,13 @@ from huggingface_hub.repocard_data import EvalResult
 
 import jaxrl_llm
 from jaxrl_llm.config.load import flatten
-from jaxrl_llm.data.settings import PREFERENCE
+from jaxrl_llm.data.settings import PREFERENCE, accuracies_of, set_name
 from jaxrl_llm.machine import disk
 from jaxrl_llm.models import hf
 from jaxrl_llm.session import changes, json_lines
 
 POINTS = 20  # rows of the curve
-COLUMNS = {  # metric -> heading, format
-    "eval/accuracy": ("accuracy", ".1%"),
+COLUMNS = {  # metric -> heading, format; behind the accuracies
     "reward/mean": ("reward", ".3f"),
     "loss/sft": ("loss", ".4f"),
     "completion/length": ("completion tokens", ".1f"),
@@ -46,7 +45,6 @@ def card(workdir: Path, config: Mapping[str, Any], began_with: Mapping[str, str]
     last = records[-1]["step"] if records else 0
     fields = flatten(config)
     name, (algorithm, *tags) = workdir.resolve().name, _algorithm(fields)
-    accuracy = [record["eval/accuracy"] for record in records if record.get("eval/accuracy") is not None]
     commit = _commit()
     by = f"jaxrl_llm {jaxrl_llm.__version__}" + (f", commit {commit}" if commit else "")
     base = _plain(fields["model.path"]) or "a new model"
@@ -57,28 +55,30 @@ def card(workdir: Path, config: Mapping[str, Any], began_with: Mapping[str, str]
         "```python\nfrom transformers import pipeline\n\n"
         'generate = pipeline("text-generation", "THIS_MODEL")  # or a folder, for vLLM too\n```',
         "## Measured",
-        _curve(records),
+        _curve(records, fields),
         "## Data",
         _data(fields, began_with, [change for change in changes.read(workdir) if change.after_step < last]),
         *_code(began_with),
         "## Config",
         f"```json\n{_plain(json.dumps(config, indent=2))}\n```",
     ]
-    return f"---\n{_head(name, fields, tags, accuracy)}\n---\n\n" + "\n\n".join(parts) + "\n"
+    return f"---\n{_head(name, fields, tags, records)}\n---\n\n" + "\n\n".join(parts) + "\n"
 
 
-def _head(name: str, fields: Mapping[str, Any], tags: Sequence[str], accuracy: Sequence[float]) -> str:
+def _head(name: str, fields: Mapping[str, Any], tags: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str:
     """Returns the metadata that a hub reads."""
     results = [
         EvalResult(
             task_type="text-generation",
             dataset_type="custom",
-            dataset_name=_plain(fields["eval.source"]),
+            dataset_name=_plain(fields[f"{section}.source"]),
+            dataset_config=set_name(section) or None,  # apart from it, the hub would take all for one data set
             metric_type="accuracy",
-            metric_value=round(value, 4),
-            metric_name=fields["eval.function"],
+            metric_value=round(record[metric], 4),
+            metric_name=fields[f"{section}.function"],
         )
-        for value in accuracy[-1:]
+        for section, metric in accuracies_of(fields).items()
+        for record in [record for record in records if record.get(metric) is not None][-1:]
     ]
     path = fields["model.path"]
     made = ModelCardData(
@@ -101,25 +101,28 @@ def _algorithm(fields: Mapping[str, Any]) -> tuple[str, ...]:
     return f"`{name}` advantages and the `{fields['loss.name']}` loss", "reinforcement-learning", name
 
 
-def _curve(records: Sequence[Mapping[str, Any]]) -> str:
+def _curve(records: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> str:
     """Returns a table: the evaluations, or if there are none the steps; of many, some at equal distances."""
     chosen = [r for r in records if r.get("eval/accuracy") is not None] or list(records)
     if len(chosen) > POINTS:
         chosen = [chosen[round(i * (len(chosen) - 1) / (POINTS - 1))] for i in range(POINTS)]
-    names = [name for name in COLUMNS if any(r.get(name) is not None for r in chosen)]
+    accuracies = {metric: f"accuracy {set_name(section)}".rstrip() for section, metric in accuracies_of(fields).items()}
+    columns = {metric: (heading, ".1%") for metric, heading in accuracies.items()} | COLUMNS
+    names = [name for name in columns if any(r.get(name) is not None for r in chosen)]
     if not names:
         return "Nothing was measured."
-    head = ["step", *(COLUMNS[name][0] for name in names)]
+    head = ["step", *(columns[name][0] for name in names)]
     rows = [
-        [f"{r['step']:,}", *("" if r.get(name) is None else format(r[name], COLUMNS[name][1]) for name in names)]
+        [f"{r['step']:,}", *("" if r.get(name) is None else format(r[name], columns[name][1]) for name in names)]
         for r in chosen
     ]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
 
 
 def _data(fields: Mapping[str, Any], began_with: Mapping[str, str], accepted: Sequence[changes.Change]) -> str:
-    lines, judge = [], fields.get("eval.function")
-    for section, use in (("data", "training"), *([("eval", "evaluation")] if judge else [])):
+    lines = []
+    uses = {section: f"evaluation {set_name(section)}".rstrip() for section in accuracies_of(fields)}
+    for section, use in {"data": "training", **uses}.items():
         source, convert = _plain(fields[f"{section}.source"]), fields[f"{section}.convert"]
         digest = began_with.get(f"{section}.source")
         lines.append(
@@ -131,10 +134,11 @@ def _data(fields: Mapping[str, Any], began_with: Mapping[str, str], accepted: Se
         other = "changed" if change.field.startswith(changes.CODE) else "had other rows"
         lines.append(f"- after step {change.after_step:,}, {change.field} {other}: SHA-256 `{change.before}` before")
     lines.append(f"- base model: SHA-256 `{began_with['model.path']}` of its config and of a part of each tensor")
-    if judge == PREFERENCE:
-        lines.append("- accuracy: the share of pairs whose chosen completion has the larger reward")
-    elif judge:
-        lines.append(f"- accuracy: the mean of `{judge}` over greedy completions")
+    for section in uses:
+        judge, name = fields[f"{section}.function"], f"accuracy {set_name(section)}".rstrip()
+        mean = f"the mean of `{judge}` over greedy completions"
+        pairs = "the share of pairs whose chosen completion has the larger reward"
+        lines.append(f"- {name}: {pairs if judge == PREFERENCE else mean}")
     return "\n".join(lines)
 
 

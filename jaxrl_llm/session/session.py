@@ -46,8 +46,6 @@ class ModelStates(Protocol):
 class Trainer(Protocol):
     """What a session asks of `train` or `sft`, whose steps it runs."""
 
-    problems: int  # of the evaluation
-
     @property
     def kept(self) -> Mapping[str, StatefulPart]:
         """What a checkpoint keeps beside the states of the models."""
@@ -61,8 +59,8 @@ class Trainer(Protocol):
         """Waits until nothing beside the main thread uses the states. Raises: UserError, if such work has failed."""
         ...
 
-    def accuracy(self, states: States, /) -> float:
-        """Returns the accuracy on the evaluation's problems."""
+    def measure(self, states: States, /) -> dict[str, float]:
+        """Returns the metrics of an evaluation. The best checkpoint is the one with the largest eval/accuracy."""
         ...
 
     def export(self, states: States, /) -> None:
@@ -147,11 +145,11 @@ class Session:
         WATCHDOG.stepped()
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Returns the accuracy after `step` if an evaluation is due and has a verdict, else {}."""
+        """Returns the metrics of an evaluation after `step` if it is due, without sets that have no verdict; else {}."""
         every = self.plan.evaluate_every
         if not every or (step % every and step != self.plan.steps):
             return {}
-        measured = self.log.measured(step, self.trainer.accuracy(self.at.states), self.trainer.problems)
+        measured = self.log.with_verdicts(step, self.trainer.measure(self.at.states))
         self.checkpoints.accuracies |= json_lines.accuracies([{"step": step} | measured])
         return measured
 

@@ -95,7 +95,7 @@ def look_at_config(config: Config, args: Namespace) -> tuple[list[Finding], list
 def look_around(recipe: Recipe | SftRecipe) -> int | None:
     """Looks for the files of rows and the model. Returns the policy's width; None: its config.json is not here."""
     sections: dict[str, Any] = {f"data.mixture.{name}": part for name, part in recipe.data.mixture.items()}
-    sections = (sections or {"data": recipe.data}) | ({"eval": recipe.eval} if recipe.eval else {})
+    sections = (sections or {"data": recipe.data}) | recipe.eval_sets
     for name, section in sections.items():
         with tried():
             check_there(f"config.{name}.source", section.source)

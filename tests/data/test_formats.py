@@ -360,14 +360,14 @@ def test_prompts_of_verl_and_problems_of_easyr1_are_used_as_they_are(tmp_path, a
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(problems), tmp_path / "easyr1.parquet")
     config = tiny(**{"data.source": f"{tmp_path}/verl.parquet", "eval.source": f"{tmp_path}/easyr1.parquet"})
     recipe = recipes.read(config)
-    loaded = data.load(recipe.data, arithmetic), data.load_held_out(recipe.eval, recipe.data, arithmetic)
-    functions, episodes = recipe.reward.functions, False
-    prompts, held_out = columns.check_all(recipe.data, recipe.eval, functions, *loaded, episodes=episodes)
-    for dataset, right in ((prompts, "1"), (held_out, "2")):
+    problems = {"eval": data.load_held_out(recipe.eval, recipe.data, arithmetic)}
+    loaded, functions = (data.load(recipe.data, arithmetic), problems), recipe.reward.functions
+    prompts, held_out = columns.check_all(recipe.data, recipe.eval_sets, functions, *loaded, episodes=False)
+    for dataset, right in ((prompts, "1"), (held_out["eval"], "2")):
         said = [f"\\boxed{{{right}}}"] * 4  # right for the first row
         judged = grading.call("f", bound("math.accuracy"), dataset.rows, said, [[1]] * 4)
         assert judged.values == [1.0, 0.0, 0.0, 0.0]
     mesh, model = sharding.make_mesh(data=1, fsdp=1, tensor=1), hf.load_model(Path(recipe.model.path)).cfg
     table = model_and_data_table(recipe.model.path, mesh, model, recipe.sizes, recipe.data, prompts)
     assert "'reward_model' holds the answer, as in veRL" in str(table)
-    assert "'problem' is the user's message, as in EasyR1" in str(problems_table(recipe.eval, held_out))
+    assert "'problem' is the user's message, as in EasyR1" in str(problems_table(recipe.eval_sets, held_out))

@@ -270,7 +270,7 @@ def table_of():
             c[name] = value
         recipe = recipes.read(c)
         first = model_and_data_table(recipe.model.path, mesh, model, recipe.sizes, recipe.data, rows)
-        return first + problems_table(recipe.eval, rows)
+        return first + problems_table(recipe.eval_sets, dict.fromkeys(recipe.eval_sets, rows))
 
     return table
 

@@ -135,8 +135,9 @@ def ill_at_thirty(history: History) -> Finding | None:
 def evaluated(config, workdir: Path) -> None:
     """Runs to the end, with these accuracies."""
     with build(config, workdir) as (session, parts):
-        measured = parts.accuracy
-        parts.accuracy = lambda states: measured(states) * 0 + ACCURACIES[session.at.step // 4 % len(ACCURACIES)]
+        measure = parts.measure
+        accuracy = lambda: ACCURACIES[session.at.step // 4 % len(ACCURACIES)]  # noqa: E731
+        parts.measure = lambda states: measure(states) | {"eval/accuracy": accuracy()}
         list(train(session, parts))
 
 

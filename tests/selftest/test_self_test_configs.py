@@ -169,7 +169,7 @@ def test_it_is_silent_on(file, models, seen, tmp_path):
         trial = prepare(parts, session.at.states, full=full)
         checked = [check(trial) for check in checks.values()]
         if of_recipe:
-            assert 0 <= parts.accuracy(session.at.states) <= 1
+            assert 0 <= parts.measure(session.at.states)["eval/accuracy"] <= 1
             graded = parts.actor.next().rewards()
             assert graded.channels.keys() == {split_call(name)[0] for name in config.reward.functions}
         parts.rest()

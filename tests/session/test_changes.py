@@ -107,7 +107,7 @@ def test_a_chat_template_writes_the_day_on_which_a_resumed_run_began(tmp_path, m
     assert inputs.began_with == {
         "model.path": hf.fingerprint(tmp_path / "model"),
         "data.source": inputs.dataset.fingerprint(),
-        "eval.source": inputs.held_out.fingerprint(),
+        "eval.source": inputs.held_out["eval"].fingerprint(),
     }
     assert len(set(inputs.began_with.values())) == 3
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
+from jaxrl_llm.config.load import flatten
+from jaxrl_llm.data.settings import accuracies_of
 from jaxrl_llm.health.bands import Band, bands
 from jaxrl_llm.health.finding import channels
 from jaxrl_llm.tools.report import traces
@@ -30,8 +32,9 @@ class Panel(NamedTuple):
     plain: bool = False  # only points, no mean over steps
 
 
+HELD_OUT = "Accuracy on held-out problems"
 PANELS = (
-    Panel("Accuracy on held-out problems", ("eval/accuracy",), form=".1%", plain=True),
+    Panel(HELD_OUT, (), form=".1%", plain=True),  # its metrics are those of the evaluation sets
     Panel("Reward", ("reward/mean",), ("reward_collapse",)),
     Panel("Reward functions", (), ("channels_diverge",)),  # its metrics are those of the runs
     Panel("Completions without a verdict", ("reward/no_verdict",), ("no_verdict",), ".0%"),
@@ -82,7 +85,8 @@ def plots(runs: Sequence[ReportedRun]) -> list[Plot]:
     limits = [bands(run.records) for run in runs]
     plots_drawn = []
     for panel in PANELS:
-        panel = panel if panel.metrics else panel._replace(metrics=_channels(runs))
+        of_runs = _accuracies if panel.title == HELD_OUT else _channels
+        panel = panel if panel.metrics else panel._replace(metrics=of_runs(runs))
         curves = [curve for at, run in enumerate(runs) for name in panel.metrics if (curve := _curve(at, run, name))]
         if curves:
             plots_drawn.append(_plot(panel, curves, limits, runs))
@@ -99,6 +103,11 @@ def _channels(runs: Sequence[ReportedRun]) -> tuple[str, ...]:
     # The last record has all of them, and a long run has many records.
     metrics = channels({name for run in runs for record in run.records[-1:] for name in record})
     return tuple(metrics) if len(metrics) > 1 else ()
+
+
+def _accuracies(runs: Sequence[ReportedRun]) -> tuple[str, ...]:
+    """Returns the accuracies of all evaluation sets; that of the set that decides comes first."""
+    return tuple(dict.fromkeys(name for run in runs for name in accuracies_of(flatten(run.config)).values()))
 
 
 def _curve(at: int, run: ReportedRun, metric: str) -> Curve | None:

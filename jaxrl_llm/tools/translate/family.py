@@ -485,12 +485,12 @@ def checkpointing(value: Any, keys: Keys) -> Outcome:
 def rows_of(section: str, convert: str, value: Any) -> Outcome:
     """Returns what data files become: a path, or a list. Several files to train on are a mixture."""
     listed = [str(file) for file in value] if isinstance(value, list) else [str(value)]
-    # An evaluation has one source: its accuracy is one number.
+    # One evaluation set decides which checkpoint is best, and only the user knows which.
     if len(listed) > 1 and section == "data":
         return mixture(listed, convert)
     fields = {f"{section}.source": listed[0], f"{section}.convert": convert}
     if len(listed) > 1:
-        why = f"one file, or a pattern such as data/*.parquet: join {', '.join(listed)}"
+        why = f"the one that decides, or a pattern; others are eval.extra_sets: {', '.join(listed)}"
         return Outcome("changed", fields, f"the first of {len(listed)} files", unknown={f"{section}.source": why})
     return Outcome("mapped", fields)
 
