@@ -145,7 +145,7 @@ class Session:
         WATCHDOG.stepped()
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Returns the metrics of an evaluation after `step` if it is due, without sets that have no verdict; else {}."""
+        """Returns the metrics of an evaluation after `step` if it is due, without sets without a verdict; else {}."""
         every = self.plan.evaluate_every
         if not every or (step % every and step != self.plan.steps):
             return {}

@@ -16,6 +16,7 @@ from tiny import mesh_of
 
 import jaxrl_llm
 from jaxrl_llm.data import prompts as data
+from jaxrl_llm.data.settings import metrics_of
 from jaxrl_llm.machine import progress
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout import scores
@@ -90,10 +91,10 @@ def test_an_evaluation_without_any_verdict_has_no_accuracy(wording):
     said: list[str] = []
     session: Any = SimpleNamespace(
         plan=SimpleNamespace(evaluate_every=2, steps=8), at=SimpleNamespace(states={}),
-        trainer=SimpleNamespace(accuracy=lambda states: mean_score(graded[len(said) == 0]), problems=2),
+        trainer=SimpleNamespace(measure=lambda states: metrics_of("eval", mean_score(graded[len(said) == 0]), 2)),
         checkpoints=SimpleNamespace(accuracies={}), log=SimpleNamespace(say=said.append),
     )  # fmt: skip
-    session.log.measured = partial(Log.measured, session.log)
+    session.log.with_verdicts = partial(Log.with_verdicts, session.log)
     assert Session.evaluate(session, 2) == {} and session.checkpoints.accuracies == {}
     wording("\n".join(said))
     assert Session.evaluate(session, 4) == {"eval/accuracy": 0.25, "eval/problems": 2}
