@@ -51,10 +51,16 @@ class Images:
     @classmethod
     def padding(cls, lead: tuple[int, ...], width: int, sizes: ImageSizes) -> Images:
         """Returns NumPy arrays of prompts without pictures. lead: the axis of B, or several; width: P."""
-        ints = lambda *shape: np.zeros((*lead, *shape), np.int32)  # noqa: E731
         n, m = sizes.patches, sizes.tokens
-        patches, columns = np.zeros((*lead, n, sizes.numbers), np.uint8), np.full((*lead, m), width, np.int32)
-        return cls(patches, ints(n, 2), ints(n), columns, ints(3, width), ints(), sizes.smaller)
+        return cls(
+            patches=np.zeros((*lead, n, sizes.numbers), np.uint8),
+            places=np.zeros((*lead, n, 2), np.int32),
+            segments=np.zeros((*lead, n), np.int32),
+            columns=np.full((*lead, m), width, np.int32),
+            positions=np.zeros((*lead, 3, width), np.int32),
+            end=np.zeros(lead, np.int32),
+            smaller=sizes.smaller,
+        )
 
     @classmethod
     def shapes(cls, lead: tuple[int, ...], width: int, sizes: ImageSizes) -> Images:
@@ -94,12 +100,12 @@ class Prompt(NamedTuple):
         if images is not None:
             tokens = images.sizes.tokens * patches // images.sizes.patches
             images = Images(
-                images.patches[:, :patches],
-                images.places[:, :patches],
-                images.segments[:, :patches],
-                images.columns[:, :tokens] - first,
-                images.positions[..., first:],
-                images.end,
+                patches=images.patches[:, :patches],
+                places=images.places[:, :patches],
+                segments=images.segments[:, :patches],
+                columns=images.columns[:, :tokens] - first,
+                positions=images.positions[..., first:],
+                end=images.end,
             )
         return Prompt(self.tokens[:, first:], self.mask[:, first:], images)
 
@@ -121,13 +127,14 @@ class Prompts:
             np.concatenate([getattr(self, name), getattr(later, name)]) for name in ("tokens", "mask", "numbers")
         )
         images = jax.tree.map(lambda *parts: np.concatenate(parts), self.images, later.images)
-        return Prompts(tokens, mask, self.rows + later.rows, numbers, self.sources + later.sources, images)
+        rows, sources = self.rows + later.rows, self.sources + later.sources
+        return Prompts(tokens, mask, rows, numbers, sources=sources, images=images)
 
     def take(self, at: list[int]) -> Prompts:
         """Returns the prompts at these places."""
         sources = [self.sources[i] for i in at] if self.sources else []
         rows, images = [self.rows[i] for i in at], jax.tree.map(lambda x: x[at], self.images)
-        return Prompts(self.tokens[at], self.mask[at], rows, self.numbers[at], sources, images)
+        return Prompts(self.tokens[at], self.mask[at], rows, self.numbers[at], sources=sources, images=images)
 
 
 Collate: TypeAlias = Callable[[Any], Prompts]  # numbers of rows in the data set -> these prompts

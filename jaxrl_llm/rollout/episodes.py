@@ -38,10 +38,18 @@ class Episodes:
     def empty(cls, max_tokens: np.ndarray, length: int, pad_id: int) -> Episodes:
         """Returns completions without tokens, with room for `length` each. max_tokens [N]: their limits."""
         count = len(max_tokens)
-        ints, bools = (lambda: np.zeros(count, np.int32)), (lambda *more: np.zeros((count, *more), bool))
-        tokens, logprobs = np.full((count, length), pad_id, np.int32), np.zeros((count, length), np.float32)
-        begins = np.tile(np.arange(length) == 0, (count, 1))
-        return cls(ints(), tokens, logprobs, bools(length), ints(), ints(), begins, bools(), max_tokens, ints())
+        return cls(
+            length=np.zeros(count, np.int32),
+            tokens=np.full((count, length), pad_id, np.int32),
+            logprobs=np.zeros((count, length), np.float32),
+            sampled=np.zeros((count, length), bool),
+            state=np.zeros(count, np.int32),
+            begin=np.zeros(count, np.int32),
+            begins=np.tile(np.arange(length) == 0, (count, 1)),
+            truncated=np.zeros(count, bool),
+            max_tokens=max_tokens,
+            earlier=np.zeros(count, np.int32),
+        )
 
     @classmethod
     def going_on(cls, flight: Flight) -> Episodes:
@@ -53,9 +61,18 @@ class Episodes:
             for x in (rollouts.completions, rollouts.logprobs, rollouts.loss_mask, rollouts.truncated, flight.begins)
         )
         length = rollouts.completion_mask.sum(axis=-1, dtype=np.int32).reshape(-1)
-        limits = np.full(len(ended), tokens.shape[1])
-        state, begin = np.where(ended, ENDED, TURN), begins.shape[1] - 1 - np.argmax(begins[:, ::-1], axis=1)
-        return cls(length, tokens, logprobs, sampled, state, begin, begins, truncated, limits, length.copy())
+        return cls(
+            length=length,
+            tokens=tokens,
+            logprobs=logprobs,
+            sampled=sampled,
+            state=np.where(ended, ENDED, TURN),
+            begin=begins.shape[1] - 1 - np.argmax(begins[:, ::-1], axis=1),
+            begins=begins,
+            truncated=truncated,
+            max_tokens=np.full(len(ended), tokens.shape[1]),
+            earlier=length.copy(),
+        )
 
     def drawn(self, i: int, first: int) -> np.ndarray:
         """Returns True for the tokens of a completion from `first` on that this call has sampled."""

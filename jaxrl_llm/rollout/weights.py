@@ -67,8 +67,10 @@ class Placing:
         layer, other = partial(self._layer.trace, layers, np.int32(0)), partial(self._ends.trace, ends)
         # The layers before it are in memory when the last one is made, unless they are on other devices.
         before = [] if self.moves else copy["layers"]
-        yield Program("push", "a layer for the sampler", layer, REMEDY, layers, before[1:], len(copy["layers"]))
-        yield Program("push", "embedding and head for the sampler", other, REMEDY, ends, before)
+        program = partial(Program, phase="push", remedy=REMEDY)
+        times = len(copy["layers"])
+        yield program(name="a layer for the sampler", trace=layer, states=layers, beside=before[1:], times=times)
+        yield program(name="embedding and head for the sampler", trace=other, states=ends, beside=before)
 
     def _moved(self, tree: PyTree, at: PyTree) -> PyTree:
         """Returns arrays on the devices of the copy."""

@@ -57,9 +57,15 @@ class Programs:
         cache = placed(jax.eval_shape(partial(programs.empty_cache, model, self.mesh, sizes)), self.heads)
 
         def reading(count: int, pages: int, prompts: int, group: int = sizes.group) -> Reading:
-            table, mask = ints(count, sizes.longest), bools(prompts, sizes.width)
-            end = ints(prompts) if sizes.images else None
-            return Reading(table, ints(pages), ints(pages), mask, ints(prompts, group), ints(count), end)
+            return Reading(
+                table=ints(count, sizes.longest),
+                owner=ints(pages),
+                start=ints(pages),
+                prompt_mask=bools(prompts, sizes.width),
+                members=ints(prompts, group),
+                member=ints(count),
+                end=ints(prompts) if sizes.images else None,
+            )
 
         def prompts(n: int) -> NewPrompts:
             images = Images.shapes((d, n), sizes.width, sizes.images) if sizes.images else None
@@ -79,9 +85,15 @@ class Programs:
             yield "prompts", feeding_name(n, width), partial(self.feed.trace, weights, cache, chunks)
         for slots in sizes.slots:
             each = ints(slots.count)
-            read = reading(*slots)
             rows = RoundRows(
-                each, each, each, each, ints(slots.count, ROUND), read, ints(slots.prompts), ints(slots.pages)
+                token=each,
+                length=each,
+                limit=each,
+                number=each,
+                known=ints(slots.count, ROUND),
+                reading=reading(*slots),
+                prompt=ints(slots.prompts),
+                page=ints(slots.pages),
             )
             ends, below = jax.ShapeDtypeStruct((model.cfg.vocab_size,), bool), jax.ShapeDtypeStruct((), np.int32)
             yield (

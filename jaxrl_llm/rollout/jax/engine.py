@@ -150,18 +150,19 @@ class Sampler:
         with jax.default_device(self._device):
             self._compile_rest(fixed, sizes, goes_on=enough > 0)
             stream = Stream(
-                CallPrograms(self._programs, fixed, sizes, self._params, key, ends),
-                [Scheduler(sizes) for _ in range(sharding.prompt_shards(self._mesh) // processes)],
-                prompts,
-                texts,
-                # The number of the first completion here: by its number a completion draws the same random numbers
-                # everywhere.
-                distributed.part(count * processes).start * fixed.group,
-                self._stops,
-                self._pad,
-                environments,
-                enough,
-                ended,
+                calls=CallPrograms(
+                    programs=self._programs, sampling=fixed, sizes=sizes, params=self._params, key=key, ends=ends
+                ),
+                schedulers=[Scheduler(sizes) for _ in range(sharding.prompt_shards(self._mesh) // processes)],
+                prompts=prompts,
+                texts=texts,
+                # By its number a completion draws the same random numbers in any process.
+                first=distributed.part(count * processes).start * fixed.group,
+                stop_ids=self._stops,
+                pad_id=self._pad,
+                environments=environments,
+                enough=enough,
+                ended=ended,
             )
             stream.run()
         return stream

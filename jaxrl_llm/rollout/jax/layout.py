@@ -133,7 +133,10 @@ def round_rows(
             again = texts.tokens[i, place : min(texts.length[i], limit[d, n], place + ROUND)]
             known[d, n, : len(again)] = again
     reading = reading_of(rows, slots.count, sizes, prompts, slots)
-    return RoundRows(token, length, limit, number, known, reading, *places_of(rows, sizes, slots))
+    prompt, page = places_of(rows, sizes, slots)
+    return RoundRows(
+        token=token, length=length, limit=limit, number=number, known=known, reading=reading, prompt=prompt, page=page
+    )
 
 
 def reading_of(
@@ -166,7 +169,15 @@ def reading_of(
             mask[d, at] = prompts.mask[group.number]
             if prompts.images is not None:
                 end[d, at] = prompts.images.end[group.number]
-    return Reading(table, owner, start, mask, members, rank, None if prompts.images is None else end)
+    return Reading(
+        table=table,
+        owner=owner,
+        start=start,
+        prompt_mask=mask,
+        members=members,
+        member=rank,
+        end=None if prompts.images is None else end,
+    )
 
 
 def all_pages(reading: Reading, page: int) -> Reading:

@@ -202,7 +202,7 @@ def decode(
         count = pages[0].keys.shape[2]
         page = jnp.take_along_axis(reading.table, at // hides.page, axis=2)
         page = jnp.where(alive[..., None], page, count)
-        attend = make_attend(model, fixed.mesh, reading, hides, page, at, in_place=True)
+        attend = make_attend(model, fixed.mesh, reading, hides, page=page, places=at, in_place=True)
         layers = list(zip(prompts, pages, strict=True))
         hidden, layers, _ = model.step(params, token[..., None], hides.positions(at), layers, attend)
         new, logprob = choose(
@@ -259,7 +259,7 @@ def feed(model: Decoder, mesh: Mesh, params: PyTree, cache: Cache, chunks: FedCh
     page = jnp.take_along_axis(reading.table, jnp.minimum(places // hides.page, last), axis=2)
     real = jnp.arange(tokens.shape[2])[None, None] < count[..., None]
     page = jnp.where(real, page, cache.pages[0].keys.shape[2])
-    attend = make_attend(model, mesh, reading, hides, page, places, in_place=False)
+    attend = make_attend(model, mesh, reading, hides, page=page, places=places, in_place=False)
     layers = list(zip(_taken(model, mesh, cache.prompts, prompt), cache.pages, strict=True))
     _, layers, _ = model.step(params, tokens, hides.positions(places), layers, attend)
     return cache._replace(pages=[pages for _, pages in layers])

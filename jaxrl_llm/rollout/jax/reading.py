@@ -81,7 +81,7 @@ class Hiding:
 
 
 def make_attend(
-    model: Decoder, mesh: Mesh, reading: Reading, hides: Hiding, page: Array, places: Array, *, in_place: bool
+    model: Decoder, mesh: Mesh, reading: Reading, hides: Hiding, *, page: Array, places: Array, in_place: bool
 ) -> Callable[..., tuple[Array, Any]]:
     """Returns `attend(local, query, keys and values, (prompts, own pages) of a layer)` -> attended, the pages.
 
