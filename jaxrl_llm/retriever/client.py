@@ -46,7 +46,7 @@ class RetrieverClient:
             # No JSON, or JSON of another form.
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 problem = str(error)
-        tries = f"in {self._retries + 1} tries"
+        tries = f"in {self._retries + 1} {'tries' if self._retries else 'try'}"
         if text is not None:
             form = '{"result": [[{"contents": "..."}]]}, a list for each query'
             raise RetrieverError(f"{self._url} answers {tries}, but not as {form}: {' '.join(text.split())[:200]}")
