@@ -17,11 +17,10 @@ from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.credit import make_credit
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config.load import flatten, with_names
-from jaxrl_llm.data import columns, encoding, image_rows
+from jaxrl_llm.data import columns, encoding
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import drawn
 from jaxrl_llm.data.images import read_format
-from jaxrl_llm.data.settings import metrics_of
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.learner import update
 from jaxrl_llm.learner.critic import make_critic
@@ -50,7 +49,7 @@ from jaxrl_llm.recipe import advice, fit
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.rollout.actor import Actor, Lent
 from jaxrl_llm.rollout.environments import EpisodeSettings, open_environments
-from jaxrl_llm.rollout.evaluation import evaluate, mean_score, whole_batches
+from jaxrl_llm.rollout.evaluation import evaluate_sets, open_tasks
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.reading import page_kind
@@ -167,14 +166,11 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     tools = environments.schemas if environments else []
     images = read_format(folder, min_pixels=recipe.data.min_pixels, max_pixels=recipe.data.max_pixels)
     dataset = data.load(recipe.data, tokenizer, tools, images)
-    sets = {
-        section: data.load_held_out(problems, recipe.data, tokenizer, tools, images, section=section)
-        for section, problems in recipe.eval_sets.items()
-    }
+    sets = data.load_eval_sets(recipe.eval_sets, recipe.data, tokenizer, tools, images)
     functions, episodes = recipe.reward.functions, environments is not None
     dataset, sets = columns.check_all(recipe.data, recipe.eval_sets, functions, dataset, sets, episodes=episodes)
     if environments:
-        environments.check([row for each in (dataset, *sets.values()) for row in each.rows])
+        environments.check(data.all_rows(dataset, *sets.values()))
     fit.check_vocabulary(model.cfg, tokenizer, dataset, *sets.values())
     fit.check_positions(recipe, model.cfg, dataset, *sets.values())
     for name, other in models.others.items():
@@ -339,8 +335,7 @@ def open_outputs(
             ],
         )
 
-    all_counts = {"data.source": counts} | {f"{name}.source": rows.counts() for name, rows in inputs.held_out.items()}
-    now = Rows(all_counts, inputs.dataset.prompts())
+    now = Rows({"data.source": counts} | inputs.eval_counts, inputs.dataset.prompts())
     return open_session(place, recipe.plan, models, mesh, inputs.began_with | place.code, now, announce)
 
 
@@ -357,14 +352,14 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs, room: int) -> A
             mesh,
             inputs.models.folder,
             place.workdir,
-            max(rows.width for rows in inputs.datasets),
+            inputs.width,
             recipe.rollout.max_completion_tokens,
             inputs.stop_ids,
             inputs.tokenizer.pad_token_id,
             recipe.sizes.sequences_per_step,
             room,
             recipe.observation_tokens,
-            image_rows.limits(*(rows.images for rows in inputs.datasets)),
+            inputs.picture_limits,
             inputs.sampler_mesh,
         )
     )
@@ -460,21 +455,7 @@ def make_evaluation(
     place: Workplace, recipe: Recipe | SftRecipe, inputs: Inputs
 ) -> Callable[[Engine], dict[str, float]]:
     """Returns `evaluation(engine)` -> metrics of greedy completions on the evaluation sets that a function judges."""
-    judged = {section: problems for section, problems in recipe.eval_sets.items() if problems.functions}
-    reward_fns = {
-        name: place.opened.enter_context(closing(RewardFn((name,), (1.0,), recipe.reward.timeout)))
-        for name in dict.fromkeys(problems.function for problems in judged.values())
-    }
-    sequences, mesh = recipe.sizes.sequences_per_step, inputs.models.mesh
-
-    def evaluation(engine: Engine) -> dict[str, float]:
-        metrics = dict[str, float]()
-        for section, problems in judged.items():
-            dataset = inputs.held_out[section]
-            task = CompletionTask(inputs.tokenizer, reward_fns[problems.function], inputs.environments)
-            batch = whole_batches(sequences, len(dataset.rows), mesh)
-            score = mean_score(evaluate(engine, dataset, task, batch=batch, seed=recipe.seed))
-            metrics |= metrics_of(section, score, len(dataset.rows))
-        return metrics
-
-    return evaluation
+    timeout, sequences = recipe.reward.timeout, recipe.sizes.sequences_per_step
+    tasks = open_tasks(recipe.eval_sets, inputs.tokenizer, inputs.environments, timeout, place.opened)
+    facts = dict(sequences=sequences, mesh=inputs.models.mesh, seed=recipe.seed)
+    return partial(evaluate_sets, tasks=tasks, datasets=inputs.held_out, **facts)

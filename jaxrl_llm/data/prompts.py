@@ -157,6 +157,25 @@ def load_held_out(
     return read(problems.source, tokenizer, field=f"{section}.convert", **_reading(settings, tools, images) | own)
 
 
+def load_eval_sets(
+    eval_sets: Mapping[str, EvalSet],
+    settings: DataSettings,
+    tokenizer: Any,
+    tools: Sequence[dict[str, Any]] = (),
+    images: ImageFormat | None = None,
+) -> dict[str, Dataset]:
+    """Loads all evaluation sets, by their sections of the config. Raises: UserError, as `load_held_out`."""
+    return {
+        section: load_held_out(problems, settings, tokenizer, tools, images, section=section)
+        for section, problems in eval_sets.items()
+    }
+
+
+def all_rows(*datasets: Dataset) -> list[Row]:
+    """Returns the rows of several data sets, one after the other."""
+    return [row for dataset in datasets for row in dataset.rows]
+
+
 def _reading(settings: DataSettings, tools: Sequence[dict[str, Any]], images: ImageFormat | None) -> dict[str, Any]:
     """Returns how all rows of a run are read, as arguments of `read`."""
     args, limit, columns = settings.template_args(tools), settings.max_prompt_tokens, settings.columns

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from typing import Any
+
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
+from jaxrl_llm.data.settings import EvalSet, metrics_of
 from jaxrl_llm.machine import distributed, keys, progress, sharding
-from jaxrl_llm.rollout.grading import Graded
+from jaxrl_llm.rollout.environments import EnvironmentPool
+from jaxrl_llm.rollout.grading import Graded, RewardFn
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.samples import CompletionTask, Drawing
 
@@ -58,3 +64,41 @@ def mean_score(graded: Graded) -> float:
     numbers = [np.nansum(scores, dtype=float), scores.size, int(np.sum(~np.isnan(scores)))]
     sums, sizes, verdicts = zip(*distributed.exchange(numbers), strict=True)
     return sum(sums) / sum(sizes) if sum(verdicts) else float("nan")
+
+
+def open_tasks(
+    eval_sets: Mapping[str, EvalSet],
+    tokenizer: Any,
+    environments: EnvironmentPool | None,
+    timeout: float,
+    opened: ExitStack,
+) -> dict[str, CompletionTask]:
+    """Returns how each evaluation set is graded, without sets of pairs. Sets with the same judge share its process.
+
+    timeout: seconds of a judge for one batch. opened: closes the processes.
+    """
+    judged = {section: each.function for section, each in eval_sets.items() if each.functions}
+    reward_fns = {
+        name: opened.enter_context(closing(RewardFn((name,), (1.0,), timeout)))
+        for name in dict.fromkeys(judged.values())
+    }
+    return {section: CompletionTask(tokenizer, reward_fns[name], environments) for section, name in judged.items()}
+
+
+def evaluate_sets(
+    engine: Engine,
+    tasks: Mapping[str, CompletionTask],
+    datasets: Mapping[str, data.Dataset],
+    *,
+    sequences: int,
+    mesh: Mesh,
+    seed: int,
+) -> dict[str, float]:
+    """Returns the metrics of greedy completions of all sets with a task; sequences: at once, at most."""
+    metrics = dict[str, float]()
+    for section, task in tasks.items():
+        count = len(datasets[section].rows)
+        batch = whole_batches(sequences, count, mesh)
+        graded = evaluate(engine, datasets[section], task, batch=batch, seed=seed)
+        metrics |= metrics_of(section, mean_score(graded), count)
+    return metrics

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxrl_llm.data import image_rows
 from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.learner.learning import Models
 from jaxrl_llm.learner.scorers import States
@@ -18,7 +19,7 @@ from jaxrl_llm.models import hf, hf_export, peft
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.session import model_card
 from jaxrl_llm.session.opening import Workplace
-from jaxrl_llm.structs import PyTree
+from jaxrl_llm.structs import PictureLimits, PyTree
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,19 @@ class Inputs:
     sampler_mesh: Mesh  # of the in-JAX engine: that of the trainer, unless it has devices of its own
 
     @property
-    def datasets(self) -> list[Dataset]:
-        """All rows: those of training and those of each evaluation set."""
-        return [self.dataset, *self.held_out.values()]
+    def width(self) -> int:
+        """Tokens of the longest prompt, of training and of all evaluation sets."""
+        return max(rows.width for rows in (self.dataset, *self.held_out.values()))
+
+    @property
+    def picture_limits(self) -> PictureLimits | None:
+        """The limits of the pictures in all these prompts; None: they have none."""
+        return image_rows.limits(*(rows.images for rows in (self.dataset, *self.held_out.values())))
+
+    @property
+    def eval_counts(self) -> dict[str, list[int]]:
+        """Numbers of rows of the evaluation sets, by the config fields that name their rows."""
+        return {f"{section}.source": problems.counts() for section, problems in self.held_out.items()}
 
     @property
     def sampler_device(self) -> Any:
