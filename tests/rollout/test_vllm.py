@@ -382,7 +382,7 @@ def test_a_server_whose_worker_is_killed_in_requests_comes_back_and_loses_none(s
         whole, group = sample(engine, prompts), vllm_group(server)
         threading.Timer(0.15, os.kill, (worker(group), signal.SIGKILL)).start()
         rollouts = sample(engine, prompts)
-        assert vllm_group(server) != group, "it was not started again"
+        wait_for(lambda: vllm_group(server) != group)  # the worker may have died after its last answer
         assert not processes(group)
         assert same(rollouts, whole) > 0.95
         assert gap(nudged(params, 0.01), prompts, rollouts) < 1e-4
