@@ -323,6 +323,15 @@ def test_what_it_cannot_look_at_is_an_error_in_a_line(tmp_path, monkeypatch, cap
         doctored(monkeypatch, capsys, "--run", tmp_path / "runs")
 
 
+def test_a_line_of_a_run_that_cannot_be_read_is_named(tmp_path, monkeypatch, capsys, refused):
+    write_workdir(tmp_path, run())
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:2], "{]", *lines[3:], ""]))
+    with refused("metrics.jsonl: line 3"):
+        doctored(monkeypatch, capsys, "--run", tmp_path)
+
+
 def test_the_only_jsonl_of_a_folder_is_its_log_and_several_are_named(tmp_path, monkeypatch, capsys, refused):
     write_jsonl(tmp_path, SICK).rename(tmp_path / "log.jsonl")
     assert told(tmp_path, monkeypatch, capsys)[0] == 1

@@ -36,7 +36,7 @@ def read(path: Path, *more: Path) -> list[LogRecord]:
     Raises: UserError, if there is no log or it cannot be read.
     """
     if not more and bounds(path) is not None and (path / METRICS).is_file():
-        return [json.loads(line) for line in whole_lines(path / METRICS)]
+        return _lines(path / METRICS)
     rows = dict[int, dict[str, float]]()
     for part in (path, *more):
         for step, row in _steps(part).items():
@@ -46,6 +46,18 @@ def read(path: Path, *more: Path) -> list[LogRecord]:
         known = ", ".join(KNOWN)
         raise UserError(f"{path} has no number that a rule knows, such as {known}: give the log of a run")
     return records
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a file of ours. Raises: UserError, naming a line that cannot be read."""
+    lines = []
+    for number, line in enumerate(whole_lines(file), 1):
+        try:
+            lines.append(json.loads(line))
+        except ValueError as error:
+            remedy = "put the file back, or remove this line and those after it"
+            raise UserError(f"{file}: line {number} cannot be read ({error}): {remedy}") from error
+    return lines
 
 
 def _steps(path: Path) -> dict[int, dict[str, float]]:
@@ -69,5 +81,5 @@ def _runs(path: Path) -> list[Path]:
 def initial_findings(workdir: Path) -> list[Finding]:
     """Returns the findings of a run before its first step: those of the self-test."""
     file = workdir / "health.jsonl"
-    lines = map(json.loads, whole_lines(file)) if file.is_file() else ()
+    lines = _lines(file) if file.is_file() else []
     return [Finding(**{name: x for name, x in line.items() if name != "step"}) for line in lines if not line["step"]]
