@@ -15,7 +15,7 @@ from jaxrl_llm.tools.translate.documents import SECTIONS, DocumentKeys, read_doc
 from jaxrl_llm.tools.translate.outcome import System
 from jaxrl_llm.tools.translate.script import read_script
 from jaxrl_llm.tools.translate.shell import Command
-from jaxrl_llm.tools.translate.shell_values import ASSIGNMENT
+from jaxrl_llm.tools.translate.shell_grammar import ASSIGNMENT
 
 NAME = re.compile(r"[\w./@-]+")
 MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
@@ -126,7 +126,7 @@ def _from_shell(path: Path, text: str) -> DocumentKeys:
     if len(runs) > 1:
         raise UserError(f"{path} has {len(runs)} training commands: keep one in the file")
     its = next(iter(runs.values()), [])
-    lost = unreached(script, {command.place for command, _ in its}, text)
+    lost = unreached(script, {command.place for command, _ in its})
     if not its:
         which = f" that is reached ({lost[0]} belongs to none)" if lost else ""
         raise UserError(
@@ -140,7 +140,7 @@ def _from_shell(path: Path, text: str) -> DocumentKeys:
     )
 
 
-def unreached(script: shell.Script, training: set[int], source: str) -> list[str]:
+def unreached(script: shell.Script, training: set[int]) -> list[str]:
     """Returns the words of a script that look like keys of a trainer, but belong to no command that it reaches.
 
     training: the places of the training command. A command that begins with such a word is what a comment cut off. A
@@ -154,14 +154,15 @@ def unreached(script: shell.Script, training: set[int], source: str) -> list[str
     ]
     for word, written, after in zip(script.words, texts, [*texts[1:], ""], strict=True):
         assigned = ASSIGNMENT.match(written)
-        is_pattern = source[word.at + len(written) :].lstrip(" \"'")[:1] in (")", "|") and written.startswith("-")
+        is_pattern = script.text[word.at + len(written) :].lstrip(" \"'")[:1] in (")", "|") and written.startswith("-")
         keys = _like_keys(written[assigned.end() :] if assigned else written) if word.at not in places else []
         keys = [] if is_pattern else keys
         value = after if keys == [written] and "=" not in written and not after.startswith("-") else ""
-        lost += [f"line {word.line}: {' '.join([*keys, value])}".rstrip()] if keys else []
-    for line, text in script.heredocs:
-        keys = _like_keys(text)
-        lost += [f"line {line}: {' '.join(keys)}"] if keys else []
+        lost += [f"line {script.line(word.at)}: {' '.join([*keys, value])}".rstrip()] if keys else []
+    for heredoc in script.heredocs:
+        for i, line in enumerate(heredoc.text.splitlines()):
+            keys = _like_keys(line)
+            lost += [f"line {script.line(heredoc.at) + i}: {' '.join(keys)}"] if keys else []
     return lost
 
 
