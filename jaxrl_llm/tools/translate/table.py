@@ -5,8 +5,9 @@ key: its name, or several with blanks between them, or a pattern with *. Exact n
 fields: those of our config that the key decides, the most important one first.
 rule: what becomes of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make it the first field, with the same
     meaning; `count` does so if it is above 0. `idle` has no effect on the numbers of a run, whatever its value is.
-    `off` has no counterpart, and needs none with None, False and the values after it. `none` has no counterpart, and
-    `differs` none that is a field. Fields of these three rows are not what the file says.
+    `off` has no counterpart, and needs none with None, False and the values after it; `only` needs none with the values
+    after it. `none` has no counterpart, and `differs` none that is a field. Fields of these rows are not what the file
+    says.
     `absent` takes a row of another table out. `old KEY` is an earlier name of KEY; the words A=B after it say how its
     values are spelled now. Any other word is a function of the trainer's module: a rule, or what makes one of a row.
     `if NAME` after all of these: the key has an effect only with that condition.
@@ -129,8 +130,8 @@ def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
         rule = Idle(row.why)
     elif word in CONVERTERS:
         rule = partial(_same, row, word)
-    elif word in ("off", "none", "differs"):
-        rule = partial(_fixed, row, word, [None, False, *map(scalar, arguments)] if word == "off" else [])
+    elif word in ("off", "only", "none", "differs"):
+        rule = partial(_fixed, row, word, [*([None, False] * (word == "off")), *map(scalar, arguments)])
     else:
         name, _, attribute = word.partition(".")
         function: Any = getattr(module[name], attribute) if attribute else module[name]
@@ -153,6 +154,6 @@ def _same(row: Row, word: str, value: Any, keys: Keys) -> Outcome:
 def _fixed(row: Row, word: str, neutral: list[Any], value: Any, keys: Keys) -> Outcome:
     """No field has the value. The fields of the row are not what the file says, except at neutral values."""
     if value in neutral:
-        return Outcome("no effect", reason="not in use")
+        return Outcome("mapped") if word == "only" else Outcome("no effect", reason="not in use")
     kind = "changed" if word == "differs" else "unsupported"
     return Outcome(kind, reason=row.why, unknown=dict.fromkeys(row.fields.split(), row.why))
