@@ -91,8 +91,7 @@ def print_keys(translation: Translation, file: Path) -> None:
         if kind in ("mapped", "changed"):
             lines = [f"{key} -> {', '.join(outcome.fields) or 'nothing to set'}" for key, outcome in outcomes.items()]
         else:
-            reasons = {key: outcome.reason for key, outcome in outcomes.items()}
-            lines = [f"{', '.join(keys)}: {reason}" for reason, keys in writer.grouped(reasons).items()]
+            lines = writer.listed({key: outcome.reason for key, outcome in outcomes.items()})
         table.add_row(kind, str(len(outcomes)), printable("\n".join(lines)))
     Console(highlight=False, markup=False, width=120).print(table)
 
@@ -114,8 +113,8 @@ def print_checks(translation: Translation, linted: lint.Linted, written: str, su
         print_config(linted.sizes, linted.findings, linted.blind)
     else:
         _say(f"{written}the checks refuse it: {linted.refused}")
-    for package in linted.missing:
-        _say(package)
+    for line in linted.missing:
+        _say(f"not here, and not looked at: {line}")
 
 
 def _say(text: str) -> None:

@@ -15,15 +15,8 @@ OVERRIDE = re.compile(r"[+~]*([\w-]+(?:\.[\w-]+)*)=(.*)", re.DOTALL)  # of Hydra
 SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}  # of Hydra
 # Of <PATH-TO-MODEL> and <your/data>, not of the tags <think> and </answer>.
 PLACE = r"(?=[^<>\n]*(?:[A-Z/-]|path|your))[A-Za-z](?:[^<>|&;'\"`\n]*[^\s<>|&;'\"`])?"
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}
 
 
 @dataclass(frozen=True)
@@ -75,11 +68,11 @@ def flags(values: Sequence[Value]) -> tuple[dict[str, Any], list[Value]]:
             options[key] = text if sign else "True"
         elif not key:
             rest.append(value)
+        elif options[key] == "True":
+            options[key] = word
         else:
             # A second word after a key makes a list, as nargs="+" does.
-            earlier = options[key]
-            listed = earlier if isinstance(earlier, list) else [] if earlier == "True" else [earlier]
-            options[key] = [*listed, word] if listed else word
+            options[key] = [*(options[key] if isinstance(options[key], list) else [options[key]]), word]
     return options, rest
 
 

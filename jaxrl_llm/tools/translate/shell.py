@@ -10,13 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import shell_test
 from jaxrl_llm.tools.translate.arguments import Value
 from jaxrl_llm.tools.translate.shell_grammar import (
-    Case,
     Chain,
     Compound,
     Function,
@@ -115,8 +114,6 @@ class Walk(Values):
                 return self.branches(node.branches)
             case Repeat():
                 return self.loop(node)
-            case Case():
-                return self.case(node)
             case Function():
                 self.functions[node.name] = node.body
                 return True
@@ -192,17 +189,6 @@ class Walk(Values):
         self.jump = self.jump if self.jump in ("return", "exit") else ""
         return last
 
-    def case(self, node: Case) -> bool | None:
-        subject = self.text(node.subject).text
-        # Not known: one of the blocks may run, or none.
-        if "$" in subject:
-            self.in_doubt([*(body for _, body in node.choices), ()])
-            return None
-        for patterns, body in node.choices:
-            if any(fnmatchcase(subject, self.text(pattern).text) for pattern in patterns):
-                return self.block(body)
-        return True
-
     # Commands
 
     def simple(self, node: Simple) -> bool | None:
@@ -263,31 +249,28 @@ class Walk(Values):
         self.commands.append(command)
         return None
 
+    def nested(self, nodes: Iterable[Node], **state: Any) -> bool | None:
+        """Follows the commands of a function or a text, during which some attributes are others."""
+        before = {name: getattr(self, name) for name in state}
+        vars(self).update(state, depth=self.depth + 1)
+        try:
+            return self.block(nodes)
+        finally:
+            vars(self).update(before, depth=self.depth - 1)
+
     def call(self, body: tuple[Node, ...], arguments: list[Value]) -> bool | None:
-        before = self.arguments, self.local
-        self.arguments, self.local = arguments, {}
-        self.depth += 1
-        status = self.block(body)
-        self.depth -= 1
-        restored = self.variables | self.local
-        self.variables = {name: value for name, value in restored.items() if value is not None}
+        local: dict[str, Variable | None] = {}
+        status = self.nested(body, arguments=arguments, local=local)
+        self.variables = {name: value for name, value in (self.variables | local).items() if value is not None}
         # A return has ended the function alone.
         self.jump = self.jump if self.jump == "exit" else ""
-        self.arguments, self.local = before
         return status
 
     def text_as_script(self, text: str, places: frozenset[int]) -> bool | None:
-        if self.depth >= DEPTH:
-            return None
-        before, self.inside = self.inside, places
-        self.depth += 1
         try:
-            status = self.block(ShellParser(text).script())
+            return self.nested(ShellParser(text).script(), inside=places) if self.depth < DEPTH else None
         except UserError:
-            status = None  # it is no script, or too long
-        self.depth -= 1
-        self.inside = before
-        return status
+            return None  # it is no script, or too long
 
     def sum_of(self, text: str) -> bool | None:
         """Follows (( … )): a comparison, or what sets a variable."""

@@ -103,14 +103,6 @@ class Repeat:
 
 
 @dataclass(frozen=True)
-class Case:
-    """case subject in pattern) block;; esac."""
-
-    subject: Word
-    choices: tuple[tuple[tuple[Word, ...], tuple[Node, ...]], ...]
-
-
-@dataclass(frozen=True)
 class Function:
     """A function that is defined. It runs where it is called."""
 
@@ -127,7 +119,7 @@ class Compound:
     subshell: bool = False
 
 
-Node: TypeAlias = Simple | Chain | If | Repeat | Case | Function | Compound
+Node: TypeAlias = Simple | Chain | If | Repeat | Function | Compound
 
 
 @dataclass
@@ -253,25 +245,26 @@ class ShellParser:
         return Repeat(self.body("done"), name, tuple(words), condition)
 
     def case(self) -> Node:
+        """Reads case subject in pattern) block;; esac, which is if [[ subject == pattern ]]; then block; fi."""
         self.word()
-        subject, choices = self.word(), []
+        subject, branches = self.word(), []
+        test, equals = (Word((Part("text", sign),), subject.at) for sign in ("[[", "=="))
         self.skip("\n")
         self.expect("in")
         while True:
             self.skip("\n", "(", ";;", ";&", ";;&")
             if self.keyword() == "esac" or self.at >= len(self.text):
                 self.expect("esac")
-                return Case(subject, tuple(choices))
-            known = len(self.words)
-            patterns = [self.word()]
-            while self.peek() == "|":
-                self.operator()
-                patterns.append(self.word())
+                return If(tuple(branches))
+            known, links = len(self.words), []
+            while not links or self.peek() == "|":
+                self.skip("|")
+                links.append(("||" if links else "|", Simple((test, subject, equals, self.word()))))
             # A pattern is no word of a command, although --rate) looks like a flag.
             del self.words[known:]
             if self.peek() == ")":
                 self.operator()
-            choices.append((tuple(patterns), self.block("esac")))
+            branches.append(((Chain(tuple(links)),), self.block("esac")))
 
     def test(self) -> tuple[Word, ...]:
         """Reads [[ … ]], in which &, |, ( and < are parts of words."""

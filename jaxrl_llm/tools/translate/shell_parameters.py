@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from fnmatch import translate
 
+# Behind a name: the sign of an operation, and its argument.
+OPERATION = re.compile(r"(:?[-=+?]|//|/|%%|%|##|#|\^\^|\^|,,|,|:)(.*)", re.DOTALL)
 CASES = {
     "^^": str.upper,
     ",,": str.lower,
@@ -13,29 +15,26 @@ CASES = {
 }
 
 
-def transformed(text: str, rest: str) -> str | None:
-    """Returns ${name…} for the text of a name and what is behind it; None: that is not known here.
+def transformed(text: str, sign: str, pattern: str, by: str = "") -> str | None:
+    """Returns what an operation makes of a text; None: that is not known here.
 
-    rest: %, %%, # and ## with a pattern, ^, ^^, a comma or two, or :offset:length.
+    sign: %, %%, # and ## with a pattern, / and // with a pattern and what comes instead, ^, ^^, a comma or two, or a
+    colon with offset:length.
     """
-    if rest in CASES:
-        return CASES[rest](text)
-    if match := re.fullmatch(r":\s*(-?\d+)(?::(-?\d+))?", rest):
-        return text[int(match[1]) :][: int(match[2]) if match[2] else None]
-    if match := re.fullmatch(r"(%%|%|##|#)(.*)", rest, re.DOTALL):
-        return _cut(text, match[2], end=match[1][0] == "%", longest=len(match[1]) == 2)
-    return None
-
-
-def replaced(text: str, pattern: str, by: str, *, every: bool) -> str:
-    """Returns a text with the first match of a pattern, or every one, replaced: # and % are the ends of the text."""
-    if not every and pattern[:1] in ("#", "%"):
-        at_end = pattern[0] == "%"
-        rest = _cut(text, pattern[1:], end=at_end, longest=True)
-        same = rest == text and pattern[1:]
-        return text if same else f"{rest}{by}" if at_end else f"{by}{rest}"
-    # A function, because in a text re.sub reads backslashes of its own.
-    return re.sub(_expression(pattern), lambda _: by, text, count=0 if every else 1) if pattern else text
+    if sign in CASES:
+        return None if pattern else CASES[sign](text)
+    if sign == ":":
+        match = re.fullmatch(r"\s*(-?\d+)(?::(-?\d+))?", pattern)
+        return text[int(match[1]) :][: int(match[2]) if match[2] else None] if match else None
+    if sign in ("//", "/") and (sign == "//" or pattern[:1] not in ("#", "%")):
+        # A function, because in a text re.sub reads backslashes of its own.
+        return re.sub(_expression(pattern), lambda _: by, text, count=len(sign) % 2) if pattern else text
+    # With /, a # or % before the pattern is an end of the text.
+    end, pattern = (pattern[0], pattern[1:]) if sign == "/" else (sign[0], pattern)
+    rest = _cut(text, pattern, end=end == "%", longest=sign not in ("#", "%"))
+    if rest is None:
+        return text
+    return f"{rest}{by}" if end == "%" else f"{by}{rest}"
 
 
 def _expression(pattern: str) -> str:
@@ -43,10 +42,10 @@ def _expression(pattern: str) -> str:
     return translate(pattern).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
 
 
-def _cut(text: str, pattern: str, *, end: bool, longest: bool) -> str:
-    """Cuts the shortest or longest match of a pattern from the beginning or the end."""
+def _cut(text: str, pattern: str, *, end: bool, longest: bool) -> str | None:
+    """Cuts the shortest or longest match of a pattern from the beginning or the end; None: there is no match."""
     for size in sorted(range(len(text) + 1), reverse=longest):
         cut, rest = (text[len(text) - size :], text[: len(text) - size]) if end else (text[:size], text[size:])
         if re.fullmatch(_expression(pattern), cut, re.DOTALL):
             return rest
-    return text
+    return None

@@ -39,7 +39,7 @@ def compared(first: str, sign: str, second: str, *, is_pattern: bool = False) ->
     by_text = compare in (operator.eq, operator.ne)
     # A comparison with the empty text asks whether a variable is set, and that is known of one that the script never
     # sets.
-    if by_text and "" in (first, second):
+    if by_text and "" in (first, second) and "$" in first + second:
         return agrees(_is_set(first or second), compare is operator.ne)
     if not compare or "$" in first + second:
         return None

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate.arguments import Value, calculated
 from jaxrl_llm.tools.translate.shell_grammar import Part, ShellParser, Simple, Word
-from jaxrl_llm.tools.translate.shell_parameters import replaced, transformed
+from jaxrl_llm.tools.translate.shell_parameters import OPERATION, transformed
 
 PARAMETER = re.compile(r"(!|#)?(\w+|[@*#?$!-])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
 LONGEST = 100_000  # characters of a variable, of which each word of an array counts ten more
@@ -142,29 +142,26 @@ class Values:
 
     def with_rest(self, name: str, value: Value | None, rest: str, as_written: list[Value]) -> list[Value]:
         """Applies what is behind a name: a default, or what is cut from its value."""
-        if not rest:
-            return [value] if value is not None else as_written
-        sign = re.match(r":?[-=+?]", rest)
-        if sign and not re.match(r":-?\d", rest.replace(":-", ":x", 1)):
+        match = OPERATION.fullmatch(rest)
+        if not match:
+            return as_written if value is None or rest else [value]
+        sign, argument = match.groups()
+        if sign[-1] in "-=+?":
             # With a colon an empty text counts as not set.
-            is_set = value is not None and (value.text != "" or not sign[0].startswith(":"))
-            other = self.text_of(rest[sign.end() :])
-            if sign[0][-1] == "+":
-                return [other] if is_set else []
-            if sign[0][-1] == "?":
-                return [value] if is_set and value else as_written
+            is_set = value is not None and (value.text != "" or sign[0] != ":")
+            other = self.text_of(argument)
+            if sign[-1] == "+":
+                return [other] * is_set
+            if value is not None and is_set:
+                return [value]
             # ${name:=default} also sets the variable.
-            if sign[0][-1] == "=" and not is_set:
-                self.variables[name] = other
-            return [value] if is_set and value else [other]
+            self.variables |= {name: other} if sign[-1] == "=" else {}
+            return as_written if sign[-1] == "?" else [other]
         if value is None or "$" in value.text:
             return as_written
         # The first / that has no backslash is before what comes instead.
-        if rest[0] == "/":
-            every = rest.startswith("//")
-            pattern, *other = (self.text_of(text).text for text in re.split(r"(?<!\\)/", rest[1 + every :], maxsplit=1))
-            return [Value(replaced(value.text, pattern, "".join(other), every=every), value.places)]
-        text = transformed(value.text, rest[0] + self.text_of(rest[1:]).text)
+        arguments = re.split(r"(?<!\\)/", argument, maxsplit=1) if sign[0] == "/" else [argument]
+        text = transformed(value.text, sign, *(self.text_of(argument).text for argument in arguments))
         return as_written if text is None else [Value(text, value.places)]
 
     def text_of(self, text: str, *, quoted: bool = False) -> Value:
