@@ -57,9 +57,6 @@ def lint(config: Config, yours: set[str]) -> Linted:
         section, field = name.split(".")
         if config[section] is not None:
             config[section][field] = stand_ins[name]
-    if "data.mixture" in yours:
-        config.data.mixture = {}
-        config.data.source = STAND_INS["data.source"]
     # One stand-in has one weight, whatever number of functions the file has.
     if "reward.functions" in yours:
         config.reward.weights = (1.0,)
