@@ -37,13 +37,12 @@ def keys_of(command: Sequence[Value]) -> tuple[dict[str, str], list[Value]]:
     option = ""
     for value in command:
         word = SHORT.get(value.text, value.text)
-        flag = word.startswith("--")
-        match = OVERRIDE.fullmatch(word.removeprefix("--"))
-        if match:
-            keys["--" * flag + match[1]] = match[2]
+        flag = "--" * word.startswith("--")
+        if match := OVERRIDE.fullmatch(word.removeprefix("--")):
+            keys[flag + match[1]] = match[2]
         elif flag:
             keys[word] = "True"
-        elif option in ("--config-name", "--config-path", "--config-dir"):
+        elif option in SHORT.values():
             keys[option] = word
         else:
             rest.append(value)
@@ -78,11 +77,10 @@ def flags(values: Sequence[Value]) -> tuple[dict[str, Any], list[Value]]:
 
 def again(words: Sequence[str]) -> list[str]:
     """Returns the keys that key=value arguments set more than once, to other values, with all that they say."""
-    settings: dict[str, list[str]] = {}
-    for word in words:
-        if match := OVERRIDE.fullmatch(word):
-            settings.setdefault(match[1], []).append(match[2])
-    several = {key: values for key, values in settings.items() if len(set(values)) > 1}
+    settings: dict[str, dict[str, None]] = {}
+    for match in filter(None, map(OVERRIDE.fullmatch, words)):
+        settings.setdefault(match[1], {})[match[2]] = None
+    several = {key: values for key, values in settings.items() if len(values) > 1}
     return [f"{key} is set to {', '.join(values)}: the last one counts" for key, values in several.items()]
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -104,21 +104,19 @@ def system(
         defaults={key: scalar(row.was) for key, row in current.items() if row.was},
         newer=tuple(key for key, first in since.items() if first > last),
     )
-    trainer = System(
+    defaults = {key: scalar(row.default) for key, row in current.items() if row.default}
+    return System(
         name,
         version,
         {key: _rule(row, module) for key, row in current.items()},
-        {key: scalar(row.default) for key, row in current.items() if row.default},
+        defaults | (older.defaults if as_of else {}),
         base,
         decides={key: tuple(row.fields.split()) for key, row in current.items()},
         renamed={key: words[0] for key, words in former.items()},
         respelled={key: dict(word.split("=") for word in words[1:]) for key, words in former.items()},
-        older=(older,) if older.proofs else (),
+        older=(older,) if older.proofs and not as_of else (),
+        absent=tuple(key for key, first in since.items() if first > as_of > 0),
     )
-    if as_of:
-        absent = tuple(key for key, first in since.items() if first > as_of)
-        return replace(trainer, defaults=trainer.defaults | older.defaults, older=(), absent=absent)
-    return trainer
 
 
 def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
@@ -133,8 +131,8 @@ def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
     elif word in ("off", "only", "none", "differs"):
         rule = partial(_fixed, row, word, [*([None, False] * (word == "off")), *map(scalar, arguments)])
     else:
-        name, _, attribute = word.partition(".")
-        function: Any = getattr(module[name], attribute) if attribute else module[name]
+        name, *attribute = word.split(".")
+        function: Any = reduce(getattr, attribute, module[name])
         parameters = [*inspect.signature(function).parameters]
         # A rule may ask for its row, or be made of it.
         rule = function(row) if parameters == ["row"] else partial(function, row) if "row" in parameters else function

@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -33,49 +34,50 @@ PAIRS = ("dpo", "simpo")  # configs of `jaxrl sft`
 EXPLAINED = ("grpo.py", "ppo.py", "search_grpo.py", "sft.py", "dpo.py", "simpo.py")
 
 
+TEMPLATE = '''"""{algorithm}, translated from {file} of {whose}.
+
+jaxrl {program} --config {to}
+
+{notice}
+"""
+
+from ml_collections import ConfigDict
+
+from jaxrl_llm.configs import {base}  # it explains the fields, or names the config that does
+
+
+def get_config() -> ConfigDict:
+    c = {base}.get_config()
+{body}    return c
+{comments}'''
+
+
 def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] = ()) -> str:
     """Returns the text of a config file.
 
     file: what is translated; to: the new file; lost: lines of the file that belong to no key.
     """
-    base = translation.base
+    base, system = translation.base, translation.system
     fields = _written(translation, flatten(load(base)))
     body: list[str] = []
-    before = ""
-    for name in fields:
-        section = name.rpartition(".")[0].split(".")[0]
-        lines = _lines(translation, name, fields)
-        if lines and body and section != before:
-            body.append("")
-        before = section if lines else before
-        body += lines
+    for _, names in groupby(fields, lambda name: name.split(".")[0] if "." in name else ""):
+        lines = [line for name in names for line in _lines(translation, name, fields)]
+        body += [""] * bool(lines and body) + lines
     counts = ", ".join(f"{len(translation.with_kind(kind))} {kind}" for kind in KINDS)
-    whose = f"{translation.system.name} ({translation.system.version})"
     notice = (
         f"Not measured. Keys of the file: {counts}. A comment names the key that a field is from, and what differs; "
-        f'"default" is a default of {translation.system.name} that the file leaves as it is.'
+        f'"default" is a default of {system.name} that the file leaves as it is.'
     )
-    return "\n".join(
-        [
-            f'"""{ALGORITHM[base]}, translated from {_name(file.name)} of {whose}.',
-            "",
-            f"jaxrl {'sft' if base in PAIRS else 'train'} --config {_name(to.as_posix())}",
-            "",
-            *textwrap.wrap(notice, WIDTH),
-            '"""',
-            "",
-            "from ml_collections import ConfigDict",
-            "",
-            f"from jaxrl_llm.configs import {base}  # it explains the fields, or names the config that does",
-            "",
-            "",
-            "def get_config() -> ConfigDict:",
-            f"    c = {base}.get_config()",
-            *(f"    {line}".rstrip() for line in body),
-            "    return c",
-            *_remaining_comments(translation, lost, fields),
-            "",
-        ]
+    return TEMPLATE.format(
+        algorithm=ALGORITHM[base],
+        file=_name(file.name),
+        whose=f"{system.name} ({system.version})",
+        program="sft" if base in PAIRS else "train",
+        to=_name(to.as_posix()),
+        notice="\n".join(textwrap.wrap(notice, WIDTH)),
+        base=base,
+        body="".join(f"    {line}".rstrip() + "\n" for line in body),
+        comments="".join(f"{line}\n" for line in _remaining_comments(translation, lost, fields)),
     )
 
 
@@ -127,11 +129,8 @@ def _written(translation: Translation, base_fields: Mapping[str, Any]) -> dict[s
         ]
         return places[-1] if places else len(order)
 
-    return {
-        name: fields[name]
-        for name in sorted(fields, key=lambda name: (place(name), fields[name] is None))
-        if name in shown
-    }
+    ordered = sorted(fields, key=lambda name: (place(name), fields[name] is None))
+    return {name: fields[name] for name in ordered if name in shown}
 
 
 def _section_in_a_line(name: str) -> str:
@@ -173,9 +172,9 @@ def _section(name: str, fields: dict[str, Any]) -> list[str]:
     begin, inside = f"c.{name} = ConfigDict(", f"dict({', '.join(parts)})"
     if len(begin + inside) + 5 <= WIDTH + 1:
         return [f"{begin}{inside})"]
-    if len(inside) + 8 <= WIDTH + 1:
-        return [begin, f"    {inside}", ")"]
-    return [begin, "    dict(", *(f"        {part}," for part in parts), "    )", ")"]
+    fits = len(inside) + 8 <= WIDTH + 1
+    lines = [inside] if fits else ["dict(", *(f"    {part}," for part in parts), ")"]
+    return [begin, *(f"    {line}" for line in lines), ")"]
 
 
 def _origin(translation: Translation, name: str) -> str:
