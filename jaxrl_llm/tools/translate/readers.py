@@ -135,7 +135,7 @@ def _from_shell(path: Path, text: str) -> DocumentKeys:
     )
 
 
-def unreached(script: shell.Script, training: set[int]) -> list[str]:
+def unreached(script: shell.Walk, training: set[int]) -> list[str]:
     """Returns the words of a script that look like keys of a trainer, but belong to no command that it reaches.
 
     training: the places of the training command. A command that begins with such a word is what a comment cut off. A
@@ -144,18 +144,22 @@ def unreached(script: shell.Script, training: set[int]) -> list[str]:
     reached = [command for command in script.commands if command.place in training or not _like_keys(command.words[0])]
     places = frozenset().union(*(command.places for command in reached))
     texts = [
-        "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in w.parts) for w in script.words
+        "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in w.parts)
+        for w in script.parser.words
     ]
     found: list[tuple[int, list[str]]] = []
-    for word, written, after in zip(script.words, texts, [*texts[1:], ""], strict=True):
-        is_pattern = written.startswith("-") and script.text[word.at + len(written) :].lstrip(" \"'")[:1] in (")", "|")
+    for word, written, after in zip(script.parser.words, texts, [*texts[1:], ""], strict=True):
+        is_pattern = written.startswith("-") and script.parser.text[word.at + len(written) :].lstrip(" \"'")[:1] in (
+            ")",
+            "|",
+        )
         assigned = ASSIGNMENT.match(written)
         keys = _like_keys(written[assigned.end() if assigned else 0 :])
         has_value = keys == [written] and "=" not in written and not after.startswith("-")
         if not is_pattern and word.at not in places:
-            found.append((script.line(word.at), [*keys, after] if has_value and after else keys))
-    for heredoc in script.heredocs:
-        first = script.line(heredoc.at)
+            found.append((script.parser.line(word.at), [*keys, after] if has_value and after else keys))
+    for heredoc in (heredoc for heredoc in script.parser.heredocs if heredoc not in script.written):
+        first = script.parser.line(heredoc.at)
         found += [(first + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
     return [f"line {line}: {' '.join(keys)}" for line, keys in found if keys]
 

@@ -52,35 +52,19 @@ class Command:
         return joined([*self.values]).places
 
 
-@dataclass
-class Script:
-    """What a script does: its commands, the files that it writes by heredocs, and all its words as they are written."""
-
-    text: str
-    commands: list[Command]
-    files: dict[str, str]
-    words: list[Word]
-    heredocs: list[Heredoc]  # those that are in no file
-
-    def line(self, at: int) -> int:
-        return self.text.count("\n", 0, at) + 1
-
-
-def follow(text: str) -> Script:
+def follow(text: str) -> Walk:
     """Follows a script. Raises: UserError, if it cannot be parsed."""
     # Of a file from Windows: a \r would be a part of the last word of each line.
-    parser = ShellParser(text.replace("\r\n", "\n"))
-    nodes = parser.script()
-    run = Walk()
-    run.block(nodes)
-    heredocs = [heredoc for heredoc in parser.heredocs if heredoc not in run.written]
-    return Script(parser.text, run.commands, run.files, parser.words, heredocs)
+    script = Walk(parser=ShellParser(text.replace("\r\n", "\n")))
+    script.block(script.parser.script())
+    return script
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Walk(Values):
-    """A script that is followed: its commands and blocks."""
+    """A script that is followed: its commands and blocks. files: those that it writes by heredocs, with their texts."""
 
+    parser: ShellParser
     functions: dict[str, tuple[Node, ...]] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)

@@ -297,17 +297,13 @@ class ShellParser:
     def word(self, breaks: str = BREAKS) -> Word:
         """Reads one word. It is empty only at an operator or at the end."""
         self.read(BLANKS)
-        start = self.at
-        parts, array = [], None
+        start, parts = self.at, []
         if breaks == BREAKS and self.text.startswith(("<(", ">("), start):
             self.at += 1
             parts.append(Part("command", self.balanced("(", ")")))
-        while self.at < len(self.text) and self.text[self.at] not in breaks:
-            parts += self.part(breaks)
-            if breaks == BREAKS and self.text.startswith("(", self.at) and assignment(parts, whole=True):
-                array = self.array()
-                break
-        word = Word(tuple(parts), start, array)
+        parts += self.parts(breaks)
+        is_array = self.text.startswith("(", self.at) and assignment(parts, whole=True)
+        word = Word(tuple(parts), start, self.array() if is_array else None)
         self.words += [word] if parts else []
         return word
 
@@ -325,31 +321,27 @@ class ShellParser:
             self.at += not word.parts  # an operator inside an array
             words += [word] if word.parts else []
 
-    def part(self, breaks: str) -> list[Part]:
-        if match := self.read(ESCAPED):
-            return [Part("text", match[1], quoted=True)] if match[1] != "\n" else []
-        if self.read(DOUBLE_QUOTE):
-            return self.double_quoted()
-        if match := self.read(SINGLE_QUOTED):
-            return [Part("text", self.closed(match), quoted=True)]
-        if expansion := self.expansion(quoted=False):
-            return [expansion]
-        match = self.read(re.compile(rf".[^{re.escape(breaks)}'\"`$\\(]*", re.DOTALL))
-        return [Part("text", match[0])] if match else []
-
-    def double_quoted(self) -> list[Part]:
-        """Reads up to the closing mark. The opening one is read."""
-        parts, begin = [], self.at - 1
-        while not self.text.startswith('"', self.at):
-            if expansion := self.expansion(quoted=True):
+    def parts(self, breaks: str, *, quoted: bool = False) -> list[Part]:
+        """Reads up to a character of `breaks`, or to the end. quoted: as between double quotation marks."""
+        parts: list[Part] = []
+        while self.at < len(self.text) and self.text[self.at] not in breaks:
+            if expansion := self.expansion(quoted=quoted):
                 parts.append(expansion)
-            elif match := self.read(QUOTED):
+            elif quoted and (match := self.read(QUOTED)):
                 # A backslash goes, and with it the end of a line.
                 parts.append(Part("text", re.sub(r"^\\(\n|(?=.))", "", match[0], flags=re.DOTALL), quoted=True))
-            else:
-                self.refuse("a quotation or an array has no end", begin)
-        self.at += 1
-        return parts or [Part("text", "", quoted=True)]
+            elif match := self.read(ESCAPED):
+                parts += [Part("text", match[1], quoted=True)] if match[1] != "\n" else []
+            elif match := self.read(SINGLE_QUOTED):
+                parts.append(Part("text", self.closed(match), quoted=True))
+            elif match := self.read(DOUBLE_QUOTE):
+                # An empty text is a word too.
+                parts += self.parts('"', quoted=True) or [Part("text", "", quoted=True)]
+                if not self.read(DOUBLE_QUOTE):
+                    self.refuse("a quotation or an array has no end", match.start())
+            elif match := self.read(re.compile(rf".[^{re.escape(breaks)}'\"`$\\(]*", re.DOTALL)):
+                parts.append(Part("text", match[0]))
+        return parts
 
     def expansion(self, *, quoted: bool) -> Part | None:
         """Reads $name, ${…}, $(…), $((…)) or `…`; None: nothing of these comes next."""
@@ -431,6 +423,9 @@ class ShellParser:
         heredoc.text = re.sub(r"(?m)^\t+", "", text) if heredoc.cuts_tabs else text
         self.at = match.end() + 1 if match else len(self.text)
 
+    def line(self, at: int) -> int:
+        return self.text.count("\n", 0, at) + 1
+
     def refuse(self, problem: str, at: int | None = None) -> NoReturn:
-        line = self.text.count("\n", 0, self.at if at is None else at) + 1
+        line = self.line(self.at if at is None else at)
         raise UserError(f"line {line}: {problem}: is this a shell script?")

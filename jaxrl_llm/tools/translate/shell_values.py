@@ -97,7 +97,7 @@ class Values:
     def parameter(self, text: str) -> list[Value]:
         """Returns what ${text} is."""
         as_written = [Value(f"${text}" if re.fullmatch(r"\w+", text) else f"${{{text}}}")]
-        match = PARAMETER.fullmatch(text)
+        match = PARAMETER.fullmatch("#@" if text == "#" else text)
         if not match or match[4].startswith("."):  # ${a.b} is Hydra's
             return as_written
         before, name, index, rest = match.groups()
@@ -105,8 +105,6 @@ class Values:
             # The first one has the number 1.
             rest = re.sub(r"^:(\d+)", lambda match: f":{max(int(match[1]) - 1, 0)}", rest)
             return self.elements(self.arguments, name, before, rest, as_written)
-        if name == "#" and not rest:
-            return [Value(str(len(self.arguments)))]
         if index in ("@", "*"):
             return self.elements(self.variables.get(name), index, before, rest, as_written)
         value = self.variable(name, index)
@@ -166,13 +164,7 @@ class Values:
 
     def text_of(self, text: str, *, quoted: bool = False) -> Value:
         """Expands a text that is no word: behind a parameter's name, or as between double quotation marks."""
-        if quoted:
-            parts = ShellParser(text.replace('"', '\\"') + '"').double_quoted()
-        else:
-            parser, parts = ShellParser(text), []
-            while parser.at < len(text):
-                parts += parser.part("")
-        return joined([joined(self.expanded(part)) for part in parts], "")
+        return joined([joined(self.expanded(part)) for part in ShellParser(text).parts("", quoted=quoted)], "")
 
     def summed(self, text: str) -> Value:
         names = {name: value for name, value in self.variables.items() if isinstance(value, Value)}
