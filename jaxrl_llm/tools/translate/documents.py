@@ -15,7 +15,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate.outcome import Unread
 
 SECTIONS = ("actor_rollout_ref", "worker", "algorithm", "trainer", "critic")
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$")
 # ${a.b}, ${.b} of the same section, ${oc.select:a.b,default}, ${oc.env:NAME,default}
 REFERENCE = re.compile(r"\$\{(oc\.select:|oc\.env:)?([\w.]+)(?:,([^{}]*))?\}")
 FOLDERS = ("", "config/", "configs/", "conf/")  # beside a script, for --config-name without a path
@@ -61,6 +61,10 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# YAML takes 1e-6 for text.
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("+-.0123456789"))
+
+
 def parse(path: Path, text: str) -> tuple[dict[Any, Any], list[str]]:
     """Returns the mapping of a document, and what it says twice. Raises: UserError, if it holds none."""
     again: list[str] = []
@@ -82,7 +86,7 @@ def read_document(path: Path, text: str) -> DocumentKeys:
     document, again = parse(path, text)
     if "defaults" in document or any(isinstance(document.get(section), dict) for section in SECTIONS):
         return DocumentKeys(composed(path, document), again)
-    return DocumentKeys({str(key): number(value) for key, value in document.items()}, again)
+    return DocumentKeys({str(key): value for key, value in document.items()}, again)
 
 
 def composed(path: Path, document: dict[Any, Any], roots: Sequence[Path] = ()) -> dict[str, Any]:
@@ -184,7 +188,7 @@ def flat(document: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict) and value:
             flattened |= flat(value, f"{prefix}{key}.")
         else:
-            flattened[f"{prefix}{key}"] = number(value)
+            flattened[f"{prefix}{key}"] = value
     return flattened
 
 
@@ -228,17 +232,6 @@ def resolved(keys: DocumentKeys) -> DocumentKeys:
 def scalar(text: str) -> Any:
     """Parses a value of a command line, as Hydra and argparse do. "[a, b]" and "{a: 1}" are values too."""
     try:
-        return number(yaml.safe_load(text)) if text else ""
+        return yaml.load(text, Loader) if text else ""
     except yaml.YAMLError:
         return text
-
-
-def number(value: Any) -> Any:
-    """Makes 1e-6 a number, also inside lists and mappings: YAML takes it for text."""
-    if isinstance(value, str) and not isinstance(value, Unread) and NUMBER.fullmatch(value):
-        return float(value)
-    if isinstance(value, list):
-        return [number(element) for element in value]
-    if isinstance(value, dict):
-        return {key: number(element) for key, element in value.items()}
-    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from jaxrl_llm.tools.translate import family, images, ours, verl
@@ -132,11 +133,8 @@ def model(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", {"model.path": "my_model"}, unknown={"model.path": "a folder or a hub id"})
 
 
-def lora(value: Any, keys: Keys) -> Outcome:
-    """An adapter."""
-    rank, alpha, targets = (keys[f"{MODEL}lora.{name}"] for name in ("rank", "alpha", "target_modules"))
-    excluded = keys.explicit.get(f"{MODEL}lora.exclude_modules")
-    return images.beside_tower(ours.lora(rank, alpha, targets), targets, excluded, keys)
+lora = partial(verl.adapter, f"{MODEL}lora.", f"{MODEL}lora.")
+critic_path = partial(verl.critic_model, f"{MODEL}model_path")
 
 
 def strategy(row: Row, value: Any, keys: Keys) -> Outcome:
@@ -148,11 +146,6 @@ def strategy(row: Row, value: Any, keys: Keys) -> Outcome:
     )
     # The nearest thing: of the three, the mean of gradients alone may be bfloat16 here.
     return Outcome("changed", {row.field: "bfloat16"}, reason)
-
-
-def critic_path(value: Any, keys: Keys) -> Outcome:
-    """The model that the critic begins with."""
-    return Outcome("mapped", {"critic.path": "" if value in (None, keys[f"{MODEL}model_path"]) else value})
 
 
 EASYR1 = system("EasyR1", "commit 46c6c21", read_rows("easyr1"), vars(family) | FAMILY.rules() | globals(), verl.base)

@@ -195,16 +195,22 @@ def correction(value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", {"importance.level": value, "importance.action": "truncate", "importance.high": high})
 
 
-def critic_path(value: Any, keys: Keys) -> Outcome:
-    """The model that the critic begins with."""
-    return Outcome("mapped", {"critic.path": "" if value in (None, keys[f"{MODEL}path"]) else str(value)})
+def critic_model(policy: str, value: Any, keys: Keys) -> Outcome:
+    """The model that the critic begins with. policy: the key of the policy's."""
+    return Outcome("mapped", {"critic.path": "" if value in (None, keys[policy]) else str(value)})
 
 
-def lora(value: Any, keys: Keys) -> Outcome:
-    """An adapter."""
-    rank, alpha, targets = (keys[f"{MODEL}{name}"] for name in ("lora_rank", "lora_alpha", "target_modules"))
-    outcome = ours.lora(rank, alpha, targets)
-    return images.beside_tower(outcome, targets, keys.explicit.get(f"{MODEL}exclude_modules"), keys)
+critic_path = partial(critic_model, f"{MODEL}path")
+
+
+def adapter(numbers: str, modules: str, value: Any, keys: Keys) -> Outcome:
+    """An adapter. numbers, modules: what is before the names of its keys."""
+    targets, excluded = keys[f"{modules}target_modules"], keys.explicit.get(f"{modules}exclude_modules")
+    outcome = ours.lora(keys[f"{numbers}rank"], keys[f"{numbers}alpha"], targets)
+    return images.beside_tower(outcome, targets, excluded, keys)
+
+
+lora = partial(adapter, f"{MODEL}lora_", MODEL)
 
 
 def tools(value: Any, keys: Keys) -> Outcome:
