@@ -97,7 +97,7 @@ def composed(path: Path, document: dict[Any, Any], roots: Sequence[Path] = ()) -
     document_keys = with_tools(path, flat({key: value for key, value in document.items() if key != "defaults"}), {})
     if not isinstance(document.get("defaults"), list):
         return document_keys
-    searched = [str(place).partition("://")[2] for place in document_keys.get("hydra.searchpath") or []]
+    searched = re.findall(r"(?:file|pkg)://([^\s'\",\]]+)", str(document_keys.get("hydra.searchpath")))
     roots = roots or [path.parent, *(folder / place for place in searched for folder in path.resolve().parents)]
     # Hydra joins the files in the order of the list. Later ones win, and the document itself is where _self_ stands, or
     # last.
@@ -125,8 +125,8 @@ def _named(entry: Any) -> list[tuple[str, str, bool]]:
 
     entry: "group/file@section", or {"group@section": file}, where `null` takes a file out of the list.
     """
-    group, options = next(iter(entry.items())) if isinstance(entry, dict) else (entry, "")
-    words = str(group).split()
+    group, options = next(iter(entry.items()), ("", "")) if isinstance(entry, dict) else (entry, "")
+    words = str(group).split() or [""]
     group, _, section = words[-1].partition("@")
     names = [f"{group}/{x}" for x in (options if isinstance(options, list) else [options]) if x not in (None, "null")]
     return [(name.rstrip("/").removesuffix(".yaml"), section, "optional" in words[:-1]) for name in names]

@@ -220,8 +220,10 @@ class Walk(Values):
             self.arguments = self.arguments[int(rest[0]) if rest and rest[0].isdigit() else 1 :]
         if name == "getopts" and not self.arguments:
             return False  # without options its loop does not begin
-        if name in ("unset", "read"):
-            self.variables |= {key: Value(f"${{{key}: {name} sets it}}") for key in rest if re.fullmatch(r"\w+", key)}
+        if name == "unset":
+            self.variables = {key: value for key, value in self.variables.items() if key not in rest}
+        if name == "read":
+            self.variables |= {key: Value(f"${{{key}: it is read}}") for key in rest if re.fullmatch(r"\w+", key)}
         if name in self.functions and self.depth < DEPTH:
             return self.call(self.functions[name], list(command.values[1:]))
         if (text := _script_of(command.words)) is not None:

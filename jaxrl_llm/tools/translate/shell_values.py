@@ -30,9 +30,10 @@ class Values:
         name, index, more = match.groups()
         now = self.variables.get(name)
         if word.array is not None:
-            pairs = [re.fullmatch(r"\[(.+?)\]=(.*)", self.text(element).text, re.DOTALL) for element in word.array]
-            if pairs and all(pairs):  # declare -A name=([key]=value …)
-                self.variables |= {f"{name}[{pair[1]}]": Value(pair[2], self.places(word)) for pair in pairs if pair}
+            texts = [self.text(element) for element in word.array]
+            pairs = {text: re.fullmatch(r"\[(.+?)\]=(.*)", text.text, re.DOTALL) for text in texts}
+            if pairs and all(pairs.values()):  # declare -A name=([key]=value …)
+                self.variables |= {f"{name}[{x[1]}]": Value(x[2], text.places) for text, x in pairs.items() if x}
                 return
             elements = [value for element in word.array for value in self.fields(element)]
             self.variables[name] = items(now) * bool(more) + elements

@@ -215,8 +215,6 @@ lora = partial(adapter, f"{MODEL}lora_", MODEL)
 
 def tools(value: Any, keys: Keys) -> Outcome:
     """Episodes of several turns with tools, which are functions here."""
-    if not in_turns(keys):
-        return Outcome("no effect", reason="an episode has one turn")
     if not keys.explicit.get(f"{TURNS}tool_config_path"):
         return not_here("env", f"the file names no tools of its episodes of several turns; {ENVIRONMENT}")
     names = keys.explicit.get(f"{TURNS}tool_config_path.names") or []
