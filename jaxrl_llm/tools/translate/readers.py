@@ -113,26 +113,23 @@ def _from_shell(path: Path, text: str) -> DocumentKeys:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     allocated = launchers.allocation(text)
-    runs: dict[int, list[tuple[Command, DocumentKeys]]] = {}
+    # By place and not by number: what a loop runs several times is one command.
+    runs: dict[int, list[DocumentKeys]] = {}
     for command in script.commands:
         if keys := _from_command(path, command, script.files, allocated):
-            runs.setdefault(command.place, []).append((command, keys))
-    # By place and not by number: what a loop runs several times is one command.
+            runs.setdefault(command.place, []).append(keys)
     if len(runs) > 1:
         raise UserError(f"{path} has {len(runs)} training commands: keep one in the file")
-    its = next(iter(runs.values()), [])
-    lost = unreached(script, {command.place for command, _ in its})
-    if not its:
+    lost = unreached(script, set(runs))
+    if not runs:
         which = f" that is reached ({lost[0]} belongs to none)" if lost else ""
         raise UserError(
             f"{path} has no training command of TRL, veRL, EasyR1 or Search-R1{which}: give a script that has one"
         )
-    first = its[0][1]
-    # Commands of one place are rounds of a loop: they share most keys, and `merged` marks the others.
-    words = [word for _, keys in its for word in keys.lost]
-    return replace(
-        first, values=arguments.merged([keys.values for _, keys in its]), lost=list(dict.fromkeys(words + lost))
-    )
+    (rounds,) = runs.values()
+    lost = dict.fromkeys([word for keys in rounds for word in keys.lost] + lost)
+    # Rounds of a loop share most keys, and `merged` marks the others.
+    return replace(rounds[0], values=arguments.merged([keys.values for keys in rounds]), lost=list(lost))
 
 
 def unreached(script: shell.Walk, training: set[int]) -> list[str]:

@@ -58,10 +58,6 @@ def adapted(keys: Keys) -> bool:
     return bool(keys[f"{MODEL}lora_rank"])
 
 
-def in_turns(keys: Keys) -> bool:
-    return bool(keys.explicit.get(f"{TURNS}enable"))
-
-
 CONDITIONS = FAMILY.conditions() | {
     "grpo": (lambda keys: str(keys["algorithm.adv_estimator"]).startswith("grpo"), "the estimator is not grpo"),
     "filtering": (filtering, "filter_groups is off"),
@@ -74,7 +70,7 @@ CONDITIONS = FAMILY.conditions() | {
         ),
         "loss_agg_mode does not divide by a length",
     ),
-    "turns": (in_turns, "an episode has one turn"),
+    "turns": (lambda keys: keys.explicit.get(f"{TURNS}enable"), "an episode has one turn"),
     "rewarded": (lambda keys: keys.explicit.get("reward_model.enable"), "it is off"),
     "reward_file": (lambda keys: keys.explicit.get(f"{REWARD_FILE}path"), "no path"),
 }
