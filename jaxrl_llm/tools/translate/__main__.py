@@ -47,36 +47,31 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     text = writer.source(translation, file, to or Path(f"{file.stem}.py"), source.lost)
     # The text that is printed or written is the one that is checked: an error of the writer shows here.
     linted = lint.lint(lint.load_text(text), set(translation.yours()))
+    written = ""
     if to:
         try:
             to.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UserError(f"--to {to} cannot be written ({error.strerror}): name a file in another folder") from None
+        written = f"{to} is written{' and complete' * (not translation.unknown())}; "
     else:
         print(text)
     refusal = images.refusal(source.keys)
     print_first(source, translation, refusal)
     print_keys(translation, file)
-    print_checks(
-        translation,
-        linted,
-        f"{to} is written{' and complete' * (not translation.unknown())}; " if to else "",
-        "of all but the model " * bool(refusal),
-    )
+    print_checks(translation, linted, f"{written}the checks {'of all but the model ' * bool(refusal)}")
     # A task of a person, such as a function to move, does not count: `train` refuses the config until it is done.
     return int(bool(linted.refused or refusal or source.lost or translation.unknown()))
 
 
 def print_first(source: readers.ForeignConfig, translation: Translation, refusal: str) -> None:
     """Prints the version of the file, what makes the run another one here, and what it says only with a default."""
-    for note in translation.notes:
-        _say(f"version: {note}")
-    if refusal:
-        _say(f"not supported: {refusal}: train refuses the config")
-    for line in source.lost:
-        _say(f"belongs to no key of the training command: {line}")
-    for note in (*source.notes, *filter(None, [images.note(source.keys)])):
-        _say(f"note: {note}")
+    lines = [f"version: {note}" for note in translation.notes]
+    lines += [f"not supported: {refusal}: train refuses the config"] if refusal else []
+    lines += [f"belongs to no key of the training command: {line}" for line in source.lost]
+    lines += [f"note: {note}" for note in (*source.notes, images.note(source.keys)) if note]
+    for line in lines:
+        _say(line)
 
 
 def print_keys(translation: Translation, file: Path) -> None:
@@ -91,31 +86,27 @@ def print_keys(translation: Translation, file: Path) -> None:
         if kind in ("mapped", "changed"):
             lines = [f"{key} -> {', '.join(outcome.fields) or 'nothing to set'}" for key, outcome in outcomes.items()]
         else:
-            reasons = {key: outcome.reason for key, outcome in outcomes.items()}
-            lines = [f"{', '.join(keys)}: {reason}" for reason, keys in writer.grouped(reasons).items()]
+            lines = writer.listed({key: outcome.reason for key, outcome in outcomes.items()})
         table.add_row(kind, str(len(outcomes)), printable("\n".join(lines)))
     Console(highlight=False, markup=False, width=120).print(table)
 
 
-def print_checks(translation: Translation, linted: lint.Linted, written: str, subject: str) -> None:
+def print_checks(translation: Translation, linted: lint.Linted, checks: str) -> None:
     """Prints what the checks and the rules of the doctor say, and what is left to the user.
 
-    written: that the file is there; subject: what the checks look at.
+    checks: what they look at, with the file if it is written.
     """
-    fields = translation.fields()
-    for why, names in writer.grouped(translation.yours()).items():
+    fields, yours = translation.fields(), translation.yours()
+    for why, names in writer.grouped(yours).items():
         is_key = names[0] in translation.outcomes and names[0] not in fields
         _say(f"{'may change the run' if is_key else 'yours to set'}: {', '.join(names)}: {why}")
     if linted.sizes:
-        _say(
-            f"{written}the checks {subject}pass"
-            + (", with stand-ins for what is yours to set" if translation.yours() else "")
-        )
+        _say(f"{checks}pass{', with stand-ins for what is yours to set' * bool(yours)}")
         print_config(linted.sizes, linted.findings, linted.blind)
     else:
-        _say(f"{written}the checks refuse it: {linted.refused}")
-    for package in linted.missing:
-        _say(package)
+        _say(f"{checks}refuse it: {linted.refused}")
+    for line in linted.missing:
+        _say(f"not here, and not looked at: {line}")
 
 
 def _say(text: str) -> None:

@@ -15,15 +15,8 @@ OVERRIDE = re.compile(r"[+~]*([\w-]+(?:\.[\w-]+)*)=(.*)", re.DOTALL)  # of Hydra
 SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}  # of Hydra
 # Of <PATH-TO-MODEL> and <your/data>, not of the tags <think> and </answer>.
 PLACE = r"(?=[^<>\n]*(?:[A-Z/-]|path|your))[A-Za-z](?:[^<>|&;'\"`\n]*[^\s<>|&;'\"`])?"
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}
 
 
 @dataclass(frozen=True)
@@ -44,13 +37,12 @@ def keys_of(command: Sequence[Value]) -> tuple[dict[str, str], list[Value]]:
     option = ""
     for value in command:
         word = SHORT.get(value.text, value.text)
-        flag = word.startswith("--")
-        match = OVERRIDE.fullmatch(word.removeprefix("--"))
-        if match:
-            keys["--" * flag + match[1]] = match[2]
+        flag = "--" * word.startswith("--")
+        if match := OVERRIDE.fullmatch(word.removeprefix("--")):
+            keys[flag + match[1]] = match[2]
         elif flag:
             keys[word] = "True"
-        elif option in ("--config-name", "--config-path", "--config-dir"):
+        elif option in SHORT.values():
             keys[option] = word
         else:
             rest.append(value)
@@ -75,21 +67,20 @@ def flags(values: Sequence[Value]) -> tuple[dict[str, Any], list[Value]]:
             options[key] = text if sign else "True"
         elif not key:
             rest.append(value)
+        elif options[key] == "True":
+            options[key] = word
         else:
             # A second word after a key makes a list, as nargs="+" does.
-            earlier = options[key]
-            listed = earlier if isinstance(earlier, list) else [] if earlier == "True" else [earlier]
-            options[key] = [*listed, word] if listed else word
+            options[key] = [*(options[key] if isinstance(options[key], list) else [options[key]]), word]
     return options, rest
 
 
 def again(words: Sequence[str]) -> list[str]:
     """Returns the keys that key=value arguments set more than once, to other values, with all that they say."""
-    settings: dict[str, list[str]] = {}
-    for word in words:
-        if match := OVERRIDE.fullmatch(word):
-            settings.setdefault(match[1], []).append(match[2])
-    several = {key: values for key, values in settings.items() if len(set(values)) > 1}
+    settings: dict[str, dict[str, None]] = {}
+    for match in filter(None, map(OVERRIDE.fullmatch, words)):
+        settings.setdefault(match[1], {})[match[2]] = None
+    several = {key: values for key, values in settings.items() if len(values) > 1}
     return [f"{key} is set to {', '.join(values)}: the last one counts" for key, values in several.items()]
 
 

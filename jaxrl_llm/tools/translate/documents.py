@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate.outcome import Unread
 
 SECTIONS = ("actor_rollout_ref", "worker", "algorithm", "trainer", "critic")
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$")
 # ${a.b}, ${.b} of the same section, ${oc.select:a.b,default}, ${oc.env:NAME,default}
 REFERENCE = re.compile(r"\$\{(oc\.select:|oc\.env:)?([\w.]+)(?:,([^{}]*))?\}")
 FOLDERS = ("", "config/", "configs/", "conf/")  # beside a script, for --config-name without a path
@@ -23,8 +23,9 @@ FOLDERS = ("", "config/", "configs/", "conf/")  # beside a script, for --config-
 VERL_FILES = re.compile(r"/?(ppo_trainer|ppo_megatron_trainer|_generated_ppo_\w+|default|hydra/.*)")
 VERL_GROUPS = re.compile(
     r"/?(actor|critic|data|ref|rollout|model|reward|reward_model|reward_manager|algorithm|engine|optim|profiler|"
-    r"npu_profile|model_engine|distillation|transfer_queue)/.*"
+    r"npu_profile|model_engine|distillation|transfer_queue)(/.*)?"
 )
+PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)  # in a file of Hydra: the section that its keys are for
 
 
 @dataclass
@@ -60,6 +61,10 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# YAML takes 1e-6 for text.
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("+-.0123456789"))
+
+
 def parse(path: Path, text: str) -> tuple[dict[Any, Any], list[str]]:
     """Returns the mapping of a document, and what it says twice. Raises: UserError, if it holds none."""
     again: list[str] = []
@@ -81,49 +86,57 @@ def read_document(path: Path, text: str) -> DocumentKeys:
     document, again = parse(path, text)
     if "defaults" in document or any(isinstance(document.get(section), dict) for section in SECTIONS):
         return DocumentKeys(composed(path, document), again)
-    return DocumentKeys({str(key): number(value) for key, value in document.items()}, again)
+    return DocumentKeys({str(key): value for key, value in document.items()}, again)
 
 
-def composed(path: Path, document: dict[Any, Any]) -> dict[str, Any]:
+def composed(path: Path, document: dict[Any, Any], roots: Sequence[Path] = ()) -> dict[str, Any]:
     """Returns the keys of a document of Hydra: those of the files in its list `defaults`, then its own.
 
-    The key "defaults" is the list of those that are not there.
+    roots: folders of groups. The key "defaults" is the list of the files that are not there.
     """
     document_keys = with_tools(path, flat({key: value for key, value in document.items() if key != "defaults"}), {})
     if not isinstance(document.get("defaults"), list):
         return document_keys
+    searched = re.findall(r"(?:file|pkg)://([^\s'\",\]]+)", str(document_keys.get("hydra.searchpath")))
+    roots = roots or [path.parent, *(folder / place for place in searched for folder in path.resolve().parents)]
     # Hydra joins the files in the order of the list. Later ones win, and the document itself is where _self_ stands, or
     # last.
     keys: dict[str, Any] = {}
     missing = []
     for entry in [*document["defaults"], *(() if "_self_" in document["defaults"] else ("_self_",))]:
-        if entry == "_self_":
-            keys |= document_keys
-            continue
-        name, package = _named(entry)
-        file = path.parent / f"{name.lstrip('/')}.yaml"
-        if name and file.is_file():
-            inside, _ = parse(file, file.read_text(encoding="utf-8"))
-            keys |= {f"{package}{key}": value for key, value in composed(file, inside).items() if key != "defaults"}
-        # Files of veRL itself are no loss: their keys are the defaults of its table.
-        elif name and not VERL_FILES.fullmatch(name) and not VERL_GROUPS.fullmatch(name):
-            missing.append(name)
+        keys |= document_keys if entry == "_self_" else {}
+        for name, section, is_optional in _named(entry) if entry != "_self_" else ():
+            files = (folder / f"{name.lstrip('/')}.yaml" for folder in (path.parent, *roots))
+            if file := next((file for file in files if file.is_file()), None):
+                text = file.read_text(encoding="utf-8")
+                header = PACKAGE.search(text)
+                before = _section(section or (header[1] if header else ""), name)
+                inside = composed(file, parse(file, text)[0], roots)
+                missing += inside.pop("defaults", [])
+                keys |= {f"{before}{key}": value for key, value in inside.items()}
+            # Files of veRL itself are no loss: their keys are the defaults of its table.
+            elif not is_optional and not VERL_FILES.fullmatch(name) and not VERL_GROUPS.fullmatch(name):
+                missing.append(name)
     return keys | {"defaults": missing}
 
 
-def _named(entry: Any) -> tuple[str, str]:
-    """Returns the file of an entry of `defaults`, and what is before its keys: group@package: file."""
-    if not isinstance(entry, dict):
-        return str(entry).partition("@")[0].removesuffix(".yaml"), ""
-    group, option = next(iter(entry.items()))
-    group = str(group).removeprefix("override ").removeprefix("optional ")
-    group, _, package = group.partition("@")
-    # Hydra takes a file out of the list with `group: null`.
-    if option in (None, "null"):
-        return "", ""
-    # @_global_ puts the keys of a file at the top.
-    before = "" if package == "_global_" else f"{package or group.replace('/', '.')}."
-    return f"{group}/{option}".removesuffix(".yaml"), before
+def _named(entry: Any) -> list[tuple[str, str, bool]]:
+    """Returns the files of an entry of `defaults`, the section of their keys ("": none), and if they may be absent.
+
+    entry: "group/file@section", or {"group@section": file}, where `null` takes a file out of the list.
+    """
+    group, options = next(iter(entry.items()), ("", "")) if isinstance(entry, dict) else (entry, "")
+    words = str(group).split() or [""]
+    group, _, section = words[-1].partition("@")
+    names = [f"{group}/{x}" for x in (options if isinstance(options, list) else [options]) if x not in (None, "null")]
+    return [(name.rstrip("/").removesuffix(".yaml"), section, "optional" in words[:-1]) for name in names]
+
+
+def _section(section: str, name: str) -> str:
+    """Returns what is before the keys of a file: of its section, or of the folder that it is in."""
+    folder = name.strip("/").rpartition("/")[0].replace("/", ".")
+    section = {"_global_": "", "_here_": "", "_group_": folder, "": folder}.get(section, section)
+    return section.removeprefix("_global_.") + "." * bool(section)
 
 
 def with_tools(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> dict[str, Any]:
@@ -143,19 +156,16 @@ def with_tools(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> 
 def with_files(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> DocumentKeys:
     """Adds the keys of the file that a command names, if it is there. written: files that the script writes itself."""
     keys = with_tools(path, keys, written)
-    name = keys.get("config")
-    if isinstance(name, str) and not isinstance(name, Unread) and (file := beside(path, name, written)):
-        base = read_document(*file)
-        return DocumentKeys(base.values | {key: value for key, value in keys.items() if key != "config"}, base.lost)
-    name, named_folder = keys.get("--config-name"), keys.get("--config-path", keys.get("--config-dir"))
-    if isinstance(name, str) and not isinstance(name, Unread) and not VERL_FILES.fullmatch(name.removesuffix(".yaml")):
-        is_known = isinstance(named_folder, str) and not isinstance(named_folder, Unread)
-        folders = [f"{named_folder}/"] * is_known + list(FOLDERS)
-        for folder in folders:
-            if file := beside(path, f"{folder}{name.removesuffix('.yaml')}.yaml", written):
-                base = read_document(*file)
-                others = {key: x for key, x in keys.items() if key not in ("--config-name", "--config-path")}
-                return DocumentKeys(base.values | others, base.lost)
+    name, folder = keys.get("--config-name"), keys.get("--config-path", keys.get("--config-dir"))
+    names = [keys.get("config")]
+    if isinstance(name, str) and not VERL_FILES.fullmatch(name.removesuffix(".yaml")):
+        folders = [f"{folder}/", *FOLDERS] if isinstance(folder, str) and not isinstance(folder, Unread) else FOLDERS
+        names += [f"{place}{name.removesuffix('.yaml')}.yaml" for place in folders if not isinstance(name, Unread)]
+    for name in names:
+        if isinstance(name, str) and not isinstance(name, Unread) and (file := beside(path, name, written)):
+            base = read_document(*file)
+            others = {key: x for key, x in keys.items() if key not in ("config", "--config-name", "--config-path")}
+            return DocumentKeys(base.values | others, base.lost)
     return DocumentKeys(keys)
 
 
@@ -178,31 +188,31 @@ def flat(document: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict) and value:
             flattened |= flat(value, f"{prefix}{key}.")
         else:
-            flattened[f"{prefix}{key}"] = number(value)
+            flattened[f"{prefix}{key}"] = value
     return flattened
 
 
 def resolved(keys: DocumentKeys) -> DocumentKeys:
     """Replaces references to other keys by their values. A reference that leads nowhere makes a value `Unread`."""
-    referred, notes = set[str](), list(keys.notes)
+    referred, notes = set[str](), dict.fromkeys(keys.notes)
 
     def referred_value(key: str, match: re.Match[str], depth: int) -> Any:
         how, name, default = match.groups()
-        if how == "oc.env:":
-            if default is None:
-                return Unread(match[0])
-            # A variable of the environment may be set where the run is started, and then the default is not its value.
-            notes.append(f"{key}: {match[0]} is its default here, {default.strip()}")
-            return scalar(default.strip())
         name = f"{key.rpartition('.')[0]}{name}" if name.startswith(".") else name
-        if name in keys.values and depth:
+        if how == "oc.env:" and default is not None:
+            # A variable of the environment may be set where the run is started, and then the default is not its value.
+            notes[f"{key}: {match[0]} is its default here, {default.strip()}"] = None
+        elif how != "oc.env:" and name in keys.values and depth:
             referred.add(name)
             return resolve(name, keys.values[name], depth - 1)
         return Unread(match[0]) if default is None else scalar(default.strip())
 
     def resolve(key: str, value: Any, depth: int) -> Any:
         if isinstance(value, list):
-            return [resolve(key, element, depth) for element in value]
+            elements = [resolve(key, element, depth) for element in value]
+            # A list with an element that is not known is as a whole not known: a rule reads all of it.
+            unread = any(isinstance(element, Unread) for element in elements)
+            return Unread(", ".join(map(str, elements))) if unread else elements
         if not isinstance(value, str) or isinstance(value, Unread):
             return value
         while match := REFERENCE.search(value):
@@ -211,31 +221,17 @@ def resolved(keys: DocumentKeys) -> DocumentKeys:
             if match[0] == value or isinstance(other, Unread):
                 return other
             value = value.replace(match[0], "null" if other is None else str(other))
-        return Unread(value) if re.search(r"\$\{[\w.]+[:}]", value) else value
+        # OmegaConf's ??? is a value that the command line must give.
+        return Unread(value) if value == "???" or re.search(r"\$\{[\w.]+[:}]", value) else value
 
     # The depth ends a circle of keys that name each other.
     values = {key: resolve(key, value, 5) for key, value in keys.values.items()}
-    lists = {key: value for key, value in values.items() if isinstance(value, list)}
-    # A list with an element that is not known is as a whole not known: a rule reads all of it.
-    unread = {key: value for key, value in lists.items() if any(isinstance(element, Unread) for element in value)}
-    values |= {key: Unread(", ".join(map(str, value))) for key, value in unread.items()}
-    return replace(keys, values=values, notes=list(dict.fromkeys(notes)), referred=referred)
+    return replace(keys, values=values, notes=list(notes), referred=referred)
 
 
 def scalar(text: str) -> Any:
     """Parses a value of a command line, as Hydra and argparse do. "[a, b]" and "{a: 1}" are values too."""
     try:
-        return number(yaml.safe_load(text)) if text else ""
+        return yaml.load(text, Loader) if text else ""
     except yaml.YAMLError:
         return text
-
-
-def number(value: Any) -> Any:
-    """Makes 1e-6 a number, also inside lists and mappings: YAML takes it for text."""
-    if isinstance(value, str) and not isinstance(value, Unread) and NUMBER.fullmatch(value):
-        return float(value)
-    if isinstance(value, list):
-        return [number(element) for element in value]
-    if isinstance(value, dict):
-        return {key: number(element) for key, element in value.items()}
-    return value

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from jaxrl_llm.tools.translate import family, images, ours
+from jaxrl_llm.tools.translate import family, images, ours, verl
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome
 from jaxrl_llm.tools.translate.table import Row, read_rows, system
 
@@ -94,18 +95,15 @@ def too_long(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", fields, "False cuts a longer prompt; here it is dropped and counted")
 
 
-def online_filtering(value: Any, keys: Keys) -> Outcome:
+def resampling(value: Any, keys: Keys) -> Outcome:
     """Groups without signal, replaced by others."""
-    if not filtering(keys):
-        return Outcome("mapped", {"rollout.resample_rounds": 0})
     batches = int(keys["trainer.max_try_make_batch"])
     reason = (
         f"groups whose mean {keys['algorithm.filter_key']} is outside {keys['algorithm.filter_low']} ... "
         f"{keys['algorithm.filter_high']} are left out there; here, groups with one total reward, and "
         "what still has no signal stays"
     )
-    # Without a limit there, which a data set without a signal never leaves: ten rounds stand for it.
-    return Outcome("changed", {"rollout.resample_rounds": max(batches - 1, 1) if batches > 0 else 10}, reason)
+    return verl.resampled(batches if filtering(keys) else None, reason)
 
 
 def rewards(value: Any, keys: Keys) -> Outcome:
@@ -135,11 +133,8 @@ def model(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", {"model.path": "my_model"}, unknown={"model.path": "a folder or a hub id"})
 
 
-def lora(value: Any, keys: Keys) -> Outcome:
-    """An adapter."""
-    rank, alpha, targets = (keys[f"{MODEL}lora.{name}"] for name in ("rank", "alpha", "target_modules"))
-    excluded = keys.explicit.get(f"{MODEL}lora.exclude_modules")
-    return images.beside_tower(ours.lora(rank, alpha, targets), targets, excluded, keys)
+lora = partial(verl.adapter, f"{MODEL}lora.", f"{MODEL}lora.")
+critic_path = partial(verl.critic_model, f"{MODEL}model_path")
 
 
 def strategy(row: Row, value: Any, keys: Keys) -> Outcome:
@@ -153,15 +148,4 @@ def strategy(row: Row, value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", {row.field: "bfloat16"}, reason)
 
 
-def critic_path(value: Any, keys: Keys) -> Outcome:
-    """The model that the critic begins with."""
-    return Outcome("mapped", {"critic.path": "" if value in (None, keys[f"{MODEL}model_path"]) else value})
-
-
-EASYR1 = system(
-    "EasyR1",
-    "commit 46c6c21",
-    read_rows("easyr1"),
-    vars(family) | FAMILY.rules() | globals(),
-    lambda keys: "ppo" if FAMILY.critic(keys) else "grpo",
-)
+EASYR1 = system("EasyR1", "commit 46c6c21", read_rows("easyr1"), vars(family) | FAMILY.rules() | globals(), verl.base)

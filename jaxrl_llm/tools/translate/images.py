@@ -8,7 +8,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
+from jaxrl_llm.tools.translate.documents import flat
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule
+from jaxrl_llm.tools.translate.table import Row
 
 MODELS = (
     "actor_rollout_ref.model.path",
@@ -37,6 +39,7 @@ IMAGE_ROWS = re.compile(
     r"rl-mixed-dataset",
     re.IGNORECASE,
 )
+SOUND_MODEL = re.compile(r"omni|minicpm-o", re.IGNORECASE)
 OTHER_ROWS = re.compile(r"video|audio|(?<![a-z])avqa", re.IGNORECASE)
 LIMIT = (
     "the engine refuses a prompt with more pictures there; here a prompt has all pictures of its row, and none is cut"
@@ -71,18 +74,18 @@ def unreadable(model: str) -> bool:
 
 def evidence(values: Mapping[str, Any]) -> str:
     """Returns the key and value that show that a run has pictures; "": it is a run of text."""
+
+    def shows(key: str, value: Any) -> Any:
+        if key in MODELS:
+            return family_of(str(value))
+        if key in ROWS:
+            return IMAGE_ROWS.search(str(value)) or OTHER_ROWS.search(str(value))
+        is_switch = key.rpartition(".")[2] in SWITCHES or "limit_mm_per_prompt" in key
+        return is_switch and value not in (None, False, 0, "", "null")
+
     # The keys of models first: a model's name shows it better than a data set's.
-    for key, value in sorted(values.items(), key=lambda pair: pair[0] not in MODELS):
-        text, name = str(value), key.rpartition(".")[2]
-        shows = (
-            (key in MODELS and family_of(text))
-            or (key in ROWS and (IMAGE_ROWS.search(text) or OTHER_ROWS.search(text)))
-            or (name in SWITCHES and value not in (None, False, 0, "", "null"))
-            or ("limit_mm_per_prompt" in key and value)
-        )
-        if shows:
-            return f"{key} = {text}"
-    return ""
+    ordered = sorted(values.items(), key=lambda pair: pair[0] not in MODELS)
+    return next((f"{key} = {value}" for key, value in ordered if shows(key, value)), "")
 
 
 def refusal(values: Mapping[str, Any]) -> str:
@@ -98,14 +101,14 @@ def refusal(values: Mapping[str, Any]) -> str:
 
 def sound_evidence(values: Mapping[str, Any]) -> str:
     """Returns the key and value that show that a run has video or audio; "": it has none."""
-    for key, value in values.items():
-        if (
-            (key in ROWS and OTHER_ROWS.search(str(value)))
-            or (key in MODELS and re.search(r"omni|minicpm-o", str(value), re.IGNORECASE))
-            or (key.endswith("use_audio_in_video") and value is True)
-        ):
-            return f"{key} = {value}"
-    return ""
+    patterns = dict.fromkeys(ROWS, OTHER_ROWS) | dict.fromkeys(MODELS, SOUND_MODEL)
+    sounding = (
+        f"{key} = {value}"
+        for key, value in values.items()
+        if (key in patterns and patterns[key].search(str(value)))
+        or (key.endswith("use_audio_in_video") and value is True)
+    )
+    return next(sounding, "")
 
 
 def note(values: Mapping[str, Any]) -> str:
@@ -118,30 +121,20 @@ def note(values: Mapping[str, Any]) -> str:
 
 def shown(keys: Keys) -> bool:
     """Whether a run has pictures. It depends on the name of its model, if that is not in the file."""
-    if not evidence(keys.values):
-        for key in MODELS:
-            keys.explicit.ask(key)
-        return False
-    return True
+    is_shown = bool(evidence(keys.values))
+    for key in () if is_shown else MODELS:
+        keys.explicit.ask(key)
+    return is_shown
 
 
-def processor(value: Any, keys: Keys) -> Outcome:
-    """Arguments of the image processor."""
-    arguments = {
-        f"{name}.{part}" if part else name: x
-        for name, inside in (value or {}).items()
-        for part, x in (inside.items() if isinstance(inside, Mapping) else [("", inside)])
-    }
+def processor(row: Row, value: Any, keys: Keys) -> Outcome:
+    """Arguments of the image processor: all of them, or its sizes."""
+    arguments = flat({"size": value} if row.name == "size" else value or {})
     fields = {PIXELS[name]: int(x) for name, x in arguments.items() if name in PIXELS}
     others = [name for name in arguments if name not in PIXELS]
     if others:
         return Outcome("unsupported", fields, f"{', '.join(others)}: {PROCESSOR}")
     return Outcome("mapped", fields) if fields else Outcome("no effect", reason="not set")
-
-
-def processor_size(value: Any, keys: Keys) -> Outcome:
-    """One argument of the image processor, with two limits."""
-    return processor({"size": value}, keys)
 
 
 def limit(value: Any, keys: Keys) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,18 +17,15 @@ TORCH = ("accelerate", "torchrun", "deepspeed")
 MPI = ("mpirun", "mpiexec")
 # In this order: one of torch inside srun or mpirun says the processes.
 LAUNCHERS = (*TORCH, "srun", *MPI)
-COUNTS = (  # keys that count processes
-    "accelerate.num_processes",
-    "torchrun.nproc_per_node",
-    "torchrun.nnodes",
-    "deepspeed.num_gpus",
-    "deepspeed.num_nodes",
-    "deepspeed.include",
-    "srun.ntasks",
-    "srun.ntasks_per_node",
-    "srun.nodes",
-    *(f"{name}.np" for name in MPI),
-)
+# Keys that count all processes: accelerate those of all machines.
+TOTALS = ("accelerate.num_processes", "num_processes", "world_size", *(f"{name}.np" for name in MPI), "srun.ntasks")
+# Keys whose product counts them: the processes of a machine, and the machines.
+PRODUCTS = {
+    "srun": ("srun.ntasks_per_node", "srun.nodes"),
+    "torchrun": ("torchrun.nproc_per_node", "torchrun.nnodes"),
+    "deepspeed": ("deepspeed.num_gpus", "deepspeed.num_nodes"),
+}
+COUNTS = {*TOTALS, *(key for pair in PRODUCTS.values() for key in pair), "deepspeed.include"}
 # The options that count processes, as the launchers also spell them: -n 4, -n4, -np 4.
 SHORT = {"srun": {"n": "ntasks", "N": "nodes"}} | {name: {"n": "np", "np": "np", "c": "np"} for name in MPI}
 DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(.*)", re.MULTILINE)
@@ -50,31 +48,25 @@ def flags(
     launcher = next((name for name in LAUNCHERS if name in names), "")
     if not launcher:
         return {}
-    keys = _numbers(launcher, values)
+    keys, inherited, names = _numbers(launcher, values), {}, ()
     if launcher == "accelerate" and isinstance(name := keys.get("config_file"), str):
         file = beside(path, name, files)
-        in_file = read_document(*file).values if file else {}
         keys["config_file"] = name if file else None
-        keys = {key: in_file[key] for key in ("num_processes", "num_machines") if key in in_file} | keys
+        inherited, names = read_document(*file).values if file else {}, ("num_processes", "num_machines")
     if launcher == "srun":
-        tasks = any(key.startswith("ntasks") for key in keys)
         # srun inherits nodes and tasks from the #SBATCH lines. A number of tasks of its own replaces all of theirs.
-        names = ("nodes",) if tasks else ("nodes", "nt")
-        inherited = {key: value for key, value in _numbers(launcher, allocated).items() if key.startswith(names)}
-        keys = inherited | keys
-    return {f"{launcher}.{key}": value for key, value in keys.items()}
+        names = ("nodes",) if any(key.startswith("ntasks") for key in keys) else ("nodes", "nt")
+        inherited = _numbers(launcher, allocated)
+    inherited = {key: value for key, value in inherited.items() if key.startswith(names)}
+    return {f"{launcher}.{key}": value for key, value in (inherited | keys).items()}
 
 
 def _numbers(launcher: str, values: Sequence[Value]) -> dict[str, Any]:
     """Returns the flags of a launcher, each with the one word after it."""
     options, _ = arguments.flags([_long(launcher, value) for value in values])
+    first = {key: value[0] if isinstance(value, list) else value for key, value in options.items()}
     # YAML would take torchrun's 1:4 for a number.
-    return {
-        key: arguments.value_of(
-            value[0] if isinstance(value, list) else value, lambda text: int(text) if text.isdigit() else text
-        )
-        for key, value in options.items()
-    }
+    return {key: arguments.value_of(x, lambda text: int(text) if text.isdigit() else text) for key, x in first.items()}
 
 
 def _long(launcher: str, value: Value) -> Value:
@@ -87,39 +79,21 @@ def _long(launcher: str, value: Value) -> Value:
 def count(keys: Keys) -> int:
     """Returns the processes that the file starts; 0: it does not say."""
     explicit = keys.explicit
-    # accelerate counts the processes of all machines, torchrun those of one.
-    for key in ("accelerate.num_processes", "num_processes", "world_size"):
-        if explicit.get(key):
-            return int(explicit[key])
-    for launcher in MPI:
-        if isinstance(processes := explicit.get(f"{launcher}.np"), int):
-            return processes
-    if any(key.startswith("srun.") for key in explicit.keys() | keys.unread):
-        return _tasks(keys)
-    for launcher, per_node, nodes in (("torchrun", "nproc_per_node", "nnodes"), ("deepspeed", "num_gpus", "num_nodes")):
-        counts = [f"{launcher}.{per_node}", f"{launcher}.{nodes}"]
-        per_machine, machines = (explicit.get(key, 1) for key in counts)
-        # A number that is not known is no number: then the file does not say how many there are.
-        if not any(key.startswith(f"{launcher}.") for key in explicit) or not keys.unread.isdisjoint(counts):
-            continue
-        # All GPUs of a machine, or those that it lists.
-        if launcher == "deepspeed" and counts[0] not in explicit:
-            listed = str(explicit.get("deepspeed.include", ""))
-            # DeepSpeed writes worker-0:0,1@worker-1:0,1.
-            return sum(len(part.partition(":")[2].split(",")) for part in listed.split("@") if ":" in part)
-        return per_machine * machines if isinstance(per_machine, int) and isinstance(machines, int) else 0
-    return 0
-
-
-def _tasks(keys: Keys) -> int:
-    """Returns the tasks of srun; 0: the file does not say. One runs on each node if their number is not set."""
-    counts = {key: keys.explicit.get(f"srun.{key}") for key in ("ntasks", "ntasks_per_node", "nodes")}
-    known = {key.removeprefix("srun.") for key in keys.explicit.keys() | keys.unread if key.startswith("srun.nt")}
-    if "ntasks" in known or not known <= {"ntasks_per_node"}:
-        # --ntasks is the total, whatever --nodes says. Another option, as --ntasks-per-gpu, needs the cluster to count.
-        return counts["ntasks"] if isinstance(counts["ntasks"], int) else 0
-    if "srun.nodes" in keys.unread or (not known and counts["nodes"] is None):
+    present = explicit.keys() | keys.unread
+    if total := next((explicit[key] for key in TOTALS if key in present and explicit.get(key)), 0):
+        return int(total) if str(total).isdigit() else 0
+    launcher = next((name for name in PRODUCTS if any(key.startswith(f"{name}.") for key in present)), "")
+    per_machine, machines = PRODUCTS.get(launcher, ("", ""))
+    # Tasks are the total, whatever the nodes are. Another option, as --ntasks-per-gpu, needs the cluster to count.
+    if any(key.startswith("srun.nt") and key != per_machine for key in present):
         return 0
-    per_node, nodes = (1 if counts[key] is None else counts[key] for key in ("ntasks_per_node", "nodes"))
-    per_node_is_known = "srun.ntasks_per_node" not in keys.unread
-    return per_node * nodes if per_node_is_known and isinstance(per_node, int) and isinstance(nodes, int) else 0
+    # All GPUs of a machine, or those that it lists: worker-0:0,1@worker-1:0,1.
+    if launcher == "deepspeed" and per_machine not in present:
+        listed = str(explicit.get("deepspeed.include", ""))
+        return sum(len(part.partition(":")[2].split(",")) for part in listed.split("@") if ":" in part)
+    # srun runs one task on each node if their number is not set.
+    if not launcher or (launcher == "srun" and present.isdisjoint((per_machine, machines))):
+        return 0
+    # A number that is not known is no number: then the file does not say how many there are.
+    counts = [explicit.get(key, 0 if key in keys.unread else 1) for key in (per_machine, machines)]
+    return math.prod(counts) if all(isinstance(number, int) for number in counts) else 0

@@ -15,7 +15,7 @@ from jaxrl_llm.tools.translate.documents import SECTIONS, DocumentKeys, read_doc
 from jaxrl_llm.tools.translate.outcome import System
 from jaxrl_llm.tools.translate.script import read_script
 from jaxrl_llm.tools.translate.shell import Command
-from jaxrl_llm.tools.translate.shell_values import ASSIGNMENT
+from jaxrl_llm.tools.translate.shell_grammar import ASSIGNMENT
 
 NAME = re.compile(r"[\w./@-]+")
 MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
@@ -40,7 +40,6 @@ class ForeignConfig:
     lost: lines without an effect; notes: values that are not written there; referred: keys that others name.
     """
 
-    path: Path
     system: System
     keys: dict[str, Any]
     lost: tuple[str, ...] = ()
@@ -53,11 +52,9 @@ def read(path: Path) -> ForeignConfig:
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a config or script of TRL, veRL, EasyR1 or Search-R1")
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        return _read(path, path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as text ({error}): give a config or a script") from None
-    try:
-        return _read(path, text)
     except RecursionError:
         raise UserError(f"{path} refers to itself, or is nested too deeply: give a config or a script") from None
 
@@ -65,22 +62,20 @@ def read(path: Path) -> ForeignConfig:
 def _read(path: Path, text: str) -> ForeignConfig:
     if path.suffix == ".py":
         kind, values, lost, notes = read_script(path, text)
-        return ForeignConfig(path, trl.dated(OF_TRL[kind], values), values, tuple(lost), tuple(notes))
+        return ForeignConfig(trl.dated(OF_TRL[kind], values), values, tuple(lost), tuple(notes))
     keys = resolved(read_document(path, text)) if path.suffix in (".json", ".yaml", ".yml") else _from_shell(path, text)
-    keys.values |= {key: arguments.without_places(value) for key, value in keys.values.items()}
+    values = {key: arguments.without_places(value) for key, value in keys.values.items()}
     # A key becomes a comment of the config, so it must be a name.
-    if wrong := next((key for key in keys.values if not NAME.fullmatch(key)), ""):
+    if wrong := next((key for key in values if not NAME.fullmatch(key)), ""):
         raise UserError(f"{path} has the key {wrong!r}, which is no name: is this a config?")
-    system = detect(path, keys.values, keys.lost)
-    # Most keys are of all trainers of TRL: the name of the program tells them apart.
-    if keys.program and system in OF_TRL.values():
-        system = OF_TRL[keys.program]
+    system = detect(path, values, keys.lost)
     if system in OF_TRL.values():
         # A document is for a launcher, and its number of processes is a factor of the batch.
-        if path.suffix != ".sh" and not keys.values.keys() & {"num_processes", "world_size"}:
-            keys.values["num_processes"] = None
-        system = trl.dated(system, keys.values)
-    return ForeignConfig(path, system, keys.values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred))
+        if path.suffix != ".sh" and not values.keys() & {"num_processes", "world_size"}:
+            values["num_processes"] = None
+        # Most keys are of all trainers of TRL: the name of the program tells them apart.
+        system = trl.dated(OF_TRL.get(keys.program, system), values)
+    return ForeignConfig(system, values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred))
 
 
 def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> System:
@@ -118,29 +113,26 @@ def _from_shell(path: Path, text: str) -> DocumentKeys:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     allocated = launchers.allocation(text)
-    runs: dict[int, list[tuple[Command, DocumentKeys]]] = {}
+    # By place and not by number: what a loop runs several times is one command.
+    runs: dict[int, list[DocumentKeys]] = {}
     for command in script.commands:
         if keys := _from_command(path, command, script.files, allocated):
-            runs.setdefault(command.place, []).append((command, keys))
-    # By place and not by number: what a loop runs several times is one command.
+            runs.setdefault(command.place, []).append(keys)
     if len(runs) > 1:
         raise UserError(f"{path} has {len(runs)} training commands: keep one in the file")
-    its = next(iter(runs.values()), [])
-    lost = unreached(script, {command.place for command, _ in its}, text)
-    if not its:
+    lost = unreached(script, set(runs))
+    if not runs:
         which = f" that is reached ({lost[0]} belongs to none)" if lost else ""
         raise UserError(
             f"{path} has no training command of TRL, veRL, EasyR1 or Search-R1{which}: give a script that has one"
         )
-    first = its[0][1]
-    # Commands of one place are rounds of a loop: they share most keys, and `merged` marks the others.
-    words = [word for _, keys in its for word in keys.lost]
-    return replace(
-        first, values=arguments.merged([keys.values for _, keys in its]), lost=list(dict.fromkeys(words + lost))
-    )
+    (rounds,) = runs.values()
+    lost = dict.fromkeys([word for keys in rounds for word in keys.lost] + lost)
+    # Rounds of a loop share most keys, and `merged` marks the others.
+    return replace(rounds[0], values=arguments.merged([keys.values for keys in rounds]), lost=list(lost))
 
 
-def unreached(script: shell.Script, training: set[int], source: str) -> list[str]:
+def unreached(script: shell.Walk, training: set[int]) -> list[str]:
     """Returns the words of a script that look like keys of a trainer, but belong to no command that it reaches.
 
     training: the places of the training command. A command that begins with such a word is what a comment cut off. A
@@ -148,33 +140,32 @@ def unreached(script: shell.Script, training: set[int], source: str) -> list[str
     """
     reached = [command for command in script.commands if command.place in training or not _like_keys(command.words[0])]
     places = frozenset().union(*(command.places for command in reached))
-    lost = []
     texts = [
-        "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in w.parts) for w in script.words
+        "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in w.parts)
+        for w in script.parser.words
     ]
-    for word, written, after in zip(script.words, texts, [*texts[1:], ""], strict=True):
+    found: list[tuple[int, list[str]]] = []
+    for word, written, after in zip(script.parser.words, texts, [*texts[1:], ""], strict=True):
+        is_pattern = written.startswith("-") and script.parser.text[word.at + len(written) :].lstrip(" \"'")[:1] in (
+            ")",
+            "|",
+        )
         assigned = ASSIGNMENT.match(written)
-        is_pattern = source[word.at + len(written) :].lstrip(" \"'")[:1] in (")", "|") and written.startswith("-")
-        keys = _like_keys(written[assigned.end() :] if assigned else written) if word.at not in places else []
-        keys = [] if is_pattern else keys
-        value = after if keys == [written] and "=" not in written and not after.startswith("-") else ""
-        lost += [f"line {word.line}: {' '.join([*keys, value])}".rstrip()] if keys else []
-    for line, text in script.heredocs:
-        keys = _like_keys(text)
-        lost += [f"line {line}: {' '.join(keys)}"] if keys else []
-    return lost
+        keys = _like_keys(written[assigned.end() if assigned else 0 :])
+        has_value = keys == [written] and "=" not in written and not after.startswith("-")
+        if not is_pattern and word.at not in places:
+            found.append((script.parser.line(word.at), [*keys, after] if has_value and after else keys))
+    for heredoc in (heredoc for heredoc in script.parser.heredocs if heredoc not in script.written):
+        first = script.parser.line(heredoc.at)
+        found += [(first + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
+    return [f"line {line}: {' '.join(keys)}" for line, keys in found if keys]
 
 
 def _like_keys(text: str) -> list[str]:
     """Returns the words of a text that look like keys of one of the trainers."""
-    words = text.split()
-    dotted = [word for word in words if shell.DOTTED.fullmatch(word) and word.lstrip("+~").split(".")[0] in OVERRIDDEN]
-    flags = [word for word in words if word.startswith("--") and _flag(word) in FLAGS]
-    return dotted + flags
-
-
-def _flag(word: str) -> str:
-    return word.removeprefix("--").partition("=")[0].replace("-", "_").removeprefix("no_")
+    dotted = [x for x in text.split() if shell.DOTTED.fullmatch(x) and x.lstrip("+~").split(".")[0] in OVERRIDDEN]
+    options = {x: x.removeprefix("--").partition("=")[0] for x in text.split() if x.startswith("--")}
+    return dotted + [x for x, name in options.items() if name.replace("-", "_").removeprefix("no_") in FLAGS]
 
 
 def _from_command(
@@ -197,24 +188,24 @@ def _from_command(
         keys.notes += arguments.again([value.text for value in inside])
         return resolved(keys)
     options, rest = arguments.flags(inside)
-    values = {key: arguments.value_of(value, scalar) for key, value in options.items()}
-    # TRL's parser makes --no_flag of each flag that is on by default.
-    denied = {key for key in values if key.removeprefix("no_") in trl.GRPO.rules and key not in trl.GRPO.rules}
-    values = {key.removeprefix("no_") if key in denied else key: key not in denied and x for key, x in values.items()}
+    values: dict[str, Any] = {}
+    for key, value in options.items():
+        # TRL's parser makes --no_flag of each flag that is on by default.
+        is_denied = key not in trl.GRPO.rules and key.removeprefix("no_") in trl.GRPO.rules
+        values[key.removeprefix("no_") if is_denied else key] = not is_denied and arguments.value_of(value, scalar)
     program = _program(words[start : start + 2])
     # alignment-handbook gives the file without a flag, and many programs have commands.
     documents = [value.text for value in rest if value.text.endswith((".yaml", ".yml", ".json"))]
-    rest = [value for value in rest if value.text not in (*documents, "train", *PROGRAMS, *OF_TRL)]
-    keys = with_files(path, {"config": documents[0]} | values if documents[:1] else values, files)
+    keys = with_files(path, ({"config": documents[0]} if documents else {}) | values, files)
     if not any(system.knows(key) for system in OF_TRL.values() for key in keys.values if key != "config" or program):
         return None
     keys.values |= launchers.flags(path, command.values[:start], files, allocated)
     # Without a flag these take all GPUs of the machine, whose number the script does not say.
     launcher = {word.rpartition("/")[2] for word in words[: start + 1]} & {"accelerate", "deepspeed", "trl"}
-    if launcher and not any(key in launchers.COUNTS for key in keys.values):
+    if launcher and launchers.COUNTS.isdisjoint(keys.values):
         keys.values.setdefault("num_processes", None)
     keys.program = program
-    keys.lost += _unkeyed(rest)
+    keys.lost += _unkeyed([value for value in rest if value.text not in (*documents, "train", *PROGRAMS, *OF_TRL)])
     return keys
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jaxrl_llm.tools.translate import family, ours, verl
@@ -14,12 +15,7 @@ from jaxrl_llm.tools.translate.verl import ROLLOUT
 FAMILY = replace(verl.FAMILY, group=(f"{ROLLOUT}n", f"{ROLLOUT}n_agent"), sequences=True)
 
 
-def train_files(value: Any, keys: Keys) -> Outcome:
-    return family.rows_of("data", ours.SEARCH_R1_ROWS, value)
-
-
-def val_files(value: Any, keys: Keys) -> Outcome:
-    return family.rows_of("eval", ours.SEARCH_R1_ROWS, value)
+data_files = partial(verl.files, ours.SEARCH_R1_ROWS)
 
 
 def grouped(value: Any, keys: Keys) -> Outcome:
@@ -54,11 +50,6 @@ def masking(value: Any, keys: Keys) -> Outcome:
         reason = "also left out of the KL penalty, the critic and the advantages; there, of the policy's loss"
         return Outcome("changed", {}, reason)
     return Outcome("unsupported", reason="what the search finds is never trained on here")
-
-
-def searches(value: Any, keys: Keys) -> Outcome:
-    """Whether episodes search."""
-    return Outcome("mapped") if value else Outcome("unsupported", reason="without search, translate veRL's config")
 
 
 def retriever(value: Any, keys: Keys) -> Outcome:

@@ -10,27 +10,29 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import shell_test
 from jaxrl_llm.tools.translate.arguments import Value
 from jaxrl_llm.tools.translate.shell_grammar import (
-    Case,
     Chain,
     Compound,
     Function,
+    Heredoc,
     If,
     Node,
     Repeat,
     ShellParser,
     Simple,
     Word,
+    assignment,
 )
-from jaxrl_llm.tools.translate.shell_values import Values
+from jaxrl_llm.tools.translate.shell_values import Values, Variable, items, joined
 
 DOTTED = re.compile(r"[+~]*[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
+SHELLS = re.compile(r"(?:.*/)?(?:bash|sh|zsh)")
 ROUNDS, DEPTH, STEPS = 32, 16, 20_000  # rounds of a loop, calls of functions inside each other, commands of all
 
 
@@ -47,39 +49,27 @@ class Command:
 
     @property
     def places(self) -> frozenset[int]:
-        return frozenset().union(*(value.places for value in self.values))
+        return joined([*self.values]).places
 
 
-@dataclass
-class Script:
-    """What a script does: its commands, the files that it writes by heredocs, and all its words as they are written."""
-
-    commands: list[Command]
-    files: dict[str, str]
-    words: list[Word]
-    heredocs: list[tuple[int, str]]  # number and text of the lines of those that are in no file
-
-
-def follow(text: str) -> Script:
+def follow(text: str) -> Walk:
     """Follows a script. Raises: UserError, if it cannot be parsed."""
-    parser = ShellParser(text)
-    nodes = parser.script()
-    run = Walk()
-    run.block(nodes)
-    # Lines of a file that the script writes are read with that file.
-    written = {line for text in run.files.values() for line in text.splitlines()}
-    heredocs = [(number, line) for number, line in parser.heredoc_lines if line not in written]
-    return Script(run.commands, run.files, parser.words, heredocs)
+    # Of a file from Windows: a \r would be a part of the last word of each line.
+    script = Walk(parser=ShellParser(text.replace("\r\n", "\n")))
+    script.block(script.parser.script())
+    return script
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Walk(Values):
-    """A script that is followed: its commands and blocks."""
+    """A script that is followed: its commands and blocks. files: those that it writes by heredocs, with their texts."""
 
+    parser: ShellParser
     functions: dict[str, tuple[Node, ...]] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
-    local: list[dict[str, Value | None]] = field(default_factory=list)  # of each function: what its names were before
+    written: list[Heredoc] = field(default_factory=list)  # those of the files
+    local: dict[str, Variable | None] | None = None  # of the function that is followed: what its names were before
     depth: int = 0
     steps: int = 0
     jump: str = ""  # exit, return, break or continue, until what it leaves has ended
@@ -108,34 +98,29 @@ class Walk(Values):
                 return self.branches(node.branches)
             case Repeat():
                 return self.loop(node)
-            case Case():
-                return self.case(node)
             case Function():
                 self.functions[node.name] = node.body
+                return True
             case Compound():
-                variables, arrays = dict(self.variables), dict(self.arrays)
+                variables = dict(self.variables)
                 status = self.block(node.body)
                 # A subshell gets copies: what it sets is gone at its end.
-                if node.subshell:
-                    self.variables, self.arrays = variables, arrays
-                return status if status is None or not node.negated else not status
-        return True
+                self.variables = variables if node.subshell else self.variables
+                return shell_test.agrees(status, not node.negated)
 
     def chain(self, node: Chain) -> bool | None:
-        status = self.node(node.first)
-        for sign, following in node.rest:
-            if sign == "|":
-                status = self.node(following)
+        status: bool | None = True
+        for sign, following in node.links:
             # Whether `a || b` runs b depends on a, which is not known. After `a && b` a script means b to run.
-            elif status is None and sign == "||":
+            if status is None and sign == "||":
                 self.in_doubt([(following,), ()])
-            elif status is not False if sign == "&&" else status is False:
+            elif sign == "|" or (status is not False if sign == "&&" else status is False):
                 status = self.node(following)
         return status
 
     def branches(self, branches: Sequence[tuple[tuple[Node, ...], tuple[Node, ...]]]) -> bool | None:
         for i, (condition, body) in enumerate(branches):
-            status = self.block(condition) if condition else True
+            status = self.block(condition)
             if status:
                 return self.block(body)
             if status is None:
@@ -147,24 +132,22 @@ class Walk(Values):
     def in_doubt(self, bodies: Sequence[tuple[Node, ...]]) -> None:
         """Follows blocks of which one or none runs. What they leave different is not known afterwards."""
         # Each branch begins with the variables before all of them, as only one of them runs.
-        variables_before, arrays_before = self.variables, self.arrays
-        ends: list[tuple[dict[str, Value], dict[str, list[Value]]]] = []
+        before = self.variables
+        ends: list[dict[str, Variable]] = []
         for body in bodies:
-            self.variables, self.arrays = dict(variables_before), dict(arrays_before)
+            self.variables = dict(before)
             self.block(body)
             # An `exit` in a branch that may not run does not end the script here.
             self.jump = ""
-            ends.append((self.variables, self.arrays))
-        self.variables, self.arrays = dict(variables_before), dict(arrays_before)
-        for name in {name for variables, _ in ends for name in variables}:
-            texts = {variables[name].text if name in variables else None for variables, _ in ends}
-            if len(texts) > 1:
+            ends.append(self.variables)
+        self.variables = dict(before)
+        for name in {name for variables in ends for name in variables}:
+            values = [variables.get(name, []) for variables in ends]
+            if len({tuple(value.text for value in items(value)) for value in values}) == 1:
+                self.variables[name] = values[0]
+            # An array stays as it was before, and the words that it may get belong to no command.
+            elif not any(isinstance(value, list) and value for value in values):
                 self.variables[name] = Value(f"${{{name}: a branch decides}}")
-            else:
-                self.variables[name] = ends[0][0][name]
-        for name in {name for _, arrays in ends for name in arrays}:
-            if len({tuple(arrays.get(name, [])) for _, arrays in ends}) == 1:
-                self.arrays[name] = ends[0][1][name]
 
     def loop(self, node: Repeat) -> bool | None:
         if node.name:
@@ -175,7 +158,7 @@ class Walk(Values):
                     break
             return True
         for _ in range(ROUNDS):
-            status = self.block(node.condition) if node.condition else None
+            status = self.block(node.condition)
             if status is None:
                 self.in_doubt([node.body, ()])
             if not status or self.round(node.body):
@@ -185,49 +168,40 @@ class Walk(Values):
     def round(self, body: tuple[Node, ...]) -> bool:
         """Follows one round of a loop. Returns whether it was the last one."""
         self.block(body)
-        last = self.jump in ("break", "return", "exit")
+        last = self.jump not in ("", "continue")
         # break and continue have done their work; the others go on to what is around the loop.
         self.jump = self.jump if self.jump in ("return", "exit") else ""
         return last
-
-    def case(self, node: Case) -> bool | None:
-        subject = self.text(node.subject).text
-        # Not known: one of the blocks may run, or none.
-        if "$" in subject:
-            self.in_doubt([*(body for _, body in node.choices), ()])
-            return None
-        for patterns, body in node.choices:
-            if any(fnmatchcase(subject, self.text(pattern).text) for pattern in patterns):
-                return self.block(body)
-        return True
 
     # Commands
 
     def simple(self, node: Simple) -> bool | None:
         words = list(node.words)
+        matches = [assignment(word.parts) for word in words]
         # NAME=value before a command is set for this command alone, and without one for the script.
-        while words and (match := self.assigned(words[0])):
-            if len(words) == 1 or all(self.assigned(word) for word in words):
-                self.assign(match, words[0])
-            words = words[1:]
-        if not words:
-            return True
-        if words[0].plain == "((":
+        if all(matches):
+            return self.declare(words)
+        words = words[next(i for i, match in enumerate(matches) if not match) :]
+        name = words[0].plain
+        if name == "((":
             return self.sum_of(words[1].parts[0].text)
-        if words[0].plain in ("[[", "[", "test"):
-            return shell_test.status([self.text(word).text for word in words[1:]], is_pattern=words[0].plain == "[[")
-        if words[0].plain in DECLARATIONS:
-            for word in words[1:]:
-                match = self.assigned(word)
-                name = match[1] if match else word.plain
-                if self.local and words[0].plain in ("local", "declare", "typeset"):
-                    # The value before, which `call` puts back.
-                    self.local[-1].setdefault(name, self.variables.get(name))
-                if match:
-                    self.assign(match, word)
-            return True
+        if name in ("[[", "[", "test"):
+            return shell_test.status([self.text(word).text for word in words[1:]], is_pattern=name == "[[")
+        if name in DECLARATIONS:
+            return self.declare(words[1:], is_local=name in ("local", "declare", "typeset"))
         values = tuple(value for word in words for value in self.fields(word))
         return self.command(Command(values, words[0].at), node) if values else True
+
+    def declare(self, words: Sequence[Word], *, is_local: bool = False) -> bool:
+        for word in words:
+            match = assignment(word.parts)
+            name = match[1] if match else word.plain
+            if is_local and self.local is not None:
+                # The value before, which `call` puts back.
+                self.local.setdefault(name, self.variables.get(name))
+            if match:
+                self.assign(match, word)
+        return True
 
     def command(self, command: Command, node: Simple) -> bool | None:
         name, *rest = command.words
@@ -242,7 +216,7 @@ class Walk(Values):
             return [self.sum_of(text) for text in rest][-1] if rest else True
         if name == "set" and "--" in rest:
             self.arguments = list(command.values[rest.index("--") + 2 :])
-        if name == "shift" and self.arguments:
+        if name == "shift":
             self.arguments = self.arguments[int(rest[0]) if rest and rest[0].isdigit() else 1 :]
         if name == "getopts" and not self.arguments:
             return False  # without options its loop does not begin
@@ -252,68 +226,56 @@ class Walk(Values):
             self.variables |= {key: Value(f"${{{key}: it is read}}") for key in rest if re.fullmatch(r"\w+", key)}
         if name in self.functions and self.depth < DEPTH:
             return self.call(self.functions[name], list(command.values[1:]))
-        if name == "eval":
-            return self.text_as_script(" ".join(rest), command.places)
-        if inside := self.script_of(command):
-            return self.text_as_script(*inside)
+        if (text := _script_of(command.words)) is not None:
+            return self.text_as_script(text, command.places)
         if name == "cat" and node.heredoc and node.target:
-            self.files[self.text(node.target).text] = self.heredoc("\n".join(node.heredoc[0]))
+            self.files[self.text(node.target).text] = self.text_of(node.heredoc.text, quoted=True).text
+            self.written.append(node.heredoc)
         # Its status is not known: no command is run.
         self.commands.append(command)
         return None
 
+    def nested(self, nodes: Iterable[Node], **state: Any) -> bool | None:
+        """Follows the commands of a function or a text, during which some attributes are others."""
+        before = {name: getattr(self, name) for name in state}
+        vars(self).update(state, depth=self.depth + 1)
+        try:
+            return self.block(nodes)
+        finally:
+            vars(self).update(before, depth=self.depth - 1)
+
     def call(self, body: tuple[Node, ...], arguments: list[Value]) -> bool | None:
-        before, self.arguments = self.arguments, arguments
-        self.depth += 1
-        self.local.append({})
-        status = self.block(body)
-        for name, value in self.local.pop().items():
-            self.variables.pop(name, None)
-            self.variables |= {name: value} if value is not None else {}
+        local: dict[str, Variable | None] = {}
+        status = self.nested(body, arguments=arguments, local=local)
+        self.variables = {name: value for name, value in (self.variables | local).items() if value is not None}
         # A return has ended the function alone.
         self.jump = self.jump if self.jump == "exit" else ""
-        self.depth -= 1
-        self.arguments = before
         return status
-
-    def script_of(self, command: Command) -> tuple[str, frozenset[int]] | None:
-        """Returns the text of `bash -c TEXT`, also behind ssh, srun or docker exec, and the places of the command."""
-        words = command.words
-        for i, word in enumerate(words[:-2]):
-            if word.rpartition("/")[2] in ("bash", "sh", "zsh"):
-                option = next((j for j in range(i + 1, len(words) - 1) if re.fullmatch(r"-[a-z]*c", words[j])), 0)
-                return (words[option + 1], command.places) if option else None
-        return None
 
     def text_as_script(self, text: str, places: frozenset[int]) -> bool | None:
-        if self.depth >= DEPTH:
-            return None
-        before, self.inside = self.inside, places
-        self.depth += 1
         try:
-            status = self.block(ShellParser(text).script())
+            return self.nested(ShellParser(text).script(), inside=places) if self.depth < DEPTH else None
         except UserError:
-            status = None  # it is no script, or too long
-        self.depth -= 1
-        self.inside = before
-        return status
-
-    def heredoc(self, text: str) -> str:
-        # A heredoc expands as a text between double quotation marks, in which such a mark is a character.
-        parts = ShellParser('"' + text.replace('"', '\\"') + '"').double_quoted()
-        return "".join(self.expanded(part)[0].text if part.kind != "text" else part.text for part in parts)
+            return None  # it is no script, or too long
 
     def sum_of(self, text: str) -> bool | None:
         """Follows (( … )): a comparison, or what sets a variable."""
+        text = re.sub(r"([-+])\1\s*$", r"\1=1", text)  # ++ and --
         if match := re.fullmatch(r"\s*(\w+)\s*([-+*]?)=(?!=)(.*)", text, re.DOTALL):
             name, sign, value = match.groups()
             self.variables[name] = self.summed(f"{name} {sign} ({value})" if sign else value)
-            return True
-        if match := re.fullmatch(r"\s*(\w+)(\+\+|--)\s*", text):
-            self.variables[match[1]] = self.summed(f"{match[1]} {match[2][0]} 1")
             return True
         if match := re.fullmatch(r"(.*?)(<=|>=|==|!=|<|>)(.*)", text, re.DOTALL):
             first, second = (self.summed(side).text for side in (match[1], match[3]))
             return shell_test.compared(first, match[2], second)
         value = self.summed(text).text
         return None if "$" in value else value != "0"
+
+
+def _script_of(words: Sequence[str]) -> str | None:
+    """Returns the text of eval, or of `bash -c TEXT`, also behind ssh, srun or docker exec; None: it has none."""
+    if words[0] == "eval":
+        return " ".join(words[1:])
+    shell = next((i for i, word in enumerate(words) if SHELLS.fullmatch(word)), len(words))
+    option = next((i for i in range(shell + 1, len(words) - 1) if re.fullmatch(r"-[a-z]*c", words[i])), None)
+    return None if option is None else words[option + 1]

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from itertools import takewhile
+from typing import NoReturn, TypeAlias
 
 from jaxrl_llm.errors import UserError
 
-BLANK, BREAKS = " \t", " \t\n;&|<>()"
-QUOTES = "'\"`"
-ASSIGNS = re.compile(r"[A-Za-z_]\w*(\[[^\]]*\])?\+?=")
-REDIRECTS = re.compile(r"\d*(&>>|&>|<<<|<<-|<<|<&|<>|<|>>|>\||>&|>)")
-PARAMETER = re.compile(r"\$(\w+|[@*#?$!-])")
-OPERATORS = ("&&", "||", ";;&", ";;", ";&", "|&", ";", "&", "|", "(", ")", "\n")
+BREAKS = " \t\n;&|<>()"
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=")
+REDIRECTS = re.compile(r"\d*(&>>|&>|<<<|<<-|<<|<&|<>|<|>>|>\||>&|>)(?!\()")
+PARAMETER = re.compile(r"\$(\d|\w+|[@*#?$!-])")  # $10 is $1 and a 0
+OPERATOR = re.compile(r"&&|\|\||;;&|;;|;&|\|&|[;&|()\n]")
+KEYWORD = re.compile(r"[^\s;&|<>()'\"`$\\]+")
+FUNCTION = re.compile(r"(?:function[ \t]+([^\s()]+)(?:[ \t]*\(\s*\))?|([^\s;&|<>()'\"`$\\=]+)[ \t]*\(\s*\))")
+BLANKS = re.compile(r"(?:[ \t]|\\\n|#[^\n]*)*")
+BLANK_LINES = re.compile(r"(?:[ \t\n]|\\\n|#[^\n]*)*")
+ESCAPED = re.compile(r"\\(.?)", re.DOTALL)
+SINGLE_QUOTED = re.compile(r"\$?'([^']*)('?)")
+BACKTICKS = re.compile(r"`((?:\\.|[^`\\])*)(`?)", re.DOTALL)
+DOUBLE_QUOTE = re.compile(r'\$?"')
+# Within "…": what a backslash keeps, a text, or one character such as a $ alone.
+QUOTED = re.compile(r'\\[$`"\\\n]|[^"\\$`]+|.', re.DOTALL)
+CLOSING = ("then", "do", "done", "fi", "esac", "else", "elif", "}")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a word. text: of a "parameter", what is between the braces; of a "command" and a "sum", its inside."""
+    """A part of a word: a "text", "parameter", "command" or "sum". text: of these three, what is between marks."""
 
-    kind: Literal["text", "parameter", "command", "sum"]
+    kind: str
     text: str
     quoted: bool = False
 
@@ -31,32 +43,46 @@ class Word:
 
     parts: tuple[Part, ...]
     at: int
-    line: int
     array: tuple[Word, ...] | None = None
 
     @property
     def plain(self) -> str:
         """The text of a word without quotations or anything to expand; "": it has some."""
-        return "".join(part.text for part in self.parts if part.kind == "text" and not part.quoted) * (
-            all(part.kind == "text" and not part.quoted for part in self.parts)
-        )
+        is_plain = all(part.kind == "text" and not part.quoted for part in self.parts)
+        return "".join(part.text for part in self.parts) if is_plain else ""
+
+
+def assignment(parts: Sequence[Part], *, whole: bool = False) -> re.Match[str] | None:
+    """Returns the match of name= at the beginning of a word that is not quoted there. whole: nothing is behind it."""
+    plain = takewhile(lambda part: part.kind == "text" and not part.quoted, parts)
+    text = "".join(part.text for part in plain)
+    return ASSIGNMENT.fullmatch(text) if whole else ASSIGNMENT.match(text)
+
+
+@dataclass
+class Heredoc:
+    """The lines up to the end mark, which are read at the end of the line that has the redirection."""
+
+    mark: str
+    cuts_tabs: bool
+    at: int = 0
+    text: str = ""
 
 
 @dataclass(frozen=True)
 class Simple:
-    """A command. heredoc: the lines that it reads, which come after its own; target: the file that it writes."""
+    """A command. heredoc: the lines that it reads; target: the file that it writes."""
 
     words: tuple[Word, ...]
-    heredoc: tuple[list[str], ...] = ()
+    heredoc: Heredoc | None = None
     target: Word | None = None
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Commands joined by "&&" and "||" (or "|", whose status is the last one's)."""
+    """Commands joined by "&&" and "||" (or "|", whose status is the last one's). The first sign is "|"."""
 
-    first: Node
-    rest: tuple[tuple[str, Node], ...]
+    links: tuple[tuple[str, Node], ...]
 
 
 @dataclass(frozen=True)
@@ -77,14 +103,6 @@ class Repeat:
 
 
 @dataclass(frozen=True)
-class Case:
-    """case subject in pattern) block;; esac."""
-
-    subject: Word
-    choices: tuple[tuple[tuple[Word, ...], tuple[Node, ...]], ...]
-
-
-@dataclass(frozen=True)
 class Function:
     """A function that is defined. It runs where it is called."""
 
@@ -101,7 +119,7 @@ class Compound:
     subshell: bool = False
 
 
-Node: TypeAlias = Simple | Chain | If | Repeat | Case | Function | Compound
+Node: TypeAlias = Simple | Chain | If | Repeat | Function | Compound
 
 
 @dataclass
@@ -109,19 +127,15 @@ class ShellParser:
     """Reads a script once, from its beginning to its end. `words` are all words of the script, in their order."""
 
     text: str
-    line: int = 1
     at: int = 0
     words: list[Word] = field(default_factory=list)
-    heredocs: list[tuple[str, bool, list[str]]] = field(default_factory=list)  # of a line: end mark, tabs cut, lines
-    heredoc_lines: list[tuple[int, str]] = field(default_factory=list)  # of all heredocs, with their numbers
+    heredocs: list[Heredoc] = field(default_factory=list)
 
     def script(self) -> tuple[Node, ...]:
         """Returns the commands of the script. Raises: UserError, if a quotation or a block has no end."""
-        # Of a file from Windows: a \r would be a part of the last word of each line.
-        self.text = self.text.replace("\r\n", "\n")
         nodes: list[Node] = []
         while self.at < len(self.text):
-            nodes += self.block(())
+            nodes += self.block()
             # A ")" or a "done" that nothing has opened.
             if self.at < len(self.text) and not self.operator():
                 self.word()
@@ -129,188 +143,167 @@ class ShellParser:
 
     # Blocks
 
-    def block(self, ends: tuple[str, ...]) -> tuple[Node, ...]:
+    def block(self, *ends: str) -> tuple[Node, ...]:
         """Reads commands up to a word of `ends` in the place of a command, which stays unread."""
         nodes: list[Node] = []
         while True:
-            while self.peek() in (";", "&", "\n"):
-                self.operator()
-            if self.at >= len(self.text) or self.peek() in (")", ";;", ";&", ";;&") or self.keyword() in ends:
-                return tuple(nodes)
+            self.skip(";", "&", "\n")
             # A keyword that closes nothing ends the block; the caller passes over it.
-            if not ends and self.keyword() in ("then", "do", "done", "fi", "esac", "else", "elif", "}"):
+            if self.peek() in (")", ";;", ";&", ";;&") or self.keyword() in (ends or CLOSING):
                 return tuple(nodes)
-            # A character that nothing reads would repeat this for ever.
             start = self.at
-            node = self.chain()
-            nodes += [node] if node else []
+            if node := self.chain():
+                nodes.append(node)
+            # The end of the text, or a character that nothing reads and that would repeat this for ever.
             if self.at == start:
                 return tuple(nodes)
 
+    def body(self, end: str) -> tuple[Node, ...]:
+        """Reads commands up to the word that ends them, and this word."""
+        nodes = self.block(end)
+        self.expect(end)
+        return nodes
+
     def chain(self) -> Node | None:
-        first, rest = self.command(), []
-        while first and self.peek() in ("&&", "||", "|", "|&"):
-            operator = self.operator()
-            while self.peek() == "\n":
-                self.operator()
-            if (node := self.command()) is None:
+        links: list[tuple[str, Node]] = []
+        sign = "|"
+        while node := self.command():
+            links.append((sign, node))
+            if self.peek() not in ("&&", "||", "|", "|&"):
                 break
-            rest.append((operator.rstrip("&") if operator == "|&" else operator, node))
-        return Chain(first, tuple(rest)) if first and rest else first
+            sign = self.operator().replace("|&", "|")
+            self.skip("\n")
+        return Chain(tuple(links)) if links[1:] else links[0][1] if links else None
 
     def command(self) -> Node | None:
         name = self.keyword()
         if self.peek() == "(":
             return self.parenthesis()
+        if match := self.read(FUNCTION):
+            self.skip("\n")
+            body = self.command()
+            nodes = body.body if isinstance(body, Compound) else (body,) if body else ()
+            return Function(match[1] or match[2], nodes)
         if name == "if":
             return self.conditional()
         if name in ("for", "while", "until", "select"):
-            return self.loop(name)
+            return self.loop()
         if name == "case":
             return self.case()
         if name == "{":
             self.word()
-            body = self.block(("}",))
-            self.expect("}")
-            return Compound(body)
+            return Compound(self.body("}"))
         if name == "!":
             self.word()
             inside = self.command()
             return Compound((inside,), negated=True) if inside else None
-        if name == "[[":
-            return Simple(self.test())
-        if name == "function":
-            self.word()
-        return self.simple(is_function=name == "function")
+        return Simple(self.test()) if name == "[[" else self.simple()
 
     def parenthesis(self) -> Node:
         # (( … )) is a sum of the shell, though ( ( … ) ) are two subshells.
         if self.text.startswith("((", self.at):
-            start, line = self.at, self.line
+            start = self.at
             inside = Part("sum", self.balanced("((", "))"))
-            return Simple((Word((Part("text", "(("),), start, line), Word((inside,), start, line)))
+            return Simple((Word((Part("text", "(("),), start), Word((inside,), start)))
         self.operator()
-        body = self.block(())
+        nodes = self.block()
         if self.peek() != ")":
-            raise UserError(f"line {self.line}: a ( has no end: is this a shell script?")
+            self.refuse("a ( has no end")
         self.operator()
-        return Compound(body, subshell=True)
+        return Compound(nodes, subshell=True)
 
     def conditional(self) -> Node:
         branches = []
-        name = "if"
-        while name in ("if", "elif"):
+        while self.keyword() in ("if", "elif"):
             self.word()
-            condition = self.block(("then",))
-            self.expect("then")
-            branches.append((condition, self.block(("elif", "else", "fi"))))
-            name = self.keyword()
-        if name == "else":
+            condition = self.body("then")
+            branches.append((condition, self.block("elif", "else", "fi")))
+        if self.keyword() == "else":
             self.word()
-            branches.append(((), self.block(("fi",))))
+            branches.append(((), self.block("fi")))
         self.expect("fi")
         return If(tuple(branches))
 
-    def loop(self, kind: str) -> Node:
-        self.word()
+    def loop(self) -> Node:
+        kind = self.word().plain
         name, words, condition = "", [], ()
-        if kind in ("for", "select") and self.peek() == "(":
+        if kind in ("while", "until"):
+            condition = self.block("do")
+            condition = (Compound(condition, negated=True),) if kind == "until" else condition
+        elif self.peek() == "(":
             # for ((i = 0; …)): nothing here counts its rounds.
             condition = (self.parenthesis(),)
-        elif kind in ("for", "select"):
+        else:
             name = self.word().plain
-            while self.peek() == "\n":
-                self.operator()
+            self.skip("\n")
             if self.keyword() == "in":
                 self.word()
-                while not self.peek() and self.at < len(self.text):
-                    words.append(self.word())
-        else:
-            condition = self.block(("do",))
-            condition = (Compound(condition, negated=True),) if kind == "until" else condition
-        while self.peek() in (";", "\n"):
-            self.operator()
+                while (word := self.word()).parts:
+                    words.append(word)
+        self.skip(";", "\n")
         self.expect("do")
-        body = self.block(("done",))
-        self.expect("done")
-        self.redirections()
-        return Repeat(body, name, tuple(words), condition)
+        return Repeat(self.body("done"), name, tuple(words), condition)
 
     def case(self) -> Node:
+        """Reads case subject in pattern) block;; esac, which is if [[ subject == pattern ]]; then block; fi."""
         self.word()
-        subject, choices = self.word(), []
-        while self.peek() == "\n":
-            self.operator()
+        subject, branches = self.word(), []
+        test, equals = (Word((Part("text", sign),), subject.at) for sign in ("[[", "=="))
+        self.skip("\n")
         self.expect("in")
         while True:
-            while self.peek() in ("\n", "(", ";;", ";&", ";;&"):
-                self.operator()
+            self.skip("\n", "(", ";;", ";&", ";;&")
             if self.keyword() == "esac" or self.at >= len(self.text):
                 self.expect("esac")
-                return Case(subject, tuple(choices))
-            known = len(self.words)
-            patterns = [self.word()]
-            while self.peek() == "|":
-                self.operator()
-                patterns.append(self.word())
+                return If(tuple(branches))
+            known, links = len(self.words), []
+            while not links or self.peek() == "|":
+                self.skip("|")
+                links.append(("||" if links else "|", Simple((test, subject, equals, self.word()))))
             # A pattern is no word of a command, although --rate) looks like a flag.
             del self.words[known:]
             if self.peek() == ")":
                 self.operator()
-            choices.append((tuple(patterns), self.block(("esac",))))
+            branches.append(((Chain(tuple(links)),), self.block("esac")))
 
     def test(self) -> tuple[Word, ...]:
         """Reads [[ … ]], in which &, |, ( and < are parts of words."""
         words = []
-        while self.at < len(self.text):
-            self.blanks(newlines=True)
+        while not words or (words[-1].parts and words[-1].plain != "]]"):
+            self.read(BLANK_LINES)
             words.append(self.word(breaks=" \t\n;"))
-            if words[-1].plain == "]]" or not words[-1].parts:
-                break
         return tuple(words)
 
-    def simple(self, *, is_function: bool) -> Node | None:
+    def simple(self) -> Node | None:
         words: list[Word] = []
-        heredoc, target = (), None
-        while self.at < len(self.text):
-            if redirection := self.redirection():
-                heredoc, target = redirection[0] or heredoc, redirection[1] or target
-                continue
-            if self.peek() == "(" and len(words) == 1 and words[0].plain:
-                start = self.at
-                self.operator()
-                if self.peek() == ")":
-                    self.operator()
-                    is_function = True
-                else:
-                    self.at = start
-            if is_function and len(words) == 1:
-                while self.peek() == "\n":
-                    self.operator()
-                body = self.command()
-                return Function(words[0].plain, body.body if isinstance(body, Compound) else (body,) if body else ())
-            if self.peek() or self.at >= len(self.text):
-                break
-            words.append(self.word())
-        return Simple(tuple(words), heredoc, target) if words or target else None
+        heredoc, target = None, None
+        while True:
+            self.read(BLANKS)
+            if match := self.read(REDIRECTS):
+                word = self.word()
+                if match[1] in ("<<", "<<-"):
+                    heredoc = Heredoc("".join(part.text for part in word.parts), match[1] == "<<-")
+                    self.heredocs.append(heredoc)
+                # Not with a number before the sign: 2> writes errors.
+                elif match[0] in (">", ">>", ">|"):
+                    target = word
+            elif (word := self.word()).parts:
+                words.append(word)
+            else:
+                return Simple(tuple(words), heredoc, target) if words or target else None
 
     # Words
 
     def word(self, breaks: str = BREAKS) -> Word:
         """Reads one word. It is empty only at an operator or at the end."""
-        self.blanks()
-        start, line, parts = self.at, self.line, []
-        while self.at < len(self.text) and self.text[self.at] not in breaks:
-            parts += self.part(breaks)
-            joined = "".join(part.text for part in parts if part.kind == "text")
-            if self.text.startswith("(", self.at) and breaks == BREAKS and ASSIGNS.fullmatch(joined):
-                word = Word(tuple(parts), start, line, self.array())
-                self.words.append(word)
-                return word
-        if breaks == BREAKS and self.text[self.at : self.at + 2] in ("<(", ">(") and start == self.at:
+        self.read(BLANKS)
+        start, parts = self.at, []
+        if breaks == BREAKS and self.text.startswith(("<(", ">("), start):
             self.at += 1
             parts.append(Part("command", self.balanced("(", ")")))
-        word = Word(tuple(parts), start, line)
+        parts += self.parts(breaks)
+        is_array = self.text.startswith("(", self.at) and assignment(parts, whole=True)
+        word = Word(tuple(parts), start, self.array() if is_array else None)
         self.words += [word] if parts else []
         return word
 
@@ -318,199 +311,121 @@ class ShellParser:
         self.at += 1
         words = []
         while True:
-            self.blanks(newlines=True)
+            self.read(BLANK_LINES)
             if self.at >= len(self.text):
-                raise UserError("a quotation or an array has no end: is this a shell script?")
+                self.refuse("a quotation or an array has no end")
             if self.text[self.at] == ")":
                 self.at += 1
                 return tuple(words)
             word = self.word()
-            if not word.parts:  # an operator inside an array
-                self.at += 1
+            self.at += not word.parts  # an operator inside an array
             words += [word] if word.parts else []
 
-    def part(self, breaks: str) -> list[Part]:
-        character = self.text[self.at]
-        if character == "\\":
-            return self.escaped()
-        if character == "'":
-            return [Part("text", self.until("'"), quoted=True)]
-        if character == '"':
-            return self.double_quoted()
-        if self.text.startswith("$'", self.at):
-            self.at += 1
-            return [Part("text", self.until("'"), quoted=True)]
-        if self.text.startswith('$"', self.at):
-            self.at += 1
-            return self.double_quoted()
-        if character in "$`" and (expansion := self.expansion(quoted=False)):
-            return [expansion]
-        end = self.at + 1
-        while end < len(self.text) and self.text[end] not in breaks + QUOTES + "$\\(":
-            end += 1
-        text, self.at = self.text[self.at : end], end
-        return [Part("text", text)]
-
-    def escaped(self) -> list[Part]:
-        following = self.text[self.at + 1 : self.at + 2]
-        self.at += 2
-        if following == "\n":
-            self.line += 1
-            return []
-        return [Part("text", following, quoted=True)]
-
-    def double_quoted(self) -> list[Part]:
-        parts, text, begin = [], "", self.line
-        self.at += 1
-        while not self.text.startswith('"', self.at):
-            if self.at >= len(self.text):
-                raise UserError(f"line {begin}: a quotation or an array has no end: is this a shell script?")
-            character, following = self.text[self.at], self.text[self.at + 1 : self.at + 2]
-            if character == "\\" and following and following in '$`"\\\n':
-                text += following if following != "\n" else ""
-                self.line += following == "\n"
-                self.at += 2
-            elif character in "$`" and (expansion := self.expansion(quoted=True)):
-                parts += [*([Part("text", text, quoted=True)] if text else []), expansion]
-                text = ""
-            else:
-                text += character
-                self.line += character == "\n"
-                self.at += 1
-        self.at += 1
-        return [*parts, Part("text", text, quoted=True)] if text or not parts else parts
+    def parts(self, breaks: str, *, quoted: bool = False) -> list[Part]:
+        """Reads up to a character of `breaks`, or to the end. quoted: as between double quotation marks."""
+        parts: list[Part] = []
+        while self.at < len(self.text) and self.text[self.at] not in breaks:
+            if expansion := self.expansion(quoted=quoted):
+                parts.append(expansion)
+            elif quoted and (match := self.read(QUOTED)):
+                # A backslash goes, and with it the end of a line.
+                parts.append(Part("text", re.sub(r"^\\(\n|(?=.))", "", match[0], flags=re.DOTALL), quoted=True))
+            elif match := self.read(ESCAPED):
+                parts += [Part("text", match[1], quoted=True)] if match[1] != "\n" else []
+            elif match := self.read(SINGLE_QUOTED):
+                parts.append(Part("text", self.closed(match), quoted=True))
+            elif match := self.read(DOUBLE_QUOTE):
+                # An empty text is a word too.
+                parts += self.parts('"', quoted=True) or [Part("text", "", quoted=True)]
+                if not self.read(DOUBLE_QUOTE):
+                    self.refuse("a quotation or an array has no end", match.start())
+            elif match := self.read(re.compile(rf".[^{re.escape(breaks)}'\"`$\\(]*", re.DOTALL)):
+                parts.append(Part("text", match[0]))
+        return parts
 
     def expansion(self, *, quoted: bool) -> Part | None:
-        """Reads $name, ${…}, $(…), $((…)) or `…`; None: it is a $ alone."""
-        if self.text.startswith("`", self.at):
-            return Part("command", re.sub(r"\\([$`\\])", r"\1", self.until("`")), quoted)
-        if self.text.startswith("$((", self.at):
-            self.at += 1
-            return Part("sum", self.balanced("((", "))"), quoted)
-        if self.text.startswith("$(", self.at):
-            self.at += 1
-            return Part("command", self.balanced("(", ")"), quoted)
-        if self.text.startswith("${", self.at):
-            self.at += 1
-            return Part("parameter", self.balanced("{", "}"), quoted)
-        if match := PARAMETER.match(self.text, self.at):
-            # $10 is $1 and a 0.
-            name = match[1][0] if match[1][0].isdigit() else match[1]
-            self.at += 1 + len(name)
-            return Part("parameter", name, quoted)
+        """Reads $name, ${…}, $(…), $((…)) or `…`; None: nothing of these comes next."""
+        if match := self.read(BACKTICKS):
+            return Part("command", re.sub(r"\\([$`\\])", r"\1", self.closed(match)), quoted)
+        for kind, opening, closing in (("sum", "((", "))"), ("command", "(", ")"), ("parameter", "{", "}")):
+            if self.text.startswith(f"${opening}", self.at):
+                self.at += 1
+                return Part(kind, self.balanced(opening, closing), quoted)
+        if match := self.read(PARAMETER):
+            return Part("parameter", match[1], quoted)
         return None
 
-    def until(self, mark: str) -> str:
-        """Reads from one mark to the next. In `…`, a backslash keeps a mark."""
-        begin, start = self.line, self.at + 1
-        end = self.text.find(mark, start)
-        while mark == "`" and end > 0 and self.text[end - 1] == "\\":
-            end = self.text.find(mark, end + 1)
-        if end < 0:
-            raise UserError(f"line {begin}: a quotation or an array has no end: is this a shell script?")
-        self.line += self.text.count("\n", start, end)
-        self.at = end + 1
-        return self.text[start:end]
+    def closed(self, match: re.Match[str]) -> str:
+        """Returns what is between two marks. Raises: UserError, if the text ends before the second one."""
+        return match[1] if match[2] else self.refuse("a quotation or an array has no end", match.start())
 
     def balanced(self, opening: str, closing: str) -> str:
         """Reads what is between an opening and its closing mark, with those inside and quotations."""
-        begin, start, depth = self.line, self.at + len(opening), 0
-        open_mark, close_mark = opening[0], closing[0]
-        at = self.at
+        depth, at = 0, self.at
         while at < len(self.text):
             character = self.text[at]
             if character == "\\":
                 at += 1
             # In ${x:-don't} an apostrophe opens no quotation, in ${x:-'a b'} it does.
-            elif character in QUOTES and (
-                character != "'" or open_mark != "{" or "'" in self.text[at + 1 :].split("}")[0]
+            elif character in '"`' or (
+                character == "'" and (opening != "{" or "'" in self.text[at + 1 :].split("}")[0])
             ):
                 at = max(self.text.find(character, at + 1), at)
-            depth += (character == open_mark) - (character == close_mark)
+            depth += (character == opening[0]) - (character == closing[0])
             at += 1
             if not depth:
-                inside = self.text[start : at - len(closing)]
-                self.line += inside.count("\n")
-                self.at = at
-                return inside
-        raise UserError(f"line {begin}: a {opening} has no end: is this a shell script?")
+                start, self.at = self.at + len(opening), at
+                return self.text[start : at - len(closing)]
+        self.refuse(f"a {opening} has no end")
 
-    # Operators, blanks and redirections
+    # Operators, blanks and heredocs
 
-    def blanks(self, *, newlines: bool = False) -> None:
-        """Passes over blanks, joined lines and comments."""
-        while self.at < len(self.text):
-            character = self.text[self.at]
-            if character in BLANK or (newlines and character == "\n"):
-                self.line += character == "\n"
-                self.at += 1
-            elif self.text.startswith("\\\n", self.at):
-                self.line += 1
-                self.at += 2
-            elif character == "#":
-                end = self.text.find("\n", self.at)
-                self.at = len(self.text) if end < 0 else end
-            else:
-                return
+    def read(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Passes over a match that begins here, if one does."""
+        if match := pattern.match(self.text, self.at):
+            self.at = match.end()
+        return match
 
     def peek(self) -> str:
         """Returns the operator that comes next; "": a word does, or nothing."""
-        self.blanks()
-        if REDIRECTS.match(self.text, self.at):
-            return ""
-        return next((name for name in OPERATORS if self.text.startswith(name, self.at)), "")
+        self.read(BLANKS)
+        match = OPERATOR.match(self.text, self.at)
+        return match[0] if match and not REDIRECTS.match(self.text, self.at) else ""
 
     def operator(self) -> str:
         name = self.peek()
         self.at += len(name)
-        if name == "\n":
-            self.line += 1
-            self.read_heredocs()
+        for heredoc in self.heredocs if name == "\n" else ():
+            if not heredoc.at:
+                self.read_heredoc(heredoc)
         return name
+
+    def skip(self, *operators: str) -> None:
+        while self.peek() in operators:
+            self.operator()
 
     def keyword(self) -> str:
         """Returns the plain text that comes next, without reading it."""
-        self.blanks()
-        match = re.compile(r"[^\s;&|<>()'\"`$\\]+").match(self.text, self.at)
+        self.read(BLANKS)
+        match = KEYWORD.match(self.text, self.at)
         return match[0] if match else ""
 
     def expect(self, name: str) -> None:
         if self.keyword() != name:
-            raise UserError(f"line {self.line}: {name!r} is missing: is this a shell script?")
+            self.refuse(f"{name!r} is missing")
         self.word()
 
-    def redirections(self) -> None:
-        while self.redirection():
-            pass
+    def read_heredoc(self, heredoc: Heredoc) -> None:
+        # <<- allows tabs before the mark too.
+        tabs = "\t*" if heredoc.cuts_tabs else ""
+        match = re.compile(f"^{tabs}{re.escape(heredoc.mark)}$", re.MULTILINE).search(self.text, self.at)
+        heredoc.at, text = self.at, self.text[self.at : match.start() if match else None]
+        heredoc.text = re.sub(r"(?m)^\t+", "", text) if heredoc.cuts_tabs else text
+        self.at = match.end() + 1 if match else len(self.text)
 
-    def redirection(self) -> tuple[tuple[list[str], ...], Word | None] | None:
-        """Reads `>log`, `2>&1` or `<<EOF`. Returns the list for the lines of a heredoc, and the file written."""
-        self.blanks()
-        match = REDIRECTS.match(self.text, self.at)
-        if not match or (match[1] in ("<", ">") and self.text.startswith("(", match.end())):
-            return None
-        self.at = match.end()
-        word = self.word()
-        if match[1] in ("<<", "<<-"):
-            mark = "".join(part.text for part in word.parts)
-            # The lines come after this one, whose rest is not read yet.
-            self.heredocs.append((mark, match[1] == "<<-", []))
-            return (self.heredocs[-1][2],), None
-        # Not with a number before the sign: 2> writes errors.
-        return (), word if match[1] in (">", ">>", ">|") and not match[0][0].isdigit() else None
+    def line(self, at: int) -> int:
+        return self.text.count("\n", 0, at) + 1
 
-    def read_heredocs(self) -> None:
-        """Reads the heredocs of the line that has ended."""
-        for mark, tabs, lines in self.heredocs:
-            while self.at < len(self.text):
-                end = self.text.find("\n", self.at)
-                line = self.text[self.at : end if end >= 0 else len(self.text)]
-                self.at = end + 1 if end >= 0 else len(self.text)
-                self.line += 1
-                # <<- allows tabs before the mark too.
-                line = line.lstrip("\t") if tabs else line
-                if line == mark:
-                    break
-                lines.append(line)
-                self.heredoc_lines.append((self.line - 1, line))
-        self.heredocs = []
+    def refuse(self, problem: str, at: int | None = None) -> NoReturn:
+        line = self.line(self.at if at is None else at)
+        raise UserError(f"line {line}: {problem}: is this a shell script?")

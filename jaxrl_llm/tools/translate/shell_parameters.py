@@ -5,37 +5,36 @@ from __future__ import annotations
 import re
 from fnmatch import translate
 
+# Behind a name: the sign of an operation, and its argument.
+OPERATION = re.compile(r"(:?[-=+?]|//|/|%%|%|##|#|\^\^|\^|,,|,|:)(.*)", re.DOTALL)
+CASES = {
+    "^^": str.upper,
+    ",,": str.lower,
+    "^": lambda text: text[:1].upper() + text[1:],
+    ",": lambda text: text[:1].lower() + text[1:],
+}
 
-def transformed(text: str, rest: str) -> str | None:
-    """Returns ${name…} for the text of a name and what is behind it; None: that is not known here.
 
-    rest: %, %%, # and ## with a pattern, ^, ^^, a comma or two, or :offset:length.
+def transformed(text: str, sign: str, pattern: str, by: str = "") -> str | None:
+    """Returns what an operation makes of a text; None: that is not known here.
+
+    sign: %, %%, # and ## with a pattern, / and // with a pattern and what comes instead, ^, ^^, a comma or two, or a
+    colon with offset:length.
     """
-    if rest in ("^^", ",,"):
-        return text.upper() if rest == "^^" else text.lower()
-    if rest in ("^", ","):
-        return (text[:1].upper() if rest == "^" else text[:1].lower()) + text[1:]
-    if match := re.fullmatch(r":\s*(-?\d+)(?::(-?\d+))?", rest):
-        start = int(match[1]) if int(match[1]) >= 0 else max(len(text) + int(match[1]), 0)
-        if match[2] is None:
-            return text[start:]
-        return text[start : start + int(match[2])] if int(match[2]) >= 0 else text[start : int(match[2])]
-    if rest[0] in "%#":
-        greedy = rest[:2] in ("%%", "##")
-        return _cut(text, rest[1 + greedy :], end=rest[0] == "%", longest=greedy)
-    return None
-
-
-def replaced(text: str, pattern: str, by: str, *, every: bool) -> str:
-    """Returns a text with the first match of a pattern, or every one, replaced: # and % are the ends of the text."""
-    if not pattern:
+    if sign in CASES:
+        return None if pattern else CASES[sign](text)
+    if sign == ":":
+        match = re.fullmatch(r"\s*(-?\d+)(?::(-?\d+))?", pattern)
+        return text[int(match[1]) :][: int(match[2]) if match[2] else None] if match else None
+    if sign in ("//", "/") and (sign == "//" or pattern[:1] not in ("#", "%")):
+        # A function, because in a text re.sub reads backslashes of its own.
+        return re.sub(_expression(pattern), lambda _: by, text, count=len(sign) % 2) if pattern else text
+    # With /, a # or % before the pattern is an end of the text.
+    end, pattern = (pattern[0], pattern[1:]) if sign == "/" else (sign[0], pattern)
+    rest = _cut(text, pattern, end=end == "%", longest=sign not in ("#", "%"))
+    if rest is None:
         return text
-    if not every and pattern[0] in "#%":
-        rest = _cut(text, pattern[1:], end=pattern[0] == "%", longest=True)
-        same = rest == text and pattern[1:]
-        return text if same else f"{by}{rest}" if pattern[0] == "#" else f"{rest}{by}"
-    # A function, because in a text re.sub reads backslashes of its own.
-    return re.sub(_expression(pattern), lambda _: by, text, count=0 if every else 1)
+    return f"{rest}{by}" if end == "%" else f"{by}{rest}"
 
 
 def _expression(pattern: str) -> str:
@@ -43,11 +42,10 @@ def _expression(pattern: str) -> str:
     return translate(pattern).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z")
 
 
-def _cut(text: str, pattern: str, *, end: bool, longest: bool) -> str:
-    """Cuts the shortest or longest match of a pattern from the beginning or the end."""
-    sizes = range(len(text), -1, -1) if longest else range(len(text) + 1)
-    for size in sizes:
-        part = text[len(text) - size :] if end else text[:size]
-        if re.fullmatch(_expression(pattern), part, re.DOTALL):
-            return text[: len(text) - size] if end else text[size:]
-    return text
+def _cut(text: str, pattern: str, *, end: bool, longest: bool) -> str | None:
+    """Cuts the shortest or longest match of a pattern from the beginning or the end; None: there is no match."""
+    for size in sorted(range(len(text) + 1), reverse=longest):
+        cut, rest = (text[len(text) - size :], text[: len(text) - size]) if end else (text[:size], text[size:])
+        if re.fullmatch(_expression(pattern), cut, re.DOTALL):
+            return rest
+    return None

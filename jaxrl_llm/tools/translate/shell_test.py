@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from fnmatch import fnmatchcase
 
-NUMBERS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
+COMPARISONS = {"=": operator.eq, "==": operator.eq, "-eq": operator.eq, "!=": operator.ne, "-ne": operator.ne}
+COMPARISONS |= {"<": operator.lt, "-lt": operator.lt, "<=": operator.le, "-le": operator.le}
+COMPARISONS |= {">": operator.gt, "-gt": operator.gt, ">=": operator.ge, "-ge": operator.ge}
 
 
 def status(words: list[str], *, is_pattern: bool) -> bool | None:
@@ -20,41 +23,31 @@ def status(words: list[str], *, is_pattern: bool) -> bool | None:
             decisive = sign == "||"
             return decisive if decisive in sides else None if None in sides else not decisive
     if words[:1] == ["!"]:
-        known = status(words[1:], is_pattern=is_pattern)
-        return None if known is None else not known
-    if len(words) == 1:
-        return _is_set(words[0])
-    if len(words) == 2 and words[0] in ("-n", "-z"):
-        known = _is_set(words[1])
-        return None if known is None else known == (words[0] == "-n")
-    if len(words) == 3:
-        return compared(words[0], NUMBERS.get(words[1], words[1]), words[2], is_pattern=is_pattern)
-    return None
+        return agrees(status(words[1:], is_pattern=is_pattern), False)
+    if len(words) == 1 or (len(words) == 2 and words[0] in ("-n", "-z")):
+        return agrees(_is_set(words[-1]), words[0] != "-z" or len(words) == 1)
+    return compared(*words, is_pattern=is_pattern) if len(words) == 3 else None
+
+
+def agrees(known: bool | None, wanted: bool) -> bool | None:
+    return None if known is None else known == wanted
 
 
 def compared(first: str, sign: str, second: str, *, is_pattern: bool = False) -> bool | None:
     """Returns whether a comparison holds."""
+    compare = COMPARISONS.get(sign)
+    by_text = compare in (operator.eq, operator.ne)
     # A comparison with the empty text asks whether a variable is set, and that is known of one that the script never
     # sets.
-    if sign in ("=", "==", "!=") and "" in (first, second):
-        known = _is_set(first or second)
-        return None if known is None else known == (sign == "!=")
-    if "$" in first + second:
+    if by_text and "" in (first, second) and "$" in first + second:
+        return agrees(_is_set(first or second), compare is operator.ne)
+    if not compare or "$" in first + second:
         return None
-    if sign in ("=", "==", "!="):
-        same = fnmatchcase(first, second) if is_pattern else first == second
-        # -eq has become == here, so 08 and 8 are equal.
-        if _whole(first) and _whole(second):
-            same = int(first) == int(second)
-        return same == (sign != "!=")
-    if sign in ("<", "<=", ">", ">=") and _whole(first) and _whole(second):
-        low, high = (int(first), int(second)) if sign[0] == "<" else (int(second), int(first))
-        return low <= high if sign.endswith("=") else low < high
-    return None
-
-
-def _whole(text: str) -> bool:
-    return re.fullmatch(r"\s*-?\d+\s*", text) is not None
+    # 08 and 8 are equal.
+    if all(re.fullmatch(r"\s*-?\d+\s*", side) for side in (first, second)):
+        return compare(int(first), int(second))
+    same = fnmatchcase(first, second) if is_pattern else first == second
+    return same == (compare is operator.eq) if by_text else None
 
 
 def _is_set(text: str) -> bool | None:

@@ -5,8 +5,9 @@ key: its name, or several with blanks between them, or a pattern with *. Exact n
 fields: those of our config that the key decides, the most important one first.
 rule: what becomes of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make it the first field, with the same
     meaning; `count` does so if it is above 0. `idle` has no effect on the numbers of a run, whatever its value is.
-    `off` has no counterpart, and needs none with None, False and the values after it. `none` has no counterpart, and
-    `differs` none that is a field. Fields of these three rows are not what the file says.
+    `off` has no counterpart, and needs none with None, False and the values after it; `only` needs none with the values
+    after it. `none` has no counterpart, and `differs` none that is a field. Fields of these rows are not what the file
+    says.
     `absent` takes a row of another table out. `old KEY` is an earlier name of KEY; the words A=B after it say how its
     values are spelled now. Any other word is a function of the trainer's module: a rule, or what makes one of a row.
     `if NAME` after all of these: the key has an effect only with that condition.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -103,21 +104,19 @@ def system(
         defaults={key: scalar(row.was) for key, row in current.items() if row.was},
         newer=tuple(key for key, first in since.items() if first > last),
     )
-    trainer = System(
+    defaults = {key: scalar(row.default) for key, row in current.items() if row.default}
+    return System(
         name,
         version,
         {key: _rule(row, module) for key, row in current.items()},
-        {key: scalar(row.default) for key, row in current.items() if row.default},
+        defaults | (older.defaults if as_of else {}),
         base,
         decides={key: tuple(row.fields.split()) for key, row in current.items()},
         renamed={key: words[0] for key, words in former.items()},
         respelled={key: dict(word.split("=") for word in words[1:]) for key, words in former.items()},
-        older=(older,) if older.proofs else (),
+        older=(older,) if older.proofs and not as_of else (),
+        absent=tuple(key for key, first in since.items() if first > as_of > 0),
     )
-    if as_of:
-        absent = tuple(key for key, first in since.items() if first > as_of)
-        return replace(trainer, defaults=trainer.defaults | older.defaults, older=(), absent=absent)
-    return trainer
 
 
 def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
@@ -129,11 +128,11 @@ def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
         rule = Idle(row.why)
     elif word in CONVERTERS:
         rule = partial(_same, row, word)
-    elif word in ("off", "none", "differs"):
-        rule = partial(_fixed, row, word, [None, False, *map(scalar, arguments)] if word == "off" else [])
+    elif word in ("off", "only", "none", "differs"):
+        rule = partial(_fixed, row, word, [*([None, False] * (word == "off")), *map(scalar, arguments)])
     else:
-        name, _, attribute = word.partition(".")
-        function: Any = getattr(module[name], attribute) if attribute else module[name]
+        name, *attribute = word.split(".")
+        function: Any = reduce(getattr, attribute, module[name])
         parameters = [*inspect.signature(function).parameters]
         # A rule may ask for its row, or be made of it.
         rule = function(row) if parameters == ["row"] else partial(function, row) if "row" in parameters else function
@@ -153,6 +152,6 @@ def _same(row: Row, word: str, value: Any, keys: Keys) -> Outcome:
 def _fixed(row: Row, word: str, neutral: list[Any], value: Any, keys: Keys) -> Outcome:
     """No field has the value. The fields of the row are not what the file says, except at neutral values."""
     if value in neutral:
-        return Outcome("no effect", reason="not in use")
+        return Outcome("mapped") if word == "only" else Outcome("no effect", reason="not in use")
     kind = "changed" if word == "differs" else "unsupported"
     return Outcome(kind, reason=row.why, unknown=dict.fromkeys(row.fields.split(), row.why))

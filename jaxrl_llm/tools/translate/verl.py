@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jaxrl_llm.tools.translate import family, images, ours
@@ -57,10 +58,6 @@ def adapted(keys: Keys) -> bool:
     return bool(keys[f"{MODEL}lora_rank"])
 
 
-def in_turns(keys: Keys) -> bool:
-    return bool(keys.explicit.get(f"{TURNS}enable"))
-
-
 CONDITIONS = FAMILY.conditions() | {
     "grpo": (lambda keys: str(keys["algorithm.adv_estimator"]).startswith("grpo"), "the estimator is not grpo"),
     "filtering": (filtering, "filter_groups is off"),
@@ -73,17 +70,18 @@ CONDITIONS = FAMILY.conditions() | {
         ),
         "loss_agg_mode does not divide by a length",
     ),
-    "turns": (in_turns, "an episode has one turn"),
+    "turns": (lambda keys: keys.explicit.get(f"{TURNS}enable"), "an episode has one turn"),
+    "rewarded": (lambda keys: keys.explicit.get("reward_model.enable"), "it is off"),
+    "reward_file": (lambda keys: keys.explicit.get(f"{REWARD_FILE}path"), "no path"),
 }
 tower = images.tower(adapted, UNREAD_FREEZE)
 
 
-def train_files(value: Any, keys: Keys) -> Outcome:
-    return family.rows_of("data", ours.PARQUET, value)
+def files(convert: str, row: Row, value: Any, keys: Keys) -> Outcome:
+    return family.rows_of(row.our_section, convert, value)
 
 
-def val_files(value: Any, keys: Keys) -> Outcome:
-    return family.rows_of("eval", ours.PARQUET, value)
+data_files = partial(files, ours.PARQUET)
 
 
 def constant_length(value: Any, keys: Keys) -> Outcome:
@@ -114,17 +112,22 @@ def normalize(value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", {"advantage.normalize": "group" if value else "none"})
 
 
-def dynamic_sampling(value: Any, keys: Keys) -> Outcome:
+def resampling(value: Any, keys: Keys) -> Outcome:
     """Groups without signal, replaced by others."""
-    if not filtering(keys):
-        return Outcome("mapped", {"rollout.resample_rounds": 0})
     batches = int(keys["algorithm.filter_groups.max_num_gen_batches"] or 0)
     reason = (
         f"at most {batches or 'any number of'} batches there; here, after the first, each round samples only as many "
         "prompts as groups are missing, and what still has no signal stays"
     )
-    # 0 has no limit there, which a data set without a signal never leaves: ten rounds stand for it.
-    return Outcome("changed", {"rollout.resample_rounds": max(batches - 1, 1) if batches else 10}, reason)
+    return resampled(batches if filtering(keys) else None, reason)
+
+
+def resampled(batches: int | None, reason: str) -> Outcome:
+    """Returns the outcome of a limit of batches; 0 or less: there is none; None: no group is replaced."""
+    if batches is None:
+        return Outcome("mapped", {"rollout.resample_rounds": 0})
+    # A data set without a signal would never end without a limit: ten rounds stand for it.
+    return Outcome("changed", {"rollout.resample_rounds": max(batches - 1, 1) if batches > 0 else 10}, reason)
 
 
 def overlong(value: Any, keys: Keys) -> Outcome:
@@ -157,26 +160,14 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     return ours.custom_reward(str(file), name, arguments)
 
 
-def reward_argument(value: Any, keys: Keys) -> Outcome:
-    """A part of the reward function in a file."""
-    return rewards(value, keys) if keys.explicit.get(f"{REWARD_FILE}path") else Outcome("no effect", reason="no path")
-
-
 def reward_model(value: Any, keys: Keys) -> Outcome:
     """A learned reward."""
-    if not value:
-        return Outcome("no effect", reason="it is off")
     path = keys.explicit.get("reward_model.model.path")
     if not path:
         return Outcome("unsupported", reason="the file names no folder of the reward model: set reward_model.path")
     outcome = ours.reward_model(str(path), "it reads prompt and completion as the policy does")
     # veRL takes its score alone, whatever function there is.
     return replace(outcome, fields=outcome.fields | {"reward.functions": (), "reward.weights": ()})
-
-
-def reward_model_path(value: Any, keys: Keys) -> Outcome:
-    """The model of a learned reward."""
-    return reward_model(keys.explicit.get("reward_model.enable"), keys)
 
 
 def reward_coef(row: Row, value: Any, keys: Keys) -> Outcome:
@@ -200,24 +191,26 @@ def correction(value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", {"importance.level": value, "importance.action": "truncate", "importance.high": high})
 
 
-def critic_path(value: Any, keys: Keys) -> Outcome:
-    """The model that the critic begins with."""
-    # veRL's own default for the critic is a model of its example; a file that says nothing of it means the policy's.
-    same = value == keys[f"{MODEL}path"] or "critic.model.path" not in keys
-    return Outcome("mapped", {"critic.path": "" if same else str(value)})
+def critic_model(policy: str, value: Any, keys: Keys) -> Outcome:
+    """The model that the critic begins with. policy: the key of the policy's."""
+    return Outcome("mapped", {"critic.path": "" if value in (None, keys[policy]) else str(value)})
 
 
-def lora(value: Any, keys: Keys) -> Outcome:
-    """An adapter."""
-    rank, alpha, targets = (keys[f"{MODEL}{name}"] for name in ("lora_rank", "lora_alpha", "target_modules"))
-    outcome = ours.lora(rank, alpha, targets)
-    return images.beside_tower(outcome, targets, keys.explicit.get(f"{MODEL}exclude_modules"), keys)
+critic_path = partial(critic_model, f"{MODEL}path")
+
+
+def adapter(numbers: str, modules: str, value: Any, keys: Keys) -> Outcome:
+    """An adapter. numbers, modules: what is before the names of its keys."""
+    targets, excluded = keys[f"{modules}target_modules"], keys.explicit.get(f"{modules}exclude_modules")
+    outcome = ours.lora(keys[f"{numbers}rank"], keys[f"{numbers}alpha"], targets)
+    return images.beside_tower(outcome, targets, excluded, keys)
+
+
+lora = partial(adapter, f"{MODEL}lora_", MODEL)
 
 
 def tools(value: Any, keys: Keys) -> Outcome:
     """Episodes of several turns with tools, which are functions here."""
-    if not in_turns(keys):
-        return Outcome("no effect", reason="an episode has one turn")
     if not keys.explicit.get(f"{TURNS}tool_config_path"):
         return not_here("env", f"the file names no tools of its episodes of several turns; {ENVIRONMENT}")
     names = keys.explicit.get(f"{TURNS}tool_config_path.names") or []
@@ -254,18 +247,6 @@ def validation(value: Any, keys: Keys) -> Outcome:
         return Outcome("no effect", reason="evaluations are greedy there and here")
     reason = "an evaluation is one greedy completion for each problem here (jaxrl evaluate samples several)"
     return Outcome("unsupported", reason=reason)
-
-
-def sampled(value: Any, keys: Keys) -> Outcome:
-    """Whether rollouts are sampled."""
-    return Outcome("no effect" if value else "unsupported", reason="rollouts are sampled")
-
-
-def first_evaluation(value: Any, keys: Keys) -> Outcome:
-    """Whether a run begins with an evaluation."""
-    if value:
-        return Outcome("no effect", reason="a run begins with an evaluation")
-    return Outcome("changed", {}, "a run begins with an evaluation in any case")
 
 
 def base(keys: Keys) -> str:

@@ -6,6 +6,8 @@ import json
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from jaxrl_llm.errors import printable
 from jaxrl_llm.tools.translate.outcome import KINDS, Outcome, Translation
 
 WIDTH = 119
+WRAP = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
 CALLS = ("adapters", "advantage", "env", "loss", "turns")  # sections that are written as one line, if they are new
 # Sections that are always written as one line.
 WHOLE = ("reward_model", "kl.refresh", "kl.adaptive", "entropy", "entropy.adaptive")
@@ -31,49 +34,50 @@ PAIRS = ("dpo", "simpo")  # configs of `jaxrl sft`
 EXPLAINED = ("grpo.py", "ppo.py", "search_grpo.py", "sft.py", "dpo.py", "simpo.py")
 
 
+TEMPLATE = '''"""{algorithm}, translated from {file} of {whose}.
+
+jaxrl {program} --config {to}
+
+{notice}
+"""
+
+from ml_collections import ConfigDict
+
+from jaxrl_llm.configs import {base}  # it explains the fields, or names the config that does
+
+
+def get_config() -> ConfigDict:
+    c = {base}.get_config()
+{body}    return c
+{comments}'''
+
+
 def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] = ()) -> str:
     """Returns the text of a config file.
 
     file: what is translated; to: the new file; lost: lines of the file that belong to no key.
     """
-    base = translation.base
+    base, system = translation.base, translation.system
     fields = _written(translation, flatten(load(base)))
     body: list[str] = []
-    before = ""
-    for name in fields:
-        section = name.rpartition(".")[0].split(".")[0]
-        lines = _lines(translation, name, fields)
-        if lines and body and section != before:
-            body.append("")
-        before = section if lines else before
-        body += lines
+    for _, names in groupby(fields, lambda name: name.split(".")[0] if "." in name else ""):
+        lines = [line for name in names for line in _lines(translation, name, fields)]
+        body += [""] * bool(lines and body) + lines
     counts = ", ".join(f"{len(translation.with_kind(kind))} {kind}" for kind in KINDS)
-    whose = f"{translation.system.name} ({translation.system.version})"
     notice = (
         f"Not measured. Keys of the file: {counts}. A comment names the key that a field is from, and what differs; "
-        f'"default" is a default of {translation.system.name} that the file leaves as it is.'
+        f'"default" is a default of {system.name} that the file leaves as it is.'
     )
-    return "\n".join(
-        [
-            f'"""{ALGORITHM[base]}, translated from {_name(file.name)} of {whose}.',
-            "",
-            f"jaxrl {'sft' if base in PAIRS else 'train'} --config {_name(to.as_posix())}",
-            "",
-            *textwrap.wrap(notice, WIDTH),
-            '"""',
-            "",
-            "from ml_collections import ConfigDict",
-            "",
-            f"from jaxrl_llm.configs import {base}  # it explains the fields, or names the config that does",
-            "",
-            "",
-            "def get_config() -> ConfigDict:",
-            f"    c = {base}.get_config()",
-            *(f"    {line}".rstrip() for line in body),
-            "    return c",
-            *_remaining_comments(translation, lost, fields),
-            "",
-        ]
+    return TEMPLATE.format(
+        algorithm=ALGORITHM[base],
+        file=_name(file.name),
+        whose=f"{system.name} ({system.version})",
+        program="sft" if base in PAIRS else "train",
+        to=_name(to.as_posix()),
+        notice="\n".join(textwrap.wrap(notice, WIDTH)),
+        base=base,
+        body="".join(f"    {line}".rstrip() + "\n" for line in body),
+        comments="".join(f"{line}\n" for line in _remaining_comments(translation, lost, fields)),
     )
 
 
@@ -105,38 +109,28 @@ def _written(translation: Translation, base_fields: Mapping[str, Any]) -> dict[s
     # Read from the text: a ConfigDict does not keep the order in which a config sets its fields.
     order = list(dict.fromkeys(re.findall(r"\bc\.([a-z_]+(?:\.[a-z_0-9]+)*)", text)))
     fields = translation.fields()
-    explicit = {name for outcome in translation.outcomes.values() for name in outcome.fields}
-    new_section = {
-        name.split(".")[0] for name in fields if name.endswith(".name") and base_fields.get(name) != fields[name]
-    }
-    explained = {
-        name for outcome in translation.defaults.values() for name in outcome.fields if outcome.kind == "changed"
-    }
-    shown = {
-        name: value
-        for name, value in fields.items()
-        if name in explicit | explained
-        or name in translation.yours()
-        or name not in base_fields
-        or value != base_fields[name]
-        or name.split(".")[0] in new_section
+    changed = {key: outcome for key, outcome in translation.defaults.items() if outcome.kind == "changed"}
+    shown = {name for outcome in (translation.outcomes | changed).values() for name in outcome.fields}
+    shown |= translation.yours().keys() & fields.keys()
+    shown |= {name for name, value in fields.items() if (name, value) not in base_fields.items()}
+    new_sections = {
+        name.split(".")[0] for name in fields if base_fields.get(name) != fields[name] and name.endswith(".name")
     }
     # A section is the arguments of one function. Another name makes the fields of the base wrong, so all are written.
     whole = {_section_in_a_line(name) for name in shown} - {""}
-    shown = {name: value for name, value in fields.items() if name in shown or _section_in_a_line(name) in whole}
+    shown |= {name for name in fields if name.split(".")[0] in new_sections or _section_in_a_line(name) in whole}
 
     def place(name: str) -> int:
-        """The place of the field, or of the longest part of its name that the configs mention.
+        """The place of the last part of the name that the configs mention; of a section that is not there, its end."""
+        places = [
+            i
+            for i, other in enumerate(order)
+            if f"{name}.".startswith(f"{other}.") or (fields[name] is None and other.startswith(f"{name}."))
+        ]
+        return places[-1] if places else len(order)
 
-        A section that is not there comes after all fields that it may have.
-        """
-        parts = name.split(".")
-        known = [".".join(parts[: i + 1]) for i in range(len(parts)) if ".".join(parts[: i + 1]) in order]
-        if fields[name] is None:
-            known += [other for other in order if other.startswith(f"{name}.")]
-        return order.index(known[-1]) if known else len(order)
-
-    return {name: shown[name] for name in sorted(shown, key=lambda name: (place(name), shown[name] is None))}
+    ordered = sorted(fields, key=lambda name: (place(name), fields[name] is None))
+    return {name: fields[name] for name in ordered if name in shown}
 
 
 def _section_in_a_line(name: str) -> str:
@@ -148,33 +142,27 @@ def _section_in_a_line(name: str) -> str:
 def _lines(translation: Translation, name: str, fields: dict[str, Any]) -> list[str]:
     """Returns the line of a field with its comments. The first field of a section in a line has the whole section."""
     section = _section_in_a_line(name)
+    names, lines = [name], [f"c.{name} = {literal(fields[name])}"]
     # A section `turns` with its threads comes with an environment that the base does not have.
     if section in WHOLE or not {f"{section}.name", f"{section}.workers"}.isdisjoint(fields):
-        names = [other for other in fields if _section_in_a_line(other) == section]
-        if name != names[0]:
-            return []
-        # The name of the function comes first, as in our configs. The sort is stable.
-        names.sort(key=lambda other: not other.endswith(".name"))
+        # The name of the function comes first, as in our configs.
+        names = sorted(
+            (other for other in fields if _section_in_a_line(other) == section),
+            key=lambda other: not other.endswith(".name"),
+        )
         lines = _section(section, {other.rpartition(".")[2]: fields[other] for other in names})
-    elif name == "data.mixture":
-        comments, _ = _comments(translation, [name])
-        return [
-            *comments,
-            *(line for part, settings in fields[name].items() for line in _section(f"data.mixture.{part}", settings)),
-        ]
-    else:
-        names = [name]
-        lines = [f"c.{name} = {literal(fields[name])}"]
+        if name != next(other for other in fields if other in names):
+            return []
     comments, explained = _comments(translation, names)
-    origins = [
-        key for key in dict.fromkeys(_origin(translation, other) for other in names) if key and key not in explained
-    ]
-    beside = f"{lines[0]}  # {', '.join(origins)}"
-    if not origins:
-        return [*comments, *lines]
-    if len(lines) == 1 and len(beside) + 4 <= WIDTH:
+    if name == "data.mixture":
+        mixture = fields[name].items()
+        return comments + [line for part, inside in mixture for line in _section(f"data.mixture.{part}", inside)]
+    origins = dict.fromkeys(_origin(translation, other) for other in names)
+    origin = ", ".join(key for key in origins if key and key not in explained)
+    beside = f"{lines[0]}  # {origin}"
+    if origin and len(lines) == 1 and len(beside) + 4 <= WIDTH:
         return [*comments, beside]
-    return [*comments, *_wrapped(", ".join(origins)), *lines]
+    return [*comments, *(_wrapped(origin) if origin else []), *lines]
 
 
 def _section(name: str, fields: dict[str, Any]) -> list[str]:
@@ -184,9 +172,9 @@ def _section(name: str, fields: dict[str, Any]) -> list[str]:
     begin, inside = f"c.{name} = ConfigDict(", f"dict({', '.join(parts)})"
     if len(begin + inside) + 5 <= WIDTH + 1:
         return [f"{begin}{inside})"]
-    if len(inside) + 8 <= WIDTH + 1:
-        return [begin, f"    {inside}", ")"]
-    return [begin, "    dict(", *(f"        {part}," for part in parts), "    )", ")"]
+    fits = len(inside) + 8 <= WIDTH + 1
+    lines = [inside] if fits else ["dict(", *(f"    {part}," for part in parts), ")"]
+    return [begin, *(f"    {line}" for line in lines), ")"]
 
 
 def _origin(translation: Translation, name: str) -> str:
@@ -203,48 +191,30 @@ def _origin(translation: Translation, name: str) -> str:
 
 def _comments(translation: Translation, names: Iterable[str]) -> tuple[list[str], set[str]]:
     """Returns what is said of the keys whose first field is one of these, and these keys."""
-    explained = {
-        key: outcome.reason
-        for key, outcome in translation.outcomes.items()
-        if outcome.reason and outcome.kind in ("mapped", "changed") and _first(outcome) in names
-    }
-    lines: list[str] = []
-    for reason, keys in grouped(explained).items():
-        lines += _wrapped(f"{', '.join(keys)}: {reason}.")
+
+    def first_here(outcomes: Mapping[str, Outcome], *kinds: str) -> dict[str, str]:
+        return {
+            key: outcome.reason
+            for key, outcome in outcomes.items()
+            if outcome.reason and outcome.kind in kinds and next(iter(outcome.fields), "") in names
+        }
+
+    explained = first_here(translation.outcomes, "mapped", "changed")
+    said = [f"{line}." for line in listed(explained)]
     explicit = {name for outcome in translation.outcomes.values() for name in outcome.fields}
-    for key, outcome in translation.defaults.items():
-        if (
-            outcome.reason
-            and outcome.kind == "changed"
-            and _first(outcome) in names
-            and _first(outcome) not in explicit
-        ):
-            lines += _wrapped(
-                f"{key} has its default: {outcome.reason}." if "(" not in key else f"{outcome.reason.capitalize()}."
-            )
+    for key, reason in first_here(translation.defaults, "changed").items():
+        if next(iter(translation.defaults[key].fields)) not in explicit:
+            said.append(f"{key} has its default: {reason}." if "(" not in key else f"{reason.capitalize()}.")
     yours = translation.yours()
-    for name in names:
-        if name in yours:
-            lines += _wrapped(f"Yours to set: {yours[name]}.")
+    said += [f"Yours to set: {yours[name]}." for name in names if name in yours]
     if "eval" in names:
         others = f", and name the problems in eval.source: those of {translation.base}.py are others"
-        lines += _wrapped(f"To evaluate, set eval.every instead{others * ('eval.source' not in translation.fields())}.")
-    return lines, set(explained)
-
-
-def _first(outcome: Outcome) -> str:
-    return next(iter(outcome.fields), "")
+        said.append(f"To evaluate, set eval.every instead{others * ('eval.source' not in translation.fields())}.")
+    return [line for text in said for line in _wrapped(text)], set(explained)
 
 
 def _wrapped(text: str, first: str = "# ", then: str = "# ", width: int = WIDTH - 4) -> list[str]:
-    return textwrap.wrap(
-        printable(text),
-        width,
-        initial_indent=first,
-        subsequent_indent=then,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return WRAP(printable(text), width, initial_indent=first, subsequent_indent=then)
 
 
 def _remaining_comments(translation: Translation, lost: Sequence[str], written: Mapping[str, Any]) -> list[str]:
@@ -252,28 +222,27 @@ def _remaining_comments(translation: Translation, lost: Sequence[str], written: 
 
     written: the fields that stand in the config.
     """
-    blocks = {
-        "Changed in meaning": {
-            key: outcome for key, outcome in translation.with_kind("changed").items() if not outcome.fields
-        },
-        "Not supported here": translation.with_kind("unsupported"),
-        "No effect on training here": translation.with_kind("no effect"),
-    }
-    lines: list[str] = [""]
-    if lost:
-        lines += ["", "# Belong to no key of the training command:"]
-        lines += [line for outcome in lost for line in _wrapped(" ".join(outcome.split()), "# - ", "#   ", WIDTH)]
+    reasons = {kind: {key: x.reason for key, x in translation.with_kind(kind).items()} for kind in KINDS}
     unset = {name: why for name, why in translation.unknown().items() if name not in {*written, *translation.outcomes}}
-    if unset:
-        lines += ["", f"# Yours to set; until then they are those of {translation.base}.py:"]
-    for why, names in grouped(unset).items():
-        lines += _wrapped(f"{', '.join(names)}: {why}", "# - ", "#   ", WIDTH)
-    for title, outcomes in blocks.items():
-        if outcomes:
-            lines += ["", f"# {title}:"]
-        for reason, keys in grouped({key: outcome.reason for key, outcome in outcomes.items()}).items():
-            lines += _wrapped(f"{', '.join(keys)}: {reason}", "# - ", "#   ", WIDTH)
+    blocks = {
+        "Belong to no key of the training command": [" ".join(line.split()) for line in lost],
+        f"Yours to set; until then they are those of {translation.base}.py": listed(unset),
+        "Changed in meaning": listed(
+            {key: why for key, why in reasons["changed"].items() if not translation.outcomes[key].fields}
+        ),
+        "Not supported here": listed(reasons["unsupported"]),
+        "No effect on training here": listed(reasons["no effect"]),
+    }
+    lines = [""]
+    for title, entries in blocks.items():
+        lines += ["", f"# {title}:"] if entries else []
+        lines += [line for entry in entries for line in _wrapped(entry, "# - ", "#   ", WIDTH)]
     return lines if len(lines) > 1 else []
+
+
+def listed(reasons: Mapping[str, str]) -> list[str]:
+    """Returns "names: reason" for each reason of {name: reason}."""
+    return [f"{', '.join(names)}: {reason}" for reason, names in grouped(reasons).items()]
 
 
 def grouped(reasons: Mapping[str, str]) -> dict[str, list[str]]:
