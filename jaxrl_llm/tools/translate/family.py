@@ -27,7 +27,6 @@ MODEL_CONFIG = "the model is as its config.json says: change that"
 OWN_TOKENIZER = "the tokenizer is the model's"
 PROCESSOR, SOUND, SAME_PIXELS = images.PROCESSOR, images.SOUND, images.SAME_PIXELS
 KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
-LOGGERS = ("mlflow", "tensorboard", "trackio", "wandb")
 AGGREGATION = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean",
@@ -373,8 +372,7 @@ def lowest(row: Row, value: Any, keys: Keys) -> Outcome:
 
 def weight_decay(row: Row, value: Any, keys: Keys) -> Outcome:
     """Weight decay of AdamW."""
-    reason = "here only for matrices, there for all parameters"
-    return Outcome("changed" if value else "mapped", {row.field: float(value)}, reason * bool(value))
+    return Outcome("changed" if value else "mapped", {row.field: float(value)}, row.why * bool(value))
 
 
 def betas(row: Row, value: Any, keys: Keys) -> Outcome:
@@ -419,15 +417,8 @@ def evaluates(value: Any, keys: Keys) -> Outcome:
 def loggers(value: Any, keys: Keys) -> Outcome:
     """Where the numbers of a run go, with the project of those that have one."""
     logged = keys.explicit.get("trainer.logger") or []
-    logged = logged if isinstance(logged, list) else [logged]
-    names = tuple(name for name in logged if name in LOGGERS)
-    others = [str(name) for name in logged if name not in (*LOGGERS, "console", "file")]
-    reason = f"there is no {', '.join(others)} here" if others else ""
-    if not names:
-        return Outcome("changed", reason=reason) if others else Outcome("no effect", reason=LOGS)
-    projects = set(names) != {"tensorboard"}
-    project = str(keys.explicit.get("trainer.project_name") or "translated") if projects else ""
-    return Outcome("changed" if others else "mapped", {"log.to": names, "log.project": project}, reason)
+    project = str(keys.explicit.get("trainer.project_name") or "translated")
+    return ours.loggers(logged if isinstance(logged, list) else [logged], project)
 
 
 def model(value: Any, keys: Keys) -> Outcome:
