@@ -54,10 +54,10 @@ class Explicit(dict[str, Any]):
 
     def __init__(self, values: Mapping[str, Any]):
         super().__init__((key, value) for key, value in values.items() if not isinstance(value, Unread))
-        self.asked: dict[Any, None] = {}  # in order
+        self.requested: dict[Any, None] = {}  # in order
 
     def ask(self, key: Any) -> None:
-        self.asked[key] = None
+        self.requested[key] = None
 
     def __contains__(self, key: object) -> bool:
         self.ask(key)
@@ -91,8 +91,8 @@ class Keys:
 
     def asking(self, compute: Callable[[], T]) -> tuple[T, list[str]]:
         """Returns a value, and the keys that it asked for and that cannot be read."""
-        self.explicit.asked = {}
-        return compute(), [key for key in self.explicit.asked if key in self.unread]
+        self.explicit.requested = {}
+        return compute(), [key for key in self.explicit.requested if key in self.unread]
 
 
 Rule: TypeAlias = Callable[[Any, Keys], Outcome]
@@ -194,9 +194,8 @@ class Translation:
     def yours(self) -> dict[str, str]:
         """Returns the fields that a person must complete, with the reason."""
         used = self.fields()
-        return {name: why for name, why in self._unfinished("yours").items() if name in used} | self._unfinished(
-            "unknown"
-        )
+        tasks = {name: why for name, why in self._unfinished("yours").items() if name in used}
+        return tasks | self._unfinished("unknown")
 
     def unknown(self) -> dict[str, str]:
         """Returns the fields whose value is a placeholder, and the keys without a field that may change the run."""
@@ -207,12 +206,7 @@ class Translation:
         unfinished: dict[str, str] = {}
         for outcomes in (self.defaults, self.outcomes):
             # A field that a key of the file says is complete, whatever a default wanted.
-            complete = {
-                name
-                for outcome in outcomes.values()
-                for name in outcome.fields
-                if name not in outcome.yours | outcome.unknown
-            }
+            complete = {name for x in outcomes.values() for name in x.fields.keys() - x.yours.keys() - x.unknown.keys()}
             unfinished = {name: why for name, why in unfinished.items() if name not in complete}
             for outcome in outcomes.values():
                 unfinished |= getattr(outcome, what)
@@ -275,17 +269,12 @@ def with_its_version(
         differing = {key: value for key, value in version.defaults.items() if key not in current}
         listed = ", ".join(f"{key} = {value}" for key, value in differing.items()) or "none that matters"
         note = f"{proof} is a key of {system.name} {version.name}"
-        if newer:
-            doubt = {
-                key: Unread(f"{value} {version.name}, then {system.defaults[key]}") for key, value in differing.items()
-            }
-            note += f", and {newer} one of later versions. It is not known which defaults apply: {listed}"
-            return system, current | doubt, (note,)
-        return (
-            replace(system, version=version.name, defaults=system.defaults | version.defaults),
-            current,
-            (f"{note}. Its defaults apply: {listed}",),
-        )
+        if not newer:
+            dated = replace(system, version=version.name, defaults=system.defaults | version.defaults)
+            return dated, current, (f"{note}. Its defaults apply: {listed}",)
+        note += f", and {newer} one of later versions. It is not known which defaults apply: {listed}"
+        unread = {key: Unread(f"{x} {version.name}, then {system.defaults[key]}") for key, x in differing.items()}
+        return system, current | unread, (note,)
     return system, current, ()
 
 
@@ -297,8 +286,8 @@ def _outcome(key: str, value: Any, system: System, keys: Keys) -> Outcome:
         outcome, unread_keys = keys.asking(lambda: system.rule(key)(value, keys))
     # What a rule raises for a value that is no number or no list. The user sees the key, not a traceback.
     except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
-        asked = [other for other in keys.explicit.asked if other != key and other in keys.values]
-        others = ", ".join(f"{other} = {keys.values[other]!r}" for other in asked)
+        requested = [other for other in keys.explicit.requested if other != key and other in keys.values]
+        others = ", ".join(f"{other} = {keys.values[other]!r}" for other in requested)
         depends = f", and what it depends on ({others})," if others else ""
         raise UserError(
             f"{key} = {value!r} cannot be translated ({error}): give it{depends} a value that {system.name} takes"
