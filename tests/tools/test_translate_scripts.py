@@ -237,6 +237,7 @@ OBJECTS = [  # what a script does before it trains, the fields that it decides, 
     ("extra['callbacks'] = [WandbCallback()]", {}, []),
     ("extra['callbacks'] = [EarlyStoppingCallback(3)]", {}, ["trainer.callbacks"]),
     ("from own import GRPOTrainer", {}, ALL),
+    ("class GRPOTrainer(GRPOTrainer):\n    pass\nGRPOTrainer.compute_loss = build", {}, ["aggregate", "kl", "loss"]),
     ("class GRPOTrainer(GRPOTrainer):\n    def log(self): pass\n    def create_optimizer(self): pass", {}, ["optim"]),
 ]  # fmt: skip
 

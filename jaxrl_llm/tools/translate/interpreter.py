@@ -25,7 +25,7 @@ def words(text: str) -> set[str]:
 KNOWN = words("trl peft transformers datasets unsloth torch accelerate open_r1 copy argparse dataclasses")
 QUIET_PACKAGES = words("logging logger wandb os json sys time random warnings mlflow swanlab pprint rich")
 PATCHED = ("trl", "transformers", "peft", "unsloth", "open_r1")  # packages whose classes a script may change
-QUIET_FIELDS = words("use_cache pad_token pad_token_id padding_side truncation_side bos_token_id model_parallel")
+QUIET_ATTRIBUTES = words("use_cache pad_token pad_token_id padding_side truncation_side bos_token_id model_parallel")
 COMPUTED: dict[type, Callable[..., Any]] = {
     **OPERATORS, ast.USub: operator.neg, ast.Not: operator.not_,
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not,
@@ -189,6 +189,8 @@ class Interpreter:
         value = Unread(self.doubt) if self.doubt else value
         name = name if isinstance(name, str) and known(name) else f"**{short(target)}"
         match owner:
+            case Item(kind="class", value=base) if base:  # a trainer or config of the script's own
+                owner.steps[f"{name}="] = where(target)
             case Item(kind="config" | "object" | "adapter" | "class"):
                 owner.keys[name] = value
             case dict():
@@ -199,7 +201,7 @@ class Interpreter:
                 self.environment[name] = value
             case Item(kind="name") if owner.value.startswith(PATCHED):
                 self.lost.append(f"{where(target)} = ...")
-            case _ if name not in QUIET_FIELDS:
+            case _ if name not in QUIET_ATTRIBUTES:
                 self.touch([owner], f"{name}=" if name.isidentifier() else "entry=", target)
 
     def touch(self, values: list[Any], name: str, node: ast.AST) -> list[Item]:

@@ -90,14 +90,14 @@ class ScriptRun(Interpreter):
                     fields[name] = self.value(value) if value else Unread(name)
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     fields[name] = self.value(value)
-        of_trl = next((base for base in bases if end_of(base.value) in CONFIGS | TRAINERS), None)
-        if of_trl is None:
+        trl_class = next((base for base in bases if end_of(base.value) in CONFIGS | TRAINERS), None)
+        if trl_class is None:
             return Item("class", "", fields, node=line)
         methods = [entry for entry in line.body if isinstance(entry, ast.FunctionDef)]
         steps = {f"{x.name}()": f"line {x.lineno}: class {line.name} has its own {x.name}" for x in methods}
-        if of_trl.kind == "name" and of_trl.node:
-            steps[f"{line.name}()"] = f"line {line.lineno}: of {of_trl.value}"
-        return Item("class", of_trl.value, fields, of_trl.steps | steps, line)
+        if trl_class.kind == "name" and trl_class.node:
+            steps[f"{line.name}()"] = f"line {line.lineno}: of {trl_class.value}"
+        return Item("class", trl_class.value, fields, trl_class.steps | steps, line)
 
     def entry(self, owner: Any, index: Any, node: ast.Subscript) -> Any:
         if isinstance(owner, Item) and owner.kind == "rows":
@@ -165,12 +165,12 @@ class ScriptRun(Interpreter):
         """Returns what a call of an imported name makes, if a table knows it."""
         *parents, name = function.value.split(".")
         foreign, package = bool(function.node), [*parents, name][0]
-        of_trl = next((end for end in TRAINERS if name.endswith(end) and name not in OTHERS), "")
-        of_trl = name if name in CONFIGS else of_trl
-        if of_trl:
-            item = self.create(of_trl, node)
+        trl_class = next((end for end in TRAINERS if name.endswith(end) and name not in OTHERS), "")
+        trl_class = name if name in CONFIGS else trl_class
+        if trl_class:
+            item = self.create(trl_class, node)
             # A class of this kind from elsewhere may do anything in another way.
-            if foreign or name != of_trl or (package == "open_r1" and name in TRAINERS):
+            if foreign or name != trl_class or (package == "open_r1" and name in TRAINERS):
                 item.steps[f"{name}()"] = where(node)
             return item
         if package in QUIET_PACKAGES and not foreign:

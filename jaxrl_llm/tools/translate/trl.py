@@ -86,9 +86,9 @@ def noted(row: Row, rule: Rule) -> Rule:
 
 def trl_system(kind: str, name: str, version: str, base: str, tables: str) -> System:
     """Returns a trainer of TRL. Its own tables win over those that stand before them."""
-    of_tables = {key: row for table in f"trl {tables}".split() for key, row in read_rows(table).items()}
-    trainer = system(f"TRL's {name}", version, of_tables, vars(family) | globals(), lambda keys: base)
-    notes = {key: noted(row, trainer.rules[key]) for key, row in of_tables.items() if row.was and key in trainer.rules}
+    table_rows = {key: row for table in f"trl {tables}".split() for key, row in read_rows(table).items()}
+    trainer = system(f"TRL's {name}", version, table_rows, vars(family) | globals(), lambda keys: base)
+    notes = {key: noted(row, trainer.rules[key]) for key, row in table_rows.items() if row.was and key in trainer.rules}
     return replace(trainer, rules=trainer.rules | notes, older=older(kind))
 
 

@@ -148,10 +148,10 @@ def nll_coef(value: Any, keys: Keys) -> Outcome:
 
 def simpo(value: Any, keys: Keys) -> Outcome:
     """The loss of SimPO, with the cross-entropy of the chosen completion: of CPOConfig, or of SimPO's own trainer."""
-    own = "gamma_beta_ratio" in keys.defaults
-    if value != ("sigmoid" if own else "simpo"):
+    is_simpo_trainer = "gamma_beta_ratio" in keys.defaults
+    if value != ("sigmoid" if is_simpo_trainer else "simpo"):
         return not_here("loss.name", f"of CPOConfig there is simpo, not {value}; this config keeps simpo")
-    nll = keys["sft_weight" if own else "cpo_alpha"]
+    nll = keys["sft_weight" if is_simpo_trainer else "cpo_alpha"]
     reason = f"{NLL}; TRL's also counts the prompt" * bool(nll)
     return Outcome("changed" if nll else "mapped", {"loss.name": "simpo"} | OF_PAIRS, reason)
 

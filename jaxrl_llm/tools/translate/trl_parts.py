@@ -44,8 +44,8 @@ def dtype(value: Any, keys: Keys) -> Outcome:
     # There is no float16 here: bfloat16 takes the same memory, and its gradients need no scaling.
     halves = value in ("bfloat16", "float16")
     low = halves or value == "auto" or keys["bf16"] in (None, True) or keys.explicit.get("fp16")
-    there = f"{value} parameters there; here float32 ones, and activations of this dtype"
-    reason = there if halves else "of activations; parameters are float32" * isinstance(value, str)
+    cast_reason = f"{value} parameters there; here float32 ones, and activations of this dtype"
+    reason = cast_reason if halves else "of activations; parameters are float32" * isinstance(value, str)
     return Outcome("changed" if halves else "mapped", {"model.dtype": "bfloat16" if low else "float32"}, reason)
 
 

@@ -138,20 +138,20 @@ def changed_rows(row: Row, value: Any, keys: Keys) -> Outcome:
 
 def prompt_limit(value: Any, keys: Keys) -> Outcome:
     """The longest prompt."""
-    there = "no limit there" if value is None else "cuts a longer prompt there"
+    longer = "no limit there" if value is None else "cuts a longer prompt there"
     limit = 2048 if value is None else int(value)
-    return Outcome("changed", {"data.max_prompt_tokens": limit}, f"{there}; a longer prompt is dropped here")
+    return Outcome("changed", {"data.max_prompt_tokens": limit}, f"{longer}; a longer prompt is dropped here")
 
 
 def pair_limits(value: Any, keys: Keys) -> Outcome:
     """The limits of a prompt and of a completion. TRL cuts pairs that are longer in all, and keeps the others."""
     # A file that sets no limit has this one here, of prompt and completion.
-    most = int(keys["max_length"] or 4096)
+    limit = int(keys["max_length"] or 4096)
     fields = {
-        "data.max_prompt_tokens": int(keys["max_prompt_length"] or most),
-        "rollout.max_completion_tokens": int(keys.explicit.get("max_completion_length") or most),
+        "data.max_prompt_tokens": int(keys["max_prompt_length"] or limit),
+        "rollout.max_completion_tokens": int(keys.explicit.get("max_completion_length") or limit),
     }
-    cut = f"a pair is cut after {most} tokens there" if keys["max_length"] else "no limit there"
+    cut = f"a pair is cut after {limit} tokens there" if keys["max_length"] else "no limit there"
     return Outcome("changed", fields, f"{cut}; here both parts have a limit, and a longer pair is dropped")
 
 
@@ -191,6 +191,6 @@ def held_out_rows(value: Any, keys: Keys) -> Outcome:
 
 def logs_samples(value: Any, keys: Keys) -> Outcome:
     """PPO's evaluation, which is no accuracy."""
-    samples = value not in ("no", None)
+    samples = evaluates(keys)
     reason = "TRL's PPO only logs samples: set eval.every and eval.source for an accuracy" * samples
     return Outcome("changed" if samples else "mapped", ours.NO_EVALUATION, reason)
