@@ -24,10 +24,10 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import extras
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.tools.translate import __main__ as program
-from jaxrl_llm.tools.translate import easyr1, lint, ours, readers, search_r1, trl, trl_rules, verl, writer
+from jaxrl_llm.tools.translate import easyr1, lint, ours, readers, search_r1, trl, trl_objectives, verl, writer
 from jaxrl_llm.tools.translate.outcome import (
     KINDS,
-    MEMORY_FIELDS,
+    QUIET_FIELDS,
     Keys,
     Outcome,
     Translation,
@@ -417,7 +417,7 @@ def test_every_estimator_and_loss_has_our_name_and_passes_the_checks():
         *((verl.VERL, VERL_GRPO | {MODE: mode}, "loss.name", loss[0])
           for mode, loss in verl.FAMILY.losses.items()),
         *((trl.GRPO, {"loss_type": mode} | ({"epsilon_high": 5.0} if mode == "cispo" else {}), "loss.name", loss[0])
-          for mode, loss in trl_rules.LOSSES.items()),
+          for mode, loss in trl_objectives.LOSSES.items()),
     ]  # fmt: skip
     for system, given, field, name in wanted:
         group = {"actor_rollout_ref.rollout.n": 1 if "gae" in given.values() else 4}
@@ -750,6 +750,18 @@ MEANINGS = [
      {"eval.source": "yours"}, {"eval.every": 4}),
     ("trl_grpo", dict(reward_funcs=["accuracy_reward"]), {"reward_funcs": "mapped"},
      {"reward.functions": ("math.accuracy(anchors=True)",)}),
+    ("trl_grpo", dict(run_name="first"), {"run_name": "mapped"}, {"log.name": "first"}),
+    # what a schedule does with other arguments is not here
+    ("trl_grpo", dict(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycles": 2}),
+     {"lr_scheduler_kwargs": "unsupported"}, {}),
+    # bf16 is on by default, and then float32 is the dtype of parameters
+    *(("trl_grpo", dict(dtype="float32") | bf16, {"dtype": "mapped"}, {"model.dtype": dtype})
+      for bf16, dtype in (({}, "bfloat16"), ({"bf16": False}, "float32"))),
+    # the penalty for long completions has no weight here
+    *(("trl_grpo", dict(reward_funcs=["accuracy", "get_soft_overlong_punishment"], reward_weights=[1.0, weight]),
+       {"reward_funcs": kind}, {"reward.overlong_tokens": 256})
+      for weight, kind in ((1.0, "changed"), (0.5, "unsupported"))),
+    ("trl_ppo", dict(reward_model_path=None), {"reward_model_path": "unsupported"}, {}),
     # gspo of veRL always takes the mean of completions
     *(("verl", VERL_GRPO | {MODE: "gspo", f"{ACTOR}loss_agg_mode": mode}, {f"{ACTOR}loss_agg_mode": "mapped"},
        {"aggregate.mode": "sequence_mean", "aggregate.constant_length": 0})
@@ -974,7 +986,7 @@ def test_a_key_that_cannot_be_read_is_unknown_or_decides_nothing(name):
 
     def decided(given: dict) -> tuple[dict, set]:
         made = translate(system, given)
-        fields = {field: x for field, x in made.fields().items() if field not in MEMORY_FIELDS}
+        fields = {field: x for field, x in made.fields().items() if field not in QUIET_FIELDS}
         absent = tuple(f"{field}." for field, x in fields.items() if x is None)
         fields = {field: x for field, x in fields.items() if not field.startswith(absent)}
         return fields, {key for key, one in made.outcomes.items() if one.kind == "unsupported"}

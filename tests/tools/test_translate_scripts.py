@@ -206,9 +206,17 @@ OBJECTS = [  # what a script does before it trains, the fields that it decides, 
     ("@dataclass\nclass A:\n    b: float = field(default=0.3)\n    c: float = field(metadata={})\n"
      "a = A()\nargs.beta, args.temperature = a.b, a.c", {"kl.coef": 0.3}, ["rollout.temperature"]),
     *((f"more = dict(beta=0.1)\n{line}\nargs.beta = more['beta']", {}, ["kl"])
-      for line in ("more.pop('beta')", "del more['beta']", "more.update(beta=build(1))")),
+      for line in ("more.pop('beta')", "del more['beta']", "more.update(beta=build(1))", "more.update(build(1))")),
+    # an entry of a list, an operator, and what only looks like a value
+    ("xs = [0.1]\nxs[0] = build(1)\nargs.beta = xs[0]", {}, ["kl"]), ("args.beta = +0.1", {}, ["kl"]),
+    ("@dataclass\nclass A:\n    c: str\na = A()\nargs.beta = {'c': 0.1}[a.c]", {}, ["kl"]),
+    ("names = [build(1)]\nif name not in names:\n    args.beta = 0.1", {}, ["kl"]),
+    ("vars(args)['beta'] = 0.1", {}, ["trainer.args.beta="]),
     ("class C:\n    beta = 0.1\nC.beta = 0.2\nargs.beta = C.beta", {"kl.coef": 0.2}, []),
-    # rows
+    # functions of other packages whose names are those of quiet ones
+    *((f"{line}(model)", {}, MODEL) for line in ("from utils import train\ntrain", "from .logger import run\nrun")),
+    # rows; of a chain of calls each is followed once
+    (f"rows = rows{'.map(len)' * 40}", {"data.convert": "my_data.convert"}, ["data.source"]),
     ("rows = load_dataset('a/b', data_dir='c', split='train')", {}, ["data.convert", "data.source"]),
     ("rows = rows.shuffle(seed=1).remove_columns(['x'])", {"data.source": "a/b@train", "data.convert": ""}, []),
     ("rows = rows.filter(len)", {"data.source": "a/b@train", "data.convert": "my_data.convert"}, ["data.source"]),
@@ -224,10 +232,12 @@ OBJECTS = [  # what a script does before it trains, the fields that it decides, 
     ("from utils import *\naccuracy_reward = think_format_reward",
      {"reward.functions": ("utils.think_format_reward",)}, []),
     ("from trl.rewards import *\naccuracy_reward = think_format_reward", {"reward.functions": ("format.think",)}, []),
+    ("listed = [think_format_reward]\naccuracy_reward = [*listed]", {"reward.functions": ("format.think",)}, []),
     ("accuracy_reward = [lambda completions: [1]]", {}, ["reward.functions"]),
     ("extra['callbacks'] = [WandbCallback()]", {}, []),
     ("extra['callbacks'] = [EarlyStoppingCallback(3)]", {}, ["trainer.callbacks"]),
     ("from own import GRPOTrainer", {}, ALL),
+    ("class GRPOTrainer(GRPOTrainer):\n    pass\nGRPOTrainer.compute_loss = build", {}, ["aggregate", "kl", "loss"]),
     ("class GRPOTrainer(GRPOTrainer):\n    def log(self): pass\n    def create_optimizer(self): pass", {}, ["optim"]),
 ]  # fmt: skip
 
@@ -241,6 +251,27 @@ def test_what_a_script_does_to_its_objects_is_read_or_unknown(number, tmp_path):
     assert {name: made.fields().get(name) for name in fields} == fields
     assert sorted(made.unknown()) == unknown and source.lost == ()
     assert program.run(path, None, 0, 0) == int(bool(unknown))
+
+
+def test_a_script_that_changes_a_class_of_trl_is_told(tmp_path):
+    (path := tmp_path / "grpo.py").write_text(f"{BEGIN}GRPOTrainer.compute_loss = build{END}")
+    assert ["GRPOTrainer.compute_loss" in line for line in readers.read(path).lost] == [True]
+    assert program.run(path, None, 0, 0) == 1
+
+
+def test_a_batch_that_a_script_does_not_say_hides_no_other_field(tmp_path):
+    (path := tmp_path / "unsloth.py").write_text(
+        "from unsloth import FastLanguageModel\nfrom trl import GRPOConfig, GRPOTrainer\n"
+        "cfg = yaml.safe_load(open('run.yaml'))\nmodel, tok = FastLanguageModel.from_pretrained('a/b')\n"
+        "model = FastLanguageModel.get_peft_model(model, r=cfg['rank'])\n"
+        "args = GRPOConfig(max_steps=250, save_steps=125, per_device_train_batch_size=cfg['batch'])\n"
+        "GRPOTrainer(model, accuracy_reward, args, 'c/d', processing_class=tok).train()\n"
+    )
+    source = readers.read(path)
+    made = translate(source.system, source.keys)
+    assert sorted(made.unknown()) == ["adapters.rank", "prompts_per_step", "prompts_per_update"]
+    fields = {"adapters.name": "lora", "adapters.base_dtype": "int8", "num_steps": 250, "checkpoint.every": 125}
+    assert {name: made.fields()[name] for name in fields} == fields
 
 
 def test_arguments_of_an_old_trainer_of_pairs_are_keys(tmp_path):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from jaxrl_llm.tools.translate import images, ours
 from jaxrl_llm.tools.translate.documents import VERL_FILES
-from jaxrl_llm.tools.translate.outcome import Keys, Kind, Outcome, not_here
+from jaxrl_llm.tools.translate.outcome import Keys, Outcome, not_here
 from jaxrl_llm.tools.translate.table import Row
 
 # Sentences of the tables.
@@ -27,7 +27,6 @@ MODEL_CONFIG = "the model is as its config.json says: change that"
 OWN_TOKENIZER = "the tokenizer is the model's"
 PROCESSOR, SOUND, SAME_PIXELS = images.PROCESSOR, images.SOUND, images.SAME_PIXELS
 KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
-LOGGERS = ("mlflow", "tensorboard", "trackio", "wandb")
 AGGREGATION = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean",
@@ -38,6 +37,8 @@ AGGREGATION = {
     "seq": "sequence_mean",
 }
 AFTER_TOOL = "after the answer of a tool, the running return goes on here; there it restarts"
+TO_GO = "every token has the reward minus that of the greedy completion; veRL uses the reward to go"
+IN_REWARD = "in the reward it would be a part of the deviation that advantages are divided by; here in the loss"
 ADVANTAGES = {  # ours, its epsilon (None: it has none), and what differs
     # veRL's own constants: 1e-6 beside the deviation of a group, 1e-8 where tokens are whitened.
     "grpo": ("grpo", 1e-6, ""),
@@ -45,11 +46,7 @@ ADVANTAGES = {  # ours, its epsilon (None: it has none), and what differs
     "gae": ("gae", 1e-8, ""),
     "reinforce_plus_plus": ("reinforce_pp", 1e-8, AFTER_TOOL),
     "reinforce_plus_plus_baseline": ("reinforce_pp_baseline", 1e-8, AFTER_TOOL),
-    "remax": (
-        "remax",
-        None,
-        "every token has the reward minus that of the greedy completion; veRL uses the reward to go",
-    ),
+    "remax": ("remax", None, TO_GO),
     "rloo": ("rloo", None, ""),
     "rloo_vectorized": ("rloo", None, ""),
     "opo": ("opo", None, ""),
@@ -117,34 +114,6 @@ class Family:
             target = target / self.group_size(keys)
         # Updates of a rollout are equal here.
         return min(divisors(int(keys[self.prompts])), key=lambda x: abs(x - target))
-
-    def penalty(self, keys: Keys) -> tuple[Kind, dict[str, Any], str]:
-        """Returns kind, fields and reason of the outcome of the KL penalty."""
-        nothing = {"kl": None}
-        if not self.in_loss(keys) and not self.in_reward(keys):
-            return "mapped", nothing, ""
-        coef, kind = (keys[key] for key in (self.loss_penalty if self.in_loss(keys) else self.reward_penalty))
-        # In EasyR1 one pair of keys is for both places.
-        coef = float(keys[self.reward_penalty[0]] if coef is None else coef)
-        kind = str(keys[self.reward_penalty[1]] if kind is None else kind)
-        if not self.in_loss(keys):
-            # In a reward no gradient flows through the estimator, so a + means nothing.
-            kind = kind.removesuffix("+")
-        estimator, reason = kl_estimator(kind)
-        if not estimator:
-            return "unsupported", nothing, reason
-        if not coef:
-            return "mapped", nothing, "its coefficient is 0" * self.in_loss(keys)
-        # They divide by a deviation of rewards, in which a penalty in the reward would count.
-        moves = str(keys["algorithm.adv_estimator"]).startswith(("grpo", "reinforce_plus_plus_baseline"))
-        if not self.in_loss(keys) and not moves:
-            return "mapped", {"kl.placement": "reward", "kl.coef": coef, "kl.estimator": KL[kind]}, ""
-        if not self.in_loss(keys):
-            reason = (
-                "in the reward it would be a part of the deviation that advantages are divided by; here in the loss"
-            )
-        fields = {"kl.placement": "loss", "kl.coef": coef, "kl.estimator": estimator}
-        return "changed" if reason else "mapped", fields, reason
 
     def argument(self, keys: Keys, name: str) -> float:
         """Returns an argument of the loss. A side of the clip is clip_ratio where it has no key of its own."""
@@ -220,21 +189,35 @@ class Family:
             fields["advantage.normalize"] = "group" if not self.by_std or keys[self.by_std] else "none"
             note = "a deviation has ddof = 1 there and here; epsilon is 1e-6 there"
             return Outcome("mapped", fields | {"advantage.epsilon": epsilon}, note)
-        if name in ("gae", "reinforce_pp"):
-            fields["advantage.gamma"] = float(keys["algorithm.gamma"])
         if name == "gae":
             # One gamma and one lambda for advantages and returns there.
-            gamma, lam = fields["advantage.gamma"], float(keys["algorithm.lam"])
-            fields |= {"advantage.lam": lam, "advantage.normalize": True}
-            fields |= {"critic.gamma": gamma, "critic.lam": lam, "critic.path": ""}
+            fields |= {"advantage.normalize": True, "critic.gamma": float(keys["algorithm.gamma"]), "critic.path": ""}
         if epsilon is not None:
             fields["advantage.epsilon"] = epsilon
         return Outcome("changed" if reason else "mapped", fields, reason)
 
     def kl_switch(self, value: Any, keys: Keys) -> Outcome:
         """The key that switches the penalty on, in the loss if there is a choice."""
-        kind, fields, reason = self.penalty(keys)
-        return Outcome(kind, fields, reason, unknown={"kl": reason} if kind == "unsupported" else {})
+        in_loss = self.in_loss(keys)
+        if not in_loss and not self.in_reward(keys):
+            return Outcome("mapped", {"kl": None})
+        coef, kind = (keys[key] for key in (self.loss_penalty if in_loss else self.reward_penalty))
+        # In EasyR1 one pair of keys is for both places.
+        coef = float(keys[self.reward_penalty[0]] if coef is None else coef)
+        kind = str(keys[self.reward_penalty[1]] if kind is None else kind)
+        # In a reward no gradient flows through the estimator, so a + means nothing.
+        estimator, reason = kl_estimator(kind if in_loss else kind.removesuffix("+"))
+        if not estimator:
+            return Outcome("unsupported", {"kl": None}, reason, unknown={"kl": reason})
+        if not coef:
+            return Outcome("mapped", {"kl": None}, "its coefficient is 0" * in_loss)
+        fields = {"kl.placement": "loss", "kl.coef": coef, "kl.estimator": estimator}
+        # They divide by a deviation of rewards, in which a penalty in the reward would count.
+        divides = str(keys["algorithm.adv_estimator"]).startswith(("grpo", "reinforce_plus_plus_baseline"))
+        if not in_loss and not divides:
+            return Outcome("mapped", fields | {"kl.placement": "reward", "kl.estimator": KL[kind.removesuffix("+")]})
+        reason = reason if in_loss else IN_REWARD
+        return Outcome("changed" if reason else "mapped", fields, reason)
 
     def kl_in_reward_too(self, value: Any, keys: Keys) -> Outcome:
         """A key that switches it on in the reward."""
@@ -246,11 +229,12 @@ class Family:
 
     def kl_part(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """A coefficient or an estimator of the penalty."""
-        kind, fields, reason = self.penalty(keys)
+        outcome = self.kl_switch(value, keys)
+        if row.field in outcome.fields:
+            outcome = replace(outcome, fields={row.field: outcome.fields[row.field]})
         # What changes is said where it does: at the estimator.
-        explains = row.field == "kl.estimator" or kind == "unsupported"
-        shown = {row.field: fields[row.field]} if row.field in fields else fields
-        return Outcome(kind if explains else "mapped", shown, reason if explains else "")
+        explains = row.field == "kl.estimator" or outcome.kind == "unsupported"
+        return outcome if explains else replace(outcome, kind="mapped", reason="")
 
     def kl_adaptive(self, value: Any, keys: Keys) -> Outcome:
         """An adaptive coefficient."""
@@ -373,8 +357,7 @@ def lowest(row: Row, value: Any, keys: Keys) -> Outcome:
 
 def weight_decay(row: Row, value: Any, keys: Keys) -> Outcome:
     """Weight decay of AdamW."""
-    reason = "here only for matrices, there for all parameters"
-    return Outcome("changed" if value else "mapped", {row.field: float(value)}, reason * bool(value))
+    return Outcome("changed" if value else "mapped", {row.field: float(value)}, row.why * bool(value))
 
 
 def betas(row: Row, value: Any, keys: Keys) -> Outcome:
@@ -419,15 +402,8 @@ def evaluates(value: Any, keys: Keys) -> Outcome:
 def loggers(value: Any, keys: Keys) -> Outcome:
     """Where the numbers of a run go, with the project of those that have one."""
     logged = keys.explicit.get("trainer.logger") or []
-    logged = logged if isinstance(logged, list) else [logged]
-    names = tuple(name for name in logged if name in LOGGERS)
-    others = [str(name) for name in logged if name not in (*LOGGERS, "console", "file")]
-    reason = f"there is no {', '.join(others)} here" if others else ""
-    if not names:
-        return Outcome("changed", reason=reason) if others else Outcome("no effect", reason=LOGS)
-    projects = set(names) != {"tensorboard"}
-    project = str(keys.explicit.get("trainer.project_name") or "translated") if projects else ""
-    return Outcome("changed" if others else "mapped", {"log.to": names, "log.project": project}, reason)
+    project = str(keys.explicit.get("trainer.project_name") or "translated")
+    return ours.loggers(logged if isinstance(logged, list) else [logged], project)
 
 
 def model(value: Any, keys: Keys) -> Outcome:

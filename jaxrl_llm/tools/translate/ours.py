@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -33,6 +34,7 @@ DATA_SOURCES = {"gsm8k": "gsm8k.accuracy", "geo3k": "easyr1.math", "geometry3k":
 PARQUET = "verl.convert"  # rows of veRL: prompt, reward_model.ground_truth
 SEARCH_R1_ROWS = "search_r1.convert"
 NO_EVALUATION = {"eval": None, "checkpoint.keep_best": 0}
+LOGGERS = ("mlflow", "tensorboard", "trackio", "wandb")
 FILES = (".parquet", ".json", ".jsonl", ".csv")
 
 
@@ -138,8 +140,8 @@ def template(value: str) -> Outcome:
     return Outcome("mapped", {"data.format_prompt": value}, "", {"data.format_prompt": why})
 
 
-def lora(rank: int, alpha: float, targets: Any, *, rs: bool = False, base_dtype: str = "") -> Outcome:
-    """Returns what an adapter becomes. targets: "all-linear", names of modules, or None for PEFT's own choice."""
+def adapter_targets(targets: Any) -> Outcome:
+    """Returns what the modules with an adapter become: "all-linear", names, or None for PEFT's own choice."""
     reason = ""
     if targets is None:
         targets, reason = ["q_proj", "v_proj"], "PEFT chooses the modules by the model's family; for most, these two"
@@ -149,16 +151,25 @@ def lora(rank: int, alpha: float, targets: Any, *, rs: bool = False, base_dtype:
     # argparse keeps the comma of --lora_target_modules q_proj, v_proj.
     if any("," in name for name in listed):
         reason = "PEFT has no module whose name ends with a comma; here the names are read without it"
-    fields = {
-        "adapters.name": "lora",
-        "adapters.rank": int(rank),
-        "adapters.alpha": float(alpha),
-        "adapters.rs": rs,
-        "adapters.targets": pattern,
-        "adapters.base_dtype": base_dtype,
-        "adapters.path": "",
-    }
-    return Outcome("changed" if reason else "mapped", fields, reason)
+    return Outcome("changed" if reason else "mapped", {"adapters.targets": pattern}, reason)
+
+
+def lora(rank: int, alpha: float, targets: Any) -> Outcome:
+    """Returns what an adapter becomes whose keys are of one section."""
+    outcome = adapter_targets(targets)
+    fields = {"name": "lora", "rank": int(rank), "alpha": float(alpha), "rs": False, "base_dtype": "", "path": ""}
+    return replace(outcome, fields=outcome.fields | {f"adapters.{name}": x for name, x in fields.items()})
+
+
+def loggers(listed: list[str], project: str) -> Outcome:
+    """Returns what the loggers of a run become. project: the name for those that have one."""
+    names = tuple(name for name in listed if name in LOGGERS)
+    others = [name for name in listed if name not in (*LOGGERS, "console", "file", "none", "None", "all")]
+    reason = f"there is no {', '.join(map(str, others))} here" if others else ""
+    kind = "changed" if others else "mapped" if names else "no effect"
+    if not names:
+        return Outcome(kind, reason=reason or "metrics.jsonl has all numbers")
+    return Outcome(kind, {"log.to": names, "log.project": project * (set(names) != {"tensorboard"})}, reason)
 
 
 def entropy_bonus(value: Any, keys: Keys) -> Outcome:

@@ -19,11 +19,8 @@ from jaxrl_llm.errors import UserError
 Kind: TypeAlias = Literal["mapped", "changed", "unsupported", "no effect"]
 T = TypeVar("T")
 KINDS: tuple[Kind, ...] = ("mapped", "changed", "unsupported", "no effect")
-MEMORY_FIELDS = {
-    "microbatch",
-    "model.remat",
-}  # fields that change no number: without their value the run is the same one
-PROBES = (1, True, "a/b", "steps", 0.5, ["a"])  # values of which a rule takes at least one
+# No number depends on these: without their value the run is the same one.
+QUIET_FIELDS = {"microbatch", "model.remat", "log.name"}
 
 
 @dataclass(frozen=True)
@@ -53,24 +50,18 @@ class Unread(str):
 
 
 class Explicit(dict[str, Any]):
-    """The values of a file that can be read. Who asks for one that cannot is remembered in `requested`."""
+    """The values of a file that can be read. Each key that a rule asks for is remembered, also if it cannot be read."""
 
     def __init__(self, values: Mapping[str, Any]):
         super().__init__((key, value) for key, value in values.items() if not isinstance(value, Unread))
-        self.unread = values.keys() - self.keys()
-        self.requested: dict[str, None] = {}  # keys in the order in which a rule asked for them
+        self.requested: dict[Any, None] = {}  # in order
 
     def ask(self, key: Any) -> None:
-        if key in self.unread:
-            self.requested[key] = None
+        self.requested[key] = None
 
     def __contains__(self, key: object) -> bool:
         self.ask(key)
         return super().__contains__(key)
-
-    def __getitem__(self, key: str) -> Any:
-        self.ask(key)
-        return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
         self.ask(key)
@@ -84,12 +75,10 @@ class Keys:
         """rows: of the training data, 0 if not known; processes: of the launcher, 0 if not known."""
         self.values = values  # also those that cannot be read
         self.explicit = Explicit(values)
-        self.unread = self.explicit.unread
+        self.unread = values.keys() - self.explicit.keys()
         self.defaults, self.rows, self.processes = defaults, rows, processes
-        self.read: dict[str, None] = {}  # keys that the rule has read
 
     def __getitem__(self, key: str) -> Any:
-        self.read[key] = None
         return self.explicit[key] if key in self.explicit else self.defaults[key]
 
     def __contains__(self, key: str) -> bool:
@@ -97,15 +86,13 @@ class Keys:
 
     def under(self, prefix: str) -> dict[str, Any]:
         """Returns the values of the keys that begin so, without it."""
-        for key in self.unread:
-            if key.startswith(prefix):
-                self.explicit.ask(key)
-        return {key.removeprefix(prefix): value for key, value in self.explicit.items() if key.startswith(prefix)}
+        # `in` asks for a key, also for one that cannot be read.
+        return {key.removeprefix(prefix): self[key] for key in self.values if key.startswith(prefix) and key in self}
 
     def asking(self, compute: Callable[[], T]) -> tuple[T, list[str]]:
         """Returns a value, and the keys that it asked for and that cannot be read."""
-        self.explicit.requested, self.read = {}, {}
-        return compute(), list(self.explicit.requested)
+        self.explicit.requested = {}
+        return compute(), [key for key in self.explicit.requested if key in self.unread]
 
 
 Rule: TypeAlias = Callable[[Any, Keys], Outcome]
@@ -125,12 +112,11 @@ class Version:
     defaults: dict[str, Any]  # that differ from those of the table
     newer: tuple[str, ...] = ()  # names or patterns of keys that these versions do not have
 
-    @staticmethod
-    def first(patterns: tuple[str, ...], values: Mapping[str, Any]) -> str:
-        """Returns the first key with a value that has one of these names; "": there is none."""
-        # A file that prints all keys has those of other versions too, as null.
-        with_value = (key for key, value in values.items() if value is not None)
-        return next((key for key in with_value if matches(key, patterns)), "")
+
+def first_key(patterns: tuple[str, ...], values: Mapping[str, Any]) -> str:
+    """Returns the first key with a value that has one of these names; "": there is none."""
+    # A file that prints all keys has those of other versions too, as null.
+    return next((key for key, value in values.items() if value is not None and matches(key, patterns)), "")
 
 
 @dataclass(frozen=True)
@@ -171,23 +157,17 @@ class System:
 
     def by_default(self, key: str, keys: Keys) -> dict[str, Any]:
         """Returns the fields that a key sets with its default."""
-        return self._probed(key, (self.defaults[key],), keys) if key in self.defaults else {}
+        # The value of another key may be none that the rule takes.
+        with suppress(TypeError, ValueError, ArithmeticError, AttributeError, IndexError, KeyError):
+            return self.rule(key)(self.defaults[key], keys).fields
+        return {}
 
     def decided(self, key: str, keys: Keys) -> list[str]:
         """Returns the fields that a key can decide, whatever its value is."""
-        listed = self.decides.get(self._pattern(key) or "")
         by_default = self.by_default(key, keys)
         # A section that is not there by default is there with another value.
         sections = [name for name, value in by_default.items() if value is None]
-        return list(dict.fromkeys([*sections, *(listed or by_default or self._probed(key, PROBES, keys))]))
-
-    def _probed(self, key: str, values: tuple[Any, ...], keys: Keys) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        for value in values:
-            # A probe may be of another type than the values of the key.
-            with suppress(TypeError, ValueError, ArithmeticError, AttributeError, IndexError, KeyError):
-                fields = self.rule(key)(value, keys).fields | fields
-        return fields
+        return list(dict.fromkeys([*sections, *(self.decides.get(self._pattern(key) or "") or by_default)]))
 
 
 @dataclass(frozen=True)
@@ -214,25 +194,19 @@ class Translation:
     def yours(self) -> dict[str, str]:
         """Returns the fields that a person must complete, with the reason."""
         used = self.fields()
-        return {name: why for name, why in self._unfinished("yours").items() if name in used} | self._unfinished(
-            "unknown"
-        )
+        tasks = {name: why for name, why in self._unfinished("yours").items() if name in used}
+        return tasks | self._unfinished("unknown")
 
     def unknown(self) -> dict[str, str]:
         """Returns the fields whose value is a placeholder, and the keys without a field that may change the run."""
-        return {name: why for name, why in self._unfinished("unknown").items() if name not in MEMORY_FIELDS}
+        return {name: why for name, why in self._unfinished("unknown").items() if name not in QUIET_FIELDS}
 
     def _unfinished(self, what: str) -> dict[str, str]:
         """Returns what is left to a person in the sections that are there: without evaluations, nothing of theirs."""
         unfinished: dict[str, str] = {}
         for outcomes in (self.defaults, self.outcomes):
             # A field that a key of the file says is complete, whatever a default wanted.
-            complete = {
-                name
-                for outcome in outcomes.values()
-                for name in outcome.fields
-                if name not in outcome.yours | outcome.unknown
-            }
+            complete = {name for x in outcomes.values() for name in x.fields.keys() - x.yours.keys() - x.unknown.keys()}
             unfinished = {name: why for name, why in unfinished.items() if name not in complete}
             for outcome in outcomes.values():
                 unfinished |= getattr(outcome, what)
@@ -289,23 +263,18 @@ def with_its_version(
     prove that it is for a later version.
     """
     for version in system.older:
-        proof, newer = version.first(version.proofs, values), version.first(version.newer, values)
+        proof, newer = first_key(version.proofs, values), first_key(version.newer, values)
         if not proof:
             continue
         differing = {key: value for key, value in version.defaults.items() if key not in current}
         listed = ", ".join(f"{key} = {value}" for key, value in differing.items()) or "none that matters"
         note = f"{proof} is a key of {system.name} {version.name}"
-        if newer:
-            doubt = {
-                key: Unread(f"{value} {version.name}, then {system.defaults[key]}") for key, value in differing.items()
-            }
-            note += f", and {newer} one of later versions. It is not known which defaults apply: {listed}"
-            return system, current | doubt, (note,)
-        return (
-            replace(system, version=version.name, defaults=system.defaults | version.defaults),
-            current,
-            (f"{note}. Its defaults apply: {listed}",),
-        )
+        if not newer:
+            dated = replace(system, version=version.name, defaults=system.defaults | version.defaults)
+            return dated, current, (f"{note}. Its defaults apply: {listed}",)
+        note += f", and {newer} one of later versions. It is not known which defaults apply: {listed}"
+        unread = {key: Unread(f"{x} {version.name}, then {system.defaults[key]}") for key, x in differing.items()}
+        return system, current | unread, (note,)
     return system, current, ()
 
 
@@ -317,7 +286,8 @@ def _outcome(key: str, value: Any, system: System, keys: Keys) -> Outcome:
         outcome, unread_keys = keys.asking(lambda: system.rule(key)(value, keys))
     # What a rule raises for a value that is no number or no list. The user sees the key, not a traceback.
     except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
-        others = ", ".join(f"{other} = {keys[other]!r}" for other in list(keys.read) if other != key and other in keys)
+        requested = [other for other in keys.explicit.requested if other != key and other in keys.values]
+        others = ", ".join(f"{other} = {keys.values[other]!r}" for other in requested)
         depends = f", and what it depends on ({others})," if others else ""
         raise UserError(
             f"{key} = {value!r} cannot be translated ({error}): give it{depends} a value that {system.name} takes"

@@ -8,18 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tools.translate.interpreter import (
-    CONFIGS,
-    OTHERS,
-    POSITIONAL,
-    TRAINERS,
-    Attribute,
-    Interpreter,
-    Item,
-    TrainingStarts,
-    short,
-)
+from jaxrl_llm.tools.translate.interpreter import Item, short
 from jaxrl_llm.tools.translate.outcome import Unread
+from jaxrl_llm.tools.translate.script_calls import CONFIGS, OTHERS, POSITIONAL, TRAINERS, ScriptRun, TrainingStarts
 
 
 def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], list[str]]:
@@ -33,57 +24,49 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{path} is no Python that can be parsed: {error}") from None
-    calls = [(_called(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    called = [(_called(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for kinds, what in ((CONFIGS.keys() - {"TrainingArguments"}, "configs"), (TRAINERS.keys(), "trainers")):
-        lines = [str(line) for name, line in calls if name in kinds]
+        lines = [str(line) for name, line in called if name in kinds]
         if len(lines) > 1:
             raise UserError(f"{path} makes {len(lines)} {what}, at lines {', '.join(lines)}: keep one in the file")
     run = _followed(tree)
-    items = run.items
-    config = next((item for item in items if item.kind == "config"), None)
-    trainer = next((item for item in items if item.kind == "trainer"), None)
-    if not trainer and (not config or not any(name in CONFIGS and name != "TrainingArguments" for name, _ in calls)):
-        other = next((name for name, _ in calls if name in OTHERS), "")
-        config_class = (
-            f"{other}, which is not translated"
-            if other
-            else "no GRPOConfig, RLOOConfig, PPOConfig, DPOConfig or CPOConfig"
-        )
+    config = next((item for item in run.items if item.kind == "config"), None)
+    trainer = next((item for item in run.items if item.kind == "trainer"), None)
+    if not trainer and (not config or not any(name in CONFIGS and name != "TrainingArguments" for name, _ in called)):
+        other = next((f"{name}, which is not translated" for name, _ in called if name in OTHERS), "")
         raise UserError(
-            f"{path} makes {config_class}: give a script that calls one of these, or its command line in a .sh"
+            f"{path} makes {other or 'no GRPOConfig, RLOOConfig, PPOConfig, DPOConfig or CPOConfig'}: "
+            "give a script that calls one of these, or its command line in a .sh"
         )
-    keys: dict[str, Any] = {}
-    lost: list[str] = []
-    trainer_arguments = dict(trainer.keys) if trainer else {}
-    args = trainer_arguments.pop("args", None)
+    lost = list(run.lost)
+    arguments = dict(trainer.keys) if trainer else {}
+    args = arguments.pop("args", None)
     if isinstance(args, Item) and args.kind == "config":
         config = args
     elif trainer and args is not None:
         node = _argument(trainer.node, POSITIONAL[trainer.value].index("args"))
         lost.append(f"line {node.lineno}: args={short(node)} is not made there: give the command line (a .sh)")
+    project = run.environment.get("WANDB_PROJECT")
+    keys = {"wandb_project": plain(project)} if project is not None else {}
     if config:
         keys |= {name: plain(value) for name, value in config.keys.items()} | _steps("trainer.args", config)
-    for name, value in trainer_arguments.items():
+    for name, value in arguments.items():
         keys |= argument(f"trainer.{name}", value)
-    if trainer:
-        keys |= _steps("trainer", trainer)
-    if "WANDB_PROJECT" in run.environment:
-        keys = {"wandb_project": plain(run.environment["WANDB_PROJECT"])} | keys
+    keys |= _steps("trainer", trainer) if trainer else {}
     return str((trainer or config).value), keys, lost, run.notes  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def _followed(tree: ast.Module) -> Interpreter:
+def _followed(tree: ast.Module) -> ScriptRun:
     """Returns the configs and trainers of a script, as they are where the training starts."""
-    run = Interpreter()
+    run = ScriptRun()
     with suppress(TrainingStarts):
         run.follow(tree.body)
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    for function in functions:  # which a library calls, with arguments that nobody knows
+    for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
         makes = {_called(node) for node in ast.walk(function) if isinstance(node, ast.Call)}
+        # A library calls it, with arguments that nobody knows.
         if not any(item.kind == "trainer" for item in run.items) and makes & (CONFIGS | TRAINERS).keys():
-            names = [x.arg for x in [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]]
             with suppress(TrainingStarts):
-                run.inlined(function, {name: Unread(name) for name in names}, function)
+                run.inlined(function, {}, function)
     return run
 
 
@@ -103,19 +86,21 @@ def argument(name: str, value: Any) -> dict[str, Any]:
     """Returns the keys of an argument of the trainer: also of what its object is made of, and what happens to it."""
     if name.endswith("callbacks") and isinstance(value, list):
         return {name: [str(x.value if isinstance(x, Item) else x).partition("(")[0] for x in value]}
-    if not isinstance(value, Item) or value.kind in ("name", "function"):
+    kind = value.kind if isinstance(value, Item) else ""
+    if kind in ("", "name", "function", "part"):
+        keys = {name: plain(value, functions=True)}
         # What a call returns may be more than a model: adapters, or only some parameters that learn.
-        whole = _steps(name, value.whole) if isinstance(value, Attribute) else {}
-        model_call = {"trainer.model.made()": str(value)} if name == "trainer.model" and "(" in str(value) else {}
-        return {name: plain(value, functions=True)} | model_call | whole
-    if value.kind == "rows":
+        if name == "trainer.model" and "(" in str(keys[name]):
+            keys["trainer.model.made()"] = str(keys[name])
+        return keys | (_steps(name, value.value) if kind == "part" else {})
+    if kind == "rows":
         steps = ", ".join(step for step in value.steps if step != "if()")
         source = value.value.get("train", Unread(str(value.value))) if isinstance(value.value, dict) else value.value
         return {name: plain(source)} | ({f"{name}.steps": steps} if steps else {})
-    if value.kind == "adapter":
-        keys: dict[str, Any] = {name: "LoraConfig" if value.value is None else value.value}
+    if kind == "adapter":
+        keys = {name: "LoraConfig" if value.value is None else value.value}
     else:
-        keys = {name: value.value if value.kind in ("model", "tokenizer") else Unread(str(value.value))}
+        keys = {name: value.value if kind in ("model", "tokenizer") else Unread(str(value.value))}
     for key, part in value.keys.items():
         if key == "peft_config":
             keys |= argument("trainer.peft_config", part)
@@ -131,6 +116,8 @@ def plain(value: Any, *, functions: bool = False) -> Any:
     if isinstance(value, Item):
         if value.kind == "name" and str(value.value).startswith("torch."):
             return str(value.value).removeprefix("torch.")
+        if value.kind == "part":
+            return Unread(short(value.node))
         named = functions and value.kind in ("name", "function") and not isinstance(value.value, Unread)
         return value.value if named else Unread(str(value.value))
     if isinstance(value, list | dict):

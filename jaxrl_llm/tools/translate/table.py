@@ -3,7 +3,7 @@
 key: its name, or several with blanks between them, or a pattern with *. Exact names come first, then patterns in the
     order of the file.
 fields: those of our config that the key decides, the most important one first.
-rule: what becomes of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make it the first field, with the same
+rule: what becomes of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make it the fields, with the same
     meaning; `count` does so if it is above 0. `idle` has no effect on the numbers of a run, whatever its value is.
     `off` has no counterpart, and needs none with None, False and the values after it; `only` needs none with the values
     after it. `none` has no counterpart, and `differs` none that is a field. Fields of these rows are not what the file
@@ -143,10 +143,10 @@ def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
 
 
 def _same(row: Row, word: str, value: Any, keys: Keys) -> Outcome:
-    """The value becomes the field, with the same meaning."""
+    """The value becomes the fields, with the same meaning."""
     if (value is None and row.default in ("", "null")) or (word == "count" and not (value and value > 0)):
         return Outcome("no effect", reason="not set")
-    return Outcome("mapped", {row.field: CONVERTERS[word](value)}, row.why)
+    return Outcome("mapped", dict.fromkeys(row.fields.split(), CONVERTERS[word](value)), row.why)
 
 
 def _fixed(row: Row, word: str, neutral: list[Any], value: Any, keys: Keys) -> Outcome:
