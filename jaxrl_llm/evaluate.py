@@ -62,7 +62,7 @@ def main() -> None:
     args = parse()
     keep_compilations()
     run = SavedRun(args.run) if args.run else None
-    defaults = of_run(run, args) if run else of_model(args)
+    defaults = settings_of_run(run, args) if run else settings_of_model(args)
     for name, value in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
@@ -291,7 +291,7 @@ def environment_of(args: argparse.Namespace, run: SavedRun | None) -> EpisodeSet
     return episodes
 
 
-def of_model(args: argparse.Namespace) -> dict[str, Any]:
+def settings_of_model(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the defaults of the command line for a model's folder."""
     return {
         "function": [f"{args.task}.accuracy"],
@@ -317,7 +317,7 @@ def chosen_set(run: SavedRun, name: str) -> EvalSet | None:
     return sets.get(name)
 
 
-def of_run(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
+def settings_of_run(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
     """Returns the defaults of the command line for a run: the settings of its own evaluation.
 
     Raises: UserError, if the run evaluated nothing, and the command line names no problems.
@@ -338,7 +338,7 @@ def of_run(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
             "problems": problems.problems,
         }
     return {
-        **of_model(args),
+        **settings_of_model(args),
         **asked,
         **vars(Columns() if own_task else data.columns),
         **{name: getattr(data, name) for name in PIXELS},

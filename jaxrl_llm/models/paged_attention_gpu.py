@@ -62,7 +62,7 @@ def attend_own(
     heads = r + more
     stored = jax.tree.leaves(pages)
     outputs = [((heads, h), (0, 0)), ((heads,), (0,)), ((heads,), (0,))]
-    found = pl.pallas_call(
+    padded = pl.pallas_call(
         partial(_attend, soft_cap=soft_cap, each=each),
         grid=(rows, k, parts),
         in_specs=[
@@ -79,9 +79,9 @@ def attend_own(
         interpret=interpret,
         name="paged_attention",
     )(*scalars, query, *stored)
-    found = Partial(*(x[:, :, :, :r] for x in found))
+    partials = Partial(*(x[:, :, :, :r] for x in padded))
     # One after the other: a part without tokens changes nothing.
-    return reduce(both, [jax.tree.map(lambda x, i=i: x[i], found) for i in range(parts)])
+    return reduce(both, [jax.tree.map(lambda x, i=i: x[i], partials) for i in range(parts)])
 
 
 def _attend(
@@ -95,16 +95,16 @@ def _attend(
     row, head, part = (pl.program_id(i) for i in range(3))
     page, (r, h) = values.shape[2], query.shape
     begin, end = start[row], length[row]
-    asked = query[...]
+    heads = query[...]
     # Float32 is multiplied as such: by default it would be rounded to TF32.
-    precision = jax.lax.Precision.HIGHEST if asked.dtype == jnp.float32 else None
+    precision = jax.lax.Precision.HIGHEST if heads.dtype == jnp.float32 else None
     product = partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
 
     def attend(j: Array, before: Partial) -> Partial:
         place = j * page + jnp.arange(page)
         seen = ((place >= begin) & (place < end))[None]
         at = table[row, j]
-        scores = product(asked, keys[head, at].astype(asked.dtype))
+        scores = product(heads, keys[head, at].astype(heads.dtype))
         scores = scores * scales[0][head, at][None] if scales else scores
         scores = jnp.where(seen, bounded(scores, soft_cap), HIDDEN)
         top = jnp.maximum(before.top, jnp.max(scores, axis=1))
@@ -112,7 +112,7 @@ def _attend(
         weights = jnp.where(seen, jnp.exp(scores - top[:, None]), 0.0)
         less = jnp.exp(before.top - top)
         scaled = weights * scales[1][head, at][None] if scales else weights
-        new = product(scaled.astype(asked.dtype), values[head, at].astype(asked.dtype))
+        new = product(scaled.astype(heads.dtype), values[head, at].astype(heads.dtype))
         return Partial(less[:, None] * before.out + new, top, less * before.total + jnp.sum(weights, axis=1))
 
     first = begin // page + part * each

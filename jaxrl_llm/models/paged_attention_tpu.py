@@ -100,7 +100,7 @@ def write_own(pages: Pages, page: Array, offset: Array, tokens: KeyValue, *, int
     shape = (rows, k, 1, h) if by_rows else (rows, k, h, 1)
     new = [jnp.swapaxes(x[:, :, 0], 0, 1).reshape(shape) for x in tokens]
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    found = pl.pallas_call(
+    written = pl.pallas_call(
         partial(_write, each=each, axis=1 if by_rows else 2),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -114,7 +114,7 @@ def write_own(pages: Pages, page: Array, offset: Array, tokens: KeyValue, *, int
         interpret=interpret,
         name="paged_write",
     )(page.astype(jnp.int32), offset.astype(jnp.int32), *new, *stored)
-    return Pages(*_as_stored(Pages(*found), h))
+    return Pages(*_as_stored(Pages(*written), h))
 
 
 def _as_stored(pages: Pages, h: int) -> tuple[Array, Array]:

@@ -205,7 +205,7 @@ def check(words: list[str], whole: bool, parser_of) -> None:
 
 # Names of other trainers, which pages set beside ours, and fields that no shipped config has.
 OF_OTHERS = {"optim.lr", "data.train_batch_size", "data.rollout_batch_size", "rollout.n", "rollout.n_agent"}
-IN_NO_CONFIG = {"data.mixture", "env.functions"}
+IN_NO_CONFIG = {"data.mixture", "env.functions", "eval.extra_sets"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

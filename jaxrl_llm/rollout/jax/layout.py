@@ -208,8 +208,8 @@ def prompt_places(sequences: list[Member], sizes: StreamSizes, slots: Slots) -> 
     return {group: place for place, group in enumerate(groups)}
 
 
-def numbered(of_devices: list[list[Any]], first: int, limit: int) -> Iterator[tuple[int, int, Any]]:
+def numbered(device_items: list[list[Any]], first: int, limit: int) -> Iterator[tuple[int, int, Any]]:
     """Yields (device, index, item) of a part of each device's items."""
-    for d, items in enumerate(of_devices):
+    for d, items in enumerate(device_items):
         for n, item in enumerate(items[first : first + limit]):
             yield d, n, item
