@@ -83,7 +83,8 @@ def check_log(workdir: Path, start: int, every: int) -> None:
     Raises: UserError, if its log says that it has made checkpoints.
     """
     last = max((record["step"] for record in json_lines.read(workdir / "metrics.jsonl")), default=0)
-    if not start and last >= 2 * every:  # at the second save, the first one is complete
+    # The second save waits until the first one is complete, and the log has the step of the second one before.
+    if not start and last > 2 * every:
         raise UserError(
             f"{workdir} has a log of {last} steps, but no checkpoint: put its folder checkpoints back, or remove "
             "metrics.jsonl to begin anew"
