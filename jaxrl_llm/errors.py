@@ -33,7 +33,7 @@ class UserError(Exception):
 
 
 class PeerLost(UserError):
-    """Another process, or a server, has ended or does not answer."""
+    """Another process, a server or a bucket has ended or does not answer."""
 
     exit_code = os.EX_TEMPFAIL  # 75, "try again": the launchers start the run again
 
@@ -61,12 +61,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_local(field: str, path: str) -> None:
-    """Raises: UserError, if a path names a bucket, such as gs://b/x, which a path of Python makes gs:/b/x."""
-    if scheme := re.match(r"(gs|s3|az|abfs|hdfs):/+", path):
-        remedy = {"gs": "gcsfuse", "s3": "mount-s3"}.get(scheme[1], "a tool that mounts it")
+    """Raises: UserError, if a path names a store that is not read, such as az://b/x (as a `Path` az:/b/x)."""
+    if re.match(r"(az|abfss?|hdfs):/+", path):
         raise UserError(
-            f"{field} = {path!r} is in a bucket, and only folders are read and written: mount it ({remedy}; "
-            "launch/tpu_pod.sh and launch/gke_jobset.sh do so with --bucket), and give the folder where it is mounted"
+            f"{field} = {path!r} is neither on a disk nor in a bucket of gs:// or s3://: mount its store, and give the "
+            "folder where it is mounted"
         )
 
 

@@ -58,10 +58,10 @@ def test_a_log_whose_checkpoints_are_gone_is_not_overwritten(run, refused):
 
 
 def test_the_schedule_of_a_run_is_taken_from_the_run_of_the_same_program_alone(run):
-    (run / "config.json").write_text(json.dumps({"schedule_steps": 6, "num_steps": 3, "rollout": {"max_lag": 0}}))
+    before = json.dumps({"schedule_steps": 6, "num_steps": 3, "rollout": {"max_lag": 0}})
     fields = {"schedule_steps": 0, "num_steps": 9}
-    assert beginning(run, fields)["schedule_steps"] == 9
-    assert beginning(run, fields | {"rollout.max_lag": 1})["schedule_steps"] == 6
+    assert beginning(lambda: before, fields)["schedule_steps"] == 9
+    assert beginning(lambda: before, fields | {"rollout.max_lag": 1})["schedule_steps"] == 6
 
 
 def test_a_run_with_fewer_steps_than_it_has_done_says_so():
