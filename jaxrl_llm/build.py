@@ -139,7 +139,7 @@ def opened_run(
     with at_work(workdir, signals=signals, command=command) as place:
         # First: the checks need the schedules' length.
         # The config is read as plain values, because its fields may refer to other fields.
-        config.update_from_flattened_dict(workdirs.beginning(workdir, flatten(config.to_dict())))
+        config.update_from_flattened_dict(workdirs.beginning(place.store.config, flatten(config.to_dict())))
         recipe = read(config)
         place.config = config.to_dict()
         if recipe.deterministic:  # must come before JAX initializes its devices
@@ -181,7 +181,7 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     dataset = data.check_turn_end(dataset, tokenizer, recipe.data.template_args(tools), stop_ids)
     # Load now, to find wrong files before anything is written. A resumed run restores its parameters instead.
     # Only process 0 looks for a folder that may not be there yet: NFS would go on telling others that it is not.
-    saved = distributed.first() and checkpoint.has_checkpoint(place.workdir / "checkpoints")
+    saved = distributed.first() and checkpoint.has_checkpoint(place.store.checkpoints)
     begins = recipe.model.path and not models.adapters and not distributed.exchange(saved)[0]
     first_params = [hf.load_params(folder, model, mesh, parts=models.parts)] if begins else []
     base = load_beside(models)
@@ -316,7 +316,7 @@ def open_outputs(
     def announce(start: int, changes: Sequence[Change]) -> None:
         judged = advice.RunSettings(recipe, cfg.width, mesh.devices.flat[0].platform)
         banner.print_banner(
-            f"jaxrl_llm.{recipe.program}: {place.workdir}",
+            f"jaxrl_llm.{recipe.program}: {place.store.name}",
             [
                 *banner.model_and_data_table(recipe.model.path, mesh, cfg, recipe.sizes, recipe.data, inputs.dataset),
                 *banner.problems_table(recipe.eval_sets, inputs.held_out),

@@ -33,7 +33,7 @@ class UserError(Exception):
 
 
 class PeerLost(UserError):
-    """Another process, or a server, has ended or does not answer."""
+    """Another process, a server or a bucket has ended or does not answer."""
 
     exit_code = os.EX_TEMPFAIL  # 75, "try again": the launchers start the run again
 
@@ -61,15 +61,17 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_local(field: str, path: str) -> None:
-    """Raises: UserError, if a path is in a bucket, such as gs://b/x (gs:/b/x in Python), or no text in this locale."""
+    """Raises: UserError, if a path is in a store that is not read, such as az://b/x, or no text in this locale.
+
+    A `Path` has one slash of the two.
+    """
     if any("\udc80" <= character <= "\udcff" for character in path):  # bytes of a name that are no text here
         name = os.fsencode(path)
         raise UserError(f"{field} = {name!r} is no text in this locale: set PYTHONUTF8=1 or LC_ALL=C.UTF-8")
-    if scheme := re.match(r"(gs|s3|az|abfs|hdfs):/+", path):
-        remedy = {"gs": "gcsfuse", "s3": "mount-s3"}.get(scheme[1], "a tool that mounts it")
+    if re.match(r"(az|abfss?|hdfs):/+", path):
         raise UserError(
-            f"{field} = {path!r} is in a bucket, and only folders are read and written: mount it ({remedy}; "
-            "launch/tpu_pod.sh and launch/gke_jobset.sh do so with --bucket), and give the folder where it is mounted"
+            f"{field} = {path!r} is neither on a disk nor in a bucket of gs:// or s3://: mount its store, and give the "
+            "folder where it is mounted"
         )
 
 

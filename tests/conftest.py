@@ -109,6 +109,25 @@ def _folder(file: str) -> str:
     return str(path.parent.parent if path.stem == "__init__" else path.parent)
 
 
+@pytest.fixture(scope="session")
+def bucket_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """A stand-in for Cloud Storage, which this process and those that it starts use. Its clients are made once."""
+    from fake_bucket import enter, served
+
+    with served(tmp_path_factory.mktemp("cloud") / "objects") as server:
+        os.environ.update(server.environment())
+        enter()
+        yield server
+
+
+@pytest.fixture
+def cloud(bucket_server, tmp_path: Path) -> Iterator[Path]:
+    """The folder of the objects of gs://bucket/NAME, where NAME is the name of this new folder."""
+    folder = bucket_server.folder / "bucket" / tmp_path.name
+    yield folder
+    bucket_server.changes = lambda change: None
+
+
 @pytest.fixture
 def wording(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wording]:
     """Compares each text that it is called with to the one in tests/wording.json."""

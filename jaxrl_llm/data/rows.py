@@ -18,7 +18,7 @@ from jaxrl_llm.data import formats, hub, image_columns, image_rows
 from jaxrl_llm.data.formats import Columns, Row
 from jaxrl_llm.data.image_rows import RowImages
 from jaxrl_llm.errors import MissingHere, UserError, check_local, describe
-from jaxrl_llm.machine import extras
+from jaxrl_llm.machine import bucket, extras
 from jaxrl_llm.tasks import CONVERTERS, SOURCES
 
 FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
@@ -234,6 +234,8 @@ def _converted(source: str, convert: str, function: Any, number: int, row: Row) 
 def _files(source: str, field: str) -> list[Path]:
     """Returns the file, or all files that match a pattern, sorted by name."""
     check_local(field, source)
+    if remote := bucket.address(source):
+        return bucket.fetch_files(field, remote)
     path = Path(source).expanduser()
     if path.exists() or not has_magic(source):
         # An existing file may have [ or * in its name.

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
 from jaxrl_llm.errors import MissingHere, UserError, check_local, describe
-from jaxrl_llm.machine import progress, sharding
+from jaxrl_llm.machine import bucket, progress, sharding
 from jaxrl_llm.models import names
 from jaxrl_llm.models.adapters import Adapters, int8
 from jaxrl_llm.models.config import DecoderConfig
@@ -26,6 +26,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.names import TensorNames
 from jaxrl_llm.structs import PyTree
 
+DESCRIPTION, WEIGHTS = (".json", ".jinja", ".txt", ".model"), (".safetensors",)  # endings of a model's files
 SAMPLED = 2**16  # bytes of each tensor that a fingerprint reads
 # Besides config.json and the weights, these files change the input tokens, the output text or the stop ids.
 SETTINGS = (
@@ -66,7 +67,10 @@ def find(path: str, field: str = "model.path", *, weights: bool = True) -> Path:
     Raises: UserError, naming `field`, if `path` is neither, or holds adapters.
     """
     check_local(field, path)
-    folder = _download(path, field, weights=weights) if is_hub_id(path) else Path(path).expanduser()
+    if remote := bucket.address(path):
+        folder = bucket.fetch_folder(field, remote, DESCRIPTION + WEIGHTS, DESCRIPTION + WEIGHTS * weights)
+    else:
+        folder = _download(path, field, weights=weights) if is_hub_id(path) else Path(path).expanduser()
     if (folder / "config.json").is_file():
         return folder
     if (folder / ADAPTER).is_file():
@@ -83,7 +87,7 @@ def find_here(path: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     if not is_hub_id(path):
-        return find(path)
+        return find(path, weights=False)
     file = try_to_load_from_cache(path, "config.json")
     return Path(file).parent if isinstance(file, str) else None
 
@@ -95,7 +99,7 @@ def _download(path: str, field: str, *, weights: bool) -> Path:
 
     try:
         # No *.bin and *.pt: they are pickles, which can run code, and would double the download.
-        patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + ["*.safetensors"] * weights
+        patterns = [f"*{ending}" for ending in DESCRIPTION + WEIGHTS * weights]
         return Path(snapshot_download(path, allow_patterns=patterns))
     # Offline, unknown, gated: the hub raises many types, all for the user.
     except Exception as error:

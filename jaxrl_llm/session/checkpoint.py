@@ -21,8 +21,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from orbax.checkpoint import checkpoint_managers as managers
 
-from jaxrl_llm.errors import UserError
-from jaxrl_llm.machine import disk, distributed
+from jaxrl_llm.errors import PeerLost, UserError
+from jaxrl_llm.machine import bucket, disk, distributed
 from jaxrl_llm.machine.distributed import agreement
 from jaxrl_llm.machine.sharding import BATCH
 from jaxrl_llm.session import changes
@@ -38,6 +38,7 @@ NOTES = "notes"  # the file of JSON
 # Seconds after which a save in the background fails, and with it the run. Orbax's 20 minutes are too few for a slow
 # bucket, and it measures them by the clock of the host, which may be set forward.
 COMMIT = 6 * 3600
+COMMITTED = "commit_success.txt"  # of Orbax: in a bucket, where nothing is renamed, it marks a complete checkpoint
 DELETED = ".deleted"  # behind the folder's name: where checkpoints are that are being deleted
 
 
@@ -76,7 +77,8 @@ class Checkpoints:
             async_options=ocp.AsyncOptions(timeout_secs=COMMIT),
         )
         quieten_orbax()
-        self._folder = folder.absolute()
+        self._in_bucket = bool(bucket.address(folder))
+        self._folder = folder if self._in_bucket else folder.absolute()
         self._deleted = self._folder.with_name(self._folder.name + DELETED)
         self._removal: Thread | None = None
         self._delete()
@@ -96,7 +98,8 @@ class Checkpoints:
             return
 
         def look() -> list[str]:
-            self._manager.reload()
+            with suppress(FileNotFoundError):  # a bucket has no folder without an object
+                self._manager.reload()
             return [*map(str, self._manager.all_steps())]
 
         remedy = "mount the disk of --workdir alike on all hosts, without a cache, and start again"
@@ -113,6 +116,8 @@ class Checkpoints:
 
     def check_room(self, state: PyTree, num_steps: int) -> None:
         """Raises: UserError, if the disk has no room for all checkpoints of `state` that exist at once."""
+        if self._in_bucket:
+            return
         one = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
         settings, saves = self._settings, num_steps // self._settings.every
         # The latest and the best, one that a signal made between two of them, a new one, and those far back.
@@ -167,7 +172,9 @@ class Checkpoints:
 
     def _delete(self) -> None:
         """Starts to remove the checkpoints that Orbax has moved out of the folder."""
-        if not distributed.first() or (self._removal and self._removal.is_alive()) or not self._deleted.is_dir():
+        if self._in_bucket or not distributed.first() or (self._removal and self._removal.is_alive()):
+            return
+        if not self._deleted.is_dir():
             return
         with suppress(OSError):
             moved = list(self._deleted.iterdir())
@@ -219,8 +226,19 @@ class Checkpoints:
         steps = self._manager.all_steps()
         self._drop([step for step in steps if step not in self._select(steps)])
 
+    def tidy_bucket(self) -> None:
+        """Deletes, in a bucket, the checkpoints that are not kept: a killed run may have deleted a part of one.
+
+        Raises: UserError, if a save failed.
+        """
+        if self._in_bucket:
+            self.tidy()
+
     def _drop(self, steps: Iterable[int]) -> None:
         for step in steps:
+            if self._in_bucket and distributed.first():
+                # Without this file a checkpoint does not count. Orbax would delete it in any order with the others.
+                (self._folder / str(step) / COMMITTED).unlink(missing_ok=True)
             self._manager.delete(step)
         self._delete()
 
@@ -274,6 +292,12 @@ class Checkpoints:
                     f"the processes could not save a checkpoint together ({reason}): see the output of the others; the "
                     "same command goes on from the last checkpoint"
                 ) from error
+            if self._in_bucket:
+                # The config was written there, so another try may succeed.
+                raise PeerLost(
+                    f"{self._folder} cannot be written ({reason}): check the network and your access; the same command "
+                    "resumes from the last checkpoint"
+                ) from error
             raise UserError(disk.cannot_write(self._folder.parent, reason)) from error
 
     def close(self) -> None:
@@ -283,7 +307,8 @@ class Checkpoints:
         if self._removal:
             self._removal.join()
         with suppress(OSError):  # not there, or not empty
-            self._deleted.rmdir()
+            if not self._in_bucket:
+                self._deleted.rmdir()
 
 
 def best_steps(steps: Iterable[int], accuracies: Mapping[int, float], count: int) -> list[int]:
@@ -364,8 +389,8 @@ def check_unchanged(manager: ocp.CheckpointManager, step: int, arrays: PyTree, s
         )
 
 
-def _folder(manager: ocp.CheckpointManager, step: int) -> Path:
-    return Path(manager.directory) / str(step)
+def _folder(manager: ocp.CheckpointManager, step: int) -> str:
+    return f"{manager.directory}/{step}"
 
 
 def _remedy(manager: ocp.CheckpointManager, step: int) -> str:

@@ -82,5 +82,8 @@ class Inputs:
         hf_export.save(workdir / "hf", params, models.folder, family=family)
         if distributed.first():
             model_card.write(workdir / "hf", model_card.card(workdir, place.config, self.began_with | place.code))
+            place.store.publish("hf")
         if (adapters := models.adapters) and adapters.kind.peft:
             peft.save(workdir / "adapter", states["policy"].params, adapters, place.config["model"]["path"])
+            if distributed.first():
+                place.store.publish("adapter")

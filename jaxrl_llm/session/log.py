@@ -65,9 +65,9 @@ class Log:
     The thread waits for a step's numbers while the next step runs. `begin` opens the files.
     """
 
-    def __init__(self, workdir: Path, settings: LogSettings, num_steps: int, config: dict[str, Any]):
-        """config: all fields of the run, for the loggers."""
-        self._workdir, self._num_steps = workdir, num_steps
+    def __init__(self, workdir: Path, settings: LogSettings, num_steps: int, config: dict[str, Any], name: str = ""):
+        """config: all fields of the run, for the loggers. name: of the workdir for the user, if it is in a bucket."""
+        self._workdir, self._num_steps, self._name = workdir, num_steps, name or str(workdir)
         self._settings, self._config = settings, config
         # Metrics of further evaluation sets, by their labels in the console line.
         metrics = {set_name(section): metric for section, metric in accuracies_of(flatten(config)).items()}
@@ -195,10 +195,10 @@ class Log:
         """Prints what was compiled and how the run ended after `step`; stopped: the signal and the time since."""
         self.say(str(compilations))
         if stopped:
-            again = f"the same command or call goes on, with workdir {self._workdir}"
+            again = f"the same command or call goes on, with workdir {self._name}"
             end = f"stopped by {stopped}, after step {step}: {again}"
         else:
-            end = f"done: the trained model, as transformers and vLLM load it, is {self._workdir / 'hf'}"
+            end = f"done: the trained model, as transformers and vLLM load it, is {self._name}/hf"
         self.say(end)
 
     def close(self) -> None:

@@ -15,16 +15,15 @@ from jaxrl_llm.config import records
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.machine import distributed
 from jaxrl_llm.machine.compilation import Compilations, keep_compilations
-from jaxrl_llm.machine.distributed import agreement
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.session import alike, changes
 from jaxrl_llm.session import workdir as workdirs
 from jaxrl_llm.session.changes import Change, Rows
 from jaxrl_llm.session.checkpoint import Checkpoints
 from jaxrl_llm.session.health import Health
-from jaxrl_llm.session.lock import locked
 from jaxrl_llm.session.log import Log
 from jaxrl_llm.session.rollback import Rollbacks
+from jaxrl_llm.session.run_store import RunFolder, store_of
 from jaxrl_llm.session.session import ModelStates, Session, Trainer
 from jaxrl_llm.session.settings import Plan
 from jaxrl_llm.session.signals import Stop, stop_signals
@@ -32,9 +31,9 @@ from jaxrl_llm.session.signals import Stop, stop_signals
 
 @dataclass
 class Workplace:
-    """Where a run works: its workdir, and what closes at its end."""
+    """Where a run works: its store, and what closes at its end."""
 
-    workdir: Path
+    store: RunFolder
     opened: ExitStack  # closes everything that the run opens, in reverse order
     stop: Stop
     compilations: Compilations
@@ -42,6 +41,11 @@ class Workplace:
     config: dict[str, Any]  # as config.json has it
     code: dict[str, str] = field(default_factory=dict)  # hashes of the user's own functions
     check_lock: Callable[[], None] = lambda: None  # raises: UserError, if another process has taken the workdir
+
+    @property
+    def workdir(self) -> Path:
+        """The local folder of the run: its work directory, or what a bucket has of it."""
+        return self.store.folder
 
     def take(self, record: type, *, shared: bool) -> None:
         """Checks that all processes have this config, and takes the workdir, which must be new or a run of it.
@@ -52,11 +56,11 @@ class Workplace:
         fields = flatten(self.config)
         self.code = changes.code_hashes(fields)
         alike.check(fields)
+        known = records.table(record, self.config)
         if distributed.first():
-            workdirs.check_workdir(self.workdir, fields, records.table(record, self.config))
-            self.check_lock = self.opened.enter_context(locked(self.workdir)).check
-        if shared:
-            agreement.check_shared(self.workdir)
+            check = partial(workdirs.check_workdir, self.workdir, fields, known)
+            self.check_lock = self.opened.enter_context(self.store.taken(check))
+        self.store.settle(shared=shared)
 
 
 @contextmanager
@@ -65,7 +69,7 @@ def at_work(workdir: Path, *, signals: bool, command: bool) -> Iterator[Workplac
     with ExitStack() as opened, stop_signals(opened, signals, command) as stop:
         opened.callback(WATCHDOG.close)
         compilations = opened.enter_context(closing(Compilations()))
-        yield Workplace(workdir, opened, stop, compilations, keep_compilations(), {})
+        yield Workplace(store_of(workdir), opened, stop, compilations, keep_compilations(), {})
 
 
 def open_session(
@@ -83,18 +87,20 @@ def open_session(
     the step after which the run goes on, and the rows that were accepted instead of others.
     Raises: UserError, if model or data differ from those at the run's start, or the disk has no room.
     """
-    workdir, enter = place.workdir, place.opened.enter_context
+    workdir, store, enter = place.workdir, place.store, place.opened.enter_context
     goes_back = plan.most_rollbacks > 0
-    opened = Checkpoints(workdir / "checkpoints", began_with, plan.checkpoint, mesh, rows, goes_back=goes_back)
+    opened = Checkpoints(store.checkpoints, began_with, plan.checkpoint, mesh, rows, goes_back=goes_back)
     checkpoints = enter(closing(opened))
     start, accepted = checkpoints.check_beginning(flatten(place.config))
     if distributed.first():
-        workdirs.check_log(workdir, start, plan.checkpoint.every)
+        with store.named():
+            workdirs.check_log(workdir, start, plan.checkpoint.every)
         checkpoints.check_room(models.shapes(), plan.steps)
         workdirs.open_workdir(workdir, place.config)
         changes.write(workdir, accepted)
+        store.keep()
         announce(start, accepted)
-    log = enter(closing(Log(workdir, plan.log, plan.steps, place.config)))
-    health, rollbacks = Health(workdir, plan.health, log.tell), Rollbacks(workdir)
-    fields = workdir, place.check_lock, plan, log, health, rollbacks, checkpoints
+    log = enter(closing(Log(workdir, plan.log, plan.steps, place.config, store.name)))
+    health, rollbacks = Health(workdir, plan.health, log.tell), Rollbacks(workdir, store.keep)
+    fields = workdir, place.check_lock, store.keep, plan, log, health, rollbacks, checkpoints
     return partial(Session, *fields, place.stop, place.compilations, models)

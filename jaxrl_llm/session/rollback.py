@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ class Decision:
 class Rollbacks:
     """The decisions of a run, in WORKDIR/rollbacks: N.json, and in N the logs as they were."""
 
-    def __init__(self, workdir: Path):
-        self._workdir, self._folder = workdir, workdir / "rollbacks"
+    def __init__(self, workdir: Path, keep: Callable[[], None] = lambda: None):
+        """keep: copies the local workdir to where the run is kept."""
+        self._workdir, self._folder, self._keep = workdir, workdir / "rollbacks", keep
 
     def read(self) -> list[Decision]:
         """Returns all decisions, in order, the same in all processes."""
@@ -57,6 +58,7 @@ class Rollbacks:
         decision = Decision(step, target(last_healthy(step, finding), checkpoints, before), finding)
         if distributed.first():
             self._write(len(before) + 1, decision)
+            self._keep()
         # No process may change its checkpoints before the decision is on the disk.
         distributed.wait("rollback")
         return decision

@@ -21,7 +21,7 @@ from jaxrl_llm.data.images import ImageFormat
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.data.settings import DataSettings, EvalSettings
 from jaxrl_llm.errors import UserError, check_local
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import bucket, sharding
 from jaxrl_llm.models import adapter_kinds, hf, new_model
 from jaxrl_llm.models.adapters import AdapterKind
 from jaxrl_llm.models.decoder import Decoder
@@ -45,14 +45,19 @@ class SavedRun:
 
     def __init__(self, workdir: Path):
         check_local("--run", str(workdir))
-        self._folder, self._log = workdir / "checkpoints", workdir / "metrics.jsonl"
-        self.config = config_of(workdir)
+        path = bucket.address(workdir)
+        self._folder = (bucket.as_path(path) if path else workdir) / "checkpoints"
+        self.workdir = bucket.fetch_run(workdir)  # with the log; local
+        self._log, self.config = self.workdir / "metrics.jsonl", config_of(self.workdir)
         if not checkpoint.has_checkpoint(self._folder):
             raise UserError(f"{workdir} has no checkpoint yet: wait for the first one, or give another run")
         checkpoint.quieten_orbax()
-        options = ocp.CheckpointManagerOptions(read_only=True)
+        options, folder = (
+            ocp.CheckpointManagerOptions(read_only=True),
+            self._folder if path else self._folder.absolute(),
+        )
         handlers = {checkpoint.MODELS: ocp.PyTreeCheckpointHandler(), checkpoint.NOTES: ocp.JsonCheckpointHandler()}
-        self._manager = ocp.CheckpointManager(self._folder.absolute(), options=options, item_handlers=handlers)
+        self._manager = ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
 
     def find(self, which: str) -> int:
         """Finds a step with a checkpoint: a number, "last", or "best" by the accuracy that the run measured.

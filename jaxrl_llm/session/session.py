@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxrl_llm.errors import StoppedByHealth, UserError
+from jaxrl_llm.errors import StoppedByHealth
 from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.machine import distributed, progress
 from jaxrl_llm.machine.compilation import Compilations
@@ -85,6 +85,7 @@ class Session:
 
     workdir: Path
     check_lock: Callable[[], None]  # raises: UserError, if another process has taken the lock of the workdir
+    keep: Callable[[], None]  # copies what is in the local workdir to where the run is kept
     plan: Plan
     log: Log
     health: Health
@@ -135,6 +136,7 @@ class Session:
         self.health.begin(seen[:-1] if seen and seen[-1]["step"] == step else seen)
         self.at = Standing(step, step, states, None, attempt)
         self.checkpoints.accuracies = self.log.accuracies()
+        self.checkpoints.tidy_bucket()
         carried = self.trainer.begin(states, step, attempt)
         self.stop.finish = self.finish_early  # last: from here on a signal has a complete state to save
         return carried
@@ -200,11 +202,10 @@ class Session:
     def save(self, *, seconds: float | None = None) -> None:
         """Saves all parts. seconds: how long it may wait for the batches that are sampled ahead.
 
-        Raises: UserError, if the workdir has vanished. Orbax would make it again, without config and log.
+        Raises: UserError, if the workdir has vanished, or its bucket cannot be written.
         """
-        if not (self.workdir / "config.json").is_file():
-            raise UserError(f"{self.workdir} has vanished: put it back; the same command goes on")
         self.log.sync()  # a resumed run expects the record of the checkpoint's step in the log
+        self.keep()
         models: PyTree = {name: self.at.states[name] for name in self.models.shapes()}
         parts = {MODELS: PartState({}, models)}
         parts |= {name: part.state(seconds) for name, part in self.trainer.kept.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
@@ -58,15 +58,16 @@ def check_workdir(workdir: Path, fields: Mapping[str, Any], known: Table) -> Non
             )
 
 
-def beginning(workdir: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+def beginning(read: Callable[[], str], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what replaces the fields that a config leaves open, in all processes alike: what the run began with.
 
+    read() -> the text of the run's config.json; "": there is no run yet.
     These are schedule_steps = 0, in a new run num_steps, and data.today = "", in a new run the date of this day.
     """
     began = {"schedule_steps": fields.get("num_steps", 0), "data.today": date.today().isoformat()}
     if distributed.first():
-        with suppress(OSError, ValueError, AttributeError):  # no run, or `check_workdir` reports the error
-            before = flatten(json.loads((workdir / "config.json").read_text()))
+        with suppress(ValueError, AttributeError):  # no run, or `check_workdir` reports the error
+            before = flatten(json.loads(read()))
             if _sections(before) == _sections(fields):  # else the run is of another program
                 began |= {name: before[name] for name in began if name in before}
     # Missing fields, and those of a wrong type, are left to the checks, and set ones to `check_workdir`.
@@ -83,7 +84,8 @@ def check_log(workdir: Path, start: int, every: int) -> None:
     Raises: UserError, if its log says that it has made checkpoints.
     """
     last = max((record["step"] for record in json_lines.read(workdir / "metrics.jsonl")), default=0)
-    if not start and last >= 2 * every:  # at the second save, the first one is complete
+    # The second save waits until the first one is complete, and the log has the step of the second one before.
+    if not start and last > 2 * every:
         raise UserError(
             f"{workdir} has a log of {last} steps, but no checkpoint: put its folder checkpoints back, or remove "
             "metrics.jsonl to begin anew"

@@ -19,6 +19,7 @@ from jaxrl_llm.data.rows import check_there
 from jaxrl_llm.errors import MissingHere, UserError, printable, run_main
 from jaxrl_llm.health.doctor import EXIT_CODES, LOGS, add_output_flags, exit_code, look_at_run
 from jaxrl_llm.health.finding import Finding
+from jaxrl_llm.machine import bucket
 from jaxrl_llm.recipe import advice
 from jaxrl_llm.recipe.advice import print_config
 from jaxrl_llm.recipe.missing import collected, tried
@@ -57,6 +58,7 @@ def main() -> None:
     if (args.config is None) == (args.run is None) or (args.run and (rest or args.selftest)):
         raise UserError("give --config FILE, with --config.field=value, or --run LOG alone")
     if args.run:
+        args.run = [bucket.fetch_run(path, "--run") for path in args.run]
         sys.exit(exit_code(look_at_run(args.run, args.json), args.fail_on))
     findings, missing = look_at_config(*parse_config(parser))
     sys.exit(exit_code(findings, args.fail_on) or LACKS * bool(missing))

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jaxrl_llm.errors import Parser, UserError, run_main
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import bucket, sharding
 from jaxrl_llm.models import hf, hf_export, peft
 from jaxrl_llm.session import model_card
 from jaxrl_llm.session.lock import locked
@@ -33,6 +33,7 @@ def main() -> None:
         raise UserError("give --to, a new folder, or --push-to ORG/NAME, or both")
     if args.private and not args.push_to:
         raise UserError("--private does nothing without --push-to")
+    bucket.check_output("--to", args.to)
     run = SavedRun(args.workdir)
     step = run.find(args.step)
     if args.adapter and not (run.adapters and run.adapters.peft):
@@ -43,14 +44,14 @@ def main() -> None:
         hub.open_repo(args.push_to, private=args.private)
     with ExitStack() as opened:
         to = args.to or Path(opened.enter_context(TemporaryDirectory())) / "hf"
-        if args.workdir.resolve() in to.resolve().parents:
+        if run.workdir.resolve() in to.resolve().parents:
             # Inside the workdir a running run may write at the same time, so the export takes the run's lock.
-            opened.enter_context(locked(args.workdir))
+            opened.enter_context(locked(run.workdir))
         save(run, step, to, adapter=args.adapter)
-        model_card.write(to, model_card.card(args.workdir, run.config, run.began_with(step), step))
+        model_card.write(to, model_card.card(run.workdir, run.config, run.began_with(step), step))
         if args.to:
             reads = "PEFT loads" if args.adapter else "transformers and vLLM load"
-            print(f"step {step} of {args.workdir}, as {reads} it, is {args.to}")
+            print(f"step {step} of {bucket.address(args.workdir) or args.workdir}, as {reads} it, is {args.to}")
         if args.push_to:
             print(f"pushed: {hub.push(to, args.push_to, f'step {step} of {args.workdir.resolve().name}')}")
 

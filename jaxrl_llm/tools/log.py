@@ -13,6 +13,7 @@ from pathlib import Path
 from jaxrl_llm import loggers
 from jaxrl_llm.config.names import resolve
 from jaxrl_llm.errors import Parser, UserError, briefly, run_main
+from jaxrl_llm.machine import bucket
 from jaxrl_llm.session import json_lines
 from jaxrl_llm.session.log import samples_of
 from jaxrl_llm.session.saved_run import config_of
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--name", default="", help="of the run there (default: that of the run, or of its workdir)")
     parser.add_argument("--tags", nargs="+", default=[], help="of the run there (default: those of the run)")
     args = parser.parse_args()
+    args.workdir = bucket.fetch_run(args.workdir)
     config = config_of(args.workdir)
     records = json_lines.read(args.workdir / "metrics.jsonl")
     if not records:

@@ -390,8 +390,8 @@ def test_processes_that_do_not_know_of_each_other_are_refused(refused, monkeypat
         sharding.make_mesh(data=1, fsdp=1, tensor=1)
 
 
-def test_rows_and_models_in_a_bucket_are_refused(place, refused):
-    for text, field in (("data.source=gs://b/rows.jsonl", "data.source"), ("model.path=s3://b/model", "model.path")):
+def test_rows_and_models_in_a_store_that_is_not_read_are_refused(place, refused):
+    for text, field in (("data.source=az://b/rows.jsonl", "data.source"), ("model.path=hdfs://b/model", "model.path")):
         with refused(field), build(config_of(text), "run"):
             pass
 
@@ -445,7 +445,8 @@ def a_folder(folder: Path, file: str, text: str) -> None:
 
 @table("make workdir words", {
     "that is a file": (Path.touch, "run", "--workdir run"),
-    "in a bucket": (Path.mkdir, "gs://b/run", "--workdir"),
+    "in a bucket to which Orbax does not write": (Path.mkdir, "s3://b/run", "--workdir"),
+    "in a store that is not written": (Path.mkdir, "az://b/run", "--workdir"),
     "with a name that the locale cannot read": (Path.mkdir, "r\udcc3\udcbcn", "--workdir"),
     "below a file": (Path.touch, "run/1/2", "--workdir run/1/2"),
     "that holds something else": (lambda run: a_folder(run, "thesis.tex", "!"), "run", "--workdir run"),

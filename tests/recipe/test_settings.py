@@ -153,10 +153,10 @@ def test_a_warm_up_that_does_not_fit_takes_half_of_a_short_run(steps):
 
 def test_a_run_that_is_resumed_with_more_steps_keeps_its_schedule_and_says_so(tmp_path, wording):
     """The learning rate before and after the resume is that of the run as it began."""
-    begun, longer = config.load("grpo"), config.load("grpo")
+    begun, longer, file = config.load("grpo"), config.load("grpo"), tmp_path / "config.json"
     for c, steps in ((begun, 100), (longer, 300)):
         c.optim.end, c.num_steps = 1e-6, steps
-        c.update_from_flattened_dict(beginning(tmp_path, config.flatten(c)))
+        c.update_from_flattened_dict(beginning(lambda: file.read_text() if file.exists() else "", config.flatten(c)))
         open_workdir(tmp_path, c.to_dict())
     recipe = recipes.read(longer)
     before, after = recipes.read(begun).sizes, recipe.sizes

@@ -48,20 +48,20 @@ def test_a_disk_that_is_read_only_is_named_as_such(run, monkeypatch, refused):
 
 
 def test_a_log_whose_checkpoints_are_gone_is_not_overwritten(run, refused):
-    for steps in 9, 10:  # a run that was killed in its first save may have nine, with a save at each fifth step
+    for steps in 10, 11:  # a run that was killed in its first save may have ten, with a save at each fifth step
         (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(steps + 1)))
-        if steps == 9:
+        if steps == 10:
             check_log(run, 0, 5)
     check_log(run, 5, 5)
-    with refused(str(run), "10 steps", "metrics.jsonl"):
+    with refused(str(run), "11 steps", "metrics.jsonl"):
         check_log(run, 0, 5)
 
 
 def test_the_schedule_of_a_run_is_taken_from_the_run_of_the_same_program_alone(run):
-    (run / "config.json").write_text(json.dumps({"schedule_steps": 6, "num_steps": 3, "rollout": {"max_lag": 0}}))
+    before = json.dumps({"schedule_steps": 6, "num_steps": 3, "rollout": {"max_lag": 0}})
     fields = {"schedule_steps": 0, "num_steps": 9}
-    assert beginning(run, fields)["schedule_steps"] == 9
-    assert beginning(run, fields | {"rollout.max_lag": 1})["schedule_steps"] == 6
+    assert beginning(lambda: before, fields)["schedule_steps"] == 9
+    assert beginning(lambda: before, fields | {"rollout.max_lag": 1})["schedule_steps"] == 6
 
 
 def test_a_run_with_fewer_steps_than_it_has_done_says_so():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl_llm.errors import Parser, UserError, run_main
-from jaxrl_llm.machine import extras
+from jaxrl_llm.machine import bucket, extras
 from jaxrl_llm.tools.report.runs import read_config
 
 DESCRIPTION = (
@@ -30,6 +30,13 @@ def main() -> None:
     )
     args = parser.parse_args()
     extras.require("plotly", "report", "the page")
+    bucket.check_output("--to", args.to)
+    in_bucket = [address for path in args.workdirs if (address := bucket.address(path))]
+    if in_bucket and not args.to:
+        raise UserError(
+            f"{in_bucket[0]} is in a bucket, where no page is written and which --serve does not follow: give --to FILE"
+        )
+    args.workdirs = [*map(bucket.fetch_run, args.workdirs)]
     if args.serve is None:
         write(args.workdirs, args.to or args.workdirs[0] / "report.html")
     elif args.to:
