@@ -84,7 +84,8 @@ class Pair:
 
     def wait(self) -> None:
         for process in self._each:
-            assert process.stdout and "joined" in process.stdout.readline()
+            # A line before it may say that the process waits for the other one.
+            assert process.stdout and any("joined" in line for line in iter(process.stdout.readline, ""))
 
     def send(self, number: int) -> None:
         assert self._proxy.pid
