@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from itertools import combinations
 from pathlib import Path
@@ -13,9 +14,13 @@ import pytest
 
 from jaxrl_llm import evaluate
 from jaxrl_llm.data import encoding
+from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.rollout import scores
+from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.session.saved_run import SavedRun
+from jaxrl_llm.structs import Rewards
 from jaxrl_llm.tasks import arithmetic
+from jaxrl_llm.tools.report import samples
 
 MODEL = Path(evaluate.__file__).parent / "assets" / "arithmetic"
 
@@ -147,6 +152,22 @@ def test_an_evaluation_has_tables_json_and_a_page(evaluated, tmp_path):
     assert page.count('class="tag healthy"') == round(found["accuracy"] * 96)
     assert f"{found['accuracy']:.1%}" in page
     assert "without a verdict" in page
+
+
+def test_a_table_by_column_has_each_number_below_its_name_without_a_verdict_too():
+    judged = np.array([[1.0, 0.0], [1.0, 1.0], [np.nan, 1.0], [np.nan, np.nan]])
+    kinds = ("sure", "sure", "some", "none")
+    graded = Graded([["x"] * 2] * 4, Rewards(judged, {"judge": judged}), [], {})
+    rows = [{"prompt": "1+1", "kind": kind} for kind in kinds]
+    page = samples.render("t", scores.measure_all(graded, rows, None, "kind"), graded, Dataset([], rows, 0, 1, []))
+    table = re.search("<h2>By kind</h2>(.*?)</table>", page, re.DOTALL)
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t", line) for line in re.findall("<tr>.*?</tr>", table[1], re.DOTALL)]
+    columns = {name: cell for name, *cell in zip(*cells, strict=True)}
+    assert columns["kind"] == ["none", "some", "sure"]
+    assert columns["accuracy"] == ["–", "50.0%", "75.0%"]
+    assert columns["pass@2"] == ["–", "100.0%", "100.0%"]
+    assert columns["standard error"] == ["–", "–", "25.0%"]
+    assert columns["judge"] == ["– (2 without a verdict)", "1 (1 without a verdict)", "–"]
 
 
 def test_a_turn_that_ends_with_no_stop_token_is_noted(evaluated, monkeypatch, capfd, refused):
