@@ -184,6 +184,7 @@ def test_majority_votes_need_samples_and_a_flag_that_does_nothing_is_refused(eva
         "--answer math.last_box": ("--answer", "math.last_box"),
         "--by kinds": ("--by", "kinds"),
         "--page nowhere/x.html": ("--page", "nowhere/x.html"),
+        "--family llama.decoder_config": ("--family", "llama.decoder_config"),
     }.items():
         with refused(named):
             evaluated(*arguments)
