@@ -100,6 +100,10 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
     with ExitStack() as opened:
         folder = opened.enter_context(run.model_folder(step)) if run else hf.find(args.model, "--model")
         model = hf.load_model(folder, mesh, family=args.family, dtype=args.dtype)
+        if args.family and model.cfg.family != args.family:
+            raise UserError(
+                f"--family {args.family} does nothing: this package reads model_type {model.cfg.family!r}: leave it out"
+            )
         tokenizer = encoding.on_day(hf.load_tokenizer(folder), args.today)
         stops = hf.stop_ids(folder, tokenizer)
         environments = open_environments(environment, tokenizer, opened, args.chat_template_args)

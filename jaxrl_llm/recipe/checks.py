@@ -12,6 +12,7 @@ from jaxrl_llm.config.names import resolve
 from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.data import formats
 from jaxrl_llm.data.rows import check_source
+from jaxrl_llm.data.settings import EVAL, set_name
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.names import FAMILIES
 from jaxrl_llm.models.settings import NewModelSettings
@@ -123,6 +124,9 @@ def check_shared(recipe: Settings, fields: Mapping[str, Any], prompts_per_update
     check_health(recipe, fields)
     check_adapters(recipe)
     for section, problems in recipe.eval_sets.items():
+        # Without a name, its accuracy would take the place of eval/accuracy.
+        if not set_name(section) and section != EVAL:
+            raise UserError("config.eval.extra_sets has a set with the name '': name it, as in eval.extra_sets.code")
         for function in problems.functions:
             with tried():
                 check_call(function, tasks.REWARDS, f"config.{section}.function")

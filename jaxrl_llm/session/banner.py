@@ -65,7 +65,7 @@ def model_and_data_table(
         *_sources(settings, dataset),
         *_pictures(dataset),
         *([("", "fewer than prompts_per_step: a step has some of them twice or more")] if few else []),
-        *_order(settings, dataset, sizes.steps * sizes.prompts_per_step),
+        *_order(settings, dataset, sizes),
         *([("", f"{once}, so that data.curriculum changes nothing")] if once else []),
         *[("", note) for note in (*dataset.notes, *_repeated(dataset))],
     ]
@@ -114,14 +114,17 @@ def _sources(settings: DataSettings, dataset: Dataset) -> list[tuple[str, str]]:
     return [("", line) for line in [*([dataset.read_as] if dataset.read_as else []), *parts]]
 
 
-def _order(settings: DataSettings, dataset: Dataset, drawn: int) -> list[tuple[str, str]]:
-    """Returns the row on the order of the prompts, if a column gives it. drawn: prompts of the whole run."""
+def _order(settings: DataSettings, dataset: Dataset, sizes: Sizes) -> list[tuple[str, str]]:
+    """Returns the row on the order of the prompts, if a column gives it."""
     if dataset.order_values is None:
         return []
+    drawn = sizes.steps * sizes.prompts_per_step
     values = np.sort(dataset.order_values)
     line = f"each epoch by {settings.order_column}, from {values[0]:g} to {values[-1]:g}"
     if drawn < len(values) and not dataset.parts:
-        line += f"; the run has {drawn:,} prompts, and ends at {values[drawn - 1]:g}"
+        # A prompt that replaces another one comes later in the order.
+        above = " or above" * (sizes.samples > sizes.group_size)
+        line += f"; the run has {drawn:,} prompts, and ends at {values[drawn - 1]:g}{above}"
     return [("", line)]
 
 

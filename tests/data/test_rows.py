@@ -266,13 +266,27 @@ def table_of():
 
     def table(rows: data.Dataset, **changes) -> list:
         c = config.copy_and_resolve_references()
-        for name, value in changes.items():
-            c[name] = value
+        c.update_from_flattened_dict(changes)
         recipe = recipes.read(c)
         first = model_and_data_table(recipe.model.path, mesh, model, recipe.sizes, recipe.data, rows)
         return first + problems_table(recipe.eval_sets, dict.fromkeys(recipe.eval_sets, rows))
 
     return table
+
+
+def test_the_banner_says_where_an_order_by_a_column_ends(table_of):
+    ids, numbers = [np.arange(3, dtype=np.int32)] * 9, list(range(9))
+    made = data.Dataset(ids, [{"prompt": "a"}] * 9, 0, 3, numbers, order_values=np.arange(9.0))
+    sizes = {"num_steps": 2, "schedule_steps": 2, "prompts_per_step": 2, "prompts_per_update": 2, "microbatch": 0}
+
+    def line(**changes) -> str:
+        return next(line for _, line in table_of(made, **sizes | changes) if "each epoch by" in str(line))
+
+    assert "4 prompts, and ends at 3" in line()
+    assert "above" not in line()
+    # A replaced group takes the next prompt, which is harder.
+    assert line(**{"rollout.resample_rounds": 2}).endswith("ends at 3 or above")
+    assert "ends" not in line(num_steps=5, schedule_steps=5)
 
 
 def test_the_banner_counts_dropped_rows_and_tells_when_a_step_needs_more(table_of):

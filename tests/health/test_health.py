@@ -98,6 +98,13 @@ def test_a_rule_fires_on_its_failure_and_on_nothing_else():
     assert [(changes, found) for changes, found in FAILURES if ids(*changes) != found] == []
 
 
+@pytest.mark.parametrize(("failed", "empty", "severity"), [(1.4, 0.1, "error"), (0.1, 1.4, "warning")])
+def test_a_tool_that_fails_is_an_error_although_a_search_found_nothing(failed, empty, severity):
+    history = History([asked(turns=3.0, errors=failed, searches=1.5, empty=empty) | {"step": 1}])
+    (finding,) = (x for x in rules.findings(history, BOUNDS) if x.id == "tool_down")
+    assert finding.severity == severity
+
+
 def test_a_record_without_the_numbers_of_a_rule_is_no_finding():
     assert rules.findings(History([{"step": 0, "eval/accuracy": 0.1}]), BOUNDS) == []
     assert rules.findings(History([dict.fromkeys(HEALTHY) | {"step": 1}]), BOUNDS) == []

@@ -48,6 +48,11 @@ def test_a_wrong_field_of_a_further_set_is_refused_by_its_path(refused, changes,
         recipes.read(with_sets(load("grpo"), sums=TRAIN | changes))
 
 
+def test_a_further_set_without_a_name_is_refused(refused):
+    with refused("config.eval.extra_sets"):  # its metric would be eval/accuracy
+        recipes.read(with_sets(load("grpo"), **{"": TRAIN}))
+
+
 def test_a_further_set_without_a_column_that_its_judge_needs_is_refused(refused):
     recipe = recipes.read(with_sets(load("grpo"), sums=TRAIN))
     good = Dataset([np.zeros(1, np.int32)], [{"prompt": "1+1", "answer": "2"}], 0, 1, [1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from itertools import combinations
 from pathlib import Path
@@ -13,9 +14,13 @@ import pytest
 
 from jaxrl_llm import evaluate
 from jaxrl_llm.data import encoding
+from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.rollout import scores
+from jaxrl_llm.rollout.grading import Graded
 from jaxrl_llm.session.saved_run import SavedRun
+from jaxrl_llm.structs import Rewards
 from jaxrl_llm.tasks import arithmetic
+from jaxrl_llm.tools.report import samples
 
 MODEL = Path(evaluate.__file__).parent / "assets" / "arithmetic"
 
@@ -149,6 +154,22 @@ def test_an_evaluation_has_tables_json_and_a_page(evaluated, tmp_path):
     assert "without a verdict" in page
 
 
+def test_a_table_by_column_has_each_number_below_its_name_without_a_verdict_too():
+    judged = np.array([[1.0, 0.0], [1.0, 1.0], [np.nan, 1.0], [np.nan, np.nan]])
+    kinds = ("sure", "sure", "some", "none")
+    graded = Graded([["x"] * 2] * 4, Rewards(judged, {"judge": judged}), [], {})
+    rows = [{"prompt": "1+1", "kind": kind} for kind in kinds]
+    page = samples.render("t", scores.measure_all(graded, rows, None, "kind"), graded, Dataset([], rows, 0, 1, []))
+    table = re.search("<h2>By kind</h2>(.*?)</table>", page, re.DOTALL)
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t", line) for line in re.findall("<tr>.*?</tr>", table[1], re.DOTALL)]
+    columns = {name: cell for name, *cell in zip(*cells, strict=True)}
+    assert columns["kind"] == ["none", "some", "sure"]
+    assert columns["accuracy"] == ["–", "50.0%", "75.0%"]
+    assert columns["pass@2"] == ["–", "100.0%", "100.0%"]
+    assert columns["standard error"] == ["–", "–", "25.0%"]
+    assert columns["judge"] == ["– (2 without a verdict)", "1 (1 without a verdict)", "–"]
+
+
 def test_a_turn_that_ends_with_no_stop_token_is_noted(evaluated, monkeypatch, capfd, refused):
     monkeypatch.setattr(encoding, "turn_end", lambda tokenizer, template_args: 7)
     with refused("--max-completion-tokens"):  # before anything is sampled
@@ -163,6 +184,7 @@ def test_majority_votes_need_samples_and_a_flag_that_does_nothing_is_refused(eva
         "--answer math.last_box": ("--answer", "math.last_box"),
         "--by kinds": ("--by", "kinds"),
         "--page nowhere/x.html": ("--page", "nowhere/x.html"),
+        "--family llama.decoder_config": ("--family", "llama.decoder_config"),
     }.items():
         with refused(named):
             evaluated(*arguments)

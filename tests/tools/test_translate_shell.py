@@ -38,6 +38,7 @@ FORMS = [
     ("nohup run k=1 > log 2>&1 &\nwait", ["run", "k=1"]), ("A=1 B=2 run k=$C", ["k=$C"]),
     ("env A=1 run k=1", ["A=1", "run", "k=1"]), ("cd x && run k=1 || exit 1", ["k=1"]),
     ("mkdir -p x || exit 1\nrun k=1", ["k=1"]), ("( cd x; run k=1 )", ["k=1"]), ("{ run k=1; } 2>&1", ["k=1"]),
+    ("(exit 0)\nrun k=1", ["k=1"]),
     ("f() { run k=$1 l=\"$2\" \"${@:3}\" n=$#; }\nf a 'b c' d e", ["k=a", "l=b c", "d", "e", "n=4"]),
     ("function f {\n local x=$1\n run k=$x\n}\nf 3", ["k=3"]), ("main() {\n run k=1 \"$@\"\n}\nmain \"$@\"", ["k=1"]),
     ("if [ \"$A\" = \"\" ]; then B=1; else B=2; fi\nrun k=$B", ["k=1"]),

@@ -33,7 +33,8 @@ def tool_down(history: History) -> Finding | None:
     # The two are means of different counts, which round.
     if not last or any(x + none < 0.999999 * n for x, none, n in zip(failed, empty, calls, strict=True)):
         return None
-    if any(empty):
+    # Where a server that fails has found nothing once, the failures are the news.
+    if sum(empty) > sum(failed):
         return Finding(
             "warning",
             f"all searches find nothing, {empty[-1]:.2g} in an episode",

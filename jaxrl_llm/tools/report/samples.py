@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -43,14 +44,15 @@ class Problem(NamedTuple):
 def render(title: str, measured: Measured, graded: Graded, dataset: Dataset) -> str:
     """Returns the page. Of several completions of a problem it has the first ones."""
     by = measured.get("by")
-    values = [(value, lines(part)) for value, part in by["values"].items()] if by else []
+    # Parts may have other lines than each other, as without a verdict, or with one problem.
+    values = {value: dict(lines(part)) for value, part in by["values"].items()} if by else {}
     return template("samples.html").render(
         title=title,
         version=jaxrl_llm.__version__,
         lines=lines(measured),
         channels=[(name, channel_text(channel)) for name, channel in measured["channels"].items()],
         column=by["column"] if by else "",
-        head=[name for name, _ in values[0][1]] if values else [],
+        head=list(dict.fromkeys(chain(*sorted(values.values(), key=len, reverse=True)))),
         values=values,
         problems=[problem(i, graded, dataset) for i in range(min(len(dataset.rows), MOST))],
         of=len(dataset.rows),

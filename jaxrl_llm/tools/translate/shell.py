@@ -104,8 +104,9 @@ class Walk(Values):
             case Compound():
                 variables = dict(self.variables)
                 status = self.block(node.body)
-                # A subshell gets copies: what it sets is gone at its end.
-                self.variables = variables if node.subshell else self.variables
+                # A subshell gets copies: what it sets is gone at its end, and an `exit` ends it alone.
+                if node.subshell:
+                    self.variables, self.jump = variables, ""
                 return shell_test.agrees(status, not node.negated)
 
     def chain(self, node: Chain) -> bool | None:
