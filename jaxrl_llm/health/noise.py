@@ -45,8 +45,8 @@ def step_noise(steps: np.ndarray, values: np.ndarray) -> Noise:
         return Noise(inf, 1.0)
     share = count / len(moves)
     edge = ndtri((1 + share) / 2)
-    # The sum of the small differences is divided by their share of the variance. Undivided, the sum would make the
-    # noise too small and every rule too eager.
+    # The mean square of the small differences is divided by its expectation for normal values. Undivided, it would
+    # make the noise too small and every rule too eager.
     whole = 1 - 2 * edge * np.exp(-(edge**2) / 2) / np.sqrt(2 * np.pi) / share  # E[z^2] for |z| <= edge
     return Noise(float(np.sqrt(np.mean(np.square(moves[:count])) / (2 * whole))), max(len(moves) / 2, 1.0))
 
