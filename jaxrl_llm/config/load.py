@@ -54,7 +54,8 @@ def parse_arguments(
 ) -> Arguments:
     """Parses a trainer's command line.
 
-    compile_only: help text of this flag, if the program has it; shipped: as of `config_parser`.
+    compile_only: help text of this flag, "" if the program has no such flag; shipped: names of configs for the help
+    (`config_parser`).
 
     Raises: UserError, as `parse_config`, or if the workdir is missing.
     """
@@ -85,7 +86,7 @@ def parse_arguments(
 def config_parser(program: str, description: str, *, required: bool = True, shipped: Sequence[str] = SHIPPED) -> Parser:
     """Returns the parser of a program that has a config, for `parse_config`.
 
-    required: whether it must be given; shipped: names of configs for the help, of which the first explains every field.
+    required: whether --config must be given; shipped: names of configs for the help. The first explains every field.
     """
     parser = Parser(
         program,

@@ -1,4 +1,4 @@
-"""Sections of a config as frozen records: what a config may hold, and its typed reading.
+"""Sections of a config as frozen records, which say what a config may hold and read it with types.
 
 A record is a frozen dataclass with a field for each field of its section. A field may also be a section:
 `Annotated[Call, module]` names a function of a module, `Annotated[KeywordArguments, function]` holds the keyword

@@ -99,10 +99,10 @@ def check(
 ) -> Dataset:
     """Returns a data set with notes on the rows that lack a column of a reward function, by source of a mixture.
 
-    section: data, that of an evaluation set, or "" for a command line; episodes: there is an environment; convert: of
-    the rows, if any.
-    Raises: UserError, naming the function and what helps, if no row has the column, if all are empty for one of ours,
-    or if it refuses one.
+    section: "data", section of an evaluation set, or "" for a command line; episodes: whether the config has an
+    environment; convert: name of the rows' convert function, "" if none.
+    Raises: UserError, naming the function and a remedy, if no row has the column, if all values are empty for a
+    function of ours, or if the function refuses a value.
     """
     parts = dataset.parts or {"": range(len(dataset.rows))}
     # Rows without a column, of each source.
@@ -144,8 +144,8 @@ def check_all(
 ) -> tuple[Dataset, dict[str, Dataset]]:
     """Returns the training and the evaluation data with notes on rows that lack a column. Raises: UserError.
 
-    eval_sets, held_out: by their sections of the config. functions: that reward. Also asks once the servers that they
-    need.
+    eval_sets, held_out: evaluation sets and their data, by section of the config. functions: reward functions, whose
+    servers are asked once.
     """
     for column in data.completion_columns:
         dataset = check_completions(dataset, column, data.source)

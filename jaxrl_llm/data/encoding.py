@@ -262,7 +262,10 @@ def _encode(texts: list[str], tokenizer: Any, source: str, numbers: Sequence[int
     else:
         ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     decoded = decode(ids, tokenizer)
-    letters = lambda text: sum(map(len, text.split()))  # noqa: E731
+
+    def letters(text: str) -> int:
+        return sum(map(len, text.split()))
+
     for text, back, number in zip(texts, decoded, numbers, strict=True):
         # Tokenizers may normalize text and change spaces. Only lost characters are an error.
         if back != text and letters(back) < letters(unicodedata.normalize("NFC", text)):

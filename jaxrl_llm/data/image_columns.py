@@ -127,7 +127,9 @@ def named(prompt: list[Row], names: list[str]) -> list[Row]:
     def part(x: Row) -> Row:
         return {"type": "image", "name": next(rest)} if x["type"] == "image" else x
 
-    parts = lambda content: [part(x) for x in content] if isinstance(content, list) else content  # noqa: E731
+    def parts(content: Any) -> Any:
+        return [part(x) for x in content] if isinstance(content, list) else content
+
     return [message | {"content": parts(message["content"])} for message in prompt]
 
 

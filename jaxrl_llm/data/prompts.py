@@ -149,9 +149,9 @@ def load_held_out(
     *,
     section: str = EVAL,
 ) -> Dataset:
-    """Loads the prompts of an evaluation set, read as those of training. An over-long one is an error: none is dropped.
+    """Loads the prompts of an evaluation set, and reads them like training prompts, but drops no over-long prompt.
 
-    section: of the config, which has the set. Raises: UserError.
+    section: section of the config that has the set. Raises: UserError, also for an over-long prompt.
     """
     own = {"convert": problems.convert, "problems": problems.problems, "overlong": "error"}
     return read(problems.source, tokenizer, field=f"{section}.convert", **_reading(settings, tools, images) | own)
@@ -255,7 +255,7 @@ def tokenize(
     """Tokenizes chats with the tokenizer's template and its arguments, and text as it is after the begin token.
 
     overlong: "drop" (and count) prompts above the limit, or raise an "error"; nothing is cut.
-    numbers: number of each row in its source, from 1; images: of the rows, whose tokens count.
+    numbers: number of each row in its source, from 1; images: pictures of the rows, whose tokens count.
     Raises: UserError, naming `source`, for a missing template, an over-long prompt, or if no prompt is left.
     """
     numbers = list(numbers or range(1, len(rows) + 1))

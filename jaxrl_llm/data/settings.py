@@ -104,7 +104,7 @@ def set_name(section: str) -> str:
 def accuracies_of(fields: Iterable[str]) -> dict[str, str]:
     """Returns the section and the accuracy's metric of each evaluation set; the set that decides comes first.
 
-    fields: of a config, by their paths.
+    fields: paths of the fields of a config.
     """
     sections = [path.removesuffix(".function") for path in fields if re.fullmatch(r"eval\.(.+\.)?function", path)]
     return {section: next(iter(metrics_of(section, 0.0, 0))) for section in sorted(sections)}

@@ -90,7 +90,7 @@ def _best_bands(records: Sequence[LogRecord]) -> list[Band]:
         value = record.get("reward/mean")
         if record["step"] and value is not None:
             recent = [*recent[1 - RECENT :], value]
-            # As `History.best`: a window that is not full would count one lucky step as a mean.
+            # A window that is not full is left out, as in `History.best`, because one lucky step would count as a mean.
             best = max(best, sum(recent) / RECENT) if len(recent) == RECENT else best
         low.append(best - bounds.REWARD_FALL * spread if np.isfinite(best) else np.nan)
     words = f"at most {bounds.REWARD_FALL:g} spreads of the first rewards below its best mean of {RECENT} steps"

@@ -153,8 +153,8 @@ class History:
 
         Raises: ValueError, if there are too few values.
         """
-        # Not of the best one: of a long plateau that may be the first. Noise alone is less than this part of a fall
-        # that a rule reports.
+        # The latest window near the best one counts, because the best window may be the first of a long plateau. Noise
+        # alone is less than the part NEAR_BEST of a fall that a rule reports.
         means = self._windows(name).mean(axis=1)
         near = np.flatnonzero(means >= means.max() - NEAR_BEST * (means.max() - means[-1]))
         return int(self.column(name).steps[near[-1] + (self.recent - 1) // 2])
@@ -169,8 +169,8 @@ class History:
     def risen(self, name: Metric, *, log: bool = False, choices: float = 1) -> float:
         """Returns how far a metric has moved since the start, as a multiple of what noise may reach in this run.
 
-        Above 1 it has risen, below -1 it has fallen. log: judges the ratio of two positive values. choices: see
-        `noise.quantile`. NaN, if a value is missing.
+        Above 1 it has risen, below -1 it has fallen. log: judges the ratio of two positive values. choices: number of
+        metrics of which a rule takes the most extreme one (`noise.quantile`). NaN, if a value is missing.
         """
         name, look = _logarithm(name) if log else name, self.records[-1]["step"] - self.few - self.recent
         return self._strength(name, self.window(name), self.beginning(name), look=look, choices=choices)
@@ -237,7 +237,8 @@ class History:
     def often_above(self, name: Metric, bound: float, chance: float) -> bool:
         """Returns whether more of the recent values, up to `recent` of them, are above a bound than noise explains.
 
-        chance: that a step of a healthy run is above it. This is the sign test: the tail of a binomial.
+        chance: probability that a step of a healthy run is above the bound. The test is the sign test, which takes the
+        tail of a binomial.
         """
         now = self.column(name).values[-self.recent :]
         # bdtrc(k, n, p) is P(X > k), and P(X >= count) is wanted.

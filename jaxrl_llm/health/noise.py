@@ -45,7 +45,8 @@ def step_noise(steps: np.ndarray, values: np.ndarray) -> Noise:
         return Noise(inf, 1.0)
     share = count / len(moves)
     edge = ndtri((1 + share) / 2)
-    # Without it the sum of the small differences alone would make the noise too small, and every rule too eager.
+    # The mean square of the small differences is divided by its expectation for normal values. Undivided, it would
+    # make the noise too small and every rule too eager.
     whole = 1 - 2 * edge * np.exp(-(edge**2) / 2) / np.sqrt(2 * np.pi) / share  # E[z^2] for |z| <= edge
     return Noise(float(np.sqrt(np.mean(np.square(moves[:count])) / (2 * whole))), max(len(moves) / 2, 1.0))
 
@@ -68,9 +69,9 @@ def quantile(look: int, freedom: float, *, choices: float = 1) -> float:
 
 
 def center(values: np.ndarray) -> float:
-    """Returns the trimmed mean: that of the middle half of the values."""
+    """Returns the trimmed mean, which averages the middle half of the values."""
     ordered = np.sort(values)
-    # Rounded down: of fewer than four values none is left out.
+    # The number is rounded down, so that none of fewer than four values is left out.
     cut = int(TRIM * len(ordered))
     return float(ordered[cut : len(ordered) - cut].mean())
 

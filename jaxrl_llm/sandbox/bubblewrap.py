@@ -87,12 +87,12 @@ def command(filter_: int, stdin: int, program: list[str]) -> list[str]:
     environment = [part for name, value in ENVIRONMENT.items() for part in ("--setenv", name, value)]
     return [
         binary(),
-        # In this order: bubblewrap does what its arguments say, one after the other.
-        # --new-session: without it a program can type into the trainer's terminal (TIOCSTI).
+        # The order matters, because bubblewrap obeys its arguments one after the other.
+        # --new-session keeps a program from typing into the trainer's terminal (TIOCSTI).
         *("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv", *environment),
         *_bound(),
         *("--dev-bind", "/dev/null", "/dev/null"),
-        # A copy: the usual link leads to /proc, which the program does not have.
+        # /dev/stdin is a copy, because the usual link leads to /proc, which the program does not have.
         *("--ro-bind-data", str(stdin), "/dev/stdin"),
         # The root becomes read-only last, after the mounts in it.
         *("--size", str(FOLDER_SIZE), "--tmpfs", FOLDER, "--chdir", FOLDER, "--remount-ro", "/"),

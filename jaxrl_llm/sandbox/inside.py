@@ -14,9 +14,10 @@ OPEN_FILES = 64
 
 
 def limit(memory, seconds):
-    """Limits this process for ever. memory: MiB; seconds: of the CPU."""
+    """Limits this process for ever. memory: MiB; seconds: CPU time."""
     limits = {
-        # Of the addresses: Linux has not kept a limit of the resident memory (RLIMIT_RSS) since 2.4.30.
+        # The address space is limited, because Linux has ignored the limit of resident memory (RLIMIT_RSS) since
+        # 2.4.30.
         resource.RLIMIT_AS: memory * 2**20,
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_FSIZE: FILE_SIZE,
@@ -26,19 +27,19 @@ def limit(memory, seconds):
     for kind, value in limits.items():
         hard_limit = resource.getrlimit(kind)[1]
         value = value if hard_limit == resource.RLIM_INFINITY else min(value, hard_limit)
-        # The hard limit too: a program may raise the soft one up to it.
+        # The hard limit is lowered too, because a program may raise the soft limit up to the hard one.
         resource.setrlimit(kind, (value, value))
 
 
 def main():
     memory, seconds, program, ready, alone = map(int, sys.argv[1:])
     if alone and sys.platform == "linux":
-        # Without bubblewrap: end with the parent (PR_SET_PDEATHSIG).
+        # This process ends with its parent (PR_SET_PDEATHSIG), because no bubblewrap ends it.
         import ctypes
 
         ctypes.CDLL(None).prctl(1, 9)
     limit(memory, seconds)
-    # Only now: the trainer takes it as proof that the limits hold.
+    # The byte is written after the limits are set, because the trainer takes it as proof that they hold.
     os.write(ready, b"1")
     os.close(ready)
     with open(program, encoding="utf-8") as file:
@@ -46,7 +47,7 @@ def main():
     sys.argv = [""]
     # The module `site` makes these names, and the interpreter starts without it.
     builtins.exit = builtins.quit = sys.exit
-    # A module of its own: the program finds none of this text's names.
+    # The program runs in a new module, so that it finds none of this text's names.
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     try:
@@ -54,7 +55,7 @@ def main():
     except Exception as error:
         import traceback
 
-        # Without this text's own line.
+        # `tb_next` leaves out the line of this text that ran the program.
         shown = traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
         sys.stderr.write("".join(shown))
         sys.exit(1)

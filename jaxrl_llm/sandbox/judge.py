@@ -24,7 +24,10 @@ PLAIN_ATTRIBUTES = {name for kind in (*TYPES, *PLAIN) for name in dir(kind)}
 
 
 def forwarded(method, kind=None):
-    """Returns a method of a Handle whose object a test has built: it asks the other side. kind: of a plain answer."""
+    """Returns a method of a Handle that asks the other side, if a test has built the object.
+
+    kind: type that a plain answer must have, None if any answer will do.
+    """
 
     def ask(self, *arguments):
         if not object.__getattribute__(self, "_Handle__built"):
@@ -57,10 +60,10 @@ class Handle:
     __slots__ = ("__built", "__items", "__link", "__name", "__number")
 
     def __init__(self, link, number, name, built=False):
-        """name: of the variable or attribute; built: by a test, of a class."""
+        """name: variable or attribute that holds the object; built: whether a test built the object from a class."""
         values = {"link": link, "number": number, "name": name, "built": built, "items": None}
         for key, value in values.items():
-            # Past this class's own __setattr__, which asks the other side.
+            # The call bypasses this class's own __setattr__, which asks the other side.
             object.__setattr__(self, f"_Handle__{key}", value)
 
     def __call__(self, *arguments, **named):
@@ -157,7 +160,10 @@ def signature(parts):
     import inspect
 
     parameters, returned = parts
-    first = lambda value: value[0] if value else inspect.Parameter.empty  # noqa: E731
+
+    def first(value):
+        return value[0] if value else inspect.Parameter.empty
+
     return inspect.Signature(
         [
             inspect.Parameter(name, inspect._ParameterKind(kind), default=first(default), annotation=first(annotation))
@@ -209,8 +215,8 @@ def restore(old, new):
 def judge(read, write, report, tests, tolerance):
     """Runs each test, and writes a line for it: 1, or 0 and why the program failed, or GONE, or UNJUDGED.
 
-    tests: JSON text of what `Link.encoded` makes of each. A test is Python text, or [name, of a method of Solution,
-    arguments, result]. tolerance: of a float in such a result, relative; a thousandth of it is the absolute one.
+    tests: JSON text of each test as `Link.encoded` returns it. A test is Python text, or [name of a method of Solution,
+    arguments, result]. tolerance: relative tolerance of a float in a result; a thousandth of it is the absolute one.
     """
     link = Link(read, write, Handle, judges=True)
     tests = [link.decoded(test) for test in json.loads(tests)]
@@ -248,7 +254,7 @@ def judge(read, write, report, tests, tolerance):
             # The program cannot use such an object, and its error may say so.
             link.unjudged = link.unjudged or (link.lent and not link.closed and isinstance(error, Exception))
         if passed and not link.closed:
-            # Without a buffer: the line is in the file before the next test, whatever ends this process.
+            # The write has no buffer, so that the line is in the file before the next test, whatever ends this process.
             os.write(report, b"1\n")
         else:
             reason = UNJUDGED if link.unjudged else link.reason or (GONE if link.closed else "")

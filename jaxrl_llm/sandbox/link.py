@@ -225,7 +225,7 @@ class Link:
             if not issubclass(kind, dict):
                 return kind(self.decoded(x) for x in parts)
             if tag == "counter":
-                # By `update`: Counter(pairs) would count the pairs.
+                # `update` sets the counts, because Counter(pairs) would count the pairs.
                 result = kind()
                 result.update({self.decoded(k): self.decoded(x) for k, x in parts})
                 return result

@@ -102,10 +102,11 @@ def refuse_without() -> None:
 
 
 def run(code: str, *, seconds: float, memory: int, characters: int, stdin: str = "", end: float = math.inf) -> Result:
-    """Runs code in a folder of its own, which is gone after it.
+    """Runs code in a temporary folder, which is deleted when the code ends.
 
-    seconds: of the CPU, and CLOCK times as many of the clock; memory: MiB; characters: of the output and of the errors;
-    stdin: what it can read; end: time.monotonic() at which it is killed. Raises: NoSandbox.
+    seconds: limit of CPU time, and CLOCK times as many seconds by the clock; memory: limit in MiB; characters: number
+    that is kept of the output, and of the errors; stdin: text of the standard input; end: time.monotonic() at which the
+    program is killed. Raises: NoSandbox.
     """
     with started(code, seconds=seconds, memory=memory, stdin=stdin) as program:
         error, reason = program.wait(min(time.monotonic() + CLOCK * seconds, end))
@@ -214,23 +215,23 @@ def started(
         for text, file in zip((code, stdin), texts, strict=True):
             file.write(text.encode("utf-8", "replace"))
             file.seek(0)
-        # Files and not pipes: nobody reads while the program runs, and RLIMIT_FSIZE bounds what it writes.
+        # Output goes to files and not to pipes, because nobody reads while the program runs. RLIMIT_FSIZE bounds files.
         stdout, stderr = (opened.enter_context(tempfile.TemporaryFile()) for _ in "oe")
         (is_ready, ready), (filter_, to_filter) = (pipe(opened) for _ in "rf")
         alone = is_unconfined()
         # RLIMIT_CPU takes whole seconds.
         numbers = memory, max(math.ceil(seconds), 1), texts[0].fileno(), ready.fileno(), int(alone)
-        # No user site, no site, no folder of its own on sys.path: only the standard library is imported.
+        # The options take user site, site and the program's folder off sys.path, which leaves the standard library.
         program = [interpreter(), "-s", "-S", "-P", "-c", INSIDE, *map(str, numbers)]
         folder, environment, handed = "/", {}, [texts[0].fileno(), ready.fileno(), *descriptors]
         if alone:
             folder = opened.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-            # Not the trainer's: it may hold secrets.
+            # The trainer's environment is not inherited, because it may hold secrets.
             environment = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
         else:
-            # Before anybody reads: all of it fits into a pipe, so the write does not wait.
+            # The write does not wait for a reader, because the whole filter fits into a pipe.
             to_filter.write(refusals())
-            # Opened again, because descriptors of one opening share their place in the file.
+            # The input is opened again, because descriptors of one opening share their position in the file.
             again = opened.enter_context(open(f"/proc/self/fd/{texts[1].fileno()}", "rb"))
             program = command(filter_.fileno(), again.fileno(), program)
             handed += [filter_.fileno(), again.fileno()]

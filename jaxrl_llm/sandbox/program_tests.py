@@ -27,7 +27,7 @@ ENDING = 1.0
 # Numbers of an output, and those of them that may differ a little: with a point, or a negative power of ten.
 NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
 FLOAT = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+(?=e-))(?:e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
-# In a sandbox this package cannot be imported: each side is the text of the link, and then its own.
+# A sandbox cannot import this package, so each side gets the text of link.py followed by its own text.
 IMPORT = re.compile(r"^from jaxrl_llm\..*\n", re.MULTILINE)
 LINK, JUDGE, SERVED = (
     IMPORT.sub("", Path(__file__).with_name(name).read_text(encoding="utf-8"))
@@ -57,8 +57,8 @@ LATE = ProgramVerdict(False, "time")
 def by_output(program: str, stdin: str, expected: str, limits: ProgramLimits, tolerance: float = 0.0) -> ProgramVerdict:
     """Runs the program with this input. It passes if it ends well, and its standard output is the expected one.
 
-    Spaces at the end of lines, and empty lines at the end, do not count. tolerance: of a number with a point, relative;
-    a thousandth of it is the absolute one. 0: the same digits.
+    Spaces at the end of lines, and empty lines at the end, do not count. tolerance: relative tolerance of a number with
+    a point; a thousandth of it is the absolute one. 0 = the digits must be equal.
     """
     if time.monotonic() >= limits.end:
         return LATE
@@ -117,8 +117,8 @@ def encoded(tests: Sequence[str | Sequence[Any]]) -> str:
 def verdicts(lines: Sequence[str], count: int, missing: str, ended: str) -> list[ProgramVerdict]:
     """Returns the verdicts of a report, which has a line for each test: "1", or "0" and a reason.
 
-    missing: the reason of a test without a line; ended: that of the program's early end. A report that is anything
-    else has no passed test.
+    missing: reason for a test without a line; ended: reason for the program's early end. A report of any other form has
+    no passed test.
     """
     known = {"1": ProgramVerdict(True), "0 ": ProgramVerdict(False), f"0 {GONE}": ProgramVerdict(False, ended)}
     known |= {f"0 {x}": ProgramVerdict(False, x) for x in (*sandbox.REASONS, UNJUDGED)}

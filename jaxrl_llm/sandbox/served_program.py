@@ -91,6 +91,9 @@ def signature_parts(target):
     import inspect
 
     found = inspect.signature(target)
-    stated = lambda value: [] if value is inspect.Parameter.empty else [value]  # noqa: E731
+
+    def stated(value):
+        return [] if value is inspect.Parameter.empty else [value]
+
     parameters = [[x.name, int(x.kind), stated(x.default), stated(x.annotation)] for x in found.parameters.values()]
     return parameters, stated(found.return_annotation)

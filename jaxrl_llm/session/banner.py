@@ -50,7 +50,7 @@ def _wrapped(line: str, indent: int, console: Console) -> str:
 def model_and_data_table(
     path: str, mesh: Mesh, model: DecoderConfig, sizes: Sizes, settings: DataSettings, dataset: Dataset
 ) -> list[tuple[str, Any]]:
-    """Returns the banner's rows on model, mesh and training data. path: of the model; "": a new one."""
+    """Returns the banner's rows on model, mesh and training data. path: folder of the model, "" if it is new."""
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     shape = f"{model.layers} layers of {model.width}, vocabulary {model.vocab_size:,}, {model.dtype}"
     few = len(dataset.rows) < sizes.prompts_per_step
@@ -213,9 +213,9 @@ def adapters_table(adapters: Adapters | None) -> list[tuple[str, str]]:
 
 
 def shapes_table(stream: StreamSizes | None, packed: Sequence[Shape]) -> list[tuple[str, str]]:
-    """Returns the banner's rows on shapes, each a program to compile: of decoding, and the largest of packed rows.
+    """Returns the banner's rows on the shapes of decoding and on the largest shape of packed rows.
 
-    stream: of the in-JAX engine; None: another engine samples.
+    Each shape is a program to compile. stream: sizes of the in-JAX engine, None if another engine samples.
     """
     rows = []
     if stream:

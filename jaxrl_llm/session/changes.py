@@ -72,7 +72,7 @@ def check(
 ) -> list[Change]:
     """Returns how rows and code differ from those of a checkpoint.
 
-    fields: of the config. saved: `began_with` and `rows` of the checkpoint of `step`.
+    fields: fields of the config. saved: `began_with` and `rows` of the checkpoint of `step`.
     Raises: UserError, unless the config accepts them.
     """
     before, counts = saved["began_with"], saved["rows"]["counts"]

@@ -65,11 +65,12 @@ class Checkpoints:
     ):
         """began_with: per field, the hash of a model or data that must not change.
 
-        rows: of the run; the position in the data depends on them. goes_back: whether a health rule may send it back.
+        rows: rows of the run, on which the position in the data depends. goes_back: whether a health rule may send the
+        run back to a checkpoint.
         """
         self._began_with, self._mesh, self._rows = began_with, mesh, rows
         self._settings, self._goes_back = settings, goes_back
-        self.accuracies: dict[int, float] = {}  # of the evaluations in the log, by step: they tell the best checkpoints
+        self.accuracies: dict[int, float] = {}  # accuracy of each evaluation in the log, by step: ranks the checkpoints
         options = ocp.CheckpointManagerOptions(
             preservation_policy=KeptCheckpoints(self._select),
             cleanup_tmp_directories=True,
@@ -178,7 +179,8 @@ class Checkpoints:
             return
         with suppress(OSError):
             moved = list(self._deleted.iterdir())
-            # Under a name of its own: Orbax may delete another checkpoint of the same step before the files are gone.
+            # Each folder gets a unique name, because Orbax may delete another checkpoint of this step before
+            # the files are gone.
             moved = [x.rename(x.with_name(f"{x.name}.{time.time_ns()}")) if x.name.isdecimal() else x for x in moved]
             if moved:
                 self._removal = Thread(target=lambda: [shutil.rmtree(x, ignore_errors=True) for x in moved])
@@ -193,7 +195,7 @@ class Checkpoints:
     def check_beginning(self, fields: Mapping[str, Any]) -> tuple[int, list[Change]]:
         """Returns the newest complete step, or 0 if none, and the changes of rows and code that the config accepts.
 
-        fields: of the config.
+        fields: fields of the config.
         Raises: UserError, if the run began with another model, or with rows or code that the config does not accept.
         """
         step = self._manager.latest_step()
@@ -252,12 +254,15 @@ class Checkpoints:
             return 0, {}
         notes = read_notes(self._manager, step)
         shapes = {MODELS: jax.tree.map(ocp.utils.to_shape_dtype_struct, models)}
-        # The batches that wait have the shapes with which they were saved, over the devices of today.
+        # Batches that wait for their update keep their saved shapes, and are placed on this run's devices.
         with reading(self._manager, step):
             stored = self._manager.item_metadata(step)
         if stored.get(SAMPLES):
             place = NamedSharding(self._mesh, BATCH)
-            placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # noqa: E731
+
+            def placed(x: Any) -> jax.ShapeDtypeStruct:
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
             shapes[SAMPLES] = jax.tree.map(placed, stored[SAMPLES].tree)
         arrays = read(self._manager, step, {name: ocp.args.StandardRestore(x) for name, x in shapes.items()})
         for name, restored in arrays.items():
@@ -319,10 +324,10 @@ def best_steps(steps: Iterable[int], accuracies: Mapping[int, float], count: int
 def kept_steps(
     steps: Sequence[int], accuracies: Mapping[int, float], settings: CheckpointSettings, *, goes_back: bool
 ) -> set[int]:
-    """Returns the steps of the checkpoints that stay: of the newest, of those due, and of the best.
+    """Returns the steps of the newest checkpoint, of the due checkpoints and of the best checkpoints, which all stay.
 
     In a run that may go back, two multiples of `every`, of twice `every`, and so on stay too: their ages double.
-    One that a signal made between two of these takes no place.
+    A checkpoint that a signal made between two multiples of `every` takes no place.
     """
     due = [step for step in steps if step % settings.every == 0]
     selected = {*steps[-1:], *due[-settings.keep :], *best_steps(steps, accuracies, settings.keep_best)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,12 @@ from jaxrl_llm.structs import PyTree
 
 def checksums(arrays: PyTree) -> dict[str, int]:
     """Returns the sum of the bit patterns of each array, modulo 2**32, by its path. It is the same on every mesh."""
-    on_device = lambda x: x if isinstance(x, np.ndarray) else sharding.move(x, sharding.DEVICE)  # noqa: E731
+
+    def on_device(x: Any) -> Any:
+        return x if isinstance(x, np.ndarray) else sharding.move(x, sharding.DEVICE)
+
     leaves = jax.tree.leaves_with_path(arrays)
-    # One after the other: all arrays that are kept in host memory would not fit on the devices together.
+    # The arrays move one by one, because all arrays that are kept in host memory may not fit on the devices together.
     return {keystr(path, simple=True, separator="/"): int(_checksum(on_device(leaf))) for path, leaf in leaves}
 
 

@@ -129,7 +129,7 @@ class Seen(NamedTuple):
 
 
 def _name(owner: OwnerRecord | None) -> str:
-    # Behind the host's name, filelock writes the namespace of its processes.
+    # filelock writes the process namespace behind the host's name.
     return f"process {owner.pid} on {owner.hostname.partition('?')[0]}" if owner else "an unknown process"
 
 

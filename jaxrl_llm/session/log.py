@@ -233,7 +233,7 @@ class Log:
         return written
 
     def _shows(self, step: int) -> bool:
-        """Returns whether completions of a step are shown: of the first and the last one in any case."""
+        """Returns whether completions of a step are shown. A setting above 0 always shows the first and last step."""
         every = self._settings.completions_every
         return bool(every) and (step % every == 0 or step in (1, self._num_steps))
 
@@ -290,7 +290,7 @@ class Log:
         for label in ("seconds", *extra, *LEAST):
             if len(line) <= self._width():
                 break
-            # Of the seconds, the phases alone.
+            # The step's seconds stay, and only their phases are left out.
             parts[label] = parts.get(label, "").partition(" (")[0] if label == "seconds" else ""
             line = "  ".join(filter(None, parts.values()))
         return line

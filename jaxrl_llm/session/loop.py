@@ -15,7 +15,8 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Runs from the current step to the end, and yields the records of metrics.jsonl, one step late.
 
-    one_step(what the last step returned, step) -> what the next step gets, and the record. test: of a new run.
+    one_step(what the last step returned, step) -> what the next step gets, and the record. test: self-test of a new
+    run, called before its first step.
     Raises: UserError, for an error that the user can fix, or if a health rule stops the run.
     """
     with closing(session.profile()) as profile:
@@ -26,8 +27,8 @@ def run(
                 carried, record = one_step(carried, session.at.step + 1)
             profile.end(record.step, session.at.states)
             record.evaluation = session.evaluate(record.step)
-            # Always the previous step, not the newest record that is ready: timing must not decide when a rule stops a
-            # run.
+            # Rules always judge the previous step, not the newest record that is ready, because timing must not decide
+            # when a rule stops a run.
             before = session.log.finish()
             if session.judge(before) or session.write(record):  # a rule sends the run back
                 carried = session.begin(test)

@@ -37,7 +37,7 @@ def write(folder: Path, text: str) -> None:
 def card(workdir: Path, config: Mapping[str, Any], began_with: Mapping[str, str], step: int | None = None) -> str:
     """Returns the card of the model after `step` of a run; None: after the last one.
 
-    config: as config.json has it. began_with: the hash of the model and of the data that the run began with, by field.
+    config: content of config.json. began_with: hashes of the model and of the data with which the run began, by field.
     """
     records = [
         record for record in json_lines.read(workdir / "metrics.jsonl") if step is None or record["step"] <= step

@@ -38,7 +38,7 @@ class Workplace:
     stop: Stop
     compilations: Compilations
     cache: str  # folder of compiled programs, or "off"
-    config: dict[str, Any]  # as config.json has it
+    config: dict[str, Any]  # content of config.json
     code: dict[str, str] = field(default_factory=dict)  # hashes of the user's own functions
     check_lock: Callable[[], None] = lambda: None  # raises: UserError, if another process has taken the workdir
 
@@ -50,7 +50,7 @@ class Workplace:
     def take(self, record: type, *, shared: bool) -> None:
         """Checks that all processes have this config, and takes the workdir, which must be new or a run of it.
 
-        record: of the config. shared: all processes have this workdir.
+        record: class of the config. shared: whether all processes have this workdir.
         Raises: UserError.
         """
         fields = flatten(self.config)
@@ -65,7 +65,7 @@ class Workplace:
 
 @contextmanager
 def at_work(workdir: Path, *, signals: bool, command: bool) -> Iterator[Workplace]:
-    """Yields the workplace of a run, whose config is not known yet. signals and command: see `build.build`."""
+    """Yields the workplace of a run whose config is not known yet; `build.build` describes signals and command."""
     with ExitStack() as opened, stop_signals(opened, signals, command) as stop:
         opened.callback(WATCHDOG.close)
         compilations = opened.enter_context(closing(Compilations()))
@@ -83,8 +83,8 @@ def open_session(
 ) -> Callable[[Trainer], Session]:
     """Opens checkpoints of `models`, log and health rules, and returns `session(trainer)`.
 
-    began_with: hashes of models and data; rows: of the run. announce(step, changes): called in the first process, with
-    the step after which the run goes on, and the rows that were accepted instead of others.
+    began_with: hashes of models and data. rows: rows of the run. announce(step, changes): called in the first process,
+    with the step after which the run continues, and the accepted changes of rows and code.
     Raises: UserError, if model or data differ from those at the run's start, or the disk has no room.
     """
     workdir, store, enter = place.workdir, place.store, place.opened.enter_context

@@ -109,9 +109,9 @@ def of_updates(updates: list[dict[str, Any]]) -> dict[str, Any]:
     record = {name: _merged(name, [u[name] for u in trained], counts) for name in (trained or [{}])[0]}
     record |= {name: np.mean([u[name] for u in updates]) for name in updates[0] if "skip/" in name}
     for first in trained[:1]:
-        # From the first update only: later ones have changed the policy, which is no mismatch of the sampler.
+        # These metrics come from the first update, because later updates compare a changed policy with the sampler.
         record |= {name: x for name, x in first.items() if name.startswith(("sampler/", "importance/"))}
-        # Of the first update on a rollout: the policy has not moved since it sampled, so nothing should be clipped.
+        # The first update should clip nothing, because the policy has not moved since it sampled the rollout.
         record |= {"clip/first": first["clip/fraction"]} if "clip/fraction" in first else {}
     record |= {name: x for name, x in updates[-1].items() if name.endswith(LAST)}
     record = {name: x for name, x in record.items() if not name.endswith(TRAINED)}
@@ -134,7 +134,7 @@ def _merged(name: str, values: list[Any], counts: list[Any]) -> Any:
 
 
 def of_rollouts(rollouts: Rollouts, step: int) -> dict[str, Any]:
-    """Returns the lengths of completions, and the lag in steps of the weights that sampled them: of all processes."""
+    """Returns the lengths of all processes' completions, and the lag in steps of the weights that sampled them."""
     lengths = distributed.gather(rollouts.completion_mask.sum(axis=-1), LOG)
     cut = distributed.gather(rollouts.truncated, LOG)
     record = {"completion/length": lengths.mean(), "completion/length_max": lengths.max()}
@@ -207,9 +207,9 @@ READ = 64  # completions of a step, at most, whose text is measured, of all proc
 
 
 def of_texts(samples: Samples) -> dict[str, Any]:
-    """Returns how alike the first completions of this step are: of their groups, within themselves, and as text.
+    """Returns how alike the first completions of this step are within their groups, within themselves and as text.
 
-    Only what the policy wrote counts, not what an environment said: it may show a document twice.
+    Only what the policy wrote counts. What an environment said is left out, because it may show a document twice.
     completion/distinct: completions of a group that differ, as a share. completion/repeated: tokens that continue GRAM
     tokens which the completion has had before, as a share. completion/compressed: size of the texts after deflate, as a
     share; noise has a large one, repetition a small one.
@@ -231,7 +231,10 @@ def _own_texts(graded: Graded) -> list[list[str]]:
     """Returns what the policy wrote, B x G."""
     if not graded.turns:
         return graded.texts
-    own = lambda turns: "\n".join(turn["content"] for turn in turns if turn["role"] == "assistant")  # noqa: E731
+
+    def own(turns: list[dict[str, str]]) -> str:
+        return "\n".join(turn["content"] for turn in turns if turn["role"] == "assistant")
+
     return [[own(turns) for turns in group] for group in graded.turns]
 
 

@@ -84,9 +84,10 @@ def last_healthy(step: int, finding: dict[str, Any]) -> int:
 
 
 def target(newest: int, checkpoints: Collection[int], before: list[Decision]) -> int:
-    """Returns the step to go back to: of the newest checkpoint at step `newest` or before, else of the oldest one.
+    """Returns the step of the newest checkpoint at step `newest` or before, else of the oldest checkpoint.
 
-    If the run has just gone back to that checkpoint, it takes the one before it, if there is one. 0: no checkpoint.
+    If the last rollback went to that checkpoint, the next older checkpoint is taken instead, if the run has one.
+    Returns 0 if the run has no checkpoint.
     """
     if not checkpoints:
         return 0

@@ -123,7 +123,7 @@ class SavedRun:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The sizes of the run's mesh: of one over all devices, if its sampler had some of its own."""
+        """The sizes of the run's mesh. If the sampler had its own devices, the mesh is one over all devices."""
         sizes, engine = self.config["mesh"], self.get("engine") or {}
         return sizes | dict(data=1, fsdp=-1) if engine.get("devices") else sizes
 
@@ -167,7 +167,7 @@ class SavedRun:
 
 @contextmanager
 def new_model_folder(model: NewModelSettings, data: DataSettings, column: str) -> Iterator[Path]:
-    """Makes the temporary folder of a new model. column: of the rows, which holds the text to learn.
+    """Makes the temporary folder of a new model. column: column of the rows that holds the text to learn.
 
     Raises: UserError, if the rows cannot be read, or have no picture for the tower that the model is to have.
     """
@@ -175,7 +175,7 @@ def new_model_folder(model: NewModelSettings, data: DataSettings, column: str) -
     form = None
     if tower:
         shape = new_model.VISION_ARCHITECTURE
-        # There is no token yet, and none is asked for.
+        # The image token is 0, because the new model has no tokenizer yet and these rows need no token.
         form = ImageFormat(0, shape["patch_size"], shape["spatial_merge_size"], *new_model.PIXELS)
     rows = load_rows(data.source, data.convert, columns=replace(data.columns, images=form))
     if tower and not (rows.images and rows.images.count):

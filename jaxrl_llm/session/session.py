@@ -1,4 +1,4 @@
-"""A session: what lasts of a run, and how the run resumes, saves and ends."""
+"""A session holds the lasting state of a run, and defines how the run resumes, saves and ends."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Session:
         if test and not self.at.step and not self.at.attempt:
             test()
         step = self.at.step
-        # Before the first step, or again if a signal interrupted the last evaluation.
+        # The log lacks an evaluation before the first step, or after a signal interrupted the last evaluation.
         if self.log.lacks_evaluation(step) and (measured := self.evaluate(step)):
             with self.stop.deferred():
                 self.log.add_evaluation(step, measured)

@@ -50,11 +50,11 @@ class Received:
 
 
 class Stop:
-    """Context of a run: what ends it before its last step."""
+    """Context in which something may end a run before its last step."""
 
     def __init__(self) -> None:
         self.finish: Callable[[], None] = lambda: None  # saves and ends the run
-        self.name = ""  # of what ended the run
+        self.name = ""  # name of the signal or error that ended the run
         self._began = math.inf  # time of the signal
 
     def check(self) -> None:
@@ -66,7 +66,7 @@ class Stop:
         return max(time.monotonic() - self._began, 0.0)
 
     def used(self) -> str:
-        """Text for the last line: what ended the run, and the seconds that the end took."""
+        """Text for the last line, with the name of what ended the run and the seconds that the end took."""
         return f"{self.name} ({self.seconds:.1f} s of {SECONDS:.0f} s used)"
 
     def deferred(self) -> AbstractContextManager[None]:
@@ -89,7 +89,8 @@ class StopSignals(Stop):
         self._opened, self._whole, self._kept = opened, Lock(), False
 
     def __enter__(self) -> StopSignals:
-        # After the resources that are opened later. The thread that ends the run cannot restore, and ends the process.
+        # The handlers are restored after all resources that are opened later have closed. The thread that ends the run
+        # cannot restore them, and ends the process.
         self._opened.callback(Received(self._came).close)
         return self
 
@@ -206,13 +207,13 @@ class Interrupts(Stop):
             _restore(self._before)
 
     def used(self) -> str:
-        """Text for the last line: what ended the run."""
+        """Text for the last line, which names what ended the run."""
         return self.name
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Makes an interrupt wait for the end of this block. After an exception in it, nothing is saved."""
-        # For each block, because a notebook sets the handler of Ctrl-C anew for each cell.
+        # Each block sets the handlers again, because a notebook resets the handler of Ctrl-C for each cell.
         before = _handled((signal.SIGINT, *self._numbers), self._remember)
         self._whole = False
         try:

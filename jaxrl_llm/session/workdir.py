@@ -21,7 +21,7 @@ from jaxrl_llm.session.lock import LOCK
 
 
 def check_workdir(workdir: Path, fields: Mapping[str, Any], known: Table) -> None:
-    """Checks that the workdir can hold a run of a config with these fields; known: what a config may hold.
+    """Checks that the workdir can hold a run of a config with these fields; known: table of the fields of a config.
 
     Raises: UserError, if the workdir is not writable, has files of another program, or holds a run of another config.
     """
@@ -59,10 +59,10 @@ def check_workdir(workdir: Path, fields: Mapping[str, Any], known: Table) -> Non
 
 
 def beginning(read: Callable[[], str], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what replaces the fields that a config leaves open, in all processes alike: what the run began with.
+    """Returns the values with which the run began, for the fields that a config leaves open. All processes agree.
 
-    read() -> the text of the run's config.json; "": there is no run yet.
-    These are schedule_steps = 0, in a new run num_steps, and data.today = "", in a new run the date of this day.
+    read(): returns the text of the run's config.json, "" if the run is new. An open field is schedule_steps = 0, for
+    which a new run takes num_steps, or data.today = "", for which a new run takes the current date.
     """
     began = {"schedule_steps": fields.get("num_steps", 0), "data.today": date.today().isoformat()}
     if distributed.first():

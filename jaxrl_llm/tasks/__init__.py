@@ -107,7 +107,8 @@ def reads(**readers: Callable[[Any], Any]) -> Callable[[F], F]:
 def asks(columns: Callable[..., dict[str, Callable[[Any], Any] | None]]) -> Callable[[F], F]:
     """Returns a decorator for a reward that takes columns(**its arguments) of the data from its `**columns`.
 
-    columns: {name: as of `reads`}; None: nothing reads it, and the reward shows what a row has, also None.
+    columns: {name: function that reads the column, as for `reads`}. A function of None reads nothing, and the reward
+    shows the row's value, also None.
     """
     return marked(asks=columns)
 
@@ -122,7 +123,10 @@ def abstaining(judge: Callable[..., list[float]], completions: list[Any], *colum
 
 def each_judged(judge: Callable[..., float], completions: list[Any], *columns: list[Any]) -> list[float | None]:
     """Returns judge(text, *values) of each completion with a value in each column, and None for the others."""
-    judge_all = lambda *rows: [float(judge(*row)) for row in zip(*rows, strict=True)]  # noqa: E731
+
+    def judge_all(*columns: list[Any]) -> list[float]:
+        return [float(judge(*row)) for row in zip(*columns, strict=True)]
+
     return abstaining(judge_all, [text_of(completion) for completion in completions], *columns)
 
 

@@ -66,9 +66,9 @@ def accuracy(
     None where the row has no tests, as in a mixture of tasks, or tests that can judge no program: text that is no
     Python, or without an assertion that runs. None too where a test does what no program could pass here, such as to
     compare two objects that it has built. The first test of each kind is told on stderr.
-    seconds: of the CPU, for a test by input and output, or for all tests in Python; memory: of a program, in MiB.
-    tolerance: of expected floats, relative; a thousandth of it is the absolute one. Integers and assert statements have
-    none.
+    seconds: CPU time for a test by input and output, or for all tests in Python; memory: MiB of a program.
+    tolerance: relative tolerance of expected floats; a thousandth of it is the absolute one. Integers and assert
+    statements have no tolerance.
     Logs the share of the completions without a program (no_code), of those that failed for each reason, of those
     whose tests can judge none (broken_tests), of those with a test that no program could pass here (unjudged), and of
     those whose tests had not all run when config.reward.timeout came near (late): such a test has failed, with "time".

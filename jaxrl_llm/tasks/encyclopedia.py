@@ -18,8 +18,8 @@ from jaxrl_llm.retriever.index import Index
 
 PEOPLE, TOWNS, WORDS, RIVERS = 2_000, 600, 64, 64
 HELD_OUT = 0.2  # share of the people and of the towns
-# Of each ten demonstrations of a question, SKILLED search as they should, and CARELESS search only for the given name.
-# The others answer at once, with a guess.
+# SKILLED of ten demonstrations of a question search as they should, and CARELESS search only for the given name. The
+# other demonstrations answer at once, with a guess.
 SKILLED, CARELESS = 3, 1
 EXERCISE = 12  # words
 

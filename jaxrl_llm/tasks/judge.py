@@ -139,14 +139,14 @@ async def score(
 ) -> list[float | None]:
     """The number in the last <score> tags of the judge's reply, divided by `most`; None if there is no such number.
 
-    With a rubric, the weighted mean of its criteria's scores, which are a JSON object of the reply; None if one is
-    missing or out of its range. criteria: the rubric, a tuple of dicts as for `rubric.read`. rubric_column: of the
-    row, which holds such a list; a row without one abstains.
-    url: of the API, as "http://host:8000/v1". template: a text file with {prompt}, {completion}, {rubric} and columns
-    of the data in braces; "": a general one. tag: around the number. api_key_env: environment variable with the key;
-    "": none.
+    With a rubric, the weighted mean of its criteria's scores, which are a JSON object of the reply; None if a score is
+    missing or out of its range. criteria: the rubric, a tuple of dicts as for `rubric.read`. rubric_column: column of
+    the row that holds such a list; a row without a list abstains.
+    url: address of the API, as "http://host:8000/v1". template: text file with {prompt}, {completion}, {rubric} and
+    columns of the data in braces, "" for a general template. tag: name of the tags around the number. api_key_env:
+    environment variable with the key, "" if the API needs no key.
     concurrency: requests at a time. timeout: seconds of a request. retries: more tries after an error that may pass,
-    with a wait of `backoff` seconds that doubles. max_tokens: of a reply.
+    with a wait of `backoff` seconds that doubles. max_tokens: limit of a reply's tokens.
     A batch ends before config.reward.timeout, and after SILENT time-outs in a row: then the rest has no verdict.
     Logs the shares of completions without a reply (failed), of those that the end of the batch left so (unanswered),
     and of those without scores in the reply (unparsed), the mean tries, and the mean of each criterion with a name.

@@ -43,11 +43,12 @@ class Search:
     def __init__(
         self, *, corpus: str, url: str, topk: AtLeastOne, most_searches: Count, timeout: Positive, retries: Count
     ):
-        """corpus: a function that returns documents, or a .jsonl file, for an index in this process; url: of a
+        """corpus: function that returns documents, or .jsonl file, for an index here, "" if a server has the index.
 
-        server instead. topk: documents of a search. timeout, retries: of a request to the server.
-        Raises: UserError, if not one of corpus and url is given, the corpus cannot be read, or the server gives no
-        documents.
+        url: address of the server, "" if this process has the index. topk: documents of a search. timeout: seconds of a
+        request to the server. retries: more tries of a request.
+        Raises: UserError, unless exactly one of corpus and url is set, if the corpus cannot be read, or the server
+        gives no documents.
         """
         if bool(corpus) == bool(url):
             raise UserError(f"config.env.corpus = {corpus!r} and url = {url!r}: give one of them")

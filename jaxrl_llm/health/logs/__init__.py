@@ -79,7 +79,7 @@ def _runs(path: Path) -> list[Path]:
 
 
 def initial_findings(workdir: Path) -> list[Finding]:
-    """Returns the findings of a run before its first step: those of the self-test."""
+    """Returns the findings that the self-test of a run wrote before its first step."""
     file = workdir / "health.jsonl"
     lines = _lines(file) if file.is_file() else []
     return [Finding(**{name: x for name, x in line.items() if name != "step"}) for line in lines if not line["step"]]

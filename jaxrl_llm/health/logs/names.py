@@ -88,7 +88,7 @@ def _derived(row: dict[str, Any]) -> LogRecord:
     for place in ("critic/score/", "reward/all/"):
         low, mean, high = (row.get(f"{place}{name}") for name in ("min", "mean", "max"))
         if low is not None and mean is not None and high is not None:
-            # That of rewards with two values, and at most so much for all others.
+            # Rewards with only two values have this deviation. All other rewards have at most this deviation.
             derived["reward/std"] = derived["reward/std_bound"] = math.sqrt(max((high - mean) * (mean - low), 0.0))
             # Equal means of groups do not say that the members of a group are equal.
             derived |= {"groups/no_signal": 1.0} if low == high and place == "critic/score/" else {}

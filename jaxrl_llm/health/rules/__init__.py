@@ -40,7 +40,7 @@ def _arguments(rule: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def blind(records: Sequence[LogRecord]) -> dict[str, str]:
-    """Returns {rule: what the records lack} for the rules that can judge none of them."""
+    """Returns {rule: missing metric or gap} for the rules that can judge none of the records."""
     lacking = {rule.__name__: needs.lacks(records) or _gaps(needs, records) for rule, needs in RULES.items()}
     return {name: lacks for name, lacks in lacking.items() if lacks}
 

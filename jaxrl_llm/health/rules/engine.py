@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise, takewhile
 from math import isclose
+from typing import Any
 
 import numpy as np
 
@@ -73,13 +75,14 @@ def sampler_mismatch(history: History) -> Finding | None:
     kl, sizes, lag = r.get("importance/kl"), _sizes(r), r.get("rollout/lag_p95")
     if kl is None:
         return None
-    # With a lag the policies differ by design, so a KL says nothing of the engine, unless no lag explains it.
+    # A lag makes the policies differ by design, so a KL then says nothing of the engine. If the log has no lag, a KL
+    # counts only where it is often larger than a lag explains.
     old = lag is None or lag > 0
     ill = _times_ill(r) > 1
-    if lag is None:  # asynchronous trainers do not log it
+    if lag is None:  # asynchronous trainers do not log their lag
         differs = ill and history.often_above(_times_ill, 1.0, 0.01)
     else:
-        # From `ill` on one step is enough, and needs no others to agree.
+        # One step with an ill KL is enough. A KL that is only above the bound must be so often.
         differs = not lag and (ill or (kl > kl_bound(r) and history.often_above(_excess, 1.0, 0.01)))
     signs = [f"KL(sampler || trainer) {kl:.1e}"] if differs else []
     recent = history.latest[-history.recent :]
@@ -135,7 +138,10 @@ def engine_drift(history: History) -> Finding | None:
     A healthy gap is that of rounding, and changes with the entropy, but not by DRIFT times. While no update changes the
     weights, it does not change at all.
     """
-    gaps = lambda part: [r["sampler/gap_mean"] for r in part if r.get("sampler/gap_mean") is not None]  # noqa: E731
+
+    def gaps(part: Sequence[LogRecord]) -> list[Any]:
+        return [r["sampler/gap_mean"] for r in part if r.get("sampler/gap_mean") is not None]
+
     still = gaps([*takewhile(lambda r: not r.get("update_norm"), reversed(history.latest))][::-1])
     first, last = history.then("sampler/gap_mean"), history.now("sampler/gap_mean")
     same = len(still) >= 8

@@ -53,7 +53,10 @@ def tool_down(history: History) -> Finding | None:
 
 def _calls(record: LogRecord) -> float:
     """Returns how often an episode asks its tools, if the environment counts that; else its turns."""
-    count = lambda name: record.get(f"episode/{name}") or 0.0  # noqa: E731
+
+    def count(name: str) -> float:
+        return record.get(f"episode/{name}") or 0.0
+
     # An invalid call asks nobody.
     calls = count("calls") and count("calls") - count("invalid")
     return calls + count("searches") + count("programs") or record["episode/turns"]

@@ -124,7 +124,7 @@ def gradient_spike(history: History) -> Finding | None:
         return None
     usual = max(last.mean(), every.mean())
     excess = np.maximum(np.log(np.maximum(every, TINY) / usual), 0.0)
-    # For a normal logarithm half of the excesses are 0, so their mean square is half of the variance.
+    # A normal logarithm has as many excesses of 0 as above 0, so their mean square is half of the variance.
     allowed = noise.quantile(history.records[-1]["step"] - RECENT, len(every) - 1)
     if noise.strength(float(np.log(now / usual)), float(np.sqrt(2 * np.mean(excess**2))), allowed) <= 1:
         return None

@@ -46,7 +46,7 @@ def no_signal(history: History) -> Finding | None:
     if history.trains_nothing or history.lacks("groups/no_signal"):
         return None
     share = history.now("groups/no_signal")
-    # Before the start is over, a task that is solved at once looks like one without a signal.
+    # The bound is 0.99 until the start is over, because a task that is solved at once looks like one without a signal.
     least = 0.99 if isnan(history.then("groups/no_signal")) else NO_SIGNAL
     if not share > least or history.solved:
         return None
@@ -140,7 +140,7 @@ def _steepest(history: History, since: int) -> tuple[int, bool]:
     steps, values = history.column("reward/mean")
     means = _means_of_four(values)
     drops = means[:-4] - means[4:]
-    # Of the last steps only: over many, lengths and entropy change in a healthy run too.
+    # Only the last steps are searched, because over many steps lengths and entropy change in a healthy run too.
     since = max(since, int(steps[-1]) - 4 * history.recent)
     drops[: np.searchsorted(steps, since - history.recent)] = -inf
     steepest = int(np.argmax(drops))
@@ -174,9 +174,9 @@ def held_out_falls(history: History) -> Finding | None:
     middle = min(max((accuracy + now) / 2, 0.0), 1.0)
     # The variance of one evaluation and of the mean of two: 1 + 1/2 times that of one.
     error = sqrt(middle * (1 - middle) / best["eval/problems"] * 1.5)
-    # As many looks as evaluations: the interval of the last two tells how many there were.
+    # The rule looks once per evaluation. The interval of the last two evaluations tells their number.
     looks = max(last[1]["step"] // max(last[1]["step"] - last[0]["step"], 1), 1)
-    # The best of so many evaluations is the most extreme one by choice.
+    # The best of `looks` evaluations is the most extreme one by choice.
     fall = noise.strength(accuracy - now, error, noise.quantile(looks, 1e6, choices=looks))
     if accuracy - now <= HELD_OUT_FALL or fall <= 1 or not _rises_since(history, best["step"]):
         return None
@@ -227,7 +227,10 @@ def channels_diverge(history: History) -> Finding | None:
     if slopes[up] < 0.3 * spread or (slopes[down] > -0.3 * spread and not lost):
         return None
     # The largest rise and fall of all functions are looked at: each has its part of the level.
-    moved = lambda name: history.risen(f"reward/{name}", choices=len(names))  # noqa: E731
+
+    def moved(name: str) -> float:
+        return history.risen(f"reward/{name}", choices=len(names))
+
     if moved(up) <= 1 or moved(down) >= -1 or history.is_well_held_out():
         return None
     return Finding(
@@ -243,9 +246,9 @@ def kl_alone(history: History) -> Finding | None:
     """F11: most of the KL penalty is on completions without an advantage.
 
     In a healthy run the reward rises meanwhile, or a fifth of the penalty is where the reward draws on, or the penalty
-    is small: what it costs a completion is below KL_COSTS spreads of the rewards.
+    is small, so that a completion loses less than KL_COSTS spreads of the rewards.
     """
-    # loss/kl is a mean of tokens, a reward belongs to a completion: times the length they have one unit.
+    # loss/kl is a mean over tokens, and a reward belongs to a completion. The length converts between their units.
     alone, whole, length = (history.now(name) for name in ("loss/kl_alone", "loss/kl", "completion/length"))
     reward, before, spread = history.now("reward/mean"), history.then("reward/mean"), history.then("reward/std")
     costly = whole * length >= KL_COSTS * spread > 0

@@ -53,7 +53,7 @@ def never_stops(history: History) -> Finding | None:
     In a healthy run at least half of them do.
     """
     cut = history.now("completion/truncated")
-    # Not 1: TRL takes a last token that is padding for an end.
+    # NEVER_STOPS is below 1, because TRL takes a last token that is padding for an end.
     if not cut >= NEVER_STOPS or history.above("completion/truncated", 0.5) <= 1:
         return None
     return Finding(
@@ -104,7 +104,7 @@ def _brief_and_right(history: History) -> bool:
         return last - first > error or kept_level
     # Where a reward function falls, another one pays for brevity.
     falls = any(mean.risen(name) < -1 for mean in means for name in channels(history.latest[-1]))
-    # Without a test for noise, which must not hide that a small batch answers better.
+    # The rises are not tested for noise, because such a test would hide that a small batch answers better.
     rises = [mean.now("reward/mean") - mean.then("reward/mean") for mean in means]
     risen = any(rise > LITTLE * history.then("reward/std") for rise in rises)
     return history.now("completion/length") >= ANSWER and risen and not falls

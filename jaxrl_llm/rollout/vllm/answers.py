@@ -38,7 +38,7 @@ def reading(path: str) -> Iterator[None]:
 
 
 def read_choices(server: str, choices: Any, parameters: dict[str, Any], vocab_size: int) -> list[Completion]:
-    """Returns the completions of an answer, by member. parameters: of the sampling, from the request.
+    """Returns the completions of an answer, by member. parameters: sampling parameters of the request.
 
     Raises: Unavailable, if the answer is broken; UserError, if the server samples otherwise than it was asked.
     """

@@ -58,7 +58,10 @@ class Away(PeerLost):
 def start(
     inputs: EngineInputs, *, managed: Callable[..., ManagedServer] | None, servers: tuple[str, ...], **settings: Any
 ) -> VllmEngine:
-    """Starts the engine, and its server by managed(folder, ...). settings: of `engines.vllm`. Raises: UserError."""
+    """Starts the engine, and its server by managed(folder, ...). settings: fields of `engines.vllm`.
+
+    Raises: UserError.
+    """
     check_pictures(inputs.pictures)
     settings["max_gap"] = settings["max_gap"] or MAX_GAP[inputs.model.cfg.dtype]
     servers = tuple(own_address(server, "servers") for server in servers)
@@ -122,7 +125,8 @@ class VllmEngine:
         max_gap: float | None = None,
         managed: ManagedServer | None = None,
     ):
-        """run: an id of the run; push_address: of this host, for a push over HTTP; max_gap: see `protocol.Engine`.
+        """run: id of the run; push_address: address of this host, for a push over HTTP; max_gap: largest difference of
+        log-probabilities (`protocol.Engine`), None to check none.
 
         Raises: UserError, like `WeightFile`.
         """
@@ -261,10 +265,10 @@ class VllmEngine:
 
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
         """Returns the parameters of a request that are the same for all."""
-        # So low that such a token has the probability 0, as in the trainer.
+        # NEVER is so low that a token of `never` has the probability 0, as in the trainer.
         never = {"logit_bias": {str(token): NEVER for token in self._model.never}} if self._model.never else {}
         return never | {
-            # 0: of the sampled token alone. 1 would also send the most likely one.
+            # 0 asks for the log-probability of the sampled token alone. 1 would also send the most likely token.
             "logprobs": 0,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -320,7 +324,8 @@ class VllmEngine:
     def update_weights(self, params: PyTree, version: int = 0) -> None:
         """Pushes the parameters to all servers. Returns when every server has them, or one has and others are away."""
         self._tensors = {name: list(shape) for name, shape in names.tensor_shapes(params, self._table).items()}
-        # Before the version: `_bring` reads the version first, so old weights never go out under a new number.
+        # The weights are written before the version changes. `_bring` reads the version first, so old weights never go
+        # out under a new number.
         self._offer.write(params)
         self._version = version
         for server in self._servers:
@@ -400,16 +405,19 @@ class VllmEngine:
 
     def _bring(self, server: str) -> None:
         """Pushes the current weights to a server that does not have them."""
-        post = lambda path, body=None: self.request(server, "POST", path, body)  # noqa: E731
+
+        def post(path: str, body: Any = None) -> httpx.Response:
+            return self.request(server, "POST", path, body)
+
         with self._alone(server):
             has = self._has(server)
-            # It was restarted, or has an unfinished push.
+            # A fresh server was restarted, or has an unfinished push.
             fresh = has < 0 or server not in self._ready
-            # The file may be newer than this, but not older.
+            # The file may be newer than this version, but not older.
             version = self._version
             if has == version and not fresh:
                 return
-            # Before the push: if it fails, the next one starts from the check.
+            # The server stops being ready before the push, so that after a failure the next push starts from the check.
             self._ready.pop(server, None)
             if fresh:
                 self._check(server)
@@ -462,8 +470,12 @@ class VllmEngine:
             # preprocessor_config.json has these.
             theirs = replace(theirs, vision=replace(theirs.vision, mean=ours.vision.mean, std=ours.vision.std))
         pairs = {field.name: (getattr(theirs, field.name), getattr(ours, field.name)) for field in fields(ours)}
-        # A rotary embedding is a long list of frequencies.
-        shown = lambda name, a, b: f"{name} = {a}, not {b}" if isinstance(a, int | float | str) else name  # noqa: E731
+
+        def shown(name: str, their_value: Any, our_value: Any) -> str:
+            # The value of a rotary embedding is left out, because it is a long list of frequencies.
+            plain = isinstance(their_value, int | float | str)
+            return f"{name} = {their_value}, not {our_value}" if plain else name
+
         if other := [shown(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]:
             raise UserError(f"vLLM at {server} serves another model ({'; '.join(other)}): serve the run's model")
 
@@ -508,7 +520,10 @@ class VllmEngine:
 
     def request(self, server: str, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
         """Returns the answer of a server. Raises: Unavailable, if a retry may help; otherwise UserError."""
-        send = lambda: self._clients[server].request(method, path, json=body, **options)  # noqa: E731
+
+        def send() -> httpx.Response:
+            return self._clients[server].request(method, path, json=body, **options)
+
         try:
             try:
                 answer = send()

@@ -1,7 +1,7 @@
 """Prompts with pictures as requests of vLLM, which expands and cuts pictures itself.
 
-A server gets the pixels that the trainer sees: it resizes a picture of this size to the same size. And it gets one
-token for each picture: of several it would expand each.
+A server gets the pixels that the trainer sees, because it resizes a picture of this size to the same size. It gets one
+token for each picture, because it would expand each of several tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def server_arguments(limits: PictureLimits | None) -> tuple[str, ...]:
     if not limits:
         return ()
     pixels = {"min_pixels": limits.min_pixels, "max_pixels": limits.max_pixels}
-    # Without a limit for videos vLLM reserves memory for the longest one.
+    # The limit for videos is 0, because vLLM would otherwise reserve memory for the longest video.
     counts = {"image": limits.per_prompt, "video": 0}
     return "--limit-mm-per-prompt", json.dumps(counts), "--mm-processor-kwargs", json.dumps(pixels)
 
@@ -62,7 +62,7 @@ def server_prompt(prompts: Prompts, b: int) -> ServerPrompt:
 
 
 def _made_by_server(images: Images, b: int) -> np.ndarray:
-    """Returns the columns of prompt b that a server makes itself: of the tokens of a picture all but the first."""
+    """Returns the columns of prompt b that a server makes itself, which are a picture's tokens except the first."""
     segments = images.segments[b][:: len(images.segments[b]) // len(images.columns[b])]
     columns = [np.sort(images.columns[b][segments == number])[1:] for number in range(1, segments.max(initial=0) + 1)]
     return np.concatenate([np.zeros(0, np.int32), *columns])

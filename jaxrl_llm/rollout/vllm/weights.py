@@ -156,7 +156,7 @@ class WeightServer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 authorization = self.headers.get("Authorization", "")
-                # In constant time: how long an answer takes must not tell how much of a token is right.
+                # The comparison takes constant time, because the time must not tell how much of a token is right.
                 if self.path != "/weights" or not secrets.compare_digest(authorization, f"Bearer {token}"):
                     self.send_error(403)
                     return

@@ -100,7 +100,10 @@ def main() -> None:
             elif field:
                 plans = largest(planner, field, start, recipe_with)
             else:
-                say = lambda phase: console.print(f"compiled in {phase.compile_seconds:.0f} s: {phase.name}")  # noqa: E731
+
+                def say(phase: Phase) -> None:
+                    console.print(f"compiled in {phase.compile_seconds:.0f} s: {phase.name}")
+
                 plans = [planner.plan(recipe, say)]
     if args.json:
         print(json.dumps([as_json(plan, chip) for plan in plans], indent=2))

@@ -69,10 +69,12 @@ def _tpu_devices(name: str, slices: int, dump: str) -> list[Any]:
         raise UserError("--topology needs the TPU compiler, which is not installed: pip install 'jaxrl_llm[tpu]'")
     # The topology is only described: with a platform "tpu" JAX would look for chips on this machine.
     jax.config.update("jax_platforms", "cpu")
-    # Before XLA starts. JAX below 0.12 does not say how much memory a TPU program needs, but XLA reports it here.
+    # The flag is set before XLA starts. XLA then writes to this folder how much memory a TPU program needs, which JAX
+    # below 0.12 does not say.
     if dump:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
-    # Without these libtpu locks the machine for one process, asks Google's metadata server, and writes logs to /tmp.
+    # The variables keep libtpu from locking the machine for one process, asking Google's metadata server, and writing
+    # logs to /tmp.
     os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled"}
     is_single_chip = all(size == "1" for size in name.partition(":")[2].split("x"))
     # libtpu takes hosts of several chips for granted, and refuses a slice of one chip otherwise.

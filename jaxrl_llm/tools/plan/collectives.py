@@ -35,7 +35,7 @@ class Collective:
 def collectives(text: str, turns: float = 1, hosts: Sequence[int] = ()) -> list[Collective]:
     """Lists the collectives between chips in the text of a compiled program (`compiled.as_text()`).
 
-    turns: of a loop that the program itself decides to end, such as that over micro-batches.
+    turns: turns of each loop that the program itself decides to end, such as the loop over micro-batches.
     hosts: the number of each chip's host, in the order of the mesh.
     """
     computations: dict[str, list[str]] = {}
@@ -77,9 +77,9 @@ def collectives(text: str, turns: float = 1, hosts: Sequence[int] = ()) -> list[
 
 
 def trip_count(line: str, condition: list[str], body: list[str]) -> int:
-    """How often the loop in this line runs: as the compiler notes it, or from its condition, counter < bound.
+    """Returns the turns of the loop in this line, from the compiler's note or from its condition, counter < bound.
 
-    0, if the program computes it: a loop over micro-batches ends when no row is left.
+    Returns 0 if the program computes the bound: a loop over micro-batches ends when no row is left.
     """
     if known := re.search(r'known_trip_count":{"n":"(\d+)"', line):
         return int(known[1])

@@ -33,7 +33,10 @@ def drawn_lengths(count: int, mean: float, limit: int, seed: int = 0) -> np.ndar
     # The quantiles in the middle of equal parts, in a random order: their mean has no noise.
     quantiles = [NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
     deviations = np.random.default_rng(seed).permutation(quantiles)
-    cut = lambda log_median: np.exp(log_median + SPREAD * deviations).clip(1, limit)  # noqa: E731
+
+    def cut(log_median: float) -> np.ndarray:
+        return np.exp(log_median + SPREAD * deviations).clip(1, limit)
+
     low, high = -10.0, np.log(limit) + 10.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -146,7 +149,10 @@ def _usage_of_partial_rollouts(sizes: StreamSizes, lengths: np.ndarray, devices:
     """Returns the usage of the last of some steps: in the first, no completion goes on from a step before."""
     lengths = lengths.reshape(-1, sizes.group)
     count, calls = len(lengths), CountedCalls(sizes, lengths)
-    begin = lambda step: Flight.begin(_prompts(step, count, sizes), sizes.group, sizes.length, OTHER)  # noqa: E731
+
+    def begin(step: int) -> Flight:
+        return Flight.begin(_prompts(step, count, sizes), sizes.group, sizes.length, OTHER)
+
     flight = begin(0)
     for step in range(1, STEPS):
         flight = flight.joined(begin(step))

@@ -12,8 +12,8 @@ import jax
 def flops(traced: jax.stages.Traced, turns: float = 1) -> float:
     """Counts the operations of all devices together; an addition and a multiplication are two.
 
-    turns: of a loop that the program itself decides to end, such as that over micro-batches. Of the branches of a
-    condition the largest counts. A kernel counts all its blocks, also those that its mask skips.
+    turns: turns of each loop that the program itself decides to end, such as the loop over micro-batches. A condition
+    counts its largest branch. A kernel counts all its blocks, including the blocks that its mask skips.
     """
     return _jaxpr_flops(traced.jaxpr.jaxpr, turns)
 

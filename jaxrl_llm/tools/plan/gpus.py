@@ -1,4 +1,4 @@
-"""NVIDIA GPUs that XLA compiles for without having them: what it must know of each, and their published speeds."""
+"""NVIDIA GPUs that XLA compiles for without having them, with their XLA descriptions and published speeds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxrl_llm.errors import UserError
 
 
 class Gpu(NamedTuple):
-    """A GPU in its SXM form. The speeds are NVIDIA's published ones: of matrix products without sparsity."""
+    """A GPU in its SXM form. The speeds are published by NVIDIA, for matrix products without sparsity."""
 
     name: str  # as CUDA says it
     flops: float  # bfloat16 operations a second
@@ -63,7 +63,7 @@ device_description_str: "{name}"
 
 def target(gpu: Gpu) -> str:
     """Returns what XLA must know of a GPU to compile for it."""
-    # From Hopper on, code for just this GPU may use instructions that later ones lack, such as its matrix products.
+    # Code for just one GPU from Hopper on may use instructions that later GPUs lack, such as its matrix products.
     features = "feature_extension: ACCELERATED_FEATURES" if gpu.capability >= 9 else ""
     return TARGET.format(**gpu._asdict(), optin=gpu.shared - BLOCK, features=features)
 

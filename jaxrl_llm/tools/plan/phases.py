@@ -41,7 +41,7 @@ from jaxrl_llm.tools.plan.prompts import PromptSizes
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """The plan of a run on a slice: what its chips hold, and the phases of a step."""
+    """The plan of a run on a slice, with the memory that its chips hold and the phases of a step."""
 
     recipe: Recipe | SftRecipe
     models: Models
@@ -77,8 +77,8 @@ def make_plan(
 
     dump: the empty folder in which XLA's compiler for TPUs reports the memory of programs.
     mean: tokens of a completion, for how often the sampler's programs run; 0: half of the largest length.
-    sampler_mesh: of the sampler's own chips; None: it shares `mesh`. say: gets each phase when it is compiled.
-    chip: whose memory bounds the sampler's cache as in a run; None: nothing does.
+    sampler_mesh: mesh of the sampler's own chips, None if the sampler shares `mesh`. say: gets each phase when it is
+    compiled. chip: chip whose memory bounds the sampler's cache as in a run, None for no bound.
     Raises: UserError, if model or mesh do not fit. A program that does not fit is no error.
     """
     memory = int(chip.memory * GIB) if chip else 0
@@ -178,7 +178,7 @@ def plan_meshes(devices: Sequence[Any], recipe: Recipe | SftRecipe) -> tuple[Mes
         return mesh, sampler
 
     def from_first(mesh: Mesh) -> Mesh:
-        # Without its TPU, the compiler takes a part of a slice only if it begins with the first chip.
+        # The compiler has no TPU here, and takes a part of a slice only if the part begins with the first chip.
         return Mesh(np.array(devices[: mesh.size]).reshape(mesh.devices.shape), AXES, axis_types=mesh.axis_types)
 
     return from_first(mesh), from_first(sampler)
@@ -190,7 +190,10 @@ def _frozen(models: Models, name: str, start: ModelSettings) -> Frozen:
     params = _placed(model.shapes, model, models.mesh)
     if name == "reward_model":
         sharding = NamedSharding(models.mesh, PartitionSpec())
-        replicated = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)  # noqa: E731
+
+        def replicated(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
         params = {"decoder": params, "readout": {"kernel": replicated(model.cfg.width, 1), "bias": replicated(1)}}
     return Frozen(model, params)
 
@@ -201,18 +204,23 @@ def _base(models: Models) -> PyTree:
     if not models.adapters:
         return {TOWER: shapes[TOWER]} if models.frozen_tower else None
     shapes = models.adapters.base_shapes(shapes)
-    abstract = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
+
+    def abstract(x: Any, at: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+
     return jax.tree.map(abstract, shapes, shardings(shapes, models.mesh))
 
 
 def _placed(shapes: PyTree, model: Decoder, mesh: Mesh) -> PyTree:
-    abstract = lambda x, dtype, at: jax.ShapeDtypeStruct(x.shape, dtype, sharding=at)  # noqa: E731
+    def abstract(x: Any, dtype: Any, at: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=at)
+
     return jax.tree.map(abstract, shapes, model.used_dtypes(shapes), shardings(shapes, mesh))
 
 
 def _beside(states: PyTree, program: Program, on_host: HostMemory) -> int:
     """Returns the bytes on a chip of what a program does not use, and what is in memory with it."""
-    # By identity: two arrays of equal shape are different memory.
+    # Arrays are compared by identity, because two arrays of equal shape are different memory.
     used = {id(x) for x in jax.tree.leaves(program.states)}
     leaves = jax.tree.leaves(resident(states, on_host, learns=program.phase == "update"))
     return device_bytes([x for x in leaves if id(x) not in used]) + device_bytes(program.beside)

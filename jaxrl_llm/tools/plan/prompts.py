@@ -24,9 +24,9 @@ class PromptSizes(NamedTuple):
 
 
 def prompt_sizes(recipe: Recipe | SftRecipe, width: int, pixels: str) -> PromptSizes:
-    """Returns the sizes of prompts of `width` tokens. pixels: of their pictures, WIDTHxHEIGHT[xCOUNT]; "": none.
+    """Returns the sizes of prompts of `width` tokens. pixels: size of their pictures, WIDTHxHEIGHT[xCOUNT], or "".
 
-    Raises: UserError, if there are no such pictures, the model reads none, or a prompt has no room for them.
+    Raises: UserError, if `pixels` is no valid size, the model reads no pictures, or a prompt has no room for them.
     """
     if not pixels:
         return PromptSizes(width)

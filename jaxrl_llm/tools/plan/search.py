@@ -49,10 +49,10 @@ class Planner:
         return make_plan(recipe, mesh, prompts, self.dump, self.mean, sampler_mesh=sampler, say=say, chip=self.chip)
 
     def plan_that_fits(self, recipe: AnyRecipe, text: str) -> SlicePlan | None:
-        """Returns the plan of a recipe, or None if it does not fit. Prints which. text: what is special about it."""
+        """Returns the plan of a recipe, or None if it does not fit, and prints the result. text: name of the recipe."""
 
         def check_fits(phase: Phase) -> None:
-            # The others need not be compiled.
+            # The error ends the plan, because the other phases need not be compiled.
             if phase.error or phase.peak > self.chip.memory * GIB:
                 raise UserError(f"does not fit: {phase.name}")
 
@@ -72,7 +72,10 @@ def fastest(planner: Planner, recipe: AnyRecipe, count: int) -> list[SlicePlan]:
     # Compiling takes minutes a candidate, so a rough estimate without the compiler decides the order.
     learning = len(planner.devices) - recipe.sampler_devices
     tried = sorted(candidates(recipe, learning), key=lambda c: _promise(c, learning, planner.chip))
-    text = lambda c: f"mesh {dict(c.mesh)}, microbatch {c.microbatch}, remat {c.model.remat}"  # noqa: E731
+
+    def text(c: AnyRecipe) -> str:
+        return f"mesh {dict(c.mesh)}, microbatch {c.microbatch}, remat {c.model.remat}"
+
     plans = (plan for candidate in tried if (plan := planner.plan_that_fits(candidate, text(candidate))))
     return sorted(itertools.islice(plans, count), key=lambda plan: plan.seconds(planner.chip))
 

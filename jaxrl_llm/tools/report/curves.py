@@ -122,7 +122,7 @@ def _curve(at: int, run: ReportedRun, metric: str) -> Curve | None:
 def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Sequence[ReportedRun]) -> Plot:
     several = len({curve.metric for curve in curves}) > 1
     bands_by_run = {
-        # With several metrics in a plot no reader could tell whose band it is.
+        # A plot of several metrics has no bands, because no reader could tell to which metric a band belongs.
         curve.run: [b for b in limits[curve.run] if b.metric == curve.metric and not several]
         for curve in curves
     }

@@ -44,12 +44,13 @@ class Lines:
             with self.file.open("rb") as file:
                 file.seek(self._end)
                 for line in file:
-                    # It is being written: the next call reads it whole.
+                    # An incomplete line is being written, and the next call reads it whole.
                     if not line.endswith(b"\n"):
                         break
                     if line.strip():
                         yield self._end, line
-                    # After the yield: a line that cannot be parsed is read again, and so reported again.
+                    # The position moves after the yield, so that a line that cannot be parsed is read and reported
+                    # again.
                     self._end, self._last = self._end + len(line), line
         except OSError as error:
             raise UserError(f"{self.file} cannot be read ({error}): restore the file") from error

@@ -22,7 +22,7 @@ PLOTLY = "/plotly.js"  # where the server has it
 def render(workdirs: Sequence[Path], *, live: str = "", readers: dict[Path, Reader] | None = None) -> str:
     """Returns the page about runs.
 
-    live: the state of the files (`stamp`), for a page that a server gives. readers: of the page before.
+    live: state of the files (`stamp`), for a page that a server gives, else "". readers: readers of the page before.
 
     A page from a file holds all it needs. A page from the server loads plotly from there, once.
     Raises: UserError, if a folder is no run or has no record yet.

@@ -65,7 +65,7 @@ def problem(at: int, graded: Graded, dataset: Dataset) -> Problem:
     pictures = [(picture.name, thumbnail(picture)) for picture in (dataset.images.rows[at] if dataset.images else ())]
     columns = ", ".join(f"{key}: {printable_value(value)}" for key, value in row.items() if key != "prompt")
     shown = [completion(at, i, graded) for i in range(min(len(scores), SHOWN))]
-    # As pass@k counts: a score of 1 or more.
+    # A completion is right with a score of 1 or more, as pass@k counts.
     solved = int((scores >= 1).sum())
     return Problem(at + 1, cut(chat_text(row["prompt"])), pictures, cut(columns), solved, len(scores), shown)
 

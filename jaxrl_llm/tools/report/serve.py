@@ -48,7 +48,7 @@ class PageServer(ThreadingHTTPServer):
         """Returns the page, made again if the files have changed."""
         # One thread at a time makes the page: the readers keep their place in the files between calls.
         with self._lock:
-            # Before the files are read: what is written meanwhile then changes the next stamp.
+            # The stamp is taken before the files are read, so that a write meanwhile changes the next stamp.
             now = self.stamp()
             if now != self._stamp:
                 try:

@@ -44,7 +44,8 @@ def phase_table(runs: Sequence[ReportedRun]) -> list[TableRow]:
     """Returns the median seconds of each phase of a step, and the seconds of the first step, which compiles."""
     timed = [[record for record in run.records if record.get("time/step")] for run in runs]
     names = list(dict.fromkeys(name for records in timed for r in records for name in r if name.startswith("time/")))
-    # Without the first record, whose step compiles. Medians, because a checkpoint makes single steps much longer.
+    # The first record is left out, because its step compiles. Medians are shown, because a checkpoint makes single
+    # steps much longer.
     medians = [{name: _median(name, records[1:] or records) for name in names} for records in timed]
     longest = max((value or 0.0 for row in medians for value in row.values()), default=0.0)
     rows = []

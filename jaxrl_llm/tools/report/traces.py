@@ -32,7 +32,7 @@ class Curve(NamedTuple):
 
     def mean(self) -> np.ndarray:
         """Returns the mean of the last values, as many as the rules take, without those that are not finite."""
-        # By differences of running sums: one pass for any length of the run. A NaN adds 0 to both sums.
+        # Differences of running sums take one pass for any length of the run. A NaN adds 0 to both sums.
         ends = np.arange(1, len(self.y) + 1)
         starts = np.maximum(ends - RECENT, 0)
         total = np.concatenate([[0.0], np.cumsum(np.nan_to_num(self.y))])
@@ -44,11 +44,12 @@ class Curve(NamedTuple):
 def lines(curve: Curve, form: str, dash: str, axis: Axis) -> list[go.Scatter]:
     """Returns the values of each step, thin, and their mean over some steps, which the rules compare.
 
-    dash: of a metric in a plot of several, where only the means are drawn; "": the plot has one metric.
+    dash: dash style of a metric in a plot of several, where only the means are drawn; "" if the plot has one metric.
     """
     scatters = []
     for role, values in (("raw", curve.y), ("mean", curve.mean())):
-        # Before it is thinned: each part keeps its lowest value, which must be one that a logarithmic axis can show.
+        # The values are filtered before they are thinned. Each part keeps its lowest value, which a logarithmic axis
+        # must be able to show.
         x, y = thin(curve.x, np.where(values > 0, values, np.nan) if axis.log else values)
         style = dict(x=x, y=y, mode="lines" if len(x) > 1 else "markers", meta=_meta(curve.run, role))
         if role == "raw":
@@ -118,7 +119,7 @@ def mark(at: int, text: str, spell: Spell, end: int, level: tuple[float, float])
     label = dict(
         marker=dict(symbol=["triangle-down", "line-ns"], size=[8, 1]),
         text=[text, ""],
-        # On the right the text would leave the plot.
+        # A text at the right end would leave the plot, so it stands to the left of the mark.
         textposition="top left" if spell.first > 0.55 * end else "top right",
         textfont=dict(size=11),
         cliponaxis=False,

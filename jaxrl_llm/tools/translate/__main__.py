@@ -94,7 +94,7 @@ def print_keys(translation: Translation, file: Path) -> None:
 def print_checks(translation: Translation, linted: lint.Linted, checks: str) -> None:
     """Prints what the checks and the rules of the doctor say, and what is left to the user.
 
-    checks: what they look at, with the file if it is written.
+    checks: words of the line about the checks, with the name of the new file if one is written.
     """
     fields, yours = translation.fields(), translation.yours()
     for why, names in writer.grouped(yours).items():

@@ -13,7 +13,7 @@ from jaxrl_llm.tools.translate.outcome import Unread
 
 OVERRIDE = re.compile(r"[+~]*([\w-]+(?:\.[\w-]+)*)=(.*)", re.DOTALL)  # of Hydra and OmegaConf
 SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}  # of Hydra
-# Of <PATH-TO-MODEL> and <your/data>, not of the tags <think> and </answer>.
+# The pattern matches the text inside <PATH-TO-MODEL> and <your/data>, but not inside the tags <think> and </answer>.
 PLACE = r"(?=[^<>\n]*(?:[A-Z/-]|path|your))[A-Za-z](?:[^<>|&;'\"`\n]*[^\s<>|&;'\"`])?"
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}
@@ -104,7 +104,7 @@ def calculated(text: str, names: dict[str, Any]) -> int | float:
     def value(node: ast.AST) -> int | float:
         if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
             return node.value
-        # In a shell's sum a variable may hold a sum itself.
+        # A variable in a shell's sum may hold a sum itself.
         if isinstance(node, ast.Name):
             return value(ast.parse(str(names[node.id]).strip(), mode="eval").body)
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:

@@ -133,7 +133,7 @@ def _named(entry: Any) -> list[tuple[str, str, bool]]:
 
 
 def _section(section: str, name: str) -> str:
-    """Returns what is before the keys of a file: of its section, or of the folder that it is in."""
+    """Returns the prefix of a file's keys, which its section or its folder gives."""
     folder = name.strip("/").rpartition("/")[0].replace("/", ".")
     section = {"_global_": "", "_here_": "", "_group_": folder, "": folder}.get(section, section)
     return section.removeprefix("_global_.") + "." * bool(section)

@@ -144,7 +144,8 @@ class Family:
         if blank := next((key for key in counts if not str(keys[key]).isdigit()), ""):
             return Outcome("no effect", reason=f"{blank} = {keys[blank]} is no number; microbatch changes no gradient")
         gpus = math.prod(int(keys[key]) for key in counts)
-        # In prompts, rounded down to a divisor of an update: more prompts would need more memory than the file allows.
+        # The limit is rounded down to a divisor of an update's prompts, because more prompts would need more memory
+        # than the file allows.
         limit = max(1, int(value) * gpus // self.group_size(keys))
         microbatch = max(x for x in divisors(self.prompts_per_update(keys)) if x <= limit)
         unit = f"sequences on each of {gpus} GPUs" if counts else "sequences on all GPUs"
@@ -202,10 +203,10 @@ class Family:
         if not in_loss and not self.in_reward(keys):
             return Outcome("mapped", {"kl": None})
         coef, kind = (keys[key] for key in (self.loss_penalty if in_loss else self.reward_penalty))
-        # In EasyR1 one pair of keys is for both places.
+        # EasyR1 has one pair of keys for the penalty in the loss and in the reward.
         coef = float(keys[self.reward_penalty[0]] if coef is None else coef)
         kind = str(keys[self.reward_penalty[1]] if kind is None else kind)
-        # In a reward no gradient flows through the estimator, so a + means nothing.
+        # A + means nothing in a reward, because no gradient flows through the estimator there.
         estimator, reason = kl_estimator(kind if in_loss else kind.removesuffix("+"))
         if not estimator:
             return Outcome("unsupported", {"kl": None}, reason, unknown={"kl": reason})
@@ -290,7 +291,7 @@ class Family:
         if value not in AGGREGATION:
             return not_here("aggregate.mode", f"there is no aggregation {value!r}; this config keeps token_mean")
         mode = AGGREGATION[value]
-        # Without a length of its own veRL divides by the width of its arrays, which is the limit of a response.
+        # veRL without a set length divides by the width of its arrays, which is the limit of a response.
         length = int((self.scale and keys[self.scale]) or keys["data.max_response_length"]) if mode == "constant" else 0
         return Outcome("mapped", {"aggregate.mode": mode, "aggregate.constant_length": length})
 
@@ -309,17 +310,17 @@ def divisors(number: int) -> list[int]:
 
 def kl_estimator(kind: str) -> tuple[str, str]:
     """Returns our name of a KL estimator, and what differs in the loss; ("", why) if there is none."""
-    # veRL's straight-through estimators: the value of one, the gradient of k2.
+    # veRL's straight-through estimators have the value of another estimator and the gradient of k2.
     if kind.endswith("+"):
         return "k2", f"{kind} has the value of {kind[:-1]} and the gradient of k2; here it is k2"
-    # In a loss, k1 has the gradient of log p, whose mean over samples is 0.
+    # k1 in a loss has the gradient of log p, whose mean over samples is 0.
     if kind in KL and KL[kind] == "k1":
         return "k2", f"{kind} is k1, whose gradient in the loss has mean zero; k2 has that of the KL"
     return (KL[kind], "") if kind in KL else ("", f"there is no KL estimator {kind!r}: k1, k2 and k3")
 
 
 def unknown_steps(product: str) -> Outcome:
-    """Returns the steps of a file that counts passes over its data. product: what they are."""
+    """Returns the steps of a file that counts passes over its data. product: formula for the number of steps."""
     why = f"{product} (or give --rows); 100 is a placeholder"
     return Outcome("changed", {"num_steps": 100}, "counts passes over the data, here steps", unknown={"num_steps": why})
 
@@ -392,8 +393,8 @@ def keeps(value: Any, keys: Keys) -> Outcome:
 
 def evaluates(value: Any, keys: Keys) -> Outcome:
     """Steps between evaluations, if there are problems to evaluate."""
-    # Without files of its own, the run would evaluate the problems of the config that it begins with. A name of files
-    # that cannot be read is one, too.
+    # A file without data.val_files evaluates nothing, because the run would take the problems of the config that it
+    # begins with. Files whose name cannot be read count as named.
     if not value or value < 0 or "data.val_files" not in keys.values:
         return Outcome("mapped", ours.NO_EVALUATION)
     return Outcome("mapped", {"eval.every": int(value)})

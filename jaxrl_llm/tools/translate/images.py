@@ -1,4 +1,4 @@
-"""Runs of other trainers with pictures: what shows that a run has some, and what their keys become."""
+"""Recognizes runs of other trainers with pictures, and translates the keys about pictures."""
 
 from __future__ import annotations
 

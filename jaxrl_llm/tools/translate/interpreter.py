@@ -256,7 +256,8 @@ class Interpreter:
                 return result
             case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
                 return self.value(value)
-        # Of a comprehension only the calls are followed; of a lambda none, because it may never run.
+        # Any other expression, such as a comprehension, is followed only for its calls. A lambda is not followed,
+        # because it may never run.
         for inside in [] if isinstance(node, ast.Lambda) else ast.walk(node):
             if isinstance(inside, ast.Call):
                 self.value(inside)

@@ -15,9 +15,9 @@ from jaxrl_llm.tools.translate.outcome import Keys
 
 TORCH = ("accelerate", "torchrun", "deepspeed")
 MPI = ("mpirun", "mpiexec")
-# In this order: one of torch inside srun or mpirun says the processes.
+# torch's launchers come first, because inside srun or mpirun they give the number of processes.
 LAUNCHERS = (*TORCH, "srun", *MPI)
-# Keys that count all processes: accelerate those of all machines.
+# Keys that count all processes. The number of accelerate covers all machines.
 TOTALS = ("accelerate.num_processes", "num_processes", "world_size", *(f"{name}.np" for name in MPI), "srun.ntasks")
 # Keys whose product counts them: the processes of a machine, and the machines.
 PRODUCTS = {
@@ -41,7 +41,8 @@ def flags(
 ) -> dict[str, Any]:
     """Returns the flags of a launcher as keys, such as torchrun.nnodes, with those of its file.
 
-    values: the words before the script; files: that the shell script writes; allocated: the options of #SBATCH lines.
+    values: words before the script; files: {name: text} of the files that the shell script writes; allocated: options
+    of #SBATCH lines.
     """
     names = [value.text.rpartition("/")[2] for value in values]
     names = ["torchrun" if name.startswith("torch.distributed") else name.split(".")[0] for name in names]

@@ -41,7 +41,7 @@ class Linted(NamedTuple):
 
 def load_text(text: str) -> Config:
     """Runs the text of a config, and returns what it makes."""
-    # As a file, because a config is loaded as a module, and its errors name a path.
+    # The text is written to a file, because a config is loaded as a module, and its errors name a path.
     with TemporaryDirectory() as folder:
         path = Path(folder) / "translated_config.py"
         path.write_text(text, encoding="utf-8")

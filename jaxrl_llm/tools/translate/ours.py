@@ -12,7 +12,7 @@ from jaxrl_llm.tools.translate.outcome import Keys, Outcome
 
 ACCURACY = "math.accuracy"
 SEARCH = "search.exact_match"
-# As TRL's, these also read "The final answer is $5$", without a box.
+# ANCHORED and AFTER_THOUGHT also read "The final answer is $5$" without a box, as TRL's rewards do.
 ANCHORED = "math.accuracy(anchors=True)"
 AFTER_THOUGHT = "math.accuracy(after='</think>', anchors=True)"
 STAND_IN = "arithmetic.accuracy"  # for a reward function of the user, while the rest of a config is checked
@@ -74,7 +74,7 @@ def reward_fields(functions: tuple[str, ...], weights: list[float] | None = None
 
 
 def reward_model(path: str, reason: str) -> Outcome:
-    """Returns what a reward model becomes. reason: what differs from the other trainer."""
+    """Returns what a reward model becomes. reason: difference from the other trainer."""
     fields = {"reward_model.path": path, "reward_model.weight": 1.0}
     return Outcome(
         "changed", fields, f"{reason}; its tokenizer must number the policy's tokens alike (docs/rewards.md)"
@@ -91,9 +91,9 @@ def custom_reward(path: str, function: str, arguments: Mapping[str, Any]) -> Out
 
 
 def by_data_source(files: Any) -> Outcome:
-    """Returns veRL's own reward, which the column data_source of the rows selects. files: of the training data."""
+    """Returns veRL's own reward, which the column data_source of the rows selects. files: files of training data."""
     names = [str(file).lower() for file in (files if isinstance(files, list) else [files])]
-    # veRL selects by the column data_source of the rows, which are not read here: the name of the file stands for it.
+    # The rows and their column data_source are not read here, so the name of the file stands for the column.
     for part, function in DATA_SOURCES.items():
         if all(part in name for name in names):
             reason = "data_source selects a function there, the config here"
@@ -114,7 +114,7 @@ def easyr1_reward(path: str, function: str, arguments: Mapping[str, Any]) -> Out
 def dataset(section: str, name: str, split: str) -> Outcome:
     """Returns what a file or a data set of the hub becomes; section: "data" or "eval".
 
-    name: of a data set, may have its own split, as owner/name:configuration@split.
+    name: name of the file or data set; a data set may have its own split, as owner/name:configuration@split.
     """
     source, function = f"{section}.source", f"{section}.convert"
     if name.endswith(FILES):

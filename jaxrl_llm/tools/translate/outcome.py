@@ -72,7 +72,7 @@ class Keys:
     """The values of all keys: the explicit ones of the file, and the defaults of the trainer for all others."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], *, rows: int, processes: int):
-        """rows: of the training data, 0 if not known; processes: of the launcher, 0 if not known."""
+        """rows: number of training rows, 0 if unknown; processes: number of the launcher's processes, 0 if unknown."""
         self.values = values  # also those that cannot be read
         self.explicit = Explicit(values)
         self.unread = values.keys() - self.explicit.keys()
@@ -142,7 +142,7 @@ class System:
             return None
         if key in self.rules:
             return key
-        # In the order of the table: a pattern of few keys must stand before one of many.
+        # Patterns are tried in the order of the table, so a pattern of few keys must stand before one of many keys.
         return next((pattern for pattern in self.rules if "*" in pattern and fnmatchcase(key, pattern)), None)
 
     def rule(self, key: str) -> Rule:
@@ -223,8 +223,8 @@ def translate(
 ) -> Translation:
     """Translates the keys of a file.
 
-    rows: of the training data, 0 if not known; processes: of the launcher, 0 if not known; referred: keys whose values
-    other keys of the file take.
+    rows: number of training rows, 0 if unknown; processes: number of the launcher's processes, 0 if unknown; referred:
+    keys whose values other keys of the file take.
     Raises: UserError, for a value of a wrong type.
     """
     names = {key: system.renamed.get(key, key) for key in values}

@@ -80,7 +80,7 @@ def _read(path: Path, text: str) -> ForeignConfig:
 
 def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> System:
     """Returns the trainer whose keys these are. Raises: UserError, if it is none, with the first line that is lost."""
-    # EasyR1 and Search-R1 first: they keep most keys of veRL, from which they were made.
+    # EasyR1 and Search-R1 are tried first, because they were made from veRL and keep most of its keys.
     if any(key.startswith("worker.") for key in keys):
         return easyr1.EASYR1
     if any(SEARCH_R1_KEY.fullmatch(key) for key in keys):
@@ -88,7 +88,7 @@ def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> System
     if any(key.startswith("actor_rollout_ref.") for key in keys):
         return verl.VERL
     # TRL's keys have no sections. Half of the keys must be known: other programs have learning_rate and seed too.
-    # Of equals the one in the file's name wins, and then GRPO.
+    # If several kinds know as many keys, the kind in the file's name wins, and then GRPO.
     named = sorted(OF_TRL, key=lambda kind: kind not in path.stem)
     best = max((OF_TRL[kind] for kind in named), key=lambda system: _known(system, keys))
     if 2 * _known(best, keys) < max(len(keys), 1):
@@ -113,7 +113,7 @@ def _from_shell(path: Path, text: str) -> DocumentKeys:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     allocated = launchers.allocation(text)
-    # By place and not by number: what a loop runs several times is one command.
+    # Commands are counted by their place in the script, because a command that a loop runs several times is one.
     runs: dict[int, list[DocumentKeys]] = {}
     for command in script.commands:
         if keys := _from_command(path, command, script.files, allocated):
@@ -179,7 +179,7 @@ def _from_command(
     start = next((i for i in range(len(words)) if _starts(words, i)), None)
     if start is None:
         return None
-    # After -m and trl comes one word more, which is no argument: the module, or the command.
+    # The word after -m or trl is the module or the command, and no argument.
     inside = command.values[start + 1 + (words[start] in ("-m", "trl")) :]
     hydra, rest = arguments.keys_of(inside)
     if any(key.split(".")[0] in SECTIONS for key in hydra) or "--config-name" in hydra:
@@ -200,7 +200,7 @@ def _from_command(
     if not any(system.knows(key) for system in OF_TRL.values() for key in keys.values if key != "config" or program):
         return None
     keys.values |= launchers.flags(path, command.values[:start], files, allocated)
-    # Without a flag these take all GPUs of the machine, whose number the script does not say.
+    # These launchers without a flag take all GPUs of the machine, whose number the script does not say.
     launcher = {word.rpartition("/")[2] for word in words[: start + 1]} & {"accelerate", "deepspeed", "trl"}
     if launcher and launchers.COUNTS.isdisjoint(keys.values):
         keys.values.setdefault("num_processes", None)

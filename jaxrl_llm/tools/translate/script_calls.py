@@ -1,4 +1,4 @@
-"""What the calls of a script mean: those that make or change a config, a model, an adapter, rows or a trainer."""
+"""Meaning of the calls with which a script makes or changes a config, a model, an adapter, rows or a trainer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CASTS = {"float": float, "int": int, "str": str, "bool": bool, "list": list}
 
 
 class TrainingStarts(Exception):
-    """The script trains: what comes later does not change the run."""
+    """The script begins to train, so that its later statements do not change the run."""
 
 
 def end_of(name: Any) -> str:

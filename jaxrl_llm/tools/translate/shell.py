@@ -38,7 +38,7 @@ ROUNDS, DEPTH, STEPS = 32, 16, 20_000  # rounds of a loop, calls of functions in
 
 @dataclass(frozen=True)
 class Command:
-    """The words of a command, expanded; place: of its first word."""
+    """The words of a command, expanded; place: position of its first word."""
 
     values: tuple[Value, ...]
     place: int
@@ -54,7 +54,7 @@ class Command:
 
 def follow(text: str) -> Walk:
     """Follows a script. Raises: UserError, if it cannot be parsed."""
-    # Of a file from Windows: a \r would be a part of the last word of each line.
+    # A \r in a file from Windows would be a part of the last word of each line.
     script = Walk(parser=ShellParser(text.replace("\r\n", "\n")))
     script.block(script.parser.script())
     return script
@@ -62,7 +62,7 @@ def follow(text: str) -> Walk:
 
 @dataclass(kw_only=True)
 class Walk(Values):
-    """A script that is followed: its commands and blocks. files: those that it writes by heredocs, with their texts."""
+    """A script that is followed, with its commands and blocks. files: {name: text} of what it writes by heredocs."""
 
     parser: ShellParser
     functions: dict[str, tuple[Node, ...]] = field(default_factory=dict)

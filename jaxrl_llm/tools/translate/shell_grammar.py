@@ -23,14 +23,14 @@ ESCAPED = re.compile(r"\\(.?)", re.DOTALL)
 SINGLE_QUOTED = re.compile(r"\$?'([^']*)('?)")
 BACKTICKS = re.compile(r"`((?:\\.|[^`\\])*)(`?)", re.DOTALL)
 DOUBLE_QUOTE = re.compile(r'\$?"')
-# Within "…": what a backslash keeps, a text, or one character such as a $ alone.
+# A piece inside "…" is a character that a backslash keeps, a text, or one character such as a lone $.
 QUOTED = re.compile(r'\\[$`"\\\n]|[^"\\$`]+|.', re.DOTALL)
 CLOSING = ("then", "do", "done", "fi", "esac", "else", "elif", "}")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a word: a "text", "parameter", "command" or "sum". text: of these three, what is between marks."""
+    """A part of a word: a "text", "parameter", "command" or "sum". text: text inside the marks of the latter three."""
 
     kind: str
     text: str
@@ -284,7 +284,7 @@ class ShellParser:
                 if match[1] in ("<<", "<<-"):
                     heredoc = Heredoc("".join(part.text for part in word.parts), match[1] == "<<-")
                     self.heredocs.append(heredoc)
-                # Not with a number before the sign: 2> writes errors.
+                # A sign with a number before it is left out, because 2> writes errors.
                 elif match[0] in (">", ">>", ">|"):
                     target = word
             elif (word := self.word()).parts:
@@ -322,7 +322,7 @@ class ShellParser:
             words += [word] if word.parts else []
 
     def parts(self, breaks: str, *, quoted: bool = False) -> list[Part]:
-        """Reads up to a character of `breaks`, or to the end. quoted: as between double quotation marks."""
+        """Reads up to a character of `breaks`, or to the end. quoted: whether the text is between double quotes."""
         parts: list[Part] = []
         while self.at < len(self.text) and self.text[self.at] not in breaks:
             if expansion := self.expansion(quoted=quoted):
@@ -366,7 +366,7 @@ class ShellParser:
             character = self.text[at]
             if character == "\\":
                 at += 1
-            # In ${x:-don't} an apostrophe opens no quotation, in ${x:-'a b'} it does.
+            # An apostrophe opens no quotation in ${x:-don't}, but one in ${x:-'a b'}.
             elif character in '"`' or (
                 character == "'" and (opening != "{" or "'" in self.text[at + 1 :].split("}")[0])
             ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fnmatch import translate
 
-# Behind a name: the sign of an operation, and its argument.
+# The text behind a name is the sign of an operation and its argument.
 OPERATION = re.compile(r"(:?[-=+?]|//|/|%%|%|##|#|\^\^|\^|,,|,|:)(.*)", re.DOTALL)
 CASES = {
     "^^": str.upper,
@@ -29,7 +29,7 @@ def transformed(text: str, sign: str, pattern: str, by: str = "") -> str | None:
     if sign in ("//", "/") and (sign == "//" or pattern[:1] not in ("#", "%")):
         # A function, because in a text re.sub reads backslashes of its own.
         return re.sub(_expression(pattern), lambda _: by, text, count=len(sign) % 2) if pattern else text
-    # With /, a # or % before the pattern is an end of the text.
+    # A # or % before the pattern of / is the end of the text at which the pattern must match.
     end, pattern = (pattern[0], pattern[1:]) if sign == "/" else (sign[0], pattern)
     rest = _cut(text, pattern, end=end == "%", longest=sign not in ("#", "%"))
     if rest is None:

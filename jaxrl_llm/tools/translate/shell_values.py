@@ -1,4 +1,4 @@
-"""The values of a shell script: what its words become, with variables, arrays, sums and defaults expanded as text."""
+"""The values of a shell script, whose words expand variables, arrays, sums and defaults as text."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Values:
         return joined([Value("", self.places(word)), *(joined(self.expanded(part)) for part in word.parts)], "")
 
     def fields(self, word: Word) -> list[Value]:
-        """Returns the words that a word becomes: of an array, or of a variable without quotations, several or none."""
+        """Returns the words that a word becomes. An array or an unquoted variable may become several words or none."""
         if alternatives := _braces(word):
             return [value for alternative in alternatives for value in self.fields(alternative)]
         finished: list[Value] = []
@@ -69,7 +69,7 @@ class Values:
             expansion = self.expanded(part)
             if not part.quoted:
                 expansion = [Value(text, whole.places) for whole in expansion for text in _split(whole.text)]
-            # As in bash, the first field joins the text before it, and only the last one the text after it.
+            # The first field joins the text before it, and only the last field joins the text after it, as in bash.
             for i, piece in enumerate(expansion):
                 finished += [value] if i else []
                 value, begun = (empty if i else value) + piece, True
@@ -146,7 +146,7 @@ class Values:
             return as_written if value is None or rest else [value]
         sign, argument = match.groups()
         if sign[-1] in "-=+?":
-            # With a colon an empty text counts as not set.
+            # A colon makes an empty text count as not set.
             is_set = value is not None and (value.text != "" or sign[0] != ":")
             other = self.text_of(argument)
             if sign[-1] == "+":

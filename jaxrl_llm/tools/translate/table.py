@@ -2,8 +2,8 @@
 
 key: its name, or several with blanks between them, or a pattern with *. Exact names come first, then patterns in the
     order of the file.
-fields: those of our config that the key decides, the most important one first.
-rule: what becomes of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make it the fields, with the same
+fields: fields of our config that the key decides, the most important one first.
+rule: effect of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make it the fields, with the same
     meaning; `count` does so if it is above 0. `idle` has no effect on the numbers of a run, whatever its value is.
     `off` has no counterpart, and needs none with None, False and the values after it; `only` needs none with the values
     after it. `none` has no counterpart, and `differs` none that is a field. Fields of these rows are not what the file
@@ -11,10 +11,11 @@ rule: what becomes of a value. `int`, `float`, `bool`, `text`, `dict` and `any` 
     `absent` takes a row of another table out. `old KEY` is an earlier name of KEY; the words A=B after it say how its
     values are spelled now. Any other word is a function of the trainer's module: a rule, or what makes one of a row.
     `if NAME` after all of these: the key has an effect only with that condition.
-default: of the trainer, as YAML; empty where it has none, or needs none because it changes no field.
-was: the default of the older versions, where it was another one.
-versions: "0.3-" since this one, "-0.2" until this one. The second kind proves that a file is for the older versions.
-why: what differs, or why there is no field; a word in capitals is a sentence of the module.
+default: the trainer's default, as YAML; empty if the key has none, or needs none because it changes no field.
+was: default of the older versions, if another one.
+versions: "0.3-" since version 0.3, "-0.2" until version 0.2. The second kind proves that a file is for the older
+    versions.
+why: difference, or reason why no field has this effect; a word in capitals is a sentence of the module.
 """
 
 from __future__ import annotations

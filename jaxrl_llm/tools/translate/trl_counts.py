@@ -46,7 +46,7 @@ def group(keys: Keys) -> int:
 def per_device(keys: Keys) -> int:
     """Completions, or pairs, of a process in a forward pass."""
     count = int(keys["per_device_train_batch_size"])
-    # In TRL 0.14 each process takes prompts. Unsloth makes the batch a whole group.
+    # TRL 0.14 counts the prompts of a process. Unsloth makes the batch a whole group.
     if keys.defaults.get("(per_device_counts)") == "prompts":
         return count * group(keys)
     return group(keys) if "trainer.model.unsloth" in keys and count % group(keys) else count
@@ -62,13 +62,13 @@ def batch(keys: Keys) -> tuple[dict[str, Any], str]:
     if learns_pairs(keys):
         return {"prompts_per_step": per_update}, f"{words} pairs: {product} of a step{unnamed}"
     if counts_rollouts(keys):
-        # In TRL num_mini_batches multiplies the rollout; it does not divide it.
+        # num_mini_batches multiplies the rollout in TRL, and does not divide it.
         rollout = per_update * int(keys["num_mini_batches"])
     else:
-        # TRL refuses generation_batch_size and steps_per_generation in one file. Without both it learns once.
+        # TRL refuses generation_batch_size and steps_per_generation in one file. With neither key TRL learns once.
         every = int(keys["steps_per_generation"] or keys["gradient_accumulation_steps"])
         rollout = int(keys["generation_batch_size"] or per_device(keys) * every * count)
-    # Here an optimizer step never has more than a rollout, and a rollout has whole groups.
+    # An optimizer step of ours never has more completions than a rollout, and a rollout has whole groups.
     rollout = max(rollout, per_update)
     prompts = max(1, round(rollout / size))
     # The learner splits a rollout into equal updates, so the prompts of an update divide those of a rollout.

@@ -55,7 +55,7 @@ def level(value: Any, keys: Keys) -> Outcome:
 
 
 def clip_high(value: Any, keys: Keys) -> Outcome:
-    """The upper side of the clip: that of `epsilon` where it is not set. Of cispo it is the bound itself."""
+    """The upper side of the clip, by default `epsilon`. The value for cispo is the bound of the ratio itself."""
     high = float(keys["epsilon"] if value is None else value)
     return Outcome("mapped", {"loss.clip_high": max(high - 1.0, 0.0) if keys["loss_type"] == "cispo" else high})
 
@@ -68,7 +68,7 @@ def delta(value: Any, keys: Keys) -> Outcome:
 def rloo_clip(row: Row, value: Any, keys: Keys) -> Outcome:
     """A side of RLOO's clip of the ratio."""
     once = optimizer_steps(keys) == 1
-    # With one update the ratio is 1: the gradient of a product of ratios is that of their sum.
+    # The ratio of a single update is 1, so a product of ratios has the gradient of their sum.
     reason = "one update on a rollout: the ratio is 1, and nothing is clipped" if once else RATIO
     return Outcome(
         "mapped" if once else "changed", {row.field: float(keys["epsilon"] if value is None else value)}, reason
@@ -147,7 +147,7 @@ def nll_coef(value: Any, keys: Keys) -> Outcome:
 
 
 def simpo(value: Any, keys: Keys) -> Outcome:
-    """The loss of SimPO, with the cross-entropy of the chosen completion: of CPOConfig, or of SimPO's own trainer."""
+    """The loss of SimPO in CPOConfig or in SimPO's own trainer, with the cross-entropy of the chosen completion."""
     is_simpo_trainer = "gamma_beta_ratio" in keys.defaults
     if value != ("sigmoid" if is_simpo_trainer else "simpo"):
         return not_here("loss.name", f"of CPOConfig there is simpo, not {value}; this config keeps simpo")

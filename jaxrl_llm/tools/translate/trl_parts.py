@@ -41,7 +41,7 @@ def own_model(row: Row, value: Any, keys: Keys) -> Outcome:
 
 def dtype(value: Any, keys: Keys) -> Outcome:
     """The dtype of activations; here parameters are float32. The value may be that of bf16, which is on by default."""
-    # There is no float16 here: bfloat16 takes the same memory, and its gradients need no scaling.
+    # float16 becomes bfloat16, which takes the same memory and whose gradients need no scaling.
     halves = value in ("bfloat16", "float16")
     low = halves or value == "auto" or keys["bf16"] in (None, True) or keys.explicit.get("fp16")
     cast_reason = f"{value} parameters there; here float32 ones, and activations of this dtype"
@@ -158,7 +158,7 @@ def saving(value: Any, keys: Keys) -> Outcome:
 
 
 def trackers(value: Any, keys: Keys) -> Outcome:
-    """Where numbers are logged, with the project: that which transformers takes where the file names none."""
+    """Where numbers are logged, with the project. The default project is the one of transformers."""
     listed = [str(name) for name in (value if isinstance(value, list) else [value])]
     projects = [keys.explicit.get(key) for key in ("wandb_project", "project")]
     return ours.loggers(listed, str(next(filter(None, projects), "huggingface")))
@@ -193,7 +193,7 @@ def overridden(value: Any, keys: Keys) -> Outcome:
 
 
 def callbacks(value: Any, keys: Keys) -> Outcome:
-    """Callbacks of the trainer: those that log change nothing."""
+    """Callbacks of the trainer. A callback that only logs or shows progress changes nothing."""
     others = [str(name) for name in value or [] if not QUIET_CALLBACKS.fullmatch(str(name).rpartition(".")[2])]
     if not others:
         return Outcome("no effect", reason="they log")

@@ -160,7 +160,7 @@ def evaluates(keys: Keys) -> bool:
 
 
 def evaluation(value: Any, keys: Keys) -> Outcome:
-    """When evaluations are made: of problems, or of held-out pairs, whose order TRL logs as a metric."""
+    """When problems or held-out pairs are evaluated. TRL logs the order of held-out pairs as a metric."""
     if not evaluates(keys):
         return Outcome("mapped", ours.NO_EVALUATION)
     # transformers takes logging_steps where eval_steps is not set.

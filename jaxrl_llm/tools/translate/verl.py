@@ -200,7 +200,7 @@ critic_path = partial(critic_model, f"{MODEL}path")
 
 
 def adapter(numbers: str, modules: str, value: Any, keys: Keys) -> Outcome:
-    """An adapter. numbers, modules: what is before the names of its keys."""
+    """An adapter. numbers, modules: prefixes of its keys with numbers and of its keys with modules."""
     targets, excluded = keys[f"{modules}target_modules"], keys.explicit.get(f"{modules}exclude_modules")
     outcome = ours.lora(keys[f"{numbers}rank"], keys[f"{numbers}alpha"], targets)
     return images.beside_tower(outcome, targets, excluded, keys)

@@ -55,7 +55,7 @@ def get_config() -> ConfigDict:
 def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] = ()) -> str:
     """Returns the text of a config file.
 
-    file: what is translated; to: the new file; lost: lines of the file that belong to no key.
+    file: translated file; to: new file; lost: lines of the translated file that belong to no key.
     """
     base, system = translation.base, translation.system
     fields = _written(translation, flatten(load(base)))
@@ -168,7 +168,7 @@ def _lines(translation: Translation, name: str, fields: dict[str, Any]) -> list[
 def _section(name: str, fields: dict[str, Any]) -> list[str]:
     """Returns the lines of a section that is written as one expression, as the formatter breaks them."""
     parts = [f"{field}={literal(value)}" for field, value in fields.items()]
-    # By hand: the formatter is no dependency of the package.
+    # The lines are broken here, because the formatter is no dependency of the package.
     begin, inside = f"c.{name} = ConfigDict(", f"dict({', '.join(parts)})"
     if len(begin + inside) + 5 <= WIDTH + 1:
         return [f"{begin}{inside})"]
@@ -178,7 +178,7 @@ def _section(name: str, fields: dict[str, Any]) -> list[str]:
 
 
 def _origin(translation: Translation, name: str) -> str:
-    """Returns the key that a field is from: of several, the one that sets the fewest fields."""
+    """Returns the key that sets a field. Among several keys, the key that sets the fewest fields is chosen."""
     explicit = [key for key, outcome in translation.outcomes.items() if name in outcome.fields]
     if explicit:
         # A key that sets many fields, such as the batch size, explains none of them best.
