@@ -139,8 +139,8 @@ def engine_drift(history: History) -> Finding | None:
     weights, it does not change at all.
     """
 
-    def gaps(part: Sequence[LogRecord]) -> list[Any]:
-        return [r["sampler/gap_mean"] for r in part if r.get("sampler/gap_mean") is not None]
+    def gaps(records: Sequence[LogRecord]) -> list[Any]:
+        return [r["sampler/gap_mean"] for r in records if r.get("sampler/gap_mean") is not None]
 
     still = gaps([*takewhile(lambda r: not r.get("update_norm"), reversed(history.latest))][::-1])
     first, last = history.then("sampler/gap_mean"), history.now("sampler/gap_mean")
