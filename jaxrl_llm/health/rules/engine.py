@@ -110,7 +110,7 @@ def stale_weights(history: History) -> Finding | None:
     the check before.
     """
     both = "weight_check/gap", "weight_check/gap_before"
-    # Only the records without a gap: each check is compared with the one before it.
+    # Only records without a gap count, because each check is compared with the check before it.
     checks = [r for r in history.records[-GAPLESS:] if all(r.get(name) is not None for name in both)]
     last = checks[-3:]
     if len(last) < 3 or not all(r["weight_check/gap"] >= r["weight_check/gap_before"] > 0 for r in last):
