@@ -62,7 +62,7 @@ def mix(
     shares = [round(SHARES * weights[name] / least) for name in parts]
     sources = []
     for i, rows in enumerate(parts.values()):
-        # A seed for each source: with one for all, sources of equal size would be shuffled alike.
+        # Each source has its own seed, because one seed would shuffle sources of equal size alike.
         # Grain takes seeds of 32 bits.
         numbers = _epoch(rows, (seed + i) % 2**32, values).repeat()
         offered = numbers.map_with_index(lambda turn, number: (turn, int(number)))

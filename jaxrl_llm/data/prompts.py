@@ -126,7 +126,7 @@ def _numbers(dataset: Dataset, column: str) -> np.ndarray:
     for i, row in enumerate(dataset.rows):
         value = formats.value_in(row, column)
         try:
-            # Also of text: all values of a CSV file are text.
+            # A text may be a number too, because all values of a CSV file are text.
             values[i] = float(value)
         except (TypeError, ValueError):
             values[i] = np.nan

@@ -104,7 +104,7 @@ class Link:
                 return more
             if kind == "error":
                 raise self.error(*more)
-            # It needs a function of this side before it can answer.
+            # The other side needs a function of this side before it can answer.
             self.send(self.answer(kind, more))
 
     def answer(self, kind, more):
@@ -118,7 +118,7 @@ class Link:
     def error(self, kind, text, last, ended, arguments):
         """Returns the exception of this side for one of the other side."""
         if ended or type(text) is not str:
-            # It has tried to end its process.
+            # The other side has tried to end its process.
             self.reason, self.closed = "error", True
             return Closed()
         self.reason = last if last in REASONS else "error"
@@ -201,7 +201,7 @@ class Link:
                 return [tag, self.encoded(value.getvalue()), value.tell()]
         for plain in EXTENDED if kind is not type else ():
             if isinstance(value, plain):
-                # A class that extends a plain one: its content.
+                # An object of a class that extends a plain class is sent as its content.
                 return self.encoded(content(value, plain), depth)
         # The program may ask for the name of a test's function, as decorators do. The judge believes no names.
         name = getattr(value, "__name__", "") if self.judges else ""

@@ -232,10 +232,10 @@ def _own_texts(graded: Graded) -> list[list[str]]:
     if not graded.turns:
         return graded.texts
 
-    def own(turns: list[dict[str, str]]) -> str:
+    def policy_text(turns: list[dict[str, str]]) -> str:
         return "\n".join(turn["content"] for turn in turns if turn["role"] == "assistant")
 
-    return [[own(turns) for turns in group] for group in graded.turns]
+    return [[policy_text(turns) for turns in group] for group in graded.turns]
 
 
 def repeated(tokens: np.ndarray) -> float:

@@ -47,7 +47,7 @@ def tests_of(tests: Any, answer: Any, columned: dict[str, Any]) -> RowTests:
             return RowTests([(_text(i), _text(o)) for i, o in cases])
         try:
             calls = [(name, *_call(i, o)) for i, o in cases]
-            # Only to see that the judge can have them.
+            # The result is dropped. An error here says that the calls cannot be sent to the judge.
             encoded(calls)
         except (ValueError, TypeError, RecursionError) as error:
             return RowTests([], f"an input or output of {name} is neither JSON nor plain data ({error})")
@@ -114,7 +114,7 @@ def _read(test: str) -> tuple[bool, str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(test)
-            # It refuses more, such as a return outside a function.
+            # `compile` refuses more than `ast.parse`, such as a return outside a function.
             compile(tree, "test", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         # Null bytes, brackets in brackets.

@@ -217,7 +217,7 @@ async def _ask_all(endpoint: Endpoint, questions: list[str]) -> dict[str, JudgeR
             question.result()
         return {text: question.result() if question in finished else GIVEN_UP for text, question in tasks.items()}
     finally:
-        # Also after an error: no request may go on when the batch is over.
+        # Requests are cancelled after an error too, because none may continue when the batch is over.
         for question in tasks.values():
             question.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
@@ -241,7 +241,7 @@ async def _ask(endpoint: Endpoint, question: str) -> JudgeReply:
             if response.is_success:
                 return JudgeReply(str(response.json()["choices"][0]["message"]["content"]), tried)
             if response.status_code not in AGAIN:
-                # Such as a question that is too long.
+                # A refusal that a retry cannot change has no reply, such as a question that is too long.
                 return JudgeReply(None, tried)
             retry_after = response.headers.get("retry-after", "")
             wait = max(wait, float(retry_after) if retry_after.isdigit() else 0.0)

@@ -110,7 +110,7 @@ def stale_weights(history: History) -> Finding | None:
     the check before.
     """
     both = "weight_check/gap", "weight_check/gap_before"
-    # Only the records without a gap: each check is compared with the one before it.
+    # Only records without a gap count, because each check is compared with the check before it.
     checks = [r for r in history.records[-GAPLESS:] if all(r.get(name) is not None for name in both)]
     last = checks[-3:]
     if len(last) < 3 or not all(r["weight_check/gap"] >= r["weight_check/gap_before"] > 0 for r in last):
@@ -139,8 +139,8 @@ def engine_drift(history: History) -> Finding | None:
     weights, it does not change at all.
     """
 
-    def gaps(part: Sequence[LogRecord]) -> list[Any]:
-        return [r["sampler/gap_mean"] for r in part if r.get("sampler/gap_mean") is not None]
+    def gaps(records: Sequence[LogRecord]) -> list[Any]:
+        return [r["sampler/gap_mean"] for r in records if r.get("sampler/gap_mean") is not None]
 
     still = gaps([*takewhile(lambda r: not r.get("update_norm"), reversed(history.latest))][::-1])
     first, last = history.then("sampler/gap_mean"), history.now("sampler/gap_mean")

@@ -56,7 +56,7 @@ def entropy_collapse(history: History) -> Finding | None:
     before, now = history.then("entropy"), history.now("entropy")
     if not now < ENTROPY[0] * before or history.solved:
         return None
-    # Its logarithm: entropy falls by factors, and near 0 no difference would be large.
+    # The logarithm is compared, because entropy falls by factors, and near 0 no difference would be large.
     if history.risen("entropy", log=True) >= -1:
         return None
     distinct = history.now("completion/distinct")

@@ -168,7 +168,7 @@ def held_out_falls(history: History) -> Finding | None:
     judged = [r for r in history.records if r.get("eval/accuracy") is not None and r.get("eval/problems")]
     if len(judged) < 3:
         return None
-    # Never one of the last two: an evaluation is not compared with itself.
+    # The best is none of the last two evaluations, because an evaluation is not compared with itself.
     best, last = max(judged[:-2], key=lambda r: r["eval/accuracy"]), judged[-2:]
     accuracy, now = best["eval/accuracy"], float(np.mean([r["eval/accuracy"] for r in last]))
     middle = min(max((accuracy + now) / 2, 0.0), 1.0)

@@ -384,14 +384,14 @@ class VllmEngine:
         for server in servers:
             try:
                 if end:
-                    # A retry: the server may have lost its weights.
+                    # A retry pushes first, because the server may have lost its weights.
                     self._bring(server)
                 return action(server)
             except Unavailable as error:
                 end = end or time.monotonic() + self._patience
                 if self._managed:
                     self._managed.check()
-                    # Until its first answer it loads the model and compiles, for as long as it takes.
+                    # A managed server loads and compiles before its first answer, for as long as its log grows.
                     if not self._answered and self._managed.writes():
                         WATCHDOG.moved()
                         end = time.monotonic() + self._patience

@@ -205,15 +205,15 @@ def _base(models: Models) -> PyTree:
         return {TOWER: shapes[TOWER]} if models.frozen_tower else None
     shapes = models.adapters.base_shapes(shapes)
 
-    def abstract(x: Any, at: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+    def abstract(x: Any, placement: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement)
 
     return jax.tree.map(abstract, shapes, shardings(shapes, models.mesh))
 
 
 def _placed(shapes: PyTree, model: Decoder, mesh: Mesh) -> PyTree:
-    def abstract(x: Any, dtype: Any, at: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=at)
+    def abstract(x: Any, dtype: Any, placement: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=placement)
 
     return jax.tree.map(abstract, shapes, model.used_dtypes(shapes), shardings(shapes, mesh))
 
