@@ -432,7 +432,8 @@ def test_a_managed_server_may_start_for_as_long_as_its_log_grows(params, tmp_pat
     server, log = Server(4), tmp_path / "vllm.log"
     server.up = False
     managed = SimpleNamespace(check=lambda: None, writes=lambda: writes, log=log, stop=lambda: None)
-    Timer(0.6, lambda: setattr(server, "up", True)).start()
+    if writes:
+        Timer(0.6, lambda: setattr(server, "up", True)).start()
     with connected(tmp_path, monkeypatch, server, patience=0.2, managed=managed) as made:
         with nullcontext() if writes else pytest.raises(UserError, match=r"vllm\.log"):
             made.update_weights(params, 1)
