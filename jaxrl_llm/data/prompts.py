@@ -132,10 +132,10 @@ def _numbers(dataset: Dataset, column: str) -> np.ndarray:
             values[i] = np.nan
         if not np.isfinite(values[i]):
             source = next((name for name, part in dataset.parts.items() if i in part), dataset.source)
-            found = formats.columns_text(row) if value is None else f"it has {value!r:.80}"
+            content = formats.columns_text(row) if value is None else f"it has {value!r:.80}"
             raise UserError(
                 f"config.data.order_column = {column!r}: {source} row {dataset.numbers[i]:,} has no number there "
-                f"({found}): give each row a number, or set the field to '' for a shuffled order"
+                f"({content}): give each row a number, or set the field to '' for a shuffled order"
             )
     return values
 

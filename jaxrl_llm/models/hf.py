@@ -261,8 +261,8 @@ def _table_of(family: str, where: dict[str, Any]) -> TensorNames:
 
 def _unsupported(family: str, settings: dict[str, Any], known: list[str]) -> str:
     if family not in VISION and "vision_config" not in settings:
-        own = "or set model.family to a function of yours that reads it (docs/models.md)"
-        return f"is not supported; there is {', '.join(known)}; {own}"
+        remedy = "or set model.family to a function of yours that reads it (docs/models.md)"
+        return f"is not supported; there is {', '.join(known)}; {remedy}"
     text = VISION.get(family) or (settings.get("text_config") or {}).get("model_type")
     other = f" of the family {text}" if text in known else f"; there is {', '.join(known)}"
     seeing = ", ".join(name for name in known if "_vl" in name or name == "gemma3")

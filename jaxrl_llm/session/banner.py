@@ -123,8 +123,8 @@ def _order(settings: DataSettings, dataset: Dataset, sizes: Sizes) -> list[tuple
     line = f"each epoch by {settings.order_column}, from {values[0]:g} to {values[-1]:g}"
     if drawn < len(values) and not dataset.parts:
         # A prompt that replaces another one comes later in the order.
-        above = " or above" * (sizes.samples > sizes.group_size)
-        line += f"; the run has {drawn:,} prompts, and ends at {values[drawn - 1]:g}{above}"
+        open_end = " or above" * (sizes.samples > sizes.group_size)
+        line += f"; the run has {drawn:,} prompts, and ends at {values[drawn - 1]:g}{open_end}"
     return [("", line)]
 
 

@@ -71,8 +71,8 @@ class Search:
         self._searches_left -= 1
         metrics = {"valid": 1.0, "searches": 1.0}
         try:
-            found = self._find(query.strip())
-            text, metrics = shown(found), metrics if found else metrics | {"empty": 1.0}
+            documents = self._find(query.strip())
+            text, metrics = shown(documents), metrics if documents else metrics | {"empty": 1.0}
         except RetrieverError:
             text, metrics = "the search failed", metrics | {"errors": 1.0}
         return Reply(information(text), metrics=metrics)
