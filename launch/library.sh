@@ -46,6 +46,11 @@ read_options() { # options that have a value, options without a value, words of 
 }
 unknown_option() { die "unknown option '$1': trainer arguments go after --, and --help lists the options"; }
 
+check_type() { # of --type; with --version too, no runtime helps a type that the Cloud TPU API lacks
+  case $1 in
+    tpu7x-* | v7x-*) die "--type '$1': the Cloud TPU API has no TPU7x, but GKE has: take launch/gke_jobset.sh" ;;
+  esac
+}
 # Prints the usual TPU runtime of an accelerator type.
 tpu_runtime() {
   case $1 in
@@ -53,7 +58,6 @@ tpu_runtime() {
     v5p-*) echo v2-alpha-tpuv5 ;;
     v5litepod-*) echo v2-alpha-tpuv5-lite ;;
     v[234]-*) echo tpu-ubuntu2204-base ;;
-    tpu7x-* | v7x-*) die "--type '$1': the Cloud TPU API has no TPU7x, but GKE has: take launch/gke_jobset.sh" ;;
     v5e-*) die "--type '$1' is v5litepod-${1#v5e-} for Google Cloud: give that" ;;
     *) die "--type '$1' is not known here: give --version too, the runtime of that type" ;;
   esac

@@ -74,6 +74,7 @@ esac
 [[ -z $gcsfuse_sha256 || $gcsfuse_sha256 =~ ^[0-9a-f]{64}$ ]] ||
   die "--gcsfuse-sha256 '$gcsfuse_sha256' is no SHA-256: give 64 hexadecimal digits"
 check_env_file "$env_file"
+check_type "$type"
 [ "$version" ] || version=$(tpu_runtime "$type")
 bucket=${bucket#gs://} bucket=${bucket%/}
 [ $# -gt 0 ] || set -- --config configs/grpo.py

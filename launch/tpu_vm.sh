@@ -43,6 +43,7 @@ shift "$words_read"
 case ${type##*-} in 1 | 4 | 8) ;; *) die "--type '$type' is not one host: take one ending in -1, -4 or -8" ;; esac
 case ${sync:=$((spot ? 900 : 0))} in *[!0-9]*) die "--sync '$sync' is not whole seconds: e.g. --sync 900" ;; esac
 check_env_file "$env_file"
+check_type "$type"
 [ "$version" ] || version=$(tpu_runtime "$type")
 [ $# -gt 0 ] || set -- --config configs/grpo.py
 

@@ -334,6 +334,7 @@ REFUSED = {  # options of a script, and what its message names
         f"{POD.replace('v6e-16', 'v5e-16')} --bucket b": "v5litepod-16",
         f"{POD.replace('v6e', 'v9')} --bucket b": "v9-16",
         f"{POD.replace('v6e', 'tpu7x')} --bucket b": "gke_jobset.sh",
+        f"{POD.replace('v6e', 'tpu7x')} --bucket b --version mine": "gke_jobset.sh",
         f"{POD} --bucket b --slices 0": "--slices", f"{POD} --bucket b --slices two": "two",
         f"{POD} --bucket b --workdir /data": "/data", f"{POD} --bucket b --restarts some": "some",
         f"{POD} --bucket b --gcsfuse-sha256 x": "--gcsfuse-sha256",
