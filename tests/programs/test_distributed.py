@@ -403,7 +403,7 @@ def test_the_watch_for_an_end_of_others_rests_when_process_0_is_gone(monkeypatch
 
 def test_a_save_that_fails_without_the_others_is_not_called_a_full_disk(monkeypatch, tmp_path, refused):
     monkeypatch.setattr(distributed, "count", lambda: 2)
-    saving = lambda: Checkpoints._saving(SimpleNamespace(_folder=tmp_path / "checkpoints"))  # noqa: E731
+    saving = lambda: Checkpoints._saving(SimpleNamespace(_folder=tmp_path / "checkpoints", _in_bucket=False))  # noqa: E731
     with refused(), saving():
         raise ValueError("a barrier timed out")
     with refused(str(tmp_path)), saving():

@@ -89,7 +89,7 @@ SEARCHED = {"prompts_per_update": 1, "group_size": 2, "env.topk": 1, "rollout.ma
 RUNS = {
     "train": Run(
         "Settings.num_steps Settings.prompts_per_step Recipe.prompts_per_update Recipe.group_size Recipe.epochs"
-        " CheckpointSettings.every CheckpointSettings.keep EvalSettings.every EvalSettings.problems"
+        " CheckpointSettings.every CheckpointSettings.keep EvalSettings.every EvalSet.problems"
         " GroupModelSettings.row_parts adaptive_kl.horizon RefreshSettings.every LengthSettings.max_completion_tokens",
         rl,
     ),

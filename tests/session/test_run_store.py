@@ -184,6 +184,7 @@ def test_a_folder_of_something_else_and_s3_are_refused_for_a_run(cloud, path, re
         RunBucket("s3://b/run")
 
 
+@pytest.mark.slow
 def test_checkpoints_in_a_bucket_are_resumed_and_a_torn_one_is_none(cloud, path):
     folder, arrays = epath.Path(path) / "checkpoints", {"policy": jnp.arange(4.0)}
     with closing(Checkpoints(folder, {}, KEEP, MESH)) as checkpoints:
