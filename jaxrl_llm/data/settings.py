@@ -98,7 +98,7 @@ class EvalSettings(EvalSet):
 
 def set_name(section: str) -> str:
     """Returns the name of the evaluation set of a section; "": of the one that decides which checkpoint is best."""
-    return section.removeprefix(EVAL).removeprefix(EXTRA_SETS.removeprefix(EVAL))
+    return "" if section == EVAL else section.removeprefix(EXTRA_SETS)
 
 
 def accuracies_of(fields: Iterable[str]) -> dict[str, str]:
@@ -107,10 +107,14 @@ def accuracies_of(fields: Iterable[str]) -> dict[str, str]:
     fields: paths of the fields of a config.
     """
     sections = [path.removesuffix(".function") for path in fields if re.fullmatch(r"eval\.(.+\.)?function", path)]
-    return {section: next(iter(metrics_of(section, 0.0, 0))) for section in sorted(sections)}
+    return {section: f"{_prefix(section)}/accuracy" for section in sorted(sections)}
 
 
 def metrics_of(section: str, accuracy: float, problems: int) -> dict[str, float]:
     """Returns the metrics of an evaluation set: eval/accuracy, or eval/NAME/accuracy of a further one."""
-    prefix = "/".join(filter(None, (EVAL, set_name(section))))
-    return {f"{prefix}/accuracy": accuracy, f"{prefix}/problems": problems}
+    return {f"{_prefix(section)}/accuracy": accuracy, f"{_prefix(section)}/problems": problems}
+
+
+def _prefix(section: str) -> str:
+    """Returns how the metrics of an evaluation set begin."""
+    return f"{EVAL}/{set_name(section)}".rstrip("/")

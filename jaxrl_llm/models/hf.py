@@ -195,7 +195,9 @@ def read_decoder_config(family: str, hf: dict[str, Any]) -> DecoderConfig:
         cfg = names.family_function(family)(hf)
     except UserError:
         raise
-    except Exception as error:  # of the user's function
+    except Exception as error:
+        if "." not in family:  # a bug of this package
+            raise
         raise UserError(f"config.model.family = {family!r} raised {describe(error)}: put the function right") from error
     if not isinstance(cfg, DecoderConfig):
         raise UserError(f"config.model.family = {family!r} returned {cfg!r:.80}: let it return a DecoderConfig")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import builtins
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,7 +75,7 @@ def blurred(values: list[Any], why: str) -> Any:
     return Item(kind, Unread(why), {}, {"if()": why}) if kind else Unread(why)
 
 
-class Interpreter:
+class Interpreter(ABC):
     """Follows statements in the order in which Python runs them. What a call means is left to who inherits from it."""
 
     def __init__(self) -> None:
@@ -86,13 +87,13 @@ class Interpreter:
         self.doubt = ""  # the condition of the branch or loop that is followed; "": it is reached for sure
         self.returned: list[Any] = []
 
+    @abstractmethod
     def call(self, node: ast.Call) -> Any:
         """Returns what a call makes, or notes what it may do to the items that it gets."""
-        raise NotImplementedError
 
+    @abstractmethod
     def class_of(self, line: ast.ClassDef) -> Item:
         """Returns a class of the script."""
-        raise NotImplementedError
 
     def follow(self, body: Sequence[ast.AST], doubt: str = "") -> None:
         before, self.doubt = self.doubt, doubt or self.doubt
