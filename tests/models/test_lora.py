@@ -271,6 +271,7 @@ def test_the_kl_of_the_first_step_is_exactly_0_and_a_checkpoint_holds_no_base(wh
     assert size < (whole / "hf" / "model.safetensors").stat().st_size
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(whole, tmp_path):
     """As after a kill between two checkpoints: only the older one is there, and the log goes on behind it."""
     shutil.copytree(whole, tmp_path / "run")

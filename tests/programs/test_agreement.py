@@ -99,6 +99,7 @@ def end(processes: Processes) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_processes_with_another_config_or_version_end_before_the_first_step(tmp_path):
     (tmp_path / "config.py").write_text(
         "import os, runpy\n"

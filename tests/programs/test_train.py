@@ -277,6 +277,7 @@ def test_sigterm_before_the_first_step_and_on_a_finished_run_exits_0(whole, tmp_
     assert (whole / "hf" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_sigterm_saves_the_step_in_hand_and_exits_0(tmp_path):
     workdir = tmp_path / "run"
     fields = ("num_steps=500", "checkpoint.every=1000", "eval=none", "log.to=()", "mesh.data=1")
