@@ -82,19 +82,19 @@ class Parts(Subject):
     self_test: Callable[[], None] | None = None  # of a new run
 
     @property
-    def kept(self) -> Mapping[str, StatefulPart]:
+    def stateful_parts(self) -> Mapping[str, StatefulPart]:
         """What a checkpoint keeps beside the states: the shapes in which a run learns, and where it is in the data."""
         return {"shapes": self.shape_cache, checkpoint.SAMPLES: self.actor}
 
-    def begin(self, states: States, step: int, attempt: int) -> Lent:
+    def start(self, states: States, step: int, attempt: int) -> Lent:
         """Lends the engine the first weights, after `step`."""
         return self.actor.begin(states, self.learning.policy(states), step, attempt)
 
-    def rest(self) -> None:
+    def wait_until_idle(self) -> None:
         """Waits until the engine has the last weights, and checks them. Raises: UserError, if it does not have them."""
         self.actor.lent.take_back()
 
-    def measure(self, states: States) -> dict[str, float]:
+    def evaluate(self, states: States) -> dict[str, float]:
         """Returns the metrics of an evaluation of the last pushed weights, which are those of the states."""
         self.actor.wait()
         return self.evaluation(self.actor.engine)
@@ -147,7 +147,7 @@ def opened_run(
         place.take(type(recipe), shared=shared)
         run = make(place, recipe)
         if command:  # here all processes have loaded their data and models, for which there is no bound
-            WATCHDOG.begin(recipe.health.hang_minutes, distributed.end)
+            WATCHDOG.start(recipe.health.hang_minutes, distributed.end)
         yield run
 
 
@@ -243,7 +243,7 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
 
 def run_self_test(session: Session, subject: Subject) -> None:
     """Runs the self-test of a new run, and tells what it finds. Stops nothing."""
-    session.health.add(0, self_test.at_start(subject, session.at.states, session.log.say))
+    session.health.add(0, self_test.at_start(subject, session.run_state.states, session.log.say))
 
 
 def make_learning(

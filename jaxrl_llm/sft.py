@@ -107,19 +107,19 @@ class SftParts:
     examples: Examples
     learning: Supervised
     rows: AnyArray  # of an update: all examples
-    measure: Callable[[States], dict[str, float]]  # -> metrics of all evaluation sets
+    evaluate: Callable[[States], dict[str, float]]  # -> metrics of all evaluation sets
     export: Callable[[States], None]  # writes the policy as a folder of Hugging Face
 
     @property
-    def kept(self) -> Mapping[str, StatefulPart]:
+    def stateful_parts(self) -> Mapping[str, StatefulPart]:
         """What a checkpoint keeps beside the states."""
         return {SAMPLES: self.examples}
 
-    def begin(self, states: States, step: int, attempt: int) -> States:
+    def start(self, states: States, step: int, attempt: int) -> States:
         """Returns the states: only the steps use them."""
         return states
 
-    def rest(self) -> None:
+    def wait_until_idle(self) -> None:
         """Returns at once: only the steps use the states."""
 
 

@@ -115,7 +115,7 @@ def test_no_later_step_compiles_and_a_resumed_run_takes_the_same_shapes(cheap, t
         used.clear()
         with build.build(ragged_config(18), workdir) as (session, parts):
             lent = session.restore()
-            step = session.at.step
+            step = session.run_state.step
             while step < last:
                 step += 1
                 lent, record = rl_step(session, parts, lent, step)
