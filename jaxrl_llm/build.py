@@ -64,7 +64,7 @@ from jaxrl_llm.session import banner, checkpoint
 from jaxrl_llm.session import workdir as workdirs
 from jaxrl_llm.session.changes import Change, Rows
 from jaxrl_llm.session.inputs import Inputs
-from jaxrl_llm.session.opening import Workplace, at_work, open_session
+from jaxrl_llm.session.opening import WorkDirectory, open_session, open_work_directory
 from jaxrl_llm.session.session import ModelStates, Session, Trainer
 from jaxrl_llm.structs import Config, PyTree, StatefulPart
 
@@ -125,7 +125,7 @@ def opened_run(
     config: Config,
     workdir: str | Path,
     read: Callable[[Config], Any],
-    make: Callable[[Workplace, Any], Run],
+    make: Callable[[WorkDirectory, Any], Run],
     *,
     signals: bool = False,
     command: bool = False,
@@ -136,22 +136,23 @@ def opened_run(
     shared: all processes have the same workdir. For the others, see `build`. Raises: UserError.
     """
     config, workdir = with_names(config), Path(workdir)
-    with at_work(workdir, signals=signals, command=command) as place:
-        # First: the checks need the schedules' length.
-        # The config is read as plain values, because its fields may refer to other fields.
-        config.update_from_flattened_dict(workdirs.beginning(place.store.config, flatten(config.to_dict())))
+    with open_work_directory(workdir, signals=signals, command=command) as work_directory:
+        # The initial values come first, because the checks need the length of the schedules. They are computed from
+        # plain values, because a field of a config may refer to other fields.
+        fields = flatten(config.to_dict())
+        config.update_from_flattened_dict(workdirs.initial_values(work_directory.store.config, fields))
         recipe = read(config)
-        place.config = config.to_dict()
+        work_directory.config = config.to_dict()
         if recipe.deterministic:  # must come before JAX initializes its devices
             compute_deterministically()
-        place.take(type(recipe), shared=shared)
-        run = make(place, recipe)
+        work_directory.lock(type(recipe), shared=shared)
+        run = make(work_directory, recipe)
         if command:  # here all processes have loaded their data and models, for which there is no bound
             WATCHDOG.start(recipe.health.hang_minutes, distributed.end)
         yield run
 
 
-def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path]) -> Inputs:
+def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callable[[], Path]) -> Inputs:
     """Loads and checks mesh, models and rows, in this order. find() -> folder of the model. Raises: UserError."""
     mesh, sampler_mesh = sharding.make_meshes(recipe.sampler_devices, **recipe.mesh)
     fit.check_batch_fits_mesh(recipe.sizes, mesh)
@@ -162,7 +163,7 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     fit.check_vision(recipe, model.cfg)
     tokenizer = encoding.on_day(hf.load_tokenizer(folder), recipe.data.today)
     settings = EpisodeSettings(env=recipe.env, turns=recipe.turns)
-    environments = open_environments(settings, tokenizer, place.opened, recipe.data.chat_template_args)
+    environments = open_environments(settings, tokenizer, work_directory.resources, recipe.data.chat_template_args)
     tools = environments.schemas if environments else []
     images = read_format(folder, min_pixels=recipe.data.min_pixels, max_pixels=recipe.data.max_pixels)
     dataset = data.load(recipe.data, tokenizer, tools, images)
@@ -181,11 +182,11 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     dataset = data.check_turn_end(dataset, tokenizer, recipe.data.template_args(tools), stop_ids)
     # Load now, to find wrong files before anything is written. A resumed run restores its parameters instead.
     # Only process 0 looks for a folder that may not be there yet: NFS would go on telling others that it is not.
-    saved = distributed.first() and checkpoint.has_checkpoint(place.store.checkpoints)
+    saved = distributed.first() and checkpoint.has_checkpoint(work_directory.store.checkpoints)
     begins = recipe.model.path and not models.adapters and not distributed.exchange(saved)[0]
     first_params = [hf.load_params(folder, model, mesh, parts=models.parts)] if begins else []
     base = load_beside(models)
-    shape_cache = place.opened.enter_context(closing(ShapeCache()))
+    shape_cache = work_directory.resources.enter_context(closing(ShapeCache()))
     rows = tokenizer, dataset, sets, environments, tools, stop_ids
     inputs = Inputs(models, *rows, shape_cache, first_params, base, sampler_mesh)
     files = {f"the content of config.{field}": digest for field, digest in inputs.began_with.items()}
@@ -193,9 +194,9 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     return inputs
 
 
-def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
+def make_run(work_directory: WorkDirectory, recipe: Recipe) -> tuple[Session, Parts]:
     """Builds the session and the parts of a run of `train`. Raises: UserError."""
-    inputs = load(place, recipe, partial(hf.find, recipe.model.path))
+    inputs = load(work_directory, recipe, partial(hf.find, recipe.model.path))
     models = inputs.models
     fit.check_sampling(recipe, models.model.cfg)
     in_trainer = recipe.chosen_engine.in_trainer
@@ -216,8 +217,8 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
     rows += banner.truncation_table(recipe.rollout.sampling, terms)
     rows += banner.sampler_table(sampler_mesh, recipe.sampler_devices)
     rows += banner.shapes_table(stream, packing.shape_policy.shapes)
-    outputs = open_outputs(place, recipe, inputs, learning, rows, inputs.dataset.counts())
-    actor = make_actor(place, recipe, inputs, room)
+    outputs = open_outputs(work_directory, recipe, inputs, learning, rows, inputs.dataset.counts())
+    actor = make_actor(work_directory, recipe, inputs, room)
     reward = recipe.reward
     parts = Parts(
         actor,
@@ -231,8 +232,8 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
         inputs.shape_cache,
         partial(RewardFn, reward.functions, reward.weights, reward.timeout),
         self_test_facts(recipe, inputs.tools),
-        make_evaluation(place, recipe, inputs),
-        partial(inputs.export, place, learning.learners["policy"]),
+        make_evaluation(work_directory, recipe, inputs),
+        partial(inputs.export, work_directory, learning.learners["policy"]),
         partial(run_programs, recipe, inputs, learning, packing, actor.engine),
     )
     session = outputs(parts)
@@ -300,7 +301,7 @@ def policy_learner(recipe: Recipe | SftRecipe, models: Models, objective: Object
 
 
 def open_outputs(
-    place: Workplace,
+    work_directory: WorkDirectory,
     recipe: Recipe | SftRecipe,
     inputs: Inputs,
     models: ModelStates,
@@ -316,16 +317,16 @@ def open_outputs(
     def announce(start: int, changes: Sequence[Change]) -> None:
         judged = advice.RunSettings(recipe, cfg.width, mesh.devices.flat[0].platform)
         banner.print_banner(
-            f"jaxrl_llm.{recipe.program}: {place.store.name}",
+            f"jaxrl_llm.{recipe.program}: {work_directory.store.name}",
             [
                 *banner.model_and_data_table(recipe.model.path, mesh, cfg, recipe.sizes, recipe.data, inputs.dataset),
                 *banner.problems_table(recipe.eval_sets, inputs.held_out),
                 *banner.totals_table(recipe.sizes),
-                *banner.beginning(start, recipe.num_steps, changes),
+                *banner.start_table(start, recipe.num_steps, changes),
                 *banner.rollback_table(recipe.health, recipe.checkpoint.every),
                 *rows,
                 *banner.adapters_table(inputs.models.adapters),
-                ("compiled code", place.cache),
+                ("compiled code", work_directory.compilation_cache),
             ],
             # What is known to go wrong with these settings.
             lines=[
@@ -336,22 +337,24 @@ def open_outputs(
         )
 
     now = Rows({"data.source": counts} | inputs.eval_counts, inputs.dataset.prompts())
-    return open_session(place, recipe.plan, models, mesh, inputs.began_with | place.code, now, announce)
+    return open_session(
+        work_directory, recipe.plan, models, mesh, inputs.began_with | work_directory.code_hashes, now, announce
+    )
 
 
-def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs, room: int) -> Actor:
+def make_actor(work_directory: WorkDirectory, recipe: Recipe, inputs: Inputs, room: int) -> Actor:
     """Starts the engine and builds the actor. room: bytes that `cache_memory` returns."""
-    dataset, opened, mesh = inputs.dataset, place.opened, inputs.models.mesh
+    dataset, resources, mesh = inputs.dataset, work_directory.resources, inputs.models.mesh
     collate = partial(data.make_prompts, dataset, pad_id=inputs.tokenizer.pad_token_id)
     curriculum, iterator = drawn(dataset, collate, recipe.data, batch=recipe.prompts_per_step, seed=recipe.seed)
     reward = recipe.reward
-    reward_fn = opened.enter_context(closing(RewardFn(reward.functions, reward.weights, reward.timeout)))
+    reward_fn = resources.enter_context(closing(RewardFn(reward.functions, reward.weights, reward.timeout)))
     engine = recipe.chosen_engine.start(
         EngineInputs(
             inputs.models.model,
             mesh,
             inputs.models.folder,
-            place.workdir,
+            work_directory.workdir,
             inputs.width,
             recipe.rollout.max_completion_tokens,
             inputs.stop_ids,
@@ -363,7 +366,7 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs, room: int) -> A
             inputs.sampler_mesh,
         )
     )
-    opened.enter_context(closing(engine))
+    resources.enter_context(closing(engine))
     weight_check = None
     if engine.max_gap is not None:
         rows, bound = len(dataset.rows), engine.max_gap
@@ -381,7 +384,7 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs, room: int) -> A
         curriculum=curriculum,
         device=inputs.sampler_device,
     )
-    return opened.enter_context(closing(actor))
+    return resources.enter_context(closing(actor))
 
 
 def cache_memory(recipe: Recipe, models: Models, learning: Learning, mesh: Mesh, states: PyTree, memory: int) -> int:
@@ -452,10 +455,10 @@ def sampled_batches(recipe: Recipe, inputs: Inputs) -> list[dict[str, Any]]:
 
 
 def make_evaluation(
-    place: Workplace, recipe: Recipe | SftRecipe, inputs: Inputs
+    work_directory: WorkDirectory, recipe: Recipe | SftRecipe, inputs: Inputs
 ) -> Callable[[Engine], dict[str, float]]:
     """Returns `evaluation(engine)` -> metrics of greedy completions on the evaluation sets that a function judges."""
     timeout, sequences = recipe.reward.timeout, recipe.sizes.sequences_per_step
-    tasks = open_tasks(recipe.eval_sets, inputs.tokenizer, inputs.environments, timeout, place.opened)
+    tasks = open_tasks(recipe.eval_sets, inputs.tokenizer, inputs.environments, timeout, work_directory.resources)
     facts = dict(sequences=sequences, mesh=inputs.models.mesh, seed=recipe.seed)
     return partial(evaluate_sets, tasks=tasks, datasets=inputs.held_out, **facts)

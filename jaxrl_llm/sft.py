@@ -38,7 +38,7 @@ from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.session import loop
 from jaxrl_llm.session.checkpoint import SAMPLES
 from jaxrl_llm.session.inputs import Inputs
-from jaxrl_llm.session.opening import Workplace
+from jaxrl_llm.session.opening import WorkDirectory
 from jaxrl_llm.session.record import Record
 from jaxrl_llm.session.saved_run import new_model_folder
 from jaxrl_llm.session.session import Session
@@ -146,9 +146,9 @@ def build(
     return opened_run(config, workdir, read_sft, make_run, signals=signals, command=command)
 
 
-def make_run(place: Workplace, recipe: SftRecipe) -> tuple[Session, SftParts]:
+def make_run(work_directory: WorkDirectory, recipe: SftRecipe) -> tuple[Session, SftParts]:
     """Builds a run of `sft`; an example is a prompt with one completion, or with a pair. Raises: UserError."""
-    inputs = load(place, recipe, partial(find_model, place, recipe))
+    inputs = load(work_directory, recipe, partial(find_model, work_directory, recipe))
     tokenizer, length = inputs.tokenizer, recipe.rollout.max_completion_tokens
     answers = tokenize_answers(inputs.dataset, tokenizer, recipe.data, length, inputs.stop_ids)
     short = [i for i, row in enumerate(answers) if row]
@@ -158,19 +158,21 @@ def make_run(place: Workplace, recipe: SftRecipe) -> tuple[Session, SftParts]:
         recipe, inputs.models, partial(first_params, recipe, inputs), inputs.base, inputs.shape_cache
     )
     rows = np.arange(recipe.prompts_per_step, dtype=np.int32)
-    export = partial(inputs.export, place, learning.policy)
-    parts = SftParts(examples, learning, rows, make_measure(place, recipe, inputs, learning), export)
+    export = partial(inputs.export, work_directory, learning.policy)
+    parts = SftParts(examples, learning, rows, make_measure(work_directory, recipe, inputs, learning), export)
     table = [("over-long completions dropped", len(answers) - len(short))]
     if equal := sum(len(answers[i]) > 1 and answers[i][0] == answers[i][1] for i in short):
         table.append(("pairs of equal completions, which teach nothing", equal))
-    return open_outputs(place, recipe, inputs, learning, table, [len(short)])(parts), parts
+    return open_outputs(work_directory, recipe, inputs, learning, table, [len(short)])(parts), parts
 
 
-def find_model(place: Workplace, recipe: SftRecipe) -> Path:
+def find_model(work_directory: WorkDirectory, recipe: SftRecipe) -> Path:
     """Returns the folder of the model that the run begins with; that of a new one is removed when the run ends."""
     if recipe.model.path:
         return hf.find(recipe.model.path)
-    return place.opened.enter_context(new_model_folder(recipe.model, recipe.data, recipe.data.completion_column))
+    return work_directory.resources.enter_context(
+        new_model_folder(recipe.model, recipe.data, recipe.data.completion_column)
+    )
 
 
 def make_learning(
@@ -198,18 +200,18 @@ def first_params(recipe: SftRecipe, inputs: Inputs) -> PyTree:
 
 
 def make_measure(
-    place: Workplace, recipe: SftRecipe, inputs: Inputs, learning: Supervised
+    work_directory: WorkDirectory, recipe: SftRecipe, inputs: Inputs, learning: Supervised
 ) -> Callable[[States], dict[str, float]]:
     """Returns `measure(states)` -> metrics of all evaluation sets. Raises: UserError, as `make_comparison`."""
     compared = [section for section, problems in recipe.eval_sets.items() if not problems.functions]
     measures = [make_comparison(recipe, inputs, learning, section) for section in compared]
     if len(compared) < len(recipe.eval_sets):
-        measures.append(make_sampled(place, recipe, inputs, learning))
+        measures.append(make_sampled(work_directory, recipe, inputs, learning))
     return lambda states: dict(chain(*(measure(states).items() for measure in measures)))
 
 
 def make_sampled(
-    place: Workplace, recipe: SftRecipe, inputs: Inputs, learning: Supervised
+    work_directory: WorkDirectory, recipe: SftRecipe, inputs: Inputs, learning: Supervised
 ) -> Callable[[States], dict[str, float]]:
     """Returns `measure(states)` -> metrics of greedy completions of the held-out problems."""
     engine = Sampler(
@@ -220,7 +222,7 @@ def make_sampled(
         pad_id=inputs.tokenizer.pad_token_id,
         max_sequences=recipe.sizes.sequences_per_step,
     )
-    evaluation = make_evaluation(place, recipe, inputs)
+    evaluation = make_evaluation(work_directory, recipe, inputs)
 
     def measure(states: States) -> dict[str, float]:
         engine.update_weights(learning.policy.all_parameters(states["policy"]))

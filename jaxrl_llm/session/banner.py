@@ -142,7 +142,7 @@ def _repeated(dataset: Dataset) -> list[str]:
     ]
 
 
-def beginning(start: int, steps: int, changes: Sequence[Change]) -> list[tuple[str, str]]:
+def start_table(start: int, steps: int, changes: Sequence[Change]) -> list[tuple[str, str]]:
     """Returns the banner's rows on the step at which the run begins, and on the rows that it accepts from there on."""
     begins = f"after step {start} of {steps}, resumed" if start else "anew"
     if start > steps:

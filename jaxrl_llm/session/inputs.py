@@ -18,7 +18,7 @@ from jaxrl_llm.machine.shapes import ShapeCache
 from jaxrl_llm.models import hf, hf_export, peft
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.session import model_card
-from jaxrl_llm.session.opening import Workplace
+from jaxrl_llm.session.opening import WorkDirectory
 from jaxrl_llm.structs import PictureLimits, PyTree
 
 
@@ -75,15 +75,18 @@ class Inputs:
         others = {name: folder for name, folder in self.models.others.items() if name != "critic"}
         return digests | {f"{name}.path": hf.fingerprint(folder) for name, folder in others.items()}
 
-    def export(self, place: Workplace, policy: Learner, states: States) -> None:
+    def export(self, work_directory: WorkDirectory, policy: Learner, states: States) -> None:
         """Writes the policy as a Hugging Face folder with its model card, and adapters as a folder of PEFT."""
-        workdir, models = place.workdir, self.models
+        workdir, models = work_directory.workdir, self.models
         params, family = policy.all_parameters(states["policy"]), models.model.cfg.family
         hf_export.save(workdir / "hf", params, models.folder, family=family)
         if distributed.first():
-            model_card.write(workdir / "hf", model_card.card(workdir, place.config, self.began_with | place.code))
-            place.store.publish("hf")
+            model_card.write(
+                workdir / "hf",
+                model_card.card(workdir, work_directory.config, self.began_with | work_directory.code_hashes),
+            )
+            work_directory.store.publish("hf")
         if (adapters := models.adapters) and adapters.kind.peft:
-            peft.save(workdir / "adapter", states["policy"].params, adapters, place.config["model"]["path"])
+            peft.save(workdir / "adapter", states["policy"].params, adapters, work_directory.config["model"]["path"])
             if distributed.first():
-                place.store.publish("adapter")
+                work_directory.store.publish("adapter")

@@ -122,7 +122,10 @@ class Log:
         self._written = self._thread.submit(self._write, record)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Waits for the last record since `start` and returns it in a list, which is empty without one. Raises: UserError, if it is not written."""
+        """Waits for the last record since `start`, and returns a list of it, or [].
+
+        Raises: UserError, if the disk write fails.
+        """
         return [self._written.result()] if self._written else []
 
     def sync(self) -> None:

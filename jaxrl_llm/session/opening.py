@@ -30,16 +30,16 @@ from jaxrl_llm.session.signals import Stop, stop_signals
 
 
 @dataclass
-class Workplace:
+class WorkDirectory:
     """Where a run works: its store, and what closes at its end."""
 
     store: RunFolder
-    opened: ExitStack  # closes everything that the run opens, in reverse order
+    resources: ExitStack  # closes everything that the run opens, in reverse order
     stop: Stop
     compilations: Compilations
-    cache: str  # folder of compiled programs, or "off"
+    compilation_cache: str  # folder of compiled programs, or "off"
     config: dict[str, Any]  # content of config.json
-    code: dict[str, str] = field(default_factory=dict)  # hashes of the user's own functions
+    code_hashes: dict[str, str] = field(default_factory=dict)  # hashes of the user's own functions
     check_lock: Callable[[], None] = lambda: None  # raises: UserError, if another process has taken the workdir
 
     @property
@@ -47,33 +47,33 @@ class Workplace:
         """The local folder of the run: its work directory, or what a bucket has of it."""
         return self.store.folder
 
-    def take(self, record: type, *, shared: bool) -> None:
+    def lock(self, record: type, *, shared: bool) -> None:
         """Checks that all processes have this config, and takes the workdir, which must be new or a run of it.
 
         record: class of the config. shared: whether all processes have this workdir.
         Raises: UserError.
         """
         fields = flatten(self.config)
-        self.code = changes.code_hashes(fields)
+        self.code_hashes = changes.code_hashes(fields)
         alike.check(fields)
         known = records.table(record, self.config)
         if distributed.first():
             check = partial(workdirs.check_workdir, self.workdir, fields, known)
-            self.check_lock = self.opened.enter_context(self.store.taken(check))
-        self.store.settle(shared=shared)
+            self.check_lock = self.resources.enter_context(self.store.locked(check))
+        self.store.prepare_other_processes(shared=shared)
 
 
 @contextmanager
-def at_work(workdir: Path, *, signals: bool, command: bool) -> Iterator[Workplace]:
+def open_work_directory(workdir: Path, *, signals: bool, command: bool) -> Iterator[WorkDirectory]:
     """Yields the workplace of a run whose config is not known yet; `build.build` describes signals and command."""
-    with ExitStack() as opened, stop_signals(opened, signals, command) as stop:
-        opened.callback(WATCHDOG.close)
-        compilations = opened.enter_context(closing(Compilations()))
-        yield Workplace(store_of(workdir), opened, stop, compilations, keep_compilations(), {})
+    with ExitStack() as resources, stop_signals(resources, signals, command) as stop:
+        resources.callback(WATCHDOG.close)
+        compilations = resources.enter_context(closing(Compilations()))
+        yield WorkDirectory(store_of(workdir), resources, stop, compilations, keep_compilations(), {})
 
 
 def open_session(
-    place: Workplace,
+    work_directory: WorkDirectory,
     plan: Plan,
     models: ModelStates,
     mesh: Mesh,
@@ -87,20 +87,20 @@ def open_session(
     with the step after which the run continues, and the accepted changes of rows and code.
     Raises: UserError, if model or data differ from those at the run's start, or the disk has no room.
     """
-    workdir, store, enter = place.workdir, place.store, place.opened.enter_context
+    workdir, store, enter = work_directory.workdir, work_directory.store, work_directory.resources.enter_context
     goes_back = plan.most_rollbacks > 0
-    opened = Checkpoints(store.checkpoints, began_with, plan.checkpoint, mesh, rows, goes_back=goes_back)
-    checkpoints = enter(closing(opened))
-    start, accepted = checkpoints.check_beginning(flatten(place.config))
+    checkpoints = Checkpoints(store.checkpoints, began_with, plan.checkpoint, mesh, rows, goes_back=goes_back)
+    checkpoints = enter(closing(checkpoints))
+    start, accepted = checkpoints.check_beginning(flatten(work_directory.config))
     if distributed.first():
-        with store.named():
+        with store.naming_workdir():
             workdirs.check_log(workdir, start, plan.checkpoint.every)
         checkpoints.check_room(models.shapes(), plan.steps)
-        workdirs.open_workdir(workdir, place.config)
+        workdirs.write_config(workdir, work_directory.config)
         changes.write(workdir, accepted)
-        store.keep()
+        store.sync()
         announce(start, accepted)
-    log = enter(closing(Log(workdir, plan.log, plan.steps, place.config, store.name)))
-    health, rollbacks = Health(workdir, plan.health, log.tell), Rollbacks(workdir, store.keep)
-    fields = workdir, place.check_lock, store.keep, plan, log, health, rollbacks, checkpoints
-    return partial(Session, *fields, place.stop, place.compilations, models)
+    log = enter(closing(Log(workdir, plan.log, plan.steps, work_directory.config, store.name)))
+    health, rollbacks = Health(workdir, plan.health, log.tell), Rollbacks(workdir, store.sync)
+    fields = workdir, work_directory.check_lock, store.sync, plan, log, health, rollbacks, checkpoints
+    return partial(Session, *fields, work_directory.stop, work_directory.compilations, models)

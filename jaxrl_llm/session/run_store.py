@@ -33,22 +33,22 @@ class RunFolder:
         return ""
 
     @contextmanager
-    def taken(self, check: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    def locked(self, check: Callable[[], None]) -> Iterator[Callable[[], None]]:
         """Checks the folder and takes its lock, in process 0. Yields the check of the lock. Raises: UserError."""
         check()
         with locked(self.folder) as lock:
             yield lock.check
 
-    def settle(self, *, shared: bool) -> None:
+    def prepare_other_processes(self, *, shared: bool) -> None:
         """Checks, when process 0 has the lock, that all processes share the folder, if they must. Raises: UserError."""
         if shared:
             agreement.check_shared(self.folder)
 
-    def named(self) -> AbstractContextManager[None]:
+    def naming_workdir(self) -> AbstractContextManager[None]:
         """Makes the errors of a block name the work directory as the user does."""
         return nullcontext()
 
-    def keep(self) -> None:
+    def sync(self) -> None:
         """Copies what is in the folder to where the run is kept, before a checkpoint or a decision counts.
 
         Raises: UserError, if the workdir has vanished. Orbax would make it again, without config and log.
@@ -82,7 +82,7 @@ class RunBucket(RunFolder):
             return self._fs.cat_file(file).decode() if self._fs.exists(file) else ""
 
     @contextmanager
-    def taken(self, check: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    def locked(self, check: Callable[[], None]) -> Iterator[Callable[[], None]]:
         """Takes the lock, fills the local folder from the bucket, and checks it. Yields the check of the lock.
 
         At the end it copies the last lines of the log, and removes the local folder. Raises: UserError.
@@ -90,24 +90,24 @@ class RunBucket(RunFolder):
         with bucket_lock.locked(self._fs, self.name) as lock:
             try:
                 self._restore()
-                with self.named():
+                with self.naming_workdir():
                     check()
                 self._check_lock = lambda: lock.check(now=True)  # another run must not get the log of this one
                 try:
                     yield lock.check
                 finally:
-                    self.keep()
+                    self.sync()
             finally:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
-    def settle(self, *, shared: bool) -> None:
+    def prepare_other_processes(self, *, shared: bool) -> None:
         """Empties the local folders of the other processes, when process 0 has the lock."""
         distributed.wait("bucket")
         if not distributed.first():
             self._clear()
 
     @contextmanager
-    def named(self) -> Iterator[None]:
+    def naming_workdir(self) -> Iterator[None]:
         try:
             yield
         except UserError as error:
@@ -133,7 +133,7 @@ class RunBucket(RunFolder):
                 self._fs.get_file(f"{self.name}/{name}", str(self.folder / name))
                 self._kept[name] = _state(self.folder / name)
 
-    def keep(self) -> None:
+    def sync(self) -> None:
         """Copies the small files that have changed into the bucket, in process 0.
 
         Raises: UserError, if the bucket cannot be written, or another process has taken the lock.

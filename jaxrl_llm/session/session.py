@@ -85,7 +85,7 @@ class Session:
 
     workdir: Path
     check_lock: Callable[[], None]  # raises: UserError, if another process has taken the lock of the workdir
-    keep: Callable[[], None]  # copies what is in the local workdir to where the run is kept
+    sync_workdir: Callable[[], None]  # copies what is in the local workdir to where the run is kept
     plan: Plan
     log: Log
     health: Health
@@ -209,7 +209,7 @@ class Session:
         Raises: UserError, if the workdir has vanished, or its bucket cannot be written.
         """
         self.log.sync()  # a resumed run expects the record of the checkpoint's step in the log
-        self.keep()
+        self.sync_workdir()
         models: PyTree = {name: self.run_state.states[name] for name in self.models.shapes()}
         parts = {MODELS: PartState({}, models)}
         parts |= {name: part.state(seconds) for name, part in self.trainer.stateful_parts.items()}

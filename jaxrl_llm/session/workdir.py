@@ -58,7 +58,7 @@ def check_workdir(workdir: Path, fields: Mapping[str, Any], known: Table) -> Non
             )
 
 
-def beginning(read: Callable[[], str], fields: Mapping[str, Any]) -> dict[str, Any]:
+def initial_values(read: Callable[[], str], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values with which the run began, for the fields that a config leaves open. All processes agree.
 
     read(): returns the text of the run's config.json, "" if the run is new. An open field is schedule_steps = 0, for
@@ -99,7 +99,7 @@ def _is_ours(file: Path) -> bool:
     return file.name.startswith(("launch.", "config.json.partial", agreement.TOKEN, LOCK))
 
 
-def open_workdir(workdir: Path, config: dict[str, Any]) -> None:
+def write_config(workdir: Path, config: dict[str, Any]) -> None:
     """Writes config.json into the workdir. Raises: UserError, if the disk write fails."""
     with disk.writing(workdir):
         disk.replace(workdir / "config.json", json.dumps(config, indent=2) + "\n")

@@ -102,7 +102,7 @@ def test_a_chat_template_writes_the_day_on_which_a_resumed_run_began(tmp_path, m
         opened = build.opened_run(config.copy_and_resolve_references(), tmp_path / "run", recipes.read, lambda *x: x)
         with opened as (place, recipe):
             inputs = build.load(place, recipe, lambda: Path(recipe.model.path))
-            workdir.open_workdir(tmp_path / "run", place.config)
+            workdir.write_config(tmp_path / "run", place.config)
             prompts.append(inputs.tokenizer.decode(inputs.dataset.ids[0]))
     assert prompts == ["24<|user|>0+0<|assistant|>"] * 2
     assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["today"] == "2026-11-24"
