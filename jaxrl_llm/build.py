@@ -45,10 +45,11 @@ from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.machine.memory import device_memory
 from jaxrl_llm.machine.shapes import ShapeCache
 from jaxrl_llm.models import hf
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.recipe import advice, fit
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.rollout.actor import Actor, Lent
-from jaxrl_llm.rollout.environments import EpisodeSettings, open_environments
+from jaxrl_llm.rollout.environments import EnvironmentPool, EpisodeSettings, open_environments
 from jaxrl_llm.rollout.evaluation import evaluate_sets, open_tasks
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.jax.engine import Sampler
@@ -59,7 +60,7 @@ from jaxrl_llm.rollout.samples import CompletionTask, SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.rollout.weights import copy_shapes
 from jaxrl_llm.selftest import self_test
-from jaxrl_llm.selftest.trial import Facts, Subject
+from jaxrl_llm.selftest.trial import RecipeSummary
 from jaxrl_llm.session import banner, checkpoint
 from jaxrl_llm.session import workdir as workdirs
 from jaxrl_llm.session.changes import Change, Rows
@@ -72,14 +73,25 @@ Run = TypeVar("Run")  # a session and the parts of its steps
 COMPILE_ONLY = "compile the programs of the run into the cache of compiled code, in all its shapes, and end"
 
 
-@dataclass
-class Parts(Subject):
-    """The parts of a run of `train`: those that its self-test looks at, and more."""
+@dataclass(kw_only=True)
+class Parts:
+    """Everything that the training steps of one run of `train` need. `rl_step` and the session use it."""
 
-    evaluation: Callable[[Engine], dict[str, float]]  # -> metrics of all evaluation sets
-    export: Callable[[States], None]  # writes the policy as a folder of Hugging Face
-    programs: Callable[[], Iterator[Program]]  # all that the run may compile
-    self_test: Callable[[], None] | None = None  # of a new run
+    actor: Actor
+    learning: Learning
+    packing: Packing
+    model: Decoder
+    tokenizer: Any
+    dataset: data.Dataset
+    stop_ids: tuple[int, ...]
+    environments: EnvironmentPool | None  # None if every completion is one turn
+    shape_cache: ShapeCache
+    open_reward_fn: Callable[[], RewardFn]  # starts further reward processes for the self-test, which closes them
+    recipe_summary: RecipeSummary
+    evaluation: Callable[[Engine], dict[str, float]]  # engine -> metrics of all evaluation sets
+    export: Callable[[States], None]  # writes the policy as a Hugging Face folder
+    programs: Callable[[], Iterator[Program]]  # yields every program that the run may compile
+    self_test: Callable[[], None] | None = None  # tests a new run; None if config.health.self_test is off
 
     @property
     def stateful_parts(self) -> Mapping[str, StatefulPart]:
@@ -105,7 +117,7 @@ def build(
 ) -> AbstractContextManager[tuple[Session, Parts]]:
     """Opens the run of `config` in `workdir`, and closes it on every exit: the checkpoints last, then the lock.
 
-    An exception in the block, as that of Ctrl-C, saves the run first, unless it is a UserError (`Interrupts`). signals:
+    An exception in the block, as that of Ctrl-C, saves the run first, unless it is a UserError (`SaveOnInterrupt`). signals:
     SIGTERM and a closed terminal raise KeyboardInterrupt. command: this process is for this run alone, and a signal
     ends both, with exit code 0 (`StopSignals`). Raises: UserError, for an error that the user can fix.
     """
@@ -221,20 +233,20 @@ def make_run(work_directory: WorkDirectory, recipe: Recipe) -> tuple[Session, Pa
     actor = make_actor(work_directory, recipe, inputs, room)
     reward = recipe.reward
     parts = Parts(
-        actor,
-        learning,
-        packing,
-        models.model,
-        inputs.tokenizer,
-        inputs.dataset,
-        inputs.stop_ids,
-        inputs.environments,
-        inputs.shape_cache,
-        partial(RewardFn, reward.functions, reward.weights, reward.timeout),
-        self_test_facts(recipe, inputs.tools),
-        make_evaluation(work_directory, recipe, inputs),
-        partial(inputs.export, work_directory, learning.learners["policy"]),
-        partial(run_programs, recipe, inputs, learning, packing, actor.engine),
+        actor=actor,
+        learning=learning,
+        packing=packing,
+        model=models.model,
+        tokenizer=inputs.tokenizer,
+        dataset=inputs.dataset,
+        stop_ids=inputs.stop_ids,
+        environments=inputs.environments,
+        shape_cache=inputs.shape_cache,
+        open_reward_fn=partial(RewardFn, reward.functions, reward.weights, reward.timeout),
+        recipe_summary=summarize_recipe(recipe, inputs.tools),
+        evaluation=make_evaluation(work_directory, recipe, inputs),
+        export=partial(inputs.export, work_directory, learning.learners["policy"]),
+        programs=partial(run_programs, recipe, inputs, learning, packing, actor.engine),
     )
     session = outputs(parts)
     if recipe.health.self_test:
@@ -242,9 +254,9 @@ def make_run(work_directory: WorkDirectory, recipe: Recipe) -> tuple[Session, Pa
     return session, parts
 
 
-def run_self_test(session: Session, subject: Subject) -> None:
-    """Runs the self-test of a new run, and tells what it finds. Stops nothing."""
-    session.health.add(0, self_test.at_start(subject, session.run_state.states, session.log.say))
+def run_self_test(session: Session, parts: Parts) -> None:
+    """Runs the self-test of a new run and reports its findings, which do not stop the run."""
+    session.health.add(0, self_test.at_start(parts, session.run_state.states, session.log.say))
 
 
 def make_learning(
@@ -414,9 +426,9 @@ def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int, room: i
     return sizes_of(prompts, recipe.group_size, width, length, **bounds)
 
 
-def self_test_facts(recipe: Recipe, tools: list[dict[str, Any]]) -> Facts:
-    """Returns what the self-test needs to know of a recipe; tools: schemas that the chat template describes."""
-    return Facts(
+def summarize_recipe(recipe: Recipe, tools: list[dict[str, Any]]) -> RecipeSummary:
+    """Returns the fields of a recipe that the self-test needs. tools: schemas that the chat template describes."""
+    return RecipeSummary(
         dtype=recipe.model.dtype,
         gradient_dtype=recipe.optim.gradient_dtype,
         in_trainer=recipe.chosen_engine.in_trainer and not recipe.chosen_engine.rounds,

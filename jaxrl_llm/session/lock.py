@@ -45,17 +45,17 @@ class Lock:
         """
         first, former, since = None, None, time.monotonic()
         while True:
-            before = self._seen()
+            before = self._read()
             former = before or former
             with suppress(Timeout, LeaseSettingsMismatch):
                 self._lease.acquire()
                 break
             if not before:
                 continue
-            if before.ended():
+            if before.is_owner_dead():
                 self._remove(before)
-            elif before.here() or (first and first != before and before.owner):
-                raise UserError(self._in_use(before.owner))
+            elif before.is_on_this_host() or (first and first != before and before.owner):
+                raise UserError(self._in_use_message(before.owner))
             elif first != before:  # the first one seen, or one that was made just now and does not name its owner yet
                 if not first:
                     watching = f"watching for {STALE:.0f} s whether it renews it"
@@ -82,23 +82,23 @@ class Lock:
                 f"{STALE:.0f} s (it was stopped, or the disk did not answer): end one of the two runs"
             )
 
-    def _seen(self) -> Seen | None:
+    def _read(self) -> LockReading | None:
         """Returns what the lock's file shows; None: there is no file."""
         with suppress(FileNotFoundError):
             found = self.file.stat()
-            return Seen(self._lease.owner, found.st_ino, found.st_mtime_ns)
+            return LockReading(self._lease.owner, found.st_ino, found.st_mtime_ns)
         return None
 
-    def _remove(self, judged: Seen) -> None:
+    def _remove(self, judged: LockReading) -> None:
         """Removes a stale lock where the file system cannot exchange two names, as NFS: there filelock does not do it.
 
         Of several processes that judged the same lock, only one removes it: none may remove the lock of the first.
         """
         with suppress(Timeout), SoftFileLock(f"{self.file}.taken", timeout=POLL):
-            if self._seen() == judged:
+            if self._read() == judged:
                 self._lease.force_break()
 
-    def _in_use(self, owner: OwnerRecord | None) -> str:
+    def _in_use_message(self, owner: OwnerRecord | None) -> str:
         with TemporaryFile(dir=self._workdir) as now, suppress(FileNotFoundError):  # the clock of the disk itself
             seconds = max(os.fstat(now.fileno()).st_mtime - self.file.stat().st_mtime, 0)
             return (
@@ -108,19 +108,19 @@ class Lock:
         return f"--workdir {self._workdir} was in use by {_name(owner)} until now: start again"
 
 
-class Seen(NamedTuple):
+class LockReading(NamedTuple):
     """A lock's file: while its owner renews it, it changes."""
 
     owner: OwnerRecord | None  # None: not yet written
     inode: int
     modified: int  # nanoseconds
 
-    def ended(self) -> bool:
+    def is_owner_dead(self) -> bool:
         """Returns whether the owner was a process of this host, and has ended."""
         owner = self.owner
         return owner is not None and owner_is_stale(owner.pid, owner.hostname, owner.start)
 
-    def here(self) -> bool:
+    def is_on_this_host(self) -> bool:
         """Returns whether the owner is a process of this host."""
         return self.owner is not None and self.owner.hostname == host_name()
 

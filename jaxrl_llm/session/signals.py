@@ -22,7 +22,7 @@ NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the
 ERRORS = {"GeneratorExit": "the end of the caller's loop", "KeyboardInterrupt": "Ctrl-C"}
 
 
-class Received:
+class SignalReader:
     """Reads the signals of NAMES in a thread: Python runs no signal handler while the main thread is in a long call."""
 
     def __init__(self, came: Callable[[int], object]):
@@ -91,7 +91,7 @@ class StopSignals(Stop):
     def __enter__(self) -> StopSignals:
         # The handlers are restored after all resources that are opened later have closed. The thread that ends the run
         # cannot restore them, and ends the process.
-        self._opened.callback(Received(self._came).close)
+        self._opened.callback(SignalReader(self._came).close)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -158,7 +158,7 @@ class AgreedSignals(Stop):
         self._error: BaseException = SystemExit(0) if command else KeyboardInterrupt()
 
     def __enter__(self) -> AgreedSignals:
-        self._received = Received(self._came)
+        self._received = SignalReader(self._came)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -180,7 +180,7 @@ class AgreedSignals(Stop):
             raise self._error
 
 
-class Interrupts(Stop):
+class SaveOnInterrupt(Stop):
     """Context for a run in the caller's process, as a notebook or a sweep: it saves when it is left early, and raises.
 
     The run is left early by Ctrl-C, by an exception of the caller, or when the caller closes its generator. With
@@ -193,7 +193,7 @@ class Interrupts(Stop):
         self._numbers = tuple(NAMES) if signals else ()
         self._whole, self._pending = True, 0
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> SaveOnInterrupt:
         self._before = _handled(self._numbers, self._raise)
         return self
 
@@ -236,7 +236,7 @@ class Interrupts(Stop):
 Handler: TypeAlias = Callable[[int, Any], Any]
 
 
-def stop_signals(opened: ExitStack, signals: bool, command: bool) -> StopSignals | AgreedSignals | Interrupts:
+def stop_signals(opened: ExitStack, signals: bool, command: bool) -> StopSignals | AgreedSignals | SaveOnInterrupt:
     """Returns the handling of signals. opened: closes the run's resources.
 
     signals: signals that end a process save and end the run too. command: they end this process as well, with exit
@@ -244,7 +244,7 @@ def stop_signals(opened: ExitStack, signals: bool, command: bool) -> StopSignals
     """
     if distributed.count() > 1 and (signals or command):
         return AgreedSignals(command)
-    return StopSignals(opened) if command else Interrupts(signals)
+    return StopSignals(opened) if command else SaveOnInterrupt(signals)
 
 
 def _handled(numbers: Iterable[int], handler: Handler) -> dict[int, Any]:
