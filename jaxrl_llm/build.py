@@ -63,14 +63,14 @@ from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.trial import RecipeSummary
 from jaxrl_llm.session import banner, checkpoint
 from jaxrl_llm.session import workdir as workdirs
-from jaxrl_llm.session.changes import Change, Rows
+from jaxrl_llm.session.changes import Rows
 from jaxrl_llm.session.inputs import Inputs
 from jaxrl_llm.session.opening import WorkDirectory, open_session, open_work_directory
-from jaxrl_llm.session.session import ModelStates, Session, Trainer
+from jaxrl_llm.session.session import ModelStates, Session
 from jaxrl_llm.structs import Config, PyTree, StatefulPart
 
-Run = TypeVar("Run")  # a session and the parts of its steps
-COMPILE_ONLY = "compile the programs of the run into the cache of compiled code, in all its shapes, and end"
+Run = TypeVar("Run")  # a pair of a session and the parts of its steps
+COMPILE_ONLY = "compile all programs of the run into the compilation cache, and exit without training"
 
 
 @dataclass(kw_only=True)
@@ -95,19 +95,19 @@ class Parts:
 
     @property
     def stateful_parts(self) -> Mapping[str, StatefulPart]:
-        """What a checkpoint keeps beside the states: the shapes in which a run learns, and where it is in the data."""
+        """Parts that a checkpoint holds besides the models' states: the shape cache, and the position in the data."""
         return {"shapes": self.shape_cache, checkpoint.SAMPLES: self.actor}
 
     def start(self, states: States, step: int, attempt: int) -> Lent:
-        """Lends the engine the first weights, after `step`."""
+        """Pushes the initial weights to the engine and returns their lease; training resumes after `step`."""
         return self.actor.begin(states, self.learning.policy(states), step, attempt)
 
     def wait_until_idle(self) -> None:
-        """Waits until the engine has the last weights, and checks them. Raises: UserError, if it does not have them."""
+        """Waits until the engine has received the last weights. Raises: UserError, if the engine has other weights."""
         self.actor.lent.take_back()
 
     def evaluate(self, states: States) -> dict[str, float]:
-        """Returns the metrics of an evaluation of the last pushed weights, which are those of the states."""
+        """Returns the metrics of an evaluation by the engine, whose last pushed weights equal those of `states`."""
         self.actor.wait()
         return self.evaluation(self.actor.engine)
 
@@ -115,18 +115,19 @@ class Parts:
 def build(
     config: Config, workdir: str | Path, *, signals: bool = False, command: bool = False
 ) -> AbstractContextManager[tuple[Session, Parts]]:
-    """Opens the run of `config` in `workdir`, and closes it on every exit: the checkpoints last, then the lock.
+    """Opens the run of `config` in `workdir`, and closes it on every exit from the block.
 
-    An exception in the block, as that of Ctrl-C, saves the run first, unless it is a UserError (`SaveOnInterrupt`). signals:
-    SIGTERM and a closed terminal raise KeyboardInterrupt. command: this process is for this run alone, and a signal
-    ends both, with exit code 0 (`StopSignals`). Raises: UserError, for an error that the user can fix.
+    An exception in the block, such as that of Ctrl-C, saves the run first, unless it is a UserError.
+    signals: True if SIGTERM and a closed terminal raise KeyboardInterrupt (`SaveOnInterrupt`). command: True if the
+    process exists for this run alone, so that a signal ends the process with exit code 0 (`StopSignals`).
+    Raises: UserError, for an error that the user can fix.
     """
     return opened_run(config, workdir, recipes.read, make_run, signals=signals, command=command)
 
 
 def compile_only(config: Config) -> None:
-    """Compiles the programs of a run into the cache, in all shapes that it may use, without a step."""
-    # Each process has a workdir of its own.
+    """Compiles the programs of a run, in all shapes that it may use, into the compilation cache. Runs no step."""
+    # Each process uses a temporary directory of its own as its work directory.
     with TemporaryDirectory() as folder, opened_run(config, folder, recipes.read, make_run, shared=False) as run:
         session, parts = run
         compile_all(parts.programs(), session.log.say)
@@ -143,9 +144,10 @@ def opened_run(
     command: bool = False,
     shared: bool = True,
 ) -> Iterator[Run]:
-    """Reads and checks a config, takes the workdir, and yields make(place, recipe): in this order.
+    """Reads and checks a config, locks the work directory, and then yields make(work_directory, recipe).
 
-    shared: all processes have the same workdir. For the others, see `build`. Raises: UserError.
+    read(config) -> recipe. shared: True if all processes use the same work directory. signals, command: the arguments
+    of `build`. Raises: UserError.
     """
     config, workdir = with_names(config), Path(workdir)
     with open_work_directory(workdir, signals=signals, command=command) as work_directory:
@@ -159,13 +161,16 @@ def opened_run(
             compute_deterministically()
         work_directory.lock(type(recipe), shared=shared)
         run = make(work_directory, recipe)
-        if command:  # here all processes have loaded their data and models, for which there is no bound
+        if command:  # the watchdog starts only now, because loading models and data may take any time
             WATCHDOG.start(recipe.health.hang_minutes, distributed.end)
         yield run
 
 
 def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callable[[], Path]) -> Inputs:
-    """Loads and checks mesh, models and rows, in this order. find() -> folder of the model. Raises: UserError."""
+    """Makes the mesh, and loads and checks the models and rows of a run.
+
+    find() -> folder of the policy's model. Raises: UserError, naming the config field that does not fit.
+    """
     mesh, sampler_mesh = sharding.make_meshes(recipe.sampler_devices, **recipe.mesh)
     fit.check_batch_fits_mesh(recipe.sizes, mesh)
     folder = find()
@@ -192,17 +197,26 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
         fit.check_positions(recipe, cfg, dataset, whose=f"those of config.{name}.path,")
     stop_ids = hf.stop_ids(folder, tokenizer)
     dataset = data.check_turn_end(dataset, tokenizer, recipe.data.template_args(tools), stop_ids)
-    # Load now, to find wrong files before anything is written. A resumed run restores its parameters instead.
-    # Only process 0 looks for a folder that may not be there yet: NFS would go on telling others that it is not.
-    saved = distributed.first() and checkpoint.has_checkpoint(work_directory.store.checkpoints)
-    begins = recipe.model.path and not models.adapters and not distributed.exchange(saved)[0]
-    first_params = [hf.load_params(folder, model, mesh, parts=models.parts)] if begins else []
-    base = load_beside(models)
-    shape_cache = work_directory.resources.enter_context(closing(ShapeCache()))
-    rows = tokenizer, dataset, sets, environments, tools, stop_ids
-    inputs = Inputs(models, *rows, shape_cache, first_params, base, sampler_mesh)
-    files = {f"the content of config.{field}": digest for field, digest in inputs.began_with.items()}
-    agreement.check_alike({}, files)
+    # A new run loads its parameters here, so that wrong files are found before anything is written. A resumed run
+    # restores its parameters instead. Only process 0 looks for the checkpoint folder, because NFS caches a failed
+    # lookup and would hide the folder from the other processes later.
+    has_checkpoint = distributed.first() and checkpoint.has_checkpoint(work_directory.store.checkpoints)
+    is_new_run = recipe.model.path and not models.adapters and not distributed.exchange(has_checkpoint)[0]
+    inputs = Inputs(
+        models=models,
+        tokenizer=tokenizer,
+        dataset=dataset,
+        held_out=sets,
+        environments=environments,
+        tools=tools,
+        stop_ids=stop_ids,
+        shape_cache=work_directory.resources.enter_context(closing(ShapeCache())),
+        first_params=[hf.load_params(folder, model, mesh, parts=models.parts)] if is_new_run else [],
+        base=load_beside(models),
+        sampler_mesh=sampler_mesh,
+    )
+    file_hashes = {f"the content of config.{field}": digest for field, digest in inputs.began_with.items()}
+    agreement.check_alike({}, file_hashes)
     return inputs
 
 
@@ -222,15 +236,15 @@ def make_run(work_directory: WorkDirectory, recipe: Recipe) -> tuple[Session, Pa
     packing = make_packing(models, learning, inputs.shape_cache)
     sampler_mesh = inputs.sampler_mesh
     states, memory = learning.held(recipe.frozen, inputs.base), device_memory(sampler_mesh.local_devices[0])
-    room = cache_memory(recipe, models, learning, sampler_mesh, states, memory)
-    stream = stream_sizes(recipe, models, sampler_mesh, inputs.dataset.width, room) if in_trainer else None
+    cache_limit = cache_memory(recipe, models, learning, sampler_mesh, states, memory)
+    stream = stream_sizes(recipe, models, sampler_mesh, inputs.dataset.width, cache_limit) if in_trainer else None
     rows = banner.models_table(learning.scorers, learning.learners)
     terms = ["KL"] * bool(recipe.kl) + ["importance weights"] * recipe.weighs
     rows += banner.truncation_table(recipe.rollout.sampling, terms)
     rows += banner.sampler_table(sampler_mesh, recipe.sampler_devices)
     rows += banner.shapes_table(stream, packing.shape_policy.shapes)
-    outputs = open_outputs(work_directory, recipe, inputs, learning, rows, inputs.dataset.counts())
-    actor = make_actor(work_directory, recipe, inputs, room)
+    session = open_run_session(work_directory, recipe, inputs, learning, rows, inputs.dataset.counts())
+    actor = make_actor(work_directory, recipe, inputs, cache_limit)
     reward = recipe.reward
     parts = Parts(
         actor=actor,
@@ -248,7 +262,7 @@ def make_run(work_directory: WorkDirectory, recipe: Recipe) -> tuple[Session, Pa
         export=partial(inputs.export, work_directory, learning.learners["policy"]),
         programs=partial(run_programs, recipe, inputs, learning, packing, actor.engine),
     )
-    session = outputs(parts)
+    session.trainer = parts
     if recipe.health.self_test:
         parts.self_test = partial(run_self_test, session, parts)
     return session, parts
@@ -262,10 +276,10 @@ def run_self_test(session: Session, parts: Parts) -> None:
 def make_learning(
     recipe: Recipe, models: Models, params: Callable[[], PyTree], base: PyTree, other: Callable[[str], Frozen]
 ) -> Learning:
-    """Combines scorers, credit and learners.
+    """Builds the scorers, the credit assignment and the learners of a run.
 
-    params() returns the policy's first parameters, if all of them learn; base: parameters beside its adapters.
-    other(section) -> a model that never learns.
+    params() -> initial parameters of the policy, called only if all of them learn. base: frozen parameters under the
+    policy's adapters, None without adapters. other(section) -> frozen model of a config section such as "reference".
     """
     sizes, mesh, sampling, needed = recipe.sizes, models.mesh, recipe.rollout.sampling, recipe.columns
     learns = policy_parameters(models, params, base, recipe.seed)
@@ -292,16 +306,16 @@ def make_learning(
         learner, scorers["critic"] = make_critic(
             critic, recipe.model, folder, mesh, aggregate, sizes=sizes, shared=shared, lowers=recipe.lowers
         )
-        learners = {"critic": learner} | learners  # first: it learns before the policy
-    anchored = "ref_logprobs" in needed
-    reference = make_reference(models, learners["policy"], learns, recipe.refresh) if anchored else None
+        learners = {"critic": learner} | learners  # learners update in this order: the critic before the policy
+    has_reference = "ref_logprobs" in needed
+    reference = make_reference(models, learners["policy"], learns, recipe.refresh) if has_reference else None
     credit = make_credit(recipe.credit, mesh)
     charged, on_host = recipe.credit.kl is not None, recipe.host_memory
     return Learning(mesh, sampling, scorers, credit, charged, learners, reference, on_host, sizes, recipe.seed)
 
 
 def policy_learner(recipe: Recipe | SftRecipe, models: Models, objective: Objective, learns: Parameters) -> Learner:
-    """Builds the learner of an objective, for the parameters of the policy that learn."""
+    """Builds the policy's learner. objective: loss to minimize. learns: parameters that the optimizer changes."""
     return update.make_learner(
         objective,
         recipe.optimizer,
@@ -312,22 +326,25 @@ def policy_learner(recipe: Recipe | SftRecipe, models: Models, objective: Object
     )
 
 
-def open_outputs(
+def open_run_session(
     work_directory: WorkDirectory,
     recipe: Recipe | SftRecipe,
     inputs: Inputs,
     models: ModelStates,
-    rows: Sequence[tuple[str, Any]],
+    banner_rows: Sequence[tuple[str, Any]],
     counts: list[int],
-) -> Callable[[Trainer], Session]:
-    """Opens the session of a run, whose checkpoints hold `models`, and prints the banner with `rows`.
+) -> Session:
+    """Opens the session of a run and prints the banner. The caller sets `Session.trainer`.
 
-    counts: numbers of rows of each source that the order of the data has. Raises: UserError.
+    models: states that the checkpoints hold. banner_rows: further rows of the banner. counts: number of training rows
+    of each source of the data. Raises: UserError.
     """
     mesh, cfg = inputs.models.mesh, inputs.models.model.cfg
-
-    def announce(start: int, changes: Sequence[Change]) -> None:
-        judged = advice.RunSettings(recipe, cfg.width, mesh.devices.flat[0].platform)
+    data_rows = Rows({"data.source": counts} | inputs.eval_counts, inputs.dataset.prompts())
+    hashes = inputs.began_with | work_directory.code_hashes
+    session, start, changes = open_session(work_directory, recipe.plan, models, mesh, hashes, data_rows)
+    if distributed.first():
+        settings = advice.RunSettings(recipe, cfg.width, mesh.devices.flat[0].platform)
         banner.print_banner(
             f"jaxrl_llm.{recipe.program}: {work_directory.store.name}",
             [
@@ -336,26 +353,21 @@ def open_outputs(
                 *banner.totals_table(recipe.sizes),
                 *banner.start_table(start, recipe.num_steps, changes),
                 *banner.rollback_table(recipe.health, recipe.checkpoint.every),
-                *rows,
+                *banner_rows,
                 *banner.adapters_table(inputs.models.adapters),
                 ("compiled code", work_directory.compilation_cache),
             ],
-            # What is known to go wrong with these settings.
             lines=[
                 *banner.shortened_warmups(recipe.warmups()),
                 *banner.unconfined(recipe.reward),
-                *map(Finding.line, advice.findings(judged)),
+                *map(Finding.line, advice.findings(settings)),  # settings that are known to fail
             ],
         )
-
-    now = Rows({"data.source": counts} | inputs.eval_counts, inputs.dataset.prompts())
-    return open_session(
-        work_directory, recipe.plan, models, mesh, inputs.began_with | work_directory.code_hashes, now, announce
-    )
+    return session
 
 
-def make_actor(work_directory: WorkDirectory, recipe: Recipe, inputs: Inputs, room: int) -> Actor:
-    """Starts the engine and builds the actor. room: bytes that `cache_memory` returns."""
+def make_actor(work_directory: WorkDirectory, recipe: Recipe, inputs: Inputs, cache_limit: int) -> Actor:
+    """Starts the engine and builds the actor. cache_limit: bytes of `cache_memory`."""
     dataset, resources, mesh = inputs.dataset, work_directory.resources, inputs.models.mesh
     collate = partial(data.make_prompts, dataset, pad_id=inputs.tokenizer.pad_token_id)
     curriculum, iterator = drawn(dataset, collate, recipe.data, batch=recipe.prompts_per_step, seed=recipe.seed)
@@ -363,19 +375,19 @@ def make_actor(work_directory: WorkDirectory, recipe: Recipe, inputs: Inputs, ro
     reward_fn = resources.enter_context(closing(RewardFn(reward.functions, reward.weights, reward.timeout)))
     engine = recipe.chosen_engine.start(
         EngineInputs(
-            inputs.models.model,
-            mesh,
-            inputs.models.folder,
-            work_directory.workdir,
-            inputs.width,
-            recipe.rollout.max_completion_tokens,
-            inputs.stop_ids,
-            inputs.tokenizer.pad_token_id,
-            recipe.sizes.sequences_per_step,
-            room,
-            recipe.observation_tokens,
-            inputs.picture_limits,
-            inputs.sampler_mesh,
+            model=inputs.models.model,
+            mesh=mesh,
+            folder=inputs.models.folder,
+            workdir=work_directory.workdir,
+            max_prompt_tokens=inputs.width,
+            max_completion_tokens=recipe.rollout.max_completion_tokens,
+            stop_ids=inputs.stop_ids,
+            pad_id=inputs.tokenizer.pad_token_id,
+            sequences_per_step=recipe.sizes.sequences_per_step,
+            cache_bytes=cache_limit,
+            observation_tokens=recipe.observation_tokens,
+            pictures=inputs.picture_limits,
+            sampler_mesh=inputs.sampler_mesh,
         )
     )
     resources.enter_context(closing(engine))
@@ -400,27 +412,28 @@ def make_actor(work_directory: WorkDirectory, recipe: Recipe, inputs: Inputs, ro
 
 
 def cache_memory(recipe: Recipe, models: Models, learning: Learning, mesh: Mesh, states: PyTree, memory: int) -> int:
-    """Returns the bytes of a device that the cache of the in-JAX engine may take; 0: no bound is known.
+    """Returns how many bytes of each device the key-value cache of the in-JAX engine may use; 0 = unknown.
 
-    mesh: mesh of the engine; states: arrays in memory, or their shapes; memory: bytes of a device, 0 = unknown.
+    mesh: device mesh of the engine. states: arrays of the trainer in device memory, or their shapes. memory: bytes of
+    a device, 0 = unknown.
     """
     policy = learning.learners["policy"]
     params, in_int8 = policy.all_parameters(policy.shapes), recipe.chosen_engine.in_int8
-    copy = copy_shapes(models.model, mesh, models.mesh, params, in_int8=in_int8)
-    held = () if recipe.sampler_devices else resident(states, recipe.host_memory)
-    return cache_bytes(memory, (copy, held), beside_learning=recipe.samples_beside_learning)
+    sampler_weights = copy_shapes(models.model, mesh, models.mesh, params, in_int8=in_int8)
+    trainer_states = () if recipe.sampler_devices else resident(states, recipe.host_memory)
+    return cache_bytes(memory, (sampler_weights, trainer_states), beside_learning=recipe.samples_beside_learning)
 
 
-def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int, room: int) -> StreamSizes:
-    """Returns the sizes of a step's sampling by the in-JAX engine on its mesh, for prompts of this width.
+def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int, cache_limit: int) -> StreamSizes:
+    """Returns the array sizes with which the in-JAX engine samples a step.
 
-    room: bytes that `cache_memory` returns.
+    mesh: device mesh of the engine. width: P, tokens of a padded prompt. cache_limit: bytes of `cache_memory`.
     """
     choice, length, (prompts, enough) = recipe.chosen_engine, recipe.rollout.max_completion_tokens, recipe.sampled
     bounds: dict[str, Any] = dict(
         max_sequences=at_once(choice.max_sequences, enough * recipe.group_size),
         pages=choice.pages,
-        cache_bytes=room,
+        cache_bytes=cache_limit,
         kind=page_kind(mesh, models.model.cfg, choice.cache_dtype)._replace(observation=recipe.observation_tokens),
     )
     return sizes_of(prompts, recipe.group_size, width, length, **bounds)
@@ -444,7 +457,7 @@ def summarize_recipe(recipe: Recipe, tools: list[dict[str, Any]]) -> RecipeSumma
 def run_programs(
     recipe: Recipe, inputs: Inputs, learning: Learning, packing: Packing, engine: Engine
 ) -> Iterator[Program]:
-    """Yields all programs that a run may compile."""
+    """Yields every program that a run may compile, for `--compile_only`."""
     policy = learning.learners["policy"]
     if isinstance(engine, Sampler):
         for batch in sampled_batches(recipe, inputs):
@@ -455,22 +468,29 @@ def run_programs(
 
 
 def sampled_batches(recipe: Recipe, inputs: Inputs) -> list[dict[str, Any]]:
-    """Returns sizes and sampling of the batches that the engine samples, as arguments of `Sampler.programs`."""
-    of = lambda rows: dict(width=rows.width, image_sizes=rows.image_sizes)  # noqa: E731
-    prompts, greedy = of(inputs.dataset), dict(group=1, sampling=Sampling(0.0))
-    drawn_as = dict(group=recipe.group_size, sampling=recipe.rollout.sampling)
-    batches: list[dict[str, Any]] = [recipe.sampled._asdict() | prompts | drawn_as]
+    """Returns sizes and sampling settings of each batch that the engine samples, as arguments of `Sampler.programs`."""
+
+    def prompt_sizes(rows: data.Dataset) -> dict[str, Any]:
+        return dict(width=rows.width, image_sizes=rows.image_sizes)
+
+    training, greedy = prompt_sizes(inputs.dataset), dict(group=1, sampling=Sampling(0.0))
+    sampled = dict(group=recipe.group_size, sampling=recipe.rollout.sampling)
+    batches: list[dict[str, Any]] = [recipe.sampled._asdict() | training | sampled]
     if recipe.estimator.needs_greedy:
-        batches.append(dict(prompts=recipe.prompts_per_step) | prompts | greedy)
-    batches += [dict(prompts=len(problems.rows)) | of(problems) | greedy for problems in inputs.held_out.values()]
+        batches.append(dict(prompts=recipe.prompts_per_step) | training | greedy)
+    for problems in inputs.held_out.values():
+        batches.append(dict(prompts=len(problems.rows)) | prompt_sizes(problems) | greedy)
     return batches
 
 
 def make_evaluation(
     work_directory: WorkDirectory, recipe: Recipe | SftRecipe, inputs: Inputs
 ) -> Callable[[Engine], dict[str, float]]:
-    """Returns `evaluation(engine)` -> metrics of greedy completions on the evaluation sets that a function judges."""
+    """Returns a function of the engine, which samples greedy completions for the evaluation sets and judges them.
+
+    The function returns the metrics of all sets that have a reward function.
+    """
     timeout, sequences = recipe.reward.timeout, recipe.sizes.sequences_per_step
     tasks = open_tasks(recipe.eval_sets, inputs.tokenizer, inputs.environments, timeout, work_directory.resources)
-    facts = dict(sequences=sequences, mesh=inputs.models.mesh, seed=recipe.seed)
-    return partial(evaluate_sets, tasks=tasks, datasets=inputs.held_out, **facts)
+    settings = dict(sequences=sequences, mesh=inputs.models.mesh, seed=recipe.seed)
+    return partial(evaluate_sets, tasks=tasks, datasets=inputs.held_out, **settings)

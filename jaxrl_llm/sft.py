@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.algorithms.supervised import PREFERRED
-from jaxrl_llm.build import load, make_evaluation, open_outputs, opened_run, policy_learner
+from jaxrl_llm.build import load, make_evaluation, open_run_session, opened_run, policy_learner
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.config.records import Call
 from jaxrl_llm.data import order
@@ -163,7 +163,9 @@ def make_run(work_directory: WorkDirectory, recipe: SftRecipe) -> tuple[Session,
     table = [("over-long completions dropped", len(answers) - len(short))]
     if equal := sum(len(answers[i]) > 1 and answers[i][0] == answers[i][1] for i in short):
         table.append(("pairs of equal completions, which teach nothing", equal))
-    return open_outputs(work_directory, recipe, inputs, learning, table, [len(short)])(parts), parts
+    session = open_run_session(work_directory, recipe, inputs, learning, table, [len(short)])
+    session.trainer = parts
+    return session, parts
 
 
 def find_model(work_directory: WorkDirectory, recipe: SftRecipe) -> Path:
