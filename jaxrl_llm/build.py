@@ -282,9 +282,9 @@ def make_learning(
     policy's adapters, None without adapters. other(section) -> frozen model of a config section such as "reference".
     """
     sizes, mesh, sampling, needed = recipe.sizes, models.mesh, recipe.rollout.sampling, recipe.columns
-    learns = policy_parameters(models, params, base, recipe.seed)
+    trained_parameters = policy_parameters(models, params, base, recipe.seed)
     scorers = make_scorers(
-        models.model, sampling, mesh, needed, at_once=sizes.at_once, exact=recipe.exact, base=learns.base
+        models.model, sampling, mesh, needed, at_once=sizes.at_once, exact=recipe.exact, base=trained_parameters.base
     )
     for name in recipe.frozen:
         scorers[name] = make_frozen_scorer(name, other(name), sizes.microbatch, sampling, mesh)
@@ -298,23 +298,27 @@ def make_learning(
         correct=recipe.importance_weights,
         off_policy=recipe.mask.off_policy,
     )
-    policy = policy_learner(recipe, models, objective, learns)
+    policy = policy_learner(recipe, models, objective, trained_parameters)
     learners = {"policy": replace(policy, frozen_steps=sizes.critic_steps)}
     if critic := recipe.critic:
-        shared = learns if models.adapters and not critic.path else None
+        shared = trained_parameters if models.adapters and not critic.path else None
         folder = models.others.get("critic", models.folder)
         learner, scorers["critic"] = make_critic(
             critic, recipe.model, folder, mesh, aggregate, sizes=sizes, shared=shared, lowers=recipe.lowers
         )
         learners = {"critic": learner} | learners  # learners update in this order: the critic before the policy
     has_reference = "ref_logprobs" in needed
-    reference = make_reference(models, learners["policy"], learns, recipe.refresh) if has_reference else None
+    reference = (
+        make_reference(models, learners["policy"], trained_parameters, recipe.refresh) if has_reference else None
+    )
     credit = make_credit(recipe.credit, mesh)
     charged, on_host = recipe.credit.kl is not None, recipe.host_memory
     return Learning(mesh, sampling, scorers, credit, charged, learners, reference, on_host, sizes, recipe.seed)
 
 
-def policy_learner(recipe: Recipe | SftRecipe, models: Models, objective: Objective, learns: Parameters) -> Learner:
+def policy_learner(
+    recipe: Recipe | SftRecipe, models: Models, objective: Objective, trained_parameters: Parameters
+) -> Learner:
     """Builds the policy's learner. objective: loss to minimize. learns: parameters that the optimizer changes."""
     return update.make_learner(
         objective,
@@ -322,7 +326,7 @@ def policy_learner(recipe: Recipe | SftRecipe, models: Models, objective: Object
         mesh=models.mesh,
         microbatch=recipe.microbatch,
         aggregate=partial(losses.aggregation_weights, **recipe.aggregate),
-        **learns._asdict(),
+        **trained_parameters._asdict(),
     )
 
 
