@@ -20,7 +20,7 @@ from jaxrl_llm.session.profile import Profile, steps_of
 from jaxrl_llm.session.record import Record
 from jaxrl_llm.session.rollback import Rollbacks
 from jaxrl_llm.session.settings import Plan
-from jaxrl_llm.session.signals import SECONDS, Stop
+from jaxrl_llm.session.signals import PREEMPTION_SECONDS, Stop
 from jaxrl_llm.structs import PartState, PyTree, StatefulPart
 
 
@@ -245,12 +245,12 @@ class Session:
         if self.run_state.unwritten_record:
             self.log.write(self.run_state.unwritten_record)
         if self.run_state.saved_step < self.run_state.step:
-            self.save(seconds=max(SECONDS / 2 - self.stop.seconds, 0))
+            self.save(seconds=max(PREEMPTION_SECONDS / 2 - self.stop.seconds, 0))
         self.log.finish()
         self.checkpoints.wait()
         # The export is smaller than a checkpoint and replaces the old folder only when it is complete. It is skipped
         # while `restore` runs, because the states are empty then.
         seconds = max(distributed.exchange(self.stop.seconds))  # the same decision in all processes
-        if self.run_state.states and self.run_state.step and seconds < SECONDS / 2:
+        if self.run_state.states and self.run_state.step and seconds < PREEMPTION_SECONDS / 2:
             self.trainer.export(self.run_state.states)
-        self.log.end(self.run_state.step, self.compilations, self.stop.used())
+        self.log.end(self.run_state.step, self.compilations, self.stop.ending_text())

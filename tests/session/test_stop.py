@@ -142,7 +142,7 @@ def test_a_signal_that_is_ignored_stays_ignored_as_nohup_wants_it(tmp_path):
 ])  # fmt: skip
 def test_a_run_in_the_callers_process_saves_when_it_is_left_early_and_raises(error, saves):
     saved, stop = [], SaveOnInterrupt(signals=False)
-    stop.finish = lambda: saved.append(stop.used())
+    stop.finish = lambda: saved.append(stop.ending_text())
     with nullcontext() if error is None else pytest.raises(type(error)), stop:
         with stop.deferred():
             pass
