@@ -130,7 +130,7 @@ def compile_only(config: Config) -> None:
     # Each process uses a temporary directory of its own as its work directory.
     with TemporaryDirectory() as folder, opened_run(config, folder, recipes.read, make_run, shared=False) as run:
         session, parts = run
-        compile_all(parts.programs(), session.log.say)
+        compile_all(parts.programs(), session.log.print_line)
 
 
 @contextmanager
@@ -270,7 +270,7 @@ def make_run(work_directory: WorkDirectory, recipe: Recipe) -> tuple[Session, Pa
 
 def run_self_test(session: Session, parts: Parts) -> None:
     """Runs the self-test of a new run and reports its findings, which do not stop the run."""
-    session.health.add(0, self_test.at_start(parts, session.run_state.states, session.log.say))
+    session.health.add(0, self_test.at_start(parts, session.run_state.states, session.log.print_line))
 
 
 def make_learning(
@@ -363,7 +363,7 @@ def open_run_session(
             ],
             lines=[
                 *banner.shortened_warmups(recipe.warmups()),
-                *banner.unconfined(recipe.reward),
+                *banner.unconfined_warning(recipe.reward),
                 *map(Finding.line, advice.findings(settings)),  # settings that are known to fail
             ],
         )

@@ -105,7 +105,7 @@ def open_session(
         sync_workdir=store.sync,
         plan=plan,
         log=log,
-        health=Health(workdir, plan.health, log.tell),
+        health=Health(workdir, plan.health, log.show_finding),
         rollbacks=Rollbacks(workdir, store.sync),
         checkpoints=checkpoints,
         stop=work_directory.stop,

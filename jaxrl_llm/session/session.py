@@ -102,7 +102,7 @@ class Session:
 
     def profile(self) -> Profile:
         """Returns the tracer of the steps that config.log.profile names."""
-        return Profile(steps_of(self.plan.log.profile, self.plan.steps), self.workdir / "profile", self.log.say)
+        return Profile(steps_of(self.plan.log.profile, self.plan.steps), self.workdir / "profile", self.log.print_line)
 
     def start(self, test: Callable[[], None] | None = None) -> Any:
         """Restores the newest checkpoint or starts a new run, and evaluates if the log lacks the evaluation.
@@ -138,7 +138,7 @@ class Session:
         states = self.models.restored(states, attempt if pending_decisions else 0)
         parts.clear()
         self.log.start(step)
-        records = self.log.seen_by_health()
+        records = self.log.health_records()
         # The record of `step` is judged one step later, as in a run that was not interrupted.
         self.health.start(records[:-1] if records and records[-1]["step"] == step else records)
         self.run_state = RunState(step, step, states, None, attempt)
@@ -176,7 +176,7 @@ class Session:
 
         The caller rolls back with `start`. Raises: StoppedByHealth, if a rule stops the run.
         """
-        action, step, finding = self.health.judge(records or self.log.last())
+        action, step, finding = self.health.judge(records or self.log.last_records())
         if finding and action == "stop":
             latest = self.checkpoints.latest()
             raise StoppedByHealth(f"step {step}: {finding.evidence}, because {finding.cause}; {latest}: {finding.fix}")
@@ -190,8 +190,10 @@ class Session:
                     self.run_state.step,
                     None,
                 )
-            self.log.say(f"    health {finding.line()}")
-            self.log.say(f"    rollback {self.run_state.attempt + 1} of at most {most}: back to step {decision.to}")
+            self.log.print_line(f"    health {finding.line()}")
+            self.log.print_line(
+                f"    rollback {self.run_state.attempt + 1} of at most {most}: back to step {decision.to}"
+            )
         return action == "roll back"
 
     def write(self, record: Record) -> bool:
@@ -232,7 +234,7 @@ class Session:
         """Ends the run after the last step."""
         if self.run_state.step < self.plan.steps:
             best = f"{max(self.checkpoints.accuracies.values()):.1%}"
-            self.log.say(f"early stop: {self.plan.patience} evaluations were not better than {best}")
+            self.log.print_line(f"early stop: {self.plan.patience} evaluations were not better than {best}")
         self.trainer.wait_until_idle()
         with self.stop.deferred():
             with progress.task("writing the last checkpoint"):
