@@ -26,7 +26,7 @@ from jaxrl_llm.data.rows import check_source, is_task
 from jaxrl_llm.data.settings import DataSettings, EvalSet, set_name
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
 from jaxrl_llm.machine import extras, sharding
-from jaxrl_llm.machine.compilation import keep_compilations
+from jaxrl_llm.machine.compilation import enable_compilation_cache
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.names import FAMILIES
 from jaxrl_llm.recipe import fit
@@ -60,7 +60,7 @@ def _arguments(text: str) -> dict[str, Any]:
 
 def main() -> None:
     args = parse()
-    keep_compilations()
+    enable_compilation_cache()
     run = SavedRun(args.run) if args.run else None
     defaults = settings_of_run(run, args) if run else settings_of_model(args)
     for name, value in defaults.items():

@@ -140,7 +140,7 @@ class RewardFn:
             end = time.monotonic() + self._timeout
             for name, process in self._processes.items():
                 try:
-                    process.ask(_call_in_time, self._timeout, name, self._functions[name], rows, *completions)
+                    process.send_call(_call_in_time, self._timeout, name, self._functions[name], rows, *completions)
                 except (TypeError, AttributeError, pickle.PicklingError) as error:
                     raise self._cannot_be_sent(name, rows, error) from error
             return {name: self._answer(name, end, len(rows)) for name in self._processes}
@@ -151,8 +151,8 @@ class RewardFn:
 
     def _answer(self, name: str, end: float, count: int) -> Any:
         try:
-            answer = self._processes[name].answer(end - time.monotonic())
-            WATCHDOG.moved()
+            answer = self._processes[name].receive_result(end - time.monotonic())
+            WATCHDOG.report_progress()
             return answer
         except ChildProcessError as error:
             raise UserError(

@@ -442,7 +442,7 @@ def _moved(weights: Array) -> Array:
 
 def _host(x: Array) -> np.ndarray:
     """Returns an array [B, ...] of the devices on the host, with the rows of all processes."""
-    return sharding.whole_to_host(x)
+    return sharding.gather_to_host(x)
 
 
 def _first_metrics(trial: Trial) -> dict[str, Array] | None:

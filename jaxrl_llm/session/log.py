@@ -117,7 +117,7 @@ class Log:
             self._bars = progress.make_bars(self._console)
             self._bar_id = self._bars.add_task("steps", total=self._num_steps, count="", detail="")
             self._bars.start()
-            progress.DISPLAY.lend(self._bars)
+            progress.DISPLAY.use_log_bars(self._bars)
         self._show_step(step)
 
     def timer(self) -> Timer:
@@ -224,7 +224,7 @@ class Log:
         """Closes the files, the loggers and the progress bar."""
         self._thread.shutdown()
         if self._bars:
-            progress.DISPLAY.lend(None)
+            progress.DISPLAY.use_log_bars(None)
             self._bars.stop()
         self._close_files()
 

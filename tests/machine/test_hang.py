@@ -29,7 +29,7 @@ def stepping(seconds: list[float]) -> Watchdog:
     watchdog = Watchdog(lambda: clock.now)
     for duration in [0.0, *seconds]:
         clock.now += duration
-        watchdog.stepped()
+        watchdog.report_step()
     watchdog.tick(1)
     return watchdog
 
@@ -39,7 +39,7 @@ def test_a_run_that_stands_still_for_the_minutes_has_hung():
     watchdog = Watchdog()
     for _ in range(20):  # an evaluation of twenty parts, each just shorter than the bound
         assert still(watchdog, 2, 2 * MINUTE - 1) == 2 * MINUTE - 1
-        watchdog.moved()
+        watchdog.report_progress()
 
 
 @pytest.mark.parametrize(("steps", "minutes"), [
