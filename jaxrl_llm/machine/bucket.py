@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from etils import epath
 
-from jaxrl_llm.errors import MissingHere, PeerLost, UserError, briefly
+from jaxrl_llm.errors import MissingHere, PeerLost, UserError, summarize_error
 from jaxrl_llm.machine import progress, user_cache
 
 PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}  # package that fsspec needs for each kind of bucket
@@ -78,11 +78,11 @@ def bucket_errors(field: str, path: str) -> Iterator[None]:
         busy = str(getattr(error, "code", "")).startswith(("429", "5"))
         if busy or re.search("Connect|Timeout", type(error).__name__):
             raise PeerLost(
-                f"{field} = {path!r} does not answer ({briefly(error):.300}): start the command again"
+                f"{field} = {path!r} does not answer ({summarize_error(error):.300}): start the command again"
             ) from error
         raise UserError(
-            f"{field} = {path!r} cannot be used ({briefly(error):.300}): check its name, the network, the free space "
-            f"on this disk, and your access ({ACCESS[path.partition(':')[0]]})"
+            f"{field} = {path!r} cannot be used ({summarize_error(error):.300}): check its name, the network, the free "
+            f"space on this disk, and your access ({ACCESS[path.partition(':')[0]]})"
         ) from error
 
 

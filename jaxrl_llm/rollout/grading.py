@@ -22,7 +22,7 @@ import numpy as np
 from jaxrl_llm import tasks
 from jaxrl_llm.config.names import OWN, resolve, split_call
 from jaxrl_llm.data.image_columns import printable_value
-from jaxrl_llm.errors import UserError, briefly, describe
+from jaxrl_llm.errors import UserError, describe, summarize_error
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.machine.process import Process
 from jaxrl_llm.structs import Rewards
@@ -204,7 +204,8 @@ def _code(name: str) -> bytes:
         return pickled.getvalue()
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         raise UserError(
-            f"reward {name} cannot be sent to its process ({briefly(error)}): put it into a file and name it 'file.f', "
+            f"reward {name} cannot be sent to its process ({summarize_error(error)}): put it into a file and name it "
+            "'file.f', "
             "or set config.reward.timeout = 0"
         ) from error
 
