@@ -31,16 +31,19 @@ def rl_step(session: Session, parts: Parts, lent: Lent, step: int) -> tuple[Lent
     timer.lap("rollout")
     session.stop.check()
     plain = shard_batch(to_batch(samples.prompts, samples.rollouts, samples.trained, parts.packing), learning.mesh)
-    scores = learning.score(lent.states, plain)  # before the rewards: the device scores while the host rewards
+    # Scoring starts before the rewards, because the device scores while the host computes rewards.
+    scores = learning.score(lent.states, plain)
     scored = session.log.watch(scores)
     rewards = shard_batch(samples.rewards(), learning.mesh)
     batch, metrics = learning.assign_credit(plain, scores, rewards, learning.coefficients(lent.states))
     timer.lap("reward")
     states, checked = lent.take_back()  # the first update donates the parameters, which the engine may still read
     minibatches = learning.minibatches(step)
-    learning.compile(parts.book, states, plain, batch, minibatches[0])  # may take minutes, so not in `deferred`
+    # Compilation stays outside of `deferred`, because it may take minutes in which a signal must work.
+    learning.compile(parts.shape_cache, states, plain, batch, minibatches[0])
     updates = []
-    with session.stop.deferred():  # a signal waits: the old states are donated, the new ones not committed
+    # A signal waits in this block, because the old states are donated and the new states are not committed yet.
+    with session.stop.deferred():
         for rows in minibatches:
             states, measured = learning.update(states, batch, rows, step)
             updates.append(measured)
@@ -48,7 +51,7 @@ def rl_step(session: Session, parts: Parts, lent: Lent, step: int) -> tuple[Lent
         states = learning.settled(states, step)
         metrics |= samples.metrics | checked
         record = Record(step, timer, samples.tokens(), updates, metrics, updated, scored, samples, batch.rewards)
-        parts.book.keep()
+        parts.shape_cache.commit()
         session.commit(states, record)
         # The push comes last: it may launch programs, and collectives must keep one order.
         return actor.push(states, learning.policy(states), step), record
@@ -63,17 +66,20 @@ def train(session: Session, parts: Parts) -> Iterator[dict[str, Any]]:
 
 
 def steps(config: Config, workdir: str | Path, *, signals: bool = False) -> Iterator[dict[str, Any]]:
-    """Trains in this process and yields the records of metrics.jsonl, resuming a run in the workdir. See `build`."""
+    """Trains in this process, resumes a run in `workdir` if it holds one, and yields the records of metrics.jsonl.
+
+    signals: True to save the run and raise KeyboardInterrupt also after SIGTERM or when the terminal closes.
+    """
     with build(config, workdir, signals=signals) as (session, parts):
         yield from train(session, parts)
 
 
 def main() -> None:
-    given = parse_arguments("jaxrl_llm.train", "Reinforcement learning.", compile_only=COMPILE_ONLY)
-    with distributed.joined(given.distributed):
-        if given.compile_only:
-            return compile_only(given.config)
-        with build(given.config, given.workdir, command=True) as (session, parts):
+    arguments = parse_arguments("jaxrl_llm.train", "Reinforcement learning.", compile_only=COMPILE_ONLY)
+    with distributed.join_processes(arguments.distributed):
+        if arguments.compile_only:
+            return compile_only(arguments.config)
+        with build(arguments.config, arguments.workdir, command=True) as (session, parts):
             for _ in train(session, parts):
                 pass
 

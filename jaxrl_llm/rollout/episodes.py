@@ -89,7 +89,7 @@ class Episodes:
 
     def append(self, i: int, tokens: Sequence[int] | np.ndarray, logprobs: Sequence[float] | np.ndarray) -> None:
         """Appends what was sampled in one completion."""
-        WATCHDOG.moved()
+        WATCHDOG.report_progress()
         at = slice(self.length[i], self.length[i] + len(tokens))
         self.tokens[i, at], self.logprobs[i, at], self.sampled[i, at] = tokens, logprobs, True
         self.length[i] += len(tokens)
@@ -140,7 +140,7 @@ class Episodes:
         continue."""
         going_on = []
         for answer in [answer for answer in self.answers if (answer.done() if due is None else answer in due)]:
-            WATCHDOG.moved()
+            WATCHDOG.report_progress()
             i, observation = self.answers.pop(answer), answer.result()
             if observation is None:
                 self.state[i] = ENDED

@@ -69,8 +69,10 @@ class Placing:
         before = [] if self.moves else copy["layers"]
         program = partial(Program, phase="push", remedy=REMEDY)
         times = len(copy["layers"])
-        yield program(name="a layer for the sampler", trace=layer, states=layers, beside=before[1:], times=times)
-        yield program(name="embedding and head for the sampler", trace=other, states=ends, beside=before)
+        yield program(
+            name="a layer for the sampler", trace=layer, states=layers, other_memory=before[1:], repetitions=times
+        )
+        yield program(name="embedding and head for the sampler", trace=other, states=ends, other_memory=before)
 
     def _moved(self, tree: PyTree, at: PyTree) -> PyTree:
         """Returns arrays on the devices of the copy."""
@@ -85,7 +87,7 @@ def _shardings(model: Decoder, mesh: Mesh, *, in_int8: bool) -> tuple[PyTree, Py
     shapes = model.shapes
     if in_int8:
         shapes = shapes | {"layers": _on_kernels(shapes["layers"], partial(jax.eval_shape, adapters.int8))}
-    stacked = sharding.shardings(shapes, mesh, leave_out="fsdp")
+    stacked = sharding.shardings(shapes, mesh, replicated_axis="fsdp")
     ends = {name: at for name, at in stacked.items() if name != "layers"}
     layer = jax.tree.map(lambda at: NamedSharding(mesh, P(*at.spec[1:])), stacked["layers"])
     if model.cfg.transposed:

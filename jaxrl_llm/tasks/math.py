@@ -66,7 +66,7 @@ def _judge(texts: list[str], answer: list[Any]) -> list[float]:
     size = min(PROCESSES, cpus(), -(-len(hard) // SHARE))
     batch_seconds = min(BATCH_SECONDS, deadline() - time.monotonic())
     if hard:
-        verdicts = _pool().map(hard, size=size, each=ANSWER_SECONDS, whole=batch_seconds)
+        verdicts = _pool().map(hard, size=size, call_seconds=ANSWER_SECONDS, total_seconds=batch_seconds)
         equal |= zip(hard, verdicts, strict=True)
     late = [pair[0] for pair in pairs if equal[pair] is None]
     if late:

@@ -29,7 +29,7 @@ def stepping(seconds: list[float]) -> Watchdog:
     watchdog = Watchdog(lambda: clock.now)
     for duration in [0.0, *seconds]:
         clock.now += duration
-        watchdog.stepped()
+        watchdog.report_step()
     watchdog.tick(1)
     return watchdog
 
@@ -39,7 +39,7 @@ def test_a_run_that_stands_still_for_the_minutes_has_hung():
     watchdog = Watchdog()
     for _ in range(20):  # an evaluation of twenty parts, each just shorter than the bound
         assert still(watchdog, 2, 2 * MINUTE - 1) == 2 * MINUTE - 1
-        watchdog.moved()
+        watchdog.report_progress()
 
 
 @pytest.mark.parametrize(("steps", "minutes"), [
@@ -83,7 +83,7 @@ def end(code, line):
 def waits_for_ever():
     time.sleep(99)
 threading.Thread(target=waits_for_ever, daemon=True).start()
-WATCHDOG.begin(0.01, end)
+WATCHDOG.start(0.01, end)
 hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 """
     began = time.monotonic()

@@ -27,7 +27,7 @@ from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.samples import CompletionTask
 from jaxrl_llm.selftest import self_test
-from jaxrl_llm.selftest.trial import prepare
+from jaxrl_llm.selftest.trial import make_trial
 from jaxrl_llm.structs import Batch
 from jaxrl_llm.tasks import encyclopedia
 from jaxrl_llm.tasks.protocol import Reply
@@ -279,7 +279,7 @@ def test_every_program_of_episodes_is_known_beforehand():
 def test_the_self_test_looks_at_what_an_environment_said(tmp_path):
     with build(config_with_turns(), tmp_path / "run") as (session, parts):
         session.restore()
-        trial = prepare(parts, session.at.states, full=True)
+        trial = make_trial(parts, session.run_state.states, full=True)
         good = self_test.environment_is_masked(trial)
         assert good.applicable and not good.findings
         rollouts, dialogs = trial.episodes()
@@ -290,9 +290,9 @@ def test_the_self_test_looks_at_what_an_environment_said(tmp_path):
         other = np.where(one, rollouts.completions + 1, rollouts.completions)
         zeros = np.zeros_like(rollouts.episodes["turns"])
         dead = {"errors": zeros + 2, "turns": zeros + 3, "searches": zeros + 2}
-        facts = trial.parts.facts
+        facts = trial.parts.recipe_summary
         with_url = replace(facts.env, arguments=facts.env.arguments | {"url": "http://127.0.0.1:9"})
-        trial.parts = replace(trial.parts, facts=facts._replace(env=with_url))
+        trial.parts = replace(trial.parts, recipe_summary=facts._replace(env=with_url))
         for changes, heard, found in [
             ({"loss_mask": rollouts.loss_mask | one}, dialogs, "environment_trained"),
             ({"loss_mask": rollouts.loss_mask | said}, dialogs, "environment_trained"),
@@ -305,7 +305,7 @@ def test_the_self_test_looks_at_what_an_environment_said(tmp_path):
             (finding,) = self_test.environment_is_masked(trial).findings
             assert finding.id == found
         assert "config.env.url = 'http://127.0.0.1:9'" in finding.cause
-        parts.rest()
+        parts.wait_until_idle()
 
 
 class Rambler:

@@ -33,7 +33,7 @@ from jaxrl_llm.models import lora
 from jaxrl_llm.models.adapters import as_array, int8, merged
 from jaxrl_llm.rollout.grading import Graded, RewardFn
 from jaxrl_llm.selftest import self_test
-from jaxrl_llm.selftest.trial import AGAIN, Trial, prepare
+from jaxrl_llm.selftest.trial import COMPARED_TOKENS, Trial, make_trial
 from jaxrl_llm.structs import Rewards, Rollouts
 from jaxrl_llm.tools import doctor
 from jaxrl_llm.train import steps
@@ -66,7 +66,7 @@ def run(tmp_path_factory):
 
 
 def prepared(run) -> Trial:
-    return prepare(run.parts, run.session.at.states, full=True)
+    return make_trial(run.parts, run.session.run_state.states, full=True)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def findings(answer: self_test.CheckReport) -> list[str]:
 
 
 def said(run, *, full: bool) -> dict[str, tuple[bool, list[str]]]:
-    checked = self_test.check(run.parts, run.session.at.states, full=full)
+    checked = self_test.all_reports(run.parts, run.session.run_state.states, full=full)
     return {x.id: (x.applicable, [finding.id for finding in x.findings]) for x in checked if x.id}
 
 
@@ -109,14 +109,14 @@ def test_the_doctor_tells_each_check_and_none_finds_a_thing(run, healthy, monkey
     @contextmanager
     def build(config: ConfigDict, workdir: Path):
         built.append(config)
-        session = SimpleNamespace(restore=lambda: None, at=run.session.at)
+        session = SimpleNamespace(restore=lambda: None, run_state=run.session.run_state)
         parts = copy(run.parts)
-        parts.rest = lambda: built.append("rested")
+        parts.wait_until_idle = lambda: built.append("rested")
         yield session, parts
 
     # One trial of one run serves this test and those below.
     monkeypatch.setattr(doctor, "build", build)
-    monkeypatch.setattr(self_test, "prepare", lambda parts, states, full: healthy if full else None)
+    monkeypatch.setattr(self_test, "make_trial", lambda parts, states, full: healthy if full else None)
     monkeypatch.setattr(sys, "argv", ["doctor", "--config", str(ROOT / "configs" / "grpo.py"), "--selftest", "--json"])
     with pytest.raises(SystemExit, match="0"):
         doctor.main()
@@ -171,8 +171,8 @@ def test_a_reference_in_a_run_is_compared_with_a_program_of_its_own(trial):
 
 
 def test_a_reference_with_other_weights_is_found(run, monkeypatch):
-    other = jax.tree.map(lambda x: x * 1.01, run.session.at.states["reference"])
-    monkeypatch.setattr(run.session.at, "states", run.session.at.states | {"reference": other})
+    other = jax.tree.map(lambda x: x * 1.01, run.session.run_state.states["reference"])
+    monkeypatch.setattr(run.session.run_state, "states", run.session.run_state.states | {"reference": other})
     assert findings(self_test.reference_agrees(prepared(run))) == ["reference_differs"]
 
 
@@ -220,7 +220,7 @@ FAULTS = {
         "stop_is_learned", "no_generation_prompt"),
     "one key for all members of a group": (
         lambda t: {"rollouts": each(lambda x: np.concatenate([np.repeat(x[:, :1], 4, axis=1)] * 2), t.rollouts),
-                   "again": each(lambda x: np.concatenate([x] * 2), t.again)},
+                   "other_key_rollouts": each(lambda x: np.concatenate([x] * 2), t.other_key_rollouts)},
         "samples_differ", "samples_repeat"),
 }  # fmt: skip
 
@@ -281,7 +281,7 @@ class Judge:
 def judged(trial: Trial, judge, **row) -> self_test.CheckReport:
     rows = [{k: v for k, v in r.items() if k != "answer"} | row for r in trial.parts.dataset.rows[:4]]
     dataset = replace(trial.parts.dataset, rows=rows) if row else trial.parts.dataset
-    trial.parts = replace(trial.parts, reward_fn=lambda: Judge(judge), dataset=dataset)
+    trial.parts = replace(trial.parts, open_reward_fn=lambda: Judge(judge), dataset=dataset)
     return self_test.reward_sees(trial)
 
 
@@ -335,8 +335,8 @@ def test_a_reward_that_fails_on_an_empty_completion_is_found(trial):
 
 def test_a_function_in_this_process_is_not_called_in_a_run(trial):
     trial.full = False
-    facts = trial.parts.facts
-    trial.parts = replace(trial.parts, facts=facts._replace(reward=replace(facts.reward, timeout=0.0)))
+    facts = trial.parts.recipe_summary
+    trial.parts = replace(trial.parts, recipe_summary=facts._replace(reward=replace(facts.reward, timeout=0.0)))
     assert "reward.timeout = 0" in judged(trial, lambda row, text: 1 / 0).text
 
 
@@ -350,7 +350,7 @@ def test_functions_that_ask_for_what_an_episode_measured_get_it(trial):
     """As in a run: environment.reward, and one that names a metric which this episode does not have."""
     names = ("environment.reward", "test_self_test.counted")
     judge = partial(RewardFn, names, (1.0, 1.0), 0, field="")
-    trial.parts = replace(trial.parts, reward_fn=judge, environments=Quiet())
+    trial.parts = replace(trial.parts, open_reward_fn=judge, environments=Quiet())
     assert findings(self_test.reward_sees(trial)) == ["reward_blind"]  # both are 0 of every text
 
 
@@ -388,7 +388,7 @@ def test_a_loss_that_divides_by_the_tokens_of_its_micro_batch_is_found(trial):
 def test_equal_completions_of_a_policy_that_is_sure_are_no_finding(trial):
     same = jax.tree.map(lambda x: np.repeat(x[:1, :1], 4, axis=1), trial.rollouts)
     trial.rollouts = replace(same, logprobs=same.logprobs * 1e-3)
-    trial.again = replace(same, completions=same.completions[..., :AGAIN])
+    trial.other_key_rollouts = replace(same, completions=same.completions[..., :COMPARED_TOKENS])
     assert findings(self_test.samples_differ(trial)) == []
 
 
@@ -414,7 +414,7 @@ def test_the_push_of_a_base_in_int8_moves_its_scales_and_leaves_its_numbers(monk
     engine = SimpleNamespace(max_gap=None, update_weights=lambda params: pushed.append(params))
     params = {"kernel": int8(jnp.arange(24.0).reshape(4, 6)), "adapter": jnp.ones(3)}
     trial = SimpleNamespace(full=True, exact=True, engine=engine, params=params, sample=lambda *_: None)
-    monkeypatch.setattr(self_test, "_gap", lambda trial, params, sampled: float(params is trial.params))
+    monkeypatch.setattr(self_test, "_logprob_gap", lambda trial, params, sampled: float(params is trial.params))
     assert findings(self_test.push_arrives(trial)) == []  # type: ignore[arg-type]
     moved, after = pushed
     assert after is params
@@ -427,7 +427,7 @@ def test_the_push_of_a_base_in_int8_moves_its_scales_and_leaves_its_numbers(monk
 def test_after_it_the_engine_has_the_weights_of_the_run(run, healthy):
     self_test.push_arrives(healthy)
     sampled = healthy.sample(3, 4)
-    assert self_test._gap(healthy, healthy.params, sampled) < 1e-4
+    assert self_test._logprob_gap(healthy, healthy.params, sampled) < 1e-4
 
 
 def test_servers_are_asked_by_the_check_of_their_weights(trial):
@@ -457,7 +457,7 @@ def test_a_run_has_the_same_numbers_and_samples_with_and_without_it(lag, tmp_pat
 
 
 def test_in_a_run_findings_are_told_and_kept_and_do_not_stop_it(run, monkeypatch, capsys, wording):
-    blind = replace(run.parts, reward_fn=lambda: Judge(lambda row, text: 0.0))
+    blind = replace(run.parts, open_reward_fn=lambda: Judge(lambda row, text: 0.0))
     run_self_test(run.session, blind)
     wording(re.sub(r" in [\d.]+ s", "", capsys.readouterr().out))
     (line,) = (run.session.workdir / "health.jsonl").read_text().splitlines()

@@ -43,10 +43,10 @@ def logged_twice(workdir: Path, config) -> None:
     """A run that logs steps 0 to 2, and goes on after step 1 with other numbers."""
     for after, steps, factor in ((0, (0, 1, 2), 1), (1, (2, 3), 10)):
         log = log_of(workdir, config)
-        log.begin(after)
+        log.start(after)
         for step in steps:
             write(log, step, **{"eval/accuracy": 0.25 + step * factor, "entropy": 1.0, "entropy/coef": 0.5})
-        log.tell(3, Finding("warning", "it is flat", "a cause", "a fix", "a paper", "reward_flat"))
+        log.show_finding(3, Finding("warning", "it is flat", "a cause", "a fix", "a paper", "reward_flat"))
         for logger in log._loggers:  # pyright: ignore[reportPrivateUsage]
             logger.write_samples(3, SAMPLES)
         log.close()
@@ -123,12 +123,12 @@ def test_mlflow_gets_every_record_in_one_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize("width", [40, 80, 120, 300])
 def test_a_line_of_a_step_fits_the_terminal(tmp_path, width):
     log = log_of(tmp_path, config_of())
-    log.begin(0)
+    log.start(0)
     numbers = {key: 0.5 for _, key, _ in COLUMNS} | {f"time/{phase}": 1.25 for phase in PHASES}
     record = numbers | {"clip/fraction": 0.0, "time/step": 5.0, "tokens_per_second": 1234.5}
-    whole = log._line(3, record)
+    whole = log._step_line(3, record)
     log._terminal, log._console.width = True, width
-    line = log._line(3, record)
+    line = log._step_line(3, record)
     log.close()
     assert len(line) <= width and line.startswith("step   3/100")
     assert (line == whole) == (width == 300)
@@ -173,9 +173,11 @@ class Choosy:
 
 
 def test_a_record_that_is_never_taken_holds_back_no_other_and_none_is_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(loggers, "PAUSES", (0.001, 0.002))
+    monkeypatch.setattr(loggers, "RETRY_PAUSES", (0.001, 0.002))
     choosy, lines = Choosy(loggers.LoggedRun(tmp_path, 0, "", {})), list[str]()
-    background = loggers.Background("it", lambda run: choosy, loggers.LoggedRun(tmp_path, 0, "", {}), lines.append)
+    background = loggers.BackgroundLogger(
+        "it", lambda run: choosy, loggers.LoggedRun(tmp_path, 0, "", {}), lines.append
+    )
 
     def write(*steps: int) -> None:
         for step in steps:
@@ -198,7 +200,7 @@ def test_a_record_that_is_never_taken_holds_back_no_other_and_none_is_lost(tmp_p
     write(5, 9, 10)
     wait_for(0, 3, 4, 6, 7, 8, 9, 10)
     background.close()
-    refused = [line for line in lines if "does not take the numbers of step" in line]
+    refused = [line for line in lines if "refuses the numbers of step" in line]
     assert [line.split("step ")[1].split()[0] for line in refused] == ["1", "2", "5"]
     assert lines[-1] == "warning: config.log.to: it has not got 3 of its records"
     assert len(lines) <= 9, lines
@@ -213,12 +215,12 @@ class Stuck:
 
 @pytest.mark.parametrize("fails", [3, 10**9])
 def test_a_logger_that_fails_is_told_once_and_gets_the_numbers_later(tmp_path, capsys, monkeypatch, fails):
-    monkeypatch.setattr(loggers, "PAUSES", (0.01, 0.02))
+    monkeypatch.setattr(loggers, "RETRY_PAUSES", (0.01, 0.02))
     # A config names the class in the module of this name, which is another one than this.
     broken = importlib.import_module("test_loggers").Broken
     broken.got, broken.fails = [], fails
     log = log_of(tmp_path, config_of("test_loggers.Broken"))
-    log.begin(0)
+    log.start(0)
     for step in range(4):
         write(log, step, accuracy=0.5)
     if fails == 3:
@@ -236,11 +238,11 @@ def test_a_logger_that_fails_is_told_once_and_gets_the_numbers_later(tmp_path, c
 
 
 def test_a_logger_that_fails_for_a_week_holds_no_more_than_a_few_records(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(loggers, "WAITING", 5)
-    monkeypatch.setattr(loggers, "PAUSES", (0.01, 0.02))
+    monkeypatch.setattr(loggers, "MAX_WAITING_CALLS", 5)
+    monkeypatch.setattr(loggers, "RETRY_PAUSES", (0.01, 0.02))
     broken = importlib.import_module("test_loggers").Broken
     broken.got, broken.fails = [], 10**9
-    background = loggers.Background("it", broken, loggers.LoggedRun(tmp_path, 0, "", {}), print)
+    background = loggers.BackgroundLogger("it", broken, loggers.LoggedRun(tmp_path, 0, "", {}), print)
     for _ in range(100):
         background.write(1, {})
     assert len(background._calls) == 5
@@ -251,10 +253,10 @@ def test_a_logger_that_fails_for_a_week_holds_no_more_than_a_few_records(tmp_pat
 
 
 def test_a_logger_that_hangs_neither_delays_a_step_nor_keeps_the_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(loggers, "CLOSING", 0.2)
-    monkeypatch.setattr(loggers, "SILENT", 0.05)
+    monkeypatch.setattr(loggers, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(loggers, "SILENT_SECONDS", 0.05)
     log, began = log_of(tmp_path, config_of("test_loggers.Stuck")), time.monotonic()
-    log.begin(0)
+    log.start(0)
     write(log, 0, accuracy=0.5)
     time.sleep(0.1)
     for step in (1, 2):

@@ -90,7 +90,7 @@ class Stream:
             goes_on = len(self._completed()) < (self.enough or len(self.prompts.tokens))
             state = [max(map(len, rows)), pages, waiting, goes_on]
             # All processes must call the same programs: the largest numbers say which.
-            count, pages, waiting, goes_on = sharding.largest(np.array(state, np.int32), self.mesh).tolist()
+            count, pages, waiting, goes_on = sharding.max_over_processes(np.array(state, np.int32), self.mesh).tolist()
             self._asked = set(self.texts.answers)
             if not goes_on:
                 return self._take_answers()
@@ -165,7 +165,7 @@ class Stream:
         if cache is not None and not self.sizes.refills:
             # All groups have begun: the processes have nothing to agree on.
             return cache
-        count = sharding.largest(np.array([max(map(len, new))], np.int32), self.mesh)[0]
+        count = sharding.max_over_processes(np.array([max(map(len, new))], np.int32), self.mesh)[0]
         first, turns = 0, list[int]()
         while cache is None or first < count:
             # One size serves all that begin later: rows of two sizes may differ in their last bits, and when a tool
@@ -174,7 +174,7 @@ class Stream:
             arrays = new_prompts(new, first, size, self.sizes, self.prompts, first_number=self.first, pad=self.pad_id)
             cache, *sampled = self.calls.prefill(cache, sharding.shard_batch(arrays, self.mesh))
             first_tokens, logprobs = sharding.to_host(tuple(sampled))
-            WATCHDOG.moved()
+            WATCHDOG.report_progress()
             for d, n, begun in numbered(new, first, size):
                 for i in self._without_tokens(begun):
                     g = i % self.sizes.group
@@ -203,7 +203,7 @@ class Stream:
         sizes = np.zeros((self.sizes.length // max(CHUNKS) + 4, len(CHUNKS)), np.int32)
         for (number, width), chunks in rounds.items():
             sizes[number, CHUNKS.index(width)] = max(map(len, chunks))
-        sizes = sharding.largest(sizes.ravel(), self.mesh).reshape(sizes.shape)
+        sizes = sharding.max_over_processes(sizes.ravel(), self.mesh).reshape(sizes.shape)
         rows = self.sizes.feeds
         for number, kind in np.argwhere(sizes).tolist():
             width = CHUNKS[kind]
@@ -224,7 +224,7 @@ class Stream:
         below = self._below(count, pages, waiting=waiting)
         cache, sampled = self.calls.decode(cache, sharding.shard_batch(arrays, self.mesh), below)
         tokens, logprobs, counts = sharding.to_host(sampled)
-        WATCHDOG.moved()
+        WATCHDOG.report_progress()
         self.computed, self.places = self.computed + int(counts.sum()), self.places + counts.size * int(counts.max())
         turns = []
         for d, n, member in numbered(rows, 0, slots.count):

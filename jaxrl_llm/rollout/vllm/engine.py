@@ -287,7 +287,7 @@ class VllmEngine:
         def once(server: str) -> list[Completion]:
             path = "/inference/v1/generate"
             answer = self.request(server, "POST", path, request)
-            WATCHDOG.moved()
+            WATCHDOG.report_progress()
             with self._reading, reading(path):
                 body = answer.json()
                 if "content_parts" in request and (theirs := body.get("prompt_token_ids") or []) != expanded:
@@ -393,7 +393,7 @@ class VllmEngine:
                     self._managed.check()
                     # A managed server loads and compiles before its first answer, for as long as its log grows.
                     if not self._answered and self._managed.writes():
-                        WATCHDOG.moved()
+                        WATCHDOG.report_progress()
                         end = time.monotonic() + self._patience
                 if time.monotonic() > end or self._closed.wait(pause):
                     where = f"see {self._managed.log}" if self._managed else "look at its log and start it again"
@@ -505,12 +505,12 @@ class VllmEngine:
         with suppress(httpx.TransportError, RuntimeError):  # RuntimeError: the client was closed
             while time.monotonic() < end and not self._closed.is_set():
                 if self._offer.sent != sent:
-                    WATCHDOG.moved()
+                    WATCHDOG.report_progress()
                     return True
                 count = TOKENS.findall(self._monitors[server].get("/metrics").text)
                 first = count if first is None else first
                 if count != first:
-                    WATCHDOG.moved()
+                    WATCHDOG.report_progress()
                     if server not in self._slow:
                         self._slow.add(server)
                         print(f"note: vLLM at {server} samples an answer for over {self._timeout:g} s", flush=True)
