@@ -47,12 +47,12 @@ from jaxrl_llm.machine.shapes import Book
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe import advice, fit
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
-from jaxrl_llm.rollout.actor import Actor, Lent
+from jaxrl_llm.rollout.actor import Actor, WeightLease
 from jaxrl_llm.rollout.environments import EpisodeSettings, open_environments
 from jaxrl_llm.rollout.evaluation import evaluate_sets, open_tasks
 from jaxrl_llm.rollout.grading import RewardFn
+from jaxrl_llm.rollout.jax.cache_attention import page_kind
 from jaxrl_llm.rollout.jax.engine import Sampler
-from jaxrl_llm.rollout.jax.reading import page_kind
 from jaxrl_llm.rollout.jax.sizes import StreamSizes, at_once, cache_bytes, sizes_of
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs
 from jaxrl_llm.rollout.samples import CompletionTask, SampleSource
@@ -86,13 +86,13 @@ class Parts(Subject):
         """What a checkpoint keeps beside the states: the shapes in which a run learns, and where it is in the data."""
         return {"shapes": self.book, checkpoint.SAMPLES: self.actor}
 
-    def begin(self, states: States, step: int, attempt: int) -> Lent:
+    def begin(self, states: States, step: int, attempt: int) -> WeightLease:
         """Lends the engine the first weights, after `step`."""
         return self.actor.begin(states, self.learning.policy(states), step, attempt)
 
     def rest(self) -> None:
         """Waits until the engine has the last weights, and checks them. Raises: UserError, if it does not have them."""
-        self.actor.lent.take_back()
+        self.actor.lease.reclaim()
 
     def measure(self, states: States) -> dict[str, float]:
         """Returns the metrics of an evaluation of the last pushed weights, which are those of the states."""
@@ -370,7 +370,7 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs, room: int) -> A
         weight_check = WeightCheck(engine, inputs.models.model, mesh, collate, rows=rows, bound=bound)
     task = CompletionTask(inputs.tokenizer, reward_fn, inputs.environments)
     length = recipe.rollout.max_completion_tokens
-    source = SampleSource(recipe.drawing, engine, iterator, collate, task, mesh, length)
+    source = SampleSource(recipe.sampling_plan, engine, iterator, collate, task, mesh, length)
     actor = Actor(
         engine,
         source,

@@ -33,9 +33,9 @@ from jaxrl_llm.recipe import fit
 from jaxrl_llm.rollout import scores
 from jaxrl_llm.rollout.environments import EpisodeSettings, check_episodes, open_environments
 from jaxrl_llm.rollout.evaluation import evaluate, whole_batches
-from jaxrl_llm.rollout.grading import Graded, RewardFn
+from jaxrl_llm.rollout.grading import GradedCompletions, RewardFn
 from jaxrl_llm.rollout.jax.engine import Sampler
-from jaxrl_llm.rollout.samples import CompletionTask, Drawing
+from jaxrl_llm.rollout.samples import CompletionTask, SamplingPlan
 from jaxrl_llm.rollout.settings import TIMEOUT
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.session.banner import print_banner
@@ -93,7 +93,7 @@ def main() -> None:
         print_banner(f"{args.by} = {value}", scores.lines(part))
 
 
-def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[Graded, data.Dataset]:
+def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[GradedCompletions, data.Dataset]:
     """Loads model and problems, and returns the graded completions and the problems. Raises: UserError."""
     environment = environment_of(args, run)
     mesh = sharding.make_mesh(**(run.mesh if run else dict(data=1, fsdp=-1, tensor=1)))
@@ -158,7 +158,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
             engine,
             dataset,
             CompletionTask(tokenizer, score, environments),
-            Drawing(args.samples, Sampling(args.temperature)),
+            SamplingPlan(args.samples, Sampling(args.temperature)),
             batch=batch,
             seed=args.seed,
         )

@@ -28,7 +28,7 @@ from jaxrl_llm.models.settings import GroupModelSettings, ModelSettings, NewMode
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.protocol import EngineChoice
-from jaxrl_llm.rollout.samples import Drawing, SampledGroups
+from jaxrl_llm.rollout.samples import SampledGroups, SamplingPlan
 from jaxrl_llm.rollout.settings import JudgeSettings, LengthSettings, RewardSettings, RolloutSettings
 from jaxrl_llm.session import settings as session
 from jaxrl_llm.structs import Array, Sizes
@@ -318,10 +318,10 @@ class Recipe(Settings):
         return {*self.estimator.inputs, *self.loss_columns, *(name for name, used in uses.items() if used)}
 
     @property
-    def drawing(self) -> Drawing:
+    def sampling_plan(self) -> SamplingPlan:
         """What a step samples for each of its prompts."""
         rollout, greedy = self.rollout, self.estimator.needs_greedy
-        return Drawing(
+        return SamplingPlan(
             self.group_size, rollout.sampling, rollout.resample_rounds, greedy, self.mask.truncated, rollout.partial
         )
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_llm.data.curriculum import Curriculum, from_text, to_text
 from jaxrl_llm.machine import distributed, keys, sharding
-from jaxrl_llm.rollout.flight import Flight
+from jaxrl_llm.rollout.in_flight import InFlightGroups
 from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.samples import Samples, SampleSource
@@ -19,7 +19,7 @@ from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.structs import PartState, PyTree, Rollouts
 
 
-class Lent(NamedTuple):
+class WeightLease(NamedTuple):
     """States of a run whose parameters the engine may still read. An update, which donates them, takes them back."""
 
     states: PyTree  # to read
@@ -27,7 +27,7 @@ class Lent(NamedTuple):
     pushed: Future[Rollouts | None]
     weight_check: WeightCheck | None
 
-    def take_back(self) -> tuple[PyTree, dict[str, Any]]:
+    def reclaim(self) -> tuple[PyTree, dict[str, Any]]:
         """Waits until the engine no longer reads the parameters. Returns the states, and the weight check's metrics.
 
         Raises: UserError, if the engine does not have the pushed weights.
@@ -68,13 +68,13 @@ class Actor:
         # Marks of the last step. With a lag, a draw knows the marks of an earlier step.
         self._visits = curriculum.no_signal if curriculum else None
         self._beginning = self._position = self._now()  # after the last batch learned from
-        self._flight: Flight | None = None  # groups that go on after the last step
+        self._in_flight: InFlightGroups | None = None  # groups that go on after the last step
         self._prefetcher: Prefetcher[Samples] = Prefetcher(self._sample, lag=lag, last=last)
         self._sampled: list[Samples] = []  # by an earlier process, for the steps after `begin`
         self._learned = 0  # last step whose `push` no `next` has followed; 0: none
         self._current: Samples | None = None  # the batch of `next`, until its `push`
         self._unpushed: tuple[PyTree, PyTree, int] | None = None  # states, parameters and number of the last step
-        self.lent: Lent  # by the last `begin` or `push`
+        self.lease: WeightLease  # by the last `begin` or `push`
 
     def load(self, state: PartState | None) -> None:
         """Goes on at the position in the data of a state, with its batches; None: at the start of the data."""
@@ -85,7 +85,7 @@ class Actor:
         metrics, arrays = (notes["metrics"], state.arrays) if state and state.arrays else ([], [])
         # One for each batch that waits, after the one for the batches that were learned from.
         self._position, *positions = notes["positions"][: 1 + len(metrics)]
-        self._attempt, self._current, self._learned, self._flight = notes["attempt"], None, 0, None
+        self._attempt, self._current, self._learned, self._in_flight = notes["attempt"], None, 0, None
         # The state of the prompts is set before the push is ordered, because with a lag the thread samples right after
         # it.
         self._source.prompts.set_state([self._position, *positions][-1]["data"])
@@ -94,29 +94,29 @@ class Actor:
             self._visits = from_text(notes["visits"], size) if "visits" in notes else np.zeros(size, bool)
         batches = zip(arrays[: len(metrics)], metrics, notes["replaced"] if metrics else [], strict=True)
         ordered = [self._source.from_checkpoint(*batch) for batch in batches]
-        for flight in arrays[len(metrics) :]:
-            self._flight = Flight.from_checkpoint(sharding.to_host(flight), self._source.collate)
-        self._source.flight = self._flight
+        for in_flight in arrays[len(metrics) :]:
+            self._in_flight = InFlightGroups.from_checkpoint(sharding.to_host(in_flight), self._source.collate)
+        self._source.in_flight = self._in_flight
         self._sampled = [
-            replace(samples, position=position, flight=self._flight)
+            replace(samples, position=position, in_flight=self._in_flight)
             for samples, position in zip(ordered, positions, strict=True)
         ]
 
-    def begin(self, states: PyTree, params: PyTree, step: int, attempt: int = 0) -> Lent:
+    def begin(self, states: PyTree, params: PyTree, step: int, attempt: int = 0) -> WeightLease:
         """Begins after `step`, once `load` has set the position, and lends the engine the parameters of `states`.
 
         attempt: how often the run has gone back. Each attempt has other samples: it drops the batches and the groups
         that an earlier attempt has sampled, and draws the prompts of the batches again.
         """
-        if attempt != self._attempt and (self._sampled or self._flight):
-            self._sampled, self._flight, self._source.flight = [], None, None
+        if attempt != self._attempt and (self._sampled or self._in_flight):
+            self._sampled, self._in_flight, self._source.in_flight = [], None, None
             self._source.prompts.set_state(self._position["data"])
         self._attempt = attempt
-        self.lent, self._unpushed = self._ordered_push(states, params, step), None
+        self.lease, self._unpushed = self._ordered_push(states, params, step), None
         # Batches are ordered after the push, so that they are sampled from these weights.
         self._prefetcher.begin(step, self._sampled)
         self._sampled = []
-        return self.lent
+        return self.lease
 
     def next(self) -> Samples:
         """Waits for the batch of the next step and returns it. Returns the same batch until `push`.
@@ -128,34 +128,34 @@ class Actor:
             self._learned = 0
         if self._current is None:
             # The main thread does this, because all processes must call programs in the same order.
-            self._current = self._source.settled(self._prefetcher.next())
+            self._current = self._source.apply_replacements(self._prefetcher.next())
         return self._current
 
-    def push(self, states: PyTree, params: PyTree, step: int) -> Lent:
+    def push(self, states: PyTree, params: PyTree, step: int) -> WeightLease:
         """Drops the batch that `step` has learned from, and lends the engine the parameters of the states after it."""
         assert self._current, "`next` comes before `push`"
         samples, self._current = self._current, None
-        self._position, self._flight = samples.position, samples.flight
+        self._position, self._in_flight = samples.position, samples.in_flight
         # The position behind this batch: a checkpoint from now on begins there.
         self._prefetcher.used()
         self._learned = step
         if self._curriculum and self._visits is not None:
             # `no_signal` waits for the reward functions.
-            visits = samples.prompts.numbers, samples.no_signal, samples.replaced
+            visits = samples.prompts.numbers, samples.no_signal, samples.replaced_rows
             self._visits = self._curriculum.visited(self._visits, *visits)
         if step < self._last:
-            self.lent = self._ordered_push(states, params, step)
-            return self.lent
+            self.lease = self._ordered_push(states, params, step)
+            return self.lease
         # No step samples from these weights. If an evaluation does, `wait` pushes them.
         self._unpushed = states, params, step
-        self.lent = Lent(states, params, self._prefetcher.do(lambda: None), None)
-        return self.lent
+        self.lease = WeightLease(states, params, self._prefetcher.do(lambda: None), None)
+        return self.lease
 
     def wait(self) -> None:
         """Waits until the engine has the newest weights, and samples nothing."""
         if self._unpushed:
-            self.lent, self._unpushed = self._ordered_push(*self._unpushed), None
-        self.lent.pushed.result()
+            self.lease, self._unpushed = self._ordered_push(*self._unpushed), None
+        self.lease.pushed.result()
         # When a run starts, batches are ordered only after the push.
         self.waiting()
 
@@ -172,28 +172,28 @@ class Actor:
         Waits for these batches.
         """
         batches = self.waiting(seconds)
-        flight = batches[-1].flight if batches else self._flight
+        in_flight = batches[-1].in_flight if batches else self._in_flight
         positions = [self._position, *(samples.position for samples in batches)]
-        settled = list(map(self._source.settled, batches))
+        settled = list(map(self._source.apply_replacements, batches))
         metrics = [{name: float(x) for name, x in samples.metrics.items()} for samples in settled]
         notes = {"attempt": self._attempt, "positions": positions, "metrics": metrics}
-        notes |= {"replaced": [samples.replaced for samples in settled]}
+        notes |= {"replaced": [samples.replaced_rows for samples in settled]}
         notes |= {"visits": to_text(self._visits)} if self._visits is not None else {}
         arrays = [self._source.to_checkpoint(samples) for samples in settled]
-        if flight:
-            arrays.append(sharding.shard_batch(flight.to_checkpoint(), self._source.mesh))
+        if in_flight:
+            arrays.append(sharding.shard_batch(in_flight.to_checkpoint(), self._source.mesh))
         return PartState(notes, arrays)
 
     def close(self) -> None:
         """Starts nothing more."""
         self._prefetcher.close()
 
-    def _ordered_push(self, states: PyTree, params: PyTree, step: int) -> Lent:
+    def _ordered_push(self, states: PyTree, params: PyTree, step: int) -> WeightLease:
         pushed = self._prefetcher.do(self._push, params, step, self._visits)
         if distributed.count() > 1 or self._device:
             # It gathers the weights on the trainer's devices: no other program may come between, in any process.
             pushed.result()
-        return Lent(states, params, pushed, self._check)
+        return WeightLease(states, params, pushed, self._check)
 
     def _push(self, params: PyTree, step: int, visits: np.ndarray | None) -> Rollouts | None:
         if self._curriculum and visits is not None:

@@ -223,7 +223,7 @@ class EnvironmentBatch:
         self.recall(metrics, truncated)
 
     def recall(self, metrics: Mapping[str, np.ndarray], truncated: np.ndarray) -> None:
-        """Goes on from what a flight says of its episodes: metrics and truncated [B, G]."""
+        """Goes on from what groups in flight say of their episodes: metrics and truncated [B, G]."""
         for i, episode in enumerate(self._episodes):
             episode.counts = {name: values.flat[i] for name, values in metrics.items()}
             episode.cut = bool(truncated.flat[i])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.machine.hang import WATCHDOG
-from jaxrl_llm.rollout.flight import Flight
+from jaxrl_llm.rollout.in_flight import InFlightGroups
 from jaxrl_llm.rollout.protocol import Environments
 from jaxrl_llm.structs import Rollouts
 
@@ -52,13 +52,13 @@ class Episodes:
         )
 
     @classmethod
-    def going_on(cls, flight: Flight) -> Episodes:
+    def going_on(cls, in_flight: InFlightGroups) -> Episodes:
         """Returns the completions of an earlier call."""
-        rollouts, ended = flight.rollouts, flight.ended.reshape(-1)
+        rollouts, ended = in_flight.rollouts, in_flight.ended.reshape(-1)
         # Copies: the call writes into these arrays.
         tokens, logprobs, sampled, truncated, begins = (
             x.reshape(len(ended), *x.shape[2:]).copy()
-            for x in (rollouts.completions, rollouts.logprobs, rollouts.loss_mask, rollouts.truncated, flight.begins)
+            for x in (rollouts.completions, rollouts.logprobs, rollouts.loss_mask, rollouts.truncated, in_flight.begins)
         )
         length = rollouts.completion_mask.sum(axis=-1, dtype=np.int32).reshape(-1)
         return cls(

@@ -15,11 +15,11 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.settings import EvalSet, metrics_of
 from jaxrl_llm.machine import distributed, keys, progress, sharding
 from jaxrl_llm.rollout.environments import EnvironmentPool
-from jaxrl_llm.rollout.grading import Graded, RewardFn
+from jaxrl_llm.rollout.grading import GradedCompletions, RewardFn
 from jaxrl_llm.rollout.protocol import Engine
-from jaxrl_llm.rollout.samples import CompletionTask, Drawing
+from jaxrl_llm.rollout.samples import CompletionTask, SamplingPlan
 
-GREEDY = Drawing(1, Sampling(temperature=0))
+GREEDY = SamplingPlan(1, Sampling(temperature=0))
 
 
 def whole_batches(sequences: int, problems: int, mesh: Mesh) -> int:
@@ -29,8 +29,8 @@ def whole_batches(sequences: int, problems: int, mesh: Mesh) -> int:
 
 
 def evaluate(
-    engine: Engine, dataset: data.Dataset, task: CompletionTask, draw: Drawing = GREEDY, *, batch: int, seed: int
-) -> Graded:
+    engine: Engine, dataset: data.Dataset, task: CompletionTask, draw: SamplingPlan = GREEDY, *, batch: int, seed: int
+) -> GradedCompletions:
     """Samples and grades completions for each problem of a data set; with several processes, for its part.
 
     The engine gets all problems at once, and the reward functions those of a batch, for which they have a time limit.
@@ -51,10 +51,10 @@ def evaluate(
     real = slice(max(len(dataset.rows) - local_problems * distributed.index(), 0))
     texts, turns = ([x for part in parts for x in part[field]][real] for field in (0, 2))
     rewards = jax.tree.map(lambda *x: np.concatenate(x)[real], *(part.rewards for part in parts))
-    return Graded(texts, rewards, turns, {})
+    return GradedCompletions(texts, rewards, turns, {})
 
 
-def mean_score(graded: Graded) -> float:
+def mean_score(graded: GradedCompletions) -> float:
     """Returns the mean score of the completions of all processes, which exchange three numbers each.
 
     A completion without a verdict counts as 0. NaN if none has one, as where a judge does not answer: a health rule

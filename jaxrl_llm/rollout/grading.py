@@ -48,7 +48,7 @@ class Completions(NamedTuple):
     columns: Mapping[str, list[list[Any]]] = MappingProxyType({})  # more of them, B x G each, such as `turns`
 
 
-class Graded(NamedTuple):
+class GradedCompletions(NamedTuple):
     """Completions as text, and what they earn."""
 
     texts: list[list[str]]  # B x G
@@ -84,7 +84,7 @@ class RewardFn:
         texts: list[list[str]],
         ids: list[list[list[int]]],
         columns: Mapping[str, list[list[Any]]] = MappingProxyType({}),
-    ) -> Graded:
+    ) -> GradedCompletions:
         """columns: more columns for the functions, with B x G values, as `turns`."""
         shape = (len(rows), len(texts[0]))
         flat_rows = [
@@ -99,16 +99,16 @@ class RewardFn:
         channels = {name: np.asarray(answers[name].values, np.float32).reshape(shape) for name in self._functions}
         metrics = {f"{name}/{key}": x for name, answer in answers.items() for key, x in answer.metrics.items()}
         total = weighted_sum(list(channels.values()), self._weights, shape)
-        return Graded(texts, Rewards(total, channels), columns.get("turns", []), metrics)
+        return GradedCompletions(texts, Rewards(total, channels), columns.get("turns", []), metrics)
 
-    def start(self, completions: Callable[[], Completions]) -> Callable[[], Graded]:
+    def start(self, completions: Callable[[], Completions]) -> Callable[[], GradedCompletions]:
         """Judges completions() in a thread. Returns a function that waits for the result, and may be called repeatedly.
 
         Without a time limit, its first call judges in the caller's thread: a reward function may set an alarm, and
         Python allows alarms only in the main thread.
         """
 
-        def judge() -> Graded:
+        def judge() -> GradedCompletions:
             return self(*completions())
 
         return self._thread.submit(judge).result if self._timeout else cache(judge)

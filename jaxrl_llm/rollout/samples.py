@@ -17,8 +17,8 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
-from jaxrl_llm.rollout.flight import FirstComplete, Flight, StreamEngine
-from jaxrl_llm.rollout.grading import Completions, Graded, RewardFn
+from jaxrl_llm.rollout.grading import Completions, GradedCompletions, RewardFn
+from jaxrl_llm.rollout.in_flight import FirstComplete, InFlightGroups, StreamEngine
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Array, Batch, Collate, Prompts, Rewards, Rollouts
 
@@ -31,14 +31,14 @@ class Samples:
 
     prompts: Prompts
     rollouts: Rollouts
-    graded: Callable[[], Graded]  # waits for the reward functions; the device can score meanwhile
+    wait_for_grades: Callable[[], GradedCompletions]  # waits for the reward functions; the device can score meanwhile
     greedy: Samples | None = None  # greedy completions of the same prompts, with G = 1
     masks_truncated: bool = False  # True: truncated completions are not trained on
     metrics: dict[str, Any] = field(default_factory=dict)  # of the sampling
     position: dict[str, Any] = field(default_factory=dict)  # of the actor's data and shapes after these prompts
-    flight: Flight | None = None  # the groups that go on after these
-    replaced: list[int] = field(default_factory=list)  # numbers of rows whose groups had no signal and gave way
-    moves: list[Move] = field(default_factory=list)  # of `refill`, until they are `settled`
+    in_flight: InFlightGroups | None = None  # the groups that go on after these
+    replaced_rows: list[int] = field(default_factory=list)  # numbers of rows whose groups had no signal and gave way
+    replacements: list[GroupReplacement] = field(default_factory=list)  # of `refill`, until they are `settled`
 
     @property
     def no_signal(self) -> np.ndarray:
@@ -47,7 +47,7 @@ class Samples:
         All completions have the same reward, none has one, or the token limit cut all and the run does not train on
         such ones.
         """
-        total = self.graded().rewards.total
+        total = self.wait_for_grades().rewards.total
         differ = np.fmax.reduce(total, axis=1) > np.fmin.reduce(total, axis=1)  # both ignore NaN
         return ~(differ & self.trained.any(axis=(1, 2)))
 
@@ -62,14 +62,14 @@ class Samples:
 
     def rewards(self) -> Rewards:
         """Waits for the reward functions and returns the rewards."""
-        rewards = self.graded().rewards
+        rewards = self.wait_for_grades().rewards
         if not self.greedy:
             return rewards
-        greedy, lengths = self.greedy.graded().rewards.total, self.greedy.rollouts.completion_mask.sum(axis=-1)
+        greedy, lengths = self.greedy.wait_for_grades().rewards.total, self.greedy.rollouts.completion_mask.sum(axis=-1)
         return replace(rewards, greedy=greedy, greedy_lengths=lengths)
 
 
-class Move(NamedTuple):
+class GroupReplacement(NamedTuple):
     """Groups `sources` of a fresh batch replace groups `at`: their numbers in the batches of all processes."""
 
     at: np.ndarray
@@ -122,32 +122,32 @@ class CompletionTask:
         )
         return _with_measured(rollouts, batch, channel) if batch else rollouts
 
-    def begin(self, prompts: Prompts, group_size: int, length: int) -> Flight:
+    def begin(self, prompts: Prompts, group_size: int, length: int) -> InFlightGroups:
         """Returns groups that begin, with room for `length` tokens in each completion."""
-        return self.opened(Flight.begin(prompts, group_size, length, self.tokenizer.pad_token_id))
+        return self.opened(InFlightGroups.begin(prompts, group_size, length, self.tokenizer.pad_token_id))
 
-    def opened(self, flight: Flight) -> Flight:
+    def opened(self, in_flight: InFlightGroups) -> InFlightGroups:
         """Returns groups with the environments of their episodes. Those of a resumed run are played again."""
-        if flight.environments or not self.environments:
-            return flight
-        rollouts, turns = flight.rollouts, flight.past_turns()
-        batch = self.environments.begin(flight.prompts.rows, flight.ended.shape[1])
+        if in_flight.environments or not self.environments:
+            return in_flight
+        rollouts, turns = in_flight.rollouts, in_flight.past_turns()
+        batch = self.environments.begin(in_flight.prompts.rows, in_flight.ended.shape[1])
         batch.replay(turns, rollouts.episodes, rollouts.truncated)
-        return flight._replace(environments=batch)
+        return in_flight._replace(environments=batch)
 
     def sample_first(
-        self, engine: StreamEngine, flight: Flight, key: Array, sampling: Sampling, enough: int, channel: str
+        self, engine: StreamEngine, in_flight: InFlightGroups, key: Array, sampling: Sampling, enough: int, channel: str
     ) -> FirstComplete:
-        """Samples until `enough` groups of a flight are complete. channel: argument of `measured_alike`."""
-        first = engine.sample_first(flight, key, sampling=sampling, enough=enough)
-        if not (batch := flight.environments):
+        """Samples until `enough` groups are complete. channel: argument of `measured_alike`."""
+        first = engine.sample_first(in_flight, key, sampling=sampling, enough=enough)
+        if not (batch := in_flight.environments):
             return first
-        rollouts = _with_measured(first.flight.rollouts, batch, channel)
+        rollouts = _with_measured(first.in_flight.rollouts, batch, channel)
         # All episodes get all metrics, as they have after a resume.
         batch.recall(rollouts.episodes, rollouts.truncated)
-        return first._replace(flight=first.flight._replace(rollouts=rollouts))
+        return first._replace(in_flight=first.in_flight._replace(rollouts=rollouts))
 
-    def grade(self, prompts: Prompts, rollouts: Rollouts) -> Graded:
+    def grade(self, prompts: Prompts, rollouts: Rollouts) -> GradedCompletions:
         """Returns texts and rewards, once the reward functions have judged."""
         return self.score(*self.completions(prompts, rollouts))
 
@@ -174,10 +174,10 @@ class SampledGroups(NamedTuple):
     """The groups of one call of the engine."""
 
     prompts: int
-    enough: int = 0  # complete ones, with which the call ends (`flight.StreamEngine`); 0: all
+    enough: int = 0  # complete ones, with which the call ends (`in_flight.StreamEngine`); 0: all
 
 
-class Drawing(NamedTuple):
+class SamplingPlan(NamedTuple):
     """What a step samples for each of its prompts."""
 
     group_size: int  # completions
@@ -192,38 +192,38 @@ class Drawing(NamedTuple):
 class SampleSource:
     """Samples completions for the next prompts and starts the reward functions."""
 
-    drawing: Drawing
+    sampling_plan: SamplingPlan
     engine: Engine
     prompts: grain.DatasetIterator
     collate: Collate
     task: CompletionTask
     mesh: Mesh
     max_completion_tokens: int
-    flight: Flight | None = None  # the groups that go on, of partial rollouts
+    in_flight: InFlightGroups | None = None  # the groups that go on, of partial rollouts
 
     def sample(self, key: Array) -> Samples:
-        """Samples the next prompts. The main thread calls `settled` for the groups that were replaced."""
-        drawing, metrics = self.drawing, {}
-        if drawing.partial:
+        """Samples the next prompts. The main thread calls `apply_replacements` for the groups that were replaced."""
+        plan, metrics = self.sampling_plan, {}
+        if plan.partial:
             return self._with_greedy(self._first_complete(key), key)
 
         def draw(key: Array) -> Samples:
-            return self._draw(next(self.prompts), key, drawing.group_size, drawing.sampling)
+            return self._draw(next(self.prompts), key, plan.group_size, plan.sampling)
 
         samples = draw(key)
-        if drawing.resample_rounds:
+        if plan.resample_rounds:
             metrics = {"groups/no_signal_sampled": distributed.gather(samples.no_signal, SAMPLING).mean()}
 
             def draw_again(attempt: int) -> Samples:
                 return draw(jax.random.fold_in(key, np.uint32(attempt)))
 
-            samples, metrics["groups/replaced"] = refill(samples, draw_again, self.collate, drawing.resample_rounds)
+            samples, metrics["groups/replaced"] = refill(samples, draw_again, self.collate, plan.resample_rounds)
         # The greedy companions are sampled after `refill`, which may replace prompts.
         return self._with_greedy(replace(samples, metrics=metrics), key)
 
-    def settled(self, samples: Samples) -> Samples:
+    def apply_replacements(self, samples: Samples) -> Samples:
         """Returns samples whose replaced groups are in their places. The main thread calls it, in all processes."""
-        return settled(samples, self.task.tokenizer, self.mesh)
+        return apply_replacements(samples, self.task.tokenizer, self.mesh)
 
     def to_checkpoint(self, samples: Samples) -> dict[str, Any]:
         """Returns the arrays that a checkpoint keeps of a batch that no update has used yet, on the devices."""
@@ -231,42 +231,44 @@ class SampleSource:
         arrays = {"numbers": samples.prompts.numbers, "rollouts": samples.rollouts} | greedy
         return sharding.shard_batch(arrays, self.mesh)
 
-    def from_checkpoint(self, arrays: dict[str, Any], metrics: dict[str, Any], replaced: list[int]) -> Samples:
+    def from_checkpoint(self, arrays: dict[str, Any], metrics: dict[str, Any], replaced_rows: list[int]) -> Samples:
         """Rebuilds the batch of `to_checkpoint` and grades it again. A checkpoint holds dataclasses as dicts."""
         # A checkpoint has no texts and no rewards: both follow from the rows and the tokens.
         arrays = sharding.to_host(arrays)
         prompts = self.collate(arrays["numbers"])
         rollouts, *greedy = (Rollouts(**arrays[name]) for name in ("rollouts", "greedy") if name in arrays)
-        samples = replace(self._graded(prompts, rollouts), metrics=metrics, replaced=replaced)
+        samples = replace(self._graded(prompts, rollouts), metrics=metrics, replaced_rows=replaced_rows)
         return replace(samples, greedy=self._graded(prompts, greedy[0])) if greedy else samples
 
     def _with_greedy(self, samples: Samples, key: Array) -> Samples:
-        if not self.drawing.greedy:
+        if not self.sampling_plan.greedy:
             return samples
         return replace(samples, greedy=self._draw(samples.prompts, key, 1, Sampling(temperature=0)))
 
     def _first_complete(self, key: Array) -> Samples:
         """Samples until as many groups are complete as a batch has. The others go on in the next call."""
-        group, length = self.drawing.group_size, self.max_completion_tokens
+        group, length = self.sampling_plan.group_size, self.max_completion_tokens
         begin = partial(self.task.begin, group_size=group, length=length)
         # The first call begins two batches, so that another group can always begin when a group is complete.
-        flight = self.task.opened(self.flight) if self.flight else begin(next(self.prompts))
-        enough = len(flight.ended)
-        flight = flight.joined(begin(next(self.prompts)))
-        carried = flight.rollouts.completion_mask.any(axis=(1, 2))
+        in_flight = self.task.opened(self.in_flight) if self.in_flight else begin(next(self.prompts))
+        enough = len(in_flight.ended)
+        in_flight = in_flight.joined(begin(next(self.prompts)))
+        carried = in_flight.rollouts.completion_mask.any(axis=(1, 2))
         engine = cast(StreamEngine, self.engine)
-        flight, first, idle = self.task.sample_first(engine, flight, key, self.drawing.sampling, enough, SAMPLING)
-        batch, self.flight = flight.split(first)
+        in_flight, first, idle = self.task.sample_first(
+            engine, in_flight, key, self.sampling_plan.sampling, enough, SAMPLING
+        )
+        batch, self.in_flight = in_flight.split(first)
         measured = {"rollout/carried": carried[first], "rollout/idle_slots": np.array([idle], np.float32)}
         metrics = {name: distributed.gather(values, SAMPLING).mean() for name, values in measured.items()}
-        return replace(self._graded(batch.prompts, batch.rollouts), flight=self.flight, metrics=metrics)
+        return replace(self._graded(batch.prompts, batch.rollouts), in_flight=self.in_flight, metrics=metrics)
 
     def _draw(self, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Samples:
         return self._graded(prompts, self.task.sample(self.engine, prompts, key, group_size, sampling, SAMPLING))
 
     def _graded(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
         graded = self.task.score.start(partial(self.task.completions, prompts, rollouts))
-        return Samples(prompts, rollouts, graded, masks_truncated=self.drawing.masks_truncated)
+        return Samples(prompts, rollouts, graded, masks_truncated=self.sampling_plan.masks_truncated)
 
 
 def refill(samples: Samples, draw: Callable[[int], Samples], collate: Collate, rounds: int) -> tuple[Samples, int]:
@@ -274,11 +276,11 @@ def refill(samples: Samples, draw: Callable[[int], Samples], collate: Collate, r
 
     Stops when every group has a signal, or after `rounds` rounds. Drops the fresh groups that it does not need.
     A group gives way to one of its own source alone: otherwise an easy or a hard source would vanish from a mixture.
-    A group may go to another process. Completions and rewards are moved later (`settled`): this may be a thread,
-    beside programs of the main thread on the same devices.
+    A group may go to another process. Completions and rewards are moved later (`apply_replacements`): this may be a
+    thread, beside programs of the main thread on the same devices.
     """
     lacks, numbers, sources = _groups_of_all_processes(samples)
-    without, moves = numbers[lacks].tolist(), []
+    without, replacements = numbers[lacks].tolist(), []
     # All processes see all groups, so they stop after the same round.
     for i in range(1, rounds + 1):
         if not lacks.any():
@@ -293,9 +295,11 @@ def refill(samples: Samples, draw: Callable[[int], Samples], collate: Collate, r
             pairs.extend(zip(places.tolist(), replacements.tolist(), strict=False))
         at, replacing = np.array(pairs, int).reshape(-1, 2).T
         lacks[at], numbers[at] = False, fresh_numbers[replacing]
-        moves += [Move(at, fresh, replacing)] if len(at) else []
-    prompts = collate(numbers[distributed.part(len(numbers))]) if moves else samples.prompts
-    return replace(samples, prompts=prompts, moves=moves, replaced=without), sum(len(move.at) for move in moves)
+        replacements += [GroupReplacement(at, fresh, replacing)] if len(at) else []
+    prompts = collate(numbers[distributed.part(len(numbers))]) if replacements else samples.prompts
+    return replace(samples, prompts=prompts, replacements=replacements, replaced_rows=without), sum(
+        len(move.at) for move in replacements
+    )
 
 
 def _groups_of_all_processes(samples: Samples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -309,21 +313,23 @@ def _groups_of_all_processes(samples: Samples) -> tuple[np.ndarray, np.ndarray, 
     return no_signal, numbers, sources
 
 
-def settled(samples: Samples, tokenizer: Any, mesh: Mesh) -> Samples:
+def apply_replacements(samples: Samples, tokenizer: Any, mesh: Mesh) -> Samples:
     """Moves completions and rewards to the places of the groups that they replace. All processes call it together."""
-    rollouts, graded = samples.rollouts, samples.graded
-    for move in samples.moves:
-        rollouts, moved = _move_groups(rollouts, graded(), move, tokenizer, mesh)
-        graded = partial(Graded, *moved)
-    return replace(samples, rollouts=rollouts, graded=graded, moves=[])
+    rollouts, graded = samples.rollouts, samples.wait_for_grades
+    for replacement in samples.replacements:
+        rollouts, moved = _move_groups(rollouts, graded(), replacement, tokenizer, mesh)
+        graded = partial(GradedCompletions, *moved)
+    return replace(samples, rollouts=rollouts, wait_for_grades=graded, replacements=[])
 
 
-def _move_groups(rollouts: Rollouts, graded: Graded, move: Move, tokenizer: Any, mesh: Mesh) -> tuple[Rollouts, Graded]:
-    at, fresh, sources = move
+def _move_groups(
+    rollouts: Rollouts, graded: GradedCompletions, replacement: GroupReplacement, tokenizer: Any, mesh: Mesh
+) -> tuple[Rollouts, GradedCompletions]:
+    at, fresh, sources = replacement
     # The metrics of two batches may have other names: an environment need not give all of them.
     names = sorted({*rollouts.episodes, *fresh.rollouts.episodes})
     old = rollouts.measured(names), graded.rewards
-    new = fresh.rollouts.measured(names), fresh.graded().rewards
+    new = fresh.rollouts.measured(names), fresh.wait_for_grades().rewards
     rollouts, rewards = sharding.put_groups(old, new, at, sources, mesh)
     part = distributed.part(len(rollouts.truncated) * distributed.count())
     local = at[(part.start <= at) & (at < part.stop)] - part.start
@@ -335,7 +341,7 @@ def _move_groups(rollouts: Rollouts, graded: Graded, move: Move, tokenizer: Any,
     turns = dict(zip(local.tolist(), data.decode_turns(tokenizer, tokens, mask, loss_mask), strict=True))
     all_texts = [texts.get(b, group) for b, group in enumerate(graded.texts)]
     all_turns = [turns.get(b, group) for b, group in enumerate(graded.turns)]
-    return rollouts, Graded(all_texts, rewards, all_turns, graded.metrics)
+    return rollouts, GradedCompletions(all_texts, rewards, all_turns, graded.metrics)
 
 
 def to_batch(

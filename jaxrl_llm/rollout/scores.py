@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl_llm.data import formats
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollout.grading import Graded
+from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.tasks import math as maths
 
 Answers: TypeAlias = list[list[str | None]]  # N x G; None: the completion gives no answer
@@ -131,7 +131,7 @@ def _channel(values: np.ndarray) -> Measured:
 
 
 def measure_all(
-    graded: Graded, rows: Sequence[dict[str, Any]], extract: Callable[[str], Any] | None, by: str
+    graded: GradedCompletions, rows: Sequence[dict[str, Any]], extract: Callable[[str], Any] | None, by: str
 ) -> Measured:
     """Measures all problems, and those of each value of the column `by`; "": not by column. Raises: UserError."""
     scores, channels = graded.rewards.total, graded.rewards.channels

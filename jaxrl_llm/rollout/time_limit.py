@@ -14,7 +14,7 @@ T = TypeVar("T")
 MOST_LATE = 256
 
 
-class Late(BaseException):
+class CallTimeout(BaseException):
     """Ends a call that is late. `except Exception` in the user's code does not catch it."""
 
 
@@ -44,7 +44,7 @@ class TimeLimit:
 
         def run() -> None:
             with suppress(BaseException):
-                # All errors are suppressed here: `Late`, and an error that ends only this thread, such as
+                # All errors are suppressed here: `CallTimeout`, and an error that ends only this thread, such as
                 # KeyboardInterrupt.
                 try:
                     results.append(function())
@@ -62,7 +62,9 @@ class TimeLimit:
             return results[0]
         with ends:
             if not ended:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Late))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread.ident or 0), ctypes.py_object(CallTimeout)
+                )
         with self._lock:
             self._late.append(thread)
         raise TimeoutError

@@ -250,7 +250,7 @@ class Log:
 
     def _write_sample(self, step: int, samples: Samples, rewards: np.ndarray) -> None:
         """Writes one group of the batch to completions.jsonl and the loggers, and two completions to the console."""
-        prompt, graded, rewards = samples.prompts.rows[0]["prompt"], samples.graded(), rewards[0]
+        prompt, graded, rewards = samples.prompts.rows[0]["prompt"], samples.wait_for_grades(), rewards[0]
         texts, turns = graded.texts[0], graded.turns[:1]
         line = {"step": step, "prompt": prompt, "completions": texts, "rewards": [_plain(x) for x in rewards]}
         line |= ({"turns": turns[0]} if turns else {}) | _thumbnails(samples.prompts.images)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxrl_llm.learner.update import TRAINED
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.hang import WATCHDOG
-from jaxrl_llm.rollout.grading import Graded
+from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.structs import Array, Rollouts
 
@@ -76,7 +76,7 @@ class Record:
         record = {k: v for k, v in metrics.items() if not (k.startswith("reward/") and np.isnan(v))}
         if self.samples:
             record |= of_rollouts(self.samples.rollouts, self.step) | of_texts(self.samples) | of_sources(self.samples)
-            measured = gathered(self.samples.graded().metrics)
+            measured = gathered(self.samples.wait_for_grades().metrics)
             record |= {name: sum(values) / len(values) for name, values in measured.items()}
         record |= of_updates(updates) | self.evaluation
         record |= {f"time/{phase}": seconds for phase, seconds in self.timer.seconds.items()}
@@ -189,7 +189,9 @@ def of_sources(samples: Samples) -> dict[str, Any]:
     if not samples.prompts.sources:
         return {}
     here: dict[str, list[tuple[bool, list[float]]]] = {}
-    rows = zip(samples.prompts.sources, samples.no_signal.tolist(), samples.graded().rewards.total, strict=True)
+    rows = zip(
+        samples.prompts.sources, samples.no_signal.tolist(), samples.wait_for_grades().rewards.total, strict=True
+    )
     for name, teaches_nothing, rewards in rows:
         here.setdefault(name, []).append((teaches_nothing, rewards[np.isfinite(rewards)].tolist()))
     groups = {name: list(chain(*lists)) for name, lists in gathered(here).items()}
@@ -219,7 +221,7 @@ def of_texts(samples: Samples) -> dict[str, Any]:
     groups = [
         [row[real] for row, real in zip(*group, strict=True)] for group in zip(tokens[first], mask[first], strict=True)
     ]
-    whole = "\n".join(text for group in _own_texts(samples.graded())[first] for text in group).encode()
+    whole = "\n".join(text for group in _own_texts(samples.wait_for_grades())[first] for text in group).encode()
     here = {
         "completion/distinct": np.mean([len({row.tobytes() for row in group}) / len(group) for group in groups]),
         "completion/repeated": np.mean([repeated(row) for group in groups for row in group]),
@@ -227,7 +229,7 @@ def of_texts(samples: Samples) -> dict[str, Any]:
     return {name: np.mean(values) for name, values in gathered({name: float(x) for name, x in here.items()}).items()}
 
 
-def _own_texts(graded: Graded) -> list[list[str]]:
+def _own_texts(graded: GradedCompletions) -> list[list[str]]:
     """Returns what the policy wrote, B x G."""
     if not graded.turns:
         return graded.texts

@@ -481,7 +481,7 @@ def test_the_page_of_an_evaluation_shows_the_pictures_of_each_problem(tokenizer,
     rows += [{"problem": "<image><image>c", "images": [encoded(), pillow()]}]
     dataset = read(rows, tokenizer, form, monkeypatch)
     rewards = Rewards(np.ones((3, 1), np.float32), {"right": np.ones((3, 1), np.float32)})
-    graded = grading.Graded([["x"]] * 3, rewards, [], {})
+    graded = grading.GradedCompletions([["x"]] * 3, rewards, [], {})
     page = samples.render("t", scores.measure_all(graded, dataset.rows, None, ""), graded, dataset)
     shown = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)" alt="([^"]+)"', page)
     assert [name for _, name in shown] == [picture.name for of_row in dataset.images.rows for picture in of_row]

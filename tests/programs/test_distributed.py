@@ -246,8 +246,8 @@ from types import SimpleNamespace
 import numpy as np
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.distributed import store
-from jaxrl_llm.rollout.grading import Graded
-from jaxrl_llm.rollout.samples import Samples, refill, settled
+from jaxrl_llm.rollout.grading import GradedCompletions
+from jaxrl_llm.rollout.samples import Samples, apply_replacements, refill
 from jaxrl_llm.structs import Prompts, Rewards, Rollouts
 
 B, G, C, sent = 8, 2, int(sys.argv[2]), []
@@ -266,17 +266,17 @@ with distributed.joined(sys.argv[1]):
         mask, cut = np.ones(tokens.shape, bool), np.zeros(tokens.shape[:2], bool)
         rollouts = Rollouts(tokens, mask, mask, tokens.astype(np.float32), cut, tokens)
         total = np.array([[0.0, 1.0] if s else [1.0, 1.0] for s in signal], np.float32)[part]
-        graded = Graded([[str(n)] * G for n in numbers], Rewards(total, {}), [], {})
+        graded = GradedCompletions([[str(n)] * G for n in numbers], Rewards(total, {}), [], {})
         return Samples(collate(numbers), rollouts, lambda: graded)
 
     fresh = {1: sampled(1, [False, True] * 4), 2: sampled(2, [True] * 8)}
     decoder = SimpleNamespace(batch_decode=lambda ids, **_: [str(tokens[0]) for tokens in ids])
     samples, replaced = refill(sampled(0, [True] + [False] * 7), fresh.__getitem__, collate, 3)
-    whole = settled(samples, decoder, mesh)
+    whole = apply_replacements(samples, decoder, mesh)
     rows = sharding.gather(whole.rollouts.completions, mesh)
     assert (rows == rows[:, :1, :1]).all() and (rows[part] == whole.rollouts.versions).all()
     assert (whole.rollouts.logprobs == rows[part]).all() and whole.rollouts.completion_mask.all()
-    assert [text[0] for text in whole.graded().texts] == [str(n) for n in rows[part][:, 0, 0]]
+    assert [text[0] for text in whole.wait_for_grades().texts] == [str(n) for n in rows[part][:, 0, 0]]
     assert (whole.prompts.numbers == rows[part][:, 0, 0]).all() and not whole.no_signal.any()
     largest = sharding.largest(np.arange(3) * (1 - 2 * distributed.index()), mesh).tolist()
     print("found", json.dumps([rows[:, 0, 0].tolist(), replaced, largest, len(sent), sum(sent)]), flush=True)

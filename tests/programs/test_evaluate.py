@@ -16,7 +16,7 @@ from jaxrl_llm import evaluate
 from jaxrl_llm.data import encoding
 from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.rollout import scores
-from jaxrl_llm.rollout.grading import Graded
+from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.session.saved_run import SavedRun
 from jaxrl_llm.structs import Rewards
 from jaxrl_llm.tasks import arithmetic
@@ -157,7 +157,7 @@ def test_an_evaluation_has_tables_json_and_a_page(evaluated, tmp_path):
 def test_a_table_by_column_has_each_number_below_its_name_without_a_verdict_too():
     judged = np.array([[1.0, 0.0], [1.0, 1.0], [np.nan, 1.0], [np.nan, np.nan]])
     kinds = ("sure", "sure", "some", "none")
-    graded = Graded([["x"] * 2] * 4, Rewards(judged, {"judge": judged}), [], {})
+    graded = GradedCompletions([["x"] * 2] * 4, Rewards(judged, {"judge": judged}), [], {})
     rows = [{"prompt": "1+1", "kind": kind} for kind in kinds]
     page = samples.render("t", scores.measure_all(graded, rows, None, "kind"), graded, Dataset([], rows, 0, 1, []))
     table = re.search("<h2>By kind</h2>(.*?)</table>", page, re.DOTALL)

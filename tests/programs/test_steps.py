@@ -253,7 +253,7 @@ def test_the_device_scores_before_the_step_waits_for_rewards():
     unpacked = lambda lengths, _: np.zeros((*lengths.shape, 1), np.int32)[..., None]  # noqa: E731
     sampled = SimpleNamespace(next=lambda: Samples(prompts, rollouts, graded))
     parts = SimpleNamespace(actor=sampled, packing=unpacked, learning=learning)
-    with pytest.raises(AttributeError, match="take_back"):  # what follows is learning
+    with pytest.raises(AttributeError, match="reclaim"):  # what follows is learning
         rl_step(session, parts, SimpleNamespace(states={}), 1)
     assert begun == ["scores", "credit"]
 

@@ -81,7 +81,7 @@ class CountingSource:
     """Batches of one prompt, whose number is the position in the data; `sampled` has the keys."""
 
     def __init__(self):
-        self.position, self.flight, self.sampled, self.prompts = 0, None, {}, self
+        self.position, self.in_flight, self.sampled, self.prompts = 0, None, {}, self
 
     def get_state(self) -> int:
         return self.position
@@ -94,7 +94,7 @@ class CountingSource:
         self.sampled[self.position] = jax.random.key_data(key).tolist()
         return Samples(Prompts(*tiny.prompts(), [], np.array([self.position])), *[None] * 2)
 
-    def settled(self, samples: Samples) -> Samples:
+    def apply_replacements(self, samples: Samples) -> Samples:
         return replace(samples)
 
     def to_checkpoint(self, samples: Samples) -> dict[str, np.ndarray]:
@@ -132,7 +132,7 @@ def test_the_weights_after_the_last_step_are_pushed_for_an_evaluation_alone(lag)
         for step in (1, 2):
             actor.next()
             actor.push({}, {}, step)
-        assert actor.lent.take_back() == ({}, {})
+        assert actor.lease.reclaim() == ({}, {})
         assert pushes == [0, 1]
         for _ in range(2):
             actor.wait()

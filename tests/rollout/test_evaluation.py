@@ -22,7 +22,7 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.rollout import scores
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.evaluation import GREEDY, evaluate, mean_score, whole_batches
-from jaxrl_llm.rollout.grading import Graded, RewardFn
+from jaxrl_llm.rollout.grading import GradedCompletions, RewardFn
 from jaxrl_llm.rollout.jax import compiled
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.sizes import PageKind, sizes_of
@@ -82,7 +82,7 @@ def test_a_stream_of_all_problems_has_the_texts_and_scores_of_batches(shape, at_
 def test_an_evaluation_without_any_verdict_has_no_accuracy(wording):
     """0 would be taken for a ruined policy, by a health rule that goes back and by eval.patience."""
     part, none = np.array([[1.0, np.nan], [np.nan, 0.0]]), np.full((2, 2), np.nan)
-    graded = [Graded([], Rewards(total, {"judge": total}), None, {}) for total in (part, none)]
+    graded = [GradedCompletions([], Rewards(total, {"judge": total}), None, {}) for total in (part, none)]
     assert mean_score(graded[0]) == 0.25 and np.isnan(mean_score(graded[1]))
     some, nothing = (scores.measure_all(each, [{}, {}], None, "") for each in graded)
     assert (some["accuracy"], some["pass"]["2"]) == (0.25, 0.5)

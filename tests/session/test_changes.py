@@ -36,9 +36,9 @@ def write(file: Path, answers: list[str | None]) -> None:
 def seen(workdir: Path, file: Path, **more) -> list[str]:
     """Goes on with a run by a step that samples and learns nothing, saves it, and returns its rows."""
     with build.build(config_of(file, **more), workdir) as (session, parts):
-        lent = session.begin()
+        lease = session.begin()
         rows = parts.actor.next().prompts.rows
-        session.at.states, _ = lent.take_back()
+        session.at.states, _ = lease.reclaim()
         session.at.step += 1
         parts.actor.push(session.at.states, parts.learning.policy(session.at.states), session.at.step)
         session.save()

@@ -15,8 +15,8 @@ from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.machine.shapes import placed
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.jax import programs
+from jaxrl_llm.rollout.jax.cache_attention import CacheIndices
 from jaxrl_llm.rollout.jax.programs import Cache, FedChunks, GroupSampling, NewPrompts, RoundRows, Sampled
-from jaxrl_llm.rollout.jax.reading import Reading
 from jaxrl_llm.rollout.jax.sizes import ROUND, Slots, StreamSizes
 from jaxrl_llm.structs import AnyArray, Images, PyTree
 
@@ -56,8 +56,8 @@ class Programs:
         key = jax.eval_shape(lambda: keys.key(0))
         cache = placed(jax.eval_shape(partial(programs.empty_cache, model, self.mesh, sizes)), self.heads)
 
-        def reading(count: int, pages: int, prompts: int, group: int = sizes.group) -> Reading:
-            return Reading(
+        def reading(count: int, pages: int, prompts: int, group: int = sizes.group) -> CacheIndices:
+            return CacheIndices(
                 table=ints(count, sizes.longest),
                 owner=ints(pages),
                 start=ints(pages),

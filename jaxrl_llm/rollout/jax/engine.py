@@ -21,10 +21,10 @@ from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import abstract
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.episodes import ENDED, Episodes
-from jaxrl_llm.rollout.flight import FirstComplete, Flight
+from jaxrl_llm.rollout.in_flight import FirstComplete, InFlightGroups
+from jaxrl_llm.rollout.jax.cache_attention import page_kind
 from jaxrl_llm.rollout.jax.compiled import CallPrograms, Programs
 from jaxrl_llm.rollout.jax.programs import GroupSampling
-from jaxrl_llm.rollout.jax.reading import page_kind
 from jaxrl_llm.rollout.jax.scheduler import Scheduler
 from jaxrl_llm.rollout.jax.sizes import StreamSizes, at_once, sizes_of
 from jaxrl_llm.rollout.jax.stream import Stream
@@ -113,17 +113,19 @@ class Sampler:
         self._stream(prompts, key, fixed, texts, environments=environments, ended=ended)
         return texts.rollouts(group_size, np.full(texts.tokens.shape, self._version, np.int32))
 
-    def sample_first(self, flight: Flight, key: jax.Array, *, sampling: Sampling, enough: int) -> FirstComplete:
-        """Samples until `enough` groups are complete. See `flight.StreamEngine`."""
-        group, texts = flight.ended.shape[1], Episodes.going_on(flight)
+    def sample_first(
+        self, in_flight: InFlightGroups, key: jax.Array, *, sampling: Sampling, enough: int
+    ) -> FirstComplete:
+        """Samples until `enough` groups are complete. See `in_flight.StreamEngine`."""
+        group, texts = in_flight.ended.shape[1], Episodes.going_on(in_flight)
         fixed = GroupSampling(group, sampling, self._mesh)
-        stream = self._stream(flight.prompts, key, fixed, texts, environments=flight.environments, enough=enough)
+        stream = self._stream(in_flight.prompts, key, fixed, texts, environments=in_flight.environments, enough=enough)
         earlier = np.arange(self._length) < texts.earlier[:, None]
-        versions = np.where(earlier, flight.rollouts.versions.reshape(earlier.shape), np.int32(self._version))
+        versions = np.where(earlier, in_flight.rollouts.versions.reshape(earlier.shape), np.int32(self._version))
         ended = (texts.state == ENDED).reshape(-1, group)
-        begins = texts.begins.reshape(flight.begins.shape)
-        flight = flight._replace(rollouts=texts.rollouts(group, versions), ended=ended, begins=begins)
-        return FirstComplete(flight, stream.complete[:enough], 1 - stream.computed / max(stream.places, 1))
+        begins = texts.begins.reshape(in_flight.begins.shape)
+        in_flight = in_flight._replace(rollouts=texts.rollouts(group, versions), ended=ended, begins=begins)
+        return FirstComplete(in_flight, stream.complete[:enough], 1 - stream.computed / max(stream.places, 1))
 
     def _stream(
         self,

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jaxrl_llm.rollout.episodes import Episodes
+from jaxrl_llm.rollout.jax.cache_attention import CacheIndices
 from jaxrl_llm.rollout.jax.programs import FedChunks, NewPrompts, RoundRows
-from jaxrl_llm.rollout.jax.reading import Reading
 from jaxrl_llm.rollout.jax.scheduler import Member, PromptGroup
 from jaxrl_llm.rollout.jax.sizes import CHUNKS, FULL, ROUND, Slots, StreamSizes
 from jaxrl_llm.structs import Images, Prompts
@@ -141,7 +141,7 @@ def round_rows(
 
 def reading_of(
     rows: list[list[Member]], count: int, sizes: StreamSizes, prompts: Prompts, slots: Slots | None = None
-) -> Reading:
+) -> CacheIndices:
     """Returns where the sequences of each device read and write, in a program of `count` sequences.
 
     slots: sizes of a decode program, None for a program for observations, whose table has pages of the cache.
@@ -169,7 +169,7 @@ def reading_of(
             mask[d, at] = prompts.mask[group.number]
             if prompts.images is not None:
                 end[d, at] = prompts.images.end[group.number]
-    return Reading(
+    return CacheIndices(
         table=table,
         owner=owner,
         start=start,
@@ -180,7 +180,7 @@ def reading_of(
     )
 
 
-def all_pages(reading: Reading, page: int) -> Reading:
+def all_pages(reading: CacheIndices, page: int) -> CacheIndices:
     """Returns the reading of a program that copies the pages of the whole table, one sequence after the other."""
     lead, count, longest = reading.table.shape
     order = np.arange(count * longest, dtype=np.int32)

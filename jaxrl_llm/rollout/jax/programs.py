@@ -20,7 +20,7 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder, last_state
 from jaxrl_llm.models.paged_attention import Pages
-from jaxrl_llm.rollout.jax.reading import Hiding, Reading, lead, local_part, make_attend, on_devices
+from jaxrl_llm.rollout.jax.cache_attention import AttentionMask, CacheIndices, lead, local_part, make_attend, on_devices
 from jaxrl_llm.rollout.jax.sizes import ROUND, StreamSizes
 from jaxrl_llm.structs import AnyArray, Array, Images, Prompt, PyTree
 
@@ -59,7 +59,7 @@ class RoundRows(NamedTuple):
     limit: AnyArray  # length at which the round ends for it; 0: there is no sequence
     number: AnyArray  # of the completion, for its random numbers
     known: AnyArray  # [d, S, ROUND] tokens that were sampled before its pages were given away; -1: to be sampled
-    reading: Reading
+    reading: CacheIndices
     prompt: AnyArray  # [d, e] where the prompts are in the cache
     page: AnyArray  # [d, p] where the pages are in the cache
 
@@ -73,7 +73,7 @@ class FedChunks(NamedTuple):
     prompt: AnyArray  # where the prompt of each sequence is in the cache
     # A sequence has its own copy of its prompt. The table has pages of the cache; owner and start are those of copies
     # of all pages of the table, one sequence after the other.
-    reading: Reading
+    reading: CacheIndices
 
 
 class Sampled(NamedTuple):
@@ -189,7 +189,7 @@ def decode(
         _selected(model, fixed.mesh, cache.prompts, rows.prompt),
         _selected(model, fixed.mesh, cache.pages, rows.page),
     )
-    hides = Hiding(model, reading, pages[0].keys.shape[-1])
+    hides = AttentionMask(model, reading, pages[0].keys.shape[-1])
 
     def go_on(loop: tuple) -> Array:
         t, alive, *_ = loop
@@ -254,7 +254,7 @@ def feed(model: Decoder, mesh: Mesh, params: PyTree, cache: Cache, chunks: FedCh
     """Puts chunks of observations into the pages of their sequences."""
     tokens, at, count, prompt, reading = chunks
     places = at[..., None] + jnp.arange(tokens.shape[2])[None, None]
-    hides = Hiding(model, reading, cache.pages[0].keys.shape[-1])
+    hides = AttentionMask(model, reading, cache.pages[0].keys.shape[-1])
     last = reading.table.shape[2] - 1
     page = jnp.take_along_axis(reading.table, jnp.minimum(places // hides.page, last), axis=2)
     real = jnp.arange(tokens.shape[2])[None, None] < count[..., None]

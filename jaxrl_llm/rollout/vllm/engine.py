@@ -51,7 +51,7 @@ TRAINER_FIELDS = ("max_positions", "dtype", "remat", "transposed", "row_parts")
 T = TypeVar("T")
 
 
-class Away(PeerLost):
+class ServerLost(PeerLost):
     """A server was unavailable for as long as the run is patient."""
 
 
@@ -356,7 +356,7 @@ class VllmEngine:
             for job in finished:
                 error = job.exception()
                 all_away = not pending and self._version not in self._ready.values()
-                if error and (all_away or not isinstance(error, Away)):
+                if error and (all_away or not isinstance(error, ServerLost)):
                     raise error
 
     def release(self) -> None:
@@ -397,7 +397,7 @@ class VllmEngine:
                         end = time.monotonic() + self._patience
                 if time.monotonic() > end or self._closed.wait(pause):
                     where = f"see {self._managed.log}" if self._managed else "look at its log and start it again"
-                    raise Away(
+                    raise ServerLost(
                         f"vLLM at {server}: {error}, for {self._patience:g} s: {where}; the same command resumes"
                     ) from None
                 pause = min(2 * pause, WAITS[1])

@@ -14,7 +14,7 @@ import numpy as np
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine.sharding import mesh_over
 from jaxrl_llm.rollout.episodes import ENDED, Episodes
-from jaxrl_llm.rollout.flight import Flight
+from jaxrl_llm.rollout.in_flight import InFlightGroups
 from jaxrl_llm.rollout.jax.compiled import decoding_name, feeding_name, prompts_name
 from jaxrl_llm.rollout.jax.programs import Cache, FedChunks, NewPrompts, RoundRows, Sampled
 from jaxrl_llm.rollout.jax.scheduler import Scheduler
@@ -150,20 +150,20 @@ def _usage_of_partial_rollouts(sizes: StreamSizes, lengths: np.ndarray, devices:
     lengths = lengths.reshape(-1, sizes.group)
     count, calls = len(lengths), CountedCalls(sizes, lengths)
 
-    def begin(step: int) -> Flight:
-        return Flight.begin(_prompts(step, count, sizes), sizes.group, sizes.length, OTHER)
+    def begin(step: int) -> InFlightGroups:
+        return InFlightGroups.begin(_prompts(step, count, sizes), sizes.group, sizes.length, OTHER)
 
-    flight = begin(0)
+    in_flight = begin(0)
     for step in range(1, STEPS):
-        flight = flight.joined(begin(step))
-        texts = Episodes.going_on(flight)
-        calls = CountedCalls(sizes, lengths[flight.prompts.numbers % count].reshape(-1))
-        stream = _stream(calls, devices, flight.prompts, texts, enough=count)
+        in_flight = in_flight.joined(begin(step))
+        texts = Episodes.going_on(in_flight)
+        calls = CountedCalls(sizes, lengths[in_flight.prompts.numbers % count].reshape(-1))
+        stream = _stream(calls, devices, in_flight.prompts, texts, enough=count)
         stream.run()
         ended = (texts.state == ENDED).reshape(-1, sizes.group)
         rollouts = texts.rollouts(sizes.group, np.zeros(texts.tokens.shape, np.int32))
-        flight = flight._replace(rollouts=rollouts, ended=ended)
-        _, flight = flight.split(stream.complete[:count])
+        in_flight = in_flight._replace(rollouts=rollouts, ended=ended)
+        _, in_flight = in_flight.split(stream.complete[:count])
     return dict(calls.usage)
 
 

@@ -28,8 +28,8 @@ from jaxrl_llm.models.decoder import TOWER, Decoder
 from jaxrl_llm.models.settings import ModelSettings
 from jaxrl_llm.recipe import fit
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
+from jaxrl_llm.rollout.jax.cache_attention import page_kind
 from jaxrl_llm.rollout.jax.engine import Sampler
-from jaxrl_llm.rollout.jax.reading import page_kind
 from jaxrl_llm.rollout.jax.sizes import StreamSizes
 from jaxrl_llm.rollout.weights import copy_shapes
 from jaxrl_llm.structs import PyTree, TrainState

@@ -11,7 +11,7 @@ import jaxrl_llm
 from jaxrl_llm.data.image_columns import chat_text, printable_value
 from jaxrl_llm.data.image_rows import thumbnail
 from jaxrl_llm.data.prompts import Dataset
-from jaxrl_llm.rollout.grading import Graded
+from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.rollout.scores import Measured, channel_text, lines
 from jaxrl_llm.tools.report.completions import cut
 from jaxrl_llm.tools.report.page import template
@@ -41,7 +41,7 @@ class Problem(NamedTuple):
     shown: list[ScoredCompletion]
 
 
-def render(title: str, measured: Measured, graded: Graded, dataset: Dataset) -> str:
+def render(title: str, measured: Measured, graded: GradedCompletions, dataset: Dataset) -> str:
     """Returns the page. Of several completions of a problem it has the first ones."""
     by = measured.get("by")
     # Parts may have other lines than each other, as without a verdict, or with one problem.
@@ -59,7 +59,7 @@ def render(title: str, measured: Measured, graded: Graded, dataset: Dataset) -> 
     )
 
 
-def problem(at: int, graded: Graded, dataset: Dataset) -> Problem:
+def problem(at: int, graded: GradedCompletions, dataset: Dataset) -> Problem:
     """Returns what the page shows of a problem."""
     scores, row = graded.rewards.total[at], dataset.rows[at]
     pictures = [(picture.name, thumbnail(picture)) for picture in (dataset.images.rows[at] if dataset.images else ())]
@@ -70,7 +70,7 @@ def problem(at: int, graded: Graded, dataset: Dataset) -> Problem:
     return Problem(at + 1, cut(chat_text(row["prompt"])), pictures, cut(columns), solved, len(scores), shown)
 
 
-def completion(at: int, i: int, graded: Graded) -> ScoredCompletion:
+def completion(at: int, i: int, graded: GradedCompletions) -> ScoredCompletion:
     """Returns what the page shows of completion i of problem `at`: its text, or the turns of its episode."""
     score = float(np.nan_to_num(graded.rewards.total[at, i]))
     values = {name: float(x[at, i]) for name, x in graded.rewards.channels.items()}

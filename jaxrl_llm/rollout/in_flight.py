@@ -13,7 +13,7 @@ from jaxrl_llm.rollout.environments import EnvironmentBatch
 from jaxrl_llm.structs import Collate, Prompts, Rollouts
 
 
-class Flight(NamedTuple):
+class InFlightGroups(NamedTuple):
     """Groups of completions, some of which have not ended. On the host."""
 
     prompts: Prompts  # n
@@ -23,7 +23,7 @@ class Flight(NamedTuple):
     environments: EnvironmentBatch | None = None  # of episodes, in this process
 
     @classmethod
-    def begin(cls, prompts: Prompts, group: int, length: int, pad_id: int) -> Flight:
+    def begin(cls, prompts: Prompts, group: int, length: int, pad_id: int) -> InFlightGroups:
         """Returns groups without a token, with room for `length` in each completion."""
         n = len(prompts.tokens)
         no = np.zeros((n, group, length), bool)
@@ -36,19 +36,19 @@ class Flight(NamedTuple):
         """What has an entry for each completion."""
         return self.rollouts, self.ended, self.begins
 
-    def joined(self, later: Flight) -> Flight:
+    def joined(self, later: InFlightGroups) -> InFlightGroups:
         """Returns these groups and later ones. Both have environments or none has."""
         names = sorted({*self.rollouts.episodes, *later.rollouts.episodes})
-        parts = [(flight.rollouts.measured(names), flight.ended, flight.begins) for flight in (self, later)]
+        parts = [(in_flight.rollouts.measured(names), in_flight.ended, in_flight.begins) for in_flight in (self, later)]
         rollouts, ended, begins = jax.tree.map(lambda *x: np.concatenate(x), *parts)
         environments = self.environments and later.environments and self.environments.joined(later.environments)
-        return Flight(self.prompts.joined(later.prompts), rollouts, ended, begins, environments)
+        return InFlightGroups(self.prompts.joined(later.prompts), rollouts, ended, begins, environments)
 
-    def take(self, at: list[int]) -> Flight:
+    def take(self, at: list[int]) -> InFlightGroups:
         """Returns the groups at these places."""
         environments = self.environments and self.environments.take(at)
         rollouts, ended, begins = jax.tree.map(lambda x: x[at], self.arrays)
-        return Flight(self.prompts.take(at), rollouts, ended, begins, environments)
+        return InFlightGroups(self.prompts.take(at), rollouts, ended, begins, environments)
 
     def past_turns(self) -> list[list[list[int]]]:
         """Returns the tokens of each turn that an observation has followed; none of a completion that has ended."""
@@ -62,7 +62,7 @@ class Flight(NamedTuple):
             turns.append([tokens[i, part][sampled[i, part]].tolist() for part in parts])
         return turns
 
-    def split(self, at: list[int]) -> tuple[Flight, Flight]:
+    def split(self, at: list[int]) -> tuple[InFlightGroups, InFlightGroups]:
         """Returns the groups at these places, and the others."""
         rest = np.setdiff1d(np.arange(len(self.ended)), at).tolist()
         return self.take(at), self.take(rest)
@@ -73,7 +73,7 @@ class Flight(NamedTuple):
         return {"numbers": self.prompts.numbers, "rollouts": rollouts, "ended": ended, "begins": begins}
 
     @classmethod
-    def from_checkpoint(cls, arrays: dict[str, Any], collate: Collate) -> Flight:
+    def from_checkpoint(cls, arrays: dict[str, Any], collate: Collate) -> InFlightGroups:
         """Rebuilds what `to_checkpoint` has returned, without environments. A checkpoint holds dataclasses as dicts."""
         return cls(collate(arrays["numbers"]), Rollouts(**arrays["rollouts"]), arrays["ended"], arrays["begins"])
 
@@ -81,7 +81,7 @@ class Flight(NamedTuple):
 class FirstComplete(NamedTuple):
     """What a call has sampled until some groups were complete."""
 
-    flight: Flight  # all groups
+    in_flight: InFlightGroups  # all groups
     complete: list[int]  # places of the complete ones, in the order in which they became so
     idle: float  # share of the places of the decode programs, over their steps, in which no sequence was computed
 
@@ -89,8 +89,10 @@ class FirstComplete(NamedTuple):
 class StreamEngine(Protocol):
     """An engine that ends a call when some groups are complete."""
 
-    def sample_first(self, flight: Flight, key: jax.Array, *, sampling: Sampling, enough: int) -> FirstComplete:
-        """Samples until `enough` groups are complete, in episodes with the environments of the flight.
+    def sample_first(
+        self, in_flight: InFlightGroups, key: jax.Array, *, sampling: Sampling, enough: int
+    ) -> FirstComplete:
+        """Samples until `enough` groups are complete, in episodes with the environments of `in_flight`.
 
         Which ones these are, and how far the others have come, depends on counts of tokens alone.
         """

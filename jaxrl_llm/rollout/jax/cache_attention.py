@@ -20,7 +20,7 @@ from jaxrl_llm.rollout.jax.sizes import PAGE, PageKind
 from jaxrl_llm.structs import AnyArray, Array, PyTree
 
 
-class Reading(NamedTuple):
+class CacheIndices(NamedTuple):
     """Where sequences [d, S] read and write their keys and values; e prompts and p pages are there, n of a sequence."""
 
     table: AnyArray  # [d, S, n] pages of each sequence, in order; p: it has no more
@@ -32,10 +32,10 @@ class Reading(NamedTuple):
     end: AnyArray = None  # [d, e] position of the first completion token; None: the tokens of the prompt
 
 
-class Hiding:
+class AttentionMask:
     """Which keys are hidden from the tokens of sequences, for layers of both kinds."""
 
-    def __init__(self, model: Decoder, reading: Reading, page: int):
+    def __init__(self, model: Decoder, reading: CacheIndices, page: int):
         self.page, self._reading = page, reading
         longest = reading.table.shape[2] * page + reading.prompt_mask.shape[2]
         self.window = model.cfg.window if model.cfg.window < longest else 0
@@ -81,7 +81,14 @@ class Hiding:
 
 
 def make_attend(
-    model: Decoder, mesh: Mesh, reading: Reading, hides: Hiding, *, page: Array, places: Array, in_place: bool
+    model: Decoder,
+    mesh: Mesh,
+    reading: CacheIndices,
+    hides: AttentionMask,
+    *,
+    page: Array,
+    places: Array,
+    in_place: bool,
 ) -> Callable[..., tuple[Array, Any]]:
     """Returns `attend(local, query, keys and values, (prompts, own pages) of a layer)` -> attended, the pages.
 
