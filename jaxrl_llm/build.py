@@ -43,7 +43,7 @@ from jaxrl_llm.machine.compilation import Program, compute_deterministically
 from jaxrl_llm.machine.distributed import agreement
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.machine.memory import device_memory
-from jaxrl_llm.machine.shapes import Book
+from jaxrl_llm.machine.shapes import ShapeCache
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe import advice, fit
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
@@ -82,19 +82,19 @@ class Parts(Subject):
     self_test: Callable[[], None] | None = None  # of a new run
 
     @property
-    def kept(self) -> Mapping[str, StatefulPart]:
+    def stateful_parts(self) -> Mapping[str, StatefulPart]:
         """What a checkpoint keeps beside the states: the shapes in which a run learns, and where it is in the data."""
-        return {"shapes": self.book, checkpoint.SAMPLES: self.actor}
+        return {"shapes": self.shape_cache, checkpoint.SAMPLES: self.actor}
 
-    def begin(self, states: States, step: int, attempt: int) -> WeightLease:
+    def start(self, states: States, step: int, attempt: int) -> WeightLease:
         """Lends the engine the first weights, after `step`."""
         return self.actor.begin(states, self.learning.policy(states), step, attempt)
 
-    def rest(self) -> None:
+    def wait_until_idle(self) -> None:
         """Waits until the engine has the last weights, and checks them. Raises: UserError, if it does not have them."""
         self.actor.lease.reclaim()
 
-    def measure(self, states: States) -> dict[str, float]:
+    def evaluate(self, states: States) -> dict[str, float]:
         """Returns the metrics of an evaluation of the last pushed weights, which are those of the states."""
         self.actor.wait()
         return self.evaluation(self.actor.engine)
@@ -147,7 +147,7 @@ def opened_run(
         place.take(type(recipe), shared=shared)
         run = make(place, recipe)
         if command:  # here all processes have loaded their data and models, for which there is no bound
-            WATCHDOG.begin(recipe.health.hang_minutes, distributed.end)
+            WATCHDOG.start(recipe.health.hang_minutes, distributed.end)
         yield run
 
 
@@ -185,9 +185,9 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     begins = recipe.model.path and not models.adapters and not distributed.exchange(saved)[0]
     first_params = [hf.load_params(folder, model, mesh, parts=models.parts)] if begins else []
     base = load_beside(models)
-    book = place.opened.enter_context(closing(Book()))
+    shape_cache = place.opened.enter_context(closing(ShapeCache()))
     rows = tokenizer, dataset, sets, environments, tools, stop_ids
-    inputs = Inputs(models, *rows, book, first_params, base, sampler_mesh)
+    inputs = Inputs(models, *rows, shape_cache, first_params, base, sampler_mesh)
     files = {f"the content of config.{field}": digest for field, digest in inputs.began_with.items()}
     agreement.check_alike({}, files)
     return inputs
@@ -206,7 +206,7 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
         return load_frozen(name, folder, recipe.model, inputs.tokenizer, models.mesh, on_host=on_host)
 
     learning = make_learning(recipe, models, inputs.params, inputs.base, load_other)
-    packing = make_packing(models, learning, inputs.book)
+    packing = make_packing(models, learning, inputs.shape_cache)
     sampler_mesh = inputs.sampler_mesh
     states, memory = learning.held(recipe.frozen, inputs.base), device_memory(sampler_mesh.local_devices[0])
     room = cache_memory(recipe, models, learning, sampler_mesh, states, memory)
@@ -215,7 +215,7 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
     terms = ["KL"] * bool(recipe.kl) + ["importance weights"] * recipe.weighs
     rows += banner.truncation_table(recipe.rollout.sampling, terms)
     rows += banner.sampler_table(sampler_mesh, recipe.sampler_devices)
-    rows += banner.shapes_table(stream, packing.ladder.shapes)
+    rows += banner.shapes_table(stream, packing.shape_policy.shapes)
     outputs = open_outputs(place, recipe, inputs, learning, rows, inputs.dataset.counts())
     actor = make_actor(place, recipe, inputs, room)
     reward = recipe.reward
@@ -228,7 +228,7 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
         inputs.dataset,
         inputs.stop_ids,
         inputs.environments,
-        inputs.book,
+        inputs.shape_cache,
         partial(RewardFn, reward.functions, reward.weights, reward.timeout),
         self_test_facts(recipe, inputs.tools),
         make_evaluation(place, recipe, inputs),
@@ -243,7 +243,7 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
 
 def run_self_test(session: Session, subject: Subject) -> None:
     """Runs the self-test of a new run, and tells what it finds. Stops nothing."""
-    session.health.add(0, self_test.at_start(subject, session.at.states, session.log.say))
+    session.health.add(0, self_test.at_start(subject, session.run_state.states, session.log.say))
 
 
 def make_learning(
@@ -435,7 +435,7 @@ def run_programs(
         for batch in sampled_batches(recipe, inputs):
             params = policy.all_parameters(policy.shapes)
             yield from engine.programs(params, **batch)
-    shapes, dataset = packing.ladder.shapes, inputs.dataset
+    shapes, dataset = packing.shape_policy.shapes, inputs.dataset
     yield from learning_programs(learning, shapes, dataset.width, recipe.credit.weights, dataset.image_sizes)
 
 

@@ -30,7 +30,7 @@ from jaxrl_llm.learner.scorers import Scorer, States, make_scorers
 from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.machine import distributed, keys, progress, sharding
 from jaxrl_llm.machine.compilation import Program
-from jaxrl_llm.machine.shapes import Book
+from jaxrl_llm.machine.shapes import ShapeCache
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe import read_sft
 from jaxrl_llm.recipe.recipe import SftRecipe
@@ -53,7 +53,7 @@ class Supervised:
     scorers: dict[str, Scorer]
     policy: Learner
     reference: Reference | None  # None: nothing asks for it, or it is the base of the policy's new adapters
-    book: Book
+    shape_cache: ShapeCache
 
     def shapes(self) -> States:
         """Returns the states of a checkpoint, as shapes with shardings."""
@@ -97,7 +97,7 @@ class Supervised:
     def _ready(self, program: Program | None, batch: Batch) -> None:
         # Once, because all batches have one shape.
         if program:
-            self.book.ready(program.phase, batch.completions.shape, lambda shape: program.compile())
+            self.shape_cache.ensure_compiled(program.phase, batch.completions.shape, lambda shape: program.compile())
 
 
 @dataclass
@@ -107,19 +107,19 @@ class SftParts:
     examples: Examples
     learning: Supervised
     rows: AnyArray  # of an update: all examples
-    measure: Callable[[States], dict[str, float]]  # -> metrics of all evaluation sets
+    evaluate: Callable[[States], dict[str, float]]  # -> metrics of all evaluation sets
     export: Callable[[States], None]  # writes the policy as a folder of Hugging Face
 
     @property
-    def kept(self) -> Mapping[str, StatefulPart]:
+    def stateful_parts(self) -> Mapping[str, StatefulPart]:
         """What a checkpoint keeps beside the states."""
         return {SAMPLES: self.examples}
 
-    def begin(self, states: States, step: int, attempt: int) -> States:
+    def start(self, states: States, step: int, attempt: int) -> States:
         """Returns the states: only the steps use them."""
         return states
 
-    def rest(self) -> None:
+    def wait_until_idle(self) -> None:
         """Returns at once: only the steps use the states."""
 
 
@@ -154,7 +154,9 @@ def make_run(place: Workplace, recipe: SftRecipe) -> tuple[Session, SftParts]:
     short = [i for i, row in enumerate(answers) if row]
     collate = partial(make_batch, inputs.dataset, answers, short, length, tokenizer.pad_token_id)
     examples = Examples(order.iterate(len(short), recipe.prompts_per_step, recipe.seed, collate))
-    learning = make_learning(recipe, inputs.models, partial(first_params, recipe, inputs), inputs.base, inputs.book)
+    learning = make_learning(
+        recipe, inputs.models, partial(first_params, recipe, inputs), inputs.base, inputs.shape_cache
+    )
     rows = np.arange(recipe.prompts_per_step, dtype=np.int32)
     export = partial(inputs.export, place, learning.policy)
     parts = SftParts(examples, learning, rows, make_measure(place, recipe, inputs, learning), export)
@@ -172,7 +174,7 @@ def find_model(place: Workplace, recipe: SftRecipe) -> Path:
 
 
 def make_learning(
-    recipe: SftRecipe, models: Models, params: Callable[[], PyTree], base: PyTree, book: Book
+    recipe: SftRecipe, models: Models, params: Callable[[], PyTree], base: PyTree, shape_cache: ShapeCache
 ) -> Supervised:
     """Combines the reference, if the loss asks for it, and the policy.
 
@@ -183,7 +185,7 @@ def make_learning(
     scorers = make_scorers(models.model, Sampling(), mesh, needed, at_once=at_once, exact=False, base=learns.base)
     policy = policy_learner(recipe, models, update.policy_objective(models.model, recipe.loss, Sampling()), learns)
     reference = make_reference(models, policy, learns, None) if "ref_logprobs" in needed else None
-    return Supervised(mesh, scorers, policy, reference, book)
+    return Supervised(mesh, scorers, policy, reference, shape_cache)
 
 
 def first_params(recipe: SftRecipe, inputs: Inputs) -> PyTree:

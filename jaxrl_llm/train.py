@@ -38,7 +38,7 @@ def rl_step(session: Session, parts: Parts, lease: WeightLease, step: int) -> tu
     timer.lap("reward")
     states, checked = lease.reclaim()  # the first update donates the parameters, which the engine may still read
     minibatches = learning.minibatches(step)
-    learning.compile(parts.book, states, plain, batch, minibatches[0])  # may take minutes, so not in `deferred`
+    learning.compile(parts.shape_cache, states, plain, batch, minibatches[0])  # may take minutes, so not in `deferred`
     updates = []
     with session.stop.deferred():  # a signal waits: the old states are donated, the new ones not committed
         for rows in minibatches:
@@ -48,7 +48,7 @@ def rl_step(session: Session, parts: Parts, lease: WeightLease, step: int) -> tu
         states = learning.settled(states, step)
         metrics |= samples.metrics | checked
         record = Record(step, timer, samples.tokens(), updates, metrics, updated, scored, samples, batch.rewards)
-        parts.book.keep()
+        parts.shape_cache.commit()
         session.commit(states, record)
         # The push comes last: it may launch programs, and collectives must keep one order.
         return actor.push(states, learning.policy(states), step), record

@@ -234,7 +234,7 @@ def credit(change: Callable[..., Any]) -> Callable[[Session, Parts], None]:
         assign = parts.learning.assign_credit
 
         def changed(batch: Any, scores: Any, rewards: Any, coefs: Any) -> Any:
-            scores, rewards = change(session.at.step + 1, batch, scores, rewards)
+            scores, rewards = change(session.run_state.step + 1, batch, scores, rewards)
             return assign(batch, scores, rewards, coefs)
 
         parts.learning.assign_credit = changed
@@ -270,7 +270,7 @@ def fast(factor: Callable[[int], float]) -> Callable[[Session, Parts], None]:
             def update(self, state: Any, batch: Any, rows: Any) -> Any:
                 before = jax.tree.map(jnp.copy, state.params)
                 state, metrics = super().update(state, batch, rows)
-                times = factor(session.at.step + 1)
+                times = factor(session.run_state.step + 1)
                 if times != 1:
                     moved = jax.tree.map(lambda a, b: a + times * (b - a), before, state.params)
                     state = replace(state, params=moved)

@@ -37,14 +37,14 @@ RULES = ("reward_collapse", "entropy_explosion", "no_signal", "sampler_mismatch"
 
 def fast(session: Session, parts: Parts) -> None:
     """The rate x 100 for three steps."""
-    ill_runs.fast(lambda step: 100.0 if AT <= step < AT + 3 and not session.at.attempt else 1.0)(session, parts)
+    ill_runs.fast(lambda step: 100.0 if AT <= step < AT + 3 and not session.run_state.attempt else 1.0)(session, parts)
 
 
 def not_a_number(session: Session, parts: Parts) -> None:
     """One batch of rewards that are NaN."""
 
     def change(step: int, batch: Any, scores: Any, rewards: Any) -> Any:
-        bad = step == AT and not session.at.attempt
+        bad = step == AT and not session.run_state.attempt
         return scores, replace(rewards, total=rewards.total * (jnp.nan if bad else 1.0))
 
     ill_runs.credit(change)(session, parts)
@@ -56,7 +56,7 @@ def wrong_push(session: Session, parts: Parts) -> None:
     push = engine.update_weights
 
     def wrong(params: Any, version: int = 0) -> None:
-        bad = AT <= version < AT + 3 and not session.at.attempt
+        bad = AT <= version < AT + 3 and not session.run_state.attempt
         push(jax.tree.map(lambda x: -x, params) if bad else params, version)
 
     engine.update_weights = wrong
@@ -86,7 +86,7 @@ def accuracy(seed: int, fault: str, acts: bool) -> tuple[float, int]:
         except UserError as error:
             print(error)
         lines = map(json.loads, (Path(workdir) / "run" / "metrics.jsonl").read_text().splitlines())
-        return next((line["eval/accuracy"] for line in lines if line["step"] == STEPS), 0.0), session.at.attempt
+        return next((line["eval/accuracy"] for line in lines if line["step"] == STEPS), 0.0), session.run_state.attempt
 
 
 def main() -> None:

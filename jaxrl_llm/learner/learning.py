@@ -25,7 +25,7 @@ from jaxrl_llm.learner.settings import HostMemory, RefreshSettings
 from jaxrl_llm.learner.update import ALL_LEARN, Base, Learner, Parameters
 from jaxrl_llm.machine import keys, sharding
 from jaxrl_llm.machine.compilation import Program
-from jaxrl_llm.machine.shapes import LEARNING, MOST, RATES, Book, Shape, abstract
+from jaxrl_llm.machine.shapes import LEARNING, MAX_SHAPES, RATES, Shape, ShapeCache, abstract
 from jaxrl_llm.models import hf, peft
 from jaxrl_llm.models.adapters import Adapters
 from jaxrl_llm.models.decoder import TOWER, Decoder
@@ -214,8 +214,8 @@ class Learning:
             states = states | {name: replace(states[name], opt_state=opt_state) for name, opt_state in away.items()}
         return states
 
-    def compile(self, book: Book, states: States, plain: Batch, batch: Batch, rows: AnyArray) -> None:
-        """Compiles scoring and learning for the shape of this batch, and for ordered shapes in the background.
+    def compile(self, shape_cache: ShapeCache, states: States, plain: Batch, batch: Batch, rows: AnyArray) -> None:
+        """Compiles scoring and learning for this batch's shape, and in the background for the shapes that come next.
 
         plain: the batch that is scored. batch: the batch of an update on `rows`.
         Raises: UserError, if a program does not fit the memory.
@@ -226,8 +226,8 @@ class Learning:
             for program in self.programs(states, plain, batch, rows, shape):
                 program.compile()
 
-        book.ready(LEARNING, batch.packed_index.shape[2:], compile)
-        book.compile_ahead(LEARNING, compile)
+        shape_cache.ensure_compiled(LEARNING, batch.packed_index.shape[2:], compile)
+        shape_cache.compile_ahead(LEARNING, compile)
 
     def programs(self, states: States, plain: Batch, batch: Batch, rows: AnyArray, shape: Shape) -> Iterator[Program]:
         """Yields the programs of scoring and learning for packed rows of a shape; the other arguments may be shapes."""
@@ -280,7 +280,7 @@ def resident(states: PyTree, on_host: HostMemory, *, learns: bool = False) -> Py
     return {name: replace(x, opt_state=()) if isinstance(x, TrainState) else x for name, x in states.items()}
 
 
-def make_packing(models: Models, learning: Learning, book: Book) -> Packing:
+def make_packing(models: Models, learning: Learning, shape_cache: ShapeCache) -> Packing:
     """Returns the packing of completions into rows, in the shapes of the run."""
     cfg, scorers, learners, sizes = models.model.cfg, learning.scorers, learning.learners, learning.sizes
     rates, devices = RATES[models.mesh.devices.flat[0].platform], models.mesh.devices.size
@@ -299,6 +299,6 @@ def make_packing(models: Models, learning: Learning, book: Book) -> Packing:
         microbatches = math.ceil(parts.reshape(shards, -1).sum(axis=1).max() / (at_once // shards))
         return passes * microbatches * each
 
-    shapes, price = packed_shapes(sizes.group_size, limit), (programs + 2 * len(learners)) * rates.compile
-    ladder = book.ladder(LEARNING, shapes, price=price, limit=MOST)
-    return Packing(ladder, seconds, limit)
+    shapes, compile_seconds = packed_shapes(sizes.group_size, limit), (programs + 2 * len(learners)) * rates.compile
+    shape_policy = shape_cache.policy(LEARNING, shapes, compile_seconds=compile_seconds, limit=MAX_SHAPES)
+    return Packing(shape_policy, seconds, limit)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jaxrl_llm.machine.shapes import Ladder, Shape
+from jaxrl_llm.machine.shapes import Shape, ShapePolicy
 from jaxrl_llm.structs import AnyArray, Sizes
 
 # Tokens; narrower rows are slower, so several short completions share one.
@@ -62,26 +62,26 @@ def index_shape(group: int, limit: int, shape: Shape) -> tuple[int, int, int]:
 class Packing:
     """Packs the completions of each step into rows, in one of few shapes."""
 
-    def __init__(self, ladder: Ladder, seconds: Callable[[Shape, int, np.ndarray], float], limit: int):
+    def __init__(self, shape_policy: ShapePolicy, seconds: Callable[[Shape, int, np.ndarray], float], limit: int):
         """seconds(shape, P, parts): estimated time of scoring and updates with parts [B] micro-batches; limit: C."""
-        self.ladder, self._seconds, self._limit = ladder, seconds, limit
+        self.shape_policy, self._seconds, self._limit = shape_policy, seconds, limit
 
     def __call__(self, lengths: np.ndarray, prompt_tokens: int) -> np.ndarray:
         """Packs completions of these lengths [B, G] -> packed_index [B, E, N, T]. Counts as a step of the run."""
         # Width -> rows that each prompt needs.
         rows: dict[int, np.ndarray] = {}
-        for width in {width for _, width in self.ladder.shapes if width >= lengths.max()}:
+        for width in {width for _, width in self.shape_policy.shapes if width >= lengths.max()}:
             rows[width] = np.array([len(fill(group_lengths, width)) for group_lengths in lengths])
 
         def seconds(shape: Shape) -> float:
             count, width = shape
             return self._seconds(shape, prompt_tokens, -(-rows[width] // count)) if width in rows else math.inf
 
-        self.ladder.begin(min((s for s in self.ladder.shapes if s[1] >= self._limit), key=seconds))
+        self.shape_policy.start_call(min((s for s in self.shape_policy.shapes if s[1] >= self._limit), key=seconds))
         # No later shape is larger than the first one, so what fits the memory in the first step fits in all.
-        largest = max(math.prod(shape) for shape in self.ladder.due)
-        self.ladder.settle(lambda shapes: min(seconds(s) for s in shapes if math.prod(s) <= largest))
-        return pack(lengths, self._limit, min(self.ladder.in_use(), key=seconds))
+        largest = max(math.prod(shape) for shape in self.shape_policy.first_calls)
+        self.shape_policy.add_shapes(lambda shapes: min(seconds(s) for s in shapes if math.prod(s) <= largest))
+        return pack(lengths, self._limit, min(self.shape_policy.usable_shapes(), key=seconds))
 
 
 def pack(lengths: np.ndarray, limit: int, shape: Shape) -> np.ndarray:

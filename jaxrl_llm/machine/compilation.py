@@ -145,7 +145,7 @@ class Compilations:
     def __init__(self) -> None:
         self.programs: Counter[str] = Counter()  # by name of the jitted function
         self.seconds = 0.0  # of the threads that run steps
-        self.in_background = 0.0  # seconds of the thread that compiles ahead (`shapes.Book`)
+        self.in_background = 0.0  # seconds of the thread that compiles ahead (`shapes.ShapeCache`)
         self.from_cache = 0
         jax.monitoring.register_event_duration_secs_listener(self._lasted)
         jax.monitoring.register_event_listener(self._happened)

@@ -66,7 +66,7 @@ class Watchdog:
             "(config.health.hang_minutes sets the time)"
         )
 
-    def begin(self, minutes: float, end: Callable[[int, str], NoReturn]) -> None:
+    def start(self, minutes: float, end: Callable[[int, str], NoReturn]) -> None:
         """Starts a thread that watches. end(code, line) ends the process.
 
         minutes: least time without progress after which a run counts as hanging, 0 = no watch.

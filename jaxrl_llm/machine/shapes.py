@@ -1,13 +1,14 @@
-"""The shapes of a run: few programs, first those that hold everything, and others only where they pay.
+"""Array shapes for which a run compiles its programs: few of them, and smaller ones only where they save time.
 
-Every shape of an array is another program, and a program takes seconds to minutes to compile. So a kind of work, such
-as an update, has a short list of shapes, and begins with one that holds everything. Another shape is compiled
-when the time that it would have saved until now exceeds the time to compile it (rent or buy: this costs at most twice
-as much as the best choice in hindsight). A background thread compiles it while steps run in the others.
+JAX compiles one program per array shape, which takes seconds to minutes. So each kind of work, such as an update, has
+a `ShapePolicy`: a short list of allowed shapes. The run starts with a shape that holds every batch. A smaller shape
+is compiled as soon as the time that it would have saved so far exceeds the time to compile it. This rule of the
+ski-rental problem costs at most twice the best choice in hindsight. A background thread compiles the new shape while
+training steps continue with the old ones.
 
-The times are estimates from `RATES`, not measurements, and a new shape comes into use a number of calls later. So the
-shapes of a step depend only on the data and on the steps before: a run that is killed and resumed takes the same
-shapes, because a checkpoint holds the book.
+The policy uses estimates from `RATES` instead of measured times, and a new shape becomes usable a fixed number of calls
+later. Therefore the shapes of a step depend only on the data and on the earlier steps. A checkpoint holds the
+`ShapeCache`, so a resumed run uses the same shapes as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from jaxrl_llm.machine.compilation import COMPILER
 from jaxrl_llm.structs import PartState, PyTree
 
 Shape: TypeAlias = tuple[int, ...]
-Cost: TypeAlias = Callable[[Iterable[Shape]], float]  # seconds that a call takes if these shapes are in use
-LEARNING = "training"  # name of the ladder of updates and of scoring
-MOST = 3  # shapes of a ladder that may be in use: a run has few programs
-EARLIEST, LATEST = 2, 50  # calls between the order of a shape and its use
+Cost: TypeAlias = Callable[[Iterable[Shape]], float]  # usable shapes -> estimated seconds of a call
+LEARNING = "training"  # name of the shape policy of updates and scoring, which checkpoints hold
+MAX_SHAPES = 3  # usable shapes of a policy at most, because each shape is one more program to compile
+MIN_DELAY, MAX_DELAY = 2, 50  # calls from the decision to compile a shape to its first use
 
 
 class Rates(NamedTuple):
-    """Rough speeds of a device. They only decide when a smaller shape pays."""
+    """Rough speeds of a device, which only decide when a smaller shape saves time."""
 
-    flops: float  # operations a second
-    bandwidth: float  # bytes of weights a second
+    flops: float  # floating-point operations per second
+    bandwidth: float  # bytes of weights that are read per second
     compile: float  # seconds to compile a forward pass; an update takes three times as long
 
 
@@ -43,154 +44,159 @@ RATES = {"cpu": Rates(7e10, 2e10, 4.0), "gpu": Rates(3e14, 2e12, 30.0), "tpu": R
 
 
 @dataclass
-class Ladder:
-    """The shapes of one kind of work. One thread at a time may use it."""
+class ShapePolicy:
+    """Decides for one kind of work, such as an update, which shapes are usable. One thread at a time may use it."""
 
-    shapes: tuple[Shape, ...]  # the largest first
-    price: float  # seconds to compile a shape
-    limit: int  # shapes that may be in use
-    calls: int = 0
-    due: dict[Shape, int] = field(default_factory=dict)  # shape -> call from which it is in use
-    rent: dict[Shape, float] = field(default_factory=dict)  # shape -> seconds that it would have saved until now
+    shapes: tuple[Shape, ...]  # allowed shapes, the largest first
+    compile_seconds: float  # estimated time to compile one shape
+    limit: int  # maximum number of usable shapes
+    calls: int = 0  # calls that have started
+    first_calls: dict[Shape, int] = field(default_factory=dict)  # shape -> number of the first call that may use it
+    saved_seconds: dict[Shape, float] = field(default_factory=dict)  # shape -> time that it would have saved so far
 
-    def begin(self, *first: Shape) -> None:
-        """Begins a call. first: the shapes in use from the first call on; one of them holds everything."""
+    def start_call(self, *initial_shapes: Shape) -> None:
+        """Counts a call. initial_shapes: shapes that are usable from the first call on; one must hold every batch."""
         self.calls += 1
-        if not self.due:
-            self.due = dict.fromkeys(first, self.calls)
+        if not self.first_calls:
+            self.first_calls = dict.fromkeys(initial_shapes, self.calls)
 
-    def in_use(self) -> list[Shape]:
-        """Returns the shapes that this call may use, the largest first."""
-        return [shape for shape in self.shapes if self.due.get(shape, math.inf) <= self.calls]
+    def usable_shapes(self) -> list[Shape]:
+        """Returns the shapes that the current call may use, the largest first."""
+        return [shape for shape in self.shapes if self.first_calls.get(shape, math.inf) <= self.calls]
 
-    def settle(self, cost: Cost) -> None:
-        """Adds up what each missing shape saves in this call, and orders the best one if it pays.
+    def add_shapes(self, cost: Cost) -> None:
+        """Adds up what each missing shape would save in this call, and adds the best shape if it pays off.
 
-        cost: the seconds of this call with given shapes. In the first call, all shapes that pay are in use at once: the
-        run compiles there anyway.
+        cost(shapes): estimated seconds of this call if these shapes are usable. The first call adds every shape that
+        pays off, because the run compiles in that call anyway.
         """
-        while self._order(cost) and self.calls == 1:
+        while self._add_best_shape(cost) and self.calls == 1:
             pass
 
-    def _order(self, cost: Cost) -> bool:
-        have = list(self.due)
-        if len(have) == self.limit:
+    def _add_best_shape(self, cost: Cost) -> bool:
+        """Returns whether a shape has been added."""
+        chosen_shapes = list(self.first_calls)
+        if len(chosen_shapes) == self.limit:
             return False
-        now = cost(have)
+        call_seconds = cost(chosen_shapes)
         for shape in self.shapes:
-            if shape not in self.due:
-                self.rent[shape] = self.rent.get(shape, 0.0) + now - cost([*have, shape])
-        best = max(self.rent, key=lambda shape: self.rent[shape], default=None)
-        if best is None or self.rent[best] < self.price:
+            if shape not in self.first_calls:
+                saving = call_seconds - cost([*chosen_shapes, shape])
+                self.saved_seconds[shape] = self.saved_seconds.get(shape, 0.0) + saving
+        best = max(self.saved_seconds, key=lambda shape: self.saved_seconds[shape], default=None)
+        if best is None or self.saved_seconds[best] < self.compile_seconds:
             return False
-        # The shape is due after as many calls as its compilation may last, so that no step waits. The number is an
-        # estimate and no measurement, because a resumed run must change its shapes at the same call.
-        wait = min(max(math.ceil(self.price / max(now, 1e-9)), EARLIEST), LATEST)
-        self.due[best] = self.calls + (wait if self.calls > 1 else 0)
-        self.rent = {}  # the other shapes save less from now on
+        # The delay covers the estimated compile time, so that no step waits for the compiler. The delay must not be
+        # measured, because a resumed run has to switch its shapes at the same call.
+        delay = min(max(math.ceil(self.compile_seconds / max(call_seconds, 1e-9)), MIN_DELAY), MAX_DELAY)
+        self.first_calls[best] = self.calls + (delay if self.calls > 1 else 0)
+        self.saved_seconds = {}  # the sums start again, because every other shape saves less beside the new shape
         return True
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps, for JSON."""
-        listed = {
-            name: [[*shape, x] for shape, x in of.items()] for name, of in (("due", self.due), ("rent", self.rent))
-        }
-        return {"calls": self.calls, **listed}
+        """Returns the policy's state for a checkpoint, as values of JSON."""
+        by_name = {"due": self.first_calls, "rent": self.saved_seconds}  # names in checkpoints, which must not change
+        rows = {name: [[*shape, x] for shape, x in values.items()] for name, values in by_name.items()}
+        return {"calls": self.calls, **rows}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state; {}: from the beginning. Leaves out shapes that the ladder does not have."""
+        """Restores a state of `state()`; {} resets the policy. Ignores shapes that this policy does not allow."""
         self.calls = state.get("calls", 0)
-        self.due, self.rent = (
+        self.first_calls, self.saved_seconds = (
             {tuple(shape): x for *shape, x in state.get(name, ()) if tuple(shape) in self.shapes}
             for name in ("due", "rent")
         )
 
 
-class Book:
-    """The ladders of a run, and the thread that compiles their shapes in the background."""
+class ShapeCache:
+    """The shape policies of a run by name, and the thread that compiles their shapes in the background."""
 
     def __init__(self) -> None:
-        self._ladders: dict[str, Ladder] = {}
-        self._loaded: dict[str, Any] = {}
-        self._kept: dict[str, Any] = {}
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=COMPILER)
-        self._jobs: dict[tuple[str, Shape], Future[Any]] = {}  # programs compiled or being compiled
+        self._policies: dict[str, ShapePolicy] = {}
+        self._unclaimed_states: dict[str, Any] = {}  # states from a checkpoint whose policy does not exist yet
+        self._committed_states: dict[str, Any] = {}  # states after the last finished step
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix=COMPILER)
+        self._jobs: dict[tuple[str, Shape], Future[Any]] = {}  # finished and running compilations
 
-    def ladder(self, name: str, shapes: Iterable[Shape], *, price: float, limit: int) -> Ladder:
-        """Returns the ladder of this name, made at the first call from its state in a checkpoint if there is one."""
-        if name not in self._ladders:
-            self._ladders[name] = Ladder(tuple(shapes), price, limit)
-            self._ladders[name].load(self._loaded.pop(name, {}))
-        return self._ladders[name]
+    def policy(self, name: str, shapes: Iterable[Shape], *, compile_seconds: float, limit: int) -> ShapePolicy:
+        """Returns the shape policy of this name. The first call creates it, from its checkpointed state if one exists.
 
-    def ready(self, name: str, shape: Shape, compile: Callable[[Shape], Any]) -> None:
-        """Returns when a shape is compiled: compiles it in this thread, or waits for the background."""
+        The arguments are the fields of `ShapePolicy`.
+        """
+        if name not in self._policies:
+            self._policies[name] = ShapePolicy(tuple(shapes), compile_seconds, limit)
+            self._policies[name].load(self._unclaimed_states.pop(name, {}))
+        return self._policies[name]
+
+    def ensure_compiled(self, name: str, shape: Shape, compile: Callable[[Shape], Any]) -> None:
+        """Compiles a shape in this thread, or waits for the background thread if it compiles the shape already."""
         if (name, shape) not in self._jobs:
-            # The job is set before it compiles, because `compile_ahead` in another thread must not compile the shape
-            # again.
+            # The job exists before the compilation, so that `compile_ahead` in another thread does not compile the
+            # shape a second time.
             self._jobs[name, shape] = Future()
             self._jobs[name, shape].set_result(None)
             compile(shape)
         self._jobs[name, shape].result()
 
     def compile_ahead(self, name: str, compile: Callable[[Shape], Any]) -> None:
-        """Starts to compile the shapes of a ladder that are in use or ordered, in the background, each once.
+        """Starts to compile the shapes that a policy has chosen in the background thread, each shape once.
 
-        Raises: the error of a compilation that has failed, such as a program that does not fit the memory.
+        Raises: the error of a failed compilation, for example of a program that does not fit the memory.
         """
-        for shape in self._ladders[name].due:
+        for shape in self._policies[name].first_calls:
             if (name, shape) not in self._jobs:
-                self._jobs[name, shape] = self._thread.submit(compile, shape)
-        # A copy: sampling ahead adds jobs in another thread.
+                self._jobs[name, shape] = self._compiler.submit(compile, shape)
+        # Iterate over a copy, because the thread that samples ahead adds jobs at the same time.
         for job in list(self._jobs.values()):
             if job.done():
                 job.result()
 
-    def ladders(self) -> dict[str, Any]:
-        """Returns the states of all ladders, for JSON."""
-        return self._loaded | {name: ladder.state() for name, ladder in self._ladders.items()}
+    def policy_states(self) -> dict[str, Any]:
+        """Returns the current states of all policies, as values of JSON."""
+        return self._unclaimed_states | {name: policy.state() for name, policy in self._policies.items()}
 
-    def load_ladders(self, state: Mapping[str, Any]) -> None:
-        """Goes on from the states of a checkpoint; {}: from the beginning."""
-        for name, ladder in self._ladders.items():
-            ladder.load(state.get(name, {}))
-        # A ladder that does not exist yet takes its state later, in `ladder`.
-        self._loaded = {name: x for name, x in state.items() if name not in self._ladders}
+    def load_policies(self, states: Mapping[str, Any]) -> None:
+        """Restores the result of `policy_states`; {} resets all policies."""
+        for name, policy in self._policies.items():
+            policy.load(states.get(name, {}))
+        self._unclaimed_states = {name: state for name, state in states.items() if name not in self._policies}
 
-    def keep(self) -> None:
-        """Marks the shapes as those of a finished step: a checkpoint keeps them as they are now."""
-        # A copy: a checkpoint may come when the next step has counted already.
-        self._kept = self.ladders()
+    def commit(self) -> None:
+        """Fixes the current states as those after the last finished step, which the next checkpoint holds."""
+        # A checkpoint may be written after the next step has counted its call already, so it needs this copy.
+        self._committed_states = self.policy_states()
 
     def state(self, seconds: float | None = None) -> PartState:
-        """Returns the ladders after the last step, for a checkpoint."""
-        return PartState(self._kept)
+        """Returns the policies' states after the last finished step, for a checkpoint."""
+        return PartState(self._committed_states)
 
     def load(self, state: PartState | None) -> None:
-        """Goes on with the ladders of a checkpoint; None: from the beginning."""
-        self._kept = state.notes if state else {}
-        self.load_ladders(self._kept)
+        """Restores the policies from a checkpoint; None resets them."""
+        self._committed_states = state.notes if state else {}
+        self.load_policies(self._committed_states)
 
     def close(self) -> None:
-        """Drops what waits to be compiled. Does not wait for the compiler: after SIGTERM a run has seconds."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Cancels waiting compilations, and does not wait for a running one: after SIGTERM a run has only seconds."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
 
 
 def abstract(tree: PyTree) -> PyTree:
-    """Replaces arrays by their shapes, dtypes and placements, to compile a program without them.
+    """Replaces arrays by their shapes, dtypes and shardings, from which a program can be compiled without the arrays.
 
-    A program has its arguments in the memory of the devices, wherever they are now.
+    The shardings name the devices' memory also for arrays that are in host memory now, because a running program has
+    its arguments in the devices' memory.
     """
 
     def describe(x: Any) -> Any:
-        # JAX moves an array that is not committed to where the others are: its own place must not bind the program.
-        placed = isinstance(x, jax.Array) and x.committed
-        at = x.sharding.with_memory_kind(sharding.DEVICE) if placed else None
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+        # JAX moves an uncommitted array to the devices of the other arguments, so its placement must not bind the
+        # program.
+        is_committed = isinstance(x, jax.Array) and x.committed
+        device_sharding = x.sharding.with_memory_kind(sharding.DEVICE) if is_committed else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device_sharding)
 
     return jax.tree.map(describe, tree)
 
 
-def placed(tree: PyTree, at: jax.sharding.Sharding) -> PyTree:
-    """Returns the shapes and dtypes of a tree, all with one sharding."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree)
+def placed(tree: PyTree, new_sharding: jax.sharding.Sharding) -> PyTree:
+    """Returns the shapes and dtypes of a tree, all with the same sharding."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=new_sharding), tree)

@@ -21,7 +21,7 @@ from jaxrl_llm.learner.packing import Packing, pack, packed_shapes
 from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.machine import distributed, keys, sharding
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
-from jaxrl_llm.machine.shapes import Book
+from jaxrl_llm.machine.shapes import ShapeCache
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
@@ -65,7 +65,7 @@ class Subject:
     dataset: data.Dataset
     stop_ids: tuple[int, ...]
     environments: EnvironmentPool | None  # what the policy talks to; None: nothing
-    book: Book
+    shape_cache: ShapeCache
     reward_fn: Callable[[], RewardFn]  # opens one, which the caller closes: after an error the run's own is of no use
     facts: Facts
 
@@ -161,14 +161,14 @@ def prepare(parts: Subject, states: States, *, full: bool) -> Trial:
     """
     learning, facts, engine = parts.learning, parts.facts, parts.actor.engine
     params, mesh = learning.policy(states), learning.mesh
-    parts.actor.wait()  # a thread that samples ahead uses the same engine and the same book
+    parts.actor.wait()  # a thread that samples ahead uses the same engine and the same shape cache
     group, count = learning.sizes.group_size, learning.sizes.prompts_per_step
     # Each device gets at least two prompts, so that the update has several micro-batches.
     if full:
         group, count = min(group, GROUP), max(2 * sharding.prompt_shards(mesh), PROMPTS)
     numbers = [number % len(parts.dataset.rows) for number in range(count)]
     prompts = data.make_prompts(parts.dataset, numbers[distributed.part(count)], parts.tokenizer.pad_token_id)
-    with _shapes_stay(parts.book):
+    with _shapes_stay(parts.shape_cache):
         sampled = _sample(parts, prompts, group, KEY, TOKENS)
         again = _sample(parts, prompts, group, KEY - 1, AGAIN)
         rollouts, again = sharding.gather((sampled, again), mesh)
@@ -188,11 +188,11 @@ def prepare(parts: Subject, states: States, *, full: bool) -> Trial:
 
 
 @contextmanager
-def _shapes_stay(book: Book) -> Iterator[None]:
-    """Undoes what the block changes in the book: the run must take the shapes that it takes without a self-test."""
-    saved = book.ladders()
+def _shapes_stay(shape_cache: ShapeCache) -> Iterator[None]:
+    """Restores the shape policies after the block, so that the run uses the same shapes as without a self-test."""
+    saved = shape_cache.policy_states()
     yield
-    book.load_ladders(saved)
+    shape_cache.load_policies(saved)
 
 
 def _sample(parts: Subject, prompts: Prompts, group: int, key: int, tokens: int) -> Rollouts:

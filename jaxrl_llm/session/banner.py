@@ -17,7 +17,7 @@ from jaxrl_llm.data.settings import DataSettings, EvalSet, set_name
 from jaxrl_llm.errors import printable
 from jaxrl_llm.learner.scorers import Scorer
 from jaxrl_llm.learner.update import Learner
-from jaxrl_llm.machine.shapes import MOST, Shape
+from jaxrl_llm.machine.shapes import MAX_SHAPES, Shape
 from jaxrl_llm.models.adapters import Adapters
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.rollout.jax.sizes import StreamSizes
@@ -223,6 +223,6 @@ def shapes_table(stream: StreamSizes | None, packed: Sequence[Shape]) -> list[tu
         cache = f"{stream.pages} pages of {stream.page} tokens"
         rows.append(("decoding, on a device", f"{' or '.join(map(str, counts))} completions at once, {cache}"))
     n, t = packed[0]
-    later = f"; up to {MOST} shapes, none larger than the first batch needs" if len(packed) > 1 else ""
+    later = f"; up to {MAX_SHAPES} shapes, none larger than the first batch needs" if len(packed) > 1 else ""
     rows.append(("learning, largest shape", f"{n} row{'s' * (n > 1)} of {t} completion tokens for a prompt{later}"))
     return rows

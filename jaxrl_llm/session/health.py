@@ -36,7 +36,7 @@ class Health:
         self._last_steps: dict[str, int] = {}  # last step of each finding
         self._verdict = Verdict()
 
-    def begin(self, records: Iterable[LogRecord]) -> None:
+    def start(self, records: Iterable[LogRecord]) -> None:
         """Continues after these records, which are those of the run. Drops later findings: rules find them again."""
         self._history, self._last_steps, self._verdict = History(records), {}, Verdict()
         if distributed.first():

@@ -14,7 +14,7 @@ from jaxrl_llm.learner.learning import Models
 from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.machine import distributed
-from jaxrl_llm.machine.shapes import Book
+from jaxrl_llm.machine.shapes import ShapeCache
 from jaxrl_llm.models import hf, hf_export, peft
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.session import model_card
@@ -33,7 +33,7 @@ class Inputs:
     environments: EnvironmentPool | None  # None: a completion is one turn
     tools: list[dict[str, Any]]  # that the chat template describes
     stop_ids: tuple[int, ...]
-    book: Book  # the shapes of the run
+    shape_cache: ShapeCache  # the shapes of the run
     first_params: list[PyTree]  # the model's parameters, until `params` hands them out
     base: PyTree  # the parameters beside the adapters; None: all parameters learn
     sampler_mesh: Mesh  # of the in-JAX engine: that of the trainer, unless it has devices of its own

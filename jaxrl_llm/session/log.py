@@ -62,7 +62,7 @@ PHASES = ("rollout", "reward", "score", "update")
 class Log:
     """Writes the console, metrics.jsonl and completions.jsonl of a run in one thread, in order, and feeds the loggers.
 
-    The thread waits for a step's numbers while the next step runs. `begin` opens the files.
+    The thread waits for a step's numbers while the next step runs. `start` opens the files.
     """
 
     def __init__(self, workdir: Path, settings: LogSettings, num_steps: int, config: dict[str, Any], name: str = ""):
@@ -85,7 +85,7 @@ class Log:
         self._terminal = terminal and distributed.first()
         self._console.quiet = not distributed.first()
 
-    def begin(self, step: int) -> None:
+    def start(self, step: int) -> None:
         """Continues after `step`. Drops later lines of the files; the run writes them again."""
         self._close_files()
         self._start, self._began = step, time.perf_counter()
@@ -122,7 +122,7 @@ class Log:
         self._written = self._thread.submit(self._write, record)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Waits for the last record since `begin` and returns it; []: none. Raises: UserError, if it is not written."""
+        """Waits for the last record since `start` and returns it in a list, which is empty without one. Raises: UserError, if it is not written."""
         return [self._written.result()] if self._written else []
 
     def sync(self) -> None:

@@ -20,18 +20,18 @@ def run(
     Raises: UserError, for an error that the user can fix, or if a health rule stops the run.
     """
     with closing(session.profile()) as profile:
-        carried = session.begin(test)
-        while session.at.step < session.plan.steps and not session.stagnates():
+        carried = session.start(test)
+        while session.run_state.step < session.plan.steps and not session.stagnates():
             session.stop.check()
-            with profile.step(session.at.step + 1):
-                carried, record = one_step(carried, session.at.step + 1)
-            profile.end(record.step, session.at.states)
+            with profile.step(session.run_state.step + 1):
+                carried, record = one_step(carried, session.run_state.step + 1)
+            profile.end(record.step, session.run_state.states)
             record.evaluation = session.evaluate(record.step)
             # Rules always judge the previous step, not the newest record that is ready, because timing must not decide
             # when a rule stops a run.
             before = session.log.finish()
             if session.judge(before) or session.write(record):  # a rule sends the run back
-                carried = session.begin(test)
+                carried = session.start(test)
             yield from before
     last = session.log.finish()
     session.judge(last)

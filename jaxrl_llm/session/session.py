@@ -47,19 +47,19 @@ class Trainer(Protocol):
     """What a session asks of `train` or `sft`, whose steps it runs."""
 
     @property
-    def kept(self) -> Mapping[str, StatefulPart]:
+    def stateful_parts(self) -> Mapping[str, StatefulPart]:
         """What a checkpoint keeps beside the states of the models."""
         ...
 
-    def begin(self, states: States, step: int, attempt: int) -> Any:
+    def start(self, states: States, step: int, attempt: int) -> Any:
         """Begins after `step`. Returns what its step gets: the states, or what lends them."""
         ...
 
-    def rest(self) -> None:
+    def wait_until_idle(self) -> None:
         """Waits until nothing beside the main thread uses the states. Raises: UserError, if such work has failed."""
         ...
 
-    def measure(self, states: States, /) -> dict[str, float]:
+    def evaluate(self, states: States, /) -> dict[str, float]:
         """Returns the metrics of an evaluation. The best checkpoint is the one with the largest eval/accuracy."""
         ...
 
@@ -69,14 +69,14 @@ class Trainer(Protocol):
 
 
 @dataclass
-class Standing:
-    """Where a run stands."""
+class RunState:
+    """Mutable progress of a run: its current step, states and last checkpoint."""
 
-    step: int = 0  # the last one that `states` contain
-    saved: int = 0  # the last one in a checkpoint
+    step: int = 0  # last step whose update `states` contains
+    saved_step: int = 0  # step of the newest checkpoint
     states: States = field(default_factory=dict)
-    unwritten: Record | None = None  # of `step`, until the log has it
-    attempt: int = 0  # how often the run has gone back
+    unwritten_record: Record | None = None  # record of `step` until the log has written it
+    attempt: int = 0  # number of rollbacks so far
 
 
 @dataclass
@@ -95,18 +95,18 @@ class Session:
     compilations: Compilations
     models: ModelStates
     trainer: Trainer
-    at: Standing = field(default_factory=Standing)
+    run_state: RunState = field(default_factory=RunState)
 
     def profile(self) -> Profile:
         """Returns the tracer of the steps that config.log.profile names."""
         return Profile(steps_of(self.plan.log.profile, self.plan.steps), self.workdir / "profile", self.log.say)
 
-    def begin(self, test: Callable[[], None] | None = None) -> Any:
+    def start(self, test: Callable[[], None] | None = None) -> Any:
         """Restores, tests a new run, and evaluates if the log lacks it. Returns what the next step gets."""
         carried = self.restore()
-        if test and not self.at.step and not self.at.attempt:
+        if test and not self.run_state.step and not self.run_state.attempt:
             test()
-        step = self.at.step
+        step = self.run_state.step
         # The log lacks an evaluation before the first step, or after a signal interrupted the last evaluation.
         if self.log.lacks_evaluation(step) and (measured := self.evaluate(step)):
             with self.stop.deferred():
@@ -124,26 +124,26 @@ class Session:
             self.checkpoints.go_back(decision.to)
         with progress.task("reading the checkpoint"):
             step, parts = self.checkpoints.resume(self.models.shapes())
-        for name, part in self.trainer.kept.items():
+        for name, part in self.trainer.stateful_parts.items():
             part.load(parts.get(name))
         # Nothing else may hold these arrays: `restored` moves some of them to the host, before the push needs memory.
         states = parts.pop(MODELS).arrays if parts else self.models.first()
         states = self.models.restored(states, attempt if undone else 0)
         parts.clear()
-        self.log.begin(step)
+        self.log.start(step)
         seen = self.log.seen_by_health()
         # The record of `step` is judged one step later, as in a run that was not interrupted.
-        self.health.begin(seen[:-1] if seen and seen[-1]["step"] == step else seen)
-        self.at = Standing(step, step, states, None, attempt)
+        self.health.start(seen[:-1] if seen and seen[-1]["step"] == step else seen)
+        self.run_state = RunState(step, step, states, None, attempt)
         self.checkpoints.accuracies = self.log.accuracies()
         self.checkpoints.tidy_bucket()
-        carried = self.trainer.begin(states, step, attempt)
+        carried = self.trainer.start(states, step, attempt)
         self.stop.finish = self.finish_early  # last: from here on a signal has a complete state to save
         return carried
 
     def commit(self, states: States, record: Record) -> None:
         """Makes a step the current state. Before this call a signal loses the step; after it a signal saves it."""
-        self.at.states, self.at.step, self.at.unwritten = states, record.step, record
+        self.run_state.states, self.run_state.step, self.run_state.unwritten_record = states, record.step, record
         WATCHDOG.stepped()
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -151,7 +151,7 @@ class Session:
         every = self.plan.evaluate_every
         if not every or (step % every and step != self.plan.steps):
             return {}
-        measured = self.log.with_verdicts(step, self.trainer.measure(self.at.states))
+        measured = self.log.with_verdicts(step, self.trainer.evaluate(self.run_state.states))
         self.checkpoints.accuracies |= json_lines.accuracies([{"step": step} | measured])
         return measured
 
@@ -164,20 +164,24 @@ class Session:
     def judge(self, records: list[dict[str, Any]]) -> bool:
         """Applies the health rules to the last record, if there is one. Returns whether the run must go back.
 
-        `begin` does that. Raises: StoppedByHealth, if a rule stops the run.
+        `start` then goes back. Raises: StoppedByHealth, if a rule stops the run.
         """
         action, step, finding = self.health.judge(records or self.log.last())
         if finding and action == "stop":
             latest = self.checkpoints.latest()
             raise StoppedByHealth(f"step {step}: {finding.evidence}, because {finding.cause}; {latest}: {finding.fix}")
         if finding and action == "roll back":
-            self.trainer.rest()  # then nothing uses these states
+            self.trainer.wait_until_idle()  # then nothing uses these states
             most, saved = self.plan.most_rollbacks, self.checkpoints.steps()
             with self.stop.deferred():  # from the decision on, a signal must not save these states
                 decision = self.rollbacks.decide(step, finding.record(), saved, most)
-                self.at.states, self.at.saved, self.at.unwritten = {}, self.at.step, None
+                self.run_state.states, self.run_state.saved_step, self.run_state.unwritten_record = (
+                    {},
+                    self.run_state.step,
+                    None,
+                )
             self.log.say(f"    health {finding.line()}")
-            self.log.say(f"    rollback {self.at.attempt + 1} of at most {most}: back to step {decision.to}")
+            self.log.say(f"    rollback {self.run_state.attempt + 1} of at most {most}: back to step {decision.to}")
         return action == "roll back"
 
     def write(self, record: Record) -> bool:
@@ -188,7 +192,7 @@ class Session:
         self.check_lock()
         with self.stop.deferred():
             self.log.write(record)
-            self.at.unwritten = None
+            self.run_state.unwritten_record = None
         self.checkpoints.check()
         best = self.checkpoints.is_best(record.evaluation.get("eval/accuracy"))
         last = record.step == self.plan.steps or self.stagnates()
@@ -206,35 +210,35 @@ class Session:
         """
         self.log.sync()  # a resumed run expects the record of the checkpoint's step in the log
         self.keep()
-        models: PyTree = {name: self.at.states[name] for name in self.models.shapes()}
+        models: PyTree = {name: self.run_state.states[name] for name in self.models.shapes()}
         parts = {MODELS: PartState({}, models)}
-        parts |= {name: part.state(seconds) for name, part in self.trainer.kept.items()}
-        self.checkpoints.save(self.at.step, parts, attempt=self.at.attempt)
-        self.at.saved = self.at.step
+        parts |= {name: part.state(seconds) for name, part in self.trainer.stateful_parts.items()}
+        self.checkpoints.save(self.run_state.step, parts, attempt=self.run_state.attempt)
+        self.run_state.saved_step = self.run_state.step
         WATCHDOG.moved()
 
     def finish(self) -> None:
         """Ends the run after the last step."""
-        if self.at.step < self.plan.steps:
+        if self.run_state.step < self.plan.steps:
             best = f"{max(self.checkpoints.accuracies.values()):.1%}"
             self.log.say(f"early stop: {self.plan.patience} evaluations were not better than {best}")
-        self.trainer.rest()
+        self.trainer.wait_until_idle()
         with self.stop.deferred():
             with progress.task("writing the last checkpoint"):
                 self.checkpoints.tidy()
-            self.trainer.export(self.at.states)
-            self.log.end(self.at.step, self.compilations)
+            self.trainer.export(self.run_state.states)
+            self.log.end(self.run_state.step, self.compilations)
 
     def finish_early(self) -> None:
         """Ends the run after a signal: writes the last record if its evaluation was interrupted, and a checkpoint."""
-        if self.at.unwritten:
-            self.log.write(self.at.unwritten)
-        if self.at.saved < self.at.step:
+        if self.run_state.unwritten_record:
+            self.log.write(self.run_state.unwritten_record)
+        if self.run_state.saved_step < self.run_state.step:
             self.save(seconds=max(SECONDS / 2 - self.stop.seconds, 0))
         self.log.finish()
         self.checkpoints.wait()
         # The folder is smaller than a checkpoint, and never half-written. There are no states while `restore` runs.
         seconds = max(distributed.exchange(self.stop.seconds))  # the same decision in all processes
-        if self.at.states and self.at.step and seconds < SECONDS / 2:
-            self.trainer.export(self.at.states)
-        self.log.end(self.at.step, self.compilations, self.stop.used())
+        if self.run_state.states and self.run_state.step and seconds < SECONDS / 2:
+            self.trainer.export(self.run_state.states)
+        self.log.end(self.run_state.step, self.compilations, self.stop.used())

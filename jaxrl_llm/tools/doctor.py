@@ -140,10 +140,10 @@ def self_test_of(config: Config, *, quiet: bool) -> list[CheckReport]:
         session, parts = resources.enter_context(build(config, workdir))
         session.restore()
         checks_run = []
-        for checked in self_test.check(parts, session.at.states, full=True):
+        for checked in self_test.check(parts, session.run_state.states, full=True):
             print(printable(checked.line()), flush=True)
             checks_run.append(checked)
-        parts.rest()
+        parts.wait_until_idle()
     return checks_run
 
 

@@ -270,7 +270,7 @@ def test_with_adapters_the_reference_is_the_model_without_them(tmp_path):
     with sft.build(c, tmp_path / "run") as (session, parts):
         assert parts.learning.reference is None
         first, second = list(sft.train(session, parts))
-        assert set(session.at.states) == {"policy"}
+        assert set(session.run_state.states) == {"policy"}
     assert first["reward/margin"] == pytest.approx(0, abs=1e-4) and second["reward/margin"] != 0
 
 

@@ -114,7 +114,7 @@ def test_a_record_without_the_numbers_of_a_rule_is_no_finding():
 def test_findings_are_kept_at_every_step_and_said_when_they_begin(tmp_path, wording):
     said: list[str] = []
     health = Health(tmp_path, settings_of(BOUNDS), lambda step, finding: said.append(finding.line()))
-    health.begin([])
+    health.start([])
     bad = HEALTHY | {"importance/ess": 0.1}
     records = [record | {"step": step} for step, record in enumerate((HEALTHY, bad, bad, HEALTHY, bad), 1)]
     assert {health.judge([record]).action for record in records} == {"go on"}
@@ -127,7 +127,7 @@ def test_findings_are_kept_at_every_step_and_said_when_they_begin(tmp_path, word
         return [(line["step"], line["id"]) for line in map(json.loads, lines)]
 
     assert kept() == [(2, "sampler_mismatch"), (3, "sampler_mismatch"), (5, "sampler_mismatch")]
-    health.begin(records[:3])  # as a run that goes on after step 3
+    health.start(records[:3])  # as a run that goes on after step 3
     assert kept() == [(2, "sampler_mismatch"), (3, "sampler_mismatch")]
     assert len(said) == 1
     health.judge([records[2] | {"eval/accuracy": 0.5}])  # the same step, evaluated later
@@ -148,7 +148,7 @@ def test_updates_skipped_in_a_row_stop_a_run_be_they_the_policys_or_the_critics(
             "updates/skipped": 100, "grad_norm": None, "loss/total": 1.0,
         }  # fmt: skip
         health = Health(tmp_path, settings_of(BOUNDS | {"max_skipped": most}), print)
-        health.begin([])
+        health.start([])
         verdict = health.judge([record])
         assert verdict.action == ("stop" if stops else "go on")
         if stops:

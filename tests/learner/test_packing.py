@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward, microbatches, packing, update
 from jaxrl_llm.learner.packing import Packing, packed_shapes
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.machine.shapes import Ladder
+from jaxrl_llm.machine.shapes import ShapePolicy
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.rope import plain
 
@@ -75,8 +75,8 @@ def test_a_run_has_few_shapes_and_each_that_is_wide_enough_holds_all(group, limi
 def test_a_step_takes_the_cheapest_shape_and_orders_a_smaller_one_once_it_pays():
     shapes = [shape for shape in packed_shapes(8, LIMIT) if shape[1] == LIMIT]
     work = lambda shape, _, parts: parts.sum() * (50 + shape[0] * shape[1]) / 100  # noqa: E731
-    ladder = Ladder(tuple(shapes), price=50.0, limit=3)
-    pack_next, seen = Packing(ladder, work, LIMIT), []
+    shape_policy = ShapePolicy(tuple(shapes), compile_seconds=50.0, limit=3)
+    pack_next, seen = Packing(shape_policy, work, LIMIT), []
     for seed in range(20):
         lengths = ragged(seed) if seed else np.full((8, 8), LIMIT)  # the first batch is longer
         index = pack_next(lengths, 8)
@@ -92,7 +92,7 @@ def test_a_step_takes_the_cheapest_shape_and_orders_a_smaller_one_once_it_pays()
 def test_no_later_shape_is_larger_than_the_first():
     shapes = packed_shapes(8, LIMIT)
     work = lambda shape, _, parts: parts.sum() * (1000 + shape[0] * shape[1]) / 100  # noqa: E731
-    pack_next = Packing(Ladder(tuple(shapes), price=1.0, limit=3), work, LIMIT)
+    pack_next = Packing(ShapePolicy(tuple(shapes), compile_seconds=1.0, limit=3), work, LIMIT)
     first = pack_next(ragged(0), 8).shape[2:]
     assert first[0] < 8
     for seed in range(10):

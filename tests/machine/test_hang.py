@@ -83,7 +83,7 @@ def end(code, line):
 def waits_for_ever():
     time.sleep(99)
 threading.Thread(target=waits_for_ever, daemon=True).start()
-WATCHDOG.begin(0.01, end)
+WATCHDOG.start(0.01, end)
 hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 """
     began = time.monotonic()

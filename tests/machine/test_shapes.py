@@ -1,4 +1,4 @@
-"""Shapes of a run: the ladder's rent-or-buy, and a ragged run that never waits for the compiler."""
+"""Shapes of a run: when a policy adds one, and a ragged run that never waits for the compiler."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ from jaxrl_llm import build
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.learner import learning
 from jaxrl_llm.machine import shapes
-from jaxrl_llm.machine.shapes import Book, Ladder, Rates
+from jaxrl_llm.machine.shapes import Rates, ShapeCache, ShapePolicy
 from jaxrl_llm.train import rl_step
 
 ROOT = Path(__file__).parents[2]
 COSTS = {(8,): 8.0, (4,): 4.0, (2,): 2.0, (1,): 1.0}
 
 
-def call(ladder: Ladder, needed: int) -> list[int]:
-    """One call that needs a shape of at least this size. Returns the shapes in use before it settles."""
-    ladder.begin((8,))
-    in_use = [size for (size,) in ladder.in_use()]
-    ladder.settle(lambda have: min(COSTS[shape] for shape in have if shape[0] >= needed))
+def call(shape_policy: ShapePolicy, needed: int) -> list[int]:
+    """One call that needs a shape of at least this size. Returns the shapes that were usable in it."""
+    shape_policy.start_call((8,))
+    in_use = [size for (size,) in shape_policy.usable_shapes()]
+    shape_policy.add_shapes(lambda have: min(COSTS[shape] for shape in have if shape[0] >= needed))
     return in_use
 
 
-def test_a_smaller_shape_is_ordered_when_padding_has_cost_its_compilation():
-    ladder = Ladder(tuple(COSTS), price=20.0, limit=4)
-    seen = [call(ladder, needed=2) for _ in range(12)]
+def test_a_smaller_shape_is_added_when_padding_has_cost_its_compilation():
+    shape_policy = ShapePolicy(tuple(COSTS), compile_seconds=20.0, limit=4)
+    seen = [call(shape_policy, needed=2) for _ in range(12)]
     # Each call would save 6: the order is in call 4 (24 >= 20), and the shape is in use 20 / 8 -> 3 calls later.
     assert seen == [[8]] * 6 + [[8, 2]] * 6
 
 
 def test_a_shape_that_pays_in_the_first_call_is_in_use_at_once():
-    ladder = Ladder(tuple(COSTS), price=5.0, limit=4)
-    call(ladder, needed=1)
-    assert ladder.in_use() == [(8,), (1,)]
+    shape_policy = ShapePolicy(tuple(COSTS), compile_seconds=5.0, limit=4)
+    call(shape_policy, needed=1)
+    assert shape_policy.usable_shapes() == [(8,), (1,)]
 
 
 def test_no_more_shapes_are_in_use_than_allowed():
-    ladder = Ladder(tuple(COSTS), price=1e-3, limit=3)
+    shape_policy = ShapePolicy(tuple(COSTS), compile_seconds=1e-3, limit=3)
     for needed in (1, 2, 4, 8) * 5:
-        call(ladder, needed)
-    assert len(ladder.in_use()) == 3
+        call(shape_policy, needed)
+    assert len(shape_policy.usable_shapes()) == 3
 
 
-def test_a_ladder_goes_on_from_its_state_as_if_it_had_never_stopped():
-    def calls(ladder: Ladder, numbers: range) -> list[list[int]]:
-        return [call(ladder, 1 + i % 3) for i in numbers]
+def test_a_policy_resumes_from_its_state_as_if_it_had_never_stopped():
+    def calls(shape_policy: ShapePolicy, numbers: range) -> list[list[int]]:
+        return [call(shape_policy, 1 + i % 3) for i in numbers]
 
-    whole = Ladder(tuple(COSTS), price=15.0, limit=3)
+    whole = ShapePolicy(tuple(COSTS), compile_seconds=15.0, limit=3)
     expected = calls(whole, range(20))
     for stop in range(20):
-        first, book = Ladder(tuple(COSTS), price=15.0, limit=3), Book()
+        first, shape_cache = ShapePolicy(tuple(COSTS), compile_seconds=15.0, limit=3), ShapeCache()
         calls(first, range(stop))
-        book.load_ladders({"training": first.state()})
-        again = book.ladder("training", COSTS, price=15.0, limit=3)
+        shape_cache.load_policies({"training": first.state()})
+        again = shape_cache.policy("training", COSTS, compile_seconds=15.0, limit=3)
         assert calls(again, range(stop, 20)) == expected[stop:]
         assert again.state() == whole.state()
 
@@ -69,17 +69,17 @@ def test_an_error_in_the_background_is_raised_by_the_step():
     def fails(shape: tuple[int, ...]) -> None:
         raise MemoryError(f"{shape}")
 
-    book = Book()
-    ladder = book.ladder("training", COSTS, price=1.0, limit=4)
-    call(ladder, 1)
-    book.ready("training", (8,), lambda shape: None)
+    shape_cache = ShapeCache()
+    shape_policy = shape_cache.policy("training", COSTS, compile_seconds=1.0, limit=4)
+    call(shape_policy, 1)
+    shape_cache.ensure_compiled("training", (8,), lambda shape: None)
     with suppress(MemoryError):  # raised here, if the thread is quick
-        book.compile_ahead("training", fails)
+        shape_cache.compile_ahead("training", fails)
     with pytest.raises(MemoryError, match=r"\(1,\)"):
-        book.ready("training", (1,), fails)
+        shape_cache.ensure_compiled("training", (1,), fails)
     with pytest.raises(MemoryError, match=r"\(1,\)"):
-        book.compile_ahead("training", fails)
-    book.close()
+        shape_cache.compile_ahead("training", fails)
+    shape_cache.close()
 
 
 def ragged_config(steps: int):
@@ -115,13 +115,13 @@ def test_no_later_step_compiles_and_a_resumed_run_takes_the_same_shapes(cheap, t
         used.clear()
         with build.build(ragged_config(18), workdir) as (session, parts):
             lease = session.restore()
-            step = session.at.step
+            step = session.run_state.step
             while step < last:
                 step += 1
                 lease, record = rl_step(session, parts, lease, step)
                 session.log.finish()
                 session.write(record)
-                used.append((step, parts.book.ladders()))
+                used.append((step, parts.shape_cache.policy_states()))
             session.checkpoints.wait()
             return jax.device_get(lease.states), list(used)
 

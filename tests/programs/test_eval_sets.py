@@ -74,7 +74,7 @@ def test_the_console_the_card_and_the_report_have_each_set(tmp_path):
     config = with_sets(load("grpo"), sums=TRAIN)
     config.log.to = ()
     with closing(log_of(tmp_path, config)) as log:
-        log.begin(0)
+        log.start(0)
         assert "accuracy 70.0%  accuracy sums 5.0%" in log._line(2, RECORDS[1])
     workdir = write(tmp_path / "run", RECORDS)
     (workdir / "config.json").write_text(json.dumps(config.to_dict()))
@@ -94,15 +94,15 @@ def test_a_further_set_is_measured_and_decides_nothing(tmp_path, refused):
     alone, together, measured = tiny(**plain, num_steps=3), with_sets(tiny(**plain, num_steps=3), **sets), []
     list(steps(alone, tmp_path / "alone"))
     with build(together, tmp_path / "together") as (session, parts):
-        measure = parts.measure
+        measure = parts.evaluate
 
         def opposite(states) -> dict[str, float]:
             """Other numbers than the measured ones: each set has another best step."""
             measured.append(measure(states))
-            ours, theirs = [(0.1, 0.2), (0.2, 0.1), (0.9, 0.3), (0.3, 0.9)][session.at.step]
+            ours, theirs = [(0.1, 0.2), (0.2, 0.1), (0.9, 0.3), (0.3, 0.9)][session.run_state.step]
             return measured[-1] | {"eval/accuracy": ours, "eval/sums/accuracy": theirs}
 
-        parts.measure = opposite
+        parts.evaluate = opposite
         list(train(session, parts))
     assert [x["eval/accuracy"] for x in measured] == [x["eval/accuracy"] for x in written(tmp_path / "alone")]
     assert all((x["eval/sums/problems"], x["eval/other/problems"]) == (5, 3) for x in measured)

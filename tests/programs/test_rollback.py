@@ -116,10 +116,10 @@ def check_same(workdir: Path, straight: Path) -> None:
 ACCURACIES = [0.1, 0.2, 0.9, 0.2, 0.9, 0.3, 0.1, 0.0, 0.4, 0.5, 0.6]  # of each fourth step, again and again
 # With the number of calls before the one that is interrupted.
 MOMENTS = [
-    (Log, "begin", 0), (Actor, "load", 0), (Actor, "begin", 0), (Actor, "next", 2), (Learning, "score", 2),
+    (Log, "start", 0), (Actor, "load", 0), (Actor, "begin", 0), (Actor, "next", 2), (Learning, "score", 2),
     (Rollbacks, "decide", 0), (Checkpoints, "go_back", 0),
     (Samples, "rewards", 1), (Learning, "coefficients", 2), (Learning, "update", 1), (Learning, "settled", 1),
-    (Session, "commit", 1), (Actor, "push", 1), (Parts, "measure", 1), (Session, "evaluate", 1), (Log, "finish", 2),
+    (Session, "commit", 1), (Actor, "push", 1), (Parts, "evaluate", 1), (Session, "evaluate", 1), (Log, "finish", 2),
     (Log, "write", 1), (Checkpoints, "save", 1), (Session, "write", 2), (Session, "judge", 1),
     (Checkpoints, "resume", 0), (Inputs, "export", 0),
 ]  # fmt: skip
@@ -135,9 +135,9 @@ def ill_at_thirty(history: History) -> Finding | None:
 def evaluated(config, workdir: Path) -> None:
     """Runs to the end, with these accuracies."""
     with build(config, workdir) as (session, parts):
-        measure = parts.measure
-        accuracy = lambda: ACCURACIES[session.at.step // 4 % len(ACCURACIES)]  # noqa: E731
-        parts.measure = lambda states: measure(states) | {"eval/accuracy": accuracy()}
+        evaluate = parts.evaluate
+        accuracy = lambda: ACCURACIES[session.run_state.step // 4 % len(ACCURACIES)]  # noqa: E731
+        parts.evaluate = lambda states: evaluate(states) | {"eval/accuracy": accuracy()}
         list(train(session, parts))
 
 

@@ -206,7 +206,7 @@ def test_a_reference_and_an_optimizer_in_the_hosts_memory_change_no_number(tmp_p
     list(steps(tiny(**away | {"num_steps": 2}), tmp_path / "away"))  # saves, and goes on from what it has saved
     with build(tiny(**away), tmp_path / "away") as (session, parts):
         resumed = list(train(session, parts))
-        states = session.at.states
+        states = session.run_state.states
         kinds = {x.sharding.memory_kind for x in jax.tree.leaves(states["reference"])}
         moments = [x.sharding.memory_kind for x in jax.tree.leaves(states["policy"].opt_state) if x.ndim]
         assert kinds == set(moments) == {"pinned_host"}

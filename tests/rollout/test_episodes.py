@@ -279,7 +279,7 @@ def test_every_program_of_episodes_is_known_beforehand():
 def test_the_self_test_looks_at_what_an_environment_said(tmp_path):
     with build(config_with_turns(), tmp_path / "run") as (session, parts):
         session.restore()
-        trial = prepare(parts, session.at.states, full=True)
+        trial = prepare(parts, session.run_state.states, full=True)
         good = self_test.environment_is_masked(trial)
         assert good.applicable and not good.findings
         rollouts, dialogs = trial.episodes()
@@ -305,7 +305,7 @@ def test_the_self_test_looks_at_what_an_environment_said(tmp_path):
             (finding,) = self_test.environment_is_masked(trial).findings
             assert finding.id == found
         assert "config.env.url = 'http://127.0.0.1:9'" in finding.cause
-        parts.rest()
+        parts.wait_until_idle()
 
 
 class Rambler:

@@ -66,7 +66,7 @@ def run(tmp_path_factory):
 
 
 def prepared(run) -> Trial:
-    return prepare(run.parts, run.session.at.states, full=True)
+    return prepare(run.parts, run.session.run_state.states, full=True)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def findings(answer: self_test.CheckReport) -> list[str]:
 
 
 def said(run, *, full: bool) -> dict[str, tuple[bool, list[str]]]:
-    checked = self_test.check(run.parts, run.session.at.states, full=full)
+    checked = self_test.check(run.parts, run.session.run_state.states, full=full)
     return {x.id: (x.applicable, [finding.id for finding in x.findings]) for x in checked if x.id}
 
 
@@ -109,9 +109,9 @@ def test_the_doctor_tells_each_check_and_none_finds_a_thing(run, healthy, monkey
     @contextmanager
     def build(config: ConfigDict, workdir: Path):
         built.append(config)
-        session = SimpleNamespace(restore=lambda: None, at=run.session.at)
+        session = SimpleNamespace(restore=lambda: None, run_state=run.session.run_state)
         parts = copy(run.parts)
-        parts.rest = lambda: built.append("rested")
+        parts.wait_until_idle = lambda: built.append("rested")
         yield session, parts
 
     # One trial of one run serves this test and those below.
@@ -171,8 +171,8 @@ def test_a_reference_in_a_run_is_compared_with_a_program_of_its_own(trial):
 
 
 def test_a_reference_with_other_weights_is_found(run, monkeypatch):
-    other = jax.tree.map(lambda x: x * 1.01, run.session.at.states["reference"])
-    monkeypatch.setattr(run.session.at, "states", run.session.at.states | {"reference": other})
+    other = jax.tree.map(lambda x: x * 1.01, run.session.run_state.states["reference"])
+    monkeypatch.setattr(run.session.run_state, "states", run.session.run_state.states | {"reference": other})
     assert findings(self_test.reference_agrees(prepared(run))) == ["reference_differs"]
 
 

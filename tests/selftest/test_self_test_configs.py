@@ -166,13 +166,13 @@ def test_it_is_silent_on(file, models, seen, tmp_path):
     seen.runs.add(run)
     with build(config, tmp_path / "run") as (session, parts):
         session.restore()
-        trial = prepare(parts, session.at.states, full=full)
+        trial = prepare(parts, session.run_state.states, full=full)
         checked = [check(trial) for check in checks.values()]
         if of_recipe:
-            assert 0 <= parts.measure(session.at.states)["eval/accuracy"] <= 1
+            assert 0 <= parts.evaluate(session.run_state.states)["eval/accuracy"] <= 1
             graded = parts.actor.next().rewards()
             assert graded.channels.keys() == {split_call(name)[0] for name in config.reward.functions}
-        parts.rest()
+        parts.wait_until_idle()
     shutil.rmtree(tmp_path / "run")  # checkpoints are large
     assert [finding.line() for x in checked for finding in x.findings] == []
     assert not full or sum(x.applicable for x in checked) >= len(checks) - 4

@@ -36,11 +36,13 @@ def write(file: Path, answers: list[str | None]) -> None:
 def seen(workdir: Path, file: Path, **more) -> list[str]:
     """Goes on with a run by a step that samples and learns nothing, saves it, and returns its rows."""
     with build.build(config_of(file, **more), workdir) as (session, parts):
-        lease = session.begin()
+        lease = session.start()
         rows = parts.actor.next().prompts.rows
-        session.at.states, _ = lease.reclaim()
-        session.at.step += 1
-        parts.actor.push(session.at.states, parts.learning.policy(session.at.states), session.at.step)
+        session.run_state.states, _ = lease.reclaim()
+        session.run_state.step += 1
+        parts.actor.push(
+            session.run_state.states, parts.learning.policy(session.run_state.states), session.run_state.step
+        )
         session.save()
         session.checkpoints.wait()
     return [f"{row['prompt'][0]['content']}={row['answer']}" for row in rows]

@@ -43,7 +43,7 @@ def logged_twice(workdir: Path, config) -> None:
     """A run that logs steps 0 to 2, and goes on after step 1 with other numbers."""
     for after, steps, factor in ((0, (0, 1, 2), 1), (1, (2, 3), 10)):
         log = log_of(workdir, config)
-        log.begin(after)
+        log.start(after)
         for step in steps:
             write(log, step, **{"eval/accuracy": 0.25 + step * factor, "entropy": 1.0, "entropy/coef": 0.5})
         log.tell(3, Finding("warning", "it is flat", "a cause", "a fix", "a paper", "reward_flat"))
@@ -123,7 +123,7 @@ def test_mlflow_gets_every_record_in_one_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize("width", [40, 80, 120, 300])
 def test_a_line_of_a_step_fits_the_terminal(tmp_path, width):
     log = log_of(tmp_path, config_of())
-    log.begin(0)
+    log.start(0)
     numbers = {key: 0.5 for _, key, _ in COLUMNS} | {f"time/{phase}": 1.25 for phase in PHASES}
     record = numbers | {"clip/fraction": 0.0, "time/step": 5.0, "tokens_per_second": 1234.5}
     whole = log._line(3, record)
@@ -218,7 +218,7 @@ def test_a_logger_that_fails_is_told_once_and_gets_the_numbers_later(tmp_path, c
     broken = importlib.import_module("test_loggers").Broken
     broken.got, broken.fails = [], fails
     log = log_of(tmp_path, config_of("test_loggers.Broken"))
-    log.begin(0)
+    log.start(0)
     for step in range(4):
         write(log, step, accuracy=0.5)
     if fails == 3:
@@ -254,7 +254,7 @@ def test_a_logger_that_hangs_neither_delays_a_step_nor_keeps_the_run(tmp_path, c
     monkeypatch.setattr(loggers, "CLOSING", 0.2)
     monkeypatch.setattr(loggers, "SILENT", 0.05)
     log, began = log_of(tmp_path, config_of("test_loggers.Stuck")), time.monotonic()
-    log.begin(0)
+    log.start(0)
     write(log, 0, accuracy=0.5)
     time.sleep(0.1)
     for step in (1, 2):

@@ -21,7 +21,7 @@ from jaxrl_llm.learner.scorers import Frozen, frozen_model
 from jaxrl_llm.learner.settings import HostMemory
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.memory import device_bytes
-from jaxrl_llm.machine.shapes import Book
+from jaxrl_llm.machine.shapes import ShapeCache
 from jaxrl_llm.machine.sharding import AXES, meshes_over, prompt_shards, shardings
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import TOWER, Decoder
@@ -91,8 +91,8 @@ def make_plan(
     learning = make_learning(recipe, models, lambda: None, base, frozen.__getitem__)
     states = learning.held(recipe.frozen, base)
     policy = learning.learners["policy"]
-    book, phases = Book(), list[Phase]()
-    packing = make_packing(models, learning, book)
+    shape_cache, phases = ShapeCache(), list[Phase]()
+    packing = make_packing(models, learning, shape_cache)
     limit = recipe.rollout.max_completion_tokens
     shape = packing(np.full((recipe.prompts_per_step, recipe.group_size), limit), prompts.width).shape[1:]
     apart, sampler_mesh = recipe.sampler_devices > 0, sampler_mesh or mesh
@@ -126,7 +126,7 @@ def make_plan(
         phase = replace(phase, meanwhile=on_sampler and recipe.rollout.max_lag > 0)
         say(phase)
         phases.append(phase)
-    book.close()
+    shape_cache.close()
     of_engine = stream if recipe.chosen_engine.in_trainer else None
     return SlicePlan(recipe, models, holds, phases, int(lengths.sum()), prompts, of_engine)
 
@@ -141,9 +141,9 @@ def make_sft_plan(
     chip: Chip | None = None,
 ) -> SlicePlan:
     """Compiles the programs of a step of `sft`, as `make_plan`. Evaluations, which may sample, are left out."""
-    models, sizes, book = _models(recipe, mesh), recipe.sizes, Book()
+    models, sizes, shape_cache = _models(recipe, mesh), recipe.sizes, ShapeCache()
     base = _base(models)
-    learning = sft.make_learning(recipe, models, lambda: None, base, book)
+    learning = sft.make_learning(recipe, models, lambda: None, base, shape_cache)
     states = learning.all_shapes() | ({"base": base} if base else {})
     batch, score = example_shapes(sizes, prompts.width, prompts.images, mesh)
     rows: Any = jax.ShapeDtypeStruct((sizes.prompts_per_step,), jnp.int32)
@@ -154,7 +154,7 @@ def make_sft_plan(
     for program in learning.programs(batch, score, rows):
         phases.append(compiler.measure(program, _beside(states, program, HostMemory())))
         say(phases[-1])
-    book.close()
+    shape_cache.close()
     tokens = sizes.prompts_per_step * sizes.group_size * sizes.max_completion_tokens
     return SlicePlan(recipe, models, _holds(states), phases, tokens, prompts)
 
