@@ -28,16 +28,16 @@ from jaxrl_llm.learner.learning import (
     Learning,
     Models,
     describe_models,
-    load_beside,
+    device_states,
+    load_frozen_base,
     make_packing,
     make_reference,
     policy_parameters,
-    resident,
 )
 from jaxrl_llm.learner.packing import Packing
 from jaxrl_llm.learner.programs import compile_all, learning_programs
-from jaxrl_llm.learner.scorers import Frozen, States, load_frozen, make_frozen_scorer, make_scorers
-from jaxrl_llm.learner.update import Learner, Objective, Parameters
+from jaxrl_llm.learner.scorers import FrozenModel, States, load_frozen, make_frozen_scorer, make_scorers
+from jaxrl_llm.learner.update import Learner, LearnerParameters, Objective
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.compilation import Program, compute_deterministically
 from jaxrl_llm.machine.distributed import agreement
@@ -53,7 +53,7 @@ from jaxrl_llm.rollout.evaluation import evaluate_sets, open_tasks
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.jax.cache_attention import page_kind
 from jaxrl_llm.rollout.jax.engine import Sampler
-from jaxrl_llm.rollout.jax.sizes import StreamSizes, at_once, cache_bytes, sizes_of
+from jaxrl_llm.rollout.jax.sizes import StreamSizes, cache_bytes, sequence_limit, sizes_of
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs
 from jaxrl_llm.rollout.samples import CompletionTask, SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
@@ -184,7 +184,7 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     saved = distributed.first() and checkpoint.has_checkpoint(place.store.checkpoints)
     begins = recipe.model.path and not models.adapters and not distributed.exchange(saved)[0]
     first_params = [hf.load_params(folder, model, mesh, parts=models.parts)] if begins else []
-    base = load_beside(models)
+    base = load_frozen_base(models)
     shape_cache = place.opened.enter_context(closing(ShapeCache()))
     rows = tokenizer, dataset, sets, environments, tools, stop_ids
     inputs = Inputs(models, *rows, shape_cache, first_params, base, sampler_mesh)
@@ -201,14 +201,17 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
     in_trainer = recipe.chosen_engine.in_trainer
     fit.check_one_at_a_time(recipe, models.mesh)
 
-    def load_other(name: str) -> Frozen:
+    def load_other(name: str) -> FrozenModel:
         folder, on_host = models.others[name], recipe.host_memory.reference
         return load_frozen(name, folder, recipe.model, inputs.tokenizer, models.mesh, on_host=on_host)
 
     learning = make_learning(recipe, models, inputs.params, inputs.base, load_other)
     packing = make_packing(models, learning, inputs.shape_cache)
     sampler_mesh = inputs.sampler_mesh
-    states, memory = learning.held(recipe.frozen, inputs.base), device_memory(sampler_mesh.local_devices[0])
+    states, memory = (
+        learning.all_device_arrays(recipe.frozen, inputs.base),
+        device_memory(sampler_mesh.local_devices[0]),
+    )
     room = cache_memory(recipe, models, learning, sampler_mesh, states, memory)
     stream = stream_sizes(recipe, models, sampler_mesh, inputs.dataset.width, room) if in_trainer else None
     rows = banner.models_table(learning.scorers, learning.learners)
@@ -247,7 +250,7 @@ def run_self_test(session: Session, subject: Subject) -> None:
 
 
 def make_learning(
-    recipe: Recipe, models: Models, params: Callable[[], PyTree], base: PyTree, other: Callable[[str], Frozen]
+    recipe: Recipe, models: Models, params: Callable[[], PyTree], base: PyTree, other: Callable[[str], FrozenModel]
 ) -> Learning:
     """Combines scorers, credit and learners.
 
@@ -277,7 +280,14 @@ def make_learning(
         shared = learns if models.adapters and not critic.path else None
         folder = models.others.get("critic", models.folder)
         learner, scorers["critic"] = make_critic(
-            critic, recipe.model, folder, mesh, aggregate, sizes=sizes, shared=shared, lowers=recipe.lowers
+            critic,
+            recipe.model,
+            folder,
+            mesh,
+            aggregate,
+            sizes=sizes,
+            shared=shared,
+            backoff=recipe.learning_rate_backoff,
         )
         learners = {"critic": learner} | learners  # first: it learns before the policy
     anchored = "ref_logprobs" in needed
@@ -287,7 +297,9 @@ def make_learning(
     return Learning(mesh, sampling, scorers, credit, charged, learners, reference, on_host, sizes, recipe.seed)
 
 
-def policy_learner(recipe: Recipe | SftRecipe, models: Models, objective: Objective, learns: Parameters) -> Learner:
+def policy_learner(
+    recipe: Recipe | SftRecipe, models: Models, objective: Objective, learns: LearnerParameters
+) -> Learner:
     """Builds the learner of an objective, for the parameters of the policy that learn."""
     return update.make_learner(
         objective,
@@ -392,7 +404,7 @@ def cache_memory(recipe: Recipe, models: Models, learning: Learning, mesh: Mesh,
     policy = learning.learners["policy"]
     params, in_int8 = policy.all_parameters(policy.shapes), recipe.chosen_engine.in_int8
     copy = copy_shapes(models.model, mesh, models.mesh, params, in_int8=in_int8)
-    held = () if recipe.sampler_devices else resident(states, recipe.host_memory)
+    held = () if recipe.sampler_devices else device_states(states, recipe.host_memory)
     return cache_bytes(memory, (copy, held), beside_learning=recipe.samples_beside_learning)
 
 
@@ -403,7 +415,7 @@ def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int, room: i
     """
     choice, length, (prompts, enough) = recipe.chosen_engine, recipe.rollout.max_completion_tokens, recipe.sampled
     bounds: dict[str, Any] = dict(
-        max_sequences=at_once(choice.max_sequences, enough * recipe.group_size),
+        max_sequences=sequence_limit(choice.max_sequences, enough * recipe.group_size),
         pages=choice.pages,
         cache_bytes=room,
         kind=page_kind(mesh, models.model.cfg, choice.cache_dtype)._replace(observation=recipe.observation_tokens),

@@ -59,16 +59,16 @@ class Supervised:
         """Returns the states of a checkpoint, as shapes with shardings."""
         return {"policy": self.policy.shapes}
 
-    def all_shapes(self) -> States:
+    def device_shapes(self) -> States:
         """Returns the states that the devices hold, as shapes with shardings."""
         return self.shapes() | ({"reference": self.reference.shapes} if self.reference else {})
 
-    def first(self) -> States:
+    def initial_states(self) -> States:
         """Returns the states at step 0."""
         policy = self.policy.init()
         return {"policy": policy} | ({"reference": self.reference.copy(policy.params)} if self.reference else {})
 
-    def restored(self, states: States, attempt: int) -> States:
+    def complete_restored(self, states: States, attempt: int) -> States:
         """Returns the states of a checkpoint with the reference, which it leaves out, because it never moves."""
         anchor = {"reference": self.reference.load()} if self.reference and "reference" not in states else {}
         return states | anchor
@@ -77,22 +77,22 @@ class Supervised:
         """Returns a batch with the columns that the loss asks for."""
         columns: dict[str, Array] = {}
         for name, scorer in self.scorers.items():
-            self._ready(scorer.described(name, states, batch), batch)
+            self._ready(scorer.program_of(name, states, batch), batch)
             columns |= scorer.score(states, batch)
         return replace(batch, columns=columns)
 
     def programs(self, batch: Batch, score: PyTree, rows: AnyArray) -> Iterator[Program]:
         """Yields the programs of a step from shapes alone. score: the shape of a column that the loss asks for."""
-        states = self.all_shapes()
+        states = self.device_shapes()
         for name, scorer in self.scorers.items():
-            if program := scorer.described(name, states, batch):
+            if program := scorer.program_of(name, states, batch):
                 yield program
         columns = {column: score for scorer in self.scorers.values() for column in scorer.columns}
-        yield self.policy.described("", states["policy"], replace(batch, columns=columns), rows)
+        yield self.policy.program_of("", states["policy"], replace(batch, columns=columns), rows)
 
     def compile(self, states: States, batch: Batch, rows: AnyArray) -> None:
         """Compiles the update, which may take minutes. Raises: UserError, if it does not fit the memory."""
-        self._ready(self.policy.described("", states["policy"], batch, rows), batch)
+        self._ready(self.policy.program_of("", states["policy"], batch, rows), batch)
 
     def _ready(self, program: Program | None, batch: Batch) -> None:
         # Once, because all batches have one shape.

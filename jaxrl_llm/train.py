@@ -45,7 +45,7 @@ def rl_step(session: Session, parts: Parts, lease: WeightLease, step: int) -> tu
             states, measured = learning.update(states, batch, rows, step)
             updates.append(measured)
         updated = session.log.watch(updates)
-        states = learning.settled(states, step)
+        states = learning.finish_step(states, step)
         metrics |= samples.metrics | checked
         record = Record(step, timer, samples.tokens(), updates, metrics, updated, scored, samples, batch.rewards)
         parts.shape_cache.commit()

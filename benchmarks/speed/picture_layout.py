@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward
-from jaxrl_llm.learner.microbatches import over
+from jaxrl_llm.learner.microbatches import map_reduce
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder
@@ -111,7 +111,7 @@ def cut(batch: Batch) -> Batch:
 
 def summed(model: Decoder, mesh: Mesh, params: Any, batch: Batch) -> Any:
     """Returns `gradient` in micro-batches of two prompts."""
-    return over(batch, lambda part: gradient(model, params, part.batch), microbatch=2, mesh=mesh)
+    return map_reduce(batch, lambda part: gradient(model, params, part.batch), microbatch=2, mesh=mesh)
 
 
 def seconds(compiled: Any, params: Any, batch: Batch, repetitions: int) -> float:

@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms import losses
 from jaxrl_llm.learner import forward, optim, update
 from jaxrl_llm.learner.scorers import Scorer
 from jaxrl_llm.learner.settings import CriticSettings
-from jaxrl_llm.learner.update import Learner, Parameters
+from jaxrl_llm.learner.update import Learner, LearnerParameters
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder
@@ -31,14 +31,14 @@ def make_critic(
     aggregate: Callable[[Array], Array],
     *,
     sizes: Sizes,
-    shared: Parameters | None = None,
-    lowers: optim.Lowers | None = None,
+    shared: LearnerParameters | None = None,
+    backoff: optim.LearningRateBackoff | None = None,
 ) -> tuple[Learner, Scorer]:
     """Returns the critic's learner and scorer. The critic starts as the model in `folder`.
 
     Its readout starts as that of a reward model, if the folder holds one, and otherwise with zeros.
     start: dtype and remat of the policy, which are the critic's too. aggregate: maps a loss mask to weights, as for the
-    policy. shared: the policy's adapters and their base; the critic learns adapters of its own on this base. lowers:
+    policy. shared: the policy's adapters and their base; the critic learns adapters of its own on this base. backoff:
     what a rollback makes of its learning rate.
     Raises: UserError, if the model cannot be loaded.
     """
@@ -66,16 +66,16 @@ def make_critic(
 
     # The tensors of both heads stay in the file: the critic has a readout of its own.
     load = partial(hf.load_params, folder, model, mesh, unused=hf.HEADS)
-    parameters = shared or Parameters(model.shapes, load, update.ALL_LEARN)
+    parameters = shared or LearnerParameters(model.shapes, load, update.ALL_LEARN)
     learner = update.make_learner(
         value_objective(model, clip=settings.clip),
-        optim.make_optimizer(sizes.critic_updates, lowers=lowers, **settings.optim),
+        optim.make_optimizer(sizes.critic_updates, backoff=backoff, **settings.optim),
         jax.eval_shape(with_readout, parameters.shapes),
         params,
         mesh,
         microbatch=sizes.microbatch,
         aggregate=aggregate,
-        base=update.Base(parameters.base.params, combine) if shared else update.ALL_LEARN,
+        base=update.FrozenBase(parameters.base.params, combine) if shared else update.ALL_LEARN,
     )
 
     def values(params: PyTree, batch: Batch) -> PyTree:

@@ -27,7 +27,7 @@ ScoreFn: TypeAlias = Callable[[PyTree, Batch], PyTree]
 REMEDY = "lower microbatch, or raise model.row_parts, or set model.remat = 'full'"
 
 
-def over_rows(
+def score_packed_rows(
     model: Decoder, params: PyTree, batch: Batch, per_token: Callable[[Array, Array], PyTree], *, after: bool = False
 ) -> tuple[PyTree, Load | None]:
     """Computes values [B, G, C] of completion tokens; 0 on padding. Each prompt runs once for its group.
@@ -140,7 +140,7 @@ def completion_logprobs_and_load(
             logprob = jnp.where(tokens == never, 0.0, logprob)
         return logprob, entropy
 
-    return over_rows(model, params, batch, scores)
+    return score_packed_rows(model, params, batch, scores)
 
 
 def completion_values(model: Decoder, params: PyTree, batch: Batch, *, after: bool = False) -> jax.Array:
@@ -156,7 +156,7 @@ def completion_values(model: Decoder, params: PyTree, batch: Batch, *, after: bo
         value = jnp.matmul(flat, readout["kernel"], precision=jax.lax.Precision.HIGHEST) + readout["bias"][None]
         return value.reshape(tokens.shape)
 
-    return over_rows(model, params["decoder"], batch, values, after=after)[0]
+    return score_packed_rows(model, params["decoder"], batch, values, after=after)[0]
 
 
 def in_microbatches(per_token: Callable[[PyTree, Batch], PyTree], mesh: Mesh, microbatch: int) -> ScoreFn:
@@ -173,7 +173,7 @@ def in_microbatches(per_token: Callable[[PyTree, Batch], PyTree], mesh: Mesh, mi
         def visit(part: Microbatch) -> PyTree:
             return jax.lax.with_sharding_constraint(part.spread(run(params, part.batch)), place)
 
-        return microbatches.over(batch, visit, microbatch=microbatch, mesh=mesh)
+        return microbatches.map_reduce(batch, visit, microbatch=microbatch, mesh=mesh)
 
     return score
 

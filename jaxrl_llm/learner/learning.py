@@ -22,7 +22,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.packing import Packing, index_shape, minibatches, packed_shapes
 from jaxrl_llm.learner.scorers import Scorer, States
 from jaxrl_llm.learner.settings import HostMemory, RefreshSettings
-from jaxrl_llm.learner.update import ALL_LEARN, Base, Learner, Parameters
+from jaxrl_llm.learner.update import ALL_LEARN, FrozenBase, Learner, LearnerParameters
 from jaxrl_llm.machine import keys, sharding
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import LEARNING, MAX_SHAPES, RATES, Shape, ShapeCache, abstract
@@ -33,7 +33,7 @@ from jaxrl_llm.models.settings import ModelSettings
 from jaxrl_llm.structs import AnyArray, Array, Batch, PyTree, Sizes, TrainState
 
 # (policy, reference, share of the policy) -> the reference, moved towards the policy.
-mixed = jax.jit(optax.incremental_update, donate_argnums=1)
+move_reference = jax.jit(optax.incremental_update, donate_argnums=1)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def describe_models(
     )
 
 
-def load_beside(models: Models) -> PyTree:
+def load_frozen_base(models: Models) -> PyTree:
     """Loads the policy's parameters that do not learn; None: all do. Raises: UserError, as `hf.load_params`."""
     if models.adapters:
         return hf.load_base(models.folder, models.model, models.mesh, models.adapters)
@@ -93,15 +93,15 @@ def load_beside(models: Models) -> PyTree:
     return None
 
 
-def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree, seed: int) -> Parameters:
+def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree, seed: int) -> LearnerParameters:
     """Returns what the policy learns: adapters of `base`, or all parameters that params() returns.
 
     base: parameters that do not learn, None if all learn. seed: seed of new adapters.
     """
     if not (adapters := models.adapters):
         shapes = models.model.shapes
-        beside = Base(base, lambda tower, learned: {**learned, **tower}) if models.frozen_tower else ALL_LEARN
-        return Parameters({name: shapes[name] for name in models.parts}, params, beside)
+        beside = FrozenBase(base, lambda tower, learned: {**learned, **tower}) if models.frozen_tower else ALL_LEARN
+        return LearnerParameters({name: shapes[name] for name in models.parts}, params, beside)
     place = sharding.shardings(adapters.shapes, models.mesh)
 
     def first() -> PyTree:
@@ -110,7 +110,7 @@ def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree
         # Made where they stay: no process holds all of them.
         return jax.jit(adapters.init, out_shardings=place)(keys.key(seed))
 
-    return Parameters(adapters.shapes, first, Base(base, adapters.combine))
+    return LearnerParameters(adapters.shapes, first, FrozenBase(base, adapters.combine))
 
 
 class Reference(NamedTuple):
@@ -143,24 +143,24 @@ class Learning:
         moves = self.reference and self.reference.refresh
         return states | ({"reference": self.reference.shapes} if self.reference and moves else {})
 
-    def all_shapes(self) -> States:
+    def device_shapes(self) -> States:
         """Returns the states that the devices hold, as shapes with shardings."""
         return self.shapes() | ({"reference": self.reference.shapes} if self.reference else {})
 
-    def held(self, frozen: Iterable[str], base: PyTree) -> States:
+    def all_device_arrays(self, frozen: Iterable[str], base: PyTree) -> States:
         """Returns all that the devices hold: these states, and what never learns.
 
         frozen: names of models that never learn; base: the parameters beside adapters; None: there are none.
         """
-        states = self.all_shapes() | {name: self.scorers[name].params({}) for name in frozen}
+        states = self.device_shapes() | {name: self.scorers[name].params({}) for name in frozen}
         return states | ({"base": base} if base else {})
 
-    def first(self) -> States:
+    def initial_states(self) -> States:
         """Returns the states at step 0."""
         states: States = {name: learner.init() for name, learner in self.learners.items()}
         return states | ({"reference": self.reference.copy(states["policy"].params)} if self.reference else {})
 
-    def restored(self, states: States, attempt: int) -> States:
+    def complete_restored(self, states: States, attempt: int) -> States:
         """Returns the states of a checkpoint with what it leaves out.
 
         attempt: how often the run has gone back, if it has just done so; else 0.
@@ -170,7 +170,7 @@ class Learning:
         if attempt:
             learners = self.learners.items()
             states = states | {name: learner.after_rollback(states[name], attempt) for name, learner in learners}
-        return self.put_away(states)
+        return self.offload(states)
 
     def policy(self, states: States) -> PyTree:
         """Returns all parameters of the policy, as its model takes them."""
@@ -197,15 +197,15 @@ class Learning:
                 states, metrics = states | {name: state}, metrics | measured
         return states, metrics
 
-    def settled(self, states: States, step: int) -> States:
+    def finish_step(self, states: States, step: int) -> States:
         """Returns the states after the updates of `step`. Moves the reference towards the policy if that is due."""
         refresh = self.reference and self.reference.refresh
         if refresh and step % refresh.every == 0:
             reference = sharding.move(states["reference"], sharding.DEVICE)
-            states = states | {"reference": mixed(states["policy"].params, reference, refresh.mix)}
-        return self.put_away(states)
+            states = states | {"reference": move_reference(states["policy"].params, reference, refresh.mix)}
+        return self.offload(states)
 
-    def put_away(self, states: States) -> States:
+    def offload(self, states: States) -> States:
         """Moves to the host's memory what `on_host` names. Scorers and learners bring it back to use it."""
         if self.on_host.reference and "reference" in states:
             states = states | {"reference": sharding.move(states["reference"], sharding.HOST)}
@@ -235,14 +235,14 @@ class Learning:
         index = jax.ShapeDtypeStruct((len(plain.prompts), *packed_shape), jnp.int32, sharding=plain.prompts.sharding)
         text = f", {shape[0]} rows of {shape[1]} a prompt"
         for name, scorer in self.scorers.items():
-            if program := scorer.described(f"{name}{text}", states, replace(plain, packed_index=index)):
+            if program := scorer.program_of(f"{name}{text}", states, replace(plain, packed_index=index)):
                 yield program
         for name, learner in self.learners.items():
-            yield learner.described(text, states[name], replace(batch, packed_index=index), rows)
+            yield learner.program_of(text, states[name], replace(batch, packed_index=index), rows)
 
 
 def make_reference(
-    models: Models, policy: Learner, learns: Parameters, refresh: RefreshSettings | None
+    models: Models, policy: Learner, learns: LearnerParameters, refresh: RefreshSettings | None
 ) -> Reference | None:
     """Returns the KL anchor. If it never moves, it has the dtypes of a model that never learns.
 
@@ -271,7 +271,7 @@ def make_reference(
     return Reference(copy, load, shapes, refresh)
 
 
-def resident(states: PyTree, on_host: HostMemory, *, learns: bool = False) -> PyTree:
+def device_states(states: PyTree, on_host: HostMemory, *, learns: bool = False) -> PyTree:
     """Returns the states that are on the devices while nothing uses the others. learns: while learners learn."""
     if on_host.reference:  # only what learns, and the base of its adapters, stays
         states = {name: x for name, x in states.items() if isinstance(x, TrainState) or name == "base"}

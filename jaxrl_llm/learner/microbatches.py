@@ -29,7 +29,7 @@ class Microbatch(NamedTuple):
     spread: Callable[[PyTree], PyTree]  # rows of these prompts -> arrays [B, ...], 0 for all others
 
 
-def over(
+def map_reduce(
     batch: Batch,
     visit: Callable[[Microbatch], PyTree],
     join: Callable[[PyTree, PyTree], PyTree] = optax.tree.add,
@@ -44,12 +44,12 @@ def over(
     """
     count, part = split(batch, microbatch, mesh)
     if isinstance(count, int) and count == 1:
-        return at_its_size(part(0), visit)
+        return visit_smallest_size(part(0), visit)
     start = nothing(jax.eval_shape(lambda: visit(part(0))))
-    return jax.lax.fori_loop(0, count, lambda i, joined: join(joined, at_its_size(part(i), visit)), start)
+    return jax.lax.fori_loop(0, count, lambda i, joined: join(joined, visit_smallest_size(part(i), visit)), start)
 
 
-def at_its_size(part: Microbatch, visit: Callable[[Microbatch], PyTree]) -> PyTree:
+def visit_smallest_size(part: Microbatch, visit: Callable[[Microbatch], PyTree]) -> PyTree:
     """Returns visit(part), with prompts of the smallest of the batch's sizes that holds those with completions."""
     prompt = part.batch.prompt
     if prompt.images is None or not prompt.images.smaller:

@@ -29,10 +29,10 @@ def count_warmup(total_steps: int, *, warmup_steps: int, warmup_ratio: float, se
         raise UserError(f"{section}.warmup_steps and {section}.warmup_ratio are both set: set one of them to 0")
     if not 0 <= warmup_ratio < 1:
         raise UserError(f"{section}.warmup_ratio = {warmup_ratio}: give a share of the run from 0 to below 1")
-    return fitting(warmup_steps or round(warmup_ratio * total_steps), total_steps)
+    return fit_warmup(warmup_steps or round(warmup_ratio * total_steps), total_steps)
 
 
-def fitting(warmup: int, total_steps: int) -> int:
+def fit_warmup(warmup: int, total_steps: int) -> int:
     """Returns the steps of a warm-up. One as long as the run takes half of it: a quick try of a config is short."""
     return warmup if warmup < total_steps else total_steps // 2
 
@@ -71,7 +71,7 @@ class Optimizer(NamedTuple):
     coefficients: dict[str, Coefficient]  # metric name -> coefficient: "learning_rate", and the objective's
     gradient_dtype: str = "float32"  # of the sum over micro-batches
     skips: tuple[str, ...] = ()  # of SKIPS
-    lowers: Lowers | None = None  # what a rollback makes of the learning rate
+    backoff: LearningRateBackoff | None = None  # what a rollback makes of the learning rate
 
 
 def constant(coef: float) -> Coefficient:
@@ -79,8 +79,8 @@ def constant(coef: float) -> Coefficient:
     return Coefficient(coef, lambda state: state, lambda state, metrics: state)
 
 
-# A norm is compared with those of about USUAL updates, once SEEN of them are there.
-USUAL, SEEN = 16, 8
+# A norm is compared with those of about NORM_WINDOW updates, once there are MIN_NORMS.
+NORM_WINDOW, MIN_NORMS = 16, 8
 
 
 def spike_bound() -> Coefficient:
@@ -102,20 +102,20 @@ def spike_bound() -> Coefficient:
         # noise.
         excess = jnp.where(count > 1, jnp.clip(jnp.log(norm / usual(state)), 0.0, jnp.log(SPIKE)), 0.0)
         # A mean of the last norms without a list of them: the state is four numbers.
-        last = state[0] + (norm - state[0]) / jnp.minimum(count, USUAL)
+        last = state[0] + (norm - state[0]) / jnp.minimum(count, NORM_WINDOW)
         mean, square = state[1] + (norm - state[1]) / count, state[2] + (excess**2 - state[2]) / count
         # Norms of rounding errors at the start are none: without a signal, any real norm would be a spike beside them.
         known = (state[3] > 0) | (norm > jnp.finfo(jnp.float32).eps)
         return jnp.where(known, jnp.stack([last, mean, square, count]), state)
 
     def bound(state: Array) -> jax.Array:
-        k = jnp.maximum(state[3] - SEEN, 0.0) + 2
+        k = jnp.maximum(state[3] - MIN_NORMS, 0.0) + 2
         # This is the closed form of `noise.level`, which takes small differences.
         level = noise.RATE * jnp.log(2.0) / (k * jnp.log(k) ** 2)
         freedom = jnp.maximum(state[3] - 1, 1.0)
         t = jnp.sqrt(freedom * jnp.expm1(2 * jnp.log(1 / level) / freedom))
         allowed = usual(state) * jnp.exp(jnp.maximum(jnp.log(SPIKE), t * jnp.sqrt(2 * state[2])))
-        return jnp.where(state[3] >= SEEN, allowed, 0.0)
+        return jnp.where(state[3] >= MIN_NORMS, allowed, 0.0)
 
     return Coefficient((0.0, 0.0, 0.0, 0.0), bound, adapt)
 
@@ -143,13 +143,13 @@ SKIPS: dict[str, Callable[[dict[str, Array]], jax.Array]] = {
 }
 
 
-class Lowers(NamedTuple):
+class LearningRateBackoff(NamedTuple):
     """What each rollback makes of the learning rate: it is multiplied, and a new warm-up begins."""
 
     learning_rate: float  # factor
     warmup_steps: int  # optimizer steps
 
-    def applied_to(self, rate: Coefficient) -> Coefficient:
+    def backed_off(self, rate: Coefficient) -> Coefficient:
         """Returns the rate with a state (state of `rate`, factor, updates since the last rollback)."""
 
         def value(state: Array) -> jax.Array:
@@ -209,7 +209,7 @@ def make_optimizer(
     total_steps: int,
     more: Mapping[str, Coefficient] | None = None,
     skips: tuple[str, ...] = (),
-    lowers: Lowers | None = None,
+    backoff: LearningRateBackoff | None = None,
     *,
     learning_rate: Positive,
     warmup_steps: Count,
@@ -229,7 +229,7 @@ def make_optimizer(
     momentum_dtype: dtype of the mean of gradients. The mean of squared gradients stays in float32, because in bfloat16
     a b2 close to 1 would add nothing to it. gradient_dtype: dtype of the sum of gradients over micro-batches.
     A non-finite gradient changes no parameter and no coefficient. The state counts it in `total_notfinite`.
-    skips: names of SKIPS, further reasons to skip an update. lowers: the learning rate after a rollback, None if the
+    skips: names of SKIPS, further reasons to skip an update. backoff: the learning rate after a rollback, None if the
     run does no rollback.
     """
     warmup = count_warmup(total_steps, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio)
@@ -241,5 +241,5 @@ def make_optimizer(
     )
     # The limit is out of reach, because optax would apply a non-finite gradient after max_consecutive_errors.
     transform = optax.apply_if_finite(optax.chain(*chain), max_consecutive_errors=2**31 - 1)
-    rate = lowers.applied_to(rate) if lowers else rate
-    return Optimizer(transform, {"learning_rate": rate} | dict(more or {}), gradient_dtype, skips, lowers)
+    rate = backoff.backed_off(rate) if backoff else rate
+    return Optimizer(transform, {"learning_rate": rate} | dict(more or {}), gradient_dtype, skips, backoff)

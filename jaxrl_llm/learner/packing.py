@@ -41,14 +41,14 @@ def packed_shapes(group: int, limit: int) -> list[Shape]:
         widths.append(-(-limit // (4 * KERNEL)) * KERNEL)
     shapes: list[Shape] = []
     for width in widths:
-        rows = rows_of(group, limit, width)
+        rows = max_rows(group, limit, width)
         while shapes[-1:] != [(1, width)]:
             shapes.append((rows, width))
             rows = -(-rows // 2)
     return sorted(shapes, key=lambda shape: (-shape[0] * shape[1], -shape[1]))
 
 
-def rows_of(group: int, limit: int, width: int) -> int:
+def max_rows(group: int, limit: int, width: int) -> int:
     """Returns the most rows of this width that the completions of a group may need."""
     return -(-group // max(width // limit, 1))
 
@@ -56,7 +56,7 @@ def rows_of(group: int, limit: int, width: int) -> int:
 def index_shape(group: int, limit: int, shape: Shape) -> tuple[int, int, int]:
     """Returns E, N and T of a packed_index. E is the largest number of micro-batches that a prompt may be in."""
     rows, width = shape
-    return -(-rows_of(group, limit, width) // rows), rows, width
+    return -(-max_rows(group, limit, width) // rows), rows, width
 
 
 class Packing:
@@ -71,7 +71,7 @@ class Packing:
         # Width -> rows that each prompt needs.
         rows: dict[int, np.ndarray] = {}
         for width in {width for _, width in self.shape_policy.shapes if width >= lengths.max()}:
-            rows[width] = np.array([len(fill(group_lengths, width)) for group_lengths in lengths])
+            rows[width] = np.array([len(fill_rows(group_lengths, width)) for group_lengths in lengths])
 
         def seconds(shape: Shape) -> float:
             count, width = shape
@@ -93,13 +93,13 @@ def pack(lengths: np.ndarray, limit: int, shape: Shape) -> np.ndarray:
     rows, width = shape
     packed_index = np.full((len(lengths), *index_shape(lengths.shape[1], limit, shape)), -1, np.int32)
     for b, group_lengths in enumerate(lengths):
-        for n, completions in enumerate(fill(group_lengths, width)):
+        for n, completions in enumerate(fill_rows(group_lengths, width)):
             token_index = np.concatenate([g * limit + np.arange(group_lengths[g]) for g in completions])
             packed_index[b, n // rows, n % rows, : len(token_index)] = token_index
     return packed_index
 
 
-def fill(lengths: np.ndarray, width: int) -> list[list[int]]:
+def fill_rows(lengths: np.ndarray, width: int) -> list[list[int]]:
     """Lists the completions of each row. Places the longest first, each in the first row with room."""
     rows: list[list[int]] = []
     room: list[int] = []

@@ -58,7 +58,7 @@ def learning_programs(
     total = of((b, g), jnp.float32)
     rewards = Rewards(total, dict.fromkeys(channels, total), of((b, 1), jnp.float32), of((b, 1), jnp.int32))
     scores = {column: score for scorer in learning.scorers.values() for column in scorer.columns}
-    states = learning.all_shapes()
+    states = learning.device_shapes()
     coefs = jax.eval_shape(learning.coefficients, states)
     credited, _ = jax.eval_shape(learning.assign_credit, plain, scores, rewards, coefs)
     batch = placed(credited, score.sharding)

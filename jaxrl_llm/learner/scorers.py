@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
 from jaxrl_llm.learner.forward import REMEDY
-from jaxrl_llm.learner.update import Base
+from jaxrl_llm.learner.update import FrozenBase
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.models import hf
@@ -36,7 +36,7 @@ def column_of(section: str) -> str:
     return "reward_model_scores" if section == "reward_model" else f"{section.removeprefix('teachers.')}_logprobs"
 
 
-class Frozen(NamedTuple):
+class FrozenModel(NamedTuple):
     """A model that scores but never learns."""
 
     model: Decoder
@@ -55,7 +55,7 @@ class Scorer(NamedTuple):
         # Parameters in host memory come to the device for this call only.
         return self.program(sharding.move(self.params(states), sharding.DEVICE), batch)
 
-    def described(self, text: str, states: States, batch: Batch) -> Program | None:
+    def program_of(self, text: str, states: States, batch: Batch) -> Program | None:
         """Returns what `score` runs for batches of this shape, if it is a program; states and batch may be shapes."""
         if not isinstance(self.program, jax.stages.Wrapped):
             return None
@@ -64,7 +64,14 @@ class Scorer(NamedTuple):
 
 
 def make_scorers(
-    model: Decoder, sampling: Sampling, mesh: Mesh, needed: Collection[str], *, at_once: int, exact: bool, base: Base
+    model: Decoder,
+    sampling: Sampling,
+    mesh: Mesh,
+    needed: Collection[str],
+    *,
+    at_once: int,
+    exact: bool,
+    base: FrozenBase,
 ) -> dict[str, Scorer]:
     """Returns reference and policy as scorers, in the order in which they run, if one of their columns is `needed`.
 
@@ -112,7 +119,7 @@ def score_columns(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: in
 
 def load_frozen(
     section: str, folder: Path, start: ModelSettings, tokenizer: Any, mesh: Mesh, *, on_host: bool
-) -> Frozen:
+) -> FrozenModel:
     """Loads the model in `folder`; section: its section of the config.
 
     start: dtype and row parts of the policy. on_host: the parameters are in the host's memory while nothing uses them.
@@ -129,7 +136,7 @@ def load_frozen(
     if scores:
         readout = jax.device_put(hf.load_readout(folder, model), NamedSharding(mesh, PartitionSpec()))
         params = {"decoder": params, "readout": readout}
-    return Frozen(model, sharding.move(params, sharding.HOST) if on_host else params)
+    return FrozenModel(model, sharding.move(params, sharding.HOST) if on_host else params)
 
 
 def frozen_model(section: str, folder: Path, start: ModelSettings, mesh: Mesh) -> Decoder:
@@ -139,7 +146,7 @@ def frozen_model(section: str, folder: Path, start: ModelSettings, mesh: Mesh) -
     return Decoder(replace(model.cfg, tied_head=True), mesh) if section == "reward_model" else model
 
 
-def make_frozen_scorer(section: str, frozen: Frozen, microbatch: int, sampling: Sampling, mesh: Mesh) -> Scorer:
+def make_frozen_scorer(section: str, frozen: FrozenModel, microbatch: int, sampling: Sampling, mesh: Mesh) -> Scorer:
     """Returns a model as a scorer: its log-probabilities of the sampled tokens, or the scores of a reward model."""
     column, model = column_of(section), frozen.model
     if section == "reward_model":

@@ -21,29 +21,29 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import microbatches
 from jaxrl_llm.learner.forward import REMEDY, completion_logprobs_and_load
 from jaxrl_llm.learner.microbatches import Microbatch
-from jaxrl_llm.learner.optim import SKIPS, Lowers, Optimizer
+from jaxrl_llm.learner.optim import SKIPS, LearningRateBackoff, Optimizer
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN, Program
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, Batch, PyTree, TrainState
 
 
-class Base(NamedTuple):
+class FrozenBase(NamedTuple):
     """The parameters of a model that do not learn, beside those that do. Without any, all parameters learn."""
 
     params: PyTree = None  # arrays, or shapes with shardings
     combine: Callable[[PyTree, PyTree], PyTree] = lambda base, learned: learned  # -> all parameters
 
 
-ALL_LEARN = Base()
+ALL_LEARN = FrozenBase()
 
 
-class Parameters(NamedTuple):
+class LearnerParameters(NamedTuple):
     """The parameters of a learner that learn, and those that do not, as arguments of `make_learner`."""
 
     shapes: PyTree  # of those that learn
     params: Callable[[], PyTree]  # returns their first values
-    base: Base
+    base: FrozenBase
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Learner:
     gradient: Callable[[int], GradientFn]  # micro-batch size -> the gradient that an update takes, not jitted
     prefix: str = ""  # prefix of its metric names
     frozen_steps: int = 0  # first steps of the run, in which it does not learn
-    lowers: Lowers | None = None  # what a rollback makes of its learning rate
-    base: Base = ALL_LEARN  # what does not learn; its TrainState holds only what learns
+    backoff: LearningRateBackoff | None = None  # what a rollback makes of its learning rate
+    base: FrozenBase = ALL_LEARN  # what does not learn; its TrainState holds only what learns
 
     def all_parameters(self, state: TrainState) -> PyTree:
         """Returns all parameters of the model. Copies nothing; shapes are enough."""
         return self.base.combine(self.base.params, state.params)
 
-    def described(self, text: str, state: TrainState, batch: Batch, rows: Array) -> Program:
+    def program_of(self, text: str, state: TrainState, batch: Batch, rows: Array) -> Program:
         """Returns what `update` runs for batches of this shape; all arguments may be shapes."""
         trace = partial(self.update_step.trace, state, batch, rows, self.base.params)
         return Program("update", f"the {self.prefix}update{text}", trace, REMEDY, (state, self.base.params))
@@ -76,9 +76,9 @@ class Learner:
 
     def after_rollback(self, state: TrainState, rollbacks: int) -> TrainState:
         """Returns the state of a checkpoint right after the run has gone back to it, for the time `rollbacks`."""
-        if not self.lowers:
+        if not self.backoff:
             return state
-        rate = self.lowers.after(rollbacks, state.coef_state["learning_rate"])
+        rate = self.backoff.after(rollbacks, state.coef_state["learning_rate"])
         return replace(state, coef_state=state.coef_state | {"learning_rate": rate})
 
 
@@ -164,7 +164,7 @@ def make_learner(
     *,
     microbatch: int,
     aggregate: Callable[[Array], Array],
-    base: Base = ALL_LEARN,
+    base: FrozenBase = ALL_LEARN,
 ) -> Learner:
     """Returns a learner. params() gives the first values of the parameters that learn, of these shapes.
 
@@ -192,7 +192,7 @@ def make_learner(
 
     step = make_update_step(gradient(microbatch), optimizer, mesh, placed)
     coefs = jax.jit(partial(coefficients, optimizer))
-    return Learner(step, states, init, coefs, gradient, lowers=optimizer.lowers, base=base)
+    return Learner(step, states, init, coefs, gradient, backoff=optimizer.backoff, base=base)
 
 
 def make_update_step(gradient: GradientFn, optimizer: Optimizer, mesh: Mesh, placed: TrainState) -> jax.stages.Wrapped:
@@ -251,23 +251,24 @@ def make_gradient(
 ) -> GradientFn:
     """Returns `gradient(params, batch, coefs, base) -> gradient, metrics` of the whole batch, for use inside a program.
 
-    microbatch: prompts at a time, 0 = all. dtype: dtype of the sum over micro-batches. combine, base: fields of `Base`.
+    microbatch: prompts at a time, 0 = all. dtype: dtype of the sum over micro-batches. combine, base: fields of
+    `FrozenBase`.
     """
 
     def gradient(params: PyTree, batch: Batch, coefs: Metrics, base: PyTree = None) -> tuple[PyTree, Metrics]:
         # The weights are computed before the split into micro-batches, because their denominators count the whole
         # update.
         weights = aggregate(batch.loss_mask)
-        shares = Shares.of(batch.loss_mask)
+        shares = MetricWeights.of(batch.loss_mask)
         full_load = full_batch_load(objective, combine(base, params), batch, coefs, microbatch=microbatch, mesh=mesh)
 
-        def loss(params: PyTree, part: Batch, weights: Array, shares: Shares) -> tuple[Array, dict[str, Any]]:
+        def loss(params: PyTree, part: Batch, weights: Array, shares: MetricWeights) -> tuple[Array, dict[str, Any]]:
             per_token, metrics = objective(combine(base, params), part, coefs)
             total = jnp.sum(jnp.where(part.loss_mask, per_token * weights, 0.0))
             # A part of a group counts only its own tokens.
             shares = shares.within(part.loss_mask)
             load: Any = metrics.pop(LOAD, None)
-            metrics = {name: reduce(name, x, shares) for name, x in metrics.items()}
+            metrics = {name: reduce_metric(name, x, shares) for name, x in metrics.items()}
             if load is not None and BALANCE in coefs:
                 balance = coefs[BALANCE] * balance_loss(load, full_load or jax.lax.stop_gradient(load))
                 total, metrics = total + balance, metrics | {"loss/balance": balance}
@@ -280,7 +281,9 @@ def make_gradient(
             grads, metrics = gradient_of_part(params, part.batch, *part.take((weights, shares)))
             return jax.tree.map(lambda g: g.astype(dtype), grads), metrics
 
-        grads, metrics = microbatches.over(batch, visit, join, nothing, microbatch=microbatch, mesh=mesh)
+        grads, metrics = microbatches.map_reduce(
+            batch, visit, join_microbatches, empty_microbatch, microbatch=microbatch, mesh=mesh
+        )
         if (load := metrics.pop(LOAD, None)) is not None:
             metrics |= load_metrics(load)
         return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), metrics
@@ -300,62 +303,67 @@ def full_batch_load(
     if BALANCE not in coefs or (isinstance(count, int) and count == 1):
         return None
     load_of_part = jax.jit(lambda params, part: objective(params, part, coefs)[1][LOAD], inline=True)
-    load = microbatches.over(batch, lambda part: load_of_part(params, part.batch), microbatch=microbatch, mesh=mesh)
+    load = microbatches.map_reduce(
+        batch, lambda part: load_of_part(params, part.batch), microbatch=microbatch, mesh=mesh
+    )
     return jax.lax.stop_gradient(load)
 
 
-class Reduction(NamedTuple):
+class MetricReduction(NamedTuple):
     """How a metric of tokens is reduced, and joined over micro-batches."""
 
-    reduce: Callable[[Array], Array]
-    join: Callable[[Array, Array], Array]
-    nothing: float  # of no tokens
+    reduce_metric: Callable[[Array], Array]
+    join_microbatches: Callable[[Array, Array], Array]
+    empty_microbatch: float  # of no tokens
 
 
-SUM = Reduction(jnp.sum, jnp.add, 0.0)
-REDUCTIONS = {"_max": Reduction(jnp.max, jnp.maximum, -jnp.inf), "_min": Reduction(jnp.min, jnp.minimum, jnp.inf)}
+SUM = MetricReduction(jnp.sum, jnp.add, 0.0)
+METRIC_REDUCTIONS = {
+    "_max": MetricReduction(jnp.max, jnp.maximum, -jnp.inf),
+    "_min": MetricReduction(jnp.min, jnp.minimum, jnp.inf),
+}
 
 
-class Shares(NamedTuple):
+class MetricWeights(NamedTuple):
     """What each trained token, and each completion that has some, counts in the mean of a metric; 0 for all others."""
 
     tokens: Array  # [B, G, C]
     completions: Array  # [B, G, 1]
 
     @classmethod
-    def of(cls, mask: Array) -> Shares:
+    def of(cls, mask: Array) -> MetricWeights:
         """Returns the shares of an update with the loss mask [B, G, C]."""
         completions = jnp.max(aggregation_weights(mask, mode="sequence_sum"), axis=-1, keepdims=True)
         return cls(aggregation_weights(mask, mode="token_mean"), completions)
 
-    def within(self, mask: Array) -> Shares:
+    def within(self, mask: Array) -> MetricWeights:
         """Returns the shares of the tokens that a mask has, and of their completions."""
         has_token = jnp.any(mask, axis=-1, keepdims=True)
-        return Shares(jnp.where(mask, self.tokens, 0.0), jnp.where(has_token, self.completions, 0.0))
+        return MetricWeights(jnp.where(mask, self.tokens, 0.0), jnp.where(has_token, self.completions, 0.0))
 
 
-def reduce(name: str, values: Array, shares_of: Shares) -> jax.Array:
+def reduce_metric(name: str, values: Array, shares_of: MetricWeights) -> jax.Array:
     """Reduces a metric of tokens [B, G, C], or of completions [B, G, 1], of a micro-batch.
 
     Returns its term of the mean, or its maximum or minimum.
     """
-    how = REDUCTIONS.get(name[-4:], SUM)
+    how = METRIC_REDUCTIONS.get(name[-4:], SUM)
     shares = shares_of.completions if values.shape[-1] == 1 else shares_of.tokens
     terms = values * shares if how is SUM else values
     return how.reduce(jnp.where(shares > 0, terms, how.nothing))
 
 
-def join(sums: tuple[PyTree, Metrics], more: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
+def join_microbatches(sums: tuple[PyTree, Metrics], more: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
     """Joins gradients and metrics of micro-batches."""
-    joins = {name: REDUCTIONS.get(name[-4:], SUM).join for name in sums[1]}
+    joins = {name: METRIC_REDUCTIONS.get(name[-4:], SUM).join for name in sums[1]}
     metrics = {name: jax.tree.map(joins[name], x, more[1][name]) for name, x in sums[1].items()}
     return optax.tree.add(sums[0], more[0]), metrics
 
 
-def nothing(shapes: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
+def empty_microbatch(shapes: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
     """Returns gradients and metrics of no tokens, of these shapes."""
 
     def empty(name: str, metric: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: jnp.full(x.shape, REDUCTIONS.get(name[-4:], SUM).nothing), metric)
+        return jax.tree.map(lambda x: jnp.full(x.shape, METRIC_REDUCTIONS.get(name[-4:], SUM).nothing), metric)
 
     return optax.tree.zeros_like(shapes[0]), {name: empty(name, metric) for name, metric in shapes[1].items()}

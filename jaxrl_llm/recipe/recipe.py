@@ -21,7 +21,7 @@ from jaxrl_llm.config.schema import AtLeastOne, Count, Field, MayChange
 from jaxrl_llm.data.settings import DataSettings, EvalSet, EvalSettings, SourceSettings
 from jaxrl_llm.learner import optim
 from jaxrl_llm.learner import settings as learner
-from jaxrl_llm.learner.optim import Coefficient, Lowers, Optimizer, make_optimizer
+from jaxrl_llm.learner.optim import Coefficient, LearningRateBackoff, Optimizer, make_optimizer
 from jaxrl_llm.machine.sharding import make_mesh
 from jaxrl_llm.models import adapter_kinds
 from jaxrl_llm.models.settings import GroupModelSettings, ModelSettings, NewModelSettings
@@ -232,7 +232,7 @@ class Recipe(Settings):
             group_size=self.group_size,
             prompts_per_update=self.prompts_per_update,
             epochs=self.epochs,
-            critic_steps=optim.fitting(self.critic.warmup_steps, self.scheduled_steps) if self.critic else 0,
+            critic_steps=optim.fit_warmup(self.critic.warmup_steps, self.scheduled_steps) if self.critic else 0,
             critic=self.critic is not None,
             samples=self.group_size * (1 + self.rollout.resample_rounds) + self.estimator.needs_greedy,
         )
@@ -368,10 +368,10 @@ class Recipe(Settings):
         return make_importance_weights(off_policy=not self.own_samples, dtype=self.model.dtype, **self.importance)
 
     @property
-    def lowers(self) -> Lowers | None:
-        """What a rollback makes of the learning rate; None: the run never goes back."""
+    def learning_rate_backoff(self) -> LearningRateBackoff | None:
+        """How a rollback lowers the learning rate; None if the run never rolls back."""
         back = self.health.rollback
-        return Lowers(back.learning_rate, back.warmup_steps) if back else None
+        return LearningRateBackoff(back.learning_rate, back.warmup_steps) if back else None
 
     @property
     def optimizer(self) -> Optimizer:
@@ -380,7 +380,7 @@ class Recipe(Settings):
             self.sizes.scheduled_updates,
             more=self._coefficients(),
             skips=self.health.skip,
-            lowers=self.lowers,
+            backoff=self.learning_rate_backoff,
             **self.optim,
         )
 

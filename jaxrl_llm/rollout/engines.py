@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange, NotNegative, Positive
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.jax.engine import Sampler
-from jaxrl_llm.rollout.jax.sizes import at_once
+from jaxrl_llm.rollout.jax.sizes import sequence_limit
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.vllm import engine as servers_of_vllm
 from jaxrl_llm.rollout.vllm.address import LOOPBACK, check_python
@@ -57,7 +57,7 @@ def jax(
             max_completion_tokens=inputs.max_completion_tokens,
             stop_ids=inputs.stop_ids,
             pad_id=inputs.pad_id,
-            max_sequences=at_once(max_sequences, inputs.sequences_per_step),
+            max_sequences=sequence_limit(max_sequences, inputs.sequences_per_step),
             pages=pages,
             cache_bytes=inputs.cache_bytes,
             in_int8=weights == "int8",

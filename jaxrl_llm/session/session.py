@@ -31,11 +31,11 @@ class ModelStates(Protocol):
         """Returns the states that a checkpoint holds, as shapes with shardings."""
         ...
 
-    def first(self) -> States:
+    def initial_states(self) -> States:
         """Returns the states at step 0."""
         ...
 
-    def restored(self, states: States, attempt: int) -> States:
+    def complete_restored(self, states: States, attempt: int) -> States:
         """Returns the states of a checkpoint with what it leaves out.
 
         attempt: how often the run has gone back, if it has just done so; else 0.
@@ -126,9 +126,10 @@ class Session:
             step, parts = self.checkpoints.resume(self.models.shapes())
         for name, part in self.trainer.stateful_parts.items():
             part.load(parts.get(name))
-        # Nothing else may hold these arrays: `restored` moves some of them to the host, before the push needs memory.
-        states = parts.pop(MODELS).arrays if parts else self.models.first()
-        states = self.models.restored(states, attempt if undone else 0)
+        # Nothing else may hold these arrays: `complete_restored` moves some of them to the host, before the push needs
+        # memory.
+        states = parts.pop(MODELS).arrays if parts else self.models.initial_states()
+        states = self.models.complete_restored(states, attempt if undone else 0)
         parts.clear()
         self.log.start(step)
         seen = self.log.seen_by_health()

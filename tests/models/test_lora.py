@@ -148,7 +148,7 @@ def learner_of(model: Decoder, params: PyTree, adamw: optim.Optimizer, microbatc
     aggregate = partial(losses.aggregation_weights, mode="token_mean")
     return update.make_learner(
         objective, adamw, lora.shapes, lambda: place(drawn(lora)), mesh, microbatch=microbatch, aggregate=aggregate,
-        base=update.Base(params, lora.combine),
+        base=update.FrozenBase(params, lora.combine),
     ), lora  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def test_no_memory_is_held_for_the_gradient_or_the_moments_of_the_base():
     of = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
     base = jax.tree.map(of, model.shapes, sharding.shardings(model.shapes, mesh))
     learner, _ = learner_of(model, base, tiny.optimizer(), 1)
-    memory = learner.described("", learner.shapes, tiny.batch(), jnp.arange(tiny.B)).compile().memory_analysis()
+    memory = learner.program_of("", learner.shapes, tiny.batch(), jnp.arange(tiny.B)).compile().memory_analysis()
     assert memory.argument_size_in_bytes < 1.1 * size
     assert memory.temp_size_in_bytes < 1.9 * size, memory
 

@@ -91,9 +91,9 @@ def test_a_loop_that_ends_early_saves_raises_and_goes_on_bit_for_bit(tmp_path, m
         assert (workdir / "checkpoints" / str(step)).is_dir()
 
     left(ValueError, 2)  # a record comes when the next step is done
-    settled = Learning.settled
+    finish_step = Learning.finish_step
     with monkeypatch.context() as patch:
-        patch.setattr(Learning, "settled", lambda *given: signal.raise_signal(signal.SIGINT) or settled(*given))
+        patch.setattr(Learning, "finish_step", lambda *given: signal.raise_signal(signal.SIGINT) or finish_step(*given))
         left(KeyboardInterrupt, 3)  # it waited until the state was whole
     assert numbers(taken) == numbers(whole)[:1]
     with build(config, workdir) as (session, parts):

@@ -21,7 +21,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import image_layout
 from jaxrl_llm.data.images import ImageFormat
 from jaxrl_llm.learner import forward
-from jaxrl_llm.learner.microbatches import Microbatch, over
+from jaxrl_llm.learner.microbatches import Microbatch, map_reduce
 from jaxrl_llm.learner.packing import pack, packed_shapes
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
@@ -157,7 +157,9 @@ def test_a_micro_batch_runs_with_the_smallest_size_that_holds_its_prompts():
 
     counts = {}
     for mesh, microbatch in ((tiny.mesh_of((1, 1, 1)), 1), (tiny.mesh_of((2, 1, 1)), 2)):
-        found = jax.jit(partial(over, visit=visit, microbatch=microbatch, mesh=mesh))(sharding.shard_batch(batch, mesh))
+        found = jax.jit(partial(map_reduce, visit=visit, microbatch=microbatch, mesh=mesh))(
+            sharding.shard_batch(batch, mesh)
+        )
         counts[mesh.size, microbatch] = {width: int(count) for width, count in found.items() if count}
     assert counts == {(1, 1): {32: 1, 22: 2, 10: 1}, (2, 2): {32: 1, 22: 1}}
 
@@ -172,7 +174,7 @@ def test_smaller_sizes_give_the_same_gradient():
     @jax.jit
     def gradient(batch: Batch) -> Any:
         loss = lambda params, part: jnp.sum(forward.completion_logprobs(model, params, part, Sampling())[0])  # noqa: E731
-        return over(batch, lambda part: jax.grad(loss)(params, part.batch), microbatch=1, mesh=mesh)
+        return map_reduce(batch, lambda part: jax.grad(loss)(params, part.batch), microbatch=1, mesh=mesh)
 
     whole = gradient(batch)
     smaller = (24, batch.images.sizes.patches), (6, 0)

@@ -171,7 +171,7 @@ def test_a_plan_of_sft_has_the_programs_of_a_run(plan, tmp_path, monkeypatch):
     monkeypatch.setattr(sft.Supervised, "_ready", lambda self, program, batch: ran.append(shapes_of(program)))
     with build.opened_run(config, tmp_path, recipes.read_sft, sft.make_run, shared=False) as (_, parts):
         learning, examples = parts.learning, parts.examples.next()
-        states = learning.first()
+        states = learning.initial_states()
         batch = learning.scored(states, sharding.shard_batch(examples, learning.mesh))
         learning.compile(states, batch, parts.rows)
         width = batch.prompt.tokens.shape[1]

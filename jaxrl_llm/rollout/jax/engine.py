@@ -26,7 +26,7 @@ from jaxrl_llm.rollout.jax.cache_attention import page_kind
 from jaxrl_llm.rollout.jax.compiled import CallPrograms, Programs
 from jaxrl_llm.rollout.jax.programs import GroupSampling
 from jaxrl_llm.rollout.jax.scheduler import Scheduler
-from jaxrl_llm.rollout.jax.sizes import StreamSizes, at_once, sizes_of
+from jaxrl_llm.rollout.jax.sizes import StreamSizes, sequence_limit, sizes_of
 from jaxrl_llm.rollout.jax.stream import Stream
 from jaxrl_llm.rollout.protocol import Environments
 from jaxrl_llm.rollout.weights import Placing, sampling_decoder
@@ -206,6 +206,6 @@ class Sampler:
     def _sizes(self, prompts: int, group: int, width: int, enough: int, images: ImageSizes | None) -> StreamSizes:
         """Returns the sizes of a call; enough: complete groups with which it ends, 0: all."""
         bounds: dict[str, Any] = dict(pages=self._pages, cache_bytes=self._cache_bytes, kind=self._kind)
-        most = at_once(self._max_sequences, enough * group)
+        most = sequence_limit(self._max_sequences, enough * group)
         sizes = sizes_of(prompts, group, width, self._length, max_sequences=most, **bounds)
         return replace(sizes, images=images)

@@ -124,7 +124,7 @@ def cache_bytes(memory: int, held: PyTree, *, beside_learning: bool) -> int:
     return max(int(USABLE * memory) - device_bytes(held), 1)
 
 
-def at_once(max_sequences: int, enough: int) -> int:
+def sequence_limit(max_sequences: int, enough: int) -> int:
     """Returns the smaller bound of the completions that hold pages at once; 0: all.
 
     enough: complete ones with which a call ends, or those of a step.
