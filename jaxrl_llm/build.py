@@ -88,7 +88,7 @@ class Parts(Subject):
 
     def start(self, states: States, step: int, attempt: int) -> WeightLease:
         """Lends the engine the first weights, after `step`."""
-        return self.actor.begin(states, self.learning.policy(states), step, attempt)
+        return self.actor.start(states, self.learning.policy(states), step, attempt)
 
     def wait_until_idle(self) -> None:
         """Waits until the engine has the last weights, and checks them. Raises: UserError, if it does not have them."""
@@ -96,7 +96,7 @@ class Parts(Subject):
 
     def evaluate(self, states: States) -> dict[str, float]:
         """Returns the metrics of an evaluation of the last pushed weights, which are those of the states."""
-        self.actor.wait()
+        self.actor.wait_for_weights()
         return self.evaluation(self.actor.engine)
 
 
@@ -173,7 +173,7 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
         environments.check(data.all_rows(dataset, *sets.values()))
     fit.check_vocabulary(model.cfg, tokenizer, dataset, *sets.values())
     fit.check_positions(recipe, model.cfg, dataset, *sets.values())
-    for name, other in models.others.items():
+    for name, other in models.other_folders.items():
         cfg = hf.load_model(other, family=recipe.model.family).cfg
         fit.check_other_model(f"{name}.path", cfg, model.cfg, reads=dataset.image_sizes is not None)
         fit.check_positions(recipe, cfg, dataset, whose=f"those of config.{name}.path,")
@@ -202,7 +202,7 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
     fit.check_one_at_a_time(recipe, models.mesh)
 
     def load_other(name: str) -> FrozenModel:
-        folder, on_host = models.others[name], recipe.host_memory.reference
+        folder, on_host = models.other_folders[name], recipe.host_memory.reference
         return load_frozen(name, folder, recipe.model, inputs.tokenizer, models.mesh, on_host=on_host)
 
     learning = make_learning(recipe, models, inputs.params, inputs.base, load_other)
@@ -260,7 +260,7 @@ def make_learning(
     sizes, mesh, sampling, needed = recipe.sizes, models.mesh, recipe.rollout.sampling, recipe.columns
     learns = policy_parameters(models, params, base, recipe.seed)
     scorers = make_scorers(
-        models.model, sampling, mesh, needed, at_once=sizes.at_once, exact=recipe.exact, base=learns.base
+        models.model, sampling, mesh, needed, microbatch=sizes.at_once, exact=recipe.exact, base=learns.base
     )
     for name in recipe.frozen:
         scorers[name] = make_frozen_scorer(name, other(name), sizes.microbatch, sampling, mesh)
@@ -278,7 +278,7 @@ def make_learning(
     learners = {"policy": replace(policy, frozen_steps=sizes.critic_steps)}
     if critic := recipe.critic:
         shared = learns if models.adapters and not critic.path else None
-        folder = models.others.get("critic", models.folder)
+        folder = models.other_folders.get("critic", models.folder)
         learner, scorers["critic"] = make_critic(
             critic,
             recipe.model,
@@ -413,9 +413,13 @@ def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int, room: i
 
     room: bytes that `cache_memory` returns.
     """
-    choice, length, (prompts, enough) = recipe.chosen_engine, recipe.rollout.max_completion_tokens, recipe.sampled
+    choice, length, (prompts, wanted_groups) = (
+        recipe.chosen_engine,
+        recipe.rollout.max_completion_tokens,
+        recipe.sampled,
+    )
     bounds: dict[str, Any] = dict(
-        max_sequences=sequence_limit(choice.max_sequences, enough * recipe.group_size),
+        max_sequences=sequence_limit(choice.max_sequences, wanted_groups * recipe.group_size),
         pages=choice.pages,
         cache_bytes=room,
         kind=page_kind(mesh, models.model.cfg, choice.cache_dtype)._replace(observation=recipe.observation_tokens),
@@ -428,7 +432,7 @@ def self_test_facts(recipe: Recipe, tools: list[dict[str, Any]]) -> Facts:
     return Facts(
         dtype=recipe.model.dtype,
         gradient_dtype=recipe.optim.gradient_dtype,
-        in_trainer=recipe.chosen_engine.in_trainer and not recipe.chosen_engine.rounds,
+        in_trainer=recipe.chosen_engine.in_trainer and not recipe.chosen_engine.is_rounded,
         own_samples=recipe.own_samples,
         credit=recipe.credit,
         loss=recipe.loss,

@@ -88,9 +88,9 @@ def main() -> None:
     if args.json:
         print(json.dumps({"title": title} | measured, indent=2))
         return
-    print_banner(title, scores.lines(measured))
+    print_banner(title, scores.result_lines(measured))
     for value, part in measured["by"]["values"].items() if args.by else ():
-        print_banner(f"{args.by} = {value}", scores.lines(part))
+        print_banner(f"{args.by} = {value}", scores.result_lines(part))
 
 
 def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[GradedCompletions, data.Dataset]:
@@ -132,7 +132,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
         if environments:
             environments.check(dataset.rows)
         if args.by:  # before the completions, which take long
-            scores.split(dataset.rows, args.by)
+            scores.rows_by_value(dataset.rows, args.by)
         fit.check_vocabulary(model.cfg, tokenizer, dataset)
         room = model.cfg.max_positions - dataset.width
         length = args.max_completion_tokens or min(512, room)

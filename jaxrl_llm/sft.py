@@ -182,7 +182,7 @@ def make_learning(
     """
     mesh, needed, at_once = models.mesh, recipe.loss_columns, recipe.sizes.at_once
     learns = policy_parameters(models, params, base, recipe.seed)
-    scorers = make_scorers(models.model, Sampling(), mesh, needed, at_once=at_once, exact=False, base=learns.base)
+    scorers = make_scorers(models.model, Sampling(), mesh, needed, microbatch=at_once, exact=False, base=learns.base)
     policy = policy_learner(recipe, models, update.policy_objective(models.model, recipe.loss, Sampling()), learns)
     reference = make_reference(models, policy, learns, None) if "ref_logprobs" in needed else None
     return Supervised(mesh, scorers, policy, reference, shape_cache)

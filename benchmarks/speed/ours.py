@@ -56,7 +56,7 @@ class Prescribed:
     def load(self, state: PartState | None) -> None:
         """Nothing is kept."""
 
-    def begin(self, states: PyTree, params: PyTree, step: int, attempt: int = 0) -> WeightLease:
+    def start(self, states: PyTree, params: PyTree, step: int, attempt: int = 0) -> WeightLease:
         """Begins with these weights."""
         return self.push(states, params, 0)
 

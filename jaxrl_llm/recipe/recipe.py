@@ -183,7 +183,7 @@ class SftRecipe(Settings):
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer, with the coefficients of the loss."""
-        return make_optimizer(self.sizes.scheduled_updates, more=self.router_coefficients, **self.optim)
+        return make_optimizer(self.sizes.scheduled_updates, coefficients=self.router_coefficients, **self.optim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +276,7 @@ class Recipe(Settings):
     def own_samples(self) -> bool:
         """Whether the weights that sample are those at the start of the step, to the last bit."""
         engine, rollout = self.chosen_engine, self.rollout
-        return engine.in_trainer and not (engine.rounds or rollout.max_lag or rollout.partial)
+        return engine.in_trainer and not (engine.is_rounded or rollout.max_lag or rollout.partial)
 
     @property
     def sampled(self) -> SampledGroups:
@@ -378,7 +378,7 @@ class Recipe(Settings):
         """The policy's optimizer, with the coefficients of its loss."""
         return make_optimizer(
             self.sizes.scheduled_updates,
-            more=self._coefficients(),
+            coefficients=self._coefficients(),
             skips=self.health.skip,
             backoff=self.learning_rate_backoff,
             **self.optim,

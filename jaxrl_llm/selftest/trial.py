@@ -74,7 +74,7 @@ class Recorder(EnvironmentBatch):
     """The environments of a batch. Keeps the token ids that go to and from each episode."""
 
     def __init__(self, pool: EnvironmentPool, rows: list[dict[str, Any]], group_size: int):
-        super().__init__(pool, pool.episodes(rows, group_size), group_size)
+        super().__init__(pool, pool.start_episodes(rows, group_size), group_size)
         self._exchanges: list[list[tuple[list[int], Future[list[int] | None]]]] = [
             [] for _ in range(len(rows) * group_size)
         ]
@@ -161,7 +161,7 @@ def prepare(parts: Subject, states: States, *, full: bool) -> Trial:
     """
     learning, facts, engine = parts.learning, parts.facts, parts.actor.engine
     params, mesh = learning.policy(states), learning.mesh
-    parts.actor.wait()  # a thread that samples ahead uses the same engine and the same shape cache
+    parts.actor.wait_for_weights()  # a thread that samples ahead uses the same engine and the same shape cache
     group, count = learning.sizes.group_size, learning.sizes.prompts_per_step
     # Each device gets at least two prompts, so that the update has several micro-batches.
     if full:

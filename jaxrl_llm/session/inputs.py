@@ -72,7 +72,7 @@ class Inputs:
         digests |= {f"{section}.source": problems.fingerprint() for section, problems in self.held_out.items()}
         if (adapters := self.models.adapters) and adapters.kind.path:
             digests["adapters.path"] = peft.fingerprint(adapters.kind.path)
-        others = {name: folder for name, folder in self.models.others.items() if name != "critic"}
+        others = {name: folder for name, folder in self.models.other_folders.items() if name != "critic"}
         return digests | {f"{name}.path": hf.fingerprint(folder) for name, folder in others.items()}
 
     def export(self, place: Workplace, policy: Learner, states: States) -> None:

@@ -454,7 +454,7 @@ def test_a_reward_that_fails_shows_no_bytes():
         raise ValueError("no")
 
     with pytest.raises(UserError, match=r"'images': \['<[\d,]+ bytes>'\]") as caught:
-        grading.call("broken", broken, [{"prompt": ASKED, "images": [GOOD]}], ["x"], [[1]])
+        grading.call_reward("broken", broken, [{"prompt": ASKED, "images": [GOOD]}], ["x"], [[1]])
     assert "PNG" not in str(caught.value)
 
 

@@ -84,12 +84,12 @@ def test_answers_that_are_mathematically_equal_are_one_vote():
         ["x+1", "1+x", "Paris", "paris", "\\Delta", "\\delta"],
         ["", "", "7", "7.0", "8", "\\text{7}"],
     ]
-    assert scores.answers_of(texts, lambda text: text) == [
+    assert scores.extract_answers(texts, lambda text: text) == [
         ["\\frac{1}{2}", "1/3", "\\frac{1}{2}", "1/3", "\\frac{1}{2}", "\\frac{1}{2}"],
         ["x+1", "x+1", "paris", "paris", "\\Delta", "\\delta"],
         ["", "", "7", "7", "8", "7"],
     ]
-    votes = scores.answers_of([["\\frac12", "1/3", "\\dfrac{1}{2}", "1/3", "1/2"]], lambda text: text)
+    votes = scores.extract_answers([["\\frac12", "1/3", "\\dfrac{1}{2}", "1/3", "1/2"]], lambda text: text)
     assert scores.majority_at(5, np.array([[1, 0, 1, 0, 1]], np.float32), votes) == 1.0
 
 
@@ -102,12 +102,12 @@ def test_two_answers_are_two_votes(one, other):
 
 def test_rows_are_split_by_a_column_and_by_one_within_a_column(refused):
     rows = [{"source": "a", "extra": {"level": 2}}, {"source": "b", "extra": {"level": 1}}, {"source": "a"}]
-    assert scores.split(rows, "source") == {"a": [0, 2], "b": [1]}
-    assert scores.split(rows, "extra.level") == {"(none)": [2], "1": [1], "2": [0]}
+    assert scores.rows_by_value(rows, "source") == {"a": [0, 2], "b": [1]}
+    assert scores.rows_by_value(rows, "extra.level") == {"(none)": [2], "1": [1], "2": [0]}
     with refused("--by level", "extra, source"):
-        scores.split(rows, "level")
+        scores.rows_by_value(rows, "level")
     with refused("--by id"):
-        scores.split([{"id": i} for i in range(101)], "id")
+        scores.rows_by_value([{"id": i} for i in range(101)], "id")
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from jaxrl_llm.rollout.samples import (
     SampleSource,
     SamplingPlan,
     apply_replacements,
-    per_episode,
-    refill,
+    episode_metrics,
+    resample_groups,
 )
 from jaxrl_llm.session.record import of_sources
 from jaxrl_llm.structs import Prompts, Rewards, Rollouts
@@ -48,7 +48,7 @@ def sampled(number: int, signal: list[bool]) -> Samples:
 
 def refilled(*args) -> tuple[Samples, int]:
     decoder = SimpleNamespace(batch_decode=lambda ids, **_: [str(tokens[0]) for tokens in ids])
-    samples, replaced = refill(*args)
+    samples, replaced = resample_groups(*args)
     return apply_replacements(samples, decoder, None), replaced
 
 
@@ -136,9 +136,9 @@ def test_metrics_of_environments_of_another_process_alone_are_0_here(monkeypatch
     monkeypatch.setattr(distributed, "exchange", lambda own, channel: [own, ["sold", "turns"]])
     one = np.ones((B, G), np.float32)
     batch = SimpleNamespace(truncated=one > 1, metrics=lambda: {"turns": one, "bought": one})
-    environments = SimpleNamespace(begin=lambda rows, group: batch)
+    environments = SimpleNamespace(start_batch=lambda rows, group: batch)
     made = source(one > 1, SamplingPlan(G, Sampling(), greedy=True), environments)
     kept = sharding.to_host(made.to_checkpoint(made.sample(jax.random.key(0))))
     for rollouts in (kept["rollouts"], kept["greedy"]):
         assert {name: x.mean() for name, x in rollouts.episodes.items()} == {"bought": 1, "sold": 0, "turns": 1}
-    assert per_episode(kept["rollouts"])[0][0] == {"bought": 1, "sold": 0, "turns": 1}
+    assert episode_metrics(kept["rollouts"])[0][0] == {"bought": 1, "sold": 0, "turns": 1}

@@ -32,9 +32,9 @@ LENGTH, WANTED = 24, 3
 @pytest.fixture
 def short_rounds(monkeypatch):
     """Pages of 4 tokens, and rounds of 8."""
-    monkeypatch.setattr(sizes, "PAGE", 4)
+    monkeypatch.setattr(sizes, "PAGE_TOKENS", 4)
     for module in (programs, stream, compiled, sizes, layout):
-        monkeypatch.setattr(module, "ROUND", 8)
+        monkeypatch.setattr(module, "ROUND_TOKENS", 8)
 
 
 def calls(config, mesh=(1, 1, 1), count: int = 4) -> tuple[list[tuple[InFlightGroups, list[int]]], InFlightGroups]:
@@ -43,15 +43,15 @@ def calls(config, mesh=(1, 1, 1), count: int = 4) -> tuple[list[tuple[InFlightGr
     mesh = tiny.mesh_of(mesh)
     sampler = Sampler(model, mesh, max_completion_tokens=LENGTH, stop_ids=(3, 4), pad_id=0)
     tokens, mask = tiny.prompts()
-    fresh = lambda at: InFlightGroups.begin(  # noqa: E731
+    fresh = lambda at: InFlightGroups.empty(  # noqa: E731
         Prompts(tokens[at], mask[at], [{}] * len(at), np.array(at, np.int32)), tiny.G, LENGTH, 0
     )
     in_flight, taken = fresh([0, 1, 2]), []
     for version in range(count):
         sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)), version)
-        in_flight = in_flight.joined(fresh([(3 * version + b) % tiny.B for b in (3, 4, 5)]))
+        in_flight = in_flight.concatenate(fresh([(3 * version + b) % tiny.B for b in (3, 4, 5)]))
         key = jax.random.key(version)
-        in_flight, complete, idle = sampler.sample_first(in_flight, key, sampling=Sampling(1.3), enough=WANTED)
+        in_flight, complete, idle = sampler.sample_first(in_flight, key, sampling=Sampling(1.3), wanted_groups=WANTED)
         assert 0 < idle < 1
         taken.append((in_flight, complete))
         _, in_flight = in_flight.split(complete)
@@ -66,7 +66,7 @@ def test_completions_that_go_on_have_the_log_probabilities_of_the_whole(config, 
     score = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling(1.3)))
     carried = 0
     for in_flight, complete in taken:
-        assert len(complete) == WANTED and in_flight.ended[complete].all() and not in_flight.ended.all()
+        assert len(complete) == WANTED and in_flight.has_ended[complete].all() and not in_flight.has_ended.all()
         r = in_flight.rollouts
         batch = Batch(in_flight.prompts.tokens, in_flight.prompts.mask, r.completions, r.completion_mask, r.loss_mask)
         scored, _ = score(params, batch)
@@ -81,8 +81,8 @@ def test_completions_that_go_on_have_the_log_probabilities_of_the_whole(config, 
 @pytest.mark.slow
 def test_devices_change_only_which_completions_are_first(short_rounds):
     taken, rest = calls(tiny.CONFIG, (2, 2, 2))
-    assert all(in_flight.ended[complete].all() for in_flight, complete in taken)
-    assert len(rest.ended) == 3
+    assert all(in_flight.has_ended[complete].all() for in_flight, complete in taken)
+    assert len(rest.has_ended) == 3
 
 
 class Rare(test_episodes.Echo):
@@ -104,13 +104,13 @@ def batches_of_episodes(delay: float, *, resumed: bool, count: int = 4) -> list[
     with closing(pool):
         task = CompletionTask(tokenizer, None, pool)
         collate = lambda numbers: rows.take(list(numbers))  # noqa: E731
-        in_flight = task.opened(InFlightGroups.begin(rows.take([0, 1, 2, 3]), 4, 40, pad))
+        in_flight = task.open_environments(InFlightGroups.empty(rows.take([0, 1, 2, 3]), 4, 40, pad))
         for call in range(1, count + 1):
-            later = InFlightGroups.begin(rows.take(list(range(4 * call, 4 * call + 4))), 4, 40, pad)
+            later = InFlightGroups.empty(rows.take(list(range(4 * call, 4 * call + 4))), 4, 40, pad)
             if resumed:
                 arrays = in_flight.to_checkpoint()
                 in_flight = InFlightGroups.from_checkpoint(arrays | {"rollouts": vars(arrays["rollouts"])}, collate)
-            in_flight = task.opened(in_flight).joined(task.opened(later))
+            in_flight = task.open_environments(in_flight).concatenate(task.open_environments(later))
             key = jax.random.key(call)
             in_flight, complete, _ = task.sample_first(engine, in_flight, key, Sampling(1.5), 4, "test")
             batch, in_flight = in_flight.split(complete)

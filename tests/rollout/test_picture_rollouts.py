@@ -96,7 +96,7 @@ def test_the_trainer_computes_the_log_probabilities_of_the_sampler(loaded):
 def test_what_computes_together_changes_no_completion(loaded, monkeypatch):
     """On devices with tensor parts, where few completions are there at once and prompts begin in parts."""
     prompts, rollouts = prompts_of(loaded), sampled(loaded.folder.name)
-    monkeypatch.setattr(engine_sizes, "PROMPT_TOKENS", prompts.tokens.shape[1])
+    monkeypatch.setattr(engine_sizes, "PREFILL_TOKENS", prompts.tokens.shape[1])
     # Devices have equal parts: the last prompt may be there twice.
     even = [*range(len(prompts.tokens)), len(prompts.tokens) - 1][: -(-len(prompts.tokens) // 2) * 2]
     again = sample(sampler(loaded.folder, (2, 1, 2), pages=4), prompts.take(even))

@@ -308,7 +308,7 @@ def counted(monkeypatch):
     def prefilled(self, cache, prompts):
         begun = usage[compiled.prompts_name(prompts.place.shape[1], self.sizes, first=cache is None)]
         begun.calls += 1
-        begun.tokens += self.sizes.group * int((np.asarray(prompts.place) < self.sizes.prompts).sum())
+        begun.tokens += self.sizes.group_size * int((np.asarray(prompts.place) < self.sizes.prompts).sum())
         return prefill(self, cache, prompts)
 
     def decoded(self, cache, rows, below):

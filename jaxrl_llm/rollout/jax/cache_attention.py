@@ -1,4 +1,4 @@
-"""How sequences read and write the pages of a cache, in the programs of the engine."""
+"""Attention over the key-value cache: how the engine's programs read and write the pages of sequences."""
 
 from __future__ import annotations
 
@@ -16,163 +16,184 @@ from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder, PerKind
 from jaxrl_llm.models.paged_attention import HIDDEN, Pages, Readers, attend, attend_prompts, join
-from jaxrl_llm.rollout.jax.sizes import PAGE, PageKind
+from jaxrl_llm.rollout.jax.sizes import PAGE_TOKENS, PageKind
 from jaxrl_llm.structs import AnyArray, Array, PyTree
 
 
 class CacheIndices(NamedTuple):
-    """Where sequences [d, S] read and write their keys and values; e prompts and p pages are there, n of a sequence."""
+    """Where sequences [d, S] read and write their keys and values, in a program that reads e prompts and p pages."""
 
-    table: AnyArray  # [d, S, n] pages of each sequence, in order; p: it has no more
-    owner: AnyArray  # [d, p] sequence of each page
-    start: AnyArray  # [d, p] place of the page's first token among those of its sequence
-    prompt_mask: AnyArray  # [d, e, P]
-    members: AnyArray  # [d, e, G] sequences of each prompt
-    member: AnyArray  # [d, S] place of each sequence in `members`, without the axis of e
-    end: AnyArray = None  # [d, e] position of the first completion token; None: the tokens of the prompt
+    page_table: AnyArray  # [d, S, n] pages of each sequence in the order of its tokens; p: the sequence has no more
+    page_owner: AnyArray  # [d, p] sequence that holds the page
+    page_start: AnyArray  # [d, p] place of the page's first token in its sequence
+    prompt_mask: AnyArray  # [d, e, P] True for real tokens of the prompts
+    prompt_members: AnyArray  # [d, e, G] sequences of each prompt
+    member_index: AnyArray  # [d, S] index of each sequence in `prompt_members`, flattened to e * G
+    # [d, e] position of the first completion token; None if that is the number of prompt tokens. An image takes fewer
+    # positions than tokens.
+    prompt_end: AnyArray = None
 
 
 class AttentionMask:
-    """Which keys are hidden from the tokens of sequences, for layers of both kinds."""
+    """Which keys of prompts and pages are hidden from the tokens of sequences, for layers with and without window."""
 
-    def __init__(self, model: Decoder, reading: CacheIndices, page: int):
-        self.page, self._reading = page, reading
-        longest = reading.table.shape[2] * page + reading.prompt_mask.shape[2]
-        self.window = model.cfg.window if model.cfg.window < longest else 0
-        lengths = jnp.sum(reading.prompt_mask, axis=-1)  # [d, e]
+    def __init__(self, model: Decoder, indices: CacheIndices, page: int):
+        """page: tokens of a page."""
+        self.page, self._indices = page, indices
+        longest_text = indices.page_table.shape[2] * page + indices.prompt_mask.shape[2]
+        self.window = model.cfg.window if model.cfg.window < longest_text else 0
+        prompt_tokens = jnp.sum(indices.prompt_mask, axis=-1)  # [d, e]
 
         def by_sequence(x: Array) -> jax.Array:
-            return jnp.take_along_axis(x, reading.member // reading.members.shape[2], axis=1)
+            return jnp.take_along_axis(x, indices.member_index // indices.prompt_members.shape[2], axis=1)
 
-        self._prompt_tokens = by_sequence(lengths)
-        self._end = self._prompt_tokens if reading.end is None else by_sequence(reading.end)
+        self._prompt_tokens = by_sequence(prompt_tokens)
+        self._prompt_end = self._prompt_tokens if indices.prompt_end is None else by_sequence(indices.prompt_end)
 
-    def positions(self, places: Array) -> jax.Array:
-        """Positions, for the rotary embedding, of tokens at `places` [d, S, T] of completions."""
-        return self._end[..., None] + places
+    def rotary_positions(self, places: Array) -> jax.Array:
+        """Returns the positions, for the rotary embedding, of tokens at `places` [d, S, T] of completions."""
+        return self._prompt_end[..., None] + places
 
-    def _in_text(self, places: Array) -> jax.Array:
-        """Tokens of the text before tokens at `places`: a picture has more tokens than positions."""
+    def _text_places(self, places: Array) -> jax.Array:
+        """Returns the number of prompt and completion tokens before tokens at `places` [d, S, T] of completions."""
         return self._prompt_tokens[..., None] + places
 
-    def in_pages(self, places: Array) -> PerKind:
-        """Returns what is hidden in pages [d, p, T, s] from tokens at `places` [d, S, T]."""
-        reading = self._reading
-        at = jnp.take_along_axis(places, reading.owner[..., None], axis=1)[..., None]
-        keys = (reading.start[..., None] + jnp.arange(self.page)[None, None])[:, :, None]
-        return PerKind.for_window(
-            lambda window: _hidden((keys > at) | (keys <= at - window) if window else keys > at), self.window
-        )
+    def mask_pages(self, places: Array) -> PerKind:
+        """Returns the mask of keys in pages [d, p, T, s], for tokens at `places` [d, S, T] of completions."""
+        indices = self._indices
+        query_place = jnp.take_along_axis(places, indices.page_owner[..., None], axis=1)[..., None]
+        key_place = (indices.page_start[..., None] + jnp.arange(self.page)[None, None])[:, :, None]
 
-    def in_prompts(self, places: Array) -> PerKind:
-        """Returns what is hidden in prompts [d, e, G * T or 1, P] from tokens at `places` [d, S, T]."""
-        mask, members = self._reading.prompt_mask, self._reading.members
-        padding = ~mask[:, :, None]
+        def mask(window: int) -> jax.Array:
+            is_later = key_place > query_place
+            return _as_bias(is_later | (key_place <= query_place - window) if window else is_later)
 
-        def hidden(window: int) -> jax.Array:
+        return PerKind.for_window(mask, self.window)
+
+    def mask_prompts(self, places: Array) -> PerKind:
+        """Returns the mask of keys in prompts [d, e, G * T or 1, P], for completion tokens at `places` [d, S, T]."""
+        prompt_mask, members = self._indices.prompt_mask, self._indices.prompt_members
+        padding = ~prompt_mask[:, :, None]
+
+        def mask(window: int) -> jax.Array:
             if not window:
-                return _hidden(padding)
+                return _as_bias(padding)
             d, e, g = members.shape
-            at = jnp.take_along_axis(self._in_text(places), members.reshape(d, e * g)[..., None], axis=1)
-            from_prompt = jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)[:, :, None]
-            return _hidden(padding | (at.reshape(d, e, -1)[..., None] - from_prompt >= window))
+            text_places = self._text_places(places)
+            query_place = jnp.take_along_axis(text_places, members.reshape(d, e * g)[..., None], axis=1)
+            key_place = jnp.maximum(jnp.cumsum(prompt_mask, axis=-1) - 1, 0)[:, :, None]
+            return _as_bias(padding | (query_place.reshape(d, e, -1)[..., None] - key_place >= window))
 
-        return PerKind.for_window(hidden, self.window)
+        return PerKind.for_window(mask, self.window)
 
 
 def make_attend(
     model: Decoder,
     mesh: Mesh,
-    reading: CacheIndices,
-    hides: AttentionMask,
+    indices: CacheIndices,
+    attention_mask: AttentionMask,
     *,
     page: Array,
     places: Array,
     in_place: bool,
 ) -> Callable[..., tuple[Array, Any]]:
-    """Returns `attend(local, query, keys and values, (prompts, own pages) of a layer)` -> attended, the pages.
+    """Returns `attend(is_local, query, new keys and values, (prompts, own pages) of a layer)` -> attended, the pages.
 
-    It writes tokens at `places` [d, S, T] to `page` [d, S, T], and attends to prompts and own pages. in_place: it reads
-    all pages where they are, otherwise copies of those in the table.
+    `attend` writes the keys and values of tokens at `places` [d, S, T] of completions to `page` [d, S, T]. Then the
+    tokens attend to their prompts and to their own pages. in_place: whether the program reads all pages where they
+    are; otherwise it copies the pages of the table.
     """
     cfg = model.cfg
-    kernel_of, one_each = partial(_kernel, mesh.devices.flat[0], cfg, hides.page), in_place and places.shape[2] == 1
-    in_pages, in_prompts = hides.in_pages(places), hides.in_prompts(places)
-    numbers: dict[str, Any] = dict(soft_cap=cfg.soft_cap, precision=cfg.precision)
+    kernel_of, one_token = partial(_kernel, mesh.devices.flat[0], cfg, attention_mask.page), places.shape[2] == 1
+    page_masks, prompt_masks = attention_mask.mask_pages(places), attention_mask.mask_prompts(places)
+    numerics: dict[str, Any] = dict(soft_cap=cfg.soft_cap, precision=cfg.precision)
 
     def on_device(
-        window: int, query: Array, now: KeyValue, layer: tuple[Pages, Pages], hidden: tuple, rows: tuple
+        window: int, query: Array, new: KeyValue, layer: tuple[Pages, Pages], masks: tuple, rows: tuple
     ) -> tuple[Array, tuple[Pages, Pages]]:
-        query, now, (prompts, pages), (page_hidden, prompt_hidden), (reading, page, places) = local_part(
-            (query, now, layer, hidden, rows)
+        query, new, (prompts, pages), (page_mask, prompt_mask), (indices, page, places) = local_part(
+            (query, new, layer, masks, rows)
         )
-        offset, in_int8 = places % hides.page, pages.key_scale is not None
-        kernel = kernel_of(in_int8=in_int8) if one_each else None
+        offset, in_int8 = places % attention_mask.page, pages.key_scale is not None
+        kernel = kernel_of(in_int8=in_int8) if in_place and one_token else None
         if kernel is paged_attention_tpu:
-            pages = paged_attention_tpu.write_own(pages, page[:, 0], offset[:, 0], now)
+            pages = paged_attention_tpu.write_own(pages, page[:, 0], offset[:, 0], new)
         else:
-            pages = pages.write(page, offset, now)
-        by_token = jnp.swapaxes(query, 2, 3)  # [K, S, T, R, h]
+            pages = pages.write(page, offset, new)
+        query_by_token = jnp.swapaxes(query, 2, 3)  # [K, S, T, R, h]
         if in_place:
-            read, table = pages, reading.table
+            read_pages, table = pages, indices.page_table
         else:
-            read = pages.take(jnp.minimum(reading.table.reshape(-1), pages.keys.shape[1] - 1))
-            table = jnp.arange(reading.table.size).reshape(reading.table.shape)
-        readers = Readers(table, reading.owner, reading.members, reading.member)
+            read_pages = pages.take(jnp.minimum(indices.page_table.reshape(-1), pages.keys.shape[1] - 1))
+            table = jnp.arange(indices.page_table.size).reshape(indices.page_table.shape)
+        readers = Readers(table, indices.page_owner, indices.prompt_members, indices.member_index)
         if kernel is None:
-            attended = attend(by_token, prompts, read, (page_hidden, prompt_hidden), readers, **numbers)
+            attended = attend(query_by_token, prompts, read_pages, (page_mask, prompt_mask), readers, **numerics)
         else:
-            seen = kernel.attend_own(query[:, :, :, 0], pages, table, places[:, 0] + 1, window, cfg.soft_cap)
-            to_pages = jax.tree.map(lambda x: x[:, :, None], seen)  # one token
-            attended = join(attend_prompts(by_token, prompts, prompt_hidden, readers, **numbers), to_pages)
+            from_pages = kernel.attend_own(query[:, :, :, 0], pages, table, places[:, 0] + 1, window, cfg.soft_cap)
+            from_pages = jax.tree.map(lambda x: x[:, :, None], from_pages)  # adds the axis T = 1
+            from_prompts = attend_prompts(query_by_token, prompts, prompt_mask, readers, **numerics)
+            attended = join(from_prompts, from_pages)
         attended = attended.astype(query.dtype)
-        return lead((jnp.swapaxes(attended, 2, 3), (prompts, pages)))
+        return add_device_axis((jnp.swapaxes(attended, 2, 3), (prompts, pages)))
 
     heads, rows = sharding.heads_spec(cfg.kv_heads, mesh), sharding.BATCH
 
-    def attend_on_mesh(local: Array | bool, query: Array, now: KeyValue, layer: Any) -> tuple[Array, Any]:
-        hidden = in_pages.of(local), in_prompts.of(local)
-        # The window of a kernel is static.
-        on_layer = partial(on_device, hides.window if local is True else 0)
+    def attend_on_mesh(is_local: Array | bool, query: Array, new: KeyValue, layer: Any) -> tuple[Array, Any]:
+        masks = page_masks.of(is_local), prompt_masks.of(is_local)
+        # A kernel needs its window as a static number, so it is bound here.
+        on_layer = partial(on_device, attention_mask.window if is_local is True else 0)
         run = on_devices(mesh, on_layer, (heads, heads, heads, rows, rows), heads)
-        return run(query, now, layer, hidden, (reading, page, places))
+        return run(query, new, layer, masks, (indices, page, places))
 
     return attend_on_mesh
 
 
 def page_kind(mesh: Mesh, cfg: DecoderConfig, dtype: str = "") -> PageKind:
-    """Returns the pages that the platform prescribes for a model; dtype: "int8", or "" for that of the model."""
+    """Returns the kind of pages that platform and model prescribe. dtype: "int8", or "" = dtype of the model."""
     device, tensor = mesh.devices.flat[0], mesh.shape["tensor"]
     heads = cfg.kv_heads // (1 if sharding.heads_spec(cfg.kv_heads, mesh)[1] is None else tensor)
-    # Integers have a scale in float32.
-    each = cfg.head_dim + 4 if dtype else cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
+    # Integers have one float32 scale for each token and head, which takes four bytes.
+    head_bytes = cfg.head_dim + 4 if dtype else cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
     tokens = paged_attention_tpu.LANES if device.platform == "tpu" else 0
-    in_place = _kernel(device, cfg, tokens or PAGE, in_int8=dtype == "int8") is not None
-    return PageKind(sharding.prompt_shards(mesh), dtype, 2 * cfg.layers * heads * each, tokens, in_place)
+    return PageKind(
+        devices=sharding.prompt_shards(mesh),
+        dtype=dtype,
+        token_bytes=2 * cfg.layers * heads * head_bytes,
+        tokens=tokens,
+        in_place=_kernel(device, cfg, tokens or PAGE_TOKENS, in_int8=dtype == "int8") is not None,
+    )
 
 
 def _kernel(device: Any, cfg: DecoderConfig, page: int, *, in_int8: bool) -> Any:
-    """Returns the module of the platform's kernel for sequences that compute one token each, or None."""
+    """Returns the module of the platform's attention kernel for one token per sequence, None if it has no kernel.
+
+    page: tokens of a page.
+    """
     kernels = [paged_attention_gpu] if in_int8 else [paged_attention_tpu, paged_attention_gpu]
     return next((kernel for kernel in kernels if kernel.fits(device, cfg.head_dim, cfg.dtype, page)), None)
 
 
-def _hidden(hide: Array) -> jax.Array:
-    # One barrier: a CPU's compiler would compute it again in each layer.
-    hidden = jnp.where(hide, HIDDEN, 0.0).astype(jnp.float32)
-    return jax.lax.platform_dependent(hidden, cpu=jax.lax.optimization_barrier, default=lambda x: x)
+def _as_bias(is_hidden: Array) -> jax.Array:
+    """Returns what attention adds to its logits: HIDDEN for hidden keys, otherwise 0."""
+    bias = jnp.where(is_hidden, HIDDEN, 0.0).astype(jnp.float32)
+    # The barrier keeps a CPU's compiler from computing the mask again in each layer.
+    return jax.lax.platform_dependent(bias, cpu=jax.lax.optimization_barrier, default=lambda x: x)
 
 
 def on_devices(mesh: Mesh, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    # Each device reads and writes its own part. Left to itself, the compiler would gather the pages of all devices.
+    """Returns `function` run by each device on its own part of the arrays.
+
+    Without `shard_map`, the compiler would gather the pages of all devices on each of them.
+    """
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def local_part(tree: PyTree) -> PyTree:
-    """Removes the leading axis, of one device."""
+    """Removes the leading axis of the device, whose size is 1 in `on_devices`."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def lead(tree: PyTree) -> PyTree:
-    """Adds the leading axis of one device."""
+def add_device_axis(tree: PyTree) -> PyTree:
+    """Adds the leading axis of the device, which `local_part` removes."""
     return jax.tree.map(lambda x: x[None], tree)

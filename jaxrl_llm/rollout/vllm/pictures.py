@@ -44,11 +44,11 @@ class ServerPrompt(NamedTuple):
     expanded: list[int]  # as the trainer has them
     pictures: list[dict[str, Any]]  # the content parts of the request
 
-    def request(self, more: list[int]) -> dict[str, Any]:
-        """Returns the fields of a request for what follows the prompt and `more` tokens."""
+    def request(self, later_tokens: list[int]) -> dict[str, Any]:
+        """Returns the fields of a request for what follows the prompt and `later_tokens` tokens."""
         if not self.pictures:
-            return {"token_ids": self.tokens + more}
-        return {"token_ids": self.tokens + more, "content_parts": self.pictures, "return_token_ids": True}
+            return {"token_ids": self.tokens + later_tokens}
+        return {"token_ids": self.tokens + later_tokens, "content_parts": self.pictures, "return_token_ids": True}
 
 
 def server_prompt(prompts: Prompts, b: int) -> ServerPrompt:

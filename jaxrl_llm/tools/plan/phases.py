@@ -83,7 +83,7 @@ def make_plan(
     """
     memory = int(chip.memory * GIB) if chip else 0
     models = _models(recipe, mesh)
-    for name, other in models.others.items():
+    for name, other in models.other_folders.items():
         cfg = hf.load_model(other, family=recipe.model.family).cfg
         fit.check_other_model(f"{name}.path", cfg, models.model.cfg, reads=prompts.images is not None)
     frozen = {name: _frozen(models, name, recipe.model) for name in recipe.frozen}
@@ -186,7 +186,7 @@ def plan_meshes(devices: Sequence[Any], recipe: Recipe | SftRecipe) -> tuple[Mes
 
 def _frozen(models: Models, name: str, start: ModelSettings) -> FrozenModel:
     """Returns a model that never learns, with the shapes of its parameters."""
-    model = frozen_model(name, models.others[name], start, models.mesh)
+    model = frozen_model(name, models.other_folders[name], start, models.mesh)
     params = _placed(model.shapes, model, models.mesh)
     if name == "reward_model":
         sharding = NamedSharding(models.mesh, PartitionSpec())
@@ -222,7 +222,7 @@ def _beside(states: PyTree, program: Program, on_host: HostMemory) -> int:
     """Returns the bytes on a chip of what a program does not use, and what is in memory with it."""
     # Arrays are compared by identity, because two arrays of equal shape are different memory.
     used = {id(x) for x in jax.tree.leaves(program.states)}
-    leaves = jax.tree.leaves(device_states(states, on_host, learns=program.phase == "update"))
+    leaves = jax.tree.leaves(device_states(states, on_host, during_updates=program.phase == "update"))
     return device_bytes([x for x in leaves if id(x) not in used]) + device_bytes(program.beside)
 
 
@@ -230,7 +230,7 @@ def _sampler(models: Models, recipe: Recipe, mesh: Mesh, cache_bytes: int) -> Sa
     return Sampler(
         models.model,
         mesh,
-        trainer=models.mesh,
+        trainer_mesh=models.mesh,
         max_completion_tokens=recipe.rollout.max_completion_tokens,
         stop_ids=(1,),
         pad_id=0,
@@ -251,8 +251,8 @@ def _programs(
     sampler_programs = sampler.programs(
         policy.all_parameters(policy.shapes),
         **recipe.sampled._asdict(),
-        width=prompts.width,
-        group=recipe.group_size,
+        prompt_width=prompts.width,
+        group_size=recipe.group_size,
         sampling=learning.sampling,
         image_sizes=prompts.images,
     )

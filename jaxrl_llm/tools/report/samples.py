@@ -12,7 +12,7 @@ from jaxrl_llm.data.image_columns import chat_text, printable_value
 from jaxrl_llm.data.image_rows import thumbnail
 from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.rollout.grading import GradedCompletions
-from jaxrl_llm.rollout.scores import Measured, channel_text, lines
+from jaxrl_llm.rollout.scores import Measurements, channel_text, result_lines
 from jaxrl_llm.tools.report.completions import cut
 from jaxrl_llm.tools.report.page import template
 
@@ -41,15 +41,15 @@ class Problem(NamedTuple):
     shown: list[ScoredCompletion]
 
 
-def render(title: str, measured: Measured, graded: GradedCompletions, dataset: Dataset) -> str:
+def render(title: str, measured: Measurements, graded: GradedCompletions, dataset: Dataset) -> str:
     """Returns the page. Of several completions of a problem it has the first ones."""
     by = measured.get("by")
     # Parts may have other lines than each other, as without a verdict, or with one problem.
-    values = {value: dict(lines(part)) for value, part in by["values"].items()} if by else {}
+    values = {value: dict(result_lines(part)) for value, part in by["values"].items()} if by else {}
     return template("samples.html").render(
         title=title,
         version=jaxrl_llm.__version__,
-        lines=lines(measured),
+        lines=result_lines(measured),
         channels=[(name, channel_text(channel)) for name, channel in measured["channels"].items()],
         column=by["column"] if by else "",
         head=list(dict.fromkeys(chain(*sorted(values.values(), key=len, reverse=True)))),
