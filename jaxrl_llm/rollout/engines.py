@@ -87,10 +87,15 @@ def vllm(
     max_gap: MayChange[NotNegative] = 0.0,
 ) -> EngineChoice:
     """Chooses vLLM servers, which the run or its user starts. configs/grpo_vllm.py explains each argument."""
-    if managed == bool(servers):
+    if managed and servers:
         raise UserError(
-            f"config.engine.managed = {managed}: engine.servers = {servers} does not fit it. Either set managed = True "
-            "and servers = (), so that the run starts a server, or set managed = False and list your servers"
+            f"config.engine.managed = True: the run starts a server of its own, but engine.servers = {servers} lists "
+            "servers; set engine.servers = (), or engine.managed = False to use yours"
+        )
+    if not managed and not servers:
+        raise UserError(
+            "config.engine.managed = False: the run starts no server, so engine.servers must list yours; list them, or "
+            "set engine.managed = True"
         )
     for name, value, default in (("python", python, VLLM_PYTHON), ("server_args", server_args, SERVER_ARGS)):
         if not managed and value != default:
@@ -123,10 +128,15 @@ def check_addresses(servers: tuple[str, ...], push: str, push_address: str) -> N
             )
     if len(set(locations)) < len(servers):
         raise UserError(f"config.engine.servers = {servers}: a server is listed twice; list each server once")
-    if (push == "http") != bool(push_address) or push_address in ("0.0.0.0", "::"):
+    if push == "http" and push_address in ("", "0.0.0.0", "::"):
         raise UserError(
-            f"config.engine.push_address = {push_address!r}: engine.push = {push!r} needs another value. 'http' needs "
-            "the address at which the servers reach this host; 'file' needs ''"
+            f"config.engine.push_address = {push_address!r}: engine.push = 'http' needs the address at which the "
+            "servers reach this host; set it"
+        )
+    if push == "file" and push_address:
+        raise UserError(
+            f"config.engine.push_address = {push_address!r} has no effect with engine.push = 'file'; set it to '', or "
+            "set engine.push = 'http'"
         )
 
 

@@ -144,8 +144,8 @@ def write_stream(file: BinaryIO, params: PyTree, table: TensorNames, dtype: Any)
     for name, tensor in hf_export.tensors(params, table, dtype):
         if not np.isfinite(tensor).all():
             raise UserError(
-                f"config.optim.learning_rate is probably too high: the policy's tensor {name} is not finite, so the "
-                "weights were not pushed; resume from the last checkpoint with a lower rate"
+                f"the policy's tensor {name} is not finite, so the "
+                "weights were not pushed; resume from the last checkpoint with a lower config.optim.learning_rate"
             )
         file.write(tensor.reshape(-1).view(np.uint8).data)
 
