@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.structs import PictureLimits, Prompts, PyTree, Rollouts
+from jaxrl_llm.structs import ImageLimits, Prompts, PyTree, Rollouts
 
 
 class Environments(Protocol):
@@ -91,7 +91,7 @@ class EngineInputs:
     sequences_per_step: int = 0  # no call of an engine in the trainer holds more at once; 0: no bound
     cache_bytes: int = 0  # of a device that a KV cache in the trainer may take; 0: no bound is known
     observation_tokens: int = 0  # that an environment says at once, at most; 0: there is none
-    pictures: PictureLimits | None = None  # None: no prompt has one
+    image_limits: ImageLimits | None = None  # None: no prompt has one
     sampler_mesh: Mesh | None = None  # of the devices that the engine asks for; None: it has no mesh of its own
 
 

@@ -41,7 +41,7 @@ def _decoded(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
     _, prefix = model.prefill(params, batch.prompt)
     zeros = jnp.zeros((b, cfg.kv_heads, g, c, cfg.head_dim), cfg.dtype)
     prompt_tokens = jnp.sum(batch.prompt_mask, axis=-1)[:, None, None]
-    # A picture takes fewer positions than tokens.
+    # An image takes fewer positions than tokens.
     end = prompt_tokens if batch.images is None else batch.images.end[:, None, None]
 
     def step(cache: Any, token_and_place: tuple[Array, Array]) -> tuple[Any, jax.Array]:

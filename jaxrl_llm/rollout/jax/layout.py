@@ -50,7 +50,7 @@ def new_prompts(
 
 
 def _images(new: list[list[PromptGroup]], first: int, size: int, sizes: StreamSizes, prompts: Prompts) -> Images | None:
-    """Returns the pictures of `new_prompts`."""
+    """Returns the images of `new_prompts`."""
     if prompts.images is None or sizes.images is None:
         return None
     images = Images.padding((len(new), size), sizes.width, sizes.images)

@@ -52,7 +52,7 @@ class Hiding:
         return self._end[..., None] + places
 
     def _in_text(self, places: Array) -> jax.Array:
-        """Tokens of the text before tokens at `places`: a picture has more tokens than positions."""
+        """Tokens of the text before tokens at `places`: an image has more tokens than positions."""
         return self._prompt_tokens[..., None] + places
 
     def in_pages(self, places: Array) -> PerKind:

@@ -51,7 +51,7 @@ class StreamSizes:
     in_place: bool
     observation: int
     refills: bool  # some groups begin when others have ended
-    images: ImageSizes | None = None  # of the pictures of prompts; None: there are none
+    images: ImageSizes | None = None  # of the images of prompts; None: there are none
 
     @property
     def longest(self) -> int:

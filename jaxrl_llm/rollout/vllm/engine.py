@@ -29,8 +29,8 @@ from jaxrl_llm.rollout.episodes import TURN, Episodes
 from jaxrl_llm.rollout.protocol import EngineInputs, Environments
 from jaxrl_llm.rollout.vllm import address, weights
 from jaxrl_llm.rollout.vllm.answers import Completion, Unavailable, read_choices, reading
+from jaxrl_llm.rollout.vllm.images import check_images, server_arguments, server_prompt
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
-from jaxrl_llm.rollout.vllm.pictures import check_pictures, server_arguments, server_prompt
 from jaxrl_llm.rollout.weight_check import MAX_GAP
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
@@ -62,7 +62,7 @@ def start(
 
     Raises: UserError.
     """
-    check_pictures(inputs.pictures)
+    check_images(inputs.image_limits)
     settings["max_gap"] = settings["max_gap"] or MAX_GAP[inputs.model.cfg.dtype]
     servers = tuple(own_address(server, "servers") for server in servers)
     if settings["push_address"]:
@@ -71,7 +71,7 @@ def start(
         inputs.folder,
         dtype=inputs.model.cfg.dtype,
         max_model_len=inputs.max_prompt_tokens + inputs.max_completion_tokens,
-        more=server_arguments(inputs.pictures),
+        more=server_arguments(inputs.image_limits),
         log=inputs.workdir / (f"vllm-{distributed.index()}.log" if distributed.count() > 1 else "vllm.log"),
     )
     # Does not change when the run resumes. Each process has its own servers, and a file of weights for them.
@@ -292,9 +292,9 @@ class VllmEngine:
                 body = answer.json()
                 if "content_parts" in request and (theirs := body.get("prompt_token_ids") or []) != expanded:
                     raise UserError(
-                        f"vLLM at {server} makes {len(theirs)} tokens of a prompt with pictures, and the trainer other "
+                        f"vLLM at {server} makes {len(theirs)} tokens of a prompt with images, and the trainer other "
                         f"{len(expanded)}: start it with the run's model, and with the arguments --mm-processor-kwargs "
-                        "that docs/vllm.md gives for pictures"
+                        "that docs/vllm.md gives for images"
                     )
                 self._check_versions(body["choices"])
                 return read_choices(server, body["choices"], request["sampling_params"], self._model.vocab_size)

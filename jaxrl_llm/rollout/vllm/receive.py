@@ -142,7 +142,7 @@ def host() -> str:
 
 
 def setting(model_config: Any, name: str) -> Any:
-    """Returns a field of config.json; None: it has none. A model that reads pictures has some in its text_config."""
+    """Returns a field of config.json; None: it has none. A model that reads images has some in its text_config."""
     configs = model_config.hf_config, model_config.hf_text_config
     return next((getattr(config, name) for config in configs if hasattr(config, name)), None)
 
@@ -189,7 +189,7 @@ def load(file: Any, model: torch.nn.Module, model_config: Any, device: torch.dev
         for name in file.keys():  # noqa: SIM118, not a dict
             yield name, file.get_tensor(name)
         # vLLM's CPU linear layers keep a packed copy. Without this, a tied head keeps its old one. Gemma 2 has no head.
-        # A model that reads pictures has its head within its text model.
+        # A model that reads images has its head within its text model.
         text = model.get_language_model() if hasattr(model, "get_language_model") else model
         if setting(model_config, "tie_word_embeddings") and hasattr(text, "lm_head") and device.type == "cpu":
             embedding = next(name for name in file.keys() if name.endswith("embed_tokens.weight"))  # noqa: SIM118
