@@ -371,7 +371,7 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs, room: int) -> A
             recipe.sizes.sequences_per_step,
             room,
             recipe.observation_tokens,
-            inputs.picture_limits,
+            inputs.image_limits,
             inputs.sampler_mesh,
         )
     )

@@ -204,10 +204,10 @@ def parse() -> argparse.Namespace:
     add("--prompt-column", help="column of the prompt (default: as the columns say; of a run, its own)")
     add("--answer-column", help="column that becomes the answer (default: likewise)")
     add("--format-prompt", help="jinja template around a prompt of text, or a file with one (default: likewise)")
-    add("--image-column", help="column that holds the pictures (default: images, or image; of a run, its own)")
-    add("--image-folder", help="folder that the paths of pictures are relative to (of a run, its own)")
-    add("--min-pixels", type=int, help="least pixels of a picture (default: 0, the model's; of a run, its own)")
-    add("--max-pixels", type=int, help="most pixels of a picture (default: likewise)")
+    add("--image-column", help="column that holds the images (default: images, or image; of a run, its own)")
+    add("--image-folder", help="folder that the paths of images are relative to (of a run, its own)")
+    add("--min-pixels", type=int, help="least pixels of an image (default: 0, the model's; of a run, its own)")
+    add("--max-pixels", type=int, help="most pixels of an image (default: likewise)")
     add(
         "--chat-template-args",
         type=_arguments,

@@ -139,7 +139,7 @@ def one_update(
 
 
 def collapsed(tokens: np.ndarray, grids: list[tuple[int, int]], image_token: int) -> list[int]:
-    """The token ids of a prompt with one token for each picture, of which `grids` are the rows and columns."""
+    """The token ids of a prompt with one token for each image, of which `grids` are the rows and columns."""
     ids, rest = tokens.tolist(), [rows * columns for rows, columns in grids]
     short = []
     while ids:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.structs import PictureLimits, Prompts, PyTree, Rollouts
+from jaxrl_llm.structs import ImageLimits, Prompts, PyTree, Rollouts
 
 
 class Environments(Protocol):
@@ -96,7 +96,7 @@ class EngineInputs:
     sequences_per_step: int = 0  # most sequences of a call of an engine in the trainer; 0 = no bound
     cache_bytes: int = 0  # most bytes of a device for a key-value cache in the trainer; 0 = no known bound
     observation_tokens: int = 0  # most tokens of an environment's observation; 0 = no environment
-    pictures: PictureLimits | None = None  # limits of the prompts' images, None if prompts have no images
+    image_limits: ImageLimits | None = None  # limits of the prompts' images, None if prompts have no images
     sampler_mesh: Mesh | None = None  # mesh of the devices that only the engine uses, None if it shares the trainer's
 
 

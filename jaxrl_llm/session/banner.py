@@ -63,7 +63,7 @@ def model_and_data_table(
         ("mesh", f"{axes} on {mesh.devices.flat[0].device_kind}"),
         ("prompts", f"{_count(dataset, 'data.convert')}, {dataset.dropped:,} over-long dropped"),
         *_sources(settings, dataset),
-        *_pictures(dataset),
+        *_image_lines(dataset),
         *([("", "fewer than prompts_per_step: a step has some of them twice or more")] if few else []),
         *_order(settings, dataset, sizes),
         *([("", f"{once}, so that data.curriculum changes nothing")] if once else []),
@@ -80,7 +80,7 @@ def problems_table(eval_sets: Mapping[str, EvalSet], held_out: Mapping[str, Data
             (f"problems {name}".rstrip(), _count(problems, f"{section}.convert")),
             ("", f"of {settings.source}, judged by {settings.function}"),
             *([("", problems.read_as)] if problems.read_as else []),
-            *_pictures(problems),
+            *_image_lines(problems),
             *[("", note) for note in (*problems.notes, *_repeated(problems))],
         ]
     return rows
@@ -128,9 +128,9 @@ def _order(settings: DataSettings, dataset: Dataset, sizes: Sizes) -> list[tuple
     return [("", line)]
 
 
-def _pictures(dataset: Dataset) -> list[tuple[str, str]]:
+def _image_lines(dataset: Dataset) -> list[tuple[str, str]]:
     images = dataset.images
-    return [("pictures", images.line(dataset.width))] if images and images.count else []
+    return [("images", images.line(dataset.width))] if images and images.count else []
 
 
 def _repeated(dataset: Dataset) -> list[str]:

@@ -19,7 +19,7 @@ from jaxrl_llm.models import hf, hf_export, peft
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.session import model_card
 from jaxrl_llm.session.opening import Workplace
-from jaxrl_llm.structs import PictureLimits, PyTree
+from jaxrl_llm.structs import ImageLimits, PyTree
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Inputs:
         return max(rows.width for rows in (self.dataset, *self.held_out.values()))
 
     @property
-    def picture_limits(self) -> PictureLimits | None:
-        """The limits of the pictures in all these prompts; None: they have none."""
+    def image_limits(self) -> ImageLimits | None:
+        """The limits of the images in all these prompts; None: they have none."""
         return image_rows.limits(*(rows.images for rows in (self.dataset, *self.held_out.values())))
 
     @property

@@ -319,12 +319,12 @@ def samples_of(line: dict[str, Any]) -> list[loggers.Sample]:
 
 
 def _thumbnails(images: Images | None) -> dict[str, list[str]]:
-    """Returns small copies of the pictures of the first prompt, as data URLs."""
-    if images is None or not (pictures := image_layout.pixels(images, 0)):
+    """Returns small copies of the images of the first prompt, as data URLs."""
+    if images is None or not (first_prompt := image_layout.pixels(images, 0)):
         return {}
-    from PIL import Image  # an extra, which rows with pictures need anyway
+    from PIL import Image  # an extra, which rows with images need anyway
 
-    return {"pictures": [image_files.thumbnail(Image.fromarray(pixels)) for pixels in pictures]}
+    return {"pictures": [image_files.thumbnail(Image.fromarray(pixels)) for pixels in first_prompt]}
 
 
 def _plain(value: Any) -> float | int | None:

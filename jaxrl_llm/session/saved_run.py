@@ -169,7 +169,7 @@ class SavedRun:
 def new_model_folder(model: NewModelSettings, data: DataSettings, column: str) -> Iterator[Path]:
     """Makes the temporary folder of a new model. column: column of the rows that holds the text to learn.
 
-    Raises: UserError, if the rows cannot be read, or have no picture for the tower that the model is to have.
+    Raises: UserError, if the rows cannot be read, or have no image for the tower that the model is to have.
     """
     tower = model.vision_config
     form = None
@@ -180,7 +180,7 @@ def new_model_folder(model: NewModelSettings, data: DataSettings, column: str) -
     rows = load_rows(data.source, data.convert, columns=replace(data.columns, images=form))
     if tower and not (rows.images and rows.images.count):
         raise UserError(
-            f"config.model.vision_config does nothing: no row of {data.source} has a picture; take the section out"
+            f"config.model.vision_config does nothing: no row of {data.source} has an image; take the section out"
         )
     sizes = vars(model) | {"vision_config": vars(tower) if tower else None}
     with TemporaryDirectory() as folder:

@@ -28,8 +28,8 @@ from jaxrl_llm.rollout.episodes import IN_TURN, Episodes
 from jaxrl_llm.rollout.protocol import EngineInputs, Environments
 from jaxrl_llm.rollout.vllm import address, weights
 from jaxrl_llm.rollout.vllm.answers import Completion, Unavailable, read_choices, reading_answer
+from jaxrl_llm.rollout.vllm.images import check_images, server_arguments, server_prompt
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
-from jaxrl_llm.rollout.vllm.pictures import check_pictures, server_arguments, server_prompt
 from jaxrl_llm.rollout.vllm.server_checks import check_model, check_settings
 from jaxrl_llm.rollout.weight_check import MAX_GAP
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
@@ -57,7 +57,7 @@ def start(
     managed(folder, ...): starts a server, None if the user's `servers` are used. settings: further fields of
     `engines.vllm`.
     """
-    check_pictures(inputs.pictures)
+    check_images(inputs.image_limits)
     settings["max_gap"] = settings["max_gap"] or MAX_GAP[inputs.model.cfg.dtype]
     servers = tuple(process_address(server, "servers") for server in servers)
     if settings["push_address"]:
@@ -66,7 +66,7 @@ def start(
         inputs.folder,
         dtype=inputs.model.cfg.dtype,
         max_model_len=inputs.max_prompt_tokens + inputs.max_completion_tokens,
-        run_args=server_arguments(inputs.pictures),
+        run_args=server_arguments(inputs.image_limits),
         log=inputs.workdir / (f"vllm-{distributed.index()}.log" if distributed.count() > 1 else "vllm.log"),
     )
     # The identity stays the same when the run resumes. It differs between processes, because each process has its own
@@ -305,7 +305,7 @@ class VllmEngine:
     def _request_group(self, b: int, request: dict[str, Any], expanded: list[int]) -> list[Completion]:
         """Returns the completions of a request for prompt b's group. If a server is unavailable, asks the next one.
 
-        expanded: tokens of the request as the trainer has them, with all tokens of pictures.
+        expanded: tokens of the request as the trainer has them, with all tokens of images.
         """
 
         def request_once(server: str) -> list[Completion]:

@@ -34,7 +34,7 @@ class ScoredCompletion(NamedTuple):
 class Problem(NamedTuple):
     number: int
     prompt: str
-    pictures: list[tuple[str, str]]  # name and data URL of each
+    images: list[tuple[str, str]]  # name and data URL of each
     columns: str  # what else the row has
     solved: int
     of: int  # number of completions
@@ -62,12 +62,12 @@ def render(title: str, measured: Measurements, graded: GradedCompletions, datase
 def problem(at: int, graded: GradedCompletions, dataset: Dataset) -> Problem:
     """Returns what the page shows of a problem."""
     scores, row = graded.rewards.total[at], dataset.rows[at]
-    pictures = [(picture.name, thumbnail(picture)) for picture in (dataset.images.rows[at] if dataset.images else ())]
+    images = [(image.name, thumbnail(image)) for image in (dataset.images.rows[at] if dataset.images else ())]
     columns = ", ".join(f"{key}: {printable_value(value)}" for key, value in row.items() if key != "prompt")
     shown = [completion(at, i, graded) for i in range(min(len(scores), SHOWN))]
     # A completion is right with a score of 1 or more, as pass@k counts.
     solved = int((scores >= 1).sum())
-    return Problem(at + 1, cut(chat_text(row["prompt"])), pictures, cut(columns), solved, len(scores), shown)
+    return Problem(at + 1, cut(chat_text(row["prompt"])), images, cut(columns), solved, len(scores), shown)
 
 
 def completion(at: int, i: int, graded: GradedCompletions) -> ScoredCompletion:
