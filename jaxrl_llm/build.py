@@ -45,10 +45,11 @@ from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.machine.memory import device_memory
 from jaxrl_llm.machine.shapes import ShapeCache
 from jaxrl_llm.models import hf
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.recipe import advice, fit
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.rollout.actor import Actor, WeightLease
-from jaxrl_llm.rollout.environments import EpisodeSettings, open_environments
+from jaxrl_llm.rollout.environments import EnvironmentPool, EpisodeSettings, open_environments
 from jaxrl_llm.rollout.evaluation import evaluate_sets, open_tasks
 from jaxrl_llm.rollout.grading import RewardFn
 from jaxrl_llm.rollout.jax.cache_attention import page_kind
@@ -59,43 +60,54 @@ from jaxrl_llm.rollout.samples import CompletionTask, SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.rollout.weights import copy_shapes
 from jaxrl_llm.selftest import self_test
-from jaxrl_llm.selftest.trial import Facts, Subject
+from jaxrl_llm.selftest.trial import RecipeSummary
 from jaxrl_llm.session import banner, checkpoint
 from jaxrl_llm.session import workdir as workdirs
-from jaxrl_llm.session.changes import Change, Rows
+from jaxrl_llm.session.changes import Rows
 from jaxrl_llm.session.inputs import Inputs
-from jaxrl_llm.session.opening import Workplace, at_work, open_session
-from jaxrl_llm.session.session import ModelStates, Session, Trainer
+from jaxrl_llm.session.opening import WorkDirectory, open_session, open_work_directory
+from jaxrl_llm.session.session import ModelStates, Session
 from jaxrl_llm.structs import Config, PyTree, StatefulPart
 
-Run = TypeVar("Run")  # a session and the parts of its steps
-COMPILE_ONLY = "compile the programs of the run into the cache of compiled code, in all its shapes, and end"
+Run = TypeVar("Run")  # a pair of a session and the parts of its steps
+COMPILE_ONLY = "compile all programs of the run into the compilation cache, and exit without training"
 
 
-@dataclass
-class Parts(Subject):
-    """The parts of a run of `train`: those that its self-test looks at, and more."""
+@dataclass(kw_only=True)
+class Parts:
+    """Everything that the training steps of one run of `train` need. `rl_step` and the session use it."""
 
-    evaluation: Callable[[Engine], dict[str, float]]  # -> metrics of all evaluation sets
-    export: Callable[[States], None]  # writes the policy as a folder of Hugging Face
-    programs: Callable[[], Iterator[Program]]  # all that the run may compile
-    self_test: Callable[[], None] | None = None  # of a new run
+    actor: Actor
+    learning: Learning
+    packing: Packing
+    model: Decoder
+    tokenizer: Any
+    dataset: data.Dataset
+    stop_ids: tuple[int, ...]
+    environments: EnvironmentPool | None  # None if every completion is one turn
+    shape_cache: ShapeCache
+    open_reward_fn: Callable[[], RewardFn]  # starts further reward processes for the self-test, which closes them
+    recipe_summary: RecipeSummary
+    evaluation: Callable[[Engine], dict[str, float]]  # engine -> metrics of all evaluation sets
+    export: Callable[[States], None]  # writes the policy as a Hugging Face folder
+    programs: Callable[[], Iterator[Program]]  # yields every program that the run may compile
+    self_test: Callable[[], None] | None = None  # tests a new run; None if config.health.self_test is off
 
     @property
     def stateful_parts(self) -> Mapping[str, StatefulPart]:
-        """What a checkpoint keeps beside the states: the shapes in which a run learns, and where it is in the data."""
+        """Parts that a checkpoint holds besides the models' states: the shape cache, and the position in the data."""
         return {"shapes": self.shape_cache, checkpoint.SAMPLES: self.actor}
 
     def start(self, states: States, step: int, attempt: int) -> WeightLease:
-        """Lends the engine the first weights, after `step`."""
+        """Pushes the initial weights to the engine and returns their lease; training resumes after `step`."""
         return self.actor.start(states, self.learning.policy(states), step, attempt)
 
     def wait_until_idle(self) -> None:
-        """Waits until the engine has the last weights, and checks them. Raises: UserError, if it does not have them."""
+        """Waits until the engine has received the last weights. Raises: UserError, if the engine has other weights."""
         self.actor.lease.reclaim()
 
     def evaluate(self, states: States) -> dict[str, float]:
-        """Returns the metrics of an evaluation of the last pushed weights, which are those of the states."""
+        """Returns the metrics of an evaluation by the engine, whose last pushed weights equal those of `states`."""
         self.actor.wait_for_weights()
         return self.evaluation(self.actor.engine)
 
@@ -103,21 +115,22 @@ class Parts(Subject):
 def build(
     config: Config, workdir: str | Path, *, signals: bool = False, command: bool = False
 ) -> AbstractContextManager[tuple[Session, Parts]]:
-    """Opens the run of `config` in `workdir`, and closes it on every exit: the checkpoints last, then the lock.
+    """Opens the run of `config` in `workdir`, and closes it on every exit from the block.
 
-    An exception in the block, as that of Ctrl-C, saves the run first, unless it is a UserError (`Interrupts`). signals:
-    SIGTERM and a closed terminal raise KeyboardInterrupt. command: this process is for this run alone, and a signal
-    ends both, with exit code 0 (`StopSignals`). Raises: UserError, for an error that the user can fix.
+    An exception in the block, such as that of Ctrl-C, saves the run first, unless it is a UserError.
+    signals: True if SIGTERM and a closed terminal raise KeyboardInterrupt (`SaveOnInterrupt`). command: True if the
+    process exists for this run alone, so that a signal ends the process with exit code 0 (`StopSignals`).
+    Raises: UserError, for an error that the user can fix.
     """
     return opened_run(config, workdir, recipes.read, make_run, signals=signals, command=command)
 
 
 def compile_only(config: Config) -> None:
-    """Compiles the programs of a run into the cache, in all shapes that it may use, without a step."""
-    # Each process has a workdir of its own.
+    """Compiles the programs of a run, in all shapes that it may use, into the compilation cache. Runs no step."""
+    # Each process uses a temporary directory of its own as its work directory.
     with TemporaryDirectory() as folder, opened_run(config, folder, recipes.read, make_run, shared=False) as run:
         session, parts = run
-        compile_all(parts.programs(), session.log.say)
+        compile_all(parts.programs(), session.log.print_line)
 
 
 @contextmanager
@@ -125,34 +138,39 @@ def opened_run(
     config: Config,
     workdir: str | Path,
     read: Callable[[Config], Any],
-    make: Callable[[Workplace, Any], Run],
+    make: Callable[[WorkDirectory, Any], Run],
     *,
     signals: bool = False,
     command: bool = False,
     shared: bool = True,
 ) -> Iterator[Run]:
-    """Reads and checks a config, takes the workdir, and yields make(place, recipe): in this order.
+    """Reads and checks a config, locks the work directory, and then yields make(work_directory, recipe).
 
-    shared: all processes have the same workdir. For the others, see `build`. Raises: UserError.
+    read(config) -> recipe. shared: True if all processes use the same work directory. signals, command: the arguments
+    of `build`. Raises: UserError.
     """
     config, workdir = with_names(config), Path(workdir)
-    with at_work(workdir, signals=signals, command=command) as place:
-        # First: the checks need the schedules' length.
-        # The config is read as plain values, because its fields may refer to other fields.
-        config.update_from_flattened_dict(workdirs.beginning(place.store.config, flatten(config.to_dict())))
+    with open_work_directory(workdir, signals=signals, command=command) as work_directory:
+        # The initial values come first, because the checks need the length of the schedules. They are computed from
+        # plain values, because a field of a config may refer to other fields.
+        fields = flatten(config.to_dict())
+        config.update_from_flattened_dict(workdirs.initial_values(work_directory.store.config, fields))
         recipe = read(config)
-        place.config = config.to_dict()
+        work_directory.config = config.to_dict()
         if recipe.deterministic:  # must come before JAX initializes its devices
             compute_deterministically()
-        place.take(type(recipe), shared=shared)
-        run = make(place, recipe)
-        if command:  # here all processes have loaded their data and models, for which there is no bound
+        work_directory.lock(type(recipe), shared=shared)
+        run = make(work_directory, recipe)
+        if command:  # the watchdog starts only now, because loading models and data may take any time
             WATCHDOG.start(recipe.health.hang_minutes, distributed.end)
         yield run
 
 
-def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path]) -> Inputs:
-    """Loads and checks mesh, models and rows, in this order. find() -> folder of the model. Raises: UserError."""
+def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callable[[], Path]) -> Inputs:
+    """Makes the mesh, and loads and checks the models and rows of a run.
+
+    find() -> folder of the policy's model. Raises: UserError, naming the config field that does not fit.
+    """
     mesh, sampler_mesh = sharding.make_meshes(recipe.sampler_devices, **recipe.mesh)
     fit.check_batch_fits_mesh(recipe.sizes, mesh)
     folder = find()
@@ -162,7 +180,7 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     fit.check_vision(recipe, model.cfg)
     tokenizer = encoding.on_day(hf.load_tokenizer(folder), recipe.data.today)
     settings = EpisodeSettings(env=recipe.env, turns=recipe.turns)
-    environments = open_environments(settings, tokenizer, place.opened, recipe.data.chat_template_args)
+    environments = open_environments(settings, tokenizer, work_directory.resources, recipe.data.chat_template_args)
     tools = environments.schemas if environments else []
     images = read_format(folder, min_pixels=recipe.data.min_pixels, max_pixels=recipe.data.max_pixels)
     dataset = data.load(recipe.data, tokenizer, tools, images)
@@ -179,23 +197,32 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
         fit.check_positions(recipe, cfg, dataset, whose=f"those of config.{name}.path,")
     stop_ids = hf.stop_ids(folder, tokenizer)
     dataset = data.check_turn_end(dataset, tokenizer, recipe.data.template_args(tools), stop_ids)
-    # Load now, to find wrong files before anything is written. A resumed run restores its parameters instead.
-    # Only process 0 looks for a folder that may not be there yet: NFS would go on telling others that it is not.
-    saved = distributed.first() and checkpoint.has_checkpoint(place.store.checkpoints)
-    begins = recipe.model.path and not models.adapters and not distributed.exchange(saved)[0]
-    first_params = [hf.load_params(folder, model, mesh, parts=models.parts)] if begins else []
-    base = load_frozen_base(models)
-    shape_cache = place.opened.enter_context(closing(ShapeCache()))
-    rows = tokenizer, dataset, sets, environments, tools, stop_ids
-    inputs = Inputs(models, *rows, shape_cache, first_params, base, sampler_mesh)
-    files = {f"the content of config.{field}": digest for field, digest in inputs.began_with.items()}
-    agreement.check_alike({}, files)
+    # A new run loads its parameters here, so that wrong files are found before anything is written. A resumed run
+    # restores its parameters instead. Only process 0 looks for the checkpoint folder, because NFS caches a failed
+    # lookup and would hide the folder from the other processes later.
+    has_checkpoint = distributed.first() and checkpoint.has_checkpoint(work_directory.store.checkpoints)
+    is_new_run = recipe.model.path and not models.adapters and not distributed.exchange(has_checkpoint)[0]
+    inputs = Inputs(
+        models=models,
+        tokenizer=tokenizer,
+        dataset=dataset,
+        held_out=sets,
+        environments=environments,
+        tools=tools,
+        stop_ids=stop_ids,
+        shape_cache=work_directory.resources.enter_context(closing(ShapeCache())),
+        first_params=[hf.load_params(folder, model, mesh, parts=models.parts)] if is_new_run else [],
+        base=load_frozen_base(models),
+        sampler_mesh=sampler_mesh,
+    )
+    file_hashes = {f"the content of config.{field}": digest for field, digest in inputs.began_with.items()}
+    agreement.check_alike({}, file_hashes)
     return inputs
 
 
-def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
+def make_run(work_directory: WorkDirectory, recipe: Recipe) -> tuple[Session, Parts]:
     """Builds the session and the parts of a run of `train`. Raises: UserError."""
-    inputs = load(place, recipe, partial(hf.find, recipe.model.path))
+    inputs = load(work_directory, recipe, partial(hf.find, recipe.model.path))
     models = inputs.models
     fit.check_sampling(recipe, models.model.cfg)
     in_trainer = recipe.chosen_engine.in_trainer
@@ -212,55 +239,55 @@ def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
         learning.all_device_arrays(recipe.frozen, inputs.base),
         device_memory(sampler_mesh.local_devices[0]),
     )
-    room = cache_memory(recipe, models, learning, sampler_mesh, states, memory)
-    stream = stream_sizes(recipe, models, sampler_mesh, inputs.dataset.width, room) if in_trainer else None
+    cache_limit = cache_memory(recipe, models, learning, sampler_mesh, states, memory)
+    stream = stream_sizes(recipe, models, sampler_mesh, inputs.dataset.width, cache_limit) if in_trainer else None
     rows = banner.models_table(learning.scorers, learning.learners)
     terms = ["KL"] * bool(recipe.kl) + ["importance weights"] * recipe.weighs
     rows += banner.truncation_table(recipe.rollout.sampling, terms)
     rows += banner.sampler_table(sampler_mesh, recipe.sampler_devices)
     rows += banner.shapes_table(stream, packing.shape_policy.shapes)
-    outputs = open_outputs(place, recipe, inputs, learning, rows, inputs.dataset.counts())
-    actor = make_actor(place, recipe, inputs, room)
+    session = open_run_session(work_directory, recipe, inputs, learning, rows, inputs.dataset.counts())
+    actor = make_actor(work_directory, recipe, inputs, cache_limit)
     reward = recipe.reward
     parts = Parts(
-        actor,
-        learning,
-        packing,
-        models.model,
-        inputs.tokenizer,
-        inputs.dataset,
-        inputs.stop_ids,
-        inputs.environments,
-        inputs.shape_cache,
-        partial(RewardFn, reward.functions, reward.weights, reward.timeout),
-        self_test_facts(recipe, inputs.tools),
-        make_evaluation(place, recipe, inputs),
-        partial(inputs.export, place, learning.learners["policy"]),
-        partial(run_programs, recipe, inputs, learning, packing, actor.engine),
+        actor=actor,
+        learning=learning,
+        packing=packing,
+        model=models.model,
+        tokenizer=inputs.tokenizer,
+        dataset=inputs.dataset,
+        stop_ids=inputs.stop_ids,
+        environments=inputs.environments,
+        shape_cache=inputs.shape_cache,
+        open_reward_fn=partial(RewardFn, reward.functions, reward.weights, reward.timeout),
+        recipe_summary=summarize_recipe(recipe, inputs.tools),
+        evaluation=make_evaluation(work_directory, recipe, inputs),
+        export=partial(inputs.export, work_directory, learning.learners["policy"]),
+        programs=partial(run_programs, recipe, inputs, learning, packing, actor.engine),
     )
-    session = outputs(parts)
+    session.trainer = parts
     if recipe.health.self_test:
         parts.self_test = partial(run_self_test, session, parts)
     return session, parts
 
 
-def run_self_test(session: Session, subject: Subject) -> None:
-    """Runs the self-test of a new run, and tells what it finds. Stops nothing."""
-    session.health.add(0, self_test.at_start(subject, session.run_state.states, session.log.say))
+def run_self_test(session: Session, parts: Parts) -> None:
+    """Runs the self-test of a new run and reports its findings, which do not stop the run."""
+    session.health.add(0, self_test.at_start(parts, session.run_state.states, session.log.print_line))
 
 
 def make_learning(
     recipe: Recipe, models: Models, params: Callable[[], PyTree], base: PyTree, other: Callable[[str], FrozenModel]
 ) -> Learning:
-    """Combines scorers, credit and learners.
+    """Builds the scorers, the credit assignment and the learners of a run.
 
-    params() returns the policy's first parameters, if all of them learn; base: parameters beside its adapters.
-    other(section) -> a model that never learns.
+    params() -> initial parameters of the policy, called only if all of them learn. base: frozen parameters under the
+    policy's adapters, None without adapters. other(section) -> frozen model of a config section such as "reference".
     """
     sizes, mesh, sampling, needed = recipe.sizes, models.mesh, recipe.rollout.sampling, recipe.columns
-    learns = policy_parameters(models, params, base, recipe.seed)
+    trained_parameters = policy_parameters(models, params, base, recipe.seed)
     scorers = make_scorers(
-        models.model, sampling, mesh, needed, microbatch=sizes.at_once, exact=recipe.exact, base=learns.base
+        models.model, sampling, mesh, needed, microbatch=sizes.at_once, exact=recipe.exact, base=trained_parameters.base
     )
     for name in recipe.frozen:
         scorers[name] = make_frozen_scorer(name, other(name), sizes.microbatch, sampling, mesh)
@@ -274,10 +301,10 @@ def make_learning(
         correct=recipe.importance_weights,
         off_policy=recipe.mask.off_policy,
     )
-    policy = policy_learner(recipe, models, objective, learns)
+    policy = policy_learner(recipe, models, objective, trained_parameters)
     learners = {"policy": replace(policy, frozen_steps=sizes.critic_steps)}
     if critic := recipe.critic:
-        shared = learns if models.adapters and not critic.path else None
+        shared = trained_parameters if models.adapters and not critic.path else None
         folder = models.other_folders.get("critic", models.folder)
         learner, scorers["critic"] = make_critic(
             critic,
@@ -289,93 +316,95 @@ def make_learning(
             shared=shared,
             backoff=recipe.learning_rate_backoff,
         )
-        learners = {"critic": learner} | learners  # first: it learns before the policy
-    anchored = "ref_logprobs" in needed
-    reference = make_reference(models, learners["policy"], learns, recipe.refresh) if anchored else None
+        learners = {"critic": learner} | learners  # learners update in this order: the critic before the policy
+    has_reference = "ref_logprobs" in needed
+    reference = (
+        make_reference(models, learners["policy"], trained_parameters, recipe.refresh) if has_reference else None
+    )
     credit = make_credit(recipe.credit, mesh)
     charged, on_host = recipe.credit.kl is not None, recipe.host_memory
     return Learning(mesh, sampling, scorers, credit, charged, learners, reference, on_host, sizes, recipe.seed)
 
 
 def policy_learner(
-    recipe: Recipe | SftRecipe, models: Models, objective: Objective, learns: LearnerParameters
+    recipe: Recipe | SftRecipe, models: Models, objective: Objective, trained_parameters: LearnerParameters
 ) -> Learner:
-    """Builds the learner of an objective, for the parameters of the policy that learn."""
+    """Builds the policy's learner. objective: loss to minimize. trained_parameters: what the optimizer changes."""
     return update.make_learner(
         objective,
         recipe.optimizer,
         mesh=models.mesh,
         microbatch=recipe.microbatch,
         aggregate=partial(losses.aggregation_weights, **recipe.aggregate),
-        **learns._asdict(),
+        **trained_parameters._asdict(),
     )
 
 
-def open_outputs(
-    place: Workplace,
+def open_run_session(
+    work_directory: WorkDirectory,
     recipe: Recipe | SftRecipe,
     inputs: Inputs,
     models: ModelStates,
-    rows: Sequence[tuple[str, Any]],
+    banner_rows: Sequence[tuple[str, Any]],
     counts: list[int],
-) -> Callable[[Trainer], Session]:
-    """Opens the session of a run, whose checkpoints hold `models`, and prints the banner with `rows`.
+) -> Session:
+    """Opens the session of a run and prints the banner. The caller sets `Session.trainer`.
 
-    counts: numbers of rows of each source that the order of the data has. Raises: UserError.
+    models: states that the checkpoints hold. banner_rows: further rows of the banner. counts: number of training rows
+    of each source of the data. Raises: UserError.
     """
     mesh, cfg = inputs.models.mesh, inputs.models.model.cfg
-
-    def announce(start: int, changes: Sequence[Change]) -> None:
-        judged = advice.RunSettings(recipe, cfg.width, mesh.devices.flat[0].platform)
+    data_rows = Rows({"data.source": counts} | inputs.eval_counts, inputs.dataset.prompts())
+    hashes = inputs.began_with | work_directory.code_hashes
+    session, start, changes = open_session(work_directory, recipe.plan, models, mesh, hashes, data_rows)
+    if distributed.first():
+        settings = advice.RunSettings(recipe, cfg.width, mesh.devices.flat[0].platform)
         banner.print_banner(
-            f"jaxrl_llm.{recipe.program}: {place.store.name}",
+            f"jaxrl_llm.{recipe.program}: {work_directory.store.name}",
             [
                 *banner.model_and_data_table(recipe.model.path, mesh, cfg, recipe.sizes, recipe.data, inputs.dataset),
                 *banner.problems_table(recipe.eval_sets, inputs.held_out),
                 *banner.totals_table(recipe.sizes),
-                *banner.beginning(start, recipe.num_steps, changes),
+                *banner.start_table(start, recipe.num_steps, changes),
                 *banner.rollback_table(recipe.health, recipe.checkpoint.every),
-                *rows,
+                *banner_rows,
                 *banner.adapters_table(inputs.models.adapters),
-                ("compiled code", place.cache),
+                ("compiled code", work_directory.compilation_cache),
             ],
-            # What is known to go wrong with these settings.
             lines=[
                 *banner.shortened_warmups(recipe.warmups()),
-                *banner.unconfined(recipe.reward),
-                *map(Finding.line, advice.findings(judged)),
+                *banner.unconfined_warning(recipe.reward),
+                *map(Finding.line, advice.findings(settings)),  # settings that are known to fail
             ],
         )
-
-    now = Rows({"data.source": counts} | inputs.eval_counts, inputs.dataset.prompts())
-    return open_session(place, recipe.plan, models, mesh, inputs.began_with | place.code, now, announce)
+    return session
 
 
-def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs, room: int) -> Actor:
-    """Starts the engine and builds the actor. room: bytes that `cache_memory` returns."""
-    dataset, opened, mesh = inputs.dataset, place.opened, inputs.models.mesh
+def make_actor(work_directory: WorkDirectory, recipe: Recipe, inputs: Inputs, cache_limit: int) -> Actor:
+    """Starts the engine and builds the actor. cache_limit: bytes of `cache_memory`."""
+    dataset, resources, mesh = inputs.dataset, work_directory.resources, inputs.models.mesh
     collate = partial(data.make_prompts, dataset, pad_id=inputs.tokenizer.pad_token_id)
     curriculum, iterator = drawn(dataset, collate, recipe.data, batch=recipe.prompts_per_step, seed=recipe.seed)
     reward = recipe.reward
-    reward_fn = opened.enter_context(closing(RewardFn(reward.functions, reward.weights, reward.timeout)))
+    reward_fn = resources.enter_context(closing(RewardFn(reward.functions, reward.weights, reward.timeout)))
     engine = recipe.chosen_engine.start(
         EngineInputs(
-            inputs.models.model,
-            mesh,
-            inputs.models.folder,
-            place.workdir,
-            inputs.width,
-            recipe.rollout.max_completion_tokens,
-            inputs.stop_ids,
-            inputs.tokenizer.pad_token_id,
-            recipe.sizes.sequences_per_step,
-            room,
-            recipe.observation_tokens,
-            inputs.image_limits,
-            inputs.sampler_mesh,
+            model=inputs.models.model,
+            mesh=mesh,
+            folder=inputs.models.folder,
+            workdir=work_directory.workdir,
+            max_prompt_tokens=inputs.width,
+            max_completion_tokens=recipe.rollout.max_completion_tokens,
+            stop_ids=inputs.stop_ids,
+            pad_id=inputs.tokenizer.pad_token_id,
+            sequences_per_step=recipe.sizes.sequences_per_step,
+            cache_bytes=cache_limit,
+            observation_tokens=recipe.observation_tokens,
+            image_limits=inputs.image_limits,
+            sampler_mesh=inputs.sampler_mesh,
         )
     )
-    opened.enter_context(closing(engine))
+    resources.enter_context(closing(engine))
     weight_check = None
     if engine.max_gap is not None:
         rows, bound = len(dataset.rows), engine.max_gap
@@ -393,25 +422,26 @@ def make_actor(place: Workplace, recipe: Recipe, inputs: Inputs, room: int) -> A
         curriculum=curriculum,
         device=inputs.sampler_device,
     )
-    return opened.enter_context(closing(actor))
+    return resources.enter_context(closing(actor))
 
 
 def cache_memory(recipe: Recipe, models: Models, learning: Learning, mesh: Mesh, states: PyTree, memory: int) -> int:
-    """Returns the bytes of a device that the cache of the in-JAX engine may take; 0: no bound is known.
+    """Returns how many bytes of each device the key-value cache of the in-JAX engine may use; 0 = unknown.
 
-    mesh: mesh of the engine; states: arrays in memory, or their shapes; memory: bytes of a device, 0 = unknown.
+    mesh: device mesh of the engine. states: arrays of the trainer in device memory, or their shapes. memory: bytes of
+    a device, 0 = unknown.
     """
     policy = learning.learners["policy"]
     params, in_int8 = policy.all_parameters(policy.shapes), recipe.chosen_engine.in_int8
-    copy = copy_shapes(models.model, mesh, models.mesh, params, in_int8=in_int8)
-    held = () if recipe.sampler_devices else device_states(states, recipe.host_memory)
-    return cache_bytes(memory, (copy, held), beside_learning=recipe.samples_beside_learning)
+    sampler_weights = copy_shapes(models.model, mesh, models.mesh, params, in_int8=in_int8)
+    trainer_states = () if recipe.sampler_devices else device_states(states, recipe.host_memory)
+    return cache_bytes(memory, (sampler_weights, trainer_states), beside_learning=recipe.samples_beside_learning)
 
 
-def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int, room: int) -> StreamSizes:
-    """Returns the sizes of a step's sampling by the in-JAX engine on its mesh, for prompts of this width.
+def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int, cache_limit: int) -> StreamSizes:
+    """Returns the array sizes with which the in-JAX engine samples a step.
 
-    room: bytes that `cache_memory` returns.
+    mesh: device mesh of the engine. width: P, tokens of a padded prompt. cache_limit: bytes of `cache_memory`.
     """
     choice, length, (prompts, wanted_groups) = (
         recipe.chosen_engine,
@@ -421,15 +451,15 @@ def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int, room: i
     bounds: dict[str, Any] = dict(
         max_sequences=sequence_limit(choice.max_sequences, wanted_groups * recipe.group_size),
         pages=choice.pages,
-        cache_bytes=room,
+        cache_bytes=cache_limit,
         kind=page_kind(mesh, models.model.cfg, choice.cache_dtype)._replace(observation=recipe.observation_tokens),
     )
     return sizes_of(prompts, recipe.group_size, width, length, **bounds)
 
 
-def self_test_facts(recipe: Recipe, tools: list[dict[str, Any]]) -> Facts:
-    """Returns what the self-test needs to know of a recipe; tools: schemas that the chat template describes."""
-    return Facts(
+def summarize_recipe(recipe: Recipe, tools: list[dict[str, Any]]) -> RecipeSummary:
+    """Returns the fields of a recipe that the self-test needs. tools: schemas that the chat template describes."""
+    return RecipeSummary(
         dtype=recipe.model.dtype,
         gradient_dtype=recipe.optim.gradient_dtype,
         in_trainer=recipe.chosen_engine.in_trainer and not recipe.chosen_engine.is_rounded,
@@ -445,7 +475,7 @@ def self_test_facts(recipe: Recipe, tools: list[dict[str, Any]]) -> Facts:
 def run_programs(
     recipe: Recipe, inputs: Inputs, learning: Learning, packing: Packing, engine: Engine
 ) -> Iterator[Program]:
-    """Yields all programs that a run may compile."""
+    """Yields every program that a run may compile, for `--compile_only`."""
     policy = learning.learners["policy"]
     if isinstance(engine, Sampler):
         for batch in sampled_batches(recipe, inputs):
@@ -456,22 +486,29 @@ def run_programs(
 
 
 def sampled_batches(recipe: Recipe, inputs: Inputs) -> list[dict[str, Any]]:
-    """Returns sizes and sampling of the batches that the engine samples, as arguments of `Sampler.programs`."""
-    of = lambda rows: dict(width=rows.width, image_sizes=rows.image_sizes)  # noqa: E731
-    prompts, greedy = of(inputs.dataset), dict(group=1, sampling=Sampling(0.0))
-    drawn_as = dict(group=recipe.group_size, sampling=recipe.rollout.sampling)
-    batches: list[dict[str, Any]] = [recipe.sampled._asdict() | prompts | drawn_as]
+    """Returns sizes and sampling settings of each batch that the engine samples, as arguments of `Sampler.programs`."""
+
+    def prompt_sizes(rows: data.Dataset) -> dict[str, Any]:
+        return dict(width=rows.width, image_sizes=rows.image_sizes)
+
+    training, greedy = prompt_sizes(inputs.dataset), dict(group=1, sampling=Sampling(0.0))
+    sampled = dict(group=recipe.group_size, sampling=recipe.rollout.sampling)
+    batches: list[dict[str, Any]] = [recipe.sampled._asdict() | training | sampled]
     if recipe.estimator.needs_greedy:
-        batches.append(dict(prompts=recipe.prompts_per_step) | prompts | greedy)
-    batches += [dict(prompts=len(problems.rows)) | of(problems) | greedy for problems in inputs.held_out.values()]
+        batches.append(dict(prompts=recipe.prompts_per_step) | training | greedy)
+    for problems in inputs.held_out.values():
+        batches.append(dict(prompts=len(problems.rows)) | prompt_sizes(problems) | greedy)
     return batches
 
 
 def make_evaluation(
-    place: Workplace, recipe: Recipe | SftRecipe, inputs: Inputs
+    work_directory: WorkDirectory, recipe: Recipe | SftRecipe, inputs: Inputs
 ) -> Callable[[Engine], dict[str, float]]:
-    """Returns `evaluation(engine)` -> metrics of greedy completions on the evaluation sets that a function judges."""
+    """Returns a function of the engine, which samples greedy completions for the evaluation sets and judges them.
+
+    The function returns the metrics of all sets that have a reward function.
+    """
     timeout, sequences = recipe.reward.timeout, recipe.sizes.sequences_per_step
-    tasks = open_tasks(recipe.eval_sets, inputs.tokenizer, inputs.environments, timeout, place.opened)
-    facts = dict(sequences=sequences, mesh=inputs.models.mesh, seed=recipe.seed)
-    return partial(evaluate_sets, tasks=tasks, datasets=inputs.held_out, **facts)
+    tasks = open_tasks(recipe.eval_sets, inputs.tokenizer, inputs.environments, timeout, work_directory.resources)
+    settings = dict(sequences=sequences, mesh=inputs.models.mesh, seed=recipe.seed)
+    return partial(evaluate_sets, tasks=tasks, datasets=inputs.held_out, **settings)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.algorithms.supervised import PREFERRED
-from jaxrl_llm.build import load, make_evaluation, open_outputs, opened_run, policy_learner
+from jaxrl_llm.build import load, make_evaluation, open_run_session, opened_run, policy_learner
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.config.records import Call
 from jaxrl_llm.data import order
@@ -38,7 +38,7 @@ from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.session import loop
 from jaxrl_llm.session.checkpoint import SAMPLES
 from jaxrl_llm.session.inputs import Inputs
-from jaxrl_llm.session.opening import Workplace
+from jaxrl_llm.session.opening import WorkDirectory
 from jaxrl_llm.session.record import Record
 from jaxrl_llm.session.saved_run import new_model_folder
 from jaxrl_llm.session.session import Session
@@ -46,13 +46,13 @@ from jaxrl_llm.structs import AnyArray, Array, Batch, Config, PyTree, StatefulPa
 
 
 @dataclass
-class Supervised:
-    """All that computes with models in a step of `sft`: what scores examples, and the policy, which learns."""
+class SupervisedLearning:
+    """The scorers and the policy's learner of supervised fine-tuning, which `sft_step` uses."""
 
     mesh: Mesh
     scorers: dict[str, Scorer]
     policy: Learner
-    reference: Reference | None  # None: nothing asks for it, or it is the base of the policy's new adapters
+    reference: Reference | None  # None if the loss needs none, or if the base of new adapters serves as the reference
     shape_cache: ShapeCache
 
     def shapes(self) -> States:
@@ -69,20 +69,20 @@ class Supervised:
         return {"policy": policy} | ({"reference": self.reference.copy(policy.params)} if self.reference else {})
 
     def complete_restored(self, states: States, attempt: int) -> States:
-        """Returns the states of a checkpoint with the reference, which it leaves out, because it never moves."""
-        anchor = {"reference": self.reference.load()} if self.reference and "reference" not in states else {}
-        return states | anchor
+        """Adds the reference to the states of a checkpoint, which omits it because it never changes."""
+        reference_state = {"reference": self.reference.load()} if self.reference and "reference" not in states else {}
+        return states | reference_state
 
     def scored(self, states: States, batch: Batch) -> Batch:
-        """Returns a batch with the columns that the loss asks for."""
+        """Returns a batch with the columns that the loss needs, such as ref_logprobs."""
         columns: dict[str, Array] = {}
         for name, scorer in self.scorers.items():
-            self._ready(scorer.program_of(name, states, batch), batch)
+            self._ensure_compiled(scorer.program_of(name, states, batch), batch)
             columns |= scorer.score(states, batch)
         return replace(batch, columns=columns)
 
     def programs(self, batch: Batch, score: PyTree, rows: AnyArray) -> Iterator[Program]:
-        """Yields the programs of a step from shapes alone. score: the shape of a column that the loss asks for."""
+        """Yields the programs of a step. Needs no arrays: `batch` and `score`, a column of the loss, may be shapes."""
         states = self.device_shapes()
         for name, scorer in self.scorers.items():
             if program := scorer.program_of(name, states, batch):
@@ -92,10 +92,10 @@ class Supervised:
 
     def compile(self, states: States, batch: Batch, rows: AnyArray) -> None:
         """Compiles the update, which may take minutes. Raises: UserError, if it does not fit the memory."""
-        self._ready(self.policy.program_of("", states["policy"], batch, rows), batch)
+        self._ensure_compiled(self.policy.program_of("", states["policy"], batch, rows), batch)
 
-    def _ready(self, program: Program | None, batch: Batch) -> None:
-        # Once, because all batches have one shape.
+    def _ensure_compiled(self, program: Program | None, batch: Batch) -> None:
+        # This compiles once per phase, because all batches have the same shape.
         if program:
             self.shape_cache.ensure_compiled(program.phase, batch.completions.shape, lambda shape: program.compile())
 
@@ -105,22 +105,22 @@ class SftParts:
     """The parts of a step of `sft`."""
 
     examples: Examples
-    learning: Supervised
-    rows: AnyArray  # of an update: all examples
-    evaluate: Callable[[States], dict[str, float]]  # -> metrics of all evaluation sets
-    export: Callable[[States], None]  # writes the policy as a folder of Hugging Face
+    learning: SupervisedLearning
+    rows: AnyArray  # indices of the examples of an update: all of them
+    evaluate: Callable[[States], dict[str, float]]  # states -> metrics of all evaluation sets
+    export: Callable[[States], None]  # writes the policy as a Hugging Face folder
 
     @property
     def stateful_parts(self) -> Mapping[str, StatefulPart]:
-        """What a checkpoint keeps beside the states."""
+        """Parts that a checkpoint holds besides the models' states: the position in the data."""
         return {SAMPLES: self.examples}
 
     def start(self, states: States, step: int, attempt: int) -> States:
-        """Returns the states: only the steps use them."""
+        """Returns the states, because no other thread uses them between the steps."""
         return states
 
     def wait_until_idle(self) -> None:
-        """Returns at once: only the steps use the states."""
+        """Returns immediately, because no other thread uses the states."""
 
 
 def sft_step(session: Session, parts: SftParts, states: States, step: int) -> tuple[States, Record]:
@@ -128,8 +128,10 @@ def sft_step(session: Session, parts: SftParts, states: States, step: int) -> tu
     timer, learning = session.log.timer(), parts.learning
     examples = parts.examples.next()
     batch = learning.scored(states, sharding.shard_batch(examples, learning.mesh))
-    learning.compile(states, batch, parts.rows)  # may take minutes, so not in `deferred`
-    with session.stop.deferred():  # a signal waits: the old states are donated, the new ones not committed
+    # Compilation stays outside of `deferred`, because it may take minutes in which a signal must work.
+    learning.compile(states, batch, parts.rows)
+    # A signal waits in this block, because the old states are donated and the new states are not committed yet.
+    with session.stop.deferred():
         state, metrics = learning.policy.update(states["policy"], batch, parts.rows)
         states, updates = states | {"policy": state}, [metrics | {"loss/sft": metrics["loss/total"]}]
         updated = session.log.watch(updates)
@@ -146,50 +148,58 @@ def build(
     return opened_run(config, workdir, read_sft, make_run, signals=signals, command=command)
 
 
-def make_run(place: Workplace, recipe: SftRecipe) -> tuple[Session, SftParts]:
+def make_run(work_directory: WorkDirectory, recipe: SftRecipe) -> tuple[Session, SftParts]:
     """Builds a run of `sft`; an example is a prompt with one completion, or with a pair. Raises: UserError."""
-    inputs = load(place, recipe, partial(find_model, place, recipe))
+    inputs = load(work_directory, recipe, partial(find_model, work_directory, recipe))
     tokenizer, length = inputs.tokenizer, recipe.rollout.max_completion_tokens
     answers = tokenize_answers(inputs.dataset, tokenizer, recipe.data, length, inputs.stop_ids)
-    short = [i for i, row in enumerate(answers) if row]
-    collate = partial(make_batch, inputs.dataset, answers, short, length, tokenizer.pad_token_id)
-    examples = Examples(order.iterate(len(short), recipe.prompts_per_step, recipe.seed, collate))
+    trained_rows = [i for i, row in enumerate(answers) if row]
+    collate = partial(make_batch, inputs.dataset, answers, trained_rows, length, tokenizer.pad_token_id)
+    examples = Examples(order.iterate(len(trained_rows), recipe.prompts_per_step, recipe.seed, collate))
     learning = make_learning(
         recipe, inputs.models, partial(first_params, recipe, inputs), inputs.base, inputs.shape_cache
     )
     rows = np.arange(recipe.prompts_per_step, dtype=np.int32)
-    export = partial(inputs.export, place, learning.policy)
-    parts = SftParts(examples, learning, rows, make_measure(place, recipe, inputs, learning), export)
-    table = [("over-long completions dropped", len(answers) - len(short))]
-    if equal := sum(len(answers[i]) > 1 and answers[i][0] == answers[i][1] for i in short):
-        table.append(("pairs of equal completions, which teach nothing", equal))
-    return open_outputs(place, recipe, inputs, learning, table, [len(short)])(parts), parts
+    export = partial(inputs.export, work_directory, learning.policy)
+    parts = SftParts(examples, learning, rows, make_evaluate(work_directory, recipe, inputs, learning), export)
+    banner_rows = [("over-long completions dropped", len(answers) - len(trained_rows))]
+    if equal_pairs := sum(len(answers[i]) > 1 and answers[i][0] == answers[i][1] for i in trained_rows):
+        banner_rows.append(("pairs of equal completions, which have no gradient", equal_pairs))
+    session = open_run_session(work_directory, recipe, inputs, learning, banner_rows, [len(trained_rows)])
+    session.trainer = parts
+    return session, parts
 
 
-def find_model(place: Workplace, recipe: SftRecipe) -> Path:
-    """Returns the folder of the model that the run begins with; that of a new one is removed when the run ends."""
+def find_model(work_directory: WorkDirectory, recipe: SftRecipe) -> Path:
+    """Returns the folder of the initial model. A model without a path gets a folder that exists during the run only."""
     if recipe.model.path:
         return hf.find(recipe.model.path)
-    return place.opened.enter_context(new_model_folder(recipe.model, recipe.data, recipe.data.completion_column))
+    return work_directory.resources.enter_context(
+        new_model_folder(recipe.model, recipe.data, recipe.data.completion_column)
+    )
 
 
 def make_learning(
     recipe: SftRecipe, models: Models, params: Callable[[], PyTree], base: PyTree, shape_cache: ShapeCache
-) -> Supervised:
-    """Combines the reference, if the loss asks for it, and the policy.
+) -> SupervisedLearning:
+    """Builds the policy's learner, and the reference if the loss needs one.
 
-    params() returns the policy's first parameters; base: parameters that do not learn, None if all learn.
+    params() -> initial parameters of the policy. base: frozen parameters under adapters, None if all parameters learn.
     """
     mesh, needed, at_once = models.mesh, recipe.loss_columns, recipe.sizes.at_once
-    learns = policy_parameters(models, params, base, recipe.seed)
-    scorers = make_scorers(models.model, Sampling(), mesh, needed, microbatch=at_once, exact=False, base=learns.base)
-    policy = policy_learner(recipe, models, update.policy_objective(models.model, recipe.loss, Sampling()), learns)
-    reference = make_reference(models, policy, learns, None) if "ref_logprobs" in needed else None
-    return Supervised(mesh, scorers, policy, reference, shape_cache)
+    trained_parameters = policy_parameters(models, params, base, recipe.seed)
+    scorers = make_scorers(
+        models.model, Sampling(), mesh, needed, microbatch=at_once, exact=False, base=trained_parameters.base
+    )
+    policy = policy_learner(
+        recipe, models, update.policy_objective(models.model, recipe.loss, Sampling()), trained_parameters
+    )
+    reference = make_reference(models, policy, trained_parameters, None) if "ref_logprobs" in needed else None
+    return SupervisedLearning(mesh, scorers, policy, reference, shape_cache)
 
 
 def first_params(recipe: SftRecipe, inputs: Inputs) -> PyTree:
-    """Returns the parameters that the run begins with, from a folder or new."""
+    """Returns the initial parameters, from the model's folder or random."""
     model, mesh = inputs.models.model, inputs.models.mesh
     if recipe.model.path:
         return inputs.params()
@@ -197,21 +207,24 @@ def first_params(recipe: SftRecipe, inputs: Inputs) -> PyTree:
     return init(keys.key(recipe.seed))
 
 
-def make_measure(
-    place: Workplace, recipe: SftRecipe, inputs: Inputs, learning: Supervised
+def make_evaluate(
+    work_directory: WorkDirectory, recipe: SftRecipe, inputs: Inputs, learning: SupervisedLearning
 ) -> Callable[[States], dict[str, float]]:
-    """Returns `measure(states)` -> metrics of all evaluation sets. Raises: UserError, as `make_comparison`."""
+    """Returns evaluate(states) -> metrics of all evaluation sets.
+
+    Raises: UserError, if a held-out completion of a pair is longer than config.rollout.max_completion_tokens.
+    """
     compared = [section for section, problems in recipe.eval_sets.items() if not problems.functions]
-    measures = [make_comparison(recipe, inputs, learning, section) for section in compared]
+    evaluations = [make_pair_evaluation(recipe, inputs, learning, section) for section in compared]
     if len(compared) < len(recipe.eval_sets):
-        measures.append(make_sampled(place, recipe, inputs, learning))
-    return lambda states: dict(chain(*(measure(states).items() for measure in measures)))
+        evaluations.append(make_sampled_evaluation(work_directory, recipe, inputs, learning))
+    return lambda states: dict(chain(*(evaluate(states).items() for evaluate in evaluations)))
 
 
-def make_sampled(
-    place: Workplace, recipe: SftRecipe, inputs: Inputs, learning: Supervised
+def make_sampled_evaluation(
+    work_directory: WorkDirectory, recipe: SftRecipe, inputs: Inputs, learning: SupervisedLearning
 ) -> Callable[[States], dict[str, float]]:
-    """Returns `measure(states)` -> metrics of greedy completions of the held-out problems."""
+    """Returns evaluate(states) -> metrics of greedy completions for the held-out problems."""
     engine = Sampler(
         inputs.models.model,
         learning.mesh,
@@ -220,53 +233,53 @@ def make_sampled(
         pad_id=inputs.tokenizer.pad_token_id,
         max_sequences=recipe.sizes.sequences_per_step,
     )
-    evaluation = make_evaluation(place, recipe, inputs)
+    evaluation = make_evaluation(work_directory, recipe, inputs)
 
-    def measure(states: States) -> dict[str, float]:
+    def evaluate(states: States) -> dict[str, float]:
         engine.update_weights(learning.policy.all_parameters(states["policy"]))
-        measured = evaluation(engine)
-        engine.release()  # updates need the memory of the gathered weights
-        return measured
+        metrics = evaluation(engine)
+        engine.release()  # frees the gathered weights, because updates need their memory
+        return metrics
 
-    return measure
+    return evaluate
 
 
-def make_comparison(
-    recipe: SftRecipe, inputs: Inputs, learning: Supervised, section: str
+def make_pair_evaluation(
+    recipe: SftRecipe, inputs: Inputs, learning: SupervisedLearning, section: str
 ) -> Callable[[States], dict[str, float]]:
-    """Returns `measure(states)` -> the share of held-out pairs whose chosen completion has the larger reward.
+    """Returns evaluate(states) -> share of held-out pairs whose chosen completion has the larger implicit reward.
 
-    section: of the pairs. Raises: UserError, if a completion is longer than the limit.
+    section: config section of the pairs. Raises: UserError, if a completion exceeds rollout.max_completion_tokens.
     """
     dataset, tokenizer, length = inputs.held_out[section], inputs.tokenizer, recipe.rollout.max_completion_tokens
     answers = tokenize_answers(dataset, tokenizer, recipe.data, length, inputs.stop_ids)
     if () in answers:
         raise UserError(
-            f"{section}.source row {dataset.numbers[answers.index(())]}: a completion is longer than "
-            f"rollout.max_completion_tokens = {length}: raise it, or leave the row out"
+            f"config.{section}.source: a completion of row {dataset.numbers[answers.index(())]} is longer than "
+            f"config.rollout.max_completion_tokens = {length}: raise the limit, or remove the row"
         )
     count, size = len(answers), recipe.prompts_per_step
     collate = partial(make_batch, dataset, answers, range(count), length, tokenizer.pad_token_id)
     logprobs_of = forward.make_logprob_fn(inputs.models.model, Sampling(), learning.mesh, recipe.sizes.at_once)
     preferred = jax.jit(partial(count_preferred, recipe.loss))
 
-    def measure(states: States) -> dict[str, float]:
-        params, right = learning.policy.all_parameters(states["policy"]), 0
-        with progress.task("evaluating pairs", count) as shown:
+    def evaluate(states: States) -> dict[str, float]:
+        params, correct_pairs = learning.policy.all_parameters(states["policy"]), 0
+        with progress.task("evaluating pairs", count) as progress_bar:
             for start in range(0, count, size):
-                # All batches have one shape: the last pair fills the last of them, and does not count there.
+                # All batches have the same shape, so copies of the last pair fill the last batch. They do not count.
                 rows = [min(i, count - 1) for i in range(start, start + size)]
                 batch = sharding.shard_batch(collate(rows[distributed.part(size)]), learning.mesh)
                 batch = learning.scored(states, batch)
-                right += int(preferred(logprobs_of(params, batch), batch, min(size, count - start)))
-                shown.advance(min(size, count - start))
-        return metrics_of(section, right / count, count)
+                correct_pairs += int(preferred(logprobs_of(params, batch), batch, min(size, count - start)))
+                progress_bar.advance(min(size, count - start))
+        return metrics_of(section, correct_pairs / count, count)
 
-    return measure
+    return evaluate
 
 
 def count_preferred(loss: Call, logprobs: Array, batch: Batch, count: AnyArray) -> jax.Array:
-    """Returns how many of the first `count` pairs of a batch have a larger reward of the chosen completion."""
+    """Returns in how many of the first `count` pairs of a batch the chosen completion has the larger reward."""
     _, metrics = loss(logprobs, batch, **batch.columns)
     return jnp.sum(jnp.where(jnp.arange(len(logprobs)) < count, metrics[PREFERRED][:, 0, 0], 0.0))
 
@@ -277,15 +290,23 @@ def train(session: Session, parts: SftParts) -> Iterator[dict[str, Any]]:
 
 
 def steps(config: Config, workdir: str | Path, *, signals: bool = False) -> Iterator[dict[str, Any]]:
-    """Fine-tunes in this process and yields records, as `train.steps`."""
+    """Fine-tunes in this process, resumes a run in `workdir` if it holds one, and yields the records of metrics.jsonl.
+
+    signals: True to save the run and raise KeyboardInterrupt also after SIGTERM or when the terminal closes.
+    """
     with build(config, workdir, signals=signals) as (session, parts):
         yield from train(session, parts)
 
 
 def main() -> None:
     shipped = ("sft", "search_sft", "pictures_sft", "dpo", "simpo")
-    given = parse_arguments("jaxrl_llm.sft", "Supervised fine-tuning, also on pairs of completions.", shipped=shipped)
-    with distributed.joined(given.distributed), build(given.config, given.workdir, command=True) as (session, parts):
+    arguments = parse_arguments(
+        "jaxrl_llm.sft", "Supervised fine-tuning, also on pairs of completions.", shipped=shipped
+    )
+    with (
+        distributed.joined(arguments.distributed),
+        build(arguments.config, arguments.workdir, command=True) as (session, parts),
+    ):
         for _ in train(session, parts):
             pass
 

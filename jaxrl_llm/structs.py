@@ -64,9 +64,9 @@ class Images:
 
     @classmethod
     def shapes(cls, lead: tuple[int, ...], width: int, sizes: ImageSizes) -> Images:
-        """Returns `padding` as shapes."""
-        each = cls.padding((), width, sizes)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), each)
+        """Returns the shapes of the arrays that `padding` makes with the same arguments."""
+        one_prompt = cls.padding((), width, sizes)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), one_prompt)
 
 
 class ImageSizes(NamedTuple):
@@ -91,11 +91,11 @@ class Prompt(NamedTuple):
 
     tokens: AnyArray  # [B, P] int32
     mask: AnyArray  # [B, P] bool, True on real tokens
-    images: Images | None = None  # None: the model reads texts only
+    images: Images | None = None  # None if the model reads texts only
 
     def narrowed(self, width: int, patches: int) -> Prompt:
-        """Returns the last `width` tokens and the first `patches` of each prompt. Nothing else may be there."""
-        # A batch without any image is computed as text.
+        """Returns the last `width` tokens and the first `patches` patches of each prompt. The rest must be padding."""
+        # Without a patch the batch has no images, and is computed as text.
         images, first = self.images if patches else None, self.tokens.shape[-1] - width
         if images is not None:
             tokens = images.sizes.tokens * patches // images.sizes.patches
@@ -118,26 +118,29 @@ class Prompts:
     mask: np.ndarray  # [B, P] bool, True on real tokens (left- or right-padded)
     rows: list[dict[str, Any]]  # B data rows, with all columns for the reward functions
     numbers: np.ndarray  # [B] int32, indices of these rows in the data set
-    sources: list[str] = field(default_factory=list)  # B names of the sources of these rows; []: there is no mixture
-    images: Images | None = None  # of NumPy arrays; None: the model reads texts only
+    sources: list[str] = field(default_factory=list)  # B names of mixture sources, or [] without a mixture
+    images: Images | None = None  # NumPy arrays; None if the model reads texts only
 
-    def joined(self, later: Prompts) -> Prompts:
-        """Returns these prompts and later ones."""
+    def joined(self, later_prompts: Prompts) -> Prompts:
+        """Returns these prompts followed by `later_prompts`."""
         tokens, mask, numbers = (
-            np.concatenate([getattr(self, name), getattr(later, name)]) for name in ("tokens", "mask", "numbers")
+            np.concatenate([getattr(self, name), getattr(later_prompts, name)])
+            for name in ("tokens", "mask", "numbers")
         )
-        images = jax.tree.map(lambda *parts: np.concatenate(parts), self.images, later.images)
-        rows, sources = self.rows + later.rows, self.sources + later.sources
+        images = jax.tree.map(lambda *parts: np.concatenate(parts), self.images, later_prompts.images)
+        rows, sources = self.rows + later_prompts.rows, self.sources + later_prompts.sources
         return Prompts(tokens, mask, rows, numbers, sources=sources, images=images)
 
-    def take(self, at: list[int]) -> Prompts:
-        """Returns the prompts at these places."""
-        sources = [self.sources[i] for i in at] if self.sources else []
-        rows, images = [self.rows[i] for i in at], jax.tree.map(lambda x: x[at], self.images)
-        return Prompts(self.tokens[at], self.mask[at], rows, self.numbers[at], sources=sources, images=images)
+    def take(self, indices: list[int]) -> Prompts:
+        """Returns the prompts at these indices of the batch."""
+        sources = [self.sources[i] for i in indices] if self.sources else []
+        rows, images = [self.rows[i] for i in indices], jax.tree.map(lambda x: x[indices], self.images)
+        return Prompts(
+            self.tokens[indices], self.mask[indices], rows, self.numbers[indices], sources=sources, images=images
+        )
 
 
-Collate: TypeAlias = Callable[[Any], Prompts]  # numbers of rows in the data set -> these prompts
+Collate: TypeAlias = Callable[[Any], Prompts]  # indices of rows in the data set -> their prompts
 
 
 @jax.tree_util.register_dataclass
@@ -148,15 +151,15 @@ class Rollouts:
     completions: AnyArray  # [B, G, C] int32
     completion_mask: AnyArray  # [B, G, C] bool, True on real tokens (attended to)
     loss_mask: AnyArray  # [B, G, C] bool, True on tokens that the policy sampled (trained on)
-    logprobs: AnyArray  # [B, G, C] float32, of the sampled distribution
-    truncated: AnyArray  # [B, G] bool, True if the limit came before a stop token, or if an episode met a limit
+    logprobs: AnyArray  # [B, G, C] float32, log-probabilities under the sampling distribution, from the engine
+    truncated: AnyArray  # [B, G] bool, True if the completion or its episode reached a limit before it ended
     versions: AnyArray  # [B, G, C] int32, step after which the sampling weights were pushed
-    episodes: dict[str, AnyArray] = field(default_factory=dict)  # {metric: [B, G]} of episodes with an environment
+    episodes: dict[str, AnyArray] = field(default_factory=dict)  # {metric: [B, G]} that the environment measured
 
     def measured(self, names: Iterable[str]) -> Rollouts:
-        """Returns these completions with these metrics of episodes: 0 where there are none."""
-        nothing = np.zeros(self.truncated.shape, np.float32)
-        return replace(self, episodes={name: self.episodes.get(name, nothing) for name in names})
+        """Returns a copy with exactly these episode metrics; a metric that is missing here becomes 0."""
+        zeros = np.zeros(self.truncated.shape, np.float32)
+        return replace(self, episodes={name: self.episodes.get(name, zeros) for name in names})
 
 
 @jax.tree_util.register_dataclass
@@ -167,7 +170,7 @@ class Rewards:
     total: AnyArray  # [B, G], weighted sum of the channels; NaN where no function with a weight returned a number
     channels: dict[str, AnyArray]  # {function: [B, G]}, NaN where the function abstained
     greedy: AnyArray = None  # [B, 1], total of each prompt's greedy completion, if the estimator needs it
-    greedy_lengths: AnyArray = None  # [B, 1], number of its tokens
+    greedy_lengths: AnyArray = None  # [B, 1], tokens of each prompt's greedy completion
 
 
 @jax.tree_util.register_dataclass
@@ -184,24 +187,24 @@ class Batch:
     values: AnyArray = None  # [B, G, C], by the critic before its update
     returns: AnyArray = None  # [B, G, C], the critic's targets
     rewards: AnyArray = None  # [B, G], without a KL penalty; NaN as `Rewards.total`
-    policy_mask: AnyArray = None  # [B, G, C] bool, tokens in the policy loss; None: all trained tokens
+    policy_mask: AnyArray = None  # [B, G, C] bool, tokens in the policy loss; None = all trained tokens
     sampler_logprobs: AnyArray = None  # [B, G, C], reported by the engine
-    old_logprobs: AnyArray = None  # [B, G, C], by the policy before the first update; None: by the current policy
-    ref_logprobs: AnyArray = None  # [B, G, C], by the reference (the KL anchor)
-    columns: dict[str, AnyArray] = field(default_factory=dict)  # {name: [B, G, C]}, scores that the loss asks for
-    packed_index: AnyArray = None  # [B, E, N, T] int32, from `packing.pack`; None: each completion is a row
-    images: Images | None = None  # None: the model reads texts only
+    old_logprobs: AnyArray = None  # [B, G, C], by the policy before the first update; None = by the current policy
+    ref_logprobs: AnyArray = None  # [B, G, C], by the reference model (the KL anchor)
+    columns: dict[str, AnyArray] = field(default_factory=dict)  # {name: [B, G, C]}, further scores that the loss needs
+    packed_index: AnyArray = None  # [B, E, N, T] int32, from `packing.pack`; None if each completion is a row
+    images: Images | None = None  # None if the model reads texts only
 
     @property
     def prompt(self) -> Prompt:
-        """The prompts as a model reads them."""
+        """The prompts with their masks and images, as a model reads them."""
         return Prompt(self.prompts, self.prompt_mask, self.images)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """A model in training: a frozen pytree of arrays."""
+    """The arrays of a model in training: a pytree whose fields never change in place."""
 
     params: PyTree
     opt_state: PyTree
@@ -210,20 +213,20 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a step and of a run, as a config gives them, and what follows from them."""
+    """Batch sizes and step counts of a run: fields of its config, and properties that are computed from them."""
 
     prompts_per_step: int  # B
     max_completion_tokens: int  # C
-    prompts_per_update: int  # of one optimizer step
-    microbatch: int  # prompts in memory at a time; 0: all
+    prompts_per_update: int  # prompts of one optimizer step
+    microbatch: int  # prompts in memory at a time; 0 = all prompts of an update
     steps: int
-    scheduled_steps: int  # that warm-up and decay cover
+    scheduled_steps: int  # steps that warm-up and decay of the learning rate cover
     warmup_steps: int = 0  # optimizer steps
     group_size: int = 1  # G
     epochs: int = 1  # passes over a rollout
-    critic_steps: int = 0  # at the start, in which only the critic learns
-    critic: bool = False  # there is one
-    samples: int = 1  # completions that a step samples for each prompt, at most
+    critic_steps: int = 0  # first steps, in which only the critic learns
+    critic: bool = False  # True if the run has a critic
+    samples: int = 1  # completions at most that a step samples for each prompt
 
     @property
     def sequences_per_step(self) -> int:
@@ -244,12 +247,12 @@ class Sizes:
 
     @property
     def scheduled_updates(self) -> int:
-        """Optimizer steps that the policy's schedules cover. In the critic's first steps the policy learns nothing."""
+        """Optimizer steps that the policy's schedules cover: those after the first `critic_steps` steps."""
         return self.updates_per_rollout * (self.scheduled_steps - self.critic_steps)
 
     @property
     def critic_updates(self) -> int:
-        """Optimizer steps that the critic's schedule covers; 0: there is no critic."""
+        """Optimizer steps that the critic's schedule covers; 0 without a critic."""
         return self.updates_per_rollout * self.scheduled_steps * self.critic
 
     @property
@@ -258,31 +261,31 @@ class Sizes:
         return self.steps * self.prompts_per_step * self.samples * self.max_completion_tokens
 
     def totals(self) -> dict[str, int]:
-        """Returns what follows from a config, by name."""
+        """Returns the derived sizes by name, as `jaxrl plan` and the model card print them."""
         names = ("prompts_per_update", "sequences_per_step", "sequences_per_update", "updates_per_rollout", "updates")
         names += ("scheduled_updates", "warmup_steps", "completion_tokens", "critic_updates")
         return {name: getattr(self, name) for name in names}
 
     @property
     def at_once(self) -> int:
-        """Prompts of an update in memory at a time."""
+        """Prompts of an update that are in memory at the same time."""
         return self.microbatch or self.prompts_per_update
 
 
 class PartState(NamedTuple):
-    """What a checkpoint keeps of one part of a run."""
+    """The state of one part of a run, as a checkpoint holds it."""
 
-    notes: dict[str, Any]  # for JSON
-    arrays: PyTree = None  # on the devices
+    notes: dict[str, Any]  # values of JSON
+    arrays: PyTree = None  # arrays on the devices, None if the part has none
 
 
 class StatefulPart(Protocol):
-    """A part of a run that goes on where it was when the run is resumed."""
+    """A part of a run whose state is saved in checkpoints and restored when the run resumes."""
 
     def state(self, seconds: float | None = None) -> PartState:
-        """Returns what a checkpoint keeps, after the last step. seconds: how long it may wait; None: no limit."""
+        """Returns the part's state after the last step. seconds: time limit of waiting for work; None = unlimited."""
         ...
 
     def load(self, state: PartState | None) -> None:
-        """Goes on from a state; None: from the beginning."""
+        """Restores a state of `state()`; None resets the part for a new run."""
         ...

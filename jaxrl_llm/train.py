@@ -31,16 +31,19 @@ def rl_step(session: Session, parts: Parts, lease: WeightLease, step: int) -> tu
     timer.lap("rollout")
     session.stop.check()
     plain = shard_batch(to_batch(samples.prompts, samples.rollouts, samples.trained, parts.packing), learning.mesh)
-    scores = learning.score(lease.states, plain)  # before the rewards: the device scores while the host rewards
+    # Scoring starts before the rewards, because the device scores while the host computes rewards.
+    scores = learning.score(lease.states, plain)
     scored = session.log.watch(scores)
     rewards = shard_batch(samples.rewards(), learning.mesh)
     batch, metrics = learning.assign_credit(plain, scores, rewards, learning.coefficients(lease.states))
     timer.lap("reward")
     states, checked = lease.reclaim()  # the first update donates the parameters, which the engine may still read
     minibatches = learning.minibatches(step)
-    learning.compile(parts.shape_cache, states, plain, batch, minibatches[0])  # may take minutes, so not in `deferred`
+    # Compilation stays outside of `deferred`, because it may take minutes in which a signal must work.
+    learning.compile(parts.shape_cache, states, plain, batch, minibatches[0])
     updates = []
-    with session.stop.deferred():  # a signal waits: the old states are donated, the new ones not committed
+    # A signal waits in this block, because the old states are donated and the new states are not committed yet.
+    with session.stop.deferred():
         for rows in minibatches:
             states, measured = learning.update(states, batch, rows, step)
             updates.append(measured)
@@ -63,17 +66,20 @@ def train(session: Session, parts: Parts) -> Iterator[dict[str, Any]]:
 
 
 def steps(config: Config, workdir: str | Path, *, signals: bool = False) -> Iterator[dict[str, Any]]:
-    """Trains in this process and yields the records of metrics.jsonl, resuming a run in the workdir. See `build`."""
+    """Trains in this process, resumes a run in `workdir` if it holds one, and yields the records of metrics.jsonl.
+
+    signals: True to save the run and raise KeyboardInterrupt also after SIGTERM or when the terminal closes.
+    """
     with build(config, workdir, signals=signals) as (session, parts):
         yield from train(session, parts)
 
 
 def main() -> None:
-    given = parse_arguments("jaxrl_llm.train", "Reinforcement learning.", compile_only=COMPILE_ONLY)
-    with distributed.joined(given.distributed):
-        if given.compile_only:
-            return compile_only(given.config)
-        with build(given.config, given.workdir, command=True) as (session, parts):
+    arguments = parse_arguments("jaxrl_llm.train", "Reinforcement learning.", compile_only=COMPILE_ONLY)
+    with distributed.joined(arguments.distributed):
+        if arguments.compile_only:
+            return compile_only(arguments.config)
+        with build(arguments.config, arguments.workdir, command=True) as (session, parts):
             for _ in train(session, parts):
                 pass
 

@@ -42,9 +42,9 @@ def main() -> None:
         setattr(owner, name, call)
 
     timed(Health, "judge", "rules")
-    timed(record, "of_rollouts", "lengths")
-    timed(record, "of_texts", "texts")
-    timed(log.Log, "_write_plain", "writing")
+    timed(record, "rollout_metrics", "lengths")
+    timed(record, "text_metrics", "texts")
+    timed(log.Log, "_write_numbers", "writing")
     with TemporaryDirectory() as workdir:
         times = [one["time/step"] for one in steps(config, Path(workdir) / "run")]
     step = median(times[FIRST:])

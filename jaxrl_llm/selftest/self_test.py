@@ -27,7 +27,7 @@ from jaxrl_llm.health.rules.environment import tool_down
 from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.machine import progress, sharding
 from jaxrl_llm.rollout.routing import routing_agreement
-from jaxrl_llm.selftest.trial import AGAIN, KEY, TOKENS, Dialog, Subject, Trial, prepare, trial_batch
+from jaxrl_llm.selftest.trial import AGAIN, KEY, TOKENS, Dialog, SelfTestParts, Trial, prepare, trial_batch
 from jaxrl_llm.structs import Array, Batch, Rollouts
 from jaxrl_llm.tasks import PREFILL
 
@@ -97,7 +97,7 @@ skipped = partial(CheckReport, findings=(), applicable=False)
 MORE = "doctor --selftest does this: it needs programs that the run has not"
 
 
-def check(parts: Subject, states: States, *, full: bool) -> Iterator[CheckReport]:
+def check(parts: SelfTestParts, states: States, *, full: bool) -> Iterator[CheckReport]:
     """Runs all checks on a new run; states: its first ones; full: also those with programs of their own."""
     began = time.perf_counter()
     trial = prepare(parts, states, full=full)
@@ -110,7 +110,7 @@ def check(parts: Subject, states: States, *, full: bool) -> Iterator[CheckReport
         yield report._replace(id=id, seconds=time.perf_counter() - began)
 
 
-def at_start(parts: Subject, states: States, say: Callable[[str], None]) -> list[Finding]:
+def at_start(parts: SelfTestParts, states: States, say: Callable[[str], None]) -> list[Finding]:
     """Runs the checks that need no other programs than the run, says how many passed, and returns what they find."""
     began = time.perf_counter()
     reports, following = [], [*(id for id, _ in CHECKS), ""]
@@ -140,7 +140,7 @@ def reference_agrees(trial: Trial) -> CheckReport:
     else:
         return skipped(MORE)
     text = f"KL to the reference {kl:.1e}"
-    bound = KL if trial.parts.facts.dtype == "float32" else KL_ROUNDED
+    bound = KL if trial.parts.recipe_summary.dtype == "float32" else KL_ROUNDED
     # The bound is wider with top-k or top-p, because then the KL is the mean of d and not of d^2 / 2.
     if abs(kl) <= (np.sqrt(2 * bound) if trial.full and trial.parts.learning.sampling.truncates else bound):
         return CheckReport(text)
@@ -172,7 +172,7 @@ def sampler_agrees(trial: Trial) -> CheckReport:
         return skipped(MORE)
     gaps = np.abs(_host(trial.policy) - trial.rollouts.logprobs)[trial.rollouts.loss_mask]
     text = f"log-probabilities of sampler and trainer differ by {gaps.max():.1e} at most, {gaps.mean():.1e} in the mean"
-    if trial.full and trial.parts.model.cfg.mixture and trial.parts.facts.in_trainer:
+    if trial.full and trial.parts.model.cfg.mixture and trial.parts.recipe_summary.in_trainer:
         same = routing_agreement(trial.parts.model, trial.params, trial.batch, trial.parts.learning.mesh)
         text += f"; they choose the same experts in {same:.2%} of layers and tokens"
     gap, bound = (gaps.max(), GAP) if trial.exact else (gaps.mean(), min(trial.engine.max_gap or MEAN_GAP, MEAN_GAP))
@@ -185,7 +185,7 @@ def sampler_agrees(trial: Trial) -> CheckReport:
 
 def groups_are_whole(trial: Trial) -> CheckReport:
     """S4: each group has all its completions, and advantages relative to a group have mean 0 in it."""
-    name = trial.parts.facts.credit.estimator.name
+    name = trial.parts.recipe_summary.credit.estimator.name
     expected, sampled = trial.rewards.total.shape, trial.rollouts.completions.shape[:2]
     findings = []
     if sampled != expected:
@@ -208,8 +208,8 @@ def groups_are_whole(trial: Trial) -> CheckReport:
 
 def reward_sees(trial: Trial) -> CheckReport:
     """S5: functions judge what a policy may say, and a good answer earns more than an empty completion."""
-    reward, rows = trial.parts.facts.reward, trial.parts.dataset.rows[:ROWS]
-    if not any(reward.weights) or not trial.parts.facts.credit.estimator.needs_reward:
+    reward, rows = trial.parts.recipe_summary.reward, trial.parts.dataset.rows[:ROWS]
+    if not any(reward.weights) or not trial.parts.recipe_summary.credit.estimator.needs_reward:
         return skipped("no reward is used")
     if not reward.timeout and not trial.full:  # a call more may change the state of a function
         return skipped("reward.timeout = 0: the functions run in this process; doctor --selftest calls them")
@@ -263,7 +263,7 @@ def _earned(trial: Trial, rows: list[dict[str, Any]], texts: list[list[str]]) ->
         columns["turns"] = [[[{"role": "assistant", "content": text}] for text in group] for group in texts]
         columns["episode"] = [[defaultdict(float) for _ in group] for group in texts]
         columns["loss_mask"] = [[[True] * len(tokens) for tokens in group] for group in ids]
-    with closing(trial.parts.reward_fn()) as reward_fn:
+    with closing(trial.parts.open_reward_fn()) as reward_fn:
         return reward_fn(rows, texts, ids, columns).rewards.total
 
 
@@ -299,7 +299,11 @@ def gradient_stays(trial: Trial) -> CheckReport:
     if not trial.full:
         return skipped(MORE)
     microbatch = sharding.prompt_shards(trial.parts.learning.mesh)  # one prompt of each device
-    bound = GRADIENT if trial.parts.facts.dtype == trial.parts.facts.gradient_dtype == "float32" else GRADIENT_ROUNDED
+    bound = (
+        GRADIENT
+        if trial.parts.recipe_summary.dtype == trial.parts.recipe_summary.gradient_dtype == "float32"
+        else GRADIENT_ROUNDED
+    )
     findings, distances = [], []
     for name in trial.parts.learning.learners:
         whole, _ = trial.gradient(name, 0)
@@ -366,7 +370,7 @@ def _observed(completion: np.ndarray, real: np.ndarray, trained: np.ndarray, dia
 def _tool_down(trial: Trial, rollouts: Rollouts) -> Finding | None:
     """Finds a tool that fails in all calls of these episodes."""
     measured = {f"episode/{name}": float(x.mean()) for name, x in rollouts.episodes.items()}
-    finding, environment = tool_down(History([{"step": 1} | measured])), trial.parts.facts.env
+    finding, environment = tool_down(History([{"step": 1} | measured])), trial.parts.recipe_summary.env
     if finding and environment and "url" in environment.arguments:
         finding = replace(finding, cause=f"{finding.cause} (config.env.url = {environment.arguments['url']!r})")
     return finding and replace(finding, id=tool_down.__name__)
@@ -447,7 +451,7 @@ def _first_metrics(trial: Trial) -> dict[str, Array] | None:
         return trial.gradient("policy", 0)[1]
     if trial.policy is None:
         return None
-    loss_fn = trial.parts.facts.loss
+    loss_fn = trial.parts.recipe_summary.loss
 
     @jax.jit
     def metrics(logprobs: Array, batch: Batch) -> dict[str, Array]:
@@ -463,7 +467,7 @@ def _generation_prompt(trial: Trial) -> Iterator[Finding]:
     prompt, tokenizer = trial.parts.dataset.rows[0]["prompt"], trial.parts.tokenizer
     if isinstance(prompt, str) or prompt[-1]["role"] == "assistant":  # no template, or an answer that goes on
         return
-    args = trial.parts.facts.template_args | formats.template_args(trial.parts.dataset.rows[0])
+    args = trial.parts.recipe_summary.template_args | formats.template_args(trial.parts.dataset.rows[0])
     render = partial(tokenizer.apply_chat_template, prompt, tokenize=False, **args)
     closed, opened = (render(add_generation_prompt=add) for add in (False, True))
     expected = opened.removeprefix(closed) if opened.startswith(closed) else ""

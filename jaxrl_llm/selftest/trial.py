@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import numpy as np
@@ -39,23 +39,22 @@ Dialog: TypeAlias = list[tuple[list[int], list[int] | None]]
 KEY = 2**31 - 1  # folded into the run's key: no step has this number, so no step draws the same
 
 
-class Facts(NamedTuple):
-    """What the self-test needs to know of a recipe."""
+class RecipeSummary(NamedTuple):
+    """The fields of a recipe that the self-test needs."""
 
-    dtype: str  # of activations
+    dtype: str  # dtype of activations
     gradient_dtype: str
-    in_trainer: bool  # the engine has the trainer's arithmetic
-    own_samples: bool  # the weights that sample are those at the start of the step
+    in_trainer: bool  # True if the engine computes with the trainer's arithmetic
+    own_samples: bool  # True if each step samples with the weights that it starts with
     credit: Credit
     loss: Call
     reward: RewardSettings
-    env: Call | None
-    template_args: dict[str, Any]  # of the chat template
+    env: Call | None  # None if every completion is one turn
+    template_args: dict[str, Any]  # arguments of the chat template
 
 
-@dataclass
-class Subject:
-    """The parts of a run that its self-test looks at."""
+class SelfTestParts(Protocol):
+    """The parts of a run that its self-test reads; `build.Parts` has them all."""
 
     actor: Actor
     learning: Learning
@@ -64,10 +63,12 @@ class Subject:
     tokenizer: Any
     dataset: data.Dataset
     stop_ids: tuple[int, ...]
-    environments: EnvironmentPool | None  # what the policy talks to; None: nothing
+    environments: EnvironmentPool | None  # None if every completion is one turn
     shape_cache: ShapeCache
-    reward_fn: Callable[[], RewardFn]  # opens one, which the caller closes: after an error the run's own is of no use
-    facts: Facts
+    # Starts reward processes, which the caller closes. The self-test needs its own, because an error in a reward
+    # function makes them unusable.
+    open_reward_fn: Callable[[], RewardFn]
+    recipe_summary: RecipeSummary
 
 
 class Recorder(EnvironmentBatch):
@@ -93,7 +94,7 @@ class Recorder(EnvironmentBatch):
 class Trial:
     """Completions of the first prompts, scored and with advantages. Arrays on the host are those of all processes."""
 
-    parts: Subject
+    parts: SelfTestParts
     states: States  # the first ones
     full: bool  # also run what needs programs that the run has not
     prompts: Prompts  # of this process
@@ -127,7 +128,7 @@ class Trial:
     @property
     def exact(self) -> bool:
         """Whether sampler and trainer compute the same numbers, to the rounding of float32."""
-        return self.parts.facts.in_trainer and self.parts.facts.dtype == "float32"
+        return self.parts.recipe_summary.in_trainer and self.parts.recipe_summary.dtype == "float32"
 
     def sample(self, key: int, tokens: int) -> Rollouts:
         """Samples completions of the prompts of this process, of at most so many tokens."""
@@ -154,12 +155,12 @@ class Trial:
         return self.gradients[name, microbatch, packed]
 
 
-def prepare(parts: Subject, states: States, *, full: bool) -> Trial:
+def prepare(parts: SelfTestParts, states: States, *, full: bool) -> Trial:
     """Samples and scores the first prompts of the data. Data, keys, shapes and states of the run stay as they are.
 
     full: few prompts, in shapes of their own. Otherwise those of the run, whose programs its first step needs anyway.
     """
-    learning, facts, engine = parts.learning, parts.facts, parts.actor.engine
+    learning, recipe, engine = parts.learning, parts.recipe_summary, parts.actor.engine
     params, mesh = learning.policy(states), learning.mesh
     parts.actor.wait_for_weights()  # a thread that samples ahead uses the same engine and the same shape cache
     group, count = learning.sizes.group_size, learning.sizes.prompts_per_step
@@ -174,15 +175,15 @@ def prepare(parts: Subject, states: States, *, full: bool) -> Trial:
         rollouts, again = sharding.gather((sampled, again), mesh)
         plain = trial_batch(parts, prompts, sampled, full=full)
     # The sampler's weights are not in memory while a step scores, unless the engine samples ahead.
-    if facts.own_samples:
+    if recipe.own_samples:
         engine.release()
     scores, logprobs = learning.score(states, plain), _logprob_program(parts, states, full=full)
     policy = logprobs(params, plain) if logprobs else None
-    rewards = _synthetic_rewards(facts.credit, count, group)
+    rewards = _synthetic_rewards(recipe.credit, count, group)
     local_rewards = jax.tree.map(lambda x: x[distributed.part(count)], rewards)
     placed = sharding.shard_batch(local_rewards, mesh)
     batch, _ = learning.assign_credit(plain, scores, placed, learning.coefficients(states))
-    if facts.own_samples:
+    if recipe.own_samples:
         engine.update_weights(params)
     return Trial(parts, states, full, prompts, rollouts, again, rewards, batch, scores, logprobs, policy)
 
@@ -195,13 +196,13 @@ def _shapes_stay(shape_cache: ShapeCache) -> Iterator[None]:
     shape_cache.load_policies(saved)
 
 
-def _sample(parts: Subject, prompts: Prompts, group: int, key: int, tokens: int) -> Rollouts:
+def _sample(parts: SelfTestParts, prompts: Prompts, group: int, key: int, tokens: int) -> Rollouts:
     limits = np.full((len(prompts.tokens), group), min(tokens, parts.learning.sizes.max_completion_tokens))
     run_key, sampling = keys.derived(parts.learning.seed, key), parts.learning.sampling
     return parts.actor.engine.sample(prompts, run_key, group_size=group, sampling=sampling, max_tokens=limits)
 
 
-def trial_batch(parts: Subject, prompts: Prompts, rollouts: Rollouts, *, full: bool) -> Batch:
+def trial_batch(parts: SelfTestParts, prompts: Prompts, rollouts: Rollouts, *, full: bool) -> Batch:
     """Puts completions of this process on the devices, in packed rows."""
     _, group, limit = rollouts.completions.shape
 
@@ -216,7 +217,7 @@ def trial_batch(parts: Subject, prompts: Prompts, rollouts: Rollouts, *, full: b
     return sharding.shard_batch(to_batch(prompts, rollouts, rollouts.loss_mask, packed), parts.learning.mesh)
 
 
-def _logprob_program(parts: Subject, states: States, *, full: bool) -> Callable[[PyTree, Batch], Array] | None:
+def _logprob_program(parts: SelfTestParts, states: States, *, full: bool) -> Callable[[PyTree, Batch], Array] | None:
     """Returns a function of the policy's parameters and a batch, with a program that the run has if there is one."""
     learning = parts.learning
     # One program for policy and reference: two programs round in another order, and equal weights would differ.

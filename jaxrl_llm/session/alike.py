@@ -1,4 +1,4 @@
-"""What the processes of a run start with: the same config, code and versions in all of them."""
+"""Checks that all processes of a run start with the same config, code and versions."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from jaxrl_llm.machine import distributed
 from jaxrl_llm.machine.distributed import agreement
 
 VERSIONS = {"JAX": jax.__version__, "Python": platform.python_version(), "jaxrl_llm": jaxrl_llm.__version__}
-FLAGS = "jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable"  # JAX's; they change programs
+# JAX's settings that change the programs.
+FLAGS = "jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable"
 
 
 def check(fields: Mapping[str, Any]) -> None:
-    """Checks that all processes have these fields of a config, and the same code and versions.
+    """Checks that these fields of a config, the code and the versions are equal in all processes.
 
-    The modules that the fields name are imported. Raises: UserError, naming what differs.
+    The modules that the fields name must be imported. Raises: UserError, naming the difference.
     """
     if distributed.count() == 1:
         return
-    code = {"the code of jaxrl_llm": _hash(sorted(Path(jaxrl_llm.__file__).parent.rglob("*.py")))}
-    code |= {f"the file of {name}": _hash([file]) for name, file in own_files(fields.values()).items()}
+    code = {"the code of jaxrl_llm": _hash_files(sorted(Path(jaxrl_llm.__file__).parent.rglob("*.py")))}
+    code |= {f"the file of {name}": _hash_files([file]) for name, file in own_files(fields.values()).items()}
     flags = {name: jax.config.values[name] for name in FLAGS}
     agreement.check_alike({f"config.{name}": x for name, x in fields.items()} | VERSIONS | flags, code)
 
 
-def _hash(files: Iterable[Path]) -> str:
+def _hash_files(files: Iterable[Path]) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -28,7 +28,7 @@ from jaxrl_llm.structs import Sizes
 
 
 def print_banner(title: str, rows: list[tuple[str, Any]], *, lines: Sequence[str] = ()) -> None:
-    """Prints a title, aligned pairs, and lines of text below them."""
+    """Prints a title, a table of (name, value) rows, and lines of text below the table."""
     console = Console(highlight=False, soft_wrap=True, force_jupyter=False)
     console.print(printable(title), markup=False, style="bold")
     width = max(len(name) for name, _ in rows)
@@ -40,7 +40,7 @@ def print_banner(title: str, rows: list[tuple[str, Any]], *, lines: Sequence[str
 
 
 def _wrapped(line: str, indent: int, console: Console) -> str:
-    """Returns a line for a console. On a terminal it goes on below, after a word, with an indent."""
+    """Returns a line for a console. On a terminal a long line is wrapped between words, with an indent."""
     line = printable(line)
     if not console.is_terminal:
         return line
@@ -50,38 +50,38 @@ def _wrapped(line: str, indent: int, console: Console) -> str:
 def model_and_data_table(
     path: str, mesh: Mesh, model: DecoderConfig, sizes: Sizes, settings: DataSettings, dataset: Dataset
 ) -> list[tuple[str, Any]]:
-    """Returns the banner's rows on model, mesh and training data. path: folder of the model, "" if it is new."""
+    """Returns the banner's rows on model, mesh and training data. path: folder of the model, "" for a new model."""
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     shape = f"{model.layers} layers of {model.width}, vocabulary {model.vocab_size:,}, {model.dtype}"
-    few = len(dataset.rows) < sizes.prompts_per_step
-    once = ""
+    has_few_rows = len(dataset.rows) < sizes.prompts_per_step
+    no_repeat_note = ""
     if settings.skip and sizes.steps * sizes.prompts_per_step <= len(dataset.rows):
-        once = f"none is drawn twice in {sizes.steps:,} steps"
+        no_repeat_note = f"no prompt is drawn twice in {sizes.steps:,} steps"
     path = path.removeprefix(f"{Path.cwd()}/") or "new"
     return [
         ("model", f"{path} ({shape})"),
         ("mesh", f"{axes} on {mesh.devices.flat[0].device_kind}"),
-        ("prompts", f"{_count(dataset, 'data.convert')}, {dataset.dropped:,} over-long dropped"),
-        *_sources(settings, dataset),
-        *_image_lines(dataset),
-        *([("", "fewer than prompts_per_step: a step has some of them twice or more")] if few else []),
-        *_order(settings, dataset, sizes),
-        *([("", f"{once}, so that data.curriculum changes nothing")] if once else []),
-        *[("", note) for note in (*dataset.notes, *_repeated(dataset))],
+        ("prompts", f"{_describe_size(dataset, 'data.convert')}, {dataset.dropped:,} over-long dropped"),
+        *_source_rows(settings, dataset),
+        *_image_rows(dataset),
+        *([("", "fewer prompts than config.prompts_per_step: each step repeats some prompts")] if has_few_rows else []),
+        *_order_row(settings, dataset, sizes),
+        *([("", f"{no_repeat_note}, so config.data.curriculum has no effect")] if no_repeat_note else []),
+        *[("", note) for note in (*dataset.notes, *_duplicate_notes(dataset))],
     ]
 
 
 def problems_table(eval_sets: Mapping[str, EvalSet], held_out: Mapping[str, Dataset]) -> list[tuple[str, Any]]:
-    """Returns the banner's rows on the evaluation sets; both by their sections of the config."""
+    """Returns the banner's rows on the evaluation sets. eval_sets, held_out: settings and rows by config section."""
     rows = list[tuple[str, Any]]()
     for section, problems in held_out.items():
         settings, name = eval_sets[section], set_name(section)
         rows += [
-            (f"problems {name}".rstrip(), _count(problems, f"{section}.convert")),
-            ("", f"of {settings.source}, judged by {settings.function}"),
+            (f"problems {name}".rstrip(), _describe_size(problems, f"{section}.convert")),
+            ("", f"from {settings.source}, judged by {settings.function}"),
             *([("", problems.read_as)] if problems.read_as else []),
-            *_image_lines(problems),
-            *[("", note) for note in (*problems.notes, *_repeated(problems))],
+            *_image_rows(problems),
+            *[("", note) for note in (*problems.notes, *_duplicate_notes(problems))],
         ]
     return rows
 
@@ -92,75 +92,79 @@ UNCONFINED = (
 )
 
 
-def unconfined(settings: JudgeSettings) -> list[str]:
-    """Returns the line of a run whose programs of the policy may run without a sandbox."""
+def unconfined_warning(settings: JudgeSettings) -> list[str]:
+    """Returns the warning of a run that may execute the policy's programs without a sandbox, else []."""
     return [UNCONFINED] if settings.unconfined else []
 
 
 def shortened_warmups(warmups: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Returns a line for each warm-up that does not fit; warmups: steps of the config, and of the run, by section."""
+    """Returns a note for each warm-up that is longer than the run. warmups: section -> (configured, actual steps)."""
     return [
-        f"note: config.{section}.warmup_steps = {steps} does not fit into this run: its warm-up has {used}"
+        f"note: config.{section}.warmup_steps = {steps} does not fit into this run: the warm-up lasts {used} steps"
         for section, (steps, used) in warmups.items()
         if steps > used
     ]
 
 
-def _sources(settings: DataSettings, dataset: Dataset) -> list[tuple[str, str]]:
-    """Returns the rows on how the columns were read, and on the sources of a mixture."""
+def _source_rows(settings: DataSettings, dataset: Dataset) -> list[tuple[str, str]]:
+    """Returns the banner's rows on how the columns were read, and on the sources of a mixture."""
     weights = {name: settings.mixture[name].weight for name in dataset.parts}
     shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
     parts = [f"{name}: {len(rows):,} prompts, {shares[name]:.1%} of a step" for name, rows in dataset.parts.items()]
     return [("", line) for line in [*([dataset.read_as] if dataset.read_as else []), *parts]]
 
 
-def _order(settings: DataSettings, dataset: Dataset, sizes: Sizes) -> list[tuple[str, str]]:
-    """Returns the row on the order of the prompts, if a column gives it."""
+def _order_row(settings: DataSettings, dataset: Dataset, sizes: Sizes) -> list[tuple[str, str]]:
+    """Returns the banner's row on the order of the prompts, if config.data.order_column decides it."""
     if dataset.order_values is None:
         return []
-    drawn = sizes.steps * sizes.prompts_per_step
+    drawn_prompts = sizes.steps * sizes.prompts_per_step
     values = np.sort(dataset.order_values)
     line = f"each epoch by {settings.order_column}, from {values[0]:g} to {values[-1]:g}"
-    if drawn < len(values) and not dataset.parts:
-        # A prompt that replaces another one comes later in the order.
+    if drawn_prompts < len(values) and not dataset.parts:
+        # Groups without a reward difference are replaced by later prompts, so the run may get further than this.
         open_end = " or above" * (sizes.samples > sizes.group_size)
-        line += f"; the run has {drawn:,} prompts, and ends at {values[drawn - 1]:g}{open_end}"
+        line += f"; the run has {drawn_prompts:,} prompts, and ends at {values[drawn_prompts - 1]:g}{open_end}"
     return [("", line)]
 
 
-def _image_lines(dataset: Dataset) -> list[tuple[str, str]]:
+def _image_rows(dataset: Dataset) -> list[tuple[str, str]]:
     images = dataset.images
     return [("images", images.line(dataset.width))] if images and images.count else []
 
 
-def _repeated(dataset: Dataset) -> list[str]:
-    count, number, before = dataset.repeated()
+def _duplicate_notes(dataset: Dataset) -> list[str]:
+    count, number, earlier_number = dataset.repeated()
     if not count:
         return []
     return [
-        f"{count:,} of {len(dataset.rows):,} prompts equal an earlier one, the first is row {number:,} (as {before:,})"
+        f"{count:,} of {len(dataset.rows):,} prompts repeat an earlier prompt; the first of them is row {number:,}, "
+        f"which equals row {earlier_number:,}"
     ]
 
 
-def beginning(start: int, steps: int, changes: Sequence[Change]) -> list[tuple[str, str]]:
-    """Returns the banner's rows on the step at which the run begins, and on the rows that it accepts from there on."""
-    begins = f"after step {start} of {steps}, resumed" if start else "anew"
+def start_table(start: int, steps: int, changes: Sequence[Change]) -> list[tuple[str, str]]:
+    """Returns the banner's rows on the step after which the run continues, and on accepted changes of rows or code.
+
+    start: step of the newest checkpoint, 0 for a new run. steps: config.num_steps.
+    """
+    start_text = f"after step {start} of {steps}, resumed" if start else "a new run"
     if start > steps:
-        begins = f"after step {start}, which is more than config.num_steps = {steps}: there is nothing to do"
-    return [("begins", begins), *[("", f"{change}: accepted") for change in changes]]
+        start_text = f"after step {start}, which is more than config.num_steps = {steps}: the run has ended already"
+    return [("starts", start_text), *[("", f"{change}: accepted") for change in changes]]
 
 
 def rollback_table(health: HealthSettings, every: int) -> list[tuple[str, str]]:
-    """Returns the banner's row on how far the run can go back, if a health rule may send it back."""
-    if not (back := health.rollback):
+    """Returns the banner's row on how far the run can roll back, if health rules may do so. every: checkpoint.every."""
+    if not (rollback := health.rollback):
         return []
     ages = ", ".join(str(every * 2**i) for i in range(3))
     reach = f"it keeps checkpoints about {ages} … steps back, to half of the steps done"
-    return [("goes back", f"at {' or '.join(back.rules)}, at most {back.most} times: {reach}")]
+    return [("rolls back", f"at {' or '.join(rollback.rules)}, at most {rollback.most} times: {reach}")]
 
 
 def totals_table(sizes: Sizes) -> list[tuple[str, int]]:
-    """Returns the rows on batch sizes and step counts."""
+    """Returns the banner's rows on batch sizes and step counts."""
     return [
         ("sequences per step", sizes.sequences_per_step),
         ("sequences per optimizer step", sizes.sequences_per_update),
@@ -171,40 +175,54 @@ def totals_table(sizes: Sizes) -> list[tuple[str, int]]:
     ]
 
 
-def _count(dataset: Dataset, convert: str) -> str:
+def _describe_size(dataset: Dataset, convert: str) -> str:
     refused = f", {dataset.refused:,} dropped by {convert}" if dataset.refused else ""
     return f"{len(dataset.rows):,} of at most {dataset.width} tokens{refused}"
 
 
 def models_table(scorers: Mapping[str, Scorer], learners: Mapping[str, Learner]) -> list[tuple[str, str]]:
-    """Returns the banner's rows on models: scorers with their columns, and learners with their first step."""
+    """Returns the banner's rows on models: scorers with the columns that they compute, and learners."""
     columns = [f"{name} ({', '.join(scorer.columns)})" for name, scorer in scorers.items()]
-    late = {name: f" (from step {x.frozen_steps + 1})" for name, x in learners.items() if x.frozen_steps}
+    start_notes = {name: f" (from step {x.frozen_steps + 1})" for name, x in learners.items() if x.frozen_steps}
     return [
         ("models that score", ", ".join(columns) or "none"),
-        ("models that learn", ", ".join(f"{name}{late.get(name, '')}" for name in learners)),
+        ("models that learn", ", ".join(f"{name}{start_notes.get(name, '')}" for name in learners)),
     ]
 
 
 def truncation_table(sampling: Sampling, terms: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns the banner's row on what top-k and top-p do to terms of the loss, such as "KL", if the run has both."""
+    """Returns the banner's row on loss terms that are computed on truncated distributions, if top-k or top-p is used.
+
+    terms: names such as "KL".
+    """
     if not (sampling.truncates and terms):
         return []
-    cut = ", ".join(f"{n} {x}" for n, x in (("top_k", sampling.top_k), ("top_p", sampling.top_p)) if x not in (0, 1))
-    return [(" and ".join(terms), f"of truncated distributions ({cut}): each model is cut to its own tokens")]
+    truncation = ", ".join(
+        f"{n} {x}" for n, x in (("top_k", sampling.top_k), ("top_p", sampling.top_p)) if x not in (0, 1)
+    )
+    return [
+        (
+            " and ".join(terms),
+            f"of truncated distributions ({truncation}): each model keeps only its own most likely tokens",
+        )
+    ]
 
 
 def sampler_table(mesh: Mesh, devices: int) -> list[tuple[str, str]]:
-    """Returns the banner's row on the sampler's mesh, if it has `devices` of its own."""
+    """Returns the banner's row on the sampler's mesh. devices: number of devices of its own; 0 = shared, no row."""
     if not devices:
         return []
-    axes, local = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()), len(mesh.local_devices)
-    where = f"the last {local} devices" if local == devices else f"the last {local} devices of each process"
-    return [("sampling", f"{axes} on {where}, the mesh above has the others")]
+    axes, local_count = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()), len(mesh.local_devices)
+    devices_text = (
+        f"the last {local_count} devices"
+        if local_count == devices
+        else f"the last {local_count} devices of each process"
+    )
+    return [("sampling", f"{axes} on {devices_text}; the trainer's mesh has the other devices")]
 
 
 def adapters_table(adapters: Adapters | None) -> list[tuple[str, str]]:
-    """Returns the banner's row on adapters, if the run has some."""
+    """Returns the banner's rows on adapters, or [] if the run has none."""
     if not adapters:
         return []
     names = ", ".join(module.rpartition(".")[2] for module in adapters.modules.values())
@@ -213,9 +231,9 @@ def adapters_table(adapters: Adapters | None) -> list[tuple[str, str]]:
 
 
 def shapes_table(stream: StreamSizes | None, packed: Sequence[Shape]) -> list[tuple[str, str]]:
-    """Returns the banner's rows on the shapes of decoding and on the largest shape of packed rows.
+    """Returns the banner's rows on the shapes of decoding and of packed rows, each of which is a compiled program.
 
-    Each shape is a program to compile. stream: sizes of the in-JAX engine, None if another engine samples.
+    stream: sizes of the in-JAX engine, None if another engine samples. packed: shapes [N, T], the largest first.
     """
     rows = []
     if stream:
@@ -223,6 +241,8 @@ def shapes_table(stream: StreamSizes | None, packed: Sequence[Shape]) -> list[tu
         cache = f"{stream.pages} pages of {stream.page} tokens"
         rows.append(("decoding, on a device", f"{' or '.join(map(str, counts))} completions at once, {cache}"))
     n, t = packed[0]
-    later = f"; up to {MAX_SHAPES} shapes, none larger than the first batch needs" if len(packed) > 1 else ""
-    rows.append(("learning, largest shape", f"{n} row{'s' * (n > 1)} of {t} completion tokens for a prompt{later}"))
+    limit_note = f"; up to {MAX_SHAPES} shapes, none larger than the first batch needs" if len(packed) > 1 else ""
+    rows.append(
+        ("learning, largest shape", f"{n} row{'s' * (n > 1)} of {t} completion tokens for a prompt{limit_note}")
+    )
     return rows

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, which survive a kill -9, by Orbax."""
+"""Writes and restores the checkpoints of a run with Orbax. A run that is killed by kill -9 keeps its checkpoints."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ from jaxrl_llm.session.settings import CheckpointSettings
 from jaxrl_llm.structs import PartState, PyTree
 
 NO_ROWS = Rows({}, "")
-FORMAT = 3  # of checkpoints; a change that an older version cannot read gets the next number
-MODELS, SAMPLES = "models", "samples"  # parts with arrays
-NOTES = "notes"  # the file of JSON
+FORMAT = 3  # version of the checkpoint format, which grows with each change that older versions cannot read
+MODELS, SAMPLES = "models", "samples"  # names of the parts that have arrays
+NOTES = "notes"  # name of the JSON file of a checkpoint
 # Seconds after which a save in the background fails, and with it the run. Orbax's 20 minutes are too few for a slow
 # bucket, and it measures them by the clock of the host, which may be set forward.
 COMMIT = 6 * 3600
-COMMITTED = "commit_success.txt"  # of Orbax: in a bucket, where nothing is renamed, it marks a complete checkpoint
-DELETED = ".deleted"  # behind the folder's name: where checkpoints are that are being deleted
+COMMITTED = "commit_success.txt"  # Orbax's mark of a complete checkpoint in a bucket, where no folder can be renamed
+DELETED = ".deleted"  # suffix of the folder in which checkpoints wait for their deletion
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a folder of `Checkpoints` holds a complete checkpoint."""
+    """Returns whether a folder of `Checkpoints` holds a complete checkpoint."""
     return folder.is_dir() and bool(ocp.utils.checkpoint_steps(folder))
 
 
 class Checkpoints:
-    """Saves {part: state} in the background: arrays under the name of the part, and all notes in one file of JSON.
+    """Saves the states of a run's parts in the background, and restores them.
 
-    A torn save is never a checkpoint. Neither is one whose deletion was cut off: it has left the folder before.
+    The arrays of each part are stored under its name, and the notes of all parts in one JSON file. An interrupted save
+    never counts as a checkpoint. Nor does an interrupted deletion, which moves the checkpoint out of the folder first.
     """
 
     def __init__(
@@ -63,16 +64,16 @@ class Checkpoints:
         *,
         goes_back: bool = False,
     ):
-        """began_with: per field, the hash of a model or data that must not change.
+        """began_with: hash of each model and data source that must not change, by config field.
 
-        rows: rows of the run, on which the position in the data depends. goes_back: whether a health rule may send the
-        run back to a checkpoint.
+        rows: rows of the run, on which the position in the data depends. goes_back: True if a health rule may roll
+        the run back to a checkpoint.
         """
         self._began_with, self._mesh, self._rows = began_with, mesh, rows
         self._settings, self._goes_back = settings, goes_back
-        self.accuracies: dict[int, float] = {}  # accuracy of each evaluation in the log, by step: ranks the checkpoints
+        self.accuracies: dict[int, float] = {}  # step -> accuracy of its evaluation, by which checkpoints are ranked
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=KeptCheckpoints(self._select),
+            preservation_policy=KeptCheckpoints(self._steps_to_keep),
             cleanup_tmp_directories=True,
             todelete_subdir=f"../{folder.name}{DELETED}",
             async_options=ocp.AsyncOptions(timeout_secs=COMMIT),
@@ -82,59 +83,62 @@ class Checkpoints:
         self._folder = folder if self._in_bucket else folder.absolute()
         self._deleted = self._folder.with_name(self._folder.name + DELETED)
         self._removal: Thread | None = None
-        self._delete()
+        self._start_removal()
         arrays = ocp.StandardCheckpointHandler()
         handlers = {MODELS: arrays, SAMPLES: arrays, NOTES: ocp.JsonCheckpointHandler()}
         with self._saving():
             self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
-        self._check_seen()
+        self._check_listing()
 
-    def _check_seen(self) -> None:
-        """Checks that all processes have found the same checkpoints. From here on Orbax keeps their list in memory.
+    def _check_listing(self) -> None:
+        """Checks that all processes list the same checkpoints, because each would restore the newest of its own list.
 
-        Otherwise each would restore the newest that it sees, go back to another one, or have another best one.
-        Raises: UserError, naming one that a process lacks.
+        Afterwards Orbax keeps the list in memory. Raises: UserError, naming a checkpoint that a process does not see.
         """
         if distributed.count() == 1:
             return
 
-        def look() -> list[str]:
+        def list_steps() -> list[str]:
             with suppress(FileNotFoundError):  # a bucket has no folder without an object
                 self._manager.reload()
             return [*map(str, self._manager.all_steps())]
 
-        remedy = "mount the disk of --workdir alike on all hosts, without a cache, and start again"
-        agreement.check_seen(self._folder, look, remedy)
+        remedy = "mount the disk of --workdir in the same way on all hosts, without a cache, and start the run again"
+        agreement.check_seen(self._folder, list_steps, remedy)
 
-    def _select(self, steps: Sequence[int]) -> set[int]:
+    def _steps_to_keep(self, steps: Sequence[int]) -> set[int]:
         return kept_steps(steps, self.accuracies, self._settings, goes_back=self._goes_back)
 
     def is_best(self, accuracy: float | None) -> bool:
-        """Whether a checkpoint with this accuracy would be kept as one of the best."""
+        """Returns whether a checkpoint with this accuracy would be kept as one of the best."""
         count = self._settings.keep_best
         best = best_steps(self._manager.all_steps(), self.accuracies, count)
         return accuracy is not None and count > 0 and (len(best) < count or accuracy > self.accuracies[best[-1]])
 
     def check_room(self, state: PyTree, num_steps: int) -> None:
-        """Raises: UserError, if the disk has no room for all checkpoints of `state` that exist at once."""
+        """Raises: UserError, if the disk has less free space than the checkpoints of `state` need at the same time."""
         if self._in_bucket:
             return
-        one = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        checkpoint_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
         settings, saves = self._settings, num_steps // self._settings.every
-        # The latest and the best, one that a signal made between two of them, a new one, and those far back.
-        at_once = settings.keep + settings.keep_best + (settings.every > 1) + 1 + self._goes_back * saves.bit_length()
-        more = max(at_once - len(self._manager.all_steps()), 1)
-        if one * more > disk.free(self._folder):
+        # At the same time exist: the latest, the best, one that a signal made, one that is being written, and the
+        # older ones for rollbacks.
+        peak_count = (
+            settings.keep + settings.keep_best + (settings.every > 1) + 1 + self._goes_back * saves.bit_length()
+        )
+        needed_count = max(peak_count - len(self._manager.all_steps()), 1)
+        if checkpoint_bytes * needed_count > disk.free(self._folder):
             raise UserError(
-                f"{self._folder} has room for {disk.gigabytes(disk.free(self._folder))}, but {more} checkpoints of "
-                f"{disk.gigabytes(one)} need {disk.gigabytes(one * more)}: make room, lower checkpoint.keep, or give "
-                "another --workdir"
+                f"--workdir {self._folder.parent}: the disk has {disk.gigabytes(disk.free(self._folder))} free, but "
+                f"{needed_count} checkpoints of {disk.gigabytes(checkpoint_bytes)} need "
+                f"{disk.gigabytes(checkpoint_bytes * needed_count)}: free disk space, lower config.checkpoint.keep, or "
+                "use another --workdir"
             )
 
     def save(self, step: int, parts: Mapping[str, PartState], *, attempt: int = 0) -> None:
-        """Starts to save a step. Returns when the arrays are copied to the host; then they may be donated.
+        """Starts to save a step. Returns when the arrays are copied to the host, after which they may be donated.
 
-        parts: MODELS, SAMPLES and others without arrays. attempt: how often the run has gone back.
+        parts: states by part name; only MODELS and SAMPLES have arrays. attempt: number of rollbacks so far.
         Raises: UserError, if the previous save failed.
         """
         notes = {"format": FORMAT, "attempt": attempt, "began_with": self._began_with, "rows": self._rows._asdict()}
@@ -145,10 +149,10 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.Composite(**items, notes=ocp.args.JsonSave(notes)))
 
     def steps(self) -> list[int]:
-        """Waits for all saves, and returns the steps of the best checkpoints and of those at multiples of `every`.
+        """Waits for all saves, and returns the steps to which a rollback may go.
 
-        A signal makes others: a rollback that chose one would go elsewhere than that of a run without the signal.
-        Raises: UserError, if a save failed.
+        These are the best checkpoints and those at multiples of `every`. Checkpoints that a signal made are left out,
+        because a run without the signal could not go back to them. Raises: UserError, if a save failed.
         """
         self.wait()
         steps, every = self._manager.all_steps(), self._settings.every
@@ -156,7 +160,7 @@ class Checkpoints:
         return sorted({*best, *(step for step in steps if step % every == 0)})
 
     def attempt(self) -> int:
-        """Returns how often the run had gone back when it made the newest checkpoint; 0 without one."""
+        """Returns the number of rollbacks before the newest checkpoint was made; 0 without a checkpoint."""
         step = self._manager.latest_step()
         return 0 if step is None else read_notes(self._manager, step)["attempt"]
 
@@ -169,119 +173,124 @@ class Checkpoints:
         """Waits until all saves are on the disk. Raises: UserError, if a save failed."""
         with self._saving():
             self._manager.wait_until_finished()
-        self._delete()
+        self._start_removal()
 
-    def _delete(self) -> None:
-        """Starts to remove the checkpoints that Orbax has moved out of the folder."""
+    def _start_removal(self) -> None:
+        """Starts to delete the checkpoints that Orbax has moved out of the folder, in a thread."""
         if self._in_bucket or not distributed.first() or (self._removal and self._removal.is_alive()):
             return
         if not self._deleted.is_dir():
             return
         with suppress(OSError):
-            moved = list(self._deleted.iterdir())
+            folders = list(self._deleted.iterdir())
             # Each folder gets a unique name, because Orbax may delete another checkpoint of this step before
             # the files are gone.
-            moved = [x.rename(x.with_name(f"{x.name}.{time.time_ns()}")) if x.name.isdecimal() else x for x in moved]
-            if moved:
-                self._removal = Thread(target=lambda: [shutil.rmtree(x, ignore_errors=True) for x in moved])
+            folders = [
+                x.rename(x.with_name(f"{x.name}.{time.time_ns()}")) if x.name.isdecimal() else x for x in folders
+            ]
+            if folders:
+                self._removal = Thread(target=lambda: [shutil.rmtree(x, ignore_errors=True) for x in folders])
                 self._removal.start()
 
     def latest(self) -> str:
-        """Says which checkpoint is the newest, for an error. It may not be complete yet."""
+        """Returns text for an error that names the newest checkpoint, which may not be complete yet."""
         step = self._manager.latest_step()
         folder = self._manager.directory
         return "there is no checkpoint" if step is None else f"the last checkpoint is {folder / str(step)}"
 
     def check_beginning(self, fields: Mapping[str, Any]) -> tuple[int, list[Change]]:
-        """Returns the newest complete step, or 0 if none, and the changes of rows and code that the config accepts.
+        """Returns the step of the newest checkpoint, 0 without one, and the changed rows and code that the run accepts.
 
-        fields: fields of the config.
+        fields: flat fields of the config.
         Raises: UserError, if the run began with another model, or with rows or code that the config does not accept.
         """
         step = self._manager.latest_step()
         if step is None:
             return 0, []
         notes = read_notes(self._manager, step)
-        before = notes["began_with"]
+        saved_hashes = notes["began_with"]
         for field, digest in self._began_with.items():
             # A field that is new in the config has no hash to compare.
-            if not is_acceptable(field) and before.get(field, digest) != digest:
+            if not is_acceptable(field) and saved_hashes.get(field, digest) != digest:
                 raise UserError(
-                    f"config.{field} holds something else than when this run began: "
-                    "put that back, or give another --workdir"
+                    f"config.{field}: the files have other content than when this run started: restore the old "
+                    "content, or use another --workdir"
                 )
         accepted = changes.check(self._folder.parent, fields, self._began_with, self._rows, step, notes)
-        self._began_with = before | self._began_with
+        self._began_with = saved_hashes | self._began_with
         return step, accepted
 
     def go_back(self, step: int) -> None:
-        """Deletes the checkpoints after `step`: the run will make them again. Raises: UserError, if a save failed."""
-        self.wait()  # a running save may be one of those to delete
-        self._drop([saved for saved in self._manager.all_steps() if saved > step])
+        """Deletes the checkpoints after `step`, because the run repeats these steps.
+
+        Raises: UserError, if a save failed.
+        """
+        self.wait()  # because a running save may be one of the checkpoints to delete
+        self._remove_steps([saved for saved in self._manager.all_steps() if saved > step])
 
     def tidy(self) -> None:
-        """Deletes the checkpoints that are not kept. Only an evaluation after the last save leaves one.
+        """Deletes the checkpoints that need not be kept, after the last evaluation has changed which ones are best.
 
         Raises: UserError, if a save failed.
         """
         self.wait()
         steps = self._manager.all_steps()
-        self._drop([step for step in steps if step not in self._select(steps)])
+        self._remove_steps([step for step in steps if step not in self._steps_to_keep(steps)])
 
     def tidy_bucket(self) -> None:
-        """Deletes, in a bucket, the checkpoints that are not kept: a killed run may have deleted a part of one.
+        """Deletes checkpoints that need not be kept from a bucket, where a killed run may have deleted a part of one.
 
         Raises: UserError, if a save failed.
         """
         if self._in_bucket:
             self.tidy()
 
-    def _drop(self, steps: Iterable[int]) -> None:
+    def _remove_steps(self, steps: Iterable[int]) -> None:
         for step in steps:
             if self._in_bucket and distributed.first():
-                # Without this file a checkpoint does not count. Orbax would delete it in any order with the others.
+                # This file goes first, because a checkpoint without it does not count. Orbax deletes in any order.
                 (self._folder / str(step) / COMMITTED).unlink(missing_ok=True)
             self._manager.delete(step)
-        self._delete()
+        self._start_removal()
 
     def resume(self, models: PyTree) -> tuple[int, dict[str, PartState]]:
-        """Restores the newest checkpoint: its step, and the state of each part; (0, {}): there is none.
+        """Restores the newest checkpoint. Returns its step and the state of each part, or (0, {}) without a checkpoint.
 
-        models: the arrays of MODELS, as shapes with shardings. Raises: UserError, if the checkpoint cannot be read.
+        models: shapes with shardings of the arrays of MODELS. Raises: UserError, if the checkpoint cannot be read.
         """
         step = self._manager.latest_step()
         if step is None:
             return 0, {}
         notes = read_notes(self._manager, step)
         shapes = {MODELS: jax.tree.map(ocp.utils.to_shape_dtype_struct, models)}
-        # Batches that wait for their update keep their saved shapes, and are placed on this run's devices.
+        # Batches that were sampled ahead keep their saved shapes, and are placed on this run's devices.
         with reading(self._manager, step):
             stored = self._manager.item_metadata(step)
         if stored.get(SAMPLES):
-            place = NamedSharding(self._mesh, BATCH)
+            batch_sharding = NamedSharding(self._mesh, BATCH)
 
-            def placed(x: Any) -> jax.ShapeDtypeStruct:
-                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+            def place_batch(x: Any) -> jax.ShapeDtypeStruct:
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding)
 
-            shapes[SAMPLES] = jax.tree.map(placed, stored[SAMPLES].tree)
+            shapes[SAMPLES] = jax.tree.map(place_batch, stored[SAMPLES].tree)
         arrays = read(self._manager, step, {name: ocp.args.StandardRestore(x) for name, x in shapes.items()})
         for name, restored in arrays.items():
             check_unchanged(self._manager, step, restored, notes["checksums"][name])
-        parts = {name: PartState(kept, arrays.get(name)) for name, kept in notes["parts"].items()}
-        return step, self._of_these_rows(notes, parts)
+        parts = {name: PartState(part_notes, arrays.get(name)) for name, part_notes in notes["parts"].items()}
+        return step, self._fit_to_rows(notes, parts)
 
-    def _of_these_rows(self, notes: dict[str, Any], parts: dict[str, PartState]) -> dict[str, PartState]:
-        """Returns the parts without what does not hold for the rows of today.
+    def _fit_to_rows(self, notes: dict[str, Any], parts: dict[str, PartState]) -> dict[str, PartState]:
+        """Returns the parts without the state that does not fit the rows of this process, if rows have changed.
 
-        With another number of rows, a position stands for other rows: the order begins anew. With other prompts,
-        completions that wait are those of other prompts, and are dropped.
+        If the number of rows differs, the position in the data is dropped, because it would point to other rows. If
+        the prompts differ, the completions that were sampled ahead are dropped.
         """
-        field, saved = "data.source", Rows(**notes["rows"])
+        field, saved_rows = "data.source", Rows(**notes["rows"])
         if notes["began_with"].get(field) == self._began_with.get(field):
             return parts
-        if saved.counts.get(field) != self._rows.counts.get(field):
+        if saved_rows.counts.get(field) != self._rows.counts.get(field):
             return {name: part for name, part in parts.items() if name != SAMPLES}
-        samples = parts[SAMPLES] if saved.prompts == self._rows.prompts else parts[SAMPLES]._replace(arrays=None)
+        samples = parts[SAMPLES] if saved_rows.prompts == self._rows.prompts else parts[SAMPLES]._replace(arrays=None)
         return parts | {SAMPLES: samples}
 
     @contextmanager
@@ -292,13 +301,13 @@ class Checkpoints:
             raise
         except Exception as error:  # disk errors: Orbax raises many types
             reason = _reason(error)
-            if distributed.count() > 1 and not _of_disk(error):  # Orbax waits for the other processes
+            if distributed.count() > 1 and not _is_disk_error(error):  # Orbax waits for the other processes
                 raise UserError(
-                    f"the processes could not save a checkpoint together ({reason}): see the output of the others; the "
-                    "same command goes on from the last checkpoint"
+                    f"--workdir {self._folder.parent}: the processes could not save a checkpoint together ({reason}): "
+                    "see the output of the other processes; the same command resumes from the last checkpoint"
                 ) from error
             if self._in_bucket:
-                # The config was written there, so another try may succeed.
+                # Another try may succeed, because the config was written to this bucket before.
                 raise PeerLost(
                     f"{self._folder} cannot be written ({reason}): check the network and your access; the same command "
                     "resumes from the last checkpoint"
@@ -317,17 +326,20 @@ class Checkpoints:
 
 
 def best_steps(steps: Iterable[int], accuracies: Mapping[int, float], count: int) -> list[int]:
-    """Returns the `count` steps with the highest accuracies, the best first, and of equal ones the older first."""
+    """Returns the `count` steps with the highest accuracies, the best first.
+
+    Of equal accuracies the older comes first.
+    """
     return sorted((step for step in steps if step in accuracies), key=lambda step: (-accuracies[step], step))[:count]
 
 
 def kept_steps(
     steps: Sequence[int], accuracies: Mapping[int, float], settings: CheckpointSettings, *, goes_back: bool
 ) -> set[int]:
-    """Returns the steps of the newest checkpoint, of the due checkpoints and of the best checkpoints, which all stay.
+    """Returns the steps of the checkpoints to keep: the newest, the last `keep` multiples of `every`, and the best.
 
-    In a run that may go back, two multiples of `every`, of twice `every`, and so on stay too: their ages double.
-    A checkpoint that a signal made between two multiples of `every` takes no place.
+    A run that may roll back also keeps the last two multiples of `every`, of twice `every`, of four times `every` and
+    so on. Checkpoints that a signal made between two multiples of `every` do not count toward `keep`.
     """
     due = [step for step in steps if step % settings.every == 0]
     selected = {*steps[-1:], *due[-settings.keep :], *best_steps(steps, accuracies, settings.keep_best)}
@@ -356,15 +368,15 @@ def read_notes(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
     notes = read(manager, step, {NOTES: ocp.args.JsonRestore()})[NOTES]
     if notes["format"] != FORMAT:
         raise UserError(
-            f"checkpoint {_folder(manager, step)} has format {notes['format']}, and this version of "
-            f"jaxrl_llm reads format {FORMAT}: go on with the version that began the run, or begin a new one with "
-            "model.path = WORKDIR/hf"
+            f"checkpoint {_folder(manager, step)} has format {notes['format']}, but this version of jaxrl_llm reads "
+            f"format {FORMAT}: resume with the version that started the run, or start a new run with "
+            "config.model.path = WORKDIR/hf"
         )
     return notes
 
 
 def read(manager: ocp.CheckpointManager, step: int, items: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads items of a checkpoint: {name: arguments of its restore}. Raises: UserError, if a file cannot be read."""
+    """Reads items of a checkpoint. items: arguments of Orbax's restore by name. Raises: UserError, if a read fails."""
     with reading(manager, step):
         restored = manager.restore(step, args=ocp.args.Composite(**items))
     return dict(restored)
@@ -372,7 +384,7 @@ def read(manager: ocp.CheckpointManager, step: int, items: Mapping[str, Any]) ->
 
 @contextmanager
 def reading(manager: ocp.CheckpointManager, step: int) -> Iterator[None]:
-    """Turns the errors of files of a checkpoint into a UserError."""
+    """Turns errors in reading a checkpoint's files into a UserError."""
     try:
         yield
     except jax.errors.JaxRuntimeError:  # device errors, such as out of memory
@@ -385,12 +397,12 @@ def reading(manager: ocp.CheckpointManager, step: int) -> Iterator[None]:
 
 
 def check_unchanged(manager: ocp.CheckpointManager, step: int, arrays: PyTree, saved: Mapping[str, int]) -> None:
-    """Raises: UserError, if arrays of a checkpoint have other checksums than when they were saved."""
-    if others := changed(arrays, saved):
-        more = f" and {len(others) - 1} more" if others[1:] else ""
+    """Raises: UserError, if restored arrays have other checksums than the saved ones."""
+    if changed_arrays := changed(arrays, saved):
+        further = f" and {len(changed_arrays) - 1} more" if changed_arrays[1:] else ""
         raise UserError(
-            f"checkpoint {_folder(manager, step)} has other numbers than were saved, in {others[0]}{more}: files have "
-            f"changed; {_remedy(manager, step)}"
+            f"checkpoint {_folder(manager, step)} is damaged: the numbers of {changed_arrays[0]}{further} differ from "
+            f"those that were saved: {_remedy(manager, step)}"
         )
 
 
@@ -399,41 +411,39 @@ def _folder(manager: ocp.CheckpointManager, step: int) -> str:
 
 
 def _remedy(manager: ocp.CheckpointManager, step: int) -> str:
-    before = max((saved for saved in manager.all_steps() if saved < step), default=0)
-    return f"restore it from a copy, or move it away to go on from {f'step {before}' if before else 'the start'}"
+    previous_step = max((saved for saved in manager.all_steps() if saved < step), default=0)
+    resume_point = f"resume from step {previous_step}" if previous_step else "start the run from step 0"
+    return f"restore the checkpoint from a backup, or move it away to {resume_point}"
 
 
-def _of_disk(error: BaseException | None) -> bool:
-    """Returns whether an error, or one that led to it, is of the operating system."""
+def _is_disk_error(error: BaseException | None) -> bool:
+    """Returns whether an error, or an error that caused it, comes from the operating system."""
     while error and not (isinstance(error, OSError) or "OS error" in str(error)):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _reason(error: Exception) -> str:
-    """Short reason of an Orbax error: the operating system's message, if the error contains one."""
-    said = " ".join(str(error).split())
+    """Returns the short reason of an Orbax error: the operating system's message, if the error contains one."""
+    message = " ".join(str(error).split())
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES):
-        if os.strerror(number) in said:
+        if os.strerror(number) in message:
             return os.strerror(number)
-    return said[:200] or type(error).__name__
+    return message[:200] or type(error).__name__
 
 
 def quieten_orbax() -> None:
-    """Hides the tracebacks of errors that Orbax also raises: in two loggers, and in threads of tensorstore.
-
-    The program reports such an error in one line.
-    """
+    """Hides the tracebacks that Orbax logs and tensorstore's threads print, because this package reports the errors."""
     for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_not_of_orbax)
-    sys.unraisablehook = _not_of_tensorstore
+        logging.getLogger(name).addFilter(_is_not_from_orbax)
+    sys.unraisablehook = _report_unless_tensorstore
 
 
-def _not_of_orbax(record: logging.LogRecord) -> bool:
+def _is_not_from_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname and "exception was never retrieved" not in record.getMessage()
 
 
-def _not_of_tensorstore(said: sys.UnraisableHookArgs) -> None:
+def _report_unless_tensorstore(unraisable: sys.UnraisableHookArgs) -> None:
     """Hides the error of tensorstore writes that end after a save has failed, when the event loop is closed."""
-    if str(said.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(said)
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)

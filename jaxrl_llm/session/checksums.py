@@ -1,4 +1,4 @@
-"""Checksums of arrays: they tell that the bytes of a checkpoint have changed on the disk."""
+"""Checksums of arrays, which show whether the bytes of a checkpoint have changed on the disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from jaxrl_llm.structs import PyTree
 
 
 def checksums(arrays: PyTree) -> dict[str, int]:
-    """Returns the sum of the bit patterns of each array, modulo 2**32, by its path. It is the same on every mesh."""
+    """Returns the sum of each array's bit patterns modulo 2**32, by the array's path.
+
+    It does not depend on the mesh.
+    """
 
     def on_device(x: Any) -> Any:
         return x if isinstance(x, np.ndarray) else sharding.move(x, sharding.DEVICE)

@@ -1,4 +1,4 @@
-"""Applies the health rules after every step, writes their findings, and decides what the run does about them."""
+"""Applies the health rules to each step's record, writes their findings, and decides whether the run continues."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ from jaxrl_llm.session.settings import HealthSettings
 
 
 class Verdict(NamedTuple):
-    """The decision after a step."""
+    """What the run does after a step, as `Health.judge` decides."""
 
-    action: str = "go on"  # "go on", "stop" or "roll back"
-    step: int = 0  # of the record
-    finding: Finding | None = None  # the reason, if the run does not go on
+    action: str = "continue"  # "continue", "stop" or "roll back"
+    step: int = 0  # step of the judged record
+    finding: Finding | None = None  # reason to stop or roll back, None if the run continues
 
 
 class Health:
-    """Judges the records of a run. Writes findings to health.jsonl, and tells those that are new."""
+    """Judges the records of a run. Writes all findings to health.jsonl, and shows the new ones on the console."""
 
-    def __init__(self, workdir: Path, settings: HealthSettings, tell: Callable[[int, Finding], None]):
-        """tell(step, finding): shows it on the console."""
-        self._workdir, self._file, self._bounds, self._tell = workdir, workdir / "health.jsonl", vars(settings), tell
+    def __init__(self, workdir: Path, settings: HealthSettings, show_finding: Callable[[int, Finding], None]):
+        """show_finding(step, finding): shows a finding on the console and in the loggers."""
+        self._workdir, self._file, self._bounds, self._show_finding = (
+            workdir,
+            workdir / "health.jsonl",
+            vars(settings),
+            show_finding,
+        )
         self._actions = dict.fromkeys(settings.stop, "stop")
         if settings.rollback:
             self._actions |= dict.fromkeys(settings.rollback.rules, "roll back")
@@ -37,15 +42,15 @@ class Health:
         self._verdict = Verdict()
 
     def start(self, records: Iterable[LogRecord]) -> None:
-        """Continues after these records, which are those of the run. Drops later findings: rules find them again."""
+        """Continues after these records of the run. Removes findings of later steps, which will be found again."""
         self._history, self._last_steps, self._verdict = History(records), {}, Verdict()
         if distributed.first():
-            self._forget_after(self._history.records[-1]["step"] if self._history.records else -1)
+            self._remove_findings_after(self._history.records[-1]["step"] if self._history.records else -1)
 
-    def _forget_after(self, step: int) -> None:
+    def _remove_findings_after(self, step: int) -> None:
         """Removes the findings of later steps from the file."""
         with disk.writing(self._workdir):
-            json_lines.cut_back(self._file, step)
+            json_lines.remove_after(self._file, step)
         if self._file.is_file():
             lines = map(json.loads, self._file.read_text(encoding="utf-8").splitlines())
             self._last_steps = {line["id"]: line["step"] for line in lines}
@@ -54,7 +59,7 @@ class Health:
         """Writes findings that need no record, such as those of the self-test, and shows them on the console."""
         for finding in new_findings:
             self._write(step, finding)
-            self._tell(step, finding)
+            self._show_finding(step, finding)
 
     def _write(self, step: int, finding: Finding) -> None:
         if distributed.first():
@@ -62,28 +67,29 @@ class Health:
                 file.write(json.dumps({"step": step} | finding.record()) + "\n")
 
     def judge(self, records: list[LogRecord]) -> Verdict:
-        """Returns the verdict after a record: the next one, or the last one again, perhaps with more entries.
+        """Returns the verdict after a record.
 
-        records: this one; []: none is new.
+        records: the next record; or the last record again, perhaps with further entries; or [] for no new record.
         """
-        last = self._history.latest[-1:]
-        if records in ([], last):
+        last_records = self._history.latest[-1:]
+        if records in ([], last_records):
             return self._verdict
         (record,) = records
-        again = last and last[0]["step"] == record["step"]
-        # The last record with more entries, such as those of an evaluation: its findings are written again.
-        if again and distributed.first():
-            self._forget_after(record["step"] - 1)
+        is_same_step = last_records and last_records[0]["step"] == record["step"]
+        # The last record has come again with further entries, such as those of an evaluation, so its findings are
+        # written again.
+        if is_same_step and distributed.first():
+            self._remove_findings_after(record["step"] - 1)
         self._history.add(record)
         self._verdict = Verdict()
         for finding in findings(self._history, self._bounds):
-            # A finding that comes and goes is said once: it is new after WINDOW steps without it.
-            new = record["step"] - self._last_steps.get(finding.id, -WINDOW) >= WINDOW
+            # A recurring finding is shown again only after WINDOW steps without it.
+            is_new = record["step"] - self._last_steps.get(finding.id, -WINDOW) >= WINDOW
             self._last_steps[finding.id] = record["step"]
             self._write(record["step"], finding)
             action = self._actions.get(finding.id)
-            if new and not action:
-                self._tell(record["step"], finding)
+            if is_new and not action:
+                self._show_finding(record["step"], finding)
             if action and self._verdict.action != "stop":
                 self._verdict = Verdict(action, record["step"], finding)
         return self._verdict

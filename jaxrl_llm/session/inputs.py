@@ -1,4 +1,4 @@
-"""What a run begins with: its models and its rows."""
+"""The inputs of a run: its models, its rows, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from jaxrl_llm.machine.shapes import ShapeCache
 from jaxrl_llm.models import hf, hf_export, peft
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.session import model_card
-from jaxrl_llm.session.opening import Workplace
+from jaxrl_llm.session.opening import WorkDirectory
 from jaxrl_llm.structs import ImageLimits, PyTree
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The models and the rows of a run, loaded and checked before anything is written."""
+    """The models and rows of a run, which are loaded and checked before any file is written."""
 
     models: Models
     tokenizer: Any
     dataset: Dataset
-    held_out: dict[str, Dataset]  # evaluation sets, by their sections of the config
-    environments: EnvironmentPool | None  # None: a completion is one turn
-    tools: list[dict[str, Any]]  # that the chat template describes
-    stop_ids: tuple[int, ...]
-    shape_cache: ShapeCache  # the shapes of the run
-    first_params: list[PyTree]  # the model's parameters, until `params` hands them out
-    base: PyTree  # the parameters beside the adapters; None: all parameters learn
-    sampler_mesh: Mesh  # of the in-JAX engine: that of the trainer, unless it has devices of its own
+    held_out: dict[str, Dataset]  # evaluation sets by config section
+    environments: EnvironmentPool | None  # None if every completion is one turn
+    tools: list[dict[str, Any]]  # schemas of the tools that the chat template describes
+    stop_ids: tuple[int, ...]  # token ids that end a completion
+    shape_cache: ShapeCache
+    first_params: list[PyTree]  # the model's parameters until `params` returns them, then []
+    base: PyTree  # frozen parameters under the adapters; None if all parameters learn
+    sampler_mesh: Mesh  # mesh of the in-JAX engine: the trainer's mesh, unless the engine has devices of its own
 
     @property
     def width(self) -> int:
-        """Tokens of the longest prompt, of training and of all evaluation sets."""
+        """Tokens of the longest prompt of the training rows and all evaluation sets."""
         return max(rows.width for rows in (self.dataset, *self.held_out.values()))
 
     @property
@@ -50,24 +50,24 @@ class Inputs:
 
     @property
     def eval_counts(self) -> dict[str, list[int]]:
-        """Numbers of rows of the evaluation sets, by the config fields that name their rows."""
+        """Numbers of rows of the evaluation sets by config field, such as eval.source."""
         return {f"{section}.source": problems.counts() for section, problems in self.held_out.items()}
 
     @property
     def sampler_device(self) -> Any:
-        """A device that only the sampler of this process uses; None: it has none of its own."""
+        """The first device of this process that only the sampler uses; None if it shares the trainer's devices."""
         shared = self.sampler_mesh is self.models.mesh
         return None if shared else self.sampler_mesh.local_devices[0]
 
     def params(self) -> PyTree:
-        """Returns the model's parameters as its folder has them. Each call returns separate arrays."""
+        """Returns the parameters of the model's folder. Each call returns new arrays, because updates donate them."""
         if self.first_params:
             return self.first_params.pop()
         return hf.load_params(self.models.folder, self.models.model, self.models.mesh)
 
     @cached_property
     def began_with(self) -> dict[str, str]:
-        """Returns the hashes of the models and the data that must not change in a resumed run, by config field."""
+        """Hashes of the models and data that must not change in a resumed run, by config field."""
         digests = {"model.path": hf.fingerprint(self.models.folder), "data.source": self.dataset.fingerprint()}
         digests |= {f"{section}.source": problems.fingerprint() for section, problems in self.held_out.items()}
         if (adapters := self.models.adapters) and adapters.kind.path:
@@ -75,15 +75,18 @@ class Inputs:
         others = {name: folder for name, folder in self.models.other_folders.items() if name != "critic"}
         return digests | {f"{name}.path": hf.fingerprint(folder) for name, folder in others.items()}
 
-    def export(self, place: Workplace, policy: Learner, states: States) -> None:
-        """Writes the policy as a Hugging Face folder with its model card, and adapters as a folder of PEFT."""
-        workdir, models = place.workdir, self.models
+    def export(self, work_directory: WorkDirectory, policy: Learner, states: States) -> None:
+        """Writes the policy as a Hugging Face folder with its model card, and adapters as a PEFT folder."""
+        workdir, models = work_directory.workdir, self.models
         params, family = policy.all_parameters(states["policy"]), models.model.cfg.family
         hf_export.save(workdir / "hf", params, models.folder, family=family)
         if distributed.first():
-            model_card.write(workdir / "hf", model_card.card(workdir, place.config, self.began_with | place.code))
-            place.store.publish("hf")
+            model_card.write(
+                workdir / "hf",
+                model_card.card(workdir, work_directory.config, self.began_with | work_directory.code_hashes),
+            )
+            work_directory.store.publish("hf")
         if (adapters := models.adapters) and adapters.kind.peft:
-            peft.save(workdir / "adapter", states["policy"].params, adapters, place.config["model"]["path"])
+            peft.save(workdir / "adapter", states["policy"].params, adapters, work_directory.config["model"]["path"])
             if distributed.first():
-                place.store.publish("adapter")
+                work_directory.store.publish("adapter")

@@ -1,7 +1,7 @@
-"""The lock of a workdir: one run at a time, on any disk, also after a host that held it is gone for ever.
+"""The lock of a work directory, which allows one run at a time on any disk, and survives the loss of a host.
 
-Locks of the kernel do not serve: a server of NFSv3 keeps those of a vanished host, and a bucket has none. So the lock
-is a file that names its owner, and whose time the owner renews (`filelock.SoftFileLease`).
+Kernel locks do not work here: an NFSv3 server keeps the locks of a vanished host, and a bucket has none. Therefore the
+lock is a file that names its owner, and whose modification time the owner renews (`filelock.SoftFileLease`).
 """
 
 from __future__ import annotations
@@ -16,130 +16,137 @@ from typing import NamedTuple
 
 from filelock import LeaseSettingsMismatch, OwnerRecord, SoftFileLease, SoftFileLock, Timeout
 
-# No public function says under which name a lock knows this host, and whether an owner has ended. pyproject.toml pins
-# the version.
+# filelock has no public function for its name of this host, or for whether the owner of a lock has ended. So
+# pyproject.toml pins the version of filelock.
 from filelock._identity import host_name, owner_is_stale
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine.disk import writing
 
 LOCK = "lock"  # file in a workdir that a run has locked
-RENEW, STALE = 30.0, 150.0  # seconds between renewals, and without one until others may take the lock
-POLL = 1.0  # seconds
+RENEW, STALE = 30.0, 150.0  # seconds between renewals, and seconds without a renewal after which a lock is stale
+POLL = 1.0  # seconds between two readings of the lock of another process
 
 
 class Lock:
-    """The lock of a workdir, which a thread renews."""
+    """The lock of a work directory on a disk. A thread renews it."""
 
     def __init__(self, workdir: Path):
         self._workdir, self.file = workdir, workdir / LOCK
-        # thread_local: after a signal, another thread closes the run.
+        # The lease must not be thread-local, because after a signal another thread closes the run.
         self._lease = SoftFileLease(
             self.file, lease_duration=STALE, heartbeat_interval=RENEW, thread_local=False, blocking=False
         )
 
     def acquire(self) -> None:
-        """Takes the lock. Watches one of another host for STALE seconds, unless it is renewed meanwhile.
+        """Acquires the lock. If another host holds it, watches for STALE seconds whether that host renews it.
 
-        It compares no clocks of two hosts. Raises: UserError, if a process holds the lock that has not ended.
+        The clocks of two hosts are never compared. Raises: UserError, if a running process holds the lock.
         """
-        first, former, since = None, None, time.monotonic()
+        watched_reading, previous_reading, watch_start = None, None, time.monotonic()
         while True:
-            before = self._seen()
-            former = before or former
+            reading = self._read()
+            previous_reading = reading or previous_reading
             with suppress(Timeout, LeaseSettingsMismatch):
                 self._lease.acquire()
                 break
-            if not before:
+            if not reading:
                 continue
-            if before.ended():
-                self._remove(before)
-            elif before.here() or (first and first != before and before.owner):
-                raise UserError(self._in_use(before.owner))
-            elif first != before:  # the first one seen, or one that was made just now and does not name its owner yet
-                if not first:
-                    watching = f"watching for {STALE:.0f} s whether it renews it"
-                    print(f"note: {self.file} is of {before}: {watching}", flush=True)
-                first, since = before, time.monotonic()
-            elif time.monotonic() - since > STALE + POLL:  # filelock has not done it: see `_remove`
-                self._remove(before)
-            time.sleep(POLL if first else 0)
-        # Another host of NFS sees what is written here at once only if it is on the server.
+            if reading.is_owner_dead():
+                self._remove(reading)
+            elif reading.is_on_this_host() or (watched_reading and watched_reading != reading and reading.owner):
+                raise UserError(self._in_use_message(reading.owner))
+            elif watched_reading != reading:  # the first reading, or a lock that is so new that it has no owner yet
+                if not watched_reading:
+                    watching = f"watching for {STALE:.0f} s whether that process still renews the lock"
+                    print(f"note: {reading} holds {self.file}: {watching}", flush=True)
+                watched_reading, watch_start = reading, time.monotonic()
+            elif time.monotonic() - watch_start > STALE + POLL:  # filelock cannot remove it on this file system
+                self._remove(reading)
+            time.sleep(POLL if watched_reading else 0)
+        # fsync sends the file to the server, so that other hosts of an NFS see it immediately.
         with self.file.open("rb") as file:
             os.fsync(file.fileno())
-        if former:
-            print(f"note: {self.file} was of {former}, which has ended or is lost: this run has taken it", flush=True)
+        if previous_reading:
+            print(
+                f"note: this run has taken {self.file} from {previous_reading}, which has ended or is lost", flush=True
+            )
 
     def release(self) -> None:
-        """Removes the file, unless another process has taken it."""
+        """Removes the lock's file, unless another process has taken the lock."""
         self._lease.release()
 
     def check(self) -> None:
-        """Raises: UserError, if another process has taken the lock, because this one could not renew it for long."""
+        """Raises: UserError, if another process has taken the lock because this process did not renew it in time."""
         if self._lease.compromise:
             raise UserError(
-                f"the lock of {self._workdir} was taken by another process, because this one did not renew it for "
-                f"{STALE:.0f} s (it was stopped, or the disk did not answer): end one of the two runs"
+                f"--workdir {self._workdir}: another process has taken the lock, because this process did not renew it "
+                f"for {STALE:.0f} s (it was stopped, or the disk did not answer): stop one of the two runs"
             )
 
-    def _seen(self) -> Seen | None:
-        """Returns what the lock's file shows; None: there is no file."""
+    def _read(self) -> LockReading | None:
+        """Returns a reading of the lock's file, or None if the file does not exist."""
         with suppress(FileNotFoundError):
-            found = self.file.stat()
-            return Seen(self._lease.owner, found.st_ino, found.st_mtime_ns)
+            file_stat = self.file.stat()
+            return LockReading(self._lease.owner, file_stat.st_ino, file_stat.st_mtime_ns)
         return None
 
-    def _remove(self, judged: Seen) -> None:
-        """Removes a stale lock where the file system cannot exchange two names, as NFS: there filelock does not do it.
+    def _remove(self, stale_reading: LockReading) -> None:
+        """Removes a stale lock on file systems such as NFS, where filelock does not because it cannot swap two names.
 
-        Of several processes that judged the same lock, only one removes it: none may remove the lock of the first.
+        If several processes find the same stale lock, only one removes it, and none removes the new lock of that
+        process.
         """
         with suppress(Timeout), SoftFileLock(f"{self.file}.taken", timeout=POLL):
-            if self._seen() == judged:
+            if self._read() == stale_reading:
                 self._lease.force_break()
 
-    def _in_use(self, owner: OwnerRecord | None) -> str:
-        with TemporaryFile(dir=self._workdir) as now, suppress(FileNotFoundError):  # the clock of the disk itself
-            seconds = max(os.fstat(now.fileno()).st_mtime - self.file.stat().st_mtime, 0)
+    def _in_use_message(self, owner: OwnerRecord | None) -> str:
+        with (
+            TemporaryFile(dir=self._workdir) as probe_file,
+            suppress(FileNotFoundError),
+        ):  # the clock of the disk itself
+            seconds = max(os.fstat(probe_file.fileno()).st_mtime - self.file.stat().st_mtime, 0)
             return (
-                f"--workdir {self._workdir} is in use by {_name(owner)}, which was last seen {seconds:.0f} s ago: wait "
-                f"for its end, give another, or, if it has ended, remove {self.file}"
+                f"--workdir {self._workdir} is in use by {_describe_owner(owner)}, which renewed its lock "
+                f"{seconds:.0f} s ago: wait until that run ends, or use another --workdir; if that process no longer "
+                f"exists, remove {self.file}"
             )
-        return f"--workdir {self._workdir} was in use by {_name(owner)} until now: start again"
+        return f"--workdir {self._workdir} was in use by {_describe_owner(owner)} until now: start this run again"
 
 
-class Seen(NamedTuple):
-    """A lock's file: while its owner renews it, it changes."""
+class LockReading(NamedTuple):
+    """One reading of a lock's file. Two readings differ if the owner has renewed the lock in between."""
 
-    owner: OwnerRecord | None  # None: not yet written
+    owner: OwnerRecord | None  # None if the owner has not been written yet
     inode: int
-    modified: int  # nanoseconds
+    modified: int  # modification time in nanoseconds
 
-    def ended(self) -> bool:
-        """Returns whether the owner was a process of this host, and has ended."""
+    def is_owner_dead(self) -> bool:
+        """Returns whether the owner was a process of this host that no longer exists."""
         owner = self.owner
         return owner is not None and owner_is_stale(owner.pid, owner.hostname, owner.start)
 
-    def here(self) -> bool:
+    def is_on_this_host(self) -> bool:
         """Returns whether the owner is a process of this host."""
         return self.owner is not None and self.owner.hostname == host_name()
 
     def __str__(self) -> str:
-        return _name(self.owner)
+        return _describe_owner(self.owner)
 
 
-def _name(owner: OwnerRecord | None) -> str:
-    # filelock writes the process namespace behind the host's name.
+def _describe_owner(owner: OwnerRecord | None) -> str:
+    # filelock appends "?" and the process namespace to the host's name.
     return f"process {owner.pid} on {owner.hostname.partition('?')[0]}" if owner else "an unknown process"
 
 
 @contextmanager
 def locked(workdir: Path) -> Iterator[Lock]:
-    """Creates the workdir and holds its lock. At the end it removes the folders that it created, if they are empty.
+    """Creates the work directory and holds its lock. Removes the folders that it created at the end, if they are empty.
 
     Raises: UserError, if another process holds the lock or the disk write fails.
     """
-    made = [folder for folder in (workdir, *workdir.parents) if not folder.exists()]
+    created_folders = [folder for folder in (workdir, *workdir.parents) if not folder.exists()]
     with writing(workdir):
         workdir.mkdir(parents=True, exist_ok=True)
         lock = Lock(workdir)
@@ -149,5 +156,5 @@ def locked(workdir: Path) -> Iterator[Lock]:
     finally:
         lock.release()
         with suppress(OSError):  # not empty
-            for folder in made:
+            for folder in created_folders:
                 folder.rmdir()

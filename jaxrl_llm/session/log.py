@@ -1,6 +1,6 @@
 """The log of a run: console lines, metrics.jsonl, completions.jsonl, and the loggers that the config names.
 
-Every process has the records. The first one writes them.
+All processes compute the records, and process 0 writes them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from jaxrl_llm.session.record import Record, Timer
 from jaxrl_llm.session.settings import LogSettings
 from jaxrl_llm.structs import Images
 
-# Label in the console line, key in metrics.jsonl, format. Keys that a run does not have are left out.
+# (label in the console line, key in metrics.jsonl, format) of each number. A run omits the keys that it does not have.
 COLUMNS = (
     ("loss", "loss/sft", ".4f"),
     ("reward", "reward/mean", ".3f"),
@@ -52,29 +52,42 @@ COLUMNS = (
     ("grad", "grad_norm", ".2f"),
     ("accuracy", "eval/accuracy", ".1%"),
 )
-# Labels that a narrow line leaves out, the first one first.
-LEAST = ("speed", "gap", "clip", "kl", "entropy", "grad", "margin", "preferred", "left", "length", "accuracy", "loss")
-NOTEBOOK = 100  # characters of a line in the output of a cell
+# Labels that a narrow console line omits, in this order until the line fits.
+DROP_ORDER = (
+    "speed",
+    "gap",
+    "clip",
+    "kl",
+    "entropy",
+    "grad",
+    "margin",
+    "preferred",
+    "left",
+    "length",
+    "accuracy",
+    "loss",
+)
+NOTEBOOK_WIDTH = 100  # characters of a console line in a notebook
 T = TypeVar("T")
 PHASES = ("rollout", "reward", "score", "update")
 
 
 class Log:
-    """Writes the console, metrics.jsonl and completions.jsonl of a run in one thread, in order, and feeds the loggers.
+    """Writes the console lines, metrics.jsonl and completions.jsonl of a run in one thread, and feeds the loggers.
 
-    The thread waits for a step's numbers while the next step runs. `start` opens the files.
+    The thread waits for a step's numbers from the device while the next step runs. `start` opens the files.
     """
 
     def __init__(self, workdir: Path, settings: LogSettings, num_steps: int, config: dict[str, Any], name: str = ""):
-        """config: all fields of the run, for the loggers. name: of the workdir for the user, if it is in a bucket."""
+        """config: all fields of the run, for the loggers. name: address of the work directory, if it is in a bucket."""
         self._workdir, self._num_steps, self._name = workdir, num_steps, name or str(workdir)
         self._settings, self._config = settings, config
-        # Metrics of further evaluation sets, by their labels in the console line.
+        # The keys are the labels of further evaluation sets in the console line, the values their metrics.
         metrics = {set_name(section): metric for section, metric in accuracies_of(flatten(config)).items()}
         self._extra_sets = {f"accuracy {name}": metric for name, metric in metrics.items() if name}
         self._thread = ThreadPoolExecutor(max_workers=1)
-        self._written: Future[dict[str, Any]] | None = None  # record of the last `write`, done when it is on disk
-        self._watched: Future[float] | None = None
+        self._written_record: Future[dict[str, Any]] | None = None  # record of the last `write` once it is on disk
+        self._ready_time: Future[float] | None = None  # time at which the last watched arrays were ready
         self._files: dict[str, TextIO] = {}
         self._loggers: list[loggers.Background] = []
         self._bars: Progress | None = None
@@ -86,81 +99,84 @@ class Log:
         self._console.quiet = not distributed.first()
 
     def start(self, step: int) -> None:
-        """Continues after `step`. Drops later lines of the files; the run writes them again."""
+        """Continues the files after `step`. Removes their later lines, which the run writes again."""
         self._close_files()
-        self._start, self._began = step, time.perf_counter()
-        self._written = None
+        self._start_step, self._start_time = step, time.perf_counter()
+        self._written_record = None
         if distributed.first():
             self._open(step)
 
     def _open(self, step: int) -> None:
         for name in ("metrics", "completions"):
-            self._files[name] = self._opened(name, step if step else -1)  # the record of step 0 is written again
-        of = self._settings
-        run = loggers.LoggedRun(self._workdir, step, of.project, self._config, of.name, of.tags)
+            self._files[name] = self._open_file(name, step if step else -1)  # a new run also rewrites step 0
+        settings = self._settings
+        run = loggers.LoggedRun(self._workdir, step, settings.project, self._config, settings.name, settings.tags)
         for name in self._settings.to:
-            self._loggers.append(loggers.Background(name, resolve(name, loggers), run, self.say))
+            self._loggers.append(loggers.Background(name, resolve(name, loggers), run, self.print_line))
         if self._terminal and not self._bars:
             self._bars = progress.make_bars(self._console)
-            self._bar = self._bars.add_task("steps", total=self._num_steps, count="", detail="")
+            self._bar_id = self._bars.add_task("steps", total=self._num_steps, count="", detail="")
             self._bars.start()
             progress.DISPLAY.lend(self._bars)
         self._show_step(step)
 
     def timer(self) -> Timer:
-        """Returns the timer of a step that begins now, or when the last watched arrays are ready."""
-        return Timer(after=self._watched)
+        """Returns the timer of a step that starts now, or as soon as the last watched arrays are ready."""
+        return Timer(after=self._ready_time)
 
     def watch(self, arrays: Any) -> Future[float]:
-        """Returns a future of the time at which the arrays are ready."""
-        self._watched = self._thread.submit(_ready, arrays)
-        return self._watched
+        """Returns a future of the time at which the device has computed the arrays."""
+        self._ready_time = self._thread.submit(_time_when_ready, arrays)
+        return self._ready_time
 
     def write(self, record: Record) -> None:
-        """Starts to write a record. Raises: UserError, if the previous one could not be written."""
+        """Starts to write a record in the thread. Raises: UserError, if the previous record could not be written."""
         self.finish()
-        self._written = self._thread.submit(self._write, record)
+        self._written_record = self._thread.submit(self._write, record)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Waits for the last record since `start` and returns it in a list, which is empty without one. Raises: UserError, if it is not written."""
-        return [self._written.result()] if self._written else []
+        """Waits for the last record since `start`, and returns a list of it, or [].
+
+        Raises: UserError, if the disk write fails.
+        """
+        return [self._written_record.result()] if self._written_record else []
 
     def sync(self) -> None:
-        """Waits until the written lines are on the disk itself: a host that is lost takes its page cache with it."""
+        """Waits until the written lines are on the disk, because a host that crashes loses its page cache."""
         self.finish()
         with disk.writing(self._workdir):
             for file in self._files.values():
                 os.fsync(file.fileno())
 
-    def say(self, text: str) -> None:
-        """Prints a line on the console, if it is still open."""
+    def print_line(self, text: str) -> None:
+        """Prints a line on the console, unless the console is closed."""
         try:
             self._console.print(printable(text), markup=False)
         except (OSError, SystemExit):  # nobody reads the output; rich raises SystemExit for a closed pipe
             self._console.quiet = True
             if callable(signal.getsignal(signal.SIGHUP)):
-                signal.raise_signal(signal.SIGHUP)  # ends the run, as a closed terminal does
+                signal.raise_signal(signal.SIGHUP)  # ends the run in the same way as a closed terminal
 
-    def tell(self, step: int, finding: Finding) -> None:
-        """Shows a finding at a step: a line on the console, and a text for the loggers."""
-        self.say(f"    health {finding.line()}")
+    def show_finding(self, step: int, finding: Finding) -> None:
+        """Prints a finding of a health rule, and sends it to the loggers as a text of `step`."""
+        self.print_line(f"    health {finding.line()}")
         for logger in self._loggers:
             logger.write_text(step, f"health/{finding.id}", finding.line())
 
     def read(self, pick: Callable[[TextIO], list[T]]) -> list[T]:
-        """Returns pick(lines of metrics.jsonl), which the first process reads, in all processes."""
+        """Returns pick(metrics.jsonl) in all processes. Only the first process reads the file."""
         picked: list[T] = []
         if distributed.first():
             with (self._workdir / "metrics.jsonl").open(encoding="utf-8") as file:
                 picked = pick(file)
         return distributed.exchange(picked)[0]
 
-    def last(self) -> list[dict[str, Any]]:
-        """Returns the last record of metrics.jsonl, if there is one."""
+    def last_records(self) -> list[dict[str, Any]]:
+        """Returns a list of the last record of metrics.jsonl, or [] if the file is empty."""
         return self.read(lambda file: [json.loads(line) for line in deque(file, maxlen=1)])
 
-    def seen_by_health(self) -> list[dict[str, Any]]:
-        """Returns those records of metrics.jsonl that health rules look at."""
+    def health_records(self) -> list[dict[str, Any]]:
+        """Returns the records of metrics.jsonl that health rules need."""
         return self.read(lambda file: History(map(json.loads, file)).records)
 
     def accuracies(self) -> dict[int, float]:
@@ -168,53 +184,56 @@ class Log:
         return dict(self.read(lambda file: [*json_lines.accuracies(map(json.loads, file)).items()]))
 
     def lacks_evaluation(self, step: int) -> bool:
-        """Returns whether metrics.jsonl, which ends at `step` or before, has no evaluation of `step`."""
-        return all(record["step"] < step or "eval/accuracy" not in record for record in self.last())
+        """Returns whether metrics.jsonl has no evaluation of `step`. The file has no later steps."""
+        return all(record["step"] < step or "eval/accuracy" not in record for record in self.last_records())
 
     def with_verdicts(self, step: int, evaluation: dict[str, float]) -> dict[str, float]:
-        """Returns the metrics of the evaluation sets whose accuracy is a number, and says which sets have none.
+        """Removes the evaluation sets whose accuracy is NaN from the metrics, and prints a line for each removed set.
 
-        An accuracy is NaN if no completion has a verdict.
+        An accuracy is NaN if the reward function judged none of the completions.
         """
         unknown = [name.removesuffix("/accuracy") for name, value in evaluation.items() if math.isnan(value)]
         for prefix in unknown:
-            self.say(f"    step {step}: no completion of {prefix} has a verdict, so it has no accuracy")
+            self.print_line(f"    step {step}: the reward function judged no completion of {prefix}: no accuracy")
         return {name: value for name, value in evaluation.items() if name.rpartition("/")[0] not in unknown}
 
     def add_evaluation(self, step: int, evaluation: dict[str, Any]) -> None:
-        """Adds an evaluation to the record of `step`, which is the last one, or writes a first record."""
-        before = self.last()
-        record = {"step": step} | (before[0] if before else {})
+        """Adds an evaluation to the last record, which must be that of `step`, or writes the first record."""
+        last_records = self.last_records()
+        record = {"step": step} | (last_records[0] if last_records else {})
         if distributed.first():
             self._files["metrics"].close()
-            self._files["metrics"] = self._opened("metrics", step - 1)
-        self._written = self._thread.submit(self._write_plain, record | evaluation)
+            self._files["metrics"] = self._open_file("metrics", step - 1)
+        self._written_record = self._thread.submit(self._write_numbers, record | evaluation)
         self.finish()
 
     def end(self, step: int, compilations: object, stopped: str = "") -> None:
-        """Prints what was compiled and how the run ended after `step`; stopped: the signal and the time since."""
-        self.say(str(compilations))
+        """Prints what was compiled, and how the run ended after `step`.
+
+        stopped: text of `Stop.ending_text`; "" if the run ended after its last step.
+        """
+        self.print_line(str(compilations))
         if stopped:
-            again = f"the same command or call goes on, with workdir {self._name}"
-            end = f"stopped by {stopped}, after step {step}: {again}"
+            remedy = f"the same command or call resumes the run from {self._name}"
+            last_line = f"stopped by {stopped}, after step {step}: {remedy}"
         else:
-            end = f"done: the trained model, as transformers and vLLM load it, is {self._name}/hf"
-        self.say(end)
+            last_line = f"done: the trained model, as transformers and vLLM load it, is {self._name}/hf"
+        self.print_line(last_line)
 
     def close(self) -> None:
-        """Closes all outputs. Each line was flushed when it was written."""
+        """Closes the files, the loggers and the progress bar."""
         self._thread.shutdown()
         if self._bars:
             progress.DISPLAY.lend(None)
             self._bars.stop()
         self._close_files()
 
-    def _opened(self, name: str, step: int) -> TextIO:
-        """Opens a file for appending, without its lines after `step`."""
+    def _open_file(self, name: str, step: int) -> TextIO:
+        """Opens WORKDIR/NAME.jsonl for appending, and removes its lines after `step`."""
         file = self._workdir / f"{name}.jsonl"
         with disk.writing(self._workdir):
-            if damage := json_lines.cut_back(file, step):
-                self.say(damage)
+            if damage := json_lines.remove_after(file, step):
+                self.print_line(damage)
             return file.open("a", encoding="utf-8")
 
     def _close_files(self) -> None:
@@ -226,25 +245,25 @@ class Log:
         self._files, self._loggers = {}, []
 
     def _write(self, record: Record) -> dict[str, Any]:
-        """Waits for the numbers of a step and writes them. Runs in the thread."""
-        written = self._write_plain({"step": record.step} | record.summary())
-        if record.samples and self._shows(record.step):
+        """Waits for the numbers of a step and writes them, in the thread of the log."""
+        written = self._write_numbers({"step": record.step} | record.summary())
+        if record.samples and self._shows_completions(record.step):
             self._write_sample(record.step, record.samples, sharding.to_host(record.rewards))
         return written
 
-    def _shows(self, step: int) -> bool:
-        """Returns whether completions of a step are shown. A setting above 0 always shows the first and last step."""
+    def _shows_completions(self, step: int) -> bool:
+        """Returns whether completions of a step are shown. The first and the last step are shown unless it is 0."""
         every = self._settings.completions_every
         return bool(every) and (step % every == 0 or step in (1, self._num_steps))
 
-    def _write_plain(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Writes one object to metrics.jsonl, flushed before this returns, and one line to the console."""
-        record = {k: _plain(v) for k, v in record.items()}
+    def _write_numbers(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Writes one record to metrics.jsonl and flushes the file, then prints one line on the console."""
+        record = {k: _json_number(v) for k, v in record.items()}
         step = record["step"]
         self._append("metrics", record)
         for logger in self._loggers:
             logger.write(step, {k: v for k, v in record.items() if k != "step" and v is not None})
-        self.say(self._line(step, record))
+        self.print_line(self._step_line(step, record))
         self._show_step(step)
         return record
 
@@ -252,20 +271,20 @@ class Log:
         """Writes one group of the batch to completions.jsonl and the loggers, and two completions to the console."""
         prompt, graded, rewards = samples.prompts.rows[0]["prompt"], samples.wait_for_grades(), rewards[0]
         texts, turns = graded.texts[0], graded.turns[:1]
-        line = {"step": step, "prompt": prompt, "completions": texts, "rewards": [_plain(x) for x in rewards]}
+        line = {"step": step, "prompt": prompt, "completions": texts, "rewards": [_json_number(x) for x in rewards]}
         line |= ({"turns": turns[0]} if turns else {}) | _thumbnails(samples.prompts.images)
         self._append("completions", line)
         for logger in self._loggers:
             logger.write_samples(step, samples_of(line))
-        asked = _short(text_of(prompt[-1]["content"]) if isinstance(prompt, list) else prompt)
+        asked = _shortened(text_of(prompt[-1]["content"]) if isinstance(prompt, list) else prompt)
         for i, reward in enumerate(rewards[:2]):
             earned = f"(reward {reward:g})" if math.isfinite(reward) else "(no reward)"
             if not turns:
-                self.say(f"    {asked} -> {_short(texts[i])}  {earned}")
+                self.print_line(f"    {asked} -> {_shortened(texts[i])}  {earned}")
                 continue
-            self.say(f"    {asked}  {earned}")
+            self.print_line(f"    {asked}  {earned}")
             for turn in turns[0][i]:
-                self.say(f"      {'>' if turn['role'] == 'assistant' else '<'} {_short(turn['content'])}")
+                self.print_line(f"      {'>' if turn['role'] == 'assistant' else '<'} {_shortened(turn['content'])}")
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         if not distributed.first():
@@ -274,45 +293,47 @@ class Log:
             self._files[name].write(json.dumps(line, ensure_ascii=name == "metrics", allow_nan=False) + "\n")
             self._files[name].flush()
 
-    def _line(self, step: int, record: dict[str, Any]) -> str:
-        """Returns the line of a step. On a terminal and in a notebook, what says least is left out until it fits."""
+    def _step_line(self, step: int, record: dict[str, Any]) -> str:
+        """Returns the console line of a step. On a terminal and in a notebook, DROP_ORDER shortens it until it fits."""
         parts = {"step": f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"}
         parts |= {label: f"{label} {record[key]:{form}}" for label, key, form in COLUMNS if record.get(key) is not None}
-        extra = {label: metric for label, metric in self._extra_sets.items() if record.get(metric) is not None}
-        parts |= {label: f"{label} {record[metric]:.1%}" for label, metric in extra.items()}
+        further_sets = {label: metric for label, metric in self._extra_sets.items() if record.get(metric) is not None}
+        parts |= {label: f"{label} {record[metric]:.1%}" for label, metric in further_sets.items()}
         if "time/step" in record:
             phases = " ".join(f"{p} {record[f'time/{p}']:.2f}" for p in PHASES if f"time/{p}" in record)
             parts["seconds"] = f"{record['time/step']:.2f}s ({phases})"
             parts["speed"] = f"{record['tokens_per_second']:,.0f} tok/s"
-        if not self._bars and (left := self._left(step)):
-            parts["left"] = left
+        if not self._bars and (remaining := self._remaining_time(step)):
+            parts["left"] = remaining
         line = "  ".join(parts.values())
-        for label in ("seconds", *extra, *LEAST):
+        for label in ("seconds", *further_sets, *DROP_ORDER):
             if len(line) <= self._width():
                 break
-            # The step's seconds stay, and only their phases are left out.
+            # The step's seconds stay in the line, and only the seconds of its phases are omitted.
             parts[label] = parts.get(label, "").partition(" (")[0] if label == "seconds" else ""
             line = "  ".join(filter(None, parts.values()))
         return line
 
     def _width(self) -> float:
-        """Returns how many characters fit a line: any number in a file."""
-        return self._console.width if self._terminal else NOTEBOOK if "ipykernel" in sys.modules else math.inf
+        """Returns how many characters fit into a console line; infinite if the output goes to a file."""
+        return self._console.width if self._terminal else NOTEBOOK_WIDTH if "ipykernel" in sys.modules else math.inf
 
     def _show_step(self, step: int) -> None:
         if self._bars:
-            self._bars.update(self._bar, completed=step, count=f"{step}/{self._num_steps}", detail=self._left(step))
+            self._bars.update(
+                self._bar_id, completed=step, count=f"{step}/{self._num_steps}", detail=self._remaining_time(step)
+            )
 
-    def _left(self, step: int) -> str:
-        done = step - self._start
-        if done < 1:
+    def _remaining_time(self, step: int) -> str:
+        steps_done = step - self._start_step
+        if steps_done < 1:
             return ""
-        left = (time.perf_counter() - self._began) / done * (self._num_steps - step)
-        return f"left {int(left // 60)}m{int(left % 60):02d}s"
+        seconds_left = (time.perf_counter() - self._start_time) / steps_done * (self._num_steps - step)
+        return f"left {int(seconds_left // 60)}m{int(seconds_left % 60):02d}s"
 
 
 def samples_of(line: dict[str, Any]) -> list[loggers.Sample]:
-    """Returns the completions in a line of completions.jsonl, as loggers show them."""
+    """Converts a record of completions.jsonl to the samples that loggers show."""
     texts = map(chat_text, line["turns"]) if "turns" in line else line["completions"]
     prompt = chat_text(line["prompt"])
     return [loggers.Sample(prompt, *about) for about in zip(texts, line["rewards"], strict=True)]
@@ -327,18 +348,18 @@ def _thumbnails(images: Images | None) -> dict[str, list[str]]:
     return {"pictures": [image_files.thumbnail(Image.fromarray(pixels)) for pixels in first_prompt]}
 
 
-def _plain(value: Any) -> float | int | None:
-    """Returns a number for JSON; None if it is not finite."""
+def _json_number(value: Any) -> float | int | None:
+    """Returns a number for JSON, or None if the number is not finite."""
     if value is None or isinstance(value, int):
         return value
     return float(value) if math.isfinite(value) else None
 
 
-def _short(text: str, length: int = 100) -> str:
+def _shortened(text: str, length: int = 100) -> str:
     text = " ".join(text.split())
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def _ready(arrays: Any) -> float:
+def _time_when_ready(arrays: Any) -> float:
     jax.block_until_ready(arrays)
     return time.perf_counter()

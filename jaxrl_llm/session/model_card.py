@@ -1,4 +1,4 @@
-"""The model card of a trained model: README.md of its folder, with config, data and the measured curve."""
+"""Writes the model card of a trained model, README.md of its folder: measured accuracies, data, and the config."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jaxrl_llm.machine import disk
 from jaxrl_llm.models import hf
 from jaxrl_llm.session import changes, json_lines
 
-POINTS = 20  # rows of the curve
-COLUMNS = {  # metric -> heading, format; behind the accuracies
+POINTS = 20  # maximum number of rows in the table of measurements
+COLUMNS = {  # metric -> (heading, format) of the table's columns after the accuracies
     "reward/mean": ("reward", ".3f"),
     "loss/sft": ("loss", ".4f"),
     "completion/length": ("completion tokens", ".1f"),
@@ -29,50 +29,50 @@ COLUMNS = {  # metric -> heading, format; behind the accuracies
 
 
 def write(folder: Path, text: str) -> None:
-    """Writes a card into a model's folder. Raises: UserError."""
+    """Writes a card into a model's folder. Raises: UserError, if the disk write fails."""
     with disk.writing(folder):
         (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def card(workdir: Path, config: Mapping[str, Any], began_with: Mapping[str, str], step: int | None = None) -> str:
-    """Returns the card of the model after `step` of a run; None: after the last one.
+    """Returns the model card of a run's model after `step`; None = after the last step.
 
-    config: content of config.json. began_with: hashes of the model and of the data with which the run began, by field.
+    config: content of config.json. began_with: hashes of the initial model and of the data by config field.
     """
     records = [
         record for record in json_lines.read(workdir / "metrics.jsonl") if step is None or record["step"] <= step
     ]
-    last = records[-1]["step"] if records else 0
+    last_step = records[-1]["step"] if records else 0
     fields = flatten(config)
     name, (algorithm, *tags) = workdir.resolve().name, _algorithm(fields)
     commit = _commit()
-    by = f"jaxrl_llm {jaxrl_llm.__version__}" + (f", commit {commit}" if commit else "")
-    base = _plain(fields["model.path"]) or "a new model"
-    parts = [
+    trainer = f"jaxrl_llm {jaxrl_llm.__version__}" + (f", commit {commit}" if commit else "")
+    base_model = _without_home(fields["model.path"]) or "a new model"
+    sections = [
         f"# {name}",
-        f"This model was trained from `{base}` with {algorithm}, by {by}. It is the model after step {last:,} of "
-        f"{config['num_steps']:,}.",
+        f"This model was trained from `{base_model}` with {algorithm}, by {trainer}. It is the model after step "
+        f"{last_step:,} of {config['num_steps']:,}.",
         "```python\nfrom transformers import pipeline\n\n"
         'generate = pipeline("text-generation", "THIS_MODEL")  # or a folder, for vLLM too\n```',
         "## Measured",
         _curve(records, fields),
         "## Data",
-        _data(fields, began_with, [change for change in changes.read(workdir) if change.after_step < last]),
+        _data(fields, began_with, [change for change in changes.read(workdir) if change.after_step < last_step]),
         *_code(began_with),
         "## Config",
-        f"```json\n{_plain(json.dumps(config, indent=2))}\n```",
+        f"```json\n{_without_home(json.dumps(config, indent=2))}\n```",
     ]
-    return f"---\n{_head(name, fields, tags, records)}\n---\n\n" + "\n\n".join(parts) + "\n"
+    return f"---\n{_metadata(name, fields, tags, records)}\n---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def _head(name: str, fields: Mapping[str, Any], tags: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the metadata that a hub reads."""
+def _metadata(name: str, fields: Mapping[str, Any], tags: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the card's metadata for a model hub, as YAML."""
     results = [
         EvalResult(
             task_type="text-generation",
             dataset_type="custom",
-            dataset_name=_plain(fields[f"{section}.source"]),
-            dataset_config=set_name(section) or None,  # apart from it, the hub would take all for one data set
+            dataset_name=_without_home(fields[f"{section}.source"]),
+            dataset_config=set_name(section) or None,  # without it the hub would merge all sets into one
             metric_type="accuracy",
             metric_value=round(record[metric], 4),
             metric_name=fields[f"{section}.function"],
@@ -81,7 +81,7 @@ def _head(name: str, fields: Mapping[str, Any], tags: Sequence[str], records: Se
         for record in [record for record in records if record.get(metric) is not None][-1:]
     ]
     path = fields["model.path"]
-    made = ModelCardData(
+    metadata = ModelCardData(
         model_name=name,
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -89,11 +89,11 @@ def _head(name: str, fields: Mapping[str, Any], tags: Sequence[str], records: Se
         base_model=path if hf.is_hub_id(path) else None,
         eval_results=results or None,
     )
-    return made.to_yaml().strip()
+    return metadata.to_yaml().strip()
 
 
 def _algorithm(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns how the model was trained, in words, and the tags for a hub."""
+    """Returns a description of how the model was trained, followed by the tags for a hub."""
     if fields.get("data.rejected_column"):
         return f"the `{fields['loss.name']}` loss on pairs of completions", "preference-learning", fields["loss.name"]
     if not (name := fields.get("advantage.name")):
@@ -102,28 +102,31 @@ def _algorithm(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _curve(records: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> str:
-    """Returns a table: the evaluations, or if there are none the steps; of many, some at equal distances."""
-    chosen = [r for r in records if r.get("eval/accuracy") is not None] or list(records)
-    if len(chosen) > POINTS:
-        chosen = [chosen[round(i * (len(chosen) - 1) / (POINTS - 1))] for i in range(POINTS)]
+    """Returns a Markdown table of the evaluations, or of the steps if the run evaluated nothing.
+
+    If there are more than POINTS rows, the table shows POINTS of them at equal distances.
+    """
+    shown_records = [r for r in records if r.get("eval/accuracy") is not None] or list(records)
+    if len(shown_records) > POINTS:
+        shown_records = [shown_records[round(i * (len(shown_records) - 1) / (POINTS - 1))] for i in range(POINTS)]
     accuracies = {metric: f"accuracy {set_name(section)}".rstrip() for section, metric in accuracies_of(fields).items()}
     columns = {metric: (heading, ".1%") for metric, heading in accuracies.items()} | COLUMNS
-    names = [name for name in columns if any(r.get(name) is not None for r in chosen)]
+    names = [name for name in columns if any(r.get(name) is not None for r in shown_records)]
     if not names:
         return "Nothing was measured."
-    head = ["step", *(columns[name][0] for name in names)]
+    headings = ["step", *(columns[name][0] for name in names)]
     rows = [
         [f"{r['step']:,}", *("" if r.get(name) is None else format(r[name], columns[name][1]) for name in names)]
-        for r in chosen
+        for r in shown_records
     ]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [headings, ["---"] * len(headings), *rows])
 
 
 def _data(fields: Mapping[str, Any], began_with: Mapping[str, str], accepted: Sequence[changes.Change]) -> str:
     lines = []
     uses = {section: f"evaluation {set_name(section)}".rstrip() for section in accuracies_of(fields)}
     for section, use in {"data": "training", **uses}.items():
-        source, convert = _plain(fields[f"{section}.source"]), fields[f"{section}.convert"]
+        source, convert = _without_home(fields[f"{section}.source"]), fields[f"{section}.convert"]
         digest = began_with.get(f"{section}.source")
         lines.append(
             f"- {use}: `{source}`"
@@ -143,20 +146,20 @@ def _data(fields: Mapping[str, Any], began_with: Mapping[str, str], accepted: Se
 
 
 def _code(began_with: Mapping[str, str]) -> list[str]:
-    """Returns the section on the user's own functions, if the run has some."""
+    """Returns the heading and the list of the user's own functions, or [] if the run uses none."""
     functions = {key: digest for key, digest in began_with.items() if key.startswith(changes.CODE)}
     lines = [f"- {key}: SHA-256 `{digest}`" for key, digest in functions.items()]
     return ["## Own code", "\n".join(lines)] if lines else []
 
 
-def _plain(text: str) -> str:
-    """Returns a text without the folder of this package and the home folder: a card may become public."""
+def _without_home(text: str) -> str:
+    """Removes the folder of this package and the home folder from a text, because a card may become public."""
     package = Path(jaxrl_llm.__file__).parent
     return text.replace(f"{package.parent}/", "").replace(str(Path.home()), "~")
 
 
 def _commit() -> str:
-    """Returns the commit of this package's checkout, marked if files have changed; "": there is no checkout."""
+    """Returns the commit of this package's git checkout, marked if files have changed; "" without a checkout."""
     folder = Path(jaxrl_llm.__file__).resolve().parent.parent
 
     def git(*command: str) -> str:
@@ -164,7 +167,7 @@ def _commit() -> str:
         return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != folder:  # a checkout of something else
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != folder:  # the checkout of another project
             return ""
         return git("rev-parse", "--short=12", "HEAD") + (
             " with changes" if git("status", "--porcelain", "-uno") else ""
@@ -174,6 +177,6 @@ def _commit() -> str:
 
 
 def for_hub(text: str, repo: str) -> str:
-    """Returns a card that names its place on a hub."""
+    """Returns a card whose example loads the model from the repository `repo` of a hub."""
     ModelCard(text)  # raises if the metadata cannot be read
     return text.replace("THIS_MODEL", repo)

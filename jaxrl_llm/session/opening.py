@@ -1,8 +1,8 @@
-"""Opens the workdir of a run, and the session in it."""
+"""Opens and locks the work directory of a run, and builds the session in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,83 +24,92 @@ from jaxrl_llm.session.health import Health
 from jaxrl_llm.session.log import Log
 from jaxrl_llm.session.rollback import Rollbacks
 from jaxrl_llm.session.run_store import RunFolder, store_of
-from jaxrl_llm.session.session import ModelStates, Session, Trainer
+from jaxrl_llm.session.session import ModelStates, Session
 from jaxrl_llm.session.settings import Plan
 from jaxrl_llm.session.signals import Stop, stop_signals
 
 
 @dataclass
-class Workplace:
-    """Where a run works: its store, and what closes at its end."""
+class WorkDirectory:
+    """The work directory of a run, and the resources that close when the run ends."""
 
     store: RunFolder
-    opened: ExitStack  # closes everything that the run opens, in reverse order
+    resources: ExitStack  # closes everything that the run opens, in reverse order
     stop: Stop
     compilations: Compilations
-    cache: str  # folder of compiled programs, or "off"
+    compilation_cache: str  # folder of compiled programs, or "off"
     config: dict[str, Any]  # content of config.json
-    code: dict[str, str] = field(default_factory=dict)  # hashes of the user's own functions
-    check_lock: Callable[[], None] = lambda: None  # raises: UserError, if another process has taken the workdir
+    code_hashes: dict[str, str] = field(default_factory=dict)  # hashes of the user's own functions by name
+    check_lock: Callable[[], None] = lambda: None  # raises a UserError if another process has taken the lock
 
     @property
     def workdir(self) -> Path:
-        """The local folder of the run: its work directory, or what a bucket has of it."""
+        """The local folder of the run: the work directory, or the local copy of one in a bucket."""
         return self.store.folder
 
-    def take(self, record: type, *, shared: bool) -> None:
-        """Checks that all processes have this config, and takes the workdir, which must be new or a run of it.
+    def lock(self, record: type, *, shared: bool) -> None:
+        """Checks that all processes have the same config, and locks the directory, which process 0 does.
 
-        record: class of the config. shared: whether all processes have this workdir.
-        Raises: UserError.
+        record: class of the recipe, such as `Recipe`. shared: True if all processes use the same directory.
+        Raises: UserError, if the directory holds a run of another config, or another process has locked it.
         """
         fields = flatten(self.config)
-        self.code = changes.code_hashes(fields)
+        self.code_hashes = changes.code_hashes(fields)
         alike.check(fields)
         known = records.table(record, self.config)
         if distributed.first():
             check = partial(workdirs.check_workdir, self.workdir, fields, known)
-            self.check_lock = self.opened.enter_context(self.store.taken(check))
-        self.store.settle(shared=shared)
+            self.check_lock = self.resources.enter_context(self.store.locked(check))
+        self.store.prepare_other_processes(shared=shared)
 
 
 @contextmanager
-def at_work(workdir: Path, *, signals: bool, command: bool) -> Iterator[Workplace]:
-    """Yields the workplace of a run whose config is not known yet; `build.build` describes signals and command."""
-    with ExitStack() as opened, stop_signals(opened, signals, command) as stop:
-        opened.callback(WATCHDOG.close)
-        compilations = opened.enter_context(closing(Compilations()))
-        yield Workplace(store_of(workdir), opened, stop, compilations, keep_compilations(), {})
+def open_work_directory(workdir: Path, *, signals: bool, command: bool) -> Iterator[WorkDirectory]:
+    """Yields the work directory, which is not locked yet because the config is unknown at this point.
+
+    signals, command: the arguments of `build.build`, which say how signals end the run.
+    """
+    with ExitStack() as resources, stop_signals(resources, signals, command) as stop:
+        resources.callback(WATCHDOG.close)
+        compilations = resources.enter_context(closing(Compilations()))
+        yield WorkDirectory(store_of(workdir), resources, stop, compilations, keep_compilations(), {})
 
 
 def open_session(
-    place: Workplace,
-    plan: Plan,
-    models: ModelStates,
-    mesh: Mesh,
-    began_with: dict[str, str],
-    rows: Rows,
-    announce: Callable[[int, Sequence[Change]], None],
-) -> Callable[[Trainer], Session]:
-    """Opens checkpoints of `models`, log and health rules, and returns `session(trainer)`.
+    work_directory: WorkDirectory, plan: Plan, models: ModelStates, mesh: Mesh, began_with: dict[str, str], rows: Rows
+) -> tuple[Session, int, list[Change]]:
+    """Opens checkpoints of `models`, log and health rules.
 
-    began_with: hashes of models and data. rows: rows of the run. announce(step, changes): called in the first process,
-    with the step after which the run continues, and the accepted changes of rows and code.
-    Raises: UserError, if model or data differ from those at the run's start, or the disk has no room.
+    began_with: hashes of models and data by config field. rows: rows of the run.
+    Returns the session, whose `trainer` the caller sets, the step after which the run continues (0 = a new run), and
+    the changes of rows and code that the config accepts.
+    Raises: UserError, if model or data differ from those at the run's start, or the disk has too little free space.
     """
-    workdir, store, enter = place.workdir, place.store, place.opened.enter_context
+    workdir, store, enter = work_directory.workdir, work_directory.store, work_directory.resources.enter_context
     goes_back = plan.most_rollbacks > 0
-    opened = Checkpoints(store.checkpoints, began_with, plan.checkpoint, mesh, rows, goes_back=goes_back)
-    checkpoints = enter(closing(opened))
-    start, accepted = checkpoints.check_beginning(flatten(place.config))
+    checkpoints = enter(
+        closing(Checkpoints(store.checkpoints, began_with, plan.checkpoint, mesh, rows, goes_back=goes_back))
+    )
+    start, accepted_changes = checkpoints.check_beginning(flatten(work_directory.config))
     if distributed.first():
-        with store.named():
+        with store.naming_workdir():
             workdirs.check_log(workdir, start, plan.checkpoint.every)
         checkpoints.check_room(models.shapes(), plan.steps)
-        workdirs.open_workdir(workdir, place.config)
-        changes.write(workdir, accepted)
-        store.keep()
-        announce(start, accepted)
-    log = enter(closing(Log(workdir, plan.log, plan.steps, place.config, store.name)))
-    health, rollbacks = Health(workdir, plan.health, log.tell), Rollbacks(workdir, store.keep)
-    fields = workdir, place.check_lock, store.keep, plan, log, health, rollbacks, checkpoints
-    return partial(Session, *fields, place.stop, place.compilations, models)
+        workdirs.write_config(workdir, work_directory.config)
+        changes.write(workdir, accepted_changes)
+        store.sync()
+    log = enter(closing(Log(workdir, plan.log, plan.steps, work_directory.config, store.name)))
+    session = Session(
+        workdir=workdir,
+        check_lock=work_directory.check_lock,
+        sync_workdir=store.sync,
+        plan=plan,
+        log=log,
+        health=Health(workdir, plan.health, log.show_finding),
+        rollbacks=Rollbacks(workdir, store.sync),
+        checkpoints=checkpoints,
+        stop=work_directory.stop,
+        compilations=work_directory.compilations,
+        models=models,
+    )
+    return session, start, accepted_changes

@@ -1,7 +1,7 @@
-"""Rollbacks: a run goes back to a checkpoint before a problem, and does not repeat the steps after it.
+"""Rollbacks: a run returns to a checkpoint before a problem, and trains differently from there.
 
-Each decision is a file in WORKDIR/rollbacks before anything is changed. So a run that is killed at any moment resumes
-with the same decisions, and repeats bit for bit what it did.
+Each decision is written to WORKDIR/rollbacks before anything changes. Therefore a run that is killed at any moment
+resumes with the same decisions, and computes the same numbers bit for bit.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ LOGS = ("metrics.jsonl", "completions.jsonl", "health.jsonl")
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision to go back."""
+    """A decision to roll the run back."""
 
-    step: int  # whose record a rule found ill
-    to: int  # step of the checkpoint; 0: the start of the run
+    step: int  # step whose record made a health rule roll back
+    to: int  # step of the checkpoint to which the run returns; 0 = the start of the run
     finding: dict[str, Any]
 
 
 class Rollbacks:
-    """The decisions of a run, in WORKDIR/rollbacks: N.json, and in N the logs as they were."""
+    """The rollback decisions of a run: WORKDIR/rollbacks/N.json, with a copy of the logs in WORKDIR/rollbacks/N."""
 
-    def __init__(self, workdir: Path, keep: Callable[[], None] = lambda: None):
-        """keep: copies the local workdir to where the run is kept."""
-        self._workdir, self._folder, self._keep = workdir, workdir / "rollbacks", keep
+    def __init__(self, workdir: Path, sync_workdir: Callable[[], None] = lambda: None):
+        """sync_workdir(): copies the local files of the run into its bucket, if it has one."""
+        self._workdir, self._folder, self._sync_workdir = workdir, workdir / "rollbacks", sync_workdir
 
     def read(self) -> list[Decision]:
-        """Returns all decisions, in order, the same in all processes."""
+        """Returns all decisions in order. Process 0 reads them, and all processes must call this."""
         decisions: list[dict[str, Any]] = []
         if distributed.first() and self._folder.is_dir():
             files = sorted(self._folder.glob("*.json"), key=lambda file: int(file.stem))
@@ -45,20 +45,21 @@ class Rollbacks:
         return [Decision(**fields) for fields in distributed.exchange(decisions)[0]]
 
     def decide(self, step: int, finding: dict[str, Any], checkpoints: Collection[int], limit: int) -> Decision:
-        """Decides to go back because of a finding at `step`. The decision is on the disk when this returns.
+        """Decides to roll back because of a finding at `step`. The decision is on the disk when this returns.
 
-        checkpoints: steps of the complete checkpoints. Raises: StoppedByHealth, after `limit` decisions.
+        checkpoints: steps of the checkpoints to which the run may return. Raises: StoppedByHealth, if the run has
+        made `limit` decisions already.
         """
-        before = self.read()
-        if len(before) >= limit:
+        earlier_decisions = self.read()
+        if len(earlier_decisions) >= limit:
             raise StoppedByHealth(
-                f"step {step}: {finding['evidence']}, because {finding['cause']}; the run has gone back {limit} times "
-                f"already (config.health.rollback.most): {finding['fix']}"
+                f"step {step}: {finding['evidence']}, because {finding['cause']}; the run has rolled back "
+                f"config.health.rollback.most = {limit} times already: {finding['fix']}"
             )
-        decision = Decision(step, target(last_healthy(step, finding), checkpoints, before), finding)
+        decision = Decision(step, rollback_step(last_healthy(step, finding), checkpoints, earlier_decisions), finding)
         if distributed.first():
-            self._write(len(before) + 1, decision)
-            self._keep()
+            self._write(len(earlier_decisions) + 1, decision)
+            self._sync_workdir()
         # No process may change its checkpoints before the decision is on the disk.
         distributed.wait("rollback")
         return decision
@@ -70,28 +71,30 @@ class Rollbacks:
             for name in LOGS:
                 if (self._workdir / name).is_file():
                     shutil.copy2(self._workdir / name, logs / name)
-            # Last: a decision counts once its file is there, and a run that is killed before it decides again.
+            # The decision is written last, because it counts as soon as its file exists. A run that is killed earlier
+            # decides again.
             disk.replace(self._folder / f"{number}.json", json.dumps(asdict(decision), indent=2) + "\n")
 
 
 def last_healthy(step: int, finding: dict[str, Any]) -> int:
-    """Returns the last step that a finding at `step` leaves without doubt.
+    """Returns the last step before the problem that a finding at `step` reports.
 
-    A rule sees the mean of RECENT steps, so the problem may be as old; a slow one is older, if the rule can tell.
+    A rule judges the mean over RECENT steps, so the problem may be RECENT steps old. It is older if the finding has the
+    entry "since".
     """
     since = finding.get("since")
     return step - RECENT if since is None else min(since, step - RECENT)
 
 
-def target(newest: int, checkpoints: Collection[int], before: list[Decision]) -> int:
-    """Returns the step of the newest checkpoint at step `newest` or before, else of the oldest checkpoint.
+def rollback_step(last_healthy_step: int, checkpoints: Collection[int], earlier_decisions: list[Decision]) -> int:
+    """Returns the step of the newest checkpoint up to `last_healthy_step`, or of the oldest if all are later.
 
-    If the last rollback went to that checkpoint, the next older checkpoint is taken instead, if the run has one.
-    Returns 0 if the run has no checkpoint.
+    If the last rollback went to this checkpoint, the next older checkpoint is chosen, if the run has one. Returns 0 if
+    the run has no checkpoint.
     """
     if not checkpoints:
         return 0
-    old = sorted(saved for saved in checkpoints if saved <= newest) or [min(checkpoints)]
-    again = before and old[-1] <= before[-1].to
-    older = [saved for saved in old if saved < before[-1].to] if again else []
-    return older[-1] if older else old[-1]
+    candidates = sorted(saved for saved in checkpoints if saved <= last_healthy_step) or [min(checkpoints)]
+    is_repeated = earlier_decisions and candidates[-1] <= earlier_decisions[-1].to
+    older_candidates = [saved for saved in candidates if saved < earlier_decisions[-1].to] if is_repeated else []
+    return older_candidates[-1] if older_candidates else candidates[-1]

@@ -1,8 +1,8 @@
-"""Where a run is kept: in a folder of a disk, or in a bucket.
+"""The storage of a run: a folder on a disk, or a bucket.
 
-Orbax writes checkpoints into a bucket itself. The log cannot be there, because an object cannot be appended to: process
-0 keeps log, config and decisions in a local folder, and copies them into the bucket before each checkpoint. So the
-bucket has all that a checkpoint needs before the checkpoint counts, and a run on an empty disk resumes from it.
+Orbax writes checkpoints directly into a bucket. A log cannot be written there, because nothing can be appended to an
+object. So process 0 keeps log, config and rollback decisions in a local folder, and copies them into the bucket before
+each checkpoint. A run whose local disk is empty resumes from the bucket.
 """
 
 from __future__ import annotations
@@ -21,60 +21,66 @@ from jaxrl_llm.session.lock import locked
 
 
 class RunFolder:
-    """A work directory on a disk."""
+    """The storage of a run whose work directory is on a disk."""
 
     def __init__(self, folder: Path):
         self.folder, self.name, self.checkpoints = folder, str(folder), folder / "checkpoints"
 
     def config(self) -> str:
-        """Returns the text of the run's config; "": there is no run yet."""
+        """Returns the text of the run's config.json, or "" if there is no run yet."""
         with suppress(OSError, UnicodeDecodeError):
             return (self.folder / "config.json").read_text()
         return ""
 
     @contextmanager
-    def taken(self, check: Callable[[], None]) -> Iterator[Callable[[], None]]:
-        """Checks the folder and takes its lock, in process 0. Yields the check of the lock. Raises: UserError."""
+    def locked(self, check: Callable[[], None]) -> Iterator[Callable[[], None]]:
+        """Calls check() and locks the work directory. Only process 0 calls this.
+
+        Yields a function that raises a UserError if another process has taken the lock. Raises: UserError.
+        """
         check()
         with locked(self.folder) as lock:
             yield lock.check
 
-    def settle(self, *, shared: bool) -> None:
-        """Checks, when process 0 has the lock, that all processes share the folder, if they must. Raises: UserError."""
+    def prepare_other_processes(self, *, shared: bool) -> None:
+        """Checks that all processes see the same folder if `shared`.
+
+        Process 0 holds the lock by now. Raises: UserError.
+        """
         if shared:
             agreement.check_shared(self.folder)
 
-    def named(self) -> AbstractContextManager[None]:
-        """Makes the errors of a block name the work directory as the user does."""
+    def naming_workdir(self) -> AbstractContextManager[None]:
+        """Makes the errors of a block show the user's name of the work directory instead of the local folder."""
         return nullcontext()
 
-    def keep(self) -> None:
-        """Copies what is in the folder to where the run is kept, before a checkpoint or a decision counts.
+    def sync(self) -> None:
+        """Makes the files of the run safe before a checkpoint or a rollback decision; a bucket gets copies of them.
 
-        Raises: UserError, if the workdir has vanished. Orbax would make it again, without config and log.
+        Raises: UserError, if the work directory has vanished, because Orbax would create it without config and log.
         """
         if not (self.folder / "config.json").is_file():
-            raise UserError(f"{self.folder} has vanished: put it back; the same command goes on")
+            raise UserError(f"--workdir {self.folder} has vanished: restore it; the same command resumes the run")
 
     def publish(self, name: str) -> None:
-        """Copies the folder of a model to where the run is kept."""
+        """Copies the model folder `name` into the bucket of the run, if it has one."""
 
 
 class RunBucket(RunFolder):
-    """A work directory in a bucket, and the local folder of this process for it."""
+    """The storage of a run whose work directory is in a bucket, with a local folder for this process."""
 
     def __init__(self, path: str):
         """Raises: MissingHere, if the package for this kind of bucket is not installed."""
         if not path.startswith("gs://"):
             raise UserError(
-                f"{FIELD} {path}: Orbax writes checkpoints to gs:// and to disks alone: mount the bucket (mount-s3), "
-                "and give the folder where it is mounted"
+                f"{FIELD} {path}: Orbax writes checkpoints only to gs:// and to disks: mount the bucket, for example "
+                "with mount-s3, and use the folder where it is mounted"
             )
         self._fs = bucket.file_system(FIELD, path)
         super().__init__(bucket.local_folder(path, f"runs/{distributed.index()}"))
         self.name, self.checkpoints = path, bucket.as_path(path) / "checkpoints"
         self._check_lock: Callable[[], None] = lambda: None
-        self._kept: dict[str, tuple[int, int]] = {}  # size and time of the files that the bucket has
+        self._uploaded: dict[str, tuple[int, int]] = {}  # size and modification time of each file in the bucket
 
     def config(self) -> str:
         with bucket.reaching(FIELD, self.name):
@@ -82,32 +88,34 @@ class RunBucket(RunFolder):
             return self._fs.cat_file(file).decode() if self._fs.exists(file) else ""
 
     @contextmanager
-    def taken(self, check: Callable[[], None]) -> Iterator[Callable[[], None]]:
-        """Takes the lock, fills the local folder from the bucket, and checks it. Yields the check of the lock.
+    def locked(self, check: Callable[[], None]) -> Iterator[Callable[[], None]]:
+        """Locks the work directory, downloads it to the local folder, and calls check(). Only process 0 calls this.
 
-        At the end it copies the last lines of the log, and removes the local folder. Raises: UserError.
+        Yields a function that raises a UserError if another process has taken the lock. At the end, uploads the last
+        lines of the log and removes the local folder. Raises: UserError.
         """
         with bucket_lock.locked(self._fs, self.name) as lock:
             try:
-                self._restore()
-                with self.named():
+                self._download()
+                with self.naming_workdir():
                     check()
-                self._check_lock = lambda: lock.check(now=True)  # another run must not get the log of this one
+                # Before each upload the bucket is asked, because the log of this run must not reach another run.
+                self._check_lock = lambda: lock.check(ask_bucket=True)
                 try:
                     yield lock.check
                 finally:
-                    self.keep()
+                    self.sync()
             finally:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
-    def settle(self, *, shared: bool) -> None:
-        """Empties the local folders of the other processes, when process 0 has the lock."""
+    def prepare_other_processes(self, *, shared: bool) -> None:
+        """Empties the local folders of the other processes. Process 0 holds the lock by now."""
         distributed.wait("bucket")
         if not distributed.first():
             self._clear()
 
     @contextmanager
-    def named(self) -> Iterator[None]:
+    def naming_workdir(self) -> Iterator[None]:
         try:
             yield
         except UserError as error:
@@ -117,24 +125,24 @@ class RunBucket(RunFolder):
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
 
-    def _restore(self) -> None:
+    def _download(self) -> None:
         with bucket.reaching(FIELD, self.name):
             self._clear()
             if not self.config():
                 names = {about["name"].rstrip("/").rpartition("/")[2] for about in self._fs.ls(self.name, detail=True)}
                 if names - {"lock", ""}:
                     raise UserError(
-                        f"{FIELD} {self.name} is not empty and has no config.json of a run: give a new folder, or put "
-                        "config.json back; a model card, hf/README.md, has its text too"
+                        f"{FIELD} {self.name} is not empty and has no config.json of a run: use a new folder, or "
+                        "restore config.json; a model card, hf/README.md, has the text of config.json too"
                     )
                 return
             for name in bucket.small_files(self._fs, self.name):
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 self._fs.get_file(f"{self.name}/{name}", str(self.folder / name))
-                self._kept[name] = _state(self.folder / name)
+                self._uploaded[name] = _state(self.folder / name)
 
-    def keep(self) -> None:
-        """Copies the small files that have changed into the bucket, in process 0.
+    def sync(self) -> None:
+        """Uploads the small files of the run that have changed, in process 0.
 
         Raises: UserError, if the bucket cannot be written, or another process has taken the lock.
         """
@@ -144,18 +152,18 @@ class RunBucket(RunFolder):
         files = [file for file in self.folder.rglob("*") if file.is_file() and not file.name.endswith(".partial")]
         names = {file.relative_to(self.folder).as_posix(): file for file in files}
         with bucket.reaching(FIELD, self.name):
-            # The log before the files that speak of it: a rollback counts once its JSON is there.
+            # JSON files come last, because a rollback counts as soon as its JSON file is in the bucket.
             for name in sorted(names, key=lambda name: (name.endswith(".json"), name)):
                 state = _state(names[name])
-                if name.partition("/")[0] not in bucket.RUN and self._kept.get(name) != state:
-                    # The bytes of one moment: a logger may be writing.
+                if name.partition("/")[0] not in bucket.RUN and self._uploaded.get(name) != state:
+                    # The file is read at once, because a logger may be writing to it.
                     self._fs.pipe_file(f"{self.name}/{name}", names[name].read_bytes())
-                    self._kept[name] = state
+                    self._uploaded[name] = state
 
     def publish(self, name: str) -> None:
-        """Replaces the folder of a model in the bucket by the local one.
+        """Replaces a model folder in the bucket by the local folder of this name.
 
-        Its config is removed first and comes last: no program loads a folder without it.
+        The folder's config.json is removed first and uploaded last, so that no program loads an incomplete folder.
         """
         self._check_lock()
         target, is_config = f"{self.name}/{name}", lambda file: str(file).endswith("config.json")
@@ -168,7 +176,7 @@ class RunBucket(RunFolder):
 
 
 def store_of(workdir: Path) -> RunFolder:
-    """Returns where the run of a work directory is kept."""
+    """Returns the storage of a work directory: a bucket for an address such as gs://b/x, else a folder."""
     path = bucket.address(workdir)
     return RunBucket(path) if path else RunFolder(workdir)
 

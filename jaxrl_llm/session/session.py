@@ -1,4 +1,4 @@
-"""A session holds the lasting state of a run, and defines how the run resumes, saves and ends."""
+"""The session of a run: its log, checkpoints, health rules and signals, and how the run resumes, saves and ends."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jaxrl_llm.session.profile import Profile, steps_of
 from jaxrl_llm.session.record import Record
 from jaxrl_llm.session.rollback import Rollbacks
 from jaxrl_llm.session.settings import Plan
-from jaxrl_llm.session.signals import SECONDS, Stop
+from jaxrl_llm.session.signals import PREEMPTION_SECONDS, Stop
 from jaxrl_llm.structs import PartState, PyTree, StatefulPart
 
 
 class ModelStates(Protocol):
-    """The states of the models of a run: how they begin, and what a checkpoint holds of them."""
+    """The initial states of a run's models, and the states that its checkpoints hold."""
 
     def shapes(self) -> States:
         """Returns the states that a checkpoint holds, as shapes with shardings."""
@@ -36,27 +36,27 @@ class ModelStates(Protocol):
         ...
 
     def complete_restored(self, states: States, attempt: int) -> States:
-        """Returns the states of a checkpoint with what it leaves out.
+        """Adds the states that checkpoints omit, such as a frozen reference model.
 
-        attempt: how often the run has gone back, if it has just done so; else 0.
+        attempt: number of rollbacks so far if the run resumes because of a rollback, else 0.
         """
         ...
 
 
 class Trainer(Protocol):
-    """What a session asks of `train` or `sft`, whose steps it runs."""
+    """The methods that a session calls on the parts of `train` or `sft`."""
 
     @property
     def stateful_parts(self) -> Mapping[str, StatefulPart]:
-        """What a checkpoint keeps beside the states of the models."""
+        """Parts that a checkpoint holds besides the states of the models, by their names in the checkpoint."""
         ...
 
     def start(self, states: States, step: int, attempt: int) -> Any:
-        """Begins after `step`. Returns what its step gets: the states, or what lends them."""
+        """Starts after `step`, and returns the argument of the next step: the states, or a lease of them."""
         ...
 
     def wait_until_idle(self) -> None:
-        """Waits until nothing beside the main thread uses the states. Raises: UserError, if such work has failed."""
+        """Waits until only the main thread uses the states. Raises: UserError, if work of another thread has failed."""
         ...
 
     def evaluate(self, states: States, /) -> dict[str, float]:
@@ -64,7 +64,7 @@ class Trainer(Protocol):
         ...
 
     def export(self, states: States, /) -> None:
-        """Writes the policy as a folder of Hugging Face."""
+        """Writes the policy as a Hugging Face folder."""
         ...
 
 
@@ -79,13 +79,16 @@ class RunState:
     attempt: int = 0  # number of rollbacks so far
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Session:
-    """What lasts of a run: its workdir with log and checkpoints, the rules that act, signals, and where it stands."""
+    """Everything of a run that outlives a step: work directory, log, checkpoints, health rules, signals and run state.
+
+    `loop.run` and the steps of `train` and `sft` use it.
+    """
 
     workdir: Path
-    check_lock: Callable[[], None]  # raises: UserError, if another process has taken the lock of the workdir
-    keep: Callable[[], None]  # copies what is in the local workdir to where the run is kept
+    check_lock: Callable[[], None]  # raises a UserError if another process has taken the lock of the work directory
+    sync_workdir: Callable[[], None]  # copies the local files of the run into its bucket, if it has one
     plan: Plan
     log: Log
     health: Health
@@ -94,61 +97,67 @@ class Session:
     stop: Stop
     compilations: Compilations
     models: ModelStates
-    trainer: Trainer
+    trainer: Trainer = field(init=False)  # parts of the run, which need an open session and are set last
     run_state: RunState = field(default_factory=RunState)
 
     def profile(self) -> Profile:
         """Returns the tracer of the steps that config.log.profile names."""
-        return Profile(steps_of(self.plan.log.profile, self.plan.steps), self.workdir / "profile", self.log.say)
+        return Profile(steps_of(self.plan.log.profile, self.plan.steps), self.workdir / "profile", self.log.print_line)
 
     def start(self, test: Callable[[], None] | None = None) -> Any:
-        """Restores, tests a new run, and evaluates if the log lacks it. Returns what the next step gets."""
-        carried = self.restore()
+        """Restores the newest checkpoint or starts a new run, and evaluates if the log lacks the evaluation.
+
+        test: self-test, which runs at step 0 unless the run has rolled back. Returns the argument of the next step.
+        """
+        step_argument = self.restore()
         if test and not self.run_state.step and not self.run_state.attempt:
             test()
         step = self.run_state.step
-        # The log lacks an evaluation before the first step, or after a signal interrupted the last evaluation.
+        # The log lacks the evaluation before the first step, or after a signal has interrupted the last evaluation.
         if self.log.lacks_evaluation(step) and (measured := self.evaluate(step)):
             with self.stop.deferred():
                 self.log.add_evaluation(step, measured)
-        return carried
+        return step_argument
 
     def restore(self) -> Any:
-        """Moves all parts to the newest checkpoint, or to the beginning. Returns what the next step gets.
+        """Restores all parts from the newest checkpoint, or initializes them. Returns the argument of the next step.
 
-        If the run has decided to go back, deletes the checkpoints after that step.
+        If a rollback has been decided but not carried out, deletes the later checkpoints first.
         """
         decisions = self.rollbacks.read()
-        attempt, undone = len(decisions), decisions[self.checkpoints.attempt() :]
-        for decision in undone:
+        attempt, pending_decisions = len(decisions), decisions[self.checkpoints.attempt() :]
+        for decision in pending_decisions:
             self.checkpoints.go_back(decision.to)
         with progress.task("reading the checkpoint"):
             step, parts = self.checkpoints.resume(self.models.shapes())
         for name, part in self.trainer.stateful_parts.items():
             part.load(parts.get(name))
-        # Nothing else may hold these arrays: `complete_restored` moves some of them to the host, before the push needs
-        # memory.
+        # No other variable may refer to these arrays, because `complete_restored` moves some of them to the host to free
+        # device memory for the push of the weights.
         states = parts.pop(MODELS).arrays if parts else self.models.initial_states()
-        states = self.models.complete_restored(states, attempt if undone else 0)
+        states = self.models.complete_restored(states, attempt if pending_decisions else 0)
         parts.clear()
         self.log.start(step)
-        seen = self.log.seen_by_health()
+        records = self.log.health_records()
         # The record of `step` is judged one step later, as in a run that was not interrupted.
-        self.health.start(seen[:-1] if seen and seen[-1]["step"] == step else seen)
+        self.health.start(records[:-1] if records and records[-1]["step"] == step else records)
         self.run_state = RunState(step, step, states, None, attempt)
         self.checkpoints.accuracies = self.log.accuracies()
         self.checkpoints.tidy_bucket()
-        carried = self.trainer.start(states, step, attempt)
-        self.stop.finish = self.finish_early  # last: from here on a signal has a complete state to save
-        return carried
+        step_argument = self.trainer.start(states, step, attempt)
+        self.stop.finish = self.finish_early  # set last, because only now a signal finds a complete state to save
+        return step_argument
 
     def commit(self, states: States, record: Record) -> None:
-        """Makes a step the current state. Before this call a signal loses the step; after it a signal saves it."""
+        """Makes a step the current state. A signal before this call discards the step; a later one saves it."""
         self.run_state.states, self.run_state.step, self.run_state.unwritten_record = states, record.step, record
         WATCHDOG.stepped()
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Returns the metrics of an evaluation after `step` if it is due, without sets without a verdict; else {}."""
+        """Returns the metrics of an evaluation after `step`, or {} if none is due.
+
+        Omits an evaluation set if its reward function had no verdict on any completion.
+        """
         every = self.plan.evaluate_every
         if not every or (step % every and step != self.plan.steps):
             return {}
@@ -159,34 +168,36 @@ class Session:
     def stagnates(self) -> bool:
         """Returns whether the last `eval.patience` evaluations were no better than the best one before them."""
         patience, accuracies = self.plan.patience, [*self.checkpoints.accuracies.values()]
-        before, last = accuracies[:-patience], accuracies[-patience:]
-        return patience > 0 and bool(before) and max(last) <= max(before)
+        earlier, latest = accuracies[:-patience], accuracies[-patience:]
+        return patience > 0 and bool(earlier) and max(latest) <= max(earlier)
 
     def judge(self, records: list[dict[str, Any]]) -> bool:
-        """Applies the health rules to the last record, if there is one. Returns whether the run must go back.
+        """Applies the health rules to the last record, if there is one. Returns whether the run must roll back.
 
-        `start` then goes back. Raises: StoppedByHealth, if a rule stops the run.
+        The caller rolls back with `start`. Raises: StoppedByHealth, if a rule stops the run.
         """
-        action, step, finding = self.health.judge(records or self.log.last())
+        action, step, finding = self.health.judge(records or self.log.last_records())
         if finding and action == "stop":
             latest = self.checkpoints.latest()
             raise StoppedByHealth(f"step {step}: {finding.evidence}, because {finding.cause}; {latest}: {finding.fix}")
         if finding and action == "roll back":
-            self.trainer.wait_until_idle()  # then nothing uses these states
-            most, saved = self.plan.most_rollbacks, self.checkpoints.steps()
-            with self.stop.deferred():  # from the decision on, a signal must not save these states
-                decision = self.rollbacks.decide(step, finding.record(), saved, most)
+            self.trainer.wait_until_idle()  # because the states are dropped below
+            most, saved_steps = self.plan.most_rollbacks, self.checkpoints.steps()
+            with self.stop.deferred():  # a signal after the decision must not save these states
+                decision = self.rollbacks.decide(step, finding.record(), saved_steps, most)
                 self.run_state.states, self.run_state.saved_step, self.run_state.unwritten_record = (
                     {},
                     self.run_state.step,
                     None,
                 )
-            self.log.say(f"    health {finding.line()}")
-            self.log.say(f"    rollback {self.run_state.attempt + 1} of at most {most}: back to step {decision.to}")
+            self.log.print_line(f"    health {finding.line()}")
+            self.log.print_line(
+                f"    rollback {self.run_state.attempt + 1} of at most {most}: back to step {decision.to}"
+            )
         return action == "roll back"
 
     def write(self, record: Record) -> bool:
-        """Writes the record of a step, and a checkpoint if it is due. Returns whether `judge` sends the run back.
+        """Writes the record of a step, and a checkpoint if one is due. Returns whether the run must roll back.
 
         Raises: UserError, if another process has taken the lock of the workdir.
         """
@@ -198,19 +209,20 @@ class Session:
         best = self.checkpoints.is_best(record.evaluation.get("eval/accuracy"))
         last = record.step == self.plan.steps or self.stagnates()
         due = record.step % self.plan.checkpoint.every == 0 or best or last
-        back = due and self.judge(self.log.finish())  # before saving: a bad state must not replace a good checkpoint
-        if due and not back:
+        # The health rules judge before the save, because a bad state must not replace a good checkpoint.
+        must_roll_back = due and self.judge(self.log.finish())
+        if due and not must_roll_back:
             with self.stop.deferred():
                 self.save()
-        return back
+        return must_roll_back
 
     def save(self, *, seconds: float | None = None) -> None:
-        """Saves all parts. seconds: how long it may wait for the batches that are sampled ahead.
+        """Saves all parts. seconds: time limit for the batches that are being sampled ahead; None = unlimited.
 
         Raises: UserError, if the workdir has vanished, or its bucket cannot be written.
         """
         self.log.sync()  # a resumed run expects the record of the checkpoint's step in the log
-        self.keep()
+        self.sync_workdir()
         models: PyTree = {name: self.run_state.states[name] for name in self.models.shapes()}
         parts = {MODELS: PartState({}, models)}
         parts |= {name: part.state(seconds) for name, part in self.trainer.stateful_parts.items()}
@@ -222,7 +234,7 @@ class Session:
         """Ends the run after the last step."""
         if self.run_state.step < self.plan.steps:
             best = f"{max(self.checkpoints.accuracies.values()):.1%}"
-            self.log.say(f"early stop: {self.plan.patience} evaluations were not better than {best}")
+            self.log.print_line(f"early stop: {self.plan.patience} evaluations were not better than {best}")
         self.trainer.wait_until_idle()
         with self.stop.deferred():
             with progress.task("writing the last checkpoint"):
@@ -231,15 +243,16 @@ class Session:
             self.log.end(self.run_state.step, self.compilations)
 
     def finish_early(self) -> None:
-        """Ends the run after a signal: writes the last record if its evaluation was interrupted, and a checkpoint."""
+        """Ends the run after a signal: writes a checkpoint, and the last record if its evaluation was interrupted."""
         if self.run_state.unwritten_record:
             self.log.write(self.run_state.unwritten_record)
         if self.run_state.saved_step < self.run_state.step:
-            self.save(seconds=max(SECONDS / 2 - self.stop.seconds, 0))
+            self.save(seconds=max(PREEMPTION_SECONDS / 2 - self.stop.seconds, 0))
         self.log.finish()
         self.checkpoints.wait()
-        # The folder is smaller than a checkpoint, and never half-written. There are no states while `restore` runs.
+        # The export is smaller than a checkpoint and replaces the old folder only when it is complete. It is skipped
+        # while `restore` runs, because the states are empty then.
         seconds = max(distributed.exchange(self.stop.seconds))  # the same decision in all processes
-        if self.run_state.states and self.run_state.step and seconds < SECONDS / 2:
+        if self.run_state.states and self.run_state.step and seconds < PREEMPTION_SECONDS / 2:
             self.trainer.export(self.run_state.states)
-        self.log.end(self.run_state.step, self.compilations, self.stop.used())
+        self.log.end(self.run_state.step, self.compilations, self.stop.ending_text())

@@ -10,7 +10,7 @@ from jaxrl_llm.config.schema import AtLeastOne, Count, Field, MayChange
 
 @dataclass(frozen=True, kw_only=True)
 class RollbackSettings:
-    """The rules that send a run back, and what is different then."""
+    """The health rules that roll a run back, and how training differs afterwards."""
 
     rules: tuple[str, ...]
     most: MayChange[AtLeastOne] = 3
@@ -20,9 +20,9 @@ class RollbackSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class HealthSettings:
-    """What a run does about findings. The arguments of rules are fields too."""
+    """What a run does about findings of health rules. Arguments of rules are fields too."""
 
-    max_skipped: MayChange[Count]  # of the rule `updates_skipped`
+    max_skipped: MayChange[Count]  # argument of the rule `updates_skipped`
     hang_minutes: MayChange[Annotated[float, Field(float, low=0, high=1e5)]]
     stop: MayChange[tuple[str, ...]]
 
@@ -31,7 +31,7 @@ class HealthSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ActingHealthSettings(HealthSettings):
-    """What a run of reinforcement learning does about findings: it may also skip updates, and go back."""
+    """Health settings of reinforcement learning, which may also skip updates and roll back."""
 
     skip: tuple[str, ...]
     self_test: MayChange[bool]
@@ -50,7 +50,7 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    """Where the numbers of a run go besides its own files."""
+    """The loggers that receive the numbers of a run, besides its own files."""
 
     to: MayChange[tuple[str, ...]]
     project: MayChange[str]
@@ -63,19 +63,19 @@ class LogSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesLogSettings(LogSettings):
-    """The log of a run that samples completions."""
+    """The log settings of a run that samples completions."""
 
     completions_every: MayChange[Count] = field()  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """When a session does what, and what it writes. Numbers are steps."""
+    """The settings of a session: how long it trains, and when it evaluates, saves and rolls back."""
 
-    steps: int
-    evaluate_every: int  # 0: never
-    patience: int  # evaluations that are not better than the best one, after which the run ends; 0: it does not
-    most_rollbacks: int
+    steps: int  # steps of the whole run
+    evaluate_every: int  # steps from one evaluation to the next; 0 = never
+    patience: int  # evaluations without a better accuracy, after which the run ends; 0 = the run does not end early
+    most_rollbacks: int  # maximum number of rollbacks
     checkpoint: CheckpointSettings
     health: HealthSettings
     log: LogSettings

@@ -1,4 +1,4 @@
-"""The work directory of a run: whether it can hold the run, and what it says of how the run began."""
+"""Checks of a run's work directory before the run starts, and the config values that a resumed run takes from it."""
 
 from __future__ import annotations
 
@@ -21,57 +21,61 @@ from jaxrl_llm.session.lock import LOCK
 
 
 def check_workdir(workdir: Path, fields: Mapping[str, Any], known: Table) -> None:
-    """Checks that the workdir can hold a run of a config with these fields; known: table of the fields of a config.
+    """Checks that the work directory can hold a run with these fields of a config.
 
-    Raises: UserError, if the workdir is not writable, has files of another program, or holds a run of another config.
+    known: table of all fields of a config. Raises: UserError, if the directory is not writable, has files of another
+    program, or holds a run of another config.
     """
     check_local("--workdir", str(workdir))
     existing = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())
     if not existing.is_dir():
-        raise UserError(f"--workdir {workdir} cannot be a folder, because {existing} is a file: give another")
+        raise UserError(f"--workdir {workdir} cannot be created, because {existing} is a file: use another folder")
     if not os.access(existing, os.W_OK):
-        reason = "its disk is read-only" if os.statvfs(existing).f_flag & os.ST_RDONLY else "you may not write there"
-        raise UserError(f"--workdir {workdir} cannot be written ({existing}: {reason}): give another")
-    if not workdir.exists() or all(_is_ours(file) for file in workdir.iterdir()):
-        return  # no run yet
+        is_read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
+        reason = "is on a read-only disk" if is_read_only else "is not writable by you"
+        raise UserError(f"--workdir {workdir}: {existing} {reason}: use another folder")
+    if not workdir.exists() or all(_is_left_by_launcher(file) for file in workdir.iterdir()):
+        return  # the directory holds no run yet
     file = workdir / "config.json"
-    # Never "give a new folder" alone: it would lose good checkpoints.
-    remedy = "give a new folder"
-    if has_checkpoint(workdir / "checkpoints"):
-        remedy = "put it back, because the checkpoints there need it; a model card, hf/README.md, has its text too"
+    remedy = "use a new folder"
+    if has_checkpoint(workdir / "checkpoints"):  # a new folder would abandon these checkpoints
+        remedy = (
+            "restore config.json, because the checkpoints in this folder need it; a model card, hf/README.md, has the "
+            "text of config.json too"
+        )
     if not file.is_file():
         raise UserError(f"--workdir {workdir} is not empty and has no config.json of a run: {remedy}")
     try:
-        before = flatten(json.loads(file.read_text()))
+        saved_fields = flatten(json.loads(file.read_text()))
     except (ValueError, AttributeError):  # not JSON, or not an object
-        raise UserError(f"{file} is not a run's config: {remedy}") from None
-    now = json.loads(json.dumps(fields))  # as the file has them: lists for tuples
+        raise UserError(f"--workdir {workdir}: {file} is not the config of a run: {remedy}") from None
+    current_fields = json.loads(json.dumps(fields))  # converts tuples to lists, because the file has lists
     may_change = names_that_may_change(known, fields)
-    # Function names are compared first: a changed function also changes the other fields of its section.
-    for name in sorted(set(before) | set(now), key=lambda name: (not name.endswith(".name"), name)):
+    # Function names are compared first, because a changed function also changes the other fields of its section.
+    for name in sorted(set(saved_fields) | set(current_fields), key=lambda name: (not name.endswith(".name"), name)):
         default = json.loads(json.dumps(known.defaults.get(name)))
-        here, then = now.get(name, default), before.get(name, default)
-        if here != then and name not in may_change:
+        current_value, saved_value = current_fields.get(name, default), saved_fields.get(name, default)
+        if current_value != saved_value and name not in may_change:
             raise UserError(
-                f"config.{name} is {here!r}, but the run in {workdir} has {then!r}: "
-                "give another --workdir, or the run's own config"
+                f"config.{name} = {current_value!r}: the run in {workdir} started with {saved_value!r}: set the field "
+                f"to {saved_value!r} to resume that run, or use another --workdir"
             )
 
 
-def beginning(read: Callable[[], str], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values with which the run began, for the fields that a config leaves open. All processes agree.
+def initial_values(read: Callable[[], str], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values for the fields that a config leaves open: schedule_steps = 0 and data.today = "".
 
-    read(): returns the text of the run's config.json, "" if the run is new. An open field is schedule_steps = 0, for
-    which a new run takes num_steps, or data.today = "", for which a new run takes the current date.
+    A resumed run takes the values with which it started; a new run takes num_steps and the current date. read() ->
+    text of the run's config.json, "" for a new run. All processes get the same values.
     """
-    began = {"schedule_steps": fields.get("num_steps", 0), "data.today": date.today().isoformat()}
+    values = {"schedule_steps": fields.get("num_steps", 0), "data.today": date.today().isoformat()}
     if distributed.first():
-        with suppress(ValueError, AttributeError):  # no run, or `check_workdir` reports the error
-            before = flatten(json.loads(read()))
-            if _sections(before) == _sections(fields):  # else the run is of another program
-                began |= {name: before[name] for name in began if name in before}
-    # Missing fields, and those of a wrong type, are left to the checks, and set ones to `check_workdir`.
-    return {name: x for name, x in distributed.exchange(began)[0].items() if fields.get(name) in (0, "")}
+        with suppress(ValueError, AttributeError):  # the run is new, or `check_workdir` reports the error later
+            saved_fields = flatten(json.loads(read()))
+            if _sections(saved_fields) == _sections(fields):  # other sections belong to a run of another program
+                values |= {name: saved_fields[name] for name in values if name in saved_fields}
+    # Only open fields get a value. Missing fields and wrong types are reported by the checks of the config.
+    return {name: x for name, x in distributed.exchange(values)[0].items() if fields.get(name) in (0, "")}
 
 
 def _sections(fields: Iterable[str]) -> set[str]:
@@ -79,27 +83,28 @@ def _sections(fields: Iterable[str]) -> set[str]:
 
 
 def check_log(workdir: Path, start: int, every: int) -> None:
-    """Checks that a run that begins at `start` = 0 was stopped before its first checkpoint was complete, or is new.
+    """Checks that the checkpoints of a run have not vanished.
 
-    Raises: UserError, if its log says that it has made checkpoints.
+    start: step of the newest checkpoint, 0 without one. every: config.checkpoint.every. Raises: UserError, if `start`
+    is 0 although the log has so many steps that a checkpoint must have been complete.
     """
-    last = max((record["step"] for record in json_lines.read(workdir / "metrics.jsonl")), default=0)
-    # The second save waits until the first one is complete, and the log has the step of the second one before.
-    if not start and last > 2 * every:
+    last_step = max((record["step"] for record in json_lines.read(workdir / "metrics.jsonl")), default=0)
+    # The second save waits until the first is complete, and the log gets the step of the second save before that.
+    if not start and last_step > 2 * every:
         raise UserError(
-            f"{workdir} has a log of {last} steps, but no checkpoint: put its folder checkpoints back, or remove "
-            "metrics.jsonl to begin anew"
+            f"--workdir {workdir} has a log of {last_step} steps, but no checkpoint: restore its folder checkpoints, "
+            "or remove metrics.jsonl to start a new run"
         )
 
 
-def _is_ours(file: Path) -> bool:
-    """Whether launch/tpu_vm.sh, or a run that was killed before it wrote config.json, can have left this file."""
+def _is_left_by_launcher(file: Path) -> bool:
+    """Returns whether a launcher, or a run that was killed before it wrote config.json, may have left this file."""
     if file.name == "checkpoints":
         return file.is_dir() and not any(file.iterdir())
     return file.name.startswith(("launch.", "config.json.partial", agreement.TOKEN, LOCK))
 
 
-def open_workdir(workdir: Path, config: dict[str, Any]) -> None:
-    """Writes config.json into the workdir. Raises: UserError, if the disk write fails."""
+def write_config(workdir: Path, config: dict[str, Any]) -> None:
+    """Writes config.json into the work directory. Raises: UserError, if the disk write fails."""
     with disk.writing(workdir):
         disk.replace(workdir / "config.json", json.dumps(config, indent=2) + "\n")

@@ -62,7 +62,7 @@ def save(run: SavedRun, step: int, to: Path, *, adapter: bool) -> None:
         if adapter and run.adapters:
             adapters = hf.load_model(folder, family=run.family).adapters(run.adapters)
             peft.save(to, run.params(step), adapters, run.config["model"]["path"])
-        elif run.leaves_out:  # the base has the dtype of the run
+        elif run.has_partial_checkpoints:  # the base has the dtype of the run
             mesh = sharding.make_mesh(data=1, fsdp=-1, tensor=1)
             model = hf.load_model(folder, mesh, family=run.family, dtype=run.config["model"]["dtype"])
             hf_export.save(to, run.policy(step, folder, model, mesh), folder, family=run.family)

@@ -13,7 +13,7 @@ import pytest
 from jaxrl_llm.algorithms import advantages, credit, kl
 from jaxrl_llm.config.names import own_name, required_inputs, resolve
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.session.record import Record, Timer, error_of_mean, of_rollouts, of_updates
+from jaxrl_llm.session.record import Record, Timer, rollout_metrics, standard_error, update_metrics
 from jaxrl_llm.structs import Batch, Rewards, Rollouts
 
 MASK = np.array([[[True, True, True], [True, False, False]]])
@@ -163,7 +163,7 @@ def test_the_error_of_a_mean_is_that_of_its_simulation():
     rng = np.random.default_rng(0)
     shares = rng.beta(0.5, 0.5, (2000, 16, 1))  # each prompt has its own: completions of a group are alike
     batches = (rng.random((2000, 16, 8)) < shares).astype(float)
-    errors = [error_of_mean(batch) for batch in batches]
+    errors = [standard_error(batch) for batch in batches]
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(batches.mean(axis=(1, 2)).std(), rel=0.05)
 
 
@@ -214,7 +214,7 @@ def test_a_record_takes_each_metric_from_the_right_update():
     ]
     timer, updated = Timer(), Future()
     timer.lap("reward")
-    updated.set_result(timer.began + 2.0)
+    updated.set_result(timer.start_time + 2.0)
     metrics = {"reward/a": np.float32("nan"), "reward/mean": 0.5}
     found = Record(3, timer, tokens=4, updates=updates, metrics=metrics, updated=updated).summary()
     assert (found["loss/total"], found["sampler/gap_max"], found["learning_rate"]) == (2.0, 0.1, 0.2)
@@ -235,12 +235,12 @@ def test_a_mean_over_updates_is_that_of_their_tokens_and_knows_no_empty_update()
 
     empty = updated(0, 0.0, 0.0, 0.1, my=-np.inf)
     updates = [empty, updated(6, 1.0, 3.0, 0.2, my=7.0), empty, updated(2, 5.0, 4.0, 0.3, my=2.0)]
-    found = of_updates([u | {"skip/a": float(not u["tokens/trained"])} for u in updates])
+    found = update_metrics([u | {"skip/a": float(not u["tokens/trained"])} for u in updates])
     assert (found["entropy"], found["grad_norm"], found["my_max"]) == (2.0, 3.5, 7.0)
     assert (found["importance/mean"], found["sampler/gap_max"], found["clip/first"]) == (1.0, 3.0, 3.0)
     assert (found["learning_rate"], found["skip/a"]) == (0.3, 0.5)
-    assert of_updates([{f"critic/{name}": x for name, x in u.items()} for u in updates])["critic/entropy"] == 2.0
-    assert of_updates([empty, empty]) == {"learning_rate": 0.1}
+    assert update_metrics([{f"critic/{name}": x for name, x in u.items()} for u in updates])["critic/entropy"] == 2.0
+    assert update_metrics([empty, empty]) == {"learning_rate": 0.1}
 
 
 def test_a_critic_without_a_trained_token_explains_no_variance():
@@ -251,6 +251,6 @@ def test_a_critic_without_a_trained_token_explains_no_variance():
 
 def test_a_record_says_how_long_completions_are_and_how_old_their_weights():
     rollouts = Rollouts(MASK, MASK, MASK, PENALTY, np.array([[True, False]]), 1 * MASK)
-    record = of_rollouts(rollouts, 3)
+    record = rollout_metrics(rollouts, 3)
     assert (record["completion/length"], record["completion/truncated"]) == (2.0, 0.5)
     assert (record["rollout/lag"], record["rollout/lag_p95"]) == (1.0, 1.0)

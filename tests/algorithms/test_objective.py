@@ -19,7 +19,7 @@ from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.algorithms.sampling import Sampling, log_distribution, token_logprobs_and_residuals
 from jaxrl_llm.learner import learning, optim, update
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.session.record import of_updates
+from jaxrl_llm.session.record import update_metrics
 from jaxrl_llm.structs import Batch
 
 
@@ -270,5 +270,5 @@ def test_good_completions_and_a_penalty_without_an_advantage_have_metrics():
     np.testing.assert_array_equal(metrics["loss/kl_alone"], np.where(sign == 0, metrics["loss/kl"], 0.0))
     updates = [{"tokens/trained": x.size} | {name: float(np.mean(value)) for name, value in metrics.items()}]
     of_good = metrics["logprobs/good"][sign > 0].mean()
-    assert of_updates(updates)["logprobs/good"] == pytest.approx(of_good, rel=1e-5)
-    assert "logprobs/good" not in of_updates([{"tokens/trained": 1, "logprobs/good": 0.0, "tokens/good": 0.0}])
+    assert update_metrics(updates)["logprobs/good"] == pytest.approx(of_good, rel=1e-5)
+    assert "logprobs/good" not in update_metrics([{"tokens/trained": 1, "logprobs/good": 0.0, "tokens/good": 0.0}])

@@ -298,7 +298,7 @@ def test_the_banner_counts_dropped_rows_and_tells_when_a_step_needs_more(table_o
     assert shown(9000, 12) == [
         ("prompts", "9,000 of at most 3 tokens, 12 dropped by data.convert, 4 over-long dropped"),
         ("problems", "9,000 of at most 3 tokens, 12 dropped by eval.convert"),
-        ("", "of arithmetic.held_out, judged by arithmetic.accuracy"),
+        ("", "from arithmetic.held_out, judged by arithmetic.accuracy"),
     ]
     assert [name for name, _ in shown(63, 0)] == ["prompts", "", "problems", ""]
     assert shown(64, 0, eval=None) == [("prompts", "64 of at most 3 tokens, 4 over-long dropped")]
@@ -307,9 +307,9 @@ def test_the_banner_counts_dropped_rows_and_tells_when_a_step_needs_more(table_o
 def test_the_banner_says_which_rows_lack_a_column_and_which_prompts_are_equal(table_of):
     ids = [np.array([i // 2], np.int32) for i in range(80)]
     made = data.Dataset(ids, [{"prompt": "a"}] * 80, 0, 1, list(range(1, 81)), notes=("3 of 80 rows have no 'answer'",))
-    equal = ("", "40 of 80 prompts equal an earlier one, the first is row 2 (as 1)")
+    equal = ("", "40 of 80 prompts repeat an earlier prompt; the first of them is row 2, which equals row 1")
     lacking = ("", "3 of 80 rows have no 'answer'")
-    judge = ("", "of arithmetic.held_out, judged by arithmetic.accuracy")
+    judge = ("", "from arithmetic.held_out, judged by arithmetic.accuracy")
     assert [row for row in table_of(made) if not row[0]] == [lacking, equal, judge, lacking, equal]
 
 

@@ -17,7 +17,7 @@ from jaxrl_llm.health.history import FEW, GAPLESS, PAST, RECENT, SLOWER, History
 from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session.health import Health
-from jaxrl_llm.session.record import of_texts, repeated
+from jaxrl_llm.session.record import repeated_share, text_metrics
 from jaxrl_llm.session.settings import ActingHealthSettings, RollbackSettings
 from jaxrl_llm.structs import Rewards, Rollouts
 
@@ -117,7 +117,7 @@ def test_findings_are_kept_at_every_step_and_said_when_they_begin(tmp_path, word
     health.start([])
     bad = HEALTHY | {"importance/ess": 0.1}
     records = [record | {"step": step} for step, record in enumerate((HEALTHY, bad, bad, HEALTHY, bad), 1)]
-    assert {health.judge([record]).action for record in records} == {"go on"}
+    assert {health.judge([record]).action for record in records} == {"continue"}
     (line,) = said  # it comes back two steps later, which is no news
     assert line.startswith("error: ") and "[sampler_mismatch, " in line
     wording(line)
@@ -132,7 +132,7 @@ def test_findings_are_kept_at_every_step_and_said_when_they_begin(tmp_path, word
     assert len(said) == 1
     health.judge([records[2] | {"eval/accuracy": 0.5}])  # the same step, evaluated later
     assert kept() == [(2, "sampler_mismatch"), (3, "sampler_mismatch")]
-    assert health.judge([]).action == "go on"
+    assert health.judge([]).action == "continue"
 
 
 def test_updates_that_are_skipped_without_a_verdict_are_not_called_infinite(tmp_path):
@@ -150,7 +150,7 @@ def test_updates_skipped_in_a_row_stop_a_run_be_they_the_policys_or_the_critics(
         health = Health(tmp_path, settings_of(BOUNDS | {"max_skipped": most}), print)
         health.start([])
         verdict = health.judge([record])
-        assert verdict.action == ("stop" if stops else "go on")
+        assert verdict.action == ("stop" if stops else "continue")
         if stops:
             assert verdict.step == 7 and str(max(policy, critic)) in verdict.finding.evidence
             assert "grad_norm" in verdict.finding.cause and "max_skipped" in verdict.finding.fix
@@ -354,16 +354,16 @@ def test_what_an_environment_says_again_is_no_repetition_of_the_policy():
     turns = [[[{"role": "assistant", "content": "ask "}, {"role": "environment", "content": "abcdefgh" * 3}]]]
     graded = step.wait_for_grades()._replace(turns=turns)
     step = replace(step, rollouts=replace(step.rollouts, loss_mask=own), wait_for_grades=lambda: graded)
-    measured = of_texts(step)
+    measured = text_metrics(step)
     assert measured["completion/repeated"] == 0.0
     assert measured["completion/compressed"] > 1  # of four letters, not of the documents
 
 
 def test_completions_are_measured_against_their_group_and_themselves():
-    one = of_texts(a_step([["abcdefgh", "abcdefgh"], ["hgfedcba", "abababab"]]))
+    one = text_metrics(a_step([["abcdefgh", "abcdefgh"], ["hgfedcba", "abababab"]]))
     assert one["completion/distinct"] == pytest.approx((1 / 2 + 1) / 2)
     assert one["completion/repeated"] == pytest.approx(3 / 5 / 4)  # "abababab" has abab, baba, abab, baba, abab
-    same, noise = (of_texts(a_step([[text] * 8])) for text in ("a" * 60, "q8#kP2!xZ5"))
+    same, noise = (text_metrics(a_step([[text] * 8])) for text in ("a" * 60, "q8#kP2!xZ5"))
     assert same["completion/compressed"] < 0.1
     assert noise["completion/compressed"] > same["completion/compressed"]
-    assert repeated(np.arange(3)) == 0.0
+    assert repeated_share(np.arange(3)) == 0.0

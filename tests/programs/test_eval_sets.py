@@ -75,7 +75,7 @@ def test_the_console_the_card_and_the_report_have_each_set(tmp_path):
     config.log.to = ()
     with closing(log_of(tmp_path, config)) as log:
         log.start(0)
-        assert "accuracy 70.0%  accuracy sums 5.0%" in log._line(2, RECORDS[1])
+        assert "accuracy 70.0%  accuracy sums 5.0%" in log._step_line(2, RECORDS[1])
     workdir = write(tmp_path / "run", RECORDS)
     (workdir / "config.json").write_text(json.dumps(config.to_dict()))
     card = model_card.card(workdir, config.to_dict(), {"model.path": "1", "eval.extra_sets.sums.source": "2"})

@@ -30,7 +30,7 @@ from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session.checkpoint import Checkpoints
 from jaxrl_llm.session.inputs import Inputs
 from jaxrl_llm.session.log import Log
-from jaxrl_llm.session.rollback import Decision, Rollbacks, last_healthy, target
+from jaxrl_llm.session.rollback import Decision, Rollbacks, last_healthy, rollback_step
 from jaxrl_llm.session.saved_run import SavedRun
 from jaxrl_llm.session.session import Session
 from jaxrl_llm.train import steps, train
@@ -273,12 +273,13 @@ def test_a_rule_may_stop_a_run_and_what_it_stops_at_is_not_saved(tmp_path):
     ],
 )
 def test_a_run_goes_back_to_a_checkpoint_that_is_older_than_the_problem(step, checkpoints, before, to):
-    assert target(last_healthy(step, {"since": None}), checkpoints, [Decision(0, at, {}) for at in before]) == to
+    assert rollback_step(last_healthy(step, {"since": None}), checkpoints, [Decision(0, at, {}) for at in before]) == to
 
 
 @pytest.mark.parametrize(("since", "to"), [(13, 10), (10, 10), (9, 5), (39, 30)])
 def test_a_run_goes_back_before_a_slow_problem_whose_begin_its_rule_knows(since, to):
-    assert target(last_healthy(40, {"since": since}), [5, 10, 30, 35], []) == to  # a fast one is 8 steps old at most
+    # A fast one is 8 steps old at most.
+    assert rollback_step(last_healthy(40, {"since": since}), [5, 10, 30, 35], []) == to
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from jaxrl_llm.learner.scorers import column_of
 from jaxrl_llm.recipe import read, read_either
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.rollout.actor import WeightLease
-from jaxrl_llm.session.workdir import check_workdir, open_workdir
+from jaxrl_llm.session.workdir import check_workdir, write_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,7 +98,7 @@ def test_a_named_section_may_hold_a_section_and_fields_that_refer_to_others(tmp_
             assert recipe.rollout.max_completion_tokens == recipe.scheduled_steps == 7
             assert recipe.loss.arguments == {"limits": {"low": 0.1}}
             place.workdir.mkdir(exist_ok=True)
-            open_workdir(place.workdir, place.config)
+            write_config(place.workdir, place.config)
 
 
 def limited(logprobs, batch, *, limits: dict):

@@ -14,7 +14,7 @@ from jaxrl_llm.config import load as config
 from jaxrl_llm.learner.optim import make_optimizer
 from jaxrl_llm.recipe.advice import RULES, RunSettings, blind, findings
 from jaxrl_llm.session.banner import shortened_warmups
-from jaxrl_llm.session.workdir import beginning, open_workdir
+from jaxrl_llm.session.workdir import initial_values, write_config
 
 ROOT = Path(__file__).parents[2]
 SMALL, QWEN = 128, 896  # widths of the model inside the package and of Qwen2.5-0.5B
@@ -156,8 +156,10 @@ def test_a_run_that_is_resumed_with_more_steps_keeps_its_schedule_and_says_so(tm
     begun, longer, file = config.load("grpo"), config.load("grpo"), tmp_path / "config.json"
     for c, steps in ((begun, 100), (longer, 300)):
         c.optim.end, c.num_steps = 1e-6, steps
-        c.update_from_flattened_dict(beginning(lambda: file.read_text() if file.exists() else "", config.flatten(c)))
-        open_workdir(tmp_path, c.to_dict())
+        c.update_from_flattened_dict(
+            initial_values(lambda: file.read_text() if file.exists() else "", config.flatten(c))
+        )
+        write_config(tmp_path, c.to_dict())
     recipe = recipes.read(longer)
     before, after = recipes.read(begun).sizes, recipe.sizes
     assert (after.updates, after.scheduled_updates, after.warmup_steps) == (300, 100, before.warmup_steps)

@@ -21,7 +21,7 @@ from jaxrl_llm.rollout.samples import (
     episode_metrics,
     resample_groups,
 )
-from jaxrl_llm.session.record import of_sources
+from jaxrl_llm.session.record import source_metrics
 from jaxrl_llm.structs import Prompts, Rewards, Rollouts
 
 B, G, C = 4, 2, 3
@@ -83,7 +83,7 @@ def test_a_group_of_a_mixture_gives_way_to_one_of_its_source_alone():
 
 def test_the_log_says_how_much_of_each_source_teaches():
     groups = sampled(0, [False, True, False, False])
-    record = of_sources(replace(groups, prompts=replace(groups.prompts, sources=["easy", "b", "easy", "b"])))
+    record = source_metrics(replace(groups, prompts=replace(groups.prompts, sources=["easy", "b", "easy", "b"])))
     assert {name: float(x) for name, x in record.items() if "reward" not in name} == {
         "source/easy/share": 0.5, "source/easy/no_signal": 1.0, "source/b/share": 0.5, "source/b/no_signal": 0.5,
     }  # fmt: skip

@@ -290,9 +290,9 @@ def test_the_self_test_looks_at_what_an_environment_said(tmp_path):
         other = np.where(one, rollouts.completions + 1, rollouts.completions)
         zeros = np.zeros_like(rollouts.episodes["turns"])
         dead = {"errors": zeros + 2, "turns": zeros + 3, "searches": zeros + 2}
-        facts = trial.parts.facts
+        facts = trial.parts.recipe_summary
         with_url = replace(facts.env, arguments=facts.env.arguments | {"url": "http://127.0.0.1:9"})
-        trial.parts = replace(trial.parts, facts=facts._replace(env=with_url))
+        trial.parts = replace(trial.parts, recipe_summary=facts._replace(env=with_url))
         for changes, heard, found in [
             ({"loss_mask": rollouts.loss_mask | one}, dialogs, "environment_trained"),
             ({"loss_mask": rollouts.loss_mask | said}, dialogs, "environment_trained"),

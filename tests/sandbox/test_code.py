@@ -23,7 +23,7 @@ from jaxrl_llm.machine.process import cpus
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox import program_tests
 from jaxrl_llm.sandbox.program_tests import ProgramLimits, ProgramVerdict, in_python
-from jaxrl_llm.session.banner import unconfined
+from jaxrl_llm.session.banner import unconfined_warning
 from jaxrl_llm.tasks import REWARDS, code
 from jaxrl_llm.tasks.python import Python
 
@@ -418,12 +418,12 @@ def test_a_machine_without_a_sandbox_is_refused_before_a_run(monkeypatch, refuse
     with refused("config.reward.unconfined = True"):
         Python(seconds=1.0, memory=512, most_characters=100)
     config = load("grpo")
-    assert unconfined(recipes.read(config).reward) == []
+    assert unconfined_warning(recipes.read(config).reward) == []
     config.reward.functions = ("code.accuracy", "arithmetic.thought")
     with refused("config.reward.unconfined = True"):
         recipes.read(config)
     config.reward.unconfined = True
-    (line,) = unconfined(recipes.read(config).reward)  # the banner
+    (line,) = unconfined_warning(recipes.read(config).reward)  # the banner
     wording(line)
     Python(seconds=1.0, memory=512, most_characters=100)
     sandbox._problem.cache_clear()

@@ -281,7 +281,7 @@ class Judge:
 def judged(trial: Trial, judge, **row) -> self_test.CheckReport:
     rows = [{k: v for k, v in r.items() if k != "answer"} | row for r in trial.parts.dataset.rows[:4]]
     dataset = replace(trial.parts.dataset, rows=rows) if row else trial.parts.dataset
-    trial.parts = replace(trial.parts, reward_fn=lambda: Judge(judge), dataset=dataset)
+    trial.parts = replace(trial.parts, open_reward_fn=lambda: Judge(judge), dataset=dataset)
     return self_test.reward_sees(trial)
 
 
@@ -335,8 +335,8 @@ def test_a_reward_that_fails_on_an_empty_completion_is_found(trial):
 
 def test_a_function_in_this_process_is_not_called_in_a_run(trial):
     trial.full = False
-    facts = trial.parts.facts
-    trial.parts = replace(trial.parts, facts=facts._replace(reward=replace(facts.reward, timeout=0.0)))
+    facts = trial.parts.recipe_summary
+    trial.parts = replace(trial.parts, recipe_summary=facts._replace(reward=replace(facts.reward, timeout=0.0)))
     assert "reward.timeout = 0" in judged(trial, lambda row, text: 1 / 0).text
 
 
@@ -350,7 +350,7 @@ def test_functions_that_ask_for_what_an_episode_measured_get_it(trial):
     """As in a run: environment.reward, and one that names a metric which this episode does not have."""
     names = ("environment.reward", "test_self_test.counted")
     judge = partial(RewardFn, names, (1.0, 1.0), 0, field="")
-    trial.parts = replace(trial.parts, reward_fn=judge, environments=Quiet())
+    trial.parts = replace(trial.parts, open_reward_fn=judge, environments=Quiet())
     assert findings(self_test.reward_sees(trial)) == ["reward_blind"]  # both are 0 of every text
 
 
@@ -457,7 +457,7 @@ def test_a_run_has_the_same_numbers_and_samples_with_and_without_it(lag, tmp_pat
 
 
 def test_in_a_run_findings_are_told_and_kept_and_do_not_stop_it(run, monkeypatch, capsys, wording):
-    blind = replace(run.parts, reward_fn=lambda: Judge(lambda row, text: 0.0))
+    blind = replace(run.parts, open_reward_fn=lambda: Judge(lambda row, text: 0.0))
     run_self_test(run.session, blind)
     wording(re.sub(r" in [\d.]+ s", "", capsys.readouterr().out))
     (line,) = (run.session.workdir / "health.jsonl").read_text().splitlines()

@@ -102,7 +102,7 @@ def test_a_chat_template_writes_the_day_on_which_a_resumed_run_began(tmp_path, m
         opened = build.opened_run(config.copy_and_resolve_references(), tmp_path / "run", recipes.read, lambda *x: x)
         with opened as (place, recipe):
             inputs = build.load(place, recipe, lambda: Path(recipe.model.path))
-            workdir.open_workdir(tmp_path / "run", place.config)
+            workdir.write_config(tmp_path / "run", place.config)
             prompts.append(inputs.tokenizer.decode(inputs.dataset.ids[0]))
     assert prompts == ["24<|user|>0+0<|assistant|>"] * 2
     assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["today"] == "2026-11-24"
@@ -137,7 +137,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def accepting(hashes: dict[str, str]) -> dict[str, str]:
-    return {"data.source": "a", "checkpoint.accept": changes.accepted_by(hashes)}
+    return {"data.source": "a", "checkpoint.accept": changes.acceptance_token(hashes)}
 
 
 ROWS = Rows({"data.source": [4, 2], "eval.source": [3]}, "prompts")
@@ -200,7 +200,7 @@ def test_code_that_has_changed_is_accepted_by_choice_and_is_in_the_card(saved, r
     with closing(opened(begun)) as made:
         assert made.check_beginning(accepting(begun)) == (1, [])  # the run had no code of its own at step 1
         made.save(2, parts({"next": 1}, []))
-    with closing(opened(now)) as made, refused("my.digits", changes.accepted_by(now)):
+    with closing(opened(now)) as made, refused("my.digits", changes.acceptance_token(now)):
         made.check_beginning(accepting(begun))
     with closing(opened(now)) as made:
         step, (change,) = made.check_beginning(accepting(now))

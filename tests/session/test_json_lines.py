@@ -7,13 +7,13 @@ import tracemalloc
 
 import pytest
 
-from jaxrl_llm.session.json_lines import cut_back, read
+from jaxrl_llm.session.json_lines import read, remove_after
 
 
 def test_a_log_is_cut_back_at_newlines_alone(tmp_path):
     lines = [json.dumps({"step": i, "text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n" for i in range(6)]
     (tmp_path / "log").write_text("".join(lines) + '{"step": 6, "te')
-    cut_back(tmp_path / "log", 3)
+    remove_after(tmp_path / "log", 3)
     assert (tmp_path / "log").read_text() == "".join(lines[:4])
 
 
@@ -22,7 +22,7 @@ def test_a_log_larger_than_the_memory_can_be_cut_back(tmp_path):
     (tmp_path / "log").write_text(line * 20_000 + line.replace("1", "9", 1))
     tracemalloc.start()
     try:
-        cut_back(tmp_path / "log", 3)
+        remove_after(tmp_path / "log", 3)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -37,8 +37,8 @@ def test_a_log_is_cut_at_a_line_that_cannot_be_read_and_the_line_is_named(tmp_pa
     log, whole = tmp_path / "log", b'{"step": 0}\n{"step": 1}\n'
     log.write_bytes(whole + rest + b'{"step": 3}\n')
     assert read(log) == [{"step": 0}, {"step": 1}]
-    assert "line 3 " in cut_back(log, 5)
+    assert "line 3 " in remove_after(log, 5)
     assert log.read_bytes() == whole
-    assert cut_back(log, 5) == cut_back(log, 0) == "" == cut_back(tmp_path / "none", 5)
+    assert remove_after(log, 5) == remove_after(log, 0) == "" == remove_after(tmp_path / "none", 5)
     log.write_bytes(whole + rest.strip(b"\n"))  # a process that was killed in a line leaves this
-    assert cut_back(log, 5) == "" and log.read_bytes() == whole
+    assert remove_after(log, 5) == "" and log.read_bytes() == whole

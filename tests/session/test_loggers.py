@@ -46,7 +46,7 @@ def logged_twice(workdir: Path, config) -> None:
         log.start(after)
         for step in steps:
             write(log, step, **{"eval/accuracy": 0.25 + step * factor, "entropy": 1.0, "entropy/coef": 0.5})
-        log.tell(3, Finding("warning", "it is flat", "a cause", "a fix", "a paper", "reward_flat"))
+        log.show_finding(3, Finding("warning", "it is flat", "a cause", "a fix", "a paper", "reward_flat"))
         for logger in log._loggers:  # pyright: ignore[reportPrivateUsage]
             logger.write_samples(3, SAMPLES)
         log.close()
@@ -126,9 +126,9 @@ def test_a_line_of_a_step_fits_the_terminal(tmp_path, width):
     log.start(0)
     numbers = {key: 0.5 for _, key, _ in COLUMNS} | {f"time/{phase}": 1.25 for phase in PHASES}
     record = numbers | {"clip/fraction": 0.0, "time/step": 5.0, "tokens_per_second": 1234.5}
-    whole = log._line(3, record)
+    whole = log._step_line(3, record)
     log._terminal, log._console.width = True, width
-    line = log._line(3, record)
+    line = log._step_line(3, record)
     log.close()
     assert len(line) <= width and line.startswith("step   3/100")
     assert (line == whole) == (width == 300)

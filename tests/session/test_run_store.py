@@ -49,8 +49,8 @@ def lock_of(path: str) -> BucketLock:
     return BucketLock(bucket.file_system("--workdir", path), path)
 
 
-def taken(run: RunBucket) -> AbstractContextManager[object]:
-    return run.taken(lambda: None)
+def hold(run: RunBucket) -> AbstractContextManager[object]:
+    return run.locked(lambda: None)
 
 
 def numbers(cloud: Path) -> list[str]:
@@ -108,12 +108,12 @@ def test_of_several_that_take_a_stale_lock_one_gets_it(cloud, path):
 
 def test_a_run_whose_lock_was_taken_writes_nothing_more(cloud, path):
     run, opened = RunBucket(path), ExitStack()
-    opened.enter_context(taken(run))
+    opened.enter_context(hold(run))
     (run.folder / "config.json").write_text("{}")
-    run.keep()
+    run.sync()
     claim(cloud, 2)
     (run.folder / "config.json").write_text("ours")
-    for write in (run.keep, lambda: run.publish("hf"), opened.close):
+    for write in (run.sync, lambda: run.publish("hf"), opened.close):
         with pytest.raises(UserError, match="was taken by process 1 on another"):
             write()
     assert (cloud / "config.json").read_text() == "{}"
@@ -122,7 +122,7 @@ def test_a_run_whose_lock_was_taken_writes_nothing_more(cloud, path):
 
 def test_small_files_come_back_on_an_empty_disk(cloud, path):
     run = RunBucket(path)
-    with taken(run):
+    with hold(run):
         (run.folder / "rollbacks" / "1").mkdir(parents=True)
         (run.folder / "checkpoints").mkdir()
         written = {
@@ -133,27 +133,27 @@ def test_small_files_come_back_on_an_empty_disk(cloud, path):
         }
         for name, text in {**written, "checkpoints/x": "local alone", "config.json.partial": "torn"}.items():
             (run.folder / name).write_text(text)
-        run.keep()
+        run.sync()
         (run.folder / "metrics.jsonl").write_text("1\n2\n")
     assert not run.folder.exists()
     again = RunBucket(path)
     assert again.config() == "{}"
-    with taken(again):
+    with hold(again):
         files = {str(file.relative_to(again.folder)): file.read_text() for file in again.folder.rglob("*.json*")}
         assert files == written | {"metrics.jsonl": "1\n2\n"}  # the end of the run has kept the last line
 
 
 def test_a_file_that_has_not_changed_is_not_written_again(cloud, path, bucket_server):
     run, changes = RunBucket(path), []
-    with taken(run):
+    with hold(run):
         (run.folder / "config.json").write_text("{}")
         (run.folder / "rollbacks").mkdir()
         (run.folder / "rollbacks" / "1.json").write_text("{}")
         (run.folder / "metrics.jsonl").write_text("1\n")
         bucket_server.changes = changes.append
-        run.keep()
+        run.sync()
         (run.folder / "metrics.jsonl").write_text("1\n2\n")
-        run.keep()
+        run.sync()
     order = [change.rpartition("/")[2] for change in changes if "/lock/" not in change]
     assert order[0] == "metrics.jsonl"  # before the decision that speaks of it
     assert sorted(order) == ["1.json", "config.json", "metrics.jsonl", "metrics.jsonl"]
@@ -161,7 +161,7 @@ def test_a_file_that_has_not_changed_is_not_written_again(cloud, path, bucket_se
 
 def test_a_folder_of_a_model_has_no_config_while_it_is_replaced(cloud, path, bucket_server):
     run, seen = RunBucket(path), []
-    with taken(run):
+    with hold(run):
         (run.folder / "config.json").write_text("{}")
         (run.folder / "hf").mkdir()
         for name in ("config.json", "model.safetensors"):
@@ -177,7 +177,7 @@ def test_a_folder_of_a_model_has_no_config_while_it_is_replaced(cloud, path, buc
 def test_a_folder_of_something_else_and_s3_are_refused_for_a_run(cloud, path, refused):
     cloud.mkdir()
     (cloud / "thesis.tex").write_text("!")
-    with pytest.raises(UserError, match=f"{path} is not empty"), taken(RunBucket(path)):
+    with pytest.raises(UserError, match=f"{path} is not empty"), hold(RunBucket(path)):
         pass
     assert sorted(os.listdir(cloud)) == ["lock", "thesis.tex"]
     with refused("--workdir s3://b/run", "mount"):

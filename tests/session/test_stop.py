@@ -24,7 +24,7 @@ from jaxrl_llm.machine import disk
 from jaxrl_llm.machine.sharding import make_mesh
 from jaxrl_llm.session.checkpoint import MODELS, SAMPLES, Checkpoints, has_checkpoint, kept_steps
 from jaxrl_llm.session.checksums import checksums
-from jaxrl_llm.session.signals import Interrupts
+from jaxrl_llm.session.signals import SaveOnInterrupt
 from jaxrl_llm.structs import PartState
 
 PROGRAM = """
@@ -141,8 +141,8 @@ def test_a_signal_that_is_ignored_stays_ignored_as_nohup_wants_it(tmp_path):
     (None, []),
 ])  # fmt: skip
 def test_a_run_in_the_callers_process_saves_when_it_is_left_early_and_raises(error, saves):
-    saved, stop = [], Interrupts(signals=False)
-    stop.finish = lambda: saved.append(stop.used())
+    saved, stop = [], SaveOnInterrupt(signals=False)
+    stop.finish = lambda: saved.append(stop.ending_text())
     with nullcontext() if error is None else pytest.raises(type(error)), stop:
         with stop.deferred():
             pass
@@ -152,7 +152,7 @@ def test_a_run_in_the_callers_process_saves_when_it_is_left_early_and_raises(err
 
 
 def test_nothing_is_saved_of_a_state_that_is_half_changed():
-    saved, stop = [], Interrupts(signals=False)
+    saved, stop = [], SaveOnInterrupt(signals=False)
     stop.finish = lambda: saved.append(1)
     with pytest.raises(ValueError, match="own"), stop, stop.deferred():
         raise ValueError("own")
@@ -165,7 +165,7 @@ def test_nothing_is_saved_of_a_state_that_is_half_changed():
      (signal.SIGHUP, True, False)],
 )  # fmt: skip
 def test_a_signal_is_an_exception_after_what_must_not_be_interrupted(number, signals, later):
-    before, happened, stop = signal.getsignal(number), [], Interrupts(signals)
+    before, happened, stop = signal.getsignal(number), [], SaveOnInterrupt(signals)
     stop.finish = lambda: happened.append("saved")
 
     def change() -> None:
@@ -181,7 +181,7 @@ def test_a_signal_is_an_exception_after_what_must_not_be_interrupted(number, sig
 
 def test_a_run_in_another_thread_of_the_caller_leaves_signals_alone():
     def run() -> None:
-        with Interrupts(signals=True) as stop, stop.deferred():
+        with SaveOnInterrupt(signals=True) as stop, stop.deferred():
             assert signal.getsignal(signal.SIGTERM) is before
 
     before = signal.getsignal(signal.SIGTERM)

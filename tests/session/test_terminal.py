@@ -35,9 +35,9 @@ def test_what_cannot_be_seen_is_an_escape_and_the_rest_stays():
 
 def test_a_line_of_the_console_has_no_blanks_at_its_end(tmp_path, capsys):
     log = log_of(tmp_path, load(Path(__file__).parents[2] / "configs" / "grpo.py"))
-    log._start, log._began = 0, 0.0
+    log._start_step, log._start_time = 0, 0.0
     for step in (0, 1):
-        log.say(log._line(step, {"step": step, "eval/accuracy": 0.11}))
+        log.print_line(log._step_line(step, {"step": step, "eval/accuracy": 0.11}))
     before, after = capsys.readouterr().out.splitlines()
     assert before == "step   0/100  accuracy 11.0%"
     assert after.startswith("step   1/100  accuracy 11.0%  left ")
@@ -59,7 +59,7 @@ def spoken(capsys: pytest.CaptureFixture[str], attack: str, tmp_path: Path) -> d
         graded = SimpleNamespace(texts=[[f"c{attack}"]], turns=of_turns)
         log._write_sample(1, SimpleNamespace(prompts=prompts, wait_for_grades=lambda g=graded: g), np.ones((1, 1)))  # pyright: ignore[reportArgumentType]
         keep(name)
-    log.tell(1, finding)
+    log.show_finding(1, finding)
     keep("finding")
     print_spells([Spell(finding, 1, 1, 1)], [{"step": 1}])
     keep("doctor")

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl_llm.config.records import Table
 from jaxrl_llm.session import banner
-from jaxrl_llm.session.workdir import beginning, check_log, check_workdir
+from jaxrl_llm.session.workdir import check_log, check_workdir, initial_values
 
 TABLE = Table({}, {}, {}, set())
 
@@ -60,10 +60,10 @@ def test_a_log_whose_checkpoints_are_gone_is_not_overwritten(run, refused):
 def test_the_schedule_of_a_run_is_taken_from_the_run_of_the_same_program_alone(run):
     before = json.dumps({"schedule_steps": 6, "num_steps": 3, "rollout": {"max_lag": 0}})
     fields = {"schedule_steps": 0, "num_steps": 9}
-    assert beginning(lambda: before, fields)["schedule_steps"] == 9
-    assert beginning(lambda: before, fields | {"rollout.max_lag": 1})["schedule_steps"] == 6
+    assert initial_values(lambda: before, fields)["schedule_steps"] == 9
+    assert initial_values(lambda: before, fields | {"rollout.max_lag": 1})["schedule_steps"] == 6
 
 
 def test_a_run_with_fewer_steps_than_it_has_done_says_so():
-    assert "num_steps = 4" in banner.beginning(6, 4, [])[0][1]
-    assert "num_steps" not in banner.beginning(4, 4, [])[0][1]
+    assert "num_steps = 4" in banner.start_table(6, 4, [])[0][1]
+    assert "num_steps" not in banner.start_table(4, 4, [])[0][1]

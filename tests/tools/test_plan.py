@@ -168,7 +168,7 @@ def test_a_plan_of_sft_has_the_programs_of_a_run(plan, tmp_path, monkeypatch):
     config = configs.load(ROOT / "configs" / "dpo.py")
     config.update_from_flattened_dict(fields)
     ran, planned, measured, measure = list[str](), list[Program](), list[Phase](), Compiler.measure
-    monkeypatch.setattr(sft.Supervised, "_ready", lambda self, program, batch: ran.append(shapes_of(program)))
+    monkeypatch.setattr(sft.SupervisedLearning, "_ready", lambda self, program, batch: ran.append(shapes_of(program)))
     with build.opened_run(config, tmp_path, recipes.read_sft, sft.make_run, shared=False) as (_, parts):
         learning, examples = parts.learning, parts.examples.next()
         states = learning.initial_states()

@@ -25,7 +25,7 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import rules
 from jaxrl_llm.health.bands import Band, bands
-from jaxrl_llm.session.json_lines import cut_back
+from jaxrl_llm.session.json_lines import remove_after
 from jaxrl_llm.tools.report import __main__ as report
 from jaxrl_llm.tools.report import axis, curves, page, tables, thinning, traces
 from jaxrl_llm.tools.report.runs import read_all
@@ -300,8 +300,8 @@ def test_a_served_page_judges_each_record_once_and_a_run_that_goes_back_anew(tmp
     made = lambda text: re.sub(r"UTC|\d\d:\d\d:\d\d", "", text)  # noqa: E731
     assert made(text) == made(page.render([folder]))
     judged.clear()
-    cut_back(folder / "metrics.jsonl", 15)
-    cut_back(folder / "completions.jsonl", 5)
+    remove_after(folder / "metrics.jsonl", 15)
+    remove_after(folder / "completions.jsonl", 5)
     assert "15 of 40" in (text := page.render([folder], readers=readers)) and len(judged) == 15
     assert "text 3" in text and "text 20" not in text
     (folder / "metrics.jsonl").write_text("")
