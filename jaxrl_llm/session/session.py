@@ -132,8 +132,8 @@ class Session:
             step, parts = self.checkpoints.resume(self.models.shapes())
         for name, part in self.trainer.stateful_parts.items():
             part.load(parts.get(name))
-        # No other variable may refer to these arrays, because `complete_restored` moves some of them to the host to free
-        # device memory for the push of the weights.
+        # No other variable may refer to these arrays, because `complete_restored` moves some of them to the host to
+        # free memory for the push of the weights.
         states = parts.pop(MODELS).arrays if parts else self.models.initial_states()
         states = self.models.complete_restored(states, attempt if pending_decisions else 0)
         parts.clear()
