@@ -101,28 +101,31 @@ def spike_bound() -> Coefficient:
     (Wallace, Annals of Mathematical Statistics 30, 1959).
     """
 
+    # The state is (mean of the last norms, mean of all norms, mean square of the excess ln(norm / m), number of norms).
     def usual_norm(state: Array) -> jax.Array:
         return jnp.maximum(jnp.maximum(state[0], state[1]), 1e-12)
 
     def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
-        norm, count = metrics["grad_norm"], state[3] + 1
+        recent_mean, mean, mean_square, count = state
+        norm, new_count = metrics["grad_norm"], count + 1
         # The excess is capped at SPIKE, because a norm that follows mere rounding errors says little about the noise.
-        excess = jnp.where(count > 1, jnp.clip(jnp.log(norm / usual_norm(state)), 0.0, jnp.log(SPIKE)), 0.0)
+        excess = jnp.where(new_count > 1, jnp.clip(jnp.log(norm / usual_norm(state)), 0.0, jnp.log(SPIKE)), 0.0)
         # An exponential mean of the last norms needs no list of norms, so the state stays four numbers.
-        recent_mean = state[0] + (norm - state[0]) / jnp.minimum(count, NORM_WINDOW)
-        mean, square = state[1] + (norm - state[1]) / count, state[2] + (excess**2 - state[2]) / count
+        recent_mean = recent_mean + (norm - recent_mean) / jnp.minimum(new_count, NORM_WINDOW)
+        mean, mean_square = mean + (norm - mean) / new_count, mean_square + (excess**2 - mean_square) / new_count
         # Norms at the start that are rounding errors are ignored, because any real norm would be a spike beside them.
-        is_informative = (state[3] > 0) | (norm > jnp.finfo(jnp.float32).eps)
-        return jnp.where(is_informative, jnp.stack([recent_mean, mean, square, count]), state)
+        is_informative = (count > 0) | (norm > jnp.finfo(jnp.float32).eps)
+        return jnp.where(is_informative, jnp.stack([recent_mean, mean, mean_square, new_count]), state)
 
     def bound(state: Array) -> jax.Array:
-        k = jnp.maximum(state[3] - MIN_NORMS, 0.0) + 2
+        _, _, mean_square, count = state
+        k = jnp.maximum(count - MIN_NORMS, 0.0) + 2
         # `noise.level` computes the same by a small difference, which float32 cannot hold, so use its closed form.
         level = noise.RATE * jnp.log(2.0) / (k * jnp.log(k) ** 2)
-        freedom = jnp.maximum(state[3] - 1, 1.0)
+        freedom = jnp.maximum(count - 1, 1.0)
         t = jnp.sqrt(freedom * jnp.expm1(2 * jnp.log(1 / level) / freedom))
-        allowed = usual_norm(state) * jnp.exp(jnp.maximum(jnp.log(SPIKE), t * jnp.sqrt(2 * state[2])))
-        return jnp.where(state[3] >= MIN_NORMS, allowed, 0.0)
+        allowed = usual_norm(state) * jnp.exp(jnp.maximum(jnp.log(SPIKE), t * jnp.sqrt(2 * mean_square)))
+        return jnp.where(count >= MIN_NORMS, allowed, 0.0)
 
     return Coefficient((0.0, 0.0, 0.0, 0.0), bound, adapt)
 

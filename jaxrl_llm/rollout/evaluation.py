@@ -55,16 +55,16 @@ def evaluate(
             channel="evaluation",
             report_ended=progress_bar.advance,
         )
-    parts, size = [], batch // distributed.count()
+    graded_batches, batch_size = [], batch // distributed.count()
     with progress.task("evaluating problems: scores", local_problems) as progress_bar:
-        for start in range(0, local_problems, size):
-            rows = [*range(start, min(start + size, local_problems))]
-            parts.append(task.grade(prompts.take(rows), jax.tree.map(lambda x, rows=rows: x[rows], rollouts)))
+        for start in range(0, local_problems, batch_size):
+            rows = [*range(start, min(start + batch_size, local_problems))]
+            graded_batches.append(task.grade(prompts.take(rows), jax.tree.map(lambda x, rows=rows: x[rows], rollouts)))
             progress_bar.advance(len(rows))
-    # The last processes may have repeated rows that fill their parts; leave these out.
-    real = slice(max(len(dataset.rows) - local_problems * distributed.index(), 0))
-    texts, turns = ([x for part in parts for x in part[field]][real] for field in (0, 2))
-    rewards = jax.tree.map(lambda *x: np.concatenate(x)[real], *(part.rewards for part in parts))
+    # The last processes may have repeated rows that fill their part of the problems; leave these out.
+    own_problems = slice(max(len(dataset.rows) - local_problems * distributed.index(), 0))
+    texts, turns = ([x for batch in graded_batches for x in batch[field]][own_problems] for field in (0, 2))
+    rewards = jax.tree.map(lambda *x: np.concatenate(x)[own_problems], *(batch.rewards for batch in graded_batches))
     return GradedCompletions(texts, rewards, turns, {})
 
 

@@ -292,7 +292,7 @@ def test_another_program_at_the_address_of_a_server_ends_in_one_line(params, tmp
     def program(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, content=page)
 
-    refused = pytest.raises(UserError, match=r"http://server0.* /weight_info .* 0.1 s")
+    refused = pytest.raises(UserError, match=r"http://server0.* /weight_info ")
     with connected(tmp_path, monkeypatch, program, patience=0.1) as engine, refused:
         engine.update_weights(params, 1)
 
@@ -467,7 +467,7 @@ def test_when_all_servers_are_away_one_line_ends_the_run(params, tmp_path, monke
         engine.update_weights(params, 1)
         for server in servers:
             server.up = False
-        with pytest.raises(UserError, match=r"http://server\d: ConnectError .* 0.1 s"):
+        with pytest.raises(UserError, match=r"http://server\d .*ConnectError "):
             engine.update_weights(params, 2)
 
 
