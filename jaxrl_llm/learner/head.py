@@ -53,7 +53,7 @@ def _forward(model: Decoder, sampling: Sampling, kernel: Array, states: Array, t
         def chunk(part: tuple[Array, Array]) -> PyTree:
             logits = _logits(model, part[0], kernel)
             (logprob, entropy), (*_, log_total, _) = token_logprobs_and_residuals(logits, part[1], sampling)
-            # If there is only one chunk, its logits are few, so the backward pass uses them again.
+            # The logits of a single chunk are few, so the backward pass uses them again.
             return (logprob, entropy, log_total), logits if len(parts[0]) == 1 else None
 
         scored, logits = jax.lax.map(chunk, parts)

@@ -113,7 +113,8 @@ def spike_bound() -> Coefficient:
         # An exponential mean of the last norms needs no list of norms, so the state stays four numbers.
         recent_mean = recent_mean + (norm - recent_mean) / jnp.minimum(new_count, NORM_WINDOW)
         mean, mean_square = mean + (norm - mean) / new_count, mean_square + (excess**2 - mean_square) / new_count
-        # Norms at the start that are rounding errors are ignored, because any real norm would be a spike beside them.
+        # Norms at the start that are rounding errors are ignored, because any later norm would be a spike compared with
+        # them.
         is_informative = (count > 0) | (norm > jnp.finfo(jnp.float32).eps)
         return jnp.where(is_informative, jnp.stack([recent_mean, mean, mean_square, new_count]), state)
 

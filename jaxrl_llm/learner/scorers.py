@@ -27,7 +27,8 @@ States: TypeAlias = dict[str, PyTree]  # {learner: TrainState}, and "reference":
 
 
 # Columns [B, G, C] that policy and reference compute before the first update of a step. An advantage estimator or a
-# loss gets a column as an argument of this name. The critic computes `values`; `column_of` names those of other models.
+# loss gets a column as an argument of this name. The critic computes `values`; `column_of` names the columns of other
+# models.
 COLUMNS = ("old_logprobs", "entropy", "ref_logprobs")
 
 

@@ -1,4 +1,4 @@
-"""The sections of a config that say what a run learns and how. configs/grpo.py explains each field."""
+"""The sections of a config about losses, penalties and further models. configs/grpo.py explains each field."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def make_update_step(gradient: GradientFn, optimizer: Optimizer, mesh: Mesh, pla
         metrics |= coefs | {"grad_norm": optax.global_norm(grads), TRAINED: jnp.sum(batch.loss_mask)}
         # If no token is trained, momentum would still move the parameters. A NaN gradient makes the optimizer skip.
         takes_effect = metrics[TRAINED] > 0
-        # Without trained tokens the metrics are empty sums, which tell nothing about reasons to skip.
+        # If no token is trained, the metrics are empty sums and cannot show a reason to skip.
         skip_reasons = {f"skip/{name}": SKIPS[name](metrics) & takes_effect for name in optimizer.skips}
         for reason in skip_reasons.values():
             takes_effect &= ~reason

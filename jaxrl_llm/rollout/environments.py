@@ -151,7 +151,7 @@ class EnvironmentPool:
         return encoding.encode_text(encoding.HALF_A_PAIR.sub(REPLACEMENT, observation), self.tokenizer)
 
     def shorten_results(self, results: tuple[str, ...], row: dict[str, Any], turn: Sequence[int]) -> list[int] | None:
-        """Returns the token ids of tool results that are cut to `observation_tokens`. None if nothing of them fits.
+        """Returns the token ids of tool results cut to `observation_tokens`. None if even empty results do not fit.
 
         Only the results are cut. The chat template's text around them stays whole, so the next turn starts as usual.
         """
@@ -217,7 +217,7 @@ class EnvironmentBatch:
         return {name: values.reshape(-1, self._group_size) for name, values in values_by_name.items()}
 
     def concatenate(self, later_batch: EnvironmentBatch) -> EnvironmentBatch:
-        """Returns these environments followed by those of `later_batch`."""
+        """Returns the environments of this batch followed by the environments of `later_batch`."""
         return EnvironmentBatch(self._pool, self._episodes + later_batch._episodes, self._group_size)
 
     def take(self, groups: Sequence[int]) -> EnvironmentBatch | None:

@@ -83,7 +83,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """What a run tells an engine at its start."""
+    """Properties of a run that an engine needs at its start."""
 
     model: Decoder
     mesh: Mesh
@@ -111,7 +111,7 @@ class EngineChoice(NamedTuple):
     pages: int = 0  # pages of a device; 0 = as many as the completions may need
     devices: int = 0  # devices of all hosts that only the engine uses; 0 = none
     temperatures: tuple[float, float] = (0.0, math.inf)  # lowest and highest temperature at which it samples
-    check: Callable[[], None] = lambda: None  # checks what a config alone does not tell; raises UserError
+    check: Callable[[], None] = lambda: None  # checks of the machine, such as an installation of vLLM; raises UserError
 
     @property
     def is_rounded(self) -> bool:

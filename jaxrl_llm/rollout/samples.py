@@ -196,7 +196,8 @@ class SamplingPlan(NamedTuple):
     resample_rounds: int = 0  # most rounds of fresh prompts that replace groups without a signal
     greedy: bool = False  # whether to sample the greedy completion too
     masks_truncated: bool = False  # whether truncated completions are left out of training
-    partial: bool = False  # whether the first complete groups are the batch, and the next call continues the others
+    # Whether the first complete groups are the batch. Then the next call continues the other groups.
+    partial: bool = False
 
 
 @dataclass

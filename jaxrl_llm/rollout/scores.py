@@ -138,7 +138,10 @@ def _channel(values: np.ndarray) -> Measurements:
 def measure_all(
     graded: GradedCompletions, rows: Sequence[dict[str, Any]], extract: Callable[[str], Any] | None, column: str
 ) -> Measurements:
-    """Measures all problems, and those of each value of the column `column`; "": not by column. Raises: UserError."""
+    """Returns the statistics of all problems, and of the problems with each value of a column, "" = no column.
+
+    Raises: UserError, if no row has the column, or if it has too many values.
+    """
     scores, channels = graded.rewards.total, graded.rewards.channels
     answers = extract_answers(graded.texts, extract) if extract else None
 

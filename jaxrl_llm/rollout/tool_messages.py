@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError, describe
 
-TURN_MARK = "(a-turn-of-the-policy)"  # stands for a turn; templates would change blanks, tags and quotes
+TURN_MARK = "(a-turn-of-the-policy)"  # text in place of a turn, without blanks, tags and quotes, which templates change
 MARKED_RESULTS = ("first-result", "second-result")
 # Results that a template must accept. It may write them in another form: as JSON, or without the blanks at the ends.
 HARD_RESULTS = ('"a" \\ \'b\'\n{"c": [1]} {{ d }}\n', "  blanks  ", "Zürich 東京 🙂", "", "3")

@@ -49,7 +49,7 @@ class WeightCopier:
 
     def __call__(self, params: PyTree) -> PyTree:
         """Returns the copy of `params`."""
-        # A single program would hold the gathered stack of layers in memory beside the list of layers.
+        # A single program would need memory for the gathered stack of layers and for the list of layers together.
         layers = [
             self._move(self._copy_layer(params["layers"], np.int32(i)), self._layer_shardings)
             for i in range(self._model.cfg.layers)
@@ -66,7 +66,7 @@ class WeightCopier:
     def programs(self, params: PyTree) -> Iterator[Program]:
         """Yields the programs that make the copy. params: parameters or their shapes."""
         copy, outer, layers = self.shapes(params), _without_layers(params), params["layers"]
-        # When the last layer is copied, all other copies are in memory beside it, unless they are on other devices.
+        # Copying the last layer needs memory while all other copies exist, unless the copies are on other devices.
         earlier_layers = [] if self.copies_to_other_devices else copy["layers"]
         program = partial(Program, phase="push", remedy=REMEDY)
         yield program(

@@ -1,4 +1,4 @@
-"""The in-JAX engine: samples completions and episodes with the weights of the trainer, on its devices or on others.
+"""The in-JAX engine: samples completions and episodes, on the trainer's devices or on devices of its own.
 
 Sampling is a stream of sequences (`rollout.jax.stream`) through a handful of programs (`rollout.jax.programs`), whose
 sizes are known before a run starts (`rollout.jax.sizes`).

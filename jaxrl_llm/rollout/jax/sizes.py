@@ -126,7 +126,7 @@ def cache_bytes(memory: int, resident_arrays: PyTree, *, beside_learning: bool) 
     memory: bytes of the device, 0 = unknown. resident_arrays: all arrays on the device while the engine samples, or
     their shapes. beside_learning: whether updates run on the same device at the same time.
     """
-    # If updates run beside the engine, their memory is unknown until their programs are compiled.
+    # The memory of updates on the same device is unknown until their programs are compiled.
     if not memory or beside_learning:
         return 0
     # If no memory is left, the bound is 1 byte. The compiler then reports the missing memory in its own numbers.
@@ -163,7 +163,7 @@ def sizes_of(
     device_prompts = -(-prompts // kind.devices)
     device_sequences = device_prompts * group_size
     sequences = min(device_sequences, max(max_sequences // kind.devices, 1) if max_sequences else device_sequences)
-    # Groups with few remaining sequences keep their prompts in the cache beside the groups that have just started. The
+    # Groups with few remaining sequences keep their prompts in the cache while new groups start. The
     # number of groups that decode never exceeds the number of sequences.
     active_prompts = min(device_prompts, 2 * -(-sequences // group_size) + 1, sequences)
     cached_prompts = active_prompts if sequences < device_sequences else device_prompts

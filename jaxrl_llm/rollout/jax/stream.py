@@ -65,7 +65,7 @@ class Stream:
     stop_ids: tuple[int, ...]
     pad_id: int
     environments: Environments | None = None  # None if completions have a single turn
-    # Number of complete groups with which the call ends. 0 = all groups, and none of them began in an earlier call.
+    # Number of complete groups with which the call ends. 0 = all groups; then no group started in an earlier call.
     wanted_groups: int = 0
     report_ended: Callable[[int], None] = lambda count: None  # gets the number of newly ended completions
 
@@ -279,7 +279,7 @@ class Stream:
         changed = []
         for d, n, member in enumerate_items(rows, 0, slots.count):
             i = member.number
-            # The round begins with the tokens that the sequence had before its preemption; only the rest is new.
+            # After a preemption, the round first repeats known tokens. Only later tokens are new.
             new = slice(int(episodes.lengths[i]) - member.cached - 1, int(counts[d, n]))
             member.cached += new.stop
             if new.start < new.stop:

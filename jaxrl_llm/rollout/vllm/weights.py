@@ -175,7 +175,7 @@ class WeightServer:
                 pass
 
         try:
-            # Port 0 takes any free port, which each push tells the servers.
+            # Port 0 takes any free port. Each push sends its number to the servers.
             self._server = ThreadingHTTPServer((address, 0), Handler)
         except OSError as error:
             raise UserError(
