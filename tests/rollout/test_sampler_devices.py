@@ -89,7 +89,9 @@ def test_a_push_has_the_trainers_devices_and_a_sampling_thread_its_own():
         return Samples(Prompts(*tiny.prompts(), [], np.arange(tiny.B)), *[None] * 2)
 
     own = jax.devices()[5]
-    source = SimpleNamespace(prompts=SimpleNamespace(get_state=dict, set_state=id), sample=sample, settled=lambda x: x)
+    source = SimpleNamespace(
+        prompts=SimpleNamespace(get_state=dict, set_state=id), sample=sample, apply_replacements=lambda x: x
+    )
     with closing(Actor(Engine(), source, 0, lag=1, last=2, device=own)) as actor:
         actor.load(None)
         actor.start({}, {}, 0)
