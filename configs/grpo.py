@@ -40,7 +40,7 @@ def get_config() -> ConfigDict:
     # Parts in which the completions of a prompt are scored and learned from, one after the other. More parts need less
     # memory, and a forward pass more. It never changes the gradient
     c.model.row_parts = 1
-    c.model.vision = "learns"  # the tower that reads pictures, if the model has one: learns | frozen
+    c.model.vision = "learns"  # the tower that reads images, if the model has one: learns | frozen
 
     c.data = ConfigDict()
     # A task, a .jsonl, .json, .csv or .parquet file, a data set of the hub (owner/name@split), or my.module.function.
@@ -53,10 +53,10 @@ def get_config() -> ConfigDict:
     c.data.answer_column = ""  # name of the column that becomes "answer", for the reward functions
     # Template (jinja) of the user's message, around a prompt of text: {{ content }}; or a file with one. "": none.
     c.data.format_prompt = ""
-    # Pictures of rows (docs/data.md), for a model that reads them. Leave all four as they are in a run of text.
+    # Images of rows (docs/data.md), for a model that reads them. Leave all four as they are in a run of text.
     c.data.image_column = ""  # name of the column that holds them; "": images, or image
     c.data.image_folder = ""  # folder that their paths are relative to, and must be in; "": paths of any file
-    # Least and most pixels of a picture, which is resized; its tokens count as those of the prompt. 0: the model's.
+    # Least and most pixels of an image, which is resized; its tokens count as those of the prompt. 0: the model's.
     c.data.min_pixels = 0
     c.data.max_pixels = 0
     c.data.max_prompt_tokens = 16  # limit of a prompt in tokens; a longer prompt is never cut

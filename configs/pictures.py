@@ -1,10 +1,10 @@
-"""GRPO on pictures of digits, from the small vision-language model inside the package: the largest, or the smallest?
+"""GRPO on images of digits, from the small vision-language model inside the package: the largest, or the smallest?
 
 pip install -e '.[vision]'
 jaxrl train --config configs/pictures.py
 
 Measured, greedy accuracy on 1,000 held-out problems: 22.9 % before, 98.4 %, 99.0 % and 98.3 % after (seeds 0, 1 and 2).
-With the pictures of the next problem (`python -m benchmarks.health.rolled_pictures WORKDIR/hf`): 12.4, 12.2 and 12.2 %.
+With the images of the next problem (`python -m benchmarks.health.rolled_pictures WORKDIR/hf`): 12.4, 12.2 and 12.2 %.
 """
 
 from pathlib import Path

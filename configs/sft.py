@@ -25,14 +25,14 @@ def get_config() -> ConfigDict:
     c.model.family = ""  # function that reads config.json, for a family that this package lacks; "": none
     c.model.dtype = "float32"
     c.model.remat = "none"
-    c.model.vision = "learns"  # the tower that reads pictures, if the model has one: learns | frozen
+    c.model.vision = "learns"  # the tower that reads images, if the model has one: learns | frozen
     # Sizes of a new model, with the names of a Hugging Face config.json. Only used with model.path = "".
     c.model.hidden_size = 128
     c.model.num_hidden_layers = 4
     c.model.num_attention_heads = 4
     c.model.num_key_value_heads = 2
     c.model.intermediate_size = 384
-    # A tower that reads pictures, of Qwen2.5-VL's kind: its sizes, as in configs/pictures_sft.py. None: text alone
+    # A tower that reads images, of Qwen2.5-VL's kind: its sizes, as in configs/pictures_sft.py. None: text alone
     c.model.vision_config = None
     c.model.vocabulary = 0  # most tokens, whose merges are learned from the data; 0: one token for each byte
 
@@ -48,10 +48,10 @@ def get_config() -> ConfigDict:
     c.data.answer_column = ""  # name of the column that becomes "answer", for the reward functions
     # Template (jinja) of the user's message, around a prompt of text: {{ content }}; or a file with one. "": none.
     c.data.format_prompt = ""
-    # Pictures of rows (docs/data.md), for a model that reads them. Leave all four as they are in a run of text.
+    # Images of rows (docs/data.md), for a model that reads them. Leave all four as they are in a run of text.
     c.data.image_column = ""  # name of the column that holds them; "": images, or image
     c.data.image_folder = ""  # folder that their paths are relative to, and must be in; "": paths of any file
-    # Least and most pixels of a picture, which is resized; its tokens count as those of the prompt. 0: the model's.
+    # Least and most pixels of an image, which is resized; its tokens count as those of the prompt. 0: the model's.
     c.data.min_pixels = 0
     c.data.max_pixels = 0
     c.data.max_prompt_tokens = 16

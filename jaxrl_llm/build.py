@@ -28,16 +28,16 @@ from jaxrl_llm.learner.learning import (
     Learning,
     Models,
     describe_models,
-    load_beside,
+    device_states,
+    load_frozen_base,
     make_packing,
     make_reference,
     policy_parameters,
-    resident,
 )
 from jaxrl_llm.learner.packing import Packing
 from jaxrl_llm.learner.programs import compile_all, learning_programs
-from jaxrl_llm.learner.scorers import Frozen, States, load_frozen, make_frozen_scorer, make_scorers
-from jaxrl_llm.learner.update import Learner, Objective, Parameters
+from jaxrl_llm.learner.scorers import FrozenModel, States, load_frozen, make_frozen_scorer, make_scorers
+from jaxrl_llm.learner.update import Learner, LearnerParameters, Objective
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.compilation import Program, compute_deterministically
 from jaxrl_llm.machine.distributed import agreement
@@ -48,13 +48,13 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.recipe import advice, fit
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
-from jaxrl_llm.rollout.actor import Actor, Lent
+from jaxrl_llm.rollout.actor import Actor, WeightLease
 from jaxrl_llm.rollout.environments import EnvironmentPool, EpisodeSettings, open_environments
 from jaxrl_llm.rollout.evaluation import evaluate_sets, open_tasks
 from jaxrl_llm.rollout.grading import RewardFn
+from jaxrl_llm.rollout.jax.cache_attention import page_kind
 from jaxrl_llm.rollout.jax.engine import Sampler
-from jaxrl_llm.rollout.jax.reading import page_kind
-from jaxrl_llm.rollout.jax.sizes import StreamSizes, at_once, cache_bytes, sizes_of
+from jaxrl_llm.rollout.jax.sizes import StreamSizes, cache_bytes, sequence_limit, sizes_of
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs
 from jaxrl_llm.rollout.samples import CompletionTask, SampleSource
 from jaxrl_llm.rollout.weight_check import WeightCheck
@@ -98,17 +98,17 @@ class Parts:
         """Parts that a checkpoint holds besides the models' states: the shape cache, and the position in the data."""
         return {"shapes": self.shape_cache, checkpoint.SAMPLES: self.actor}
 
-    def start(self, states: States, step: int, attempt: int) -> Lent:
+    def start(self, states: States, step: int, attempt: int) -> WeightLease:
         """Pushes the initial weights to the engine and returns their lease; training resumes after `step`."""
-        return self.actor.begin(states, self.learning.policy(states), step, attempt)
+        return self.actor.start(states, self.learning.policy(states), step, attempt)
 
     def wait_until_idle(self) -> None:
         """Waits until the engine has received the last weights. Raises: UserError, if the engine has other weights."""
-        self.actor.lent.take_back()
+        self.actor.lease.reclaim()
 
     def evaluate(self, states: States) -> dict[str, float]:
         """Returns the metrics of an evaluation by the engine, whose last pushed weights equal those of `states`."""
-        self.actor.wait()
+        self.actor.wait_for_weights()
         return self.evaluation(self.actor.engine)
 
 
@@ -191,7 +191,7 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
         environments.check(data.all_rows(dataset, *sets.values()))
     fit.check_vocabulary(model.cfg, tokenizer, dataset, *sets.values())
     fit.check_positions(recipe, model.cfg, dataset, *sets.values())
-    for name, other in models.others.items():
+    for name, other in models.other_folders.items():
         cfg = hf.load_model(other, family=recipe.model.family).cfg
         fit.check_other_model(f"{name}.path", cfg, model.cfg, reads=dataset.image_sizes is not None)
         fit.check_positions(recipe, cfg, dataset, whose=f"those of config.{name}.path,")
@@ -212,7 +212,7 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
         stop_ids=stop_ids,
         shape_cache=work_directory.resources.enter_context(closing(ShapeCache())),
         first_params=[hf.load_params(folder, model, mesh, parts=models.parts)] if is_new_run else [],
-        base=load_beside(models),
+        base=load_frozen_base(models),
         sampler_mesh=sampler_mesh,
     )
     file_hashes = {f"the content of config.{field}": digest for field, digest in inputs.began_with.items()}
@@ -228,14 +228,17 @@ def make_run(work_directory: WorkDirectory, recipe: Recipe) -> tuple[Session, Pa
     in_trainer = recipe.chosen_engine.in_trainer
     fit.check_one_at_a_time(recipe, models.mesh)
 
-    def load_other(name: str) -> Frozen:
-        folder, on_host = models.others[name], recipe.host_memory.reference
+    def load_other(name: str) -> FrozenModel:
+        folder, on_host = models.other_folders[name], recipe.host_memory.reference
         return load_frozen(name, folder, recipe.model, inputs.tokenizer, models.mesh, on_host=on_host)
 
     learning = make_learning(recipe, models, inputs.params, inputs.base, load_other)
     packing = make_packing(models, learning, inputs.shape_cache)
     sampler_mesh = inputs.sampler_mesh
-    states, memory = learning.held(recipe.frozen, inputs.base), device_memory(sampler_mesh.local_devices[0])
+    states, memory = (
+        learning.all_device_arrays(recipe.frozen, inputs.base),
+        device_memory(sampler_mesh.local_devices[0]),
+    )
     cache_limit = cache_memory(recipe, models, learning, sampler_mesh, states, memory)
     stream = stream_sizes(recipe, models, sampler_mesh, inputs.dataset.width, cache_limit) if in_trainer else None
     rows = banner.models_table(learning.scorers, learning.learners)
@@ -274,7 +277,7 @@ def run_self_test(session: Session, parts: Parts) -> None:
 
 
 def make_learning(
-    recipe: Recipe, models: Models, params: Callable[[], PyTree], base: PyTree, other: Callable[[str], Frozen]
+    recipe: Recipe, models: Models, params: Callable[[], PyTree], base: PyTree, other: Callable[[str], FrozenModel]
 ) -> Learning:
     """Builds the scorers, the credit assignment and the learners of a run.
 
@@ -284,7 +287,7 @@ def make_learning(
     sizes, mesh, sampling, needed = recipe.sizes, models.mesh, recipe.rollout.sampling, recipe.columns
     trained_parameters = policy_parameters(models, params, base, recipe.seed)
     scorers = make_scorers(
-        models.model, sampling, mesh, needed, at_once=sizes.at_once, exact=recipe.exact, base=trained_parameters.base
+        models.model, sampling, mesh, needed, microbatch=sizes.at_once, exact=recipe.exact, base=trained_parameters.base
     )
     for name in recipe.frozen:
         scorers[name] = make_frozen_scorer(name, other(name), sizes.microbatch, sampling, mesh)
@@ -302,9 +305,16 @@ def make_learning(
     learners = {"policy": replace(policy, frozen_steps=sizes.critic_steps)}
     if critic := recipe.critic:
         shared = trained_parameters if models.adapters and not critic.path else None
-        folder = models.others.get("critic", models.folder)
+        folder = models.other_folders.get("critic", models.folder)
         learner, scorers["critic"] = make_critic(
-            critic, recipe.model, folder, mesh, aggregate, sizes=sizes, shared=shared, lowers=recipe.lowers
+            critic,
+            recipe.model,
+            folder,
+            mesh,
+            aggregate,
+            sizes=sizes,
+            shared=shared,
+            backoff=recipe.learning_rate_backoff,
         )
         learners = {"critic": learner} | learners  # learners update in this order: the critic before the policy
     has_reference = "ref_logprobs" in needed
@@ -317,9 +327,9 @@ def make_learning(
 
 
 def policy_learner(
-    recipe: Recipe | SftRecipe, models: Models, objective: Objective, trained_parameters: Parameters
+    recipe: Recipe | SftRecipe, models: Models, objective: Objective, trained_parameters: LearnerParameters
 ) -> Learner:
-    """Builds the policy's learner. objective: loss to minimize. learns: parameters that the optimizer changes."""
+    """Builds the policy's learner. objective: loss to minimize. trained_parameters: what the optimizer changes."""
     return update.make_learner(
         objective,
         recipe.optimizer,
@@ -390,7 +400,7 @@ def make_actor(work_directory: WorkDirectory, recipe: Recipe, inputs: Inputs, ca
             sequences_per_step=recipe.sizes.sequences_per_step,
             cache_bytes=cache_limit,
             observation_tokens=recipe.observation_tokens,
-            pictures=inputs.picture_limits,
+            image_limits=inputs.image_limits,
             sampler_mesh=inputs.sampler_mesh,
         )
     )
@@ -401,7 +411,7 @@ def make_actor(work_directory: WorkDirectory, recipe: Recipe, inputs: Inputs, ca
         weight_check = WeightCheck(engine, inputs.models.model, mesh, collate, rows=rows, bound=bound)
     task = CompletionTask(inputs.tokenizer, reward_fn, inputs.environments)
     length = recipe.rollout.max_completion_tokens
-    source = SampleSource(recipe.drawing, engine, iterator, collate, task, mesh, length)
+    source = SampleSource(recipe.sampling_plan, engine, iterator, collate, task, mesh, length)
     actor = Actor(
         engine,
         source,
@@ -424,7 +434,7 @@ def cache_memory(recipe: Recipe, models: Models, learning: Learning, mesh: Mesh,
     policy = learning.learners["policy"]
     params, in_int8 = policy.all_parameters(policy.shapes), recipe.chosen_engine.in_int8
     sampler_weights = copy_shapes(models.model, mesh, models.mesh, params, in_int8=in_int8)
-    trainer_states = () if recipe.sampler_devices else resident(states, recipe.host_memory)
+    trainer_states = () if recipe.sampler_devices else device_states(states, recipe.host_memory)
     return cache_bytes(memory, (sampler_weights, trainer_states), beside_learning=recipe.samples_beside_learning)
 
 
@@ -433,9 +443,13 @@ def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int, cache_l
 
     mesh: device mesh of the engine. width: P, tokens of a padded prompt. cache_limit: bytes of `cache_memory`.
     """
-    choice, length, (prompts, enough) = recipe.chosen_engine, recipe.rollout.max_completion_tokens, recipe.sampled
+    choice, length, (prompts, wanted_groups) = (
+        recipe.chosen_engine,
+        recipe.rollout.max_completion_tokens,
+        recipe.sampled,
+    )
     bounds: dict[str, Any] = dict(
-        max_sequences=at_once(choice.max_sequences, enough * recipe.group_size),
+        max_sequences=sequence_limit(choice.max_sequences, wanted_groups * recipe.group_size),
         pages=choice.pages,
         cache_bytes=cache_limit,
         kind=page_kind(mesh, models.model.cfg, choice.cache_dtype)._replace(observation=recipe.observation_tokens),
@@ -448,7 +462,7 @@ def summarize_recipe(recipe: Recipe, tools: list[dict[str, Any]]) -> RecipeSumma
     return RecipeSummary(
         dtype=recipe.model.dtype,
         gradient_dtype=recipe.optim.gradient_dtype,
-        in_trainer=recipe.chosen_engine.in_trainer and not recipe.chosen_engine.rounds,
+        in_trainer=recipe.chosen_engine.in_trainer and not recipe.chosen_engine.is_rounded,
         own_samples=recipe.own_samples,
         credit=recipe.credit,
         loss=recipe.loss,

@@ -33,9 +33,9 @@ from jaxrl_llm.recipe import fit
 from jaxrl_llm.rollout import scores
 from jaxrl_llm.rollout.environments import EpisodeSettings, check_episodes, open_environments
 from jaxrl_llm.rollout.evaluation import evaluate, whole_batches
-from jaxrl_llm.rollout.grading import Graded, RewardFn
+from jaxrl_llm.rollout.grading import GradedCompletions, RewardFn
 from jaxrl_llm.rollout.jax.engine import Sampler
-from jaxrl_llm.rollout.samples import CompletionTask, Drawing
+from jaxrl_llm.rollout.samples import CompletionTask, SamplingPlan
 from jaxrl_llm.rollout.settings import TIMEOUT
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.session.banner import print_banner
@@ -88,12 +88,12 @@ def main() -> None:
     if args.json:
         print(json.dumps({"title": title} | metrics, indent=2))
         return
-    print_banner(title, scores.lines(metrics))
+    print_banner(title, scores.result_lines(metrics))
     for value, part in metrics["by"]["values"].items() if args.by else ():
-        print_banner(f"{args.by} = {value}", scores.lines(part))
+        print_banner(f"{args.by} = {value}", scores.result_lines(part))
 
 
-def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[Graded, data.Dataset]:
+def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[GradedCompletions, data.Dataset]:
     """Samples and judges completions. step: step of the run's checkpoint, 0 without a run.
 
     Returns the graded completions and the problems. Raises: UserError, naming the flag that does not fit.
@@ -136,7 +136,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
         if environments:
             environments.check(dataset.rows)
         if args.by:  # checked before the completions are sampled, which takes long
-            scores.split(dataset.rows, args.by)
+            scores.rows_by_value(dataset.rows, args.by)
         fit.check_vocabulary(model.cfg, tokenizer, dataset)
         free_positions = model.cfg.max_positions - dataset.width
         length = args.max_completion_tokens or min(512, free_positions)
@@ -163,7 +163,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
             engine,
             dataset,
             CompletionTask(tokenizer, score, environments),
-            Drawing(args.samples, Sampling(args.temperature)),
+            SamplingPlan(args.samples, Sampling(args.temperature)),
             batch=batch,
             seed=args.seed,
         )

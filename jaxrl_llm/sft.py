@@ -59,16 +59,16 @@ class SupervisedLearning:
         """Returns the states of a checkpoint, as shapes with shardings."""
         return {"policy": self.policy.shapes}
 
-    def all_shapes(self) -> States:
+    def device_shapes(self) -> States:
         """Returns the states that the devices hold, as shapes with shardings."""
         return self.shapes() | ({"reference": self.reference.shapes} if self.reference else {})
 
-    def first(self) -> States:
+    def initial_states(self) -> States:
         """Returns the states at step 0."""
         policy = self.policy.init()
         return {"policy": policy} | ({"reference": self.reference.copy(policy.params)} if self.reference else {})
 
-    def restored(self, states: States, attempt: int) -> States:
+    def complete_restored(self, states: States, attempt: int) -> States:
         """Adds the reference to the states of a checkpoint, which omits it because it never changes."""
         reference_state = {"reference": self.reference.load()} if self.reference and "reference" not in states else {}
         return states | reference_state
@@ -77,22 +77,22 @@ class SupervisedLearning:
         """Returns a batch with the columns that the loss needs, such as ref_logprobs."""
         columns: dict[str, Array] = {}
         for name, scorer in self.scorers.items():
-            self._ensure_compiled(scorer.described(name, states, batch), batch)
+            self._ensure_compiled(scorer.program_of(name, states, batch), batch)
             columns |= scorer.score(states, batch)
         return replace(batch, columns=columns)
 
     def programs(self, batch: Batch, score: PyTree, rows: AnyArray) -> Iterator[Program]:
         """Yields the programs of a step. Needs no arrays: `batch` and `score`, a column of the loss, may be shapes."""
-        states = self.all_shapes()
+        states = self.device_shapes()
         for name, scorer in self.scorers.items():
-            if program := scorer.described(name, states, batch):
+            if program := scorer.program_of(name, states, batch):
                 yield program
         columns = {column: score for scorer in self.scorers.values() for column in scorer.columns}
-        yield self.policy.described("", states["policy"], replace(batch, columns=columns), rows)
+        yield self.policy.program_of("", states["policy"], replace(batch, columns=columns), rows)
 
     def compile(self, states: States, batch: Batch, rows: AnyArray) -> None:
         """Compiles the update, which may take minutes. Raises: UserError, if it does not fit the memory."""
-        self._ensure_compiled(self.policy.described("", states["policy"], batch, rows), batch)
+        self._ensure_compiled(self.policy.program_of("", states["policy"], batch, rows), batch)
 
     def _ensure_compiled(self, program: Program | None, batch: Batch) -> None:
         # This compiles once per phase, because all batches have the same shape.
@@ -189,7 +189,7 @@ def make_learning(
     mesh, needed, at_once = models.mesh, recipe.loss_columns, recipe.sizes.at_once
     trained_parameters = policy_parameters(models, params, base, recipe.seed)
     scorers = make_scorers(
-        models.model, Sampling(), mesh, needed, at_once=at_once, exact=False, base=trained_parameters.base
+        models.model, Sampling(), mesh, needed, microbatch=at_once, exact=False, base=trained_parameters.base
     )
     policy = policy_learner(
         recipe, models, update.policy_objective(models.model, recipe.loss, Sampling()), trained_parameters

@@ -2,7 +2,7 @@
 
 B  prompts in a step            P  prompt tokens (padded)
 G  completions of one prompt    C  completion tokens (padded)
-N  patches of a prompt          M  tokens of its pictures (both padded)
+N  patches of a prompt          M  tokens of its images (both padded)
 V  vocabulary    D  model width    L  layers    H  query heads    K  key/value heads
 
 Arrays over prompt tokens are [B, P]. Arrays over completion tokens are [B, G, C]: entry [b, g, t] describes token t
@@ -30,15 +30,15 @@ Config: TypeAlias = Any  # an ml_collections.ConfigDict: its fields have no stat
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Images:
-    """The pictures of a batch's prompts, cut into patches. F: numbers of a patch.
+    """The images of a batch's prompts, cut into patches. F: numbers of a patch.
 
-    Patches whose numbers become one token stand together. A prompt without pictures has padding only.
+    Patches whose numbers become one token stand together. A prompt without images has padding only.
     """
 
     patches: AnyArray  # [B, N, F] uint8, F = 3 * patch * patch, the channel first
-    places: AnyArray  # [B, N, 2] int32, row and column of each patch in its picture
-    segments: AnyArray  # [B, N] int32, number of the picture in the prompt, from 1; 0: padding
-    columns: AnyArray  # [B, M] int32, where in the prompt each token of a picture stands; P: nowhere
+    places: AnyArray  # [B, N, 2] int32, row and column of each patch in its image
+    segments: AnyArray  # [B, N] int32, number of the image in the prompt, from 1; 0: padding
+    columns: AnyArray  # [B, M] int32, where in the prompt each token of an image stands; P: nowhere
     positions: AnyArray  # [B, 3, P] int32, of the prompt's tokens: time, row, column
     end: AnyArray  # [B] int32, position of the first completion token
     smaller: tuple[tuple[int, int], ...] = field(default=(), metadata=dict(static=True))  # of `ImageSizes`
@@ -50,7 +50,7 @@ class Images:
 
     @classmethod
     def padding(cls, lead: tuple[int, ...], width: int, sizes: ImageSizes) -> Images:
-        """Returns NumPy arrays of prompts without pictures. lead: the axis of B, or several; width: P."""
+        """Returns NumPy arrays of prompts without images. lead: the axis of B, or several; width: P."""
         n, m = sizes.patches, sizes.tokens
         return cls(
             patches=np.zeros((*lead, n, sizes.numbers), np.uint8),
@@ -70,7 +70,7 @@ class Images:
 
 
 class ImageSizes(NamedTuple):
-    """The sizes of the pictures of each prompt."""
+    """The sizes of the images of each prompt."""
 
     patches: int  # N
     numbers: int  # F
@@ -78,8 +78,8 @@ class ImageSizes(NamedTuple):
     smaller: tuple[tuple[int, int], ...] = ()  # P and N that hold many of the prompts, the largest first
 
 
-class PictureLimits(NamedTuple):
-    """The pictures of all prompts of a run."""
+class ImageLimits(NamedTuple):
+    """The images of all prompts of a run."""
 
     per_prompt: int  # at most
     min_pixels: int

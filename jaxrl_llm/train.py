@@ -12,7 +12,7 @@ from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.errors import run_main
 from jaxrl_llm.machine import distributed
 from jaxrl_llm.machine.sharding import shard_batch
-from jaxrl_llm.rollout.actor import Lent
+from jaxrl_llm.rollout.actor import WeightLease
 from jaxrl_llm.rollout.samples import to_batch
 from jaxrl_llm.session import loop
 from jaxrl_llm.session.record import Record
@@ -20,8 +20,8 @@ from jaxrl_llm.session.session import Session
 from jaxrl_llm.structs import Config
 
 
-def rl_step(session: Session, parts: Parts, lent: Lent, step: int) -> tuple[Lent, Record]:
-    """Runs one step: sample, score, reward, assign credit, learn, push weights. Donates the states that are lent.
+def rl_step(session: Session, parts: Parts, lease: WeightLease, step: int) -> tuple[WeightLease, Record]:
+    """Runs one step: sample, score, reward, assign credit, learn, push weights. Donates the states of the lease.
 
     Raises: UserError, for an error that the user can fix, such as a reward function that fails.
     """
@@ -32,12 +32,12 @@ def rl_step(session: Session, parts: Parts, lent: Lent, step: int) -> tuple[Lent
     session.stop.check()
     plain = shard_batch(to_batch(samples.prompts, samples.rollouts, samples.trained, parts.packing), learning.mesh)
     # Scoring starts before the rewards, because the device scores while the host computes rewards.
-    scores = learning.score(lent.states, plain)
+    scores = learning.score(lease.states, plain)
     scored = session.log.watch(scores)
     rewards = shard_batch(samples.rewards(), learning.mesh)
-    batch, metrics = learning.assign_credit(plain, scores, rewards, learning.coefficients(lent.states))
+    batch, metrics = learning.assign_credit(plain, scores, rewards, learning.coefficients(lease.states))
     timer.lap("reward")
-    states, checked = lent.take_back()  # the first update donates the parameters, which the engine may still read
+    states, checked = lease.reclaim()  # the first update donates the parameters, which the engine may still read
     minibatches = learning.minibatches(step)
     # Compilation stays outside of `deferred`, because it may take minutes in which a signal must work.
     learning.compile(parts.shape_cache, states, plain, batch, minibatches[0])
@@ -48,7 +48,7 @@ def rl_step(session: Session, parts: Parts, lent: Lent, step: int) -> tuple[Lent
             states, measured = learning.update(states, batch, rows, step)
             updates.append(measured)
         updated = session.log.watch(updates)
-        states = learning.settled(states, step)
+        states = learning.finish_step(states, step)
         metrics |= samples.metrics | checked
         record = Record(step, timer, samples.tokens(), updates, metrics, updated, scored, samples, batch.rewards)
         parts.shape_cache.commit()

@@ -48,7 +48,7 @@ def pytest_addoption(parser):
 
 
 # The files that take longest begin first, so that no process is left with one of them at the end.
-LONG = ("picture_rollouts", "vision", "lora", "sampler", "picture_task", "train", "plan", "attacks", "steps", "update")
+LONG = ("image_rollouts", "vision", "lora", "sampler", "image_task", "train", "plan", "attacks", "steps", "update")
 
 
 def pytest_collection_modifyitems(config, items):

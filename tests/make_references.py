@@ -13,10 +13,10 @@ tests/references/<name>/ then holds what `save_pretrained` writes and reference.
 
 tests/models/test_hf.py compares our models with these, and (with -m parity) with fresh ones.
 
-A model that reads pictures (extra `vision`) has a preprocessor_config.json, and other arrays, for
+A model that reads images (extra `vision`) has a preprocessor_config.json, and other arrays, for
 tests/models/test_vision.py:
 
-    tokens, mask                   [B, P], prompts padded on the left, with a token for each merged token of a picture
+    tokens, mask                   [B, P], prompts padded on the left, with a token for each merged token of an image
     completions, completion_mask   [B, C], that go on after the prompts
     greedy                         [B, 8], what `generate` writes after the prompts
     picture_0, picture_1 ...       [height, width, 3] uint8, of all prompts in order; counts [B]: how many each has
@@ -24,7 +24,7 @@ tests/models/test_vision.py:
     features                       [1 + K, merged tokens, D], in the order of the prompts: in the place of embeddings,
                                    and for the first K layers
     logits                         [real tokens of prompts and completions, V], rows of the mask in order
-    logprobs                       [real completion tokens], without the tokens that stand for pictures
+    logprobs                       [real completion tokens], without the tokens that stand for images
     norm/..., part/...             of the gradient of the mean of `logprobs`: its norm and some of its numbers, for each
                                    parameter of the tower, by its name in the file
 """
@@ -146,9 +146,9 @@ MODELS: dict[str, tuple[int, type, Any, int | str]] = {
     ), "1GB"),
 }  # fmt: skip
 
-IMAGE, VIDEO, START, END = 60, 61, 62, 63  # tokens: two that stand for a picture and a film, and two around them
+IMAGE, VIDEO, START, END = 60, 61, 62, 63  # tokens: two that stand for an image and a film, and two around them
 PATCH, MERGE, FRAMES = 4, 2, 2
-SQUARE = 3  # rows, and columns, of merged tokens of all pictures of Gemma 3
+SQUARE = 3  # rows, and columns, of merged tokens of all images of Gemma 3
 TEXT = SHARED | {
     "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 64, "tie_word_embeddings": True,
     "bos_token_id": None, "eos_token_id": None,
@@ -159,7 +159,7 @@ TOKENS = {
     "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END,
     "tie_word_embeddings": True,
 }  # fmt: skip
-# A window has 2 x 2 merged tokens, fewer than most pictures below.
+# A window has 2 x 2 merged tokens, fewer than most images below.
 VISION_MODELS: dict[str, tuple[int, type, Any]] = {
     "qwen2_vl": (3, Qwen2VLForConditionalGeneration, Qwen2VLConfig(
         text_config=TEXT, vision_config=TOWER | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 3}, **TOKENS,
@@ -198,7 +198,7 @@ VISION_MODELS: dict[str, tuple[int, type, Any]] = {
         },
         **TOKENS | {"tie_word_embeddings": False},
     )),
-    # A window of 5 tokens, fewer than the 9 of a picture, which see each other also in the local layers.
+    # A window of 5 tokens, fewer than the 9 of an image, which see each other also in the local layers.
     "gemma3": (0, Gemma3ForConditionalGeneration, Gemma3Config(
         text_config=SHARED | GEMMA | {
             "intermediate_size": 16, "vocab_size": 64, "bos_token_id": None, "eos_token_id": None,
@@ -216,9 +216,9 @@ VISION_MODELS: dict[str, tuple[int, type, Any]] = {
         bos_token_id=None, eos_token_id=None,
     )),
 }  # fmt: skip
-# Rows and columns of merged tokens of the pictures of each prompt: between texts, none, at both ends, several.
+# Rows and columns of merged tokens of the images of each prompt: between texts, none, at both ends, several.
 GRIDS = (((3, 5),), (), ((2, 2), (4, 3)), ((1, 3), (5, 1), (3, 3)))
-COMPLETION, PICTURE_NEW_TOKENS = 6, 8
+COMPLETION, IMAGE_NEW_TOKENS = 6, 8
 
 
 def build(name: str, seed: int) -> Any:
@@ -311,7 +311,7 @@ def reference(model: Any, seed: int) -> dict[str, np.ndarray]:
 
 
 def build_vision(name: str, seed: int) -> Any:
-    """A float32 model that reads pictures, with every weight, bias and norm drawn, and without stop ids."""
+    """A float32 model that reads images, with every weight, bias and norm drawn, and without stop ids."""
     _, kind, config = VISION_MODELS[name]
     generator = torch.Generator().manual_seed(seed)
     model = kind(config).eval()
@@ -329,21 +329,21 @@ def build_vision(name: str, seed: int) -> Any:
     return model
 
 
-def picture_inputs(seed: int, squares: bool) -> tuple[dict[str, np.ndarray], list[list[np.ndarray]]]:
-    """Prompts padded on the left, with completions of several lengths, and the pictures of each prompt."""
+def image_inputs(seed: int, squares: bool) -> tuple[dict[str, np.ndarray], list[list[np.ndarray]]]:
+    """Prompts padded on the left, with completions of several lengths, and the images of each prompt."""
     all_grids = [[(SQUARE, SQUARE)] * len(grids) for grids in GRIDS] if squares else GRIDS
     rng = np.random.default_rng(seed)
     text = lambda most: rng.integers(1, IMAGE, rng.integers(1, most)).tolist()  # noqa: E731
-    prompts, pictures = [], []
+    prompts, images = [], []
     for row, grids in enumerate(all_grids):
-        # The third prompt begins and ends with a picture.
+        # The third prompt begins and ends with an image.
         tokens = [] if row == 2 else text(5)
         for i, (height, width) in enumerate(grids):
             tokens += [START, *[IMAGE] * (height * width), END]
             tokens += [] if row == 2 and i == len(grids) - 1 else text(4)
         prompts.append(tokens or text(5))
         sides = [(height * MERGE * PATCH, width * MERGE * PATCH, 3) for height, width in grids]
-        pictures.append([rng.integers(0, 256, shape).astype(np.uint8) for shape in sides])
+        images.append([rng.integers(0, 256, shape).astype(np.uint8) for shape in sides])
     prompts[1] += text(9)
     width = max(map(len, prompts))
     arrays = {"tokens": np.zeros((len(prompts), width), np.int32), "mask": np.zeros((len(prompts), width), bool)}
@@ -353,16 +353,16 @@ def picture_inputs(seed: int, squares: bool) -> tuple[dict[str, np.ndarray], lis
     arrays["completion_mask"] = np.arange(COMPLETION)[None] < lengths[:, None]
     drawn_tokens = rng.integers(1, IMAGE, arrays["completion_mask"].shape)
     arrays["completions"] = np.where(arrays["completion_mask"], drawn_tokens, 0).astype(np.int32)
-    arrays |= {f"picture_{i}": image for i, image in enumerate(x for row in pictures for x in row)}
-    return arrays | {"counts": np.array([len(row) for row in pictures])}, pictures
+    arrays |= {f"picture_{i}": image for i, image in enumerate(x for row in images for x in row)}
+    return arrays | {"counts": np.array([len(row) for row in images])}, images
 
 
 def vision_reference(model: Any, processor: Any, seed: int) -> dict[str, np.ndarray]:
-    """The arrays of reference.npz of a model that reads pictures."""
+    """The arrays of reference.npz of a model that reads images."""
     squares = model.config.model_type == "gemma3"
     never = [IMAGE] if squares else [IMAGE, VIDEO]
-    arrays, pictures = picture_inputs(seed, squares)
-    processed = processor([x for row in pictures for x in row], return_tensors="pt")
+    arrays, images = image_inputs(seed, squares)
+    processed = processor([x for row in images for x in row], return_tensors="pt")
     tokens = np.concatenate([arrays["tokens"], arrays["completions"]], axis=1)
     mask = np.concatenate([arrays["mask"], arrays["completion_mask"]], axis=1)
     inputs = {
@@ -403,7 +403,7 @@ def vision_reference(model: Any, processor: Any, seed: int) -> dict[str, np.ndar
         name: x[:, : arrays["tokens"].shape[1]] if "ids" in name or "mask" in name else x for name, x in inputs.items()
     }
     out = model.generate(
-        **prompt, max_new_tokens=PICTURE_NEW_TOKENS, do_sample=False, suppress_tokens=never,
+        **prompt, max_new_tokens=IMAGE_NEW_TOKENS, do_sample=False, suppress_tokens=never,
         output_scores=True, return_dict_in_generate=True,
     )  # fmt: skip
     lead = min(float(-np.diff(torch.topk(scores, 2).values.numpy()).max()) for scores in out.scores)
@@ -419,7 +419,7 @@ def part_of(gradient: np.ndarray) -> np.ndarray:
 
 
 def save_vision(name: str) -> None:
-    """Writes the folder of a model that reads pictures."""
+    """Writes the folder of a model that reads images."""
     model, folder = build_vision(name, VISION_MODELS[name][0]), FOLDER / name
     size = {"shortest_edge": (MERGE * PATCH) ** 2, "longest_edge": 64 * (MERGE * PATCH) ** 2}
     processor = Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=MERGE, temporal_patch_size=FRAMES, size=size)

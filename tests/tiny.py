@@ -126,7 +126,7 @@ def one_update(
     mesh = mesh_of(shape)
     _, params = model_and_params(config, scale=5.0 if config is CONFIG else 2.0)
     params = jax.device_put(params, sharding.shardings(params, mesh))
-    adamw = optimizer(weight_decay=0.1, more={"kl/coef": optim.constant(0.1)})
+    adamw = optimizer(weight_decay=0.1, coefficients={"kl/coef": optim.constant(0.1)})
     model = Decoder(config, mesh)
     objective = update.policy_objective(model, losses.ppo_clip, Sampling(), kl=k3)
     aggregate = partial(losses.aggregation_weights, mode=mode, constant_length=C if mode == "constant" else 0)
@@ -139,7 +139,7 @@ def one_update(
 
 
 def collapsed(tokens: np.ndarray, grids: list[tuple[int, int]], image_token: int) -> list[int]:
-    """The token ids of a prompt with one token for each picture, of which `grids` are the rows and columns."""
+    """The token ids of a prompt with one token for each image, of which `grids` are the rows and columns."""
     ids, rest = tokens.tolist(), [rows * columns for rows, columns in grids]
     short = []
     while ids:

@@ -1,6 +1,6 @@
-"""Does a model look at its pictures? `python -m benchmarks.health.rolled_pictures FOLDER [--problems 1000]`.
+"""Does a model look at its images? `python -m benchmarks.health.rolled_pictures FOLDER [--problems 1000]`.
 
-Prints the greedy accuracy on the held-out problems of `digits_in_pictures`, with their own pictures, and with those of
+Prints the greedy accuracy on the held-out problems of `digits_in_pictures`, with their own images, and with those of
 the next problem: what remains then is a guess. FOLDER: of a model, such as WORKDIR/hf.
 """
 
@@ -16,17 +16,17 @@ from typing import Any
 from jaxrl_llm.tasks import digits_in_pictures
 
 ROOT = Path(__file__).parents[2]
-TASKS = {"their own pictures": "digits_in_pictures", "those of the next problem": "benchmarks.health.rolled_pictures"}
+TASKS = {"their own images": "digits_in_pictures", "those of the next problem": "benchmarks.health.rolled_pictures"}
 
 
 def held_out() -> list[dict[str, Any]]:
-    """The held-out problems, each with the pictures of the next one."""
+    """The held-out problems, each with the images of the next one."""
     rows = digits_in_pictures.held_out()
     return [rolled(row, other["images"]) for row, other in zip(rows, [*rows[1:], rows[0]], strict=True)]
 
 
 def rolled(row: dict[str, Any], images: list[bytes]) -> dict[str, Any]:
-    """Returns a problem with other pictures, and its own question and answer."""
+    """Returns a problem with other images, and its own question and answer."""
     question = row["prompt"][0]["content"].rpartition(">")[2]
     content = "<image>" * len(images) + question
     return row | {"prompt": [{"role": "user", "content": content}], "images": images}

@@ -25,7 +25,7 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, hf_export, new_model
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.environments import EnvironmentPool
-from jaxrl_llm.rollout.episodes import TURN, Episodes
+from jaxrl_llm.rollout.episodes import IN_TURN, Episodes
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.protocol import Engine, EngineInputs, Environments
 from jaxrl_llm.structs import Prompts, Rollouts
@@ -64,26 +64,26 @@ class Anew:
             width = P + turn * (TURN_TOKENS + OBSERVATION)
             tokens, mask = np.full((count, width), self._pad, np.int32), np.zeros((count, width), bool)
             for i in range(count):
-                before = np.concatenate([prompts.tokens[i // group_size], episodes.tokens[i, : episodes.length[i]]])
+                before = np.concatenate([prompts.tokens[i // group_size], episodes.tokens[i, : episodes.lengths[i]]])
                 tokens[i, width - len(before) :], mask[i, width - len(before) :] = before, True
             given = replace(prompts, tokens=tokens, mask=mask)
             limits = np.full((count, 1), TURN_TOKENS)
             made = self._sampler.sample(
                 given, jax.random.fold_in(key, turn), group_size=1, sampling=sampling, max_tokens=limits
             )
-            for i in np.flatnonzero(episodes.state == TURN).tolist():
+            for i in np.flatnonzero(episodes.states == IN_TURN).tolist():
                 real = made.completion_mask[i, 0]
                 episodes.append(i, made.completions[i, 0][real], made.logprobs[i, 0][real])
-            episodes.end_turns(np.flatnonzero(episodes.state == TURN), environments, self._stops)
-            while episodes.answers:
-                episodes.take_answers()
+            episodes.end_turns(np.flatnonzero(episodes.states == IN_TURN), environments, self._stops)
+            while episodes.pending_answers:
+                episodes.append_answers()
         return episodes.rollouts(group_size, np.zeros(episodes.tokens.shape, np.int32))
 
 
 def timed(engine: Engine | Anew, pool: EnvironmentPool, prompts: Prompts) -> tuple[float, int]:
     """Returns the seconds of the second run, and its sampled tokens."""
     for seed in (0, 1):
-        environments = pool.begin(prompts.rows, G)
+        environments = pool.start_batch(prompts.rows, G)
         began = time.perf_counter()
         rollouts = engine.sample(
             prompts, jax.random.key(seed), group_size=G, sampling=Sampling(), environments=environments

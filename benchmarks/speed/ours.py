@@ -23,8 +23,8 @@ from jaxrl_llm.build import Parts, build
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.machine.compilation import Compilations, enable_compilation_cache
 from jaxrl_llm.models import hf
-from jaxrl_llm.rollout.actor import Lent
-from jaxrl_llm.rollout.grading import Graded
+from jaxrl_llm.rollout.actor import WeightLease
+from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session.session import Session
@@ -56,7 +56,7 @@ class Prescribed:
     def load(self, state: PartState | None) -> None:
         """Nothing is kept."""
 
-    def begin(self, states: PyTree, params: PyTree, step: int, attempt: int = 0) -> Lent:
+    def start(self, states: PyTree, params: PyTree, step: int, attempt: int = 0) -> WeightLease:
         """Begins with these weights."""
         return self.push(states, params, 0)
 
@@ -69,14 +69,14 @@ class Prescribed:
         rollouts = self._engine.sample(prompts, key, group_size=w.group, sampling=sampling, max_tokens=lengths)
         self._engine.release()
         np.testing.assert_array_equal(rollouts.completion_mask.sum(axis=-1), lengths)
-        return Samples(prompts, rollouts, lambda: Graded([], earned(rollouts.completions, lengths), [], {}))
+        return Samples(prompts, rollouts, lambda: GradedCompletions([], earned(rollouts.completions, lengths), [], {}))
 
-    def push(self, states: PyTree, params: PyTree, step: int) -> Lent:
+    def push(self, states: PyTree, params: PyTree, step: int) -> WeightLease:
         """The next samples are of these weights. The engine has a copy of its own."""
         self._engine.update_weights(params, step)
         self._step, pushed = step, Future()
         pushed.set_result(None)
-        return Lent(states, params, pushed, None)
+        return WeightLease(states, params, pushed, None)
 
     def state(self, seconds: float | None = None) -> PartState:
         """Nothing is kept."""
@@ -135,13 +135,13 @@ def one_run(workload: Workload, folder: Path, remat: str, microbatch: int) -> It
 
 def step_function(session: Session, parts: Parts, compilations: Compilations) -> Callable[[int], dict]:
     """`one_step(step) -> measurements`."""
-    lent = session.restore()
+    lease = session.restore()
 
     def one_step(step: int) -> dict:
-        nonlocal lent
+        nonlocal lease
         compiled, began = compilations.seconds, time.perf_counter()
-        lent, record = rl_step(session, parts, lent, step + 1)
-        jax.block_until_ready((lent.states, record.updates))
+        lease, record = rl_step(session, parts, lease, step + 1)
+        jax.block_until_ready((lease.states, record.updates))
         total = time.perf_counter() - began
         measured = record.summary()
         assert np.isfinite(measured["loss/total"])

@@ -1,10 +1,10 @@
-"""A group's picture once against once for each completion: `python -m benchmarks.speed.picture_layout`.
+"""A group's image once against once for each completion: `python -m benchmarks.speed.picture_layout`.
 
 The same code scores and differentiates the same completions in both layouts: a prompt with G completions, and G
 prompts with one each, as trainers have it that repeat a prompt. Operations are counted in the jaxpr, for the sizes of
 published models, of which nothing is computed. A small model is timed, and its operations counted by the compiler.
 
-Then the small model learns from prompts of which one in eight has a picture four times as large as the others, with all
+Then the small model learns from prompts of which one in eight has an image four times as large as the others, with all
 prompts in the size of the largest, and with a smaller size beside it (docs/vision.md).
 """
 
@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward
-from jaxrl_llm.learner.microbatches import over
+from jaxrl_llm.learner.microbatches import map_reduce
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder
@@ -42,8 +42,8 @@ MODELS = {
     "7B": ((3584, 28, 28, 4, 18944), (32, 1280, 16, 3420), 152064),
     "small": ((256, 4, 4, 2, 768), (4, 128, 4, 384), 2048),
 }
-GRID = (16, 32)  # merged tokens of the picture: 448 x 896 pixels
-TEXT_TOKENS = 88  # of a prompt, beside those of its picture
+GRID = (16, 32)  # merged tokens of the image: 448 x 896 pixels
+TEXT_TOKENS = 88  # of a prompt, beside those of its image
 
 
 def make_model(name: str) -> Decoder:
@@ -64,7 +64,7 @@ def make_model(name: str) -> Decoder:
 
 
 def make_batch(vocabulary: int, prompts: int, group: int, tokens: int) -> Batch:
-    """Returns random prompts, of which each has one picture, and their completions."""
+    """Returns random prompts, of which each has one image, and their completions."""
     rng = np.random.default_rng(0)
     merged = GRID[0] * GRID[1]
     width = merged + TEXT_TOKENS
@@ -97,7 +97,7 @@ def gradient(model: Decoder, params: Any, batch: Batch) -> tuple[jax.Array, Any]
 
 
 def cut(batch: Batch) -> Batch:
-    """Returns the batch with a quarter of their picture for all prompts but one of eight, and a size for these."""
+    """Returns the batch with a quarter of their image for all prompts but one of eight, and a size for these."""
     images, merged = batch.images, GRID[0] * GRID[1]
     few, mask = merged // 4, batch.prompt_mask.copy()
     others = np.arange(len(mask)) % 8 > 0
@@ -111,7 +111,7 @@ def cut(batch: Batch) -> Batch:
 
 def summed(model: Decoder, mesh: Mesh, params: Any, batch: Batch) -> Any:
     """Returns `gradient` in micro-batches of two prompts."""
-    return over(batch, lambda part: gradient(model, params, part.batch), microbatch=2, mesh=mesh)
+    return map_reduce(batch, lambda part: gradient(model, params, part.batch), microbatch=2, mesh=mesh)
 
 
 def seconds(compiled: Any, params: Any, batch: Batch, repetitions: int) -> float:
@@ -150,7 +150,7 @@ def main() -> None:
     program = jax.jit(partial(summed, model, mesh))
     sizes = [batch, replace(batch, images=replace(batch.images, smaller=()))]
     ours, one = (seconds(program, params, x, args.repetitions) for x in sizes)
-    print(f"pictures of two sizes: {ours:.2f} s, and {one:.2f} s as if all were large, {one / ours:.2f} x")
+    print(f"images of two sizes: {ours:.2f} s, and {one:.2f} s as if all were large, {one / ours:.2f} x")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ def measure(folder: Path, workdir: Path, push: str, times: int) -> tuple[int, li
     mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
     params = hf.load_params(folder, model, mesh)
     python = str(environment("vllm"))
-    server = ManagedServer(python, folder, dtype="float32", max_model_len=64, log=workdir / "vllm.log", extra=ARGUMENTS)
+    server = ManagedServer(
+        python, folder, dtype="float32", max_model_len=64, log=workdir / "vllm.log", config_args=ARGUMENTS
+    )
     engine = VllmEngine(
         (server.url,), EngineInputs(model, mesh, folder, workdir, 16, 16, (1,), 0), run="benchmark",
         weights_dir="/dev/shm", push_address="127.0.0.1" if push == "http" else "", concurrency=8, timeout=300.0,

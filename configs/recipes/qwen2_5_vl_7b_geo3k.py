@@ -1,4 +1,4 @@
-"""GRPO on geometry3k, problems with a picture, with Qwen2.5-VL-7B and the settings of EasyR1's example for it.
+"""GRPO on geometry3k, problems with an image, with Qwen2.5-VL-7B and the settings of EasyR1's example for it.
 
 pip install -e '.[parquet,vision]'
 hf download hiyouga/geometry3k --repo-type dataset --local-dir data/geometry3k
@@ -33,7 +33,7 @@ def get_config() -> ConfigDict:
     c.data.source, c.data.convert = "data/geometry3k/data/train-*.parquet", ""
     c.data.prompt_column, c.data.image_column = "problem", "images"
     c.data.format_prompt = f"{{{{ content }}}}\n\n{qwen2_5_7b_math.FORM}"
-    c.data.min_pixels, c.data.max_pixels = 512 * 512, 2048 * 2048  # smaller pictures are enlarged
+    c.data.min_pixels, c.data.max_pixels = 512 * 512, 2048 * 2048  # smaller images are enlarged
     c.eval.source, c.eval.convert, c.eval.problems = "data/geometry3k/data/test-*.parquet", "", 601
     c.reward.functions, c.reward.weights = ("easyr1.math",), (1.0,)
     return c

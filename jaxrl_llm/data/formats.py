@@ -36,10 +36,10 @@ class Columns:
     prompt_column: str = ""  # column that holds the prompt
     answer_column: str = ""  # column that becomes "answer"
     format_prompt: str = ""  # jinja template of the user's message with the variable `content`, or a file with one
-    image_column: str = ""  # column that holds the pictures
+    image_column: str = ""  # column that holds the images
     image_folder: str = ""  # that their paths are relative to
     pair: tuple[str, ...] = ()  # columns of the chosen and the rejected completion, which may begin with the prompt
-    images: ImageFormat | None = None  # how the model reads pictures; None: it reads none
+    images: ImageFormat | None = None  # how the model reads images; None: it reads none
 
 
 def read(row: Row, columns: Columns) -> tuple[Row, str]:
@@ -55,7 +55,7 @@ def read(row: Row, columns: Columns) -> tuple[Row, str]:
         notes.append(f"the common beginning of {columns.pair[0]!r} and {columns.pair[1]!r} is the prompt, as in TRL")
     if name not in row:
         raise ValueError(_missing(row, name))
-    # A row of text in a data set with pictures has None or an empty list.
+    # A row of text in a data set with images has None or an empty list.
     if not columns.images and image_columns.holds_some(row):
         raise ValueError(
             "has images, which the model does not read: leave such rows out, or use a model that does (a new one of "

@@ -1,4 +1,4 @@
-"""Pictures in the columns and messages of rows, as EasyR1, veRL and TRL keep them."""
+"""Images in the columns and messages of rows, as EasyR1, veRL and TRL keep them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any, TypeAlias
 from jaxrl_llm.tasks import is_empty
 
 Row: TypeAlias = dict[str, Any]
-MARK = "<image>"  # stands for a picture in a text, in EasyR1 and veRL
+MARK = "<image>"  # stands for an image in a text, in EasyR1 and veRL
 COLUMNS = ("images", "image")
-KEYS = {"bytes", "path", "image", "type"}  # of a picture that is a dict: of Parquet, of datasets, of qwen-vl-utils
-READ = 'bytes, a path, a data URL, {"bytes": ...}, {"path": ...}, {"image": ...}, or a picture of Pillow'
+KEYS = {"bytes", "path", "image", "type"}  # of an image that is a dict: of Parquet, of datasets, of qwen-vl-utils
+READ = 'bytes, a path, a data URL, {"bytes": ...}, {"path": ...}, {"image": ...}, or an image of Pillow'
 
 
 def column_of(row: Row, image_column: str) -> str:
-    """Returns the column with the pictures of a row, `image_column` or one of COLUMNS; "": it has none.
+    """Returns the column with the images of a row, `image_column` or one of COLUMNS; "": it has none.
 
-    Raises: ValueError, if two have pictures.
+    Raises: ValueError, if two have images.
     """
     names = [name for name in ((image_column,) if image_column else COLUMNS) if name in row]
     filled = [name for name in names if not is_empty(_listed(row[name]))]
     if len(filled) > 1:
-        raise ValueError("has pictures in the columns 'images' and 'image': name one in data.image_column")
+        raise ValueError("has images in the columns 'images' and 'image': name one in data.image_column")
     return (filled or names or [""])[0]
 
 
 def holds_some(row: Row) -> bool:
-    """Returns whether a row of text would lose a picture. A column `image` of text may be a name of something."""
+    """Returns whether a row of text would lose an image. A column `image` of text may be a name of something."""
     return any(
         not is_empty(value := _listed(row.get(name))) and not (name == "image" and isinstance(value, str))
         for name in COLUMNS
@@ -35,17 +35,17 @@ def holds_some(row: Row) -> bool:
 
 
 def read(row: Row, image_column: str) -> tuple[Row, list[Any]]:
-    """Returns a row whose messages have parts for its pictures, as `place` makes them, and these pictures.
+    """Returns a row whose messages have parts for its images, as `place` makes them, and these images.
 
     Raises: ValueError, saying what is wrong and what helps.
     """
     if not is_empty(_listed(row.get("videos"))):
         raise ValueError("has videos, which are not read here: leave such rows out")
-    images, prompt = pictures_of(row, image_column), row["prompt"]
+    images, prompt = images_of(row, image_column), row["prompt"]
     if isinstance(prompt, str):
         if images:
             raise ValueError(
-                "has pictures and a prompt of text, which shows none: make it a list of messages, or the message of a "
+                "has images and a prompt of text, which shows none: make it a list of messages, or the message of a "
                 "user with data.format_prompt = '{{ content }}'"
             )
         return row, []
@@ -54,31 +54,31 @@ def read(row: Row, image_column: str) -> tuple[Row, list[Any]]:
 
 
 def check_none(row: Row, image_column: str, text: str) -> None:
-    """Raises: ValueError, if a row whose column `text` has no MARK has pictures."""
-    if count := len(pictures_of(row, image_column)):
-        raise ValueError(f"has pictures ({count}) and no {MARK} in {text!r}: write one where each is to stand")
+    """Raises: ValueError, if a row whose column `text` has no MARK has images."""
+    if count := len(images_of(row, image_column)):
+        raise ValueError(f"has images ({count}) and no {MARK} in {text!r}: write one where each is to stand")
 
 
-def pictures_of(row: Row, image_column: str) -> list[Any]:
-    """Returns what `picture` makes of the pictures in the column of a row. Raises: ValueError."""
+def images_of(row: Row, image_column: str) -> list[Any]:
+    """Returns what `image` makes of the images in the column of a row. Raises: ValueError."""
     column = column_of(row, image_column)
     value = _listed(row.get(column))
     if is_empty(value):
         return []
     if not isinstance(value, (list, tuple)):
         if column == "images":
-            raise ValueError(f"has the column 'images' that is {_kind(value)}: make it a list of pictures")
+            raise ValueError(f"has the column 'images' that is {_kind(value)}: make it a list of images")
         value = [value]
-    return [picture(x, f"picture {k}") for k, x in enumerate(value, 1)]
+    return [image(x, f"image {k}") for k, x in enumerate(value, 1)]
 
 
-def picture(value: Any, which: str) -> Any:
-    """Returns bytes, a path or data URL, or a picture of Pillow. which: for the error. Raises: ValueError."""
+def image(value: Any, which: str) -> Any:
+    """Returns bytes, a path or data URL, or an image of Pillow. which: for the error. Raises: ValueError."""
     if isinstance(value, dict):
         if unknown := {str(key) for key, x in value.items() if x is not None} - KEYS:
             raise ValueError(f"has {', '.join(sorted(unknown))} in {which}, which is not read: give {READ}")
         if value.get("type") not in (None, "image"):
-            raise ValueError(f"has {value['type']!r} as {which}, and only pictures are read: leave it out")
+            raise ValueError(f"has {value['type']!r} as {which}, and only images are read: leave it out")
         value = next((value[key] for key in ("bytes", "path", "image") if value.get(key) is not None), None)
         if isinstance(value, dict):
             raise ValueError(f"has a dict in a dict as {which}: give {READ}")
@@ -92,36 +92,36 @@ def picture(value: Any, which: str) -> Any:
 
 
 def place(prompt: list[Row], images: list[Any], column: str) -> tuple[list[Row], list[Any]]:
-    """Returns messages with parts of text and of pictures, and the pictures in their order.
+    """Returns messages with parts of text and of images, and the images in their order.
 
-    Places are parts of the type image, and MARK in texts. A prompt without a place has all pictures before the first
-    text of the user, as in TRL. images: pictures of `column`; "" = the row has no such column, and MARK is plain text.
-    Raises: ValueError, if there is not one picture for each place, or a place where a picture cannot be.
+    Places are parts of the type image, and MARK in texts. A prompt without a place has all images before the first
+    text of the user, as in TRL. images: images of `column`; "" = the row has no such column, and MARK is plain text.
+    Raises: ValueError, if there is not one image for each place, or a place where an image cannot be.
     """
     messages = [_parts(message, split=bool(column)) for message in prompt]
     own = [part["image"] for part in _images(messages) if part["image"] is not None]
     if own and images:
-        raise ValueError(f"has pictures in its messages and in the column {column!r}: leave one of them out")
+        raise ValueError(f"has images in its messages and in the column {column!r}: leave one of them out")
     count = sum(1 for _ in _images(messages))
     if images and not count:
         user = next((message for message in messages if message["role"] == "user"), None)
         if user is None:
-            raise ValueError(f"has pictures, and no message of the user that shows them: write {MARK} in one")
+            raise ValueError(f"has images, and no message of the user that shows them: write {MARK} in one")
         user["content"] = [{"type": "image"}] * len(images) + user["content"]
         count = len(images)
-    images = images or [picture(x, f"picture {k}") for k, x in enumerate(own, 1)]
+    images = images or [image(x, f"image {k}") for k, x in enumerate(own, 1)]
     if count != len(images):
         raise ValueError(
-            f"has other numbers of pictures and of places for them ({MARK}, or parts of the type image), "
+            f"has other numbers of images and of places for them ({MARK}, or parts of the type image), "
             f"{len(images)} and {count}: give one for each"
         )
     if any(message["role"] == "assistant" for message in messages if any(_images([message]))):
-        raise ValueError("has a picture in a message of the assistant, which writes text alone: leave it out")
+        raise ValueError("has an image in a message of the assistant, which writes text alone: leave it out")
     return [_plain(message) for message in messages], images
 
 
 def named(prompt: list[Row], names: list[str]) -> list[Row]:
-    """Returns messages whose parts of pictures have names, for logs and pages: a template does not look at them."""
+    """Returns messages whose parts of images have names, for logs and pages: a template does not look at them."""
     rest = iter(names)
 
     def part(x: Row) -> Row:
@@ -134,11 +134,11 @@ def named(prompt: list[Row], names: list[str]) -> list[Row]:
 
 
 def printable_value(value: Any) -> Any:
-    """Returns a value of a row as it may be printed: pictures by their size alone, and parts of a message as text."""
+    """Returns a value of a row as it may be printed: images by their size alone, and parts of a message as text."""
     if isinstance(value, (bytes, bytearray)):
         return f"<{len(value):,} bytes>"
     if is_pillow(value):
-        return f"<picture of {value.size[0]} x {value.size[1]}>"
+        return f"<image of {value.size[0]} x {value.size[1]}>"
     if isinstance(value, str):
         return f"<data URL of {len(value):,} characters>" if value.startswith("data:") and len(value) > 200 else value
     if isinstance(value, dict):
@@ -149,10 +149,10 @@ def printable_value(value: Any) -> Any:
 
 
 def text_of(content: Any) -> str:
-    """Returns the content of a message as text, with the names of pictures in brackets."""
+    """Returns the content of a message as text, with the names of images in brackets."""
     if not isinstance(content, list):
         return str(content)
-    return "".join(part["text"] if part["type"] == "text" else f"[{part.get('name', 'picture')}]" for part in content)
+    return "".join(part["text"] if part["type"] == "text" else f"[{part.get('name', 'image')}]" for part in content)
 
 
 def chat_text(messages: Any) -> str:
@@ -165,7 +165,7 @@ def chat_text(messages: Any) -> str:
 
 
 def is_pillow(value: Any) -> bool:
-    """Returns whether a value is a picture of Pillow, without an import of it."""
+    """Returns whether a value is an image of Pillow, without an import of it."""
     return any(base.__module__ == "PIL.Image" and base.__name__ == "Image" for base in type(value).__mro__)
 
 
@@ -204,7 +204,7 @@ def _split(part: Any, *, split: bool) -> list[Row]:
     if kind != "text" or not isinstance(values.get("text"), str):
         raise ValueError(
             f"has a message with the part {str(printable_value(part))[:80]}: give parts of text, and "
-            '{"type": "image"} or {"type": "image", "image": ...} for pictures'
+            '{"type": "image"} or {"type": "image", "image": ...} for images'
         )
     first, *others = values["text"].split(MARK) if split else [values["text"]]
     parts: list[Row] = [{"type": "text", "text": first}]
@@ -214,7 +214,7 @@ def _split(part: Any, *, split: bool) -> list[Row]:
 
 
 def _plain(message: Row) -> Row:
-    """Returns a message without pictures with one text, and one with them without what they are."""
+    """Returns a message without images with one text, and one with them without what they are."""
     parts = message["content"]
     if parts is None:
         return message

@@ -1,4 +1,4 @@
-"""Files of pictures: their sizes from headers, and their pixels. Pillow is imported only where there are some."""
+"""Files of images: their sizes from headers, and their pixels. Pillow is imported only where there are some."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
-# What Pillow opens here. Its other formats start programs, or are no pictures.
+# What Pillow opens here. Its other formats start programs, or are no images.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 # How an orientation of EXIF is undone (names of PIL.Image.Transpose).
 TURNS = {
@@ -34,32 +34,32 @@ TURNS = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-ORIENTATION, SIDEWAYS = 0x0112, 5  # tag of EXIF; orientations from which on a picture lies on its side
+ORIENTATION, SIDEWAYS = 0x0112, 5  # tag of EXIF; orientations from which on an image lies on its side
 SMALL = 256  # pixels of a side of a thumbnail, at most
-LOADING = Lock()  # of a picture of Pillow, which several rows may share
+LOADING = Lock()  # of an image of Pillow, which several rows may share
 
 
 @contextmanager
-def opened(picture: Any, folder: str = "") -> Iterator[Image]:
-    """Opens a picture of which only the header is read: bytes, a path below `folder`, a data URL, or one of Pillow.
+def opened(source: Any, folder: str = "") -> Iterator[Image]:
+    """Opens an image of which only the header is read: bytes, a path below `folder`, a data URL, or one of Pillow.
 
     Raises: ValueError, saying what is wrong and what helps.
     """
     from PIL import Image, UnidentifiedImageError
 
-    if is_pillow(picture):
+    if is_pillow(source):
         with LOADING:
-            _decode(picture)
-        yield picture
+            _decode(source)
+        yield source
         return
     # All plugins are loaded first, because a Pillow may be built without the plugin of a format.
     Image.init()
     formats = [name for name in FORMATS if name in Image.OPEN]
-    with _stream(picture, folder) as stream:
+    with _stream(source, folder) as stream:
         try:
             image = Image.open(stream, formats=formats)
         except UnidentifiedImageError:
-            raise ValueError(f"is no picture in one of the formats {', '.join(formats)}: convert it") from None
+            raise ValueError(f"is no image in one of the formats {', '.join(formats)}: convert it") from None
         except Image.DecompressionBombError:
             raise ValueError(f"has more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels: make it smaller") from None
         except (OSError, ValueError, SyntaxError, EOFError) as error:
@@ -69,21 +69,21 @@ def opened(picture: Any, folder: str = "") -> Iterator[Image]:
 
 
 @contextmanager
-def _stream(picture: Any, folder: str) -> Iterator[IO[bytes]]:
-    if isinstance(picture, str) and not picture.startswith("data:"):
+def _stream(source: Any, folder: str) -> Iterator[IO[bytes]]:
+    if isinstance(source, str) and not source.startswith("data:"):
         try:
-            stream = path_of(picture, folder).open("rb")
+            stream = path_of(source, folder).open("rb")
         except OSError as error:
             where = f"below {folder}" if folder else "of this machine"
             raise ValueError(f"cannot be read ({error.strerror}): give a file {where} (data.image_folder)") from None
         with stream:
             yield stream
         return
-    yield io.BytesIO(picture if isinstance(picture, bytes) else _from_url(picture))
+    yield io.BytesIO(source if isinstance(source, bytes) else _from_url(source))
 
 
 def path_of(name: str, folder: str) -> Path:
-    """Returns the file of a picture, which is below `folder` if there is one. Raises: ValueError."""
+    """Returns the file of an image, which is below `folder` if there is one. Raises: ValueError."""
     name = name.removeprefix("file://")
     if "://" in name:
         raise ValueError("is an address, from which nothing is fetched: download it, and give its path or bytes")
@@ -111,7 +111,7 @@ def _from_url(url: str) -> bytes:
 
 
 def size_of(image: Image) -> tuple[int, int]:
-    """Returns width and height as the picture is seen, from its header. Raises: ValueError, for one without pixels."""
+    """Returns width and height as the image is seen, from its header. Raises: ValueError, for one without pixels."""
     from PIL.Image import MAX_IMAGE_PIXELS
 
     width, height = image.size
@@ -123,12 +123,12 @@ def size_of(image: Image) -> tuple[int, int]:
 
 
 def check_whole(image: Image) -> None:
-    """Raises: ValueError, for a picture that cannot become RGB, or whose file is cut short.
+    """Raises: ValueError, for an image that cannot become RGB, or whose file is cut short.
 
-    The end of a file of the usual formats is looked at, and a picture is decoded only where it is not the usual one.
+    The end of a file of the usual formats is looked at, and an image is decoded only where it is not the usual one.
     """
     if image.mode.startswith(("I", "F")):
-        # Pillow and transformers cut such values at 255, so that nearly all of the picture is white.
+        # Pillow and transformers cut such values at 255, so that nearly all of the image is white.
         raise ValueError(
             f"has the mode {image.mode} of Pillow, with more than 8 bits in a channel: convert it to 8 bits"
         )
@@ -161,7 +161,7 @@ def _ends(image: Image, stream: IO[bytes]) -> bool:
 
 
 def _decode(image: Image) -> None:
-    """Raises: ValueError, if a picture cannot be decoded."""
+    """Raises: ValueError, if an image cannot be decoded."""
     try:
         image.load()
     except (OSError, ValueError, SyntaxError, EOFError) as error:
@@ -203,7 +203,7 @@ def pixels(image: Image, form: ImageFormat) -> np.ndarray:
 
 
 def thumbnail(image: Image) -> str:
-    """Returns a small copy of a picture as a data URL."""
+    """Returns a small copy of an image as a data URL."""
     small = image.convert("RGB")
     small.thumbnail((SMALL, SMALL))
     # JPEG, because a photograph would be ten times as large as a PNG.
@@ -211,13 +211,13 @@ def thumbnail(image: Image) -> str:
 
 
 def data_url(image: Image) -> str:
-    """Returns a picture as a data URL of a PNG, which keeps each pixel."""
+    """Returns an image as a data URL of a PNG, which keeps each pixel."""
     # Little compression: most of the time of a PNG is spent on it.
     return _url(image, "PNG", compress_level=1)
 
 
 def _url(image: Image, kind: str, **settings: int) -> str:
-    """Returns a data URL of a picture in a format of Pillow."""
+    """Returns a data URL of an image in a format of Pillow."""
     file = io.BytesIO()
     image.save(file, kind, **settings)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -1,6 +1,6 @@
-"""Where pictures are in prompts: expanded token ids, positions (M-RoPE), and patches in the order of the tower.
+"""Where images are in prompts: expanded token ids, positions (M-RoPE), and patches in the order of the tower.
 
-A picture of H x W merged tokens is one token in an encoded prompt, and H W of them, row by row, after `expand`.
+An image of H x W merged tokens is one token in an encoded prompt, and H W of them, row by row, after `expand`.
 Patches: those of a merged token are neighbours, row by row. Merged tokens: row by row, or window by window, with each
 window padded to its largest size.
 """
@@ -21,42 +21,42 @@ SMALLER = 0.75  # of the tokens and patches of the next larger size, at most: ea
 
 
 class Layout(NamedTuple):
-    """Where the pictures of one prompt of T tokens are. n: its patches with those of padding; m: n / merge^2."""
+    """Where the images of one prompt of T tokens are. n: its patches with those of padding; m: n / merge^2."""
 
     positions: np.ndarray  # [3, T] int32: time, row, column
     end: int  # position of the token after the prompt
     columns: np.ndarray  # [m] int32, index of each merged token in the prompt; -1: padding
-    places: np.ndarray  # [n, 2] int32, row and column of each patch in its picture; 0 in padding
-    segments: np.ndarray  # [n] int32, number of the picture from 1; 0: padding
+    places: np.ndarray  # [n, 2] int32, row and column of each patch in its image; 0 in padding
+    segments: np.ndarray  # [n] int32, number of the image from 1; 0: padding
 
 
 def expand(tokens: np.ndarray, grids: Sequence[Grid], form: ImageFormat) -> np.ndarray:
-    """Returns the token ids with each picture's token repeated for its merged tokens.
+    """Returns the token ids with each image's token repeated for its merged tokens.
 
-    Raises: ValueError, if there is not one token for each picture.
+    Raises: ValueError, if there is not one token for each image.
     """
     at = np.flatnonzero(tokens == form.image_token)
     if len(at) != len(grids):
-        raise ValueError(f"{len(at)} tokens stand for {len(grids)} pictures")
+        raise ValueError(f"{len(at)} tokens stand for {len(grids)} images")
     repeats = np.ones(len(tokens), np.int64)
     repeats[at] = [rows * columns for rows, columns in grids]
     return np.repeat(tokens, repeats)
 
 
 def _starts(tokens: np.ndarray, grids: Sequence[Grid], form: ImageFormat) -> list[int]:
-    """Returns the index of the first token of each picture in an expanded prompt. Raises: ValueError."""
+    """Returns the index of the first token of each image in an expanded prompt. Raises: ValueError."""
     at = np.flatnonzero(tokens == form.image_token)
     sizes = [rows * columns for rows, columns in grids]
     if len(at) != sum(sizes):
-        raise ValueError(f"{len(at)} tokens stand for pictures of {sum(sizes)} tokens")
-    # Pictures without text between them are neighbours: only their sizes tell them apart.
+        raise ValueError(f"{len(at)} tokens stand for images of {sum(sizes)} tokens")
+    # Images without text between them are neighbours: only their sizes tell them apart.
     return [int(at[k]) for k in np.cumsum([0, *sizes])[:-1]]
 
 
 def lay_out(tokens: np.ndarray, grids: Sequence[Grid], form: ImageFormat) -> Layout:
-    """Returns where the pictures of an expanded prompt are. Raises: ValueError, if it is not expanded for these grids.
+    """Returns where the images of an expanded prompt are. Raises: ValueError, if it is not expanded for these grids.
 
-    Text at position p has (p, p, p). The tokens of a picture that begins at p have (p, p + row, p + column), and the
+    Text at position p has (p, p, p). The tokens of an image that begins at p have (p, p + row, p + column), and the
     text after it begins at p + max(H, W).
     """
     starts = _starts(tokens, grids, form)
@@ -85,7 +85,7 @@ def lay_out(tokens: np.ndarray, grids: Sequence[Grid], form: ImageFormat) -> Lay
 
 
 def _order(grid: Grid, window: int) -> np.ndarray:
-    """Returns the merged tokens of a picture in the order of the tower, by their number row by row; -1: padding."""
+    """Returns the merged tokens of an image in the order of the tower, by their number row by row; -1: padding."""
     numbers = np.arange(grid[0] * grid[1]).reshape(grid)
     if not window:
         return numbers.ravel()
@@ -103,13 +103,13 @@ def _places(grid: Grid, merge: int) -> np.ndarray:
 
 
 def patch_count(grids: Sequence[Grid], form: ImageFormat) -> int:
-    """Returns the number of patches of a prompt's pictures, with those that pad windows."""
+    """Returns the number of patches of a prompt's images, with those that pad windows."""
     w = form.window or 1
     return sum(-(-rows // w) * -(-columns // w) for rows, columns in grids) * (w * form.merge) ** 2
 
 
 def image_sizes(patches: int, form: ImageFormat, smaller: tuple[tuple[int, int], ...] = ()) -> ImageSizes:
-    """Returns the sizes of the pictures of prompts with at most `patches`; smaller: result of `smaller_sizes`."""
+    """Returns the sizes of the images of prompts with at most `patches`; smaller: result of `smaller_sizes`."""
     return ImageSizes(patches, 3 * form.patch**2, patches // form.merge**2, smaller)
 
 
@@ -139,36 +139,36 @@ def patches(image: np.ndarray, form: ImageFormat) -> np.ndarray:
 
 
 def pixels(images: Images, b: int) -> list[np.ndarray]:
-    """Returns the pixels [height, width, 3] of the pictures of prompt b, as the tower sees them: undoes `patches`."""
+    """Returns the pixels [height, width, 3] of the images of prompt b, as the tower sees them: undoes `patches`."""
     places, segments, patches = images.places[b], images.segments[b], images.patches[b]
-    side, pictures = isqrt(patches.shape[1] // 3), []
+    side, pixels_of_images = isqrt(patches.shape[1] // 3), []
     for number in range(1, int(segments.max(initial=0)) + 1):
         inside = segments == number
         rows, columns = places[inside].T
         canvas = np.zeros((rows.max() + 1, columns.max() + 1, 3, side, side), np.uint8)
         canvas[rows, columns] = patches[inside].reshape(-1, 3, side, side)
         height, width = canvas.shape[0] * side, canvas.shape[1] * side
-        pictures.append(canvas.transpose(0, 3, 1, 4, 2).reshape(height, width, 3))
-    return pictures
+        pixels_of_images.append(canvas.transpose(0, 3, 1, 4, 2).reshape(height, width, 3))
+    return pixels_of_images
 
 
 def stack(
     tokens: np.ndarray, mask: np.ndarray, images: Sequence[Sequence[np.ndarray]], form: ImageFormat, sizes: ImageSizes
 ) -> Images:
-    """Returns the pictures of a batch of expanded prompts, padded to these sizes.
+    """Returns the images of a batch of expanded prompts, padded to these sizes.
 
     tokens, mask: [B, P], padded on any side; images: for each prompt, the pixels [height, width, 3] uint8 of its
-    pictures, as `images.pixels` makes them. Raises: ValueError, if a prompt is not expanded for its pictures.
+    images, as `images.pixels` makes them. Raises: ValueError, if a prompt is not expanded for its images.
     """
     size, width = tokens.shape
     result = Images.padding((size,), width, sizes)
-    for b, pictures in enumerate(images):
+    for b, pixels_of_prompt in enumerate(images):
         at = np.flatnonzero(mask[b])
-        grids = [(x.shape[0] // form.factor, x.shape[1] // form.factor) for x in pictures]
+        grids = [(x.shape[0] // form.factor, x.shape[1] // form.factor) for x in pixels_of_prompt]
         layout = lay_out(tokens[b, at], grids, form)
         n, m = len(layout.segments), len(layout.columns)
-        if pictures:
-            result.patches[b, :n] = np.concatenate([patches(x, form) for x in pictures])
+        if pixels_of_prompt:
+            result.patches[b, :n] = np.concatenate([patches(x, form) for x in pixels_of_prompt])
         result.places[b, :n], result.segments[b, :n] = layout.places, layout.segments
         result.columns[b, :m] = np.where(layout.columns >= 0, at[layout.columns], width)
         result.positions[b][:, at] = layout.positions

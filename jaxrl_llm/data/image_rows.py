@@ -1,4 +1,4 @@
-"""The pictures of a data set: their sizes when its rows are read, and their pixels when a step needs them."""
+"""The images of a data set: their sizes when its rows are read, and their pixels when a step needs them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from jaxrl_llm.data.image_columns import is_pillow
 from jaxrl_llm.data.images import Grid, ImageFormat
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import extras, progress
-from jaxrl_llm.structs import Images, ImageSizes, PictureLimits
+from jaxrl_llm.structs import ImageLimits, Images, ImageSizes
 
-THREADS = min(16, os.cpu_count() or 1)  # that open pictures: Pillow decodes without Python's lock
-FEW = 64  # pictures that are measured at a time: the first broken one ends the reading soon
+THREADS = min(16, os.cpu_count() or 1)  # that open images: Pillow decodes without Python's lock
+FEW = 64  # images that are measured at a time: the first broken one ends the reading soon
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture of a row. It is opened when a step needs it."""
+class LazyImage:
+    """An image of a row. It is opened when a step needs it."""
 
-    source: Any  # bytes, a path or data URL, or a picture of Pillow
+    source: Any  # bytes, a path or data URL, or an image of Pillow
     folder: str  # that a path is relative to
-    where: str  # source of rows, number of the row and of the picture, for errors
+    where: str  # source of rows, number of the row and of the image, for errors
     size: tuple[int, int]  # width and height in pixels, when the rows were read
 
     @property
@@ -50,10 +50,10 @@ class Picture:
 
 @dataclass(frozen=True)
 class RowImages:
-    """The pictures of the rows of a data set, in their order in each prompt."""
+    """The images of the rows of a data set, in their order in each prompt."""
 
     form: ImageFormat
-    rows: list[tuple[Picture, ...]]
+    rows: list[tuple[LazyImage, ...]]
 
     @cached_property
     def patches_of_rows(self) -> list[int]:
@@ -66,42 +66,42 @@ class RowImages:
         return max(self.patches_of_rows, default=0)
 
     def sizes(self, lengths: Sequence[int]) -> ImageSizes:
-        """Returns the sizes of the pictures of each prompt in a batch; lengths: tokens of all prompts."""
+        """Returns the sizes of the images of each prompt in a batch; lengths: tokens of all prompts."""
         return image_layout.image_sizes(
             self.patches, self.form, image_layout.smaller_sizes(lengths, self.patches_of_rows)
         )
 
     @property
     def tokens(self) -> int:
-        """The most tokens of the pictures of a prompt."""
+        """The most tokens of the images of a prompt."""
         return max(sum(height * width for height, width in self.grids(i)) for i in range(len(self.rows)))
 
     def line(self, width: int) -> str:
         """Says how many there are and how large, for the banner. width: P."""
         return (
             f"{self.count:,} of at most {self.patches:,} patches; prompts of at most {width:,} tokens, "
-            f"{self.tokens:,} of them of pictures"
+            f"{self.tokens:,} of them of images"
         )
 
     @cached_property
     def count(self) -> int:
-        """The number of pictures."""
+        """The number of images."""
         return sum(map(len, self.rows))
 
     def grids(self, row: int) -> list[Grid]:
-        """Returns the rows and columns of merged tokens of the pictures of a row."""
-        return [self.form.grid(*picture.size) for picture in self.rows[row]]
+        """Returns the rows and columns of merged tokens of the images of a row."""
+        return [self.form.grid(*image.size) for image in self.rows[row]]
 
     def take(self, rows: Sequence[int]) -> RowImages:
-        """Returns the pictures of these rows."""
+        """Returns the images of these rows."""
         return RowImages(self.form, [self.rows[i] for i in rows])
 
     def digests(self, row: int) -> str:
-        """Returns a hash of the pictures of a row; "": it has none."""
-        return "".join(picture.digest for picture in self.rows[row])
+        """Returns a hash of the images of a row; "": it has none."""
+        return "".join(image.digest for image in self.rows[row])
 
     def spelling(self, tokenizer: Any) -> dict[str, str]:
-        """Returns what is to stand in a text for what a chat template writes for a picture; {}: the same."""
+        """Returns what is to stand in a text for what a chat template writes for an image; {}: the same."""
         if not self.form.around:
             return {}
         begin, token, end = tokenizer.convert_ids_to_tokens(
@@ -113,45 +113,45 @@ class RowImages:
     def expand(
         self, ids: Sequence[np.ndarray], tokenizer: Any, source: str, numbers: Sequence[int]
     ) -> list[np.ndarray]:
-        """Returns the token ids of all rows with a token for each merged token of their pictures.
+        """Returns the token ids of all rows with a token for each merged token of their images.
 
-        Raises: UserError, naming source and row, if the prompt has other placeholders than those of its pictures.
+        Raises: UserError, naming source and row, if the prompt has other placeholders than those of its images.
         """
         token = tokenizer.convert_ids_to_tokens((*self.form.around, self.form.image_token)[0])
         expanded = []
         for i, (tokens, number) in enumerate(zip(ids, numbers, strict=True)):
-            count, pictures = int((tokens == self.form.image_token).sum()), len(self.rows[i])
-            if count > pictures:
+            count, images = int((tokens == self.form.image_token).sum()), len(self.rows[i])
+            if count > images:
                 raise UserError(
-                    f"{source} row {number}: the prompt has {token} {count} times, more than its pictures "
-                    f"({pictures}): take it out of its text"
+                    f"{source} row {number}: the prompt has {token} {count} times, more than its images "
+                    f"({images}): take it out of its text"
                 )
-            if count < pictures:
+            if count < images:
                 raise UserError(
-                    f"{source} row {number}: the chat template writes {token} {count} times, less than the pictures "
-                    f"({pictures}): use the template of the model, which writes one for each"
+                    f"{source} row {number}: the chat template writes {token} {count} times, less than the images "
+                    f"({images}): use the template of the model, which writes one for each"
                 )
             if others := sorted(set(self.form.others) & set(tokens.tolist())):
                 raise UserError(
                     f"{source} row {number}: the prompt has the token {tokenizer.convert_ids_to_tokens(others[0])}, "
                     "and no video is read here: take it out of its text"
                 )
-            expanded.append(image_layout.expand(tokens, self.grids(i), self.form) if pictures else tokens)
+            expanded.append(image_layout.expand(tokens, self.grids(i), self.form) if images else tokens)
         return expanded
 
     def batch(self, rows: Sequence[int], tokens: np.ndarray, mask: np.ndarray, sizes: ImageSizes) -> Images:
-        """Opens the pictures of rows, of which the prompts are tokens and mask [B, P].
+        """Opens the images of rows, of which the prompts are tokens and mask [B, P].
 
         Raises: UserError, for one that is gone, or that has changed its size.
         """
-        chosen = [picture for i in rows for picture in self.rows[i]]
+        chosen = [image for i in rows for image in self.rows[i]]
         with ThreadPoolExecutor(THREADS) as pool:
             opened = iter(list(pool.map(partial(_pixels, form=self.form), chosen)))
         pixels = [[next(opened) for _ in self.rows[i]] for i in rows]
         return image_layout.stack(tokens, mask, pixels, self.form, sizes)
 
     def check_completions(self, ids: Sequence[np.ndarray], tokenizer: Any, source: str, numbers: Sequence[int]) -> None:
-        """Raises: UserError, for a completion with a token of pictures. None is sampled, so its loss is infinite."""
+        """Raises: UserError, for a completion with a token of images. None is sampled, so its loss is infinite."""
         never = [self.form.image_token, *self.form.others]
         for tokens, number in zip(ids, numbers, strict=True):
             if len(at := np.flatnonzero(np.isin(tokens, never))):
@@ -161,17 +161,17 @@ class RowImages:
                 )
 
 
-def limits(*sets: RowImages | None) -> PictureLimits | None:
-    """Returns the limits of the pictures of several data sets; None: there are none."""
+def limits(*sets: RowImages | None) -> ImageLimits | None:
+    """Returns the limits of the images of several data sets; None: there are none."""
     filled = [images for images in sets if images and images.count]
     if not filled:
         return None
     form = filled[0].form
-    return PictureLimits(max(len(row) for images in filled for row in images.rows), form.min_pixels, form.max_pixels)
+    return ImageLimits(max(len(row) for images in filled for row in images.rows), form.min_pixels, form.max_pixels)
 
 
 def join(parts: Sequence[RowImages | None]) -> RowImages | None:
-    """Joins the pictures of several data sets for one model."""
+    """Joins the images of several data sets for one model."""
     sets = [part for part in parts if part]
     if not sets:
         return None
@@ -179,24 +179,24 @@ def join(parts: Sequence[RowImages | None]) -> RowImages | None:
 
 
 def measure(sources: Sequence[tuple[str, Sequence[Any]]], form: ImageFormat, folder: str) -> RowImages:
-    """Reads the sizes of the pictures of all rows from their headers.
+    """Reads the sizes of the images of all rows from their headers.
 
-    sources: for each row, its source and number for errors, and its pictures. Raises: UserError, for the first picture
+    sources: for each row, its source and number for errors, and its images. Raises: UserError, for the first image
     that cannot be read.
     """
-    pairs = [(f"{where}: picture {k}", picture) for where, listed in sources for k, picture in enumerate(listed, 1)]
+    pairs = [(f"{where}: image {k}", image) for where, listed in sources for k, image in enumerate(listed, 1)]
     if pairs:
         extras.require("PIL", "vision", f"{pairs[0][0]}: it")
-    pictures: list[Picture] = []
-    with progress.task("sizes of pictures", len(pairs)) as task, ThreadPoolExecutor(THREADS) as pool:
+    images: list[LazyImage] = []
+    with progress.task("sizes of images", len(pairs)) as task, ThreadPoolExecutor(THREADS) as pool:
         for start in range(0, len(pairs), FEW):
-            pictures += pool.map(partial(_measured, form=form, folder=folder), pairs[start : start + FEW])
-            task.advance(len(pictures) - start)
-    rest = iter(pictures)
+            images += pool.map(partial(_measured, form=form, folder=folder), pairs[start : start + FEW])
+            task.advance(len(images) - start)
+    rest = iter(images)
     return RowImages(form, [tuple(next(rest) for _ in listed) for _, listed in sources])
 
 
-def _measured(pair: tuple[str, Any], form: ImageFormat, folder: str) -> Picture:
+def _measured(pair: tuple[str, Any], form: ImageFormat, folder: str) -> LazyImage:
     where, source = pair
     try:
         with image_files.opened(source, folder) as image:
@@ -205,30 +205,31 @@ def _measured(pair: tuple[str, Any], form: ImageFormat, folder: str) -> Picture:
             image_files.check_whole(image)
     except ValueError as error:
         raise UserError(f"{_place(where, source)} {error}") from None
-    return Picture(source, folder, where, size)
+    return LazyImage(source, folder, where, size)
 
 
-def _pixels(picture: Picture, form: ImageFormat) -> np.ndarray:
+def _pixels(lazy_image: LazyImage, form: ImageFormat) -> np.ndarray:
     try:
-        with image_files.opened(picture.source, picture.folder) as image:
+        with image_files.opened(lazy_image.source, lazy_image.folder) as image:
             size = image_files.size_of(image)
-            if size != picture.size:
+            if size != lazy_image.size:
                 raise ValueError(
-                    f"has changed: it is {size[0]} x {size[1]} pixels, and was {picture.size[0]} x {picture.size[1]} "
-                    "when the run began: put the file back"
+                    "has changed: it is {} x {} pixels, and was {} x {} when the run began: put the file back".format(
+                        *size, *lazy_image.size
+                    )
                 )
             return image_files.pixels(image, form)
     except ValueError as error:
-        raise UserError(f"{_place(picture.where, picture.source)} {error}") from None
+        raise UserError(f"{_place(lazy_image.where, lazy_image.source)} {error}") from None
 
 
-def thumbnail(picture: Picture) -> str:
-    """Returns a small copy of a picture as a data URL. Raises: UserError, if it can no longer be read."""
+def thumbnail(lazy_image: LazyImage) -> str:
+    """Returns a small copy of an image as a data URL. Raises: UserError, if it can no longer be read."""
     try:
-        with image_files.opened(picture.source, picture.folder) as image:
+        with image_files.opened(lazy_image.source, lazy_image.folder) as image:
             return image_files.thumbnail(image)
     except ValueError as error:
-        raise UserError(f"{_place(picture.where, picture.source)} {error}") from None
+        raise UserError(f"{_place(lazy_image.where, lazy_image.source)} {error}") from None
 
 
 def _place(where: str, source: Any) -> str:
@@ -238,7 +239,7 @@ def _place(where: str, source: Any) -> str:
 
 
 def digest(image: Any) -> str:
-    """Returns a hash of the content of a picture of Pillow, which is the same in every process."""
+    """Returns a hash of the content of an image of Pillow, which is the same in every process."""
     content = hashlib.sha256(f"{image.mode} {image.size} {image.info.get('transparency')!r}".encode())
     content.update(image.tobytes())
     content.update(bytes(image.getpalette() or ()))

@@ -1,6 +1,6 @@
-"""How a model reads pictures, and how large they are then.
+"""How a model reads images, and how large they are then.
 
-A picture of h x w pixels is resized to H x W merged tokens of `patch * merge` pixels a side, and cut into patches.
+An image of h x w pixels is resized to H x W merged tokens of `patch * merge` pixels a side, and cut into patches.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
 
 Grid: TypeAlias = tuple[int, int]  # rows and columns of merged tokens
-MAX_RATIO = 200  # of a picture's sides
+MAX_RATIO = 200  # of an image's sides
 BILINEAR, BICUBIC = 2, 3  # Pillow's numbers of its filters are those of a preprocessor_config.json
 
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """How a model reads pictures: sizes in pixels, and ids of tokens."""
+    """How a model reads images: sizes in pixels, and ids of tokens."""
 
-    image_token: int  # stands for a picture in a prompt, and after `expand` for each of its merged tokens
+    image_token: int  # stands for an image in a prompt, and after `expand` for each of its merged tokens
     patch: int  # pixels of a side
     merge: int  # patches of a side of a merged token
     min_pixels: int
     max_pixels: int
     window: int = 0  # merged tokens of a side of a window of attention; 0: none
-    side: int = 0  # of every picture; 0: as `smart_resize` says
+    side: int = 0  # of every image; 0: as `smart_resize` says
     planes: bool = True  # positions count time, rows and columns (M-RoPE)
     resample: int = BICUBIC
     others: tuple[int, ...] = ()  # tokens that stand for what is not read, such as video
-    # The tokens before and after a picture, of which a chat template writes the first alone (`spelling`); (): it writes
+    # The tokens before and after an image, of which a chat template writes the first alone (`spelling`); (): it writes
     # the placeholder, and what else there is.
     around: tuple[int, ...] = ()
 
@@ -42,15 +42,15 @@ class ImageFormat:
         return self.patch * self.merge
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
-        """Returns width and height in pixels of a picture as the model sees it. Raises: ValueError.
+        """Returns width and height in pixels of an image as the model sees it. Raises: ValueError.
 
-        A second resize gives the same size, so that a server that gets the resized picture sees the same pixels.
+        A second resize gives the same size, so that a server that gets the resized image sees the same pixels.
         """
         if self.side:
             return self.side, self.side
         limits = self.factor, self.min_pixels, self.max_pixels
         rows, columns = smart_resize(height, width, *limits)
-        # Narrow pictures under a small limit, or limits that are almost equal.
+        # Narrow images under a small limit, or limits that are almost equal.
         if smart_resize(rows, columns, *limits) != (rows, columns):
             raise ValueError(
                 f"is {width} x {height} pixels, for which there is no size between {self.min_pixels:,} and "
@@ -59,13 +59,13 @@ class ImageFormat:
         return columns, rows
 
     def grid(self, width: int, height: int) -> Grid:
-        """Returns the rows and columns of merged tokens of a picture. Raises: ValueError, if it is too narrow."""
+        """Returns the rows and columns of merged tokens of an image. Raises: ValueError, if it is too narrow."""
         width, height = self.resized(width, height)
         return height // self.factor, width // self.factor
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Returns the multiples of `factor` nearest to a picture's sides, in the limits of their product.
+    """Returns the multiples of `factor` nearest to an image's sides, in the limits of their product.
 
     Where the product is above max_pixels or below min_pixels, both sides are first multiplied by
     sqrt(limit / (height * width)), and then rounded down or up. Raises: ValueError, for a side 200 times the other.
@@ -85,7 +85,7 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
 
 
 def read_format(folder: Path, *, min_pixels: int = 0, max_pixels: int = 0) -> ImageFormat | None:
-    """Returns how the model of a folder reads pictures; None: it reads none. Limits of 0 are those of the folder.
+    """Returns how the model of a folder reads images; None: it reads none. Limits of 0 are those of the folder.
 
     Raises: UserError, naming a file and its key, for settings that are not read here, and for limits that are none.
     """
@@ -101,7 +101,7 @@ def read_format(folder: Path, *, min_pixels: int = 0, max_pixels: int = 0) -> Im
     if family == "gemma3":
         if min_pixels or max_pixels:
             raise UserError(
-                "config.data.min_pixels and max_pixels do nothing: the model resizes all pictures to one size; set "
+                "config.data.min_pixels and max_pixels do nothing: the model resizes all images to one size; set "
                 "both to 0"
             )
         return _squares(int(token), model, file, processor)
@@ -125,7 +125,7 @@ def read_format(folder: Path, *, min_pixels: int = 0, max_pixels: int = 0) -> Im
 
 
 def _squares(token: int, model: dict[str, Any], file: Path, processor: dict[str, Any]) -> ImageFormat:
-    """Returns how Gemma 3 reads pictures: each is resized to one square. Raises: UserError, for another size."""
+    """Returns how Gemma 3 reads images: each is resized to one square. Raises: UserError, for another size."""
     vision = model["vision_config"]
     side, patch = int(vision.get("image_size", 896)), int(vision.get("patch_size", 14))
     if (size := processor.get("size")) not in (None, {"height": side, "width": side}):
@@ -160,7 +160,7 @@ def _check_processor(file: Path, processor: dict[str, Any], patch: int, vision: 
 
 
 def _limits(processor: dict[str, Any]) -> tuple[int, int]:
-    """Returns the least and the most pixels of a picture. The older keys come first, as in transformers."""
+    """Returns the least and the most pixels of an image. The older keys come first, as in transformers."""
     size = processor.get("size") if isinstance(processor.get("size"), dict) else {}
     assert isinstance(size, dict)
     low = processor.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or 56 * 56

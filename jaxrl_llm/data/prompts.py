@@ -71,12 +71,12 @@ class Dataset:
         return digest.hexdigest()
 
     def prompts(self) -> str:
-        """Returns a hash of the token ids and pictures of all prompts, in order."""
+        """Returns a hash of the token ids and images of all prompts, in order."""
         return self._prompts().hexdigest()
 
     @cached_property
     def image_sizes(self) -> ImageSizes | None:
-        """The sizes of the pictures of a batch; None: there are none."""
+        """The sizes of the images of a batch; None: there are none."""
         return self.images.sizes(list(map(len, self.ids))) if self.images and self.images.count else None
 
     def counts(self) -> list[int]:
@@ -95,7 +95,7 @@ class Dataset:
 def load(
     settings: DataSettings, tokenizer: Any, tools: Sequence[dict[str, Any]] = (), images: ImageFormat | None = None
 ) -> Dataset:
-    """Loads the training prompts. tools: schemas for the chat template; images: how the model reads pictures.
+    """Loads the training prompts. tools: schemas for the chat template; images: how the model reads images.
 
     Raises: UserError.
     """
@@ -226,10 +226,10 @@ def read(
 
 
 def _check_image_fields_used(settings: DataSettings, dataset: Dataset) -> None:
-    """Raises: UserError, naming the field, if there is one for pictures but no picture."""
+    """Raises: UserError, naming the field, if there is one for images but no image."""
     if dataset.images and dataset.images.count:
         return
-    why = "no row has a picture" if dataset.images else "the model reads no pictures"
+    why = "no row has an image" if dataset.images else "the model reads no images"
     for name in ("image_column", "image_folder", "min_pixels", "max_pixels"):
         if value := getattr(settings, name):
             raise UserError(f"config.data.{name} = {value!r} does nothing: {why}; set it to {type(value)()!r}")
@@ -255,7 +255,7 @@ def tokenize(
     """Tokenizes chats with the tokenizer's template and its arguments, and text as it is after the begin token.
 
     overlong: "drop" (and count) prompts above the limit, or raise an "error"; nothing is cut.
-    numbers: number of each row in its source, from 1; images: pictures of the rows, whose tokens count.
+    numbers: number of each row in its source, from 1; images: images of the rows, whose tokens count.
     Raises: UserError, naming `source`, for a missing template, an over-long prompt, or if no prompt is left.
     """
     numbers = list(numbers or range(1, len(rows) + 1))
@@ -345,6 +345,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return ["bytes", hashlib.sha256(value).hexdigest()]
     if is_pillow(value):
+        # Fingerprints in checkpoints of older runs hold this word.
         return ["picture", image_rows.digest(value)]
     if hasattr(value, "tolist"):
         # NumPy arrays and numbers.
@@ -364,9 +365,9 @@ def _with_text_keys(value: Any) -> Any:
 
 
 def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Prompts:
-    """Makes one batch of the rows `indices`, padded on the left, with their pictures.
+    """Makes one batch of the rows `indices`, padded on the left, with their images.
 
-    Raises: UserError, for a picture that can no longer be read.
+    Raises: UserError, for an image that can no longer be read.
     """
     tokens = np.full((len(indices), dataset.width), pad_id, np.int32)
     mask = np.zeros(tokens.shape, bool)

@@ -34,7 +34,7 @@ class SourceRows:
     numbers: list[int]  # number of each row in its source, from 1
     dropped: int  # number of rows for which convert returned None
     read_as: str = ""  # how columns other than "prompt" and "answer" were read
-    images: RowImages | None = None  # the pictures in the prompts; None: the model reads none
+    images: RowImages | None = None  # the images in the prompts; None: the model reads none
 
 
 def check_source(field: str, source: str) -> None:
@@ -112,7 +112,7 @@ def load_rows(source: str, convert: str = "", field: str = "data.convert", colum
     if columns.images is None:
         checked, images = [_with_text(source, i, row) for i, row in zip(numbers, checked, strict=True)], None
     else:
-        checked, images = _with_pictures(source, numbers, checked, columns)
+        checked, images = _with_images(source, numbers, checked, columns)
     return SourceRows(checked, numbers, len(rows) - len(checked), read_as_text, images)
 
 
@@ -159,7 +159,7 @@ def _checked(source: str, number: int, row: Any) -> Row:
 
 
 def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message without the nulls around its content, whose parts the reader of pictures knows."""
+    """Returns a message without the nulls around its content, whose parts the reader of images knows."""
     rest = {key: value for key, value in message.items() if key != "content"}
     return formats.without_nulls(rest) | ({"content": message["content"]} if "content" in message else {})
 
@@ -176,25 +176,25 @@ def _with_text(source: str, number: int, row: Row) -> Row:
     return row | {"prompt": [message | {"content": text} for message, text in zip(prompt, texts, strict=True)]}
 
 
-def _with_pictures(
+def _with_images(
     source: str, numbers: list[int], rows: list[Row], columns: Columns
 ) -> tuple[list[Row], RowImages | None]:
-    """Returns rows whose messages have parts for their pictures, with the names of these, and the pictures."""
+    """Returns rows whose messages have parts for their images, with the names of these, and the images."""
     assert columns.images
-    placed, pictures = [], []
+    placed, images_by_row = [], []
     for number, row in zip(numbers, rows, strict=True):
         try:
             row, images = image_columns.read(row, columns.image_column)
         except ValueError as error:
             raise UserError(f"{source} row {number} {error}") from None
         placed.append(row)
-        pictures.append((f"{source} row {number}", images))
-    images = image_rows.measure(pictures, columns.images, columns.image_folder)
-    for i, row_images in enumerate(images.rows):
-        if row_images:
-            names = [picture.name for picture in row_images]
+        images_by_row.append((f"{source} row {number}", images))
+    row_images = image_rows.measure(images_by_row, columns.images, columns.image_folder)
+    for i, images in enumerate(row_images.rows):
+        if images:
+            names = [image.name for image in images]
             placed[i] = placed[i] | {"prompt": image_columns.named(placed[i]["prompt"], names)}
-    return placed, images
+    return placed, row_images
 
 
 def _is_chat(prompt: Any) -> bool:

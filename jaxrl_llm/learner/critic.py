@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms import losses
 from jaxrl_llm.learner import forward, optim, update
 from jaxrl_llm.learner.scorers import Scorer
 from jaxrl_llm.learner.settings import CriticSettings
-from jaxrl_llm.learner.update import Learner, Parameters
+from jaxrl_llm.learner.update import Learner, LearnerParameters
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder
@@ -25,27 +25,32 @@ from jaxrl_llm.structs import Array, Batch, PyTree, Sizes
 
 def make_critic(
     settings: CriticSettings,
-    start: ModelSettings,
+    policy_settings: ModelSettings,
     folder: Path,
     mesh: Mesh,
     aggregate: Callable[[Array], Array],
     *,
     sizes: Sizes,
-    shared: Parameters | None = None,
-    lowers: optim.Lowers | None = None,
+    shared: LearnerParameters | None = None,
+    backoff: optim.LearningRateBackoff | None = None,
 ) -> tuple[Learner, Scorer]:
     """Returns the critic's learner and scorer. The critic starts as the model in `folder`.
 
-    Its readout starts as that of a reward model, if the folder holds one, and otherwise with zeros.
-    start: dtype and remat of the policy, which are the critic's too. aggregate: maps a loss mask to weights, as for the
-    policy. shared: the policy's adapters and their base; the critic learns adapters of its own on this base. lowers:
-    what a rollback makes of its learning rate.
+    If the folder holds a reward model, the readout starts as that model's readout, otherwise with zeros.
+    policy_settings: config.model; the critic has the policy's dtype and remat. aggregate: maps a loss mask to the
+    weights of tokens in the loss. shared: the policy's adapters and their base, on which the critic learns adapters of
+    its own; None if all parameters learn. backoff: lowers the learning rate after a rollback, None if the run never
+    rolls back.
     Raises: UserError, if the model cannot be loaded.
     """
     policy_like = hf.load_model(
-        folder, family=start.family, dtype=start.dtype, remat=start.remat, row_parts=start.row_parts
+        folder,
+        family=policy_settings.family,
+        dtype=policy_settings.dtype,
+        remat=policy_settings.remat,
+        row_parts=policy_settings.row_parts,
     )
-    # A critic needs no head; with it, the tree has none.
+    # With a tied head the parameter tree has no head, which a critic does not need.
     model = Decoder(replace(policy_like.cfg, tied_head=True), mesh)
 
     def headless(decoder: PyTree) -> PyTree:
@@ -64,44 +69,45 @@ def make_critic(
             first_values["readout"] = hf.load_readout(folder, model)
         return jax.device_put(first_values, sharding.shardings(first_values, mesh))
 
-    # The tensors of both heads stay in the file: the critic has a readout of its own.
+    # The critic has a readout of its own, so it leaves the tensors of both heads in the file.
     load = partial(hf.load_params, folder, model, mesh, unused=hf.HEADS)
-    parameters = shared or Parameters(model.shapes, load, update.ALL_LEARN)
+    parameters = shared or LearnerParameters(model.shapes, load, update.ALL_LEARN)
     learner = update.make_learner(
         value_objective(model, clip=settings.clip),
-        optim.make_optimizer(sizes.critic_updates, lowers=lowers, **settings.optim),
+        optim.make_optimizer(sizes.critic_updates, backoff=backoff, **settings.optim),
         jax.eval_shape(with_readout, parameters.shapes),
         params,
         mesh,
         microbatch=sizes.microbatch,
         aggregate=aggregate,
-        base=update.Base(parameters.base.params, combine) if shared else update.ALL_LEARN,
+        base=update.FrozenBase(parameters.base.params, combine) if shared else update.ALL_LEARN,
     )
 
     def values(params: PyTree, batch: Batch) -> PyTree:
         return {"values": forward.completion_values(model, params, batch)}
 
-    score = forward.in_microbatches(values, mesh, sizes.microbatch)
+    score = forward.score_in_microbatches(values, mesh, sizes.microbatch)
     return replace(learner, prefix="critic/"), Scorer(
         ("values",), lambda states: learner.all_parameters(states["critic"]), score
     )
 
 
 def value_objective(model: Decoder, *, clip: float) -> update.Objective:
-    """Returns an objective: the clipped squared error to the returns (arXiv 1707.06347; OpenAI's baselines).
+    """Returns the critic's objective: the clipped squared error of values V to returns R, [B, G, C].
 
-    max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; clip = 0: (V - R)^2 / 2.
+    max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2, or (V - R)^2 / 2 if clip is 0 (arXiv 1707.06347;
+    OpenAI's baselines).
     """
 
     def objective(params: PyTree, batch: Batch, coefs: losses.Metrics) -> tuple[Array, losses.Metrics]:
         values = forward.completion_values(model, params, batch)
-        error = jnp.square(values - batch.returns)
+        squared_error = jnp.square(values - batch.returns)
         metrics = {"value": values}
         if clip:
-            near = batch.values + jnp.clip(values - batch.values, -clip, clip)
-            clipped = jnp.square(near - batch.returns)
-            metrics["clip/fraction"] = (clipped > error).astype(jnp.float32)
-            error = jnp.maximum(error, clipped)
-        return 0.5 * error, metrics
+            clipped_values = batch.values + jnp.clip(values - batch.values, -clip, clip)
+            clipped_error = jnp.square(clipped_values - batch.returns)
+            metrics["clip/fraction"] = (clipped_error > squared_error).astype(jnp.float32)
+            squared_error = jnp.maximum(squared_error, clipped_error)
+        return 0.5 * squared_error, metrics
 
     return objective

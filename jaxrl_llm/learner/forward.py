@@ -23,20 +23,24 @@ from jaxrl_llm.structs import Array, Batch, PyTree
 ScoreFn: TypeAlias = Callable[[PyTree, Batch], PyTree]
 
 
-# What a user can change so that scoring and updates need less memory.
+# Advice if scoring or an update does not fit the memory.
 REMEDY = "lower microbatch, or raise model.row_parts, or set model.remat = 'full'"
 
 
-def over_rows(
-    model: Decoder, params: PyTree, batch: Batch, per_token: Callable[[Array, Array], PyTree], *, after: bool = False
+def score_packed_rows(
+    model: Decoder,
+    params: PyTree,
+    batch: Batch,
+    per_token: Callable[[Array, Array], PyTree],
+    *,
+    state_after: bool = False,
 ) -> tuple[PyTree, Load | None]:
-    """Computes values [B, G, C] of completion tokens; 0 on padding. Each prompt runs once for its group.
+    """Computes values [B, G, C] of completion tokens in packed rows; 0 on padding. Each prompt runs once per group.
 
-    Also returns the load of experts by the trained tokens; None: the model has no experts.
-
-    per_token(states, tokens) -> values [B, N, T], from the state before each token [B, N, T, D], or the one `after`
-    it, and the tokens [B, N, T] of packed rows. With model.cfg.row_parts, some of the rows run at a time, and again in
-    the backward pass.
+    Also returns the load of experts by the trained tokens, None if the model has no experts.
+    per_token(states [B, N, T, D], tokens [B, N, T]): returns the values [B, N, T] of the tokens in packed rows.
+    state_after: whether `states` are the hidden states after the tokens; otherwise they are those before the tokens.
+    If model.cfg.row_parts is above 1, only a part of the rows runs at a time, and runs again in the backward pass.
     """
     b, g, c = batch.completions.shape
     if batch.packed_index is None:
@@ -46,69 +50,69 @@ def over_rows(
     parts = min(model.cfg.row_parts, index.shape[1])
 
     def values_of_rows(first: Array, hidden: Array, rows: tuple[Array, Array, Array]) -> PyTree:
-        return per_token(hidden if after else _before(first, hidden, rows[1]), rows[0])
+        return per_token(hidden if state_after else _states_before(first, hidden, rows[1]), rows[0])
 
     if parts == 1:
-        rows, collect = _rows(batch, index), partial(_load, _in_rows(batch.loss_mask, index))
+        rows, collect = _packed_rows(batch, index), partial(_sum_load, _to_rows(batch.loss_mask, index))
         prompt_hidden, hidden, load = model.forward(params, batch.prompt, *rows, collect)
         first = last_state(prompt_hidden, batch.prompt_mask)
-        return _in_order(values_of_rows(first, hidden, rows), index, batch), load
+        return _to_completions(values_of_rows(first, hidden, rows), index, batch), load
     prompt_hidden, prefix = model.prefill(params, batch.prompt)
-    # Their gradients are sums over the parts, which must happen in float32.
+    # The gradients of these arrays are sums over the parts, which must happen in float32.
     first, prefix = jax.tree.map(jnp.float32, (last_state(prompt_hidden, batch.prompt_mask), prefix))
 
     def part(index: Array) -> tuple[PyTree, Load | None]:
-        rows, collect = _rows(batch, index), partial(_load, _in_rows(batch.loss_mask, index))
+        rows, collect = _packed_rows(batch, index), partial(_sum_load, _to_rows(batch.loss_mask, index))
         shared = jax.tree.map(lambda x: x.astype(model.cfg.dtype), prefix)
         hidden, load = model.extend(params, shared, batch.prompt, *rows, collect)
         return values_of_rows(first, hidden, rows), load
 
     size = -(-index.shape[1] // parts)
     index = jnp.pad(index, ((0, 0), (0, parts * size - index.shape[1]), (0, 0)), constant_values=-1)
-    # One part at a time: memory for one, and the backward pass computes each again.
+    # The parts run one after the other, and again in the backward pass, so that only one of them is in memory.
     scored, loads = jax.lax.map(jax.checkpoint(part), jnp.swapaxes(index.reshape(b, parts, size, -1), 0, 1))
     scored = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(index.shape), scored)
-    return _in_order(scored, index, batch), jax.tree.map(partial(jnp.sum, axis=0), loads)
+    return _to_completions(scored, index, batch), jax.tree.map(partial(jnp.sum, axis=0), loads)
 
 
-def _rows(batch: Batch, index: Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns tokens, positions and segment_ids [B, N, T] of the completion tokens index [B, N, T]."""
+def _packed_rows(batch: Batch, index: Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns tokens, positions and segment_ids [B, N, T] of packed rows. index [B, N, T]: rows of packed_index."""
     c = batch.completions.shape[2]
-    segment_ids = jnp.where(_in_rows(batch.completion_mask, index), index // c + 1, 0)
-    return _in_rows(batch.completions, index), jnp.where(index < 0, 0, index % c), segment_ids
+    segment_ids = jnp.where(_to_rows(batch.completion_mask, index), index // c + 1, 0)
+    return _to_rows(batch.completions, index), jnp.where(index < 0, 0, index % c), segment_ids
 
 
-def _in_rows(values: Array, index: Array) -> jax.Array:
-    """Moves values [B, G, C] of completion tokens to rows index [B, N, T]; 0 elsewhere."""
+def _to_rows(values: Array, index: Array) -> jax.Array:
+    """Moves values [B, G, C] of completion tokens to packed rows [B, N, T]; 0 on padding."""
     return jax.vmap(lambda x, at: jnp.where(at < 0, 0, x.reshape(-1)[at]))(values, index)
 
 
-def _load(trained: Array, routing: Routing) -> Load:
+def _sum_load(trained: Array, routing: Routing) -> Load:
     """Sums the routing [..., experts] of a layer over the tokens that `trained` [...] marks."""
     experts, counted = routing.probabilities.shape[-1], trained.astype(bool).reshape(-1, 1)
     probabilities = jnp.where(counted, routing.probabilities.reshape(-1, experts), 0.0)
     chosen = jnp.where(counted, routing.chosen.reshape(len(counted), -1), experts)
-    # A comparison and not a scatter, which is slow on a TPU.
+    # A comparison counts the choices, because a scatter is slow on a TPU.
     choices = jnp.sum(chosen[..., None] == jnp.arange(experts)[None, None], axis=(0, 1), dtype=jnp.float32)
     entropy = -jnp.sum(jax.scipy.special.xlogy(probabilities, probabilities))
     tokens = jnp.sum(counted, dtype=jnp.float32)
     return Load(tokens, choices, jnp.sum(probabilities, axis=0), jax.lax.stop_gradient(entropy))
 
 
-def _before(first: Array, hidden: Array, positions: Array) -> jax.Array:
-    """Returns the state before each token [B, N, T, D], from the states hidden and those after the prompts [B, D].
+def _states_before(first: Array, hidden: Array, positions: Array) -> jax.Array:
+    """Returns the hidden state [B, N, T, D] before each token of packed rows, which predicts the token.
 
-    Only this function shifts by one: the hidden state before token t predicts it. For token 0, this is the last state
-    of the prompt.
+    first [B, D]: last state of each prompt, which predicts token 0. hidden [B, N, T, D]: states after the tokens. Only
+    this function of the package shifts by one.
     """
-    before = jnp.pad(hidden, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
-    # Through float32, because the gradient of `first` is a sum over the group.
+    shifted = jnp.pad(hidden, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
+    # `first` passes through float32, because its gradient is a sum over the group.
     first = first[:, None, None].astype(jnp.float32)
-    return jnp.where((positions == 0)[..., None], first, before.astype(jnp.float32)).astype(hidden.dtype)
+    return jnp.where((positions == 0)[..., None], first, shifted.astype(jnp.float32)).astype(hidden.dtype)
 
 
-def _in_order(values: PyTree, index: Array, batch: Batch) -> PyTree:
-    """Moves per-token values from rows [B, N, T] to completions [B, G, C]; 0 on padding."""
+def _to_completions(values: PyTree, index: Array, batch: Batch) -> PyTree:
+    """Moves values per token from packed rows [B, N, T] to completions [B, G, C]; 0 on padding."""
     size = batch.completions[0].size
     # Padding gets an index out of range, which mode="drop" skips.
     place = jax.vmap(lambda x, at: jnp.zeros(size).at[jnp.where(at < 0, size, at)].set(x, mode="drop"))
@@ -119,14 +123,14 @@ def _in_order(values: PyTree, index: Array, batch: Batch) -> PyTree:
 def completion_logprobs(
     model: Decoder, params: PyTree, batch: Batch, sampling: Sampling
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns log-probability and entropy [B, G, C] of each completion token; 0 on padding."""
+    """Returns the log-probabilities and entropies [B, G, C] of completion tokens; 0 on padding."""
     return completion_logprobs_and_load(model, params, batch, sampling)[0]
 
 
 def completion_logprobs_and_load(
     model: Decoder, params: PyTree, batch: Batch, sampling: Sampling
 ) -> tuple[tuple[jax.Array, jax.Array], Load | None]:
-    """Returns (log-probability, entropy) [B, G, C] of each completion token, and the load of experts by trained tokens.
+    """Returns (log-probabilities, entropies) [B, G, C] of completion tokens, and the load of experts by trained tokens.
 
     The load is None if the model has no experts.
     """
@@ -136,48 +140,50 @@ def completion_logprobs_and_load(
         scored: Any = head.logprobs(model, sampling, kernel, states, tokens)
         logprob, entropy = scored
         for never in model.cfg.never:
-            # No policy samples it, but an environment may say it: -inf less -inf would be NaN in a ratio.
+            # The policy never samples this token, but an environment may write it. Its log-probability of -inf would
+            # make a ratio NaN.
             logprob = jnp.where(tokens == never, 0.0, logprob)
         return logprob, entropy
 
-    return over_rows(model, params, batch, scores)
+    return score_packed_rows(model, params, batch, scores)
 
 
-def completion_values(model: Decoder, params: PyTree, batch: Batch, *, after: bool = False) -> jax.Array:
-    """Returns the value [B, G, C] of the text before each completion token, or of the text `after` it; 0 on padding.
+def completion_values(model: Decoder, params: PyTree, batch: Batch, *, state_after: bool = False) -> jax.Array:
+    """Returns the values [B, G, C] of the texts before each completion token; 0 on padding.
 
-    params: {"decoder": parameters of `model`, "readout": {"kernel": [D, 1], "bias": [1]}}.
+    params: {"decoder": parameters of `model`, "readout": {"kernel": [D, 1], "bias": [1]}}. state_after: whether the
+    text of a value includes its token.
     """
     readout = params["readout"]
 
     def values(states: Array, tokens: Array) -> jax.Array:
         flat = states.reshape(-1, states.shape[-1]).astype(jnp.float32)
-        # HIGHEST, because by default accelerators round the factors of a float32 product to bfloat16 or TF32.
+        # The precision is HIGHEST, because accelerators round the factors of a float32 product to bfloat16 or TF32.
         value = jnp.matmul(flat, readout["kernel"], precision=jax.lax.Precision.HIGHEST) + readout["bias"][None]
         return value.reshape(tokens.shape)
 
-    return over_rows(model, params["decoder"], batch, values, after=after)[0]
+    return score_packed_rows(model, params["decoder"], batch, values, state_after=state_after)[0]
 
 
-def in_microbatches(per_token: Callable[[PyTree, Batch], PyTree], mesh: Mesh, microbatch: int) -> ScoreFn:
-    """Returns a jitted `per_token` that takes `microbatch` prompts at a time (0: all at once).
+def score_in_microbatches(per_token: Callable[[PyTree, Batch], PyTree], mesh: Mesh, microbatch: int) -> ScoreFn:
+    """Returns `per_token`, jitted and run on `microbatch` prompts at a time (0 = all prompts).
 
-    `per_token(params, batch)` returns one or more arrays [B, G, C].
+    per_token(params, batch): returns one or more arrays [B, G, C].
     """
 
     @partial(jax.jit, compiler_options=ROUND_AS_WRITTEN)
     def score(params: PyTree, batch: Batch) -> PyTree:
-        # Jitted and inlined: `over` traces a visit twice, but the function itself once.
+        # `map_reduce` traces a visit twice. As a jitted function, `per_token` is traced only once, and then inlined.
         run, place = jax.jit(per_token, inline=True), NamedSharding(mesh, sharding.BATCH)
 
         def visit(part: Microbatch) -> PyTree:
             return jax.lax.with_sharding_constraint(part.spread(run(params, part.batch)), place)
 
-        return microbatches.over(batch, visit, microbatch=microbatch, mesh=mesh)
+        return microbatches.map_reduce(batch, visit, microbatch=microbatch, mesh=mesh)
 
     return score
 
 
 def make_logprob_fn(model: Decoder, sampling: Sampling, mesh: Mesh, microbatch: int) -> ScoreFn:
-    """Returns `score(params, batch)` -> log-probabilities [B, G, C], without gradients."""
-    return in_microbatches(lambda params, x: completion_logprobs(model, params, x, sampling)[0], mesh, microbatch)
+    """Returns `score(params, batch)` -> log-probabilities [B, G, C]. It computes no gradients."""
+    return score_in_microbatches(lambda params, x: completion_logprobs(model, params, x, sampling)[0], mesh, microbatch)

@@ -1,8 +1,8 @@
-"""The head over the tokens of a micro-batch: log-probabilities and entropies, from the states before the tokens.
+"""Log-probabilities and entropies of the tokens of a micro-batch, from the hidden states before the tokens.
 
-All logits at once would take too much memory, so the head goes over a chunk of tokens at a time, and the backward pass
-computes the logits again. Each device goes over its own tokens. It gathers the kernel once before the chunks, and
-reduces the kernel's gradient once after them: left to the compiler, both would happen in every chunk.
+The logits of all tokens would take too much memory. So the head runs on one chunk of tokens at a time, and the backward
+pass computes the logits again. Each device runs its own tokens. It gathers the kernel once before the chunks and
+reduces the kernel's gradient once after them, because the compiler alone would do both in every chunk.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from jaxrl_llm.models.attention import bounded, without
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, PyTree
 
-ROWS = sharding.BATCH
-# Number of logits that a device holds at a time, for a small kernel: 128 MiB in float32.
+ROWS_SPEC = sharding.BATCH
+# Logits that a device holds at a time if the kernel is small. In float32 they take 128 MiB.
 LOGITS_AT_ONCE = 2**25
 
 
 def tokens_at_once(width: int, vocabulary: int) -> int:
-    """The largest number of tokens in a chunk, for a kernel [D, V] on a device.
+    """Returns the most tokens of a chunk, for a kernel [D, V] on a device. width: D; vocabulary: V.
 
-    Each chunk reads the kernel, and reads and writes its float32 gradient: with a few hundred tokens, that takes longer
-    than the products. The logits of D / 2 tokens take half of the memory of that gradient.
+    Each chunk reads the kernel, and reads and writes the kernel's float32 gradient. With a few hundred tokens this
+    takes longer than the products, so chunks have at least D / 2 tokens. Their logits take half of that gradient's
+    memory.
     """
     return max(LOGITS_AT_ONCE // vocabulary, width // 2, 1)
 
@@ -52,14 +53,16 @@ def _forward(model: Decoder, sampling: Sampling, kernel: Array, states: Array, t
         def chunk(part: tuple[Array, Array]) -> PyTree:
             logits = _logits(model, part[0], kernel)
             (logprob, entropy), (*_, log_total, _) = token_logprobs_and_residuals(logits, part[1], sampling)
-            # A single chunk is small: its logits are kept for the backward pass.
+            # The logits of a single chunk are few, so the backward pass uses them again.
             return (logprob, entropy, log_total), logits if len(parts[0]) == 1 else None
 
         scored, logits = jax.lax.map(chunk, parts)
-        return *(_joined(x, tokens) for x in scored), logits
+        return *(_join_chunks(x, tokens) for x in scored), logits
 
-    kernel = _gathered(model, kernel)
-    run = _on_each_device(model, on_device, (P(), ROWS, ROWS), (ROWS, ROWS, ROWS, P(None, *ROWS)))
+    kernel = _gather_kernel(model, kernel)
+    run = _on_each_device(
+        model, on_device, (P(), ROWS_SPEC, ROWS_SPEC), (ROWS_SPEC, ROWS_SPEC, ROWS_SPEC, P(None, *ROWS_SPEC))
+    )
     logprob, entropy, log_total, logits = run(kernel, states, tokens)
     return (logprob, entropy), (kernel, states, tokens, log_total, entropy, logits)
 
@@ -77,11 +80,12 @@ def _backward(
                 sampling, (logits, token, log_total, entropy), (logprob_gradient, entropy_gradient)
             )
             if cap := model.cfg.final_soft_cap:
-                # The derivative of cap * tanh(x / cap). At tokens without probability it would be 0 x -inf.
+                # The factor is the derivative of cap * tanh(x / cap). Logits of -inf are set to 0, because the product
+                # with them would be NaN.
                 finite = without(logits, model.cfg.never, 0.0)
                 logit_gradients = logit_gradients * (1 - jnp.square(finite / cap))
             logit_gradients = logit_gradients.astype(model.cfg.dtype)
-            # Sums over chunks, and over devices, are in float32.
+            # Sums over chunks and over devices are in float32.
             return kernel_gradient + _product(model, x.T, logit_gradients), _product(
                 model, logit_gradients, kernel.T
             ).astype(x.dtype)
@@ -89,12 +93,12 @@ def _backward(
         zeros = jnp.zeros(kernel.shape, jnp.float32)
         parts = (*_chunks(model, kernel, states, tokens, *per_token), logits)
         kernel_gradient, state_gradients = jax.lax.scan(chunk, zeros, parts)
-        return kernel_gradient[None], _joined(state_gradients, tokens)
+        return kernel_gradient[None], _join_chunks(state_gradients, tokens)
 
     *residuals, logits = residuals
-    run = _on_each_device(model, on_device, (P(), *(ROWS,) * 6, P(None, *ROWS)), (ROWS, ROWS))
+    run = _on_each_device(model, on_device, (P(), *(ROWS_SPEC,) * 6, P(None, *ROWS_SPEC)), (ROWS_SPEC, ROWS_SPEC))
     kernel_gradient, state_gradients = run(*residuals, *gradients, logits)
-    return _summed(model, kernel_gradient), state_gradients, None
+    return _sum_gradients(model, kernel_gradient), state_gradients, None
 
 
 logprobs.defvjp(_forward, _backward)
@@ -124,38 +128,38 @@ def _chunks(model: Decoder, kernel: Array, *arrays: Array) -> tuple[jax.Array, .
     return tuple(split(x) for x in arrays)
 
 
-def _joined(x: Array, like: Array) -> jax.Array:
-    """Inverts `_chunks`: [count, size, ...] -> [B, N, T, ...], with the first axes of `like`."""
+def _join_chunks(x: Array, like: Array) -> jax.Array:
+    """Returns chunks [count, size, ...] of `_chunks` as one array [B, N, T, ...]. like: array with these axes."""
     return x.reshape(-1, *x.shape[2:])[: like.size].reshape(*like.shape, *x.shape[2:])
 
 
-def _shared(model: Decoder) -> Mesh | None:
-    """The mesh, if several of its devices have rows of the batch."""
+def _batch_mesh(model: Decoder) -> Mesh | None:
+    """Returns the model's mesh if several of its devices have rows of the batch, otherwise None."""
     mesh = model.mesh
     return mesh if mesh is not None and sharding.prompt_shards(mesh) > 1 else None
 
 
 def _on_each_device(model: Decoder, run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Runs a function on the rows of each device. A vocabulary that is split over `tensor` is left to the compiler."""
-    if (mesh := _shared(model)) is None:
+    """Returns `run` for the rows of each device. The compiler alone handles a vocabulary split over `tensor`."""
+    if (mesh := _batch_mesh(model)) is None:
         return run
     axes = {"data", "fsdp"}
     return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
-def _gathered(model: Decoder, kernel: Array) -> jax.Array:
+def _gather_kernel(model: Decoder, kernel: Array) -> jax.Array:
     """Gathers a kernel [D, V] over fsdp, in the dtype of the products."""
     kernel = kernel.astype(model.cfg.dtype)
-    if (mesh := _shared(model)) is None:
+    if (mesh := _batch_mesh(model)) is None:
         return kernel
-    # The columns stay split over tensor: only fsdp is gathered.
+    # The kernel is gathered over fsdp only; its columns stay split over tensor.
     columns = sharding.spec_for("head/kernel", kernel.shape, mesh)[1]
     return jax.lax.with_sharding_constraint(kernel, NamedSharding(mesh, P(None, columns)))
 
 
-def _summed(model: Decoder, gradients: Array) -> jax.Array:
-    """Sums the gradients [devices, D, V] -> [D, V], sharded as the kernel."""
-    if (mesh := _shared(model)) is None:
+def _sum_gradients(model: Decoder, gradients: Array) -> jax.Array:
+    """Sums the kernel gradients of all devices [devices, D, V] to [D, V], sharded as the kernel."""
+    if (mesh := _batch_mesh(model)) is None:
         return gradients[0]
     rows, columns = sharding.spec_for("head/kernel", gradients.shape[1:], mesh)
 
@@ -164,8 +168,8 @@ def _summed(model: Decoder, gradients: Array) -> jax.Array:
             return jax.lax.psum(gradient[0], ("data", "fsdp"))
         return jax.lax.psum(jax.lax.psum_scatter(gradient[0], rows, tiled=True), "data")
 
-    specs = P(*ROWS, None, columns), P(rows, columns)
+    specs = P(*ROWS_SPEC, None, columns), P(rows, columns)
     run = jax.shard_map(on_device, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-    # The barrier makes XLA reduce in each micro-batch. Else it reduces once an update, and each device keeps the whole
-    # sum.
+    # The barrier makes XLA reduce in each micro-batch. Otherwise XLA reduces once per update, and each device holds the
+    # sum of all rows until then.
     return jax.lax.optimization_barrier(run(gradients))

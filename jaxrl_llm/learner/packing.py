@@ -1,4 +1,4 @@
-"""The rows of an update. Packs several completions of a group into one row, to compute little on padding."""
+"""Rows of an update: packs several completions of a group into one row, so that little of it is padding."""
 
 from __future__ import annotations
 
@@ -10,100 +10,105 @@ import numpy as np
 from jaxrl_llm.machine.shapes import Shape, ShapePolicy
 from jaxrl_llm.structs import AnyArray, Sizes
 
-# Tokens; narrower rows are slower, so several short completions share one.
+# Tokens. Narrower rows are slow, so several short completions share a row of at most this width.
 ROW = 32
-# Tokens; the TPU's attention kernel needs rows of a multiple, and narrower ones pay less.
+# Tokens. The TPU's attention kernel needs rows of a multiple of this width, and narrower rows save less.
 KERNEL = 128
 
 
 def minibatches(sizes: Sizes, seed: int, step: int) -> Iterator[AnyArray]:
-    """Yields the rows of each update of a step: first epoch in order, later ones shuffled by (seed, step, epoch)."""
+    """Yields the prompts of each update of a step: first epoch in order, later ones shuffled by (seed, step, epoch)."""
     for epoch in range(sizes.epochs):
         rows = np.arange(sizes.prompts_per_step)
         if epoch:
-            # The seed depends on no earlier step, so a resumed run gets the same rows.
+            # The seed does not depend on earlier steps, so a resumed run gets the same prompts.
             np.random.default_rng((seed, step, epoch)).shuffle(rows)
         yield from rows.reshape(-1, sizes.prompts_per_update).astype(np.int32)
 
 
-def packed_shapes(group: int, limit: int) -> list[Shape]:
+def packed_shapes(group_size: int, limit: int) -> list[Shape]:
     """Lists the shapes [N, T] of the packed rows of a prompt in a micro-batch, the largest first. limit: C.
 
-    A row has C tokens, or some whole completions if these are short. It may also have half as many again, which leaves
-    less padding at its end, and where C is large a quarter.
+    A row has C tokens, or several whole completions if C is small. A shape with 1.5 C tokens leaves less padding at the
+    end of rows. If C is large, rows of a quarter of C serve short completions.
     """
-    joined = max(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n * limit <= ROW))
-    widths = [joined * limit]
-    if joined == 1 < group:
+    completions_per_row = max(
+        n for n in range(1, group_size + 1) if group_size % n == 0 and (n == 1 or n * limit <= ROW)
+    )
+    widths = [completions_per_row * limit]
+    if completions_per_row == 1 < group_size:
         step = 1 if limit % KERNEL else KERNEL
         widths.append(-(-3 * limit // (2 * step)) * step)
     if limit >= 4 * KERNEL:
         widths.append(-(-limit // (4 * KERNEL)) * KERNEL)
     shapes: list[Shape] = []
     for width in widths:
-        rows = rows_of(group, limit, width)
+        rows = max_rows(group_size, limit, width)
         while shapes[-1:] != [(1, width)]:
             shapes.append((rows, width))
             rows = -(-rows // 2)
     return sorted(shapes, key=lambda shape: (-shape[0] * shape[1], -shape[1]))
 
 
-def rows_of(group: int, limit: int, width: int) -> int:
-    """Returns the most rows of this width that the completions of a group may need."""
-    return -(-group // max(width // limit, 1))
+def max_rows(group_size: int, limit: int, width: int) -> int:
+    """Returns the most rows of a width that the completions of a group may need. limit: C."""
+    return -(-group_size // max(width // limit, 1))
 
 
-def index_shape(group: int, limit: int, shape: Shape) -> tuple[int, int, int]:
-    """Returns E, N and T of a packed_index. E is the largest number of micro-batches that a prompt may be in."""
+def index_shape(group_size: int, limit: int, shape: Shape) -> tuple[int, int, int]:
+    """Returns E, N and T of a packed_index. E: most micro-batches that a prompt may be in. shape: (N, T); limit: C."""
     rows, width = shape
-    return -(-rows_of(group, limit, width) // rows), rows, width
+    return -(-max_rows(group_size, limit, width) // rows), rows, width
 
 
 class Packing:
-    """Packs the completions of each step into rows, in one of few shapes."""
+    """Packs the completions of each step into rows, whose shape it chooses from few allowed shapes."""
 
     def __init__(self, shape_policy: ShapePolicy, seconds: Callable[[Shape, int, np.ndarray], float], limit: int):
-        """seconds(shape, P, parts): estimated time of scoring and updates with parts [B] micro-batches; limit: C."""
+        """seconds(shape, P, parts): estimated time of scoring and updates, with parts [B] micro-batches of each prompt.
+
+        limit: C.
+        """
         self.shape_policy, self._seconds, self._limit = shape_policy, seconds, limit
 
     def __call__(self, lengths: np.ndarray, prompt_tokens: int) -> np.ndarray:
-        """Packs completions of these lengths [B, G] -> packed_index [B, E, N, T]. Counts as a step of the run."""
-        # Width -> rows that each prompt needs.
+        """Returns the packed_index [B, E, N, T] of completions with these lengths [B, G]. Call it once per step."""
+        # Width of a row -> number of rows [B] that each prompt needs.
         rows: dict[int, np.ndarray] = {}
         for width in {width for _, width in self.shape_policy.shapes if width >= lengths.max()}:
-            rows[width] = np.array([len(fill(group_lengths, width)) for group_lengths in lengths])
+            rows[width] = np.array([len(fill_rows(group_lengths, width)) for group_lengths in lengths])
 
         def seconds(shape: Shape) -> float:
             count, width = shape
             return self._seconds(shape, prompt_tokens, -(-rows[width] // count)) if width in rows else math.inf
 
         self.shape_policy.start_call(min((s for s in self.shape_policy.shapes if s[1] >= self._limit), key=seconds))
-        # No later shape is larger than the first one, so what fits the memory in the first step fits in all.
+        # No later shape is larger than the first shape, so a run that fits the memory in its first step always fits.
         largest = max(math.prod(shape) for shape in self.shape_policy.first_calls)
         self.shape_policy.add_shapes(lambda shapes: min(seconds(s) for s in shapes if math.prod(s) <= largest))
         return pack(lengths, self._limit, min(self.shape_policy.usable_shapes(), key=seconds))
 
 
 def pack(lengths: np.ndarray, limit: int, shape: Shape) -> np.ndarray:
-    """Assigns each token to a place in the rows of its group. lengths [B, G] are at most `limit` = C tokens.
+    """Assigns each token to a place in the rows of its group. lengths [B, G]: at most `limit` = C tokens.
 
-    Returns packed_index [B, E, N, T] int32: the index g * C + t of a token in its group, or -1 for padding. A row has
-    only whole completions.
+    Returns packed_index [B, E, N, T] int32. Its entries are the index g * C + t of a token in its group, and -1 for
+    padding. A row has only whole completions.
     """
     rows, width = shape
     packed_index = np.full((len(lengths), *index_shape(lengths.shape[1], limit, shape)), -1, np.int32)
     for b, group_lengths in enumerate(lengths):
-        for n, completions in enumerate(fill(group_lengths, width)):
+        for n, completions in enumerate(fill_rows(group_lengths, width)):
             token_index = np.concatenate([g * limit + np.arange(group_lengths[g]) for g in completions])
             packed_index[b, n // rows, n % rows, : len(token_index)] = token_index
     return packed_index
 
 
-def fill(lengths: np.ndarray, width: int) -> list[list[int]]:
-    """Lists the completions of each row. Places the longest first, each in the first row with room."""
+def fill_rows(lengths: np.ndarray, width: int) -> list[list[int]]:
+    """Lists the completions of each row. The longest completions come first, each in the first row with room."""
     rows: list[list[int]] = []
     room: list[int] = []
-    # Stable: all processes, and a resumed run, get the same rows.
+    # A stable sort gives the same rows in all processes and in a resumed run.
     for g in np.argsort(-lengths, kind="stable"):
         row = next((n for n, free in enumerate(room) if free >= lengths[g]), len(rows))
         if row == len(rows):

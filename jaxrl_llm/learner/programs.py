@@ -1,4 +1,4 @@
-"""The programs of a run, compiled from shapes alone: for `train --compile-only`, and for chips that are not there."""
+"""Compiles the programs of a run from shapes alone, for `train --compile-only` and `jaxrl plan`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from jaxrl_llm.structs import Batch, Images, ImageSizes, Rewards, Sizes
 
 
 def compile_all(programs: Iterable[Program], say: Callable[[str], None]) -> None:
-    """Compiles programs one after the other, and says the seconds of each. Raises: UserError, if one is too big."""
+    """Compiles programs one after the other. Raises: UserError, if a program does not fit the memory.
+
+    say: prints a line with the seconds of a program.
+    """
     seconds: dict[str, float] = {}
     for program in programs:
         if program.name not in seconds:
@@ -31,12 +34,12 @@ def compile_all(programs: Iterable[Program], say: Callable[[str], None]) -> None
 
 
 def example_shapes(sizes: Sizes, width: int, image_sizes: ImageSizes | None, mesh: Mesh) -> tuple[Batch, Any]:
-    """Returns a batch of prompts with their completions, and a column of scores [B, G, C], as shapes. width: P."""
-    place, of = NamedSharding(mesh, sharding.BATCH), jax.ShapeDtypeStruct
+    """Returns the shapes of a batch with completions, and of a column of scores [B, G, C]. width: P."""
+    place, shape_of = NamedSharding(mesh, sharding.BATCH), jax.ShapeDtypeStruct
     b, g, c = sizes.prompts_per_step, sizes.group_size, sizes.max_completion_tokens
-    tokens, mask, score = (of((b, g, c), dtype) for dtype in (jnp.int32, bool, jnp.float32))
+    tokens, mask, score = (shape_of((b, g, c), dtype) for dtype in (jnp.int32, bool, jnp.float32))
     images = Images.shapes((b,), width, image_sizes) if image_sizes else None
-    batch = Batch(of((b, width), jnp.int32), of((b, width), bool), tokens, mask, mask, images=images)
+    batch = Batch(shape_of((b, width), jnp.int32), shape_of((b, width), bool), tokens, mask, mask, images=images)
     return placed((batch, score), place)
 
 
@@ -47,21 +50,22 @@ def learning_programs(
     channels: Iterable[str],
     image_sizes: ImageSizes | None = None,
 ) -> Iterator[Program]:
-    """Yields the programs of scoring and learning, for packed rows of each of `shapes`; width: P.
+    """Yields the programs of scoring and learning, for packed rows of each of `shapes`.
 
-    channels: names of the reward functions. image_sizes: sizes of the prompts' images, None if prompts have no images.
+    width: P. channels: names of the reward functions. image_sizes: sizes of the prompts' images, None if prompts have
+    no images.
     """
-    sizes, of = learning.sizes, jax.ShapeDtypeStruct
+    sizes, shape_of = learning.sizes, jax.ShapeDtypeStruct
     b, g = sizes.prompts_per_step, sizes.group_size
     examples, score = example_shapes(sizes, width, image_sizes, learning.mesh)
     plain = replace(examples, sampler_logprobs=score)
-    total = of((b, g), jnp.float32)
-    rewards = Rewards(total, dict.fromkeys(channels, total), of((b, 1), jnp.float32), of((b, 1), jnp.int32))
+    total = shape_of((b, g), jnp.float32)
+    rewards = Rewards(total, dict.fromkeys(channels, total), shape_of((b, 1), jnp.float32), shape_of((b, 1), jnp.int32))
     scores = {column: score for scorer in learning.scorers.values() for column in scorer.columns}
-    states = learning.all_shapes()
+    states = learning.device_shapes()
     coefs = jax.eval_shape(learning.coefficients, states)
     credited, _ = jax.eval_shape(learning.assign_credit, plain, scores, rewards, coefs)
     batch = placed(credited, score.sharding)
-    rows: Any = of((sizes.prompts_per_update,), jnp.int32)
+    rows: Any = shape_of((sizes.prompts_per_update,), jnp.int32)
     for shape in shapes:
         yield from learning.programs(states, plain, batch, rows, shape)

@@ -1,4 +1,4 @@
-"""The sections of a config that say what a run learns and how. configs/grpo.py explains each field."""
+"""The sections of a config about losses, penalties and further models. configs/grpo.py explains each field."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RefreshSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class KlSettings:
-    """The penalty for the distance to the reference."""
+    """The KL penalty: keeps the policy near the reference."""
 
     placement: Literal["reward", "loss"]
     estimator: Literal["k1", "k2", "k3", "k3_weighted"]
@@ -53,7 +53,7 @@ class MaskSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """What is in the memory of the host while no program uses it."""
+    """Which arrays stay in the host's memory while no program uses them."""
 
     reference: MayChange[bool] = False
     optimizer: MayChange[bool] = False
@@ -61,7 +61,7 @@ class HostMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticSettings:
-    """PPO's critic."""
+    """PPO's critic, which learns the values of states."""
 
     path: str
     gamma: Share

@@ -21,29 +21,29 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import microbatches
 from jaxrl_llm.learner.forward import REMEDY, completion_logprobs_and_load
 from jaxrl_llm.learner.microbatches import Microbatch
-from jaxrl_llm.learner.optim import SKIPS, Lowers, Optimizer
+from jaxrl_llm.learner.optim import SKIPS, LearningRateBackoff, Optimizer
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN, Program
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, Batch, PyTree, TrainState
 
 
-class Base(NamedTuple):
-    """The parameters of a model that do not learn, beside those that do. Without any, all parameters learn."""
+class FrozenBase(NamedTuple):
+    """The parameters of a model that do not learn. By default all parameters learn."""
 
     params: PyTree = None  # arrays, or shapes with shardings
-    combine: Callable[[PyTree, PyTree], PyTree] = lambda base, learned: learned  # -> all parameters
+    combine: Callable[[PyTree, PyTree], PyTree] = lambda base, learned: learned  # (frozen, learned) -> all parameters
 
 
-ALL_LEARN = Base()
+ALL_LEARN = FrozenBase()
 
 
-class Parameters(NamedTuple):
-    """The parameters of a learner that learn, and those that do not, as arguments of `make_learner`."""
+class LearnerParameters(NamedTuple):
+    """The parameters of a learner, as arguments of `make_learner`."""
 
-    shapes: PyTree  # of those that learn
-    params: Callable[[], PyTree]  # returns their first values
-    base: Base
+    shapes: PyTree  # shapes of the parameters that learn
+    params: Callable[[], PyTree]  # returns the first values of the parameters that learn
+    base: FrozenBase
 
 
 @dataclass(frozen=True)
@@ -54,31 +54,39 @@ class Learner:
     shapes: TrainState  # shapes, dtypes and shardings of the state
     init: Callable[[], TrainState]  # returns the state at step 0
     coefficients: Callable[[TrainState], Metrics]  # state -> coefficients of the next update
-    gradient: Callable[[int], GradientFn]  # micro-batch size -> the gradient that an update takes, not jitted
+    gradient: Callable[[int], GradientFn]  # (prompts of a micro-batch) -> gradient function of an update, not jitted
     prefix: str = ""  # prefix of its metric names
-    frozen_steps: int = 0  # first steps of the run, in which it does not learn
-    lowers: Lowers | None = None  # what a rollback makes of its learning rate
-    base: Base = ALL_LEARN  # what does not learn; its TrainState holds only what learns
+    frozen_steps: int = 0  # number of first steps of the run without updates of this learner
+    backoff: LearningRateBackoff | None = (
+        None  # lowers the learning rate after a rollback; None if the run never rolls back
+    )
+    base: FrozenBase = ALL_LEARN  # parameters that do not learn; the TrainState holds only those that learn
 
     def all_parameters(self, state: TrainState) -> PyTree:
-        """Returns all parameters of the model. Copies nothing; shapes are enough."""
+        """Returns all parameters of the model without copying them. state: state of the learner, or its shapes."""
         return self.base.combine(self.base.params, state.params)
 
-    def described(self, text: str, state: TrainState, batch: Batch, rows: Array) -> Program:
-        """Returns what `update` runs for batches of this shape; all arguments may be shapes."""
+    def program_of(self, text: str, state: TrainState, batch: Batch, rows: Array) -> Program:
+        """Returns the program of `update` for batches of this shape. All arguments may be shapes.
+
+        text: end of the program's name.
+        """
         trace = partial(self.update_step.trace, state, batch, rows, self.base.params)
         return Program("update", f"the {self.prefix}update{text}", trace, REMEDY, (state, self.base.params))
 
     def update(self, state: TrainState, batch: Batch, rows: Array) -> tuple[TrainState, Metrics]:
-        """Runs one optimizer step on batch[rows]. Donates the state."""
+        """Runs one optimizer step on the prompts batch[rows]. Donates the state. Also returns metrics."""
         state, metrics = self.update_step(sharding.move(state, sharding.DEVICE), batch, rows, self.base.params)
         return state, {f"{self.prefix}{name}": x for name, x in metrics.items()}
 
     def after_rollback(self, state: TrainState, rollbacks: int) -> TrainState:
-        """Returns the state of a checkpoint right after the run has gone back to it, for the time `rollbacks`."""
-        if not self.lowers:
+        """Returns the state of a checkpoint to which the run has just rolled back.
+
+        rollbacks: number of rollbacks of the run, including this one.
+        """
+        if not self.backoff:
             return state
-        rate = self.lowers.after(rollbacks, state.coef_state["learning_rate"])
+        rate = self.backoff.state_after(rollbacks, state.coef_state["learning_rate"])
         return replace(state, coef_state=state.coef_state | {"learning_rate": rate})
 
 
@@ -87,13 +95,14 @@ def coefficients(optimizer: Optimizer, state: TrainState) -> Metrics:
     return {name: c.value(state.coef_state[name]) for name, c in optimizer.coefficients.items()}
 
 
-# Metric of an objective that is no value per token, but the Load of experts by the trained tokens.
+# The only metric of an objective that is not a value per token: the `Load` of experts by the trained tokens.
 LOAD = "router/load"
-TRAINED = "tokens/trained"  # the number of tokens over which the other metrics of an update are means
-BALANCE = "router/balance_coef"  # the coefficient of the load-balance loss, which is no loss of a single token
+TRAINED = "tokens/trained"  # number of tokens over which the other metrics of an update are means
+BALANCE = "router/balance_coef"  # coefficient of the load-balance loss, which is a loss of the whole batch
 
-# The metrics are arrays [B, G, C] or [B, G, 1], and the `Load` of experts.
+# (parameters, batch, coefficients) -> loss per token [B, G, C], and metrics: arrays [B, G, C] or [B, G, 1], and LOAD.
 Objective: TypeAlias = Callable[[PyTree, Batch, Metrics], tuple[Array, dict[str, Any]]]
+# (parameters, batch, coefficients, frozen parameters) -> gradient, and metrics of the whole batch.
 GradientFn: TypeAlias = Callable[[PyTree, Batch, Metrics, PyTree], tuple[PyTree, Metrics]]
 
 
@@ -107,26 +116,27 @@ def policy_objective(
     correct: ImportanceFn | None = None,
     off_policy: float = 0.0,
 ) -> Objective:
-    """Returns `objective(params, batch, coefs)` -> per-token loss and metrics.
+    """Returns `objective(params, batch, coefs)` -> loss per token [B, G, C], and metrics.
 
-    w loss_fn + coefs["kl/coef"] kl - coefs["entropy/coef"] H. kl is an estimator of `algorithms.kl`, or None for no KL
-    term. kl_weighted multiplies it by the ratio pi / pi_old, which makes its gradient unbiased off-policy
-    (arXiv 2512.02556). w is 0 outside `batch.policy_mask`, and 0 for completions that `stay_on_policy` leaves out
-    (off_policy is its threshold; 0: none). Elsewhere, w is the importance weight from `correct`.
+    The loss is w loss_fn + coefs["kl/coef"] kl - coefs["entropy/coef"] H. The weight w is 0 outside of
+    `batch.policy_mask`, and 0 for completions that `stay_on_policy` leaves out. Elsewhere it is the importance weight
+    of `correct`.
+    kl: estimator of `algorithms.kl`, None for no KL term. kl_weighted: whether the ratio pi / pi_old multiplies the KL
+    term, which makes its gradient unbiased off-policy (arXiv 2512.02556). off_policy: threshold of `stay_on_policy`,
+    0 = no completion is left out.
     """
     correct = correct or make_importance_weights()
 
     def objective(params: PyTree, batch: Batch, coefs: Metrics) -> tuple[Array, Metrics]:
-        # Its place among the metrics is that of an array.
-        load: Any
+        load: Any  # typed as Any, because among the metrics it takes the place of an array
         (logprobs, entropy), load = completion_logprobs_and_load(model, params, batch, sampling)
         old = old_logprobs(logprobs, batch)
         loss, metrics = loss_fn(logprobs, batch, **batch.columns)
         if batch.policy_mask is not None:
             loss = jnp.where(batch.policy_mask, loss, 0.0)
         if off_policy:
-            drawn_by = old if batch.sampler_logprobs is None else batch.sampler_logprobs
-            stays = stay_on_policy(logprobs, drawn_by, batch.advantages, batch.loss_mask, threshold=off_policy)
+            sampling_logprobs = old if batch.sampler_logprobs is None else batch.sampler_logprobs
+            stays = stay_on_policy(logprobs, sampling_logprobs, batch.advantages, batch.loss_mask, threshold=off_policy)
             loss = jnp.where(stays, loss, 0.0)
             metrics |= {"mask/off_policy": jnp.broadcast_to(1.0 - stays, loss.shape)}
         if batch.sampler_logprobs is not None:
@@ -139,8 +149,8 @@ def policy_objective(
         if ref is not None:
             metrics |= {"kl/ref": unbiased(sampling)(logprobs, ref)}
         if batch.advantages is not None:
-            good = batch.advantages > 0
-            metrics |= {"tokens/good": good.astype(jnp.float32), "logprobs/good": jnp.where(good, logprobs, 0.0)}
+            is_good = batch.advantages > 0
+            metrics |= {"tokens/good": is_good.astype(jnp.float32), "logprobs/good": jnp.where(is_good, logprobs, 0.0)}
         if kl is not None:
             term = coefs["kl/coef"] * kl(logprobs, ref)
             if kl_weighted:
@@ -164,42 +174,43 @@ def make_learner(
     *,
     microbatch: int,
     aggregate: Callable[[Array], Array],
-    base: Base = ALL_LEARN,
+    base: FrozenBase = ALL_LEARN,
 ) -> Learner:
-    """Returns a learner. params() gives the first values of the parameters that learn, of these shapes.
+    """Returns the learner of a model.
 
-    An update goes over micro-batches of `microbatch` prompts (0: all at once). Every `microbatch` gives the same
-    gradient, to rounding. aggregate maps the loss mask to weights, as `aggregation_weights` does. base: the parameters
-    that do not learn; they are neither donated nor differentiated.
+    shapes: shapes of the parameters that learn. params(): returns their first values. microbatch: prompts of a
+    micro-batch, 0 = all prompts; every value gives the same gradient, to rounding. aggregate: maps the loss mask to the
+    weights of tokens in the loss, as `aggregation_weights` does. base: parameters that do not learn, which updates
+    neither donate nor differentiate.
     """
 
-    # New arrays at each call: the first update donates them, and a run that goes back to its beginning needs others.
+    # Each call makes new arrays, because updates donate them, and a run that rolls back to its start needs them again.
     def coef_state() -> dict[str, np.ndarray]:
         return {name: np.asarray(c.start, np.float32) for name, c in optimizer.coefficients.items()}
 
     states = jax.eval_shape(lambda p: TrainState(p, optimizer.transform.init(p), coef_state()), shapes)
     placed = sharding.shardings(states, mesh)
-    states = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), states, placed)
+    states = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), states, placed)
     gradient = partial(
         make_gradient, objective, mesh, aggregate=aggregate, dtype=optimizer.gradient_dtype, combine=base.combine
     )
 
     def init() -> TrainState:
-        first = params()
-        # out_shardings keep the optimizer state sharded: no device ever holds the whole of it.
-        opt_state = jax.jit(optimizer.transform.init, out_shardings=placed.opt_state)(first)
-        return TrainState(first, opt_state, jax.device_put(coef_state(), placed.coef_state))
+        first_params = params()
+        # out_shardings keep the optimizer state sharded, so that no device ever holds all of it.
+        opt_state = jax.jit(optimizer.transform.init, out_shardings=placed.opt_state)(first_params)
+        return TrainState(first_params, opt_state, jax.device_put(coef_state(), placed.coef_state))
 
     step = make_update_step(gradient(microbatch), optimizer, mesh, placed)
     coefs = jax.jit(partial(coefficients, optimizer))
-    return Learner(step, states, init, coefs, gradient, lowers=optimizer.lowers, base=base)
+    return Learner(step, states, init, coefs, gradient, backoff=optimizer.backoff, base=base)
 
 
 def make_update_step(gradient: GradientFn, optimizer: Optimizer, mesh: Mesh, placed: TrainState) -> jax.stages.Wrapped:
     """Returns `update_step(state, batch, rows, base) -> state, metrics`: one optimizer step on batch[rows].
 
-    It is jitted over the mesh, and donates the state. placed: the shardings of the state.
-    Metrics are means over the trained tokens of the whole update; *_max and *_min are maxima and minima.
+    It is jitted over the mesh, and donates the state. placed: shardings of the state. The metrics are means over the
+    trained tokens of the update; metrics named *_max and *_min are maxima and minima.
     """
 
     def update_step(state: TrainState, batch: Batch, rows: Array, base: PyTree = None) -> tuple[TrainState, Metrics]:
@@ -209,29 +220,32 @@ def make_update_step(gradient: GradientFn, optimizer: Optimizer, mesh: Mesh, pla
         grads, metrics = gradient(state.params, batch, coefs, base)
 
         metrics |= coefs | {"grad_norm": optax.global_norm(grads), TRAINED: jnp.sum(batch.loss_mask)}
-        # Momentum would move the parameters even if no token is trained. NaN makes the optimizer skip such an update.
+        # If no token is trained, momentum would still move the parameters. A NaN gradient makes the optimizer skip.
         takes_effect = metrics[TRAINED] > 0
-        # Metrics of no token are sums of nothing: no reason can be seen in them.
-        refused = {f"skip/{name}": SKIPS[name](metrics) & takes_effect for name in optimizer.skips}
-        for reason in refused.values():
+        # If no token is trained, the metrics are empty sums and cannot show a reason to skip.
+        skip_reasons = {f"skip/{name}": SKIPS[name](metrics) & takes_effect for name in optimizer.skips}
+        for reason in skip_reasons.values():
             takes_effect &= ~reason
         usable = jax.tree.map(lambda g: jnp.where(takes_effect, g, jnp.nan), grads)
         updates, opt_state = optimizer.transform.update(usable, state.opt_state, state.params)
         updates = jax.tree.map(lambda x: coefs["learning_rate"] * x, updates)
-        metrics |= {"update_norm": optax.global_norm(updates)} | jax.tree.map(jnp.float32, refused)
+        metrics |= {"update_norm": optax.global_norm(updates)} | jax.tree.map(jnp.float32, skip_reasons)
         metrics |= {"update_size": metrics["update_norm"] / optax.global_norm(state.params)}
-        # An update is skipped if the gradient is not finite or no token was trained.
-        finite: Any = opt_state
-        metrics |= {"updates/skipped": finite.total_notfinite, "updates/skipped_in_a_row": finite.notfinite_count}
+        # The optimizer has skipped the update if the gradient is not finite, which includes the NaN from above.
+        finite_state: Any = opt_state
+        metrics |= {
+            "updates/skipped": finite_state.total_notfinite,
+            "updates/skipped_in_a_row": finite_state.notfinite_count,
+        }
         if batch.rewards is not None and {"kl/ref", "kl/coef"} <= metrics.keys():
             length = metrics[TRAINED] / jnp.maximum(jnp.sum(jnp.any(batch.loss_mask, axis=-1)), 1)
-            # The mean is NaN if no completion has a verdict, and the bound of the warm-up must not depend on it.
+            # Without any reward the mean is NaN, which must not reach this metric.
             reward = jnp.maximum(jnp.nan_to_num(jnp.nanmean(jnp.abs(batch.rewards))), 1e-6)
             metrics |= {"kl/to_reward": coefs["kl/coef"] * metrics["kl/ref"] * length / reward}
         # A skipped update must not advance a schedule or an adaptive coefficient.
-        learned = jnp.isfinite(metrics["grad_norm"]) & takes_effect
+        has_learned = jnp.isfinite(metrics["grad_norm"]) & takes_effect
         coef_state = {
-            name: jnp.where(learned, c.adapt(state.coef_state[name], metrics), state.coef_state[name])
+            name: jnp.where(has_learned, c.adapt(state.coef_state[name], metrics), state.coef_state[name])
             for name, c in optimizer.coefficients.items()
         }
         params = optax.apply_updates(state.params, updates)
@@ -249,38 +263,43 @@ def make_gradient(
     dtype: str,
     combine: Callable[[PyTree, PyTree], PyTree] = ALL_LEARN.combine,
 ) -> GradientFn:
-    """Returns `gradient(params, batch, coefs, base) -> gradient, metrics` of the whole batch, for use inside a program.
+    """Returns `gradient(params, batch, coefs, base) -> gradient, metrics` of a whole batch, for use inside a program.
 
-    microbatch: prompts at a time, 0 = all. dtype: dtype of the sum over micro-batches. combine, base: fields of `Base`.
+    microbatch: prompts of a micro-batch, 0 = all prompts. aggregate: argument of `make_learner`. dtype: dtype of the
+    sum over micro-batches. combine: field of `FrozenBase`.
     """
 
     def gradient(params: PyTree, batch: Batch, coefs: Metrics, base: PyTree = None) -> tuple[PyTree, Metrics]:
-        # The weights are computed before the split into micro-batches, because their denominators count the whole
-        # update.
+        # The weights are computed before the split into micro-batches, because their denominators count the tokens of
+        # the whole update.
         weights = aggregate(batch.loss_mask)
-        shares = Shares.of(batch.loss_mask)
+        metric_weights = MetricWeights.of(batch.loss_mask)
         full_load = full_batch_load(objective, combine(base, params), batch, coefs, microbatch=microbatch, mesh=mesh)
 
-        def loss(params: PyTree, part: Batch, weights: Array, shares: Shares) -> tuple[Array, dict[str, Any]]:
+        def loss(
+            params: PyTree, part: Batch, weights: Array, metric_weights: MetricWeights
+        ) -> tuple[Array, dict[str, Any]]:
             per_token, metrics = objective(combine(base, params), part, coefs)
             total = jnp.sum(jnp.where(part.loss_mask, per_token * weights, 0.0))
-            # A part of a group counts only its own tokens.
-            shares = shares.within(part.loss_mask)
+            # Of a prompt's completions, the micro-batch counts only those that it holds.
+            metric_weights = metric_weights.masked(part.loss_mask)
             load: Any = metrics.pop(LOAD, None)
-            metrics = {name: reduce(name, x, shares) for name, x in metrics.items()}
+            metrics = {name: reduce_metric(name, x, metric_weights) for name, x in metrics.items()}
             if load is not None and BALANCE in coefs:
                 balance = coefs[BALANCE] * balance_loss(load, full_load or jax.lax.stop_gradient(load))
                 total, metrics = total + balance, metrics | {"loss/balance": balance}
             return total, metrics | {"loss/total": total} | ({} if load is None else {LOAD: load})
 
-        # Inlined into the loop over micro-batches: jitted, so that tracing twice costs one trace.
+        # `map_reduce` traces this function twice. As a jitted function it is traced only once, and then inlined.
         gradient_of_part = jax.jit(jax.grad(loss, has_aux=True), inline=True)
 
         def visit(part: Microbatch) -> tuple[PyTree, Metrics]:
-            grads, metrics = gradient_of_part(params, part.batch, *part.take((weights, shares)))
+            grads, metrics = gradient_of_part(params, part.batch, *part.take((weights, metric_weights)))
             return jax.tree.map(lambda g: g.astype(dtype), grads), metrics
 
-        grads, metrics = microbatches.over(batch, visit, join, nothing, microbatch=microbatch, mesh=mesh)
+        grads, metrics = microbatches.map_reduce(
+            batch, visit, join_microbatches, empty_microbatch, microbatch=microbatch, mesh=mesh
+        )
         if (load := metrics.pop(LOAD, None)) is not None:
             metrics |= load_metrics(load)
         return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), metrics
@@ -291,71 +310,85 @@ def make_gradient(
 def full_batch_load(
     objective: Objective, params: PyTree, batch: Batch, coefs: Metrics, *, microbatch: int, mesh: Mesh
 ) -> Load | None:
-    """Returns the load of a whole batch in several micro-batches, from a forward pass of its own.
+    """Returns the load of experts by a whole batch, which an additional forward pass computes in micro-batches.
 
-    None: the load-balance loss does not need it.
+    None if the load-balance loss does not need it.
     """
-    # The loss is a product of two means over the whole batch: parts alone would not add up to it.
+    # The load-balance loss is a product of two means over the whole batch, so a sum over micro-batches would differ.
     count, _ = microbatches.split(batch, microbatch, mesh)
     if BALANCE not in coefs or (isinstance(count, int) and count == 1):
         return None
     load_of_part = jax.jit(lambda params, part: objective(params, part, coefs)[1][LOAD], inline=True)
-    load = microbatches.over(batch, lambda part: load_of_part(params, part.batch), microbatch=microbatch, mesh=mesh)
+    load = microbatches.map_reduce(
+        batch, lambda part: load_of_part(params, part.batch), microbatch=microbatch, mesh=mesh
+    )
     return jax.lax.stop_gradient(load)
 
 
-class Reduction(NamedTuple):
-    """How a metric of tokens is reduced, and joined over micro-batches."""
+class MetricReduction(NamedTuple):
+    """How a metric is reduced over the tokens of a micro-batch, and combined over micro-batches."""
 
     reduce: Callable[[Array], Array]
-    join: Callable[[Array, Array], Array]
-    nothing: float  # of no tokens
+    combine: Callable[[Array, Array], Array]
+    identity: float  # reduced value of no tokens
 
 
-SUM = Reduction(jnp.sum, jnp.add, 0.0)
-REDUCTIONS = {"_max": Reduction(jnp.max, jnp.maximum, -jnp.inf), "_min": Reduction(jnp.min, jnp.minimum, jnp.inf)}
+SUM = MetricReduction(jnp.sum, jnp.add, 0.0)
+# Suffix of the metric's name -> reduction; all other metrics are weighted sums.
+METRIC_REDUCTIONS = {
+    "_max": MetricReduction(jnp.max, jnp.maximum, -jnp.inf),
+    "_min": MetricReduction(jnp.min, jnp.minimum, jnp.inf),
+}
 
 
-class Shares(NamedTuple):
-    """What each trained token, and each completion that has some, counts in the mean of a metric; 0 for all others."""
+def reduction_of(metric_name: str) -> MetricReduction:
+    """Returns the reduction of a metric by its name."""
+    return METRIC_REDUCTIONS.get(metric_name[-4:], SUM)
+
+
+class MetricWeights(NamedTuple):
+    """Weights of trained tokens and their completions in the mean of a metric; 0 for all other ones."""
 
     tokens: Array  # [B, G, C]
     completions: Array  # [B, G, 1]
 
     @classmethod
-    def of(cls, mask: Array) -> Shares:
-        """Returns the shares of an update with the loss mask [B, G, C]."""
-        completions = jnp.max(aggregation_weights(mask, mode="sequence_sum"), axis=-1, keepdims=True)
-        return cls(aggregation_weights(mask, mode="token_mean"), completions)
+    def of(cls, loss_mask: Array) -> MetricWeights:
+        """Returns the weights of an update with the loss mask [B, G, C]."""
+        completions = jnp.max(aggregation_weights(loss_mask, mode="sequence_sum"), axis=-1, keepdims=True)
+        return cls(aggregation_weights(loss_mask, mode="token_mean"), completions)
 
-    def within(self, mask: Array) -> Shares:
-        """Returns the shares of the tokens that a mask has, and of their completions."""
+    def masked(self, mask: Array) -> MetricWeights:
+        """Returns the weights of the tokens in a mask [B, G, C] and of their completions; 0 for all other ones."""
         has_token = jnp.any(mask, axis=-1, keepdims=True)
-        return Shares(jnp.where(mask, self.tokens, 0.0), jnp.where(has_token, self.completions, 0.0))
+        return MetricWeights(jnp.where(mask, self.tokens, 0.0), jnp.where(has_token, self.completions, 0.0))
 
 
-def reduce(name: str, values: Array, shares_of: Shares) -> jax.Array:
-    """Reduces a metric of tokens [B, G, C], or of completions [B, G, 1], of a micro-batch.
+def reduce_metric(name: str, values: Array, metric_weights: MetricWeights) -> jax.Array:
+    """Reduces a metric of the tokens [B, G, C], or of the completions [B, G, 1], of a micro-batch.
 
-    Returns its term of the mean, or its maximum or minimum.
+    Returns the micro-batch's term of the mean, or its maximum or minimum, as the metric's name says.
     """
-    how = REDUCTIONS.get(name[-4:], SUM)
-    shares = shares_of.completions if values.shape[-1] == 1 else shares_of.tokens
-    terms = values * shares if how is SUM else values
-    return how.reduce(jnp.where(shares > 0, terms, how.nothing))
+    reduction = reduction_of(name)
+    weights = metric_weights.completions if values.shape[-1] == 1 else metric_weights.tokens
+    terms = values * weights if reduction is SUM else values
+    return reduction.reduce(jnp.where(weights > 0, terms, reduction.identity))
 
 
-def join(sums: tuple[PyTree, Metrics], more: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
-    """Joins gradients and metrics of micro-batches."""
-    joins = {name: REDUCTIONS.get(name[-4:], SUM).join for name in sums[1]}
-    metrics = {name: jax.tree.map(joins[name], x, more[1][name]) for name, x in sums[1].items()}
-    return optax.tree.add(sums[0], more[0]), metrics
+def join_microbatches(left: tuple[PyTree, Metrics], right: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
+    """Combines the gradients and metrics of two micro-batches, or of sums over several."""
+    (left_gradients, left_metrics), (right_gradients, right_metrics) = left, right
+    metrics = {
+        name: jax.tree.map(reduction_of(name).combine, x, right_metrics[name]) for name, x in left_metrics.items()
+    }
+    return optax.tree.add(left_gradients, right_gradients), metrics
 
 
-def nothing(shapes: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
-    """Returns gradients and metrics of no tokens, of these shapes."""
+def empty_microbatch(shapes: tuple[PyTree, Metrics]) -> tuple[PyTree, Metrics]:
+    """Returns the gradients and metrics of a micro-batch without tokens, of these shapes."""
+    gradients, metrics = shapes
 
     def empty(name: str, metric: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: jnp.full(x.shape, REDUCTIONS.get(name[-4:], SUM).nothing), metric)
+        return jax.tree.map(lambda x: jnp.full(x.shape, reduction_of(name).identity), metric)
 
-    return optax.tree.zeros_like(shapes[0]), {name: empty(name, metric) for name, metric in shapes[1].items()}
+    return optax.tree.zeros_like(gradients), {name: empty(name, metric) for name, metric in metrics.items()}

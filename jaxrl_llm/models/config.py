@@ -29,22 +29,22 @@ class VisionConfig:
     mlp_width: int
     patch: int  # pixels of a side
     merge: int  # patches of a side of a merged token, which is a token of a prompt
-    frames: int  # of a patch: a picture is a film of equal frames; 0: kernels of patches have no axis for frames
+    frames: int  # of a patch: an image is a film of equal frames; 0: kernels of patches have no axis for frames
     activation: str  # of the MLP
     gated: bool  # the MLP has a gate
     centered: bool  # norms subtract the mean, and have a bias
-    window: int = 0  # merged tokens of a side of a window; 0: each patch sees its whole picture in all layers
-    full: tuple[int, ...] = ()  # layers in which a patch sees its whole picture
-    table: int = 0  # rows, and columns, of learned positions, between which a picture's are interpolated; 0: none
+    window: int = 0  # merged tokens of a side of a window; 0: each patch sees its whole image in all layers
+    full: tuple[int, ...] = ()  # layers in which a patch sees its whole image
+    table: int = 0  # rows, and columns, of learned positions, between which an image's are interpolated; 0: none
     patch_bias: bool = False
     # SigLIP in Gemma 3: query, key and value apart, nothing rotates, a merged token is the mean of its patches.
     siglip: bool = False
-    # Most tokens of a picture in the decoder, each of which sees all of them; 0: it sees those before it.
+    # Most tokens of an image in the decoder, each of which sees all of them; 0: it sees those before it.
     two_way: int = 0
     deep: tuple[int, ...] = ()  # layers whose output is also added behind the first layers of the decoder (DeepStack)
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
-    never: tuple[int, ...] = ()  # tokens that stand for pictures: none is sampled
+    never: tuple[int, ...] = ()  # tokens that stand for images: none is sampled
     # Mean and deviation of each channel of pixels between 0 and 1, from preprocessor_config.json.
     mean: tuple[float, ...] = (0.0, 0.0, 0.0)
     std: tuple[float, ...] = (1.0, 1.0, 1.0)

@@ -41,7 +41,7 @@ from jaxrl_llm.structs import Array, Images, Prompt, PyTree
 
 # What to keep of a layer's routing of completion rows [B, N, T, ...].
 Collect: TypeAlias = Callable[[Routing], PyTree]
-TOWER = "visual"  # the part of the parameter tree that reads pictures
+TOWER = "visual"  # the part of the parameter tree that reads images
 
 
 def last_state(hidden: Array, mask: Array) -> jax.Array:
@@ -151,7 +151,7 @@ class Decoder:
             x, _ = block.finish(x, token_major(attend_packed(local, query, keys_values)))
             return x, _without_row_axis(keys_values)
 
-        x, deep = self._with_pictures(params, self._embed(params, prompt.tokens[:, None]), prompt.images)
+        x, deep = self._with_images(params, self._embed(params, prompt.tokens[:, None]), prompt.images)
         x, prefix = self._through(layer, x, params["layers"], deep=deep)
         return self._embed_and_head(params).norm(x)[:, 0], prefix
 
@@ -197,7 +197,7 @@ class Decoder:
             return x, _collected(collect, jax.tree.map(lambda y: split(y)[1], routing))
 
         x = self._embed(params, join(prompt.tokens[:, None], tokens), by_width=True)
-        x, deep = self._with_pictures(params, x, prompt.images)
+        x, deep = self._with_images(params, x, prompt.images)
         x, collected = self._through(layer, x, params["layers"], deep=deep)
         x_prompts, x_rows = split(self._embed_and_head(params).norm(x))
         return x_prompts[:, 0], x_rows, collected
@@ -236,7 +236,7 @@ class Decoder:
     ) -> tuple[jax.Array, list[Any], list[Any]]:
         """Runs the next tokens [B, N, T] of rows, at `positions` in their texts, with the parameters of `unstack`.
 
-        After a prompt with pictures, positions count from its `Images.end`.
+        After a prompt with images, positions count from its `Images.end`.
 
         attend(local, query, keys and values of these tokens, cache of a layer) -> attended, and the cache with them.
         Returns hidden [B, N, T, D], the cache of each layer, and the experts [B, N, T, chosen] of each layer or None.
@@ -386,8 +386,8 @@ class Decoder:
         # device.
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, BATCH))
 
-    def _with_pictures(self, params: PyTree, x: Array, images: Images | None) -> tuple[jax.Array, Deep | None]:
-        """Replaces embeddings [B, 1, T, D], which begin with those of prompts, by the vectors of pictures.
+    def _with_images(self, params: PyTree, x: Array, images: Images | None) -> tuple[jax.Array, Deep | None]:
+        """Replaces embeddings [B, 1, T, D], which begin with those of prompts, by the vectors of images.
 
         Also returns what the first layers add.
         """
@@ -395,7 +395,7 @@ class Decoder:
             return x, None
         assert self.cfg.vision and self._tower
         tower, (b, m) = self._tower, images.columns.shape
-        # The condition is one for the whole batch: one prompt with a picture costs as much as a picture in each.
+        # The condition is one for the whole batch: one prompt with an image costs as much as an image in each.
         vectors = jax.lax.cond(
             jnp.any(images.segments > 0),
             lambda: tower(params[TOWER], images).astype(x.dtype),
@@ -412,7 +412,7 @@ class Decoder:
 
 
 class Deep(NamedTuple):
-    """What the first K layers of a decoder add to the hidden states of pictures (DeepStack)."""
+    """What the first K layers of a decoder add to the hidden states of images (DeepStack)."""
 
     columns: Array  # [B, M] of the hidden states; out of range: nothing is added
     vectors: Array  # [K, B, M, D]
@@ -455,7 +455,7 @@ def _prompt_places(prompt: Prompt) -> jax.Array:
 def _places(prompt: Prompt, positions: Array, after_prompt: Array) -> tuple[jax.Array, jax.Array]:
     """Positions of prompt tokens, and of the rows [B, N, T], or [B, N, T, 3], that go on after them.
 
-    A picture takes fewer positions than tokens. after_prompt counts tokens, as masks do.
+    An image takes fewer positions than tokens. after_prompt counts tokens, as masks do.
     """
     if prompt.images is None:
         return _prompt_places(prompt), after_prompt

@@ -1,4 +1,4 @@
-"""The Gemma 3 family that also reads pictures: each is one square, whose tokens see each other."""
+"""The Gemma 3 family that also reads images: each is one square, whose tokens see each other."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tower(whole: config_json.ConfigJson) -> VisionConfig:
     table, side = count(settings, "image_size") // patch, math.isqrt(tokens)
     if side**2 != tokens or not tokens or table % side or table < side:
         raise UserError(
-            f"config.json: mm_tokens_per_image is {tokens}, no square that divides pictures of {table} x {table} "
+            f"config.json: mm_tokens_per_image is {tokens}, no square that divides images of {table} x {table} "
             "patches: restore the file"
         )
     config = VisionConfig(

@@ -1,6 +1,6 @@
 """The Gemma 3 family of text models: five layers have a sliding window and a rotary base of their own, the sixth not.
 
-A model that reads pictures (`gemma3`) holds such a decoder under other names.
+A model that reads images (`gemma3`) holds such a decoder under other names.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def read_decoder_config(family: str, hf: dict[str, Any]) -> DecoderConfig:
 
 
 def image_processor(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Returns the file with the settings of pictures, and these. That of version 5 of transformers comes first.
+    """Returns the file with the settings of images, and these. That of version 5 of transformers comes first.
 
     Raises: UserError, if there is none.
     """
@@ -214,7 +214,7 @@ def image_processor(folder: Path) -> tuple[Path, dict[str, Any]]:
         if isinstance(nested, dict):
             return folder / PROCESSOR, nested
     if not (folder / PREPROCESSOR).is_file():
-        raise UserError(f"{folder} has no {PREPROCESSOR}, which says how the model reads pictures: restore the file")
+        raise UserError(f"{folder} has no {PREPROCESSOR}, which says how the model reads images: restore the file")
     return folder / PREPROCESSOR, read_config(folder, PREPROCESSOR)
 
 
@@ -333,7 +333,7 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             settings = read_config(folder, name)
-            # A model that reads pictures may have it among the settings of its text model.
+            # A model that reads images may have it among the settings of its text model.
             value = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
             values = value if isinstance(value, list) else [] if value is None else [value]
             # `type` is compared, because isinstance takes True for an int.

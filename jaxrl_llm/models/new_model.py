@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
-# The tokens of Qwen2.5-VL around a picture, and in its place.
+# The tokens of Qwen2.5-VL around an image, and in its place.
 BEGINS, ENDS, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
@@ -49,7 +49,7 @@ VISION_ARCHITECTURE = {
     "window_size": 56,
 }
 TOKEN_PIXELS = 28 * 28  # of a merged token
-PIXELS = TOKEN_PIXELS, 256 * TOKEN_PIXELS  # of a picture, least and most
+PIXELS = TOKEN_PIXELS, 256 * TOKEN_PIXELS  # of an image, least and most
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "processor_class": "Qwen2_5_VLProcessor",
@@ -72,7 +72,7 @@ def write_folder(folder: Path, sizes: Mapping[str, Any], rows: list[dict[str, An
     """Writes config.json, generation_config.json and a tokenizer that is learned from `rows`.
 
     sizes: hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, intermediate_size; vocabulary,
-    the most tokens, 0: one for each byte that is found; and vision_config, the sizes of a tower that reads pictures,
+    the most tokens, 0: one for each byte that is found; and vision_config, the sizes of a tower that reads images,
     None: the model reads none.
     rows: "prompt" holds chats or text; `column` holds the text to learn, or the turns of an episode.
     """
@@ -125,7 +125,7 @@ def _texts(content: Any) -> list[str]:
         return [content]
     messages = content if isinstance(content, (list, tuple)) else ()
     contents = [message["content"] for message in messages if isinstance(message, dict) and "content" in message]
-    # The content of a message with pictures is a list of parts.
+    # The content of a message with images is a list of parts.
     return ["".join(_parts(content)) if isinstance(content, list) else str(content) for content in contents]
 
 
@@ -136,7 +136,7 @@ def _parts(content: list[Any]) -> list[str]:
 def _train_tokenizer(texts: list[str], max_tokens: int, vision: tuple[str, ...] = ()) -> Any:
     """Trains a byte-level BPE of the texts with at most `max_tokens` tokens; 0: no merges.
 
-    vision: the tokens of pictures.
+    vision: the tokens of images.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 

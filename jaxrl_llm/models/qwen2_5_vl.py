@@ -1,4 +1,4 @@
-"""The Qwen2.5-VL family: Qwen2 that also reads pictures. In most layers of the tower a patch sees its window only."""
+"""The Qwen2.5-VL family: Qwen2 that also reads images. In most layers of the tower a patch sees its window only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Qwen2-VL family: Qwen2 that also reads pictures. Each patch sees its whole picture in all layers of the tower."""
+"""The Qwen2-VL family: Qwen2 that also reads images. Each patch sees its whole image in all layers of the tower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dense Qwen3-VL family: Qwen3 that also reads pictures, through several layers of its tower."""
+"""The dense Qwen3-VL family: Qwen3 that also reads images, through several layers of its tower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tower of a vision-language model: it turns the patches of pictures into vectors that replace embeddings.
+"""The tower of a vision-language model: it turns the patches of images into vectors that replace embeddings.
 
 Shapes: B prompts, N patches and M merged tokens of a prompt, E width of the tower, D width of the decoder. Windows are
 one after the other in N, and all have the same number of patches. K layers also give vectors to the decoder's first
@@ -31,7 +31,7 @@ TOWER_ACTIVATIONS: dict[str, Callable[[Array], jax.Array]] = ACTIVATIONS | {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 CHANNELS = 3
-# Queries of an attention over whole pictures at a time: all at once would take memory that grows with N^2.
+# Queries of an attention over whole images at a time: all at once would take memory that grows with N^2.
 QUERIES = 256
 
 
@@ -92,7 +92,7 @@ class Tower:
 
     @property
     def _whole(self) -> tuple[bool, ...]:
-        """For each layer, whether a patch sees its whole picture, and not only its window."""
+        """For each layer, whether a patch sees its whole image, and not only its window."""
         return tuple(not self.vision.window or i in self.vision.full for i in range(self.vision.depth))
 
     def _angles(self, places: Array) -> tuple[jax.Array, jax.Array]:
@@ -106,11 +106,11 @@ class Tower:
 
     def _attend(self, whole: Array | bool, query: Array, key: Array, value: Array, segments: Array) -> jax.Array:
         """Softmax attention of patches [B, 1, N, heads, h] to those of equal segments [B, 1, N] -> the same shape."""
-        in_pictures = partial(_in_pictures, precision=self.cfg.precision)
+        in_images = partial(_in_images, precision=self.cfg.precision)
         in_windows = partial(_in_windows, size=self.vision.window_patches, precision=self.cfg.precision)
         if isinstance(whole, bool):
-            return (in_pictures if whole else in_windows)(query, key, value, segments)
-        return jax.lax.cond(whole, in_pictures, in_windows, query, key, value, segments)
+            return (in_images if whole else in_windows)(query, key, value, segments)
+        return jax.lax.cond(whole, in_images, in_windows, query, key, value, segments)
 
     def _split_by_prompt(self, x: Array) -> jax.Array:
         # XLA may otherwise follow the kernels, which are split over fsdp, and hold all prompts on a device.
@@ -130,10 +130,10 @@ def _in_windows(
     return token_major(attend(grouped, row, visible, precision=precision)).reshape(query.shape)
 
 
-def _in_pictures(
+def _in_images(
     query: Array, key: Array, value: Array, segments: Array, *, precision: jax.lax.Precision | None
 ) -> jax.Array:
-    """Attention within pictures, of some queries at a time. The backward pass computes the scores again."""
+    """Attention within images, of some queries at a time. The backward pass computes the scores again."""
     grouped, row = head_major(query, key, value)
     length = query.shape[2]
     parts = -(-length // QUERIES)
@@ -241,7 +241,7 @@ class Patches(nnx.Module):
         mean, std = (jnp.asarray(x, jnp.float32)[None, :, None] for x in (vision.mean, vision.std))
         x = patches.reshape(-1, CHANNELS, vision.patch**2).astype(jnp.float32) / 255
         x = ((x - mean) / std).reshape(len(x), -1).astype(self.dtype)
-        # A picture is a film of equal frames, so their kernels add up: rounded as in the engines, added in float32.
+        # An image is a film of equal frames, so their kernels add up: rounded as in the engines, added in float32.
         if vision.frames:
             kernel = jnp.sum(self.kernel[...].astype(self.dtype).astype(jnp.float32), axis=2)
         else:
@@ -254,7 +254,7 @@ class Patches(nnx.Module):
 
 
 class PositionTable(nnx.Module):
-    """Learned positions: the corners of a picture have those of the table's corners, the rest is interpolated."""
+    """Learned positions: the corners of an image have those of the table's corners, the rest is interpolated."""
 
     def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs):
         self.dtype, self.side = jnp.dtype(cfg.dtype), vision.table
@@ -263,7 +263,7 @@ class PositionTable(nnx.Module):
 
     def __call__(self, x: Array, images: Images) -> jax.Array:
         """Adds positions to patches x [B, N, E]."""
-        # The last row and column of each picture. It has several patches, so there are fewer pictures than patches.
+        # The last row and column of each image. It has several patches, so there are fewer images than patches.
         largest = jax.vmap(partial(jax.ops.segment_max, num_segments=x.shape[1] + 1))(images.places, images.segments)
         last = jnp.maximum(jax.vmap(lambda of, at: of[at])(largest, images.segments), 1)
         at = images.places.astype(jnp.float32) * (self.side - 1) / last.astype(jnp.float32)

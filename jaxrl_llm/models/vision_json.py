@@ -12,7 +12,7 @@ from jaxrl_llm.models import config_json
 from jaxrl_llm.models.config import DecoderConfig, VisionConfig
 from jaxrl_llm.models.vision import CHANNELS, TOWER_ACTIVATIONS
 
-SECTIONS = ("type", "rope_type", "mrope_section", "mrope_interleaved")  # settings of the rotary embedding of pictures
+SECTIONS = ("type", "rope_type", "mrope_section", "mrope_interleaved")  # settings of the rotary embedding of images
 PLACEHOLDERS = ("image_token_id", "video_token_id")
 
 
@@ -69,7 +69,7 @@ def without_sections(settings: config_json.ConfigJson) -> tuple[config_json.Conf
     kinds = {rope.get("type"), rope.get("rope_type")} - {None, "default", "mrope"}
     if kinds:
         raise UserError(
-            f"config.json: rope type {kinds.pop()!r} is not supported with pictures: set it to 'default', keep "
+            f"config.json: rope type {kinds.pop()!r} is not supported with images: set it to 'default', keep "
             "mrope_section, and stay within the positions that the model was first trained with"
         )
     plain = {name: value for name, value in rope.items() if name not in SECTIONS}

@@ -70,7 +70,7 @@ def check_router(recipe: Settings, model: DecoderConfig) -> None:
 def check_vision(recipe: Settings, model: DecoderConfig) -> None:
     """Raises: UserError, if model.vision says of the tower what does not hold."""
     if recipe.model.vision == "frozen" and not model.vision:
-        raise UserError("config.model.vision = 'frozen' does nothing: the model reads no pictures; set it to 'learns'")
+        raise UserError("config.model.vision = 'frozen' does nothing: the model reads no images; set it to 'learns'")
     if recipe.model.vision == "learns" and model.vision and recipe.adapters:
         raise UserError(
             "config.model.vision = 'learns' with adapters, which only layers for text have: set it to 'frozen'"
@@ -87,12 +87,12 @@ def check_sampling(recipe: Recipe, model: DecoderConfig) -> None:
 
 
 def check_other_model(field: str, other: DecoderConfig, policy: DecoderConfig, *, reads: bool = False) -> None:
-    """Checks that a critic or teacher covers the policy's tokens. reads: the prompts have pictures.
+    """Checks that a critic or teacher covers the policy's tokens. reads: the prompts have images.
 
     Raises: UserError, naming the field.
     """
     if reads and not other.vision:
-        raise UserError(f"config.{field}: that model reads no pictures, and the prompts have some: give one that does")
+        raise UserError(f"config.{field}: that model reads no images, and the prompts have some: give one that does")
     if other.vocab_size < policy.vocab_size:
         raise UserError(
             f"config.{field}: that model has a vocabulary of {other.vocab_size}, the policy, which may sample all of "

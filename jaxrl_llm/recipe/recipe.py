@@ -21,14 +21,14 @@ from jaxrl_llm.config.schema import AtLeastOne, Count, Field, MayChange
 from jaxrl_llm.data.settings import DataSettings, EvalSet, EvalSettings, SourceSettings
 from jaxrl_llm.learner import optim
 from jaxrl_llm.learner import settings as learner
-from jaxrl_llm.learner.optim import Coefficient, Lowers, Optimizer, make_optimizer
+from jaxrl_llm.learner.optim import Coefficient, LearningRateBackoff, Optimizer, make_optimizer
 from jaxrl_llm.machine.sharding import make_mesh
 from jaxrl_llm.models import adapter_kinds
 from jaxrl_llm.models.settings import GroupModelSettings, ModelSettings, NewModelSettings
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.protocol import EngineChoice
-from jaxrl_llm.rollout.samples import Drawing, SampledGroups
+from jaxrl_llm.rollout.samples import SampledGroups, SamplingPlan
 from jaxrl_llm.rollout.settings import JudgeSettings, LengthSettings, RewardSettings, RolloutSettings
 from jaxrl_llm.session import settings as session
 from jaxrl_llm.structs import Array, Sizes
@@ -183,7 +183,7 @@ class SftRecipe(Settings):
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer, with the coefficients of the loss."""
-        return make_optimizer(self.sizes.scheduled_updates, more=self.router_coefficients, **self.optim)
+        return make_optimizer(self.sizes.scheduled_updates, coefficients=self.router_coefficients, **self.optim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +232,7 @@ class Recipe(Settings):
             group_size=self.group_size,
             prompts_per_update=self.prompts_per_update,
             epochs=self.epochs,
-            critic_steps=optim.fitting(self.critic.warmup_steps, self.scheduled_steps) if self.critic else 0,
+            critic_steps=optim.fit_warmup(self.critic.warmup_steps, self.scheduled_steps) if self.critic else 0,
             critic=self.critic is not None,
             samples=self.group_size * (1 + self.rollout.resample_rounds) + self.estimator.needs_greedy,
         )
@@ -276,7 +276,7 @@ class Recipe(Settings):
     def own_samples(self) -> bool:
         """Whether the weights that sample are those at the start of the step, to the last bit."""
         engine, rollout = self.chosen_engine, self.rollout
-        return engine.in_trainer and not (engine.rounds or rollout.max_lag or rollout.partial)
+        return engine.in_trainer and not (engine.is_rounded or rollout.max_lag or rollout.partial)
 
     @property
     def sampled(self) -> SampledGroups:
@@ -318,10 +318,10 @@ class Recipe(Settings):
         return {*self.estimator.inputs, *self.loss_columns, *(name for name, used in uses.items() if used)}
 
     @property
-    def drawing(self) -> Drawing:
+    def sampling_plan(self) -> SamplingPlan:
         """What a step samples for each of its prompts."""
         rollout, greedy = self.rollout, self.estimator.needs_greedy
-        return Drawing(
+        return SamplingPlan(
             self.group_size, rollout.sampling, rollout.resample_rounds, greedy, self.mask.truncated, rollout.partial
         )
 
@@ -368,19 +368,19 @@ class Recipe(Settings):
         return make_importance_weights(off_policy=not self.own_samples, dtype=self.model.dtype, **self.importance)
 
     @property
-    def lowers(self) -> Lowers | None:
-        """What a rollback makes of the learning rate; None: the run never goes back."""
+    def learning_rate_backoff(self) -> LearningRateBackoff | None:
+        """How a rollback lowers the learning rate; None if the run never rolls back."""
         back = self.health.rollback
-        return Lowers(back.learning_rate, back.warmup_steps) if back else None
+        return LearningRateBackoff(back.learning_rate, back.warmup_steps) if back else None
 
     @property
     def optimizer(self) -> Optimizer:
         """The policy's optimizer, with the coefficients of its loss."""
         return make_optimizer(
             self.sizes.scheduled_updates,
-            more=self._coefficients(),
+            coefficients=self._coefficients(),
             skips=self.health.skip,
-            lowers=self.lowers,
+            backoff=self.learning_rate_backoff,
             **self.optim,
         )
 

@@ -1,1 +1,1 @@
-"""Rollouts: engines sample completions, and the actor hands them to the learner."""
+"""Rollouts: engines sample completions, and the actor passes them to the learner."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_llm.data.curriculum import Curriculum, from_text, to_text
 from jaxrl_llm.machine import distributed, keys, sharding
-from jaxrl_llm.rollout.flight import Flight
+from jaxrl_llm.rollout.in_flight import InFlightGroups
 from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.rollout.samples import Samples, SampleSource
@@ -19,28 +19,28 @@ from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.structs import PartState, PyTree, Rollouts
 
 
-class Lent(NamedTuple):
-    """States of a run whose parameters the engine may still read. An update, which donates them, takes them back."""
+class WeightLease(NamedTuple):
+    """States of a run whose parameters the engine may still read. An update donates them, so it reclaims them first."""
 
-    states: PyTree  # to read
-    params: PyTree  # those that were pushed
-    pushed: Future[Rollouts | None]
-    weight_check: WeightCheck | None
+    states: PyTree  # states of the models, to read only
+    params: PyTree  # parameters that were pushed to the engine
+    pushed: Future[Rollouts | None]  # ends when the engine no longer reads `params`; answers for the weight check
+    weight_check: WeightCheck | None  # None if the engine needs no check
 
-    def take_back(self) -> tuple[PyTree, dict[str, Any]]:
+    def reclaim(self) -> tuple[PyTree, dict[str, Any]]:
         """Waits until the engine no longer reads the parameters. Returns the states, and the weight check's metrics.
 
         Raises: UserError, if the engine does not have the pushed weights.
         """
-        answer = self.pushed.result()
-        measured = self.weight_check.check(answer, self.params) if self.weight_check and answer else {}
-        return self.states, measured
+        answers = self.pushed.result()
+        metrics = self.weight_check.check(answers, self.params) if self.weight_check and answers else {}
+        return self.states, metrics
 
 
 class Actor:
     """Samples a batch for each step. The batch of step s comes from the weights after step s - 1 - lag.
 
-    Call `load` and `begin` first, and then `next` and `push` once per step, in this order. With a lag, one thread
+    Call `load` and `start` first, and then `next` and `push` once per step, in this order. With a lag, one thread
     pushes and samples while the caller's thread learns. The step count decides the order of its work, not the time.
     """
 
@@ -56,164 +56,169 @@ class Actor:
         curriculum: Curriculum | None = None,
         device: Any = None,
     ):
-        """seed: seed of the run; last: last step of the run; curriculum: order of `source`'s prompts, or None.
+        """seed: seed of the run. last: last step of the run. curriculum: order of `source`'s prompts, None if the data
+        decides the order.
 
-        device: a device that only the engine uses, None if it shares the trainer's devices or has none on this host.
+        device: device that only the engine uses, None if the engine shares the trainer's devices or has none on this
+        host.
         """
         self._device = device
         self.engine, self._source = engine, source
         self._seed, self._attempt = seed, 0
         self._lag, self._last, self._check = lag, last, weight_check
         self._curriculum = curriculum
-        # Marks of the last step. With a lag, a draw knows the marks of an earlier step.
+        # The curriculum's marks [rows] after the last step. With a lag, sampling uses the marks of an earlier step.
         self._visits = curriculum.no_signal if curriculum else None
-        self._beginning = self._position = self._now()  # after the last batch learned from
-        self._flight: Flight | None = None  # groups that go on after the last step
+        # Position in the data behind the last batch that was learned from.
+        self._start_position = self._position = self._data_position()
+        self._in_flight: InFlightGroups | None = None  # groups that were incomplete after that batch
         self._prefetcher: Prefetcher[Samples] = Prefetcher(self._sample, lag=lag, last=last)
-        self._sampled: list[Samples] = []  # by an earlier process, for the steps after `begin`
-        self._learned = 0  # last step whose `push` no `next` has followed; 0: none
-        self._current: Samples | None = None  # the batch of `next`, until its `push`
+        self._restored: list[Samples] = []  # batches of a checkpoint, until `start` hands them to the prefetcher
+        self._learned_step = 0  # step after whose `push` no `next` has come yet; 0: no such step
+        self._current: Samples | None = None  # batch that `next` has returned, until its `push`
         self._unpushed: tuple[PyTree, PyTree, int] | None = None  # states, parameters and number of the last step
-        self.lent: Lent  # by the last `begin` or `push`
+        self.lease: WeightLease  # result of the last `start` or `push`
 
     def load(self, state: PartState | None) -> None:
-        """Goes on at the position in the data of a state, with its batches; None: at the start of the data."""
-        # Waits: a batch in sampling still moves the iterator.
+        """Restores the position in the data and the sampled batches. state: None for the start of the data."""
+        # Wait for the prefetcher, because a batch in sampling still moves the data iterator.
         self._prefetcher.close(wait=True)
         self._prefetcher = Prefetcher(self._sample, lag=self._lag, last=self._last)
-        notes = state.notes if state else {"attempt": 0, "positions": [self._beginning]}
+        notes = state.notes if state else {"attempt": 0, "positions": [self._start_position]}
         metrics, arrays = (notes["metrics"], state.arrays) if state and state.arrays else ([], [])
-        # One for each batch that waits, after the one for the batches that were learned from.
+        # The first position is behind the learned batches. Each sampled batch adds the position behind it.
         self._position, *positions = notes["positions"][: 1 + len(metrics)]
-        self._attempt, self._current, self._learned, self._flight = notes["attempt"], None, 0, None
-        # The state of the prompts is set before the push is ordered, because with a lag the thread samples right after
-        # it.
+        self._attempt, self._current, self._learned_step, self._in_flight = notes["attempt"], None, 0, None
+        # Set the position of the prompts before a push is submitted, because with a lag the thread samples right after
+        # the push.
         self._source.prompts.set_state([self._position, *positions][-1]["data"])
         if self._visits is not None:
             size = len(self._visits)
             self._visits = from_text(notes["visits"], size) if "visits" in notes else np.zeros(size, bool)
         batches = zip(arrays[: len(metrics)], metrics, notes["replaced"] if metrics else [], strict=True)
-        ordered = [self._source.from_checkpoint(*batch) for batch in batches]
-        for flight in arrays[len(metrics) :]:
-            self._flight = Flight.from_checkpoint(sharding.to_host(flight), self._source.collate)
-        self._source.flight = self._flight
-        self._sampled = [
-            replace(samples, position=position, flight=self._flight)
-            for samples, position in zip(ordered, positions, strict=True)
+        sampled = [self._source.from_checkpoint(*batch) for batch in batches]
+        for in_flight_arrays in arrays[len(metrics) :]:
+            in_flight_arrays = sharding.to_host(in_flight_arrays)
+            self._in_flight = InFlightGroups.from_checkpoint(in_flight_arrays, self._source.collate)
+        self._source.in_flight = self._in_flight
+        self._restored = [
+            replace(samples, position=position, in_flight=self._in_flight)
+            for samples, position in zip(sampled, positions, strict=True)
         ]
 
-    def begin(self, states: PyTree, params: PyTree, step: int, attempt: int = 0) -> Lent:
-        """Begins after `step`, once `load` has set the position, and lends the engine the parameters of `states`.
+    def start(self, states: PyTree, params: PyTree, step: int, attempt: int = 0) -> WeightLease:
+        """Starts after `step`, once `load` has restored the position. Leases the parameters of `states` to the engine.
 
-        attempt: how often the run has gone back. Each attempt has other samples: it drops the batches and the groups
-        that an earlier attempt has sampled, and draws the prompts of the batches again.
+        attempt: number of rollbacks of the run so far. Each attempt samples anew: it drops the batches and the groups
+        in flight of an earlier attempt, and uses the prompts of these batches again.
         """
-        if attempt != self._attempt and (self._sampled or self._flight):
-            self._sampled, self._flight, self._source.flight = [], None, None
+        if attempt != self._attempt and (self._restored or self._in_flight):
+            self._restored, self._in_flight, self._source.in_flight = [], None, None
             self._source.prompts.set_state(self._position["data"])
         self._attempt = attempt
-        self.lent, self._unpushed = self._ordered_push(states, params, step), None
-        # Batches are ordered after the push, so that they are sampled from these weights.
-        self._prefetcher.begin(step, self._sampled)
-        self._sampled = []
-        return self.lent
+        self.lease, self._unpushed = self._submit_push(states, params, step), None
+        # Start the prefetcher after the push, so that its batches are sampled from these weights.
+        self._prefetcher.start(step, self._restored)
+        self._restored = []
+        return self.lease
 
     def next(self) -> Samples:
         """Waits for the batch of the next step and returns it. Returns the same batch until `push`.
 
-        Here, not at the end of a step: only now does the last step need neither the engine nor the devices.
+        It also orders the batch after that. `push` does not, because only now does the last step need neither the
+        engine nor the devices.
         """
-        if self._learned:
-            self._prefetcher.learned(self._learned)
-            self._learned = 0
+        if self._learned_step:
+            self._prefetcher.order_after(self._learned_step)
+            self._learned_step = 0
         if self._current is None:
-            # The main thread does this, because all processes must call programs in the same order.
-            self._current = self._source.settled(self._prefetcher.next())
+            # The main thread replaces groups, because all processes must run their programs in the same order.
+            self._current = self._source.apply_replacements(self._prefetcher.next())
         return self._current
 
-    def push(self, states: PyTree, params: PyTree, step: int) -> Lent:
-        """Drops the batch that `step` has learned from, and lends the engine the parameters of the states after it."""
+    def push(self, states: PyTree, params: PyTree, step: int) -> WeightLease:
+        """Pushes the parameters after `step` to the engine and drops the batch of `step`. Returns the new lease."""
         assert self._current, "`next` comes before `push`"
         samples, self._current = self._current, None
-        self._position, self._flight = samples.position, samples.flight
-        # The position behind this batch: a checkpoint from now on begins there.
-        self._prefetcher.used()
-        self._learned = step
+        # Checkpoints from now on start behind this batch.
+        self._position, self._in_flight = samples.position, samples.in_flight
+        self._prefetcher.drop_current()
+        self._learned_step = step
         if self._curriculum and self._visits is not None:
             # `no_signal` waits for the reward functions.
-            visits = samples.prompts.numbers, samples.no_signal, samples.replaced
+            visits = samples.prompts.numbers, samples.no_signal, samples.replaced_rows
             self._visits = self._curriculum.visited(self._visits, *visits)
         if step < self._last:
-            self.lent = self._ordered_push(states, params, step)
-            return self.lent
-        # No step samples from these weights. If an evaluation does, `wait` pushes them.
+            self.lease = self._submit_push(states, params, step)
+            return self.lease
+        # No step samples from the last weights. `wait_for_weights` pushes them if an evaluation needs them.
         self._unpushed = states, params, step
-        self.lent = Lent(states, params, self._prefetcher.do(lambda: None), None)
-        return self.lent
+        self.lease = WeightLease(states, params, self._prefetcher.submit(lambda: None), None)
+        return self.lease
 
-    def wait(self) -> None:
-        """Waits until the engine has the newest weights, and samples nothing."""
+    def wait_for_weights(self) -> None:
+        """Waits until the engine has the newest weights and the thread is idle. Samples nothing itself."""
         if self._unpushed:
-            self.lent, self._unpushed = self._ordered_push(*self._unpushed), None
-        self.lent.pushed.result()
-        # When a run starts, batches are ordered only after the push.
-        self.waiting()
+            self.lease, self._unpushed = self._submit_push(*self._unpushed), None
+        self.lease.pushed.result()
+        # When a run starts, the thread samples batches after the push.
+        self.wait_for_batches()
 
-    def waiting(self, seconds: float | None = None) -> list[Samples]:
-        """Waits for the ordered batches that no step has used, at most `seconds`, and returns the finished ones.
+    def wait_for_batches(self, seconds: float | None = None) -> list[Samples]:
+        """Waits at most `seconds` for the ordered batches that no step has used, and returns the finished ones.
 
-        With several processes it waits for all: each must save the same batches.
+        With several processes it waits for all batches, because every process must save the same batches.
         """
-        return self._prefetcher.waiting(seconds if distributed.count() == 1 else None)
+        return self._prefetcher.finished_batches(seconds if distributed.count() == 1 else None)
 
     def state(self, seconds: float | None = None) -> PartState:
-        """Returns the position in the data, the batches that wait for their update, and the groups that go on.
+        """Returns the position in the data, the sampled batches that no update has used, and the groups in flight.
 
-        Waits for these batches.
+        seconds: longest wait for batches in sampling, None = no limit.
         """
-        batches = self.waiting(seconds)
-        flight = batches[-1].flight if batches else self._flight
+        batches = self.wait_for_batches(seconds)
+        in_flight = batches[-1].in_flight if batches else self._in_flight
         positions = [self._position, *(samples.position for samples in batches)]
-        settled = list(map(self._source.settled, batches))
-        metrics = [{name: float(x) for name, x in samples.metrics.items()} for samples in settled]
+        complete_batches = list(map(self._source.apply_replacements, batches))
+        metrics = [{name: float(x) for name, x in samples.metrics.items()} for samples in complete_batches]
         notes = {"attempt": self._attempt, "positions": positions, "metrics": metrics}
-        notes |= {"replaced": [samples.replaced for samples in settled]}
+        notes |= {"replaced": [samples.replaced_rows for samples in complete_batches]}
         notes |= {"visits": to_text(self._visits)} if self._visits is not None else {}
-        arrays = [self._source.to_checkpoint(samples) for samples in settled]
-        if flight:
-            arrays.append(sharding.shard_batch(flight.to_checkpoint(), self._source.mesh))
+        arrays = [self._source.to_checkpoint(samples) for samples in complete_batches]
+        if in_flight:
+            arrays.append(sharding.shard_batch(in_flight.to_checkpoint(), self._source.mesh))
         return PartState(notes, arrays)
 
     def close(self) -> None:
-        """Starts nothing more."""
+        """Starts no further push and no further batch."""
         self._prefetcher.close()
 
-    def _ordered_push(self, states: PyTree, params: PyTree, step: int) -> Lent:
-        pushed = self._prefetcher.do(self._push, params, step, self._visits)
+    def _submit_push(self, states: PyTree, params: PyTree, step: int) -> WeightLease:
+        pushed = self._prefetcher.submit(self._push, params, step, self._visits)
         if distributed.count() > 1 or self._device:
-            # It gathers the weights on the trainer's devices: no other program may come between, in any process.
+            # The push gathers weights on the trainer's devices, so it must end before any process runs another program.
             pushed.result()
-        return Lent(states, params, pushed, self._check)
+        return WeightLease(states, params, pushed, self._check)
 
     def _push(self, params: PyTree, step: int, visits: np.ndarray | None) -> Rollouts | None:
         if self._curriculum and visits is not None:
-            # The marks change with a push, so that the step decides what a draw knows, and not the time.
+            # The curriculum gets new marks with a push, so that the step and not the time decides what sampling uses.
             self._curriculum.no_signal = visits
         self.engine.update_weights(params, step)
         return self._check.ask() if self._check else None
 
     def _sample(self, step: int) -> Samples:
-        # What has no place of its own must not wait for the programs of the trainer.
+        # Small arrays go to the engine's device, because on the trainer's devices they would wait for its programs.
         with jax.default_device(self._device):
-            # Steps are below 2**31, so no step has the number of an attempt.
+            # An attempt's number counts down from 2**32. Steps are below 2**31, so the two never meet in a key.
             attempt = [2**32 - self._attempt] if self._attempt else []
             samples = self._source.sample(keys.derived(self._seed, *attempt, step))
         if not self._lag:
-            # The engine keeps its weights if there is a lag, because one push may serve several batches.
+            # With a lag the engine keeps its weights, because one push may serve several batches.
             self.engine.release()
-        more = self._curriculum.metrics() if self._curriculum else {}
-        return replace(samples, position=self._now(), metrics=samples.metrics | more)
+        curriculum_metrics = self._curriculum.metrics() if self._curriculum else {}
+        return replace(samples, position=self._data_position(), metrics=samples.metrics | curriculum_metrics)
 
-    def _now(self) -> dict[str, Any]:
-        """Returns the position of the data, and the shapes in use: both decide the next batch."""
+    def _data_position(self) -> dict[str, Any]:
+        """Returns the position in the data, for a checkpoint."""
         return {"data": self._source.prompts.get_state()}

@@ -9,17 +9,17 @@ from urllib.parse import urlsplit
 from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange, NotNegative, Positive
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.jax.engine import Sampler
-from jaxrl_llm.rollout.jax.sizes import at_once
+from jaxrl_llm.rollout.jax.sizes import sequence_limit
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.vllm import engine as servers_of_vllm
 from jaxrl_llm.rollout.vllm.address import LOOPBACK, check_python
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
 
-__all__ = ["jax", "vllm"]  # names for config.engine.name
+__all__ = ["jax", "vllm"]  # values of config.engine.name
 
-TEMPERATURES = (0.01, 2.0)  # vLLM samples at 0.01 where a request says less, and refuses more than 2
-PYTHON = ".vllm/bin/python"  # where launch/vllm_cpu.sh and launch/vllm_gpu.sh install vLLM
-# Chunked prefill is off, because with it vLLM's CPU engine dies on requests with seeds.
+VLLM_TEMPERATURES = (0.01, 2.0)  # vLLM raises lower temperatures to 0.01, and refuses higher ones
+VLLM_PYTHON = ".vllm/bin/python"  # launch/vllm_cpu.sh and launch/vllm_gpu.sh install vLLM there
+# Default arguments of `vllm serve`. Chunked prefill is off, because vLLM's CPU engine crashes with it on seeds.
 SERVER_ARGS = (
     "--enforce-eager",
     "--no-enable-chunked-prefill",
@@ -30,7 +30,7 @@ SERVER_ARGS = (
 )
 
 
-def jax(
+def jax_engine(
     *,
     devices: MayChange[Count] = 0,
     max_sequences: MayChange[Count] = 0,
@@ -38,11 +38,11 @@ def jax(
     weights: MayChange[Literal["", "int8"]] = "",
     cache: MayChange[Literal["", "int8"]] = "",
 ) -> EngineChoice:
-    """The JAX sampler, in the trainer's process.
+    """Chooses the JAX sampler, which runs in the trainer's process (config.engine.name = "jax").
 
     devices: number of devices on all hosts that only the sampler uses, 0 = it shares the trainer's devices and mesh.
-    max_sequences: completions that hold pages of the KV cache at once; the others wait until one has ended. 0 = as many
-    as there are pages for.
+    max_sequences: most completions that hold pages of the key-value cache at a time; other completions wait until one
+    of these has ended. 0 = as many as the pages allow.
     pages: number of pages on each device, of 64 tokens (128 on a TPU). If they run out, the youngest completion is
     computed again. 0 = as many as the completions may need, and as fit into the memory of an accelerator.
     weights: "int8" rounds the layers' kernels, with a scale for each output; "" = dtype of the model.
@@ -53,11 +53,11 @@ def jax(
         return Sampler(
             inputs.model,
             inputs.sampler_mesh or inputs.mesh,
-            trainer=inputs.mesh,
+            trainer_mesh=inputs.mesh,
             max_completion_tokens=inputs.max_completion_tokens,
             stop_ids=inputs.stop_ids,
             pad_id=inputs.pad_id,
-            max_sequences=at_once(max_sequences, inputs.sequences_per_step),
+            max_sequences=sequence_limit(max_sequences, inputs.sequences_per_step),
             pages=pages,
             cache_bytes=inputs.cache_bytes,
             in_int8=weights == "int8",
@@ -69,10 +69,13 @@ def jax(
     return EngineChoice(start, in_trainer=True, in_int8=weights == "int8", cache_dtype=cache, **sizes)
 
 
+jax = jax_engine  # the name of this engine in configs
+
+
 def vllm(
     *,
     managed: MayChange[bool] = True,
-    python: MayChange[str] = PYTHON,
+    python: MayChange[str] = VLLM_PYTHON,
     server_args: MayChange[tuple[str, ...]] = SERVER_ARGS,
     servers: MayChange[tuple[str, ...]] = (),
     push: MayChange[Literal["file", "http"]] = "file",
@@ -83,58 +86,69 @@ def vllm(
     patience: MayChange[Positive] = 300.0,
     max_gap: MayChange[NotNegative] = 0.0,
 ) -> EngineChoice:
-    """vLLM servers, started by the run or elsewhere. configs/grpo_vllm.py explains each argument."""
-    if managed == bool(servers):
+    """Chooses vLLM servers, which the run or its user starts. configs/grpo_vllm.py explains each argument."""
+    if managed and servers:
         raise UserError(
-            f"config.engine.managed = {managed} and engine.servers = {servers}: give servers, or let the run "
-            "start one of its own with managed = True and servers = ()"
+            f"config.engine.managed = True: the run starts a server of its own, but engine.servers = {servers} lists "
+            "servers; set engine.servers = (), or engine.managed = False to use yours"
         )
-    for name, value, unset in (("python", python, PYTHON), ("server_args", server_args, SERVER_ARGS)):
-        if not managed and value != unset:
+    if not managed and not servers:
+        raise UserError(
+            "config.engine.managed = False: the run starts no server, so engine.servers must list yours; list them, or "
+            "set engine.managed = True"
+        )
+    for name, value, default in (("python", python, VLLM_PYTHON), ("server_args", server_args, SERVER_ARGS)):
+        if not managed and value != default:
             raise UserError(
-                f"config.engine.{name} = {value!r} does nothing: engine.managed is False; set it to {unset!r}"
+                f"config.engine.{name} = {value!r} has no effect with engine.managed = False, because the run starts "
+                f"no server; set it to {default!r}"
             )
     check_addresses(servers, push, push_address)
     check = partial(check_python, python, "config.engine.python") if managed else lambda: None
-    server = partial(ManagedServer, python, extra=server_args) if managed else None
+    server = partial(ManagedServer, python, config_args=server_args) if managed else None
     pushes = dict(push_address=push_address, weights_dir=weights_dir, max_gap=max_gap)
     requests = dict(concurrency=concurrency, timeout=timeout, patience=patience)
     start = partial(servers_of_vllm.start, managed=server, servers=servers, **pushes, **requests)
-    return EngineChoice(start, temperatures=TEMPERATURES, check=check)
+    return EngineChoice(start, temperatures=VLLM_TEMPERATURES, check=check)
 
 
 def check_addresses(servers: tuple[str, ...], push: str, push_address: str) -> None:
-    """Raises: UserError, if an address is wrong, or if a server cannot reach the weights."""
+    """Raises: UserError, if an address is not valid, or if a server could not reach the weights."""
     locations = [_location(server) for server in servers]
     for server, location in zip(servers, locations, strict=True):
         if not location:
             raise UserError(
-                f"config.engine.servers: {server!r} is no address: give one like 'http://127.0.0.1:8000', or "
-                "'unix:/PATH' for a socket of this machine"
+                f"config.engine.servers: {server!r} is not an address: it must look like 'http://127.0.0.1:8000', or "
+                "like 'unix:/PATH' for a socket of this host"
             )
         if push == "file" and location[1] and location[0] not in LOOPBACK:
             raise UserError(
-                f"config.engine.push = 'file': {server} may be another host, which cannot see the file: "
-                "set push = 'http' and push_address to this host's address"
+                f"config.engine.push = 'file': server {server} may be another host, which cannot read this host's "
+                "file; set engine.push = 'http' and engine.push_address to this host's address"
             )
     if len(set(locations)) < len(servers):
-        raise UserError(f"config.engine.servers = {servers} names one twice: give each once")
-    if (push == "http") != bool(push_address) or push_address in ("0.0.0.0", "::"):
+        raise UserError(f"config.engine.servers = {servers}: a server is listed twice; list each server once")
+    if push == "http" and push_address in ("", "0.0.0.0", "::"):
         raise UserError(
-            f"config.engine.push = {push!r} and push_address = {push_address!r}: 'http' needs this host's address "
-            "as the servers reach it, 'file' none"
+            f"config.engine.push_address = {push_address!r}: engine.push = 'http' needs the address at which the "
+            "servers reach this host; set it"
+        )
+    if push == "file" and push_address:
+        raise UserError(
+            f"config.engine.push_address = {push_address!r} has no effect with engine.push = 'file'; set it to '', or "
+            "set engine.push = 'http'"
         )
 
 
 def _location(server: str) -> tuple[str, int] | None:
-    """Returns host and port of a server, the same for all names of this host; of a socket its path and 0.
+    """Returns host and port of a server's address, or path and 0 of a socket; None if the text is not an address.
 
-    None: the text is no address.
+    All names of this host give the same result.
     """
     if server.startswith("unix:/"):
         return server, 0
     try:
-        # The number of a process may be a part of the port.
+        # The number of a process may be a part of the port, so replace its mark before parsing.
         url = urlsplit(server.replace("{process}", "0"))
         host, port = url.hostname, url.port
     except ValueError:

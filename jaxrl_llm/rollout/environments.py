@@ -1,6 +1,6 @@
-"""The environments of a batch, one for each episode. They see text, and engines see token ids.
+"""The environments of episodes: one for each episode, in threads, with limits of time, turns and tokens.
 
-They run in threads, with limits of time, turns and tokens.
+Environments see text. Engines see token ids.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from jaxrl_llm.tasks.protocol import Environment, Reply, checked
 
 __all__: tuple[str, ...] = ()  # no class here is an environment that a config may name
 
-REPLACEMENT = "\ufffd"  # what a part of a character decodes to
-FAILED = "\n\n[The environment failed: {}]\n\n"
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+REPLACEMENT = "\ufffd"  # decoded text of a token that holds only a part of a character
+FAILURE_OBSERVATION = "\n\n[The environment failed: {}]\n\n"
+NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeSettings:
-    """What the policy talks to, and the limits of an episode. Both are there or none."""
+    """The sections `env` and `turns` of a config: environment and limits of episodes. A config has both or neither."""
 
     env: Annotated[Call, tasks.ENVIRONMENTS] | None = None
     turns: Annotated[KeywordArguments, EnvironmentPool] | None = None
@@ -46,31 +46,37 @@ class EpisodeSettings:
 def check_episodes(environment: Call | None, turns: KeywordArguments | None) -> None:
     """Raises: UserError, if one of the sections `env` and `turns` is missing."""
     if environment and not turns:
-        raise UserError("config.turns is missing: an environment needs the limits of episodes (configs/search_grpo.py)")
+        raise UserError(
+            "config.turns is missing: config.env needs the limits of episodes; add config.turns as in "
+            "configs/search_grpo.py"
+        )
     if turns and not environment:
-        raise UserError("config.turns does nothing: there is no environment; add config.env, or take the section out")
+        raise UserError(
+            "config.turns has no effect without config.env, which names the environment: add config.env, or remove "
+            "config.turns"
+        )
 
 
 def open_environments(
-    episodes: EpisodeSettings, tokenizer: Any, opened: ExitStack, template_args: Mapping[str, Any]
+    episodes: EpisodeSettings, tokenizer: Any, exit_stack: ExitStack, template_args: Mapping[str, Any]
 ) -> EnvironmentPool | None:
-    """Opens the environments of a run; None: it has none. They close with `opened`.
+    """Opens the environments of a run, which `exit_stack` closes. Returns None if the run has no environment.
 
-    template_args: arguments of the chat template, beside the tools. Raises: UserError.
+    template_args: arguments of the chat template, except for the tools. Raises: UserError.
     """
     if not (episodes.env and episodes.turns):
         return None
-    return opened.enter_context(closing(EnvironmentPool(tokenizer, episodes.env, template_args, **episodes.turns)))
+    return exit_stack.enter_context(closing(EnvironmentPool(tokenizer, episodes.env, template_args, **episodes.turns)))
 
 
 class EnvironmentPool:
-    """The limits of episodes, and the threads that run their environments."""
+    """Makes environments for episodes, runs them in threads, and holds the limits of episodes."""
 
     def __init__(
         self,
         tokenizer: Any,
-        make: Callable[[], Environment],
-        template_args: Mapping[str, Any] = NOTHING,
+        make_environment: Callable[[], Environment],
+        template_args: Mapping[str, Any] = NO_ARGUMENTS,
         *,
         most: AtLeastOne,
         tokens: AtLeastOne,
@@ -78,217 +84,228 @@ class EnvironmentPool:
         workers: MayChange[AtLeastOne],
         timeout: MayChange[NotNegative],
     ):
-        """make() returns an environment. template_args: arguments of the chat template. The others: fields of `turns`.
+        """make_environment(): returns a new environment. template_args: arguments of the chat template. The keyword
+        arguments are the fields of config.turns.
 
-        Raises: UserError, if the environment cannot be made, or the chat template does not take results of its tools.
+        Raises: UserError, if the environment cannot be made, or the chat template does not accept results of its tools.
         """
-        self.tokenizer, self._make = tokenizer, make
+        self.tokenizer, self._make_environment = tokenizer, make_environment
         self.max_turns, self.tokens, self.observation_tokens = most, tokens, observation_tokens
-        self.limit, self.threads = TimeLimit(timeout), ThreadPoolExecutor(workers)
-        # The first environment finds what is wrong with the arguments before a run begins.
-        # JSON schemas of the environment's tools, which the chat template shows.
+        self.time_limit, self.threads = TimeLimit(timeout), ThreadPoolExecutor(workers)
+        # Make one environment now, so that wrong arguments raise an error before the run starts. `schemas` are JSON
+        # schemas of its tools, for the chat template.
         self.schemas: list[dict[str, Any]] = getattr(self.make(), "schemas", [])
         self.messages = ToolMessages(tokenizer, self.schemas, template_args)
         if not self.schemas:
             return
         self.messages.check({})
-        if (around := len(self.encoded(("",), {}, ()))) > observation_tokens:
+        if (template_tokens := len(self.encode_observation(("",), {}, ()))) > observation_tokens:
             raise UserError(
-                f"config.turns.observation_tokens = {observation_tokens} is less than the {around} tokens that the "
-                "chat template writes around a result: raise it"
+                f"config.turns.observation_tokens = {observation_tokens}: the chat template alone writes "
+                f"{template_tokens} tokens around the result of a tool; raise config.turns.observation_tokens above it"
             )
 
     def make(self) -> Environment:
         """Returns a new environment. Raises: UserError, if its constructor fails."""
         try:
-            return self._make()
+            return self._make_environment()
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"config.env cannot be made: {describe(error)}: mend it, or what it needs") from error
+            raise UserError(
+                f"config.env: the environment cannot be made ({describe(error)}): fix its arguments, or what it needs"
+            ) from error
 
     def check(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Checks that an environment begins with the first row, and that the chat template takes what rows give it.
+        """Checks that the environment accepts the first row, and the chat template the arguments of all rows.
 
         Raises: UserError.
         """
-        reset(self.make(), rows[0])
+        reset_environment(self.make(), rows[0])
         if self.schemas:
-            # Each kind of arguments once: a large data set has few.
+            # Check equal arguments only once, because a large data set has few different ones.
             for row_args in {repr(row_args): row_args for row_args in map(formats.template_args, rows)}.values():
                 self.messages.check(row_args)
 
-    def begin(self, rows: Sequence[dict[str, Any]], group_size: int) -> EnvironmentBatch:
-        """Returns the environments of a batch, each with its data row. Raises: UserError, if one refuses its row."""
-        return EnvironmentBatch(self, self.episodes(rows, group_size), group_size)
+    def start_batch(self, rows: Sequence[dict[str, Any]], group_size: int) -> EnvironmentBatch:
+        """Returns new environments for a batch of rows. Raises: UserError, if an environment refuses its row."""
+        return EnvironmentBatch(self, self.start_episodes(rows, group_size), group_size)
 
-    def episodes(self, rows: Sequence[dict[str, Any]], group_size: int) -> list[Episode]:
-        """Returns new episodes, `group_size` for each row. Raises: UserError, as `begin`."""
+    def start_episodes(self, rows: Sequence[dict[str, Any]], group_size: int) -> list[Episode]:
+        """Returns `group_size` new episodes for each row. Raises: UserError, if an environment refuses its row."""
         episodes = [Episode(self.make(), row) for row in rows for _ in range(group_size)]
         for episode in episodes:
-            reset(episode.environment, episode.row)
+            reset_environment(episode.environment, episode.row)
         return episodes
 
-    def encoded(self, observation: str | tuple[str, ...], row: dict[str, Any], turn: Sequence[int]) -> list[int]:
-        """Returns the token ids of what stands between a turn and the next one. Raises: what a chat template raises."""
+    def encode_observation(
+        self, observation: str | tuple[str, ...], row: dict[str, Any], turn: Sequence[int]
+    ) -> list[int]:
+        """Returns the token ids from the end of a turn to the start of the next turn.
+
+        observation: text, or results of tools, which the chat template renders. Raises: any error of the template.
+        """
         if not isinstance(observation, str):
-            observation = self.messages.between(turn, observation, formats.template_args(row))
-        # A tool may return JSON with half of a character, which no tokenizer takes.
+            observation = self.messages.render_results(turn, observation, formats.template_args(row))
+        # A tool may return JSON with half of a character, which no tokenizer accepts.
         return encoding.encode_text(encoding.HALF_A_PAIR.sub(REPLACEMENT, observation), self.tokenizer)
 
-    def shortened(self, results: tuple[str, ...], row: dict[str, Any], turn: Sequence[int]) -> list[int] | None:
-        """Returns the token ids of results that are cut until they fit; None: even without a text they do not.
+    def shorten_results(self, results: tuple[str, ...], row: dict[str, Any], turn: Sequence[int]) -> list[int] | None:
+        """Returns the token ids of tool results cut to `observation_tokens`. None if even empty results do not fit.
 
-        What the chat template writes around them stays whole: the next turn begins as all others.
+        Only the results are cut. The chat template's text around them stays whole, so the next turn starts as usual.
         """
 
-        def cut(size: int) -> list[int]:
-            return self.encoded(tuple(text[:size] for text in results), row, turn)
+        def encode_cut(size: int) -> list[int]:
+            return self.encode_observation(tuple(text[:size] for text in results), row, turn)
 
         def too_long(size: int) -> bool:
-            return len(cut(size)) > self.observation_tokens
+            return len(encode_cut(size)) > self.observation_tokens
 
-        # Bisection encodes only a few of the cuts.
+        # Bisection finds the longest cut that fits with few encodings.
         size = bisect_left(range(1, max(map(len, results)) + 1), True, key=too_long)
-        return None if too_long(size) else cut(size)
+        return None if too_long(size) else encode_cut(size)
 
     @cached_property
-    def may_end(self) -> np.ndarray:
+    def possible_turn_ends(self) -> np.ndarray:
         """True for tokens of the tokenizer that contain the last character of a string that ends a turn."""
-        last = {stop[-1] for stop in self.make().stops}
-        # A token may have a part of a character only.
-        last |= set() if all(map(str.isascii, last)) else {REPLACEMENT}
+        stop_ends = {stop[-1] for stop in self.make().stops}
+        # A token may hold only a part of the last character.
+        stop_ends |= set() if all(map(str.isascii, stop_ends)) else {REPLACEMENT}
         texts = self.tokenizer.batch_decode([[token] for token in range(len(self.tokenizer))], skip_special_tokens=True)
-        return np.array([not last.isdisjoint(text) for text in texts])
+        return np.array([not stop_ends.isdisjoint(text) for text in texts])
 
     def close(self) -> None:
-        """Starts no step any more."""
+        """Cancels the steps that have not started."""
         self.threads.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass
 class Episode:
-    """The environment of an episode, with what it has measured."""
+    """An episode's environment and its metrics."""
 
     environment: Environment
     row: dict[str, Any]
-    counts: dict[str, np.float32] = field(default_factory=dict)  # sums over its turns
-    cut: bool = False  # it met the limit of turns, of an observation or of the environment's time
+    metric_sums: dict[str, np.float32] = field(default_factory=dict)  # sums of metrics over the turns
+    was_cut: bool = False  # whether a limit of turns, observation tokens or time has cut it
 
-    def count(self, measured: Mapping[str, float]) -> None:
-        """Adds what a turn has measured."""
-        # The sums are float32 as in a checkpoint, so that a resumed run has the same ones.
-        sums = {name: self.counts.get(name, np.float32(0)) + np.float32(value) for name, value in measured.items()}
-        self.counts.update(sums)
+    def add_metrics(self, measured: Mapping[str, float]) -> None:
+        """Adds the metrics of a turn."""
+        # The sums are float32 as in a checkpoint, so that a resumed run computes the same sums.
+        sums = {name: self.metric_sums.get(name, np.float32(0)) + np.float32(value) for name, value in measured.items()}
+        self.metric_sums.update(sums)
 
 
 class EnvironmentBatch:
-    """The environments of a batch's episodes, as engines see them (`rollout.protocol.Environments`)."""
+    """The environments of a batch's episodes, as engines use them (`rollout.protocol.Environments`)."""
 
     def __init__(self, pool: EnvironmentPool, episodes: list[Episode], group_size: int):
-        self._pool, self._episodes, self._group = pool, episodes, group_size
+        self._pool, self._episodes, self._group_size = pool, episodes, group_size
         self.turn_tokens, self.stops = pool.tokens, episodes[0].environment.stops
 
     @property
     def truncated(self) -> np.ndarray:
-        """True for episodes [B, G] that met the limit of turns, of an observation or of an environment's time."""
-        return np.array([episode.cut for episode in self._episodes]).reshape(-1, self._group)
+        """True for episodes [B, G] that a limit of turns, observation tokens or time has cut."""
+        return np.array([episode.was_cut for episode in self._episodes]).reshape(-1, self._group_size)
 
     def metrics(self) -> dict[str, np.ndarray]:
-        """Returns the sums over the turns of each episode: {name: [B, G]}."""
-        counts = [episode.counts for episode in self._episodes]
-        each = {name: np.array([c.get(name, 0.0) for c in counts], np.float32) for name in sorted({*chain(*counts)})}
-        return {name: values.reshape(-1, self._group) for name, values in each.items()}
+        """Returns {name: [B, G]}, the sums of each metric over the turns of an episode."""
+        sums = [episode.metric_sums for episode in self._episodes]
+        values_by_name = {
+            name: np.array([c.get(name, 0.0) for c in sums], np.float32) for name in sorted({*chain(*sums)})
+        }
+        return {name: values.reshape(-1, self._group_size) for name, values in values_by_name.items()}
 
-    def joined(self, later: EnvironmentBatch) -> EnvironmentBatch:
-        """Returns these environments and later ones."""
-        return EnvironmentBatch(self._pool, self._episodes + later._episodes, self._group)
+    def concatenate(self, later_batch: EnvironmentBatch) -> EnvironmentBatch:
+        """Returns the environments of this batch followed by the environments of `later_batch`."""
+        return EnvironmentBatch(self._pool, self._episodes + later_batch._episodes, self._group_size)
 
     def take(self, groups: Sequence[int]) -> EnvironmentBatch | None:
-        """Returns the environments of these groups; None: there are no groups."""
-        episodes = [self._episodes[i] for b in groups for i in range(b * self._group, (b + 1) * self._group)]
-        return EnvironmentBatch(self._pool, episodes, self._group) if episodes else None
+        """Returns the environments of the groups with these indices, None if `groups` is empty."""
+        episodes = [self._episodes[i] for b in groups for i in range(b * self._group_size, (b + 1) * self._group_size)]
+        return EnvironmentBatch(self._pool, episodes, self._group_size) if episodes else None
 
     def replay(
         self, turns: Sequence[list[list[int]]], metrics: Mapping[str, np.ndarray], truncated: np.ndarray
     ) -> None:
-        """Lets fresh environments see the turns of their episodes again: no checkpoint has an environment.
+        """Gives new environments the earlier turns of their episodes, because a checkpoint holds no environment.
 
-        The episodes keep the observations of that process, and what it measured: metrics and truncated [B, G].
+        The episodes keep the observations and measurements of the earlier process. metrics: {name: [B, G]}; truncated:
+        [B, G].
         """
         pairs = zip(self._episodes, turns, strict=True)
-        done = [self._pool.threads.submit(self._replay, episode, past) for episode, past in pairs if past]
-        for future in done:
+        jobs = [self._pool.threads.submit(self._replay, episode, answered) for episode, answered in pairs if answered]
+        for future in jobs:
             future.result()
-        self.recall(metrics, truncated)
+        self.restore_measurements(metrics, truncated)
 
-    def recall(self, metrics: Mapping[str, np.ndarray], truncated: np.ndarray) -> None:
-        """Goes on from what a flight says of its episodes: metrics and truncated [B, G]."""
+    def restore_measurements(self, metrics: Mapping[str, np.ndarray], truncated: np.ndarray) -> None:
+        """Sets the metrics {name: [B, G]} and cuts [B, G] of the episodes, which later turns add to."""
         for i, episode in enumerate(self._episodes):
-            episode.counts = {name: values.flat[i] for name, values in metrics.items()}
-            episode.cut = bool(truncated.flat[i])
+            episode.metric_sums = {name: values.flat[i] for name, values in metrics.items()}
+            episode.was_cut = bool(truncated.flat[i])
 
     def _replay(self, episode: Episode, turns: list[list[int]]) -> None:
         if any(self._step(episode, self._text(turn)).done for turn in turns):
             warnings.warn(
-                "an environment has ended an episode that had gone on before the run was resumed: its later answers "
-                "may differ",
+                "an environment has ended an episode at a turn after which the episode continued before the run was "
+                "resumed: its later answers may differ from those of a run without the stop",
                 stacklevel=2,
             )
 
-    def may_end(self, vocabulary: int) -> np.ndarray:
-        """Returns True for tokens [V] after which the text may end a turn; `vocabulary`: of the model."""
-        known = self._pool.may_end
-        return np.pad(known, (0, max(vocabulary - len(known), 0)))[:vocabulary]
+    def possible_turn_ends(self, vocabulary_size: int) -> np.ndarray:
+        """Returns True for tokens [V] after which the text may end a turn. vocabulary_size: V of the model."""
+        tokenizer_mask = self._pool.possible_turn_ends
+        return np.pad(tokenizer_mask, (0, max(vocabulary_size - len(tokenizer_mask), 0)))[:vocabulary_size]
 
-    def ends(self, turns: Sequence[list[int]]) -> list[int]:
-        """Returns for each turn the number of its tokens with which its text ends it; 0: the text does not end it."""
-        return [self._end(turn) if self._stopped(self._text(turn)) else 0 for turn in turns]
+    def find_turn_ends(self, turns: Sequence[list[int]]) -> list[int]:
+        """Returns, for each turn, the number of tokens at which its text ends the turn; 0 if it has no stop string."""
+        return [self._first_end(turn) if self._has_stop(self._text(turn)) else 0 for turn in turns]
 
-    def _stopped(self, text: str) -> bool:
+    def _has_stop(self, text: str) -> bool:
         return any(stop in text for stop in self.stops)
 
-    def _end(self, turn: list[int]) -> int:
-        return 1 + bisect_left(range(1, len(turn)), True, key=lambda n: self._stopped(self._text(turn[:n])))
+    def _first_end(self, turn: list[int]) -> int:
+        return 1 + bisect_left(range(1, len(turn)), True, key=lambda n: self._has_stop(self._text(turn[:n])))
 
     def _text(self, turn: list[int]) -> str:
         return self._pool.tokenizer.decode(turn, skip_special_tokens=True)
 
     def answer(self, episode: int, turn: list[int]) -> Future[list[int] | None]:
-        """Starts to answer a turn. The result is the observation's token ids; None: the episode ends."""
+        """Starts a step of the environment. The future gives the observation's token ids, None if the episode ends."""
         return self._pool.threads.submit(self._answer, self._episodes[episode], turn)
 
     def _answer(self, episode: Episode, turn: list[int]) -> list[int] | None:
-        began = time.perf_counter()
+        start = time.perf_counter()
         reply = self._step(episode, self._text(turn))
-        # A turn without an error counts 0, so that the metric is always there.
-        episode.count({"errors": 0.0} | reply.metrics | {"turns": 1.0, "seconds": time.perf_counter() - began})
+        # A turn without an error counts 0 errors, so that the metric always exists.
+        episode.add_metrics({"errors": 0.0} | reply.metrics | {"turns": 1.0, "seconds": time.perf_counter() - start})
         if reply.done:
             return None
-        if episode.counts["turns"] >= self._pool.max_turns:
-            episode.cut = True
+        if episode.metric_sums["turns"] >= self._pool.max_turns:
+            episode.was_cut = True
             return None
         try:
-            return self._observed(episode, reply.observation, turn)
+            return self._encode_reply(episode, reply.observation, turn)
         except Exception as error:
-            # A template may raise anything, though it took the results of `check`.
+            # A chat template may raise any error, even if it has accepted the results of `check`.
             _warn(error)
-            episode.count({"errors": 1.0})
-            episode.cut = True
+            episode.add_metrics({"errors": 1.0})
+            episode.was_cut = True
             return None
 
-    def _observed(self, episode: Episode, observation: str | tuple[str, ...], turn: list[int]) -> list[int] | None:
-        """Returns the token ids of an observation, cut to its limit; None: the episode ends."""
-        ids = self._pool.encoded(observation, episode.row, turn)
+    def _encode_reply(self, episode: Episode, observation: str | tuple[str, ...], turn: list[int]) -> list[int] | None:
+        """Returns the token ids of an observation, cut to the limit. None if nothing fits, which ends the episode."""
+        ids = self._pool.encode_observation(observation, episode.row, turn)
         if len(ids) <= self._pool.observation_tokens:
             return ids
-        episode.cut = True
+        episode.was_cut = True
         if isinstance(observation, str):
             return ids[: self._pool.observation_tokens]
-        return self._pool.shortened(observation, episode.row, turn)
+        return self._pool.shorten_results(observation, episode.row, turn)
 
     def _step(self, episode: Episode, text: str) -> Reply:
-        """Returns the reply of an environment. An error or a time-out is a reply too, and never ends the run."""
+        """Returns the reply of an environment. An error or a time-out becomes a reply, and never ends the run."""
 
         def step() -> Reply:
             try:
@@ -296,31 +313,31 @@ class EnvironmentBatch:
             except (Exception, SystemExit) as error:
                 _warn(error)
                 reason = summarize_error(error)
-                # An environment with tools answers by messages of the chat, and any other by text.
-                observation = (f"error: {reason}",) if self._pool.schemas else FAILED.format(reason)
+                # An environment with tools answers by chat messages, and any other environment by text.
+                observation = (f"error: {reason}",) if self._pool.schemas else FAILURE_OBSERVATION.format(reason)
                 return Reply(observation, metrics={"errors": 1.0})
 
         try:
-            return self._pool.limit.call(step)
+            return self._pool.time_limit.call(step)
         except TimeoutError:
-            # The environment may still run, so it must not be asked again.
-            episode.cut = True
+            # The environment may still run the step, so it must not get another one.
+            episode.was_cut = True
             return Reply(done=True, metrics={"errors": 1.0})
 
 
-def reset(environment: Environment, row: dict[str, Any]) -> None:
-    """Begins the episode of a row. Raises: UserError, if the environment does not take it."""
+def reset_environment(environment: Environment, row: dict[str, Any]) -> None:
+    """Starts the episode of a row. Raises: UserError, if the environment does not accept the row."""
     try:
         environment.reset(row)
     except UserError:
         raise
     except Exception as error:
         raise UserError(
-            f"config.env: {type(environment).__name__}.reset does not take a row ({formats.columns_text(row)}): "
-            f"{describe(error)}: mend the data or the environment"
+            f"config.env: {type(environment).__name__}.reset does not accept a row ({formats.columns_text(row)}): "
+            f"{describe(error)}; fix the data or the environment"
         ) from error
 
 
 def _warn(error: BaseException) -> None:
-    """Tells the user where an environment failed; the policy reads what. Python shows the same warning once."""
+    """Warns the user of an environment's error, which the policy reads too. Python shows equal warnings once."""
     warnings.warn(f"an environment failed: {describe(error)}; episode/errors counts it", stacklevel=2)

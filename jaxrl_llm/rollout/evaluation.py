@@ -1,4 +1,4 @@
-"""The score of an engine on held-out problems."""
+"""Evaluation: samples and grades completions of held-out problems."""
 
 from __future__ import annotations
 
@@ -15,50 +15,64 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.settings import EvalSet, metrics_of
 from jaxrl_llm.machine import distributed, keys, progress, sharding
 from jaxrl_llm.rollout.environments import EnvironmentPool
-from jaxrl_llm.rollout.grading import Graded, RewardFn
+from jaxrl_llm.rollout.grading import GradedCompletions, RewardFn
 from jaxrl_llm.rollout.protocol import Engine
-from jaxrl_llm.rollout.samples import CompletionTask, Drawing
+from jaxrl_llm.rollout.samples import CompletionTask, SamplingPlan
 
-GREEDY = Drawing(1, Sampling(temperature=0))
+GREEDY_PLAN = SamplingPlan(1, Sampling(temperature=0))
 
 
 def whole_batches(sequences: int, problems: int, mesh: Mesh) -> int:
-    """Returns the problems per batch: min(sequences, problems), rounded up to the same number on each device."""
+    """Returns the problems of a batch: min(sequences, problems), rounded up to a multiple of the devices."""
     devices = sharding.prompt_shards(mesh)
     return -(-min(sequences, problems) // devices) * devices
 
 
 def evaluate(
-    engine: Engine, dataset: data.Dataset, task: CompletionTask, draw: Drawing = GREEDY, *, batch: int, seed: int
-) -> Graded:
-    """Samples and grades completions for each problem of a data set; with several processes, for its part.
+    engine: Engine,
+    dataset: data.Dataset,
+    task: CompletionTask,
+    plan: SamplingPlan = GREEDY_PLAN,
+    *,
+    batch: int,
+    seed: int,
+) -> GradedCompletions:
+    """Samples and grades completions of each problem of a data set. Each process does its part of the problems.
 
-    The engine gets all problems at once, and the reward functions those of a batch, for which they have a time limit.
-    A completion for which the judge returns None has the score NaN.
+    The engine gets all problems in one call. The reward functions get one batch at a time, because their time limit
+    holds for a batch. If the judge returns None, the score is NaN. batch: problems of a batch, over all processes.
     """
-    key = keys.derived(seed, 0)  # no step has this number
+    key = keys.derived(seed, 0)  # steps count from 1, so no step has this key
     prompts = data.all_prompts(dataset, task.tokenizer.pad_token_id)
     local_problems = len(prompts.rows)
-    with progress.task("evaluating problems: completions", local_problems * draw.group_size) as shown:
-        rollouts = task.sample(engine, prompts, key, draw.group_size, draw.sampling, "evaluation", shown.advance)
-    parts, size = [], batch // distributed.count()
-    with progress.task("evaluating problems: scores", local_problems) as shown:
-        for start in range(0, local_problems, size):
-            rows = [*range(start, min(start + size, local_problems))]
-            parts.append(task.grade(prompts.take(rows), jax.tree.map(lambda x, rows=rows: x[rows], rollouts)))
-            shown.advance(len(rows))
-    # Other rows fill the parts of the last processes.
-    real = slice(max(len(dataset.rows) - local_problems * distributed.index(), 0))
-    texts, turns = ([x for part in parts for x in part[field]][real] for field in (0, 2))
-    rewards = jax.tree.map(lambda *x: np.concatenate(x)[real], *(part.rewards for part in parts))
-    return Graded(texts, rewards, turns, {})
+    with progress.task("evaluating problems: completions", local_problems * plan.group_size) as progress_bar:
+        rollouts = task.sample(
+            engine,
+            prompts,
+            key,
+            group_size=plan.group_size,
+            sampling=plan.sampling,
+            channel="evaluation",
+            report_ended=progress_bar.advance,
+        )
+    graded_batches, batch_size = [], batch // distributed.count()
+    with progress.task("evaluating problems: scores", local_problems) as progress_bar:
+        for start in range(0, local_problems, batch_size):
+            rows = [*range(start, min(start + batch_size, local_problems))]
+            graded_batches.append(task.grade(prompts.take(rows), jax.tree.map(lambda x, rows=rows: x[rows], rollouts)))
+            progress_bar.advance(len(rows))
+    # The last processes may have repeated rows that fill their part of the problems; leave these out.
+    own_problems = slice(max(len(dataset.rows) - local_problems * distributed.index(), 0))
+    texts, turns = ([x for batch in graded_batches for x in batch[field]][own_problems] for field in (0, 2))
+    rewards = jax.tree.map(lambda *x: np.concatenate(x)[own_problems], *(batch.rewards for batch in graded_batches))
+    return GradedCompletions(texts, rewards, turns, {})
 
 
-def mean_score(graded: Graded) -> float:
-    """Returns the mean score of the completions of all processes, which exchange three numbers each.
+def mean_score(graded: GradedCompletions) -> float:
+    """Returns the mean score of the completions of all processes. A completion without a verdict counts as 0.
 
-    A completion without a verdict counts as 0. NaN if none has one, as where a judge does not answer: a health rule
-    would take 0 for a ruined policy.
+    NaN if no completion has a verdict, for example because a judge does not answer. A health rule would take a mean of
+    0 for a ruined policy.
     """
     scores = graded.rewards.total
     numbers = [np.nansum(scores, dtype=float), scores.size, int(np.sum(~np.isnan(scores)))]
@@ -71,15 +85,15 @@ def open_tasks(
     tokenizer: Any,
     environments: EnvironmentPool | None,
     timeout: float,
-    opened: ExitStack,
+    exit_stack: ExitStack,
 ) -> dict[str, CompletionTask]:
-    """Returns how each evaluation set is graded, without sets of pairs. Sets with the same judge share its process.
+    """Returns the task of each evaluation set that has a judge. Sets with the same judge share its process.
 
-    timeout: seconds of a judge for one batch. opened: closes the processes.
+    timeout: seconds of a judge for one batch. exit_stack: closes the judges' processes.
     """
-    judged = {section: each.function for section, each in eval_sets.items() if each.functions}
+    judged = {section: eval_set.function for section, eval_set in eval_sets.items() if eval_set.functions}
     reward_fns = {
-        name: opened.enter_context(closing(RewardFn((name,), (1.0,), timeout)))
+        name: exit_stack.enter_context(closing(RewardFn((name,), (1.0,), timeout)))
         for name in dict.fromkeys(judged.values())
     }
     return {section: CompletionTask(tokenizer, reward_fns[name], environments) for section, name in judged.items()}
@@ -94,7 +108,7 @@ def evaluate_sets(
     mesh: Mesh,
     seed: int,
 ) -> dict[str, float]:
-    """Returns the metrics of greedy completions of all sets with a task; sequences: at once, at most."""
+    """Returns the metrics of greedy completions of all sets in `tasks`. sequences: most problems of a batch."""
     metrics = dict[str, float]()
     for section, task in tasks.items():
         count = len(datasets[section].rows)

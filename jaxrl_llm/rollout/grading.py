@@ -1,4 +1,4 @@
-"""Calls a config's reward functions in separate processes with a time limit, and checks what they return."""
+"""Calls a config's reward functions in separate processes with a time limit, and checks their results."""
 
 from __future__ import annotations
 
@@ -31,50 +31,53 @@ from jaxrl_llm.tasks.signatures import bound
 __all__: tuple[str, ...] = ()  # no function here is a reward that a config may name
 
 Reward: TypeAlias = Callable[..., Any]
-COPIED = cloudpickle.Pickler.dispatch_table
-# Seconds: a function that fails within this time is called again for single completions, for this long.
-SEARCH = 1.0
-TIMEOUT = "config.reward.timeout"
-# Advantages take squares of rewards in float32, whose largest number is 3e38: a square of 1e20 would make them all 0.
-LARGEST = 1e15
+PICKLE_DISPATCH = cloudpickle.Pickler.dispatch_table
+# If a function fails within this time, it is called again on single completions for at most this time.
+SEARCH_SECONDS = 1.0
+TIMEOUT_FIELD = "config.reward.timeout"
+# Advantages square rewards in float32, whose largest number is 3e38. Larger rewards would overflow it.
+MAX_REWARD = 1e15
 
 
 class Completions(NamedTuple):
-    """What reward functions judge: B data rows, and B x G completions of their prompts."""
+    """Arguments of reward functions: B data rows, and B x G completions of their prompts."""
 
     rows: list[dict[str, Any]]
     texts: list[list[str]]
     ids: list[list[list[int]]]
-    columns: Mapping[str, list[list[Any]]] = MappingProxyType({})  # more of them, B x G each, such as `turns`
+    columns: Mapping[str, list[list[Any]]] = MappingProxyType({})  # further columns, B x G values each, such as `turns`
 
 
-class Graded(NamedTuple):
-    """Completions as text, and what they earn."""
+class GradedCompletions(NamedTuple):
+    """Texts of completions and their rewards."""
 
     texts: list[list[str]]  # B x G
     rewards: Rewards
-    turns: list[list[list[dict[str, str]]]]  # B x G, of episodes of several turns; []: these are none
-    metrics: dict[str, float]  # what functions measured with `log_metric`: "function/name"
+    turns: list[list[list[dict[str, str]]]]  # B x G lists of messages of episodes; [] for completions of a single turn
+    metrics: dict[str, float]  # "function/name" -> value that a reward function gave to `log_metric`
 
 
 class RewardFn:
-    """`reward_fn(rows, texts, ids)` -> what the completions earn.
+    """Calls the reward functions of a run on the completions of a batch: `reward_fn(rows, texts, ids)`.
 
-    rows: B data rows; texts and ids: B x G completions. functions: their names, with arguments where they have some.
-    Where a function returns None, its channel is NaN and adds 0 to the total. If no function with a weight returns a
-    number, the total is NaN too.
-    Raises: UserError, naming the function, and the row and completion if one of them causes the error.
+    rows: B data rows. texts, ids: B x G completions. If a function returns None, its channel is NaN and adds 0 to the
+    total. If no function with a weight returns a number, the total is NaN too.
+    Raises: UserError, which names the function, and the row and completion if one of them causes the error.
 
-    With a time limit, each function has its own process (see `Process`). So the limit holds whatever the function
-    does, and all functions run at the same time. After an error, the RewardFn is closed.
+    With a time limit, each function has a process of its own (`machine.process.Process`). So the limit holds whatever
+    the function does, and all functions run at the same time. An error closes the RewardFn.
     """
 
-    def __init__(self, functions: Sequence[str], weights: Sequence[float], timeout: float, field: str = TIMEOUT):
-        """timeout: seconds for one batch of one function, which `field` sets; 0: no limit and no process."""
+    def __init__(self, functions: Sequence[str], weights: Sequence[float], timeout: float, field: str = TIMEOUT_FIELD):
+        """functions: names, with arguments if they take any. weights: weight of each function in the total reward.
+
+        timeout: seconds for one batch of one function, 0 = no limit and no process. field: name of the timeout's config
+        field, for messages.
+        """
         self._functions = {split_call(text)[0]: text for text in functions}
         self._weights, self._timeout, self._field = weights, timeout, field
-        sent = {name: _code(name) for name in self._functions if timeout}
-        self._processes = {name: Process(_prepare, self._functions[name], code) for name, code in sent.items()}
+        pickled = {name: _pickled_function(name) for name in self._functions if timeout}
+        self._processes = {name: Process(_load_function, self._functions[name], code) for name, code in pickled.items()}
         self._starting = set(self._processes)
         self._thread = ThreadPoolExecutor(max_workers=1)
 
@@ -84,8 +87,8 @@ class RewardFn:
         texts: list[list[str]],
         ids: list[list[list[int]]],
         columns: Mapping[str, list[list[Any]]] = MappingProxyType({}),
-    ) -> Graded:
-        """columns: more columns for the functions, with B x G values, as `turns`."""
+    ) -> GradedCompletions:
+        """columns: further columns for the functions, B x G values each, such as `turns`."""
         shape = (len(rows), len(texts[0]))
         flat_rows = [
             row | {name: values[b][g] for name, values in columns.items()}
@@ -94,108 +97,110 @@ class RewardFn:
         ]
         flat_texts = [text for group in texts for text in group]
         flat_ids = [tokens for group in ids for tokens in group]
-        ask = self._ask_processes if self._timeout else self._ask_here
+        ask = self._call_in_children if self._timeout else self._call_in_process
         answers = ask(flat_rows, flat_texts, flat_ids)
         channels = {name: np.asarray(answers[name].values, np.float32).reshape(shape) for name in self._functions}
         metrics = {f"{name}/{key}": x for name, answer in answers.items() for key, x in answer.metrics.items()}
         total = weighted_sum(list(channels.values()), self._weights, shape)
-        return Graded(texts, Rewards(total, channels), columns.get("turns", []), metrics)
+        return GradedCompletions(texts, Rewards(total, channels), columns.get("turns", []), metrics)
 
-    def start(self, completions: Callable[[], Completions]) -> Callable[[], Graded]:
-        """Judges completions() in a thread. Returns a function that waits for the result, and may be called repeatedly.
+    def start(self, completions: Callable[[], Completions]) -> Callable[[], GradedCompletions]:
+        """Starts to judge completions() in a thread. Returns a function that waits for the result.
 
-        Without a time limit, its first call judges in the caller's thread: a reward function may set an alarm, and
-        Python allows alarms only in the main thread.
+        The returned function may be called repeatedly. Without a time limit, its first call judges in the caller's
+        thread, because a reward function may set an alarm, which Python allows only in the main thread.
         """
 
-        def judge() -> Graded:
+        def judge() -> GradedCompletions:
             return self(*completions())
 
         return self._thread.submit(judge).result if self._timeout else cache(judge)
 
     def close(self) -> None:
-        """Ends the processes, also while they judge a batch."""
+        """Ends the processes, even while they judge a batch."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         for process in self._processes.values():
             process.close()
 
-    def _ask_here(self, *batch: Any) -> dict[str, FunctionRewards]:
+    def _call_in_process(self, *batch: Any) -> dict[str, FunctionRewards]:
         answers = {}
         for name, text in self._functions.items():
             try:
-                answers[name] = call(name, bound(text), *batch)
+                answers[name] = call_reward(name, bound(text), *batch)
             except SystemExit as error:
-                # It would end the trainer without a word.
+                # Without this error, SystemExit would end the trainer silently.
                 raise UserError(
-                    f"reward {name} ended the program ({describe(error)}): make it return or raise"
+                    f"reward function {name} has ended the program ({describe(error)}); it must return or raise"
                 ) from error
         return answers
 
-    def _ask_processes(self, rows: list[dict[str, Any]], *completions: Any) -> dict[str, FunctionRewards]:
+    def _call_in_children(self, rows: list[dict[str, Any]], *completions: Any) -> dict[str, FunctionRewards]:
         try:
             while self._starting:
-                # No limit: this process has run the same imports before.
-                self._answer(self._starting.pop(), math.inf, len(rows))
-            # One end for all functions: they run at the same time, so the batch takes no longer than the limit.
+                # The imports have no time limit, because this process has run the same imports before.
+                self._wait_for_answer(self._starting.pop(), math.inf, len(rows))
+            # All functions share one deadline, because they run at the same time.
             end = time.monotonic() + self._timeout
             for name, process in self._processes.items():
                 try:
                     process.send_call(_call_in_time, self._timeout, name, self._functions[name], rows, *completions)
                 except (TypeError, AttributeError, pickle.PicklingError) as error:
-                    raise self._cannot_be_sent(name, rows, error) from error
-            return {name: self._answer(name, end, len(rows)) for name in self._processes}
+                    raise self._not_picklable(name, rows, error) from error
+            return {name: self._wait_for_answer(name, end, len(rows)) for name in self._processes}
         except BaseException:
-            # A process that still works would return this batch's numbers for the next one.
+            # A busy process would answer the next batch with the numbers of this batch.
             self.close()
             raise
 
-    def _answer(self, name: str, end: float, count: int) -> Any:
+    def _wait_for_answer(self, name: str, end: float, count: int) -> Any:
         try:
             answer = self._processes[name].receive_result(end - time.monotonic())
             WATCHDOG.report_progress()
             return answer
         except ChildProcessError as error:
             raise UserError(
-                f"reward {name} ended its process ({error}): make it return or raise; {self._field} = 0 runs it in the "
-                "trainer's own process, where a debugger can follow it"
+                f"reward function {name} has ended its process ({error}); it must return or raise. To debug it, "
+                f"set {self._field} = 0, which runs it in the trainer's process"
             ) from None
         except TimeoutError:
             raise UserError(
-                f"reward {name} took longer than {self._field} = {self._timeout:g} seconds for a batch of {count} "
-                f"completions: make it faster, or raise {self._field} (0: no limit)"
+                f"{self._field} = {self._timeout:g} seconds: reward function {name} takes longer for a batch of "
+                f"{count} completions; make it faster, or raise {self._field} (0 = no limit)"
             ) from None
 
-    def _cannot_be_sent(self, name: str, rows: list[dict[str, Any]], error: Exception) -> UserError:
-        columns = [key for row in rows for key, value in row.items() if not _can_be_sent(value)]
+    def _not_picklable(self, name: str, rows: list[dict[str, Any]], error: Exception) -> UserError:
+        columns = [key for row in rows for key, value in row.items() if not _is_picklable(value)]
         return UserError(
-            f"column {columns[0]!r} cannot be sent to the process of reward {name} ({type(error).__name__}: {error}): "
-            f"make it text, numbers, lists or dicts, or set {self._field} = 0"
+            f"column {columns[0]!r} cannot be pickled for the process of reward function {name} "
+            f"({type(error).__name__}: {error}); it must hold text, numbers, lists or dicts, or set {self._field} = 0"
         )
 
 
 def weighted_sum(channels: Sequence[np.ndarray], weights: Sequence[float], shape: tuple[int, int]) -> np.ndarray:
-    """Returns the weighted sum [B, G] of the channels. NaN adds 0; the sum is NaN if all channels with a weight are."""
-    # NaN is an abstention, and would make the whole sum NaN.
+    """Returns the weighted sum [B, G] of the channels [B, G]. NaN, which means abstention, adds 0.
+
+    The sum is NaN for completions for which every channel with a weight is NaN.
+    """
     weighted = [w * np.nan_to_num(c) for w, c in zip(weights, channels, strict=True)]
     total = np.asarray(np.sum([np.zeros(shape, np.float32), *weighted], axis=0), np.float32)
-    silent = [np.isnan(c) for w, c in zip(weights, channels, strict=True) if w]
-    return np.where(np.all(silent, axis=0), np.float32(np.nan), total) if silent else total
+    abstained = [np.isnan(c) for w, c in zip(weights, channels, strict=True) if w]
+    return np.where(np.all(abstained, axis=0), np.float32(np.nan), total) if abstained else total
 
 
 def _call_in_time(seconds: float, name: str, text: str, *batch: Any) -> FunctionRewards:
     tasks.set_deadline(seconds)
-    return call(name, bound(text), *batch)
+    return call_reward(name, bound(text), *batch)
 
 
-def _prepare(text: str, code: bytes) -> None:
-    """Does the imports of a function. code: the function itself, if no module of another process can have it."""
+def _load_function(text: str, code: bytes) -> None:
+    """Imports a reward function in its process. code: the pickled function, b"" if its name can be imported."""
     if code:
         OWN[split_call(text)[0]] = pickle.loads(code)
     bound(text)
 
 
-def _code(name: str) -> bytes:
-    """Returns a pickled function of a notebook, a script or a config file. b"": it is imported by its name."""
+def _pickled_function(name: str) -> bytes:
+    """Returns the pickled function of a notebook, a script or a config file, b"" if its name can be imported."""
     if name not in OWN and not name.startswith("__main__."):
         return b""
     pickled = io.BytesIO()
@@ -204,19 +209,18 @@ def _code(name: str) -> bytes:
         return pickled.getvalue()
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         raise UserError(
-            f"reward {name} cannot be sent to its process ({summarize_error(error)}): put it into a file and name it "
-            "'file.f', "
-            "or set config.reward.timeout = 0"
+            f"reward function {name} cannot be pickled for its process ({summarize_error(error)}); move it into a file "
+            "and name it 'file.f', or set reward.timeout = 0"
         ) from error
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Sends code with the name of its file, which cloudpickle drops: errors name it with the line."""
+    """Pickles code with the name of its file, which cloudpickle drops, so that errors name file and line."""
 
-    dispatch_table: ClassVar[Any] = {**COPIED, CodeType: lambda code: (marshal.loads, (marshal.dumps(code),))}
+    dispatch_table: ClassVar[Any] = {**PICKLE_DISPATCH, CodeType: lambda code: (marshal.loads, (marshal.dumps(code),))}
 
 
-def _can_be_sent(value: Any) -> bool:
+def _is_picklable(value: Any) -> bool:
     try:
         pickle.dumps(value)
     except (TypeError, AttributeError, pickle.PicklingError):
@@ -225,7 +229,7 @@ def _can_be_sent(value: Any) -> bool:
 
 
 class FlatBatch(NamedTuple):
-    """Completions in one list, each with its data row."""
+    """Completions of a batch in one list, each with its data row."""
 
     rows: list[dict[str, Any]]
     texts: list[str]
@@ -233,66 +237,67 @@ class FlatBatch(NamedTuple):
 
 
 class FunctionRewards(NamedTuple):
-    """What a function returned for a flat list of completions."""
+    """Results of a reward function for a flat list of completions."""
 
-    values: list[float]  # NaN where it returned None
-    metrics: dict[str, float]  # that it gave to `log_metric`
+    values: list[float]  # NaN if the function returned None
+    metrics: dict[str, float]  # name -> value that the function gave to `log_metric`
 
 
-def call(
+def call_reward(
     name: str, function: Reward, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
 ) -> FunctionRewards:
     """Calls one reward function on a flat list of completions and checks the result."""
     metrics, batch = dict[str, float](), FlatBatch(rows, texts, ids)
     arguments = _arguments(name, function, batch, metrics.__setitem__)
-    began, slow = time.monotonic(), False
+    start, is_slow = time.monotonic(), False
     try:
         returned = function(**arguments)
-        if slow := inspect.isawaitable(returned):
-            returned = _loop().run(_awaited(returned))
-        values = _listed(returned, len(texts))
+        if is_slow := inspect.isawaitable(returned):
+            returned = _event_loop().run(_await(returned))
+        values = _as_list(returned, len(texts))
     except UserError:
         raise
     except Exception as error:
-        # A slow function is not called again: the search for the culprit could take hours.
-        slow = slow or time.monotonic() - began > SEARCH
-        i = None if slow else _culprit(name, function, batch)
-        where = _show(rows[i or 0], texts[i or 0])
+        # A slow function is not called again, because the search could take hours.
+        is_slow = is_slow or time.monotonic() - start > SEARCH_SECONDS
+        i = None if is_slow else _find_failing_completion(name, function, batch)
+        where = _describe_completion(rows[i or 0], texts[i or 0])
         if i is None:
-            where = f"a batch of {len(texts)} completions, the first of them for {where}"
-        raise UserError(f"reward {name} raised {describe(error)} on {where}") from error
+            where = f"a batch of {len(texts)} completions, which starts with {where}"
+        raise UserError(f"reward function {name} raised {describe(error)} on {where}") from error
     if not isinstance(values, list) or len(values) != len(texts):
         raise UserError(
-            f"reward {name} returned {_kind(returned, values)} for {len(texts)} completions: return a list with one "
-            f"number each, the first of them for {_show(rows[0], texts[0])}"
+            f"reward function {name} returned {_describe_result(returned, values)} for {len(texts)} completions; "
+            "it must return a list with one number for each, and the first is "
+            f"{_describe_completion(rows[0], texts[0])}"
         )
-    numbers = [_number(name, value, row, text) for value, row, text in zip(values, rows, texts, strict=True)]
+    numbers = [_checked_number(name, value, row, text) for value, row, text in zip(values, rows, texts, strict=True)]
     return FunctionRewards(numbers, {str(key): float(value) for key, value in metrics.items()})
 
 
 @cache
-def _loop() -> asyncio.Runner:
-    """Returns one event loop for all batches, because a client that a module keeps is tied to its first loop."""
+def _event_loop() -> asyncio.Runner:
+    """Returns one event loop for all batches, because a module's HTTP client is tied to the loop of its first use."""
     return asyncio.Runner()
 
 
-async def _awaited(values: Any) -> Any:
+async def _await(values: Any) -> Any:
     return await values
 
 
-def _listed(values: Any, count: int) -> Any:
-    """Converts a sequence, an array [N] or an iterator to a list; returns anything else as it is."""
+def _as_list(values: Any, count: int) -> Any:
+    """Returns a sequence, an array [N] or an iterator as a list, and any other value unchanged."""
     if hasattr(values, "tolist"):
-        # NumPy, jax, torch, pandas.
+        # Arrays of NumPy, JAX, PyTorch and pandas have this method.
         return values.tolist()
     if isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping, Set)):
-        # An iterator may be endless; one value more than `count` is enough to see that it is too long.
+        # An iterator may be endless. One value more than `count` shows that it is too long.
         return list(values if isinstance(values, Sequence) else islice(values, count + 1))
     return values
 
 
-def _kind(returned: Any, values: Any) -> str:
-    """Describes what a function returned, in a few words."""
+def _describe_result(returned: Any, values: Any) -> str:
+    """Describes the result of a function in a few words."""
     kind = type(returned).__name__
     if len(getattr(returned, "shape", ())) > 1:
         return f"{kind} of shape {tuple(returned.shape)}"
@@ -301,24 +306,24 @@ def _kind(returned: Any, values: Any) -> str:
     return repr(returned)[:200]
 
 
-def _number(name: str, value: Any, row: dict[str, Any], text: str) -> float:
+def _checked_number(name: str, value: Any, row: dict[str, Any], text: str) -> float:
     if value is None:
         return math.nan
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    # True for NaN too.
-    if not abs(number) <= LARGEST:
+    # The comparison is negated, so that NaN fails it.
+    if not abs(number) <= MAX_REWARD:
         raise UserError(
-            f"reward {name} returned {value!r:.200} for {_show(row, text)}: return a finite number of at most 1e15, or "
-            "None to abstain"
+            f"reward function {name} returned {value!r:.200} for {_describe_completion(row, text)}; it must "
+            "return a finite number of at most 1e15, or None to abstain"
         )
     return number
 
 
 def _arguments(name: str, function: Reward, batch: FlatBatch, log_metric: Callable[..., None]) -> dict[str, Any]:
-    """Returns the arguments that the function names, or all of them if it takes **kwargs."""
+    """Returns the arguments that a reward function names, or all arguments if it takes **kwargs."""
     rows, texts, ids = batch
     columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
     prompts, completions = zip(
@@ -328,7 +333,7 @@ def _arguments(name: str, function: Reward, batch: FlatBatch, log_metric: Callab
     offered = columns | {"prompts": list(prompts), "completions": list(completions), "completion_ids": ids}
     offered |= {"log_metric": log_metric}
     for key in function.keywords if isinstance(function, partial) else ():
-        # The config gives it, not the data.
+        # The config sets this argument, so a column of the same name does not.
         offered.pop(key, None)
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
@@ -339,35 +344,38 @@ def _arguments(name: str, function: Reward, batch: FlatBatch, log_metric: Callab
         variadic = parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         if not variadic and parameter.default is inspect.Parameter.empty and key not in chosen:
             present = ", ".join(sorted(offered.keys() - {"log_metric"}))
-            raise UserError(f"reward {name} asks for column {key!r}, which the data does not have; there is {present}")
+            raise UserError(
+                f"reward function {name} needs a column {key!r}, which the data does not have; the columns are "
+                f"{present}"
+            )
     return chosen
 
 
 def _as_trl(prompt: Any, text: str) -> tuple[Any, Any]:
-    """Returns prompt and completion as TRL does: an answer that the prompt starts is part of the completion."""
+    """Returns prompt and completion in TRL's form, in which the start of an answer belongs to the completion."""
     if isinstance(prompt, str):
         return prompt, text
     if prompt[-1]["role"] == "assistant":
-        *prompt, begun = prompt
-        text = begun["content"] + text
+        *prompt, prefill = prompt
+        text = prefill["content"] + text
     return prompt, [{"role": "assistant", "content": text}]
 
 
-def _culprit(name: str, function: Reward, batch: FlatBatch) -> int | None:
-    """Returns the index of the first completion that alone makes the function raise; None if not found in time."""
-    end = time.monotonic() + SEARCH
+def _find_failing_completion(name: str, function: Reward, batch: FlatBatch) -> int | None:
+    """Returns the index of the first completion on which alone the function raises, None if not found in time."""
+    end = time.monotonic() + SEARCH_SECONDS
     for i in range(len(batch.rows)):
         if time.monotonic() > end:
             return None
         try:
             completion = FlatBatch(batch.rows[i : i + 1], batch.texts[i : i + 1], batch.ids[i : i + 1])
-            _listed(function(**_arguments(name, function, completion, lambda *_: None)), 1)
+            _as_list(function(**_arguments(name, function, completion, lambda *_: None)), 1)
         except Exception:
             return i
     return None
 
 
-def _show(row: dict[str, Any], text: str) -> str:
-    """Formats the row and the completion, short enough for one line."""
-    shown = {key: value for key, value in row.items() if key != "prompt"} or row["prompt"]
-    return f"row {str(printable_value(shown))[:200]}, completion {text[:200]!r}"
+def _describe_completion(row: dict[str, Any], text: str) -> str:
+    """Returns the data row and the completion as text that fits one line."""
+    fields = {key: value for key, value in row.items() if key != "prompt"} or row["prompt"]
+    return f"row {str(printable_value(fields))[:200]}, completion {text[:200]!r}"

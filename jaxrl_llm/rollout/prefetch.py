@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from typing import Generic, ParamSpec, TypeVar
@@ -14,88 +15,92 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+@dataclass
+class PendingBatch(Generic[T]):
+    """A batch that no step has used yet."""
+
+    step: int  # step that will use the batch
+    future: Future[T] | None = None  # its job in the thread; None: the caller's thread samples it
+
+
 class Prefetcher(Generic[T]):
     """Samples the batches of the next steps in order, at most `lag` batches ahead of the current step.
 
-    The batch of step s is sampled with the weights after step s - 1 - lag (at the start of a run: the first weights).
-    The step count decides this, not the time that sampling or learning takes. With lag 0 the caller's thread samples.
-    After a failure, the jobs that were ordered later do not start.
+    The batch of step s is sampled with the weights after step s - 1 - lag, and with the first weights if that step is
+    before the start. So the step count decides the weights, not the time that sampling or learning takes. With lag 0
+    the caller's thread samples. After a failure, later jobs do not start.
     """
 
     def __init__(self, sample: Callable[[int], T], *, lag: int, last: int):
-        """sample(step) -> the batch of the step; last: the last step to sample for."""
+        """sample(step): returns the batch of a step. last: last step to sample for."""
         self._sample, self._lag, self._last = sample, lag, last
-        # One thread: pushes and batches keep the order in which they were ordered.
+        # A single worker thread runs pushes and batches in the order in which they were submitted.
         self._thread = ThreadPoolExecutor(max_workers=1)
-        # Int: a step that the caller's thread samples for.
-        self._batches: deque[Future[T] | int] = deque()
-        self._failed: BaseException | None = None
+        self._batches: deque[PendingBatch[T]] = deque()
+        self._failure: BaseException | None = None  # first error of a job in the thread
 
-    def begin(self, start: int, batches: Iterable[T]) -> None:
-        """Starts after step `start`. batches: the first ones, sampled before a resume; the others are ordered now."""
-        for batch in batches:
+    def start(self, step: int, restored_batches: Iterable[T]) -> None:
+        """Starts after `step`. restored_batches: the first batches, which a checkpoint holds."""
+        for number, batch in enumerate(restored_batches, step + 1):
             finished: Future[T] = Future()
             finished.set_result(batch)
-            self._batches.append(finished)
-        # The lag counts the batches of a checkpoint too, so fewer are ordered where a checkpoint had some.
-        for step in range(start + 1 + len(self._batches), start + 2 + self._lag):
-            self._order(step)
+            self._batches.append(PendingBatch(number, finished))
+        # Restored batches count towards the lag, so fewer batches are sampled now.
+        for number in range(step + 1 + len(self._batches), step + 2 + self._lag):
+            self._order(number)
 
     def next(self) -> T:
-        """Waits for the batch of the next step and returns it. Call it once before `used`: with lag 0 it samples."""
+        """Waits for the batch of the next step and returns it. With lag 0 it samples, so call it once per step."""
         batch = self._batches[0]
-        return self._sample_in_caller(batch) if isinstance(batch, int) else batch.result()
+        return batch.future.result() if batch.future else self._sample_in_caller(batch.step)
 
-    def used(self) -> None:
-        """Drops the current batch."""
+    def drop_current(self) -> None:
+        """Drops the batch of `next`, because the step has used it."""
         self._batches.popleft()
 
-    def learned(self, step: int) -> None:
-        """Orders one more batch. It is sampled after all earlier jobs of `do`."""
+    def order_after(self, step: int) -> None:
+        """Orders one more batch, because `step` has been learned. It is sampled after all earlier jobs of `submit`."""
         self._order(step + 1 + self._lag)
 
-    def do(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+    def submit(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Runs a function in the thread, after all earlier jobs. The future raises the thread's first error."""
         return self._thread.submit(self._run, partial(function, *args, **kwargs))
 
-    def waiting(self, seconds: float | None = None) -> list[T]:
-        """Waits for all ordered batches, at most `seconds`; returns the unused ones up to the first unfinished one.
+    def finished_batches(self, seconds: float | None = None) -> list[T]:
+        """Waits at most `seconds` for all ordered batches. Returns the unused ones before the first unfinished one.
 
-        Leaves out a batch that failed and all batches after it: `next` raises the error.
+        A failed batch and all later ones are left out, because `next` raises the error. With None it waits for all.
         """
-        ordered = [batch for batch in self._batches if not isinstance(batch, int)]
-        finished, unfinished = wait(ordered, seconds)
+        futures = [batch.future for batch in self._batches if batch.future]
+        finished, unfinished = wait(futures, seconds)
         if unfinished:
             print(
                 f"note: {len(unfinished)} of the batches that are sampled ahead need more than {seconds:.0f} s: the "
                 "resumed run samples them with newer weights, so its numbers will differ from those without this stop",
                 flush=True,
             )
-        return [batch.result() for batch in takewhile(lambda x: x in finished and not x.exception(), ordered)]
+        return [future.result() for future in takewhile(lambda x: x in finished and not x.exception(), futures)]
 
     def close(self, *, wait: bool = False) -> None:
-        """Starts nothing more; wait: returns when the running job has ended."""
+        """Cancels the jobs that have not started. wait: whether to return only after the running job has ended."""
         self._thread.shutdown(wait=wait, cancel_futures=True)
 
     def _order(self, step: int) -> None:
         if step <= self._last:
-            self._batches.append(self.do(self._sample, step) if self._lag else step)
+            future = self.submit(self._sample, step) if self._lag else None
+            self._batches.append(PendingBatch(step, future))
 
     def _sample_in_caller(self, step: int) -> T:
-        # Waits for all earlier jobs, such as a push.
-        self.do(_same, None).result()
+        # An empty job waits for all earlier jobs, such as a push.
+        self.submit(lambda: None).result()
         return self._sample(step)
 
     def _run(self, function: Callable[[], R]) -> R:
-        # A job after a failed push would sample from old weights.
-        if self._failed:
-            raise self._failed
+        # After a failed push, a later job would sample from old weights.
+        if self._failure:
+            raise self._failure
         try:
             return function()
         except BaseException as error:
-            self._failed = error
+            self._failure = error
             raise
-
-
-def _same(x: R) -> R:
-    return x

@@ -1,4 +1,4 @@
-"""The engine interface. An engine samples completions; it knows token ids, not text."""
+"""The engine interface. An engine samples completions. It works with token ids and never with text."""
 
 from __future__ import annotations
 
@@ -15,33 +15,38 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.structs import PictureLimits, Prompts, PyTree, Rollouts
+from jaxrl_llm.structs import ImageLimits, Prompts, PyTree, Rollouts
 
 
 class Environments(Protocol):
-    """The environments of a batch's episodes, behind token ids. Episode b * G + g is completion g of prompt b."""
+    """The environments of a batch's episodes, for token ids. Episode b * G + g is completion g of prompt b."""
 
-    turn_tokens: int  # limit of a turn
+    turn_tokens: int  # most tokens of a turn
     stops: tuple[str, ...]  # strings that end a turn
 
-    def may_end(self, vocabulary: int) -> np.ndarray:
-        """Returns True for tokens [V] after which the text may end a turn: an engine looks at it there."""
+    def possible_turn_ends(self, vocabulary_size: int) -> np.ndarray:
+        """Returns True for tokens [V] after which the text may end a turn, so that an engine must check it.
+
+        vocabulary_size: V of the model.
+        """
         ...
 
-    def ends(self, turns: Sequence[list[int]]) -> list[int]:
-        """Returns for each turn the number of its tokens with which its text ends it; 0: the text does not end it."""
+    def find_turn_ends(self, turns: Sequence[list[int]]) -> list[int]:
+        """Returns, for each turn, the number of tokens at which its text ends the turn; 0 if it has no stop string."""
         ...
 
     def answer(self, episode: int, turn: list[int]) -> Future[list[int] | None]:
-        """Starts to answer a turn. The result is the observation's token ids; None: the episode ends."""
+        """Starts a step of the environment. The future gives the observation's token ids, None if the episode ends."""
         ...
 
 
 class Engine(Protocol):
     """Samples completions with the weights that the trainer pushes."""
 
-    max_gap: float | None  # largest difference to the trainer's log-probabilities after a push; None: no check
-    servers: int = 1  # of this process, which answer the prompts of a call in turn; the weight check asks each
+    max_gap: float | None  # largest difference from the trainer's log-probabilities after a push; None = no check
+    server_count: int = (
+        1  # servers of this process, which sample the prompts of a call in turn; the weight check asks each
+    )
 
     def sample(
         self,
@@ -52,19 +57,19 @@ class Engine(Protocol):
         sampling: Sampling,
         environments: Environments | None = None,
         max_tokens: np.ndarray | None = None,
-        ended: Callable[[int], None] = lambda count: None,
+        report_ended: Callable[[int], None] = lambda count: None,
     ) -> Rollouts:
-        """Samples group_size completions of each prompt, on the host. The stop token belongs to the completion.
+        """Samples group_size completions of each prompt, which include their stop tokens. Returns arrays on the host.
 
         environments: environments of the episodes, None for single turns. The completion of an episode has the tokens
-        of all turns and observations, as they were sampled and encoded; observations are not in `loss_mask`.
-        max_tokens [B, G]: limit of each single-turn completion, where it is below the run's limit. ended(count): is
-        called with the number of further completions that have ended.
+        of all turns and observations, exactly as they were sampled and encoded. Its `loss_mask` leaves out
+        observations. max_tokens [B, G]: limits of single-turn completions, None = the run's limit for all of them.
+        report_ended(count): is called with the number of newly ended completions.
         """
         ...
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
-        """Samples from these parameters from now on, and reports `version` with each token."""
+        """Uses these parameters from the next call on, and reports `version` for each token sampled with them."""
         ...
 
     def release(self) -> None:
@@ -72,43 +77,43 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Stops everything that the engine has started."""
+        """Stops the threads and servers that the engine has started."""
         ...
 
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """The inputs that a run gives to an engine at its start."""
+    """Properties of a run that an engine needs at its start."""
 
     model: Decoder
     mesh: Mesh
-    folder: Path  # of the run's initial model
+    folder: Path  # folder of the run's initial model
     workdir: Path
     max_prompt_tokens: int
     max_completion_tokens: int
     stop_ids: tuple[int, ...]
     pad_id: int
-    sequences_per_step: int = 0  # no call of an engine in the trainer holds more at once; 0: no bound
-    cache_bytes: int = 0  # of a device that a KV cache in the trainer may take; 0: no bound is known
-    observation_tokens: int = 0  # that an environment says at once, at most; 0: there is none
-    pictures: PictureLimits | None = None  # None: no prompt has one
-    sampler_mesh: Mesh | None = None  # of the devices that the engine asks for; None: it has no mesh of its own
+    sequences_per_step: int = 0  # most sequences of a call of an engine in the trainer; 0 = no bound
+    cache_bytes: int = 0  # most bytes of a device for a key-value cache in the trainer; 0 = no known bound
+    observation_tokens: int = 0  # most tokens of an environment's observation; 0 = no environment
+    image_limits: ImageLimits | None = None  # limits of the prompts' images, None if prompts have no images
+    sampler_mesh: Mesh | None = None  # mesh of the devices that only the engine uses, None if it shares the trainer's
 
 
 class EngineChoice(NamedTuple):
-    """The return value of an engine function (`rollout.engines`)."""
+    """An engine that a config chooses, with its properties: the return value of a function of `rollout.engines`."""
 
-    start: Callable[[EngineInputs], Engine]  # raises UserError
-    in_trainer: bool = False  # it runs in the trainer's process, with the trainer's arithmetic
-    in_int8: bool = False  # its copy of the weights
-    cache_dtype: str = ""  # of keys and values; "": that of the model
-    max_sequences: int = 0  # completions that hold pages of a KV cache in the trainer at once; 0: all
-    pages: int = 0  # of a device; 0: as many as these may need
-    devices: int = 0  # of the run's devices, on all hosts, that only the engine uses; 0: none
-    temperatures: tuple[float, float] = (0.0, math.inf)  # the lowest and the highest at which it samples
-    check: Callable[[], None] = lambda: None  # checks that need more than the config; raises UserError
+    start: Callable[[EngineInputs], Engine]  # starts the engine; raises UserError
+    in_trainer: bool = False  # whether it runs in the trainer's process, with the trainer's arithmetic
+    in_int8: bool = False  # whether its copy of the weights is int8
+    cache_dtype: str = ""  # dtype of keys and values; "" = dtype of the model
+    max_sequences: int = 0  # most completions that hold pages of a key-value cache in the trainer; 0 = all
+    pages: int = 0  # pages of a device; 0 = as many as the completions may need
+    devices: int = 0  # devices of all hosts that only the engine uses; 0 = none
+    temperatures: tuple[float, float] = (0.0, math.inf)  # lowest and highest temperature at which it samples
+    check: Callable[[], None] = lambda: None  # checks of the machine, such as an installation of vLLM; raises UserError
 
     @property
-    def rounds(self) -> bool:
-        """Whether it computes with fewer bits than the trainer."""
+    def is_rounded(self) -> bool:
+        """Whether the engine computes with fewer bits than the trainer."""
         return self.in_int8 or self.cache_dtype != ""

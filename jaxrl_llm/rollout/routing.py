@@ -12,36 +12,36 @@ from jax.sharding import Mesh
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.models.attention import KeyValue, Visible, attend, in_prompt
 from jaxrl_llm.models.decoder import Decoder, PerKind
-from jaxrl_llm.rollout.weights import Placing, sampling_decoder
+from jaxrl_llm.rollout.weights import WeightCopier, sampling_decoder
 from jaxrl_llm.structs import Array, Batch, PyTree
 
 
 def routing_agreement(model: Decoder, params: PyTree, batch: Batch, mesh: Mesh) -> float:
     """Returns the share of layers and trained tokens for which decoding and scoring choose the same experts.
 
-    The completions of the batch are decoded once more, with the weights of the in-JAX engine.
+    It decodes the completions of the batch again, with the weights of the in-JAX engine.
     """
     sampler = sampling_decoder(model, mesh)
     jit = partial(jax.jit, compiler_options=ROUND_AS_WRITTEN)
-    scored = jit(partial(_scored, model))(params, batch)
-    decoded = jit(partial(_decoded, sampler))(Placing(sampler, mesh)(params), batch)
+    scored = jit(partial(_experts_in_scoring, model))(params, batch)
+    decoded = jit(partial(_experts_in_decoding, sampler))(WeightCopier(sampler, mesh)(params), batch)
     return float(jit(_agreement)(scored, decoded, batch.loss_mask))
 
 
-def _scored(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
-    """The experts [L, B, G, C, chosen] of the trainer's pass."""
+def _experts_in_scoring(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
+    """Returns the experts [L, B, G, C, chosen] of the trainer's forward pass over whole completions."""
     mask = batch.completion_mask
     rows = batch.completions, jnp.broadcast_to(jnp.arange(mask.shape[-1])[None, None], mask.shape), mask.astype(int)
     return model.forward(params, batch.prompt, *rows, lambda routing: routing.chosen)[2]
 
 
-def _decoded(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
-    """The experts [L, B, G, C, chosen] of tokens that are decoded one after the other."""
+def _experts_in_decoding(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
+    """Returns the experts [L, B, G, C, chosen] of a decoding pass, which runs one token after the other."""
     cfg, (b, g, c) = model.cfg, batch.completions.shape
     _, prefix = model.prefill(params, batch.prompt)
     zeros = jnp.zeros((b, cfg.kv_heads, g, c, cfg.head_dim), cfg.dtype)
     prompt_tokens = jnp.sum(batch.prompt_mask, axis=-1)[:, None, None]
-    # A picture takes fewer positions than tokens.
+    # An image takes fewer positions than tokens.
     end = prompt_tokens if batch.images is None else batch.images.end[:, None, None]
 
     def step(cache: Any, token_and_place: tuple[Array, Array]) -> tuple[Any, jax.Array]:
@@ -53,15 +53,16 @@ def _decoded(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
             row = (places <= t) & (places > t - window) if window else places <= t
             return Visible(row, in_prompt(batch.prompt_mask, positions, window))
 
-        seen = PerKind.for_window(visible, cfg.window if cfg.window < c + batch.prompts.shape[1] else 0)
+        visible_keys = PerKind.for_window(visible, cfg.window if cfg.window < c + batch.prompts.shape[1] else 0)
 
-        def attend_layer(local: Array | bool, query: Array, now: KeyValue, layer: Any) -> tuple[Array, Any]:
-            own, prompt = layer
-            own = KeyValue(*(jax.lax.dynamic_update_slice_in_dim(x, y, t, 3) for x, y in zip(own, now, strict=True)))
-            return attend(query, own, seen.of(local), prompt, soft_cap=cfg.soft_cap, precision=cfg.precision), (
-                own,
-                prompt,
+        def attend_layer(local: Array | bool, query: Array, new: KeyValue, layer: Any) -> tuple[Array, Any]:
+            own_cache, prompt = layer
+            own_cache = KeyValue(
+                *(jax.lax.dynamic_update_slice_in_dim(x, y, t, 3) for x, y in zip(own_cache, new, strict=True))
             )
+            return attend(
+                query, own_cache, visible_keys.of(local), prompt, soft_cap=cfg.soft_cap, precision=cfg.precision
+            ), (own_cache, prompt)
 
         turned = jnp.broadcast_to(end + t, (b, g, 1))
         _, cache, chosen = model.step(params, tokens[..., None], turned, cache, attend_layer)
@@ -73,6 +74,6 @@ def _decoded(model: Decoder, params: PyTree, batch: Batch) -> jax.Array:
 
 
 def _agreement(chosen: Array, other_chosen: Array, mask: Array) -> jax.Array:
-    # Sorted: which experts are chosen matters, not their order.
-    same = jnp.all(jnp.sort(chosen, axis=-1) == jnp.sort(other_chosen, axis=-1), axis=-1)
-    return jnp.mean(same, where=jnp.broadcast_to(mask[None], same.shape))
+    # Sort, because the order of the chosen experts does not matter.
+    is_same = jnp.all(jnp.sort(chosen, axis=-1) == jnp.sort(other_chosen, axis=-1), axis=-1)
+    return jnp.mean(is_same, where=jnp.broadcast_to(mask[None], is_same.shape))

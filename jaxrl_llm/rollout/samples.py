@@ -17,39 +17,38 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
-from jaxrl_llm.rollout.flight import FirstComplete, Flight, StreamEngine
-from jaxrl_llm.rollout.grading import Completions, Graded, RewardFn
+from jaxrl_llm.rollout.grading import Completions, GradedCompletions, RewardFn
+from jaxrl_llm.rollout.in_flight import FirstCompleteGroups, InFlightGroups, StreamEngine
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Array, Batch, Collate, Prompts, Rewards, Rollouts
 
-SAMPLING = "sampling"  # channel of the thread that samples
+SAMPLING = "sampling"  # channel on which the sampling threads of all processes exchange values
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Prompts and their completions, on the host."""
+    """Prompts, their completions and rewards for one step, on the host."""
 
     prompts: Prompts
     rollouts: Rollouts
-    graded: Callable[[], Graded]  # waits for the reward functions; the device can score meanwhile
-    greedy: Samples | None = None  # greedy completions of the same prompts, with G = 1
-    masks_truncated: bool = False  # True: truncated completions are not trained on
-    metrics: dict[str, Any] = field(default_factory=dict)  # of the sampling
-    position: dict[str, Any] = field(default_factory=dict)  # of the actor's data and shapes after these prompts
-    flight: Flight | None = None  # the groups that go on after these
-    replaced: list[int] = field(default_factory=list)  # numbers of rows whose groups had no signal and gave way
-    moves: list[Move] = field(default_factory=list)  # of `refill`, until they are `settled`
+    wait_for_grades: Callable[[], GradedCompletions]  # waits for the reward functions; devices can score meanwhile
+    greedy: Samples | None = None  # greedy completions of the same prompts, with G = 1; None if no estimator needs them
+    masks_truncated: bool = False  # whether truncated completions are left out of training
+    metrics: dict[str, Any] = field(default_factory=dict)  # metrics of sampling
+    position: dict[str, Any] = field(default_factory=dict)  # position in the data behind these prompts
+    in_flight: InFlightGroups | None = None  # groups that the next call continues, None without partial rollouts
+    replaced_rows: list[int] = field(default_factory=list)  # row numbers of sampled groups that had no signal
+    replacements: list[GroupReplacement] = field(default_factory=list)  # not yet applied by `apply_replacements`
 
     @property
     def no_signal(self) -> np.ndarray:
-        """True for groups [B] that teach nothing.
+        """True for groups [B] that teach nothing. Waits for the reward functions.
 
-        All completions have the same reward, none has one, or the token limit cut all and the run does not train on
-        such ones.
+        A group has no signal if all its rewards are equal, if it has no reward, or if no token of it is trained on.
         """
-        total = self.graded().rewards.total
-        differ = np.fmax.reduce(total, axis=1) > np.fmin.reduce(total, axis=1)  # both ignore NaN
-        return ~(differ & self.trained.any(axis=(1, 2)))
+        total = self.wait_for_grades().rewards.total
+        rewards_differ = np.fmax.reduce(total, axis=1) > np.fmin.reduce(total, axis=1)  # both ignore NaN
+        return ~(rewards_differ & self.trained.any(axis=(1, 2)))
 
     @property
     def trained(self) -> np.ndarray:
@@ -57,38 +56,41 @@ class Samples:
         return self.rollouts.loss_mask & ~(self.rollouts.truncated & self.masks_truncated)[..., None]
 
     def tokens(self) -> int:
-        """Returns the number of sampled tokens."""
+        """Returns the number of tokens of all completions."""
         return int(self.rollouts.completion_mask.sum())
 
     def rewards(self) -> Rewards:
-        """Waits for the reward functions and returns the rewards."""
-        rewards = self.graded().rewards
+        """Waits for the reward functions and returns the rewards, with those of the greedy completions."""
+        rewards = self.wait_for_grades().rewards
         if not self.greedy:
             return rewards
-        greedy, lengths = self.greedy.graded().rewards.total, self.greedy.rollouts.completion_mask.sum(axis=-1)
+        greedy, lengths = self.greedy.wait_for_grades().rewards.total, self.greedy.rollouts.completion_mask.sum(axis=-1)
         return replace(rewards, greedy=greedy, greedy_lengths=lengths)
 
 
-class Move(NamedTuple):
-    """Groups `sources` of a fresh batch replace groups `at`: their numbers in the batches of all processes."""
+class GroupReplacement(NamedTuple):
+    """Groups of a batch that groups of a fresh batch replace. Indices count the groups of all processes."""
 
-    at: np.ndarray
-    fresh: Samples
-    sources: np.ndarray
+    replaced_groups: np.ndarray  # [n] indices in the batch
+    fresh: Samples  # the fresh batch, or this process's part of it
+    fresh_groups: np.ndarray  # [n] indices in the fresh batch
 
 
-def measured_alike(rollouts: Rollouts, channel: str) -> Rollouts:
-    """Returns rollouts with the metrics that the environments of any process measured; 0 where one did not.
+def align_metrics(rollouts: Rollouts, channel: str) -> Rollouts:
+    """Returns rollouts with the episode metrics of all processes; a metric that this process lacks is 0.
 
-    So rewards get the columns that they get in one process, and checkpoints the same arrays. channel: name of the
-    sequence of calls, as for `exchange`.
+    So reward functions get the same columns with any number of processes, and checkpoints the same arrays. channel:
+    channel of `distributed.exchange`.
     """
     names = distributed.exchange([*rollouts.episodes], channel)
     return rollouts.measured(sorted({*chain(*names)}))
 
 
-def per_episode(rollouts: Rollouts) -> list[list[dict[str, float]]]:
-    """Returns what environments measured, B x G. Without the time, so that a reward is the same in a resumed run."""
+def episode_metrics(rollouts: Rollouts) -> list[list[dict[str, float]]]:
+    """Returns the environments' metrics of each completion, B x G, for reward functions.
+
+    The metric `seconds` is left out, because a reward must be the same in a resumed run.
+    """
     named = {name: values.tolist() for name, values in rollouts.episodes.items() if name != "seconds"}
     b, g = rollouts.truncated.shape
     return [[{name: values[i][j] for name, values in named.items()} for j in range(g)] for i in range(b)]
@@ -96,11 +98,11 @@ def per_episode(rollouts: Rollouts) -> list[list[dict[str, float]]]:
 
 @dataclass(frozen=True)
 class CompletionTask:
-    """The environments that completions talk to, and the reward functions that judge their text."""
+    """What completions are sampled for: their environments, and the reward functions that judge their text."""
 
     tokenizer: Any
     score: RewardFn
-    environments: EnvironmentPool | None = None  # None: a completion is one turn
+    environments: EnvironmentPool | None = None  # None if a completion is a single turn
 
     def sample(
         self,
@@ -110,198 +112,227 @@ class CompletionTask:
         group_size: int,
         sampling: Sampling,
         channel: str,
-        ended: Callable[[int], None] = lambda count: None,
+        report_ended: Callable[[int], None] = lambda count: None,
     ) -> Rollouts:
-        """Samples completions of one turn, or episodes if there are environments.
+        """Samples completions of a single turn, or episodes if the task has environments.
 
-        channel: argument of `measured_alike`; ended: argument of `Engine.sample`.
+        channel: argument of `align_metrics`. report_ended: argument of `Engine.sample`.
         """
-        batch = self.environments.begin(prompts.rows, group_size) if self.environments else None
+        batch = self.environments.start_batch(prompts.rows, group_size) if self.environments else None
         rollouts = engine.sample(
-            prompts, key, group_size=group_size, sampling=sampling, environments=batch, ended=ended
+            prompts, key, group_size=group_size, sampling=sampling, environments=batch, report_ended=report_ended
         )
-        return _with_measured(rollouts, batch, channel) if batch else rollouts
+        return _with_episode_metrics(rollouts, batch, channel) if batch else rollouts
 
-    def begin(self, prompts: Prompts, group_size: int, length: int) -> Flight:
-        """Returns groups that begin, with room for `length` tokens in each completion."""
-        return self.opened(Flight.begin(prompts, group_size, length, self.tokenizer.pad_token_id))
+    def start_groups(self, prompts: Prompts, group_size: int, length: int) -> InFlightGroups:
+        """Returns new groups with open environments and room for `length` tokens in each completion."""
+        return self.open_environments(InFlightGroups.empty(prompts, group_size, length, self.tokenizer.pad_token_id))
 
-    def opened(self, flight: Flight) -> Flight:
-        """Returns groups with the environments of their episodes. Those of a resumed run are played again."""
-        if flight.environments or not self.environments:
-            return flight
-        rollouts, turns = flight.rollouts, flight.past_turns()
-        batch = self.environments.begin(flight.prompts.rows, flight.ended.shape[1])
+    def open_environments(self, in_flight: InFlightGroups) -> InFlightGroups:
+        """Returns groups with the environments of their episodes.
+
+        After a resume it opens new environments, and replays the earlier turns of their episodes.
+        """
+        if in_flight.environments or not self.environments:
+            return in_flight
+        rollouts, turns = in_flight.rollouts, in_flight.answered_turns()
+        batch = self.environments.start_batch(in_flight.prompts.rows, in_flight.has_ended.shape[1])
         batch.replay(turns, rollouts.episodes, rollouts.truncated)
-        return flight._replace(environments=batch)
+        return in_flight._replace(environments=batch)
 
     def sample_first(
-        self, engine: StreamEngine, flight: Flight, key: Array, sampling: Sampling, enough: int, channel: str
-    ) -> FirstComplete:
-        """Samples until `enough` groups of a flight are complete. channel: argument of `measured_alike`."""
-        first = engine.sample_first(flight, key, sampling=sampling, enough=enough)
-        if not (batch := flight.environments):
+        self,
+        engine: StreamEngine,
+        in_flight: InFlightGroups,
+        key: Array,
+        sampling: Sampling,
+        wanted_groups: int,
+        channel: str,
+    ) -> FirstCompleteGroups:
+        """Samples until `wanted_groups` groups are complete. channel: argument of `align_metrics`."""
+        first = engine.sample_first(in_flight, key, sampling=sampling, wanted_groups=wanted_groups)
+        if not (batch := in_flight.environments):
             return first
-        rollouts = _with_measured(first.flight.rollouts, batch, channel)
-        # All episodes get all metrics, as they have after a resume.
-        batch.recall(rollouts.episodes, rollouts.truncated)
-        return first._replace(flight=first.flight._replace(rollouts=rollouts))
+        rollouts = _with_episode_metrics(first.in_flight.rollouts, batch, channel)
+        # Every episode gets every metric now, as it does after a resume.
+        batch.restore_measurements(rollouts.episodes, rollouts.truncated)
+        return first._replace(in_flight=first.in_flight._replace(rollouts=rollouts))
 
-    def grade(self, prompts: Prompts, rollouts: Rollouts) -> Graded:
-        """Returns texts and rewards, once the reward functions have judged."""
+    def grade(self, prompts: Prompts, rollouts: Rollouts) -> GradedCompletions:
+        """Waits for the reward functions and returns texts and rewards."""
         return self.score(*self.completions(prompts, rollouts))
 
     def completions(self, prompts: Prompts, rollouts: Rollouts) -> Completions:
-        """Decodes completions for the reward functions, with the columns of `tasks` if there are environments."""
+        """Decodes completions for the reward functions. Adds columns about episodes if the task has environments."""
         tokens, mask = rollouts.completions, rollouts.completion_mask
         texts, ids = data.decode(self.tokenizer, tokens, mask)
         if not self.environments:
             return Completions(prompts.rows, texts, ids)
         turns = data.decode_turns(self.tokenizer, tokens, mask, rollouts.loss_mask)
         groups = zip(rollouts.loss_mask, mask, strict=True)
-        loss_masks = [[row[real].tolist() for row, real in zip(*group, strict=True)] for group in groups]
-        columns = {"turns": turns, "episode": per_episode(rollouts), "loss_mask": loss_masks}
+        loss_masks = [[row[is_real].tolist() for row, is_real in zip(*group, strict=True)] for group in groups]
+        columns = {"turns": turns, "episode": episode_metrics(rollouts), "loss_mask": loss_masks}
         return Completions(prompts.rows, texts, ids, columns)
 
 
-def _with_measured(rollouts: Rollouts, batch: EnvironmentBatch, channel: str) -> Rollouts:
-    """Returns episodes with what their environments measured."""
+def _with_episode_metrics(rollouts: Rollouts, batch: EnvironmentBatch, channel: str) -> Rollouts:
+    """Returns rollouts of episodes with the metrics and limits of their environments."""
     truncated = rollouts.truncated | batch.truncated
-    return measured_alike(replace(rollouts, truncated=truncated, episodes=batch.metrics()), channel)
+    return align_metrics(replace(rollouts, truncated=truncated, episodes=batch.metrics()), channel)
 
 
 class SampledGroups(NamedTuple):
-    """The groups of one call of the engine."""
+    """Numbers of groups in one call of the engine."""
 
-    prompts: int
-    enough: int = 0  # complete ones, with which the call ends (`flight.StreamEngine`); 0: all
+    prompts: int  # groups that the call samples
+    wanted_groups: int = 0  # number of complete groups with which the call ends (`StreamEngine`); 0 = all groups
 
 
-class Drawing(NamedTuple):
+class SamplingPlan(NamedTuple):
     """What a step samples for each of its prompts."""
 
-    group_size: int  # completions
+    group_size: int  # completions of a prompt
     sampling: Sampling
-    resample_rounds: int = 0  # of fresh prompts, at most, for groups without a signal
-    greedy: bool = False  # also the greedy completion
-    masks_truncated: bool = False  # completions that the limit cut are not trained on
-    partial: bool = False  # the first groups that are complete are a batch, the others go on for the next one
+    resample_rounds: int = 0  # most rounds of fresh prompts that replace groups without a signal
+    greedy: bool = False  # whether to sample the greedy completion too
+    masks_truncated: bool = False  # whether truncated completions are left out of training
+    # Whether the first complete groups are the batch. Then the next call continues the other groups.
+    partial: bool = False
 
 
 @dataclass
 class SampleSource:
     """Samples completions for the next prompts and starts the reward functions."""
 
-    drawing: Drawing
+    sampling_plan: SamplingPlan
     engine: Engine
     prompts: grain.DatasetIterator
     collate: Collate
     task: CompletionTask
     mesh: Mesh
     max_completion_tokens: int
-    flight: Flight | None = None  # the groups that go on, of partial rollouts
+    in_flight: InFlightGroups | None = None  # groups that the next call continues, for partial rollouts
 
     def sample(self, key: Array) -> Samples:
-        """Samples the next prompts. The main thread calls `settled` for the groups that were replaced."""
-        drawing, metrics = self.drawing, {}
-        if drawing.partial:
-            return self._with_greedy(self._first_complete(key), key)
+        """Samples the next prompts. The main thread calls `apply_replacements` on the result."""
+        plan, metrics = self.sampling_plan, {}
+        if plan.partial:
+            return self._with_greedy(self._sample_first_complete(key), key)
 
-        def draw(key: Array) -> Samples:
-            return self._draw(next(self.prompts), key, drawing.group_size, drawing.sampling)
+        def sample_batch(key: Array) -> Samples:
+            return self._sample_prompts(next(self.prompts), key, plan.group_size, plan.sampling)
 
-        samples = draw(key)
-        if drawing.resample_rounds:
+        samples = sample_batch(key)
+        if plan.resample_rounds:
             metrics = {"groups/no_signal_sampled": distributed.gather(samples.no_signal, SAMPLING).mean()}
 
-            def draw_again(attempt: int) -> Samples:
-                return draw(jax.random.fold_in(key, np.uint32(attempt)))
+            def sample_fresh(attempt: int) -> Samples:
+                return sample_batch(jax.random.fold_in(key, np.uint32(attempt)))
 
-            samples, metrics["groups/replaced"] = refill(samples, draw_again, self.collate, drawing.resample_rounds)
-        # The greedy companions are sampled after `refill`, which may replace prompts.
+            samples, metrics["groups/replaced"] = resample_groups(
+                samples, sample_fresh, self.collate, plan.resample_rounds
+            )
+        # The greedy completions are sampled last, because `resample_groups` may replace prompts.
         return self._with_greedy(replace(samples, metrics=metrics), key)
 
-    def settled(self, samples: Samples) -> Samples:
-        """Returns samples whose replaced groups are in their places. The main thread calls it, in all processes."""
-        return settled(samples, self.task.tokenizer, self.mesh)
+    def apply_replacements(self, samples: Samples) -> Samples:
+        """Returns samples with fresh groups in the places that they replace. All processes call it together."""
+        return apply_replacements(samples, self.task.tokenizer, self.mesh)
 
     def to_checkpoint(self, samples: Samples) -> dict[str, Any]:
-        """Returns the arrays that a checkpoint keeps of a batch that no update has used yet, on the devices."""
+        """Returns the arrays, on the devices, that a checkpoint keeps of a batch that no update has used."""
         greedy = {"greedy": samples.greedy.rollouts} if samples.greedy else {}
         arrays = {"numbers": samples.prompts.numbers, "rollouts": samples.rollouts} | greedy
         return sharding.shard_batch(arrays, self.mesh)
 
-    def from_checkpoint(self, arrays: dict[str, Any], metrics: dict[str, Any], replaced: list[int]) -> Samples:
-        """Rebuilds the batch of `to_checkpoint` and grades it again. A checkpoint holds dataclasses as dicts."""
-        # A checkpoint has no texts and no rewards: both follow from the rows and the tokens.
+    def from_checkpoint(self, arrays: dict[str, Any], metrics: dict[str, Any], replaced_rows: list[int]) -> Samples:
+        """Returns the batch of `to_checkpoint`, and starts its grading. A checkpoint holds dataclasses as dicts.
+
+        A checkpoint has no texts and no rewards, because both follow from the data rows and the tokens.
+        """
         arrays = sharding.to_host(arrays)
         prompts = self.collate(arrays["numbers"])
         rollouts, *greedy = (Rollouts(**arrays[name]) for name in ("rollouts", "greedy") if name in arrays)
-        samples = replace(self._graded(prompts, rollouts), metrics=metrics, replaced=replaced)
-        return replace(samples, greedy=self._graded(prompts, greedy[0])) if greedy else samples
+        samples = replace(self._start_grading(prompts, rollouts), metrics=metrics, replaced_rows=replaced_rows)
+        return replace(samples, greedy=self._start_grading(prompts, greedy[0])) if greedy else samples
 
     def _with_greedy(self, samples: Samples, key: Array) -> Samples:
-        if not self.drawing.greedy:
+        if not self.sampling_plan.greedy:
             return samples
-        return replace(samples, greedy=self._draw(samples.prompts, key, 1, Sampling(temperature=0)))
+        return replace(samples, greedy=self._sample_prompts(samples.prompts, key, 1, Sampling(temperature=0)))
 
-    def _first_complete(self, key: Array) -> Samples:
-        """Samples until as many groups are complete as a batch has. The others go on in the next call."""
-        group, length = self.drawing.group_size, self.max_completion_tokens
-        begin = partial(self.task.begin, group_size=group, length=length)
-        # The first call begins two batches, so that another group can always begin when a group is complete.
-        flight = self.task.opened(self.flight) if self.flight else begin(next(self.prompts))
-        enough = len(flight.ended)
-        flight = flight.joined(begin(next(self.prompts)))
-        carried = flight.rollouts.completion_mask.any(axis=(1, 2))
+    def _sample_first_complete(self, key: Array) -> Samples:
+        """Samples until as many groups are complete as a batch has. The next call continues the other groups."""
+        plan, task = self.sampling_plan, self.task
+        start_groups = partial(task.start_groups, group_size=plan.group_size, length=self.max_completion_tokens)
+        # The first call starts two batches, so that a new group can start whenever a group is complete.
+        in_flight = task.open_environments(self.in_flight) if self.in_flight else start_groups(next(self.prompts))
+        wanted_groups = len(in_flight.has_ended)
+        in_flight = in_flight.concatenate(start_groups(next(self.prompts)))
+        carried = in_flight.rollouts.completion_mask.any(axis=(1, 2))
         engine = cast(StreamEngine, self.engine)
-        flight, first, idle = self.task.sample_first(engine, flight, key, self.drawing.sampling, enough, SAMPLING)
-        batch, self.flight = flight.split(first)
-        measured = {"rollout/carried": carried[first], "rollout/idle_slots": np.array([idle], np.float32)}
-        metrics = {name: distributed.gather(values, SAMPLING).mean() for name, values in measured.items()}
-        return replace(self._graded(batch.prompts, batch.rollouts), flight=self.flight, metrics=metrics)
+        first = task.sample_first(
+            engine, in_flight, key, sampling=plan.sampling, wanted_groups=wanted_groups, channel=SAMPLING
+        )
+        batch, self.in_flight = first.in_flight.split(first.complete_groups)
+        local_metrics = {
+            "rollout/carried": carried[first.complete_groups],
+            "rollout/idle_slots": np.array([first.idle_share], np.float32),
+        }
+        metrics = {name: distributed.gather(values, SAMPLING).mean() for name, values in local_metrics.items()}
+        samples = self._start_grading(batch.prompts, batch.rollouts)
+        return replace(samples, in_flight=self.in_flight, metrics=metrics)
 
-    def _draw(self, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Samples:
-        return self._graded(prompts, self.task.sample(self.engine, prompts, key, group_size, sampling, SAMPLING))
+    def _sample_prompts(self, prompts: Prompts, key: Array, group_size: int, sampling: Sampling) -> Samples:
+        rollouts = self.task.sample(
+            self.engine, prompts, key, group_size=group_size, sampling=sampling, channel=SAMPLING
+        )
+        return self._start_grading(prompts, rollouts)
 
-    def _graded(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
-        graded = self.task.score.start(partial(self.task.completions, prompts, rollouts))
-        return Samples(prompts, rollouts, graded, masks_truncated=self.drawing.masks_truncated)
+    def _start_grading(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
+        wait_for_grades = self.task.score.start(partial(self.task.completions, prompts, rollouts))
+        return Samples(prompts, rollouts, wait_for_grades, masks_truncated=self.sampling_plan.masks_truncated)
 
 
-def refill(samples: Samples, draw: Callable[[int], Samples], collate: Collate, rounds: int) -> tuple[Samples, int]:
-    """Replaces groups without signal by groups of `draw(1)`, `draw(2)` ..., and counts the replaced groups.
+def resample_groups(
+    samples: Samples, sample_fresh: Callable[[int], Samples], collate: Collate, rounds: int
+) -> tuple[Samples, int]:
+    """Replaces groups without a signal by groups of `sample_fresh(1)`, `sample_fresh(2)` and so on.
 
-    Stops when every group has a signal, or after `rounds` rounds. Drops the fresh groups that it does not need.
-    A group gives way to one of its own source alone: otherwise an easy or a hard source would vanish from a mixture.
-    A group may go to another process. Completions and rewards are moved later (`settled`): this may be a thread,
-    beside programs of the main thread on the same devices.
+    Also returns the number of replaced groups. It stops when every group has a signal, or after `rounds` rounds, and
+    drops the fresh groups that it does not need.
+    A fresh group replaces only a group of its own source. Otherwise an easy or a hard source would vanish from a
+    mixture.
+    The fresh group may be in another process. `apply_replacements` moves its completions and rewards later, because
+    this function may run in a thread beside programs of the main thread on the same devices.
     """
-    lacks, numbers, sources = _groups_of_all_processes(samples)
-    without, moves = numbers[lacks].tolist(), []
-    # All processes see all groups, so they stop after the same round.
+    lacks_signal, numbers, sources = _groups_of_all_processes(samples)
+    replaced_rows, replacements = numbers[lacks_signal].tolist(), list[GroupReplacement]()
+    # Every process sees the groups of all processes, so all stop after the same round.
     for i in range(1, rounds + 1):
-        if not lacks.any():
+        if not lacks_signal.any():
             break
-        fresh = draw(i)
-        fresh_lacks, fresh_numbers, fresh_sources = _groups_of_all_processes(fresh)
-        without += fresh_numbers[fresh_lacks].tolist()
+        fresh = sample_fresh(i)
+        fresh_lacks_signal, fresh_numbers, fresh_sources = _groups_of_all_processes(fresh)
+        replaced_rows += fresh_numbers[fresh_lacks_signal].tolist()
         pairs = list[tuple[int, int]]()
-        for name in dict.fromkeys(sources[lacks]):
-            places = np.flatnonzero(lacks & (sources == name))
-            replacements = np.flatnonzero(~fresh_lacks & (fresh_sources == name))
-            pairs.extend(zip(places.tolist(), replacements.tolist(), strict=False))
-        at, replacing = np.array(pairs, int).reshape(-1, 2).T
-        lacks[at], numbers[at] = False, fresh_numbers[replacing]
-        moves += [Move(at, fresh, replacing)] if len(at) else []
-    prompts = collate(numbers[distributed.part(len(numbers))]) if moves else samples.prompts
-    return replace(samples, prompts=prompts, moves=moves, replaced=without), sum(len(move.at) for move in moves)
+        for source in dict.fromkeys(sources[lacks_signal]):
+            replaceable = np.flatnonzero(lacks_signal & (sources == source))
+            usable = np.flatnonzero(~fresh_lacks_signal & (fresh_sources == source))
+            pairs.extend(zip(replaceable.tolist(), usable.tolist(), strict=False))
+        replaced_groups, fresh_groups = np.array(pairs, int).reshape(-1, 2).T
+        lacks_signal[replaced_groups], numbers[replaced_groups] = False, fresh_numbers[fresh_groups]
+        if len(replaced_groups):
+            replacements.append(GroupReplacement(replaced_groups, fresh, fresh_groups))
+    prompts = collate(numbers[distributed.part(len(numbers))]) if replacements else samples.prompts
+    samples = replace(samples, prompts=prompts, replacements=replacements, replaced_rows=replaced_rows)
+    return samples, sum(len(replacement.replaced_groups) for replacement in replacements)
 
 
 def _groups_of_all_processes(samples: Samples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns for the groups of all processes: whether a group has no signal, its row number, and its source."""
+    """Returns three arrays over the groups of all processes: whether it has no signal, its row number, its source."""
     prompts = samples.prompts
-    # The array holds objects, because an array of text would cut the names of other processes to the longest name here.
+    # The array holds objects. An array of text would cut the names of other processes to the longest name here.
     sources = np.array(prompts.sources or [""] * len(prompts.numbers), object)
     no_signal, numbers, sources = (
         distributed.gather(x, SAMPLING) for x in (samples.no_signal, prompts.numbers, sources)
@@ -309,42 +340,59 @@ def _groups_of_all_processes(samples: Samples) -> tuple[np.ndarray, np.ndarray, 
     return no_signal, numbers, sources
 
 
-def settled(samples: Samples, tokenizer: Any, mesh: Mesh) -> Samples:
-    """Moves completions and rewards to the places of the groups that they replace. All processes call it together."""
-    rollouts, graded = samples.rollouts, samples.graded
-    for move in samples.moves:
-        rollouts, moved = _move_groups(rollouts, graded(), move, tokenizer, mesh)
-        graded = partial(Graded, *moved)
-    return replace(samples, rollouts=rollouts, graded=graded, moves=[])
+def apply_replacements(samples: Samples, tokenizer: Any, mesh: Mesh) -> Samples:
+    """Moves completions and rewards of fresh groups to the places of the groups that they replace.
+
+    All processes call it together.
+    """
+    rollouts, wait_for_grades = samples.rollouts, samples.wait_for_grades
+    for replacement in samples.replacements:
+        rollouts, graded = _apply_replacement(rollouts, wait_for_grades(), replacement, tokenizer, mesh)
+        wait_for_grades = partial(GradedCompletions, *graded)
+    return replace(samples, rollouts=rollouts, wait_for_grades=wait_for_grades, replacements=[])
 
 
-def _move_groups(rollouts: Rollouts, graded: Graded, move: Move, tokenizer: Any, mesh: Mesh) -> tuple[Rollouts, Graded]:
-    at, fresh, sources = move
-    # The metrics of two batches may have other names: an environment need not give all of them.
+def _apply_replacement(
+    rollouts: Rollouts, graded: GradedCompletions, replacement: GroupReplacement, tokenizer: Any, mesh: Mesh
+) -> tuple[Rollouts, GradedCompletions]:
+    replaced_groups, fresh, fresh_groups = replacement
+    # The two batches may have different metrics, because an environment may report a metric only at times.
     names = sorted({*rollouts.episodes, *fresh.rollouts.episodes})
-    old = rollouts.measured(names), graded.rewards
-    new = fresh.rollouts.measured(names), fresh.graded().rewards
-    rollouts, rewards = sharding.put_groups(old, new, at, sources, mesh)
+    old_values = rollouts.measured(names), graded.rewards
+    new_values = fresh.rollouts.measured(names), fresh.wait_for_grades().rewards
+    rollouts, rewards = sharding.put_groups(old_values, new_values, replaced_groups, fresh_groups, mesh)
     part = distributed.part(len(rollouts.truncated) * distributed.count())
-    local = at[(part.start <= at) & (at < part.stop)] - part.start
-    if not len(local):
+    local_groups = replaced_groups[(part.start <= replaced_groups) & (replaced_groups < part.stop)] - part.start
+    if not len(local_groups):
         return rollouts, graded._replace(rewards=rewards)
-    # Their texts follow from their tokens.
-    tokens, mask, loss_mask = (x[local] for x in (rollouts.completions, rollouts.completion_mask, rollouts.loss_mask))
-    texts = dict(zip(local.tolist(), data.decode(tokenizer, tokens, mask)[0], strict=True))
-    turns = dict(zip(local.tolist(), data.decode_turns(tokenizer, tokens, mask, loss_mask), strict=True))
+    # The texts are decoded again, because only arrays move between processes.
+    tokens, mask, loss_mask = (
+        x[local_groups] for x in (rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
+    )
+    texts = dict(zip(local_groups.tolist(), data.decode(tokenizer, tokens, mask)[0], strict=True))
+    turns = dict(zip(local_groups.tolist(), data.decode_turns(tokenizer, tokens, mask, loss_mask), strict=True))
     all_texts = [texts.get(b, group) for b, group in enumerate(graded.texts)]
     all_turns = [turns.get(b, group) for b, group in enumerate(graded.turns)]
-    return rollouts, Graded(all_texts, rewards, all_turns, graded.metrics)
+    return rollouts, GradedCompletions(all_texts, rewards, all_turns, graded.metrics)
 
 
 def to_batch(
     prompts: Prompts, rollouts: Rollouts, trained: np.ndarray, pack: Callable[[np.ndarray, int], np.ndarray]
 ) -> Batch:
-    """Makes a batch on the host. trained: its loss mask; pack: lengths [B, G], P -> packed_index [B, E, N, T]."""
-    # The lengths of all processes decide the shape of the rows.
+    """Returns the batch of scoring and updates, on the host.
+
+    trained: loss mask [B, G, C]. pack(lengths [B, G], P): returns packed_index [B, E, N, T].
+    """
+    # The lengths of all processes decide the shape of the packed rows.
     lengths = distributed.gather(rollouts.completion_mask.sum(axis=-1))
-    index = pack(lengths, prompts.tokens.shape[1])[distributed.part(len(lengths))]
-    completions = rollouts.completions, rollouts.completion_mask, trained
-    scored = dict(sampler_logprobs=rollouts.logprobs, packed_index=index)
-    return Batch(prompts.tokens, prompts.mask, *completions, **scored, images=prompts.images)
+    packed_index = pack(lengths, prompts.tokens.shape[1])[distributed.part(len(lengths))]
+    return Batch(
+        prompts.tokens,
+        prompts.mask,
+        rollouts.completions,
+        rollouts.completion_mask,
+        trained,
+        sampler_logprobs=rollouts.logprobs,
+        packed_index=packed_index,
+        images=prompts.images,
+    )

@@ -15,31 +15,31 @@ Seconds = MayChange[Annotated[float, TIMEOUT]]
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSettings:
-    """The length of completions, for `sft`."""
+    """The part of section `rollout` that `sft` has: the length of completions."""
 
     max_completion_tokens: AtLeastOne
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings(LengthSettings):
-    """How completions are sampled."""
+    """Section `rollout`: how completions are sampled."""
 
     max_lag: Count
     resample_rounds: Count
     partial: bool
-    temperature: Annotated[float, Field(float, low=1e-4)]  # smaller ones overflow
+    temperature: Annotated[float, Field(float, low=1e-4)]  # logits divided by a smaller temperature overflow
     top_k: Count
     top_p: Annotated[float, Field(float, low=0, high=1, above=True)]
 
     @property
     def sampling(self) -> Sampling:
-        """The distribution that is sampled and scored."""
+        """The distribution from which the engine samples, and with which the trainer scores."""
         return Sampling(self.temperature, self.top_k, self.top_p)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSettings:
-    """How the functions run that judge completions."""
+    """How the functions that judge completions run."""
 
     timeout: Seconds
     unconfined: MayChange[bool]
@@ -49,7 +49,7 @@ class JudgeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings(JudgeSettings):
-    """The reward functions of a run, and what a completion loses near its limit."""
+    """Section `reward`: the reward functions of a run, and the penalty for overlong completions."""
 
     functions: tuple = field()  # pyright: ignore[reportIncompatibleVariableOverride]
     weights: tuple
@@ -57,6 +57,6 @@ class RewardSettings(JudgeSettings):
 
     @property
     def channels(self) -> dict[str, float]:
-        """{name: weight} of the reward functions. The name of a channel is without arguments."""
+        """{name: weight} of the reward functions. The names leave out arguments."""
         names = [split_call(text)[0] for text in self.functions]
         return dict(zip(names, self.weights, strict=True))

@@ -1,4 +1,4 @@
-"""A time limit for code of the user that runs in this process."""
+"""A time limit for the user's code that runs in this process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from threading import Lock, Thread
 from typing import TypeVar
 
 T = TypeVar("T")
-# Calls that have not ended after their time: each keeps a thread, with its stack and its locals.
-MOST_LATE = 256
+# Late calls that may run at a time. Each of them keeps a thread with its stack and local variables.
+MAX_LATE_CALLS = 256
 
 
-class Late(BaseException):
-    """Ends a call that is late. `except Exception` in the user's code does not catch it."""
+class CallTimeout(BaseException):
+    """Raised in the thread of a late call to end the call. `except Exception` in the user's code does not catch it."""
 
 
 class TimeLimit:
@@ -23,36 +23,36 @@ class TimeLimit:
 
     def __init__(self, seconds: float):
         """seconds: limit of a call, 0 = unlimited."""
-        self._seconds, self._late, self._lock = seconds, list[Thread](), Lock()
+        self._seconds, self._late_threads, self._lock = seconds, list[Thread](), Lock()
 
     def call(self, function: Callable[[], T]) -> T:
-        """Returns function(), which must raise nothing. Raises: TimeoutError, after the limit.
+        """Returns function(), which must not raise.
 
-        A thread cannot be killed. A late call ends with the next Python instruction that it runs; one that waits for
-        something outside of Python, without a time limit of its own, ends with it. If too many wait, none is started.
+        Raises: TimeoutError, after the limit, or if too many calls are late.
+        A thread cannot be killed. A late call ends at the next Python instruction that it runs. A call that waits
+        outside of Python ends only when that wait ends.
         """
         if not self._seconds:
             return function()
-        if self.late() >= MOST_LATE:
+        if self.count_late_calls() >= MAX_LATE_CALLS:
             warnings.warn(
-                f"{MOST_LATE} steps of environments have not returned: no other step begins until one does; give what "
-                "they wait for a time limit of its own",
+                f"{MAX_LATE_CALLS} steps of environments still run after their time limit: no other step starts until "
+                "one of them returns; set time limits inside the environment, for what it waits for",
                 stacklevel=2,
             )
             raise TimeoutError
-        results, ended, ends = list[T](), list[bool](), Lock()
+        results, has_ended, ends = list[T](), list[bool](), Lock()
 
         def run() -> None:
             with suppress(BaseException):
-                # All errors are suppressed here: `Late`, and an error that ends only this thread, such as
-                # KeyboardInterrupt.
+                # All errors are suppressed, because they end only this thread: `CallTimeout`, or KeyboardInterrupt.
                 try:
                     results.append(function())
                 finally:
                     with ends:
-                        # Nothing may be raised in this thread from here on: another thread
+                        # From here on no error may be raised in this thread, because another thread
                         # may get its identity.
-                        ended.append(True)
+                        has_ended.append(True)
 
         # Each call has its own thread, because a call that never returns must not occupy a worker.
         thread = Thread(target=run, daemon=True)
@@ -61,14 +61,16 @@ class TimeLimit:
         if results:
             return results[0]
         with ends:
-            if not ended:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Late))
+            if not has_ended:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread.ident or 0), ctypes.py_object(CallTimeout)
+                )
         with self._lock:
-            self._late.append(thread)
+            self._late_threads.append(thread)
         raise TimeoutError
 
-    def late(self) -> int:
-        """Returns the number of calls that are late and have not ended."""
+    def count_late_calls(self) -> int:
+        """Returns the number of late calls that still run."""
         with self._lock:
-            self._late = [thread for thread in self._late if thread.is_alive()]
-            return len(self._late)
+            self._late_threads = [thread for thread in self._late_threads if thread.is_alive()]
+            return len(self._late_threads)

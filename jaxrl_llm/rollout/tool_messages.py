@@ -1,4 +1,4 @@
-"""Results of tools as text that a chat template puts between two turns of the policy."""
+"""Renders results of tools as the text that a chat template writes between two turns of the policy."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError, describe
 
-TURN = "(a-turn-of-the-policy)"  # stands for the policy's words. Templates change blanks, tags and quotes
-WORDS = ("first-result", "second-result")
-# What a template must take, though it may write it in another form: as JSON, or without the blanks at its ends.
-HARD = ('"a" \\ \'b\'\n{"c": [1]} {{ d }}\n', "  blanks  ", "Zürich 東京 🙂", "", "3")
+TURN_MARK = "(a-turn-of-the-policy)"  # text in place of a turn, without blanks, tags and quotes, which templates change
+MARKED_RESULTS = ("first-result", "second-result")
+# Results that a template must accept. It may write them in another form: as JSON, or without the blanks at the ends.
+HARD_RESULTS = ('"a" \\ \'b\'\n{"c": [1]} {{ d }}\n', "  blanks  ", "Zürich 東京 🙂", "", "3")
 
 
 class ToolMessages:
@@ -29,42 +29,42 @@ class ToolMessages:
         self._end = re.compile(rf"\s*({ends or '(?!)'})")
 
     def check(self, row_args: Mapping[str, Any]) -> None:
-        """Tries results that are hard to write. Raises: UserError, if the template does not take or not show them."""
+        """Renders difficult results. Raises: UserError, if the template does not accept or does not show results."""
         try:
-            shown = self.between([], WORDS, row_args)
-            for results in (HARD, *((result,) for result in HARD)):
-                self.between([], results, row_args)
+            rendered = self.render_results([], MARKED_RESULTS, row_args)
+            for results in (HARD_RESULTS, *((result,) for result in HARD_RESULTS)):
+                self.render_results([], results, row_args)
         except Exception as error:
-            # A template may raise anything.
+            # A chat template may raise any error.
             raise UserError(
-                f"the chat template does not take results of tools: {describe(error)}: use another model, or an env "
-                "whose observations are text"
+                f"config.env has tools, but the model's chat template does not accept their results "
+                f"({describe(error)}): use another model, or an environment whose observations are text"
             ) from error
-        if not re.search(".*".join(WORDS), shown, re.DOTALL):
+        if not re.search(".*".join(MARKED_RESULTS), rendered, re.DOTALL):
             raise UserError(
-                "the chat template does not show results of tools: use another model, or an env whose observations "
-                "are text"
+                "config.env has tools, but the model's chat template does not show their results: use another model, "
+                "or an environment whose observations are text"
             )
 
-    def between(self, turn: Sequence[int], results: Sequence[str], row_args: Mapping[str, Any]) -> str:
-        """Returns the text from the end of a turn, with these token ids, to the beginning of the next one.
+    def render_results(self, turn: Sequence[int], results: Sequence[str], row_args: Mapping[str, Any]) -> str:
+        """Returns the text from the end of a turn, which has these token ids, to the start of the next turn.
 
-        If the turn has no special token at its end, the text begins with one. row_args: arguments of the template that
-        a data row has of its own.
-        Raises: what the template raises; ValueError, if it does not end the turn with a special token.
+        If the turn does not end with a special token, the text starts with one. row_args: arguments of the chat
+        template from the data row.
+        Raises: any error of the template; ValueError, if the template does not end a turn with a special token.
         """
         messages = [
             {"role": "user", "content": "?"},
-            {"role": "assistant", "content": TURN},
-            # Mistral's templates want an id of nine letters or digits.
+            {"role": "assistant", "content": TURN_MARK},
+            # Mistral's templates require an id of nine letters or digits.
             *({"role": "tool", "content": x, "tool_call_id": f"{i:09}"} for i, x in enumerate(results)),
         ]
-        whole = self._tokenizer.apply_chat_template(
+        text = self._tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **{**self._args, **row_args}
         )
-        # The text is cut at a mark, and not compared with a text without results, because a template may write the last
-        # answer in another form.
-        after = whole.partition(TURN)[2]
-        if not (end := self._end.match(after)):
-            raise ValueError(f"it writes {after[:20]!r} after an answer, which is no special token")
-        return after[end.end() if turn and turn[-1] in self._special else end.start(1) :]
+        # The text is cut at a mark. Comparison with a text without results would fail, because a template may write
+        # the last answer in another form.
+        text_after_turn = text.partition(TURN_MARK)[2]
+        if not (end := self._end.match(text_after_turn)):
+            raise ValueError(f"it writes {text_after_turn[:20]!r} after an answer, which is no special token")
+        return text_after_turn[end.end() if turn and turn[-1] in self._special else end.start(1) :]

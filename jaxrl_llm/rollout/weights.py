@@ -20,101 +20,110 @@ from jaxrl_llm.models import adapters
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, PyTree
 
-REMEDY = "raise mesh.tensor: it divides this copy, and mesh.fsdp does not"
+# Advice if the copy does not fit the memory.
+REMEDY = "raise mesh.tensor, which divides the sampler's copy of the weights (mesh.fsdp does not)"
 
 
 def sampling_decoder(model: Decoder, mesh: Mesh) -> Decoder:
-    """Returns the decoder that samples with this copy."""
+    """Returns the decoder that computes with the sampler's copy. On a CPU, the copy's kernels are transposed."""
     return Decoder(replace(model.cfg, transposed=mesh.devices.flat[0].platform == "cpu"), mesh)
 
 
-def copy_shapes(model: Decoder, mesh: Mesh, trainer: Mesh, params: PyTree, *, in_int8: bool) -> PyTree:
-    """Returns the copy on `mesh` as shapes with shardings; params: shapes of the trainer's parameters."""
-    return Placing(sampling_decoder(model, mesh), mesh, trainer, in_int8=in_int8).shapes(params)
+def copy_shapes(model: Decoder, mesh: Mesh, trainer_mesh: Mesh, params: PyTree, *, in_int8: bool) -> PyTree:
+    """Returns the shapes and shardings of the sampler's copy on `mesh`. params: shapes of the trainer's parameters."""
+    return WeightCopier(sampling_decoder(model, mesh), mesh, trainer_mesh, in_int8=in_int8).shapes(params)
 
 
-class Placing:
-    """Makes the copy of a policy's parameters, for `model`."""
+class WeightCopier:
+    """Copies the policy's parameters for the sampler, layer by layer."""
 
-    def __init__(self, model: Decoder, mesh: Mesh, trainer: Mesh | None = None, *, in_int8: bool = False):
-        """mesh: mesh of the copy; trainer: mesh of the parameters, None if it is the same. in_int8: whether the layers'
-        kernels are int8."""
-        self._model, self.moves = model, trainer not in (None, mesh)
-        self._ends_at, self._layer_at = _shardings(model, mesh, in_int8=in_int8)
-        ends_at, layer_at = _shardings(model, trainer or mesh, in_int8=in_int8)
-        self._ends = jax.jit(model.as_used, out_shardings=ends_at)
-        # The number of the layer is an argument: one program for all layers.
-        self._layer = jax.jit(partial(_layer, model, in_int8=in_int8), out_shardings=layer_at)
+    def __init__(self, model: Decoder, mesh: Mesh, trainer_mesh: Mesh | None = None, *, in_int8: bool = False):
+        """mesh: mesh of the copy. trainer_mesh: mesh of the parameters, None if it is `mesh`. in_int8: whether the copy
+        has int8 layer kernels."""
+        self._model, self.copies_to_other_devices = model, trainer_mesh not in (None, mesh)
+        self._outer_shardings, self._layer_shardings = _shardings(model, mesh, in_int8=in_int8)
+        outer_shardings, layer_shardings = _shardings(model, trainer_mesh or mesh, in_int8=in_int8)
+        self._copy_outer = jax.jit(model.as_used, out_shardings=outer_shardings)
+        # The layer's number is an argument, so that one program serves all layers.
+        self._copy_layer = jax.jit(partial(_layer, model, in_int8=in_int8), out_shardings=layer_shardings)
 
     def __call__(self, params: PyTree) -> PyTree:
-        """Returns the copy."""
-        # Layer by layer: in one program, the gathered stack of layers would be in memory beside the list.
+        """Returns the copy of `params`."""
+        # A single program would need memory for the gathered stack of layers and for the list of layers together.
         layers = [
-            self._moved(self._layer(params["layers"], np.int32(i)), self._layer_at)
+            self._move(self._copy_layer(params["layers"], np.int32(i)), self._layer_shardings)
             for i in range(self._model.cfg.layers)
         ]
-        return {**self._moved(self._ends(_ends_of(params)), self._ends_at), "layers": layers}
+        return {**self._move(self._copy_outer(_without_layers(params)), self._outer_shardings), "layers": layers}
 
     def shapes(self, params: PyTree) -> PyTree:
-        """Returns the copy as shapes with shardings; `params` may be shapes."""
-        layer = jax.tree.map(placed, jax.eval_shape(self._layer, params["layers"], np.int32(0)), self._layer_at)
-        ends = jax.tree.map(placed, jax.eval_shape(self._ends, _ends_of(params)), self._ends_at)
-        return {**ends, "layers": [layer] * self._model.cfg.layers}
+        """Returns the shapes and shardings of the copy. params: parameters or their shapes."""
+        layer = jax.eval_shape(self._copy_layer, params["layers"], np.int32(0))
+        layer = jax.tree.map(placed, layer, self._layer_shardings)
+        outer = jax.tree.map(placed, jax.eval_shape(self._copy_outer, _without_layers(params)), self._outer_shardings)
+        return {**outer, "layers": [layer] * self._model.cfg.layers}
 
     def programs(self, params: PyTree) -> Iterator[Program]:
-        """Yields the programs that make the copy; `params` may be shapes."""
-        copy, ends, layers = self.shapes(params), _ends_of(params), params["layers"]
-        layer, other = partial(self._layer.trace, layers, np.int32(0)), partial(self._ends.trace, ends)
-        # The layers before it are in memory when the last one is made, unless they are on other devices.
-        before = [] if self.moves else copy["layers"]
+        """Yields the programs that make the copy. params: parameters or their shapes."""
+        copy, outer, layers = self.shapes(params), _without_layers(params), params["layers"]
+        # Copying the last layer needs memory while all other copies exist, unless the copies are on other devices.
+        earlier_layers = [] if self.copies_to_other_devices else copy["layers"]
         program = partial(Program, phase="push", remedy=REMEDY)
-        times = len(copy["layers"])
         yield program(
-            name="a layer for the sampler", trace=layer, states=layers, other_memory=before[1:], repetitions=times
+            name="a layer for the sampler",
+            trace=partial(self._copy_layer.trace, layers, np.int32(0)),
+            states=layers,
+            other_memory=earlier_layers[1:],
+            repetitions=len(copy["layers"]),
         )
-        yield program(name="embedding and head for the sampler", trace=other, states=ends, other_memory=before)
+        yield program(
+            name="embedding and head for the sampler",
+            trace=partial(self._copy_outer.trace, outer),
+            states=outer,
+            other_memory=earlier_layers,
+        )
 
-    def _moved(self, tree: PyTree, at: PyTree) -> PyTree:
-        """Returns arrays on the devices of the copy."""
-        if not self.moves:
+    def _move(self, tree: PyTree, shardings: PyTree) -> PyTree:
+        """Moves arrays to the devices of the copy, if these are not the trainer's devices."""
+        if not self.copies_to_other_devices:
             return tree
-        # Waits, so that the trainer's devices hold no more than this of the copy.
-        return jax.block_until_ready(jax.tree.map(sharding.copy_to_mesh, tree, at))
+        # Wait for the move, so that the trainer's devices hold only one part of the copy at a time.
+        return jax.block_until_ready(jax.tree.map(sharding.copy_to_mesh, tree, shardings))
 
 
 def _shardings(model: Decoder, mesh: Mesh, *, in_int8: bool) -> tuple[PyTree, PyTree]:
-    """Returns two shardings of a copy: embedding and head, and a layer."""
+    """Returns the shardings of a copy's embedding and head, and the shardings of one of its layers."""
     shapes = model.shapes
     if in_int8:
-        shapes = shapes | {"layers": _on_kernels(shapes["layers"], partial(jax.eval_shape, adapters.int8))}
+        shapes = shapes | {"layers": _map_kernels(shapes["layers"], partial(jax.eval_shape, adapters.int8))}
     stacked = sharding.shardings(shapes, mesh, replicated_axis="fsdp")
-    ends = {name: at for name, at in stacked.items() if name != "layers"}
-    layer = jax.tree.map(lambda at: NamedSharding(mesh, P(*at.spec[1:])), stacked["layers"])
+    outer = {name: place for name, place in stacked.items() if name != "layers"}
+    layer = jax.tree.map(lambda place: NamedSharding(mesh, P(*place.spec[1:])), stacked["layers"])
     if model.cfg.transposed:
-        layer = _on_kernels(layer, lambda at: NamedSharding(mesh, P(*reversed(at.spec))))
-    return ends, layer
+        layer = _map_kernels(layer, lambda place: NamedSharding(mesh, P(*reversed(place.spec))))
+    return outer, layer
 
 
-def _ends_of(params: PyTree) -> PyTree:
+def _without_layers(params: PyTree) -> PyTree:
     return {name: leaf for name, leaf in params.items() if name != "layers"}
 
 
 def _layer(model: Decoder, layers: PyTree, i: Array, *, in_int8: bool) -> PyTree:
     """Returns layer i of a stack, with its adapters merged."""
     layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
-    # Merged in float32, then cast or rounded: the sum of base and adapter is rounded once.
+    # The adapters are merged in float32 before the cast, so that the sum of base and adapter is rounded only once.
     layer = adapters.merged(layer)
     if in_int8:
-        # `adapters.int8` is for stacks of layers.
-        layer = _on_kernels(layer, lambda kernel: jax.tree.map(lambda x: x[0], adapters.int8(kernel[None])))
+        # `adapters.int8` takes a stack of layers, so the layer gets a leading axis of size 1.
+        layer = _map_kernels(layer, lambda kernel: jax.tree.map(lambda x: x[0], adapters.int8(kernel[None])))
     layer = model.as_used(layer)
-    return _on_kernels(layer, lambda kernel: kernel.T) if model.cfg.transposed else layer
+    return _map_kernels(layer, lambda kernel: kernel.T) if model.cfg.transposed else layer
 
 
-def _on_kernels(layers: PyTree, change: Callable[[Any], Any]) -> PyTree:
-    """Changes the kernels of layers, or their integers and scales, but not those of experts.
+def _map_kernels(layers: PyTree, change: Callable[[Any], Any]) -> PyTree:
+    """Applies `change` to the kernels of layers, or to their integers and scales, except for kernels of experts.
 
-    The head's is used as it is: its product has many columns.
+    The head's kernel stays as it is, because its product has many columns and gains nothing.
     """
 
     def change_kernel(path: Any, leaf: Any) -> Any:

@@ -541,7 +541,7 @@ def _logprob_gap(trial: Trial, params: Any, sampled: Any) -> float:
 def _weight_check(trial: Trial) -> CheckReport:
     """S10 for an engine whose pushes the run itself checks after each step: reports the result of that check."""
     try:
-        gap = trial.parts.actor.lent.take_back()[1]["weight_check/gap"]
+        gap = trial.parts.actor.lease.reclaim()[1]["weight_check/gap"]
     except UserError as error:
         cause, fix = "the engine does not have the pushed weights", "start the server again"
         return CheckReport("", (alarm("S10", "push_has_no_effect", str(error), cause, fix, failures="F23"),))

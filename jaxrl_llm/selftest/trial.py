@@ -75,7 +75,7 @@ class Recorder(EnvironmentBatch):
     """The environments of a batch, which also record the token ids of all turns and observations."""
 
     def __init__(self, pool: EnvironmentPool, rows: list[dict[str, Any]], group_size: int):
-        super().__init__(pool, pool.episodes(rows, group_size), group_size)
+        super().__init__(pool, pool.start_episodes(rows, group_size), group_size)
         self._exchanges: list[list[tuple[list[int], Future[list[int] | None]]]] = [
             [] for _ in range(len(rows) * group_size)
         ]
@@ -166,7 +166,7 @@ def make_trial(parts: SelfTestParts, states: States, *, full: bool) -> Trial:
     """
     learning, recipe, engine = parts.learning, parts.recipe_summary, parts.actor.engine
     params, mesh = learning.policy(states), learning.mesh
-    parts.actor.wait()  # because a thread that samples ahead uses the same engine and the same shape cache
+    parts.actor.wait_for_weights()  # because a thread that samples ahead uses the same engine and the same shape cache
     group, count = learning.sizes.group_size, learning.sizes.prompts_per_step
     # Each device gets at least two prompts, so that the update has several micro-batches.
     if full:

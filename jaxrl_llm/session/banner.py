@@ -130,7 +130,7 @@ def _order_row(settings: DataSettings, dataset: Dataset, sizes: Sizes) -> list[t
 
 def _image_rows(dataset: Dataset) -> list[tuple[str, str]]:
     images = dataset.images
-    return [("pictures", images.line(dataset.width))] if images and images.count else []
+    return [("images", images.line(dataset.width))] if images and images.count else []
 
 
 def _duplicate_notes(dataset: Dataset) -> list[str]:

@@ -19,7 +19,7 @@ from jaxrl_llm.models import hf, hf_export, peft
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.session import model_card
 from jaxrl_llm.session.opening import WorkDirectory
-from jaxrl_llm.structs import PictureLimits, PyTree
+from jaxrl_llm.structs import ImageLimits, PyTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class Inputs:
         return max(rows.width for rows in (self.dataset, *self.held_out.values()))
 
     @property
-    def picture_limits(self) -> PictureLimits | None:
-        """The limits of the pictures in all these prompts; None: they have none."""
+    def image_limits(self) -> ImageLimits | None:
+        """The limits of the images in all these prompts; None: they have none."""
         return image_rows.limits(*(rows.images for rows in (self.dataset, *self.held_out.values())))
 
     @property
@@ -72,7 +72,7 @@ class Inputs:
         digests |= {f"{section}.source": problems.fingerprint() for section, problems in self.held_out.items()}
         if (adapters := self.models.adapters) and adapters.kind.path:
             digests["adapters.path"] = peft.fingerprint(adapters.kind.path)
-        others = {name: folder for name, folder in self.models.others.items() if name != "critic"}
+        others = {name: folder for name, folder in self.models.other_folders.items() if name != "critic"}
         return digests | {f"{name}.path": hf.fingerprint(folder) for name, folder in others.items()}
 
     def export(self, work_directory: WorkDirectory, policy: Learner, states: States) -> None:

@@ -269,7 +269,7 @@ class Log:
 
     def _write_sample(self, step: int, samples: Samples, rewards: np.ndarray) -> None:
         """Writes one group of the batch to completions.jsonl and the loggers, and two completions to the console."""
-        prompt, graded, rewards = samples.prompts.rows[0]["prompt"], samples.graded(), rewards[0]
+        prompt, graded, rewards = samples.prompts.rows[0]["prompt"], samples.wait_for_grades(), rewards[0]
         texts, turns = graded.texts[0], graded.turns[:1]
         line = {"step": step, "prompt": prompt, "completions": texts, "rewards": [_json_number(x) for x in rewards]}
         line |= ({"turns": turns[0]} if turns else {}) | _thumbnails(samples.prompts.images)
@@ -340,12 +340,12 @@ def samples_of(line: dict[str, Any]) -> list[loggers.Sample]:
 
 
 def _thumbnails(images: Images | None) -> dict[str, list[str]]:
-    """Returns small copies of the pictures of the first prompt, as data URLs."""
-    if images is None or not (pictures := image_layout.pixels(images, 0)):
+    """Returns small copies of the images of the first prompt, as data URLs."""
+    if images is None or not (first_prompt := image_layout.pixels(images, 0)):
         return {}
-    from PIL import Image  # an extra, which rows with pictures need anyway
+    from PIL import Image  # an extra, which rows with images need anyway
 
-    return {"pictures": [image_files.thumbnail(Image.fromarray(pixels)) for pixels in pictures]}
+    return {"pictures": [image_files.thumbnail(Image.fromarray(pixels)) for pixels in first_prompt]}
 
 
 def _json_number(value: Any) -> float | int | None:

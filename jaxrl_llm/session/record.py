@@ -14,7 +14,7 @@ import numpy as np
 from jaxrl_llm.learner.update import TRAINED
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.hang import WATCHDOG
-from jaxrl_llm.rollout.grading import Graded
+from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.structs import Array, Rollouts
 
@@ -85,7 +85,7 @@ class Record:
                 | text_metrics(self.samples)
                 | source_metrics(self.samples)
             )
-            measured = gather_by_name(self.samples.graded().metrics)
+            measured = gather_by_name(self.samples.wait_for_grades().metrics)
             record |= {name: sum(values) / len(values) for name, values in measured.items()}
         record |= update_metrics(updates) | self.evaluation
         record |= {f"time/{phase}": seconds for phase, seconds in self.timer.seconds.items()}
@@ -203,7 +203,9 @@ def source_metrics(samples: Samples) -> dict[str, Any]:
     if not samples.prompts.sources:
         return {}
     local_groups: dict[str, list[tuple[bool, list[float]]]] = {}
-    rows = zip(samples.prompts.sources, samples.no_signal.tolist(), samples.graded().rewards.total, strict=True)
+    rows = zip(
+        samples.prompts.sources, samples.no_signal.tolist(), samples.wait_for_grades().rewards.total, strict=True
+    )
     for name, teaches_nothing, rewards in rows:
         local_groups.setdefault(name, []).append((teaches_nothing, rewards[np.isfinite(rewards)].tolist()))
     groups = {name: list(chain(*lists)) for name, lists in gather_by_name(local_groups).items()}
@@ -237,7 +239,9 @@ def text_metrics(samples: Samples) -> dict[str, Any]:
         [row[real] for row, real in zip(*group, strict=True)]
         for group in zip(tokens[first_groups], mask[first_groups], strict=True)
     ]
-    all_text = "\n".join(text for group in _policy_texts(samples.graded())[first_groups] for text in group).encode()
+    all_text = "\n".join(
+        text for group in _policy_texts(samples.wait_for_grades())[first_groups] for text in group
+    ).encode()
     local_metrics = {
         "completion/distinct": np.mean([len({row.tobytes() for row in group}) / len(group) for group in groups]),
         "completion/repeated": np.mean([repeated_share(row) for group in groups for row in group]),
@@ -248,7 +252,7 @@ def text_metrics(samples: Samples) -> dict[str, Any]:
     }
 
 
-def _policy_texts(graded: Graded) -> list[list[str]]:
+def _policy_texts(graded: GradedCompletions) -> list[list[str]]:
     """Returns the texts that the policy wrote, without those of an environment: B lists of G texts."""
     if not graded.turns:
         return graded.texts

@@ -31,11 +31,11 @@ class ModelStates(Protocol):
         """Returns the states that a checkpoint holds, as shapes with shardings."""
         ...
 
-    def first(self) -> States:
+    def initial_states(self) -> States:
         """Returns the states at step 0."""
         ...
 
-    def restored(self, states: States, attempt: int) -> States:
+    def complete_restored(self, states: States, attempt: int) -> States:
         """Adds the states that checkpoints omit, such as a frozen reference model.
 
         attempt: number of rollbacks so far if the run resumes because of a rollback, else 0.
@@ -132,10 +132,10 @@ class Session:
             step, parts = self.checkpoints.resume(self.models.shapes())
         for name, part in self.trainer.stateful_parts.items():
             part.load(parts.get(name))
-        # No other variable may refer to these arrays, because `restored` moves some of them to the host to free device
-        # memory for the push of the weights.
-        states = parts.pop(MODELS).arrays if parts else self.models.first()
-        states = self.models.restored(states, attempt if pending_decisions else 0)
+        # No other variable may refer to these arrays, because `complete_restored` moves some of them to the host to
+        # free memory for the push of the weights.
+        states = parts.pop(MODELS).arrays if parts else self.models.initial_states()
+        states = self.models.complete_restored(states, attempt if pending_decisions else 0)
         parts.clear()
         self.log.start(step)
         records = self.log.health_records()

@@ -1,7 +1,7 @@
-"""The largest or the smallest of three to six digits in one or two small pictures, and a reward. Needs NumPy alone.
+"""The largest or the smallest of three to six digits in one or two small images, and a reward. Needs NumPy alone.
 
 A digit is in each cell of 28 x 28 pixels, with a place, colours and noise of its own. The answer is in one cell, and
-all numbers are equally likely answers, so neither the text nor the pictures of another problem help.
+all numbers are equally likely answers, so neither the text nor the images of another problem help.
 
 A problem has two kinds of answers: a quick one, the first digit; or one after a thought, "<3,8,5>8", all digits in the
 order of reading. Most of `demonstrations()` are quick: a model that learned them can read, but seldom reads all.
@@ -42,7 +42,7 @@ def train() -> list[dict[str, Any]]:
 
 
 def held_out() -> list[dict[str, Any]]:
-    """The problems to be judged by; their pictures are in no other source."""
+    """The problems to be judged by; their images are in no other source."""
     return [_problem(i) for i in range(HELD_OUT)]
 
 
@@ -66,7 +66,7 @@ def _problem(number: int) -> dict[str, Any]:
     if question == "min":
         digits = 9 - digits
     split = int(rng.integers(1, len(digits))) if number % 3 == 0 else len(digits)
-    images = [_picture(rng, part) for part in (digits[:split], digits[split:]) if len(part)]
+    images = [_image(rng, part) for part in (digits[:split], digits[split:]) if len(part)]
     content = "<image>" * len(images) + question
     answer = str(digits.max() if question == "max" else digits.min())
     row = {"prompt": [{"role": "user", "content": content}], "images": images}
@@ -81,7 +81,7 @@ def _digits(rng: np.random.Generator, count: int) -> np.ndarray:
     return digits
 
 
-def _picture(rng: np.random.Generator, digits: np.ndarray) -> bytes:
+def _image(rng: np.random.Generator, digits: np.ndarray) -> bytes:
     """Returns a file (PPM) with the digits in one row, or in two of equal length."""
     rows = 2 if len(digits) % 2 == 0 and rng.integers(2) else 1
     columns = len(digits) // rows

@@ -58,7 +58,7 @@ def test_a_warm_up_ratio_is_the_same_warm_up_in_steps():
 
 def test_weight_decay_spares_norms_biases_and_the_embedding():
     params = {"embed": {"embedding": 1}, "norm": {"scale": 1}, "layers": {"up": {"kernel": 1}, "query": {"bias": 1}}}
-    assert optim.decayed(params) == {
+    assert optim.has_weight_decay(params) == {
         "embed": {"embedding": False},
         "norm": {"scale": False},
         "layers": {"up": {"kernel": True}, "query": {"bias": False}},

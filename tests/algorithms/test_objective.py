@@ -257,8 +257,8 @@ def test_an_adaptive_entropy_coefficient_grows_below_its_target_within_bounds():
 
 def test_a_mixed_reference_lies_so_far_between():
     policy = {"a": jnp.array([3.0, 6.0])}
-    np.testing.assert_allclose(learning.mixed(policy, {"a": jnp.array([1.0, 2.0])}, 0.25)["a"], [1.5, 3.0])
-    np.testing.assert_array_equal(learning.mixed(policy, {"a": jnp.array([1.0, 2.0])}, 1.0)["a"], policy["a"])
+    np.testing.assert_allclose(learning.move_reference(policy, {"a": jnp.array([1.0, 2.0])}, 0.25)["a"], [1.5, 3.0])
+    np.testing.assert_array_equal(learning.move_reference(policy, {"a": jnp.array([1.0, 2.0])}, 1.0)["a"], policy["a"])
 
 
 def test_good_completions_and_a_penalty_without_an_advantage_have_metrics():

@@ -62,9 +62,9 @@ def test_value_gradient_and_metrics_are_those_of_trl(case):
     np.testing.assert_allclose(value, case["value"], rtol=1e-5)
     np.testing.assert_allclose(gradient, case["gradient"], rtol=1e-5, atol=1e-6)
     ours = {"chosen": "chosen", "rejected": "rejected", "margins": "margin", "accuracies": "accuracy"}
-    shares = update.Shares.of(mask)
+    shares = update.MetricWeights.of(mask)
     for theirs, name in ours.items():
-        mean = update.reduce("", metrics[f"reward/{name}"], shares)
+        mean = update.reduce_metric("", metrics[f"reward/{name}"], shares)
         np.testing.assert_allclose(mean, case["metrics"][f"rewards/{theirs}"], rtol=1e-5, atol=1e-6)
 
 
@@ -120,8 +120,8 @@ def test_the_gradient_is_that_of_pairs_that_share_no_prompt(loss):
 def test_a_metric_of_pairs_is_their_mean_however_long_they_are():
     mask = np.arange(5)[None, None] < np.array([[5, 5], [1, 1]])[..., None]
     values = np.array([[[1.0], [1.0]], [[0.0], [0.0]]])
-    assert update.reduce("", values, update.Shares.of(mask)) == pytest.approx(0.5)
-    assert update.reduce("x_max", values, update.Shares.of(mask)) == 1
+    assert update.reduce_metric("", values, update.MetricWeights.of(mask)) == pytest.approx(0.5)
+    assert update.reduce_metric("x_max", values, update.MetricWeights.of(mask)) == 1
 
 
 TURNS = [*ASKED, *said("3"), *ASKED]

@@ -20,7 +20,7 @@ from jaxrl_llm.config.load import with_names
 from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.data import columns
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollout.grading import RewardFn, call
+from jaxrl_llm.rollout.grading import RewardFn, call_reward
 from jaxrl_llm.tasks import REWARDS
 from jaxrl_llm.tasks import math as maths
 from jaxrl_llm.tasks.signatures import adapted
@@ -74,7 +74,7 @@ def of_trl_with_a_column_of_that_name(completions, predicts, **_):
     of_older_easyr1, functools.partial(of_easyr1, format_weight=0.5),
 ])  # fmt: skip
 def test_a_function_of_verl_or_easyr1_is_called_as_it_is(function):
-    answer = call("f", adapted(function), ROWS, TEXTS, [[1]] * 3)
+    answer = call_reward("f", adapted(function), ROWS, TEXTS, [[1]] * 3)
     assert answer.values == RIGHT
     assert answer.metrics in ({}, {"length": 1.0})
 
@@ -157,7 +157,7 @@ def test_an_error_in_a_function_of_a_notebook_has_the_line_of_its_cell(refused):
     cell, defined = "import json\ndef score(completions, **_):\n    return json.loads('?')\n", {}
     exec(compile(cell, "/tmp/ipykernel_7/12.py", "exec"), defined)
     with refused("JSONDecodeError", "(cell:3)"):
-        call("score", defined["score"], ROWS, TEXTS, [[1]] * 3)
+        call_reward("score", defined["score"], ROWS, TEXTS, [[1]] * 3)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")

@@ -1,4 +1,4 @@
-"""Pictures in rows: the columns of three trainers, broken rows, and the batches of a run."""
+"""Images in rows: the columns of three trainers, broken rows, and the batches of a run."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def read(rows: list[dict[str, Any]], tokenizer, form, monkeypatch, **more: Any) 
 
 
 def text_of(dataset: data.Dataset, tokenizer, i: int = 0) -> str:
-    """The text of a prompt, with one placeholder for each picture."""
+    """The text of a prompt, with one placeholder for each image."""
     assert dataset.images
     ids = tiny.collapsed(dataset.ids[i], dataset.images.grids(i), dataset.images.form.image_token)
     return tokenizer.decode(ids)
@@ -110,7 +110,7 @@ ASKED = [{"role": "user", "content": "Which?"}]
 PART = {"type": "image"}
 
 
-ROWS = [  # a row, whose numbers are pictures; columns; and the prompt
+ROWS = [  # a row, whose numbers are images; columns; and the prompt
     ({"problem": "Is <image> or <image>?", "images": [0, 1]}, {}, f"Is {ONE} or {ONE}?"),
     ({"problem": "<image>Which?", "images": [0]}, {"format_prompt": "Q: {{ content }} Why?"}, f"Q: {ONE}Which? Why?"),
     ({"problem": "Which?", "images": []}, {}, "Which?"),
@@ -129,9 +129,9 @@ ROWS = [  # a row, whose numbers are pictures; columns; and the prompt
 
 @pytest.mark.parametrize("how", ["bytes", "dict", "struct", "path", "image", "url", "pillow", "array"])
 def test_rows_of_three_trainers_become_prompts(how, tokenizer, form, tmp_path, monkeypatch):
-    def picture(i: int) -> Any:
-        image = pillow(seed=i)
-        content = encoded(image)
+    def image(i: int) -> Any:
+        drawn = pillow(seed=i)
+        content = encoded(drawn)
         (tmp_path / f"{i}.png").write_bytes(content)
         return {
             "bytes": content,
@@ -140,7 +140,7 @@ def test_rows_of_three_trainers_become_prompts(how, tokenizer, form, tmp_path, m
             "path": f"{i}.png",
             "image": {"type": "image", "image": str(tmp_path / f"{i}.png")},
             "url": f"data:image/png;base64,{base64.b64encode(content).decode()}",
-            "pillow": image,
+            "pillow": drawn,
             "array": {"bytes": content},
         }[how]
 
@@ -149,7 +149,7 @@ def test_rows_of_three_trainers_become_prompts(how, tokenizer, form, tmp_path, m
             return {key: filled(x) for key, x in value.items()}
         if isinstance(value, list):
             return [filled(x) for x in value]
-        return picture(value) if isinstance(value, int) else value
+        return image(value) if isinstance(value, int) else value
 
     for shape, columns, expected in ROWS:
         row, count = filled(shape), expected.count(PAD)
@@ -197,15 +197,15 @@ def asked(*images: Any) -> dict[str, Any]:
 
 BROKEN = {  # a row, and what the line names beside it
     "missing file": (asked("gone.png"), "gone.png"),
-    "folder": (asked("."), "picture 1"),
+    "folder": (asked("."), "image 1"),
     "out of the folder": (asked("../x.png"), "data.image_folder"),
     "absolute path": (asked("/etc/x.png"), "data.image_folder"),
     "zero byte in a path": (asked("a\0b"), ""),
-    "broken bytes": (asked(b"\x89PNG broken"), "picture 1"),
-    "cut short, PNG": (asked(GOOD[:-300]), "picture 1"),
-    "empty bytes": (asked(GOOD, b""), "picture 2"),
-    "empty dict": (asked({"bytes": None, "path": None}), "picture 1"),
-    "SVG": (asked(SVG), "picture 1"),
+    "broken bytes": (asked(b"\x89PNG broken"), "image 1"),
+    "cut short, PNG": (asked(GOOD[:-300]), "image 1"),
+    "empty bytes": (asked(GOOD, b""), "image 2"),
+    "empty dict": (asked({"bytes": None, "path": None}), "image 1"),
+    "SVG": (asked(SVG), "image 1"),
     "no RGB": (asked(Image.new("La", (40, 40))), "mode La"),
     "16 bits": (asked(encoded(Image.fromarray(np.full((40, 40), 2**12, np.uint16)))), "8 bits"),
     "32 bits": (asked(Image.new("I", (40, 40))), "8 bits"),
@@ -213,16 +213,16 @@ BROKEN = {  # a row, and what the line names beside it
     "too narrow": (asked(encoded(pillow(2, 500))), "2 x 500 pixels"),
     "no size in the limits": (asked(encoded(pillow(5, 600))), "data.max_pixels"),
     "zero-size": (asked(Image.new("RGB", (0, 9))), "0 x 9 pixels"),
-    "decompression bomb": (asked(bomb()), "picture 1"),
-    "address": (asked("https://a.example/b.png"), "picture 1"),
+    "decompression bomb": (asked(bomb()), "image 1"),
+    "address": (asked("https://a.example/b.png"), "image 1"),
     "broken base64": (asked("data:image/png;base64,A"), "base64"),
     "other letters in base64": (asked("data:;base64,#" + base64.b64encode(GOOD).decode()), "base64"),
     "no base64": (asked("data:image/png,xyz"), "base64"),
-    "one mark, two pictures": ({"problem": "<image>", "images": [GOOD, GOOD]}, "2 and 1"),
-    "two marks, one picture": ({"prompt": chat("<image><image>"), "images": [GOOD]}, "1 and 2"),
-    "a mark, no picture": ({"problem": "<image>", "images": []}, "0 and 1"),
-    "pictures, no mark": ({"problem": "x", "images": [GOOD]}, "'problem'"),
-    "a part, no picture": ({"prompt": chat([PART])}, ""),
+    "one mark, two images": ({"problem": "<image>", "images": [GOOD, GOOD]}, "2 and 1"),
+    "two marks, one image": ({"prompt": chat("<image><image>"), "images": [GOOD]}, "1 and 2"),
+    "a mark, no image": ({"problem": "<image>", "images": []}, "0 and 1"),
+    "images, no mark": ({"problem": "x", "images": [GOOD]}, "'problem'"),
+    "a part, no image": ({"prompt": chat([PART])}, ""),
     "in both places": ({"prompt": chat([PART | {"image": GOOD}]), "images": [GOOD]}, "column"),
     "placeholder in the text": ({"prompt": chat(f"a {PAD} b"), "images": [GOOD]}, "2 times"),
     "placeholder in a text row": ({"prompt": f"a {PAD} b"}, "1 times"),
@@ -232,12 +232,12 @@ BROKEN = {  # a row, and what the line names beside it
     "text prompt": ({"prompt": "Which?", "images": [GOOD]}, "data.format_prompt"),
     "images no list": ({"prompt": ASKED, "images": GOOD}, "'images'"),
     "images a text": ({"prompt": ASKED, "images": "a.png"}, "'images'"),
-    "wrong keys": (asked({"data": GOOD}), "picture 1"),
+    "wrong keys": (asked({"data": GOOD}), "image 1"),
     "own limits": (asked({"image": "x", "max_pixels": 9}), "max_pixels"),
-    "None among them": (asked(GOOD, None), "picture 2"),
-    "NaN among them": (asked(GOOD, float("nan")), "picture 2"),
-    "a number": (asked(GOOD, 7), "picture 2"),
-    "an array": ({"prompt": ASKED, "image": np.zeros((9, 9, 3), np.uint8)}, "picture 1"),
+    "None among them": (asked(GOOD, None), "image 2"),
+    "NaN among them": (asked(GOOD, float("nan")), "image 2"),
+    "a number": (asked(GOOD, 7), "image 2"),
+    "an array": ({"prompt": ASKED, "image": np.zeros((9, 9, 3), np.uint8)}, "image 1"),
     "video": ({"prompt": ASKED, "videos": ["a.mp4"]}, "videos"),
     "video part": ({"prompt": chat([{"type": "video", "video": "a.mp4"}])}, "video"),
     "video dict": (asked({"type": "video", "path": "a.mp4"}), "'video'"),
@@ -261,13 +261,13 @@ def test_a_broken_row_is_refused_by_its_number(name, tokenizer, form, tmp_path, 
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "BMP"])
-def test_a_picture_that_is_cut_short_is_refused(kind, tokenizer, form, monkeypatch):
+def test_an_image_that_is_cut_short_is_refused(kind, tokenizer, form, monkeypatch):
     # How many bytes are missing depends on the version of Pillow.
-    with pytest.raises(UserError, match=r"^mine.rows row 1: picture 1 .*truncated"):
+    with pytest.raises(UserError, match=r"^mine.rows row 1: image 1 .*truncated"):
         read([asked(encoded(kind=kind)[:-300])], tokenizer, form, monkeypatch)
 
 
-def test_a_text_model_refuses_pictures_and_reads_other_images(tokenizer, monkeypatch, refused):
+def test_a_text_model_refuses_images_and_reads_other_images(tokenizer, monkeypatch, refused):
     for row in ({"images": [GOOD]}, {"image": GOOD}, {"image": {"bytes": GOOD}}, {"images": ["a.png"]}):
         with refused("mine.rows row 1 has images"):
             read([{"prompt": ASKED} | row], tokenizer, None, monkeypatch)
@@ -278,14 +278,14 @@ def test_a_text_model_refuses_pictures_and_reads_other_images(tokenizer, monkeyp
     assert (dataset.rows, dataset.images) == ([row], None)
 
 
-def test_a_template_that_writes_no_pictures_is_refused(tmp_path, form, monkeypatch, refused):
+def test_a_template_that_writes_no_images_is_refused(tmp_path, form, monkeypatch, refused):
     tokenizer = hf.load_tokenizer(write_folder(tmp_path, TEMPLATE.replace(PAD, "")))
     with refused("row 1", PAD):
         read([{"prompt": ASKED, "image": GOOD}], tokenizer, form, monkeypatch)
 
 
 def rows_of_files(folder: Path, sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Rows with no, one or two pictures of these sizes, in files below a folder."""
+    """Rows with no, one or two images of these sizes, in files below a folder."""
     for i, size in enumerate(sizes):
         (folder / f"{i}.png").write_bytes(encoded(pillow(*size, seed=i)))
     rows = [{"prompt": ASKED, "images": [f"{i}.png"], "answer": str(i)} for i in range(len(sizes))]
@@ -347,10 +347,10 @@ def test_a_file_that_changes_in_a_run_ends_it(change, dataset, tokenizer, tmp_pa
     else:
         file.unlink()
     data.make_prompts(dataset, [1, 2, 4], pad)
-    with refused("mine.rows row 1: picture 1 (0.png)"):
+    with refused("mine.rows row 1: image 1 (0.png)"):
         data.make_prompts(dataset, [0], pad)
     # Through the threads that make batches ahead.
-    with pytest.raises(UserError, match=r"picture 1 \(0.png\)"):
+    with pytest.raises(UserError, match=r"image 1 \(0.png\)"):
         next(order.iterate(6, 6, 0, lambda rows: data.make_prompts(dataset, rows, pad)))
 
 
@@ -366,7 +366,7 @@ def test_an_overlong_prompt_is_dropped_and_never_cut(tokenizer, form, tmp_path, 
         read(rows, tokenizer, form, monkeypatch, columns=columns, max_prompt_tokens=40)
 
 
-def test_the_fingerprint_knows_the_pictures_and_no_process(tokenizer, form, monkeypatch):
+def test_the_fingerprint_knows_the_images_and_no_process(tokenizer, form, monkeypatch):
     def fingerprints(image: Any) -> tuple[str, str]:
         dataset = read([{"prompt": ASKED, "image": image}], tokenizer, form, monkeypatch)
         return dataset.fingerprint(), dataset.prompts()
@@ -385,12 +385,12 @@ def test_the_fingerprint_knows_the_pictures_and_no_process(tokenizer, form, monk
     assert fingerprints(palette) != fingerprints(swapped)
 
 
-def test_a_question_about_another_picture_is_no_repeated_prompt(tokenizer, form, monkeypatch):
+def test_a_question_about_another_image_is_no_repeated_prompt(tokenizer, form, monkeypatch):
     rows = [{"prompt": ASKED, "image": encoded(pillow(seed=i))} for i in (0, 1, 0)]
     assert read(rows, tokenizer, form, monkeypatch).repeated() == (1, 3, 1)
 
 
-def test_sources_with_and_without_pictures_are_joined(tokenizer, form, dataset, monkeypatch):
+def test_sources_with_and_without_images_are_joined(tokenizer, form, dataset, monkeypatch):
     texts = read([{"prompt": "text", "answer": "x"}] * 2, tokenizer, form, monkeypatch)
     assert texts.images and data.make_prompts(texts, [0, 1], tokenizer.pad_token_id).images is None
     joined = data.join({"texts": texts, "pictures": dataset})
@@ -402,11 +402,11 @@ def test_sources_with_and_without_pictures_are_joined(tokenizer, form, dataset, 
     assert batch.sources == ["texts", "pictures"]
 
 
-def test_the_banner_says_how_many_pictures_there_are(dataset, wording):
+def test_the_banner_says_how_many_images_there_are(dataset, wording):
     wording(dataset.images.line(dataset.width))
 
 
-def test_fields_of_pictures_are_refused_where_they_do_nothing(tokenizer, form, monkeypatch, refused):
+def test_fields_of_images_are_refused_where_they_do_nothing(tokenizer, form, monkeypatch, refused):
     read([{"prompt": ASKED}], tokenizer, form, monkeypatch)
     for name, value in {"image_column": "x", "image_folder": "/data", "min_pixels": 1, "max_pixels": 99}.items():
         config = load("grpo")
@@ -439,14 +439,14 @@ def test_what_is_printed_of_a_row_has_no_bytes():
     url = "data:image/png;base64," + base64.b64encode(GOOD).decode()
     row = {"images": [GOOD, {"bytes": GOOD, "path": None}, pillow(), url], "answer": "data: 3", "n": 2}
     size, characters = f"<{len(GOOD):,} bytes>", f"<data URL of {len(url):,} characters>"
-    images = [size, {"bytes": size, "path": None}, "<picture of 56 x 84>", characters]
+    images = [size, {"bytes": size, "path": None}, "<image of 56 x 84>", characters]
     assert printable_value(row) == {"images": images, "answer": "data: 3", "n": 2}
 
 
-def test_prompts_name_their_pictures(dataset, tokenizer, form, monkeypatch):
+def test_prompts_name_their_images(dataset, tokenizer, form, monkeypatch):
     assert chat_text(dataset.rows[3]["prompt"]) == "[0.png, 56 x 84][1.png, 140 x 28]Which?"
     unnamed = read([{"prompt": ASKED, "image": GOOD}], tokenizer, form, monkeypatch)
-    assert chat_text(unnamed.rows[0]["prompt"]) == "[mine.rows row 1: picture 1, 56 x 84]Which?"
+    assert chat_text(unnamed.rows[0]["prompt"]) == "[mine.rows row 1: image 1, 56 x 84]Which?"
 
 
 def test_a_reward_that_fails_shows_no_bytes():
@@ -454,13 +454,13 @@ def test_a_reward_that_fails_shows_no_bytes():
         raise ValueError("no")
 
     with pytest.raises(UserError, match=r"'images': \['<[\d,]+ bytes>'\]") as caught:
-        grading.call("broken", broken, [{"prompt": ASKED, "images": [GOOD]}], ["x"], [[1]])
+        grading.call_reward("broken", broken, [{"prompt": ASKED, "images": [GOOD]}], ["x"], [[1]])
     assert "PNG" not in str(caught.value)
 
 
 def test_without_pillow_the_line_says_what_to_install(tokenizer, form, monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with refused("row 1: picture 1", "jaxrl_llm[vision]"):
+    with refused("row 1: image 1", "jaxrl_llm[vision]"):
         read([{"prompt": ASKED, "image": GOOD}], tokenizer, form, monkeypatch)
     assert len(read([{"prompt": ASKED, "image": None}], tokenizer, form, monkeypatch).rows) == 1
 
@@ -476,24 +476,24 @@ def test_a_completion_with_a_placeholder_is_refused(tokenizer, form, monkeypatch
     assert (batch.images.patches == data.make_prompts(dataset, [0], 0).images.patches).all()
 
 
-def test_the_page_of_an_evaluation_shows_the_pictures_of_each_problem(tokenizer, form, monkeypatch):
+def test_the_page_of_an_evaluation_shows_the_images_of_each_problem(tokenizer, form, monkeypatch):
     rows = [{"problem": "<image>a", "images": [pillow(600, 56)]}, {"problem": "b", "images": []}]
     rows += [{"problem": "<image><image>c", "images": [encoded(), pillow()]}]
     dataset = read(rows, tokenizer, form, monkeypatch)
     rewards = Rewards(np.ones((3, 1), np.float32), {"right": np.ones((3, 1), np.float32)})
-    graded = grading.Graded([["x"]] * 3, rewards, [], {})
+    graded = grading.GradedCompletions([["x"]] * 3, rewards, [], {})
     page = samples.render("t", scores.measure_all(graded, dataset.rows, None, ""), graded, dataset)
     shown = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)" alt="([^"]+)"', page)
-    assert [name for _, name in shown] == [picture.name for of_row in dataset.images.rows for picture in of_row]
+    assert [name for _, name in shown] == [image.name for of_row in dataset.images.rows for image in of_row]
     sizes = [Image.open(io.BytesIO(base64.b64decode(content))).size for content, _ in shown]
     assert sizes == [(256, 24), (56, 84), (56, 84)]
 
 
-# ---- pictures that are written as text
+# ---- images that are written as text
 
 
 def gemma(folder: Path) -> tuple[Any, Any]:
-    """A tokenizer that joins lines, with a template as Gemma 3 has it, and how its model reads pictures."""
+    """A tokenizer that joins lines, with a template as Gemma 3 has it, and how its model reads images."""
     template = TEMPLATE.replace(START + PAD + END, START).replace("{{ '<|' + m.role", "{{ '\\n<|' + m.role")
     write_folder(folder, template)
     config = json.loads((folder / "config.json").read_text())
@@ -508,9 +508,9 @@ def gemma(folder: Path) -> tuple[Any, Any]:
     return tokenizer, read_format(folder)
 
 
-def test_a_picture_of_gemma_is_lines_of_text_as_in_its_processor(tmp_path, monkeypatch, refused):
+def test_an_image_of_gemma_is_lines_of_text_as_in_its_processor(tmp_path, monkeypatch, refused):
     tokenizer, form = gemma(tmp_path / "model")
-    contents = ["<image>\nWhich?", "A\n<image>\n\n<image>\nB", "No picture.\n\n\n", "<image><image>"]
+    contents = ["<image>\nWhich?", "A\n<image>\n\n<image>\nB", "No image.\n\n\n", "<image><image>"]
     rows = [{"prompt": [{"role": "user", "content": x}], "images": [pillow()] * x.count("<image>")} for x in contents]
     dataset = read(rows, tokenizer, form, monkeypatch)
     for name, mark in (("boi_token", START), ("image_token", PAD), ("eoi_token", END)):

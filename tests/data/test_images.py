@@ -1,4 +1,4 @@
-"""Pictures: their pixels, sizes and places in prompts, against transformers and against restatements."""
+"""Images: their pixels, sizes and places in prompts, against transformers and against restatements."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from PIL import Image, ImageOps
 from jaxrl_llm.data import image_files, image_layout, images
 from jaxrl_llm.data.images import ImageFormat
 
-PAD, PICTURE, TEXT = 0, 9, 5
-QWEN2 = ImageFormat(PICTURE, patch=14, merge=2, min_pixels=56 * 56, max_pixels=28 * 28 * 20)
-QWEN2_5 = ImageFormat(PICTURE, patch=14, merge=2, min_pixels=56 * 56, max_pixels=28 * 28 * 60, window=4)
-FORMS = (QWEN2, QWEN2_5, ImageFormat(PICTURE, 16, 2, 65536, 2**18))
+PAD, IMAGE, TEXT = 0, 9, 5
+QWEN2 = ImageFormat(IMAGE, patch=14, merge=2, min_pixels=56 * 56, max_pixels=28 * 28 * 20)
+QWEN2_5 = ImageFormat(IMAGE, patch=14, merge=2, min_pixels=56 * 56, max_pixels=28 * 28 * 60, window=4)
+FORMS = (QWEN2, QWEN2_5, ImageFormat(IMAGE, 16, 2, 65536, 2**18))
 VISION = {"patch_size": 14, "spatial_merge_size": 2}
 
 
@@ -31,7 +31,7 @@ def write(folder, config: dict[str, Any], **files: dict[str, Any]):
 
 
 def noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
-    """A picture of noise in a mode of Pillow, which no resize hides."""
+    """An image of noise in a mode of Pillow, which no resize hides."""
     rng = np.random.default_rng(width * 1000 + height)
     if mode in ("RGBA", "LA", "RGB", "L"):
         shape = (height, width, len(mode)) if mode != "L" else (height, width)
@@ -47,7 +47,7 @@ def positions_by_groups(tokens: list[int], grids: list[tuple[int, int]]) -> tupl
     """Restates the position ids of Qwen2-VL's paper, token by token: [3, T] and the next position."""
     result, p, i, grids = [], 0, 0, list(grids)
     while i < len(tokens):
-        if tokens[i] != PICTURE:
+        if tokens[i] != IMAGE:
             result.append((p, p, p))
             p, i = p + 1, i + 1
             continue
@@ -89,14 +89,14 @@ def test_pixels_are_those_of_transformers(mode: str, size: tuple[int, int], tmp_
 def test_pixels_of_a_fixed_size_are_those_of_transformers():
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-    form = ImageFormat(PICTURE, 14, 4, 0, 0, side=112, planes=False, resample=2)
+    form = ImageFormat(IMAGE, 14, 4, 0, 0, side=112, planes=False, resample=2)
     theirs: Any = Gemma3ImageProcessorPil(size={"height": 112, "width": 112}, do_normalize=False, do_rescale=False)
     for size in [(300, 41), (112, 112), (7, 90)]:
         image = noise(*size)
         expected = np.asarray(theirs(image, return_tensors="np")["pixel_values"][0])
         ours = image_files.pixels(image, form)
         assert (ours.transpose(2, 0, 1) == expected).all()
-        tokens = image_layout.expand(np.array([TEXT, PICTURE, TEXT]), [form.grid(*size)], form)
+        tokens = image_layout.expand(np.array([TEXT, IMAGE, TEXT]), [form.grid(*size)], form)
         layout = image_layout.lay_out(tokens, [form.grid(*size)], form)
         assert (layout.positions == np.arange(6)).all() and layout.end == 6
         for place, patch in zip(layout.places, image_layout.patches(ours, form), strict=True):
@@ -126,11 +126,11 @@ def test_a_second_resize_changes_nothing():
 
 PROMPTS = {
     "text": ([TEXT] * 4, []),
-    "one": ([TEXT, PICTURE, TEXT], [(2, 3)]),
-    "first": ([PICTURE, TEXT, TEXT], [(3, 2)]),
-    "last": ([TEXT, TEXT, PICTURE], [(1, 5)]),
-    "adjacent": ([TEXT, PICTURE, PICTURE, TEXT], [(2, 2), (4, 1)]),
-    "apart": ([PICTURE, TEXT, PICTURE, TEXT], [(5, 6), (2, 3)]),
+    "one": ([TEXT, IMAGE, TEXT], [(2, 3)]),
+    "first": ([IMAGE, TEXT, TEXT], [(3, 2)]),
+    "last": ([TEXT, TEXT, IMAGE], [(1, 5)]),
+    "adjacent": ([TEXT, IMAGE, IMAGE, TEXT], [(2, 2), (4, 1)]),
+    "apart": ([IMAGE, TEXT, IMAGE, TEXT], [(5, 6), (2, 3)]),
 }
 
 
@@ -152,8 +152,8 @@ def test_position_ids_are_those_of_the_paper_for_any_padding(left, form):
         assert (batch.positions[b][:, mask[b]] == expected).all(), names[b]
         assert batch.end[b] == end
         used = batch.columns[b] < width
-        # Every token of a picture has one merged token, and no other column has any.
-        assert sorted(batch.columns[b, used]) == np.flatnonzero(tokens[b] == PICTURE).tolist()
+        # Every token of an image has one merged token, and no other column has any.
+        assert sorted(batch.columns[b, used]) == np.flatnonzero(tokens[b] == IMAGE).tolist()
         assert batch.segments[b].max(initial=0) == len(grids)
         assert (np.repeat(used, form.merge**2) == (batch.segments[b] > 0)).all()
         # A merged token stands where its patches are: their place and its column say the same position.
@@ -162,7 +162,7 @@ def test_position_ids_are_those_of_the_paper_for_any_padding(left, form):
             number = batch.segments[b, own]
             place = batch.places[b, own]
             assert len(set(number)) == 1 and (place[-1] - place[0] == 1).all()
-            first = np.flatnonzero(tokens[b] == PICTURE)[sum(h * w for h, w in grids[: number[0] - 1])]
+            first = np.flatnonzero(tokens[b] == IMAGE)[sum(h * w for h, w in grids[: number[0] - 1])]
             at = batch.positions[b, 1:, batch.columns[b, m]] - batch.positions[b, 1:, first]
             assert (at == place[0] // form.merge).all()
 
@@ -175,7 +175,7 @@ def test_patches_are_where_their_places_say_and_windows_hold_each_once():
         # Each patch holds its row and column in two of its channels.
         image[..., 0] = 1 + np.arange(height)[:, None] // form.patch
         image[..., 1] = 1 + np.arange(width)[None] // form.patch
-        tokens = image_layout.expand(np.array([PICTURE]), [grid], form)
+        tokens = image_layout.expand(np.array([IMAGE]), [grid], form)
         layout, rows = image_layout.lay_out(tokens, [grid], form), image_layout.patches(image, form)
         real = layout.segments > 0
         assert (rows.reshape(-1, 3, 196)[real, :2, 0] == layout.places[real] + 1).all()
@@ -189,11 +189,11 @@ def test_patches_are_where_their_places_say_and_windows_hold_each_once():
 
 
 @pytest.mark.parametrize("grids", [[], [(1, 2)], [(1, 1), (1, 1), (2, 2)]])
-def test_a_prompt_that_does_not_fit_its_pictures_is_refused(grids, refused):
-    with refused(f"{len(grids)} pictures", error=ValueError):
-        image_layout.expand(np.array([TEXT, PICTURE, PICTURE]), grids, QWEN2)
+def test_a_prompt_that_does_not_fit_its_images_is_refused(grids, refused):
+    with refused(f"{len(grids)} images", error=ValueError):
+        image_layout.expand(np.array([TEXT, IMAGE, IMAGE]), grids, QWEN2)
     with refused(error=ValueError):
-        image_layout.lay_out(np.array([TEXT, PICTURE, PICTURE, PICTURE]), grids, QWEN2)
+        image_layout.lay_out(np.array([TEXT, IMAGE, IMAGE, IMAGE]), grids, QWEN2)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])

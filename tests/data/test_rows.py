@@ -24,7 +24,7 @@ from jaxrl_llm.data.rows import check_source, load_rows
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
-from jaxrl_llm.rollout.grading import call
+from jaxrl_llm.rollout.grading import call_reward
 from jaxrl_llm.rollout.jax.sizes import sizes_of
 from jaxrl_llm.session.banner import model_and_data_table, models_table, problems_table, shapes_table, truncation_table
 from jaxrl_llm.tasks import verl
@@ -364,7 +364,7 @@ def test_rewards_see_an_answer_whole_that_the_prompt_began():
         return [0.0] * len(completions)
 
     begun = [*ASKED, {"role": "assistant", "content": "<think>"}]
-    call("judge", judge, [{"prompt": begun}, {"prompt": ASKED}], ["2", "2"], [[1], [1]])
+    call_reward("judge", judge, [{"prompt": begun}, {"prompt": ASKED}], ["2", "2"], [[1], [1]])
     assert seen["prompts"] == [ASKED, ASKED]
     assert [c[0]["content"] for c in seen["completions"]] == ["<think>2", "2"]
     assert len(begun) == 2

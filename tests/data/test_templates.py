@@ -109,7 +109,7 @@ def ids(made: EnvironmentPool, text: str) -> list[int]:
 
 def answered(made: EnvironmentPool, one: dict[str, Any], turns: Sequence[str]) -> list[str]:
     """The text that follows each turn of an episode."""
-    batch, said = made.begin([one], 1), []
+    batch, said = made.start_batch([one], 1), []
     for turn in turns:
         observation = batch.answer(0, ids(made, turn)).result()
         assert observation
@@ -209,7 +209,7 @@ def test_an_environment_may_answer_calls_of_tools_that_the_rows_describe():
     assert answered(made, row([("3",)]), ["x<|im_end|>"]) == [qwen(["3"]) + EMPTY]
     refused = pool("gemma3", {}, Undescribed)  # nothing says beforehand that it answers with results
     with pytest.warns(UserWarning, match="roles must alternate"):
-        assert refused.begin([row([("3",)])], 1).answer(0, ids(refused, "x<end_of_turn>")).result() is None
+        assert refused.start_batch([row([("3",)])], 1).answer(0, ids(refused, "x<end_of_turn>")).result() is None
 
 
 def test_a_template_without_results_of_tools_is_refused_before_a_run():
@@ -240,7 +240,7 @@ def test_arguments_of_a_row_that_the_template_refuses_are_told_before_a_run():
 def test_a_template_that_fails_in_an_episode_ends_this_episode_only():
     made = pool("qwen2_5", {})
     made.tokenizer.chat_template += COUNTS
-    batch = made.begin([row([("7",)]), row([("8",)])], 1)
+    batch = made.start_batch([row([("7",)]), row([("8",)])], 1)
     with pytest.warns(UserWarning, match="no 7"):
         failed = batch.answer(0, ids(made, "x<|im_end|>")).result()
     assert failed is None
@@ -253,7 +253,7 @@ def test_a_template_that_fails_in_an_episode_ends_this_episode_only():
 def test_results_that_are_too_long_are_cut_and_what_stands_around_them_is_not(name, given, form):
     long, short = '"long"\n' * 300, "short"
     made = EnvironmentPool(of(name), Told, given, **LIMITS | dict(observation_tokens=400))
-    batch, turn = made.begin([row([(long, short)])], 1), ids(made, "x" + ENDS[name.rstrip("0123456789_")])
+    batch, turn = made.start_batch([row([(long, short)])], 1), ids(made, "x" + ENDS[name.rstrip("0123456789_")])
     observation = batch.answer(0, turn).result()
     assert observation and 390 < len(observation) <= 400
     said = made.tokenizer.decode(observation)
@@ -263,7 +263,7 @@ def test_results_that_are_too_long_are_cut_and_what_stands_around_them_is_not(na
 
 def test_more_results_than_have_room_end_the_episode():
     made = EnvironmentPool(of("qwen2_5"), Told, **LIMITS | dict(observation_tokens=100))
-    batch = made.begin([row([("3",) * 20])], 1)
+    batch = made.start_batch([row([("3",) * 20])], 1)
     assert batch.answer(0, ids(made, "x<|im_end|>")).result() is None
     assert batch.truncated.all()
 
@@ -275,7 +275,7 @@ def test_room_for_a_result_is_asked_for_before_a_run(refused):
 
 def test_a_failed_step_is_a_result_of_a_tool_where_turns_have_a_chats_form():
     made = pool("qwen3", QUIET)
-    batch = made.begin([row([3])], 1)  # type: ignore[list-item]
+    batch = made.start_batch([row([3])], 1)  # type: ignore[list-item]
     with pytest.warns(UserWarning, match="'int' object is not iterable"):
         observation = batch.answer(0, ids(made, "x<|im_end|>")).result()
     assert made.tokenizer.decode(observation) == qwen(["error: TypeError: 'int' object is not iterable"]) + EMPTY

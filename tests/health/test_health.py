@@ -14,7 +14,7 @@ from benchmarks.health import simulated
 from jaxrl_llm.health import rules
 from jaxrl_llm.health.finding import channels
 from jaxrl_llm.health.history import FEW, GAPLESS, PAST, RECENT, SLOWER, History
-from jaxrl_llm.rollout.grading import Graded
+from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session.health import Health
 from jaxrl_llm.session.record import repeated_share, text_metrics
@@ -320,7 +320,7 @@ def a_step(texts: list[list[str]]) -> Samples:
     tokens = np.array([[[ord(c) for c in text.ljust(longest)] for text in group] for group in texts], np.int32)
     mask = np.array([[[i < len(text) for i in range(longest)] for text in group] for group in texts])
     rollouts = Rollouts(tokens, mask, mask, np.zeros(mask.shape), np.zeros(mask.shape[:2], bool), np.zeros(mask.shape))
-    return Samples(None, rollouts, lambda: Graded(texts, Rewards(None, {}), [], {}))
+    return Samples(None, rollouts, lambda: GradedCompletions(texts, Rewards(None, {}), [], {}))
 
 
 def test_a_simulated_run_learns_and_its_noise_falls_with_more_sequences():
@@ -352,8 +352,8 @@ def test_what_an_environment_says_again_is_no_repetition_of_the_policy():
     step = a_step([["ask abcdefgh abcdefgh abcdefgh"]])
     own = np.arange(30)[None, None] < 4  # the rest are documents, the same three times
     turns = [[[{"role": "assistant", "content": "ask "}, {"role": "environment", "content": "abcdefgh" * 3}]]]
-    graded = step.graded()._replace(turns=turns)
-    step = replace(step, rollouts=replace(step.rollouts, loss_mask=own), graded=lambda: graded)
+    graded = step.wait_for_grades()._replace(turns=turns)
+    step = replace(step, rollouts=replace(step.rollouts, loss_mask=own), wait_for_grades=lambda: graded)
     measured = text_metrics(step)
     assert measured["completion/repeated"] == 0.0
     assert measured["completion/compressed"] > 1  # of four letters, not of the documents

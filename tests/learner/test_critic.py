@@ -66,11 +66,19 @@ def test_a_rollback_lowers_the_rate_of_the_critic_too():
     recipe, mesh = recipes.read(c), tiny.mesh_of((1, 1, 1))
     assert recipe.critic
     learner, _ = critic.make_critic(
-        recipe.critic, recipe.model, ARITHMETIC, mesh, abs, sizes=recipe.sizes, lowers=optim.Lowers(0.5, 2)
+        recipe.critic,
+        recipe.model,
+        ARITHMETIC,
+        mesh,
+        abs,
+        sizes=recipe.sizes,
+        backoff=optim.LearningRateBackoff(0.5, 2),
     )
-    run = SimpleNamespace(reference=None, learners={"critic": learner}, put_away=lambda states: states)
+    run = SimpleNamespace(reference=None, learners={"critic": learner}, offload=lambda states: states)
     states = {"critic": learner.init()}
-    rates = [learner.coefficients(s["critic"])["learning_rate"] for s in (states, Learning.restored(run, states, 1))]  # pyright: ignore[reportArgumentType]
+    rates = [
+        learner.coefficients(s["critic"])["learning_rate"] for s in (states, Learning.complete_restored(run, states, 1))
+    ]  # pyright: ignore[reportArgumentType]
     assert rates == pytest.approx([0.3, 0.3 * 0.5 / 3])  # with a warm-up of two updates
 
 

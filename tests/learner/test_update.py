@@ -181,7 +181,7 @@ def updates() -> list[tuple]:
     params = jax.device_put(params, sharding.shardings(params, mesh))
     objective = update.policy_objective(Decoder(tiny.CONFIG, mesh), losses.ppo_clip, Sampling(), kl=k3)
     coefficient = optim.adaptive_kl(0.1, 32, target=1.0, horizon=100)
-    adamw = tiny.optimizer(weight_decay=0.1, more={"kl/coef": coefficient})
+    adamw = tiny.optimizer(weight_decay=0.1, coefficients={"kl/coef": coefficient})
     state, step = tiny.updater(objective, adamw, params, mesh, microbatch=4)
     usual = dataclasses.replace(packed(tiny.batch(), (1, 10)), rewards=REWARDS)
     third = np.arange(tiny.B)[:, None, None] == 3

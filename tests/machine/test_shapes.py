@@ -114,16 +114,16 @@ def test_no_later_step_compiles_and_a_resumed_run_takes_the_same_shapes(cheap, t
         nonlocal step
         used.clear()
         with build.build(ragged_config(18), workdir) as (session, parts):
-            lent = session.restore()
+            lease = session.restore()
             step = session.run_state.step
             while step < last:
                 step += 1
-                lent, record = rl_step(session, parts, lent, step)
+                lease, record = rl_step(session, parts, lease, step)
                 session.log.finish()
                 session.write(record)
                 used.append((step, parts.shape_cache.policy_states()))
             session.checkpoints.wait()
-            return jax.device_get(lent.states), list(used)
+            return jax.device_get(lease.states), list(used)
 
     step = 0
     jax.monitoring.register_event_duration_secs_listener(count)

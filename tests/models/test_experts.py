@@ -400,5 +400,5 @@ def test_with_one_layer_the_load_balance_loss_is_that_of_transformers():
     theirs = load_balancing_loss_func((torch.tensor(logits),), EXPERTS, CHOSEN, torch.tensor(mask))
     probabilities = jax.nn.softmax(jnp.asarray(logits))
     routed = experts.Routing(probabilities, jax.lax.top_k(probabilities, CHOSEN)[1])
-    load = jax.tree.map(lambda x: x[None], forward._load(jnp.asarray(mask.reshape(-1)), routed))
+    load = jax.tree.map(lambda x: x[None], forward._sum_load(jnp.asarray(mask.reshape(-1)), routed))
     assert balance_loss(load, load) == pytest.approx(float(theirs), rel=1e-5)

@@ -33,7 +33,7 @@ from jaxrl_llm.models.adapters import Adapters, int8, merged
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.recipe import advice
-from jaxrl_llm.rollout.weights import Placing
+from jaxrl_llm.rollout.weights import WeightCopier
 from jaxrl_llm.session.saved_run import SavedRun
 from jaxrl_llm.structs import Prompt, PyTree
 from jaxrl_llm.tools import export
@@ -148,7 +148,7 @@ def learner_of(model: Decoder, params: PyTree, adamw: optim.Optimizer, microbatc
     aggregate = partial(losses.aggregation_weights, mode="token_mean")
     return update.make_learner(
         objective, adamw, lora.shapes, lambda: place(drawn(lora)), mesh, microbatch=microbatch, aggregate=aggregate,
-        base=update.Base(params, lora.combine),
+        base=update.FrozenBase(params, lora.combine),
     ), lora  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def test_no_memory_is_held_for_the_gradient_or_the_moments_of_the_base():
     of = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
     base = jax.tree.map(of, model.shapes, sharding.shardings(model.shapes, mesh))
     learner, _ = learner_of(model, base, tiny.optimizer(), 1)
-    memory = learner.described("", learner.shapes, tiny.batch(), jnp.arange(tiny.B)).compile().memory_analysis()
+    memory = learner.program_of("", learner.shapes, tiny.batch(), jnp.arange(tiny.B)).compile().memory_analysis()
     assert memory.argument_size_in_bytes < 1.1 * size
     assert memory.temp_size_in_bytes < 1.9 * size, memory
 
@@ -226,7 +226,7 @@ def test_the_copy_of_the_sampler_and_the_exported_tensors_are_merged():
     lora = lora_of(model, targets="q_proj|mlp", base_dtype="int8")
     adapters, base = drawn(lora), kept(lora, params)
     whole, expected = lora.combine(base, adapters), by_hand(merged(base), adapters, lora.kind.scale)
-    copy = Placing(model, tiny.mesh_of((1, 2, 2)))(whole)
+    copy = WeightCopier(model, tiny.mesh_of((1, 2, 2)))(whole)
     jax.tree.map(close, copy, model.unstack(expected))
     jax.tree.map(close, tensors := tensors_of(whole), tensors_of(expected))
     shapes = names.tensor_shapes(whole, names.family_table("qwen2"))
@@ -426,7 +426,7 @@ def test_a_kind_of_adapters_of_the_user_computes_as_its_merged_kernels(scales):
     whole, expected = adapters.combine(base, drawn(adapters)), scaled(merged(base), drawn(adapters))
     np.testing.assert_allclose(score(whole), score(expected), atol=1e-4)
     assert np.abs(score(whole) - unadapted).max() > 1e-2
-    jax.tree.map(close, Placing(model, tiny.mesh_of((1, 2, 2)))(whole), model.unstack(expected))
+    jax.tree.map(close, WeightCopier(model, tiny.mesh_of((1, 2, 2)))(whole), model.unstack(expected))
 
 
 def test_the_settings_of_a_kind_of_adapters_of_the_user_are_checked(scales, refused):

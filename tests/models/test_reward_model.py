@@ -76,7 +76,7 @@ def test_the_score_is_that_of_the_last_token_of_the_text_in_every_layout():
         if packed:
             batch = replace(batch, packed_index=pack(batch.completion_mask.sum(axis=-1), tiny.C, (2, 10)))
         placed = jax.device_put(params, sharding.shardings(params, mesh))
-        frozen = scorers.Frozen(Decoder(replace(tiny.CONFIG, row_parts=parts), mesh), placed)
+        frozen = scorers.FrozenModel(Decoder(replace(tiny.CONFIG, row_parts=parts), mesh), placed)
         scorer = scorers.make_frozen_scorer("reward_model", frozen, 0, Sampling(), mesh)
         found = np.asarray(scorer.score({}, sharding.shard_batch(batch, mesh))["reward_model_scores"])
         np.testing.assert_allclose(last_score(found, batch.completion_mask), expected, rtol=2e-4, atol=2e-4)
@@ -103,7 +103,7 @@ def test_the_score_is_that_of_transformers(family, tied, tmp_path):
     model = scorers.frozen_model("reward_model", tmp_path, recipes.read(config.load("grpo")).model, mesh)
     decoder = hf.load_params(tmp_path, model, mesh, learns=False, unused=("score.weight",))
     params = {"decoder": decoder, "readout": jax.tree.map(jnp.asarray, hf.load_readout(tmp_path, model))}
-    scorer = scorers.make_frozen_scorer("reward_model", scorers.Frozen(model, params), 0, Sampling(), mesh)
+    scorer = scorers.make_frozen_scorer("reward_model", scorers.FrozenModel(model, params), 0, Sampling(), mesh)
     found = last_score(np.asarray(scorer.score({}, batch)["reward_model_scores"]), batch.completion_mask)
     for b, g in np.ndindex(found.shape):
         text = [*batch.prompts[b][batch.prompt_mask[b]], *batch.completions[b, g][batch.completion_mask[b, g]]]

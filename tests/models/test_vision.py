@@ -1,4 +1,4 @@
-"""Models that read pictures, against what `transformers` computes with the same weights, and against themselves.
+"""Models that read images, against what `transformers` computes with the same weights, and against themselves.
 
 The arrays are those stored by tests/make_references.py.
 """
@@ -47,8 +47,8 @@ class Loaded(NamedTuple):
     form: images.ImageFormat
 
     @property
-    def pictures(self) -> list[list[np.ndarray]]:
-        """The pixels of each prompt's pictures."""
+    def images(self) -> list[list[np.ndarray]]:
+        """The pixels of each prompt's images."""
         ends = np.cumsum(self.stored["counts"])
         return [
             [self.stored[f"picture_{i}"] for i in range(end - count, end)]
@@ -56,14 +56,14 @@ class Loaded(NamedTuple):
         ]
 
     def prompt(self, side: str = "left", count: int = 0) -> Prompt:
-        """The prompts padded on a side, with their pictures padded to `count` patches; 0: as few as fit."""
+        """The prompts padded on a side, with their images padded to `count` patches; 0: as few as fit."""
         tokens, mask = (self.stored[name] for name in ("tokens", "mask"))
         if side == "right":
             shift = [np.roll(x, -int((~real).sum())) for x, real in zip(tokens, mask, strict=True)]
             tokens, mask = np.stack(shift), mask[:, ::-1]
         count = count or PATCHES[self.folder.name]
         sizes = image_layout.image_sizes(count, self.form)
-        return Prompt(tokens, mask, image_layout.stack(tokens, mask, self.pictures, self.form, sizes))
+        return Prompt(tokens, mask, image_layout.stack(tokens, mask, self.images, self.form, sizes))
 
     def batch(self, side: str = "left") -> Batch:
         """The prompts, with their completions and what `transformers` writes, of which nothing is learned."""
@@ -191,7 +191,7 @@ def test_log_probabilities_and_gradients_are_those_of_transformers(loaded, side)
 # ---- against themselves
 
 
-# DeepStack, and pictures whose tokens see each other.
+# DeepStack, and images whose tokens see each other.
 @pytest.mark.parametrize("loaded", ["qwen3_vl_moe", "gemma3"], indirect=True)
 def test_a_text_row_is_that_of_the_text_decoder_and_runs_no_tower(loaded):
     batch = loaded.batch()
@@ -369,7 +369,7 @@ def test_an_older_config_with_the_text_settings_at_the_top_is_the_same(name, tmp
 
 
 @towers
-def test_the_settings_of_pictures_are_part_of_the_model(loaded, tmp_path, refused):
+def test_the_settings_of_images_are_part_of_the_model(loaded, tmp_path, refused):
     folder = shutil.copytree(loaded.folder, tmp_path / "model")
     file = folder / "preprocessor_config.json"
     settings = json.loads(file.read_text()) | {"image_mean": [0.25, 0.5, 0.5]}
@@ -388,7 +388,7 @@ UNSUPPORTED = {
     "with sections of another head": ("qwen2_5_vl", ROPE, {"mrope_section": [4, 1, 1]}),
     "with YaRN": ("qwen2_5_vl", ROPE, {"rope_type": "yarn", "factor": 4.0}),
     "without a tower": ("qwen2_5_vl", (), {"vision_config": None}),
-    "without a picture's token": ("qwen2_5_vl", (), {"image_token_id": None}),
+    "without an image's token": ("qwen2_5_vl", (), {"image_token_id": None}),
     "of another activation": ("qwen2_5_vl", VISION, {"hidden_act": "relu"}),
     "of black and white": ("qwen2_5_vl", VISION, {"in_channels": 1}),
     "with odd heads": ("qwen2_5_vl", VISION, {"num_heads": 5}),
@@ -396,7 +396,7 @@ UNSUPPORTED = {
     "of another width": ("qwen2_5_vl", TEXT, {"hidden_size": 48}),
     "squares without a tower": ("gemma3", (), {"vision_config": None}),
     "squares without a decoder": ("gemma3", (), {"text_config": None}),
-    "squares without a picture's token": ("gemma3", (), {"image_token_index": None}),
+    "squares without an image's token": ("gemma3", (), {"image_token_index": None}),
     "squares of another activation": ("gemma3", VISION, {"hidden_act": "relu"}),
     "squares of black and white": ("gemma3", VISION, {"num_channels": 1}),
     "squares with odd heads": ("gemma3", VISION, {"num_attention_heads": 5}),
@@ -430,7 +430,7 @@ def module_of(family: str) -> Any:
 # ---- records
 
 
-def test_prompts_with_pictures_are_joined_and_taken_like_others():
+def test_prompts_with_images_are_joined_and_taken_like_others():
     prompt = load("qwen2_vl").prompt()
     prompts = Prompts(prompt.tokens, prompt.mask, [{"n": i} for i in range(4)], np.arange(4), [], prompt.images)
     again = prompts.take([0, 1]).joined(prompts.take([2, 3]))
@@ -476,7 +476,7 @@ def test_adapters_stand_beside_text_layers_and_have_the_names_of_modules(loaded,
     }
 
 
-def test_a_run_on_texts_alone_samples_from_a_model_that_reads_pictures():
+def test_a_run_on_texts_alone_samples_from_a_model_that_reads_images():
     loaded, mesh = load("qwen2_5_vl"), tiny.mesh_of((1, 1, 1))
     mask, greedy = loaded.stored["mask"][1:2], loaded.stored["greedy"][1:2]
     tokens = loaded.stored["tokens"][1:2]
@@ -508,10 +508,10 @@ def test_the_published_config_of_gemma_3_4b_leaves_out_most_and_is_read():
     assert Decoder(cfg).size() == 4_300_079_472
 
 
-# ---- pictures whose tokens see each other
+# ---- images whose tokens see each other
 
 
-def test_the_kernel_of_a_tpu_reads_pictures_as_the_plain_form(monkeypatch):
+def test_the_kernel_of_a_tpu_reads_images_as_the_plain_form(monkeypatch):
     loaded = load("gemma3")
     monkeypatch.setattr(attention_tpu, "fits", lambda *_: True)
     monkeypatch.setattr(attention_tpu, "attend_tpu", partial(attention_tpu.attend_tpu, interpret=True))

@@ -246,8 +246,8 @@ from types import SimpleNamespace
 import numpy as np
 from jaxrl_llm.machine import distributed, sharding
 from jaxrl_llm.machine.distributed import store
-from jaxrl_llm.rollout.grading import Graded
-from jaxrl_llm.rollout.samples import Samples, refill, settled
+from jaxrl_llm.rollout.grading import GradedCompletions
+from jaxrl_llm.rollout.samples import Samples, apply_replacements, resample_groups
 from jaxrl_llm.structs import Prompts, Rewards, Rollouts
 
 B, G, C, sent = 8, 2, int(sys.argv[2]), []
@@ -266,17 +266,17 @@ with distributed.join_processes(sys.argv[1]):
         mask, cut = np.ones(tokens.shape, bool), np.zeros(tokens.shape[:2], bool)
         rollouts = Rollouts(tokens, mask, mask, tokens.astype(np.float32), cut, tokens)
         total = np.array([[0.0, 1.0] if s else [1.0, 1.0] for s in signal], np.float32)[part]
-        graded = Graded([[str(n)] * G for n in numbers], Rewards(total, {}), [], {})
+        graded = GradedCompletions([[str(n)] * G for n in numbers], Rewards(total, {}), [], {})
         return Samples(collate(numbers), rollouts, lambda: graded)
 
     fresh = {1: sampled(1, [False, True] * 4), 2: sampled(2, [True] * 8)}
     decoder = SimpleNamespace(batch_decode=lambda ids, **_: [str(tokens[0]) for tokens in ids])
-    samples, replaced = refill(sampled(0, [True] + [False] * 7), fresh.__getitem__, collate, 3)
-    whole = settled(samples, decoder, mesh)
+    samples, replaced = resample_groups(sampled(0, [True] + [False] * 7), fresh.__getitem__, collate, 3)
+    whole = apply_replacements(samples, decoder, mesh)
     rows = sharding.gather(whole.rollouts.completions, mesh)
     assert (rows == rows[:, :1, :1]).all() and (rows[part] == whole.rollouts.versions).all()
     assert (whole.rollouts.logprobs == rows[part]).all() and whole.rollouts.completion_mask.all()
-    assert [text[0] for text in whole.graded().texts] == [str(n) for n in rows[part][:, 0, 0]]
+    assert [text[0] for text in whole.wait_for_grades().texts] == [str(n) for n in rows[part][:, 0, 0]]
     assert (whole.prompts.numbers == rows[part][:, 0, 0]).all() and not whole.no_signal.any()
     largest = sharding.max_over_processes(np.arange(3) * (1 - 2 * distributed.index()), mesh).tolist()
     print("found", json.dumps([rows[:, 0, 0].tolist(), replaced, largest, len(sent), sum(sent)]), flush=True)
@@ -436,12 +436,12 @@ def test_several_processes_need_a_workdir_of_their_own_choice(refused):
 
 
 def test_each_process_has_a_server_of_its_own(monkeypatch, refused):
-    assert engine.own_address("http://gpu:8000", "servers") == "http://gpu:8000"
+    assert engine.process_address("http://gpu:8000", "servers") == "http://gpu:8000"
     monkeypatch.setattr(distributed, "count", lambda: 3)
     monkeypatch.setattr(distributed, "index", lambda: 2)
-    assert engine.own_address("http://gpu-{process}:8000", "servers") == "http://gpu-2:8000"
+    assert engine.process_address("http://gpu-{process}:8000", "servers") == "http://gpu-2:8000"
     with refused("engine.push_address"):
-        engine.own_address("10.0.0.1", "push_address")
+        engine.process_address("10.0.0.1", "push_address")
 
 
 def chip(number: int, process: int, coords: list[int], of_slice: int = 0) -> SimpleNamespace:

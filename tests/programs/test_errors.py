@@ -535,10 +535,10 @@ SHARDS = '{"weight_map": {"model.norm.weight": "model-1.safetensors", "x": "mode
     "without weights": (without("model.safetensors"), "model.safetensors"),
     "with weights of torch":
         (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "save_pretrained"),
-    "of pictures": (configured(model_type="internvl_chat"), "qwen2"),
-    "of pictures, and new":
+    "of images": (configured(model_type="internvl_chat"), "qwen2"),
+    "of images, and new":
         (configured(model_type="new", vision_config={}, text_config={"model_type": "qwen3"}), "qwen3"),
-    "of pictures, and unknown": (configured(model_type="new", vision_config={}), "'new'"),
+    "of images, and unknown": (configured(model_type="new", vision_config={}), "'new'"),
     "that is an adapter": (adapter, "adapters.path"),
     "whose weights are cut short": (cut_short, "model.safetensors"),
     "that lacks a shard": (sharded(SHARDS), "model-2.safetensors"),

@@ -16,7 +16,7 @@ from jaxrl_llm import evaluate
 from jaxrl_llm.data import encoding
 from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.rollout import scores
-from jaxrl_llm.rollout.grading import Graded
+from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.session.saved_run import SavedRun
 from jaxrl_llm.structs import Rewards
 from jaxrl_llm.tasks import arithmetic
@@ -84,12 +84,12 @@ def test_answers_that_are_mathematically_equal_are_one_vote():
         ["x+1", "1+x", "Paris", "paris", "\\Delta", "\\delta"],
         ["", "", "7", "7.0", "8", "\\text{7}"],
     ]
-    assert scores.answers_of(texts, lambda text: text) == [
+    assert scores.extract_answers(texts, lambda text: text) == [
         ["\\frac{1}{2}", "1/3", "\\frac{1}{2}", "1/3", "\\frac{1}{2}", "\\frac{1}{2}"],
         ["x+1", "x+1", "paris", "paris", "\\Delta", "\\delta"],
         ["", "", "7", "7", "8", "7"],
     ]
-    votes = scores.answers_of([["\\frac12", "1/3", "\\dfrac{1}{2}", "1/3", "1/2"]], lambda text: text)
+    votes = scores.extract_answers([["\\frac12", "1/3", "\\dfrac{1}{2}", "1/3", "1/2"]], lambda text: text)
     assert scores.majority_at(5, np.array([[1, 0, 1, 0, 1]], np.float32), votes) == 1.0
 
 
@@ -102,12 +102,12 @@ def test_two_answers_are_two_votes(one, other):
 
 def test_rows_are_split_by_a_column_and_by_one_within_a_column(refused):
     rows = [{"source": "a", "extra": {"level": 2}}, {"source": "b", "extra": {"level": 1}}, {"source": "a"}]
-    assert scores.split(rows, "source") == {"a": [0, 2], "b": [1]}
-    assert scores.split(rows, "extra.level") == {"(none)": [2], "1": [1], "2": [0]}
+    assert scores.rows_by_value(rows, "source") == {"a": [0, 2], "b": [1]}
+    assert scores.rows_by_value(rows, "extra.level") == {"(none)": [2], "1": [1], "2": [0]}
     with refused("--by level", "extra, source"):
-        scores.split(rows, "level")
+        scores.rows_by_value(rows, "level")
     with refused("--by id"):
-        scores.split([{"id": i} for i in range(101)], "id")
+        scores.rows_by_value([{"id": i} for i in range(101)], "id")
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_an_evaluation_has_tables_json_and_a_page(evaluated, tmp_path):
 def test_a_table_by_column_has_each_number_below_its_name_without_a_verdict_too():
     judged = np.array([[1.0, 0.0], [1.0, 1.0], [np.nan, 1.0], [np.nan, np.nan]])
     kinds = ("sure", "sure", "some", "none")
-    graded = Graded([["x"] * 2] * 4, Rewards(judged, {"judge": judged}), [], {})
+    graded = GradedCompletions([["x"] * 2] * 4, Rewards(judged, {"judge": judged}), [], {})
     rows = [{"prompt": "1+1", "kind": kind} for kind in kinds]
     page = samples.render("t", scores.measure_all(graded, rows, None, "kind"), graded, Dataset([], rows, 0, 1, []))
     table = re.search("<h2>By kind</h2>(.*?)</table>", page, re.DOTALL)

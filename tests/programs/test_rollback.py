@@ -116,9 +116,9 @@ def check_same(workdir: Path, straight: Path) -> None:
 ACCURACIES = [0.1, 0.2, 0.9, 0.2, 0.9, 0.3, 0.1, 0.0, 0.4, 0.5, 0.6]  # of each fourth step, again and again
 # With the number of calls before the one that is interrupted.
 MOMENTS = [
-    (Log, "start", 0), (Actor, "load", 0), (Actor, "begin", 0), (Actor, "next", 2), (Learning, "score", 2),
+    (Log, "start", 0), (Actor, "load", 0), (Actor, "start", 0), (Actor, "next", 2), (Learning, "score", 2),
     (Rollbacks, "decide", 0), (Checkpoints, "go_back", 0),
-    (Samples, "rewards", 1), (Learning, "coefficients", 2), (Learning, "update", 1), (Learning, "settled", 1),
+    (Samples, "rewards", 1), (Learning, "coefficients", 2), (Learning, "update", 1), (Learning, "finish_step", 1),
     (Session, "commit", 1), (Actor, "push", 1), (Parts, "evaluate", 1), (Session, "evaluate", 1), (Log, "finish", 2),
     (Log, "write", 1), (Checkpoints, "save", 1), (Session, "write", 2), (Session, "judge", 1),
     (Checkpoints, "resume", 0), (Inputs, "export", 0),

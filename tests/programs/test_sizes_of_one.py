@@ -72,8 +72,8 @@ def shipped(name: str, **changes: object) -> ConfigDict:
     return c
 
 
-def pictures(width: int, tower: int) -> ConfigDict:
-    """A new model that reads pictures."""
+def images(width: int, tower: int) -> ConfigDict:
+    """A new model that reads images."""
     c = shipped("pictures_sft", **{"model.hidden_size": width, "model.vision_config.hidden_size": tower})
     for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"):
         c.model[name] = 1
@@ -104,15 +104,15 @@ RUNS = {
         "NewModelSettings.num_hidden_layers NewModelSettings.num_attention_heads NewModelSettings.intermediate_size"
         " NewModelSettings.num_key_value_heads TowerSettings.depth TowerSettings.num_heads"
         " TowerSettings.intermediate_size",
-        lambda: pictures(2, 4),
+        lambda: images(2, 4),
         sft,
     ),
     "a mixture": Run("", mixed),
     "prompts": Run(
         "DataSettings.max_prompt_tokens", lambda: rl(**{"data.max_prompt_tokens": 1}), refused="max_prompt_tokens"
     ),
-    "width": Run("NewModelSettings.hidden_size", lambda: pictures(1, 4), sft, "model.hidden_size"),
-    "tower": Run("TowerSettings.hidden_size", lambda: pictures(2, 1), sft, "model.vision_config.hidden_size"),
+    "width": Run("NewModelSettings.hidden_size", lambda: images(1, 4), sft, "model.hidden_size"),
+    "tower": Run("TowerSettings.hidden_size", lambda: images(2, 1), sft, "model.vision_config.hidden_size"),
     "completions of sft": Run(
         "", lambda: shipped("sft", **{"rollout.max_completion_tokens": 1}), sft, "rollout.max_completion_tokens"
     ),

@@ -91,9 +91,9 @@ def test_a_loop_that_ends_early_saves_raises_and_goes_on_bit_for_bit(tmp_path, m
         assert (workdir / "checkpoints" / str(step)).is_dir()
 
     left(ValueError, 2)  # a record comes when the next step is done
-    settled = Learning.settled
+    finish_step = Learning.finish_step
     with monkeypatch.context() as patch:
-        patch.setattr(Learning, "settled", lambda *given: signal.raise_signal(signal.SIGINT) or settled(*given))
+        patch.setattr(Learning, "finish_step", lambda *given: signal.raise_signal(signal.SIGINT) or finish_step(*given))
         left(KeyboardInterrupt, 3)  # it waited until the state was whole
     assert numbers(taken) == numbers(whole)[:1]
     with build(config, workdir) as (session, parts):
@@ -253,7 +253,7 @@ def test_the_device_scores_before_the_step_waits_for_rewards():
     unpacked = lambda lengths, _: np.zeros((*lengths.shape, 1), np.int32)[..., None]  # noqa: E731
     sampled = SimpleNamespace(next=lambda: Samples(prompts, rollouts, graded))
     parts = SimpleNamespace(actor=sampled, packing=unpacked, learning=learning)
-    with pytest.raises(AttributeError, match="take_back"):  # what follows is learning
+    with pytest.raises(AttributeError, match="reclaim"):  # what follows is learning
         rl_step(session, parts, SimpleNamespace(states={}), 1)
     assert begun == ["scores", "credit"]
 

@@ -209,7 +209,7 @@ COMBINED = {
          "kl.adaptive.target=0.01", "eval=none", "microbatch=0"],
         {"critic/explained_variance", "kl/coef"},
     ),
-    "pictures of a mixture, sampled ahead and resampled, and rewards that set alarms": (
+    "images of a mixture, sampled ahead and resampled, and rewards that set alarms": (
         ["c = pictures.get_config()",
          "part = lambda name, weight: dict(source=f'digits_in_pictures.{name}', convert='', weight=weight)",
          "c.data.source, c.data.mixture = '', ConfigDict(dict(one=part('train', 1.0), two=part('held_out', 2.0)))",

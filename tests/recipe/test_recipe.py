@@ -17,7 +17,7 @@ from jaxrl_llm.config import load, records
 from jaxrl_llm.learner.scorers import column_of
 from jaxrl_llm.recipe import read, read_either
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
-from jaxrl_llm.rollout.actor import Lent
+from jaxrl_llm.rollout.actor import WeightLease
 from jaxrl_llm.session.workdir import check_workdir, write_config
 
 ROOT = Path(__file__).parents[2]
@@ -202,11 +202,11 @@ def test_an_absent_mixture_is_none():
 
 
 def test_what_the_engine_reads_is_taken_back_before_an_update_gets_it():
-    """An update donates the parameters. Its states come from `take_back`, which waits for the push."""
+    """An update donates the parameters. Its states come from `reclaim`, which waits for the push."""
     pushed: Future = Future()
-    lent = Lent({"policy": 1}, None, pushed, None)
+    lease = WeightLease({"policy": 1}, None, pushed, None)
     with ThreadPoolExecutor(max_workers=1) as thread:
-        taken = thread.submit(lent.take_back)
+        taken = thread.submit(lease.reclaim)
         with pytest.raises(TimeoutError):
             taken.result(0.05)
         pushed.set_result(None)

@@ -17,7 +17,7 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.config.names import bind
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.models import hf
-from jaxrl_llm.rollout.grading import RewardFn, call
+from jaxrl_llm.rollout.grading import RewardFn, call_reward
 from jaxrl_llm.tasks import REWARDS, search, verl
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ JUDGES = [
 def test_a_reward_abstains_for_a_row_without_a_column_and_judges_the_others(text, completion, columns):
     rows = [{"prompt": "?"} | columns]
     rows += [rows[0] | {name: None} for name in columns if name != "turns"] + rows
-    scores = call(text, bind(text, REWARDS), rows, [completion] * len(rows), [[1]] * len(rows)).values
+    scores = call_reward(text, bind(text, REWARDS), rows, [completion] * len(rows), [[1]] * len(rows)).values
     np.testing.assert_array_equal(scores, [1.0, *[np.nan] * (len(rows) - 2), 1.0])
 
 
@@ -69,7 +69,7 @@ def test_a_turn_does_not_close_an_earlier_tag_and_an_empty_answer_is_wrong():
 
 def test_nothing_is_logged_of_a_batch_without_verdicts():
     rows = [{"prompt": "?", "answer": None}] * 2
-    assert call("easyr1.math", bind("easyr1.math", REWARDS), rows, ["2"] * 2, [[1]] * 2).metrics == {}
+    assert call_reward("easyr1.math", bind("easyr1.math", REWARDS), rows, ["2"] * 2, [[1]] * 2).metrics == {}
 
 
 def test_tests_of_programs_are_chosen_for_each_row():
@@ -83,7 +83,7 @@ def test_tests_of_programs_are_chosen_for_each_row():
     ]  # fmt: skip
     expected = np.array([1, 1, 1, np.nan, 1, np.nan, np.nan, np.nan])
     for text, scores in ((program, expected), (wrong, expected * 0)):
-        given = call("code.accuracy", bind("code.accuracy", REWARDS), rows, [text] * 8, [[1]] * 8).values
+        given = call_reward("code.accuracy", bind("code.accuracy", REWARDS), rows, [text] * 8, [[1]] * 8).values
         np.testing.assert_array_equal(given, scores)
 
 

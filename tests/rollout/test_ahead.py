@@ -55,15 +55,15 @@ class Recorder:
         self.version = version
 
     def run(self, start: int = 0, made: tuple = (), stop: int | None = None) -> list[tuple[int, int]]:
-        self.ahead.do(self.give, start)
-        self.ahead.begin(start, made)
+        self.ahead.submit(self.give, start)
+        self.ahead.start(start, made)
         seen = []
         for step in range(start + 1, (stop or self.steps) + 1):
             seen.append(self.ahead.next())
-            self.ahead.used()
-            self.ahead.do(self.give, step)
-            self.waiting = self.ahead.waiting()
-            self.ahead.learned(step)
+            self.ahead.drop_current()
+            self.ahead.submit(self.give, step)
+            self.waiting = self.ahead.finished_batches()
+            self.ahead.order_after(step)
         return seen
 
 
@@ -81,7 +81,7 @@ class CountingSource:
     """Batches of one prompt, whose number is the position in the data; `sampled` has the keys."""
 
     def __init__(self):
-        self.position, self.flight, self.sampled, self.prompts = 0, None, {}, self
+        self.position, self.in_flight, self.sampled, self.prompts = 0, None, {}, self
 
     def get_state(self) -> int:
         return self.position
@@ -94,7 +94,7 @@ class CountingSource:
         self.sampled[self.position] = jax.random.key_data(key).tolist()
         return Samples(Prompts(*tiny.prompts(), [], np.array([self.position])), *[None] * 2)
 
-    def settled(self, samples: Samples) -> Samples:
+    def apply_replacements(self, samples: Samples) -> Samples:
         return replace(samples)
 
     def to_checkpoint(self, samples: Samples) -> dict[str, np.ndarray]:
@@ -114,7 +114,7 @@ def test_the_actor_returns_the_same_batch_until_the_push(lag):
     actor, _ = acting(lag)
     with closing(actor):
         actor.load(None)
-        actor.begin({}, {}, 0)
+        actor.start({}, {}, 0)
         first = actor.next()
         assert actor.next() is first
         actor.push({}, {}, 1)
@@ -128,14 +128,14 @@ def test_the_weights_after_the_last_step_are_pushed_for_an_evaluation_alone(lag)
     actor = Actor(engine, CountingSource(), 0, lag=lag, last=2)
     with closing(actor):
         actor.load(None)
-        actor.begin({}, {}, 0)
+        actor.start({}, {}, 0)
         for step in (1, 2):
             actor.next()
             actor.push({}, {}, step)
-        assert actor.lent.take_back() == ({}, {})
+        assert actor.lease.reclaim() == ({}, {})
         assert pushes == [0, 1]
         for _ in range(2):
-            actor.wait()
+            actor.wait_for_weights()
         assert pushes == [0, 1, 2]
 
 
@@ -153,15 +153,15 @@ def test_a_new_attempt_samples_the_prompts_anew_that_waited_in_the_checkpoint(la
         actor, source = acting(lag)
         with closing(actor):
             actor.load(state)
-            actor.begin({}, {}, begun)
+            actor.start({}, {}, begun)
             begun += 1
             state = learned(actor, begun)
     again, resampled = acting(lag)
     with closing(again):
         again.load(state)
-        again.begin({}, {}, begun, attempt=1)
+        again.start({}, {}, begun, attempt=1)
         assert again.next().prompts.numbers == [3]
-        again.wait()
+        again.wait_for_weights()
     assert resampled.sampled[3] != source.sampled.get(3, ())
     assert sorted(resampled.sampled) == list(range(3, 4 + lag))
 
@@ -169,7 +169,7 @@ def test_a_new_attempt_samples_the_prompts_anew_that_waited_in_the_checkpoint(la
 def test_the_next_batch_is_sampled_while_this_one_is_learned():
     began = threading.Event()
     ahead = Prefetcher(lambda step: step == 2 and began.set(), lag=1, last=3)
-    ahead.begin(0, ())
+    ahead.start(0, ())
     ahead.next()
     assert began.wait(timeout=10)  # nothing has been learned yet
 
@@ -177,17 +177,17 @@ def test_the_next_batch_is_sampled_while_this_one_is_learned():
 def test_a_batch_that_a_stop_does_not_wait_for_is_told(capsys):
     go_on = threading.Event()
     ahead = Prefetcher(lambda step: step == 1 or go_on.wait(10), lag=1, last=3)
-    ahead.begin(0, ())
+    ahead.start(0, ())
     ahead.next()
-    assert ahead.waiting(0.1) == [True]
+    assert ahead.finished_batches(0.1) == [True]
     assert capsys.readouterr().out.startswith("note: 1 of ")
     go_on.set()
-    assert len(ahead.waiting()) == 2 and not capsys.readouterr().out
+    assert len(ahead.finished_batches()) == 2 and not capsys.readouterr().out
 
 
 def test_an_error_of_the_sampler_ends_the_run():
     ahead = Prefetcher(lambda step: 1 / 0, lag=1, last=3)
-    ahead.begin(0, ())
+    ahead.start(0, ())
     with pytest.raises(ZeroDivisionError):
         ahead.next()
 
@@ -196,8 +196,8 @@ def test_an_error_of_the_sampler_ends_the_run():
 def test_nothing_is_sampled_after_a_failed_push_whose_error_is_raised(lag):
     sampled = []
     ahead = Prefetcher(sampled.append, lag=lag, last=9)
-    ahead.do(lambda: 1 / 0)
-    ahead.begin(0, ())
+    ahead.submit(lambda: 1 / 0)
+    ahead.start(0, ())
     with pytest.raises(ZeroDivisionError):
         ahead.next()
     assert not sampled
@@ -206,8 +206,8 @@ def test_nothing_is_sampled_after_a_failed_push_whose_error_is_raised(lag):
 def test_without_a_lag_the_caller_samples_when_the_pushes_are_done():
     done = []
     ahead = Prefetcher(lambda step: (step, threading.current_thread(), tuple(done)), lag=0, last=9)
-    ahead.do(lambda: time.sleep(0.2) or done.append("push"))
-    ahead.begin(0, ())
+    ahead.submit(lambda: time.sleep(0.2) or done.append("push"))
+    ahead.start(0, ())
     assert ahead.next() == (1, threading.current_thread(), ("push",))
 
 
@@ -305,7 +305,7 @@ class Server:
 
     def __init__(self, model: Decoder, mesh: jax.sharding.Mesh):
         self.sampler = Sampler(model, mesh, max_completion_tokens=tiny.C, stop_ids=(1,), pad_id=0)
-        self.servers, self.drawn_gap = 1, 0.0  # the latter of log-probabilities of what is not greedy
+        self.server_count, self.drawn_gap = 1, 0.0  # the latter of log-probabilities of what is not greedy
 
     def sample(self, *args, sampling: Sampling, **kwargs):
         rollouts = self.sampler.sample(*args, sampling=sampling, **kwargs)
@@ -356,7 +356,7 @@ def test_in_bfloat16_the_weight_check_bounds_greedy_tokens_and_the_mean(monkeypa
     mesh, shape = sharding.make_mesh(data=1, fsdp=1, tensor=1), (4, 5, 3)
     collate = lambda numbers: Prompts(np.ones((4, 2), np.int32), np.ones((4, 2), bool), [], numbers)  # noqa: E731
     monkeypatch.setattr(weight_check, "make_logprob_fn", lambda *_, **__: lambda params, batch: np.zeros(shape))
-    check = WeightCheck(SimpleNamespace(servers=1), model, mesh, collate, rows=4, bound=0.5)
+    check = WeightCheck(SimpleNamespace(server_count=1), model, mesh, collate, rows=4, bound=0.5)
 
     def answered(greedy: float, drawn: float, others: float = 0.0) -> Rollouts:
         logprobs = np.full(shape, others, np.float32)
@@ -376,7 +376,7 @@ def test_in_bfloat16_the_weight_check_bounds_greedy_tokens_and_the_mean(monkeypa
 def test_the_weight_check_asks_the_same_rows_again_where_the_data_set_has_few(rows: int):
     asked: list[int] = []
     model, mesh = SimpleNamespace(cfg=SimpleNamespace(dtype="float32")), sharding.make_mesh(data=2, fsdp=2, tensor=1)
-    WeightCheck(SimpleNamespace(servers=1), model, mesh, asked.extend, rows=rows, bound=1e-3)
+    WeightCheck(SimpleNamespace(server_count=1), model, mesh, asked.extend, rows=rows, bound=1e-3)
     assert len(asked) == 4
     assert set(asked) == set(range(min(rows, 4)))
 

@@ -11,8 +11,16 @@ import numpy as np
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.machine import distributed, sharding
-from jaxrl_llm.rollout.grading import Graded
-from jaxrl_llm.rollout.samples import CompletionTask, Drawing, Samples, SampleSource, per_episode, refill, settled
+from jaxrl_llm.rollout.grading import GradedCompletions
+from jaxrl_llm.rollout.samples import (
+    CompletionTask,
+    Samples,
+    SampleSource,
+    SamplingPlan,
+    apply_replacements,
+    episode_metrics,
+    resample_groups,
+)
 from jaxrl_llm.session.record import source_metrics
 from jaxrl_llm.structs import Prompts, Rewards, Rollouts
 
@@ -34,19 +42,19 @@ def sampled(number: int, signal: list[bool]) -> Samples:
     rollouts = Rollouts(completions, mask, mask, completions.astype(np.float32), np.zeros((B, G), bool), completions)
     total = np.array([[0.0, 1.0] if s else [1.0, 1.0] for s in signal], np.float32)
     texts = [[str(m)] * G for m in marks]
-    graded = Graded(texts, Rewards(total, {"mark": np.repeat(marks[:, None], G, 1)}), [], {})
+    graded = GradedCompletions(texts, Rewards(total, {"mark": np.repeat(marks[:, None], G, 1)}), [], {})
     return Samples(prompts, rollouts, lambda: graded)
 
 
 def refilled(*args) -> tuple[Samples, int]:
     decoder = SimpleNamespace(batch_decode=lambda ids, **_: [str(tokens[0]) for tokens in ids])
-    samples, replaced = refill(*args)
-    return settled(samples, decoder, None), replaced
+    samples, replaced = resample_groups(*args)
+    return apply_replacements(samples, decoder, None), replaced
 
 
 def marks(whole: Samples) -> list[int]:
     """Which group stands at each place, after checking that all of it does."""
-    texts, rewards, *_ = whole.graded()
+    texts, rewards, *_ = whole.wait_for_grades()
     found = [row["mark"] for row in whole.prompts.rows]
     assert [t[0] for t in texts] == [str(m) for m in found]
     for array in (whole.prompts.tokens, whole.rollouts.completions, whole.rollouts.logprobs, rewards.channels["mark"]):
@@ -59,7 +67,7 @@ def test_groups_without_signal_are_replaced_in_order_by_fresh_ones_with_one():
     whole, replaced = refilled(sampled(0, [True, False, False, False]), rounds.__getitem__, collate, 3)
     assert marks(whole) == [0, 11, 20, 21]
     assert replaced == 3
-    assert whole.replaced == [1, 2, 3, 10, 12, 13]  # a curriculum knows of all groups without a signal that were drawn
+    assert whole.replaced_rows == [1, 2, 3, 10, 12, 13]  # also those of fresh groups without a signal
     assert not whole.no_signal.any()
 
 
@@ -94,7 +102,7 @@ def test_refilling_ends_at_the_bound_and_draws_nothing_that_it_does_not_need():
     assert (marks(whole), replaced, drawn) == ([0, 1, 2, 3], 0, [1, 2])
 
 
-def source(truncated: np.ndarray, drawing: Drawing, environments: Any = None) -> SampleSource:
+def source(truncated: np.ndarray, plan: SamplingPlan, environments: Any = None) -> SampleSource:
     """A source of one batch, with an engine whose completions are all zeros."""
 
     def sample(prompts: Prompts, key: object, **_: object) -> Rollouts:
@@ -104,13 +112,13 @@ def source(truncated: np.ndarray, drawing: Drawing, environments: Any = None) ->
     task = CompletionTask(None, SimpleNamespace(start=lambda grade: grade), environments)
     mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
     prompts = iter([sampled(0, [True] * B).prompts])
-    return SampleSource(drawing, SimpleNamespace(sample=sample), prompts, collate, task, mesh, C)
+    return SampleSource(plan, SimpleNamespace(sample=sample), prompts, collate, task, mesh, C)
 
 
 def test_completions_that_the_limit_cut_are_left_out_if_asked():
     cut = np.array([[True, False]] * B)
     for left_out in (False, True):
-        whole = source(cut, Drawing(G, Sampling(), masks_truncated=left_out)).sample(jax.random.key(0))
+        whole = source(cut, SamplingPlan(G, Sampling(), masks_truncated=left_out)).sample(jax.random.key(0))
         assert whole.rollouts.completion_mask.all()
         np.testing.assert_array_equal(whole.trained[..., 0], ~(cut & left_out))
 
@@ -128,9 +136,9 @@ def test_metrics_of_environments_of_another_process_alone_are_0_here(monkeypatch
     monkeypatch.setattr(distributed, "exchange", lambda own, channel: [own, ["sold", "turns"]])
     one = np.ones((B, G), np.float32)
     batch = SimpleNamespace(truncated=one > 1, metrics=lambda: {"turns": one, "bought": one})
-    environments = SimpleNamespace(begin=lambda rows, group: batch)
-    made = source(one > 1, Drawing(G, Sampling(), greedy=True), environments)
+    environments = SimpleNamespace(start_batch=lambda rows, group: batch)
+    made = source(one > 1, SamplingPlan(G, Sampling(), greedy=True), environments)
     kept = sharding.to_host(made.to_checkpoint(made.sample(jax.random.key(0))))
     for rollouts in (kept["rollouts"], kept["greedy"]):
         assert {name: x.mean() for name, x in rollouts.episodes.items()} == {"bought": 1, "sold": 0, "turns": 1}
-    assert per_episode(kept["rollouts"])[0][0] == {"bought": 1, "sold": 0, "turns": 1}
+    assert episode_metrics(kept["rollouts"])[0][0] == {"bought": 1, "sold": 0, "turns": 1}

@@ -108,7 +108,7 @@ class Answers:
 
 def answers(*given: Any, **limits: Any) -> EnvironmentBatch:
     pool = EnvironmentPool(tokenizer(), Answers, **LIMITS | limits)
-    return pool.begin([{"answer": answer} for answer in given], 1)
+    return pool.start_batch([{"answer": answer} for answer in given], 1)
 
 
 WRONG = {
@@ -143,7 +143,7 @@ def test_an_empty_observation_ends_no_episode():
 
 def test_rows_and_environments_that_cannot_be_used_are_refused_before_a_run():
     pool = EnvironmentPool(tokenizer(), Answers, **LIMITS)
-    unused = {"Answers.reset": lambda: pool.check([{"x": 1}]), "KeyError": lambda: pool.begin([{"x": 1}], 2)}
+    unused = {"Answers.reset": lambda: pool.check([{"x": 1}]), "KeyError": lambda: pool.start_batch([{"x": 1}], 2)}
     unused["ZeroDivisionError"] = lambda: EnvironmentPool(tokenizer(), lambda: 1 / 0, **LIMITS)
     for reason, use in unused.items():
         with pytest.raises(UserError, match=rf"^config\.env\b[^\n]*{reason}[^\n]*$"):
@@ -153,9 +153,9 @@ def test_rows_and_environments_that_cannot_be_used_are_refused_before_a_run():
 def settled(limit: TimeLimit) -> bool:
     """Waits until all late calls have returned."""
     end = time.monotonic() + 10
-    while limit.late() and time.monotonic() < end:
+    while limit.count_late_calls() and time.monotonic() < end:
         time.sleep(0.01)
-    return limit.late() == 0
+    return limit.count_late_calls() == 0
 
 
 def test_a_step_that_computes_without_end_ends_after_its_time():
@@ -171,7 +171,7 @@ def test_a_step_that_computes_without_end_ends_after_its_time():
 
 
 def test_steps_that_wait_without_end_keep_few_threads(monkeypatch):
-    monkeypatch.setattr(time_limit, "MOST_LATE", 3)
+    monkeypatch.setattr(time_limit, "MAX_LATE_CALLS", 3)
     wait, limit = threading.Event(), TimeLimit(0.02)
     for _ in range(3):
         with pytest.raises(TimeoutError):

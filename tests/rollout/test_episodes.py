@@ -193,9 +193,9 @@ def test_a_tool_that_fails_or_hangs_is_counted_and_ends_no_run(fails):
 
 def test_the_end_of_a_turn_is_found_at_the_first_token_that_completes_it():
     tokenizer = parts()[2]
-    batch = EnvironmentPool(tokenizer, Echo, **LIMITS).begin([{}], 1)
+    batch = EnvironmentPool(tokenizer, Echo, **LIMITS).start_batch([{}], 1)
     ids = tokenizer("12>34>", add_special_tokens=False)["input_ids"]
-    assert batch.ends([ids, ids[:2], ids[:3]]) == [3, 0, 3]
+    assert batch.find_turn_ends([ids, ids[:2], ids[:3]]) == [3, 0, 3]
 
 
 def config_with_turns(**changes: Any) -> Any:
@@ -350,7 +350,7 @@ def test_the_ids_of_episodes_are_those_that_were_sampled_never_encoded_again(tmp
     dataset = data.tokenize(rows, tokenizer, max_prompt_tokens=64, overlong="error")
     asked = data.make_prompts(dataset, range(50), pad)
     pool = EnvironmentPool(tokenizer, Rambler, **LIMITS | {"tokens": 16})
-    recorded = Recorded(pool.begin(asked.rows, 8))
+    recorded = Recorded(pool.start_batch(asked.rows, 8))
     rollouts = engine.sample(
         asked, jax.random.key(0), group_size=8, sampling=Sampling(), environments=cast("Any", recorded)
     )

@@ -21,8 +21,8 @@ from jaxrl_llm.machine import progress
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout import scores
 from jaxrl_llm.rollout.environments import EnvironmentPool
-from jaxrl_llm.rollout.evaluation import GREEDY, evaluate, mean_score, whole_batches
-from jaxrl_llm.rollout.grading import Graded, RewardFn
+from jaxrl_llm.rollout.evaluation import GREEDY_PLAN, evaluate, mean_score, whole_batches
+from jaxrl_llm.rollout.grading import GradedCompletions, RewardFn
 from jaxrl_llm.rollout.jax import compiled
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.sizes import PageKind, sizes_of
@@ -64,7 +64,7 @@ def by_batches() -> tuple[list, np.ndarray]:
     sampler, texts, scores = engine(at_once=0), [], []
     for start in (0, BATCH, PROBLEMS - BATCH):
         prompts = data.make_prompts(problems(), range(start, start + BATCH), 0)
-        graded = task().grade(prompts, task().sample(sampler, prompts, KEY, 1, GREEDY.sampling, "test"))
+        graded = task().grade(prompts, task().sample(sampler, prompts, KEY, 1, GREEDY_PLAN.sampling, "test"))
         scores += [*graded.rewards.total][len(texts) - start :]
         texts += graded.texts[len(texts) - start :]
     return texts, np.stack(scores)
@@ -82,12 +82,12 @@ def test_a_stream_of_all_problems_has_the_texts_and_scores_of_batches(shape, at_
 def test_an_evaluation_without_any_verdict_has_no_accuracy(wording):
     """0 would be taken for a ruined policy, by a health rule that goes back and by eval.patience."""
     part, none = np.array([[1.0, np.nan], [np.nan, 0.0]]), np.full((2, 2), np.nan)
-    graded = [Graded([], Rewards(total, {"judge": total}), None, {}) for total in (part, none)]
+    graded = [GradedCompletions([], Rewards(total, {"judge": total}), None, {}) for total in (part, none)]
     assert mean_score(graded[0]) == 0.25 and np.isnan(mean_score(graded[1]))
     some, nothing = (scores.measure_all(each, [{}, {}], None, "") for each in graded)
     assert (some["accuracy"], some["pass"]["2"]) == (0.25, 0.5)
-    assert dict(scores.lines(some))["judge"] == "0.5 (2 without a verdict)"
-    assert nothing["accuracy"] is None and dict(scores.lines(nothing))["accuracy"] == "–"
+    assert dict(scores.result_lines(some))["judge"] == "0.5 (2 without a verdict)"
+    assert nothing["accuracy"] is None and dict(scores.result_lines(nothing))["accuracy"] == "–"
     said: list[str] = []
     session: Any = SimpleNamespace(
         plan=SimpleNamespace(evaluate_every=2, steps=8), at=SimpleNamespace(states={}),
@@ -105,7 +105,7 @@ def test_an_evaluation_without_any_verdict_has_no_accuracy(wording):
 def test_thousands_of_problems_have_the_programs_and_the_cache_of_a_batch(sequences, devices):
     mesh = mesh_of((1, devices, 1))
     batch = whole_batches(64, 4000, mesh)
-    of = partial(sizes_of, group=1, width=16, length=100, kind=PageKind(devices))
+    of = partial(sizes_of, group_size=1, prompt_width=16, completion_length=100, kind=PageKind(devices))
     whole, part = (of(count, max_sequences=min(sequences or 64, 64)) for count in (4000, batch))
     assert whole.refills and whole == replace(part, refills=True)  # and a program for prompts that begin later
 

@@ -18,7 +18,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.rollout.environments import EnvironmentPool
-from jaxrl_llm.rollout.flight import Flight
+from jaxrl_llm.rollout.in_flight import InFlightGroups
 from jaxrl_llm.rollout.jax import compiled, layout, programs, sizes, stream
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.samples import CompletionTask
@@ -32,30 +32,30 @@ LENGTH, WANTED = 24, 3
 @pytest.fixture
 def short_rounds(monkeypatch):
     """Pages of 4 tokens, and rounds of 8."""
-    monkeypatch.setattr(sizes, "PAGE", 4)
+    monkeypatch.setattr(sizes, "PAGE_TOKENS", 4)
     for module in (programs, stream, compiled, sizes, layout):
-        monkeypatch.setattr(module, "ROUND", 8)
+        monkeypatch.setattr(module, "ROUND_TOKENS", 8)
 
 
-def calls(config, mesh=(1, 1, 1), count: int = 4) -> tuple[list[tuple[Flight, list[int]]], Flight]:
+def calls(config, mesh=(1, 1, 1), count: int = 4) -> tuple[list[tuple[InFlightGroups, list[int]]], InFlightGroups]:
     """Calls until 3 of 6 groups are complete, `count` times, with fresh prompts in place of those that are complete."""
     model, params = tiny.model_and_params(config, scale=3.0)
     mesh = tiny.mesh_of(mesh)
     sampler = Sampler(model, mesh, max_completion_tokens=LENGTH, stop_ids=(3, 4), pad_id=0)
     tokens, mask = tiny.prompts()
-    fresh = lambda at: Flight.begin(  # noqa: E731
+    fresh = lambda at: InFlightGroups.empty(  # noqa: E731
         Prompts(tokens[at], mask[at], [{}] * len(at), np.array(at, np.int32)), tiny.G, LENGTH, 0
     )
-    flight, taken = fresh([0, 1, 2]), []
+    in_flight, taken = fresh([0, 1, 2]), []
     for version in range(count):
         sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)), version)
-        flight = flight.joined(fresh([(3 * version + b) % tiny.B for b in (3, 4, 5)]))
+        in_flight = in_flight.concatenate(fresh([(3 * version + b) % tiny.B for b in (3, 4, 5)]))
         key = jax.random.key(version)
-        flight, complete, idle = sampler.sample_first(flight, key, sampling=Sampling(1.3), enough=WANTED)
+        in_flight, complete, idle = sampler.sample_first(in_flight, key, sampling=Sampling(1.3), wanted_groups=WANTED)
         assert 0 < idle < 1
-        taken.append((flight, complete))
-        _, flight = flight.split(complete)
-    return taken, flight
+        taken.append((in_flight, complete))
+        _, in_flight = in_flight.split(complete)
+    return taken, in_flight
 
 
 @pytest.mark.parametrize("config", [tiny.CONFIG, pytest.param(tiny.GEMMA, marks=pytest.mark.slow)], ids=tiny.CONFIGS)
@@ -65,24 +65,24 @@ def test_completions_that_go_on_have_the_log_probabilities_of_the_whole(config, 
     model, params = tiny.model_and_params(config, scale=3.0)
     score = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling(1.3)))
     carried = 0
-    for flight, complete in taken:
-        assert len(complete) == WANTED and flight.ended[complete].all() and not flight.ended.all()
-        r = flight.rollouts
-        batch = Batch(flight.prompts.tokens, flight.prompts.mask, r.completions, r.completion_mask, r.loss_mask)
+    for in_flight, complete in taken:
+        assert len(complete) == WANTED and in_flight.has_ended[complete].all() and not in_flight.has_ended.all()
+        r = in_flight.rollouts
+        batch = Batch(in_flight.prompts.tokens, in_flight.prompts.mask, r.completions, r.completion_mask, r.loss_mask)
         scored, _ = score(params, batch)
         np.testing.assert_allclose(r.logprobs, np.where(r.loss_mask, scored, 0), atol=2e-5)
         # The tokens of a completion are of weights that grow no older.
         ages = np.where(r.completion_mask, r.versions, 99)
         assert (np.diff(ages, axis=-1) >= 0).all()
-        carried += int(((r.versions[complete] < flight.rollouts.versions.max()) & r.loss_mask[complete]).sum())
+        carried += int(((r.versions[complete] < in_flight.rollouts.versions.max()) & r.loss_mask[complete]).sum())
     assert carried > 20
 
 
 @pytest.mark.slow
 def test_devices_change_only_which_completions_are_first(short_rounds):
     taken, rest = calls(tiny.CONFIG, (2, 2, 2))
-    assert all(flight.ended[complete].all() for flight, complete in taken)
-    assert len(rest.ended) == 3
+    assert all(in_flight.has_ended[complete].all() for in_flight, complete in taken)
+    assert len(rest.has_ended) == 3
 
 
 class Rare(test_episodes.Echo):
@@ -104,16 +104,16 @@ def batches_of_episodes(delay: float, *, resumed: bool, count: int = 4) -> list[
     with closing(pool):
         task = CompletionTask(tokenizer, None, pool)
         collate = lambda numbers: rows.take(list(numbers))  # noqa: E731
-        flight = task.opened(Flight.begin(rows.take([0, 1, 2, 3]), 4, 40, pad))
+        in_flight = task.open_environments(InFlightGroups.empty(rows.take([0, 1, 2, 3]), 4, 40, pad))
         for call in range(1, count + 1):
-            later = Flight.begin(rows.take(list(range(4 * call, 4 * call + 4))), 4, 40, pad)
+            later = InFlightGroups.empty(rows.take(list(range(4 * call, 4 * call + 4))), 4, 40, pad)
             if resumed:
-                arrays = flight.to_checkpoint()
-                flight = Flight.from_checkpoint(arrays | {"rollouts": vars(arrays["rollouts"])}, collate)
-            flight = task.opened(flight).joined(task.opened(later))
+                arrays = in_flight.to_checkpoint()
+                in_flight = InFlightGroups.from_checkpoint(arrays | {"rollouts": vars(arrays["rollouts"])}, collate)
+            in_flight = task.open_environments(in_flight).concatenate(task.open_environments(later))
             key = jax.random.key(call)
-            flight, complete, _ = task.sample_first(engine, flight, key, Sampling(1.5), 4, "test")
-            batch, flight = flight.split(complete)
+            in_flight, complete, _ = task.sample_first(engine, in_flight, key, Sampling(1.5), 4, "test")
+            batch, in_flight = in_flight.split(complete)
             arrays = batch.to_checkpoint()
             arrays["rollouts"].episodes.pop("seconds")
             taken.append(arrays)

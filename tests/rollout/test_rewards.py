@@ -46,7 +46,7 @@ def score(*names: str, weights: tuple[float, ...] = (), timeout: float = 60.0) -
 
 def call(function: Any) -> list[float]:
     rows = [row for row in CHATS for _ in range(2)]
-    return grading.call("mine.f", function, rows, [*TEXTS[0], *TEXTS[1]], [*IDS[0], *IDS[1]]).values
+    return grading.call_reward("mine.f", function, rows, [*TEXTS[0], *TEXTS[1]], [*IDS[0], *IDS[1]]).values
 
 
 def right(prompts, completions, answer, **kwargs):  # as in TRL's documentation
@@ -190,7 +190,7 @@ def test_what_stops_a_function_is_one_line_and_leaves_nothing(name, timeout, nam
         pids = [process._process.pid for process in judge._processes.values()]
         with pytest.raises(UserError) as error:
             judge.start(lambda: Completions(*BATCH))()
-        assert f"reward {__name__}.{name} " in str(error.value) and named in str(error.value)
+        assert f"{__name__}.{name} " in str(error.value) and named in str(error.value)
         wording(PLACE.sub(".py:N", str(error.value)))
         for pid in pids:
             with pytest.raises(ProcessLookupError):
@@ -286,7 +286,7 @@ WRONG = [  # what a function returns for four completions, and what the line nam
 
 def test_anything_else_is_refused_in_one_line(refused):
     for returned, named in WRONG:
-        with refused("reward mine.f", named):
+        with refused("mine.f", named):
             call(lambda completions, returned=returned: returned)
 
 
@@ -310,7 +310,7 @@ def test_the_completion_that_makes_a_quick_function_raise_is_found(monkeypatch, 
     def slow_alone(completions):
         return (slow if len(completions) == 1 else quick)(completions)
 
-    monkeypatch.setattr(grading, "SEARCH", 0.05)
+    monkeypatch.setattr(grading, "SEARCH_SECONDS", 0.05)
     each, batch = ("'4'", "'four'"), ("4 completions", "'2'")
     # Only a quick function is called again.
     for function, said, counts in (

@@ -85,9 +85,9 @@ def small_pages() -> Iterator[list[int]]:
     """Makes pages and rounds 4 tokens long. Yields the numbers of completions that have given their pages back."""
     numbers, preempt = [], Scheduler._preempt
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizes, "PAGE", 4)
+        patch.setattr(sizes, "PAGE_TOKENS", 4)
         for module in (programs, stream, compiled, sizes, layout):
-            patch.setattr(module, "ROUND", 4)
+            patch.setattr(module, "ROUND_TOKENS", 4)
         patch.setattr(Scheduler, "_preempt", lambda self, one: (numbers.append(one.number), preempt(self, one)))
         yield numbers
 
@@ -133,7 +133,7 @@ def test_tokens_are_drawn_from_the_trainers_softmax_by_their_own_numbers():
 def test_a_copy_in_int8_samples_from_the_rounded_weights():
     rollouts = sample(mesh=(2, 2, 2), in_int8=True)
     _, params = parameters(tiny.CONFIG)
-    rounded = partial(weights._on_kernels, change=lambda kernel: adapters.as_array(adapters.int8(kernel)))
+    rounded = partial(weights._map_kernels, change=lambda kernel: adapters.as_array(adapters.int8(kernel)))
     layers = jax.jit(rounded)(params["layers"])
     exact, rounded = score(rollouts, Sampling(), tiny.CONFIG, params | {"layers": layers})
     np.testing.assert_allclose(rollouts.logprobs, rounded, atol=2e-5)
@@ -147,7 +147,7 @@ def test_a_cache_in_int8_changes_little_and_its_bounds_change_no_token(monkeypat
     gap = np.abs(in_int8.logprobs - exact.logprobs)
     assert alike.sum() > 0.5 * exact.completion_mask.sum()
     assert (gap[:, :, 0] < 1e-5).all() and 1e-4 < gap[alike].max() < 0.1
-    monkeypatch.setattr(sizes, "PAGE", 8)
+    monkeypatch.setattr(sizes, "PAGE_TOKENS", 8)
     bounded = steady(cache_dtype="int8", most=8, pages=12)
     np.testing.assert_array_equal(in_int8.completions, bounded.completions)
     # Another program rounds float32 differently, which moves some numbers of the cache by one step of int8. Rounding to
@@ -350,10 +350,10 @@ class Tool:
     def __init__(self, turns: int = 3):
         self.turns, self.counts, self.pool = turns, {}, ThreadPoolExecutor(4)
 
-    def may_end(self, vocabulary: int) -> np.ndarray:
-        return np.arange(vocabulary) == 5
+    def possible_turn_ends(self, vocabulary_size: int) -> np.ndarray:
+        return np.arange(vocabulary_size) == 5
 
-    def ends(self, turns: list[list[int]]) -> list[int]:
+    def find_turn_ends(self, turns: list[list[int]]) -> list[int]:
         return [turn.index(5) + 1 if 5 in turn else 0 for turn in turns]
 
     def answer(self, episode: int, turn: list[int]) -> Any:
@@ -370,7 +370,7 @@ class Tool:
 )
 def test_the_trainer_agrees_on_episodes_whatever_their_pages(bounds, monkeypatch):
     for module in (stream, layout, sizes):
-        monkeypatch.setattr(module, "CHUNKS", (2, 4))
+        monkeypatch.setattr(module, "CHUNK_TOKENS", (2, 4))
     with small_pages() as preempted:
         episodes = sample(KINDS[-1], config=tiny.GEMMA, length=40, stops=(3,), environments=Tool(), **bounds)
     assert (episodes.completion_mask & ~episodes.loss_mask).sum() > 40  # a tool has spoken

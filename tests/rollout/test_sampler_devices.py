@@ -30,7 +30,9 @@ def sampled(mesh: jax.sharding.Mesh, trainer: jax.sharding.Mesh) -> Rollouts:
     """Completions with weights that the trainer's mesh has pushed."""
     _, params = tiny.model_and_params()
     params = jax.device_put(params, sharding.shardings(params, trainer))
-    engine = Sampler(Decoder(tiny.CONFIG), mesh, trainer=trainer, max_completion_tokens=12, stop_ids=(3, 4), pad_id=0)
+    engine = Sampler(
+        Decoder(tiny.CONFIG), mesh, trainer_mesh=trainer, max_completion_tokens=12, stop_ids=(3, 4), pad_id=0
+    )
     engine.update_weights(params)
     if mesh is not trainer:
         engine.release()  # the update needs no memory of these devices
@@ -87,10 +89,12 @@ def test_a_push_has_the_trainers_devices_and_a_sampling_thread_its_own():
         return Samples(Prompts(*tiny.prompts(), [], np.arange(tiny.B)), *[None] * 2)
 
     own = jax.devices()[5]
-    source = SimpleNamespace(prompts=SimpleNamespace(get_state=dict, set_state=id), sample=sample, settled=lambda x: x)
+    source = SimpleNamespace(
+        prompts=SimpleNamespace(get_state=dict, set_state=id), sample=sample, apply_replacements=lambda x: x
+    )
     with closing(Actor(Engine(), source, 0, lag=1, last=2, device=own)) as actor:
         actor.load(None)
-        actor.begin({}, {}, 0)
+        actor.start({}, {}, 0)
         assert done[0] == "push 0"
         actor.next()
         actor.push({}, {}, 1)

@@ -7,7 +7,7 @@ from collections import deque
 
 import jax.numpy as jnp
 
-from jaxrl_llm.rollout.jax.scheduler import PromptGroup, Scheduler, emptiest
+from jaxrl_llm.rollout.jax.scheduler import PromptGroup, Scheduler, least_loaded
 from jaxrl_llm.rollout.jax.sizes import PageKind, cache_bytes, sizes_of
 
 
@@ -20,7 +20,7 @@ def run(seed: int) -> int:
     sizes = sizes_of(prompts * devices, group, 8, length, **bounds)
     sizes = sizes_of(prompts * devices, group, 8, length, pages=rng.choice([0, rng.randint(1, sizes.pages)]), **bounds)
     schedulers = [Scheduler(sizes) for _ in range(devices)]
-    pending = deque(PromptGroup.of(b, group) for b in range(prompts * devices))
+    pending = deque(PromptGroup.with_members(b, group) for b in range(prompts * devices))
     members = [member for one in pending for member in one.members]
     ends = {member: rng.randint(1, length) for member in members}
     paused = {member: rng.random() < 0.3 for member in members}
@@ -32,7 +32,7 @@ def run(seed: int) -> int:
     while len(ended) < len(members):
         rounds += 1
         assert rounds < 50 * len(members) * (length // 32 + 2), "a sequence starves"
-        while pending and (scheduler := emptiest(schedulers)):
+        while pending and (scheduler := least_loaded(schedulers)):
             scheduler.add(pending.popleft())
         for scheduler in schedulers:
             oldest = scheduler.holders[:1]
@@ -42,7 +42,7 @@ def run(seed: int) -> int:
             begun.update(new)
             pages = [page for member in scheduler.holders for page in member.pages]
             assert len(set(pages)) == len(pages)
-            assert sorted([*pages, *scheduler._pages]) == list(range(sizes.pages))
+            assert sorted([*pages, *scheduler._free_pages]) == list(range(sizes.pages))
             places = [one.place for one in {member.group for member in scheduler.holders}]
             assert len(set(places)) == len(places) and min(places, default=0) >= 0
             assert len(scheduler.holders) <= sizes.sequences
@@ -57,7 +57,7 @@ def run(seed: int) -> int:
                 if member.cached >= ends[member] - 1:
                     scheduler.retire(member)
                     ended.append(member)
-    assert all(len(s._pages) == sizes.pages and len(s._places) == sizes.prompts for s in schedulers)
+    assert all(len(s._free_pages) == sizes.pages and len(s._free_places) == sizes.prompts for s in schedulers)
     return sum(s.preemptions for s in schedulers)
 
 
@@ -67,12 +67,12 @@ def test_no_page_is_lost_or_owned_twice_and_no_sequence_starves():
 
 def test_a_group_whose_sequences_end_at_once_gives_its_place_to_the_next_one():
     scheduler = Scheduler(sizes_of(2, 3, 8, 100, max_sequences=1))
-    first, second = PromptGroup.of(0, 3), PromptGroup.of(1, 3)
+    first, second = PromptGroup.with_members(0, 3), PromptGroup.with_members(1, 3)
     scheduler.add(first)
     assert scheduler.schedule(lambda member: 10) == [first]
     for member in [*scheduler.holders, *scheduler.waiting]:
         scheduler.retire(member)
-    assert scheduler.wants_group and first.place == -1
+    assert scheduler.can_admit_group and first.place == -1
     scheduler.add(second)
     assert scheduler.schedule(lambda member: 10) == [second]
 
@@ -91,9 +91,9 @@ def test_pages_are_as_many_as_completions_need_or_as_memory_holds():
 
 def test_long_prompts_begin_in_parts():
     short, long, longest = (sizes_of(64, 8, width, 100) for width in (256, 1024, 2**15))
-    assert (short.at_first, short.begins, short.refill) == (64, 64, 4)
-    assert (long.at_first, long.begins, long.refill) == (64, 16, 4)
-    assert (longest.begins, longest.refill) == (1, 1)
+    assert (short.initial_prompts, short.first_prefill_prompts, short.later_prefill_prompts) == (64, 64, 4)
+    assert (long.initial_prompts, long.first_prefill_prompts, long.later_prefill_prompts) == (64, 16, 4)
+    assert (longest.first_prefill_prompts, longest.later_prefill_prompts) == (1, 1)
     assert not long.refills
 
 

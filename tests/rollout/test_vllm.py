@@ -88,7 +88,7 @@ def worker(group: int) -> int:
 def serving(
     log: Path, *extra: str, dtype: str = "float32", folder: Path = FOLDER, most: int = 32
 ) -> Iterator[ManagedServer]:
-    server = ManagedServer(PYTHON, folder, dtype=dtype, max_model_len=most, log=log, extra=(*ARGUMENTS, *extra))
+    server = ManagedServer(PYTHON, folder, dtype=dtype, max_model_len=most, log=log, config_args=(*ARGUMENTS, *extra))
     try:
         yield server
     finally:

@@ -186,7 +186,7 @@ def test_the_chat_template_describes_the_functions_in_the_prompt():
 def test_results_have_the_form_that_the_template_gives_to_a_conversation():
     made = pool()
     said = [call("add", a=2, b=3) + call("calculate", expression="2*(3+4)"), call("add", a="x"), "fourteen"]
-    batch = made.begin([{}], 1)
+    batch = made.start_batch([{}], 1)
     ids = [made.tokenizer(turn + "<|im_end|>", add_special_tokens=False)["input_ids"] for turn in said]
     observations = [batch.answer(0, turn).result() for turn in ids]
     assert observations[2] is None

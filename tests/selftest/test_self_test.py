@@ -31,7 +31,7 @@ from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.learner.update import make_gradient
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.adapters import as_array, int8, merged
-from jaxrl_llm.rollout.grading import Graded, RewardFn
+from jaxrl_llm.rollout.grading import GradedCompletions, RewardFn
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.trial import COMPARED_TOKENS, Trial, make_trial
 from jaxrl_llm.structs import Rewards, Rollouts
@@ -272,7 +272,7 @@ class Judge:
 
     def __call__(self, rows, texts, ids, columns):
         each = [[self._judge(row, text) for text in group] for row, group in zip(rows, texts, strict=True)]
-        return Graded(texts, Rewards(np.array(each, np.float32), {}), [], {})
+        return GradedCompletions(texts, Rewards(np.array(each, np.float32), {}), [], {})
 
     def close(self) -> None:
         pass
@@ -431,14 +431,14 @@ def test_after_it_the_engine_has_the_weights_of_the_run(run, healthy):
 
 
 def test_servers_are_asked_by_the_check_of_their_weights(trial):
-    def take_back():
+    def reclaim():
         raise UserError("they still have the weights before")
 
-    lent = SimpleNamespace(take_back=lambda: ({}, {"weight_check/gap": 1e-5}))
-    actor = SimpleNamespace(lent=lent, engine=SimpleNamespace(max_gap=1e-3))
+    lease = SimpleNamespace(reclaim=lambda: ({}, {"weight_check/gap": 1e-5}))
+    actor = SimpleNamespace(lease=lease, engine=SimpleNamespace(max_gap=1e-3))
     trial.parts = replace(trial.parts, actor=actor)
     assert findings(self_test.push_arrives(trial)) == []
-    lent.take_back = take_back
+    lease.reclaim = reclaim
     (finding,) = self_test.push_arrives(trial).findings
     assert finding.id == "push_has_no_effect" and "weights before" in finding.evidence
 

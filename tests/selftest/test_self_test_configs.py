@@ -103,7 +103,7 @@ def small(file: Path, model: Path, folder: Path) -> ConfigDict:
     return c
 
 
-# Search is learned: only with the model of this config an environment answers what was asked. Pictures need a tower.
+# Search is learned: only with the model of this config an environment answers what was asked. Images need a tower.
 KEEP_THEIR_MODEL = ("search_grpo", "pictures")
 # Of `jaxrl sft`, and one whose rewards need the server of a judge: tests/programs/test_recipes.py has that.
 OTHERS = ("dpo", "simpo", "gemma3_1b_simpo", "gemma3_1b_rubric_grpo")

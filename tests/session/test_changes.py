@@ -36,9 +36,9 @@ def write(file: Path, answers: list[str | None]) -> None:
 def seen(workdir: Path, file: Path, **more) -> list[str]:
     """Goes on with a run by a step that samples and learns nothing, saves it, and returns its rows."""
     with build.build(config_of(file, **more), workdir) as (session, parts):
-        lent = session.start()
+        lease = session.start()
         rows = parts.actor.next().prompts.rows
-        session.run_state.states, _ = lent.take_back()
+        session.run_state.states, _ = lease.reclaim()
         session.run_state.step += 1
         parts.actor.push(
             session.run_state.states, parts.learning.policy(session.run_state.states), session.run_state.step

@@ -57,7 +57,7 @@ def spoken(capsys: pytest.CaptureFixture[str], attack: str, tmp_path: Path) -> d
 
     for name, of_turns in (("texts", []), ("turns", [turns])):
         graded = SimpleNamespace(texts=[[f"c{attack}"]], turns=of_turns)
-        log._write_sample(1, SimpleNamespace(prompts=prompts, graded=lambda g=graded: g), np.ones((1, 1)))  # pyright: ignore[reportArgumentType]
+        log._write_sample(1, SimpleNamespace(prompts=prompts, wait_for_grades=lambda g=graded: g), np.ones((1, 1)))  # pyright: ignore[reportArgumentType]
         keep(name)
     log.show_finding(1, finding)
     keep("finding")

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.config.names import bind
 from jaxrl_llm.config.schema import check_call
-from jaxrl_llm.rollout.grading import RewardFn, call
+from jaxrl_llm.rollout.grading import RewardFn, call_reward
 from jaxrl_llm.rollout.settings import RewardSettings
 from jaxrl_llm.tasks import REWARDS, easyr1, length, repetition, verl
 
@@ -58,9 +58,15 @@ def test_a_config_gives_arguments_to_functions_of_ours_and_of_a_user():
         assert bind(text, REWARDS)(["it is 3"], ["3"]) == [1.0]
     check_call("test_reward_tasks.scaled(by=2.0)", REWARDS, "config.reward.functions")
     rows = [{"prompt": "?", "by": 100.0, "method": "flexible"}]
-    assert call("scaled", bind("test_reward_tasks.scaled(by=2.0)", REWARDS), rows, ["abc"], [[1]]).values == [6.0]
-    assert call("scaled", bind("test_reward_tasks.scaled", REWARDS), rows, ["abc"], [[1]]).values == [300.0]  # a column
-    graded = call("gsm8k.accuracy", bind("gsm8k.accuracy", REWARDS), [rows[0] | {"answer": "3"}], ["it is 3"], [[1]])
+    assert call_reward("scaled", bind("test_reward_tasks.scaled(by=2.0)", REWARDS), rows, ["abc"], [[1]]).values == [
+        6.0
+    ]
+    assert call_reward("scaled", bind("test_reward_tasks.scaled", REWARDS), rows, ["abc"], [[1]]).values == [
+        300.0
+    ]  # a column
+    graded = call_reward(
+        "gsm8k.accuracy", bind("gsm8k.accuracy", REWARDS), [rows[0] | {"answer": "3"}], ["it is 3"], [[1]]
+    )
     assert graded.values == [0.0]  # strict, whatever a column of the data is called
     functions, weights = ("a.b(c=1)", "d.e"), (1.0, 0.5)
     settings = RewardSettings(timeout=0.0, unconfined=False, functions=functions, weights=weights, overlong_tokens=0)

@@ -168,10 +168,12 @@ def test_a_plan_of_sft_has_the_programs_of_a_run(plan, tmp_path, monkeypatch):
     config = configs.load(ROOT / "configs" / "dpo.py")
     config.update_from_flattened_dict(fields)
     ran, planned, measured, measure = list[str](), list[Program](), list[Phase](), Compiler.measure
-    monkeypatch.setattr(sft.SupervisedLearning, "_ready", lambda self, program, batch: ran.append(shapes_of(program)))
+    monkeypatch.setattr(
+        sft.SupervisedLearning, "_ensure_compiled", lambda self, program, batch: ran.append(shapes_of(program))
+    )
     with build.opened_run(config, tmp_path, recipes.read_sft, sft.make_run, shared=False) as (_, parts):
         learning, examples = parts.learning, parts.examples.next()
-        states = learning.first()
+        states = learning.initial_states()
         batch = learning.scored(states, sharding.shard_batch(examples, learning.mesh))
         learning.compile(states, batch, parts.rows)
         width = batch.prompt.tokens.shape[1]
@@ -300,20 +302,20 @@ def test_drawn_lengths_have_their_mean_and_one_seed_gives_the_same(mean):
 @pytest.fixture
 def counted(monkeypatch):
     """What the stream of a real sampler calls, and rounds and pages of 4 tokens."""
-    monkeypatch.setattr(sizes, "PAGE", 4)
+    monkeypatch.setattr(sizes, "PAGE_TOKENS", 4)
     for module in (programs, stream, compiled, sizes, layout, expected):
-        monkeypatch.setattr(module, "ROUND", 4)
+        monkeypatch.setattr(module, "ROUND_TOKENS", 4)
     usage, prefill, decode = defaultdict(Usage), compiled.CallPrograms.prefill, compiled.CallPrograms.decode
 
     def prefilled(self, cache, prompts):
         begun = usage[compiled.prompts_name(prompts.place.shape[1], self.sizes, first=cache is None)]
         begun.calls += 1
-        begun.tokens += self.sizes.group * int((np.asarray(prompts.place) < self.sizes.prompts).sum())
+        begun.tokens += self.sizes.group_size * int((np.asarray(prompts.place) < self.sizes.prompts).sum())
         return prefill(self, cache, prompts)
 
     def decoded(self, cache, rows, below):
         cache, sampled = decode(self, cache, rows, below)
-        slots = sizes.Slots(rows.length.shape[1], rows.page.shape[1], rows.prompt.shape[1])
+        slots = sizes.Slots(rows.length.shape[1], rows.page_places.shape[1], rows.prompt_places.shape[1])
         count, round_ = np.asarray(sampled.count), usage[compiled.decoding_name(slots)]
         round_.calls, round_.turns, round_.tokens = (
             round_.calls + 1, round_.turns + int(count.max()), round_.tokens + int(count.sum())

@@ -1,4 +1,4 @@
-"""The compiled programs of the engine, and how a call uses them."""
+"""The engine's programs as jitted functions, and as one call of the engine uses them."""
 
 from __future__ import annotations
 
@@ -15,35 +15,38 @@ from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.machine.shapes import placed
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.jax import programs
-from jaxrl_llm.rollout.jax.programs import Cache, FedChunks, GroupSampling, NewPrompts, RoundRows, Sampled
-from jaxrl_llm.rollout.jax.reading import Reading
-from jaxrl_llm.rollout.jax.sizes import ROUND, Slots, StreamSizes
+from jaxrl_llm.rollout.jax.cache_attention import CacheIndices
+from jaxrl_llm.rollout.jax.programs import Cache, GroupSampling, NewPrompts, ObservationChunks, RoundRows, Sampled
+from jaxrl_llm.rollout.jax.sizes import ROUND_TOKENS, Slots, StreamSizes
 from jaxrl_llm.structs import AnyArray, Images, PyTree
 
 
 class Programs:
-    """The jitted programs of an engine."""
+    """The jitted programs of an engine, for all calls and sizes."""
 
     def __init__(self, model: Decoder, mesh: Mesh):
         self.model, self.mesh = model, mesh
         self.rows = rows = NamedSharding(mesh, sharding.BATCH)
         self.heads = heads = NamedSharding(mesh, sharding.heads_spec(model.cfg.kv_heads, mesh))
         compiled = partial(jax.jit, compiler_options=ROUND_AS_WRITTEN)
-        # Left to itself the compiler would keep all pages on every device.
-        begun = heads, rows, rows
-        self.begin = compiled(partial(programs.begin, model), static_argnums=(0, 1), out_shardings=begun)
-        # The cache is donated: there is never a second copy.
+        # The output shardings are explicit, because the compiler would otherwise keep all pages on every device.
+        prefill_shardings = heads, rows, rows
+        self.prefill_first = compiled(
+            partial(programs.prefill_first, model), static_argnums=(0, 1), out_shardings=prefill_shardings
+        )
+        # The cache is donated, so that the devices never hold a second copy.
         samples = partial(compiled, static_argnums=0, donate_argnums=2)
-        self.prefill = samples(partial(programs.prefill, model), out_shardings=begun)
+        self.prefill = samples(partial(programs.prefill, model), out_shardings=prefill_shardings)
         self.decode = samples(partial(programs.decode, model), out_shardings=(heads, rows))
         self.feed = compiled(partial(programs.feed, model, mesh), donate_argnums=1, out_shardings=heads)
 
     def traced(
-        self, sampling: GroupSampling, sizes: StreamSizes, weights: PyTree, *, goes_on: bool
+        self, sampling: GroupSampling, sizes: StreamSizes, weights: PyTree, *, continues_groups: bool
     ) -> Iterator[tuple[str, str, Callable[[], jax.stages.Traced]]]:
-        """Yields phase and name of each program of these sizes, and what traces it; weights: shapes are enough.
+        """Yields (phase, name, function that traces it) of each program for calls of these sizes.
 
-        goes_on: completions that an earlier call has begun are fed into the pages.
+        weights: the sampler's weights, or their shapes. continues_groups: whether calls continue completions of
+        earlier calls, whose tokens they write into pages.
         """
         d, model = sharding.prompt_shards(self.mesh), self.model
 
@@ -56,94 +59,99 @@ class Programs:
         key = jax.eval_shape(lambda: keys.key(0))
         cache = placed(jax.eval_shape(partial(programs.empty_cache, model, self.mesh, sizes)), self.heads)
 
-        def reading(count: int, pages: int, prompts: int, group: int = sizes.group) -> Reading:
-            return Reading(
-                table=ints(count, sizes.longest),
-                owner=ints(pages),
-                start=ints(pages),
-                prompt_mask=bools(prompts, sizes.width),
-                members=ints(prompts, group),
-                member=ints(count),
-                end=ints(prompts) if sizes.images else None,
+        def indices(count: int, pages: int, prompts: int, group: int = sizes.group_size) -> CacheIndices:
+            return CacheIndices(
+                page_table=ints(count, sizes.max_sequence_pages),
+                page_owner=ints(pages),
+                page_start=ints(pages),
+                prompt_mask=bools(prompts, sizes.prompt_width),
+                prompt_members=ints(prompts, group),
+                member_index=ints(count),
+                prompt_end=ints(prompts) if sizes.images else None,
             )
 
         def prompts(n: int) -> NewPrompts:
-            images = Images.shapes((d, n), sizes.width, sizes.images) if sizes.images else None
-            tokens, mask = ints(n, sizes.width), bools(n, sizes.width)
-            return NewPrompts(tokens, mask, ints(n), ints(n), placed(images, self.rows))
+            images = Images.shapes((d, n), sizes.prompt_width, sizes.images) if sizes.images else None
+            tokens, mask = ints(n, sizes.prompt_width), bools(n, sizes.prompt_width)
+            return NewPrompts(tokens=tokens, mask=mask, place=ints(n), number=ints(n), images=placed(images, self.rows))
 
-        first, later = prompts(sizes.begins), prompts(sizes.refill)
-        name = prompts_name(sizes.begins, sizes, first=True)
-        yield "prompts", name, partial(self.begin.trace, sampling, sizes, weights, first, key)
-        if sizes.refills or sizes.begins < sizes.at_first:
-            trace = partial(self.prefill.trace, sampling, weights, cache, later, key)
-            yield "prompts", prompts_name(sizes.refill, sizes, first=False), trace
-        for width in sizes.chunks(goes_on=goes_on):
-            n = sizes.feeds
-            read = reading(n, n * sizes.longest, n, 1)
-            chunks = FedChunks(ints(n, width), ints(n), ints(n), ints(n), read)
+        first_prompts, later_prompts = prompts(sizes.first_prefill_prompts), prompts(sizes.later_prefill_prompts)
+        name = prompts_name(sizes.first_prefill_prompts, sizes, first=True)
+        yield "prompts", name, partial(self.prefill_first.trace, sampling, sizes, weights, first_prompts, key)
+        if sizes.refills or sizes.first_prefill_prompts < sizes.initial_prompts:
+            trace = partial(self.prefill.trace, sampling, weights, cache, later_prompts, key)
+            yield "prompts", prompts_name(sizes.later_prefill_prompts, sizes, first=False), trace
+        for width in sizes.chunk_tokens(continues_groups=continues_groups):
+            n = sizes.fed_sequences
+            chunks = ObservationChunks(
+                tokens=ints(n, width),
+                start=ints(n),
+                count=ints(n),
+                prompt_place=ints(n),
+                indices=indices(n, n * sizes.max_sequence_pages, n, 1),
+            )
             yield "prompts", feeding_name(n, width), partial(self.feed.trace, weights, cache, chunks)
         for slots in sizes.slots:
-            each = ints(slots.count)
+            per_sequence = ints(slots.count)
             rows = RoundRows(
-                token=each,
-                length=each,
-                limit=each,
-                number=each,
-                known=ints(slots.count, ROUND),
-                reading=reading(*slots),
-                prompt=ints(slots.prompts),
-                page=ints(slots.pages),
+                last_token=per_sequence,
+                length=per_sequence,
+                limit=per_sequence,
+                completion_number=per_sequence,
+                known_tokens=ints(slots.count, ROUND_TOKENS),
+                indices=indices(*slots),
+                prompt_places=ints(slots.prompts),
+                page_places=ints(slots.pages),
             )
-            ends, below = jax.ShapeDtypeStruct((model.cfg.vocab_size,), bool), jax.ShapeDtypeStruct((), np.int32)
-            yield (
-                "decoding",
-                decoding_name(slots),
-                partial(self.decode.trace, sampling, weights, cache, rows, ends, below, key),
-            )
+            checked_tokens = jax.ShapeDtypeStruct((model.cfg.vocab_size,), bool)
+            threshold = jax.ShapeDtypeStruct((), np.int32)
+            trace = partial(self.decode.trace, sampling, weights, cache, rows, checked_tokens, threshold, key)
+            yield "decoding", decoding_name(slots), trace
 
 
 def prompts_name(count: int, sizes: StreamSizes, *, first: bool) -> str:
-    """Returns the name of the program for so many prompts of a device, those that begin first or later."""
-    return f"{'prompts' if first else 'later prompts'}, {count} x {sizes.width} a device"
+    """Returns the name of a prefill program for `count` prompts of a device. first: whether it starts a call."""
+    return f"{'prompts' if first else 'later prompts'}, {count} x {sizes.prompt_width} a device"
 
 
 def feeding_name(count: int, width: int) -> str:
-    """Returns the name of the program for chunks of observations of so many sequences of a device."""
+    """Returns the name of the program that writes observation chunks of `width` tokens for `count` sequences."""
     return f"observations, {count} x {width} a device"
 
 
 def decoding_name(slots: Slots) -> str:
-    """Returns the name of the decode program of this size."""
+    """Returns the name of the decode program for these slots."""
     return f"decoding, {slots.count} slots, {slots.pages} pages a device"
 
 
 @dataclass
 class CallPrograms:
-    """The programs with the weights and the key of one call. All processes must use them in the same order."""
+    """The programs with the weights and the key of one call. All processes must call them in the same order."""
 
     programs: Programs
     sampling: GroupSampling
     sizes: StreamSizes
     params: PyTree
     key: jax.Array
-    ends: np.ndarray  # [V] bool, tokens after which the host looks
+    checked_tokens: np.ndarray  # [V] bool, tokens that the host must check, because they may end a turn
 
     @property
     def mesh(self) -> Mesh:
         return self.programs.mesh
 
     def prefill(self, cache: Cache | None, prompts: NewPrompts) -> tuple[Cache, AnyArray, AnyArray]:
-        """See `programs.prefill`; None: there is no cache yet."""
+        """Runs `programs.prefill`. cache: None for the first prompts of the call."""
         if cache is None:
-            return self.programs.begin(self.sampling, self.sizes, self.params, prompts, self.key)
+            return self.programs.prefill_first(self.sampling, self.sizes, self.params, prompts, self.key)
         return self.programs.prefill(self.sampling, self.params, cache, prompts, self.key)
 
-    def feed(self, cache: Cache, chunks: FedChunks) -> Cache:
-        """See `programs.feed`."""
+    def feed(self, cache: Cache, chunks: ObservationChunks) -> Cache:
+        """Runs `programs.feed`."""
         return self.programs.feed(self.params, cache, chunks)
 
-    def decode(self, cache: Cache, rows: RoundRows, below: int) -> tuple[Cache, Sampled]:
-        """See `programs.decode`."""
-        # np.int32, as a plan traces it: a Python int is weakly typed, and so another program.
-        return self.programs.decode(self.sampling, self.params, cache, rows, self.ends, np.int32(below), self.key)
+    def decode(self, cache: Cache, rows: RoundRows, running_threshold: int) -> tuple[Cache, Sampled]:
+        """Runs `programs.decode`."""
+        # The threshold is np.int32 as in `Programs.traced`. A weakly typed Python int would need another program.
+        return self.programs.decode(
+            self.sampling, self.params, cache, rows, self.checked_tokens, np.int32(running_threshold), self.key
+        )

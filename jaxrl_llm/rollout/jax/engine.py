@@ -1,7 +1,7 @@
-"""The in-JAX engine: samples completions and episodes with the weights of the trainer, on its devices or on others.
+"""The in-JAX engine: samples completions and episodes, on the trainer's devices or on devices of its own.
 
 Sampling is a stream of sequences (`rollout.jax.stream`) through a handful of programs (`rollout.jax.programs`), whose
-sizes are known beforehand (`rollout.jax.sizes`).
+sizes are known before a run starts (`rollout.jax.sizes`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -21,26 +20,26 @@ from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import abstract
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.episodes import ENDED, Episodes
-from jaxrl_llm.rollout.flight import FirstComplete, Flight
+from jaxrl_llm.rollout.in_flight import FirstCompleteGroups, InFlightGroups
+from jaxrl_llm.rollout.jax.cache_attention import page_kind
 from jaxrl_llm.rollout.jax.compiled import CallPrograms, Programs
 from jaxrl_llm.rollout.jax.programs import GroupSampling
-from jaxrl_llm.rollout.jax.reading import page_kind
 from jaxrl_llm.rollout.jax.scheduler import Scheduler
-from jaxrl_llm.rollout.jax.sizes import StreamSizes, at_once, sizes_of
+from jaxrl_llm.rollout.jax.sizes import StreamSizes, sequence_limit, sizes_of
 from jaxrl_llm.rollout.jax.stream import Stream
 from jaxrl_llm.rollout.protocol import Environments
-from jaxrl_llm.rollout.weights import Placing, sampling_decoder
+from jaxrl_llm.rollout.weights import WeightCopier, sampling_decoder
 from jaxrl_llm.structs import ImageSizes, Prompts, PyTree, Rollouts
 
-REMEDY = "set engine.pages, or lower engine.max_sequences or rollout.max_completion_tokens"  # if memory is short
+REMEDY = "set engine.pages, or lower engine.max_sequences or rollout.max_completion_tokens"  # advice if memory is short
 
 
 class Sampler:
-    """The in-JAX engine. The caller gives the key: the same key gives the same completions."""
+    """The in-JAX engine. Its completions depend only on weights, prompts and the caller's random key."""
 
-    # None: every step compares sampler and trainer anyway.
+    # No bound is needed, because every step compares the log-probabilities of sampler and trainer.
     max_gap: float | None = None
-    servers = 1
+    server_count = 1
 
     def __init__(
         self,
@@ -53,45 +52,46 @@ class Sampler:
         max_sequences: int = 0,
         pages: int = 0,
         cache_bytes: int = 0,
-        trainer: Mesh | None = None,
+        trainer_mesh: Mesh | None = None,
         in_int8: bool = False,
         cache_dtype: str = "",
         observation_tokens: int = 0,
     ):
-        """max_sequences: completions that hold pages at once, 0 = all. pages: number of pages of a device, 0 = as many
-        as the completions may need, and at most as many as `cache_bytes` of a device hold (0 = no such bound).
+        """max_sequences: most completions that hold pages at a time, 0 = all. pages: pages of a device, 0 = as many as
+        the completions may need, bounded by `cache_bytes`. cache_bytes: most bytes of a device for the cache, 0 = no
+        bound.
 
-        trainer: mesh of the pushed weights, None if it is `mesh`. in_int8: whether the copy's layer kernels are int8.
-        cache_dtype: dtype of keys and values, "int8" or "" = dtype of the model. observation_tokens: largest number of
-        tokens of an observation, 0 = no call has environments.
+        trainer_mesh: mesh of the pushed weights, None if it is `mesh`. in_int8: whether the sampler's copy of the
+        weights has int8 layer kernels. cache_dtype: dtype of keys and values, "int8" or "" = dtype of the model.
+        observation_tokens: most tokens of an observation, 0 = no call has environments.
         """
         self._mesh, self._cfg, self._max_sequences = mesh, model.cfg, max_sequences
         self._pages, self._cache_bytes = pages, cache_bytes
-        self._kind = page_kind(mesh, model.cfg, cache_dtype)._replace(observation=observation_tokens)
-        self._length, self._stops, self._pad = max_completion_tokens, stop_ids, pad_id
+        self._page_kind = page_kind(mesh, model.cfg, cache_dtype)._replace(observation=observation_tokens)
+        self._max_completion_tokens, self._stop_ids, self._pad_id = max_completion_tokens, stop_ids, pad_id
         self._params: PyTree = None
         self._version = 0
         decoder = sampling_decoder(model, mesh)
-        self._place = Placing(decoder, mesh, trainer, in_int8=in_int8)
-        # A device for what a call computes without a mesh; None: JAX's own choice.
-        self._device = mesh.local_devices[0] if self._place.moves else None
+        self._copier = WeightCopier(decoder, mesh, trainer_mesh, in_int8=in_int8)
+        # Device for arrays outside of the mesh, such as random keys; None = JAX's default device.
+        self._device = mesh.local_devices[0] if self._copier.copies_to_other_devices else None
         self._programs = Programs(decoder, mesh)
-        self._calls: Counter[Hashable] = Counter()  # by what their programs depend on
+        self._call_counts: Counter[Hashable] = Counter()  # key: sampling and sizes, which decide the programs of a call
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
         """Casts the weights to the compute dtype and gathers them over fsdp, once per push and not per token."""
-        # First, so that the old and the new copy are not in memory together.
+        # Drop the old copy first, so that both copies are never in memory together.
         self._params = None
         self._version = version
-        self._params = self._place(params)
+        self._params = self._copier(params)
 
     def release(self) -> None:
-        """Frees the gathered weights where the update of the policy needs the memory."""
+        """Drops the copy of the weights if the policy's update needs its memory, on the same devices."""
         if not self._device:
             self._params = None
 
     def close(self) -> None:
-        """Does nothing: the sampler has started nothing."""
+        """Does nothing, because the sampler starts no thread and no process."""
 
     def sample(
         self,
@@ -102,67 +102,86 @@ class Sampler:
         sampling: Sampling,
         environments: Environments | None = None,
         max_tokens: np.ndarray | None = None,
-        ended: Callable[[int], None] = lambda count: None,
+        report_ended: Callable[[int], None] = lambda count: None,
     ) -> Rollouts:
-        """Samples `group_size` completions of each prompt, or episodes, on the host. See `protocol.Engine`."""
-        limits = np.full((len(prompts.tokens), group_size), self._length)
+        """Samples `group_size` completions or episodes of each prompt. Arguments are those of `Engine.sample`."""
+        limits = np.full((len(prompts.tokens), group_size), self._max_completion_tokens)
         if max_tokens is not None:
-            limits = np.minimum(max_tokens, self._length)
-        texts = Episodes.empty(limits.reshape(-1), self._length, self._pad)
-        fixed = GroupSampling(group_size, sampling, self._mesh)
-        self._stream(prompts, key, fixed, texts, environments=environments, ended=ended)
-        return texts.rollouts(group_size, np.full(texts.tokens.shape, self._version, np.int32))
+            limits = np.minimum(max_tokens, self._max_completion_tokens)
+        episodes = Episodes.empty(limits.reshape(-1), self._max_completion_tokens, self._pad_id)
+        group_sampling = GroupSampling(group_size, sampling, self._mesh)
+        self._stream(prompts, key, group_sampling, episodes, environments=environments, report_ended=report_ended)
+        return episodes.rollouts(group_size, np.full(episodes.tokens.shape, self._version, np.int32))
 
-    def sample_first(self, flight: Flight, key: jax.Array, *, sampling: Sampling, enough: int) -> FirstComplete:
-        """Samples until `enough` groups are complete. See `flight.StreamEngine`."""
-        group, texts = flight.ended.shape[1], Episodes.going_on(flight)
-        fixed = GroupSampling(group, sampling, self._mesh)
-        stream = self._stream(flight.prompts, key, fixed, texts, environments=flight.environments, enough=enough)
-        earlier = np.arange(self._length) < texts.earlier[:, None]
-        versions = np.where(earlier, flight.rollouts.versions.reshape(earlier.shape), np.int32(self._version))
-        ended = (texts.state == ENDED).reshape(-1, group)
-        begins = texts.begins.reshape(flight.begins.shape)
-        flight = flight._replace(rollouts=texts.rollouts(group, versions), ended=ended, begins=begins)
-        return FirstComplete(flight, stream.complete[:enough], 1 - stream.computed / max(stream.places, 1))
+    def sample_first(
+        self, in_flight: InFlightGroups, key: jax.Array, *, sampling: Sampling, wanted_groups: int
+    ) -> FirstCompleteGroups:
+        """Samples until `wanted_groups` groups are complete, as `StreamEngine.sample_first` describes."""
+        group_size, episodes = in_flight.has_ended.shape[1], Episodes.from_in_flight(in_flight)
+        group_sampling = GroupSampling(group_size, sampling, self._mesh)
+        stream = self._stream(
+            in_flight.prompts,
+            key,
+            group_sampling,
+            episodes,
+            environments=in_flight.environments,
+            wanted_groups=wanted_groups,
+        )
+        sampled_earlier = np.arange(self._max_completion_tokens) < episodes.earlier_lengths[:, None]
+        earlier_versions = in_flight.rollouts.versions.reshape(sampled_earlier.shape)
+        versions = np.where(sampled_earlier, earlier_versions, np.int32(self._version))
+        has_ended = (episodes.states == ENDED).reshape(-1, group_size)
+        is_turn_start = episodes.is_turn_start.reshape(in_flight.is_turn_start.shape)
+        in_flight = in_flight._replace(
+            rollouts=episodes.rollouts(group_size, versions), has_ended=has_ended, is_turn_start=is_turn_start
+        )
+        idle_share = 1 - stream.computed_tokens / max(stream.slot_steps, 1)
+        return FirstCompleteGroups(in_flight, stream.complete_groups[:wanted_groups], idle_share)
 
     def _stream(
         self,
         prompts: Prompts,
         key: jax.Array,
-        fixed: GroupSampling,
-        texts: Episodes,
+        group_sampling: GroupSampling,
+        episodes: Episodes,
         *,
         environments: Environments | None = None,
-        enough: int = 0,
-        ended: Callable[[int], None] = lambda count: None,
+        wanted_groups: int = 0,
+        report_ended: Callable[[int], None] = lambda count: None,
     ) -> Stream:
-        """Samples completions, and returns the stream that has ended."""
+        """Samples the completions into `episodes`, and returns the finished stream."""
         count, processes = len(prompts.tokens), distributed.count()
-        width = prompts.tokens.shape[1]
+        prompt_width = prompts.tokens.shape[1]
         images = prompts.images.sizes if prompts.images else None
-        sizes = self._sizes(count * processes, fixed.group, width, enough * processes, images)
-        ends = np.zeros(self._cfg.vocab_size, bool)
+        group_size = group_sampling.group_size
+        sizes = self._sizes(count * processes, group_size, prompt_width, wanted_groups * processes, images)
+        checked_tokens = np.zeros(self._cfg.vocab_size, bool)
         if environments:
-            # Sizes of completions depend on how many compute together, and so on the time of tools.
+            # Completions may use decode programs of several sizes, but episodes need a single size (`StreamSizes`).
             assert sizes.observation, "an engine for episodes needs observation_tokens"
-            ends = environments.may_end(self._cfg.vocab_size)
-        ends[list(self._stops)] = True
+            checked_tokens = environments.possible_turn_ends(self._cfg.vocab_size)
+        checked_tokens[list(self._stop_ids)] = True
         with jax.default_device(self._device):
-            self._compile_rest(fixed, sizes, goes_on=enough > 0)
+            self._compile_remaining(group_sampling, sizes, continues_groups=wanted_groups > 0)
             stream = Stream(
-                calls=CallPrograms(
-                    programs=self._programs, sampling=fixed, sizes=sizes, params=self._params, key=key, ends=ends
+                programs=CallPrograms(
+                    programs=self._programs,
+                    sampling=group_sampling,
+                    sizes=sizes,
+                    params=self._params,
+                    key=key,
+                    checked_tokens=checked_tokens,
                 ),
                 schedulers=[Scheduler(sizes) for _ in range(sharding.prompt_shards(self._mesh) // processes)],
                 prompts=prompts,
-                texts=texts,
-                # By its number a completion draws the same random numbers in any process.
-                first=distributed.part(count * processes).start * fixed.group,
-                stop_ids=self._stops,
-                pad_id=self._pad,
+                episodes=episodes,
+                # The numbers count over all processes, so a completion's random numbers do not depend on its process.
+                first_number=distributed.part(count * processes).start * group_size,
+                stop_ids=self._stop_ids,
+                pad_id=self._pad_id,
                 environments=environments,
-                enough=enough,
-                ended=ended,
+                wanted_groups=wanted_groups,
+                report_ended=report_ended,
             )
             stream.run()
         return stream
@@ -171,39 +190,50 @@ class Sampler:
         self,
         params: PyTree,
         prompts: int,
-        width: int,
-        group: int,
+        prompt_width: int,
+        group_size: int,
         sampling: Sampling,
         *,
-        enough: int = 0,
+        wanted_groups: int = 0,
         image_sizes: ImageSizes | None = None,
     ) -> Iterator[Program]:
-        """Yields each program for batches of these sizes, the largest of a phase first. params: arrays or shapes.
+        """Yields each program for calls of these sizes, the largest program of a phase first.
 
-        enough: groups with which `sample_first` ends, 0 = `sample`. image_sizes: sizes of the prompts' images,
-        None if prompts have no images.
+        params: pushed parameters, or their shapes. wanted_groups: groups with which `sample_first` ends; 0 = calls of
+        `sample`. image_sizes: sizes of the prompts' images, None if prompts have no images.
         """
-        yield from self._place.programs(params)
-        group_sampling, sizes = (
-            GroupSampling(group, sampling, self._mesh),
-            self._sizes(prompts, group, width, enough, image_sizes),
-        )
-        traced = self._programs.traced(group_sampling, sizes, self._place.shapes(params), goes_on=enough > 0)
+        yield from self._copier.programs(params)
+        group_sampling = GroupSampling(group_size, sampling, self._mesh)
+        sizes = self._sizes(prompts, group_size, prompt_width, wanted_groups, image_sizes)
+        weights = self._copier.shapes(params)
+        traced = self._programs.traced(group_sampling, sizes, weights, continues_groups=wanted_groups > 0)
         for phase, name, trace in traced:
             yield Program(phase, name, trace, REMEDY, ())
 
-    def _compile_rest(self, sampling: GroupSampling, sizes: StreamSizes, *, goes_on: bool) -> None:
-        """Compiles at the second call all its programs that the first did not need: no later step stops for one."""
-        call = sampling, sizes, goes_on
-        self._calls[call] += 1
-        if self._calls[call] == 2:
-            traced = self._programs.traced(sampling, sizes, abstract(self._params), goes_on=goes_on)
+    def _compile_remaining(self, sampling: GroupSampling, sizes: StreamSizes, *, continues_groups: bool) -> None:
+        """Compiles, at the second call of its kind, the programs that the first call did not need.
+
+        So no later step waits for the compiler.
+        """
+        call = sampling, sizes, continues_groups
+        self._call_counts[call] += 1
+        if self._call_counts[call] == 2:
+            traced = self._programs.traced(sampling, sizes, abstract(self._params), continues_groups=continues_groups)
             for phase, name, trace in traced:
                 Program(phase, name, trace, REMEDY, ()).compile()
 
-    def _sizes(self, prompts: int, group: int, width: int, enough: int, images: ImageSizes | None) -> StreamSizes:
-        """Returns the sizes of a call; enough: complete groups with which it ends, 0: all."""
-        bounds: dict[str, Any] = dict(pages=self._pages, cache_bytes=self._cache_bytes, kind=self._kind)
-        most = at_once(self._max_sequences, enough * group)
-        sizes = sizes_of(prompts, group, width, self._length, max_sequences=most, **bounds)
+    def _sizes(
+        self, prompts: int, group_size: int, prompt_width: int, wanted_groups: int, images: ImageSizes | None
+    ) -> StreamSizes:
+        """Returns the sizes of a call. wanted_groups: complete groups with which the call ends, 0 = all groups."""
+        sizes = sizes_of(
+            prompts,
+            group_size,
+            prompt_width,
+            self._max_completion_tokens,
+            max_sequences=sequence_limit(self._max_sequences, wanted_groups * group_size),
+            pages=self._pages,
+            cache_bytes=self._cache_bytes,
+            kind=self._page_kind,
+        )
         return replace(sizes, images=images)

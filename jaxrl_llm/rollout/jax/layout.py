@@ -1,4 +1,4 @@
-"""The sequences of a program as arrays: their tokens, and the pages and prompts that they read."""
+"""Lays out sequences as the arrays of a program: their tokens, and the pages and prompts that they read."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import jax
 import numpy as np
 
 from jaxrl_llm.rollout.episodes import Episodes
-from jaxrl_llm.rollout.jax.programs import FedChunks, NewPrompts, RoundRows
-from jaxrl_llm.rollout.jax.reading import Reading
+from jaxrl_llm.rollout.jax.cache_attention import CacheIndices
+from jaxrl_llm.rollout.jax.programs import NewPrompts, ObservationChunks, RoundRows
 from jaxrl_llm.rollout.jax.scheduler import Member, PromptGroup
-from jaxrl_llm.rollout.jax.sizes import CHUNKS, FULL, ROUND, Slots, StreamSizes
+from jaxrl_llm.rollout.jax.sizes import CHUNK_TOKENS, MAX_SMALL_CHUNKS, ROUND_TOKENS, Slots, StreamSizes
 from jaxrl_llm.structs import Images, Prompts
 
 
 class Chunk(NamedTuple):
-    """Tokens of an observation that run at once: places start .. end - 1 of a sequence."""
+    """Part of an observation that one program writes into pages: tokens start .. end - 1 of a sequence."""
 
     member: Member
     start: int
@@ -25,191 +25,212 @@ class Chunk(NamedTuple):
 
 
 def new_prompts(
-    new: list[list[PromptGroup]],
+    new_groups: list[list[PromptGroup]],
     first: int,
     size: int,
+    *,
     sizes: StreamSizes,
     prompts: Prompts,
-    *,
     first_number: int,
     pad: int,
 ) -> NewPrompts:
-    """Returns a part of the groups that begin on each device, from `first` on, for a program of `size` prompts.
+    """Returns the arrays of `size` new groups on each device, from group `first` of each device on.
 
-    first_number: number of this process's first completion.
+    new_groups: new groups of each device. first_number: number of this process's first completion. pad: padding token.
     """
-    lead = len(new), size
-    tokens, mask = np.full((*lead, sizes.width), pad, np.int32), np.zeros((*lead, sizes.width), bool)
-    place, number = np.full(lead, sizes.prompts, np.int32), np.zeros(lead, np.int32)
-    for d, n, group in numbered(new, first, size):
+    axes = len(new_groups), size
+    tokens, mask = np.full((*axes, sizes.prompt_width), pad, np.int32), np.zeros((*axes, sizes.prompt_width), bool)
+    place, number = np.full(axes, sizes.prompts, np.int32), np.zeros(axes, np.int32)
+    for d, n, group in enumerate_items(new_groups, first, size):
         tokens[d, n], mask[d, n] = prompts.tokens[group.number], prompts.mask[group.number]
-        place[d, n], number[d, n] = group.place, first_number + group.number * sizes.group
-    # A prompt without a token: attention needs one.
+        place[d, n], number[d, n] = group.place, first_number + group.number * sizes.group_size
+    # An empty row gets one token, because attention over no token is undefined.
     mask[place == sizes.prompts, -1] = True
-    return NewPrompts(tokens, mask, place, number, _images(new, first, size, sizes, prompts))
+    images = _images_of(new_groups, first, size, sizes, prompts)
+    return NewPrompts(tokens=tokens, mask=mask, place=place, number=number, images=images)
 
 
-def _images(new: list[list[PromptGroup]], first: int, size: int, sizes: StreamSizes, prompts: Prompts) -> Images | None:
-    """Returns the pictures of `new_prompts`."""
+def _images_of(
+    new_groups: list[list[PromptGroup]], first: int, size: int, sizes: StreamSizes, prompts: Prompts
+) -> Images | None:
+    """Returns the images of `new_prompts`, None if prompts have no images."""
     if prompts.images is None or sizes.images is None:
         return None
-    images = Images.padding((len(new), size), sizes.width, sizes.images)
-    for d, n, group in numbered(new, first, size):
+    images = Images.padding((len(new_groups), size), sizes.prompt_width, sizes.images)
+    for d, n, group in enumerate_items(new_groups, first, size):
         for leaf, values in zip(jax.tree.leaves(images), jax.tree.leaves(prompts.images), strict=True):
             leaf[d, n] = values[group.number]
     return images
 
 
-def chunked(lacking: list[list[tuple[Member, int]]]) -> dict[tuple[int, int], list[list[Chunk]]]:
-    """Splits the tokens that pages lack: {(number, width): chunks of each device}.
+def split_observations(observations: list[list[tuple[Member, int]]]) -> dict[tuple[int, int], list[list[Chunk]]]:
+    """Splits the tokens that pages lack into chunks. Returns {(round number, width): chunks of each device}.
 
-    lacking: for each device, pairs of a sequence and the place at which its observation ends. A sequence's chunks
-    have increasing numbers.
+    observations: for each device, pairs of a sequence and the place at which its observation ends. The chunks of a
+    sequence have increasing round numbers, because a chunk attends to the chunks before it.
     """
-    small, large = CHUNKS
+    small, large = CHUNK_TOKENS
     rounds: dict[tuple[int, int], list[list[Chunk]]] = {}
-    for d, sequences in enumerate(lacking):
-        for member, last in sequences:
-            at, number = member.cached, 0
-            while at < last:
-                size = small if last - at <= FULL * small else large
-                chunks = rounds.setdefault((number, size), [[] for _ in lacking])
-                chunks[d].append(Chunk(member, at, min(at + size, last)))
-                at, number = at + size, number + 1
+    for d, pairs in enumerate(observations):
+        for member, observation_end in pairs:
+            start, number = member.cached, 0
+            while start < observation_end:
+                width = small if observation_end - start <= MAX_SMALL_CHUNKS * small else large
+                chunks = rounds.setdefault((number, width), [[] for _ in observations])
+                chunks[d].append(Chunk(member, start, min(start + width, observation_end)))
+                start, number = start + width, number + 1
     return rounds
 
 
-def fed(
-    chunks: list[list[Chunk]], rows: int, width: int, sizes: StreamSizes, prompts: Prompts, texts: Episodes
-) -> FedChunks:
-    """Returns chunks of each device, for a program of `rows` x `width` tokens."""
-    lead = len(chunks), rows
-    at, count, prompt = np.zeros((3, *lead), np.int32)
-    tokens, mask = np.zeros((*lead, width), np.int32), np.zeros((*lead, sizes.width), bool)
-    for d, n, chunk in numbered(chunks, 0, rows):
+def observation_chunks(
+    chunks: list[list[Chunk]], rows: int, width: int, *, sizes: StreamSizes, prompts: Prompts, episodes: Episodes
+) -> ObservationChunks:
+    """Returns the arrays of each device's chunks, for a program of `rows` x `width` tokens."""
+    axes = len(chunks), rows
+    start, count, prompt_place = np.zeros((3, *axes), np.int32)
+    tokens, mask = np.zeros((*axes, width), np.int32), np.zeros((*axes, sizes.prompt_width), bool)
+    for d, n, chunk in enumerate_items(chunks, 0, rows):
         group = chunk.member.group
-        at[d, n], count[d, n] = chunk.start, chunk.end - chunk.start
-        prompt[d, n], mask[d, n] = group.place, prompts.mask[group.number]
-        tokens[d, n, : count[d, n]] = texts.tokens[chunk.member.number, chunk.start : chunk.end]
-    members = [[chunk.member for chunk in each] for each in chunks]
-    reading = all_pages(reading_of(members, rows, sizes, prompts), sizes.page)
-    # Each sequence reads its prompt alone, because few members of a group have a chunk at once.
-    each = np.tile(np.arange(rows, dtype=np.int32), (len(chunks), 1))
-    reading = reading._replace(prompt_mask=mask, members=each[..., None], member=each)
+        start[d, n], count[d, n] = chunk.start, chunk.end - chunk.start
+        prompt_place[d, n], mask[d, n] = group.place, prompts.mask[group.number]
+        tokens[d, n, : count[d, n]] = episodes.tokens[chunk.member.number, chunk.start : chunk.end]
+    members = [[chunk.member for chunk in device_chunks] for device_chunks in chunks]
+    indices = copied_page_indices(cache_indices(members, rows, sizes, prompts), sizes.page)
+    # Each sequence reads a prompt of its own, because few members of a group have a chunk at the same time.
+    row_numbers = np.tile(np.arange(rows, dtype=np.int32), (len(chunks), 1))
+    indices = indices._replace(prompt_mask=mask, prompt_members=row_numbers[..., None], member_index=row_numbers)
     if prompts.images is not None:
-        end = np.zeros(lead, np.int32)
-        for d, n, chunk in numbered(chunks, 0, rows):
-            end[d, n] = prompts.images.end[chunk.member.group.number]
-        reading = reading._replace(end=end)
-    return FedChunks(tokens, at, count, prompt, reading)
+        prompt_end = np.zeros(axes, np.int32)
+        for d, n, chunk in enumerate_items(chunks, 0, rows):
+            prompt_end[d, n] = prompts.images.end[chunk.member.group.number]
+        indices = indices._replace(prompt_end=prompt_end)
+    return ObservationChunks(tokens=tokens, start=start, count=count, prompt_place=prompt_place, indices=indices)
 
 
 def round_rows(
     rows: list[list[Member]],
     slots: Slots,
+    *,
     sizes: StreamSizes,
     prompts: Prompts,
-    texts: Episodes,
+    episodes: Episodes,
     limits: np.ndarray,
-    *,
     first_number: int,
 ) -> RoundRows:
-    """Returns the sequences of each device for a round of decoding. limits [N]: lengths at which turns end."""
+    """Returns the arrays of a decode round. rows: decoding sequences of each device; limits [N]: turn limits.
 
-    def ints(*shape: int) -> np.ndarray:
+    first_number: number of this process's first completion.
+    """
+
+    def zeros(*shape: int) -> np.ndarray:
         return np.zeros((len(rows), slots.count, *shape), np.int32)
 
-    token, length, limit, number = (ints() for _ in range(4))
-    known = ints(ROUND) - 1
+    last_token, length, limit, completion_number = (zeros() for _ in range(4))
+    known_tokens = zeros(ROUND_TOKENS) - 1
     for d, members in enumerate(rows):
-        at = np.array([(member.number, member.cached) for member in members], np.int32).reshape(-1, 2).T
-        token[d, : len(members)], length[d, : len(members)] = texts.tokens[tuple(at)], at[1] + 1
-        limit[d, : len(members)], number[d, : len(members)] = limits[at[0]], first_number + at[0]
-        for n in np.flatnonzero(at[1] + 1 < texts.length[at[0]]).tolist():
-            # Its pages were given away: it goes on with the tokens that it had, up to the next observation.
+        pairs = [(member.number, member.cached) for member in members]
+        numbers, cached = np.array(pairs, np.int32).reshape(-1, 2).T
+        count = len(members)
+        last_token[d, :count], length[d, :count] = episodes.tokens[numbers, cached], cached + 1
+        limit[d, :count], completion_number[d, :count] = limits[numbers], first_number + numbers
+        for n in np.flatnonzero(cached + 1 < episodes.lengths[numbers]).tolist():
+            # The sequence was preempted after it had sampled these tokens. The round computes their keys and values
+            # again, up to the next observation.
             i, place = members[n].number, members[n].cached + 1
-            drawn = texts.drawn(i, place)
-            limit[d, n] = limits[i] if drawn.all() else place + int(np.argmin(drawn))
-            again = texts.tokens[i, place : min(texts.length[i], limit[d, n], place + ROUND)]
-            known[d, n, : len(again)] = again
-    reading = reading_of(rows, slots.count, sizes, prompts, slots)
-    prompt, page = places_of(rows, sizes, slots)
+            sampled_now = episodes.sampled_by_this_call(i, place)
+            limit[d, n] = limits[i] if sampled_now.all() else place + int(np.argmin(sampled_now))
+            repeated = episodes.tokens[i, place : min(episodes.lengths[i], limit[d, n], place + ROUND_TOKENS)]
+            known_tokens[d, n, : len(repeated)] = repeated
+    prompt_places, page_places = cache_places(rows, sizes, slots)
     return RoundRows(
-        token=token, length=length, limit=limit, number=number, known=known, reading=reading, prompt=prompt, page=page
+        last_token=last_token,
+        length=length,
+        limit=limit,
+        completion_number=completion_number,
+        known_tokens=known_tokens,
+        indices=cache_indices(rows, slots.count, sizes, prompts, slots),
+        prompt_places=prompt_places,
+        page_places=page_places,
     )
 
 
-def reading_of(
+def cache_indices(
     rows: list[list[Member]], count: int, sizes: StreamSizes, prompts: Prompts, slots: Slots | None = None
-) -> Reading:
+) -> CacheIndices:
     """Returns where the sequences of each device read and write, in a program of `count` sequences.
 
-    slots: sizes of a decode program, None for a program for observations, whose table has pages of the cache.
+    rows: sequences of each device. slots: size of the decode program; None for a program that writes observations,
+    whose page table has places in the cache.
     """
     slots = slots or Slots(count, sizes.pages, sizes.prompts)
-    lead = len(rows)
-    table = np.full((lead, count, sizes.longest), slots.pages, np.int32)
-    owner, start = np.zeros((2, lead, slots.pages), np.int32)
-    members = np.zeros((lead, slots.prompts, sizes.group), np.int32)
-    rank, end = np.zeros((lead, count), np.int32), np.zeros((lead, slots.prompts), np.int32)
-    mask = np.zeros((lead, slots.prompts, sizes.width), bool)
-    for d, sequences in enumerate(rows):
-        order, counts = np.arange(len(sequences)), [len(member.pages) for member in sequences]
-        pages = np.array([page for member in sequences for page in member.pages], np.int32)
+    devices = len(rows)
+    page_table = np.full((devices, count, sizes.max_sequence_pages), slots.pages, np.int32)
+    page_owner, page_start = np.zeros((2, devices, slots.pages), np.int32)
+    prompt_members = np.zeros((devices, slots.prompts, sizes.group_size), np.int32)
+    member_index, prompt_end = np.zeros((devices, count), np.int32), np.zeros((devices, slots.prompts), np.int32)
+    prompt_mask = np.zeros((devices, slots.prompts, sizes.prompt_width), bool)
+    for d, members in enumerate(rows):
+        row_numbers, page_counts = np.arange(len(members)), [len(member.pages) for member in members]
+        pages = np.array([page for member in members for page in member.pages], np.int32)
         if slots.pages < sizes.pages:
-            # The copies of some pages stand one after the other.
+            # The program reads copies of these pages, which lie one after the other.
             pages = np.arange(len(pages), dtype=np.int32)
-        of, nth = np.repeat(order, counts), np.concatenate([np.zeros(0, np.int32), *map(np.arange, counts)])
-        table[d, of, nth], owner[d, pages], start[d, pages] = pages, of, nth * sizes.page
-        places = prompt_places(sequences, sizes, slots)
-        place = np.array([places[member.group] for member in sequences], np.int32)
-        g = np.array([member.number % sizes.group for member in sequences], np.int32)
-        members[d, place, g], rank[d, : len(sequences)] = order, place * sizes.group + g
-        for group, at in places.items():
-            mask[d, at] = prompts.mask[group.number]
+        owner = np.repeat(row_numbers, page_counts)
+        nth_page = np.concatenate([np.zeros(0, np.int32), *map(np.arange, page_counts)])
+        page_table[d, owner, nth_page] = pages
+        page_owner[d, pages], page_start[d, pages] = owner, nth_page * sizes.page
+        places = prompt_places(members, sizes, slots)
+        place = np.array([places[member.group] for member in members], np.int32)
+        g = np.array([member.number % sizes.group_size for member in members], np.int32)
+        prompt_members[d, place, g], member_index[d, : len(members)] = row_numbers, place * sizes.group_size + g
+        for group, e in places.items():
+            prompt_mask[d, e] = prompts.mask[group.number]
             if prompts.images is not None:
-                end[d, at] = prompts.images.end[group.number]
-    return Reading(
-        table=table,
-        owner=owner,
-        start=start,
-        prompt_mask=mask,
-        members=members,
-        member=rank,
-        end=None if prompts.images is None else end,
+                prompt_end[d, e] = prompts.images.end[group.number]
+    return CacheIndices(
+        page_table=page_table,
+        page_owner=page_owner,
+        page_start=page_start,
+        prompt_mask=prompt_mask,
+        prompt_members=prompt_members,
+        member_index=member_index,
+        prompt_end=None if prompts.images is None else prompt_end,
     )
 
 
-def all_pages(reading: Reading, page: int) -> Reading:
-    """Returns the reading of a program that copies the pages of the whole table, one sequence after the other."""
-    lead, count, longest = reading.table.shape
-    order = np.arange(count * longest, dtype=np.int32)
-    owner, start = order // longest, order % longest * page
-    return reading._replace(owner=np.tile(owner, (lead, 1)), start=np.tile(start, (lead, 1)))
+def copied_page_indices(indices: CacheIndices, page: int) -> CacheIndices:
+    """Returns the indices of a program that copies all pages of the table, one sequence after the other.
+
+    page: tokens of a page.
+    """
+    devices, count, sequence_pages = indices.page_table.shape
+    order = np.arange(count * sequence_pages, dtype=np.int32)
+    owner, start = order // sequence_pages, order % sequence_pages * page
+    return indices._replace(page_owner=np.tile(owner, (devices, 1)), page_start=np.tile(start, (devices, 1)))
 
 
-def places_of(rows: list[list[Member]], sizes: StreamSizes, slots: Slots) -> tuple[np.ndarray, np.ndarray]:
-    """Returns where the prompts [d, e] and the pages [d, p] of a decode program are in the cache."""
+def cache_places(rows: list[list[Member]], sizes: StreamSizes, slots: Slots) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the places in the cache of the prompts [d, e] and the pages [d, p] that a decode program reads."""
     prompt = np.zeros((len(rows), slots.prompts), np.int32)
     page = np.full((len(rows), slots.pages), sizes.pages, np.int32)
-    for d, sequences in enumerate(rows):
-        for group, place in prompt_places(sequences, sizes, slots).items():
-            prompt[d, place] = group.place
-        pages = [number for member in sequences for number in member.pages]
+    for d, members in enumerate(rows):
+        for group, e in prompt_places(members, sizes, slots).items():
+            prompt[d, e] = group.place
+        pages = [number for member in members for number in member.pages]
         page[d, : len(pages)] = pages
     return prompt, page
 
 
-def prompt_places(sequences: list[Member], sizes: StreamSizes, slots: Slots) -> dict[PromptGroup, int]:
-    """Returns the place of each group's prompt among those that a program reads."""
-    groups = list(dict.fromkeys(member.group for member in sequences))
+def prompt_places(members: list[Member], sizes: StreamSizes, slots: Slots) -> dict[PromptGroup, int]:
+    """Returns {group: index of its prompt among the prompts that a decode program reads}."""
+    groups = list(dict.fromkeys(member.group for member in members))
     if slots.prompts == sizes.prompts:
         return {group: group.place for group in groups}
-    return {group: place for place, group in enumerate(groups)}
+    return {group: e for e, group in enumerate(groups)}
 
 
-def numbered(device_items: list[list[Any]], first: int, limit: int) -> Iterator[tuple[int, int, Any]]:
-    """Yields (device, index, item) of a part of each device's items."""
+def enumerate_items(device_items: list[list[Any]], first: int, limit: int) -> Iterator[tuple[int, int, Any]]:
+    """Yields (device, index, item) for `limit` items of each device, from item `first` on."""
     for d, items in enumerate(device_items):
         for n, item in enumerate(items[first : first + limit]):
             yield d, n, item

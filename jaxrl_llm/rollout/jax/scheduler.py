@@ -1,8 +1,9 @@
-"""Which sequences of a device compute, and which pages they have. Host code without JAX.
+"""Schedules the sequences of one device: which sequences decode, and which cache pages they hold. Needs no JAX.
 
-A group is a prompt with its sequences. It has a place for its prompt from its first admission until its last sequence
-has ended. A sequence that is admitted holds pages, one more whenever it needs it. If no page is free, the youngest
-sequence gives its pages back, and is computed again later: the oldest one always goes on, so all of them end.
+A group is a prompt with its sequences. Its prompt stays in the cache from the group's first admission until its last
+sequence has ended. An admitted sequence holds pages, and gets one more whenever it needs one. If no page is free, the
+youngest sequence returns its pages and is computed again later. So the oldest sequence always continues, and every
+sequence ends.
 """
 
 from __future__ import annotations
@@ -14,129 +15,135 @@ from dataclasses import dataclass, field
 
 from jaxrl_llm.rollout.jax.sizes import StreamSizes
 
-RESERVE = 4  # a page stays free for so many sequences that hold some: they will need one more
+# Per this many sequences with pages, admission leaves one page free, because these sequences will soon need pages.
+HOLDERS_PER_FREE_PAGE = 4
 
 
 @dataclass(eq=False)
 class Member:
-    """A sequence: a completion in flight."""
+    """One completion of a group while the engine samples it."""
 
-    number: int  # of the completion in the call; earlier ones are admitted earlier
+    number: int  # number of the completion in the call; lower numbers are admitted first
     group: PromptGroup
-    cached: int = 0  # tokens whose keys and values are in its pages
-    pages: list[int] = field(default_factory=list)
+    cached: int = 0  # tokens whose keys and values are in the pages
+    pages: list[int] = field(default_factory=list)  # page numbers in the order of the tokens
 
 
 @dataclass(eq=False)
 class PromptGroup:
-    """A prompt, and its sequences that have not ended."""
+    """A prompt and its sequences that have not ended."""
 
-    number: int  # of the prompt in the call
+    number: int  # number of the prompt in the call
     members: list[Member] = field(default_factory=list)
-    place: int = -1  # of the prompt on its device; -1: it has none
+    place: int = -1  # place of the prompt in the device's cache; -1: the prompt is not in the cache
 
     @classmethod
-    def of(cls, number: int, size: int) -> PromptGroup:
-        """Returns the group of a prompt, with `size` sequences."""
+    def with_members(cls, number: int, size: int) -> PromptGroup:
+        """Returns the group of a prompt, with `size` new sequences."""
         group = cls(number)
         group.members = [Member(number * size + g, group) for g in range(size)]
         return group
 
 
 class Scheduler:
-    """The sequences of one device."""
+    """Admits the sequences of one device, gives them pages, and preempts the youngest if pages run out."""
 
     def __init__(self, sizes: StreamSizes):
         self.sequences, self.page = sizes.sequences, sizes.page
-        # Up to this many sequences can never exhaust the pages, so no reserve is needed.
-        self._safe = sizes.pages // sizes.longest
-        self.holders: list[Member] = []  # the oldest first
-        self.waiting: deque[Member] = deque()  # the oldest first
-        self.preemptions = 0
-        self._places, self._pages = list(range(sizes.prompts)), list(range(sizes.pages))
+        # Up to this many sequences can never exhaust the pages, so admission needs no free page in reserve.
+        self._safe_sequences = sizes.pages // sizes.max_sequence_pages
+        self.holders: list[Member] = []  # sequences that hold pages, the oldest first
+        self.waiting: deque[Member] = deque()  # sequences that wait for admission, the oldest first
+        self.preemptions = 0  # number of times that a sequence has returned its pages early
+        self._free_places, self._free_pages = list(range(sizes.prompts)), list(range(sizes.pages))
 
     @property
-    def wants_group(self) -> bool:
-        """Whether a further group could be admitted."""
-        return not self.waiting and bool(self._places) and len(self.holders) < self.sequences
+    def can_admit_group(self) -> bool:
+        """Whether the device has a place for a further group."""
+        return not self.waiting and bool(self._free_places) and len(self.holders) < self.sequences
 
     @property
     def free_pages(self) -> int:
-        return len(self._pages)
+        """Number of pages that no sequence holds."""
+        return len(self._free_pages)
 
     def add(self, group: PromptGroup) -> None:
-        """Adds a group, which waits to be admitted."""
+        """Adds a group, whose sequences wait for admission."""
         self.waiting.extend(group.members)
 
-    def schedule(self, goal: Callable[[Member], int]) -> list[PromptGroup]:
-        """Gives the holders the pages that they need, and admits sequences. Returns the groups that are new.
+    def schedule(self, needed_tokens: Callable[[Member], int]) -> list[PromptGroup]:
+        """Gives pages to the admitted sequences and admits waiting sequences. Returns the groups that are new.
 
-        goal(sequence): the number of its tokens that the next program may leave in its pages.
+        needed_tokens(sequence): most tokens of the sequence that are in its pages after the next program.
         """
-        before = self.preemptions
-        # A copy: who gives its pages back holds nothing any more.
+        earlier_preemptions = self.preemptions
+        # Iterate over a copy, because preemption removes members from `holders`.
         for member in list(self.holders):
-            self._grow(member, goal(member))
-        return self.admit(goal) if self.preemptions == before else []
+            self._grow(member, needed_tokens(member))
+        return self.admit(needed_tokens) if self.preemptions == earlier_preemptions else []
 
-    def admit(self, goal: Callable[[Member], int]) -> list[PromptGroup]:
-        """Admits waiting sequences, the oldest first, and returns the new groups. goal: argument of `schedule`."""
-        new: list[PromptGroup] = []
-        while self.waiting and self._admits(self.waiting[0], goal):
+    def admit(self, needed_tokens: Callable[[Member], int]) -> list[PromptGroup]:
+        """Admits waiting sequences, the oldest first, and returns the groups that are new.
+
+        needed_tokens: argument of `schedule`.
+        """
+        new_groups: list[PromptGroup] = []
+        while self.waiting and self._fits(self.waiting[0], needed_tokens):
             member = self.waiting.popleft()
             if member.group.place < 0:
-                member.group.place = heapq.heappop(self._places)
-                new.append(member.group)
+                member.group.place = heapq.heappop(self._free_places)
+                new_groups.append(member.group)
             self.holders.append(member)
-            self._grow(member, goal(member))
-        return new
+            self._grow(member, needed_tokens(member))
+        return new_groups
 
     def retire(self, member: Member) -> None:
-        """Takes back what an ended sequence holds."""
-        self._release(member)
+        """Removes an ended sequence and frees its pages. Frees the prompt's place after the group's last sequence."""
+        self._free(member)
         if member in self.holders:
             self.holders.remove(member)
         else:
-            # It has ended with its first token, before it was admitted.
+            # The sequence ended with its first token, before its admission.
             self.waiting.remove(member)
         group = member.group
         group.members.remove(member)
         if not group.members and group.place >= 0:
-            heapq.heappush(self._places, group.place)
+            heapq.heappush(self._free_places, group.place)
             group.place = -1
 
-    def _admits(self, member: Member, goal: Callable[[Member], int]) -> bool:
-        reserve = len(self.holders) // RESERVE if len(self.holders) >= self._safe else 0
+    def _fits(self, member: Member, needed_tokens: Callable[[Member], int]) -> bool:
+        """Returns whether the device has a slot, a place for the prompt, and enough free pages for a sequence."""
+        reserve = len(self.holders) // HOLDERS_PER_FREE_PAGE if len(self.holders) >= self._safe_sequences else 0
         return (
             len(self.holders) < self.sequences
-            and (member.group.place >= 0 or bool(self._places))
-            and len(self._pages) >= self._pages_for(goal(member)) + reserve
+            and (member.group.place >= 0 or bool(self._free_places))
+            and len(self._free_pages) >= self._pages_for(needed_tokens(member)) + reserve
         )
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page)
 
     def _grow(self, member: Member, tokens: int) -> None:
-        """Gives a holder pages for so many tokens, if need be those of the youngest holder."""
+        """Gives an admitted sequence enough pages for `tokens` tokens. If none is free, preempts the youngest."""
         while member in self.holders and len(member.pages) < self._pages_for(tokens):
-            if not self._pages:
+            if not self._free_pages:
                 self._preempt(self.holders[-1])
             else:
-                member.pages.append(heapq.heappop(self._pages))
+                member.pages.append(heapq.heappop(self._free_pages))
 
     def _preempt(self, member: Member) -> None:
-        self._release(member)
+        self._free(member)
         self.holders.remove(member)
-        # It is older than all that wait, which is the order of `waiting`.
+        # The preempted sequence goes to the front, because it is older than every waiting sequence.
         self.waiting.appendleft(member)
         self.preemptions += 1
 
-    def _release(self, member: Member) -> None:
+    def _free(self, member: Member) -> None:
         for page in member.pages:
-            heapq.heappush(self._pages, page)
+            heapq.heappush(self._free_pages, page)
         member.pages, member.cached = [], 0
 
 
-def emptiest(schedulers: Sequence[Scheduler]) -> Scheduler | None:
-    """Returns the scheduler with the fewest holders among those that want a group; None: none wants one."""
-    return min((s for s in schedulers if s.wants_group), key=lambda s: len(s.holders), default=None)
+def least_loaded(schedulers: Sequence[Scheduler]) -> Scheduler | None:
+    """Returns the scheduler with the fewest admitted sequences that has a place for a group; None if all are full."""
+    return min((s for s in schedulers if s.can_admit_group), key=lambda s: len(s.holders), default=None)

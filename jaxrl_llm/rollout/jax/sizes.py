@@ -1,4 +1,4 @@
-"""The sizes of the engine's programs and of its cache: few, and known before a run."""
+"""Sizes of the engine's programs and of its key-value cache. They are few, and known before a run starts."""
 
 from __future__ import annotations
 
@@ -8,160 +8,181 @@ from typing import NamedTuple
 from jaxrl_llm.machine.memory import device_bytes
 from jaxrl_llm.structs import ImageSizes, PyTree
 
-PAGE, ALIGNED = 64, 8  # tokens of a page, and what divides them: vectors of a CPU have so many numbers
-FEWER = (4, 16)  # so many times fewer sequences than the largest program, for the others
-ROUND = 32  # tokens, at most, between two looks of the host
-PROMPT_TOKENS = 2**14  # of prompts that run at once on a device: enough to be fast, and few enough for its memory
-USABLE = 0.85  # of a device's memory, for weights, states and cache; the rest is for what programs compute
-CHUNKS = (32, 128)  # tokens of an observation that run at once
-FULL = 3  # so many small chunks cost less than a large one that is not full
+PAGE_TOKENS = 64  # tokens of a page, unless completions are shorter or the platform prescribes another number
+PAGE_ALIGNMENT = 8  # page sizes are multiples of this, the vector width of a CPU
+SMALLER_BY = (4, 16)  # the smaller decode programs have this many times fewer sequences than the largest program
+ROUND_TOKENS = 32  # most tokens that a decode round samples per sequence before the host checks the sequences
+PREFILL_TOKENS = 2**14  # prompt tokens of a prefill on one device: enough to be fast, few enough for the memory
+USABLE_MEMORY = 0.85  # share of a device's memory for weights, states and cache; the rest is for temporary arrays
+CHUNK_TOKENS = (32, 128)  # widths of the two programs that write observations into pages
+MAX_SMALL_CHUNKS = 3  # this many small chunks cost less than a large chunk that is partly empty
 
 
 class PageKind(NamedTuple):
-    """What mesh, model and config prescribe."""
+    """Properties of cache pages that follow from mesh, model and config."""
 
-    devices: int = 1  # that have pages
-    dtype: str = ""  # of keys and values; "": that of the model
-    token_bytes: int = 0  # of a token's keys and values in all layers, on a device
-    tokens: int = 0  # of a page; 0: 64, or fewer if completions are short
-    in_place: bool = False  # a kernel reads the pages that a sequence has: no program has copies of some pages
-    observation: int = 0  # tokens, at most, that an environment says at once; 0: there is none
+    devices: int = 1  # number of devices that have pages of their own
+    dtype: str = ""  # dtype of keys and values; "": dtype of the model
+    token_bytes: int = 0  # bytes of a token's keys and values, in all layers, on one device
+    tokens: int = 0  # tokens of a page; 0: PAGE_TOKENS, or fewer if completions are short
+    in_place: bool = False  # whether a kernel reads the pages in the cache, so that programs need no copies of them
+    observation: int = 0  # most tokens of an environment's observation; 0: no environment
 
 
 class Slots(NamedTuple):
-    """The size of a decode program on a device."""
+    """Size of a decode program on each device."""
 
-    count: int  # sequences that compute
-    pages: int  # that it reads
-    prompts: int
+    count: int  # sequences
+    pages: int  # pages that the program reads
+    prompts: int  # prompts that the program reads
 
 
 @dataclass(frozen=True)
 class StreamSizes:
-    """The sizes of a stream on each device."""
+    """Sizes of one call of the engine, on each device."""
 
-    group: int  # G
-    width: int  # P
-    length: int  # C
-    sequences: int  # that hold pages at once
-    prompts: int  # that are there at once
+    group_size: int  # G
+    prompt_width: int  # P, padded prompt tokens
+    completion_length: int  # C, most tokens of a completion
+    sequences: int  # most sequences that hold pages at a time
+    prompts: int  # most prompts in the cache at a time
     page: int  # tokens of a page
-    pages: int
-    dtype: str  # of `PageKind`, as `in_place` and `observation`
-    in_place: bool
-    observation: int
-    refills: bool  # some groups begin when others have ended
-    images: ImageSizes | None = None  # of the pictures of prompts; None: there are none
+    pages: int  # number of pages
+    dtype: str  # field of `PageKind`
+    in_place: bool  # field of `PageKind`
+    observation: int  # field of `PageKind`
+    refills: bool  # whether some groups start only after other groups have ended
+    images: ImageSizes | None = None  # sizes of the prompts' images, None if prompts have no images
 
     @property
-    def longest(self) -> int:
-        """Pages of the longest sequence. Of its last token no keys are kept."""
-        return max(-(-(self.length - 1) // self.page), 1)
+    def max_sequence_pages(self) -> int:
+        """Pages of the longest sequence. The cache does not need the keys of a sequence's last token."""
+        return max(-(-(self.completion_length - 1) // self.page), 1)
 
     @property
     def slots(self) -> list[Slots]:
-        """The decode programs, the largest first.
+        """Sizes of the decode programs, the largest first.
 
-        All episodes take one: rows of programs of different sizes differ in their last bits, and how many episodes
-        compute together depends on the time of tools.
+        Episodes have a single size. Programs of two sizes differ in the last bits of their results, and the time of
+        tools decides how many episodes decode together. A single size keeps the results independent of that time.
         """
         largest = Slots(self.sequences, self.pages, self.prompts)
         sizes = [largest]
         if self.observation:
             return sizes
-        # Most sequences are short, and all of them are at first: then most pages are empty.
+        # At first all sequences are short, and most stay short, so most pages are empty.
         if not self.in_place and (pages := self.pages // 2) >= self.sequences:
             sizes.append(largest._replace(pages=pages))
-        # Where a kernel reads only the pages of its sequences, a small program gains little.
-        for times in FEWER[:1] if self.in_place else FEWER:
+        # If a kernel reads only the pages in use, a very small program saves little time.
+        for times in SMALLER_BY[:1] if self.in_place else SMALLER_BY:
             count = -(-self.sequences // times)
-            pages = self.pages if self.in_place else min(max(-(-self.pages // times), count, self.longest), self.pages)
+            pages = (
+                self.pages
+                if self.in_place
+                else min(max(-(-self.pages // times), count, self.max_sequence_pages), self.pages)
+            )
             if count < sizes[-1].count:
                 sizes.append(Slots(count, pages, min(self.prompts, count)))
-        # Short completions end within few rounds, so a smaller program would begin when they end.
-        return sizes[: max(self.length // ROUND, 1)]
+        # Short completions end within few rounds: a further program would start only when they have ended.
+        return sizes[: max(self.completion_length // ROUND_TOKENS, 1)]
 
-    def chunks(self, *, goes_on: bool) -> tuple[int, ...]:
-        """Returns the tokens of the programs for observations. goes_on: completions of an earlier call are fed, too."""
-        if goes_on or self.observation > FULL * CHUNKS[0]:
-            return CHUNKS
-        return CHUNKS[:1] if self.observation else ()
+    def chunk_tokens(self, *, continues_groups: bool) -> tuple[int, ...]:
+        """Returns the widths of the programs that write observations into pages.
 
-    @property
-    def at_first(self) -> int:
-        """Prompts that may begin at once."""
-        return min(self.prompts, -(-self.sequences // self.group))
+        continues_groups: whether the call continues completions of an earlier call, which it writes into pages too.
+        """
+        if continues_groups or self.observation > MAX_SMALL_CHUNKS * CHUNK_TOKENS[0]:
+            return CHUNK_TOKENS
+        return CHUNK_TOKENS[:1] if self.observation else ()
 
     @property
-    def begins(self) -> int:
-        """Prompts of the program that begins."""
-        return min(self.at_first, max(PROMPT_TOKENS // self.width, 1))
+    def initial_prompts(self) -> int:
+        """Most prompts that can start together at the beginning of a call."""
+        return min(self.prompts, -(-self.sequences // self.group_size))
 
     @property
-    def refill(self) -> int:
-        """Prompts of the program for groups that begin later, also beside those that `begins` leaves out."""
-        return min(-(-self.at_first // FEWER[-1]), self.begins)
+    def first_prefill_prompts(self) -> int:
+        """Prompts of the program that runs the first prompts of a call."""
+        return min(self.initial_prompts, max(PREFILL_TOKENS // self.prompt_width, 1))
 
     @property
-    def feeds(self) -> int:
-        """Sequences whose observations run at once."""
-        return max(self.sequences // FEWER[-1], 1)
+    def later_prefill_prompts(self) -> int:
+        """Prompts of the program for all later prompts, including initial prompts that the first prefill left out."""
+        return min(-(-self.initial_prompts // SMALLER_BY[-1]), self.first_prefill_prompts)
 
-    def fitting(self, sequences: int, pages: int) -> Slots:
-        """Returns the smallest decode program for so many sequences and pages."""
+    @property
+    def fed_sequences(self) -> int:
+        """Sequences whose observations one program writes into pages."""
+        return max(self.sequences // SMALLER_BY[-1], 1)
+
+    def smallest_slots(self, sequences: int, pages: int) -> Slots:
+        """Returns the smallest decode program that holds this many sequences and pages."""
         return min(s for s in self.slots if sequences <= s.count and pages <= s.pages)
 
 
-def cache_bytes(memory: int, held: PyTree, *, beside_learning: bool) -> int:
-    """Returns the bytes of a device that a cache may take; 0: no bound is known.
+def cache_bytes(memory: int, resident_arrays: PyTree, *, beside_learning: bool) -> int:
+    """Returns the most bytes of a device that the key-value cache may take; 0 = no known bound.
 
-    memory: bytes of the device, 0: not known; held: all arrays that are there while it samples, or their shapes.
+    memory: bytes of the device, 0 = unknown. resident_arrays: all arrays on the device while the engine samples, or
+    their shapes. beside_learning: whether updates run on the same device at the same time.
     """
-    # What the programs of learning take beside it is not known before they are compiled.
+    # The memory of updates on the same device is unknown until their programs are compiled.
     if not memory or beside_learning:
         return 0
-    # 1: nothing is left, which the compiler tells in its own numbers.
-    return max(int(USABLE * memory) - device_bytes(held), 1)
+    # If no memory is left, the bound is 1 byte. The compiler then reports the missing memory in its own numbers.
+    return max(int(USABLE_MEMORY * memory) - device_bytes(resident_arrays), 1)
 
 
-def at_once(max_sequences: int, enough: int) -> int:
-    """Returns the smaller bound of the completions that hold pages at once; 0: all.
+def sequence_limit(max_sequences: int, wanted_sequences: int) -> int:
+    """Returns the most completions that hold pages at a time, which is the smaller bound; 0 = all completions.
 
-    enough: complete ones with which a call ends, or those of a step.
+    max_sequences: engine.max_sequences, 0 = no bound. wanted_sequences: completions of a step, or those with which a
+    call of partial rollouts ends; 0 = no bound.
     """
-    return min(filter(None, (max_sequences, enough)), default=0)
+    return min(filter(None, (max_sequences, wanted_sequences)), default=0)
 
 
 def sizes_of(
     prompts: int,
-    group: int,
-    width: int,
-    length: int,
+    group_size: int,
+    prompt_width: int,
+    completion_length: int,
     *,
     max_sequences: int = 0,
     pages: int = 0,
     cache_bytes: int = 0,
     kind: PageKind | None = None,
 ) -> StreamSizes:
-    """Returns the sizes for a batch of prompts over devices.
+    """Returns the sizes of a call with `prompts` prompts over all devices.
 
-    max_sequences: sequences that hold pages at once, over all devices, 0 = all. pages: number of pages of a device, 0 =
-    as many as the sequences may need, and at most as `cache_bytes` of a device hold (0 = no such bound). kind: kind of
-    the pages.
+    max_sequences: most sequences that hold pages at a time, over all devices; 0 = all sequences. pages: pages of a
+    device; 0 = as many as the sequences may need, bounded by `cache_bytes`. cache_bytes: most bytes of a device that
+    the cache may take; 0 = no bound. kind: kind of the pages; None = the defaults of `PageKind`.
     """
     kind = kind or PageKind()
     device_prompts = -(-prompts // kind.devices)
-    everything = device_prompts * group
-    sequences = min(everything, max(max_sequences // kind.devices, 1) if max_sequences else everything)
-    # Groups of which few sequences are left hold places of prompts, beside those that have just begun. There are never
-    # more groups that compute than sequences.
-    some = min(device_prompts, 2 * -(-sequences // group) + 1, sequences)
-    places = some if sequences < everything else device_prompts
-    page = kind.tokens or min(PAGE, -(-length // ALIGNED) * ALIGNED)
-    shape = group, width, length, sequences, places, page
-    sizes = StreamSizes(*shape, 0, kind.dtype, kind.in_place, kind.observation, refills=False)
-    needed = sequences * sizes.longest
+    device_sequences = device_prompts * group_size
+    sequences = min(device_sequences, max(max_sequences // kind.devices, 1) if max_sequences else device_sequences)
+    # Groups with few remaining sequences keep their prompts in the cache while new groups start. The
+    # number of groups that decode never exceeds the number of sequences.
+    active_prompts = min(device_prompts, 2 * -(-sequences // group_size) + 1, sequences)
+    cached_prompts = active_prompts if sequences < device_sequences else device_prompts
+    page = kind.tokens or min(PAGE_TOKENS, -(-completion_length // PAGE_ALIGNMENT) * PAGE_ALIGNMENT)
+    sizes = StreamSizes(
+        group_size=group_size,
+        prompt_width=prompt_width,
+        completion_length=completion_length,
+        sequences=sequences,
+        prompts=cached_prompts,
+        page=page,
+        pages=0,
+        dtype=kind.dtype,
+        in_place=kind.in_place,
+        observation=kind.observation,
+        refills=False,
+    )
+    needed_pages = sequences * sizes.max_sequence_pages
     if cache_bytes and not pages:
-        pages = min(cache_bytes // kind.token_bytes - places * width, needed * page) // page
-    pages = max(pages or needed, sizes.longest)
-    return replace(sizes, pages=pages, refills=sequences < everything or pages < needed)
+        pages = min(cache_bytes // kind.token_bytes - cached_prompts * prompt_width, needed_pages * page) // page
+    pages = max(pages or needed_pages, sizes.max_sequence_pages)
+    return replace(sizes, pages=pages, refills=sequences < device_sequences or pages < needed_pages)

@@ -1,8 +1,8 @@
-"""The stream of a call's sequences through the programs of the engine.
+"""Runs the sequences of one call through the engine's programs.
 
-The host looks at the sequences after each round. It retires those that have ended, gives their places to others, puts
-observations into the pages, and lets all that are in a turn go on. How long a tool takes changes which sequences
-compute together, and so no number.
+After each decode round the host checks the sequences. It retires ended sequences, admits others in their place, writes
+observations into pages, and lets the remaining sequences decode. The time of a tool decides which sequences decode
+together. That never changes a sampled token, because a row's numbers do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -18,21 +18,28 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.hang import WATCHDOG
-from jaxrl_llm.rollout.episodes import ENDED, TURN, Episodes
-from jaxrl_llm.rollout.jax.layout import chunked, fed, new_prompts, numbered, round_rows
-from jaxrl_llm.rollout.jax.programs import Cache, FedChunks, NewPrompts, RoundRows, Sampled
-from jaxrl_llm.rollout.jax.scheduler import Member, PromptGroup, Scheduler, emptiest
-from jaxrl_llm.rollout.jax.sizes import CHUNKS, ROUND, StreamSizes
+from jaxrl_llm.rollout.episodes import ENDED, IN_TURN, Episodes
+from jaxrl_llm.rollout.jax.layout import (
+    enumerate_items,
+    new_prompts,
+    observation_chunks,
+    round_rows,
+    split_observations,
+)
+from jaxrl_llm.rollout.jax.programs import Cache, NewPrompts, ObservationChunks, RoundRows, Sampled
+from jaxrl_llm.rollout.jax.scheduler import Member, PromptGroup, Scheduler, least_loaded
+from jaxrl_llm.rollout.jax.sizes import CHUNK_TOKENS, ROUND_TOKENS, StreamSizes
 from jaxrl_llm.rollout.protocol import Environments
 from jaxrl_llm.structs import AnyArray, Prompts
 
-# Seconds in which other answers may join the first: a round costs the same for one and for all.
-GRACE = 0.01
-REFILL = 8  # a round ends when one of so many sequences has ended and others wait
+# Seconds to wait for further answers after the first, because one round serves all answers for the cost of one.
+ANSWER_GRACE_SECONDS = 0.01
+# While other sequences wait, a round returns as soon as one of this many sequences has ended.
+REFILL_SHARE = 8
 
 
-class Calls(Protocol):
-    """The programs as a stream calls them (`compiled.CallPrograms`); a plan counts the calls instead."""
+class StreamPrograms(Protocol):
+    """The programs that a stream calls. `compiled.CallPrograms` runs them; `jaxrl plan` only counts the calls."""
 
     sizes: StreamSizes
 
@@ -41,212 +48,262 @@ class Calls(Protocol):
 
     def prefill(self, cache: Cache | None, prompts: NewPrompts) -> tuple[Cache, AnyArray, AnyArray]: ...
 
-    def feed(self, cache: Cache, chunks: FedChunks) -> Cache: ...
+    def feed(self, cache: Cache, chunks: ObservationChunks) -> Cache: ...
 
-    def decode(self, cache: Cache, rows: RoundRows, below: int) -> tuple[Cache, Sampled]: ...
+    def decode(self, cache: Cache, rows: RoundRows, running_threshold: int) -> tuple[Cache, Sampled]: ...
 
 
 @dataclass
 class Stream:
-    """The sequences of a call of this process."""
+    """One call of the engine in this process: samples the completions of `prompts` into `episodes`."""
 
-    calls: Calls
-    schedulers: list[Scheduler]  # of the devices of this process
+    programs: StreamPrograms
+    schedulers: list[Scheduler]  # one for each device of this process
     prompts: Prompts
-    texts: Episodes
-    first: int  # number of the first completion of this process among those of all
+    episodes: Episodes
+    first_number: int  # number of this process's first completion among those of all processes
     stop_ids: tuple[int, ...]
     pad_id: int
-    environments: Environments | None = None
-    enough: int = 0  # complete groups with which the call ends; 0: all, and no completion is one of an earlier call
-    ended: Callable[[int], None] = lambda count: None  # gets how many more completions have ended
+    environments: Environments | None = None  # None if completions have a single turn
+    # Number of complete groups with which the call ends. 0 = all groups; then no group started in an earlier call.
+    wanted_groups: int = 0
+    report_ended: Callable[[int], None] = lambda count: None  # gets the number of newly ended completions
 
     def __post_init__(self) -> None:
-        self.sizes, self.mesh = self.calls.sizes, self.calls.mesh
-        self.complete: list[int] = []  # groups, in the order in which they became complete
-        self._open = np.ones(len(self.prompts.tokens), bool)  # groups that are not in `complete`
-        self._asked: set[Future[list[int] | None]] = set()  # answers that were under way before the last round
-        self.computed = self.places = 0  # of the decode programs, over their steps
+        self.sizes, self.mesh = self.programs.sizes, self.programs.mesh
+        self.complete_groups: list[int] = []  # group numbers, in the order in which the groups became complete
+        self._incomplete = np.ones(len(self.prompts.tokens), bool)  # True for groups outside `complete_groups`
+        self._awaited_answers: set[Future[list[int] | None]] = set()  # answers that were pending before the last round
+        # Tokens that the decode programs computed, and the tokens that their slots could have computed.
+        self.computed_tokens = self.slot_steps = 0
 
     def run(self) -> None:
-        """Samples until enough groups are complete."""
+        """Samples until the wanted groups are complete."""
         cache: Cache | None = None
-        pending = self._pending()
+        pending_groups = self._pending_groups()
         while True:
-            self._take_answers()
-            self._retire()
-            self.ended(self.texts.newly_ended())
-            limits = self._limits()
-            goal = lambda member: self._goal(member, limits)  # noqa: E731, B023
-            new = [scheduler.schedule(goal) for scheduler in self.schedulers]
-            while pending and (scheduler := emptiest(self.schedulers)):
-                scheduler.add(pending.popleft())
-                new[self.schedulers.index(scheduler)] += scheduler.admit(goal)
-            cache = self._prefill(cache, new)
+            self._append_answers()
+            self._retire_ended()
+            self.report_ended(self.episodes.count_newly_ended())
+            new_groups = self._admit(pending_groups)
+            cache = self._prefill(cache, new_groups)
             cache = self._feed(cache)
-            rows = [[m for m in s.holders if self._goes_on(m)] for s in self.schedulers]
+            rows = [[m for m in s.holders if self._is_decoding(m)] for s in self.schedulers]
             pages = max(sum(len(m.pages) for m in members) for members in rows)
-            waiting = bool(pending) or any(s.waiting for s in self.schedulers)
-            goes_on = len(self._completed()) < (self.enough or len(self.prompts.tokens))
-            state = [max(map(len, rows)), pages, waiting, goes_on]
-            # All processes must call the same programs: the largest numbers say which.
-            count, pages, waiting, goes_on = sharding.max_over_processes(np.array(state, np.int32), self.mesh).tolist()
-            self._asked = set(self.texts.answers)
-            if not goes_on:
-                return self._take_answers()
+            some_wait = bool(pending_groups) or any(s.waiting for s in self.schedulers)
+            continues = len(self._update_complete_groups()) < (self.wanted_groups or len(self.prompts.tokens))
+            state = [max(map(len, rows)), pages, some_wait, continues]
+            # All processes must call the same programs, so the largest numbers of all processes choose them.
+            count, pages, some_wait, continues = sharding.max_over_processes(
+                np.array(state, np.int32), self.mesh
+            ).tolist()
+            self._awaited_answers = set(self.episodes.pending_answers)
+            if not continues:
+                return self._append_answers()
             if count:
-                cache = self._decode(cache, rows, count, pages, waiting=bool(waiting))
-            elif self.texts.answers and not self.enough:
-                wait(self.texts.answers, return_when=FIRST_COMPLETED)
-                wait(self.texts.answers, timeout=GRACE)
+                cache = self._decode(cache, rows, count, pages, some_wait=bool(some_wait))
+            elif self.episodes.pending_answers and not self.wanted_groups:
+                wait(self.episodes.pending_answers, return_when=FIRST_COMPLETED)
+                wait(self.episodes.pending_answers, timeout=ANSWER_GRACE_SECONDS)
 
-    def _take_answers(self) -> None:
-        """Appends the observations that are there. With `enough` it waits for those asked for before the last round."""
-        if self.enough:
-            # How far an episode comes must not depend on the time of tools: the next call goes on from there.
-            wait(self._asked)
-        self.texts.take_answers(self._asked if self.enough else None)
+    def _append_answers(self) -> None:
+        """Appends the observations that have arrived.
 
-    def _pending(self) -> deque[PromptGroup]:
-        """Returns the groups whose completions have not all ended, in their order."""
-        groups = [PromptGroup.of(b, self.sizes.group) for b in range(len(self.prompts.tokens))]
+        With `wanted_groups`, it waits for exactly the answers that were pending before the last round. The next call
+        continues the episodes, so their progress must not depend on the time of tools.
+        """
+        if self.wanted_groups:
+            wait(self._awaited_answers)
+        self.episodes.append_answers(self._awaited_answers if self.wanted_groups else None)
+
+    def _admit(self, pending_groups: deque[PromptGroup]) -> list[list[PromptGroup]]:
+        """Admits sequences and moves groups from `pending_groups` to devices. Returns each device's new groups."""
+        limits = self._turn_limits()
+
+        def needed_tokens(member: Member) -> int:
+            return self._tokens_after_round(member, limits)
+
+        new_groups = [scheduler.schedule(needed_tokens) for scheduler in self.schedulers]
+        while pending_groups and (scheduler := least_loaded(self.schedulers)):
+            scheduler.add(pending_groups.popleft())
+            new_groups[self.schedulers.index(scheduler)] += scheduler.admit(needed_tokens)
+        return new_groups
+
+    def _pending_groups(self) -> deque[PromptGroup]:
+        """Returns the groups with completions that have not ended, in the order of their prompts."""
+        groups = [PromptGroup.with_members(b, self.sizes.group_size) for b in range(len(self.prompts.tokens))]
         for group in groups:
-            group.members = [member for member in group.members if self.texts.state[member.number] != ENDED]
+            group.members = [member for member in group.members if self.episodes.states[member.number] != ENDED]
         return deque(group for group in groups if group.members)
 
-    def _completed(self) -> list[int]:
-        """Returns `complete`, with the groups that have become complete since the last time."""
-        ended = (self.texts.state == ENDED).reshape(-1, self.sizes.group).all(axis=1)
-        self.complete += np.flatnonzero(ended & self._open).tolist()
-        self._open &= ~ended
-        return self.complete
+    def _update_complete_groups(self) -> list[int]:
+        """Adds the newly complete groups to `complete_groups`, and returns that list."""
+        group_ended = (self.episodes.states == ENDED).reshape(-1, self.sizes.group_size).all(axis=1)
+        self.complete_groups += np.flatnonzero(group_ended & self._incomplete).tolist()
+        self._incomplete &= ~group_ended
+        return self.complete_groups
 
-    def _goes_on(self, member: Member) -> bool:
-        return self.texts.state[member.number] == TURN and self.texts.length[member.number] > 0
+    def _is_decoding(self, member: Member) -> bool:
+        """Returns whether a sequence can decode: it is in a turn, and the prefill has sampled its first token."""
+        return self.episodes.states[member.number] == IN_TURN and self.episodes.lengths[member.number] > 0
 
-    def _limits(self) -> np.ndarray:
-        """Returns the length [N] at which the turn of each completion ends."""
-        turn = self.environments.turn_tokens if self.environments else self.texts.tokens.shape[1]
-        return self.texts.limits(turn)
+    def _turn_limits(self) -> np.ndarray:
+        """Returns the length [N] at which the current turn of each completion ends; 0 outside of turns."""
+        turn_tokens = self.environments.turn_tokens if self.environments else self.episodes.tokens.shape[1]
+        return self.episodes.turn_limits(turn_tokens)
 
-    def _goal(self, member: Member, limits: np.ndarray) -> int:
-        """Returns the tokens of a sequence that are in its pages after the next round, at most."""
+    def _tokens_after_round(self, member: Member, limits: np.ndarray) -> int:
+        """Returns the most tokens of a sequence that its pages hold after the next round. limits: turn limits [N]."""
         i = member.number
-        if self.texts.state[i] != TURN:
+        if self.episodes.states[i] != IN_TURN:
             return member.cached
-        observed = self._observation(member)
-        return min(max(member.cached, observed - 1) + ROUND, max(int(limits[i]), 2) - 1)
+        observation_end = self._observation_end(member)
+        return min(max(member.cached, observation_end - 1) + ROUND_TOKENS, max(int(limits[i]), 2) - 1)
 
-    def _observation(self, member: Member) -> int:
-        """Returns the place behind the observation that comes next in a sequence; 0: a token of the policy does."""
+    def _observation_end(self, member: Member) -> int:
+        """Returns the place behind the observation that comes next in a sequence.
+
+        0: the next token is one that the policy samples in this call. Tokens that an earlier call sampled count as an
+        observation: the engine writes them into pages without sampling them again.
+        """
         place = member.cached + 1
-        drawn = self.texts.drawn(member.number, place)
-        if not len(drawn) or drawn[0]:
+        sampled_now = self.episodes.sampled_by_this_call(member.number, place)
+        if not len(sampled_now) or sampled_now[0]:
             return 0
-        # What an earlier call has sampled, with other weights, is fed like an observation.
-        return place + int(np.argmax(drawn) if drawn.any() else len(drawn))
+        return place + int(np.argmax(sampled_now) if sampled_now.any() else len(sampled_now))
 
-    def _retire(self) -> None:
-        """Takes sequences that have ended out of the schedulers."""
+    def _retire_ended(self) -> None:
+        """Removes the ended sequences from the schedulers."""
         for scheduler in self.schedulers:
             for member in [*scheduler.holders, *scheduler.waiting]:
-                if self.texts.state[member.number] == ENDED:
+                if self.episodes.states[member.number] == ENDED:
                     scheduler.retire(member)
 
-    def _end(self, turns: np.ndarray) -> None:
-        """Looks at completions with new tokens."""
+    def _end_turns(self, completions: np.ndarray) -> None:
+        """Ends the turns that are over. completions: numbers of the completions that have new tokens."""
         if self.environments:
-            self.texts.end_turns(turns, self.environments, self.stop_ids)
+            self.episodes.end_turns(completions, self.environments, self.stop_ids)
         else:
-            self.texts.end(turns, self.stop_ids)
+            self.episodes.end_single_turns(completions, self.stop_ids)
 
-    def _prefill(self, cache: Cache | None, new: list[list[PromptGroup]]) -> Cache:
+    def _prefill(self, cache: Cache | None, new_groups: list[list[PromptGroup]]) -> Cache:
         """Runs the prompts of new groups, and appends the first tokens of their sequences."""
         if cache is not None and not self.sizes.refills:
-            # All groups have begun: the processes have nothing to agree on.
+            # Return early, because all groups have started and no process has a prompt to run.
             return cache
-        count = sharding.max_over_processes(np.array([max(map(len, new))], np.int32), self.mesh)[0]
-        first, turns = 0, list[int]()
+        count = sharding.max_over_processes(np.array([max(map(len, new_groups))], np.int32), self.mesh)[0]
+        first, changed = 0, list[int]()
         while cache is None or first < count:
-            # One size serves all that begin later: rows of two sizes may differ in their last bits, and when a tool
-            # answers decides how many groups begin at once.
-            size = self.sizes.begins if cache is None else self.sizes.refill
-            arrays = new_prompts(new, first, size, self.sizes, self.prompts, first_number=self.first, pad=self.pad_id)
-            cache, *sampled = self.calls.prefill(cache, sharding.shard_batch(arrays, self.mesh))
+            # All later prompts run in programs of one size. Rows of two sizes may differ in their last bits, and the
+            # time of tools decides how many groups start together.
+            size = self.sizes.first_prefill_prompts if cache is None else self.sizes.later_prefill_prompts
+            arrays = new_prompts(
+                new_groups,
+                first,
+                size,
+                sizes=self.sizes,
+                prompts=self.prompts,
+                first_number=self.first_number,
+                pad=self.pad_id,
+            )
+            cache, *sampled = self.programs.prefill(cache, sharding.shard_batch(arrays, self.mesh))
             first_tokens, logprobs = sharding.to_host(tuple(sampled))
             WATCHDOG.report_progress()
-            for d, n, begun in numbered(new, first, size):
-                for i in self._without_tokens(begun):
-                    g = i % self.sizes.group
-                    self.texts.append(i, first_tokens[d, n, g : g + 1], logprobs[d, n, g : g + 1])
-                    turns.append(i)
+            for d, n, group in enumerate_items(new_groups, first, size):
+                for i in self._without_tokens(group):
+                    g = i % self.sizes.group_size
+                    self.episodes.append(i, first_tokens[d, n, g : g + 1], logprobs[d, n, g : g + 1])
+                    changed.append(i)
             first += size
-        if turns:
-            self._end(np.array(turns))
-            self._retire()
+        if changed:
+            self._end_turns(np.array(changed))
+            self._retire_ended()
         return cache
 
     def _without_tokens(self, group: PromptGroup) -> list[int]:
-        return [member.number for member in group.members if not self.texts.length[member.number]]
+        return [member.number for member in group.members if not self.episodes.lengths[member.number]]
 
     def _feed(self, cache: Cache) -> Cache:
-        """Puts observations into the pages."""
-        if not (self.environments or self.enough):
+        """Writes observations into pages, except for their last token, which the decode program takes."""
+        if not (self.environments or self.wanted_groups):
             return cache
 
-        def ends(member: Member) -> int:
-            return self._observation(member) - 1 if self._goes_on(member) else 0
+        def chunk_end(member: Member) -> int:
+            return self._observation_end(member) - 1 if self._is_decoding(member) else 0
 
-        # The last token of an observation is for the decode program.
-        rounds = chunked([[(member, ends(member)) for member in each.holders] for each in self.schedulers])
-        # sizes[round, width] has the largest number of chunks of a device, because all processes must feed alike.
-        sizes = np.zeros((self.sizes.length // max(CHUNKS) + 4, len(CHUNKS)), np.int32)
+        rounds = split_observations(
+            [[(member, chunk_end(member)) for member in scheduler.holders] for scheduler in self.schedulers]
+        )
+        # counts[round, width] is the most chunks of a device. The processes exchange it, because all of them must call
+        # the same programs.
+        counts = np.zeros((self.sizes.completion_length // max(CHUNK_TOKENS) + 4, len(CHUNK_TOKENS)), np.int32)
         for (number, width), chunks in rounds.items():
-            sizes[number, CHUNKS.index(width)] = max(map(len, chunks))
-        sizes = sharding.max_over_processes(sizes.ravel(), self.mesh).reshape(sizes.shape)
-        rows = self.sizes.feeds
-        for number, kind in np.argwhere(sizes).tolist():
-            width = CHUNKS[kind]
+            counts[number, CHUNK_TOKENS.index(width)] = max(map(len, chunks))
+        counts = sharding.max_over_processes(counts.ravel(), self.mesh).reshape(counts.shape)
+        rows = self.sizes.fed_sequences
+        for number, width_index in np.argwhere(counts).tolist():
+            width = CHUNK_TOKENS[width_index]
             chunks = rounds.get((number, width), [[]] * len(self.schedulers))
-            for first in range(0, int(sizes[number, kind]), rows):
-                part = [each[first : first + rows] for each in chunks]
-                arrays = fed(part, rows, width, self.sizes, self.prompts, self.texts)
-                cache = self.calls.feed(cache, sharding.shard_batch(arrays, self.mesh))
-                for chunk in (chunk for each in part for chunk in each):
+            for first in range(0, int(counts[number, width_index]), rows):
+                part = [device_chunks[first : first + rows] for device_chunks in chunks]
+                arrays = observation_chunks(
+                    part, rows, width, sizes=self.sizes, prompts=self.prompts, episodes=self.episodes
+                )
+                cache = self.programs.feed(cache, sharding.shard_batch(arrays, self.mesh))
+                for chunk in (chunk for device_chunks in part for chunk in device_chunks):
                     chunk.member.cached = chunk.end
         return cache
 
-    def _decode(self, cache: Cache, rows: list[list[Member]], count: int, pages: int, *, waiting: bool) -> Cache:
-        """Lets sequences go on. count, pages: the largest numbers of sequences and of their pages on a device."""
-        texts = self.texts
-        slots = self.sizes.fitting(count, pages)
-        arrays = round_rows(rows, slots, self.sizes, self.prompts, texts, self._limits(), first_number=self.first)
-        below = self._below(count, pages, waiting=waiting)
-        cache, sampled = self.calls.decode(cache, sharding.shard_batch(arrays, self.mesh), below)
+    def _decode(self, cache: Cache, rows: list[list[Member]], count: int, pages: int, *, some_wait: bool) -> Cache:
+        """Decodes a round and appends its tokens. rows: decoding sequences of each device of this process.
+
+        count, pages: most sequences, and most of their pages, on a device of any process. some_wait: whether sequences
+        wait for admission in any process.
+        """
+        episodes = self.episodes
+        slots = self.sizes.smallest_slots(count, pages)
+        limits = self._turn_limits()
+        arrays = round_rows(
+            rows,
+            slots,
+            sizes=self.sizes,
+            prompts=self.prompts,
+            episodes=episodes,
+            limits=limits,
+            first_number=self.first_number,
+        )
+        threshold = self._running_threshold(count, pages, some_wait=some_wait)
+        cache, sampled = self.programs.decode(cache, sharding.shard_batch(arrays, self.mesh), threshold)
         tokens, logprobs, counts = sharding.to_host(sampled)
         WATCHDOG.report_progress()
-        self.computed, self.places = self.computed + int(counts.sum()), self.places + counts.size * int(counts.max())
-        turns = []
-        for d, n, member in numbered(rows, 0, slots.count):
-            i, new = member.number, slice(int(texts.length[member.number]) - member.cached - 1, int(counts[d, n]))
+        self.computed_tokens += int(counts.sum())
+        self.slot_steps += counts.size * int(counts.max())
+        changed = []
+        for d, n, member in enumerate_items(rows, 0, slots.count):
+            i = member.number
+            # After a preemption, the round first repeats known tokens. Only later tokens are new.
+            new = slice(int(episodes.lengths[i]) - member.cached - 1, int(counts[d, n]))
             member.cached += new.stop
             if new.start < new.stop:
-                texts.append(i, tokens[d, n, new], logprobs[d, n, new])
-                turns.append(i)
-        if turns:
-            self._end(np.array(turns))
+                episodes.append(i, tokens[d, n, new], logprobs[d, n, new])
+                changed.append(i)
+        if changed:
+            self._end_turns(np.array(changed))
         for members in rows:
             for member in members:
-                # A turn may have ended in the middle of what was sampled: what is behind is written over.
-                member.cached = min(member.cached, int(texts.length[member.number]) - 1)
+                # If a turn ended before the last sampled token, later tokens overwrite the cache behind its end.
+                member.cached = min(member.cached, int(episodes.lengths[member.number]) - 1)
         return cache
 
-    def _below(self, count: int, pages: int, *, waiting: bool) -> int:
-        """Returns the number of sequences of a device with which a round ends, because the host has other work."""
-        refill = count - max(count // REFILL, 1) if waiting else 0
+    def _running_threshold(self, count: int, pages: int, *, some_wait: bool) -> int:
+        """Returns the number of running sequences of a device at which a round returns to the host.
+
+        count, pages, some_wait: arguments of `_decode`.
+        """
+        refill_threshold = count - max(count // REFILL_SHARE, 1) if some_wait else 0
         if self.environments:
-            # A round ends when a third of its sequences wait for their environments, because a round with fewer wastes
-            # much.
-            return max(refill, count * 2 // 3)
+            # Return when a third of the sequences wait for environments, because most slots would soon be idle.
+            return max(refill_threshold, count * 2 // 3)
+        # Return when the remaining sequences fit a smaller program, whose rounds are faster.
         smaller = [s.count for s in self.sizes.slots if s.count < count and pages * s.count <= s.pages * count]
-        return max(refill, *smaller, 0)
+        return max(refill_threshold, *smaller, 0)

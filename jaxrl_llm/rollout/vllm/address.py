@@ -1,4 +1,4 @@
-"""Where a vLLM server and its weights may be. Imports no JAX: vLLM's workers and `serve_vllm` use it too."""
+"""Addresses of vLLM servers and of weights. Imports no JAX, because vLLM's workers and `serve_vllm` use it too."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ import httpx
 from jaxrl_llm.errors import MissingHere
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-UNIX = "unix:"  # before the path of a server's socket; other addresses are URLs
+UNIX = "unix:"  # prefix of the path of a server's socket; other addresses are URLs
 WEIGHTS = "model.safetensors"
 FOLDER = "jaxrl_llm-"  # prefix of a run's folder with weights; 12 hexadecimal digits follow
 
-# Opens http and https alone, through no proxy, and follows no redirect: nobody else sees the weights and their token.
+# Opens only http and https, uses no proxy and follows no redirect, so that only the trainer sees the token.
 DIRECT = http.OpenerDirector()
 for _handler in (http.HTTPHandler, http.HTTPSHandler, http.HTTPErrorProcessor, http.HTTPDefaultErrorHandler):
     DIRECT.add_handler(_handler())
 
 
 class _PatientStream:
-    """A connection whose reads go on after their time-out while `is_working()`."""
+    """A connection that continues to read after a time-out as long as is_working() is True."""
 
     def __init__(self, stream: httpcore.NetworkStream, is_working: Callable[[], bool]):
         self._stream, self._works = stream, is_working
@@ -49,6 +49,8 @@ class _PatientStream:
 
 
 class _PatientBackend(httpcore.SyncBackend):
+    """Opens connections of the class `_PatientStream`."""
+
     def __init__(self, is_working: Callable[[], bool]):
         self._works = is_working
 
@@ -62,29 +64,32 @@ class _PatientBackend(httpcore.SyncBackend):
 def client(
     address: str, limits: httpx.Limits | None = None, is_working: Callable[[], bool] | None = None, **options: Any
 ) -> httpx.Client:
-    """Returns a client for a server: "http://HOST:PORT" or "unix:/PATH". Its requests have a path alone, no proxy.
+    """Returns an HTTP client for the server "http://HOST:PORT" or "unix:/PATH". It uses no proxy.
 
-    is_working: asked when nothing could be read for the time-out; True: the client goes on waiting.
+    is_working(): is called after a read time-out; while it returns True, the client continues to wait. None = a
+    time-out is an error.
     """
     uds = address.removeprefix(UNIX) if address.startswith(UNIX) else None
     transport = httpx.HTTPTransport(uds=uds, limits=limits or httpx.Limits(), trust_env=False)
     if is_working:
-        # httpx has no argument for it.
+        # httpx has no argument for the backend, so set the private attribute.
         transport._pool._network_backend = _PatientBackend(is_working)
-    # The name is looked up by nobody: the socket is the address.
+    # The host name of a socket's URL is arbitrary, because nothing looks it up.
     return httpx.Client(base_url="http://vllm" if uds else address, transport=transport, trust_env=False, **options)
 
 
 def check_python(python: str, name: str) -> None:
-    """Raises: MissingHere, with the field's name, if an interpreter cannot import vLLM."""
-    # find_spec, because the import itself takes many seconds.
+    """Raises: MissingHere, if the interpreter `python` cannot import vLLM. name: its config field, for the message."""
+    # Call find_spec, because the import itself would take many seconds.
     code = "import sys; from importlib.util import find_spec; sys.exit(not find_spec('vllm'))"
     try:
         has_vllm = subprocess.run([python, "-c", code], capture_output=True).returncode == 0
     except OSError:
         has_vllm = False
     if not has_vllm:
-        raise MissingHere(f"{name} {python!r} has no vLLM: launch/vllm_cpu.sh and launch/vllm_gpu.sh install one")
+        raise MissingHere(
+            f"{name} = {python!r}: this interpreter has no vLLM; launch/vllm_cpu.sh and launch/vllm_gpu.sh install it"
+        )
 
 
 def is_private(folder: Path) -> bool:
@@ -94,28 +99,28 @@ def is_private(folder: Path) -> bool:
 
 
 def check_weights(path: str) -> str:
-    """Returns a path of weights. Raises: ValueError, if it is not the file of a run of this user."""
+    """Returns `path` if it is the weights file of a run of this user. Raises: ValueError, otherwise."""
     file = Path(path)
     try:
-        ours = file.name == WEIGHTS and file.parent.name.startswith(FOLDER) and is_private(file.parent)
-        ours = ours and stat.S_ISREG(file.lstat().st_mode)
+        is_allowed = file.name == WEIGHTS and file.parent.name.startswith(FOLDER) and is_private(file.parent)
+        is_allowed = is_allowed and stat.S_ISREG(file.lstat().st_mode)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    if not ours:
+    if not is_allowed:
         raise ValueError(
-            f"refused: {path} is not the weights of a run of the server's user: run both as one user, or set "
-            "config.engine.push = 'http'"
+            f"refused: {path} is not the weights file of a run of the server's user; run trainer and server as one "
+            "user, or set config.engine.push = 'http'"
         )
     return path
 
 
 def open_weights(url: str, token: str, timeout: float) -> BinaryIO:
-    """Opens the weights that a trainer serves. Raises: ValueError, if the URL is not of http or https."""
+    """Opens the weights that a trainer serves over HTTP. Raises: ValueError, if the URL is not of http or https."""
     if urlsplit(url).scheme not in ("http", "https"):
-        raise ValueError(f"refused: {url} is no address of http: set config.engine.push to 'file' or 'http'")
-    # A token in a header: a URL would be in the server's log.
+        raise ValueError(f"refused: {url} is not an http or https address; set config.engine.push to 'file' or 'http'")
+    # The token is in a header, because a URL would be in the server's log.
     request = http.Request(url, headers={"Authorization": f"Bearer {token}"})
     response = DIRECT.open(request, timeout=timeout)
-    # A handler for each scheme is there.
+    # DIRECT has a handler for both schemes, so it always returns a response.
     assert response is not None
     return response

@@ -1,4 +1,4 @@
-"""Turns the answer of a vLLM server into completions, or says why it holds none."""
+"""Reads completions from the answers of vLLM servers, and checks them."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ import numpy as np
 
 from jaxrl_llm.errors import UserError
 
-# vLLM raises a log-probability that is below -9999, or that is computed from NaN, to -9999. No sampled token has one.
+# vLLM replaces log-probabilities below -9999 and NaN by -9999. A sampled token never has such a log-probability.
 LEAST_LOGPROB = -9998.0
-ROUNDING = 1e-3  # log-probabilities above 0 by less are rounded
+ROUNDING = 1e-3  # log-probabilities may exceed 0 by this much through rounding
 
 
 class Unavailable(Exception):
-    """No answer, or an error that a restart, a push or a retry may fix."""
+    """A request got no usable answer, but a restart, a push or a retry may fix that."""
 
 
 class Completion(NamedTuple):
-    """What a server sampled for a member of a group, as arrays: JSON takes thirty times their memory."""
+    """A sampled completion as arrays, because the JSON of an answer takes thirty times their memory."""
 
-    index: int  # among the members of the request
+    index: int  # index among the request's members
     tokens: np.ndarray  # [tokens] int32
     logprobs: np.ndarray  # [tokens] float32
     truncated: bool
 
 
 @contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Reads an answer. Raises: Unavailable, if it is not what vLLM answers at this path, but a proxy's page or so."""
+def reading_answer(path: str) -> Iterator[None]:
+    """Wraps code that reads an answer. Raises: Unavailable, if it is no answer of vLLM, for example a proxy's page."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise Unavailable(f"answered at {path} what vLLM does not ({type(error).__name__}: {error})") from None
+        raise Unavailable(f"its answer at {path} is not one of vLLM ({type(error).__name__}: {error})") from None
 
 
 def read_choices(server: str, choices: Any, parameters: dict[str, Any], vocab_size: int) -> list[Completion]:
     """Returns the completions of an answer, by member. parameters: sampling parameters of the request.
 
-    Raises: Unavailable, if the answer is broken; UserError, if the server samples otherwise than it was asked.
+    Raises: Unavailable, if the answer is broken; UserError, if the server has not sampled as requested.
     """
     answered = sorted(
         (_completion(server, choice, parameters, vocab_size) for choice in choices), key=lambda x: x.index
     )
     if (members := [completion.index for completion in answered]) != list(range(parameters["n"])):
-        raise Unavailable(f"completions of members {members} came, not of all {parameters['n']}")
+        raise Unavailable(f"its answer has completions {members} instead of all {parameters['n']}")
     return answered
 
 
@@ -62,16 +62,17 @@ def _completion(server: str, choice: dict[str, Any], parameters: dict[str, Any],
         )
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise UserError(f"vLLM at {server} sampled a token that the run's model lacks: serve the run's model")
-    # Finite weights may overflow activations. Their NaN stay in the cache, and meet tokens of later weights there.
+    # Even finite weights may overflow activations. Their NaN stays in the cache and spoils tokens of later weights.
     if not ((logprobs > LEAST_LOGPROB) & (logprobs <= ROUNDING)).all():
         raise UserError(
-            f"vLLM at {server} sampled tokens whose log-probability is no number from {LEAST_LOGPROB:g} to 0: the "
-            "weights have diverged, or those before have left NaN in its cache; start it again, and resume"
+            f"vLLM at {server} sampled tokens whose log-probability is not between {LEAST_LOGPROB:g} and 0: the "
+            "weights have diverged, or earlier weights have left NaN in its cache; restart the server, and resume the "
+            "run"
         )
     stopped = tokens[-1] in stops or bool(parameters.get("stop"))
     if np.isin(tokens[:-1], stops).any() or not (stopped if reason == "stop" else len(tokens) == limit):
         raise UserError(
-            f"vLLM at {server} ended a completion of {len(tokens)} tokens with token {tokens[-1]}, the run's stop "
+            f"vLLM at {server} ended a completion of {len(tokens)} tokens with token {tokens[-1]}, but the run's stop "
             f"tokens are {stops} and its limit is {limit}: start it with jaxrl serve-vllm and vLLM 0.32"
         )
     return Completion(choice["index"], tokens, logprobs, reason == "length")

@@ -11,9 +11,9 @@ from pathlib import Path
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.vllm.address import UNIX
 
-ERROR = "error: "  # before the line with which serve_vllm ends
-# Bytes of a socket's path; the system allows 107.
-LONGEST = 100
+ERROR_PREFIX = "error: "  # prefix of serve_vllm's last line after an error
+# Most bytes of a socket's path; the system allows 107.
+MAX_SOCKET_PATH = 100
 
 
 class ManagedServer:
@@ -27,23 +27,24 @@ class ManagedServer:
         dtype: str,
         max_model_len: int,
         log: Path,
-        extra: tuple[str, ...],
-        more: tuple[str, ...] = (),
+        config_args: tuple[str, ...],
+        run_args: tuple[str, ...] = (),
     ):
-        """extra, more: arguments of vLLM, of the config and of the run."""
-        # A port of the machine is open to its other users; serve_vllm makes the socket's folder for this one alone.
+        """config_args: arguments of vLLM in config.engine.server_args. run_args: those that the run adds."""
+        # A socket is safer than a port, which other users of the host could reach. serve_vllm makes the socket's folder
+        # for this user alone.
         uds = Path(tempfile.gettempdir()) / f"jaxrl_llm-{secrets.token_hex(8)}" / "vllm"
-        if len(str(uds)) > LONGEST:
+        if len(str(uds)) > MAX_SOCKET_PATH:
             uds = Path("/tmp").joinpath(*uds.parts[-2:])
         self.url, self.log, self._log_bytes = f"{UNIX}{uds}", log, 0
         options = dict(model=model, python=python, uds=uds, dtype=dtype, max_model_len=max_model_len, log=log)
         command = [sys.executable, "-m", "jaxrl_llm.tools.serve_vllm"]
         command += [f"--{name.replace('_', '-')}={x}" for name, x in options.items()]
-        command += ["--with-parent", "--", *more, *extra]
+        command += ["--with-parent", "--", *run_args, *config_args]
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             self._process = subprocess.Popen(
-                # The kernel closes this pipe when this process ends, however it ends: --with-parent waits for that.
+                # --with-parent waits for the end of this pipe, which the kernel closes when this process ends.
                 command,
                 stdin=subprocess.PIPE,
                 stdout=out,
@@ -55,17 +56,17 @@ class ManagedServer:
         """Raises: UserError, if the child has ended."""
         if self._process.poll() is not None:
             last_line = " ".join(self.log.read_text(errors="replace").strip().splitlines()[-1:])
-            if last_line.startswith(ERROR):
-                raise UserError(f"config.engine.server_args: {last_line.removeprefix(ERROR)}")
-            raise UserError(f"the vLLM server ended ({last_line[:300]}): see {self.log}")
+            if last_line.startswith(ERROR_PREFIX):
+                raise UserError(f"config.engine.server_args: {last_line.removeprefix(ERROR_PREFIX)}")
+            raise UserError(f"config.engine.managed: the vLLM server has ended ({last_line[:300]}); see {self.log}")
 
-    def writes(self) -> bool:
-        """Returns whether its log has changed since the last call."""
-        before, self._log_bytes = self._log_bytes, self.log.stat().st_size
-        return self._log_bytes != before
+    def has_log_grown(self) -> bool:
+        """Returns whether the server's log has grown since the last call."""
+        earlier_bytes, self._log_bytes = self._log_bytes, self.log.stat().st_size
+        return self._log_bytes != earlier_bytes
 
     def stop(self) -> None:
         """Ends the child and all processes that it started."""
-        # The child ends its own children: it starts vLLM, which starts workers.
+        # The child ends vLLM and its workers, which it has started.
         self._process.terminate()
         self._process.wait()

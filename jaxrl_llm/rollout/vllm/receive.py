@@ -1,11 +1,11 @@
-"""Runs inside vLLM's workers, without JAX: pulls the weights that the trainer offers, checks them all, then loads them.
+"""Runs inside vLLM's workers, without JAX: pulls the trainer's weights, checks all of them, and then loads them.
 
-One worker of each host downloads the file, and each checks its share of the tensors.
+One worker of each host downloads the file, and each worker checks its share of the tensors.
 
 vllm serve MODEL --worker-extension-cls jaxrl_llm.rollout.vllm.receive.Extension \\
     --weight-transfer-config '{"backend": "pull"}'
 
-Written for vLLM 0.32's weight-transfer API. Only `load` depends on how vLLM loads a checkpoint.
+It uses vLLM 0.32's weight-transfer API. Only `load` depends on how vLLM loads a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ SHARED_MEMORY = "/dev/shm"
 
 @dataclass
 class Init(WeightTransferInitInfo):
-    """tensors: {name: shape} of all tensors of a push."""
+    """Start of the weight transfer. tensors: {name: shape} of all tensors of a push."""
 
     tensors: dict[str, list[int]]
 
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """A safetensors file: a path on this host, or a URL that the trainer serves to clients with the token."""
+    """Location of a push: the path of a safetensors file on this host, or a URL with the token that it requires."""
 
     path: str = ""
     url: str = ""
@@ -49,24 +49,29 @@ class Update(WeightTransferUpdateInfo):
 
 
 class PushRefused(Exception):
-    """A worker cannot use a push. All workers raise it, before one of them changes a weight."""
+    """A worker cannot use a push. All workers raise this error before any of them changes a weight."""
 
 
 class PullBackend(WeightTransferEngine[Init, Update]):
-    """Checks a whole push before it loads any tensor. If the push is wrong, the old weights stay in use."""
+    """vLLM's weight-transfer backend "pull". It checks a whole push before it loads any tensor.
+
+    If the push is wrong, the old weights stay in use.
+    """
 
     init_info_cls = Init
     update_info_cls = Update
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: Init) -> None:
-        # vLLM 0.32 packs experts for the CPU when it loads them, and then has no place to load them into again.
+        # On a CPU, vLLM 0.32 packs experts when it loads them, and cannot load them a second time.
         if self.device.type == "cpu" and any(".experts." in name for name in init_info.tensors):
-            raise ValueError("refused: on a CPU vLLM cannot load experts again: set config.engine.name = 'jax'")
+            raise ValueError(
+                "refused: on a CPU, vLLM cannot load the weights of experts again; set config.engine.name = 'jax'"
+            )
         self.tensors = {name: tuple(shape) for name, shape in init_info.tensors.items()}
 
     def start_weight_update(self) -> None:
-        # The model does not change before `receive_weights` has checked all tensors.
+        # Nothing to do here: `receive_weights` checks all tensors before the model changes.
         pass
 
     def finish_weight_update(self) -> None:
@@ -86,8 +91,8 @@ class PullBackend(WeightTransferEngine[Init, Update]):
                     check(file, self.tensors, list(self.tensors)[rank::workers])
                 load(file, self.model, self.model_config, self.device)
         except PushRefused as error:
-            # vLLM 0.32 reads the workers' answers up to the first failure, and would take the answers after it for
-            # those of its next call. The last worker alone fails, so vLLM reads all of them.
+            # Only the last worker raises, because vLLM 0.32 reads the workers' answers up to the first failure. It
+            # would take the remaining answers for those of its next call.
             if (rank + 1) % self.parallel_config.world_size == 0:
                 raise ValueError(str(error)) from None
 
@@ -96,9 +101,9 @@ class PullBackend(WeightTransferEngine[Init, Update]):
 
 
 class Extension:
-    """A mixin of vLLM's workers. vLLM imports this module for it, and the import registers `PullBackend`."""
+    """Methods that vLLM adds to its workers. vLLM imports this module for them, which registers `PullBackend`."""
 
-    # Attributes of the worker.
+    # Attributes of vLLM's worker class.
     _weight_update_active: bool
     model_config: Any
 
@@ -107,16 +112,16 @@ class Extension:
         return json.loads(self.model_config.hf_config.to_json_string(use_diff=False))
 
     def forget_push(self) -> None:
-        """Drops the unfinished push of a killed trainer, if there is one.
+        """Drops the unfinished push of a killed trainer, if any.
 
-        vLLM's own call to finish a push fails if there is none. With tensor parallelism, a failed call leaves an
-        answer in the queue, and later calls read it as their own.
+        vLLM's own call to finish a push fails without an unfinished push. With tensor parallelism, a failed call leaves
+        an answer in the queue, which later calls would read as their own.
         """
         self._weight_update_active = False
 
 
 def gathered(value: Any) -> list[Any]:
-    """Returns the values of all workers, by rank. Waits for each of them."""
+    """Returns the values of all workers, by rank. Waits for all workers."""
     group = get_world_group()
     values = [value] * group.world_size
     if group.world_size > 1:
@@ -126,7 +131,7 @@ def gathered(value: Any) -> list[Any]:
 
 @contextmanager
 def agreed() -> Iterator[None]:
-    """Waits at its end for all workers. Raises: PushRefused, in all of them, if the block fails in one."""
+    """Waits for all workers at the end of the block. Raises: PushRefused in all workers, if the block fails in one."""
     error = ""
     try:
         yield
@@ -137,36 +142,39 @@ def agreed() -> Iterator[None]:
 
 
 def host() -> str:
-    """Returns an id of what processes share that can open each other's files in /proc."""
+    """Returns an id that is equal for processes that can open each other's files in /proc."""
     return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
 
 
 def setting(model_config: Any, name: str) -> Any:
-    """Returns a field of config.json; None: it has none. A model that reads pictures has some in its text_config."""
+    """Returns a field of config.json, None if it is missing. Models with images have some fields in text_config."""
     configs = model_config.hf_config, model_config.hf_text_config
     return next((getattr(config, name) for config in configs if hasattr(config, name)), None)
 
 
 @contextmanager
 def _local(update: Update) -> Iterator[str]:
-    """Yields the path of an update's file. Downloads the file first if it is not on this host.
+    """Yields the path of an update's file. If the update has a URL, it downloads the file first.
 
-    Raises: ValueError, for any other file and any other address than a trainer may name.
+    Raises: ValueError, if a trainer may not name this file or this URL.
     """
     if update.path:
         yield address.check_weights(update.path)
         return
-    # A file without a name: the system frees it even if the worker is killed.
+    # The file has no name, so that the system frees it even if the worker is killed.
     with tempfile.TemporaryFile(dir=SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else None) as download:
         with address.open_weights(update.url, update.token, update.timeout) as response:
             shutil.copyfileobj(response, download, 2**22)
         download.flush()
-        # A path that the other workers can open too, as long as this process keeps the file.
+        # The other workers can open this path too, as long as this process keeps the file open.
         yield f"/proc/{os.getpid()}/fd/{download.fileno()}"
 
 
 def check(file: Any, tensors: dict[str, tuple[int, ...]], share: list[str]) -> None:
-    """Raises: ValueError, if a tensor is missing, unknown, or of another shape, or one of the share is not finite."""
+    """Checks the tensors of a push. tensors: expected {name: shape}; share: names that this worker checks for NaN.
+
+    Raises: ValueError, if a tensor is missing, unknown or of another shape, or if one of `share` is not finite.
+    """
     names = set(file.keys())
     if missing := sorted(set(tensors) - names):
         raise ValueError(f"refused: the weights lack {len(missing)} tensors, the first {missing[0]}")
@@ -182,16 +190,17 @@ def check(file: Any, tensors: dict[str, tuple[int, ...]], share: list[str]) -> N
 
 
 def load(file: Any, model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
-    """Loads a checked checkpoint as vLLM does at its start: fused, sliced for tensor parallelism, and cast."""
+    """Loads checked weights as vLLM does at its start: fuses, slices for tensor parallelism, and casts them."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name in file.keys():  # noqa: SIM118, not a dict
             yield name, file.get_tensor(name)
-        # vLLM's CPU linear layers keep a packed copy. Without this, a tied head keeps its old one. Gemma 2 has no head.
-        # A model that reads pictures has its head within its text model.
-        text = model.get_language_model() if hasattr(model, "get_language_model") else model
-        if setting(model_config, "tie_word_embeddings") and hasattr(text, "lm_head") and device.type == "cpu":
+        # vLLM's CPU linear layers keep a packed copy of their weights. A tied head gets the embedding again here,
+        # because it would keep its old copy. Gemma 2 has no head, and a model with images has its head within its text
+        # model.
+        text_model = model.get_language_model() if hasattr(model, "get_language_model") else model
+        if setting(model_config, "tie_word_embeddings") and hasattr(text_model, "lm_head") and device.type == "cpu":
             embedding = next(name for name in file.keys() if name.endswith("embed_tokens.weight"))  # noqa: SIM118
             yield "lm_head.weight", file.get_tensor(embedding)
 

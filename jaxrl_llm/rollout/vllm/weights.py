@@ -1,4 +1,4 @@
-"""Offers the policy's weights to vLLM servers: one safetensors file in shared memory, by path or over HTTP."""
+"""Offers the policy's weights to vLLM servers as a safetensors file in shared memory, by path or over HTTP."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ from jaxrl_llm.structs import PyTree
 
 DTYPES = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16"}
 LOCK = "lock"
-BLOCK = 2**18  # bytes that are sent at once
-# Keeps the requests but clears the caches, which hold values of the old weights. Does not rely on vLLM's default.
+BLOCK = 2**18  # bytes of a write to a connection
+# A pause keeps the requests but clears the caches, which hold values of the old weights. The path states both, because
+# vLLM's defaults may change.
 PAUSE = "/pause?mode=keep&clear_cache=true"
 
 
 class WeightFile:
-    """Holds one version of the weights in the run's own folder, until the next version or `close`.
+    """A file in the run's own folder with one version of the weights, until the next version or `close`.
 
     The file stays after a push, so that a restarted server can load it again.
     """
 
     def __init__(self, folder: Path, dtype: Any, table: TensorNames, *, address: str = ""):
-        """dtype: cast the tensors to it; table: their names; address: serve over HTTP; "": give the path.
+        """dtype: dtype of the tensors in the file. table: their names. address: address of this host at which servers
+        get the file over HTTP; "" = servers read the file by its path.
 
         Raises: UserError, if the folder cannot be made, is open to other users, or the address is not of this host.
         """
@@ -49,57 +51,59 @@ class WeightFile:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"config.engine.weights_dir: {error}: give a folder that can be written") from None
+            raise UserError(
+                f"config.engine.weights_dir = {str(folder.parent)!r}: {error}; choose a folder that you can write to"
+            ) from None
         if not is_private(folder):
             about = folder.lstat()
             raise UserError(
-                f"config.engine.weights_dir: {folder} is there already, is of user {about.st_uid} and has mode "
-                f"{stat.S_IMODE(about.st_mode):o}, so that others could exchange the weights: remove it, or give "
-                "another folder"
+                f"config.engine.weights_dir = {str(folder.parent)!r}: {folder} exists, belongs to user {about.st_uid} "
+                f"and has mode {stat.S_IMODE(about.st_mode):o}, so other users could replace the weights; remove it, "
+                "or choose another weights_dir"
             )
-        # thread_local=False: `close` may be called in another thread, and must release it.
+        # thread_local=False lets `close` release the lock in another thread.
         self._lock = FileLock(folder / LOCK, blocking=False, thread_local=False)
         with suppress(OSError):
-            # A hung trainer may still hold it.
+            # If a hung trainer still holds the lock, continue without it.
             self._lock.acquire()
         self._server = WeightServer(folder / WEIGHTS, address) if address else None
 
     def write(self, params: PyTree) -> None:
-        """Replaces the weights, one tensor at a time: the devices hold no second copy.
+        """Replaces the weights, one tensor at a time, so that the devices hold no second copy.
 
-        Raises: UserError, if a tensor is not finite, there is no room, or the folder is gone.
+        Raises: UserError, if a tensor is not finite, if the disk is full, or if the folder has vanished.
         """
         try:
             self._write(params)
         except OSError as error:
             raise UserError(
-                f"config.engine.weights_dir = {str(self.folder.parent)!r}: the weights cannot be written ({error}): "
-                "make room, or give a folder that no other program empties; the same command resumes"
+                f"config.engine.weights_dir = {str(self.folder.parent)!r}: the weights cannot be written ({error}); "
+                "free space, or choose a folder that no other program cleans; the same command resumes the run"
             ) from None
 
     def _write(self, params: PyTree) -> None:
         file = self.folder / WEIGHTS
-        # First, to make room for the new file.
+        # Remove the old file first, to make room for the new one.
         file.unlink(missing_ok=True)
         shapes = names.tensor_shapes(params, self._table).values()
         size = sum(math.prod(shape) for shape in shapes) * self._dtype.itemsize
         free = shutil.disk_usage(self.folder).free
         if size > free:
             raise UserError(
-                f"config.engine.weights_dir = {str(self.folder.parent)!r} has {free / 1e9:.1f} GB left, the weights "
-                f"take {size / 1e9:.1f} GB: make room (docker's --shm-size), or give another folder"
+                f"config.engine.weights_dir = {str(self.folder.parent)!r}: {free / 1e9:.1f} GB are free, but the "
+                f"weights need {size / 1e9:.1f} GB; free space (docker: --shm-size), or choose another folder"
             )
         with file.open("wb") as out:
             write_stream(out, params, self._table, self._dtype)
 
     @property
     def source(self) -> dict[str, str]:
-        """The location of the file, for a server."""
+        """The location of the file, as servers expect it: a path, or a URL with its token."""
         return self._server.source if self._server else {"path": str(self.folder / WEIGHTS)}
 
     @property
     def sent(self) -> int:
-        """Bytes of pushes over HTTP, to all servers."""
+        """Bytes sent to all servers over HTTP since the start."""
         return self._server.sent if self._server else 0
 
     def close(self) -> None:
@@ -110,12 +114,12 @@ class WeightFile:
 
 
 def sweep(parent: Path) -> None:
-    """Removes the weights of killed runs: their lock files exist, but nobody holds them."""
+    """Removes the weights of killed runs: folders with a lock file that no process holds."""
     for lock in parent.glob(f"{FOLDER}{'[0-9a-f]' * 12}/{LOCK}"):
         if not is_private(lock.parent):
-            # Opening a lock could harm the target of a link.
+            # Skip folders of other users, because opening a lock could harm the target of a link.
             continue
-        with suppress(OSError):  # the run is alive
+        with suppress(OSError):  # the lock is held, so the run is alive
             with FileLock(lock, blocking=False):
                 (lock.parent / WEIGHTS).unlink(missing_ok=True)
             lock.unlink(missing_ok=True)
@@ -134,20 +138,20 @@ def write_stream(file: BinaryIO, params: PyTree, table: TensorNames, dtype: Any)
         header[name] = {"dtype": DTYPES[kind], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header).encode()
-    # safetensors wants the tensors at a multiple of 8 bytes.
+    # safetensors requires the tensors to start at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
     for name, tensor in hf_export.tensors(params, table, dtype):
         if not np.isfinite(tensor).all():
             raise UserError(
-                f"the policy's {name} is not finite and was not pushed: resume from the last checkpoint "
-                "with a lower optim.learning_rate"
+                f"the policy's tensor {name} is not finite, so the "
+                "weights were not pushed; resume from the last checkpoint with a lower config.optim.learning_rate"
             )
         file.write(tensor.reshape(-1).view(np.uint8).data)
 
 
 class WeightServer:
-    """Serves one file over HTTP to clients that have the token, and nothing else."""
+    """Serves a single file over HTTP to clients that have the token."""
 
     def __init__(self, file: Path, address: str):
         token, send = secrets.token_urlsafe(32), self.send
@@ -156,7 +160,7 @@ class WeightServer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 authorization = self.headers.get("Authorization", "")
-                # The comparison takes constant time, because the time must not tell how much of a token is right.
+                # Compare in constant time, because the time must not reveal how much of a token is right.
                 if self.path != "/weights" or not secrets.compare_digest(authorization, f"Bearer {token}"):
                     self.send_error(403)
                     return
@@ -166,22 +170,23 @@ class WeightServer:
                     self.end_headers()
                     send(source, self.wfile)
 
-            # A line for each request would end up in the trainer's terminal.
+            # Log nothing, because a line for each request would clutter the trainer's terminal.
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
         try:
-            # Any free port: each push tells it.
+            # Port 0 takes any free port. Each push sends its number to the servers.
             self._server = ThreadingHTTPServer((address, 0), Handler)
         except OSError as error:
             raise UserError(
-                f"config.engine.push_address = {address!r}: {error}: give this host's address as the servers reach it"
+                f"config.engine.push_address = {address!r}: {error}; it must be an address of this host that the "
+                "servers can reach"
             ) from None
         Thread(target=self._server.serve_forever, daemon=True).start()
         self.source = {"url": f"http://{address}:{self._server.server_port}/weights", "token": token}
 
     def send(self, source: BinaryIO, sink: BufferedIOBase) -> None:
-        """Copies a file, and counts its bytes: a push lasts as long as the network needs."""
+        """Copies a file and counts its bytes, which shows that a slow push still makes progress."""
         while block := source.read(BLOCK):
             sink.write(block)
             self.sent += len(block)
@@ -192,16 +197,16 @@ class WeightServer:
 
 
 def pull(post: Callable[..., Any], offer: WeightFile, tag: str) -> None:
-    """Makes a server load the offer between two engine steps. If the server refuses it, the old weights stay in use.
+    """Makes a server load the weights of `offer`, with this version tag, between two of its steps.
 
-    If an answer of the server is lost, it may compute with the new weights under the old version until the next try.
-    post(path, body) raises in both cases.
+    If the server refuses the weights, it keeps the old ones. If its answer is lost, it may use the new weights under
+    the old version until the next push. In both cases post(path, body) raises.
     """
     post(PAUSE)
     try:
         post("/start_weight_update")
         post("/update_weights", {"update_info": offer.source})
         post("/finish_weight_update", {"weight_version": tag})
-    # A server that stays paused would answer nobody, and its weights are whole: the old ones, or all of the new.
     finally:
+        # Resume in any case. The server's weights are complete, either the old or the new ones.
         post("/resume")

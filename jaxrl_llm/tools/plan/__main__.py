@@ -45,10 +45,7 @@ def main() -> None:
         "--prompt-tokens", type=int, help="length of the prompts (default: the limit, config.data.max_prompt_tokens)"
     )
     parser.add_argument(
-        "--pixels",
-        default="",
-        metavar="WxH[xN]",
-        help="pictures of a prompt, whose tokens are among its (default: none)",
+        "--pixels", default="", metavar="WxH[xN]", help="images of a prompt, whose tokens are among its (default: none)"
     )
     parser.add_argument(
         "--lengths", type=float, metavar="MEAN", help="mean tokens of a completion, for decoding (default: half of C)"
@@ -126,7 +123,7 @@ def print_plan(plan: SlicePlan, chip: Chip, args: Namespace, console: Console) -
     holds = ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.holds.items())
     console.print(f"each chip holds, GiB: {holds}")
     if plan.models.model.cfg.vision:
-        console.print(pictures_line(plan))
+        console.print(image_line(plan))
     if plan.stream:
         console.print(sampling_line(plan, args))
     table = Table()
@@ -173,13 +170,13 @@ def sampling_line(plan: SlicePlan, args: Namespace) -> str:
     return f"sampler, a device: {places}; completions of {plan.tokens / count:,.0f} tokens on average ({why})"
 
 
-def pictures_line(plan: SlicePlan) -> str:
-    """Returns a line on the pictures of prompts, for a model that reads them."""
+def image_line(plan: SlicePlan) -> str:
+    """Returns a line on the images of prompts, for a model that reads them."""
     prompts = plan.prompts
     if not prompts.images:
-        return f"prompts of {prompts.width:,} tokens of text: --pixels plans for pictures"
+        return f"prompts of {prompts.width:,} tokens of text: --pixels plans for images"
     return (
-        f"prompts of {prompts.width:,} tokens, {prompts.picture_tokens:,} of them of pictures of "
+        f"prompts of {prompts.width:,} tokens, {prompts.image_tokens:,} of them of images of "
         f"{prompts.images.patches:,} patches"
     )
 

@@ -98,7 +98,7 @@ class StepSampling:
     def holds(self, *, apart: bool) -> dict[str, int]:
         """Returns the bytes on a chip of what the sampler has there; apart: on chips of its own."""
         when = "on chips of its own" if apart else "while it samples"
-        tokens = self.stream.pages * self.stream.page + self.stream.prompts * self.stream.width
+        tokens = self.stream.pages * self.stream.page + self.stream.prompts * self.stream.prompt_width
         return {f"sampler's copy ({when})": self.weights, f"KV cache ({when})": tokens * self.cached}
 
     def leaves_out(self, program: Program) -> bool:
@@ -114,9 +114,11 @@ class StepSampling:
         slots = next(slots for slots in stream.slots if decoding_name(slots) == name)
         # Each token reads the weights, the prompts and pages. A smaller program copies prompts and pages, and those
         # back.
-        copied = stream.width * slots.prompts * (slots.prompts < stream.prompts)
+        copied = stream.prompt_width * slots.prompts * (slots.prompts < stream.prompts)
         copied += 2 * stream.page * slots.pages * (slots.pages < stream.pages)
-        tokens = usage.turns * slots.prompts * stream.width + usage.pages * stream.page + usage.calls * 2 * copied
+        tokens = (
+            usage.turns * slots.prompts * stream.prompt_width + usage.pages * stream.page + usage.calls * 2 * copied
+        )
         return (usage.turns * self.read + tokens * self.cached) / usage.calls
 
 

@@ -14,11 +14,11 @@ import numpy as np
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine.sharding import mesh_over
 from jaxrl_llm.rollout.episodes import ENDED, Episodes
-from jaxrl_llm.rollout.flight import Flight
+from jaxrl_llm.rollout.in_flight import InFlightGroups
 from jaxrl_llm.rollout.jax.compiled import decoding_name, feeding_name, prompts_name
-from jaxrl_llm.rollout.jax.programs import Cache, FedChunks, NewPrompts, RoundRows, Sampled
+from jaxrl_llm.rollout.jax.programs import Cache, NewPrompts, ObservationChunks, RoundRows, Sampled
 from jaxrl_llm.rollout.jax.scheduler import Scheduler
-from jaxrl_llm.rollout.jax.sizes import ROUND, Slots, StreamSizes
+from jaxrl_llm.rollout.jax.sizes import ROUND_TOKENS, Slots, StreamSizes
 from jaxrl_llm.rollout.jax.stream import Stream
 from jaxrl_llm.structs import AnyArray, Prompts
 
@@ -61,7 +61,7 @@ class Usage:
 
 
 class CountedCalls:
-    """The calls of a stream whose completions have these lengths [N]: counts instead of programs (`stream.Calls`)."""
+    """Counts the program calls of a stream (`stream.StreamPrograms`) whose completions have these lengths [N]."""
 
     def __init__(self, sizes: StreamSizes, lengths: np.ndarray):
         self.sizes, self.mesh = sizes, mesh_over(jax.devices()[:1], data=1, fsdp=1, tensor=1)
@@ -73,25 +73,25 @@ class CountedCalls:
         place, number = np.asarray(prompts.place), np.asarray(prompts.number)
         usage = self.usage[prompts_name(place.shape[1], self.sizes, first=cache is None)]
         usage.calls += 1
-        usage.tokens += self.sizes.group * int(np.sum(place < self.sizes.prompts))
-        lengths = self._lengths[number[..., None] + np.arange(self.sizes.group)]
+        usage.tokens += self.sizes.group_size * int(np.sum(place < self.sizes.prompts))
+        lengths = self._lengths[number[..., None] + np.arange(self.sizes.group_size)]
         return Cache([], []), np.where(lengths == 1, STOP, OTHER), np.zeros(lengths.shape, np.float32)
 
-    def feed(self, cache: Cache, chunks: FedChunks) -> Cache:
+    def feed(self, cache: Cache, chunks: ObservationChunks) -> Cache:
         """Counts: of partial rollouts, what an earlier step has sampled is fed."""
         self.usage[feeding_name(*chunks.tokens.shape[1:])].calls += 1
         return cache
 
-    def decode(self, cache: Cache, rows: RoundRows, below: int) -> tuple[Cache, Sampled]:
+    def decode(self, cache: Cache, rows: RoundRows, running_threshold: int) -> tuple[Cache, Sampled]:
         """Returns the tokens of a round, as `programs.decode` does with a model that ends completions so."""
         length, limit = np.asarray(rows.length), np.asarray(rows.limit)
-        end = self._lengths[np.asarray(rows.number)]
+        end = self._lengths[np.asarray(rows.completion_number)]
         left = np.where(length < limit, np.minimum(limit, end) - length, 0)
-        turn = np.arange(ROUND)
+        turn = np.arange(ROUND_TOKENS)
         alive = left[..., None] > turn
-        turns = int(np.sum(np.any(alive.sum(axis=1) > below, axis=0)))
+        turns = int(np.sum(np.any(alive.sum(axis=1) > running_threshold, axis=0)))
         count = np.minimum(left, turns)
-        page, prompt = np.asarray(rows.page), np.asarray(rows.prompt)
+        page, prompt = np.asarray(rows.page_places), np.asarray(rows.prompt_places)
         slots = Slots(length.shape[1], page.shape[1], prompt.shape[1])
         usage = self.usage[decoding_name(slots)]
         usage.calls, usage.turns, usage.tokens = usage.calls + 1, usage.turns + turns, usage.tokens + int(count.sum())
@@ -116,11 +116,11 @@ class Endings:
     def __init__(self, turn_tokens: int):
         self.turn_tokens = turn_tokens
 
-    def may_end(self, vocabulary: int) -> np.ndarray:
+    def possible_turn_ends(self, vocabulary_size: int) -> np.ndarray:
         """Returns False for all tokens."""
-        return np.zeros(vocabulary, bool)
+        return np.zeros(vocabulary_size, bool)
 
-    def ends(self, turns: Sequence[list[int]]) -> list[int]:
+    def find_turn_ends(self, turns: Sequence[list[int]]) -> list[int]:
         """Returns 0 for all turns: a stop token or the limit ends them."""
         return [0] * len(turns)
 
@@ -139,31 +139,31 @@ def expected_usage(sizes: StreamSizes, lengths: np.ndarray, devices: int, *, par
     if partial:
         return _usage_of_partial_rollouts(sizes, lengths, devices)
     calls = CountedCalls(sizes, lengths)
-    texts = Episodes.empty(np.full(len(lengths), sizes.length), sizes.length, OTHER)
-    environments = Endings(sizes.length) if sizes.observation else None
-    _stream(calls, devices, _prompts(0, len(lengths) // sizes.group, sizes), texts, environments).run()
+    texts = Episodes.empty(np.full(len(lengths), sizes.completion_length), sizes.completion_length, OTHER)
+    environments = Endings(sizes.completion_length) if sizes.observation else None
+    _stream(calls, devices, _prompts(0, len(lengths) // sizes.group_size, sizes), texts, environments).run()
     return dict(calls.usage)
 
 
 def _usage_of_partial_rollouts(sizes: StreamSizes, lengths: np.ndarray, devices: int) -> dict[str, Usage]:
     """Returns the usage of the last of some steps: in the first, no completion goes on from a step before."""
-    lengths = lengths.reshape(-1, sizes.group)
+    lengths = lengths.reshape(-1, sizes.group_size)
     count, calls = len(lengths), CountedCalls(sizes, lengths)
 
-    def begin(step: int) -> Flight:
-        return Flight.begin(_prompts(step, count, sizes), sizes.group, sizes.length, OTHER)
+    def begin(step: int) -> InFlightGroups:
+        return InFlightGroups.empty(_prompts(step, count, sizes), sizes.group_size, sizes.completion_length, OTHER)
 
-    flight = begin(0)
+    in_flight = begin(0)
     for step in range(1, STEPS):
-        flight = flight.joined(begin(step))
-        texts = Episodes.going_on(flight)
-        calls = CountedCalls(sizes, lengths[flight.prompts.numbers % count].reshape(-1))
-        stream = _stream(calls, devices, flight.prompts, texts, enough=count)
+        in_flight = in_flight.concatenate(begin(step))
+        texts = Episodes.from_in_flight(in_flight)
+        calls = CountedCalls(sizes, lengths[in_flight.prompts.numbers % count].reshape(-1))
+        stream = _stream(calls, devices, in_flight.prompts, texts, wanted_groups=count)
         stream.run()
-        ended = (texts.state == ENDED).reshape(-1, sizes.group)
-        rollouts = texts.rollouts(sizes.group, np.zeros(texts.tokens.shape, np.int32))
-        flight = flight._replace(rollouts=rollouts, ended=ended)
-        _, flight = flight.split(stream.complete[:count])
+        ended = (texts.states == ENDED).reshape(-1, sizes.group_size)
+        rollouts = texts.rollouts(sizes.group_size, np.zeros(texts.tokens.shape, np.int32))
+        in_flight = in_flight._replace(rollouts=rollouts, has_ended=ended)
+        _, in_flight = in_flight.split(stream.complete_groups[:count])
     return dict(calls.usage)
 
 
@@ -173,13 +173,23 @@ def _stream(
     prompts: Prompts,
     texts: Episodes,
     environments: Endings | None = None,
-    enough: int = 0,
+    wanted_groups: int = 0,
 ) -> Stream:
     schedulers = [Scheduler(calls.sizes) for _ in range(devices)]
-    return Stream(calls, schedulers, prompts, texts, 0, (STOP,), OTHER, environments, enough)
+    return Stream(
+        programs=calls,
+        schedulers=schedulers,
+        prompts=prompts,
+        episodes=texts,
+        first_number=0,
+        stop_ids=(STOP,),
+        pad_id=OTHER,
+        environments=environments,
+        wanted_groups=wanted_groups,
+    )
 
 
 def _prompts(step: int, count: int, sizes: StreamSizes) -> Prompts:
     """Returns the prompts of a step, without content."""
-    tokens = np.zeros((count, sizes.width), np.int32)
+    tokens = np.zeros((count, sizes.prompt_width), np.int32)
     return Prompts(tokens, np.ones(tokens.shape, bool), [{}] * count, np.arange(count, dtype=np.int32) + step * count)

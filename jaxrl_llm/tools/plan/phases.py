@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm import sft
 from jaxrl_llm.build import cache_memory, make_learning, stream_sizes
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learner.learning import Learning, Models, describe_models, make_packing, resident
+from jaxrl_llm.learner.learning import Learning, Models, describe_models, device_states, make_packing
 from jaxrl_llm.learner.programs import example_shapes, learning_programs
-from jaxrl_llm.learner.scorers import Frozen, frozen_model
+from jaxrl_llm.learner.scorers import FrozenModel, frozen_model
 from jaxrl_llm.learner.settings import HostMemory
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.memory import device_bytes
@@ -28,8 +28,8 @@ from jaxrl_llm.models.decoder import TOWER, Decoder
 from jaxrl_llm.models.settings import ModelSettings
 from jaxrl_llm.recipe import fit
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
+from jaxrl_llm.rollout.jax.cache_attention import page_kind
 from jaxrl_llm.rollout.jax.engine import Sampler
-from jaxrl_llm.rollout.jax.reading import page_kind
 from jaxrl_llm.rollout.jax.sizes import StreamSizes
 from jaxrl_llm.rollout.weights import copy_shapes
 from jaxrl_llm.structs import PyTree, TrainState
@@ -83,13 +83,13 @@ def make_plan(
     """
     memory = int(chip.memory * GIB) if chip else 0
     models = _models(recipe, mesh)
-    for name, other in models.others.items():
+    for name, other in models.other_folders.items():
         cfg = hf.load_model(other, family=recipe.model.family).cfg
         fit.check_other_model(f"{name}.path", cfg, models.model.cfg, reads=prompts.images is not None)
     frozen = {name: _frozen(models, name, recipe.model) for name in recipe.frozen}
     base = _base(models)
     learning = make_learning(recipe, models, lambda: None, base, frozen.__getitem__)
-    states = learning.held(recipe.frozen, base)
+    states = learning.all_device_arrays(recipe.frozen, base)
     policy = learning.learners["policy"]
     shape_cache, phases = ShapeCache(), list[Phase]()
     packing = make_packing(models, learning, shape_cache)
@@ -105,7 +105,7 @@ def make_plan(
     cached = page_kind(sampler_mesh, models.model.cfg, recipe.chosen_engine.cache_dtype).token_bytes
     read = device_bytes({name: leaf for name, leaf in copy.items() if name != TOWER})
     sampled = StepSampling(stream, {}, cached, device_bytes(copy), read, sampler_mesh)
-    learning_holds = _holds(resident(states, recipe.host_memory))
+    learning_holds = _holds(device_states(states, recipe.host_memory))
     sampling_holds = sampled.holds(apart=apart) if recipe.chosen_engine.in_trainer else {}
     holds, sums = learning_holds | sampling_holds, (sum(learning_holds.values()), sum(sampling_holds.values()))
     if memory and (max(sums) if apart else sum(sums)) > memory:
@@ -144,7 +144,7 @@ def make_sft_plan(
     models, sizes, shape_cache = _models(recipe, mesh), recipe.sizes, ShapeCache()
     base = _base(models)
     learning = sft.make_learning(recipe, models, lambda: None, base, shape_cache)
-    states = learning.all_shapes() | ({"base": base} if base else {})
+    states = learning.device_shapes() | ({"base": base} if base else {})
     batch, score = example_shapes(sizes, prompts.width, prompts.images, mesh)
     rows: Any = jax.ShapeDtypeStruct((sizes.prompts_per_step,), jnp.int32)
     # What the layers gather is as large as a copy for decoding.
@@ -184,9 +184,9 @@ def plan_meshes(devices: Sequence[Any], recipe: Recipe | SftRecipe) -> tuple[Mes
     return from_first(mesh), from_first(sampler)
 
 
-def _frozen(models: Models, name: str, start: ModelSettings) -> Frozen:
+def _frozen(models: Models, name: str, start: ModelSettings) -> FrozenModel:
     """Returns a model that never learns, with the shapes of its parameters."""
-    model = frozen_model(name, models.others[name], start, models.mesh)
+    model = frozen_model(name, models.other_folders[name], start, models.mesh)
     params = _placed(model.shapes, model, models.mesh)
     if name == "reward_model":
         sharding = NamedSharding(models.mesh, PartitionSpec())
@@ -195,7 +195,7 @@ def _frozen(models: Models, name: str, start: ModelSettings) -> Frozen:
             return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
         params = {"decoder": params, "readout": {"kernel": replicated(model.cfg.width, 1), "bias": replicated(1)}}
-    return Frozen(model, params)
+    return FrozenModel(model, params)
 
 
 def _base(models: Models) -> PyTree:
@@ -222,7 +222,7 @@ def _beside(states: PyTree, program: Program, on_host: HostMemory) -> int:
     """Returns the bytes on a chip of what a program does not use, and what is in memory with it."""
     # Arrays are compared by identity, because two arrays of equal shape are different memory.
     used = {id(x) for x in jax.tree.leaves(program.states)}
-    leaves = jax.tree.leaves(resident(states, on_host, learns=program.phase == "update"))
+    leaves = jax.tree.leaves(device_states(states, on_host, during_updates=program.phase == "update"))
     return device_bytes([x for x in leaves if id(x) not in used]) + device_bytes(program.other_memory)
 
 
@@ -230,7 +230,7 @@ def _sampler(models: Models, recipe: Recipe, mesh: Mesh, cache_bytes: int) -> Sa
     return Sampler(
         models.model,
         mesh,
-        trainer=models.mesh,
+        trainer_mesh=models.mesh,
         max_completion_tokens=recipe.rollout.max_completion_tokens,
         stop_ids=(1,),
         pad_id=0,
@@ -251,8 +251,8 @@ def _programs(
     sampler_programs = sampler.programs(
         policy.all_parameters(policy.shapes),
         **recipe.sampled._asdict(),
-        width=prompts.width,
-        group=recipe.group_size,
+        prompt_width=prompts.width,
+        group_size=recipe.group_size,
         sampling=learning.sampling,
         image_sizes=prompts.images,
     )

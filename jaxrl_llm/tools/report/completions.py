@@ -20,7 +20,7 @@ class Group(NamedTuple):
 
     step: int
     prompt: str
-    pictures: list[tuple[str, str]]  # name and data URL of each
+    images: list[tuple[str, str]]  # name and data URL of each
     rewards: str  # their mean, and how many have none
     shown: list[LabelledCompletion]
 
@@ -47,12 +47,12 @@ def _group(line: dict[str, Any]) -> Group:
         if low == high:
             shown = [LabelledCompletion(f"one of them: all have reward {high:.3g}", cut(best))]
         rewards = f"mean reward {sum(reward for reward, _ in judged) / len(judged):.3g} of {of}"
-    pictures = list(zip(_picture_names(line["prompt"]), line.get("pictures", ()), strict=False))
-    return Group(line["step"], cut(chat_text(line["prompt"])), pictures, rewards, shown)
+    images = list(zip(_image_names(line["prompt"]), line.get("pictures", ()), strict=False))
+    return Group(line["step"], cut(chat_text(line["prompt"])), images, rewards, shown)
 
 
-def _picture_names(prompt: Any) -> list[str]:
-    """Returns the names of the pictures of a prompt in the log."""
+def _image_names(prompt: Any) -> list[str]:
+    """Returns the names of the images of a prompt in the log."""
     contents = [message["content"] for message in prompt] if isinstance(prompt, list) else []
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [part.get("name", "") for part in parts if part["type"] == "image"]

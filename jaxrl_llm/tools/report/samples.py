@@ -11,8 +11,8 @@ import jaxrl_llm
 from jaxrl_llm.data.image_columns import chat_text, printable_value
 from jaxrl_llm.data.image_rows import thumbnail
 from jaxrl_llm.data.prompts import Dataset
-from jaxrl_llm.rollout.grading import Graded
-from jaxrl_llm.rollout.scores import Measured, channel_text, lines
+from jaxrl_llm.rollout.grading import GradedCompletions
+from jaxrl_llm.rollout.scores import Measurements, channel_text, result_lines
 from jaxrl_llm.tools.report.completions import cut
 from jaxrl_llm.tools.report.page import template
 
@@ -34,22 +34,22 @@ class ScoredCompletion(NamedTuple):
 class Problem(NamedTuple):
     number: int
     prompt: str
-    pictures: list[tuple[str, str]]  # name and data URL of each
+    images: list[tuple[str, str]]  # name and data URL of each
     columns: str  # what else the row has
     solved: int
     of: int  # number of completions
     shown: list[ScoredCompletion]
 
 
-def render(title: str, measured: Measured, graded: Graded, dataset: Dataset) -> str:
+def render(title: str, measured: Measurements, graded: GradedCompletions, dataset: Dataset) -> str:
     """Returns the page. Of several completions of a problem it has the first ones."""
     by = measured.get("by")
     # Parts may have other lines than each other, as without a verdict, or with one problem.
-    values = {value: dict(lines(part)) for value, part in by["values"].items()} if by else {}
+    values = {value: dict(result_lines(part)) for value, part in by["values"].items()} if by else {}
     return template("samples.html").render(
         title=title,
         version=jaxrl_llm.__version__,
-        lines=lines(measured),
+        lines=result_lines(measured),
         channels=[(name, channel_text(channel)) for name, channel in measured["channels"].items()],
         column=by["column"] if by else "",
         head=list(dict.fromkeys(chain(*sorted(values.values(), key=len, reverse=True)))),
@@ -59,18 +59,18 @@ def render(title: str, measured: Measured, graded: Graded, dataset: Dataset) -> 
     )
 
 
-def problem(at: int, graded: Graded, dataset: Dataset) -> Problem:
+def problem(at: int, graded: GradedCompletions, dataset: Dataset) -> Problem:
     """Returns what the page shows of a problem."""
     scores, row = graded.rewards.total[at], dataset.rows[at]
-    pictures = [(picture.name, thumbnail(picture)) for picture in (dataset.images.rows[at] if dataset.images else ())]
+    images = [(image.name, thumbnail(image)) for image in (dataset.images.rows[at] if dataset.images else ())]
     columns = ", ".join(f"{key}: {printable_value(value)}" for key, value in row.items() if key != "prompt")
     shown = [completion(at, i, graded) for i in range(min(len(scores), SHOWN))]
     # A completion is right with a score of 1 or more, as pass@k counts.
     solved = int((scores >= 1).sum())
-    return Problem(at + 1, cut(chat_text(row["prompt"])), pictures, cut(columns), solved, len(scores), shown)
+    return Problem(at + 1, cut(chat_text(row["prompt"])), images, cut(columns), solved, len(scores), shown)
 
 
-def completion(at: int, i: int, graded: Graded) -> ScoredCompletion:
+def completion(at: int, i: int, graded: GradedCompletions) -> ScoredCompletion:
     """Returns what the page shows of completion i of problem `at`: its text, or the turns of its episode."""
     score = float(np.nan_to_num(graded.rewards.total[at, i]))
     values = {name: float(x[at, i]) for name, x in graded.rewards.channels.items()}

@@ -62,7 +62,7 @@ tower = images.tower(adapted)
 
 
 def pixels(row: Row, value: Any, keys: Keys) -> Outcome:
-    """A limit of the pixels of a picture."""
+    """A limit of the pixels of an image."""
     if not value:
         return Outcome("mapped", {row.field: 0}, "the limit of the model's own processor")
     return Outcome("changed", {row.field: int(value)}, row.why)

@@ -95,7 +95,7 @@ class Family:
             ),
             "in_loss": (self.in_loss, "the penalty is not in the loss"),
             "in_reward": (self.in_reward, "the penalty is not in the reward"),
-            "pictures": (images.shown, images.NONE),
+            "images": (images.shown, images.NONE),
         }
 
     # Numbers that several rules need
@@ -411,7 +411,7 @@ def model(value: Any, keys: Keys) -> Outcome:
     """The policy's model."""
     fields = {"model.path": str(value)}
     if images.unreadable(str(value)):
-        reason = f"a model of pictures of another kind than {', '.join(images.readable())}: train refuses it"
+        reason = f"a model of images of another kind than {', '.join(images.readable())}: train refuses it"
         return Outcome("unsupported", fields, reason)
     return Outcome("mapped", fields)
 

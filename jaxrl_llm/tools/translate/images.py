@@ -1,4 +1,4 @@
-"""Recognizes runs of other trainers with pictures, and translates the keys about pictures."""
+"""Recognizes runs of other trainers with images, and translates the keys about images."""
 
 from __future__ import annotations
 
@@ -41,11 +41,9 @@ IMAGE_ROWS = re.compile(
 )
 SOUND_MODEL = re.compile(r"omni|minicpm-o", re.IGNORECASE)
 OTHER_ROWS = re.compile(r"video|audio|(?<![a-z])avqa", re.IGNORECASE)
-LIMIT = (
-    "the engine refuses a prompt with more pictures there; here a prompt has all pictures of its row, and none is cut"
-)
+LIMIT = "the engine refuses a prompt with more images there; here a prompt has all images of its row, and none is cut"
 SAME_PIXELS = "of the engine alone; here sampler and learner see the same pixels: data.min_pixels and data.max_pixels"
-NONE = "of pictures, and this run has none"
+NONE = "of images, and this run has none"
 PROCESSOR = "write it into the model's preprocessor_config.json"
 SOUND = "of video or audio, which no model here reads"
 PIXELS = {  # of an image processor
@@ -57,7 +55,7 @@ PIXELS = {  # of an image processor
 
 
 def family_of(model: str) -> str:
-    """Returns the family of a model that reads pictures, by its name; "other" if it is none of FAMILIES, "" if none."""
+    """Returns the family of a model that reads images, by its name; "other" if it is none of FAMILIES, "" if none."""
     listed = [family for family, pattern in FAMILIES.items() if re.search(pattern, model, re.IGNORECASE)]
     return listed[0] if listed else "other" if OTHER_MODEL.search(model) else ""
 
@@ -68,12 +66,12 @@ def readable() -> list[str]:
 
 
 def unreadable(model: str) -> bool:
-    """Whether a model reads pictures in a way that no model here does."""
+    """Whether a model reads images in a way that no model here does."""
     return family_of(model) not in ("", *readable())
 
 
 def evidence(values: Mapping[str, Any]) -> str:
-    """Returns the key and value that show that a run has pictures; "": it is a run of text."""
+    """Returns the key and value that show that a run has images; "": it is a run of text."""
 
     def shows(key: str, value: Any) -> Any:
         if key in MODELS:
@@ -92,9 +90,7 @@ def refusal(values: Mapping[str, Any]) -> str:
     """Returns why no model here can make the run; "": it can."""
     for key in MODELS:
         if key in values and unreadable(str(values[key])):
-            return (
-                f"{key} = {values[key]} reads pictures, and the models with pictures here are {', '.join(readable())}"
-            )
+            return f"{key} = {values[key]} reads images, and the models with images here are {', '.join(readable())}"
     sounding = sound_evidence(values)
     return f"this run has video or audio ({sounding}), which no model here reads" if sounding else ""
 
@@ -112,15 +108,15 @@ def sound_evidence(values: Mapping[str, Any]) -> str:
 
 
 def note(values: Mapping[str, Any]) -> str:
-    """Returns what a run with pictures needs, if the name of its model does not say that it reads some; "": nothing."""
+    """Returns what a run with images needs, if the name of its model does not say that it reads some; "": nothing."""
     shown = evidence(values)
     if not shown or any(family_of(str(values[key])) for key in MODELS if key in values):
         return ""
-    return f"this run has pictures ({shown}): model.path must be a model of {', '.join(readable())}"
+    return f"this run has images ({shown}): model.path must be a model of {', '.join(readable())}"
 
 
 def shown(keys: Keys) -> bool:
-    """Whether a run has pictures. It depends on the name of its model, if that is not in the file."""
+    """Whether a run has images. It depends on the name of its model, if that is not in the file."""
     is_shown = bool(evidence(keys.values))
     for key in () if is_shown else MODELS:
         keys.explicit.ask(key)
@@ -138,7 +134,7 @@ def processor(row: Row, value: Any, keys: Keys) -> Outcome:
 
 
 def limit(value: Any, keys: Keys) -> Outcome:
-    """The most pictures of a prompt that the engine takes; 0: any number."""
+    """The most images of a prompt that the engine takes; 0: any number."""
     return Outcome("changed", {}, LIMIT) if value else Outcome("mapped")
 
 

@@ -34,7 +34,7 @@ CONDITIONS = {
     "evaluating": (rows.evaluates, "eval_strategy is no"),
     "evaluates": (lambda keys: rows.evaluates(keys) and keys["eval_steps"], "eval_strategy is no, or it is not set"),
     "no_dtype": (lambda keys: not keys.explicit.get("dtype"), "the model's dtype is set"),
-    "pictures": (images.shown, images.NONE),
+    "images": (images.shown, images.NONE),
     "adapted": (parts.adapted, "use_peft is False"),
     "no_sft_model": (lambda keys: "sft_model_path" not in keys, "of the tokenizer; sft_model_path is the policy"),
     "uses_vllm": (lambda keys: keys["use_vllm"], "rollouts come from the trainer's process, there and here"),

@@ -1,4 +1,4 @@
-"""Prompts with pictures in the sampler and in the learner: both compute the same, whatever computes together."""
+"""Prompts with images in the sampler and in the learner: both compute the same, whatever computes together."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import image_layout
 from jaxrl_llm.data.images import ImageFormat
 from jaxrl_llm.learner import forward
-from jaxrl_llm.learner.microbatches import Microbatch, over
+from jaxrl_llm.learner.microbatches import Microbatch, map_reduce
 from jaxrl_llm.learner.packing import pack, packed_shapes
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.jax import sizes as engine_sizes
 from jaxrl_llm.rollout.jax.engine import Sampler
-from jaxrl_llm.rollout.protocol import PictureLimits
-from jaxrl_llm.rollout.vllm.pictures import check_pictures, server_prompt
+from jaxrl_llm.rollout.protocol import ImageLimits
+from jaxrl_llm.rollout.vllm.images import check_images, server_prompt
 from jaxrl_llm.structs import Batch, Prompts, Rollouts
 
 GROUP, LENGTH = 3, 24
@@ -96,7 +96,7 @@ def test_the_trainer_computes_the_log_probabilities_of_the_sampler(loaded):
 def test_what_computes_together_changes_no_completion(loaded, monkeypatch):
     """On devices with tensor parts, where few completions are there at once and prompts begin in parts."""
     prompts, rollouts = prompts_of(loaded), sampled(loaded.folder.name)
-    monkeypatch.setattr(engine_sizes, "PROMPT_TOKENS", prompts.tokens.shape[1])
+    monkeypatch.setattr(engine_sizes, "PREFILL_TOKENS", prompts.tokens.shape[1])
     # Devices have equal parts: the last prompt may be there twice.
     even = [*range(len(prompts.tokens)), len(prompts.tokens) - 1][: -(-len(prompts.tokens) // 2) * 2]
     again = sample(sampler(loaded.folder, (2, 1, 2), pages=4), prompts.take(even))
@@ -104,14 +104,14 @@ def test_what_computes_together_changes_no_completion(loaded, monkeypatch):
     np.testing.assert_allclose(again.logprobs, rollouts.logprobs[even], atol=2e-5)
 
 
-def test_a_completion_depends_on_its_pictures(loaded):
+def test_a_completion_depends_on_its_images(loaded):
     prompts = prompts_of(loaded)
     black = replace(prompts, images=replace(prompts.images, patches=np.zeros_like(prompts.images.patches)))
-    with_pictures = (prompts.images.segments > 0).any(axis=1)
-    assert 0 < with_pictures.sum() < len(with_pictures)
+    with_images = (prompts.images.segments > 0).any(axis=1)
+    assert 0 < with_images.sum() < len(with_images)
     whole, other = sampled(loaded.folder.name), sample(unbounded(loaded.folder), black)
     first = np.abs(whole.logprobs - other.logprobs)[:, :, 0].max(axis=1)
-    assert (first[with_pictures] > 1e-3).all() and (first[~with_pictures] < 1e-5).all()
+    assert (first[with_images] > 1e-3).all() and (first[~with_images] < 1e-5).all()
 
 
 def smaller_sizes(batch: Batch, form: ImageFormat) -> tuple[tuple[int, int], ...]:
@@ -145,7 +145,7 @@ def test_a_micro_batch_runs_with_the_smallest_size_that_holds_its_prompts():
     assert batch.prompt_mask.sum(axis=1).tolist() == [22, 10, 22, 32]
 
     def visit(part: Microbatch) -> dict[int, jax.Array]:
-        """Counts the micro-batches of each width. The tokens and the pictures of their prompts are all there."""
+        """Counts the micro-batches of each width. The tokens and the images of their prompts are all there."""
         prompt, whole = part.batch.prompt, part.take(batch.prompt)
         same = jnp.sum(prompt.mask) == jnp.sum(whole.mask)
         if prompt.images is None:
@@ -157,7 +157,9 @@ def test_a_micro_batch_runs_with_the_smallest_size_that_holds_its_prompts():
 
     counts = {}
     for mesh, microbatch in ((tiny.mesh_of((1, 1, 1)), 1), (tiny.mesh_of((2, 1, 1)), 2)):
-        found = jax.jit(partial(over, visit=visit, microbatch=microbatch, mesh=mesh))(sharding.shard_batch(batch, mesh))
+        found = jax.jit(partial(map_reduce, visit=visit, microbatch=microbatch, mesh=mesh))(
+            sharding.shard_batch(batch, mesh)
+        )
         counts[mesh.size, microbatch] = {width: int(count) for width, count in found.items() if count}
     assert counts == {(1, 1): {32: 1, 22: 2, 10: 1}, (2, 2): {32: 1, 22: 1}}
 
@@ -172,7 +174,7 @@ def test_smaller_sizes_give_the_same_gradient():
     @jax.jit
     def gradient(batch: Batch) -> Any:
         loss = lambda params, part: jnp.sum(forward.completion_logprobs(model, params, part, Sampling())[0])  # noqa: E731
-        return over(batch, lambda part: jax.grad(loss)(params, part.batch), microbatch=1, mesh=mesh)
+        return map_reduce(batch, lambda part: jax.grad(loss)(params, part.batch), microbatch=1, mesh=mesh)
 
     whole = gradient(batch)
     smaller = (24, batch.images.sizes.patches), (6, 0)
@@ -197,23 +199,23 @@ def test_an_image_token_of_an_environment_gives_no_infinite_number(loaded):
 def test_a_server_gets_the_trainers_pixels_and_one_token_for_each_image(loaded):
     prompts = prompts_of(loaded)
     assert prompts.images is not None
-    for b, pictures in enumerate(loaded.pictures):
+    for b, images in enumerate(loaded.images):
         asked = server_prompt(prompts, b)
-        grids = [(x.shape[0] // loaded.form.factor, x.shape[1] // loaded.form.factor) for x in pictures]
+        grids = [(x.shape[0] // loaded.form.factor, x.shape[1] // loaded.form.factor) for x in images]
         ours = prompts.tokens[b][prompts.mask[b]]
         assert asked.expanded == ours.tolist()
         assert asked.tokens == tiny.collapsed(ours, grids, loaded.form.image_token)
         request = asked.request([7])
         assert request["token_ids"] == [*asked.tokens, 7]
-        assert len(request.get("content_parts", ())) == len(pictures)
-        assert ("return_token_ids" in request) == bool(pictures)
-        for part, pixels in zip(asked.pictures, pictures, strict=True):
+        assert len(request.get("content_parts", ())) == len(images)
+        assert ("return_token_ids" in request) == bool(images)
+        for part, pixels in zip(asked.images, images, strict=True):
             png = base64.b64decode(part["url"].removeprefix("data:image/png;base64,"))
             np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(png))), pixels)
 
 
 def test_squares_of_gemma_are_not_sent_to_a_server(refused):
-    check_pictures(None)
-    check_pictures(PictureLimits(2, 3136, 50176))
+    check_images(None)
+    check_images(ImageLimits(2, 3136, 50176))
     with refused("config.engine"):
-        check_pictures(PictureLimits(2, 0, 0))
+        check_images(ImageLimits(2, 0, 0))

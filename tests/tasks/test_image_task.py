@@ -1,4 +1,4 @@
-"""The embedded task and model of pictures: rows, runs, and what a config of it may ask for."""
+"""The embedded task and model of images: rows, runs, and what a config of it may ask for."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def read(cell: np.ndarray) -> int:
 
 def digits_of(row: dict[str, Any]) -> list[int]:
     digits = []
-    for picture in row["images"]:
-        pixels = np.asarray(Image.open(io.BytesIO(picture)).convert("RGB"))
+    for image in row["images"]:
+        pixels = np.asarray(Image.open(io.BytesIO(image)).convert("RGB"))
         for top in range(0, len(pixels), 28):
             digits += [read(pixels[top : top + 28, left : left + 28]) for left in range(0, pixels.shape[1], 28)]
     return digits
@@ -96,7 +96,7 @@ def test_rows_are_the_same_in_each_call_and_process():
     assert other.stdout.strip() == hashlib.sha256(pickle.dumps(rows)).hexdigest()
 
 
-def test_answers_are_those_of_the_digits_that_the_pictures_show():
+def test_answers_are_those_of_the_digits_that_the_images_show():
     rows = [row for name in SOURCES for row in rows_of(name)[:60]]
     for row in rows:
         digits = digits_of(row)
@@ -118,23 +118,23 @@ def test_a_demonstration_thinks_or_says_the_first_digit():
     assert scores == [1.0] * len(thought)
 
 
-def test_no_picture_is_in_two_sources():
-    pictures = [picture for name in SOURCES for row in rows_of(name) for picture in row["images"]]
-    assert len(set(pictures)) == len(pictures)
+def test_no_image_is_in_two_sources():
+    files = [image for name in SOURCES for row in rows_of(name) for image in row["images"]]
+    assert len(set(files)) == len(files)
 
 
-def test_the_question_and_the_pictures_both_decide():
+def test_the_question_and_the_images_both_decide():
     rows = rows_of("held_out")
     for row in rows:
         other = {"max": min, "min": max}[question_of(row)](row["digits"])
         assert str(other) != row["answer"]
     rights = [row["answer"] for row in rows]
-    # What needs no picture, or one digit alone.
+    # What needs no image, or one digit alone.
     best = max(np.mean([x == str(guess) and question_of(row) == which for x, row in zip(rights, rows, strict=True)])
                for guess in range(10) for which in ("max", "min"))  # fmt: skip
     assert 2 * best < 0.2
     assert np.mean([x == str(row["digits"][0]) for x, row in zip(rights, rows, strict=True)]) < 0.3
-    # The answer to the same question about the pictures of the next problem.
+    # The answer to the same question about the images of the next problem.
     answers = [
         str({"max": max, "min": min}[question_of(row)](other["digits"]))
         for row, other in zip(rows, [*rows[1:], rows[0]], strict=True)
@@ -142,7 +142,7 @@ def test_the_question_and_the_pictures_both_decide():
     assert np.mean([x == y for x, y in zip(rights, answers, strict=True)]) < 0.2
 
 
-def test_a_problem_with_other_pictures_keeps_its_question_and_answer():
+def test_a_problem_with_other_images_keeps_its_question_and_answer():
     one, other = rows_of("held_out")[:2]
     row = rolled(one, other["images"])
     assert (question_of(row), row["answer"]) == (question_of(one), one["answer"])
@@ -193,18 +193,18 @@ def whole(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_tower_and_text_learn_and_samples_name_their_pictures(whole):
+def test_tower_and_text_learn_and_samples_name_their_images(whole):
     assert changed(whole) == (True, True)
     first = numbers(whole)[0]
     assert first["sampler/gap_max"] < 1e-4 and first["kl/ref"] < 1e-6
     sample = (whole / "completions.jsonl").read_text().splitlines()[0]
-    assert re.search(r"digits_in_pictures\.train row \d+: picture 1, \d+ x \d+", sample)
-    # And the report shows the pictures that the model saw.
+    assert re.search(r"digits_in_pictures\.train row \d+: image 1, \d+ x \d+", sample)
+    # And the report shows the images that the model saw.
     row = task.train()[int(re.search(r"row (\d+)", sample)[1]) - 1]
     urls, text = json.loads(sample)["pictures"], page.render([whole])
-    for url, picture in zip(urls, row["images"], strict=True):
+    for url, image in zip(urls, row["images"], strict=True):
         assert f'<img src="{url}" alt="digits_in_pictures.train row' in text
-        seen, source = (Image.open(io.BytesIO(x)) for x in (base64.b64decode(url.partition("base64,")[2]), picture))
+        seen, source = (Image.open(io.BytesIO(x)) for x in (base64.b64decode(url.partition("base64,")[2]), image))
         difference = np.abs(np.subtract(np.asarray(seen), np.asarray(source.convert("RGB")), dtype=np.float32))
         assert seen.size == source.size and difference.mean() < 10
 
@@ -224,7 +224,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(whole, tmp_path):
 
 def test_a_frozen_tower_stays_as_it_is(tmp_path):
     config = configs.load(ROOT / "configs" / "sft.py")
-    fields = {"model.path": str(FOLDER), "model.vision": "frozen", "data.source": "test_picture_task.few"}
+    fields = {"model.path": str(FOLDER), "model.vision": "frozen", "data.source": "test_image_task.few"}
     sizes = {"num_steps": 1, "prompts_per_step": 4, "rollout.max_completion_tokens": 16, "optim.warmup_steps": 0}
     config.update_from_flattened_dict(fields | sizes | {"eval": None, "log.to": (), "mesh.fsdp": 1})
     list(sft.steps(config, tmp_path / "run"))
@@ -272,14 +272,14 @@ def few() -> list[dict[str, Any]]:
 
 
 NEW = {
-    "data.source": "test_picture_task.few",
+    "data.source": "test_image_task.few",
     "model.hidden_size": 32, "model.num_hidden_layers": 1, "model.intermediate_size": 32,
     "model.vision_config.hidden_size": 16, "model.vision_config.intermediate_size": 16, "mesh.fsdp": 1,
 }  # fmt: skip
 
 
 @pytest.mark.slow
-def test_a_new_model_reads_pictures_and_learns_them(tmp_path):
+def test_a_new_model_reads_images_and_learns_them(tmp_path):
     steps = list(sft.steps(config_of("pictures_sft", **NEW), tmp_path / "run"))
     assert [record["step"] for record in steps] == [1, 2]
     folder = tmp_path / "run" / "hf"
@@ -297,14 +297,14 @@ WRONG = [
     ("pictures_sft", {"model.vision_config.depth": 0}, "config.model.vision_config.depth"),
     ("pictures_sft", {"model.path": "somewhere"}, "config.model."),
     ("pictures_sft", {"model.vision_config": None}, "row 1"),
-    ("pictures_sft", {"data.source": "test_picture_task.texts"}, "config.model.vision_config"),
+    ("pictures_sft", {"data.source": "test_image_task.texts"}, "config.model.vision_config"),
     ("pictures", {"data.max_prompt_tokens": 4}, "digits_in_pictures.train"),
     ("pictures", {"model.path": str(ROOT / "jaxrl_llm" / "assets" / "arithmetic")}, "row 1"),
 ]
 
 
 def texts() -> list[dict[str, Any]]:
-    """A demonstration without pictures."""
+    """A demonstration without images."""
     return [{"prompt": [{"role": "user", "content": "1+1"}], "completion": "2", "answer": "2"}] * 8
 
 
@@ -353,8 +353,8 @@ def test_transformers_loads_the_embedded_model_and_computes_the_same(tmp_path):
     hidden, _ = model.prefill(params, Prompt(prompts.tokens, prompts.mask, prompts.images))
     logits = np.asarray(model.logits(params, hidden))
     for i, row in enumerate(rows):
-        pictures = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in row["images"]]
-        inputs = processor(pictures, return_tensors="pt")
+        row_images = [Image.open(io.BytesIO(image)).convert("RGB") for image in row["images"]]
+        inputs = processor(row_images, return_tensors="pt")
         tokens = torch.tensor(prompts.tokens[i][prompts.mask[i]][None])
         kinds = (tokens == theirs.config.image_token_id).int()
         with torch.no_grad():

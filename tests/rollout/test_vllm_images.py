@@ -1,4 +1,4 @@
-"""Prompts with pictures on a real vLLM server. launch/vllm_cpu.sh leaves out torchvision, which this needs."""
+"""Prompts with images on a real vLLM server. launch/vllm_cpu.sh leaves out torchvision, which this needs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from jaxrl_llm.data.images import read_format
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, hf_export
-from jaxrl_llm.rollout.vllm.pictures import server_arguments
-from jaxrl_llm.structs import PictureLimits
+from jaxrl_llm.rollout.vllm.images import server_arguments
+from jaxrl_llm.structs import ImageLimits
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 TOWER = {
@@ -69,14 +69,14 @@ def model_folder(folder: Path, family: str = "qwen2_5_vl") -> Path:
     settings |= {"temporal_patch_size": 2, "image_mean": hf.CLIP_MEAN, "image_std": hf.CLIP_STD}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     model = hf.load_model(folder)
-    # Three times as large, so that neither the softmax nor the pictures say little.
+    # Three times as large, so that neither the softmax nor the images say little.
     params = jax.tree.map(lambda x: x * 3, jax.jit(model.init)(jax.random.key(0)))
     hf_export.save(folder / "whole", params, folder)
     return folder / "whole"
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_pictures_are_sampled_as_scored_also_after_a_push_of_the_tower(family, tmp_path, monkeypatch):
+def test_images_are_sampled_as_scored_also_after_a_push_of_the_tower(family, tmp_path, monkeypatch):
     folder = model_folder(tmp_path / "model", family)
     mesh, tokenizer, form = sharding.make_mesh(data=1, fsdp=2, tensor=2), hf.load_tokenizer(folder), read_format(folder)
     assert form
@@ -91,7 +91,7 @@ def test_pictures_are_sampled_as_scored_also_after_a_push_of_the_tower(family, t
     ]
     dataset = read(rows, tokenizer, form, monkeypatch)
     prompts = data.make_prompts(dataset, range(len(rows)), tokenizer.pad_token_id)
-    limits = PictureLimits(2, form.min_pixels, form.max_pixels)
+    limits = ImageLimits(2, form.min_pixels, form.max_pixels)
     with (
         serving(tmp_path / "vllm.log", *server_arguments(limits), folder=folder, most=256) as live,
         connected(live, tmp_path=tmp_path, model=model.cfg, max_prompt_tokens=dataset.width) as engine,
@@ -111,7 +111,7 @@ def test_pictures_are_sampled_as_scored_also_after_a_push_of_the_tower(family, t
         assert moved[0] < 1e-4 and (moved[1:] > 1e-3).all()
 
 
-def test_a_server_that_makes_other_tokens_of_a_picture_is_refused(tmp_path, monkeypatch):
+def test_a_server_that_makes_other_tokens_of_an_image_is_refused(tmp_path, monkeypatch):
     folder = model_folder(tmp_path / "model")
     tokenizer = hf.load_tokenizer(folder)
     form = read_format(folder, min_pixels=0, max_pixels=28 * 28 * 16)
@@ -120,7 +120,7 @@ def test_a_server_that_makes_other_tokens_of_a_picture_is_refused(tmp_path, monk
     model = hf.load_model(folder, mesh)
     dataset = read([{"problem": "<image>?", "images": [pillow(140, 140)]}], tokenizer, form, monkeypatch)
     prompts = data.make_prompts(dataset, [0], tokenizer.pad_token_id)
-    wrong = server_arguments(PictureLimits(1, 28 * 28, 28 * 28 * 4))
+    wrong = server_arguments(ImageLimits(1, 28 * 28, 28 * 28 * 4))
     with (
         serving(tmp_path / "vllm.log", *wrong, folder=folder, most=256) as live,
         connected(live, tmp_path=tmp_path, model=model.cfg, max_prompt_tokens=dataset.width) as engine,

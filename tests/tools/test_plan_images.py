@@ -1,4 +1,4 @@
-"""`jaxrl plan` for prompts with pictures: the programs are those of a run, and the tower counts."""
+"""`jaxrl plan` for prompts with images: the programs are those of a run, and the tower counts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from jaxrl_llm.recipe.recipe import Recipe
 from jaxrl_llm.rollout.weights import copy_shapes
 from jaxrl_llm.structs import ImageSizes
 from jaxrl_llm.tools.plan import phases
-from jaxrl_llm.tools.plan.__main__ import pictures_line
+from jaxrl_llm.tools.plan.__main__ import image_line
 from jaxrl_llm.tools.plan.compiler import Compiler, Phase, StepSampling
 from jaxrl_llm.tools.plan.flops import flops
 from jaxrl_llm.tools.plan.phases import SlicePlan
 from jaxrl_llm.tools.plan.prompts import PromptSizes, prompt_sizes
 
 ROOT = Path(__file__).parents[2]
-LARGEST = "84x28x2"  # pictures of a prompt of configs/pictures.py with the most patches
+LARGEST = "84x28x2"  # images of a prompt of configs/pictures.py with the most patches
 MESH = (1, 4, 2)
 
 
@@ -83,7 +83,7 @@ def test_the_programs_of_a_plan_are_those_of_a_run(planned, tmp_path, monkeypatc
     assert {program.phase for program in programs} == {"push", "prompts", "decoding", "scoring", "update"}
     for program in programs:
         assert (program.name, shapes_of(program)) in run
-    # Without pictures they are others.
+    # Without images they are others.
     text = {program.phase: shapes_of(program) for program in planned(recipe, PromptSizes(width)).programs}
     for program in programs:
         assert program.phase in ("push", "decoding") or text[program.phase] != shapes_of(program)
@@ -94,7 +94,7 @@ def test_the_operations_of_the_tower_are_those_of_its_patches(planned):
     few, many = (prompt_sizes(recipe, 64, pixels) for pixels in ("56x56", "112x112"))
     assert few.images and many.images and many.images.patches == 4 * few.images.patches
     of_small, of_large = (planned(recipe, prompts) for prompts in (few, many))
-    assert pictures_line(of_small.plan) == "prompts of 64 tokens, 4 of them of pictures of 16 patches"
+    assert image_line(of_small.plan) == "prompts of 64 tokens, 4 of them of images of 16 patches"
     cfg = of_large.plan.models.model.cfg
     tower = cfg.vision
     assert tower
@@ -114,7 +114,7 @@ def test_the_operations_of_the_tower_are_those_of_its_patches(planned):
 
 def test_a_plan_for_texts_says_so_and_a_token_of_decoding_reads_no_tower(planned):
     plan, _, sampled = planned(recipe_of(), PromptSizes(16))
-    assert pictures_line(plan) == "prompts of 16 tokens of text: --pixels plans for pictures"
+    assert image_line(plan) == "prompts of 16 tokens of text: --pixels plans for images"
     mesh, model = plan.models.mesh, plan.models.model
     copy = copy_shapes(model, mesh, mesh, model.shapes, in_int8=False)
     assert sampled.weights - sampled.read == device_bytes(copy[TOWER]) > 0
@@ -129,14 +129,14 @@ def test_a_plan_for_texts_says_so_and_a_token_of_decoding_reads_no_tower(planned
         ("qwen3_vl_4b_geo3k_lora", "qwen3_vl_4b", (256, 1024, 768)),
     ],
 )
-def test_pictures_are_resized_as_the_recipe_and_the_folder_say(recipe, model, expected):
+def test_images_are_resized_as_the_recipe_and_the_folder_say(recipe, model, expected):
     made = recipe_of(f"recipes/{recipe}", **{"model.path": str(ROOT / "jaxrl_llm" / "assets" / model)})
     tokens, patches, numbers = expected
     # Smaller ones are enlarged to the limit.
     for pixels in ("512x512", "100x100"):
         prompts = prompt_sizes(made, 512, pixels)
         assert prompts == PromptSizes(512, ImageSizes(patches, numbers, patches // 4), tokens)
-    assert prompt_sizes(made, 1024, "512x512x2").picture_tokens == 2 * tokens
+    assert prompt_sizes(made, 1024, "512x512x2").image_tokens == 2 * tokens
 
 
 WRONG = ("512", "0x28", "28x28x0", "-28x28", "28x28x2x2", "28x9999", "112x112", "84x28x6")

@@ -1,0 +1,106 @@
+"""Partial rollouts: a step takes the groups that complete first, and later steps continue the other groups."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.rollout.environments import EnvironmentBatch
+from jaxrl_llm.structs import Collate, Prompts, Rollouts
+
+
+class InFlightGroups(NamedTuple):
+    """Groups of completions that a later call of the engine continues. All arrays are on the host."""
+
+    prompts: Prompts  # n prompts
+    rollouts: Rollouts  # [n, G, C]
+    has_ended: np.ndarray  # [n, G] bool, True for completions that have ended
+    is_turn_start: np.ndarray  # [n, G, C] bool, True at the first token of each turn, even if it is not sampled yet
+    environments: EnvironmentBatch | None = None  # None for single turns, or before a resumed run has opened them
+
+    @classmethod
+    def empty(cls, prompts: Prompts, group_size: int, length: int, pad_id: int) -> InFlightGroups:
+        """Returns groups without a token, with room for `length` tokens in each completion."""
+        n = len(prompts.tokens)
+        false = np.zeros((n, group_size, length), bool)
+        rollouts = Rollouts(
+            completions=np.full(false.shape, pad_id, np.int32),
+            completion_mask=false,
+            loss_mask=false,
+            logprobs=false.astype(np.float32),
+            truncated=false.any(axis=-1),
+            versions=false.astype(np.int32),
+        )
+        is_turn_start = np.broadcast_to(np.arange(length) == 0, false.shape)
+        return cls(prompts, rollouts, np.zeros((n, group_size), bool), is_turn_start)
+
+    @property
+    def arrays(self) -> tuple[Rollouts, np.ndarray, np.ndarray]:
+        """The fields whose arrays have an entry for each completion."""
+        return self.rollouts, self.has_ended, self.is_turn_start
+
+    def concatenate(self, later: InFlightGroups) -> InFlightGroups:
+        """Returns these groups followed by `later`. Either both have environments or neither has."""
+        names = sorted({*self.rollouts.episodes, *later.rollouts.episodes})
+        parts = [(part.rollouts.measured(names), part.has_ended, part.is_turn_start) for part in (self, later)]
+        rollouts, has_ended, is_turn_start = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+        environments = self.environments and later.environments and self.environments.concatenate(later.environments)
+        return InFlightGroups(self.prompts.joined(later.prompts), rollouts, has_ended, is_turn_start, environments)
+
+    def take(self, groups: list[int]) -> InFlightGroups:
+        """Returns the groups with these indices."""
+        environments = self.environments and self.environments.take(groups)
+        rollouts, has_ended, is_turn_start = jax.tree.map(lambda x: x[groups], self.arrays)
+        return InFlightGroups(self.prompts.take(groups), rollouts, has_ended, is_turn_start, environments)
+
+    def answered_turns(self) -> list[list[list[int]]]:
+        """Returns for each completion the tokens of its turns that an observation follows; [] if it has ended."""
+        shape = -1, self.is_turn_start.shape[2]
+        tokens, sampled = (x.reshape(shape) for x in (self.rollouts.completions, self.rollouts.loss_mask))
+        turns: list[list[list[int]]] = []
+        for i, has_ended in enumerate(self.has_ended.ravel()):
+            starts = [] if has_ended else np.flatnonzero(self.is_turn_start.reshape(shape)[i]).tolist()
+            # Each part is a turn and the observation that follows it.
+            parts = [slice(start, stop) for start, stop in pairwise(starts)]
+            turns.append([tokens[i, part][sampled[i, part]].tolist() for part in parts])
+        return turns
+
+    def split(self, groups: list[int]) -> tuple[InFlightGroups, InFlightGroups]:
+        """Returns the groups with these indices, and all other groups."""
+        other_groups = np.setdiff1d(np.arange(len(self.has_ended)), groups).tolist()
+        return self.take(groups), self.take(other_groups)
+
+    def to_checkpoint(self) -> dict[str, Any]:
+        """Returns the arrays that a checkpoint keeps. Their names are those of existing checkpoints."""
+        rollouts, has_ended, is_turn_start = self.arrays
+        return {"numbers": self.prompts.numbers, "rollouts": rollouts, "ended": has_ended, "begins": is_turn_start}
+
+    @classmethod
+    def from_checkpoint(cls, arrays: dict[str, Any], collate: Collate) -> InFlightGroups:
+        """Returns the groups of `to_checkpoint`, without environments. A checkpoint holds dataclasses as dicts."""
+        return cls(collate(arrays["numbers"]), Rollouts(**arrays["rollouts"]), arrays["ended"], arrays["begins"])
+
+
+class FirstCompleteGroups(NamedTuple):
+    """What a call has sampled until the wanted number of groups was complete."""
+
+    in_flight: InFlightGroups  # all groups of the call
+    complete_groups: list[int]  # indices of the complete groups, in the order in which they became complete
+    idle_share: float  # share of decode slots and steps that computed no sequence
+
+
+class StreamEngine(Protocol):
+    """An engine that can end a call when some groups are complete."""
+
+    def sample_first(
+        self, in_flight: InFlightGroups, key: jax.Array, *, sampling: Sampling, wanted_groups: int
+    ) -> FirstCompleteGroups:
+        """Samples until `wanted_groups` groups are complete, in episodes with the environments of `in_flight`.
+
+        Only counts of tokens decide which groups complete first, and how far the other groups get; time never does.
+        """
+        ...

@@ -1,0 +1,199 @@
+"""Attention over the key-value cache: how the engine's programs read and write the pages of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_llm.machine import sharding
+from jaxrl_llm.models import paged_attention_gpu, paged_attention_tpu
+from jaxrl_llm.models.attention import KeyValue
+from jaxrl_llm.models.config import DecoderConfig
+from jaxrl_llm.models.decoder import Decoder, PerKind
+from jaxrl_llm.models.paged_attention import HIDDEN, Pages, Readers, attend, attend_prompts, join
+from jaxrl_llm.rollout.jax.sizes import PAGE_TOKENS, PageKind
+from jaxrl_llm.structs import AnyArray, Array, PyTree
+
+
+class CacheIndices(NamedTuple):
+    """Where sequences [d, S] read and write their keys and values, in a program that reads e prompts and p pages."""
+
+    page_table: AnyArray  # [d, S, n] pages of each sequence in the order of its tokens; p: the sequence has no more
+    page_owner: AnyArray  # [d, p] sequence that holds the page
+    page_start: AnyArray  # [d, p] place of the page's first token in its sequence
+    prompt_mask: AnyArray  # [d, e, P] True for real tokens of the prompts
+    prompt_members: AnyArray  # [d, e, G] sequences of each prompt
+    member_index: AnyArray  # [d, S] index of each sequence in `prompt_members`, flattened to e * G
+    # [d, e] position of the first completion token; None if that is the number of prompt tokens. An image takes fewer
+    # positions than tokens.
+    prompt_end: AnyArray = None
+
+
+class AttentionMask:
+    """Which keys of prompts and pages are hidden from the tokens of sequences, for layers with and without window."""
+
+    def __init__(self, model: Decoder, indices: CacheIndices, page: int):
+        """page: tokens of a page."""
+        self.page, self._indices = page, indices
+        longest_text = indices.page_table.shape[2] * page + indices.prompt_mask.shape[2]
+        self.window = model.cfg.window if model.cfg.window < longest_text else 0
+        prompt_tokens = jnp.sum(indices.prompt_mask, axis=-1)  # [d, e]
+
+        def by_sequence(x: Array) -> jax.Array:
+            return jnp.take_along_axis(x, indices.member_index // indices.prompt_members.shape[2], axis=1)
+
+        self._prompt_tokens = by_sequence(prompt_tokens)
+        self._prompt_end = self._prompt_tokens if indices.prompt_end is None else by_sequence(indices.prompt_end)
+
+    def rotary_positions(self, places: Array) -> jax.Array:
+        """Returns the positions, for the rotary embedding, of tokens at `places` [d, S, T] of completions."""
+        return self._prompt_end[..., None] + places
+
+    def _text_places(self, places: Array) -> jax.Array:
+        """Returns the number of prompt and completion tokens before tokens at `places` [d, S, T] of completions."""
+        return self._prompt_tokens[..., None] + places
+
+    def mask_pages(self, places: Array) -> PerKind:
+        """Returns the mask of keys in pages [d, p, T, s], for tokens at `places` [d, S, T] of completions."""
+        indices = self._indices
+        query_place = jnp.take_along_axis(places, indices.page_owner[..., None], axis=1)[..., None]
+        key_place = (indices.page_start[..., None] + jnp.arange(self.page)[None, None])[:, :, None]
+
+        def mask(window: int) -> jax.Array:
+            is_later = key_place > query_place
+            return _as_bias(is_later | (key_place <= query_place - window) if window else is_later)
+
+        return PerKind.for_window(mask, self.window)
+
+    def mask_prompts(self, places: Array) -> PerKind:
+        """Returns the mask of keys in prompts [d, e, G * T or 1, P], for completion tokens at `places` [d, S, T]."""
+        prompt_mask, members = self._indices.prompt_mask, self._indices.prompt_members
+        padding = ~prompt_mask[:, :, None]
+
+        def mask(window: int) -> jax.Array:
+            if not window:
+                return _as_bias(padding)
+            d, e, g = members.shape
+            text_places = self._text_places(places)
+            query_place = jnp.take_along_axis(text_places, members.reshape(d, e * g)[..., None], axis=1)
+            key_place = jnp.maximum(jnp.cumsum(prompt_mask, axis=-1) - 1, 0)[:, :, None]
+            return _as_bias(padding | (query_place.reshape(d, e, -1)[..., None] - key_place >= window))
+
+        return PerKind.for_window(mask, self.window)
+
+
+def make_attend(
+    model: Decoder,
+    mesh: Mesh,
+    indices: CacheIndices,
+    attention_mask: AttentionMask,
+    *,
+    page: Array,
+    places: Array,
+    in_place: bool,
+) -> Callable[..., tuple[Array, Any]]:
+    """Returns `attend(is_local, query, new keys and values, (prompts, own pages) of a layer)` -> attended, the pages.
+
+    `attend` writes the keys and values of tokens at `places` [d, S, T] of completions to `page` [d, S, T]. Then the
+    tokens attend to their prompts and to their own pages. in_place: whether the program reads all pages where they
+    are; otherwise it copies the pages of the table.
+    """
+    cfg = model.cfg
+    kernel_of, one_token = partial(_kernel, mesh.devices.flat[0], cfg, attention_mask.page), places.shape[2] == 1
+    page_masks, prompt_masks = attention_mask.mask_pages(places), attention_mask.mask_prompts(places)
+    numerics: dict[str, Any] = dict(soft_cap=cfg.soft_cap, precision=cfg.precision)
+
+    def on_device(
+        window: int, query: Array, new: KeyValue, layer: tuple[Pages, Pages], masks: tuple, rows: tuple
+    ) -> tuple[Array, tuple[Pages, Pages]]:
+        query, new, (prompts, pages), (page_mask, prompt_mask), (indices, page, places) = local_part(
+            (query, new, layer, masks, rows)
+        )
+        offset, in_int8 = places % attention_mask.page, pages.key_scale is not None
+        kernel = kernel_of(in_int8=in_int8) if in_place and one_token else None
+        if kernel is paged_attention_tpu:
+            pages = paged_attention_tpu.write_own(pages, page[:, 0], offset[:, 0], new)
+        else:
+            pages = pages.write(page, offset, new)
+        query_by_token = jnp.swapaxes(query, 2, 3)  # [K, S, T, R, h]
+        if in_place:
+            read_pages, table = pages, indices.page_table
+        else:
+            read_pages = pages.take(jnp.minimum(indices.page_table.reshape(-1), pages.keys.shape[1] - 1))
+            table = jnp.arange(indices.page_table.size).reshape(indices.page_table.shape)
+        readers = Readers(table, indices.page_owner, indices.prompt_members, indices.member_index)
+        if kernel is None:
+            attended = attend(query_by_token, prompts, read_pages, (page_mask, prompt_mask), readers, **numerics)
+        else:
+            from_pages = kernel.attend_own(query[:, :, :, 0], pages, table, places[:, 0] + 1, window, cfg.soft_cap)
+            from_pages = jax.tree.map(lambda x: x[:, :, None], from_pages)  # adds the axis T = 1
+            from_prompts = attend_prompts(query_by_token, prompts, prompt_mask, readers, **numerics)
+            attended = join(from_prompts, from_pages)
+        attended = attended.astype(query.dtype)
+        return add_device_axis((jnp.swapaxes(attended, 2, 3), (prompts, pages)))
+
+    heads, rows = sharding.heads_spec(cfg.kv_heads, mesh), sharding.BATCH
+
+    def attend_on_mesh(is_local: Array | bool, query: Array, new: KeyValue, layer: Any) -> tuple[Array, Any]:
+        masks = page_masks.of(is_local), prompt_masks.of(is_local)
+        # A kernel needs its window as a static number, so it is bound here.
+        on_layer = partial(on_device, attention_mask.window if is_local is True else 0)
+        run = on_devices(mesh, on_layer, (heads, heads, heads, rows, rows), heads)
+        return run(query, new, layer, masks, (indices, page, places))
+
+    return attend_on_mesh
+
+
+def page_kind(mesh: Mesh, cfg: DecoderConfig, dtype: str = "") -> PageKind:
+    """Returns the kind of pages that platform and model prescribe. dtype: "int8", or "" = dtype of the model."""
+    device, tensor = mesh.devices.flat[0], mesh.shape["tensor"]
+    heads = cfg.kv_heads // (1 if sharding.heads_spec(cfg.kv_heads, mesh)[1] is None else tensor)
+    # Integers have one float32 scale for each token and head, which takes four bytes.
+    head_bytes = cfg.head_dim + 4 if dtype else cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
+    tokens = paged_attention_tpu.LANES if device.platform == "tpu" else 0
+    return PageKind(
+        devices=sharding.prompt_shards(mesh),
+        dtype=dtype,
+        token_bytes=2 * cfg.layers * heads * head_bytes,
+        tokens=tokens,
+        in_place=_kernel(device, cfg, tokens or PAGE_TOKENS, in_int8=dtype == "int8") is not None,
+    )
+
+
+def _kernel(device: Any, cfg: DecoderConfig, page: int, *, in_int8: bool) -> Any:
+    """Returns the module of the platform's attention kernel for one token per sequence, None if it has no kernel.
+
+    page: tokens of a page.
+    """
+    kernels = [paged_attention_gpu] if in_int8 else [paged_attention_tpu, paged_attention_gpu]
+    return next((kernel for kernel in kernels if kernel.fits(device, cfg.head_dim, cfg.dtype, page)), None)
+
+
+def _as_bias(is_hidden: Array) -> jax.Array:
+    """Returns what attention adds to its logits: HIDDEN for hidden keys, otherwise 0."""
+    bias = jnp.where(is_hidden, HIDDEN, 0.0).astype(jnp.float32)
+    # The barrier keeps a CPU's compiler from computing the mask again in each layer.
+    return jax.lax.platform_dependent(bias, cpu=jax.lax.optimization_barrier, default=lambda x: x)
+
+
+def on_devices(mesh: Mesh, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """Returns `function` run by each device on its own part of the arrays.
+
+    Without `shard_map`, the compiler would gather the pages of all devices on each of them.
+    """
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def local_part(tree: PyTree) -> PyTree:
+    """Removes the leading axis of the device, whose size is 1 in `on_devices`."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def add_device_axis(tree: PyTree) -> PyTree:
+    """Adds the leading axis of the device, which `local_part` removes."""
+    return jax.tree.map(lambda x: x[None], tree)
