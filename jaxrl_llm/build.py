@@ -175,7 +175,7 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
     fit.check_positions(recipe, model.cfg, dataset, *sets.values())
     for name, other in models.others.items():
         cfg = hf.load_model(other, family=recipe.model.family).cfg
-        fit.check_other_model(f"{name}.path", cfg, model.cfg, reads=dataset.image_sizes is not None)
+        fit.check_other_model(f"{name}.path", cfg, model.cfg, has_images=dataset.image_sizes is not None)
         fit.check_positions(recipe, cfg, dataset, whose=f"those of config.{name}.path,")
     stop_ids = hf.stop_ids(folder, tokenizer)
     dataset = data.check_turn_end(dataset, tokenizer, recipe.data.template_args(tools), stop_ids)
