@@ -20,7 +20,7 @@ from jaxrl_llm.config.load import flatten, with_names
 from jaxrl_llm.data import columns, encoding
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import drawn
-from jaxrl_llm.data.images import read_format
+from jaxrl_llm.data.image_format import read_format
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.learner import update
 from jaxrl_llm.learner.critic import make_critic
@@ -335,7 +335,7 @@ def open_outputs(
             ],
         )
 
-    now = Rows({"data.source": counts} | inputs.eval_counts, inputs.dataset.prompts())
+    now = Rows({"data.source": counts} | inputs.eval_counts, inputs.dataset.prompt_fingerprint())
     return open_session(place, recipe.plan, models, mesh, inputs.began_with | place.code, now, announce)
 
 

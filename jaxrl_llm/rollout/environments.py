@@ -134,7 +134,7 @@ class EnvironmentPool:
         if not isinstance(observation, str):
             observation = self.messages.between(turn, observation, formats.template_args(row))
         # A tool may return JSON with half of a character, which no tokenizer takes.
-        return encoding.encode_text(encoding.HALF_A_PAIR.sub(REPLACEMENT, observation), self.tokenizer)
+        return encoding.encode_text(encoding.UNPAIRED_SURROGATE.sub(REPLACEMENT, observation), self.tokenizer)
 
     def shortened(self, results: tuple[str, ...], row: dict[str, Any], turn: Sequence[int]) -> list[int] | None:
         """Returns the token ids of results that are cut until they fit; None: even without a text they do not.
