@@ -20,7 +20,7 @@ import cloudpickle
 import numpy as np
 
 from jaxrl_llm import tasks
-from jaxrl_llm.config.names import OWN, resolve, split_call
+from jaxrl_llm.config.names import USER_FUNCTIONS, resolve, split_call
 from jaxrl_llm.data.image_columns import printable_value
 from jaxrl_llm.errors import UserError, briefly, describe
 from jaxrl_llm.machine.hang import WATCHDOG
@@ -190,13 +190,13 @@ def _call_in_time(seconds: float, name: str, text: str, *batch: Any) -> Function
 def _prepare(text: str, code: bytes) -> None:
     """Does the imports of a function. code: the function itself, if no module of another process can have it."""
     if code:
-        OWN[split_call(text)[0]] = pickle.loads(code)
+        USER_FUNCTIONS[split_call(text)[0]] = pickle.loads(code)
     bound(text)
 
 
 def _code(name: str) -> bytes:
     """Returns a pickled function of a notebook, a script or a config file. b"": it is imported by its name."""
-    if name not in OWN and not name.startswith("__main__."):
+    if name not in USER_FUNCTIONS and not name.startswith("__main__."):
         return b""
     pickled = io.BytesIO()
     try:
