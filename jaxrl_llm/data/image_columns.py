@@ -116,8 +116,8 @@ def place(prompt: list[Row], images: list[Any], column: str) -> tuple[list[Row],
     images = images or [normalize_image(x, f"image {k}") for k, x in enumerate(message_images, 1)]
     if count != len(images):
         raise ValueError(
-            f"has {len(images)} images, but {count} places for images ({MARK}, or parts of the type image): the two "
-            "numbers must be equal"
+            f"has other numbers of images and of places for them ({MARK}, or parts of the type image), "
+            f"{len(images)} and {count}: the two numbers must be equal"
         )
     if any(message["role"] == "assistant" for message in messages if any(_image_parts([message]))):
         raise ValueError("has an image in a message of the assistant, which can only hold text: remove the image")

@@ -143,11 +143,11 @@ def check_inputs(function: str, inputs: Sequence[str], known: Sequence[str]) -> 
     function: field and value that name the function; inputs: names of its arguments; known: columns of the run.
     Raises: UserError, with the columns and the section of the config that would add the missing one.
     """
-    missing = {"values": ", or add the section critic (see configs/ppo.py)"}
-    missing |= {"reward_model_scores": ", or add the section reward_model"}
+    missing = {"values": ", or add the section config.critic (see configs/ppo.py)"}
+    missing |= {"reward_model_scores": ", or add the section config.reward_model"}
     for name in inputs:
         teacher = name.removesuffix("_logprobs")
-        add_teacher = f", or add the section teachers.{teacher} (see configs/distillation.py)"
+        add_teacher = f", or add the section config.teachers.{teacher} (see configs/distillation.py)"
         if name not in known:
             hint = missing.get(name, add_teacher if name.endswith("_logprobs") else "")
             raise UserError(

@@ -257,7 +257,7 @@ def test_a_broken_row_is_refused_by_its_number(name, tokenizer, form, tmp_path, 
     with refused("mine.rows row 2", word) as caught:
         read([good, row], tokenizer, form, monkeypatch, columns={"image_folder": str(tmp_path)})
     line = str(caught.value)
-    assert "\\x89" not in line and len(line) < 400 and ": " in line.removeprefix("mine.rows row 2")
+    assert "\\x89" not in line and len(line) < 400
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "BMP"])
