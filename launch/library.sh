@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2034,SC2154 # the scripts read these variables, and set dry_run
-# Functions that the other scripts of this folder share. Each script sources this file; it runs nothing by itself.
-# slurm.sbatch does not: Slurm copies that one file to its hosts.
+# Functions that the other scripts of this folder share. Each script sources this file, which runs nothing by itself.
+# slurm.sbatch does not source it, because Slurm copies only slurm.sbatch to its hosts.
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) # of the checkout
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) # root of the checkout
 
 say() { echo "${0##*/}: $*" >&2; }
 die() { say "$*"; exit 2; }

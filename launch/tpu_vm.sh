@@ -8,29 +8,34 @@ Train on one Google Cloud TPU VM (a single host: v5litepod-8, v6e-8, ...).
 
   launch/tpu_vm.sh --name NAME --zone ZONE [options] [-- trainer arguments]
 
-  --name NAME      the VM; also names ./runs/NAME, where the work directory is brought back to
-  --zone ZONE      e.g. us-central1-a
+  --name NAME      name of the VM, and of ./runs/NAME, to which the work directory is copied
+  --zone ZONE      zone of Google Cloud, e.g. us-central1-a
   --type TYPE      accelerator type [v5litepod-8]
   --version IMAGE  TPU runtime [the usual one for TYPE]
   --project ID     Google Cloud project [gcloud's own]
-  --workdir DIR    on the VM: absolute, or below ~/jaxrl_llm [runs/NAME]
-  --env-file FILE  lines NAME=VALUE, such as HF_TOKEN and WANDB_API_KEY, for the trainer; a shell reads them
-  --spot           a spot VM: cheap, and may be preempted
-  --sync SECONDS   bring the work directory back this often, 0: at the end only [--spot: 900, else 0]
-  --delete         delete the VM once the run has ended and its work directory is back
-  --dry-run        print what a first launch would run, one command per line; run nothing
+  --workdir DIR    work directory on the VM: absolute, or below ~/jaxrl_llm [runs/NAME]
+  --env-file FILE  file of lines NAME=VALUE for the trainer, such as HF_TOKEN and WANDB_API_KEY; a shell reads them
+  --spot           use a spot VM, which is cheap and may be preempted
+  --sync SECONDS   seconds between copies of the work directory to this machine; 0: only at the end
+                   [--spot: 900, else 0]
+  --delete         delete the VM once the run has ended and its work directory is copied
+  --dry-run        print the commands of a first launch, one per line, and run nothing
 
-Makes or reuses the VM, copies the checkout (uncommitted work too, ignored files not), installs it,
-trains detached [--config configs/grpo.py], follows the log and brings the work directory back.
-Ctrl-C only stops following. The same command again, when the run
-  is going on    follows it, and never starts a second one;
-  has ended      resumes from the work directory;
-  was preempted  makes a new VM, sends it ./runs/NAME and resumes there, as every new VM does. What
-                 was trained since the last --sync is lost with the old VM's disk.
-What you add to ./runs/NAME itself, such as report.html, stays there.
-The exit status is the trainer's, or 75 where it did not come to that: no capacity, a VM or a
-connection lost. Unattended: until launch/tpu_vm.sh --spot ...; [ $? != 75 ]; do sleep 60; done
-To stop a run, saving first: gcloud compute tpus tpu-vm ssh NAME --zone=ZONE \
+This command makes or reuses the VM, copies the checkout and installs it. Uncommitted work is copied
+too, ignored files are not. It starts the training detached [--config configs/grpo.py], follows the
+log, and copies the work directory to this machine.
+
+Ctrl-C only stops following. What the same command does when it is repeated depends on the run:
+  the run is going on    it follows the run, and never starts a second one
+  the run has ended      it resumes the run from the work directory
+  the VM was preempted   it makes a new VM, sends ./runs/NAME there and resumes. Training since the
+                         last --sync is lost with the old VM's disk
+Files that you add to ./runs/NAME yourself, such as report.html, stay there.
+
+The exit status is the trainer's. It is 75 if there was no capacity, or if the VM or the connection
+was lost. To repeat the command in these cases:
+  until launch/tpu_vm.sh --spot ...; [ $? != 75 ]; do sleep 60; done
+To save and stop a run: gcloud compute tpus tpu-vm ssh NAME --zone=ZONE \
   --command='cd jaxrl_llm && kill $(cat WORKDIR/launch.pid)'
 END
 }
