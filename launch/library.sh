@@ -63,9 +63,9 @@ tpu_runtime() {
   esac
 }
 
-# Errors of gcloud that stay: the same request would be refused again.
+# These errors of gcloud are final, because the same request would be refused again.
 lasting='PERMISSION_DENIED|UNAUTHENTICATED|INVALID_ARGUMENT|NOT_FOUND|Quota|quota|not enabled|reauthenticat|does not have permission'
-# Runs a line of gcloud that asks for machines. Ends the launch at an error that stays; else returns its status.
+# Runs a line of gcloud that asks for machines. Ends the launch at a final error; else returns the line's status.
 request() {
   local status=0 errors
   errors=$(mktemp)

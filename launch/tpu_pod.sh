@@ -97,7 +97,8 @@ describe=$(tpus queued-resources describe "$name" --format='value(state.state)')
 create=$(tpus queued-resources create "$name" "${slice[@]}" --accelerator-type="$type" \
   --runtime-version="$version" ${spot:+--spot})
 remove=$(tpus queued-resources delete "$name" --force)
-# All processes of a run end together, so worker 0 answers for all. A pid file stays after a crash, a lock does not.
+# All processes of a run end together, so worker 0 answers for all. A lock is asked, because a pid file outlives a
+# crash.
 probe=$(on 0 "flock -n launch.lock echo idle || echo busy")
 # gcsfuse caches no metadata here: the workers must see at once what another one writes.
 apt="sudo apt-get -o DPkg::Lock::Timeout=300 -qq"
@@ -194,7 +195,7 @@ while :; do
   case $ended in
     0) end 0 ;;
     '') again "lost sight of the run on $name" 75 ;;
-    # An error of the user, or a health rule: the same command would end so again.
+    # A user error or a health rule is final, because the same command would end in the same way.
     [23] | [23]$'\n'*) say "the run ended with exit status ${ended%%$'\n'*}, which no restart can mend"; end "${ended%%$'\n'*}" ;;
     *) again "the run ended with exit status $ended" "${ended%%$'\n'*}" ;;
   esac

@@ -63,19 +63,20 @@ train=$(quote .venv/bin/python -m jaxrl_llm.train --workdir "$workdir" "$@")
 describe=$(tpu describe --format='value(state)')
 create=$(tpu create --accelerator-type="$type" --version="$version" ${spot:+--spot})
 remove=$(tpu delete)
-# A run holds a lock until it ends. A pid file stays after a crash or reboot, a lock does not.
+# A run holds a lock until it ends. The lock is asked, because a pid file outlives a crash or reboot.
 probe=$(vm "[ -e $there ] || { echo new; exit; }; flock -n $there/launch.lock echo idle || echo busy")
-# A copy that is complete has the name .new, and replaces the last one by renames alone. So a whole copy is here
-# whenever this script is killed, and this line, which comes first, finishes what was begun.
+# A complete copy has the name .new, and replaces the last copy only by renames. So a complete copy is here whenever
+# this script is killed. This line runs first and finishes renames that were interrupted.
 settle="{ [ ! -d $here.new ] || { rm -rf $here.old && { [ ! -d $here ] || mv $here $here.old; } && \
 mv $here.new $here; }; } && rm -rf $here.old"
-# launch.synced lists what the VM has had. What else is here was added here, and goes into the next copy.
+# launch.synced lists the files that the VM has had. All other files were added on this machine, and are kept in the
+# next copy.
 add="(cd $here.part && ls -A > launch.synced) && for file in $here/* $here/.[!.]*; do \
 case \${file##*/} in launch.* | lock) continue ;; esac; \
 [ ! -e \"\$file\" ] || [ -e $here.part/\"\${file##*/}\" ] || \
 grep -qsxF -e \"\${file##*/}\" $here/launch.synced || cp -Rp \"\$file\" $here.part/ || exit; done"
-# A stream that is cut or missing must not become a work directory: the run would then start from step 0. The lock is
-# that of a run on a VM that is gone.
+# A stream that is cut or missing must not become a work directory, because the run would start from step 0. The lock
+# is left out, because it belongs to a run on a VM that is gone.
 send="$settle && (cd $here && ls -A > launch.synced) && tar -C $here --exclude=./lock -cf - . | \
 $(vm "rm -rf $there.part && mkdir -p $there.part && tar -C $there.part -xf - && mv $there.part $there")"
 copy="($pack_checkout \$(git write-tree)) | $(vm "tar -xf -")"
@@ -86,7 +87,7 @@ start=$(vm "mkdir -p $there && exec 9> $there/launch.lock && { flock -n 9 || exi
 >> $there/launch.log 2>&1 < /dev/null & }")
 follow=$(vm "flock -s $there/launch.lock true & tail -n 200 -s 0.2 -F --pid=\$! $there/launch.log")
 # Hard links take a snapshot of the directory at once. So a checkpoint that is deleted meanwhile still arrives complete.
-# Each copy has a snapshot of its own: that of a killed launch may still be read and removed.
+# Each copy has its own snapshot, because the snapshot of a killed launch may still be read and removed.
 # Status 1 of tar only means that the log grew. Only a complete copy replaces the last one.
 fetch="$settle && rm -rf $here.part && mkdir -p $here.part && $(vm "for old in $there.snap.*; do \
 kill -0 \"\${old##*.}\" 2> /dev/null || rm -rf \"\$old\"; done; snap=$there.snap.\$\$; cp -al $there \"\$snap\" && \
