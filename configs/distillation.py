@@ -15,8 +15,8 @@ from jaxrl_llm.configs import grpo  # configs/grpo.py explains every field
 
 def get_config() -> ConfigDict:
     c = grpo.get_config()
-    # By name, any number of them: the column of `teachers.NAME` is NAME_logprobs, an argument of the advantage or loss.
-    # path: a folder or hub id; "": an error, because there is no default teacher.
+    # Teachers by name. The teacher `teachers.NAME` computes the column NAME_logprobs, which an advantage or a loss may
+    # have as an argument. path: model folder or hub id; "" is refused, because no teacher is a default.
     c.teachers = ConfigDict(dict(teacher=dict(path="")))
     c.advantage = ConfigDict(dict(name="distillation"))
     c.loss = ConfigDict(dict(name="reinforce"))

@@ -12,6 +12,6 @@ from jaxrl_llm.configs import grpo  # configs/grpo.py explains every field
 
 def get_config() -> ConfigDict:
     c = grpo.get_config()
-    c.reward.weights = (1.0, 0.5)  # accuracy, and whether the completion thinks first
+    c.reward.weights = (1.0, 0.5)  # weights of the accuracy, and of whether the completion thinks first
     c.advantage = ConfigDict(dict(name="gdpo", epsilon=1e-4))
     return c

@@ -1,4 +1,4 @@
-"""GRPO with LoRA (arXiv 2106.09685) on the task of configs/grpo.py: only adapters learn (docs/lora.md).
+"""GRPO with LoRA (arXiv 2106.09685) on the task of configs/grpo.py: only adapters are trained (docs/lora.md).
 
 jaxrl train --config configs/lora.py
 
@@ -15,15 +15,15 @@ def get_config() -> ConfigDict:
     c = grpo.get_config()
     c.num_steps = 40
     c.adapters = ConfigDict(dict(name="lora"))
-    c.adapters.rank = 16  # r: columns of A and rows of B
-    c.adapters.alpha = 32.0  # the adapters' product is multiplied by alpha / r ...
-    c.adapters.rs = False  # ... or, if True, by alpha / sqrt(r): then larger ranks need no other learning rate (rsLoRA)
-    # A regular expression. A kernel gets adapters if this is found in its name in the checkpoint, such as
-    # self_attn.q_proj or mlp.up_proj. A reference without adapters is the base
+    c.adapters.rank = 16  # r: rank of an adapter, which is the number of columns of A and of rows of B
+    c.adapters.alpha = 32.0  # scale of an adapter: its product is multiplied by alpha / r
+    c.adapters.rs = False  # True: multiply by alpha / sqrt(r), so that larger ranks keep the learning rate (rsLoRA)
+    # Regular expression; a kernel gets an adapter if its name in the checkpoint, such as self_attn.q_proj or
+    # mlp.up_proj, contains a match. The reference of the KL penalty is the model without adapters.
     c.adapters.targets = "_proj"
-    # Of the kernels of the layers, which do not learn. "": model.dtype. "int8" takes half the memory of bfloat16; each
-    # number is rounded to 1/127 of the largest one of its output
+    # dtype of the layers' frozen kernels. "int8": half the memory of bfloat16; each number is rounded to 1/127 of the
+    # largest number of its output. "": model.dtype.
     c.adapters.base_dtype = ""
-    c.adapters.path = ""  # a folder of PEFT with adapters to start from, of the same settings; "": new ones
+    c.adapters.path = ""  # PEFT folder with adapters of the same settings to start from; "": new adapters
     c.optim.learning_rate = 1e-3
     return c

@@ -23,12 +23,13 @@ def with_critic(c: ConfigDict) -> ConfigDict:
     c.kl.placement, c.kl.estimator = "reward", "k1"
 
     c.critic = ConfigDict()
-    c.critic.path = ""  # a folder or hub id to start from; "": the policy's
-    c.critic.gamma = 1.0  # discount of the critic's targets, the lambda-returns
-    c.critic.lam = 1.0  # lambda of these targets
-    # Change of a value on a rollout above which its loss is clipped; 0: no clipping. With one update, none is clipped.
+    c.critic.path = ""  # model folder or hub id that the critic starts from; "": the policy's
+    c.critic.gamma = 1.0  # discount of the lambda-returns that the critic learns
+    c.critic.lam = 1.0  # lambda of the lambda-returns
+    # Largest change of a value during the updates of a rollout, beyond which its loss is clipped. 0: no clipping. With
+    # one update per rollout nothing is clipped.
     c.critic.clip = 0.2
-    c.critic.warmup_steps = 5  # first steps, in which only the critic learns; 0: none
-    c.critic.optim = c.optim.copy_and_resolve_references()  # clip_norm: of a loss that aggregate.mode reduces, too
+    c.critic.warmup_steps = 5  # first steps of the run in which only the critic learns; 0: none
+    c.critic.optim = c.optim.copy_and_resolve_references()  # the critic's own optimizer, with the fields of c.optim
     c.critic.optim.learning_rate = 3e-4
     return c

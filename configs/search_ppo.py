@@ -9,7 +9,7 @@ Measured with `python -m benchmarks.health.algorithms search_ppo`, 3 seeds: 99.0
 
 from ml_collections import ConfigDict
 
-# search_grpo explains the fields of episodes; grpo and ppo explain the others.
+# configs/search_grpo.py explains the fields of episodes; configs/grpo.py and ppo.py explain all other fields.
 from jaxrl_llm.configs import search_grpo
 from jaxrl_llm.configs.ppo import with_critic
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a new model on demonstrations of searches; this made the embedded model of search.
+"""Supervised fine-tuning of a new model on demonstrations of searches; it made the model of configs/search_grpo.py.
 
 jaxrl sft --config configs/search_sft.py
 """

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a new model on the procedural task; this made the embedded model.
+"""Supervised fine-tuning of a new model on the arithmetic task; this run made the model inside the package.
 
 jaxrl sft --config configs/sft.py
 
@@ -12,46 +12,48 @@ from jaxrl_llm.config.sections import Section
 
 
 def get_config() -> ConfigDict:
-    c = Section()  # configs/grpo.py explains the fields without a comment
-    c.seed = 0  # random seed for the first parameters and the order of examples
+    c = Section()  # configs/grpo.py explains the fields that have no comment here
+    c.seed = 0  # random seed of the first parameters and of the order of examples
     c.deterministic = False  # True: on a GPU, use only operations that repeat bit for bit
     c.num_steps = 1500  # optimizer steps
     c.schedule_steps = 0  # steps that warm-up and decay cover; 0: num_steps. A resumed run keeps its first value
     c.prompts_per_step = 256  # examples in one optimizer step
-    c.microbatch = 0  # examples in memory at a time; 0: all. It never changes the gradient
+    c.microbatch = 0  # examples in memory at once; 0: all. It saves memory and changes no gradient
 
     c.model = ConfigDict()
-    c.model.path = ""  # a folder or hub id to start from; "": a new Qwen2 model of the sizes below
-    c.model.family = ""  # function that reads config.json, for a family that this package lacks; "": none
+    c.model.path = ""  # model folder or hub id to start from; "": a new Qwen2 model of the sizes below
+    c.model.family = ""  # function that reads config.json of a model family that this package lacks; "": none
     c.model.dtype = "float32"
     c.model.remat = "none"
-    c.model.vision = "learns"  # the tower that reads images, if the model has one: learns | frozen
-    # Sizes of a new model, with the names of a Hugging Face config.json. Only used with model.path = "".
+    c.model.vision = "learns"  # whether the vision tower of a vision-language model is trained: learns | frozen
+    # Sizes of a new model, named as in a Hugging Face config.json. They are only used with model.path = "".
     c.model.hidden_size = 128
     c.model.num_hidden_layers = 4
     c.model.num_attention_heads = 4
     c.model.num_key_value_heads = 2
     c.model.intermediate_size = 384
-    # A tower that reads images, of Qwen2.5-VL's kind: its sizes, as in configs/pictures_sft.py. None: text alone
+    # Sizes of a vision tower like that of Qwen2.5-VL, as in configs/pictures_sft.py. None: the model reads only text.
     c.model.vision_config = None
-    c.model.vocabulary = 0  # most tokens, whose merges are learned from the data; 0: one token for each byte
+    c.model.vocabulary = 0  # size of a vocabulary whose merges are learned from the data; 0: one token per byte
 
     c.data = ConfigDict()
     c.data.source = "arithmetic.demonstrations"
     c.data.convert = ""
-    c.data.completion_column = "completion"  # column with the text to learn; of a pair, with the better one
-    # Of a pair, the column with the worse completion, for dpo and simpo (docs/preferences.md); "": no pairs.
+    c.data.completion_column = "completion"  # column with the completion to learn; of a preference pair, the chosen one
+    # Column with the rejected completion of a preference pair, for dpo and simpo (docs/preferences.md); "": no pairs.
     c.data.rejected_column = ""
-    # Columns of rows that no convert function makes. "": as their own columns say, also those of TRL, veRL and EasyR1
-    # (docs/data.md).
-    c.data.prompt_column = ""  # name of the column that holds the prompt
-    c.data.answer_column = ""  # name of the column that becomes "answer", for the reward functions
-    # Template (jinja) of the user's message, around a prompt of text: {{ content }}; or a file with one. "": none.
+    # The next two fields name columns of rows without a convert function. "": detect the columns, including those of
+    # TRL, veRL and EasyR1 (docs/data.md).
+    c.data.prompt_column = ""  # column with the prompt
+    c.data.answer_column = ""  # column that reward functions get as "answer"
+    # Jinja template of the user's message, or a file with one; {{ content }} is the prompt's text. "": no template.
     c.data.format_prompt = ""
-    # Images of rows (docs/data.md), for a model that reads them. Leave all four as they are in a run of text.
-    c.data.image_column = ""  # name of the column that holds them; "": images, or image
-    c.data.image_folder = ""  # folder that their paths are relative to, and must be in; "": paths of any file
-    # Least and most pixels of an image, which is resized; its tokens count as those of the prompt. 0: the model's.
+    # The next four fields are for images in rows, which only a vision-language model reads (docs/data.md). Leave them
+    # unchanged in a run of text.
+    c.data.image_column = ""  # column with the images; "": images, or image
+    c.data.image_folder = ""  # folder that must contain the image files, and that their paths start from; "": any file
+    # Smallest and largest number of pixels of an image, which is resized to fit. Its tokens count as prompt tokens.
+    # 0: the model's own limits.
     c.data.min_pixels = 0
     c.data.max_pixels = 0
     c.data.max_prompt_tokens = 16
@@ -64,22 +66,24 @@ def get_config() -> ConfigDict:
     c.eval.source = "arithmetic.held_out"
     c.eval.convert = ""
     c.eval.problems = 1000
-    # "preference": nothing is sampled; the accuracy is the share of pairs of eval.source in which the chosen completion
-    # has the larger reward
+    # Reward function that judges greedy completions. "preference": nothing is sampled, and the accuracy is the share of
+    # pairs of eval.source whose chosen completion has the larger reward.
     c.eval.function = "arithmetic.accuracy"
-    c.eval.extra_sets = ConfigDict()  # further sets, as in configs/grpo.py
+    c.eval.extra_sets = ConfigDict()  # further evaluation sets, as in configs/grpo.py
     c.eval.patience = 0
 
-    # timeout: seconds that eval.function may take for one batch; 0: no limit. unconfined: as in configs/grpo.py.
+    # timeout: seconds that eval.function may take for one batch; 0: no limit. unconfined: whether untrusted code runs
+    # without bubblewrap, as in configs/grpo.py.
     c.reward = ConfigDict(dict(timeout=600.0, unconfined=False))
 
-    # cross_entropy: of completions. Of pairs: dpo(beta=0.1, label_smoothing=0.0, nll_coef=0.0), and
-    # simpo(beta=2.0, gamma=1.0, label_smoothing=0.0, nll_coef=0.0), which has no reference (configs/dpo.py)
+    # Loss: cross_entropy of completions, or a loss of preference pairs (configs/dpo.py). These are dpo with the fields
+    # beta=0.1, label_smoothing=0.0 and nll_coef=0.0, and simpo, without a reference, with beta=2.0, gamma=1.0,
+    # label_smoothing=0.0 and nll_coef=0.0.
     c.loss = ConfigDict(dict(name="cross_entropy"))
 
     c.aggregate = ConfigDict(dict(mode="token_mean", constant_length=0))
 
-    # Limit of a completion in tokens. Longer examples are dropped and counted.
+    # max_completion_tokens: limit of a completion in tokens; longer examples are dropped and counted.
     c.rollout = ConfigDict(dict(max_completion_tokens=12))
 
     c.optim = ConfigDict()
@@ -99,13 +103,13 @@ def get_config() -> ConfigDict:
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
 
     c.health = ConfigDict()
-    c.health.max_skipped = 10  # skipped updates in a row that stop the run; 0: none do
+    c.health.max_skipped = 10  # skipped updates in a row that stop the run; 0: never
     c.health.hang_minutes = 60.0
     c.health.stop = ("updates_skipped",)
 
     c.checkpoint = ConfigDict(dict(every=200, keep=1, keep_best=0))
-    # Rows or code of your own functions that differ from those before a resume are refused, unless this is the value
-    # that the error gives.
+    # Token that lets a run resume with changed rows or changed functions of yours; the error that refuses them prints
+    # it. "": such changes are refused.
     c.checkpoint.accept = ""
 
     c.log = ConfigDict(dict(to=("tensorboard",), project="", name="", tags=(), profile=""))

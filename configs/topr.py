@@ -1,4 +1,4 @@
-"""TOPR (arXiv 2503.14286): off-policy REINFORCE. Completions with A <= 0 have a weight of at most 1.
+"""TOPR (arXiv 2503.14286): off-policy REINFORCE whose completions with A <= 0 have a weight of at most 1.
 
 jaxrl train --config configs/topr.py
 

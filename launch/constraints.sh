@@ -3,11 +3,12 @@
 #
 #   launch/constraints.sh [--upgrade]
 #
-#   --upgrade           takes the newest versions; without it, what constraints.txt has now stays
+#   --upgrade             take the newest versions; without it, the versions in constraints.txt stay
 #   PYTHON311, PYTHON312  interpreters (default: python3.11, python3.12)
 #   EXTRAS311, EXTRAS312  extras to install (default: ci,parity,reasoning,tpu and ci,tpu: torch for 3.12 takes gigabytes)
 #
-# It makes two virtual environments in a temporary folder and asks pip what is in them. Run the tests afterwards.
+# This script makes two virtual environments in a temporary folder and asks pip for their packages. Run the tests
+# afterwards.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/library.sh"
 cd "$root"

@@ -10,29 +10,32 @@ Train on a TPU slice of a GKE cluster, or on several, as a JobSet.
   launch/gke_jobset.sh --name NAME --image IMAGE --accelerator TYPE --topology 4x4 --nodes 4 --bucket BUCKET
                        [options] [-- trainer arguments]
 
-  --name NAME             the JobSet; also names the work directory, /runs/NAME
-  --image IMAGE           built from the Dockerfile of the checkout with EXTRA=tpu, pushed to a registry
+  --name NAME             name of the JobSet, and of the work directory /runs/NAME
+  --image IMAGE           image in a registry, built from the Dockerfile of the checkout with EXTRA=tpu
   --accelerator TYPE      cloud.google.com/gke-tpu-accelerator of the node pool, e.g. tpu-v5-lite-podslice or tpu7x
   --topology AxB          cloud.google.com/gke-tpu-topology of the node pool, e.g. 4x4
-  --nodes N               hosts of the slice: 4x4 chips of v5e are 4 hosts
-  --slices N              N such slices, each a node pool of several hosts, joined by a network. Only mesh.data goes over
-                          it: --config.mesh.data=N [1]
-  --bucket BUCKET         a Cloud Storage bucket, mounted at /runs; see launch/tpu_pod.sh --help for what it needs
-  --pvc CLAIM             instead a PersistentVolumeClaim that all pods may write (ReadWriteMany), such as Filestore
-  --workdir DIR           below /runs [/runs/NAME]
+  --nodes N               number of hosts of the slice: 4x4 chips of v5e are 4 hosts
+  --slices N              number of slices, each a node pool of several hosts, joined by a network. Only mesh.data may
+                          use it: --config.mesh.data=N [1]
+  --bucket BUCKET         Cloud Storage bucket to mount at /runs; launch/tpu_pod.sh --help says what it needs
+  --pvc CLAIM             PersistentVolumeClaim to use instead of a bucket, such as Filestore; all pods must be able
+                          to write to it (ReadWriteMany)
+  --workdir DIR           work directory below /runs [/runs/NAME]
   --service-account NAME  Kubernetes service account of the pods; with --bucket it needs access to the bucket
-  --env-file FILE         lines NAME=VALUE, such as HF_TOKEN and WANDB_API_KEY, for the trainer: kept as the secret NAME-env
-  --spot                  on spot nodes
-  --restarts N            how often a run that fails is started again, in all [20]. After a preemption it always is,
-                          and after an abort or a kill that comes 15 minutes after its start, or later
-  --grace SECONDS         from SIGTERM to SIGKILL: longer than the rollout or the updates of a step, and 30 s to save
-                          [300]. Spot nodes give less time
-  --dry-run               print the manifest, ready for kubectl apply -f -; apply nothing
+  --env-file FILE         file of lines NAME=VALUE for the trainer, such as HF_TOKEN and WANDB_API_KEY; it becomes the
+                          secret NAME-env
+  --spot                  use spot nodes
+  --restarts N            how many times a failed run is restarted in all [20]. Restarts after a preemption do not
+                          count, nor after an abort or a kill 15 minutes or more after the start
+  --grace SECONDS         time from SIGTERM to SIGKILL [300]. It must be longer than the rollout or the updates of a
+                          step, and 30 s to save. Spot nodes give less time
+  --dry-run               print the manifest, ready for kubectl apply -f -, and apply nothing
 
-Applies the manifest with kubectl. The cluster needs GKE 1.30 and JobSet 0.10.1, or newer [trainer arguments: --config configs/grpo.py].
+This command applies the manifest with kubectl [trainer arguments: --config configs/grpo.py]. The cluster needs GKE
+1.30 and JobSet 0.10.1, or newer.
 The log:      kubectl logs -f \
   -l jobset.sigs.k8s.io/jobset-name=NAME,jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0
-To stop it:   kubectl delete jobset NAME   All pods save. The same command again resumes.
+To stop it:   kubectl delete jobset NAME   All pods save. Repeat this command to resume.
 END
 }
 

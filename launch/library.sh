@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2034,SC2154 # the scripts read these variables, and set dry_run
-# Functions that the other scripts of this folder share. Each script sources this file; it runs nothing by itself.
-# slurm.sbatch does not: Slurm copies that one file to its hosts.
+# Functions that the other scripts of this folder share. Each script sources this file, which runs nothing by itself.
+# slurm.sbatch does not source it, because Slurm copies only slurm.sbatch to its hosts.
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) # of the checkout
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) # root of the checkout
 
 say() { echo "${0##*/}: $*" >&2; }
 die() { say "$*"; exit 2; }
@@ -63,9 +63,9 @@ tpu_runtime() {
   esac
 }
 
-# Errors of gcloud that stay: the same request would be refused again.
+# These errors of gcloud are final, because the same request would be refused again.
 lasting='PERMISSION_DENIED|UNAUTHENTICATED|INVALID_ARGUMENT|NOT_FOUND|Quota|quota|not enabled|reauthenticat|does not have permission'
-# Runs a line of gcloud that asks for machines. Ends the launch at an error that stays; else returns its status.
+# Runs a line of gcloud that asks for machines. Ends the launch at a final error; else returns the line's status.
 request() {
   local status=0 errors
   errors=$(mktemp)

@@ -3,7 +3,7 @@
 #
 #   launch/local.sh [--dry-run] [trainer arguments; default: --config configs/grpo.py]
 #
-#   EXTRA=cuda      also installs that extra of the package (cuda, tpu, test, parity)
+#   EXTRA=cuda      extra of the package to install as well (cuda, tpu, test, parity)
 #   PYTHON=python3  interpreter for a new environment (3.11 or newer)
 #
 # Paths are relative to the checkout. With --workdir, the same command resumes the run.
@@ -19,7 +19,7 @@ if [ "${1-}" = --dry-run ]; then
 fi
 [ $# -gt 0 ] || set -- --config configs/grpo.py
 
-# Only this function decides to print or to run a command. So a dry run prints exactly the commands of a real run.
+# Only this function decides whether a command is printed or run, so a dry run prints the commands of a real run.
 run() {
   if [ "$dry" ]; then
     quote "$@"

@@ -8,49 +8,52 @@ Train on a Google Cloud TPU slice of several hosts (v5litepod-16, v5litepod-256,
 
   launch/tpu_pod.sh --name NAME --zone ZONE --type TYPE --bucket BUCKET [options] [-- trainer arguments]
 
-  --name NAME      the slice, and the queued resource that asks for it
-  --zone ZONE      e.g. us-central1-a
+  --name NAME      name of the slice, and of the queued resource that asks for it
+  --zone ZONE      zone of Google Cloud, e.g. us-central1-a
   --type TYPE      accelerator type, e.g. v5litepod-16
-  --slices N       N such slices, joined by a network. Only mesh.data goes over it: --config.mesh.data=N [1]
+  --slices N       number of slices, joined by a network. Only mesh.data may use it: --config.mesh.data=N [1]
   --version IMAGE  TPU runtime [the usual one for TYPE]
   --project ID     Google Cloud project [gcloud's own]
-  --bucket BUCKET  a Cloud Storage bucket: each worker mounts it at ~/jaxrl_llm/runs, with gcsfuse
-  --nfs HOST:/DIR  instead an NFS share, such as Filestore: each worker mounts it there
-  --env-file FILE  lines NAME=VALUE, such as HF_TOKEN and WANDB_API_KEY, for the trainer; a shell reads them
-  --workdir DIR    on all workers: absolute, or below ~/jaxrl_llm [runs/NAME]. Without --bucket and --nfs it is
-                   absolute, and on a disk that the workers share already
-  --gcsfuse-sha256 SUM  with --bucket: the SHA-256 that gcsfuse's package must have where a worker lacks gcsfuse;
-                   without it the package is installed as it comes, over HTTPS
-  --spot           a spot slice: cheap, and may be preempted
-  --restarts N     how many times in a row a run that fails is started again [3]
+  --bucket BUCKET  Cloud Storage bucket that each worker mounts at ~/jaxrl_llm/runs, with gcsfuse
+  --nfs HOST:/DIR  NFS share, such as Filestore, that each worker mounts there instead of a bucket
+  --env-file FILE  file of lines NAME=VALUE for the trainer, such as HF_TOKEN and WANDB_API_KEY; a shell reads them
+  --workdir DIR    work directory on all workers: absolute, or below ~/jaxrl_llm [runs/NAME]. Without --bucket
+                   and --nfs it must be absolute, on a disk that the workers already share
+  --gcsfuse-sha256 SUM  with --bucket: SHA-256 of the gcsfuse package that a worker without gcsfuse installs;
+                   without this option the package is not checked beyond HTTPS
+  --spot           use a spot slice, which is cheap and may be preempted
+  --restarts N     how many times in a row a failed run is restarted [3]
   --delete         delete the slice once the run has ended
-  --dry-run        print what a first launch would run, one command per line; run nothing
+  --dry-run        print the commands of a first launch, one per line, and run nothing
 
-Queues for the slice until it is there, copies the checkout to all workers (uncommitted work too, ignored files not),
-installs it, trains detached on all of them [--config configs/grpo.py], and follows the log of worker 0.
-While this command runs,
-  a slice that is preempted   is deleted and queued for again, any number of times;
-  a run that fails            is started again on its slice, at most --restarts times in a row. A failure after an
-                              hour of training counts as the first one;
-  a mistake of yours (exit status 2), or a stop by a health rule (3), is final, as is a request that is refused for
-                              permissions or quota.
-The run then goes on from its last checkpoint. Ctrl-C only stops following: the same command again follows or resumes.
-The exit status is that of worker 0, or 75 where it did not come to that: no slice, or a connection lost.
-Unattended: until launch/tpu_pod.sh --spot ...; [ $? != 75 ]; do sleep 60; done
+This command waits in the queue until the slice is there. It copies the checkout to all workers and installs it;
+uncommitted work is copied too, ignored files are not. It starts the training detached on all workers [--config
+configs/grpo.py], and follows the log of worker 0.
 
-To stop a run, send SIGTERM to the trainer on any one worker. All workers save and end with 0. This command does too,
-after a minute in which it makes sure that this was no preemption:
+While this command runs, it handles three cases:
+  preemption   The slice is deleted and requested again, any number of times. The run resumes from its last checkpoint.
+  failed run   The run is restarted on its slice from its last checkpoint, at most --restarts times in a row. A failure
+               after an hour of training counts as the first one.
+  final error  A user error (exit status 2), a stop by a health rule (3), and a request that is refused for permissions
+               or quota end the command.
+
+Ctrl-C only stops following; the same command then follows or resumes the run. The exit status is that of worker 0. It
+is 75 if no slice was available or the connection was lost. To repeat the command in these cases:
+  until launch/tpu_pod.sh --spot ...; [ $? != 75 ]; do sleep 60; done
+
+To stop a run, send SIGTERM to the trainer on any one worker. All workers then save and end with 0. This command ends
+as well, after a minute in which it makes sure that the slice was not preempted:
   gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=0 --command='kill $(cat jaxrl_llm/launch.pid)'
-The log of worker N:
+To print the log of worker N:
   gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=N --command='cat jaxrl_llm/launch.log'
-With --slices the slices are NAME-0, NAME-1 ... in these two commands, and worker 0 is that of NAME-0.
+With --slices, write NAME-0, NAME-1 ... in these two commands; worker 0 is that of NAME-0.
 
-A bucket needs a hierarchical namespace. Without it a folder cannot be renamed, and no checkpoint is saved:
+A bucket needs a hierarchical namespace, because no checkpoint can be saved without renaming a folder. To make one:
   gcloud storage buckets create gs://BUCKET --location=REGION --uniform-bucket-level-access \
     --enable-hierarchical-namespace
-On a bucket, it was not tried whether the lock of a work directory stops a run on another slice. So give each run its
-own --name or --workdir. And gcsfuse uploads a log file only when the run closes it: a slice that is lost without
-warning takes the lines since the start of its run with it, but no checkpoint. NFS has neither limit.
+A bucket has two limits that NFS does not have. It was not tried whether the lock of a work directory on a bucket stops
+a run on another slice, so give each run its own --name or --workdir. And gcsfuse uploads a log file only when the run
+closes it: a slice that is lost without warning loses the log lines since the start of its run, but no checkpoint.
 END
 }
 
@@ -94,7 +97,8 @@ describe=$(tpus queued-resources describe "$name" --format='value(state.state)')
 create=$(tpus queued-resources create "$name" "${slice[@]}" --accelerator-type="$type" \
   --runtime-version="$version" ${spot:+--spot})
 remove=$(tpus queued-resources delete "$name" --force)
-# All processes of a run end together, so worker 0 answers for all. A pid file stays after a crash, a lock does not.
+# All processes of a run end together, so worker 0 answers for all. A lock is asked, because a pid file outlives a
+# crash.
 probe=$(on 0 "flock -n launch.lock echo idle || echo busy")
 # gcsfuse caches no metadata here: the workers must see at once what another one writes.
 apt="sudo apt-get -o DPkg::Lock::Timeout=300 -qq"
@@ -191,7 +195,7 @@ while :; do
   case $ended in
     0) end 0 ;;
     '') again "lost sight of the run on $name" 75 ;;
-    # An error of the user, or a health rule: the same command would end so again.
+    # A user error or a health rule is final, because the same command would end in the same way.
     [23] | [23]$'\n'*) say "the run ended with exit status ${ended%%$'\n'*}, which no restart can mend"; end "${ended%%$'\n'*}" ;;
     *) again "the run ended with exit status $ended" "${ended%%$'\n'*}" ;;
   esac

@@ -8,29 +8,34 @@ Train on one Google Cloud TPU VM (a single host: v5litepod-8, v6e-8, ...).
 
   launch/tpu_vm.sh --name NAME --zone ZONE [options] [-- trainer arguments]
 
-  --name NAME      the VM; also names ./runs/NAME, where the work directory is brought back to
-  --zone ZONE      e.g. us-central1-a
+  --name NAME      name of the VM, and of ./runs/NAME, to which the work directory is copied
+  --zone ZONE      zone of Google Cloud, e.g. us-central1-a
   --type TYPE      accelerator type [v5litepod-8]
   --version IMAGE  TPU runtime [the usual one for TYPE]
   --project ID     Google Cloud project [gcloud's own]
-  --workdir DIR    on the VM: absolute, or below ~/jaxrl_llm [runs/NAME]
-  --env-file FILE  lines NAME=VALUE, such as HF_TOKEN and WANDB_API_KEY, for the trainer; a shell reads them
-  --spot           a spot VM: cheap, and may be preempted
-  --sync SECONDS   bring the work directory back this often, 0: at the end only [--spot: 900, else 0]
-  --delete         delete the VM once the run has ended and its work directory is back
-  --dry-run        print what a first launch would run, one command per line; run nothing
+  --workdir DIR    work directory on the VM: absolute, or below ~/jaxrl_llm [runs/NAME]
+  --env-file FILE  file of lines NAME=VALUE for the trainer, such as HF_TOKEN and WANDB_API_KEY; a shell reads them
+  --spot           use a spot VM, which is cheap and may be preempted
+  --sync SECONDS   seconds between copies of the work directory to this machine; 0: only at the end
+                   [--spot: 900, else 0]
+  --delete         delete the VM once the run has ended and its work directory is copied
+  --dry-run        print the commands of a first launch, one per line, and run nothing
 
-Makes or reuses the VM, copies the checkout (uncommitted work too, ignored files not), installs it,
-trains detached [--config configs/grpo.py], follows the log and brings the work directory back.
-Ctrl-C only stops following. The same command again, when the run
-  is going on    follows it, and never starts a second one;
-  has ended      resumes from the work directory;
-  was preempted  makes a new VM, sends it ./runs/NAME and resumes there, as every new VM does. What
-                 was trained since the last --sync is lost with the old VM's disk.
-What you add to ./runs/NAME itself, such as report.html, stays there.
-The exit status is the trainer's, or 75 where it did not come to that: no capacity, a VM or a
-connection lost. Unattended: until launch/tpu_vm.sh --spot ...; [ $? != 75 ]; do sleep 60; done
-To stop a run, saving first: gcloud compute tpus tpu-vm ssh NAME --zone=ZONE \
+This command makes or reuses the VM, copies the checkout and installs it. Uncommitted work is copied
+too, ignored files are not. It starts the training detached [--config configs/grpo.py], follows the
+log, and copies the work directory to this machine.
+
+Ctrl-C only stops following. What the same command does when it is repeated depends on the run:
+  the run is going on    it follows the run, and never starts a second one
+  the run has ended      it resumes the run from the work directory
+  the VM was preempted   it makes a new VM, sends ./runs/NAME there and resumes. Training since the
+                         last --sync is lost with the old VM's disk
+Files that you add to ./runs/NAME yourself, such as report.html, stay there.
+
+The exit status is the trainer's. It is 75 if there was no capacity, or if the VM or the connection
+was lost. To repeat the command in these cases:
+  until launch/tpu_vm.sh --spot ...; [ $? != 75 ]; do sleep 60; done
+To save and stop a run: gcloud compute tpus tpu-vm ssh NAME --zone=ZONE \
   --command='cd jaxrl_llm && kill $(cat WORKDIR/launch.pid)'
 END
 }
@@ -58,19 +63,20 @@ train=$(quote .venv/bin/python -m jaxrl_llm.train --workdir "$workdir" "$@")
 describe=$(tpu describe --format='value(state)')
 create=$(tpu create --accelerator-type="$type" --version="$version" ${spot:+--spot})
 remove=$(tpu delete)
-# A run holds a lock until it ends. A pid file stays after a crash or reboot, a lock does not.
+# A run holds a lock until it ends. The lock is asked, because a pid file outlives a crash or reboot.
 probe=$(vm "[ -e $there ] || { echo new; exit; }; flock -n $there/launch.lock echo idle || echo busy")
-# A copy that is complete has the name .new, and replaces the last one by renames alone. So a whole copy is here
-# whenever this script is killed, and this line, which comes first, finishes what was begun.
+# A complete copy has the name .new, and replaces the last copy only by renames. So a complete copy is here whenever
+# this script is killed. This line runs first and finishes renames that were interrupted.
 settle="{ [ ! -d $here.new ] || { rm -rf $here.old && { [ ! -d $here ] || mv $here $here.old; } && \
 mv $here.new $here; }; } && rm -rf $here.old"
-# launch.synced lists what the VM has had. What else is here was added here, and goes into the next copy.
+# launch.synced lists the files that the VM has had. All other files were added on this machine, and are kept in the
+# next copy.
 add="(cd $here.part && ls -A > launch.synced) && for file in $here/* $here/.[!.]*; do \
 case \${file##*/} in launch.* | lock) continue ;; esac; \
 [ ! -e \"\$file\" ] || [ -e $here.part/\"\${file##*/}\" ] || \
 grep -qsxF -e \"\${file##*/}\" $here/launch.synced || cp -Rp \"\$file\" $here.part/ || exit; done"
-# A stream that is cut or missing must not become a work directory: the run would then start from step 0. The lock is
-# that of a run on a VM that is gone.
+# A stream that is cut or missing must not become a work directory, because the run would start from step 0. The lock
+# is left out, because it belongs to a run on a VM that is gone.
 send="$settle && (cd $here && ls -A > launch.synced) && tar -C $here --exclude=./lock -cf - . | \
 $(vm "rm -rf $there.part && mkdir -p $there.part && tar -C $there.part -xf - && mv $there.part $there")"
 copy="($pack_checkout \$(git write-tree)) | $(vm "tar -xf -")"
@@ -81,7 +87,7 @@ start=$(vm "mkdir -p $there && exec 9> $there/launch.lock && { flock -n 9 || exi
 >> $there/launch.log 2>&1 < /dev/null & }")
 follow=$(vm "flock -s $there/launch.lock true & tail -n 200 -s 0.2 -F --pid=\$! $there/launch.log")
 # Hard links take a snapshot of the directory at once. So a checkpoint that is deleted meanwhile still arrives complete.
-# Each copy has a snapshot of its own: that of a killed launch may still be read and removed.
+# Each copy has its own snapshot, because the snapshot of a killed launch may still be read and removed.
 # Status 1 of tar only means that the log grew. Only a complete copy replaces the last one.
 fetch="$settle && rm -rf $here.part && mkdir -p $here.part && $(vm "for old in $there.snap.*; do \
 kill -0 \"\${old##*.}\" 2> /dev/null || rm -rf \"\$old\"; done; snap=$there.snap.\$\$; cp -al $there \"\$snap\" && \

@@ -8,26 +8,26 @@ Train on one Google Cloud TPU VM, with rollouts from a vLLM server on a GPU VM b
 
   launch/tpu_vm_vllm.sh --name NAME --zone ZONE --model DIR [options] [options of tpu_vm.sh] [-- trainer arguments]
 
-  --name NAME           the TPU VM; the GPU VM is NAME-vllm
-  --zone ZONE           of the TPU VM, e.g. us-central1-a
+  --name NAME           name of the TPU VM; the GPU VM is NAME-vllm
+  --zone ZONE           zone of the TPU VM, e.g. us-central1-a
   --model DIR           model of the run: a hub id, or a folder of the checkout
   --dtype DTYPE         model.dtype of the run [float32, as in configs/grpo_vllm.py]
-  --max-model-len N     prompt and completion [the model's]
-  --gpu-zone ZONE       of the GPU VM [--zone]
+  --max-model-len N     limit of prompt and completion together, in tokens [the model's]
+  --gpu-zone ZONE       zone of the GPU VM [--zone]
   --machine TYPE        machine type with GPUs [g2-standard-8]
   --image PROJECT/NAME  image family with NVIDIA's driver and Python 3.11 or newer
                         [ubuntu-os-accelerator-images/ubuntu-accelerator-2404-amd64-with-nvidia-580]
   --project ID          Google Cloud project [gcloud's own]
-  --delete              delete both VMs once the run has ended and its work directory is back
-  --dry-run             print what a first launch would run, one command per line; run nothing
+  --delete              delete both VMs once the run has ended and its work directory is copied
+  --dry-run             print the commands of a first launch, one per line, and run nothing
 
-Makes or reuses both VMs, installs and starts the server, waits until it answers, and runs launch/tpu_vm.sh: that one's
---help describes its other options, preemption, and how to stop a run. The config must be one for vLLM [--config
-configs/grpo_vllm.py]; this command sets engine.managed, servers, push and push_address. If a VM was preempted, the same
-command goes on. The exit status is that of tpu_vm.sh.
+This command makes or reuses both VMs, installs and starts the server, and waits until it answers. It then runs
+launch/tpu_vm.sh, whose --help describes its other options, preemption, and how to stop a run. The config must be one
+for vLLM [--config configs/grpo_vllm.py]; this command sets engine.managed, servers, push and push_address. If a VM was
+preempted, repeat the command to continue. The exit status is that of tpu_vm.sh.
 
-The server listens at the internal address of its VM, port 8000. Whoever reaches this port can replace its weights: the
-network must admit only machines of yours there. Google's default network admits only its own.
+The server listens at the internal address of its VM, port 8000. Anyone who reaches this port can replace the server's
+weights, so the network must admit only your machines there. Google's default network admits only its own machines.
 A run on several hosts (launch/tpu_pod.sh) cannot use the server: each of its processes needs a server of its own.
 END
 }

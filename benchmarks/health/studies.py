@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 SEEDS = (0, 1, 2)
 PAGE = ROOT / "docs" / "stability.md"
+WIDEST = 9  # columns of a table that a window of 1,280 pixels shows without scrolling
 CHEAP = {
     "checkpoint.every": 100_000, "checkpoint.keep_best": 0, "log.to": (), "log.completions_every": 0,
     "reward.timeout": 0.0, "health.self_test": False, "mesh.fsdp": 1, "eval": None,
@@ -162,8 +163,18 @@ def read(workdir: Path) -> list[LogRecord]:
     return [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
 
 
+def narrow(lines: list[str]) -> list[str]:
+    """Returns the lines of a table, with rows and columns exchanged if it is wider than a page."""
+    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if line.startswith("|")]
+    if len(rows[0]) <= WIDEST:
+        return lines
+    head, *body = zip(rows[0], *rows[2:], strict=True)
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]
+
+
 def write(page: Path, name: str, lines: list[str]) -> None:
     """Prints a table, and puts it into a page."""
+    lines = narrow(lines)
     print("\n".join(lines), flush=True)
     begin, end = f"<!-- begin of {name} -->", f"<!-- end of {name} -->"
     before, rest = page.read_text().split(begin)

@@ -59,8 +59,7 @@ def batch(update: int, rollout: int = 16) -> dict[str, Any]:
 
 def quarters(title: str, metric: str, form: str) -> list[Column]:
     """Returns the columns of the means of a metric in the quarters of a run."""
-    titles = (f"{title}, quarter 1", "2", "3", "4")
-    return [(name, part(metric, i, typical=mean), form) for i, name in enumerate(titles)]
+    return [(f"{title}, quarter {i + 1}", part(metric, i, typical=mean), form) for i in range(4)]
 
 
 study = partial(Study, CONFIG, starts_from=model, seeds=(0,))
@@ -114,7 +113,7 @@ STUDIES: dict[str, Study] = {
         },
         (
             *quarters("norm", "grad_norm", ".1f"),
-            ("largest", largest("grad_norm"), ".0f"),
+            ("largest norm", largest("grad_norm"), ".0f"),
             *quarters("clip", "clip/fraction", ".3f"),
             *quarters("KL of sampler and trainer", "importance/kl", ".3f"),
             *((f"accuracy at {step}", at(step), ".1%") for step in range(0, 501, 100)),

@@ -3,15 +3,15 @@
 vllm serve Qwen/Qwen3-8B --served-model-name judge --port 8000   # on a machine of its own
 jaxrl train --config configs/recipes/gemma3_1b_rubric_grpo.py --workdir runs/gemma3_1b_rubric_grpo
 
-The judge's address is URL below. docs/rewards.md explains rubrics; those of rows would come from a column.
+The judge's address is URL below. docs/rewards.md explains rubrics; a column of the rows may have rubrics instead.
 
 Memory: 38 % of a chip of 16 GB at most, in the update. Time: 3.5 s a step without the judge, if completions have 256
-tokens on average, so 0.3 hours for 300 steps. The time is an estimate at published speeds. This printed it:
+tokens on average, so 0.3 hours for 300 steps. The time is an estimate at published speeds. This command printed it:
 
 jaxrl plan --config configs/recipes/gemma3_1b_rubric_grpo.py --topology v5e:2x4 \\
   --config.model.path=jaxrl_llm/assets/gemma3_1b
 
-The judge reads 512 completions a step, and may take longer than all else: give it a machine that can.
+The judge reads 512 completions a step and may take longer than the rest of a step, so it needs a fast machine.
 Expected: the reward rises, and the metric judge.score/rubric/padding falls. Nothing here is measured.
 tests/programs/test_recipes.py runs this file with a small model of the same architecture.
 """

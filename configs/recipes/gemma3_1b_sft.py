@@ -4,9 +4,9 @@ pip install -e '.[parquet]'
 hf download trl-lib/ultrafeedback_binarized --repo-type dataset --local-dir data/ultrafeedback
 jaxrl sft --config configs/recipes/gemma3_1b_sft.py --workdir runs/gemma3_1b_sft
 
-gemma3_1b_simpo.py goes on with its model, and gemma3_1b_rubric_grpo.py with that of SimPO. The plan tool does not size
-runs of sft. By count: a device has 2 x 2,048 tokens of this run in memory at a time, 1,024 + 2 x 1,024 of SimPO, and
-512 + 8 x 512 of GRPO, whose update takes 38 % of a chip.
+gemma3_1b_simpo.py continues with the model of this run, and gemma3_1b_rubric_grpo.py with the model of SimPO. This run
+is not planned. By count, a device has 2 x 2,048 tokens of this run in memory at once, 1,024 + 2 x 1,024 tokens of
+SimPO, and 512 + 8 x 512 tokens of GRPO. The update of GRPO takes 38 % of a chip.
 
 Expected: the loss falls. Nothing here is measured. tests/programs/test_recipes.py runs the three files, one after the
 other, with a small model of the same architecture.

@@ -2,8 +2,8 @@
 
 jaxrl sft --config configs/recipes/gemma3_1b_simpo.py --workdir runs/gemma3_1b_simpo
 
-beta, gamma, learning rate, warm-up and batch are those of the paper's authors for Gemma 2 9B (gamma / beta 0.5). For
-DPO set --config.loss.name=dpo, --config.loss.beta=0.1 and a rate of 5e-7, and take gamma out in a file of your own.
+beta, gamma, learning rate, warm-up and batch are those that the paper's authors use for Gemma 2 9B (gamma / beta 0.5).
+For DPO set --config.loss.name=dpo, --config.loss.beta=0.1 and a rate of 5e-7, and remove gamma in a file of your own.
 
 Expected: the share of held-out pairs in which the chosen answer has the larger reward rises, and is in eval/accuracy.
 Nothing here is measured. tests/programs/test_recipes.py runs this file with a small model of the same architecture.
@@ -17,7 +17,7 @@ from jaxrl_llm.configs.recipes import gemma3_1b_sft
 def get_config() -> ConfigDict:
     c = gemma3_1b_sft.get_config()
     c.model.path = "runs/gemma3_1b_sft/hf"
-    # The rows of TRL's form hold their prompt in both columns.
+    # Rows in TRL's format have their prompt in both columns.
     c.data.convert, c.data.completion_column, c.data.rejected_column = "", "chosen", "rejected"
     c.loss = ConfigDict(dict(name="simpo", beta=10.0, gamma=5.0, label_smoothing=0.0, nll_coef=0.0))
     c.aggregate.mode = "sequence_mean"

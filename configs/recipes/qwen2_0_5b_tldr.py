@@ -10,7 +10,7 @@ steps.
 
 Hardware: one TPU v5e:2x2 (4 chips of 16 GB), or one GPU. Memory: 25 % of a chip at most, in the update. Time: 1.3 s a
 step where all completions have 256 tokens, so 0.7 hours for 2,000 steps. The time is an estimate at published speeds.
-This printed it; Qwen2-0.5B has the sizes of Qwen2.5-0.5B:
+This command printed it; Qwen2-0.5B has the sizes of Qwen2.5-0.5B:
 
 jaxrl plan --config configs/recipes/qwen2_0_5b_tldr.py --topology v5e:2x2 \\
   --config.model.path=jaxrl_llm/assets/qwen2_5_0_5b

@@ -4,7 +4,7 @@ jaxrl train --config configs/recipes/qwen2_5_0_5b_countdown.py --workdir runs/co
 
 Hardware: one TPU v5e:1x1 (a chip of 16 GB), or one GPU. Memory: 76 % of the chip at most, in the update. Time: 1.2 s a
 step where all completions have 64 tokens, so 10 minutes for 500 steps. The time is an estimate at published speeds.
-This printed it:
+This command printed it:
 
 jaxrl plan --config configs/recipes/qwen2_5_0_5b_countdown.py --topology v5e:1x1 \\
   --config.model.path=jaxrl_llm/assets/qwen2_5_0_5b

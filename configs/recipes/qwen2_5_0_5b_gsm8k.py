@@ -4,8 +4,8 @@ pip install -e '.[parquet]'
 hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k
 jaxrl train --config configs/recipes/qwen2_5_0_5b_gsm8k.py --workdir runs/gsm8k
 
-Hardware: one TPU v5e:2x2, or one GPU. docs/plan.md has longer prompts and completions (512 + 1,024 tokens) on v5e:2x2:
-45 % of a chip's memory and an estimated 7.3 s a step, so less than 1.1 hours for 500 steps.
+Hardware: one TPU v5e:2x2, or one GPU. docs/plan.md plans longer prompts and completions (512 + 1,024 tokens) on
+v5e:2x2: 45 % of a chip's memory and an estimated 7.3 s a step. So 500 steps take less than 1.1 hours.
 
 Expected: veRL's table of baselines has 36.4 % before training, and 56.7 % after PPO, 54.3 % after GRPO with LoRA
 (docs/algo/baseline.md of veRL). tests/programs/test_recipes.py runs this file with a small model of the same

@@ -4,8 +4,8 @@ pip install -e '.[parquet]'
 hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k
 jaxrl train --config configs/recipes/qwen2_5_0_5b_gsm8k_lora_t4.py --workdir runs/gsm8k_lora
 
-Activations are float32, because a T4 has no unit for bfloat16. Memory and time are not measured, and jaxrl plan is
-for TPUs alone. By arithmetic: 2.0 GB of base, 25 KB of KV cache a token, 70 MB of adapters.
+Activations are float32, because a T4 has no unit for bfloat16. Memory and time are not measured, and jaxrl plan knows
+no T4. By arithmetic the frozen model takes 2.0 GB, the key-value cache 25 KB per token, and the adapters 70 MB.
 
 Expected: 54.3 % is veRL's result with GRPO and LoRA of rank 32, from 36.4 % (docs/algo/baseline.md of veRL). Not
 measured here. tests/selftest/test_self_test_configs.py makes an update with a small model.

@@ -4,7 +4,7 @@ jaxrl train --config configs/recipes/qwen2_5_0_5b_gsm8k_lora_v5e_1.py --workdir 
 
 Memory: 18 % of the chip of 16 GB at most; full fine-tuning of this batch takes 76 % (docs/plan.md, row v5e:1x1). With
 --config.adapters.base_dtype=int8 it is 16 %. Time: 2.8 s a step where all completions have 512 tokens, so 0.4 hours for
-500 steps. The time is an estimate at published speeds. This printed it:
+500 steps. The time is an estimate at published speeds. This command printed it:
 
 jaxrl plan --config configs/recipes/qwen2_5_0_5b_gsm8k_lora_v5e_1.py --topology v5e:1x1 \\
   --config.model.path=jaxrl_llm/assets/qwen2_5_0_5b

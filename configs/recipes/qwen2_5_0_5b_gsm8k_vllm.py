@@ -1,4 +1,4 @@
-"""qwen2_5_0_5b_gsm8k with rollouts from vLLM on one GPU and the trainer on another. Nothing here is measured yet.
+"""qwen2_5_0_5b_gsm8k.py with rollouts from vLLM on one GPU and the trainer on another. Nothing here is measured yet.
 
 CUDA_VISIBLE_DEVICES=1 launch/vllm_gpu.sh --model Qwen/Qwen2.5-0.5B-Instruct --dtype bfloat16 --max-model-len 1024
 CUDA_VISIBLE_DEVICES=0 EXTRA=cuda launch/local.sh --config configs/recipes/qwen2_5_0_5b_gsm8k_vllm.py

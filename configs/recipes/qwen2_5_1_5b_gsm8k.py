@@ -3,8 +3,8 @@
 jaxrl train --config configs/recipes/qwen2_5_1_5b_gsm8k.py --workdir runs/gsm8k_1_5b
 
 Hardware: one TPU v5e:2x2 (4 chips of 16 GB). Memory: 83 % of a chip at most, in the update. Time: 8.8 s a step where
-all completions have 512 tokens, so 1.2 hours for 500 steps. The time is an estimate at published speeds. This printed
-it:
+all completions have 512 tokens, so 1.2 hours for 500 steps. The time is an estimate at published speeds. This command
+printed it:
 
 jaxrl plan --config configs/recipes/qwen2_5_1_5b_gsm8k.py --topology v5e:2x2 \\
   --config.model.path=jaxrl_llm/assets/qwen2_5_1_5b

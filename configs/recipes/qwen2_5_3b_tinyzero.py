@@ -5,7 +5,7 @@ hf download Jiayi-Pan/Countdown-Tasks-3to4 --repo-type dataset --local-dir data/
 jaxrl train --config configs/recipes/qwen2_5_3b_tinyzero.py --workdir runs/tinyzero
 
 The settings are those of TinyZero's script: 256 prompts in a rollout, 128 in an update, prompts of 256 and completions
-of 1,024 tokens, rates 1e-6 and 1e-5, KL penalty 0.001 in the reward, gamma and lambda 1. What differs, on purpose:
+of 1,024 tokens, rates 1e-6 and 1e-5, KL penalty 0.001 in the reward, gamma and lambda 1. On purpose differ:
 
 - The prompt says the same in other words. The reward has the same parts: 0.1 for the tags, 1 for a right answer.
 - Problems are held out by their numbers and target. TinyZero takes the last 1,024 rows.
@@ -13,7 +13,7 @@ of 1,024 tokens, rates 1e-6 and 1e-5, KL penalty 0.001 in the reward, gamma and 
 
 Hardware: one TPU v5e:4x4 (16 chips of 16 GB); TinyZero names 2 GPUs for a model of 3B. Memory: 71 % of a chip at most,
 while it samples; 61 % in the update. Time: 19.1 s a step where all completions have 1,024 tokens, so 6.8 hours for
-1,275 steps. The time is an estimate at published speeds. This printed it:
+1,275 steps. The time is an estimate at published speeds. This command printed it:
 
 jaxrl plan --config configs/recipes/qwen2_5_3b_tinyzero.py --topology v5e:4x4 \\
   --config.model.path=jaxrl_llm/assets/qwen2_5_3b

@@ -4,14 +4,15 @@ pip install -e '.[parquet]'
 hf download hiyouga/math12k --repo-type dataset --local-dir data/math12k
 jaxrl train --config configs/recipes/qwen2_5_7b_math.py --workdir runs/math
 
-In EasyR1's words: rollout_batch_size 512, global_batch_size 128 (prompts: so 4 updates on a rollout), n 5, 2,048
-tokens each, lr 1e-6 without a warm-up, weight_decay 0.01, low_var_kl in the loss with 0.01, clip 0.2 to 0.3 and 3 for
-negative advantages, 15 epochs. What differs: the prompt asks for thought and box in other words; the evaluation is
-greedy (EasyR1 samples at temperature 0.6); the token mean is over the whole update, not over a micro-batch.
+The example's settings, in EasyR1's words, are: rollout_batch_size 512, global_batch_size 128 (prompts: so 4 updates per
+rollout), n 5, 2,048 tokens each, lr 1e-6 without a warm-up, weight_decay 0.01, low_var_kl in the loss with 0.01, clip
+0.2 to 0.3 and 3 for negative advantages, 15 epochs. Three things differ: the prompt asks for thought and box in other
+words; the evaluation is greedy (EasyR1 samples at temperature 0.6); the token mean is over the whole update, not over
+a microbatch.
 
 Hardware: one TPU v5p:2x2x2 (8 chips of 95 GB; EasyR1 names 8 GPUs of 80 GB). Memory: 70 % of a chip at most, while it
 samples; 31 % in the update. Time: 296 s a step where all completions have 2,048 tokens, so 28 hours at most for 345
-steps. The time is an estimate at published speeds. This printed it:
+steps. The time is an estimate at published speeds. This command printed it:
 
 jaxrl plan --config configs/recipes/qwen2_5_7b_math.py --topology v5p:2x2x2 --prompt-tokens 1024 \\
   --config.model.path=jaxrl_llm/assets/qwen2_5_7b

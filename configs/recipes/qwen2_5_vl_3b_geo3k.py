@@ -7,7 +7,7 @@ jaxrl train --config configs/recipes/qwen2_5_vl_3b_geo3k.py --workdir runs/geo3k
 Hardware: one host of eight H100s of 80 GB, or a TPU v5p:2x2x2. Memory: 70 % at most of what JAX takes of an H100 (75 %
 of it), while it samples, and 38 % in the update; 50 and 18 % of a TPU chip. Time: 58 s a step on the GPUs and 131 s on
 the TPUs where all completions that are learned from have 2,048 tokens. The times are estimates at published speeds.
-This printed it, and the same with --topology v5p:2x2x2:
+This command printed it, and the same with --topology v5p:2x2x2:
 
 jaxrl plan --config configs/recipes/qwen2_5_vl_3b_geo3k.py --topology h100:8 --prompt-tokens 1024 --pixels 512x512 \\
   --config.model.path=jaxrl_llm/assets/qwen2_5_vl_3b

@@ -5,13 +5,13 @@ hf download hiyouga/geometry3k --repo-type dataset --local-dir data/geometry3k
 jaxrl train --config configs/recipes/qwen2_5_vl_7b_geo3k.py --workdir runs/geo3k
 
 The settings are those of qwen2_5_7b_math.py and, in EasyR1's words, min_pixels 262,144, max_pixels 4,194,304,
-freeze_vision_tower false, reward_function math.py. What differs: the prompt asks for thought and box in other words;
-the evaluation is greedy (EasyR1 samples at temperature 0.6).
+freeze_vision_tower false, reward_function math.py. Two things differ: the prompt asks for thought and box in other
+words; the evaluation is greedy (EasyR1 samples at temperature 0.6).
 
 Hardware: one host of eight H100s of 80 GB, or a TPU v5p:2x2x2. Memory: 97 % at most of what JAX takes of an H100 (75 %
 of it; 92 % of 90 %, which XLA_CLIENT_MEM_FRACTION=0.9 gives it), while it computes prompts, and 66 % in the update; 87
 and 33 % of a TPU chip. Time: 127 s a step on the GPUs and 278 s on the TPUs where all completions that are learned from
-have 2,048 tokens. The times are estimates at published speeds. This printed it, and the same with --topology
+have 2,048 tokens. The times are estimates at published speeds. This command printed it, and the same with --topology
 v5p:2x2x2:
 
 jaxrl plan --config configs/recipes/qwen2_5_vl_7b_geo3k.py --topology h100:8 --prompt-tokens 1024 --pixels 512x512 \\

@@ -4,7 +4,7 @@ pip install -e '.[parquet]'
 hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k
 jaxrl train --config configs/recipes/qwen3_30b_a3b_gsm8k.py --workdir runs/experts
 
-Not planned yet; this says whether it fits a slice:
+This recipe is not planned yet. This command says whether it fits a slice:
 jaxrl plan --config configs/recipes/qwen3_30b_a3b_gsm8k.py --topology v5p:2x4x4 \\
   --config.model.path=jaxrl_llm/assets/qwen3_30b_a3b
 """
@@ -17,9 +17,9 @@ from jaxrl_llm.configs.recipes import qwen2_5_0_5b_gsm8k
 def get_config() -> ConfigDict:
     c = qwen2_5_0_5b_gsm8k.get_config()
     c.model.path = "Qwen/Qwen3-30B-A3B"
-    c.mesh.tensor = 4  # the experts are split over it
-    c.router = ConfigDict()  # only for a model with experts
+    c.mesh.tensor = 4  # devices over which the experts are split
+    c.router = ConfigDict()  # router of a mixture-of-experts model; other models have no such section
     # Coefficient of the load-balance loss over the trained tokens of an update (arXiv 2101.03961); 0: off. With several
-    # micro-batches, it takes a forward pass more.
+    # microbatches, this loss needs one more forward pass.
     c.router.balance_coef = 1e-3
     return c

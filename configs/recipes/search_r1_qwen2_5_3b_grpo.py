@@ -2,8 +2,8 @@
 
 jaxrl train --config configs/recipes/search_r1_qwen2_5_3b_grpo.py --workdir runs/search_r1_grpo
 
-512 prompts with 5 completions, and 2 updates on a rollout, each on 256 prompts with all their completions. The original
-counts its mini-batch of 256 in completions, so it makes 10 updates on a rollout; its runs collapsed.
+A rollout has 512 prompts with 5 completions. It has 2 updates, each on 256 prompts with all their completions. The
+original counts its minibatch of 256 in completions, so it makes 10 updates per rollout; its runs collapsed.
 """
 
 from ml_collections import ConfigDict

@@ -12,13 +12,13 @@ The settings are those of Search-R1's v0.2 script: 512 prompts in a rollout, 256
 warm-up of 286 of 1,005 steps (0.285; "0.95" is the same number of 305), KL penalty 0.001, 4 searches, 3 documents,
 500 tokens of a turn and of what is found. What differs from the original, on purpose:
 
-- Updates: the original counts its mini-batch in sequences of all completions. With one completion there is no
-  difference: 2 updates on a rollout. See search_r1_qwen2_5_3b_grpo.py.
+- Updates: the original counts its minibatch in sequences of all completions. With one completion per prompt both make
+  2 updates per rollout. With several they differ (search_r1_qwen2_5_3b_grpo.py).
 - Sampling: the original samples at top_p 0.95 and scores with the whole distribution. Here top_p is 1.
 - Entropy: the original adds 0.001 times the entropy to the objective. Here there is no bonus.
-- Masks: what the search finds is left out of the loss, the KL penalty, the critic and the advantages. The original
-  leaves it out of the policy's loss and the KL penalty.
-- Tokens: what was sampled is never encoded again. The original encodes the text of each turn again.
+- Masks: tokens that the search finds are left out of the loss, the KL penalty, the critic and the advantages. The
+  original leaves them out only of the policy's loss and the KL penalty.
+- Tokens: sampled tokens are never encoded again. The original encodes the text of each turn again.
 - Search: BM25. The original's best results are with E5, for which `env.url` may name its own server.
 """
 

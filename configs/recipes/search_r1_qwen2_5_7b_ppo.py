@@ -2,8 +2,8 @@
 
 jaxrl train --config configs/recipes/search_r1_qwen2_5_7b_ppo.py --workdir runs/search_r1_7b
 
-With --config.microbatch=8 it needs at most 69 % of the memory of 8 chips v5p:2x2x2, as the compiler of the TPU places
-it. The estimate is 155 s a step, if every episode has all of its 4,096 tokens (docs/plan.md).
+With --config.microbatch=8 the run needs at most 69 % of the memory of 8 chips v5p:2x2x2, by the TPU compiler. A step
+takes an estimated 155 s, if every episode has all of its 4,096 tokens (docs/plan.md).
 """
 
 from ml_collections import ConfigDict
