@@ -121,7 +121,7 @@ def check_python(words: list[str], whole: bool, parser_of) -> None:
             compile(text, "docs", "exec")
         case ["-m", "venv", _]:
             pass
-        case [file] if (ROOT / file).is_file():
+        case [file] if Path(file).is_file():  # in a copy of ROOT that has the files of the page too
             pass
         case ["-m", module, *rest] if module in programs:
             check_program(parser_of(import_module(programs[module]).main), rest, whole)

@@ -494,7 +494,7 @@ DOCUMENTED = {
     "TRL's PPO": [trl.PPO],
     "TRL's RLOO": [trl.RLOO],
     "TRL's DPO and SimPO": [trl.DPO, trl.SIMPO],
-    "Pictures": [easyr1.EASYR1, verl.VERL, trl.GRPO],
+    "Images": [easyr1.EASYR1, verl.VERL, trl.GRPO],
     "veRL": [verl.VERL],
     "EasyR1": [easyr1.EASYR1],
     "Search-R1": [search_r1.SEARCH_R1],
