@@ -26,15 +26,17 @@ def test_the_site_is_built_without_a_broken_link(tmp_path):
     assert "fonts.googleapis" not in (tmp_path / "site" / "index.html").read_text()
 
 
+SMALL = dict(  # fields that make a program of a page short
+    prompts_per_step=8, prompts_per_update=8, group_size=2, num_steps=2, eval=dict(every=2, problems=8),
+    log=dict(to=()), mesh=dict(fsdp=1), rollout=dict(max_completion_tokens=4), health=dict(self_test=False),
+)  # fmt: skip
+
+
 @pytest.mark.slow
 def test_the_loop_of_the_docs_runs_and_resumes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "your_own_loop.md").read_text(), re.DOTALL)
-    small = dict(
-        prompts_per_step=8, prompts_per_update=8, group_size=2, num_steps=2, schedule_steps=4,
-        eval=dict(every=2, problems=8), optim=dict(warmup_steps=0), log=dict(to=()), mesh=dict(fsdp=1),
-        rollout=dict(max_completion_tokens=4), reward=dict(timeout=0.0), health=dict(self_test=False),
-    )  # fmt: skip
+    small = SMALL | dict(schedule_steps=4, optim=dict(warmup_steps=0), reward=dict(timeout=0.0))
     place = "config.num_steps = 20\n"
     assert place in program
     program = program.replace('"runs/own_loop"', repr(str(tmp_path / "run")))
@@ -71,15 +73,28 @@ def test_the_notebook_of_the_docs_runs(tmp_path, monkeypatch, capsys):
     (program,) = re.findall(
         r"In a script or a notebook\n\n```python\n(.*?)```", (ROOT / "docs/configs.md").read_text(), re.S
     )
-    small = dict(
-        prompts_per_step=8, prompts_per_update=8, group_size=2, num_steps=2, eval=dict(every=2, problems=8),
-        log=dict(to=()), mesh=dict(fsdp=1), rollout=dict(max_completion_tokens=4), health=dict(self_test=False),
-    )  # fmt: skip
     program = program.replace('"runs/polite"', repr(str(tmp_path / "run")))
-    (tmp_path / "program.py").write_text(program.replace("for record in", f"c.update({small!r})\nfor record in"))
+    (tmp_path / "program.py").write_text(program.replace("for record in", f"c.update({SMALL!r})\nfor record in"))
     done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^(\d) (\S+) (\S+)$", done.stdout, re.M)[0][:2] == ("0", "None")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["start_reward", "start_tools"])
+def test_a_tutorial_runs_as_it_is_written(page, tmp_path):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    files = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL))
+    *_, program = files  # the last file trains
+    small = SMALL | dict(rollout=dict(max_completion_tokens=96 if page == "start_tools" else 4))
+    files[program] = files[program].replace("for record in", f"config.update({small!r})\nfor record in")
+    for name, source in files.items():
+        (tmp_path / name).write_text(source)
+    done = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^step +(\d+)  right ", done.stdout, re.MULTILINE) == ["0", "2"]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert (run / "hf" / "model.safetensors").is_file()
 
 
 def test_no_page_has_a_gap_that_a_number_was_to_fill():
