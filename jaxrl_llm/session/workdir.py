@@ -81,15 +81,20 @@ def _sections(fields: Iterable[str]) -> set[str]:
 def check_log(workdir: Path, start: int, every: int) -> None:
     """Checks that a run that begins at `start` = 0 was stopped before its first checkpoint was complete, or is new.
 
-    Raises: UserError, if its log says that it has made checkpoints.
+    Prints a note where the run may have lost its checkpoints. Raises: UserError, if it has made checkpoints for sure.
     """
     last = max((record["step"] for record in json_lines.read(workdir / "metrics.jsonl")), default=0)
-    # The second save waits until the first one is complete, and the log has the step of the second one before.
-    if not start and last > 2 * every:
+    if start or not last:
+        return
+    # The second save waits until the first one is complete, and the log has the step of the second one before. A model
+    # is exported after the last save is complete.
+    exported = [name for name in ("hf", "adapter") if (workdir / name).exists()]
+    if last > 2 * every or exported:
         raise UserError(
             f"{workdir} has a log of {last} steps, but no checkpoint: put its folder checkpoints back, or remove "
-            "metrics.jsonl to begin anew"
+            f"{' and '.join(['metrics.jsonl', *exported])} to start again at step 1"
         )
+    print(f"note: {workdir} has a log of {last} steps, but no checkpoint: the run starts again at step 1", flush=True)
 
 
 def _is_ours(file: Path) -> bool:
