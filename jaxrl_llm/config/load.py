@@ -229,6 +229,8 @@ def override(config: Config, name: str, text: str) -> None:
         node[last] = _tuple(text) if node.is_open and isinstance(value, str) and "," in value else value
         return
     if last not in node:
+        if text.lower() == "none" and _is_section(name):
+            return  # it is not there already
         raise UserError(f"config.{name} is not a field{_meant(name, flatten(config))}")
     old = node[last]
     if old is None or isinstance(old, ConfigDict):
@@ -304,10 +306,23 @@ def _meant(name: str, fields: dict[str, Any]) -> str:
 
 def shipped_with(name: str, value: Any = None) -> str:
     """Returns the name of the shipped config that has a field, with this value if one is given; "": none has it."""
-    # The plainest first: few folders, then a short name.
-    for shipped in sorted(configs.names(), key=lambda shipped: (shipped.count("/"), len(shipped))):
-        module = importlib.import_module(f"{configs.__name__}.{shipped.replace('/', '.')}")
-        shipped_value = flatten(module.get_config()).get(name)
+    for shipped in _shipped():
+        shipped_value = _shipped_fields(shipped).get(name)
         if shipped_value is not None and value in (None, shipped_value):
             return shipped
     return ""
+
+
+def _is_section(name: str) -> bool:
+    """Returns whether a shipped config has a section of this name."""
+    return any(field.startswith(f"{name}.") for shipped in _shipped() for field in _shipped_fields(shipped))
+
+
+def _shipped() -> list[str]:
+    """Returns the names of the shipped configs, the plainest first: few folders, then a short name."""
+    return sorted(configs.names(), key=lambda shipped: (shipped.count("/"), len(shipped)))
+
+
+def _shipped_fields(name: str) -> dict[str, Any]:
+    module = importlib.import_module(f"{configs.__name__}.{name.replace('/', '.')}")
+    return flatten(module.get_config())
