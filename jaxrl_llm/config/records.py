@@ -120,12 +120,14 @@ def _table_of(section: SectionKind, values: Mapping[str, Any], path: str) -> Tab
 
 
 def present(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a config without the optional sections that are None."""
+    """Returns the values of a config without the optional sections that are None. No sections of any names are {}."""
     kept, inner = dict[str, Any](), _sections(record)
     for name, value in values.items():
         here = inner.get(name)
         if here and here.optional and value is None:
             continue
+        if here and here.several and value is None:
+            value = {}
         is_record = here is not None and is_dataclass(here.kind) and here.kind is not Call and not here.several
         kept[name] = present(here.kind, value) if here and is_record and isinstance(value, dict) else value
     return kept

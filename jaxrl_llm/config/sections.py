@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import FunctionType
 from typing import Any, ClassVar
@@ -20,7 +21,8 @@ KINDS = {
     tuple: "a tuple",
     dict: "a section",
 }
-JUDGE = "eval.function"  # a field of text that also takes a function object (`load.with_names`)
+# Fields of text that also take a function object (`load.with_names`).
+JUDGE = re.compile(r"eval\.(extra_sets\.\w+\.)?function")
 
 
 class Section(ConfigDict):
@@ -37,6 +39,8 @@ class Section(ConfigDict):
 
     def __setitem__(self, key: str, value: Any) -> None:
         path = f"{self._path}.{key}" if self._path else key
+        if "." in key:
+            raise UserError(f"config.{self._path or 'FIELD'} gets a section {key!r}: a name must have no dot")
         before = self.get(key)
         named = (str, Mapping, ConfigDict, FieldReference, FunctionType, type(None))
         if key == "source" and not isinstance(value, named):
@@ -49,7 +53,7 @@ class Section(ConfigDict):
         try:
             if off := value is None and isinstance(before, ConfigDict):
                 object.__setattr__(self, "_left_out", {**self._left_out, key: before})
-            if off or (path == JUDGE and (callable(value) or isinstance(value, str))):
+            if off or (JUDGE.fullmatch(path) and (callable(value) or isinstance(value, str))):
                 with self.ignore_type():
                     super().__setitem__(key, value)
             else:
