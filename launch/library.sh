@@ -77,6 +77,7 @@ tpu_runtime() {
 
 # Errors of gcloud that stay: the same request would be refused again.
 lasting='PERMISSION_DENIED|UNAUTHENTICATED|INVALID_ARGUMENT|NOT_FOUND|Quota|quota|not enabled|reauthenticat|does not have permission'
+lasting+='|active account|Failed to find attribute|required property|unrecognized arguments' # no account, or no project
 # Runs a line of gcloud that asks for machines. Ends the launch at an error that stays; else returns its status.
 request() {
   local status=0 errors
