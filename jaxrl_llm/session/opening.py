@@ -89,7 +89,9 @@ def open_session(
     """
     workdir, store, enter = place.workdir, place.store, place.opened.enter_context
     goes_back = plan.most_rollbacks > 0
-    opened = Checkpoints(store.checkpoints, began_with, plan.checkpoint, mesh, rows, goes_back=goes_back)
+    opened = Checkpoints(
+        store.checkpoints, began_with, plan.checkpoint, mesh, rows, goes_back=goes_back, check_lock=store.check_lock
+    )
     checkpoints = enter(closing(opened))
     start, accepted = checkpoints.check_beginning(flatten(place.config))
     if distributed.first():

@@ -25,6 +25,7 @@ class RunFolder:
 
     def __init__(self, folder: Path):
         self.folder, self.name, self.checkpoints = folder, str(folder), folder / "checkpoints"
+        self.check_lock: Callable[[], None] = lambda: None  # asks a bucket; raises: UserError, if the lock is lost
 
     def config(self) -> str:
         """Returns the text of the run's config; "": there is no run yet."""
@@ -73,7 +74,6 @@ class RunBucket(RunFolder):
         self._fs = bucket.file_system(FIELD, path)
         super().__init__(bucket.local_folder(path, f"runs/{distributed.index()}"))
         self.name, self.checkpoints = path, bucket.as_path(path) / "checkpoints"
-        self._check_lock: Callable[[], None] = lambda: None
         self._kept: dict[str, tuple[int, int]] = {}  # size and time of the files that the bucket has
 
     def config(self) -> str:
@@ -92,7 +92,7 @@ class RunBucket(RunFolder):
                 self._restore()
                 with self.named():
                     check()
-                self._check_lock = lambda: lock.check(now=True)  # another run must not get the log of this one
+                self.check_lock = lambda: lock.check(now=True)  # another run must not get the log of this one
                 try:
                     yield lock.check
                 finally:
@@ -140,7 +140,7 @@ class RunBucket(RunFolder):
         """
         if not distributed.first():
             return
-        self._check_lock()
+        self.check_lock()
         files = [file for file in self.folder.rglob("*") if file.is_file() and not file.name.endswith(".partial")]
         names = {file.relative_to(self.folder).as_posix(): file for file in files}
         with bucket.reaching(FIELD, self.name):
@@ -157,7 +157,7 @@ class RunBucket(RunFolder):
 
         Its config is removed first and comes last: no program loads a folder without it.
         """
-        self._check_lock()
+        self.check_lock()
         target, is_config = f"{self.name}/{name}", lambda file: str(file).endswith("config.json")
         with bucket.reaching(FIELD, self.name), progress.task(f"copying the folder {name}"):
             old = self._fs.find(target) if self._fs.exists(target) else []
