@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from jaxrl_llm.errors import UserError
 
 PREFIX = "memory.rows_"
@@ -17,8 +19,12 @@ def keep(rows: Any, field: str) -> str:
     Raises: UserError, naming the field, for what has no length, or is empty, or whose first row is no dict.
     """
     kind = type(rows).__name__
-    if isinstance(rows, (Mapping, set, frozenset)) or not (hasattr(rows, "__len__") and hasattr(rows, "__iter__")):
-        raise UserError(f"config.{field} is of the type {kind}: give text, a list of rows, or a datasets.Dataset")
+    no_rows = isinstance(rows, (Mapping, ConfigDict, set, frozenset))
+    if no_rows or not (hasattr(rows, "__len__") and hasattr(rows, "__iter__")):
+        split = ", such as one of its splits" if isinstance(rows, Mapping) else ""
+        raise UserError(
+            f"config.{field} is of the type {kind}: give text, a list of rows, or a datasets.Dataset{split}"
+        )
     if len(rows) == 0:
         raise UserError(f"config.{field} has no rows: give some")
     if not isinstance(first := next(iter(rows)), Mapping):

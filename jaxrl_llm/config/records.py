@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_args,
 
 from ml_collections import FrozenConfigDict
 
-from jaxrl_llm.config.names import Place, defaults, package, resolve
+from jaxrl_llm.config.names import Place, defaults, offered, resolve
 from jaxrl_llm.config.schema import Field, check_arguments, field_of, fields_of
 from jaxrl_llm.config.suggestions import nearest
 from jaxrl_llm.errors import UserError
@@ -165,7 +165,8 @@ def check_fields(known: Table, values: Mapping[str, Any], flat: Mapping[str, Any
     """
     for section, place in known.named.items():
         if f"{section}.name" not in flat:
-            raise UserError(f"config.{section}.name is missing: give a function of {package(place).__name__}")
+            names = f"{', '.join(offered(place))}, or a dotted name of your own"
+            raise UserError(f"config.{section}.name is missing: give one of {names}")
         name = flat[f"{section}.name"]
         if problem := Field(str).problem(name):
             raise UserError(f"config.{section}.name {problem}")

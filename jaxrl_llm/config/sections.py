@@ -43,9 +43,9 @@ class Section(ConfigDict):
             raise UserError(f"config.{self._path or 'FIELD'} gets a section {key!r}: a name must have no dot")
         before = self.get(key)
         named = (str, Mapping, ConfigDict, FieldReference, FunctionType, type(None))
-        if key == "source" and not isinstance(value, named):
+        if key == "source" and (not isinstance(value, named) or (isinstance(before, str) and is_mapping(value))):
             value = memory.keep(value, path)
-        if isinstance(value, (Mapping, ConfigDict)):
+        if is_mapping(value):
             value = sections(value)
             value._move(path)
         elif isinstance(before, tuple) and not isinstance(value, (tuple, list, FieldReference, type(None))):
@@ -101,6 +101,11 @@ class Section(ConfigDict):
         return self[name]
 
 
+def is_mapping(value: Any) -> bool:
+    """Returns whether a value can be a section of a config."""
+    return isinstance(value, (Mapping, ConfigDict))
+
+
 def sections(config: Any) -> Section:
     """Returns a ConfigDict or a dict, with all sections in it, as an unlocked `Section`; a `Section` as it is."""
     if isinstance(config, Section):
@@ -116,6 +121,8 @@ def problem(value: Any, before: Any, path: str) -> str:
         return f"is a section that is not there: set its fields, as {path}.FIELD"
     if isinstance(before, ConfigDict):
         return f"is a section: set one of {', '.join(f'{path}.{key}' for key in before)}"
+    if isinstance(value, FunctionType) and "<" in value.__qualname__:
+        return "takes no function without a name: define it with def, not within another one, and give its name"
     if isinstance(value, FunctionType) and isinstance(before, str):
         return f"takes no function: give its name, '{value.__module__}.{value.__qualname__}'"
     shown = "a section" if isinstance(value, ConfigDict) else f"{value!r:.80}"
