@@ -187,7 +187,7 @@ def schedule(settings: RunSettings) -> Iterator[Finding]:
     longer = recipe.num_steps > recipe.schedule_steps
     yield Finding(
         "note",
-        f"warm-up and decay are laid out for {recipe.schedule_steps} steps, as the run began, and it now has "
+        f"warm-up and decay are laid out for schedule_steps = {recipe.schedule_steps}, and num_steps is "
         f"{recipe.num_steps}",
         f"the steps after them have the learning rate {rate:g}" if longer else "it ends before they do",
     )

@@ -53,8 +53,8 @@ def check_workdir(workdir: Path, fields: Mapping[str, Any], known: Table) -> Non
         here, then = now.get(name, default), before.get(name, default)
         if here != then and name not in may_change:
             raise UserError(
-                f"config.{name} is {here!r}, but the run in {workdir} has {then!r}: "
-                "give another --workdir, or the run's own config"
+                f"config.{name} is {here!r}, but the run in {workdir} has {then!r}: give the run's own config, or "
+                f"another --workdir, where model.path = {workdir}/hf begins from this run's weights"
             )
 
 
