@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -162,7 +163,16 @@ def split(rows: Sequence[dict[str, Any]], column: str) -> dict[str, list[int]]:
         raise UserError(f"--by {column}: no row has this column; there is {columns}")
     if len(values) > MOST:
         raise UserError(f"--by {column}: it has {len(values)} values, and a table at most {MOST}: give another column")
-    return dict(sorted(values.items()))
+    return dict(sorted(values.items(), key=_number_first))
+
+
+def _number_first(value_and_places: tuple[str, list[int]]) -> tuple[float, str]:
+    """Returns the sort key of a value of a column: numbers by their size, then texts."""
+    value, _ = value_and_places
+    try:
+        return float(value), value
+    except ValueError:
+        return math.inf, value
 
 
 def lines(measured: Measured) -> list[tuple[str, Any]]:
