@@ -62,6 +62,8 @@ def keep_compilations() -> str:
     # JAX itself writes to a bucket.
     refused = "" if "://" in where else user_cache.refused(Path(where))
     if refused:
+        if not Path(where).is_dir():  # JAX would warn about each program; a full folder may be read
+            jax.config.update("jax_compilation_cache_dir", None)
         return f"not kept: {shown} cannot be written ({refused}); set JAX_COMPILATION_CACHE_DIR to a folder that can"
     return shown
 
