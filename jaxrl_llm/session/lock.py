@@ -58,8 +58,9 @@ class Lock:
                 raise UserError(self._in_use(before.owner))
             elif first != before:  # the first one seen, or one that was made just now and does not name its owner yet
                 if not first:
-                    watching = f"watching for {STALE:.0f} s whether it renews it"
-                    print(f"note: {self.file} is of {before}: {watching}", flush=True)
+                    # filelock takes a file without an owner after some seconds.
+                    time_limit = f"for {STALE:.0f} s" if before.owner else "shortly"
+                    print(f"note: {self.file} is of {before}: watching {time_limit} whether it renews it", flush=True)
                 first, since = before, time.monotonic()
             elif time.monotonic() - since > STALE + POLL:  # filelock has not done it: see `_remove`
                 self._remove(before)
