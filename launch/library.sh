@@ -51,6 +51,18 @@ check_type() { # of --type; with --version too, no runtime helps a type that the
     tpu7x-* | v7x-*) die "--type '$1': the Cloud TPU API has no TPU7x, but GKE has: take launch/gke_jobset.sh" ;;
   esac
 }
+# Only mesh.data goes over the network between slices: the trainer would refuse other meshes once it has the slices.
+check_slices() { # slices, trainer arguments
+  local slices=$1 data='' before='' word
+  shift
+  for word; do
+    case $before$word in --config.mesh.data=*) data=${word#*=} ;; --config.mesh.data[!=]*) data=$word ;; esac
+    case $word in --config.mesh.data) before=$word ;; *) before='' ;; esac
+  done
+  if [ "$slices" = 1 ] || [ "$data" = -1 ]; then return; fi
+  [[ $data =~ ^[1-9][0-9]*$ ]] && [ $((data % slices)) = 0 ] ||
+    die "--slices $slices needs --config.mesh.data=$slices, or a multiple, behind --: only mesh.data goes over the network between slices"
+}
 # Prints the usual TPU runtime of an accelerator type.
 tpu_runtime() {
   case $1 in
@@ -65,6 +77,7 @@ tpu_runtime() {
 
 # These errors of gcloud are final, because the same request would be refused again.
 lasting='PERMISSION_DENIED|UNAUTHENTICATED|INVALID_ARGUMENT|NOT_FOUND|Quota|quota|not enabled|reauthenticat|does not have permission'
+lasting+='|active account|Failed to find attribute|required property|unrecognized arguments' # no account, or no project
 # Runs a line of gcloud that asks for machines. Ends the launch at a final error; else returns the line's status.
 request() {
   local status=0 errors

@@ -241,6 +241,8 @@ def override(config: Config, name: str, text: str) -> None:
         section[last] = _tuple(text) if section.is_open and isinstance(value, str) and "," in value else value
         return
     if last not in section:
+        if text.lower() == "none" and _is_section(name):
+            return  # the section is absent already
         raise UserError(f"config.{name} is not a field{_suggestion(name, flatten(config))}")
     old_value = section[last]
     if old_value is None or isinstance(old_value, ConfigDict):
@@ -319,10 +321,23 @@ def _suggestion(name: str, fields: dict[str, Any]) -> str:
 
 def shipped_with(name: str, value: Any = None) -> str:
     """Returns the name of a shipped config that has a field, with this value unless it is None; "" if none has it."""
-    # Plain configs are tried first: those in few folders, then those with short names.
-    for shipped in sorted(configs.names(), key=lambda shipped: (shipped.count("/"), len(shipped))):
-        module = importlib.import_module(f"{configs.__name__}.{shipped.replace('/', '.')}")
-        shipped_value = flatten(module.get_config()).get(name)
+    for shipped in _shipped():
+        shipped_value = _shipped_fields(shipped).get(name)
         if shipped_value is not None and value in (None, shipped_value):
             return shipped
     return ""
+
+
+def _is_section(name: str) -> bool:
+    """Returns whether a shipped config has a section of this name."""
+    return any(field.startswith(f"{name}.") for shipped in _shipped() for field in _shipped_fields(shipped))
+
+
+def _shipped() -> list[str]:
+    """Returns the names of the shipped configs, the plainest first: few folders, then a short name."""
+    return sorted(configs.names(), key=lambda shipped: (shipped.count("/"), len(shipped)))
+
+
+def _shipped_fields(name: str) -> dict[str, Any]:
+    module = importlib.import_module(f"{configs.__name__}.{name.replace('/', '.')}")
+    return flatten(module.get_config())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from jaxrl_llm.errors import UserError
 
 PREFIX = "memory.rows_"
@@ -18,9 +20,12 @@ def keep(rows: Any, field: str) -> str:
     Raises: UserError, naming the field, for a value without length, without rows, or whose first row is no dict.
     """
     kind = type(rows).__name__
-    if isinstance(rows, (Mapping, set, frozenset)) or not (hasattr(rows, "__len__") and hasattr(rows, "__iter__")):
+    has_no_order = isinstance(rows, (Mapping, ConfigDict, set, frozenset))
+    if has_no_order or not (hasattr(rows, "__len__") and hasattr(rows, "__iter__")):
+        split = ", such as one of its splits" if isinstance(rows, Mapping) else ""
         raise UserError(
             f"config.{field} has a value of the type {kind}, but must be text, a list of rows, or a datasets.Dataset"
+            f"{split}"
         )
     if len(rows) == 0:
         raise UserError(f"config.{field} has no rows: the list must have at least one row")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_args,
 
 from ml_collections import FrozenConfigDict
 
-from jaxrl_llm.config.names import Place, defaults, package, resolve
+from jaxrl_llm.config.names import Place, defaults, offered, resolve
 from jaxrl_llm.config.schema import Field, check_arguments, field_of, fields_of
 from jaxrl_llm.config.suggestions import nearest
 from jaxrl_llm.errors import UserError
@@ -126,12 +126,14 @@ def _section_table(section: SectionKind, values: Mapping[str, Any], path: str) -
 
 
 def present(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a config without the optional sections that are None."""
+    """Returns the values of a config without optional sections that are None; a section of any names is {} instead."""
     present_values, inner_sections = dict[str, Any](), _sections(record)
     for name, value in values.items():
         section = inner_sections.get(name)
         if section and section.optional and value is None:
             continue
+        if section and section.several and value is None:
+            value = {}
         is_record = section is not None and section.kind is not Call and is_dataclass(section.kind)
         if section and is_record and not section.several and isinstance(value, dict):
             value = present(section.kind, value)
@@ -172,7 +174,8 @@ def check_fields(known: Table, values: Mapping[str, Any], flat: Mapping[str, Any
     """
     for section, place in known.named.items():
         if f"{section}.name" not in flat:
-            raise UserError(f"config.{section}.name is missing: name a function of {package(place).__name__}")
+            names = f"{', '.join(offered(place))}, or a dotted name of your own"
+            raise UserError(f"config.{section}.name is missing: set it to one of {names}")
         name = flat[f"{section}.name"]
         if problem := Field(str).problem(name):
             raise UserError(f"config.{section}.name {problem}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import FunctionType
 from typing import Any, ClassVar
@@ -20,7 +21,8 @@ KINDS = {
     tuple: "a tuple",
     dict: "a section",
 }
-EVAL_FUNCTION = "eval.function"  # field of text that also takes a function object (`load.with_names`)
+# Fields of text that also take a function object (`load.with_names`).
+EVAL_FUNCTION = re.compile(r"eval\.(extra_sets\.\w+\.)?function")
 
 
 class Section(ConfigDict):
@@ -39,11 +41,13 @@ class Section(ConfigDict):
 
     def __setitem__(self, key: str, value: Any) -> None:
         path = f"{self._path}.{key}" if self._path else key
+        if "." in key:
+            raise UserError(f"config.{self._path or 'FIELD'}: the name {key!r} of a section must have no dot")
         old_value = self.get(key)
         named = (str, Mapping, ConfigDict, FieldReference, FunctionType, type(None))
-        if key == "source" and not isinstance(value, named):
+        if key == "source" and (not isinstance(value, named) or (isinstance(old_value, str) and is_mapping(value))):
             value = memory.keep(value, path)
-        if isinstance(value, (Mapping, ConfigDict)):
+        if is_mapping(value):
             value = sections(value)
             value._set_path(path)
         elif isinstance(old_value, tuple) and not isinstance(value, (tuple, list, FieldReference, type(None))):
@@ -51,7 +55,7 @@ class Section(ConfigDict):
         try:
             if removes := value is None and isinstance(old_value, ConfigDict):
                 object.__setattr__(self, "_removed", {**self._removed, key: old_value})
-            if removes or (path == EVAL_FUNCTION and (callable(value) or isinstance(value, str))):
+            if removes or (EVAL_FUNCTION.fullmatch(path) and (callable(value) or isinstance(value, str))):
                 with self.ignore_type():
                     super().__setitem__(key, value)
             else:
@@ -101,6 +105,11 @@ class Section(ConfigDict):
         return self[name]
 
 
+def is_mapping(value: Any) -> bool:
+    """Returns whether a value can be a section of a config."""
+    return isinstance(value, (Mapping, ConfigDict))
+
+
 def sections(config: Any) -> Section:
     """Returns a ConfigDict or a dict, and all sections in it, as an unlocked `Section`; a `Section` stays as it is."""
     if isinstance(config, Section):
@@ -117,6 +126,8 @@ def problem(value: Any, old_value: Any, path: str) -> str:
     if isinstance(old_value, ConfigDict):
         fields = ", ".join(f"{path}.{key}" for key in old_value)
         return f"is a section, which cannot hold {value!r:.80}: set one of its fields {fields}"
+    if isinstance(value, FunctionType) and "<" in value.__qualname__:
+        return "must be the name of a function: define it by def at the top of a module, and set its name"
     if isinstance(value, FunctionType) and isinstance(old_value, str):
         return f"must be the name of a function, not the function: use '{value.__module__}.{value.__qualname__}'"
     shown = "a section" if isinstance(value, ConfigDict) else f"{value!r:.80}"

@@ -60,6 +60,8 @@ def enable_compilation_cache() -> str:
     # A folder in a bucket is not tested, because JAX itself writes there.
     write_error = "" if "://" in folder else user_cache.write_error(Path(folder))
     if write_error:
+        if not Path(folder).is_dir():  # without a folder JAX would warn at each program; a full one can still be read
+            jax.config.update("jax_compilation_cache_dir", None)
         return (
             f"not kept: {shown_folder} cannot be written ({write_error}); set JAX_COMPILATION_CACHE_DIR to a writable "
             "folder"

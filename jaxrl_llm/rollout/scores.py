@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -173,7 +174,16 @@ def rows_by_value(rows: Sequence[dict[str, Any]], column: str) -> dict[str, list
             f"--by {column}: this column has {len(values)} values, but a table has at most {MAX_COLUMN_VALUES}; choose "
             "another column"
         )
-    return dict(sorted(values.items()))
+    return dict(sorted(values.items(), key=_number_first))
+
+
+def _number_first(value_and_places: tuple[str, list[int]]) -> tuple[float, str]:
+    """Returns the sort key of a value of a column: numbers by their size, then texts."""
+    value, _ = value_and_places
+    try:
+        return float(value), value
+    except ValueError:
+        return math.inf, value
 
 
 def result_lines(measured: Measurements) -> list[tuple[str, Any]]:

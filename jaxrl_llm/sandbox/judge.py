@@ -143,7 +143,12 @@ class GlobalNames(dict):
 
     def __getitem__(self, name):
         if name in self.variables:
-            (data,) = self.link.ask("variable", name)
+            try:
+                (data,) = self.link.ask("variable", name)
+            except KeyError:
+                # The program has deleted it. Python looks for it once more in this dict, without this method.
+                self.pop(name, None)
+                raise
             # Else the test may have changed its own copy, as an argument for a function.
             if json.dumps(data) != self.variables[name]:
                 self.variables[name] = json.dumps(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import math
@@ -20,6 +21,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from orbax.checkpoint import checkpoint_managers as managers
+from orbax.checkpoint.path import atomicity
 
 from jaxrl_llm.errors import PeerLost, UserError
 from jaxrl_llm.machine import bucket, disk, distributed
@@ -63,23 +65,26 @@ class Checkpoints:
         rows: Rows = NO_ROWS,
         *,
         goes_back: bool = False,
+        check_lock: Callable[[], None] = lambda: None,
     ):
         """began_with: hash of each model and data source that must not change, by config field.
 
         rows: rows of the run, on which the position in the data depends. goes_back: True if a health rule may roll
-        the run back to a checkpoint.
+        the run back to a checkpoint. check_lock: function that is called before a checkpoint in a bucket counts, and
+        raises UserError if another process has taken the lock of the work directory.
         """
         self._began_with, self._mesh, self._rows = began_with, mesh, rows
         self._settings, self._goes_back = settings, goes_back
         self.accuracies: dict[int, float] = {}  # step -> accuracy of its evaluation, by which checkpoints are ranked
+        self._in_bucket = bool(bucket.address(folder))
         options = ocp.CheckpointManagerOptions(
             preservation_policy=KeptCheckpoints(self._steps_to_keep),
             cleanup_tmp_directories=True,
             todelete_subdir=f"../{folder.name}{DELETED}",
             async_options=ocp.AsyncOptions(timeout_secs=COMMIT),
+            temporary_path_class=_committed_after(check_lock) if self._in_bucket else None,
         )
         quieten_orbax()
-        self._in_bucket = bool(bucket.address(folder))
         self._folder = folder if self._in_bucket else folder.absolute()
         self._deleted = self._folder.with_name(self._folder.name + DELETED)
         self._removal: Thread | None = None
@@ -323,6 +328,20 @@ class Checkpoints:
         with suppress(OSError):  # not there, or not empty
             if not self._in_bucket:
                 self._deleted.rmdir()
+
+
+def _committed_after(check_lock: Callable[[], None]) -> type[atomicity.CommitFileTemporaryPath]:
+    """Returns the class of checkpoints that count only if `check_lock` passes.
+
+    A process that was stopped in a save may have lost the lock, and the new owner has deleted a part of the checkpoint.
+    """
+
+    class CheckedPath(atomicity.CommitFileTemporaryPath):
+        async def finalize(self) -> None:
+            await asyncio.to_thread(check_lock)
+            await super().finalize()
+
+    return CheckedPath
 
 
 def best_steps(steps: Iterable[int], accuracies: Mapping[int, float], count: int) -> list[int]:

@@ -58,7 +58,9 @@ class Lock:
                 raise UserError(self._in_use_message(reading.owner))
             elif watched_reading != reading:  # the first reading, or a lock that is so new that it has no owner yet
                 if not watched_reading:
-                    watching = f"watching for {STALE:.0f} s whether that process still renews the lock"
+                    # filelock removes a file without an owner after some seconds.
+                    duration = f"for {STALE:.0f} s" if reading.owner else "shortly"
+                    watching = f"watching {duration} whether that process still renews the lock"
                     print(f"note: {reading} holds {self.file}: {watching}", flush=True)
                 watched_reading, watch_start = reading, time.monotonic()
             elif time.monotonic() - watch_start > STALE + POLL:  # filelock cannot remove it on this file system

@@ -87,9 +87,10 @@ def open_session(
     """
     workdir, store, enter = work_directory.workdir, work_directory.store, work_directory.resources.enter_context
     goes_back = plan.most_rollbacks > 0
-    checkpoints = enter(
-        closing(Checkpoints(store.checkpoints, began_with, plan.checkpoint, mesh, rows, goes_back=goes_back))
+    opened_checkpoints = Checkpoints(
+        store.checkpoints, began_with, plan.checkpoint, mesh, rows, goes_back=goes_back, check_lock=store.check_lock
     )
+    checkpoints = enter(closing(opened_checkpoints))
     start, accepted_changes = checkpoints.check_beginning(flatten(work_directory.config))
     if distributed.first():
         with store.naming_workdir():

@@ -25,6 +25,7 @@ class RunFolder:
 
     def __init__(self, folder: Path):
         self.folder, self.name, self.checkpoints = folder, str(folder), folder / "checkpoints"
+        self.check_lock: Callable[[], None] = lambda: None  # asks a bucket; raises: UserError, if the lock is lost
 
     def config(self) -> str:
         """Returns the text of the run's config.json, or "" if there is no run yet."""
@@ -79,7 +80,6 @@ class RunBucket(RunFolder):
         self._fs = bucket.file_system(FIELD, path)
         super().__init__(bucket.local_folder(path, f"runs/{distributed.index()}"))
         self.name, self.checkpoints = path, bucket.as_path(path) / "checkpoints"
-        self._check_lock: Callable[[], None] = lambda: None
         self._uploaded: dict[str, tuple[int, int]] = {}  # size and modification time of each file in the bucket
 
     def config(self) -> str:
@@ -100,7 +100,7 @@ class RunBucket(RunFolder):
                 with self.naming_workdir():
                     check()
                 # Before each upload the bucket is asked, because the log of this run must not reach another run.
-                self._check_lock = lambda: lock.check(ask_bucket=True)
+                self.check_lock = lambda: lock.check(ask_bucket=True)
                 try:
                     yield lock.check
                 finally:
@@ -148,7 +148,7 @@ class RunBucket(RunFolder):
         """
         if not distributed.first():
             return
-        self._check_lock()
+        self.check_lock()
         files = [file for file in self.folder.rglob("*") if file.is_file() and not file.name.endswith(".partial")]
         names = {file.relative_to(self.folder).as_posix(): file for file in files}
         with bucket.bucket_errors(FIELD, self.name):
@@ -165,7 +165,7 @@ class RunBucket(RunFolder):
 
         The folder's config.json is removed first and uploaded last, so that no program loads an incomplete folder.
         """
-        self._check_lock()
+        self.check_lock()
         target, is_config = f"{self.name}/{name}", lambda file: str(file).endswith("config.json")
         with bucket.bucket_errors(FIELD, self.name), progress.task(f"copying the folder {name}"):
             old = self._fs.find(target) if self._fs.exists(target) else []

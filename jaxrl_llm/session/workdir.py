@@ -58,7 +58,8 @@ def check_workdir(workdir: Path, fields: Mapping[str, Any], known: Table) -> Non
         if current_value != saved_value and name not in may_change:
             raise UserError(
                 f"config.{name} = {current_value!r}: the run in {workdir} started with {saved_value!r}: set the field "
-                f"to {saved_value!r} to resume that run, or use another --workdir"
+                f"to {saved_value!r} to resume that run, or use another --workdir, where model.path = {workdir}/hf "
+                "starts from the weights of this run"
             )
 
 
@@ -85,16 +86,23 @@ def _sections(fields: Iterable[str]) -> set[str]:
 def check_log(workdir: Path, start: int, every: int) -> None:
     """Checks that the checkpoints of a run have not vanished.
 
-    start: step of the newest checkpoint, 0 without one. every: config.checkpoint.every. Raises: UserError, if `start`
-    is 0 although the log has so many steps that a checkpoint must have been complete.
+    start: step of the newest checkpoint, 0 without one. every: config.checkpoint.every. Prints a note if the run may
+    have lost its checkpoints. Raises: UserError, if `start` is 0 although a checkpoint must have been complete.
     """
     last_step = max((record["step"] for record in json_lines.read(workdir / "metrics.jsonl")), default=0)
-    # The second save waits until the first is complete, and the log gets the step of the second save before that.
-    if not start and last_step > 2 * every:
+    if start or not last_step:
+        return
+    # The second save waits until the first is complete, and the log gets the step of the second save before that. A
+    # model is exported after the last save is complete.
+    exported = [name for name in ("hf", "adapter") if (workdir / name).exists()]
+    if last_step > 2 * every or exported:
         raise UserError(
             f"--workdir {workdir} has a log of {last_step} steps, but no checkpoint: restore its folder checkpoints, "
-            "or remove metrics.jsonl to start a new run"
+            f"or remove {' and '.join(['metrics.jsonl', *exported])} to start a new run"
         )
+    print(
+        f"note: {workdir} has a log of {last_step} steps, but no checkpoint: the run starts again at step 1", flush=True
+    )
 
 
 def _is_left_by_launcher(file: Path) -> bool:

@@ -175,6 +175,15 @@ def test_a_value_of_another_type_is_refused_where_a_script_sets_it(refused, sect
     recipes.read(c.copy_and_resolve_references().lock())
 
 
+def test_none_for_a_section_that_is_not_there_changes_nothing(refused):
+    c = config.load("grpo")
+    before = c.to_json()
+    config.override(c, "adapters", "none")
+    assert c.to_json() == before
+    with refused("config.adaptors"):
+        config.override(c, "adaptors", "none")
+
+
 def test_fields_are_checked_where_a_script_updates_a_section(refused):
     with refused("config.kl.coef"):
         grpo.get_config().update(dict(kl=dict(coef="x")))

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from ml_collections import ConfigDict
 from test_recipes import write_qwen
 
 from jaxrl_llm import recipe as recipes
@@ -202,9 +203,14 @@ def test_rows_in_memory_are_a_source(refused):
         check_source("config.data.source", c.data.source)
     c.eval.source = rows[:1]
     assert load_rows(c.eval.source).rows == rows[:1] and len(load_rows(c.data.source).rows) == 2
-    for source in ([], iter(rows), ["1 + 1 ="], {"prompt": "1"}, 7):
+    for source in ([], iter(rows), ["1 + 1 ="], 7):
         with refused("config.data.source"):
             c.data.source = source
+    for splits in ({"train": rows}, ConfigDict(dict(train="a"))):
+        with refused("config.data.source", type(splits).__name__):
+            c.data.source = splits
+    with refused("config.data.source", "def"):
+        c.data.source = lambda: rows
     with refused("config.data.source = 'memory.rows_99'"):
         check_source("config.data.source", "memory.rows_99")
     with pytest.raises(UserError) as error:

@@ -37,6 +37,7 @@ def test_programs_are_deterministic_and_kept_in_the_users_cache_folder(tmp_path)
         done = subprocess.run(run, env=base | environ, capture_output=True, text=True, check=True)
         folder, others = done.stdout.strip().rsplit(" [", 1)
         assert others == "2. 2.] --xla_cpu_enable_fast_math=false --xla_gpu_deterministic_ops=true"
+        assert "Warning" not in done.stderr
         return folder
 
     assert kept() == "~/.cache/jaxrl_llm/xla"

@@ -167,8 +167,11 @@ def one_update(shape: tuple[int, int, int] = (1, 1, 1), microbatch: int = 0, pac
 ON_A_MESH = (2, 2, 2), 4, (1, 10)
 
 
-def test_rank_and_alpha_are_a_section_of_adapters():
+def test_rank_and_alpha_are_a_section_of_adapters(refused):
     c = configs.load("grpo")
+    c.adapters = ConfigDict(dict(rank=8, alpha=16.0))
+    with refused("config.adapters.name", "lora"):
+        recipes.read(c)
     c.adapters = ConfigDict(dict(name="lora", rank=8, alpha=16.0))
     recipes.read(c)
     shipped = configs.load("lora").adapters.to_dict()

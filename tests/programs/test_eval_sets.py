@@ -48,9 +48,10 @@ def test_a_wrong_field_of_a_further_set_is_refused_by_its_path(refused, changes,
         recipes.read(with_sets(load("grpo"), sums=TRAIN | changes))
 
 
-def test_a_further_set_without_a_name_is_refused(refused):
-    with refused("config.eval.extra_sets"):  # its metric would be eval/accuracy
-        recipes.read(with_sets(load("grpo"), **{"": TRAIN}))
+@pytest.mark.parametrize("name", ["", "a.b"])  # its metric would be eval/accuracy; it would be a set b of a section a
+def test_a_further_set_without_a_name_or_with_a_dot_in_it_is_refused(refused, name):
+    with refused("config.eval.extra_sets"):
+        recipes.read(with_sets(load("grpo"), **{name: TRAIN}))
 
 
 def test_a_further_set_without_a_column_that_its_judge_needs_is_refused(refused):
@@ -68,6 +69,15 @@ def test_further_sets_take_function_objects_and_rows_in_memory():
     one = recipe.eval_sets["eval.extra_sets.sums"]
     assert one.function == "test_eval_sets.falling"
     assert one.source.startswith("memory.rows")
+    config = with_sets(load("grpo"), sums=TRAIN)
+    config.eval.extra_sets.sums.function = falling
+    assert recipes.read(config).eval_sets["eval.extra_sets.sums"].function == "test_eval_sets.falling"
+
+
+def test_further_sets_that_are_none_are_none_of_them():
+    config = with_sets(load("grpo"), sums=TRAIN)
+    config.eval.extra_sets = None
+    assert [*recipes.read(config).eval_sets] == ["eval"]
 
 
 def test_the_console_the_card_and_the_report_have_each_set(tmp_path):

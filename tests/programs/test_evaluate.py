@@ -103,6 +103,8 @@ def test_two_answers_are_two_votes(one, other):
 def test_rows_are_split_by_a_column_and_by_one_within_a_column(refused):
     rows = [{"source": "a", "extra": {"level": 2}}, {"source": "b", "extra": {"level": 1}}, {"source": "a"}]
     assert scores.rows_by_value(rows, "source") == {"a": [0, 2], "b": [1]}
+    levels = [{"level": level} for level in (10, 9, None, "x")]
+    assert [*scores.rows_by_value(levels, "level")][:2] == ["9", "10"]
     assert scores.rows_by_value(rows, "extra.level") == {"(none)": [2], "1": [1], "2": [0]}
     with refused("--by level", "extra, source"):
         scores.rows_by_value(rows, "level")

@@ -15,7 +15,10 @@ from fake_cloud import LAUNCH, executable, make_desk, until  # noqa: F401
 
 JOBSET = ["--name", "grpo", "--image", "host/jaxrl_llm:1", "--accelerator", "tpu-v5-lite-podslice",
           "--topology", "4x4", "--nodes", "4"]  # fmt: skip
-DISKS = ("--bucket gs://b/", "--pvc claim --spot", "--bucket b --service-account sa --spot --slices 2")
+DISKS = (
+    "--bucket gs://b/", "--pvc claim --spot",
+    "--bucket b --service-account sa --spot --slices 2 -- --config.mesh.data=2",
+)  # fmt: skip
 
 
 @cache

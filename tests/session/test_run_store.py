@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -211,3 +211,17 @@ def test_a_deleted_checkpoint_of_a_bucket_counts_no_more_at_once(cloud, path, bu
         checkpoints.go_back(0)
     assert changes[0] == f"DELETE {cloud.name}/checkpoints/1/{COMMITTED}"
     assert len(changes) > 3
+
+
+def test_a_checkpoint_in_a_bucket_whose_lock_was_lost_never_counts(cloud, path):
+    def check_lock() -> None:
+        raise UserError("the lock was taken")
+
+    folder = epath.Path(path) / "checkpoints"
+    checkpoints = Checkpoints(folder, {}, KEEP, MESH, check_lock=check_lock)
+    checkpoints.save(1, {MODELS: PartState({}, {"policy": jnp.ones(1)})})
+    with pytest.raises(UserError, match="the lock was taken"):
+        checkpoints.wait()
+    assert (cloud / "checkpoints" / "1").is_dir() and not has_checkpoint(folder)
+    with suppress(UserError):
+        checkpoints.close()

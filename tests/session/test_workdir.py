@@ -47,13 +47,24 @@ def test_a_disk_that_is_read_only_is_named_as_such(run, monkeypatch, refused):
         check_workdir(run / "file" / "run", {}, TABLE)
 
 
-def test_a_log_whose_checkpoints_are_gone_is_not_overwritten(run, refused):
+def test_a_log_whose_checkpoints_are_gone_is_not_overwritten(run, refused, capsys):
     for steps in 10, 11:  # a run that was killed in its first save may have ten, with a save at each fifth step
         (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(steps + 1)))
         if steps == 10:
             check_log(run, 0, 5)
+            assert "10 steps" in capsys.readouterr().out
     check_log(run, 5, 5)
+    assert not capsys.readouterr().out
     with refused(str(run), "11 steps", "metrics.jsonl"):
+        check_log(run, 0, 5)
+
+
+@pytest.mark.parametrize("folder", ["hf", "adapter"])
+def test_a_run_that_exported_its_model_has_lost_its_checkpoints(run, folder, refused):
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    (run / folder).mkdir()
+    check_log(run, 1, 5)
+    with refused("1 steps", f"metrics.jsonl and {folder}"):
         check_log(run, 0, 5)
 
 
