@@ -10,7 +10,7 @@ from jaxrl_llm.config.schema import AtLeastOne, Count, Field, MayChange, NotNega
 from jaxrl_llm.learner import optim
 from jaxrl_llm.learner.optim import Decay, make_optimizer
 
-AboveZero = Annotated[float, Field(float, low=0, high=1, above=True)]
+AboveZero = Annotated[float, Field(float, low=0, high=1, exclusive=True)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from jaxrl_llm.structs import Array, Sizes
 
 WEIGHTED = "_weighted"  # suffix of KL estimators that are multiplied by pi / pi_old
 # The share stays below 1, so that a skipped prompt is sampled again from time to time, and may have a signal then.
-SkipShare = Annotated[float, Field(float, low=0, high=0.95, above=True)]
+SkipShare = Annotated[float, Field(float, low=0, high=0.95, exclusive=True)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ class RolloutSettings(LengthSettings):
     """Sampling temperature; log-probabilities in training use it too, as top_k and top_p."""
     top_k: Count
     """Number of most likely tokens to sample from; 0: all."""
-    top_p: Annotated[float, Field(float, low=0, high=1, above=True)]
+    top_p: Annotated[float, Field(float, low=0, high=1, exclusive=True)]
     """Total probability of the most likely tokens to sample from; 1: all."""
 
     @property

@@ -14,7 +14,7 @@ class RollbackSettings:
 
     rules: tuple[str, ...]
     most: MayChange[AtLeastOne] = 3
-    learning_rate: Annotated[float, Field(float, low=0, high=1, above=True)] = 0.5
+    learning_rate: Annotated[float, Field(float, low=0, high=1, exclusive=True)] = 0.5
     warmup_steps: Count = 5
 
 

@@ -40,8 +40,8 @@ def usage() -> str:
 def program(name: str) -> Callable[[], None]:
     """Imports a program, and returns its main function. Raises: UserError, for an unknown name."""
     if name not in PROGRAMS:
-        near = difflib.get_close_matches(name.lower().replace("_", "-"), PROGRAMS, n=1)
-        hint = f"did you mean jaxrl {near[0]}?" if near else f"known programs: {', '.join(PROGRAMS)}"
+        suggestions = difflib.get_close_matches(name.lower().replace("_", "-"), PROGRAMS, n=1)
+        hint = f"did you mean jaxrl {suggestions[0]}?" if suggestions else f"known programs: {', '.join(PROGRAMS)}"
         raise UserError(f"jaxrl {name}: unknown program; {hint}")
     return import_module(PROGRAMS[name][0]).main
 

@@ -56,8 +56,8 @@ def main() -> None:
         "--selftest", action="store_true", help="also build the run of the config, and run its self-test at step 0"
     )
     add_output_flags(parser)
-    args, rest = parser.parse_known_args()
-    if (args.config is None) == (args.run is None) or (args.run and (rest or args.selftest)):
+    args, overrides = parser.parse_known_args()
+    if (args.config is None) == (args.run is None) or (args.run and (overrides or args.selftest)):
         raise UserError("use either --config FILE, with --config.FIELD=VALUE and --selftest, or --run LOG alone")
     if args.run:
         args.run = [bucket.fetch_run(path, "--run") for path in args.run]

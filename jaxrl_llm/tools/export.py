@@ -44,11 +44,11 @@ def main() -> None:
         raise UserError(f"--to {args.to} exists and is not empty: name a new folder")
     if args.push_to:
         hub.open_repo(args.push_to, private=args.private)
-    with ExitStack() as opened:
-        to = args.to or Path(opened.enter_context(TemporaryDirectory())) / "hf"
+    with ExitStack() as resources:
+        to = args.to or Path(resources.enter_context(TemporaryDirectory())) / "hf"
         if run.workdir.resolve() in to.resolve().parents:
             # An export into the work directory needs the run's lock, because the run may write at the same time.
-            opened.enter_context(locked(run.workdir))
+            resources.enter_context(locked(run.workdir))
         save(run, step, to, adapter=args.adapter)
         model_card.write(to, model_card.card(run.workdir, run.config, run.began_with(step), step))
         if args.to:

@@ -166,8 +166,8 @@ def sampling_line(plan: SlicePlan, args: Namespace) -> str:
     if not stream:
         return ""
     places = f"{stream.sequences} slots, {stream.pages:,} pages of {stream.page} tokens, {stream.prompts} prompts"
-    why = "--lengths" if args.lengths is not None else "half of C, as --lengths is not given"
-    return f"sampler, a device: {places}; completions of {plan.tokens / count:,.0f} tokens on average ({why})"
+    source = "--lengths" if args.lengths is not None else "half of C, as --lengths is not given"
+    return f"sampler, a device: {places}; completions of {plan.tokens / count:,.0f} tokens on average ({source})"
 
 
 def image_line(plan: SlicePlan) -> str:
@@ -189,10 +189,10 @@ def print_collectives(phase: Phase, count: int, console: Console) -> None:
     for column in ("collective", "array", "MB", "times", "loops around it", "GB"):
         table.add_column(column, justify="left" if column in ("collective", "array") else "right")
     for total, n, kind, shape, loops, size in rows[:count]:
-        times, around = n * math.prod(loops), " x ".join(f"{n:g}" for n in loops)
-        table.add_row(kind, shape, f"{size / 1e6:,.3f}", f"{times:,.0f}", around, f"{total / 1e9:,.3f}")
-    rest = sum(row[0] for row in rows[count:])
-    table.add_row(f"{len(rows[count:])} smaller", "", "", "", "", f"{rest / 1e9:,.3f}")
+        times, loop_counts = n * math.prod(loops), " x ".join(f"{n:g}" for n in loops)
+        table.add_row(kind, shape, f"{size / 1e6:,.3f}", f"{times:,.0f}", loop_counts, f"{total / 1e9:,.3f}")
+    remaining_bytes = sum(row[0] for row in rows[count:])
+    table.add_row(f"{len(rows[count:])} smaller", "", "", "", "", f"{remaining_bytes / 1e9:,.3f}")
     console.print(table)
 
 
@@ -201,15 +201,15 @@ def title(plan: SlicePlan, topology: str) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.models.mesh.shape.items())
     recipe, model = plan.recipe, plan.recipe.model
     sizes = f"B {recipe.prompts_per_step}, G {recipe.sizes.group_size}, C {recipe.rollout.max_completion_tokens}"
-    how = f"microbatch {recipe.microbatch}, remat {model.remat}"
+    settings = f"microbatch {recipe.microbatch}, remat {model.remat}"
     if isinstance(recipe, SftRecipe):
-        return f"{plan.models.folder.name} on {topology}: {mesh}; {sizes}; {how}"
-    how += f", row_parts {model.row_parts}"
-    most = recipe.engine.arguments.get("max_sequences", "of another engine")
-    how += f", engine.max_sequences {most}" + f", engine.devices {recipe.sampler_devices}" * (
+        return f"{plan.models.folder.name} on {topology}: {mesh}; {sizes}; {settings}"
+    settings += f", row_parts {model.row_parts}"
+    max_sequences = recipe.engine.arguments.get("max_sequences", "of another engine")
+    settings += f", engine.max_sequences {max_sequences}" + f", engine.devices {recipe.sampler_devices}" * (
         recipe.sampler_devices > 0
     )
-    return f"{plan.models.folder.name} on {topology}: {mesh}; {sizes}; {how}"
+    return f"{plan.models.folder.name} on {topology}: {mesh}; {sizes}; {settings}"
 
 
 def row(phase: Phase, chip: Chip) -> list[str]:
