@@ -1,4 +1,4 @@
-"""Sizes a run for TPUs or GPUs, without them: `jaxrl plan --config FILE --topology v5e:4x4`, or `h100:8`."""
+"""Plans a run on TPUs or GPUs without having them: `jaxrl plan --config FILE --topology v5e:4x4`, or `h100:8`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from jaxrl_llm.tools.plan.prompts import prompt_sizes
 from jaxrl_llm.tools.plan.search import Planner, fastest, largest
 
 DESCRIPTION = (
-    "Compiles the programs of a step with the compiler of TPUs or GPUs that need not be there, and prints the memory, "
-    "work and traffic of each chip. The times are estimates that nothing has validated. Exit code 0: it fits; 1: not."
+    "Compiles the programs of a step for TPUs or GPUs, on a CPU, and prints memory, work and traffic of each chip. The "
+    "times are unvalidated estimates. Exit code 0: the run fits; 1: it does not."
 )
 
 
@@ -38,14 +38,14 @@ def main() -> None:
     parser.add_argument(
         "--topology",
         required=True,
-        help="a TPU slice, for example v5e:4x4 or v5p:2x2x2; or GPUs: h100:8, or h100:4x8 (hosts x GPUs of each)",
+        help="a TPU slice, for example v5e:4x4 or v5p:2x2x2; or GPUs, for example h100:8 or h100:4x8 (hosts x GPUs)",
     )
-    parser.add_argument("--slices", type=int, default=1, metavar="N", help="N TPU slices, joined by a network")
+    parser.add_argument("--slices", type=int, default=1, metavar="N", help="number of TPU slices, joined by a network")
     parser.add_argument(
-        "--prompt-tokens", type=int, help="length of the prompts (default: the limit, config.data.max_prompt_tokens)"
+        "--prompt-tokens", type=int, help="tokens of a prompt, with its images (default: config.data.max_prompt_tokens)"
     )
     parser.add_argument(
-        "--pixels", default="", metavar="WxH[xN]", help="images of a prompt, whose tokens are among its (default: none)"
+        "--pixels", default="", metavar="WxH[xN]", help="size and number of a prompt's images (default: no images)"
     )
     parser.add_argument(
         "--lengths", type=float, metavar="MEAN", help="mean tokens of a completion, for decoding (default: half of C)"
@@ -53,33 +53,33 @@ def main() -> None:
     parser.add_argument(
         "--collectives", type=int, default=0, metavar="N", help="also list the N largest collectives of each program"
     )
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     either = parser.add_mutually_exclusive_group()
     either.add_argument(
         "--search",
         type=int,
         default=0,
         metavar="N",
-        help="try meshes, micro-batches and remat until N of them fit, those first that promise to be fast",
+        help="try combinations of mesh, micro-batch and remat, promising ones first, until N of them fit",
     )
     either.add_argument(
         "--solve",
         default="",
         metavar="FIELD",
-        help="find the largest value that fits of a field with a whole number, for example microbatch",
+        help="find the largest value of an integer field that fits, for example microbatch",
     )
     config, args = parse_config(parser)
     recipe = recipes.read_either(config)
     if args.lengths is not None and isinstance(recipe, SftRecipe):
-        raise UserError("--lengths: a step of sft samples nothing: leave it out")
+        raise UserError("--lengths has no effect, because sft samples nothing: remove it")
     if args.lengths is not None:
         check_mean(args.lengths, recipe.rollout.max_completion_tokens)
     field = args.solve.removeprefix("config.")
-    # Errors come before a compiler starts.
+    # The arguments are checked before a compiler starts.
     start = flatten(config).get(field, 0)
     if field and (field not in flatten(config) or type(start) is not int):
-        override(config, field, "1")  # raises an error that names the field that was meant, if there is none
-        raise UserError(f"--solve {field}: give a field whose value is a whole number, for example microbatch")
+        override(config, field, "1")  # for an unknown field, this raises an error with a suggestion
+        raise UserError(f"--solve {field} must name a field with a whole number, for example microbatch")
 
     def recipe_with(value: int) -> Recipe | SftRecipe:
         override(config, field, str(value))

@@ -1,4 +1,4 @@
-"""How often a step calls each program of the in-JAX engine: its stream runs with drawn lengths, and without a model."""
+"""Counts how often a step calls each program of the in-JAX engine, by running its stream with drawn lengths."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def drawn_lengths(count: int, mean: float, limit: int, seed: int = 0) -> np.ndar
 def check_mean(mean: float, limit: int) -> None:
     """Raises: UserError, if no lengths have this mean."""
     if not 1 <= mean <= limit:
-        raise UserError(f"--lengths {mean:g}: give a mean from 1 to config.rollout.max_completion_tokens = {limit}")
+        raise UserError(f"--lengths {mean:g} must be between 1 and config.rollout.max_completion_tokens = {limit}")
 
 
 @dataclass

@@ -62,14 +62,14 @@ device_description_str: "{name}"
 
 
 def target(gpu: Gpu) -> str:
-    """Returns what XLA must know of a GPU to compile for it."""
-    # Code for just one GPU from Hopper on may use instructions that later GPUs lack, such as its matrix products.
+    """Returns XLA's description of a GPU, for which it can then compile."""
+    # From Hopper on, a program may use instructions that later GPUs lack, such as those of its matrix products.
     features = "feature_extension: ACCELERATED_FEATURES" if gpu.capability >= 9 else ""
     return TARGET.format(**gpu._asdict(), optin=gpu.shared - BLOCK, features=features)
 
 
 def allowed_memory(gpu: Gpu) -> float:
-    """Returns the bytes of a GPU that JAX takes in a run: the share in the variable that a run also reads, or 75 %."""
+    """Returns the bytes of a GPU that JAX uses in a run: the share in JAX's environment variable, or 75 %."""
     names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
     name = next((name for name in names if os.environ.get(name)), "")
     if not name:
@@ -79,28 +79,28 @@ def allowed_memory(gpu: Gpu) -> float:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise UserError(f"{name}={os.environ[name]}: give the share of a GPU's memory for JAX, from 0 to 1")
+        raise UserError(f"{name}={os.environ[name]} must be JAX's share of a GPU's memory, above 0 and at most 1")
     return share * gpu.memory
 
 
 def gpu_devices(name: str) -> list[Any]:
-    """Returns the devices of a topology such as "h100:8" or "h100:4x8", which can be compiled for, and nothing else.
+    """Returns the devices of a topology such as "h100:8" or "h100:4x8", for compiling only.
 
-    Raises: UserError, if there is no such topology, or the compiler is not installed.
+    Raises: UserError, for an invalid shape, or if the compiler is not installed.
     """
     kind, _, shape = name.partition(":")
     if not (match := SHAPE.fullmatch(shape)):
         raise UserError(
-            f"--topology {name}: give the GPUs, for example {kind}:8, or hosts and GPUs of each, {kind}:4x8"
+            f"--topology {name} must have a number of GPUs, for example {kind}:8, or HOSTSxGPUS, for example {kind}:4x8"
         )
     if not any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         raise UserError(
             f"--topology {name} needs XLA's compiler for GPUs, which is not installed: pip install 'jaxrl_llm[cuda]'"
         )
-    # Autotuning would run each candidate on the GPU. Without it, matrix products are of a default form: memory and
-    # collectives do not depend on it.
+    # Autotuning is off, because it would run programs on the GPU. Matrix products then have a default form, on which
+    # memory and collectives do not depend.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
-    # The topology is only described: with a platform "cuda" JAX would look for GPUs on this machine.
+    # The platform is the CPU, because JAX would look for GPUs on this machine with the platform "cuda".
     jax.config.update("jax_platforms", "cpu")
     hosts = f"1 x {match[1] or 1} x {match[2]}"
     description = topologies.get_topology_desc(
