@@ -22,13 +22,13 @@ class Lines:
         """Returns whether the file was replaced since the last call. If so, `new` starts at its first line."""
         try:
             with self.file.open("rb") as file:
-                about = os.fstat(file.fileno())
+                status = os.fstat(file.fileno())
                 file.seek(self._end - len(self._last))
                 # The last line is compared too, because a new file may get the inode of the old one.
-                is_same_file = about.st_ino == self._inode and about.st_size >= self._end
+                is_same_file = status.st_ino == self._inode and status.st_size >= self._end
                 if is_same_file and file.read(len(self._last)) == self._last:
                     return False
-                inode = about.st_ino
+                inode = status.st_ino
         except FileNotFoundError:
             inode = -1
         except OSError as error:

@@ -76,12 +76,12 @@ def not_finite(curve: Curve, axis: Axis) -> list[go.Scatter]:
     x = curve.x[np.isnan(curve.y)]
     if not len(x):
         return []
-    x, y = thin(x, np.full(len(x), axis.at(0.03)), limit=200)
+    x, y = thin(x, np.full(len(x), axis.value_at(0.03)), limit=200)
     marker = dict(symbol="x-thin", size=7, line=dict(width=1.5))
     return [go.Scatter(x=x, y=y, meta=_meta(curve.run, "cross"), mode="markers", marker=marker, hoverinfo="skip")]
 
 
-def band(at: int, bands: Sequence[Band], run: ReportedRun, axis: Axis) -> list[go.Scatter]:
+def band(run_index: int, bands: Sequence[Band], run: ReportedRun, axis: Axis) -> list[go.Scatter]:
     """Returns the area between the highest lower bound and the lowest upper bound, and those of its edges in sight."""
     steps = np.array([record["step"] for record in run.records], np.int32)
     # A fixed bound is a number, one that follows the run has a value for each record.
@@ -95,11 +95,11 @@ def band(at: int, bands: Sequence[Band], run: ReportedRun, axis: Axis) -> list[g
     for edge, outside, fill in ((low, axis.bottom, "none"), (high, axis.top, "tonexty")):
         x, y = _few(steps, np.clip(np.nan_to_num(edge, nan=outside), axis.bottom, axis.top))
         style = dict(mode="lines", line=dict(width=0, shape="hv"), fill=fill, hoverinfo="skip")
-        scatters.append(go.Scatter(x=x, y=y, meta=_meta(at, "band"), **style))
+        scatters.append(go.Scatter(x=x, y=y, meta=_meta(run_index, "band"), **style))
     for edge in (low, high):
         x, y = _few(steps, np.where((edge > axis.bottom) & (edge < axis.top), edge, np.nan))
         style = dict(mode="lines", line=dict(width=1.2, dash="dot", shape="hv"), hoverinfo="skip")
-        scatters += [go.Scatter(x=x, y=y, meta=_meta(at, "edge"), **style)] if np.isfinite(y).any() else []
+        scatters += [go.Scatter(x=x, y=y, meta=_meta(run_index, "edge"), **style)] if np.isfinite(y).any() else []
     return scatters
 
 
@@ -108,7 +108,7 @@ def _few(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (x[[0, -1]], y[[0, -1]]) if (y == y[0]).all() else thin(x, y)
 
 
-def mark(at: int, text: str, spell: Spell, end: int, level: tuple[float, float]) -> list[go.Scatter]:
+def mark(run_index: int, text: str, spell: Spell, end: int, level: tuple[float, float]) -> list[go.Scatter]:
     """Returns the mark of a finding: a line at its first step, and a bar with its id up to its last step.
 
     end: last step of the plot; level: bottom of the line, and height of the bar.
@@ -124,7 +124,7 @@ def mark(at: int, text: str, spell: Spell, end: int, level: tuple[float, float])
         textfont=dict(size=11),
         cliponaxis=False,
     )
-    return [go.Scatter(meta=_meta(at, "mark"), hoverinfo="skip", **how) for how in (down, bar | label)]
+    return [go.Scatter(meta=_meta(run_index, "mark"), hoverinfo="skip", **how) for how in (down, bar | label)]
 
 
 def _meta(run: int, role: str) -> dict[str, Any]:
