@@ -112,11 +112,11 @@ def main() -> None:
 
 
 def print_plan(plan: SlicePlan, chip: Chip, args: Namespace, console: Console) -> None:
-    """Prints what a chip holds, a table of the phases, and what to change where one does not fit."""
-    where = args.topology if args.slices == 1 else f"{args.slices} x {args.topology}"
-    console.print(f"\n{title(plan, where)}")
+    """Prints a plan: the arrays that a chip holds, a table of the phases, and which phase does not fit."""
+    topology_name = args.topology if args.slices == 1 else f"{args.slices} x {args.topology}"
+    console.print(f"\n{title(plan, topology_name)}")
     if chip.network:
-        share = "XLA_CLIENT_MEM_FRACTION of a GPU's memory goes to JAX, 0.75 where it is not set"
+        share = "JAX uses the share XLA_CLIENT_MEM_FRACTION of a GPU's memory, by default 0.75"
         console.print(f"a program may use {chip.memory:.2f} GiB: {share}")
     if chip.note:
         console.print(chip.note)
@@ -146,7 +146,7 @@ def print_plan(plan: SlicePlan, chip: Chip, args: Namespace, console: Console) -
         if phase.error:
             console.print(phase.error)
         elif phase.peak > chip.memory * GIB:
-            console.print(f"{phase.name} does not fit beside what else the chip holds")
+            console.print(f"{phase.name} does not fit into the memory that other arrays leave")
         if args.collectives and phase.collectives:
             print_collectives(phase, args.collectives, console)
     to_hosts = sum(phase.times * phase.sent_to_hosts for phase in plan.phases)
