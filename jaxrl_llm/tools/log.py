@@ -37,7 +37,14 @@ def main() -> None:
     log = config["log"]
     project = args.project or log["project"]
     loggers.check_named((args.send,), project)
-    run = loggers.LoggedRun(args.workdir, 0, project, config, args.name or log["name"], tuple(args.tags or log["tags"]))
+    run = loggers.LoggedRun(
+        workdir=args.workdir,
+        step=0,
+        project=project,
+        config=config,
+        name=args.name or log["name"],
+        tags=tuple(args.tags or log["tags"]),
+    )
     groups = json_lines.read(args.workdir / "completions.jsonl")
     open_logger = resolve(args.send, loggers, "--send")
     try:

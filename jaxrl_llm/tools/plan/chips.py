@@ -61,7 +61,15 @@ def topology(name: str, slices: int = 1, dump: str = "") -> tuple[Chip, list[Any
             f"--slices {slices} is for TPUs only: for GPUs write HOSTSxGPUS in --topology, for example {kind}:4x8"
         )
     gpu, memory = GPUS[kind], allowed_memory(GPUS[kind]) / GIB
-    chip = Chip(memory, gpu.flops, gpu.bandwidth, gpu.nvlink, gpu.network, GPU_KERNELS, refuses=False)
+    chip = Chip(
+        memory=memory,
+        flops=gpu.flops,
+        bandwidth=gpu.bandwidth,
+        ring=gpu.nvlink,
+        network=gpu.network,
+        kernels=GPU_KERNELS,
+        refuses=False,
+    )
     return chip, gpu_devices(name)
 
 

@@ -23,24 +23,72 @@ class Gpu(NamedTuple):
     # Bytes a second that it sends to other hosts: each GPU has a network card, of 200 Gb/s (HDR InfiniBand) beside an
     # A100, and else of 400 Gb/s (NDR), as in NVIDIA's DGX.
     network: float
-    memory: int  # bytes, as CUDA counts them
+    memory: int  # bytes of memory, as CUDA counts them
     capability: int  # compute capability, the number before the point
     cores: int  # streaming multiprocessors
     lanes: int  # float32 units of a core
     shared: int  # bytes of a core's shared memory
-    l2: int  # bytes
-    clock: float  # GHz
+    l2: int  # bytes of the L2 cache
+    clock: float  # clock rate in GHz
 
 
 GPUS = {
     "a100": Gpu(
-        "NVIDIA A100-SXM4-80GB", 3.12e14, 2.04e12, 3e11, 2.5e10, 85_100_068_864, 8, 108, 64, 167_936, 41_943_040, 1.41
+        name="NVIDIA A100-SXM4-80GB",
+        flops=3.12e14,
+        bandwidth=2.04e12,
+        nvlink=3e11,
+        network=2.5e10,
+        memory=85_100_068_864,
+        capability=8,
+        cores=108,
+        lanes=64,
+        shared=167_936,
+        l2=41_943_040,
+        clock=1.41,
     ),
     "h100": Gpu(
-        "NVIDIA H100 80GB HBM3", 9.89e14, 3.35e12, 4.5e11, 5e10, 84_942_979_072, 9, 132, 128, 233_472, 52_428_800, 1.98
+        name="NVIDIA H100 80GB HBM3",
+        flops=9.89e14,
+        bandwidth=3.35e12,
+        nvlink=4.5e11,
+        network=5e10,
+        memory=84_942_979_072,
+        capability=9,
+        cores=132,
+        lanes=128,
+        shared=233_472,
+        l2=52_428_800,
+        clock=1.98,
     ),
-    "h200": Gpu("NVIDIA H200", 9.89e14, 4.8e12, 4.5e11, 5e10, 151_397_597_184, 9, 132, 128, 233_472, 52_428_800, 1.98),
-    "b200": Gpu("NVIDIA B200", 2.25e15, 8e12, 9e11, 5e10, 191_514_411_008, 10, 148, 128, 233_472, 132_644_864, 1.965),
+    "h200": Gpu(
+        name="NVIDIA H200",
+        flops=9.89e14,
+        bandwidth=4.8e12,
+        nvlink=4.5e11,
+        network=5e10,
+        memory=151_397_597_184,
+        capability=9,
+        cores=132,
+        lanes=128,
+        shared=233_472,
+        l2=52_428_800,
+        clock=1.98,
+    ),
+    "b200": Gpu(
+        name="NVIDIA B200",
+        flops=2.25e15,
+        bandwidth=8e12,
+        nvlink=9e11,
+        network=5e10,
+        memory=191_514_411_008,
+        capability=10,
+        cores=148,
+        lanes=128,
+        shared=233_472,
+        l2=132_644_864,
+        clock=1.965,
+    ),
 }
 BLOCK = 1024  # bytes of a core's shared memory that the system keeps for each block
 SHAPE = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)")

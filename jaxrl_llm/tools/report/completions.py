@@ -32,7 +32,7 @@ def groups(run: ReportedRun) -> list[Group]:
 
 def _group(line: dict[str, Any]) -> Group:
     pairs = list(zip(line["rewards"], line["completions"], strict=True))
-    judged = sorted((pair for pair in pairs if pair[0] is not None), key=lambda pair: pair[0])  # None: no verdict
+    judged = sorted((pair for pair in pairs if pair[0] is not None), key=lambda pair: pair[0])
     unjudged = len(pairs) - len(judged)
     count = f"{len(pairs)} completions" + (f", {unjudged} without a verdict" if unjudged else "")
     if not judged:

@@ -124,7 +124,15 @@ class Reader:
         # The list is copied, because it grows at the next call, while a page may still use it.
         records = list(self._records)
         return ReportedRun(
-            letter, name, self._workdir, config, records, self._judge.spells(), shown, settings, outdated
+            letter=letter,
+            name=name,
+            workdir=self._workdir,
+            config=config,
+            records=records,
+            spells=self._judge.spells(),
+            groups=shown,
+            settings=settings,
+            wrote=outdated,
         )
 
     def _shown(self) -> list[dict[str, Any]]:

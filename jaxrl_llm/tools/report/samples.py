@@ -67,7 +67,15 @@ def problem(row_index: int, graded: Graded, dataset: Dataset) -> Problem:
     shown = [completion(row_index, i, graded) for i in range(min(len(scores), SHOWN))]
     # A completion is right with a score of 1 or more, as pass@k counts.
     solved = int((scores >= 1).sum())
-    return Problem(row_index + 1, cut(chat_text(row["prompt"])), images, cut(columns), solved, len(scores), shown)
+    return Problem(
+        number=row_index + 1,
+        prompt=cut(chat_text(row["prompt"])),
+        images=images,
+        columns=cut(columns),
+        solved=solved,
+        of=len(scores),
+        shown=shown,
+    )
 
 
 def completion(row_index: int, i: int, graded: Graded) -> ScoredCompletion:
