@@ -14,14 +14,14 @@ from jaxrl_llm.errors import UserError
 
 
 class Gpu(NamedTuple):
-    """A GPU in its SXM form. The speeds are published by NVIDIA, for matrix products without sparsity."""
+    """A GPU in its SXM form, with the speeds that NVIDIA publishes for matrix products without sparsity."""
 
-    name: str  # as CUDA says it
-    flops: float  # bfloat16 operations a second
-    bandwidth: float  # bytes of HBM a second
-    nvlink: float  # bytes a second that it sends to the other GPUs of its host
-    # Bytes a second that it sends to other hosts: each GPU has a network card, of 200 Gb/s (HDR InfiniBand) beside an
-    # A100, and else of 400 Gb/s (NDR), as in NVIDIA's DGX.
+    name: str  # name in CUDA
+    flops: float  # bfloat16 operations per second
+    bandwidth: float  # bytes of HBM per second
+    nvlink: float  # bytes per second that the GPU sends to the other GPUs of its host
+    # Bytes per second that the GPU sends to other hosts. As in NVIDIA's DGX, each GPU has a network card, of 200 Gb/s
+    # (HDR InfiniBand) for an A100, and of 400 Gb/s (NDR) for all others.
     network: float
     memory: int  # bytes of memory, as CUDA counts them
     capability: int  # compute capability, the number before the point
