@@ -74,14 +74,14 @@ def parse_arguments(
     )
     if compile_only:
         parser.add_argument("--compile-only", action="store_true", help=compile_only)
-    config, known = parse_config(parser, argv)
-    only_compiles = bool(compile_only) and known.compile_only
-    if known.distributed and not known.workdir and not only_compiles:
+    config, arguments = parse_config(parser, argv)
+    only_compiles = bool(compile_only) and arguments.compile_only
+    if arguments.distributed and not arguments.workdir and not only_compiles:
         raise UserError(
             "--workdir is missing: with --distributed, all processes need the same work directory on a shared disk"
         )
-    new_workdir = Path("runs") / f"{Path(known.config).stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    return Arguments(config, known.workdir or new_workdir, known.distributed, only_compiles)
+    new_workdir = Path("runs") / f"{Path(arguments.config).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    return Arguments(config, arguments.workdir or new_workdir, arguments.distributed, only_compiles)
 
 
 def config_parser(program: str, description: str, *, required: bool = True, shipped: Sequence[str] = SHIPPED) -> Parser:
@@ -114,9 +114,9 @@ def parse_config(parser: Parser, argv: list[str] | None = None) -> tuple[Config,
     in them.
     Raises: UserError, if the config file cannot be run or an override does not fit.
     """
-    known, overrides = parser.parse_known_args(_joined(sys.argv[1:] if argv is None else argv))
-    file = find(known.config)
-    known.config = str(file)  # the name of a shipped config becomes its file
+    arguments, overrides = parser.parse_known_args(_join_values(sys.argv[1:] if argv is None else argv))
+    file = find(arguments.config)
+    arguments.config = str(file)  # the name of a shipped config becomes its file
     config = load(file)
     # The folders go to the end of sys.path, so that their files do not hide installed modules.
     folders = [*_folders(file), Path.cwd()]
@@ -128,18 +128,19 @@ def parse_config(parser: Parser, argv: list[str] | None = None) -> tuple[Config,
                 raise UserError(f"{argument} has no value: write {argument}=VALUE")
             raise UserError(f"unknown argument {argument}: --config.FIELD=VALUE sets a field of the config")
         override(config, match[1], match[2])
-    return config.lock(), known
+    return config.lock(), arguments
 
 
-def _joined(argv: list[str]) -> list[str]:
+def _join_values(argv: list[str]) -> list[str]:
     """Returns the arguments with --config.field and the value after it joined to --config.field=value."""
-    joined: list[str] = []
+    joined_arguments: list[str] = []
     for argument in argv:
-        if joined and re.fullmatch(r"--config\.[\w.]+", joined[-1]) and not argument.startswith("--"):
-            joined[-1] += f"={argument}"
+        lacks_value = joined_arguments and re.fullmatch(r"--config\.[\w.]+", joined_arguments[-1])
+        if lacks_value and not argument.startswith("--"):
+            joined_arguments[-1] += f"={argument}"
         else:
-            joined.append(argument)
-    return joined
+            joined_arguments.append(argument)
+    return joined_arguments
 
 
 def find(config: str | Path) -> Path:
@@ -160,8 +161,9 @@ def find(config: str | Path) -> Path:
         )
     files = [str(file) for file in path.parent.glob("*.py")]
     with_ending = [f"{path}.py"] if f"{path}.py" in files else []
-    near = with_ending or difflib.get_close_matches(str(path), [*shipped_names, *files], n=1)
-    hint = f"did you mean {near[0]}?" if near else f"use a file, or a shipped config: {', '.join(shipped_names)}"
+    suggestions = with_ending or difflib.get_close_matches(str(path), [*shipped_names, *files], n=1)
+    listed_names = ", ".join(shipped_names)
+    hint = f"did you mean {suggestions[0]}?" if suggestions else f"use a file, or a shipped config: {listed_names}"
     raise UserError(f"--config {config}: file does not exist; {hint}")
 
 
@@ -309,13 +311,13 @@ def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
 
 def _suggestion(name: str, fields: dict[str, Any]) -> str:
     """Returns the end of an error for a wrong name: the field that may be meant, or the known fields of its section."""
-    known, section = list(fields), name.rpartition(".")[0]
-    top_level = dict.fromkeys(field.split(".")[0] for field in known)
+    known_fields, section = list(fields), name.rpartition(".")[0]
+    top_level = dict.fromkeys(field.split(".")[0] for field in known_fields)
     if section.split(".")[0] not in top_level and (shipped := shipped_with(name)):
         return f"; add the section in a config file, as the shipped config {shipped} does (--config {shipped})"
-    if field := nearest(name, known):
+    if field := nearest(name, known_fields):
         return f"; did you mean {field}?"
-    in_section = [field for field in known if field.startswith(f"{section}.")] or list(top_level)
+    in_section = [field for field in known_fields if field.startswith(f"{section}.")] or list(top_level)
     return f"; known fields: {', '.join(in_section)}"
 
 

@@ -37,11 +37,11 @@ class Kind:
 Place: TypeAlias = ModuleType | Kind  # place of the functions that a field of a config may name
 
 
-def resolve(name: str, place: Place, what: str = "name") -> Callable[..., Any]:
+def resolve(name: str, place: Place, field: str = "name") -> Callable[..., Any]:
     """Returns the function that a config names.
 
     name: function of the module `place` ("grpo"), of one of its submodules ("arithmetic.accuracy"), or of any other
-    module ("my.module.f"); what: field of the name, for errors.
+    module ("my.module.f"); field: config field with the name, for errors.
     Raises: UserError, listing the known names, or both functions if the name is ambiguous.
     """
     if name in USER_FUNCTIONS:
@@ -52,32 +52,32 @@ def resolve(name: str, place: Place, what: str = "name") -> Callable[..., Any]:
         return getattr(our_package, name)
     if path:
         our_module = f"{our_package.__name__}.{path}"
-        module = _imported(our_module, what, name)
+        module = _imported(our_module, field, name)
         # The name is ambiguous if a user's file has the same name as one of our modules.
         file = own_file(path, attribute) if module else None
         if file and _has(module, attribute, place):
             raise UserError(
-                f"{what} {name!r} is both a function of this package and of {file}: write "
+                f"{field} {name!r} is both a function of this package and of {file}: write "
                 f"'{our_module}.{attribute}' for that of this package, or rename your file"
             )
         if file or not module:
-            module = _imported(path, what, name)
+            module = _imported(path, field, name)
         if _has(module, attribute, place):
             return getattr(module, attribute)
-    known = [f"{path}.{function}" for function in _functions(module, place)] if module else []
-    if not module or (not known and _is_inside(module.__name__, our_package)):
-        known = offered(place)
-    close = closest(name, known)
+    known_names = [f"{path}.{function}" for function in _functions(module, place)] if module else []
+    if not module or (not known_names and _is_inside(module.__name__, our_package)):
+        known_names = offered(place)
+    close = closest(name, known_names)
     if close:
         hint = f"did you mean {close[0]}?"
     elif path and not module:
-        hint = f"if {path} is your module, start in the folder that has it; functions here: {', '.join(known)}"
-    elif known:
-        hint = f"use one of {', '.join(known)}, or a dotted name of your own"
+        hint = f"if {path} is your module, start in the folder that has it; functions here: {', '.join(known_names)}"
+    elif known_names:
+        hint = f"use one of {', '.join(known_names)}, or a dotted name of your own"
     else:  # for example a function of __main__ of another program
         hint = "put the function into a file beside the config, and name it 'file.function'"
     missing = f", because no module {path} exists" if path and not module else ""
-    raise UserError(f"{what} {name!r} does not exist{missing}; {hint}")
+    raise UserError(f"{field} {name!r} does not exist{missing}; {hint}")
 
 
 def name_of(function: Any, home: str, field: str) -> str:
@@ -131,10 +131,10 @@ def _script_function(name: str) -> Any:
     return USER_FUNCTIONS.get(name) or in_main
 
 
-def split_call(text: str, what: str = "name") -> tuple[str, dict[str, Any]]:
+def split_call(text: str, field: str = "name") -> tuple[str, dict[str, Any]]:
     """Splits "text.repetition(size=3)" into the name and the keyword arguments, which are {} for a name alone.
 
-    what: field of the text, for errors. Raises: UserError, if the text is neither a name nor a call.
+    field: config field with the text, for errors. Raises: UserError, if the text is neither a name nor a call.
     """
     if "(" not in text:
         return text, {}
@@ -145,19 +145,19 @@ def split_call(text: str, what: str = "name") -> tuple[str, dict[str, Any]]:
         return ast.unparse(call.func), {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except (SyntaxError, ValueError):
         raise UserError(
-            f"{what} {text!r} must be a name, or a call with keyword arguments and plain values, such as "
+            f"{field} {text!r} must be a name, or a call with keyword arguments and plain values, such as "
             "'text.repetition(size=3)'"
         ) from None
 
 
-def bind(text: str, module: Place, what: str = "name") -> Callable[..., Any]:
+def bind(text: str, module: Place, field: str = "name") -> Callable[..., Any]:
     """Returns the function of "name" or "name(argument=value)", with these arguments bound.
 
     The defaults of keyword-only arguments of our functions are bound too, because these are never columns of the data.
     Raises: UserError, as `resolve`.
     """
-    name, arguments = split_call(text, what)
-    function = resolve(name, module, what)
+    name, arguments = split_call(text, field)
+    function = resolve(name, module, field)
     if is_ours(function, module):
         arguments = defaults(function) | arguments
     return partial(function, **arguments) if arguments else function
@@ -208,25 +208,25 @@ def defaults(function: Callable[..., Any]) -> dict[str, Any]:
     return {k: p.default for k, p in keyword_only(function).items() if p.default is not p.empty}
 
 
-def closest(name: str, known: Iterable[str]) -> list[str]:
+def closest(name: str, known_names: Iterable[str]) -> list[str]:
     """Returns [the known name that is most similar to a dotted `name`], or [] if none is near.
 
     The last parts decide whether a name is near, because names of one section share a prefix. The whole names decide
     which of the near names is returned.
     """
     section, _, last = name.rpartition(".")
-    similarities = {known_name: _similarity(known_name.rpartition(".")[2], last) for known_name in known}
+    similarities = {candidate: _similarity(candidate.rpartition(".")[2], last) for candidate in known_names}
     bounds = {
-        known_name: SECTION_SIMILARITY if section and known_name.rpartition(".")[0] == section else SLIP_SIMILARITY
-        for known_name in similarities
+        candidate: SECTION_SIMILARITY if section and candidate.rpartition(".")[0] == section else SLIP_SIMILARITY
+        for candidate in similarities
     }
-    near = [known_name for known_name, value in similarities.items() if value == 1.0]
-    near = near or [known_name for known_name, value in similarities.items() if value >= bounds[known_name]]
-    return sorted(near, key=lambda known_name: -_similarity(known_name, name))[:1]
+    near_names = [candidate for candidate, value in similarities.items() if value == 1.0]
+    near_names = near_names or [candidate for candidate, value in similarities.items() if value >= bounds[candidate]]
+    return sorted(near_names, key=lambda candidate: -_similarity(candidate, name))[:1]
 
 
-def _similarity(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
+def _similarity(text: str, other_text: str) -> float:
+    return difflib.SequenceMatcher(None, text, other_text).ratio()
 
 
 def package(place: Place) -> ModuleType:
@@ -249,7 +249,7 @@ def _has(module: ModuleType | None, name: str, place: Place) -> bool:
     return is_member(getattr(module, name, None))
 
 
-def _imported(module: str, what: str, name: str) -> ModuleType | None:
+def _imported(module: str, field: str, name: str) -> ModuleType | None:
     """Imports a module; returns None if it does not exist. Raises: MissingHere, if its import fails."""
     try:
         return importlib.import_module(module)
@@ -257,7 +257,7 @@ def _imported(module: str, what: str, name: str) -> ModuleType | None:
         # A missing module inside the user's module is an error, and not a module that does not exist.
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             return None
-        raise MissingHere(f"{what} {name!r}: importing {module} failed: {describe(error)}") from error
+        raise MissingHere(f"{field} {name!r}: importing {module} failed: {describe(error)}") from error
 
 
 def offered(place: Place) -> list[str]:
@@ -275,5 +275,5 @@ def _functions(module: ModuleType, place: Place) -> list[str]:
     is_member = _kind(module, place)
     members = inspect.getmembers(module, is_member or inspect.isfunction)
     public = [name for name, f in members if not name.startswith("_") and f.__module__ == module.__name__]
-    listed = getattr(module, "__all__", public)
-    return [name for name in listed if name in public] if is_member else listed
+    listed_names = getattr(module, "__all__", public)
+    return [name for name in listed_names if name in public] if is_member else listed_names

@@ -50,7 +50,7 @@ class SectionKind(NamedTuple):
     """Kind of a section, from the annotation of a record's field."""
 
     kind: type  # Call, KeywordArguments or a record
-    of: Any = None  # module of a Call, function of KeywordArguments
+    target: Any = None  # module of a Call, function of KeywordArguments
     optional: bool = False  # whether the section may be absent
     several: bool = False  # whether the field is a dict of such sections
 
@@ -118,10 +118,10 @@ def table(record: type, values: Mapping[str, Any], section: str = "") -> Table:
 def _section_table(section: SectionKind, values: Mapping[str, Any], path: str) -> Table:
     """Returns the table of the fields of one section at `path`."""
     if section.kind is Call:
-        return Table({}, {}, {path: section.of}, set())
+        return Table({}, {}, {path: section.target}, set())
     if section.kind is KeywordArguments:
-        unset = {f"{path}.{name}": x for name, x in defaults(section.of).items()}
-        return Table(fields_of(path, section.of), unset, {}, set())
+        default_values = {f"{path}.{name}": x for name, x in defaults(section.target).items()}
+        return Table(fields_of(path, section.target), default_values, {}, set())
     return table(section.kind, values, path)
 
 
@@ -155,24 +155,24 @@ def _read_field(section: SectionKind | None, values: Any) -> Any:
     if section.several:
         return {name: _read_field(section._replace(several=False), x) for name, x in values.items()}
     if section.kind is Call:
-        return read_call(values, section.of)
+        return read_call(values, section.target)
     if section.kind is KeywordArguments:
-        return KeywordArguments(defaults(section.of) | values)
+        return KeywordArguments(defaults(section.target) | values)
     return read(section.kind, values)
 
 
-def read_call(values: Mapping[str, Any], place: Place, what: str = "name") -> Call:
-    """Returns the function of `place` that a section names, with its arguments. what: field of the name, for errors."""
+def read_call(values: Mapping[str, Any], place: Place, field_name: str = "name") -> Call:
+    """Returns the function of `place` that a section names, with its arguments. field_name: field with the name."""
     arguments = {name: x for name, x in values.items() if name != "name"}
-    return Call(values["name"], resolve(values["name"], place, what), arguments)
+    return Call(values["name"], resolve(values["name"], place, field_name), arguments)
 
 
-def check_fields(known: Table, values: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
+def check_fields(field_table: Table, values: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
     """Checks that a config has exactly the fields of a table, with allowed values.
 
     values: the config as a dict; flat: the config as `flatten` returns it. Raises: UserError, naming the field.
     """
-    for section, place in known.named.items():
+    for section, place in field_table.named.items():
         if f"{section}.name" not in flat:
             names = f"{', '.join(offered(place))}, or a dotted name of your own"
             raise UserError(f"config.{section}.name is missing: set it to one of {names}")
@@ -182,24 +182,24 @@ def check_fields(known: Table, values: Mapping[str, Any], flat: Mapping[str, Any
         arguments = {key: x for key, x in values[section].items() if key != "name"}
         check_arguments(section, name, resolve(name, place, f"config.{section}.name"), arguments)
     # Arguments of functions are checked above, and all other fields below.
-    argument_fields = [name for name in flat if name.split(".")[0] in known.named]
+    argument_fields = [name for name in flat if name.split(".")[0] in field_table.named]
     plain_fields = {name: value for name, value in flat.items() if name not in argument_fields}
     for name in plain_fields:
-        if name not in known.fields:
-            near = nearest(name, [*known.fields, *argument_fields])
-            raise UserError(f"config.{name} is not a field" + (f"; did you mean {near}?" if near else ""))
-    for name, allowed in known.fields.items():
-        if name not in plain_fields and name not in known.defaults:
+        if name not in field_table.fields:
+            suggestion = nearest(name, [*field_table.fields, *argument_fields])
+            raise UserError(f"config.{name} is not a field" + (f"; did you mean {suggestion}?" if suggestion else ""))
+    for name, allowed in field_table.fields.items():
+        if name not in plain_fields and name not in field_table.defaults:
             raise UserError(f"config.{name} is missing: add it to the config file (configs/grpo.py has every field)")
         if name in plain_fields and (problem := allowed.problem(plain_fields[name])):
             section = name.rpartition(".")[0]
-            remove = f"; --config.{section}=none removes the section" if section in known.optional else ""
+            remove = f"; --config.{section}=none removes the section" if section in field_table.optional else ""
             raise UserError(f"config.{name} {problem}{remove}")
 
 
-def names_that_may_change(known: Table, flat: Mapping[str, Any]) -> set[str]:
+def names_that_may_change(field_table: Table, flat: Mapping[str, Any]) -> set[str]:
     """Returns the fields of a checked config that a resumed run may change."""
-    allowed = dict(known.fields)
-    for section, place in known.named.items():
+    allowed = dict(field_table.fields)
+    for section, place in field_table.named.items():
         allowed |= fields_of(section, resolve(flat[f"{section}.name"], place))
     return {name for name, field in allowed.items() if field.may_change}

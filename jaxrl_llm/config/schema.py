@@ -24,8 +24,8 @@ class Field:
     low: float | None = None  # smallest value; None = no limit
     high: float | None = None  # largest value; None = no limit
     choices: tuple[str, ...] = ()  # allowed texts; () = any
-    above: bool = False  # whether `low` itself is excluded
-    of: type | None = None  # type of each value of a tuple; None = any
+    exclusive: bool = False  # whether `low` itself is excluded
+    item_type: type | None = None  # type of each value of a tuple; None = any
     pattern: bool = False  # whether the text must be a regular expression
     may_change: bool = False  # whether a resumed run may change the field, because results stay equal to rounding
 
@@ -37,8 +37,8 @@ class Field:
             return f"is {value!r}, but must be {KINDS[self.kind]}"
         if isinstance(value, float) and not math.isfinite(value):
             return f"is {value}, but must be a finite number"
-        if self.of and isinstance(value, tuple):
-            problems = [problem for item in value if (problem := Field(self.of).problem(item))]
+        if self.item_type and isinstance(value, tuple):
+            problems = [problem for item in value if (problem := Field(self.item_type).problem(item))]
             return f"has an entry that {problems[0]}" if problems else None
         if self.pattern:
             try:
@@ -47,8 +47,8 @@ class Field:
                 return f"is {value!r}, but must be a regular expression: {error}"
         if self.choices and value not in self.choices:
             return f"is {value!r}, but must be one of {', '.join(map(repr, self.choices))}"
-        if self.low is not None and (value < self.low or (self.above and value == self.low)):
-            return f"is {value}, but must be {'above' if self.above else 'at least'} {self.low}"
+        if self.low is not None and (value < self.low or (self.exclusive and value == self.low)):
+            return f"is {value}, but must be {'above' if self.exclusive else 'at least'} {self.low}"
         if self.high is not None and value > self.high:
             return f"is {value}, but must be at most {self.high}"
         return None
@@ -56,7 +56,7 @@ class Field:
 
 # Annotations of arguments and record fields that are config fields. The checks of a config enforce them.
 NotNegative = Annotated[float, Field(float, low=0)]
-Positive = Annotated[float, Field(float, low=0, above=True)]
+Positive = Annotated[float, Field(float, low=0, exclusive=True)]
 Share = Annotated[float, Field(float, low=0, high=1)]
 AtLeastOne = Annotated[int, Field(int, low=1)]
 Count = Annotated[int, Field(int, low=0)]
@@ -76,10 +76,10 @@ def check_arguments(section: str, name: str, function: Callable[..., Any], value
     hints, arguments = _hints(function), keyword_only(function)
     for key, value in values.items():
         if key not in arguments:
-            near = nearest(f"{section}.{key}", [f"{section}.{argument}" for argument in arguments])
-            hint = f"; did you mean {near}?" if near else _shipped_hint(section, name)
-            listed = ", ".join(arguments) or "none"
-            raise UserError(f"config.{section}.{key} is no argument of {name}; its arguments: {listed}{hint}")
+            suggestion = nearest(f"{section}.{key}", [f"{section}.{argument}" for argument in arguments])
+            hint = f"; did you mean {suggestion}?" if suggestion else _shipped_hint(section, name)
+            listed_arguments = ", ".join(arguments) or "none"
+            raise UserError(f"config.{section}.{key} is no argument of {name}; its arguments: {listed_arguments}{hint}")
         if (field := field_of(hints.get(key))) and (problem := field.problem(value)):
             raise UserError(f"config.{section}.{key} {problem}")
     for key, parameter in arguments.items():
@@ -96,25 +96,26 @@ def _shipped_hint(section: str, name: str) -> str:
     return f"; replace the whole section in a config file, as the shipped config {shipped} does" if shipped else ""
 
 
-def check_call(text: str, module: Place, what: str) -> None:
+def check_call(text: str, module: Place, field_name: str) -> None:
     """Checks the function and the arguments of "name" or "name(argument=value)".
 
     A config may set keyword-only arguments of our functions, and all named arguments of a user's function.
-    module: place of the function; what: field with the text, for errors. Raises: UserError, naming the function.
+    module: place of the function; field_name: config field with the text, for errors.
+    Raises: UserError, naming the function.
     """
-    name, values = split_call(text, what)
-    function = resolve(name, module, what)
+    name, values = split_call(text, field_name)
+    function = resolve(name, module, field_name)
     if inspect.isclass(function):
         raise UserError(
-            f"{what} {name!r} is a class, but must be a function or an instance: write score = {function.__name__}() "
-            "in its module, and name score"
+            f"{field_name} {name!r} is a class, but must be a function or an instance: write score = "
+            f"{function.__name__}() in its module, and name score"
         )
     all_parameters = parameters(function)
     for key, parameter in all_parameters.items():
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise UserError(
-                f"{what}: {name} takes {key} by position only, but arguments are passed by name: remove the / from its "
-                "signature"
+                f"{field_name}: {name} takes {key} by position only, but arguments are passed by name: remove the / "
+                "from its signature"
             )
     is_our_function = is_ours(function, module)
     arguments = {
@@ -126,13 +127,13 @@ def check_call(text: str, module: Place, what: str) -> None:
     hints = _hints(function) if inspect.isfunction(function) else {}
     for key, value in values.items():
         if key not in arguments:
-            listed = ", ".join(arguments) or "none"
-            raise UserError(f"{what}: {name} has no argument {key!r}; its arguments: {listed}")
+            listed_arguments = ", ".join(arguments) or "none"
+            raise UserError(f"{field_name}: {name} has no argument {key!r}; its arguments: {listed_arguments}")
         if (field := field_of(hints.get(key))) and (problem := field.problem(value)):
-            raise UserError(f"{what}: argument {key} of {name} {problem}")
+            raise UserError(f"{field_name}: argument {key} of {name} {problem}")
     for key, parameter in arguments.items():
         if is_our_function and parameter.default is parameter.empty and key not in values:
-            raise UserError(f"{what}: {name} needs the argument {key}: write {name}({key}=...)")
+            raise UserError(f"{field_name}: {name} needs the argument {key}: write {name}({key}=...)")
     if is_our_function:
         _apply("check", function, values)
 
@@ -146,13 +147,14 @@ def _apply(check: str, function: Callable[..., Any], values: dict[str, Any]) -> 
         run(**{key: values.get(key, parameter.default) for key, parameter in keyword_only(function).items()})
 
 
-def check_reach(text: str, module: Place, what: str) -> None:
+def check_reach(text: str, module: Place, field_name: str) -> None:
     """Contacts the server that the function of "name(argument=value)" needs, if it needs one.
 
-    module: place of the function; what: field with the text, for errors. Raises: UserError, if there is no answer.
+    module: place of the function; field_name: config field with the text, for errors.
+    Raises: UserError, if the server does not answer.
     """
-    name, values = split_call(text, what)
-    function = resolve(name, module, what)
+    name, values = split_call(text, field_name)
+    function = resolve(name, module, field_name)
     if is_ours(function, module):
         _apply("reach", function, values)
 
@@ -188,7 +190,7 @@ def field_of(hint: Any) -> Field | None:
     if get_origin(hint) is Literal:
         return Field(str, choices=get_args(hint))
     if get_origin(hint) is tuple:
-        return Field(tuple, of=get_args(hint)[0])
+        return Field(tuple, item_type=get_args(hint)[0])
     if get_origin(hint) is Annotated:
         inner, *metadata = get_args(hint)
         field = next((x for x in metadata if isinstance(x, Field)), None) or field_of(inner)

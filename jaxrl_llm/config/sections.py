@@ -130,7 +130,7 @@ def problem(value: Any, old_value: Any, path: str) -> str:
         return "must be the name of a function: define it by def at the top of a module, and set its name"
     if isinstance(value, FunctionType) and isinstance(old_value, str):
         return f"must be the name of a function, not the function: use '{value.__module__}.{value.__qualname__}'"
-    shown = "a section" if isinstance(value, ConfigDict) else f"{value!r:.80}"
+    shown_value = "a section" if isinstance(value, ConfigDict) else f"{value!r:.80}"
     example = f", such as {old_value!r}" if not isinstance(old_value, bool) and old_value not in ("", ()) else ""
     kind = KINDS.get(type(old_value), type(old_value).__name__)
-    return f"is {shown}, but must be {kind}{example}"
+    return f"is {shown_value}, but must be {kind}{example}"

@@ -57,9 +57,9 @@ FOREIGN_NAMES = {
 ALIASES = {name: field for field, names in FOREIGN_NAMES.items() for name in names.split()}
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known_fields: Iterable[str]) -> str:
     """Returns the field in `known` that a wrong name means: another trainer's name or a slip; "" if none is near."""
-    fields = list(known)
+    fields = list(known_fields)
     section, _, last = name.rpartition(".")
     if target := ALIASES.get(last):
         # A field of the named section comes first: critic.optim.lr means critic.optim.learning_rate.

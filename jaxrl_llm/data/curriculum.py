@@ -75,7 +75,7 @@ def drawn(
     parts = dataset.parts or {"all": range(size)}
     shares = {name: settings.mixture[name].weight if dataset.parts else 1.0 for name in parts}
     draws, values = curriculum.draws if curriculum else None, dataset.order_values
-    return curriculum, order.mix(parts, shares, batch, seed, collate, draws, values=values)
+    return curriculum, order.mix(parts, shares, batch, seed, collate, draws=draws, values=values)
 
 
 def to_text(bits: np.ndarray) -> str:

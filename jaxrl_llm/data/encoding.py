@@ -106,8 +106,8 @@ def check_template(
     for name in template_args:
         if name not in variables:
             raise UserError(
-                f"config.data.chat_template_args.{name} has no effect, because the chat template has no variable of "
-                f"this name; its variables: {', '.join(sorted(variables)) or 'none'}"
+                f"chat_template_args: {name!r} has no effect, because the chat template has no variable of this name; "
+                f"its variables: {', '.join(sorted(variables)) or 'none'}"
             )
     for number, name in row_names:
         if name not in variables:

@@ -409,7 +409,7 @@ def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Promp
     sizes = dataset.image_sizes
     images = dataset.images.batch(indices, tokens, mask, sizes) if dataset.images and sizes else None
     rows = [dataset.rows[i] for i in indices]
-    return Prompts(tokens, mask, rows, np.asarray(indices, np.int32), sources, images)
+    return Prompts(tokens, mask, rows, np.asarray(indices, np.int32), sources=sources, images=images)
 
 
 def all_prompts(dataset: Dataset, pad_id: int) -> Prompts:

@@ -27,18 +27,41 @@ class DataSettings:
     """The section `data`: the rows of a run, and how they become prompts."""
 
     source: MayChange[str]
+    """Source of prompts: a task of the package, a .jsonl, .json, .csv or .parquet file, a data set of the hub
+    (owner/name@split), or my.module.function.
+    """
     convert: MayChange[str]
+    """Function from a row to a row with a column "prompt", e.g. gsm8k.convert; it drops a row by returning None. "":
+    use rows as they are.
+    """
     prompt_column: MayChange[str]
+    """Column with the prompt."""
     answer_column: MayChange[str]
+    """Column that reward functions get as "answer"."""
     format_prompt: MayChange[str]
+    """Jinja template of the user's message, or a file with one; {{ content }} is the prompt's text. "": no template."""
     chat_template_args: dict[str, Any]
+    """Arguments of the model's chat template, e.g. enable_thinking = False."""
     today: MayChange[str]
+    """Date for a chat template that asks for today's date, e.g. 2026-11-25. "": the day on which the run was started,
+    also after a resume.
+    """
     max_prompt_tokens: AtLeastOne
+    """Limit of a prompt in tokens; a longer prompt is never cut (see data.overlong)."""
     overlong: Literal["drop", "error"]
+    """Prompts above the limit: drop (leave them out and count them) | error (stop the run)."""
     image_column: MayChange[str]
+    """Column with the images; "": images, or image."""
     image_folder: MayChange[str]
+    """Folder that must contain the image files, and that their paths start from; "": any file."""
     min_pixels: Count
+    """Smallest and largest number of pixels of an image, which is resized to fit. Its tokens count as prompt tokens. 0:
+    the model's own limits.
+    """
     max_pixels: Count
+    """Smallest and largest number of pixels of an image, which is resized to fit. Its tokens count as prompt tokens. 0:
+    the model's own limits.
+    """
 
     mixture: ClassVar[dict[str, SourceSettings]] = {}
     completion_column: ClassVar[str] = ""  # column of the text that `sft` learns
@@ -77,9 +100,13 @@ class EvalSet:
     """An evaluation set: problems, and the function that judges their completions."""
 
     source: MayChange[str]
+    """Source of the evaluation problems, as for data.source."""
     convert: MayChange[str]
+    """Convert function of the evaluation problems, as for data.convert; "": none."""
     function: str
+    """Reward function whose mean is eval/accuracy, as in reward.functions."""
     problems: MayChange[AtLeastOne]
+    """Number of problems: the first of the source, with one greedy completion each."""
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -92,8 +119,14 @@ class EvalSettings(EvalSet):
     """The section `eval`: the set that decides which checkpoint is best, how often it is measured, and further sets."""
 
     every: MayChange[AtLeastOne]
+    """Steps between evaluations; a run also evaluates before its first step and at its end."""
     patience: MayChange[Count]
+    """Evaluations in a row without a new best accuracy that end the run early; 0: never."""
     extra_sets: dict[str, EvalSet] = field(default_factory=dict)
+    """Further evaluation sets, each with a name: c.eval.extra_sets.code = ConfigDict(dict(source="code.jsonl",
+    convert="", function="code.accuracy", problems=500)) is logged as eval/code/accuracy. Only the set of eval.source
+    decides which checkpoint is best, and when eval.patience ends the run.
+    """
 
     @property
     def sets(self) -> dict[str, EvalSet]:

@@ -10,7 +10,7 @@ from jaxrl_llm.config.schema import AtLeastOne, Count, Field, MayChange, NotNega
 from jaxrl_llm.learner import optim
 from jaxrl_llm.learner.optim import Decay, make_optimizer
 
-AboveZero = Annotated[float, Field(float, low=0, high=1, above=True)]
+AboveZero = Annotated[float, Field(float, low=0, high=1, exclusive=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +26,23 @@ class KlSettings:
     """The KL penalty: keeps the policy near the reference."""
 
     placement: Literal["reward", "loss"]
+    """Where the penalty acts: reward (subtracted from it) | loss (added to it)."""
     estimator: Literal["k1", "k2", "k3", "k3_weighted"]
+    """k1 (only in the reward) | k2 | k3 | k3_weighted (only in the loss: k3 times pi / pi_old)."""
     coef: NotNegative
+    """Coefficient of the penalty, at the start."""
     decay: Decay
+    """Schedule of the coefficient: constant | linear | cosine."""
     end: NotNegative
+    """Coefficient at the last update, with a linear or cosine decay."""
     adaptive: Annotated[KeywordArguments, optim.adaptive_kl] | None = None
+    """Adaptive coefficient, instead of kl.decay. dict(target=0.01, horizon=10_000): mean KL per token to hold, and
+    about the number of sequences in which the coefficient adapts. None: not adaptive.
+    """
     refresh: RefreshSettings | None = None
+    """Reference model that moves towards the policy. dict(every=100, mix=1.0): steps between two moves, and the size of
+    a move: (1 - mix) reference + mix policy. None: the reference never moves.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +58,11 @@ class MaskSettings:
     """Which completions and tokens the policy does not learn from."""
 
     truncated: bool = False
+    """True: leave out completions that the token limit cut."""
     top_entropy: AboveZero = 1.0
+    """Share of tokens in the policy loss: those with the highest entropy; 1: all tokens."""
     off_policy: NotNegative = 0.0
+    """Bound of mean log(pi_sampler / pi); a completion with A < 0 above it is left out. 0: none is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)

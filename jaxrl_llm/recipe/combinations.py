@@ -137,7 +137,7 @@ def check_columns(recipe: Recipe) -> None:
             raise UserError(f"config.{section}.path = '' must be the folder or the hub id of a model")
 
 
-def check_inputs(function: str, inputs: Sequence[str], known: Sequence[str]) -> None:
+def check_inputs(function: str, inputs: Sequence[str], known_columns: Sequence[str]) -> None:
     """Checks that every argument of a loss or an estimator is a column that the run computes.
 
     function: field and value that name the function; inputs: names of its arguments; known: columns of the run.
@@ -148,11 +148,11 @@ def check_inputs(function: str, inputs: Sequence[str], known: Sequence[str]) -> 
     for name in inputs:
         teacher = name.removesuffix("_logprobs")
         add_teacher = f", or add the section config.teachers.{teacher} (see configs/distillation.py)"
-        if name not in known:
+        if name not in known_columns:
             hint = missing.get(name, add_teacher if name.endswith("_logprobs") else "")
             raise UserError(
                 f"{function} has the argument {name!r}, but this run computes no such column: "
-                f"use one of {', '.join(known)}{hint}"
+                f"use one of {', '.join(known_columns)}{hint}"
             )
 
 
@@ -396,17 +396,17 @@ def check_health(recipe: Settings, fields: Mapping[str, Any]) -> None:
             raise UserError(
                 "config.health.rollback.rules = () must name at least one rule: add one, or remove the section rollback"
             )
-        both = sorted(set(health.stop) & set(health.rollback.rules))
-        if both:
+        in_both = sorted(set(health.stop) & set(health.rollback.rules))
+        if in_both:
             raise UserError(
-                f"config.health.stop and config.health.rollback.rules both name {both[0]!r}: name each rule in one of "
-                "them"
+                f"config.health.stop and config.health.rollback.rules both name {in_both[0]!r}: name each rule in one "
+                "of the two fields"
             )
 
 
-def check_known(field: str, names: Iterable[str], known: Collection[str]) -> None:
+def check_known(field: str, names: Iterable[str], known_names: Collection[str]) -> None:
     """Raises: UserError, if a field of the section `health` names something that is not in `known`."""
-    for name in set(names) - set(known):
-        close = closest(name, known)
-        hint = f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(known)}"
+    for name in set(names) - set(known_names):
+        close = closest(name, known_names)
+        hint = f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(known_names)}"
         raise UserError(f"config.health.{field}: unknown name {name!r}; {hint}")

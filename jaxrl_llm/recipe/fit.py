@@ -17,8 +17,8 @@ from jaxrl_llm.structs import Sizes
 def check_batch_fits_mesh(sizes: Sizes, mesh: Mesh) -> None:
     """Checks that every device gets the same number of prompts. Raises: UserError, naming the field."""
     shards = sharding.prompt_shards(mesh)
-    at_once = "microbatch" if sizes.microbatch else "prompts_per_update"
-    for field, prompts in {at_once: sizes.at_once, "prompts_per_step": sizes.prompts_per_step}.items():
+    update_field = "microbatch" if sizes.microbatch else "prompts_per_update"
+    for field, prompts in {update_field: sizes.at_once, "prompts_per_step": sizes.prompts_per_step}.items():
         if prompts % shards:
             raise UserError(
                 f"config.{field} = {prompts} must be a multiple of the {shards} devices of mesh.data x mesh.fsdp: "
@@ -90,17 +90,20 @@ def check_sampling(recipe: Recipe, model: DecoderConfig) -> None:
         )
 
 
-def check_other_model(field: str, other: DecoderConfig, policy: DecoderConfig, *, has_images: bool = False) -> None:
+def check_other_model(
+    field: str, other_model: DecoderConfig, policy: DecoderConfig, *, has_images: bool = False
+) -> None:
     """Checks that a critic or teacher can read everything that the policy reads and samples.
 
-    other: its config; has_images: whether prompts have images. Raises: UserError, naming the field.
+    other_model: config of the critic or teacher; has_images: whether prompts have images.
+    Raises: UserError, naming the field.
     """
-    if has_images and not other.vision:
+    if has_images and not other_model.vision:
         raise UserError(f"config.{field}: prompts have images, but this model reads none; use a vision-language model")
-    if other.vocab_size < policy.vocab_size:
+    if other_model.vocab_size < policy.vocab_size:
         raise UserError(
-            f"config.{field}: the vocabulary of this model ({other.vocab_size} tokens) must be at least as large as "
-            f"that of the policy ({policy.vocab_size} tokens): use another model"
+            f"config.{field}: the vocabulary of this model ({other_model.vocab_size} tokens) must be at least as large "
+            f"as that of the policy ({policy.vocab_size} tokens): use another model"
         )
 
 

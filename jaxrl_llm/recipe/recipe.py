@@ -35,7 +35,7 @@ from jaxrl_llm.structs import Array, Sizes
 
 WEIGHTED = "_weighted"  # suffix of KL estimators that are multiplied by pi / pi_old
 # The share stays below 1, so that a skipped prompt is sampled again from time to time, and may have a signal then.
-SkipShare = Annotated[float, Field(float, low=0, high=0.95, above=True)]
+SkipShare = Annotated[float, Field(float, low=0, high=0.95, exclusive=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,18 @@ class PromptsSettings(DataSettings):
     """The section `data` of `train`."""
 
     mixture: dict[str, SourceSettings] = field(default_factory=dict)  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Several sources instead of data.source, which must then be "". Each has a name and the fields of this example:
+    c.data.mixture.math = ConfigDict(dict(source="math.parquet", convert="", weight=2.0)). Prompts are drawn in
+    proportion to the weights.
+    """
     curriculum: CurriculumSettings | None = None
+    """Curriculum that skips prompts without signal. dict(skip=0.9): probability to skip a prompt whose completions all
+    had the same reward at its last visit. None: no curriculum.
+    """
     order_column: str = ""  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Column of numbers, such as a difficulty, that sorts the prompts of an epoch, smallest first. In a mixture each
+    source is sorted. "": prompts are shuffled.
+    """
 
     @property
     def skip(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -72,22 +82,34 @@ class Settings:
     """The sections that `train` and `sft` share. configs/grpo.py explains each field."""
 
     seed: Annotated[int, Field(int, low=0, high=2**31 - 1)]
+    """Random seed of the order of prompts and of sampling."""
     deterministic: MayChange[bool]
+    """True: on a GPU, use only operations that repeat bit for bit; their cost in speed is not measured. A CPU always
+    repeats bit for bit.
+    """
     num_steps: MayChange[AtLeastOne]
+    """Training steps; each step samples one rollout of prompts_per_step prompts and learns from it."""
     schedule_steps: Count
+    """Steps that warm-up and decay cover; 0: num_steps. A resumed run keeps its first value."""
     prompts_per_step: AtLeastOne
+    """B: prompts in a rollout."""
     microbatch: MayChange[Count]
+    """Prompts in memory at once during an update; 0: all. It saves memory and changes no gradient."""
     model: ModelSettings
     data: DataSettings
     reward: JudgeSettings
     aggregate: Annotated[KeywordArguments, losses.aggregation_weights]
     rollout: LengthSettings
     optim: Annotated[KeywordArguments, make_optimizer]
+    """AdamW optimizer of the policy."""
     mesh: Annotated[KeywordArguments, make_mesh]
+    """Number of devices on each axis of the mesh; -1: all that are left. Devices of engine.devices are not in the mesh.
+    """
     health: session.HealthSettings
     checkpoint: session.CheckpointSettings
     log: session.LogSettings
     eval: EvalSettings | None = None
+    """Greedy evaluation during the run; None: no evaluation."""
     router: learner.RouterSettings | None = None
     adapters: Annotated[Call, adapter_kinds] | None = None
 
@@ -192,8 +214,11 @@ class Recipe(Settings):
     """A checked `train` config: settings and derived facts, without devices, data and weights."""
 
     group_size: AtLeastOne
+    """G: completions per prompt."""
     prompts_per_update: AtLeastOne
+    """Prompts of the rollout in one update."""
     epochs: AtLeastOne
+    """Passes over a rollout, so that it has B / prompts_per_update x epochs updates."""
     model: GroupModelSettings
     data: PromptsSettings
     reward: RewardSettings
@@ -201,13 +226,43 @@ class Recipe(Settings):
     health: session.ActingHealthSettings
     log: session.SamplesLogSettings
     advantage: Annotated[Call, advantages]
+    """Advantage estimator: name is a function of jaxrl_llm.algorithms.advantages, or my.module.function; the other
+    fields are its arguments. normalize: standard deviation that divides the advantages: group | batch | none. epsilon:
+    number that is added to this deviation.
+    """
     loss: Annotated[Call, losses]
+    """Loss: name is a function of jaxrl_llm.algorithms.losses, or my.module.function; the other fields are its
+    arguments. The importance ratio is clipped to 1 - clip_low ... 1 + clip_high. delta: upper bound of the ratio for A
+    < 0; 0: no bound. With one update per rollout, as here, the ratio is 1 and nothing is clipped.
+    """
     engine: Annotated[Call, engines]
+    """Rollout engine: name is jax, vllm (configs/grpo_vllm.py explains its fields) or my.module.function; the other
+    fields are its arguments. devices: number of devices, over all hosts, that only sample; mesh covers the other
+    devices. With rollout.max_lag = 1 they sample the next batch while the others learn (docs/performance.md). 0:
+    sampling and learning share all. max_sequences: completions that hold pages of the key-value cache at once; the
+    others wait. 0: no limit but pages. pages: pages of 64 tokens (128 on a TPU) on each device. If none is free, the
+    youngest completion is recomputed later. 0: as many as completions of the largest length need, and as fit into the
+    memory of an accelerator. weights: dtype of the sampler's weights. int8: half the memory of bfloat16, with one scale
+    per output of a kernel; importance weights correct for the rounding. "": the model's dtype. cache: dtype of keys and
+    values. int8: about half the memory of bfloat16, with one scale per token and head. "": the model's dtype.
+    """
     importance: Annotated[KeywordArguments, make_importance_weights]
+    """Importance weights pi_old / pi_sampler, for tokens that another engine or older weights sampled. level: what gets
+    one weight: token | sequence | geometric (geometric mean of a sequence). action: none | truncate (to high) | mask
+    (to 0 outside low ... high) | auto (truncate if there are such tokens, else none).
+    """
     mask: learner.MaskSettings = field(default_factory=learner.MaskSettings)
     host_memory: learner.HostMemory = field(default_factory=learner.HostMemory)
+    """True: keep arrays in the host's memory while no program uses them. reference: parameters of the reference and of
+    teachers. optimizer: the two means of AdamW.
+    """
     kl: learner.KlSettings | None = None
+    """KL penalty to the reference model; None: no penalty and no reference model."""
     entropy: learner.EntropySettings | None = None
+    """Entropy bonus. dict(coef=1e-3): its coefficient, at the start. With adaptive=dict(target=0.3, step=1e-4,
+    most=5e-3) in it, the coefficient grows by `step` after an update with entropy at or below the target, else shrinks
+    by `step`, within 0 and `most`. None: no bonus.
+    """
     critic: learner.CriticSettings | None = None
     teachers: dict[str, learner.FrozenSettings] = field(default_factory=dict)
     reward_model: learner.RewardModelSettings | None = None

@@ -18,6 +18,7 @@ class LengthSettings:
     """The part of section `rollout` that `sft` has: the length of completions."""
 
     max_completion_tokens: AtLeastOne
+    """C: limit of a completion in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +26,19 @@ class RolloutSettings(LengthSettings):
     """Section `rollout`: how completions are sampled."""
 
     max_lag: Count
+    """Steps that sampling may run ahead of learning; 0: sampling and learning take turns."""
     resample_rounds: Count
+    """Most rounds of fresh prompts that replace groups whose completions all have the same reward (DAPO). 0: none."""
     partial: bool
-    temperature: Annotated[float, Field(float, low=1e-4)]  # logits divided by a smaller temperature overflow
+    """True: partial rollouts. A step takes the first prompts_per_step groups that are complete, and the other groups
+    continue in the next step with its weights. So no step waits for the longest completion. In-JAX engine only.
+    """
+    temperature: Annotated[float, Field(float, low=1e-4)]  # smaller ones overflow
+    """Sampling temperature; log-probabilities in training use it too, as top_k and top_p."""
     top_k: Count
-    top_p: Annotated[float, Field(float, low=0, high=1, above=True)]
+    """Number of most likely tokens to sample from; 0: all."""
+    top_p: Annotated[float, Field(float, low=0, high=1, exclusive=True)]
+    """Total probability of the most likely tokens to sample from; 1: all."""
 
     @property
     def sampling(self) -> Sampling:
@@ -42,7 +51,14 @@ class JudgeSettings:
     """How the functions that judge completions run."""
 
     timeout: Seconds
+    """Seconds that a reward function, or eval.function, may take for one batch; a slower one stops the run. 0: no
+    limit, and the functions run in the trainer's process, as debuggers and functions on JAX's devices need
+    (docs/rewards.md).
+    """
     unconfined: MayChange[bool]
+    """Whether untrusted code of the policy (code.accuracy, python.Python, tools.run_python) runs without bubblewrap.
+    True is for machines that grant no namespaces: such code can do all that the trainer's user can (docs/rewards.md).
+    """
 
     functions: ClassVar[tuple[str, ...]] = ()
 
@@ -52,8 +68,14 @@ class RewardSettings(JudgeSettings):
     """Section `reward`: the reward functions of a run, and the penalty for overlong completions."""
 
     functions: tuple = field()  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Reward functions: names of this package, or my.module.function with TRL's signature. A name may have arguments,
+    as in "gsm8k.accuracy(method='flexible')" (docs/rewards.md).
+    """
     weights: tuple
+    """Weight of each function in the reward; 0: the function is only logged."""
     overlong_tokens: Count
+    """Tokens before the limit of a completion over which its overlong penalty grows from 0 to 1 (DAPO). 0: no penalty.
+    """
 
     @property
     def channels(self) -> dict[str, float]:

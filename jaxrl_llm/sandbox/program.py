@@ -38,7 +38,7 @@ UNCONFINED = "JAXRL_LLM_UNCONFINED"
 # Below 16 MiB Python cannot start, and no program passes a test: measured, docs/rewards.md. The upper bounds fit the
 # integers of the limits that the kernel keeps.
 Mebibytes = Annotated[int, Field(int, low=16, high=2**20)]
-Seconds = Annotated[float, Field(float, low=0, above=True, high=86_400.0)]
+Seconds = Annotated[float, Field(float, low=0, exclusive=True, high=86_400.0)]
 REASONS = ("error", "memory", "disk", "processes", "network", "files")
 # The numbers: EFBIG, ENOSPC and EDQUOT; EAGAIN; ENETUNREACH; EROFS.
 LAST_LINES = {

@@ -14,7 +14,7 @@ class RollbackSettings:
 
     rules: tuple[str, ...]
     most: MayChange[AtLeastOne] = 3
-    learning_rate: Annotated[float, Field(float, low=0, high=1, above=True)] = 0.5
+    learning_rate: Annotated[float, Field(float, low=0, high=1, exclusive=True)] = 0.5
     warmup_steps: Count = 5
 
 
@@ -22,9 +22,16 @@ class RollbackSettings:
 class HealthSettings:
     """What a run does about findings of health rules. Arguments of rules are fields too."""
 
-    max_skipped: MayChange[Count]  # argument of the rule `updates_skipped`
+    max_skipped: MayChange[Count]  # of the rule `updates_skipped`
+    """Skipped updates in a row that stop the run; 0: never. An update is skipped if its gradient is not finite or no
+    token is trained.
+    """
     hang_minutes: MayChange[Annotated[float, Field(float, low=0, high=1e5)]]
+    """Minutes without progress, or ten median steps if they are longer, after which the command ends with exit code 75,
+    which means "start it again": a host, a disk or a collective hangs. 0: it waits for ever (docs/pods.md).
+    """
     stop: MayChange[tuple[str, ...]]
+    """Health rules (docs/health.md) whose finding ends the run. Findings of all other rules are only reported."""
 
     rollback: ClassVar[RollbackSettings | None] = None
 
@@ -34,8 +41,17 @@ class ActingHealthSettings(HealthSettings):
     """Health settings of reinforcement learning, which may also skip updates and roll back."""
 
     skip: tuple[str, ...]
+    """Further reasons to skip an update: gradient_spike (its norm is ten times the usual one) | sampler_mismatch (other
+    weights than those that learn have sampled).
+    """
     self_test: MayChange[bool]
+    """True: a new run tests itself at step 0 (docs/health.md). The test changes no number of the run."""
     rollback: RollbackSettings | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Rollback to a checkpoint. dict(rules=("reward_collapse",), most=3, learning_rate=0.5, warmup_steps=5): at a
+    finding of these rules the run restores a checkpoint before it and continues with other samples of the same prompts,
+    at most `most` times. learning_rate: factor of the rate at each rollback. warmup_steps: updates of a new warm-up.
+    None: no rollback.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +59,15 @@ class CheckpointSettings:
     """How often a run is saved, and how many checkpoints it keeps."""
 
     every: MayChange[AtLeastOne]
+    """Steps between checkpoints; more are saved at best evaluations, at a signal and at the end."""
     keep: MayChange[AtLeastOne]
+    """Number of latest checkpoints to keep."""
     keep_best: MayChange[Count]
+    """Number of best checkpoints by evaluation to keep as well; 0: none."""
     accept: MayChange[str]
+    """Token that lets a run resume with changed rows or changed functions of yours; the error that refuses them prints
+    it. "": such changes are refused.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +75,15 @@ class LogSettings:
     """The loggers that receive the numbers of a run, besides its own files."""
 
     to: MayChange[tuple[str, ...]]
+    """Loggers besides metrics.jsonl, any of: tensorboard | wandb | trackio | mlflow, or my.module.function."""
     project: MayChange[str]
+    """Project of W&B and trackio, experiment of MLflow; "": no such logger is used."""
     name: MayChange[str]
+    """Name of the run in the loggers; "": the name of its work directory."""
     tags: MayChange[tuple[str, ...]]
+    """Texts that mark the run in the loggers."""
     profile: MayChange[str]
+    """Steps to trace into WORKDIR/profile, as "3:5"; "": none."""
 
     completions_every: ClassVar[int] = 0
 
@@ -66,6 +93,9 @@ class SamplesLogSettings(LogSettings):
     """The log settings of a run that samples completions."""
 
     completions_every: MayChange[Count] = field()  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Steps between samples on the console, in completions.jsonl and in the loggers; the first and the last step are
+    always included. 0: no samples.
+    """
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ PROGRAMS = {
     "train": ("jaxrl_llm.train", "reinforcement learning"),
     "sft": ("jaxrl_llm.sft", "supervised fine-tuning, also on preferences: DPO, SimPO"),
     "evaluate": ("jaxrl_llm.evaluate", "the accuracy of a model or of a run"),
-    "doctor": ("jaxrl_llm.tools.doctor", "what is wrong with a config or with a run"),
+    "doctor": ("jaxrl_llm.tools.doctor", "finds problems of a config or of a run"),
     "report": ("jaxrl_llm.tools.report.__main__", "an HTML page about runs"),
-    "log": ("jaxrl_llm.tools.log", "the log of a run, sent to a tracker later"),
-    "plan": ("jaxrl_llm.tools.plan.__main__", "whether a run fits a TPU slice or GPUs, without one"),
+    "log": ("jaxrl_llm.tools.log", "sends the log of a run to a tracker later"),
+    "plan": ("jaxrl_llm.tools.plan.__main__", "checks whether a run fits a TPU slice or GPUs; runs on a CPU"),
     "export": ("jaxrl_llm.tools.export", "a checkpoint as a Hugging Face folder"),
     "translate": ("jaxrl_llm.tools.translate.__main__", "a config of TRL, veRL, EasyR1 or Search-R1 as one of ours"),
     "serve-vllm": ("jaxrl_llm.tools.serve_vllm", "a vLLM server for rollouts"),
@@ -38,11 +38,11 @@ def usage() -> str:
 
 
 def program(name: str) -> Callable[[], None]:
-    """Imports a program, and returns its main function. Raises: UserError, if there is no such program."""
+    """Imports a program, and returns its main function. Raises: UserError, for an unknown name."""
     if name not in PROGRAMS:
-        near = difflib.get_close_matches(name.lower().replace("_", "-"), PROGRAMS, n=1)
-        hint = f"did you mean jaxrl {near[0]}?" if near else f"give one of {', '.join(PROGRAMS)}"
-        raise UserError(f"jaxrl {name}: there is no such program; {hint}")
+        suggestions = difflib.get_close_matches(name.lower().replace("_", "-"), PROGRAMS, n=1)
+        hint = f"did you mean jaxrl {suggestions[0]}?" if suggestions else f"known programs: {', '.join(PROGRAMS)}"
+        raise UserError(f"jaxrl {name}: unknown program; {hint}")
     return import_module(PROGRAMS[name][0]).main
 
 
@@ -53,16 +53,17 @@ def main() -> None:
         return print(usage())
     if name == "--version":
         return print(f"jaxrl_llm {__version__}")
-    sys.argv = [f"jaxrl {name}", *arguments]  # the name that --help shows
+    sys.argv = [f"jaxrl {name}", *arguments]  # --help shows this name
     program(name)()
 
 
 def run() -> NoReturn:
     """Runs the installed command `jaxrl`, and exits."""
     if not sys.flags.safe_path:
-        sys.path[0] = os.getcwd()  # as `python -m` does, so that a config can name functions of this folder
+        # The current folder comes first, as for `python -m`, so that a config can name functions in it.
+        sys.path[0] = os.getcwd()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Ctrl-C during the imports ends it without a traceback, as the package does for `python -m`.
+        # Ctrl-C during the imports ends the command without a traceback, as for `python -m`.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     run_main(main)
 

@@ -1,4 +1,4 @@
-"""Says what is wrong with a run: `jaxrl doctor --config FILE` before it, `--run DIR` during or after."""
+"""Finds problems of a run: `jaxrl doctor --config FILE` before the run, `--run DIR` during the run or after it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ from jaxrl_llm.selftest.self_test import CheckReport
 from jaxrl_llm.structs import Config
 
 DESCRIPTION = (
-    f"Looks at a config (with --selftest also at its run, at step 0), or at the log of a run: {LOGS}. {EXIT_CODES} "
-    "3: none is, but this machine lacks a package, file or model that the config names, and all else was judged."
+    "Finds problems of a config (with --selftest also of its run at step 0), or of a run in its log: "
+    f"{LOGS}. {EXIT_CODES} "
+    "3: no such finding, but this machine lacks a package, file or model that the config names; the rest was checked."
 )
-LACKS = 3  # the exit code
+LACKS = 3  # exit code if this machine lacks something that the config names
+# Fields, or beginnings of fields, that do not change the result of a run.
 SAME_RESULT = (
     "microbatch",
     "model.row_parts",
@@ -48,15 +50,15 @@ SAME_RESULT = (
 
 def main() -> None:
     parser = config_parser("jaxrl_llm.tools.doctor", DESCRIPTION, required=False)
-    help_of_run = "a workdir, or the log of another trainer; several files are joined by their steps"
+    help_of_run = "a work directory, or the log of another trainer; records of several files are joined by their steps"
     parser.add_argument("--run", type=Path, nargs="+", metavar="LOG", help=help_of_run)
     parser.add_argument(
-        "--selftest", action="store_true", help="also build the run of the config, and check what must hold at step 0"
+        "--selftest", action="store_true", help="also build the run of the config, and run its self-test at step 0"
     )
     add_output_flags(parser)
-    args, rest = parser.parse_known_args()
-    if (args.config is None) == (args.run is None) or (args.run and (rest or args.selftest)):
-        raise UserError("give --config FILE, with --config.field=value, or --run LOG alone")
+    args, overrides = parser.parse_known_args()
+    if (args.config is None) == (args.run is None) or (args.run and (overrides or args.selftest)):
+        raise UserError("use either --config FILE, with --config.FIELD=VALUE and --selftest, or --run LOG alone")
     if args.run:
         args.run = [bucket.fetch_run(path, "--run") for path in args.run]
         sys.exit(exit_code(look_at_run(args.run, args.json), args.fail_on))
@@ -65,17 +67,16 @@ def main() -> None:
 
 
 def look_at_config(config: Config, args: Namespace) -> tuple[list[Finding], list[str]]:
-    """Applies the rules over settings to a config. Prints and returns the findings, and what this machine lacks.
+    """Applies the rules for settings to a config. Prints and returns the findings, and what this machine lacks.
 
-    Uses no device. With --selftest, it also runs the self-test, on the devices. Raises: UserError, if the config is
-    wrong.
+    The rules use no device, but --selftest runs the self-test on the devices. Raises: UserError, for a wrong config.
     """
     with collected() as missing:
         recipe = recipes.read_either(config)
-        width = look_around(recipe)
+        width = find_inputs(recipe)
     changed = tuple(overrides(flatten(config), Path(args.config)))
-    judged = advice.RunSettings(recipe, width, changed=changed)
-    findings, blind = advice.findings(judged), advice.blind(judged)
+    settings = advice.RunSettings(recipe, width, changed=changed)
+    findings, blind = advice.findings(settings), advice.blind(settings)
     self_tests = self_test_of(config, quiet=args.json) if args.selftest else []
     findings += [finding for checked in self_tests for finding in checked.findings]
     if args.json:
@@ -90,12 +91,12 @@ def look_at_config(config: Config, args: Namespace) -> tuple[list[Finding], list
     else:
         print_config(recipe.sizes, findings, blind)
         for line in missing:
-            print(printable(f"not here, and not looked at: {line}"))
+            print(printable(f"missing on this machine, so not checked: {line}"))
     return findings, missing
 
 
-def look_around(recipe: Recipe | SftRecipe) -> int | None:
-    """Looks for the files of rows and the model. Returns the policy's width; None: its config.json is not here."""
+def find_inputs(recipe: Recipe | SftRecipe) -> int | None:
+    """Checks that the files of rows and the model exist. Returns the policy's width, None without its config.json."""
     sections: dict[str, Any] = {f"data.mixture.{name}": part for name, part in recipe.data.mixture.items()}
     sections = (sections or {"data": recipe.data}) | recipe.eval_sets
     for name, section in sections.items():
@@ -107,14 +108,14 @@ def look_around(recipe: Recipe | SftRecipe) -> int | None:
         if not width:
             path = recipe.model.path
             raise MissingHere(
-                f"config.model.path = {path!r} is not in the hub's cache: fetch its width (hf download {path} "
-                "config.json)"
+                f"config.model.path = {path!r} is not in the cache of the hub, so its width is unknown: run "
+                f"hf download {path} config.json"
             )
     return width
 
 
 def overrides(fields: Mapping[str, Any], file: Path) -> list[str]:
-    """Returns which fields of a config differ from its file, if the file says what it measured: ["epochs = 4", ...]."""
+    """Returns the fields of a config that differ from its file, as ["epochs = 4"]; [] if the file has no result."""
     if "Measured" not in (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""):
         return []
     measured = flatten(load(file))
@@ -128,12 +129,12 @@ def self_test_of(config: Config, *, quiet: bool) -> list[CheckReport]:
     Raises: UserError, if the run cannot be built.
     """
     if recipes.read_either(config).program != "train":
-        raise UserError("--selftest: supervised fine-tuning has no self-test; give the config of a run of `train`")
-    with config.unlocked():  # it saves and logs nothing
+        raise UserError("--selftest needs a config of `train`, because supervised fine-tuning has no self-test")
+    with config.unlocked():  # the self-test saves few checkpoints and uses no logger
         config.checkpoint.keep, config.checkpoint.keep_best = 1, 0
         config.log.to, config.log.project = (), ""
     with ExitStack() as resources:
-        # Standard output is for the JSON alone.
+        # With --json, standard output has the JSON alone.
         if quiet:
             resources.enter_context(redirect_stdout(sys.stderr))
         workdir = Path(resources.enter_context(TemporaryDirectory()))

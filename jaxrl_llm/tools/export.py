@@ -20,44 +20,49 @@ from jaxrl_llm.tools import hub
 
 def main() -> None:
     parser = Parser("jaxrl_llm.tools.export", description=__doc__)
-    parser.add_argument("workdir", type=Path, metavar="WORKDIR", help="of a run of train or sft, which may be going on")
-    parser.add_argument("--step", default="last", help="of a checkpoint: a number, best or last (default)")
-    parser.add_argument("--to", type=Path, metavar="DIR", help="the new folder (without it, --push-to needs none)")
     parser.add_argument(
-        "--adapter", action="store_true", help="of a run with LoRA: only its adapters, as a folder that PEFT loads"
+        "workdir", type=Path, metavar="WORKDIR", help="work directory of a run of train or sft, which may be running"
     )
-    parser.add_argument("--push-to", metavar="ORG/NAME", help="also upload it to this repository, which is made if new")
+    parser.add_argument("--step", default="last", help="step of the checkpoint: a number, best or last (default)")
+    parser.add_argument("--to", type=Path, metavar="DIR", help="new folder for the model (optional with --push-to)")
+    parser.add_argument(
+        "--adapter", action="store_true", help="export only the adapters of a run with LoRA, as a folder for PEFT"
+    )
+    parser.add_argument("--push-to", metavar="ORG/NAME", help="also upload the folder to this repository of the hub")
     parser.add_argument("--private", action="store_true", help="make a new repository private")
     args = parser.parse_args()
     if not args.to and not args.push_to:
-        raise UserError("give --to, a new folder, or --push-to ORG/NAME, or both")
+        raise UserError("--to DIR or --push-to ORG/NAME is missing: set one of them, or both")
     if args.private and not args.push_to:
-        raise UserError("--private does nothing without --push-to")
+        raise UserError("--private has no effect without --push-to: remove it, or add --push-to ORG/NAME")
     bucket.check_output("--to", args.to)
     run = SavedRun(args.workdir)
     step = run.find(args.step)
     if args.adapter and not (run.adapters and run.adapters.peft):
-        raise UserError(f"--adapter: {args.workdir} is a run without adapters that PEFT knows: leave it out")
+        raise UserError(f"--adapter: the run in {args.workdir} has no adapters that PEFT can load: remove --adapter")
     if args.to and args.to.exists() and (not args.to.is_dir() or any(args.to.iterdir())):
-        raise UserError(f"--to {args.to} is there already and not empty: give a new folder")
+        raise UserError(f"--to {args.to} exists and is not empty: name a new folder")
     if args.push_to:
         hub.open_repo(args.push_to, private=args.private)
-    with ExitStack() as opened:
-        to = args.to or Path(opened.enter_context(TemporaryDirectory())) / "hf"
+    with ExitStack() as resources:
+        to = args.to or Path(resources.enter_context(TemporaryDirectory())) / "hf"
         if run.workdir.resolve() in to.resolve().parents:
-            # Inside the workdir a running run may write at the same time, so the export takes the run's lock.
-            opened.enter_context(locked(run.workdir))
+            # An export into the work directory needs the run's lock, because the run may write at the same time.
+            resources.enter_context(locked(run.workdir))
         save(run, step, to, adapter=args.adapter)
         model_card.write(to, model_card.card(run.workdir, run.config, run.began_with(step), step))
         if args.to:
-            reads = "PEFT loads" if args.adapter else "transformers and vLLM load"
-            print(f"step {step} of {bucket.address(args.workdir) or args.workdir}, as {reads} it, is {args.to}")
+            loaded_by = "PEFT" if args.adapter else "transformers and vLLM"
+            print(f"wrote step {step} of {bucket.address(args.workdir) or args.workdir} to {args.to}, for {loaded_by}")
         if args.push_to:
             print(f"pushed: {hub.push(to, args.push_to, f'step {step} of {args.workdir.resolve().name}')}")
 
 
 def save(run: SavedRun, step: int, to: Path, *, adapter: bool) -> None:
-    """Writes the policy of a checkpoint into a new folder; adapter: only its adapters. Raises: UserError."""
+    """Writes the policy of a checkpoint into a new folder. adapter: whether to write only its adapters.
+
+    Raises: UserError, if the checkpoint cannot be read.
+    """
     with run.model_folder(step) as folder:
         if adapter and run.adapters:
             adapters = hf.load_model(folder, family=run.family).adapters(run.adapters)

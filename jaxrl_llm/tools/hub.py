@@ -1,4 +1,4 @@
-"""Puts a model's folder on a hub."""
+"""Uploads a model's folder to a hub."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from jaxrl_llm.session import model_card
 
 
 def open_repo(repo: str, *, private: bool) -> None:
-    """Makes the repository, unless it is there: before the work, so that what is missing is told at once.
+    """Creates the repository unless it exists. Callers do this before the export, so that errors come at once.
 
     Raises: UserError, for a wrong name, without a token, offline, or if the hub refuses.
     """
     try:
         validate_repo_id(repo)
     except HFValidationError:
-        raise UserError(f"--push-to {repo!r}: give ORG/NAME, or USER/NAME") from None
+        raise UserError(f"--push-to {repo!r} must be ORG/NAME or USER/NAME") from None
     if repo.count("/") != 1:
-        raise UserError(f"--push-to {repo!r}: give ORG/NAME, or USER/NAME")
+        raise UserError(f"--push-to {repo!r} must be ORG/NAME or USER/NAME")
     if constants.HF_HUB_OFFLINE:
-        raise UserError("--push-to cannot push: HF_HUB_OFFLINE is set: unset it")
+        raise UserError("--push-to cannot upload while the environment variable HF_HUB_OFFLINE is set: unset it")
     if not get_token():
-        raise UserError("--push-to needs a token that may write: hf auth login, or set HF_TOKEN")
+        raise UserError("--push-to needs a token with write access: run hf auth login, or set HF_TOKEN")
     try:
         HfApi().create_repo(repo, private=private, exist_ok=True)
-    except (HTTPError, OSError) as error:  # an OSError: no connection
+    except (HTTPError, OSError) as error:  # an OSError means that no connection was made
         raise _refused(repo, error) from error
 
 
@@ -39,10 +39,11 @@ def push(folder: Path, repo: str, message: str) -> str:
     model_card.write(folder, model_card.for_hub(readme.read_text(encoding="utf-8"), repo))
     try:
         return HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=message).commit_url
-    except (HTTPError, OSError, ValueError) as error:  # no connection; metadata of the card that the hub refuses
+    except (HTTPError, OSError, ValueError) as error:  # a ValueError means that the hub refuses the card's metadata
         raise _refused(repo, error) from error
 
 
 def _refused(repo: str, error: Exception) -> UserError:
+    """Returns the error for a request that the hub refused, or did not answer."""
     text = " ".join(str(error).split())[:300]
-    return UserError(f"--push-to {repo}: {constants.ENDPOINT} said {text}: look at the name, the token and the network")
+    return UserError(f"--push-to {repo} failed at {constants.ENDPOINT}: {text}; check name, token and network")

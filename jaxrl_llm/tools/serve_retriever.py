@@ -18,8 +18,7 @@ from jaxrl_llm.rollout.vllm.address import LOOPBACK
 if TYPE_CHECKING:  # it imports torch
     from jaxrl_llm.retriever.dense import DenseIndex
 
-# Seconds for the searches that run when the server is told to end.
-ENDING_SECONDS = 5
+SHUTDOWN_SECONDS = 5  # seconds for running searches when the server stops
 
 
 def main() -> None:
@@ -27,38 +26,39 @@ def main() -> None:
     add = parser.add_argument
     add("--corpus", type=Path, required=True, help="JSON lines with id and contents, or id, title and text")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)")
-    add("--public", action="store_true", help="allow an address that others can reach")
+    add("--public", action="store_true", help="allow an address that other machines can reach")
     add("--port", type=int, default=8000)
     add("--topk", type=int, default=3, help="documents of a query, if a request does not say (default: %(default)s)")
-    add("--most-topk", type=int, default=100, help="the most that a request may ask for (default: %(default)s)")
-    add("--most-queries", type=int, default=512, help="in a request (default: %(default)s)")
-    add("--most-characters", type=int, default=4096, help="of a query (default: %(default)s)")
-    add("--most-waiting", type=int, default=256, help="requests that wait for a worker (default: %(default)s)")
+    add("--most-topk", type=int, default=100, help="most documents of a query (default: %(default)s)")
+    add("--most-queries", type=int, default=512, help="most queries of a request (default: %(default)s)")
+    add("--most-characters", type=int, default=4096, help="most characters of a query (default: %(default)s)")
+    add("--most-waiting", type=int, default=256, help="most requests that wait for a worker (default: %(default)s)")
     add("--workers", type=int, default=2, help="threads that search (default: %(default)s)")
     add("--dense", default="", metavar="MODEL", help="an encoder of transformers, such as intfloat/e5-base-v2")
-    add("--pooling", choices=("mean", "cls"), default="mean", help="of the encoder (default: %(default)s)")
-    add("--query-prefix", default="query: ", help="what the encoder expects before a query (default: %(default)r)")
-    add("--passage-prefix", default="passage: ", help="what it expects before a document (default: %(default)r)")
-    add("--most-tokens", type=int, default=256, help="of a text for the encoder (default: %(default)s)")
+    add("--pooling", choices=("mean", "cls"), default="mean", help="pooling of the encoder (default: %(default)s)")
+    add("--query-prefix", default="query: ", help="text that the encoder expects before a query (default: %(default)r)")
+    add("--passage-prefix", default="passage: ", help="text before a document (default: %(default)r)")
+    add("--most-tokens", type=int, default=256, help="most tokens of a text for the encoder (default: %(default)s)")
     args = parser.parse_args()
     if args.host not in LOOPBACK and not args.public:
         raise UserError(
-            f"--host {args.host}: whoever reaches the server reads the corpus and uses the machine, and nothing is "
-            "encrypted; keep 127.0.0.1, or say --public on a network that is yours alone"
+            f"--host {args.host} lets every machine that reaches this address read the corpus, without encryption: use "
+            "127.0.0.1, or add --public on a private network"
         )
-    # type, and not isinstance: a flag is a bool, and so an int.
+    # Types are compared exactly, because a flag is a bool, and so an int for isinstance.
     numbers = {name: value for name, value in vars(args).items() if type(value) is int}
     for name, value in numbers.items():
         if value < 1 or (name == "port" and value > 65535):
-            raise UserError(f"--{name.replace('_', '-')} {value}: give a number of 1 or more")
-    # Only now: these packages are an extra, and the arguments are checked without them.
+            allowed = "between 1 and 65535" if name == "port" else "1 or more"
+            raise UserError(f"--{name.replace('_', '-')} {value} must be {allowed}")
+    # These packages are imported after the arguments are checked, because they are an extra.
     try:
         import uvicorn
 
         from jaxrl_llm.retriever.server import Bounds, application
     except ImportError as error:
-        raise UserError(f"the server needs {error.name}: pip install 'jaxrl_llm[retriever]'") from error
-    began = time.perf_counter()
+        raise UserError(f"serve-retriever needs {error.name}: pip install 'jaxrl_llm[retriever]'") from error
+    start = time.perf_counter()
     index = open_index(args)
     bounds = Bounds(
         topk=args.topk,
@@ -68,19 +68,20 @@ def main() -> None:
         waiting=args.most_waiting,
         workers=args.workers,
     )
-    seconds = time.perf_counter() - began
-    print(f"{len(index):,} documents after {seconds:.1f} s; listening on http://{args.host}:{args.port}", flush=True)
+    seconds = time.perf_counter() - start
+    address = f"http://{args.host}:{args.port}"
+    print(f"{len(index):,} documents after {seconds:.1f} s; listening on {address}", flush=True)
     uvicorn.run(
         application(index.search, bounds),
         host=args.host,
         port=args.port,
         log_level="warning",
-        timeout_graceful_shutdown=ENDING_SECONDS,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
 
 
 def open_index(args: argparse.Namespace) -> Index | DenseIndex:
-    """Opens the index that the command line names. Raises: UserError."""
+    """Opens the BM25 index, or with --dense the index of embeddings. Raises: UserError."""
     if not args.dense:
         return Index.open(args.corpus)
     try:

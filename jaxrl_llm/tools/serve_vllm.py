@@ -1,8 +1,8 @@
 """A vLLM server for rollouts: `jaxrl serve-vllm --model DIR [--python PYTHON] [-- vLLM's own arguments]`.
 
 Starts vLLM in a separate process group, restarts it when its engine dies, and leaves no process behind.
-Imports no JAX: runs in vLLM's environment, or takes the Python of that environment. The trainer needs neither vLLM
-nor torch.
+This module imports no JAX, because it runs in vLLM's environment, or with the Python of that environment. The trainer
+needs neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ import httpx
 from jaxrl_llm.errors import Parser, UserError, run_main
 from jaxrl_llm.rollout.vllm.address import LOOPBACK, UNIX, check_python, client, is_private
 
-ARGUMENTS = ("--host", "--port", "--uds", "--model", "--dtype")  # of this command, not of vLLM
-# A server samples as a request says, and not as generation_config.json; and its log-probabilities are those of the
-# distribution that was sampled, after temperature and top-p.
+ARGUMENTS = ("--host", "--port", "--uds", "--model", "--dtype")  # arguments of this command that vLLM must not get
+# With these arguments a server samples with the settings of a request, not with those of generation_config.json, and
+# its log-probabilities are those of the sampled distribution, after temperature and top-p.
 FIXED = (
     "--served-model-name",
     "policy",
@@ -42,7 +42,7 @@ FIXED = (
     "vllm",
     "--logprobs-mode",
     "processed_logprobs",
-    "--disable-uvicorn-access-log",  # a line for each request: gigabytes a day
+    "--disable-uvicorn-access-log",  # the access log would grow by gigabytes a day
     "--enable-scale-out",  # token ids in, token ids and their weight versions out
     "--worker-extension-cls",
     "jaxrl_llm.rollout.vllm.receive.Extension",
@@ -50,44 +50,47 @@ FIXED = (
     '{"backend": "pull"}',
 )
 ENVIRONMENT = dict(
-    VLLM_SERVER_DEV_MODE="1",  # without it there is no route for weight pushes
+    VLLM_SERVER_DEV_MODE="1",  # adds the route for weight pushes
     VLLM_NO_USAGE_STATS="1",
 )
 CPU_ENVIRONMENT = dict(
     VLLM_CPU_KVCACHE_SPACE="1",  # GiB; the default is a share of all memory
     VLLM_CPU_OMP_THREADS_BIND="nobind",  # a trainer may use the same cores
-    # Saves 15 s of compiling at each start.
+    # This cache saves 15 s of compiling at each start.
     TORCHINDUCTOR_CACHE_DIR=str(Path.home() / ".cache" / "jaxrl_llm" / "inductor"),
 )
 # Names of vLLM's files in shared memory. The trainer's weight file, which may be there too, has another name.
 SHM, SHARED = Path("/dev/shm"), re.compile(r"psm_|sem\.|vllm_|__KMP_")
 TERMINATE, KILLED = 10.0, 5.0  # seconds to wait after SIGTERM and after SIGKILL
-WAITS = (1.0, 60.0)  # seconds: the first and the longest pause after a failed start; each failure doubles it
-STOPS = (signal.SIGTERM, signal.SIGINT)
-HEALTH_SECONDS = 5.0  # between two health checks, and the timeout of one
-LOG = 2**26  # bytes of the log; older lines are in FILE.1, and after that dropped
+WAITS = (1.0, 60.0)  # first and longest wait after a failed start in seconds; each failure doubles the wait
+STOPS = (signal.SIGTERM, signal.SIGINT)  # signals that stop this command
+HEALTH_SECONDS = 5.0  # seconds between two health checks, and timeout of a check
+LOG = 2**26  # largest size of the log in bytes; older lines go to FILE.1, and then are dropped
 
 
 def check_port(host: str, port: int) -> None:
     """Raises: UserError, if a server cannot listen at the port."""
     try:
-        # Now: vLLM loads a model for minutes before it finds that a port is taken.
+        # The port is tried here, because vLLM loads a model for minutes before it opens the port.
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except (OSError, OverflowError) as error:
-        raise UserError(f"--port {port} of --host {host}: {error}: give another") from None
+        raise UserError(f"--port {port} of --host {host} cannot be used ({error}): choose another port") from None
 
 
 @contextmanager
 def socket_folder(uds: Path) -> Iterator[None]:
-    """Makes the folder of a socket, open to this user alone, and removes it. Raises: UserError, if others may enter."""
+    """Makes the folder of a socket for this user alone, and removes it at the end.
+
+    Raises: UserError, if the folder cannot be made, or if other users may enter it.
+    """
     try:
         uds.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--uds {uds}: {error.strerror}: give a path in another folder") from None
+        raise UserError(f"--uds {uds}: the folder cannot be made ({error.strerror}): choose another folder") from None
     if not is_private(uds.parent):
         raise UserError(
-            f"--uds {uds}: other users may enter {uds.parent}, and could replace the weights: give a path in a folder "
-            "of yours with mode 700, or in one that is not there yet"
+            f"--uds {uds}: other users may enter {uds.parent} and could replace the weights: choose a new folder, or a "
+            "folder of yours with mode 700"
         )
     try:
         yield
@@ -106,15 +109,15 @@ class VllmProcess(NamedTuple):
     """A running vLLM: its process, the thread that writes its log, and its shared memory."""
 
     process: subprocess.Popen[bytes]
-    writes: threading.Thread  # its output into the log
-    shared_files: set[Path]  # in /dev/shm, to remove at the end
+    writes: threading.Thread  # thread that writes the output of vLLM into the log
+    shared_files: set[Path]  # files in /dev/shm that are removed at the end
 
 
 def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subprocess.Popen[bytes]:
-    """Starts vLLM in a separate process group."""
+    """Starts vLLM in a separate process group. extra: further arguments of vLLM; temporary: folder of its files."""
     address = ["--uds", str(args.uds)] if args.uds else ["--host", args.host, "--port", str(args.port)]
     if args.uds:
-        # A killed server leaves its socket, and a bind to it fails.
+        # The socket of a killed server is removed, because vLLM could not bind to it.
         args.uds.unlink(missing_ok=True)
     command = [
         args.python,
@@ -129,7 +132,7 @@ def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subproc
         *(("--max-model-len", str(args.max_model_len)) if args.max_model_len else ()),
         *extra,
     ]
-    # The user's variables win over the first, which are a choice, and not over the last, which pushes need.
+    # The user's variables override CPU_ENVIRONMENT, but not ENVIRONMENT, which weight pushes need.
     environment = CPU_ENVIRONMENT | os.environ | ENVIRONMENT | {"PYTHONPATH": python_path(), "TMPDIR": temporary}
     return subprocess.Popen(
         command,
@@ -137,7 +140,7 @@ def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subproc
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        # A group of its own, which `end` ends as a whole; and Ctrl-C reaches this program alone.
+        # In its own session, vLLM is a process group that `end` can end, and Ctrl-C reaches only this program.
         start_new_session=True,
     )
 
@@ -146,10 +149,10 @@ def write_log(process: subprocess.Popen[bytes], log: Path) -> threading.Thread:
     """Starts to write the output of a process into a log of bounded size."""
     assert process.stdout
     output = io.TextIOWrapper(process.stdout, encoding="utf-8", errors="replace")
-    # A full disk loses lines of the log. Without this the thread would die, the pipe fill up, and vLLM block.
+    # Errors of a full disk are ignored, because the thread would end, the pipe would fill up, and vLLM would block.
     logging.raiseExceptions = False
     handler = RotatingFileHandler(log, maxBytes=LOG, backupCount=1, encoding="utf-8")
-    # Copied and cut, not renamed: this program's own output may be appended to the same file.
+    # The log is copied and truncated, not renamed, because this program's output may be appended to the same file.
     handler.rotator = _cut
 
     def write() -> None:
@@ -164,12 +167,16 @@ def write_log(process: subprocess.Popen[bytes], log: Path) -> threading.Thread:
 
 
 def _cut(log: str, older: str) -> None:
+    """Moves the content of a log to the file `older`."""
     shutil.copyfile(log, older)
     os.truncate(log, 0)
 
 
 def guard(process: subprocess.Popen[bytes], uds: Path | None) -> subprocess.Popen[bytes]:
-    """Starts a guard that ends vLLM when its standard input closes: when this process is gone, even by kill -9."""
+    """Starts a guard process that ends vLLM when this process has ended, even by kill -9.
+
+    The guard's standard input closes at this process's end. uds: socket that the guard removes, None for a port.
+    """
     code = "import sys; from jaxrl_llm.tools import serve_vllm as s; sys.stdin.read(); s.end(int(sys.argv[1])); "
     code += "[s.remove_socket(s.Path(uds)) for uds in sys.argv[2:]]"
     command = [sys.executable, "-c", code, str(process.pid), *([str(uds)] if uds else [])]
@@ -179,10 +186,10 @@ def guard(process: subprocess.Popen[bytes], uds: Path | None) -> subprocess.Pope
 
 @contextmanager
 def running(args: argparse.Namespace, extra: list[str], temporary: str) -> Iterator[VllmProcess]:
-    """Runs vLLM and its guard, and ends both."""
+    """Runs vLLM and its guard inside the context, and ends both."""
     process, watchdog, shared_files = None, None, set()
     try:
-        # A signal between the two starts would leave a vLLM that no guard ends.
+        # Signals are delayed, because a signal between the two starts would leave vLLM without a guard.
         with undisturbed():
             process = start(args, extra, temporary)
             watchdog = guard(process, args.uds)
@@ -198,43 +205,43 @@ def running(args: argparse.Namespace, extra: list[str], temporary: str) -> Itera
 
 
 def python_path() -> str:
-    """Returns a PYTHONPATH with this package: it may not be installed."""
+    """Returns a PYTHONPATH with this package, because vLLM's environment may not have it installed."""
     return os.pathsep.join(x for x in (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")) if x)
 
 
 def wait(server: VllmProcess, http: httpx.Client, log: Path) -> None:
-    """Returns when the server answers. Raises: UserError, if it ends before that."""
+    """Waits until the server answers. Raises: UserError, if the server ends before."""
     while True:
         with suppress(httpx.TransportError):
             if http.get("/health").is_success:
                 return
         if server.process.poll() is not None:
-            # The last lines of its log say why; they may still be on their way.
+            # The thread is joined, because the last lines of the log, which have the reason, may not be written yet.
             server.writes.join(KILLED)
-            raise UserError(f"vLLM did not start ({last_error(log.read_text(errors='replace'))}): see {log}")
+            reason = last_error(log.read_text(errors="replace"))
+            raise UserError(f"vLLM did not start ({reason}): read {log}, and correct the arguments")
         time.sleep(0.25)
 
 
 def last_error(log: str) -> str:
-    """Returns the last error in a log, also that of vLLM's command line; "": it has none."""
+    """Returns the last error in a log, which may be one of vLLM's command line; "" if the log has none."""
     lines = log.splitlines()
     numbers = [i for i, line in enumerate(lines) if "Error" in line or ": error: " in line][-1:]
-    # pydantic says in the next line what is wrong.
+    # The next line is added for errors of pydantic, which have the reason there.
     return " ".join(part.strip() for i in numbers for part in lines[i : i + 1 + ("validation error" in lines[i])])[:300]
 
 
 def wait_for_the_end(process: subprocess.Popen[bytes], http: httpx.Client) -> None:
-    """Returns when vLLM has ended, reports a dead engine, or refuses connections: a broken server may never exit."""
+    """Waits until vLLM has ended, reports a dead engine, or refuses connections. A broken server may never exit."""
     while process.poll() is None:
         try:
             if http.get("/health").is_error:
                 return
         except httpx.ConnectError as error:
-            # EAGAIN is of a socket whose queue is full: the server is busy, not gone.
+            # EAGAIN means that the queue of the socket is full, so that the server is busy.
             if f"[Errno {errno.EAGAIN}]" not in str(error):
                 return
-        except httpx.TransportError:
-            # The server is busy or hangs, and may recover.
+        except httpx.TransportError:  # the server is busy or hangs, and may recover
             pass
         with suppress(subprocess.TimeoutExpired):
             process.wait(HEALTH_SECONDS)
@@ -243,19 +250,19 @@ def wait_for_the_end(process: subprocess.Popen[bytes], http: httpx.Client) -> No
 def end(group: int, reap: Callable[[], object] = lambda: None, files: Iterable[Path] = ()) -> None:
     """Ends a whole process group with SIGTERM, then SIGKILL, and removes its files in shared memory.
 
-    reap: waits for a child that is in the group; files: others to remove, of processes that may have ended before.
+    reap: function that waits for a child in the group; files: further files to remove, of processes that have ended.
     """
-    # The group, because vLLM's workers survive when only the server is killed.
+    # The whole group is ended, because vLLM's workers survive if only the server is killed.
     shared_files = {*files, *shared_memory(group)}
     with suppress(ProcessLookupError):  # the group is empty
         for number, seconds in ((signal.SIGTERM, TERMINATE), (signal.SIGKILL, KILLED)):
             os.killpg(group, number)
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
-                # A zombie would keep its group in existence, so `killpg` would never say that the group is empty.
+                # Children are reaped, because a zombie keeps its group alive, so that `killpg` would not fail.
                 reap()
-                # Each round looks again, because workers map files until they end, and /proc does not list them
-                # afterwards.
+                # The files are listed repeatedly, because workers map files until they end, and /proc does not list
+                # them afterwards.
                 shared_files |= shared_memory(group)
                 os.killpg(group, 0)
                 time.sleep(0.1)
@@ -264,9 +271,8 @@ def end(group: int, reap: Callable[[], object] = lambda: None, files: Iterable[P
 
 
 def shared_memory(group: int) -> set[Path]:
-    """Finds shared-memory files that Python, vLLM and OpenMP made for a process group. Finds none outside Linux."""
-    # Files are compared by inode: the C library makes a semaphore under a temporary name, which /proc lists for its
-    # maker.
+    """Returns the shared-memory files that Python, vLLM and OpenMP made for a process group; none outside Linux."""
+    # Files are compared by inode, because /proc lists a semaphore under the temporary name that it was made with.
     inodes: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):
         # A process may end, or belong to another user, while /proc is read.
@@ -298,16 +304,18 @@ def undisturbed() -> Iterator[None]:
 
 
 def _end(*_: object) -> None:
-    # A second signal must not interrupt the cleanup, which SystemExit runs on its way through the `finally` blocks.
+    """Ends this program by SystemExit, whose `finally` blocks end vLLM."""
+    # Further signals are ignored, because they would interrupt these blocks.
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
     sys.exit(0)
 
 
 def _end_at_eof() -> None:
+    """Ends this program when its standard input closes."""
     while os.read(0, 1):
         pass
-    # A signal reaches the main thread, which alone can leave through the `finally` blocks that end vLLM.
+    # A signal is sent, because only the main thread can run the `finally` blocks that end vLLM.
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -316,28 +324,30 @@ def main() -> None:
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = Parser("jaxrl_llm.tools.serve_vllm", description=__doc__)
     parser.add_argument("--model", required=True, help="a Hugging Face folder or hub id")
-    parser.add_argument("--python", default=sys.executable, help="of the environment vLLM is in (default: this one)")
+    parser.add_argument("--python", default=sys.executable, help="Python of vLLM's environment (default: this Python)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
     parser.add_argument(
         "--uds",
         type=Path,
         metavar="PATH",
-        help="listen at a Unix socket instead, in a folder that only you may enter; engine.servers takes unix:PATH",
+        help="listen at a Unix socket in a folder that only you may enter; engine.servers names it as unix:PATH",
     )
-    parser.add_argument("--dtype", default="auto", help="float32 | bfloat16 | auto, the model's own (default)")
-    parser.add_argument("--max-model-len", type=int, default=0, help="prompt and completion (default: the model's)")
-    parser.add_argument("--log", type=Path, default=Path("vllm.log"), help="(default: %(default)s)")
-    parser.add_argument("--public", action="store_true", help="allow an address that others can reach")
+    parser.add_argument("--dtype", default="auto", help="float32 | bfloat16 | auto: that of the model (default)")
+    parser.add_argument(
+        "--max-model-len", type=int, default=0, help="most tokens of prompt and completion (default: the model's limit)"
+    )
+    parser.add_argument("--log", type=Path, default=Path("vllm.log"), help="file of the log (default: %(default)s)")
+    parser.add_argument("--public", action="store_true", help="allow an address that other machines can reach")
     parser.add_argument("--with-parent", action="store_true", help="end when standard input closes")
     args = parser.parse_args(argv[:cut])
     extra = argv[cut + 1 :]
     if misplaced := [word for word in extra if word.split("=")[0] in ARGUMENTS]:
-        raise UserError(f"{misplaced[0]} belongs before the --: it is an argument of this command")
+        raise UserError(f"{misplaced[0]} must be before the --, because it is an argument of serve-vllm")
     if args.host not in LOOPBACK and not args.public:
         raise UserError(
-            f"--host {args.host}: whoever reaches the server can replace its weights, and --api-key does not guard "
-            "those routes; keep 127.0.0.1, or say --public on a network that is yours alone"
+            f"--host {args.host} lets every machine that reaches this address replace the weights, even with "
+            "--api-key: use 127.0.0.1, or add --public on a private network"
         )
     check_python(args.python, "--python")
     if not args.uds:
@@ -354,8 +364,8 @@ def main() -> None:
 
 
 def serve(args: argparse.Namespace, extra: list[str], temporary: str) -> None:
-    """Runs vLLM, and starts it again when it ends. Raises: UserError, if it ends before its first answer."""
-    # vLLM that ends before its first answer has a wrong argument or lacks a file, so a restart would not help.
+    """Runs vLLM, and restarts it when it ends. Raises: UserError, if it ends before its first answer."""
+    # vLLM is not restarted before its first answer, because it then has a wrong argument or lacks a file.
     url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{args.port}"
     address = f"{UNIX}{args.uds}" if args.uds else url
     guarded = "" if args.uds else "; each user of this machine may replace its weights: --uds PATH is for you alone"
@@ -365,15 +375,15 @@ def serve(args: argparse.Namespace, extra: list[str], temporary: str) -> None:
             with running(args, extra, temporary) as server, client(address, timeout=HEALTH_SECONDS) as http:
                 wait(server, http, args.log)
                 answered, pause = True, WAITS[0]
-                # Now, while the engine lives: after a crash /proc no longer says which files were its own.
+                # The files are listed while the engine lives, because /proc no longer lists them after a crash.
                 server.shared_files.update(shared_memory(server.process.pid))
                 print(f"vLLM answers at {address}; its log is {args.log}{guarded}", flush=True)
                 wait_for_the_end(server.process, http)
-            print(f"vLLM ended with exit code {server.process.returncode}: it is started again", flush=True)
+            print(f"vLLM ended with exit code {server.process.returncode}: restarting it", flush=True)
         except UserError as error:
             if not answered:
                 raise
-            print(f"{error}: it is started again in {pause:g} s", flush=True)
+            print(f"{error}; restarting vLLM in {pause:g} s", flush=True)
             time.sleep(pause)
             pause = min(2 * pause, WAITS[1])
 

@@ -88,7 +88,7 @@ def check_program(parser: argparse.ArgumentParser, words: list[str], whole: bool
     if not whole:  # a part of a command, in which a capital word stands for something
         check_flags(words, parser._option_string_actions)
         return
-    known, rest = parser.parse_known_args(load._joined(words))
+    known, rest = parser.parse_known_args(load._join_values(words))
     if "--config" not in parser._option_string_actions or not known.config:
         assert rest == []
         return

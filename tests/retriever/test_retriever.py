@@ -323,7 +323,7 @@ def test_a_server_that_is_told_to_end_ends_while_requests_wait(tmp_path):
             def __len__(self): return 1
             def search(self, queries, topk): time.sleep(120)
         serve_retriever.open_index = lambda args: Slow()
-        serve_retriever.ENDING_SECONDS = 1
+        serve_retriever.SHUTDOWN_SECONDS = 1
         serve_retriever.main()
     """)
     with socket.socket() as free:

@@ -263,7 +263,7 @@ SOUND = [
 
 def test_a_row_whose_tests_can_judge_no_program_is_told_once(capsys, monkeypatch, wording):
     for number, test in enumerate(BROKEN):
-        monkeypatch.setattr(code, "_told", set())
+        monkeypatch.setattr(code, "_warned_metrics", set())
         tests = [test, "add(1, 2)" if number < 8 else ASSERTS[0]]
         assert earned(ADD, tests=tests) == ([None], {"broken_tests": 1.0}), test
         line = capsys.readouterr().err
@@ -294,7 +294,7 @@ BEYOND_THE_LINK = [  # no program can pass them in the sandbox, and a right one 
 
 
 def test_a_test_that_no_program_can_pass_in_the_sandbox_has_no_verdict(capsys, monkeypatch, wording):
-    monkeypatch.setattr(code, "_told", set())
+    monkeypatch.setattr(code, "_warned_metrics", set())
     passes, fails = "assert Point(2).twice() == 4", "assert Point(2).twice() == 5"
     verdicts = in_python(POINTS, [*BEYOND_THE_LINK, passes], LIMITS)
     assert [verdict.reason for verdict in verdicts] == ["unjudged"] * len(BEYOND_THE_LINK) + [""]

@@ -1,4 +1,4 @@
-"""Sizes a run for TPUs or GPUs, without them: `jaxrl plan --config FILE --topology v5e:4x4`, or `h100:8`."""
+"""Plans a run on TPUs or GPUs without having them: `jaxrl plan --config FILE --topology v5e:4x4`, or `h100:8`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from jaxrl_llm.tools.plan.prompts import prompt_sizes
 from jaxrl_llm.tools.plan.search import Planner, fastest, largest
 
 DESCRIPTION = (
-    "Compiles the programs of a step with the compiler of TPUs or GPUs that need not be there, and prints the memory, "
-    "work and traffic of each chip. The times are estimates that nothing has validated. Exit code 0: it fits; 1: not."
+    "Compiles the programs of a step for TPUs or GPUs, on a CPU, and prints memory, work and traffic of each chip. The "
+    "times are unvalidated estimates. Exit code 0: the run fits; 1: it does not."
 )
 
 
@@ -38,14 +38,14 @@ def main() -> None:
     parser.add_argument(
         "--topology",
         required=True,
-        help="a TPU slice, for example v5e:4x4 or v5p:2x2x2; or GPUs: h100:8, or h100:4x8 (hosts x GPUs of each)",
+        help="a TPU slice, for example v5e:4x4 or v5p:2x2x2; or GPUs, for example h100:8 or h100:4x8 (hosts x GPUs)",
     )
-    parser.add_argument("--slices", type=int, default=1, metavar="N", help="N TPU slices, joined by a network")
+    parser.add_argument("--slices", type=int, default=1, metavar="N", help="number of TPU slices, joined by a network")
     parser.add_argument(
-        "--prompt-tokens", type=int, help="length of the prompts (default: the limit, config.data.max_prompt_tokens)"
+        "--prompt-tokens", type=int, help="tokens of a prompt, with its images (default: config.data.max_prompt_tokens)"
     )
     parser.add_argument(
-        "--pixels", default="", metavar="WxH[xN]", help="images of a prompt, whose tokens are among its (default: none)"
+        "--pixels", default="", metavar="WxH[xN]", help="size and number of a prompt's images (default: no images)"
     )
     parser.add_argument(
         "--lengths", type=float, metavar="MEAN", help="mean tokens of a completion, for decoding (default: half of C)"
@@ -53,33 +53,33 @@ def main() -> None:
     parser.add_argument(
         "--collectives", type=int, default=0, metavar="N", help="also list the N largest collectives of each program"
     )
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     either = parser.add_mutually_exclusive_group()
     either.add_argument(
         "--search",
         type=int,
         default=0,
         metavar="N",
-        help="try meshes, micro-batches and remat until N of them fit, those first that promise to be fast",
+        help="try combinations of mesh, micro-batch and remat, promising ones first, until N of them fit",
     )
     either.add_argument(
         "--solve",
         default="",
         metavar="FIELD",
-        help="find the largest value that fits of a field with a whole number, for example microbatch",
+        help="find the largest value of an integer field that fits, for example microbatch",
     )
     config, args = parse_config(parser)
     recipe = recipes.read_either(config)
     if args.lengths is not None and isinstance(recipe, SftRecipe):
-        raise UserError("--lengths: a step of sft samples nothing: leave it out")
+        raise UserError("--lengths has no effect, because sft samples nothing: remove it")
     if args.lengths is not None:
         check_mean(args.lengths, recipe.rollout.max_completion_tokens)
     field = args.solve.removeprefix("config.")
-    # Errors come before a compiler starts.
+    # The arguments are checked before a compiler starts.
     start = flatten(config).get(field, 0)
     if field and (field not in flatten(config) or type(start) is not int):
-        override(config, field, "1")  # raises an error that names the field that was meant, if there is none
-        raise UserError(f"--solve {field}: give a field whose value is a whole number, for example microbatch")
+        override(config, field, "1")  # for an unknown field, this raises an error with a suggestion
+        raise UserError(f"--solve {field} must name a field with a whole number, for example microbatch")
 
     def recipe_with(value: int) -> Recipe | SftRecipe:
         override(config, field, str(value))
@@ -112,11 +112,11 @@ def main() -> None:
 
 
 def print_plan(plan: SlicePlan, chip: Chip, args: Namespace, console: Console) -> None:
-    """Prints what a chip holds, a table of the phases, and what to change where one does not fit."""
-    where = args.topology if args.slices == 1 else f"{args.slices} x {args.topology}"
-    console.print(f"\n{title(plan, where)}")
+    """Prints a plan: the arrays that a chip holds, a table of the phases, and which phase does not fit."""
+    topology_name = args.topology if args.slices == 1 else f"{args.slices} x {args.topology}"
+    console.print(f"\n{title(plan, topology_name)}")
     if chip.network:
-        share = "XLA_CLIENT_MEM_FRACTION of a GPU's memory goes to JAX, 0.75 where it is not set"
+        share = "JAX uses the share XLA_CLIENT_MEM_FRACTION of a GPU's memory, by default 0.75"
         console.print(f"a program may use {chip.memory:.2f} GiB: {share}")
     if chip.note:
         console.print(chip.note)
@@ -146,7 +146,7 @@ def print_plan(plan: SlicePlan, chip: Chip, args: Namespace, console: Console) -
         if phase.error:
             console.print(phase.error)
         elif phase.peak > chip.memory * GIB:
-            console.print(f"{phase.name} does not fit beside what else the chip holds")
+            console.print(f"{phase.name} does not fit into the memory that other arrays leave")
         if args.collectives and phase.collectives:
             print_collectives(phase, args.collectives, console)
     to_hosts = sum(phase.times * phase.sent_to_hosts for phase in plan.phases)
@@ -166,8 +166,8 @@ def sampling_line(plan: SlicePlan, args: Namespace) -> str:
     if not stream:
         return ""
     places = f"{stream.sequences} slots, {stream.pages:,} pages of {stream.page} tokens, {stream.prompts} prompts"
-    why = "--lengths" if args.lengths is not None else "half of C, as --lengths is not given"
-    return f"sampler, a device: {places}; completions of {plan.tokens / count:,.0f} tokens on average ({why})"
+    source = "--lengths" if args.lengths is not None else "half of C, as --lengths is not given"
+    return f"sampler, a device: {places}; completions of {plan.tokens / count:,.0f} tokens on average ({source})"
 
 
 def image_line(plan: SlicePlan) -> str:
@@ -189,10 +189,10 @@ def print_collectives(phase: Phase, count: int, console: Console) -> None:
     for column in ("collective", "array", "MB", "times", "loops around it", "GB"):
         table.add_column(column, justify="left" if column in ("collective", "array") else "right")
     for total, n, kind, shape, loops, size in rows[:count]:
-        times, around = n * math.prod(loops), " x ".join(f"{n:g}" for n in loops)
-        table.add_row(kind, shape, f"{size / 1e6:,.3f}", f"{times:,.0f}", around, f"{total / 1e9:,.3f}")
-    rest = sum(row[0] for row in rows[count:])
-    table.add_row(f"{len(rows[count:])} smaller", "", "", "", "", f"{rest / 1e9:,.3f}")
+        times, loop_counts = n * math.prod(loops), " x ".join(f"{n:g}" for n in loops)
+        table.add_row(kind, shape, f"{size / 1e6:,.3f}", f"{times:,.0f}", loop_counts, f"{total / 1e9:,.3f}")
+    remaining_bytes = sum(row[0] for row in rows[count:])
+    table.add_row(f"{len(rows[count:])} smaller", "", "", "", "", f"{remaining_bytes / 1e9:,.3f}")
     console.print(table)
 
 
@@ -201,15 +201,15 @@ def title(plan: SlicePlan, topology: str) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.models.mesh.shape.items())
     recipe, model = plan.recipe, plan.recipe.model
     sizes = f"B {recipe.prompts_per_step}, G {recipe.sizes.group_size}, C {recipe.rollout.max_completion_tokens}"
-    how = f"microbatch {recipe.microbatch}, remat {model.remat}"
+    settings = f"microbatch {recipe.microbatch}, remat {model.remat}"
     if isinstance(recipe, SftRecipe):
-        return f"{plan.models.folder.name} on {topology}: {mesh}; {sizes}; {how}"
-    how += f", row_parts {model.row_parts}"
-    most = recipe.engine.arguments.get("max_sequences", "of another engine")
-    how += f", engine.max_sequences {most}" + f", engine.devices {recipe.sampler_devices}" * (
+        return f"{plan.models.folder.name} on {topology}: {mesh}; {sizes}; {settings}"
+    settings += f", row_parts {model.row_parts}"
+    max_sequences = recipe.engine.arguments.get("max_sequences", "of another engine")
+    settings += f", engine.max_sequences {max_sequences}" + f", engine.devices {recipe.sampler_devices}" * (
         recipe.sampler_devices > 0
     )
-    return f"{plan.models.folder.name} on {topology}: {mesh}; {sizes}; {how}"
+    return f"{plan.models.folder.name} on {topology}: {mesh}; {sizes}; {settings}"
 
 
 def row(phase: Phase, chip: Chip) -> list[str]:

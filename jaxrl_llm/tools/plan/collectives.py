@@ -1,4 +1,4 @@
-"""What chips send each other in a compiled program: the collectives in its text."""
+"""Finds the collectives in the text of a compiled program, and the bytes that chips send in them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 
 KINDS = "all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|ragged-all-to-all|reduce-scatter"
 COLLECTIVE = re.compile(rf"%(\S+) = (.*?) ({KINDS})(-start)?\(")
-BETWEEN_SLICES = "between slices"  # the kind of what goes over the network that joins them
+BETWEEN_SLICES = "between slices"  # kind of transfers over the network between TPU slices
 SENT = re.compile(r"%\S+ = (\(.*\)) send\(.*_xla_megascale_transfer_type=")
 CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%([\w.-]+)|branch_computations={([^}]*)}")
-SIZES = {"pred": 1, "bf16": 2, "f16": 2}  # bytes of a number; the name ends in the bits of all others
+SIZES = {"pred": 1, "bf16": 2, "f16": 2}  # bytes of a number; the names of other types end with their bits
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of a program. On a ring, a chip sends its `bytes`, less the share that it has."""
+    """A collective of a program. On a ring, a chip sends `bytes` minus its own share."""
 
     kind: str
-    shape: str  # on a chip, and whole: what all-gather returns, and reduce-scatter takes
-    bytes: int  # an all-reduce counts twice: it is a reduce-scatter and an all-gather
-    loops: tuple[float, ...]  # trip counts of the loops around it, from the outermost
-    to_hosts: float = 0.0  # bytes that a GPU sends to other hosts, if its group has GPUs of several
+    shape: str  # shape of the whole array on a chip: the result of an all-gather, the operand of a reduce-scatter
+    bytes: int  # bytes of the array, twice for an all-reduce, which is a reduce-scatter and an all-gather
+    loops: tuple[float, ...]  # trip counts of the loops around the collective, from the outermost
+    to_hosts: float = 0.0  # bytes that a GPU sends to other hosts; 0 if its group is on one host
 
     @property
     def times(self) -> float:
@@ -52,14 +52,14 @@ def collectives(text: str, turns: float = 1, hosts: Sequence[int] = ()) -> list[
     def walk(name: str, loops: tuple[float, ...]) -> Iterator[Collective]:
         for line in computations[name]:
             if loop := re.search(r" while\(.*condition=%([\w.-]+), body=%([\w.-]+)", line):
-                # A collective in the body of a loop runs once a trip, but stands in the text once.
+                # A collective in the body of a loop runs once per trip, although the text has it once.
                 known = trip_count(line, computations[loop[1]], computations[loop[2]])
                 yield from walk(loop[2], (*loops, known or turns))
             elif match := COLLECTIVE.search(line):
-                # The TPU compiler has no reduce-scatter: it fuses an all-reduce and a slice into a computation.
+                # The TPU compiler writes a reduce-scatter as a computation that fuses an all-reduce and a slice.
                 kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else match[3]
                 chain = re.search(r"channel_id=\d+.*chain_id=", line)
-                # A later part of it, which runs beside other operations.
+                # Later parts of a collective that is split into a chain are not counted again.
                 if chain and chain[0] in begun:
                     continue
                 begun.update([chain[0]] if chain else [])
@@ -100,14 +100,14 @@ def trip_count(line: str, condition: list[str], body: list[str]) -> int:
 def _collective(
     kind: str, type_: str, started: bool, line: str, loops: tuple[float, ...], hosts: Sequence[int]
 ) -> Collective | None:
-    """The collective in a line, or None if it is in groups of one chip."""
+    """Returns the collective in a line; None if its groups have one chip, so that nothing is sent."""
     group = _group(line, len(hosts))
     if len(group) == 1:
         return None
     parts = _parts(type_)
     arrays = [array for part in parts for array in part]
     sizes = [sum(_bytes(*array) for array in part) for part in parts]
-    # What starts a collective returns its operands too, then its results. An all-reduce returns the latter alone.
+    # The start of a collective returns operands and results, but that of an all-reduce only results.
     total = max(sizes) if started and kind != "all-reduce" else sum(sizes)
     dtype, axes = max(arrays, key=lambda array: _bytes(*array))
     shape = f"{dtype}[{axes}]"
@@ -118,14 +118,14 @@ def _collective(
 
 
 def _to_hosts(kind: str, size: int, line: str, group: list[int], hosts: Sequence[int]) -> float:
-    """Bytes of a collective that a GPU sends to other hosts."""
+    """Returns the bytes of a collective that a GPU sends to other hosts."""
     if kind == "collective-permute":
         pairs = re.findall(r"{(\d+),(\d+)}", line.partition("source_target_pairs=")[2])
         return float(size * any(hosts[int(a)] != hosts[int(b)] for a, b in pairs)) if hosts else 0.0
     joined = [hosts[i] for i in group] if hosts else [0]
     count = len(set(joined))
-    # Each host gets once what it lacks, over the network cards of all of its GPUs in the group. In an all-to-all each
-    # GPU lacks something else.
+    # Each host receives its missing part once, over the network cards of all its GPUs in the group. In an all-to-all,
+    # each GPU receives another part.
     return size * (count - 1) / count / (1 if "all-to-all" in kind else len(joined) / count)
 
 

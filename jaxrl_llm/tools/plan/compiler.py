@@ -29,25 +29,25 @@ SAMPLING = ("prompts", "decoding")  # phases of the sampler
 
 @dataclass(frozen=True)
 class Phase:
-    """A program of a step, on one chip. Its time is the largest one of arithmetic, memory and collectives.
+    """A program of a step on one chip. Its time is the largest of those for arithmetic, memory and collectives.
 
-    What goes between TPU slices takes no time here: their network has no published speed.
+    Traffic between TPU slices takes no time here, because the speed of their network is not published.
     """
 
     name: str
-    times: int  # that a step runs it
-    error: str = ""  # why the compiler refuses it
+    times: int  # number of times that a step runs the program
+    error: str = ""  # reason why the compiler refuses the program; "" if it fits
     compile_seconds: float = 0.0
     instructions: int = 0
-    program: int = 0  # bytes at its peak: arguments, temporaries and results
-    beside: int = 0  # bytes of arrays that it does not use, and that are in memory with it
-    fused: bool = False  # attention is the fused kernel
-    turns: float = 0.0  # of the loop of tokens, in a run
-    tokens: int = 0  # that a step samples with it
+    program: int = 0  # bytes of the program at its peak: arguments, temporaries and results
+    beside: int = 0  # bytes of other arrays that are in memory while the program runs
+    fused: bool = False  # whether attention is the fused kernel
+    turns: float = 0.0  # turns of the loop over tokens in one run of the program
+    tokens: int = 0  # tokens that a step samples with the program
     flops: float = 0.0
-    traffic: float = 0.0  # bytes of weights, optimizer state and KV cache that it must read and write
+    traffic: float = 0.0  # bytes of weights, optimizer state and KV cache that the program reads and writes
     collectives: tuple[Collective, ...] = ()
-    meanwhile: bool = False  # the sampler's own chips run it, while the others score and learn
+    meanwhile: bool = False  # whether the sampler's own chips run the program while other chips score and learn
 
     @property
     def peak(self) -> int:
@@ -86,23 +86,23 @@ class Phase:
 
 @dataclass(frozen=True)
 class StepSampling:
-    """What the in-JAX engine does in a step, on a chip."""
+    """Work of the in-JAX engine in a step, on a chip."""
 
     stream: StreamSizes
-    usage: dict[str, Usage]  # by the name of a program
-    cached: int  # bytes of a token in the cache
-    weights: int  # bytes of the sampler's copy
-    read: int  # those of them that each token of decoding reads: all but the tower
-    mesh: Mesh  # of the chips that sample
+    usage: dict[str, Usage]  # usage of each program, by its name
+    cached: int  # bytes of a token in the KV cache
+    weights: int  # bytes of the sampler's copy of the weights
+    read: int  # bytes of the copy that each decoded token reads, without the vision tower
+    mesh: Mesh  # mesh of the chips that sample
 
     def holds(self, *, apart: bool) -> dict[str, int]:
-        """Returns the bytes on a chip of what the sampler has there; apart: on chips of its own."""
+        """Returns {name: bytes on a chip} of the sampler's arrays. apart: whether the sampler has its own chips."""
         when = "on chips of its own" if apart else "while it samples"
         tokens = self.stream.pages * self.stream.page + self.stream.prompts * self.stream.prompt_width
         return {f"sampler's copy ({when})": self.weights, f"KV cache ({when})": tokens * self.cached}
 
     def leaves_out(self, program: Program) -> bool:
-        """Whether a step is not expected to call a program that is smaller than another one."""
+        """Returns whether a step is expected never to call this smaller decode program."""
         first = decoding_name(self.stream.slots[0])
         return program.phase == "decoding" and program.name not in (first, *self.usage)
 
@@ -112,8 +112,8 @@ class StepSampling:
             return 0.0
         usage, stream = self.usage[name], self.stream
         slots = next(slots for slots in stream.slots if decoding_name(slots) == name)
-        # Each token reads the weights, the prompts and pages. A smaller program copies prompts and pages, and those
-        # back.
+        # Each token reads the weights, the prompts and the pages. A smaller program copies prompts and pages first, and
+        # copies pages back at the end.
         copied = stream.prompt_width * slots.prompts * (slots.prompts < stream.prompts)
         copied += 2 * stream.page * slots.pages * (slots.pages < stream.pages)
         tokens = (
@@ -128,13 +128,16 @@ class Compiler:
 
     models: Models
     sizes: Sizes
-    dump: Path  # of `make_plan`
+    dump: Path  # argument of `make_plan`
     chip: Chip | None
-    gathered: int  # bytes of the weights that a pass gathers, on a chip
-    sampled: StepSampling | None = None  # None: the step samples nothing
+    gathered: int  # bytes of the weights that a pass gathers on a chip
+    sampled: StepSampling | None = None  # None if the step samples nothing
 
     def measure(self, program: Program, beside: int, parts: int = 1) -> Phase:
-        """Compiles a program. parts: micro-batches that a prompt is in."""
+        """Compiles a program, and returns its phase.
+
+        beside: bytes of other arrays in memory; parts: number of micro-batches over which a prompt is spread.
+        """
         sizes, chip, usage = self.sizes, self.chip, Usage()
         prompts = sizes.prompts_per_update if program.phase == "update" else sizes.prompts_per_step
         turns = prompts // (sizes.microbatch or prompts) * parts

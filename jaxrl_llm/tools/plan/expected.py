@@ -1,4 +1,4 @@
-"""How often a step calls each program of the in-JAX engine: its stream runs with drawn lengths, and without a model."""
+"""Counts how often a step calls each program of the in-JAX engine, by running its stream with drawn lengths."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from jaxrl_llm.rollout.jax.sizes import ROUND_TOKENS, Slots, StreamSizes
 from jaxrl_llm.rollout.jax.stream import Stream
 from jaxrl_llm.structs import AnyArray, Prompts
 
-# Standard deviation of the logarithm of a length: the longest of a hundred has six times the tokens of the median.
+# Standard deviation of the logarithm of a length, with which the longest of a hundred is six times the median.
 SPREAD = 0.8
-STEPS = 5  # of partial rollouts, until the completions that go on are of all lengths
-OTHER, STOP = 0, 1  # tokens: one after which a completion goes on, and one that ends it
+STEPS = 5  # steps of partial rollouts after which continued completions have all lengths
+OTHER, STOP = 0, 1  # ids of a token that continues a completion, and of one that ends it
 
 
 def drawn_lengths(count: int, mean: float, limit: int, seed: int = 0) -> np.ndarray:
     """Returns lengths [count] of a log-normal distribution, cut at `limit`, whose mean is `mean` after the cut."""
-    # The quantiles in the middle of equal parts, in a random order: their mean has no noise.
+    # Quantiles in the middle of equal parts are used in a random order, because their mean has no noise.
     quantiles = [NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
     deviations = np.random.default_rng(seed).permutation(quantiles)
 
@@ -47,21 +47,21 @@ def drawn_lengths(count: int, mean: float, limit: int, seed: int = 0) -> np.ndar
 def check_mean(mean: float, limit: int) -> None:
     """Raises: UserError, if no lengths have this mean."""
     if not 1 <= mean <= limit:
-        raise UserError(f"--lengths {mean:g}: give a mean from 1 to config.rollout.max_completion_tokens = {limit}")
+        raise UserError(f"--lengths {mean:g} must be between 1 and config.rollout.max_completion_tokens = {limit}")
 
 
 @dataclass
 class Usage:
-    """How much a step uses a program."""
+    """Use of a program in a step."""
 
     calls: int = 0
-    turns: int = 0  # of the loop of tokens, in all calls
-    tokens: int = 0  # that are sampled, on all devices
-    pages: int = 0  # that a device reads, in all turns: of those with the most of each turn
+    turns: int = 0  # turns of the loop over tokens, in all calls
+    tokens: int = 0  # sampled tokens on all devices
+    pages: int = 0  # pages that a device reads in all turns; in each turn, the largest number of any device
 
 
 class CountedCalls:
-    """Counts the program calls of a stream (`stream.StreamPrograms`) whose completions have these lengths [N]."""
+    """Counts the calls of a stream in place of running programs. lengths: [N] of the completions (`stream.StreamPrograms`)."""
 
     def __init__(self, sizes: StreamSizes, lengths: np.ndarray):
         self.sizes, self.mesh = sizes, mesh_over(jax.devices()[:1], data=1, fsdp=1, tensor=1)
@@ -78,12 +78,12 @@ class CountedCalls:
         return Cache([], []), np.where(lengths == 1, STOP, OTHER), np.zeros(lengths.shape, np.float32)
 
     def feed(self, cache: Cache, chunks: ObservationChunks) -> Cache:
-        """Counts: of partial rollouts, what an earlier step has sampled is fed."""
+        """Counts a call that feeds tokens which an earlier step of partial rollouts has sampled."""
         self.usage[feeding_name(*chunks.tokens.shape[1:])].calls += 1
         return cache
 
     def decode(self, cache: Cache, rows: RoundRows, running_threshold: int) -> tuple[Cache, Sampled]:
-        """Returns the tokens of a round, as `programs.decode` does with a model that ends completions so."""
+        """Returns the tokens of a round, as `programs.decode` would with a model that samples these lengths."""
         length, limit = np.asarray(rows.length), np.asarray(rows.limit)
         end = self._lengths[np.asarray(rows.completion_number)]
         left = np.where(length < limit, np.minimum(limit, end) - length, 0)
@@ -103,13 +103,13 @@ class CountedCalls:
         """Returns the pages that a device reads in these turns."""
         if not self.sizes.in_place:
             return turns * slots.pages
-        # The kernel reads those of all rows, also of those that have ended in this round.
+        # The kernel also reads the pages of rows that have ended in this round.
         read = np.minimum(length[..., None] + np.arange(turns), (length + count)[..., None])
         return int((-(-read // self.sizes.page)).sum(axis=1).max(axis=0).sum())
 
 
 class Endings:
-    """Environments of which each episode is one turn, because nobody knows what tools answer."""
+    """Environments that end each episode after one turn, because answers of tools are unknown."""
 
     stops = ()
 
@@ -121,7 +121,7 @@ class Endings:
         return np.zeros(vocabulary_size, bool)
 
     def find_turn_ends(self, turns: Sequence[list[int]]) -> list[int]:
-        """Returns 0 for all turns: a stop token or the limit ends them."""
+        """Returns 0 for all turns, because a stop token or the limit ends them."""
         return [0] * len(turns)
 
     def answer(self, episode: int, turn: list[int]) -> Future[list[int] | None]:

@@ -1,4 +1,4 @@
-"""Operations of the matrix products in a program, counted in its jaxpr: the compiler's own count visits a loop once."""
+"""Counts the operations of matrix products in the jaxpr of a program: the compiler itself counts each loop once."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import jax
 
 
 def flops(traced: jax.stages.Traced, turns: float = 1) -> float:
-    """Counts the operations of all devices together; an addition and a multiplication are two.
+    """Returns the operations of all devices together. An addition and a multiplication count as two.
 
-    turns: turns of each loop that the program itself decides to end, such as the loop over micro-batches. A condition
-    counts its largest branch. A kernel counts all its blocks, including the blocks that its mask skips.
+    turns: turns of each loop whose end the program itself decides, such as the loop over micro-batches. A condition
+    counts as its largest branch, and a kernel as all its blocks, including those that its mask skips.
     """
     return _jaxpr_flops(traced.jaxpr.jaxpr, turns)
 
@@ -24,13 +24,13 @@ def _jaxpr_flops(jaxpr: Any, turns: float) -> float:
         name, params = equation.primitive.name, equation.params
         if name == "dot_general":
             total += _product_flops(equation.params["dimension_numbers"], equation)
-        # Each row is multiplied once, with the kernel of its group: the groups are no factor.
+        # The number of groups is no factor, because each row is multiplied once, with the kernel of its group.
         elif name == "ragged_dot_general":
             ragged = params["ragged_dot_dimension_numbers"]
             total += _product_flops(ragged.dot_dimension_numbers, equation, ragged.rhs_group_dimensions)
         elif name == "cond":
             branches = params["branches"]
-            # A branch for each platform, TPUs first: only one of them is compiled.
+            # A condition over platforms has a branch for each, of which only the first (TPUs) is compiled.
             if params.get("branches_platforms"):
                 branches = branches[:1]
             total += max(_jaxpr_flops(branch.jaxpr, turns) for branch in branches)
@@ -42,20 +42,20 @@ def _jaxpr_flops(jaxpr: Any, turns: float) -> float:
 def _product_flops(dimensions: Any, equation: Any, groups: Sequence[int] = ()) -> float:
     first, second = (x.aval.shape for x in equation.invars[:2])
     (_, second_contracted), (_, second_batch) = dimensions
-    # 2 x (all of the first) x (what only the second has): contracted and batch axes are in the first already.
+    # A product has 2 x (size of the first array) x (axes of the second that are neither contracted nor batch axes).
     free = [n for i, n in enumerate(second) if i not in (*second_contracted, *second_batch, *groups)]
     return 2.0 * math.prod(first) * math.prod(free)
 
 
 def _times(name: str, params: dict[str, Any], turns: float) -> float:
-    """How often an equation runs the programs in it, on all devices."""
+    """Returns how often an equation runs the programs in it, on all devices."""
     if name == "scan":
         return params["length"]
     if name == "while":
         return turns
-    # Its shapes are those of one device.
+    # The shapes in a shard_map are those of one device, so its programs count once per device.
     if name == "shard_map":
-        # The name depends on the version of JAX.
+        # The name of the parameter depends on the version of JAX.
         axes = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
         return math.prod(params["mesh"].shape[axis] for axis in axes)
     if name == "pallas_call":

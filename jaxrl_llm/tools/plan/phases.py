@@ -1,4 +1,4 @@
-"""The plan of a run on TPUs or GPUs: what its chips hold, and the phases of a step."""
+"""Makes the plan of a run on TPUs or GPUs: the memory that its chips hold, and the phases of a step."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from jaxrl_llm.tools.plan.prompts import PromptSizes
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """The plan of a run on a slice, with the memory that its chips hold and the phases of a step."""
+    """Plan of a run on a TPU slice or on GPUs: the memory that its chips hold, and the phases of a step."""
 
     recipe: Recipe | SftRecipe
     models: Models
-    holds: dict[str, int]  # bytes on a chip: parameters, optimizer ...
+    holds: dict[str, int]  # bytes on a chip of parameters, optimizer and other arrays, by name
     phases: list[Phase]
-    tokens: int  # of the completions of a step; of sft all that fit into its examples
+    tokens: int  # tokens of the completions of a step; for sft the largest number that its examples can have
     prompts: PromptSizes
-    stream: StreamSizes | None = None  # of the in-JAX engine, on a chip
+    stream: StreamSizes | None = None  # sizes of the in-JAX engine on a chip; None for another engine and for sft
 
     def seconds(self, chip: Chip) -> float:
         """Returns the estimated seconds of a step."""
@@ -75,11 +75,11 @@ def make_plan(
 ) -> SlicePlan:
     """Compiles the programs of a step, in the shapes of completions that all have their largest length.
 
-    dump: the empty folder in which XLA's compiler for TPUs reports the memory of programs.
-    mean: tokens of a completion, for how often the sampler's programs run; 0: half of the largest length.
-    sampler_mesh: mesh of the sampler's own chips, None if the sampler shares `mesh`. say: gets each phase when it is
-    compiled. chip: chip whose memory bounds the sampler's cache as in a run, None for no bound.
-    Raises: UserError, if model or mesh do not fit. A program that does not fit is no error.
+    dump: empty folder in which XLA's compiler for TPUs reports the memory of programs; mean: mean tokens of a
+    completion, which decides how often the sampler's programs run, 0 = half of the largest length; sampler_mesh: mesh
+    of the sampler's own chips, None if the sampler shares `mesh`; say: function that gets each phase after it is
+    compiled; chip: chip whose memory bounds the sampler's cache as in a run, None for no bound.
+    Raises: UserError, if model or mesh do not suit the recipe. A program that does not fit is no error.
     """
     memory = int(chip.memory * GIB) if chip else 0
     models = _models(recipe, mesh)
@@ -109,7 +109,7 @@ def make_plan(
     sampling_holds = sampled.holds(apart=apart) if recipe.chosen_engine.in_trainer else {}
     holds, sums = learning_holds | sampling_holds, (sum(learning_holds.values()), sum(sampling_holds.values()))
     if memory and (max(sums) if apart else sum(sums)) > memory:
-        phases.append(Phase("sampling", 1, error="what a chip holds while it samples is too much without any program"))
+        phases.append(Phase("sampling", 1, error="the arrays of sampling alone exceed the memory of a chip"))
         return SlicePlan(recipe, models, holds, phases, 0, prompts)
     lengths = drawn_lengths(recipe.sizes.sequences_per_step, mean or limit / 2, limit)
     usage = expected_usage(stream, lengths, prompt_shards(sampler_mesh), partial=recipe.rollout.partial)
@@ -119,7 +119,7 @@ def make_plan(
         if sampled.leaves_out(program):
             continue
         on_sampler = apart and program.phase in SAMPLING
-        # What the sampler has is on its chips, not beside the programs of the others.
+        # If the sampler has its own chips, its arrays take no memory of the chips that learn.
         program = program._replace(other_memory=()) if apart else program
         beside = 0 if on_sampler else _beside(states, program, recipe.host_memory)
         phase = compiler.measure(program, beside, shape[0])
@@ -140,14 +140,14 @@ def make_sft_plan(
     say: Callable[[Phase], None] = lambda phase: None,
     chip: Chip | None = None,
 ) -> SlicePlan:
-    """Compiles the programs of a step of `sft`, as `make_plan`. Evaluations, which may sample, are left out."""
+    """Compiles the programs of a step of `sft`, without its evaluations. Arguments and errors are as in `make_plan`."""
     models, sizes, shape_cache = _models(recipe, mesh), recipe.sizes, ShapeCache()
     base = _base(models)
     learning = sft.make_learning(recipe, models, lambda: None, base, shape_cache)
     states = learning.device_shapes() | ({"base": base} if base else {})
     batch, score = example_shapes(sizes, prompts.width, prompts.images, mesh)
     rows: Any = jax.ShapeDtypeStruct((sizes.prompts_per_step,), jnp.int32)
-    # What the layers gather is as large as a copy for decoding.
+    # The gathered weights of the layers are as large as a copy of the weights for decoding.
     params = learning.policy.all_parameters(learning.policy.shapes)
     gathered = device_bytes(copy_shapes(models.model, mesh, mesh, params, in_int8=False))
     compiler, phases = Compiler(models, sizes, dump, chip, gathered), list[Phase]()
@@ -163,7 +163,7 @@ def _models(recipe: Recipe | SftRecipe, mesh: Mesh) -> Models:
     """Returns the models of a run. Raises: UserError, if model or mesh do not fit."""
     fit.check_batch_fits_mesh(recipe.sizes, mesh)
     if not recipe.model.path:
-        raise UserError("config.model.path is empty: give the folder or hub id of a model, whose sizes are planned for")
+        raise UserError("config.model.path = '' must be a model's folder or hub id, because the plan needs its sizes")
     folder = hf.find(recipe.model.path, weights=False)
     models = describe_models(recipe.model, recipe.adapters, recipe.other_paths, mesh, folder, weights=False)
     fit.check_router(recipe, models.model.cfg)
@@ -178,7 +178,7 @@ def plan_meshes(devices: Sequence[Any], recipe: Recipe | SftRecipe) -> tuple[Mes
         return mesh, sampler
 
     def from_first(mesh: Mesh) -> Mesh:
-        # The compiler has no TPU here, and takes a part of a slice only if the part begins with the first chip.
+        # Without a TPU, the compiler accepts a part of a slice only if the part begins with the first chip.
         return Mesh(np.array(devices[: mesh.size]).reshape(mesh.devices.shape), AXES, axis_types=mesh.axis_types)
 
     return from_first(mesh), from_first(sampler)
@@ -199,7 +199,7 @@ def _frozen(models: Models, name: str, start: ModelSettings) -> FrozenModel:
 
 
 def _base(models: Models) -> PyTree:
-    """Returns the parameters that do not learn, as shapes; None: there are none."""
+    """Returns the shapes of the parameters that do not learn; None if all parameters learn."""
     shapes = _placed(models.model.shapes, models.model, models.mesh)
     if not models.adapters:
         return {TOWER: shapes[TOWER]} if models.frozen_tower else None
@@ -219,7 +219,7 @@ def _placed(shapes: PyTree, model: Decoder, mesh: Mesh) -> PyTree:
 
 
 def _beside(states: PyTree, program: Program, on_host: HostMemory) -> int:
-    """Returns the bytes on a chip of what a program does not use, and what is in memory with it."""
+    """Returns the bytes on a chip of arrays that are in memory while a program runs, but that it does not use."""
     # Arrays are compared by identity, because two arrays of equal shape are different memory.
     used = {id(x) for x in jax.tree.leaves(program.states)}
     leaves = jax.tree.leaves(device_states(states, on_host, during_updates=program.phase == "update"))

@@ -1,4 +1,4 @@
-"""The prompts that a plan is for. There are no rows, so `--pixels` says how large their images are."""
+"""Sizes of the prompts of a plan. A plan reads no rows, so that `--pixels` gives the size of their images."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ PIXELS = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?")
 
 
 class PromptSizes(NamedTuple):
-    """The sizes of a prompt."""
+    """Sizes of a prompt."""
 
     width: int  # P, with the tokens of images
-    images: ImageSizes | None = None  # None: prompts of text
-    image_tokens: int = 0  # of `width`
+    images: ImageSizes | None = None  # None for prompts of text
+    image_tokens: int = 0  # image tokens among `width`
 
 
 def prompt_sizes(recipe: Recipe | SftRecipe, width: int, pixels: str) -> PromptSizes:
-    """Returns the sizes of prompts of `width` tokens. pixels: size of their images, WIDTHxHEIGHT[xCOUNT], or "".
+    """Returns the sizes of prompts of `width` tokens. pixels: WIDTHxHEIGHT[xCOUNT] of their images, "" for text.
 
-    Raises: UserError, if `pixels` is no valid size, the model reads no images, or a prompt has no room for them.
+    Raises: UserError, if `pixels` is no valid size, the model reads no images, or the images exceed the prompt.
     """
     if not pixels:
         return PromptSizes(width)
     if not (match := PIXELS.fullmatch(pixels)):
         raise UserError(
-            f"--pixels {pixels}: give width and height of the images of a prompt, and how many it has, for example "
+            f"--pixels {pixels} must be WIDTHxHEIGHT or WIDTHxHEIGHTxCOUNT of the images of a prompt, for example "
             "512x512 or 640x480x2"
         )
     form = read_format(
         hf.find(recipe.model.path, weights=False), min_pixels=recipe.data.min_pixels, max_pixels=recipe.data.max_pixels
     )
     if not form:
-        raise UserError(f"--pixels {pixels}: {recipe.model.path} reads no images: leave --pixels out")
+        raise UserError(f"--pixels {pixels} has no effect, because {recipe.model.path} reads no images: remove it")
     try:
         grid = form.grid(int(match[1]), int(match[2]))
     except ValueError as error:
-        raise UserError(f"--pixels {pixels}: an image that {error}") from None
+        raise UserError(f"--pixels {pixels}: such an image {error}") from None
     count = int(match[3] or 1)
     tokens = count * grid[0] * grid[1]
-    # Text stands beside the images.
+    # The limit excludes equality, because a prompt has text in addition to its images.
     if tokens >= width:
         raise UserError(
-            f"--pixels {pixels}: the images of a prompt are {tokens:,} tokens, and it has {width:,}: raise "
+            f"--pixels {pixels}: the images of a prompt take {tokens:,} tokens, but a prompt has only {width:,}: raise "
             "--prompt-tokens, or lower config.data.max_pixels"
         )
     patches = image_layout.patch_count([grid] * count, form)

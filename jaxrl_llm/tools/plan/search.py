@@ -22,23 +22,23 @@ from jaxrl_llm.tools.plan.compiler import Phase
 from jaxrl_llm.tools.plan.phases import SlicePlan, make_plan, make_sft_plan, plan_meshes
 from jaxrl_llm.tools.plan.prompts import prompt_sizes
 
-# A forward pass and a backward one of twice its cost are 3; full recomputation adds a forward pass.
-PASSES = {"none": 3.0, "dots": 3.2, "full": 4.0}  # forward passes of an update that costs about as much
+# Cost of an update in forward passes, by remat. A backward pass costs two forward passes, and full recomputation one.
+PASSES = {"none": 3.0, "dots": 3.2, "full": 4.0}
 AnyRecipe: TypeAlias = Recipe | SftRecipe
-CLOSE = 1 / 32  # of a value: the largest that fits is known to this share
+PRECISION = 1 / 32  # relative precision to which the largest value that fits is found
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Chips, and what is asked of a plan for them."""
+    """Chips, and the settings of plans for them."""
 
     chip: Chip
     devices: Sequence[Any]
-    dump: Path  # of `make_plan`
+    dump: Path  # argument of `make_plan`
     console: Console
-    mean: float = 0.0  # of `make_plan`
-    width: int = 0  # tokens of a prompt; 0: the limit of the recipe
-    pixels: str = ""  # of `prompt_sizes`
+    mean: float = 0.0  # argument of `make_plan`
+    width: int = 0  # tokens of a prompt; 0 = the limit of the recipe
+    pixels: str = ""  # argument of `prompt_sizes`
 
     def plan(self, recipe: AnyRecipe, say: Callable[[Phase], None]) -> SlicePlan:
         """Returns the plan of a recipe. Raises: UserError, as `make_plan` and `prompt_sizes`."""
@@ -52,13 +52,13 @@ class Planner:
         """Returns the plan of a recipe, or None if it does not fit, and prints the result. text: name of the recipe."""
 
         def check_fits(phase: Phase) -> None:
-            # The error ends the plan, because the other phases need not be compiled.
+            # An error ends the plan here, because the remaining phases need not be compiled.
             if phase.error or phase.peak > self.chip.memory * GIB:
                 raise UserError(f"does not fit: {phase.name}")
 
         try:
             plan = self.plan(recipe, check_fits)
-        # A mesh may not suit the batch, the chips or the model; another one may.
+        # The error of one candidate is only printed, because another mesh may suit batch, chips and model.
         except UserError as error:
             self.console.print(f"{text}: {error}")
             return None
@@ -68,23 +68,26 @@ class Planner:
 
 
 def fastest(planner: Planner, recipe: AnyRecipe, count: int) -> list[SlicePlan]:
-    """Returns the plans of the first `count` candidates that fit, the one with the shortest estimated step first."""
-    # Compiling takes minutes a candidate, so a rough estimate without the compiler decides the order.
-    learning = len(planner.devices) - recipe.sampler_devices
-    tried = sorted(candidates(recipe, learning), key=lambda c: _promise(c, learning, planner.chip))
+    """Returns the plans of the first `count` candidates that fit, sorted by their estimated seconds per step."""
+    # A rough estimate decides the order of candidates, because compiling takes minutes per candidate.
+    learning_devices = len(planner.devices) - recipe.sampler_devices
+    ordered = sorted(
+        candidates(recipe, learning_devices),
+        key=lambda candidate: _rough_seconds(candidate, learning_devices, planner.chip),
+    )
 
-    def text(c: AnyRecipe) -> str:
-        return f"mesh {dict(c.mesh)}, microbatch {c.microbatch}, remat {c.model.remat}"
+    def describe(candidate: AnyRecipe) -> str:
+        return f"mesh {dict(candidate.mesh)}, microbatch {candidate.microbatch}, remat {candidate.model.remat}"
 
-    plans = (plan for candidate in tried if (plan := planner.plan_that_fits(candidate, text(candidate))))
+    plans = (plan for candidate in ordered if (plan := planner.plan_that_fits(candidate, describe(candidate))))
     return sorted(itertools.islice(plans, count), key=lambda plan: plan.seconds(planner.chip))
 
 
 def largest(planner: Planner, field: str, start: int, recipe_with: Callable[[int], AnyRecipe]) -> list[SlicePlan]:
-    """Returns the plan with the largest value of an integer field that fits, in a list; [], if none does.
+    """Returns [the plan with the largest value of an integer field that fits], or [] if no value fits.
 
-    start: the value to begin with; recipe_with: reads the config with another value, and raises UserError if it may
-    not be. Where one fits, smaller ones must fit too. Above 32 the value is known to 1/32 of itself.
+    start: first value to try; recipe_with: reads the config with another value, and raises UserError for an invalid
+    one. The search assumes that all smaller values fit if one fits. Above 32 the value is found to 1/32 of itself.
     """
 
     def allowed(value: int) -> AnyRecipe | None:
@@ -98,7 +101,7 @@ def largest(planner: Planner, field: str, start: int, recipe_with: Callable[[int
     plans: list[SlicePlan] = []
     low, high, target = 0, math.inf, max(start, 1)
     while True:
-        # Prompts come in multiples of the chips that share them.
+        # The range includes at least one multiple of the devices, because prompts are split evenly over them.
         end = min(high, 2 * max(target, len(planner.devices)) + 1)
         value, recipe = next(_nearest(allowed, target, low, end), (0, None))
         if recipe is None:
@@ -107,18 +110,18 @@ def largest(planner: Planner, field: str, start: int, recipe_with: Callable[[int
             plans, low = [plan], value
         else:
             high = value
-        if high - low <= max(1, low * CLOSE):
+        if high - low <= max(1, low * PRECISION):
             break
         target = 2 * low if high == math.inf else (low + int(high)) // 2
-    above = "no larger one is allowed" if high == math.inf else f"{high} does not"
-    planner.console.print(f"{field} {low} fits, and {above}" if plans else f"no {field} fits")
+    next_value = "no larger one is allowed" if high == math.inf else f"{high} does not"
+    planner.console.print(f"{field} {low} fits, and {next_value}" if plans else f"no {field} fits")
     return plans
 
 
 def _nearest(
     allowed: Callable[[int], AnyRecipe | None], target: int, low: int, high: float
 ) -> Iterator[tuple[int, AnyRecipe]]:
-    """Yields the values between low and high, without these, that a config may have, those next to target first."""
+    """Yields the allowed values between low and high (both excluded), those closest to target first."""
     for value in sorted(range(low + 1, int(high)), key=lambda value: abs(value - target)):
         if recipe := allowed(value):
             yield value, recipe
@@ -132,33 +135,32 @@ def candidates(recipe: AnyRecipe, devices: int) -> Iterator[AnyRecipe]:
         shards = devices // tensor
         if kv_heads % tensor or devices % tensor or prompts % shards:
             continue
-        for at_once in (1, 2, 4, 8):
-            if prompts % (shards * at_once) == 0:
-                # fsdp over all that tensor leaves: it divides parameters and optimizer, which data would copy.
+        for prompts_per_shard in (1, 2, 4, 8):
+            if prompts % (shards * prompts_per_shard) == 0:
+                # The data axis is 1, because fsdp splits parameters and optimizer, which data would copy.
                 mesh = KeywordArguments(dict(data=1, fsdp=shards, tensor=tensor))
                 model = replace(recipe.model, remat=remat)
-                yield replace(recipe, mesh=mesh, microbatch=shards * at_once, model=model)
+                yield replace(recipe, mesh=mesh, microbatch=shards * prompts_per_shard, model=model)
 
 
 def _policy(recipe: AnyRecipe) -> DecoderConfig:
+    """Returns the config of the policy's model, without its weights."""
     return hf.load_model(hf.find(recipe.model.path, weights=False), family=recipe.model.family).cfg
 
 
-def _promise(recipe: AnyRecipe, devices: int, chip: Chip) -> float:
-    """Rough seconds of an update without what all candidates share: recomputed passes, and the layers' collectives."""
+def _rough_seconds(recipe: AnyRecipe, devices: int, chip: Chip) -> float:
+    """Returns the rough seconds of an update's passes and collectives, to compare candidates."""
     cfg, remat, mesh = _policy(recipe), recipe.model.remat, recipe.mesh
     experts, chosen = (cfg.mixture.experts, cfg.mixture.chosen) if cfg.mixture else (1, 1)
-    # Three kernels [D, F] of each expert, and about two [D, D] of attention: with few key heads, key and value are
-    # small.
+    # A layer has three kernels [D, F] per expert, and about two [D, D] of attention, because keys and values are small.
     weights, active = (cfg.layers * cfg.width * (3 * n * cfg.mlp_width + 2 * cfg.width) for n in (experts, chosen))
     tokens = recipe.sizes.sequences_per_update * recipe.sizes.max_completion_tokens
     arithmetic = 2 * active * tokens * PASSES[remat] / devices / chip.flops
-    # bfloat16 kernels, gathered for the forward pass, again for the backward one, and their gradients scattered: for
-    # each micro-batch.
+    # For each micro-batch, bfloat16 kernels are gathered twice, and their gradients are scattered once.
     gathered = 3 * 2 * weights / mesh.tensor * (recipe.sizes.prompts_per_update // recipe.microbatch)
     summed = 0.0
-    # Two sums of the states in each layer and pass, 2 bytes a number, each sent twice (a reduce-scatter and a gather).
+    # Each layer sums the states twice per pass, with 2 bytes per number, sent twice (reduce-scatter and gather).
     if mesh.tensor > 1:
         summed = 2 * 2 * 2 * PASSES[remat] * cfg.layers * cfg.width * tokens / mesh.fsdp
-    # The larger, and not the sum: the compiler sends while it computes.
+    # The larger of the two is the time, because the compiler overlaps computing and sending.
     return max(arithmetic, (gathered + summed) / chip.ring)

@@ -11,15 +11,17 @@ from jaxrl_llm.machine import bucket, extras
 from jaxrl_llm.tools.report.runs import read_config
 
 DESCRIPTION = (
-    "Makes one HTML page about one or several runs, also while they go on: what the health rules find, curves, batch "
-    "sizes, differences, times and completions. The page needs no network."
+    "Makes one HTML page about one or several runs, which may still be running: findings of the health rules, curves, "
+    "batch sizes, differences, times and completions. The page needs no network."
 )
 
 
 def main() -> None:
     parser = Parser("jaxrl_llm.tools.report", description=DESCRIPTION)
-    parser.add_argument("workdirs", type=Path, nargs="+", metavar="WORKDIR", help="a run's --workdir; all in one page")
-    parser.add_argument("--to", type=Path, metavar="FILE", help="the page (default: report.html in the first WORKDIR)")
+    parser.add_argument("workdirs", type=Path, nargs="+", metavar="WORKDIR", help="work directories of the runs")
+    parser.add_argument(
+        "--to", type=Path, metavar="FILE", help="file of the page (default: report.html in the first WORKDIR)"
+    )
     parser.add_argument(
         "--serve",
         type=int,
@@ -34,26 +36,27 @@ def main() -> None:
     in_bucket = [address for path in args.workdirs if (address := bucket.address(path))]
     if in_bucket and not args.to:
         raise UserError(
-            f"{in_bucket[0]} is in a bucket, where no page is written and which --serve does not follow: give --to FILE"
+            f"{in_bucket[0]} is in a bucket, in which no page can be written and which --serve cannot follow: add "
+            "--to FILE"
         )
     args.workdirs = [*map(bucket.fetch_run, args.workdirs)]
     if args.serve is None:
         write(args.workdirs, args.to or args.workdirs[0] / "report.html")
     elif args.to:
-        raise UserError("--serve writes no file: give --to or --serve")
+        raise UserError("--serve writes no file: use either --to or --serve")
     else:
         serve(args.workdirs, args.serve)
 
 
 def write(workdirs: Sequence[Path], file: Path) -> None:
-    """Writes the page to a file. Raises: UserError, if a run cannot be read or the file not be written."""
+    """Writes the page to a file. Raises: UserError, if a run cannot be read or the file cannot be written."""
     from jaxrl_llm.tools.report import page  # it imports plotly
 
     text = page.render(workdirs)
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{file} cannot be written ({error.strerror}): give another file with --to") from error
+        raise UserError(f"{file} cannot be written ({error.strerror}): name another file with --to") from error
     print(f"{file} ({len(text.encode()) / 1e6:.1f} MB)")
 
 
@@ -65,7 +68,7 @@ def serve(workdirs: Sequence[Path], port: int) -> None:
         read_config(workdir)
     with PageServer(workdirs, port) as server:
         try:
-            # The package lets Ctrl-C end a program at once; a server closes its port first.
+            # Ctrl-C ends other programs at once, but a server must close its port first.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             print(f"http://{server.address} (Ctrl-C ends it)", flush=True)
             server.serve_forever()

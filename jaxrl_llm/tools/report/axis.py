@@ -1,4 +1,4 @@
-"""The vertical axis of a plot: its range holds the curves, near bounds, and the marks of findings above them."""
+"""The vertical axis of a plot, whose range holds the curves, nearby bounds, and the marks of findings."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-NEAR = 0.6  # spans of the curves within which a bound is drawn
-# Span of a linear axis as a share of its largest value: less may be rounding.
+NEAR = 0.6  # largest distance of a drawn bound from the curves, as a share of their span
+# Smallest span of a linear axis as a share of its largest value, because smaller differences may be rounding.
 LEAST = 0.05
-MARK = 0.13  # of the height, for the mark of a finding
-DECADES = 1.2  # of positive values, from which on an axis is logarithmic
+MARK = 0.13  # height of a finding's mark as a share of the plot
+DECADES = 1.2  # decades of positive values above which an axis is logarithmic
 
 
 class Axis(NamedTuple):
-    """A range in the axis's own scale: the logarithm to base 10 on a logarithmic axis."""
+    """Range of an axis. On a logarithmic axis, low and high are logarithms to base 10."""
 
     low: float
     high: float
-    marks: int  # findings above the curves
-    log: bool
+    marks: int  # number of findings with a mark above the curves
+    log: bool  # whether the axis is logarithmic
 
     @property
     def range(self) -> list[float]:
@@ -33,48 +33,48 @@ class Axis(NamedTuple):
 
     @property
     def bottom(self) -> float:
-        return self.at(0.0)
+        return self.value_at(0.0)
 
     @property
     def top(self) -> float:
-        return self.at(1.0)
+        return self.value_at(1.0)
 
-    def at(self, share: float) -> float:
+    def value_at(self, share: float) -> float:
         """Returns the value at a share of the height."""
         value = self.low + share * (self.high - self.low)
         return 10.0**value if self.log else value
 
     def level(self, number: int) -> tuple[float, float]:
-        """Returns the values at the bottom and at the mark of a finding; the first one is the highest."""
+        """Returns the values at the bottom and at the mark of finding `number`; the mark of number 0 is the highest."""
         room = MARK / (1 + MARK * self.marks)
-        return self.bottom, self.at(1 - room * (number + 1))
+        return self.bottom, self.value_at(1 - room * (number + 1))
 
 
 def fit(curves: Sequence[np.ndarray], bounds: Sequence[float | np.ndarray], marks: int, *, log: bool) -> Axis:
-    """Returns the axis of curves. log: whether it may be logarithmic, which it is if their values differ much."""
+    """Returns the axis of curves. log: whether it may be logarithmic; it is if the values span enough decades."""
     values = np.concatenate(curves)
     values = values[np.isfinite(values)]
     positive = values[values > 0]
-    # A logarithm leaves out zeros and negative values, so nearly all must be above 0.
+    # Nearly all values must be above 0, because a logarithmic axis cannot show zeros and negative values.
     wide = len(positive) > 0.9 * len(values) and math.log10(positive.max() / positive.min()) > DECADES
     log = bool(log and wide)
     values = np.log10(positive) if log else values
     low, high = float(values.min()), float(values.max())
     span = high - low or abs(high) or 1.0
-    # A bound far from the curves is left out: with it they would be a flat line.
-    near = [low - NEAR * span, high + NEAR * span]
+    # A bound far from the curves is not drawn, because the curves would become flat lines.
+    drawn_range = [low - NEAR * span, high + NEAR * span]
     for bound in bounds:
         edges = np.atleast_1d(np.asarray(bound, float))
         edges = edges[np.isfinite(edges) & ((edges > 0) | (not log))]
         edges = np.log10(edges) if log else edges
-        edges = edges[(edges >= near[0]) & (edges <= near[1])]
+        edges = edges[(edges >= drawn_range[0]) & (edges <= drawn_range[1])]
         low, high = float(np.min(edges, initial=low)), float(np.max(edges, initial=high))
-    # A constant curve still needs a range, and one that differs by rounding alone must not look like a change.
+    # The span has a minimum, so that a constant curve has a range, and rounding does not look like a change.
     span = max(high - low, 0.0 if log else LEAST * max(abs(low), abs(high))) or 1.0
     middle = (low + high) / 2
     low, high = min(low, middle - span / 2), max(high, middle + span / 2)
-    # No share, count or norm is below 0, so neither is the axis of one that is always 0.
+    # The axis of values that are never negative starts at 0 or above.
     low = max(low, 0.0) if not log and values.min() >= 0 else low
     low, high = low - 0.05 * span, high + 0.07 * span
-    # Room above the curves, so that no mark of a finding covers one.
+    # The range is extended upwards, so that no mark of a finding covers a curve.
     return Axis(low, high + MARK * marks * (high - low), marks, log)

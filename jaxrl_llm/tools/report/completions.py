@@ -1,4 +1,4 @@
-"""Completions of a run by reward: the best and the worst of the first, the middle and the last step in the log."""
+"""Completions of a run by reward: best and worst of the first, the middle and the last group in the log."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class LabelledCompletion(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The completions of a prompt at a step."""
+    """Completions of a prompt at a step, as the page shows them."""
 
     step: int
     prompt: str
-    images: list[tuple[str, str]]  # name and data URL of each
-    rewards: str  # their mean, and how many have none
+    images: list[tuple[str, str]]  # name and data URL of each image
+    rewards: str  # mean reward, and number of completions without a verdict
     shown: list[LabelledCompletion]
 
 
@@ -32,21 +32,21 @@ def groups(run: ReportedRun) -> list[Group]:
 
 def _group(line: dict[str, Any]) -> Group:
     pairs = list(zip(line["rewards"], line["completions"], strict=True))
-    judged = sorted((pair for pair in pairs if pair[0] is not None), key=lambda pair: pair[0])  # None: no verdict
-    without = len(pairs) - len(judged)
-    of = f"{len(pairs)} completions" + (f", {without} without a verdict" if without else "")
+    judged = sorted((pair for pair in pairs if pair[0] is not None), key=lambda pair: pair[0])
+    unjudged = len(pairs) - len(judged)
+    count = f"{len(pairs)} completions" + (f", {unjudged} without a verdict" if unjudged else "")
     if not judged:
-        shown, rewards = [LabelledCompletion("one of them: no verdict", cut(pairs[0][1]))], of
+        shown, rewards = [LabelledCompletion("one of them: no verdict", cut(pairs[0][1]))], count
     else:
         (low, worst), (high, best) = judged[0], judged[-1]
         shown = [
             LabelledCompletion(f"best, reward {high:.3g}", cut(best)),
             LabelledCompletion(f"worst, reward {low:.3g}", cut(worst)),
         ]
-        # Best and worst of equal rewards would be two texts that nothing tells apart.
+        # One completion is shown if all rewards are equal, because none is best or worst.
         if low == high:
             shown = [LabelledCompletion(f"one of them: all have reward {high:.3g}", cut(best))]
-        rewards = f"mean reward {sum(reward for reward, _ in judged) / len(judged):.3g} of {of}"
+        rewards = f"mean reward {sum(reward for reward, _ in judged) / len(judged):.3g} of {count}"
     images = list(zip(_image_names(line["prompt"]), line.get("pictures", ()), strict=False))
     return Group(line["step"], cut(chat_text(line["prompt"])), images, rewards, shown)
 
@@ -59,6 +59,6 @@ def _image_names(prompt: Any) -> list[str]:
 
 
 def cut(text: str) -> str:
-    """Returns the beginning of a text that is too long."""
-    more = len(text) - MOST
-    return text if more <= 0 else f"{text[:MOST]}… ({more:,} more characters)"
+    """Returns a text, of which at most MOST characters are kept."""
+    hidden = len(text) - MOST
+    return text if hidden <= 0 else f"{text[:MOST]}… ({hidden:,} more characters)"

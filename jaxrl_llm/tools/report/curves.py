@@ -1,4 +1,4 @@
-"""The curves of runs as plotly figures, with the healthy bands of the rules and the findings."""
+"""Curves of runs as plotly figures, with the healthy bands of the rules and marks of findings."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 
 
 class Panel(NamedTuple):
-    """A plot: its metrics, and the rules that look at them."""
+    """Settings of a plot: its metrics, and the health rules that read them."""
 
     title: str
-    metrics: tuple[str, ...]
+    metrics: tuple[str, ...]  # () if the runs decide which metrics the plot has
     rules: tuple[str, ...] = ()
-    form: str = ".3~g"  # of its values, as d3 has it
+    form: str = ".3~g"  # d3 format of its values
     log: bool = False  # whether its axis may be logarithmic
-    plain: bool = False  # only points, no mean over steps
+    plain: bool = False  # whether only points are drawn, without a mean over steps
 
 
 HELD_OUT = "Accuracy on held-out problems"
@@ -72,12 +72,12 @@ PANELS = (
 
 
 class Plot(NamedTuple):
-    """A figure and the text beside it."""
+    """A figure and its text."""
 
     title: str
-    words: list[str]  # a line for each band, and for what is not drawn
-    lines: list[tuple[str, str]]  # dash and metric, if the panel has several
-    figure: str  # JSON
+    words: list[str]  # lines on the bands, and on values that are not drawn
+    lines: list[tuple[str, str]]  # dash and metric of each line, if the panel has several metrics
+    figure: str  # figure of plotly as JSON
 
 
 def plots(runs: Sequence[ReportedRun]) -> list[Plot]:
@@ -87,14 +87,19 @@ def plots(runs: Sequence[ReportedRun]) -> list[Plot]:
     for panel in PANELS:
         of_runs = _accuracies if panel.title == HELD_OUT else _channels
         panel = panel if panel.metrics else panel._replace(metrics=of_runs(runs))
-        curves = [curve for at, run in enumerate(runs) for name in panel.metrics if (curve := _curve(at, run, name))]
+        curves = [
+            curve
+            for run_index, run in enumerate(runs)
+            for name in panel.metrics
+            if (curve := _curve(run_index, run, name))
+        ]
         if curves:
             plots_drawn.append(_plot(panel, curves, limits, runs))
     return plots_drawn
 
 
 def thinned(runs: Sequence[ReportedRun]) -> int:
-    """Returns how many points of the longest curve become two on the page; 1: all points are drawn."""
+    """Returns the number of points of the longest curve that become two points on the page; 1 if all are drawn."""
     return max(part(len(run.records)) for run in runs)
 
 
@@ -110,13 +115,13 @@ def _accuracies(runs: Sequence[ReportedRun]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for run in runs for name in accuracies_of(flatten(run.config)).values()))
 
 
-def _curve(at: int, run: ReportedRun, metric: str) -> Curve | None:
+def _curve(run_index: int, run: ReportedRun, metric: str) -> Curve | None:
     """Returns the curve of a metric, or None for a run without a finite value of it."""
     points = [(record["step"], record[metric]) for record in run.records if metric in record]
     if all(y is None for _, y in points):
         return None
     x, y = zip(*points, strict=True)
-    return Curve(at, run.letter, metric, np.array(x, np.int32), np.array(y, float))
+    return Curve(run_index, run.letter, metric, np.array(x, np.int32), np.array(y, float))
 
 
 def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Sequence[ReportedRun]) -> Plot:
@@ -126,7 +131,12 @@ def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Seq
         curve.run: [b for b in limits[curve.run] if b.metric == curve.metric and not several]
         for curve in curves
     }
-    spells = [(at, spell) for at, run in enumerate(runs) for spell in run.spells if spell.finding.id in panel.rules]
+    spells = [
+        (run_index, spell)
+        for run_index, run in enumerate(runs)
+        for spell in run.spells
+        if spell.finding.id in panel.rules
+    ]
     bounds = [
         edge
         for run_bands in bands_by_run.values()
@@ -138,16 +148,16 @@ def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Seq
     axis = fit(values, bounds, len(spells), log=panel.log)
     # The order is that of drawing: bands lie under the curves, marks of findings over them.
     drawn: list[go.Scatter] = []
-    for at, run_bands in bands_by_run.items():
-        drawn += traces.band(at, run_bands, runs[at], axis) if run_bands else []
+    for run_index, run_bands in bands_by_run.items():
+        drawn += traces.band(run_index, run_bands, runs[run_index], axis) if run_bands else []
     for curve in curves:
         dash = DASHES[panel.metrics.index(curve.metric) % len(DASHES)] if several else ""
         drawn += traces.points(curve, panel.form, dash) if panel.plain else traces.lines(curve, panel.form, dash, axis)
         drawn += traces.not_finite(curve, axis)
     last = max(run.last for run in runs)
-    for number, (at, spell) in enumerate(spells):
-        text = f"{runs[at].letter} {spell.finding.id}" if len(runs) > 1 else spell.finding.id
-        drawn += traces.mark(at, text, spell, last, axis.level(number))
+    for number, (run_index, spell) in enumerate(spells):
+        text = f"{runs[run_index].letter} {spell.finding.id}" if len(runs) > 1 else spell.finding.id
+        drawn += traces.mark(run_index, text, spell, last, axis.level(number))
     keys = [(DASHES[i % len(DASHES)], name) for i, name in enumerate(panel.metrics)] if several else []
     return Plot(
         panel.title, _words(curves, bands_by_run, runs, axis), keys, traces.as_json(drawn, _layout(panel, last, axis))
@@ -183,9 +193,9 @@ def _words(
 ) -> list[str]:
     """Returns the lines of text below a plot."""
     letters: dict[str, list[str]] = {}
-    for at, run_bands in bands_by_run.items():
+    for run_index, run_bands in bands_by_run.items():
         for band in run_bands:
-            letters.setdefault(f"{band.words} ({band.rule})", []).append(runs[at].letter)
+            letters.setdefault(f"{band.words} ({band.rule})", []).append(runs[run_index].letter)
     everywhere = len(bands_by_run)
     words = [f"Healthy{'' if len(who) == everywhere else ' for ' + ', '.join(who)}: {x}" for x, who in letters.items()]
     for curve in curves:

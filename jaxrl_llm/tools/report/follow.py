@@ -12,23 +12,23 @@ from jaxrl_llm.errors import UserError
 
 
 class Lines:
-    """The whole lines of a file: `begin`, then `new`, again and again. A run that goes back replaces the file."""
+    """Complete lines of a growing file. Callers repeat `begin`, then `new`. A run that rolls back replaces the file."""
 
     def __init__(self, file: Path):
         self.file = file
         self._inode, self._end, self._last = -1, 0, b""  # the last line was read up to `_end`
 
     def begin(self) -> bool:
-        """Returns whether this is another file than at the last call: then `new` begins at its first line."""
+        """Returns whether the file was replaced since the last call. If so, `new` starts at its first line."""
         try:
             with self.file.open("rb") as file:
-                about = os.fstat(file.fileno())
+                status = os.fstat(file.fileno())
                 file.seek(self._end - len(self._last))
-                # An inode is used again after a file is replaced, so the last line is compared too.
-                same = about.st_ino == self._inode and about.st_size >= self._end
-                if same and file.read(len(self._last)) == self._last:
+                # The last line is compared too, because a new file may get the inode of the old one.
+                is_same_file = status.st_ino == self._inode and status.st_size >= self._end
+                if is_same_file and file.read(len(self._last)) == self._last:
                     return False
-                inode = about.st_ino
+                inode = status.st_ino
         except FileNotFoundError:
             inode = -1
         except OSError as error:
@@ -37,14 +37,14 @@ class Lines:
         return True
 
     def new(self) -> Iterator[tuple[int, bytes]]:
-        """Yields the whole lines since the last call, each with its place in the file. Raises: UserError."""
+        """Yields the complete lines since the last call, each with its offset in the file. Raises: UserError."""
         if self._inode == -1:
             return
         try:
             with self.file.open("rb") as file:
                 file.seek(self._end)
                 for line in file:
-                    # An incomplete line is being written, and the next call reads it whole.
+                    # A line without an end is being written, and the next call reads it.
                     if not line.endswith(b"\n"):
                         break
                     if line.strip():
@@ -56,7 +56,7 @@ class Lines:
             raise UserError(f"{self.file} cannot be read ({error}): restore the file") from error
 
     def parse(self, line: bytes) -> dict[str, Any]:
-        """Returns the object of a line. Raises: UserError, if it is none."""
+        """Returns the JSON object in a line. Raises: UserError, if the line holds none."""
         try:
             value = json.loads(line)
         except ValueError as error:
@@ -65,11 +65,11 @@ class Lines:
             raise UserError(f"{self.file} cannot be read (a line is no JSON object): restore the file")
         return value
 
-    def line(self, at: int) -> dict[str, Any]:
-        """Returns the object of the line at a place. Raises: UserError."""
+    def line(self, offset: int) -> dict[str, Any]:
+        """Returns the JSON object in the line at an offset. Raises: UserError, if the line holds none."""
         try:
             with self.file.open("rb") as file:
-                file.seek(at)
+                file.seek(offset)
                 return self.parse(file.readline())
         except OSError as error:
             raise UserError(f"{self.file} cannot be read ({error}): restore the file") from error

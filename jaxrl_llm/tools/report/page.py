@@ -1,4 +1,4 @@
-"""Renders the page from the template in `assets/report/`."""
+"""Renders the page about runs from the templates in `assets/report/`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from jaxrl_llm.tools.report import completions, curves, tables
 from jaxrl_llm.tools.report.runs import FILES, Reader, ReportedRun, read_all
 
 ASSETS = Path(jaxrl_llm.__file__).parent / "assets" / "report"
-PLOTLY = "/plotly.js"  # where the server has it
+PLOTLY = "/plotly.js"  # path of plotly on the server
 
 
 def render(workdirs: Sequence[Path], *, live: str = "", readers: dict[Path, Reader] | None = None) -> str:
     """Returns the page about runs.
 
-    live: state of the files (`stamp`), for a page that a server gives, else "". readers: readers of the page before.
-
-    A page from a file holds all it needs. A page from the server loads plotly from there, once.
+    live: state of the runs' files (`stamp`) for a page of the server, "" for a page in a file; readers: readers of the
+    last page, None for the first one. A page in a file contains plotly. A page of the server loads plotly once.
     Raises: UserError, if a folder is no run or has no record yet.
     """
     runs = read_all(workdirs, readers)
@@ -41,31 +40,31 @@ def render(workdirs: Sequence[Path], *, live: str = "", readers: dict[Path, Read
         phases=tables.phase_table(runs),
         partings=tables.partings(runs),
         completions=[completions.groups(run) for run in runs],
-        # Some MB, which would be sent again with each change; from an address of its own a browser keeps them.
+        # On the server plotly has its own address, so that a browser caches these megabytes.
         plotly="" if live else get_plotlyjs(),
         plotly_url=PLOTLY,
         live=live,
         version=jaxrl_llm.__version__,
         made=_time(datetime.now(UTC).timestamp()),
     )
-    # Where the locale is not UTF-8, Python reads a folder's name as surrogates, which no page may hold.
+    # Surrogates are replaced, because Python uses them for names of folders that are not in the locale's encoding.
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def render_waiting(message: str, live: str) -> str:
-    """Returns the page that a server gives while there is nothing to show, and says why."""
+    """Returns the page of the server while no run can be shown. message: the reason."""
     return template("waiting.html").render(message=message, live=live)
 
 
 def stamp(workdirs: Sequence[Path]) -> str:
-    """Returns the state of the runs' files, which is another one when they have changed."""
+    """Returns a text that changes with the runs' files."""
     states = [(file.stat() if file.is_file() else None) for folder in workdirs for file in map(folder.joinpath, FILES)]
-    # Time and size: a file system may give two writes within a tick the same time.
+    # The size counts too, because two writes within a tick of the file system have the same time.
     return "-".join("0" if x is None else f"{x.st_mtime_ns:x}.{x.st_size:x}" for x in states)
 
 
 def card(run: ReportedRun) -> list[tuple[str, str]]:
-    """Returns what the header tells of a run besides its verdict."""
+    """Returns the rows (label, text) about a run in the header of the page."""
     metrics = {"eval/accuracy": "last accuracy", "reward/mean": "last reward", "loss/sft": "last loss"}
     rows = [("last step", f"{run.last:,} of {run.config.num_steps:,}")]
     for metric, label in metrics.items():
@@ -73,13 +72,13 @@ def card(run: ReportedRun) -> list[tuple[str, str]]:
             step, value = latest
             text = f"{value:.1%}" if metric == "eval/accuracy" else f"{value:.4g}"
             rows.append((label, text if step == run.last else f"{text} (step {step:,})"))
-    # Minus the step: of equal accuracies the first one is the best.
+    # Steps are negative, so that the first of equal accuracies is the best.
     accuracies = [(r["eval/accuracy"], -r["step"]) for r in run.records if r.get("eval/accuracy") is not None]
     if len(accuracies) > 1:
         best, step = max(accuracies)
         rows.append(("best accuracy", f"{best:.1%} (step {-step:,})"))
-    for back in Rollbacks(run.workdir).read():
-        rows.append((f"step {back.step:,}", f"went back to step {back.to:,}: {back.finding['id']}"))
+    for rollback in Rollbacks(run.workdir).read():
+        rows.append((f"step {rollback.step:,}", f"rolled back to step {rollback.to:,}: {rollback.finding['id']}"))
     rows += [(f"step {change.after_step:,}", f"accepted: {change}") for change in changes.read(run.workdir)]
     return [*rows, ("last record", _time((run.workdir / FILES[1]).stat().st_mtime))]
 
@@ -88,9 +87,9 @@ def template(name: str) -> jinja2.Template:
     """Returns a template of `assets/report/`."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(ASSETS),
-        # Prompts and completions may hold HTML.
+        # Text is escaped, because prompts and completions may hold HTML.
         autoescape=True,
-        # A wrong name in a template is an error, and not an empty place on the page.
+        # With StrictUndefined, a wrong name in a template is an error, and not an empty place on the page.
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

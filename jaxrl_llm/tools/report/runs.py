@@ -1,4 +1,4 @@
-"""Reads the files of a run and judges it."""
+"""Reads the files of a run, and applies the health rules to it."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class RunVerdict(NamedTuple):
-    """The judgement of the rules on a run, in a few words."""
+    """Verdict of the health rules on a run."""
 
-    level: str  # "error", "warning", "healthy", or "early": too few steps
-    words: str
+    level: str  # "error", "warning", "healthy", or "early" if the run has too few steps
+    words: str  # the verdict in a few words
 
 
 class SettingsReport(NamedTuple):
-    """The sizes of a config, and the findings of the rules over its settings."""
+    """Sizes of a config, and findings of the rules for settings."""
 
-    sizes: Sizes | None  # None, if the config does not pass the checks of this version
+    sizes: Sizes | None  # None if the config does not pass the checks of this version
     findings: list[Finding]
-    problem: str = ""  # why something is missing
+    problem: str = ""  # reason why sizes or findings are missing
 
 
 class ReportedRun(NamedTuple):
-    """A run, read from the files in its workdir."""
+    """A run, read from the files in its work directory."""
 
     letter: str  # short name in plots
     name: str
@@ -48,9 +48,9 @@ class ReportedRun(NamedTuple):
     config: Config
     records: list[LogRecord]
     spells: list[Spell]
-    groups: list[dict[str, Any]]  # the first, the middle and the last of completions.jsonl
+    groups: list[dict[str, Any]]  # first, middle and last group of completions.jsonl
     settings: SettingsReport
-    wrote: list[str]  # ids in health.jsonl that the rules of this version do not find
+    wrote: list[str]  # ids of findings in health.jsonl that the rules of this version do not find
 
     @property
     def last(self) -> int:
@@ -75,13 +75,13 @@ class ReportedRun(NamedTuple):
 
 
 def read_all(workdirs: Sequence[Path], readers: dict[Path, Reader] | None = None) -> list[ReportedRun]:
-    """Reads runs; `readers` of an earlier call read only what is new.
+    """Reads runs. readers: readers of an earlier call, which read only new records; None for the first call.
 
-    Raises: UserError, if there are too many, or a folder is no run, has no record yet or a broken file.
+    Raises: UserError, for too many runs, or for a folder that is no run, has no record yet, or has a broken file.
     """
     readers = {} if readers is None else readers
     if len(workdirs) > len(LETTERS):
-        raise UserError(f"{len(workdirs)} runs are too many for a page: give {len(LETTERS)} or fewer")
+        raise UserError(f"{len(workdirs)} runs are too many for one page: name at most {len(LETTERS)}")
     names = [workdir.resolve().name for workdir in workdirs]
     unique = len(set(names)) == len(names)
     return [
@@ -91,20 +91,21 @@ def read_all(workdirs: Sequence[Path], readers: dict[Path, Reader] | None = None
 
 
 class Reader:
-    """Reads a run again and again while it goes on: it judges each record once."""
+    """Reads a run repeatedly while it is running, and judges each record once."""
 
     def __init__(self, workdir: Path):
         self._workdir = workdir
         self._metrics, self._completions = Lines(workdir / logs.METRICS), Lines(workdir / "completions.jsonl")
         self._rules: tuple[dict[str, Any], list[Finding]] = {}, []
         self._records, self._judge = list[LogRecord](), Judge(*self._rules)
-        self._groups = list[int]()  # the places of their lines: all of them may be gigabytes
+        # Only the offsets of the groups' lines are kept, because completions.jsonl may have gigabytes.
+        self._groups = list[int]()
 
     def read(self, letter: str, name: str) -> ReportedRun:
-        """Reads what is new. Raises: UserError, if the folder is no run, has no record yet, or a file is broken."""
+        """Reads new records, and returns the run. Raises: UserError, for a folder without a run, or a broken file."""
         config = read_config(self._workdir)
         rules = config.health.to_dict(), logs.initial_findings(self._workdir)
-        # Other bounds, or a self-test that has ended meanwhile: all records are judged again, from the first line.
+        # All records are judged again if bounds have changed, or if the self-test has ended since the last call.
         if rules != self._rules:
             self._metrics = Lines(self._metrics.file)
         if self._metrics.begin():
@@ -120,17 +121,25 @@ class Reader:
         findings_file.begin()
         outdated = sorted({findings_file.parse(line)["id"] for _, line in findings_file.new()} - ids)
         shown, settings = self._shown(), read_settings(config)
-        # A copy: the list grows at the next call, while a page is still made of this one.
+        # The list is copied, because it grows at the next call, while a page may still use it.
         records = list(self._records)
         return ReportedRun(
-            letter, name, self._workdir, config, records, self._judge.spells(), shown, settings, outdated
+            letter=letter,
+            name=name,
+            workdir=self._workdir,
+            config=config,
+            records=records,
+            spells=self._judge.spells(),
+            groups=shown,
+            settings=settings,
+            wrote=outdated,
         )
 
     def _shown(self) -> list[dict[str, Any]]:
         """Returns the first, the middle and the last group of completions in the log."""
         if self._completions.begin():
             self._groups = []
-        self._groups += [at for at, line in self._completions.new() if b'"completions": []' not in line]
+        self._groups += [offset for offset, line in self._completions.new() if b'"completions": []' not in line]
         last = len(self._groups) - 1
         return [self._completions.line(self._groups[i]) for i in sorted({0, (last + 1) // 2, last}) if last >= 0]
 
@@ -141,25 +150,27 @@ def read_config(workdir: Path) -> Config:
         config: Config = ConfigDict(_tuples(json.loads((workdir / "config.json").read_text(encoding="utf-8"))))
         config.health.to_dict()
     except (OSError, ValueError, TypeError, AttributeError):
-        raise UserError(f"{workdir} is no run (it has no config.json of one): give a run's --workdir") from None
+        raise UserError(
+            f"{workdir} is not a jaxrl_llm run, because it has no config.json of a run: name a run's work directory"
+        ) from None
     return config
 
 
 def _tuples(value: Any) -> Any:
-    """Returns a value of JSON with tuples for lists, as configs have them."""
+    """Returns a value of JSON with tuples in place of lists, because configs hold tuples."""
     if isinstance(value, dict):
         return {name: _tuples(x) for name, x in value.items()}
     return tuple(_tuples(x) for x in value) if isinstance(value, list) else value
 
 
 def read_settings(config: Config) -> SettingsReport:
-    """Applies the checks and the rules over settings. Looks only at files of this machine."""
+    """Applies the checks and the rules for settings. Reads only files of this machine."""
     try:
         recipe = recipes.read_either(config)
     except UserError as error:
         reason = textwrap.shorten(str(error), 200, placeholder=" …")  # it may list all functions
-        return SettingsReport(None, [], f"The config does not pass the checks here: {reason}")
+        return SettingsReport(None, [], f"The config does not pass the checks of this version: {reason}")
     try:
         return SettingsReport(recipe.sizes, advice.findings(advice.RunSettings(recipe, advice.width_of(recipe))))
     except UserError as error:
-        return SettingsReport(recipe.sizes, [], f"The rules over settings need the model: {error}")
+        return SettingsReport(recipe.sizes, [], f"The rules for settings need the model: {error}")

@@ -1,4 +1,4 @@
-"""A page about an evaluation: its tables, and the first problems with their completions and scores."""
+"""Renders a page about an evaluation: its tables, and the first problems with their completions and scores."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class Problem(NamedTuple):
 
 
 def render(title: str, measured: Measurements, graded: GradedCompletions, dataset: Dataset) -> str:
-    """Returns the page. Of several completions of a problem it has the first ones."""
-    by = measured.get("by")
+    """Returns the page of an evaluation, with the first completions of each problem."""
+    groups_by = measured.get("by")
     # Parts may have other lines than each other, as without a verdict, or with one problem.
-    values = {value: dict(result_lines(part)) for value, part in by["values"].items()} if by else {}
+    values = {value: dict(result_lines(part)) for value, part in groups_by["values"].items()} if groups_by else {}
     return template("samples.html").render(
         title=title,
         version=jaxrl_llm.__version__,
         lines=result_lines(measured),
         channels=[(name, channel_text(channel)) for name, channel in measured["channels"].items()],
-        column=by["column"] if by else "",
+        column=groups_by["column"] if groups_by else "",
         head=list(dict.fromkeys(chain(*sorted(values.values(), key=len, reverse=True)))),
         values=values,
         problems=[problem(i, graded, dataset) for i in range(min(len(dataset.rows), MOST))],
@@ -59,24 +59,32 @@ def render(title: str, measured: Measurements, graded: GradedCompletions, datase
     )
 
 
-def problem(at: int, graded: GradedCompletions, dataset: Dataset) -> Problem:
+def problem(row_index: int, graded: GradedCompletions, dataset: Dataset) -> Problem:
     """Returns what the page shows of a problem."""
-    scores, row = graded.rewards.total[at], dataset.rows[at]
-    images = [(image.name, thumbnail(image)) for image in (dataset.images.rows[at] if dataset.images else ())]
+    scores, row = graded.rewards.total[row_index], dataset.rows[row_index]
+    images = [(image.name, thumbnail(image)) for image in (dataset.images.rows[row_index] if dataset.images else ())]
     columns = ", ".join(f"{key}: {printable_value(value)}" for key, value in row.items() if key != "prompt")
-    shown = [completion(at, i, graded) for i in range(min(len(scores), SHOWN))]
+    shown = [completion(row_index, i, graded) for i in range(min(len(scores), SHOWN))]
     # A completion is right with a score of 1 or more, as pass@k counts.
     solved = int((scores >= 1).sum())
-    return Problem(at + 1, cut(chat_text(row["prompt"])), images, cut(columns), solved, len(scores), shown)
+    return Problem(
+        number=row_index + 1,
+        prompt=cut(chat_text(row["prompt"])),
+        images=images,
+        columns=cut(columns),
+        solved=solved,
+        of=len(scores),
+        shown=shown,
+    )
 
 
-def completion(at: int, i: int, graded: GradedCompletions) -> ScoredCompletion:
+def completion(row_index: int, i: int, graded: GradedCompletions) -> ScoredCompletion:
     """Returns what the page shows of completion i of problem `at`: its text, or the turns of its episode."""
-    score = float(np.nan_to_num(graded.rewards.total[at, i]))
-    values = {name: float(x[at, i]) for name, x in graded.rewards.channels.items()}
+    score = float(np.nan_to_num(graded.rewards.total[row_index, i]))
+    values = {name: float(x[row_index, i]) for name, x in graded.rewards.channels.items()}
     text = ", ".join(f"{name} {'–' if np.isnan(x) else f'{x:.4g}'}" for name, x in values.items())
     if graded.turns:
-        turns = [ShownTurn(turn["role"], cut(turn["content"])) for turn in graded.turns[at][i]]
+        turns = [ShownTurn(turn["role"], cut(turn["content"])) for turn in graded.turns[row_index][i]]
     else:
-        turns = [ShownTurn("", cut(graded.texts[at][i]))]
+        turns = [ShownTurn("", cut(graded.texts[row_index][i]))]
     return ScoredCompletion(score, text, turns)

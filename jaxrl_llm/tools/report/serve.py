@@ -1,4 +1,4 @@
-"""Serves the page of runs on this machine, and makes it again when their files have changed."""
+"""Serves the page of runs on this machine, and renders it again after their files have changed."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from jaxrl_llm.errors import UserError, describe
 from jaxrl_llm.tools.report import page
 from jaxrl_llm.tools.report.runs import Reader
 
-HOST = "127.0.0.1"  # completions are not for other machines
+HOST = "127.0.0.1"  # address of this machine alone, because completions may be private
 
 
 class PageServer(ThreadingHTTPServer):
-    """The server of some runs. Raises: UserError, if the port cannot be used."""
+    """Server of a page about runs. Raises: UserError, if the port cannot be used."""
 
     daemon_threads = True
 
     def __init__(self, workdirs: Sequence[Path], port: int = 0):
-        """port: 0 takes a free one."""
+        """port: 0 for a free port."""
         try:
             super().__init__((HOST, port), PageHandler)
         except (OSError, OverflowError) as error:
-            raise UserError(f"--serve {port}: the port cannot be used ({error}): give another, or none") from error
+            raise UserError(
+                f"--serve {port}: the port cannot be used ({error}): use another port, or --serve without a port"
+            ) from error
         self._workdirs, self._lock = workdirs, Lock()
         self._stamp, self._page = "", ""
         self._readers: dict[Path, Reader] = {}
@@ -37,7 +39,7 @@ class PageServer(ThreadingHTTPServer):
         return f"{HOST}:{self.server_port}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Says in a line what went wrong with an answer. A browser that closes its connection is no error."""
+        """Prints the error of an answer in one line. A browser that closes its connection is no error."""
         if isinstance(error := sys.exception(), Exception) and not isinstance(error, ConnectionError):
             print(f"no answer to a request: {describe(error)}", file=sys.stderr, flush=True)
 
@@ -45,8 +47,8 @@ class PageServer(ThreadingHTTPServer):
         return page.stamp(self._workdirs)
 
     def page(self) -> str:
-        """Returns the page, made again if the files have changed."""
-        # One thread at a time makes the page: the readers keep their place in the files between calls.
+        """Returns the page, rendered again if the files have changed."""
+        # Only one thread at a time renders the page, because the readers keep their offsets in the files.
         with self._lock:
             # The stamp is taken before the files are read, so that a write meanwhile changes the next stamp.
             now = self.stamp()
@@ -55,14 +57,14 @@ class PageServer(ThreadingHTTPServer):
                     self._page = page.render(self._workdirs, live=now, readers=self._readers)
                 except UserError as error:  # a run without a record yet
                     self._page = page.render_waiting(str(error), now)
-                # A file that another version wrote, or a bug: the next page may work. New readers, as the old ones may
-                # have stopped in the middle of a file.
+                # Files of another version, or a bug, must not end the server. The readers are replaced, because they
+                # may have stopped in the middle of a file.
                 except Exception as error:
                     self._readers = {}
                     message = f"the page cannot be made: {describe(error)}"
                     print(message, file=sys.stderr, flush=True)
                     self._page = page.render_waiting(message, now)
-                # Also after an error, or each request would read the files and fail again.
+                # The stamp is set after an error too, because each request would read the files and fail again.
                 self._stamp = now
             return self._page
 
@@ -71,7 +73,7 @@ class PageHandler(BaseHTTPRequestHandler):
     server: PageServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
-        # A page of another site whose name was made to mean this machine has another Host.
+        # A page of another site whose name resolves to this machine (DNS rebinding) has another Host.
         if self.headers["Host"] not in (self.server.address, f"localhost:{self.server.server_port}"):
             self.send_error(403)
         elif self.path == "/":
@@ -93,4 +95,4 @@ class PageHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Prints nothing: a page that polls would fill the terminal."""
+        """Prints nothing, because a polling page would fill the terminal."""

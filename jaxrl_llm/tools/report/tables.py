@@ -1,4 +1,4 @@
-"""The tables of a page: batch sizes, differences of configs, times of phases, and where runs part."""
+"""Tables of a page: batch sizes, differences of configs, times of phases, and the step at which runs diverge."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class TableRow(NamedTuple):
 
     name: str
     values: list[str]
-    shares: Sequence[float] = ()  # of a bar above each text, from 0 to 1; (): no bars
+    shares: Sequence[float] = ()  # length of the bar above each text, from 0 to 1; () for no bars
 
 
 def batch_table(runs: Sequence[ReportedRun]) -> list[TableRow]:
-    """Returns the batch words of the configs, and what follows from them."""
+    """Returns the batch sizes of the configs, and the totals that follow from them."""
     rows = [{name: run.config[name] for name in SIZES if name in run.config} for run in runs]
     for row, run in zip(rows, runs, strict=True):
         row |= dict(totals_table(run.settings.sizes)) if run.settings.sizes else {}
@@ -75,9 +75,9 @@ def _seconds(value: float | None, step: float | None) -> str:
 
 
 class Parting(NamedTuple):
-    """Where a run parts from the first run."""
+    """Comparison of a run with the first run."""
 
-    words: str
+    words: str  # the comparison as a sentence
     rows: list[tuple[str, int, str, str]]  # metric, first step at which it differs, and its two values
 
 
@@ -87,7 +87,7 @@ def partings(runs: Sequence[ReportedRun]) -> list[Parting]:
 
 
 def parting(first: ReportedRun, other: ReportedRun) -> Parting:
-    """Says at which step the numbers of two runs differ for the first time. Times are left out."""
+    """Returns the first step at which the metrics of two runs differ. Times are not compared."""
     names = f"{first.letter} and {other.letter}"
     theirs = {record["step"]: record for record in other.records}
     pairs = [(record, theirs[record["step"]]) for record in first.records if record["step"] in theirs]
@@ -95,21 +95,20 @@ def parting(first: ReportedRun, other: ReportedRun) -> Parting:
         return Parting(f"{names} have no step in common.", [])
     firsts: dict[str, tuple[str, int, str, str]] = {}
     for a, b in pairs:
-        # Only what both have: a run of another config has other metrics, which are no difference of numbers.
+        # Only metrics of both runs are compared, because runs with other configs have other metrics.
         for metric in a.keys() & b.keys():
             if metric not in firsts and a[metric] != b[metric] and not _is_time(metric):
                 firsts[metric] = (metric, a["step"], _number(a[metric]), _number(b[metric]))
     rows = sorted(firsts.values(), key=lambda row: (row[1], row[0]))
     if not rows:
         return Parting(f"{names} have the same numbers at all {len(pairs):,} steps that both logged.", [])
-    at = rows[0][1]
-    metrics = [row[0] for row in rows if row[1] == at]
+    first_step = rows[0][1]
+    metrics = [row[0] for row in rows if row[1] == first_step]
     listed = ", ".join(metrics[:6]) + (f" and {len(metrics) - 6} more" if len(metrics) > 6 else "")
-    before = sum(a["step"] < at for a, _ in pairs)
-    same = (
-        f"; the {before:,} records before are equal" if before > 1 else "; the record before is equal" if before else ""
-    )
-    return Parting(f"{names} part at step {at:,}, in {listed}{same}.", rows)
+    equal_count = sum(a["step"] < first_step for a, _ in pairs)
+    verb = "records before are" if equal_count > 1 else "record before is"
+    equal_records = f"; the {f'{equal_count:,} ' if equal_count > 1 else ''}{verb} equal" if equal_count else ""
+    return Parting(f"{names} part at step {first_step:,}, in {listed}{equal_records}.", rows)
 
 
 def _is_time(metric: str) -> bool:

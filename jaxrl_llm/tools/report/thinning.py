@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-POINTS = 2000  # of a curve, at most
+POINTS = 2000  # most points of a curve
 
 
 def thin(x: np.ndarray, y: np.ndarray, limit: int = POINTS) -> tuple[np.ndarray, np.ndarray]:
@@ -17,14 +17,14 @@ def thin(x: np.ndarray, y: np.ndarray, limit: int = POINTS) -> tuple[np.ndarray,
     padded = np.full(rows * size, np.nan)
     padded[: len(y)] = y
     grid = padded.reshape(rows, size)
-    # argmin stops at a NaN, so a NaN counts as infinite. A part of NaN alone keeps its first one, and stays a gap.
+    # NaN is replaced by infinity, because argmin stops at a NaN. A part of NaNs keeps its first one, and stays a gap.
     lows = np.where(np.isnan(grid), np.inf, grid).argmin(axis=1)
     highs = np.where(np.isnan(grid), -np.inf, grid).argmax(axis=1)
-    # Sorted, and once each where the lowest value of a part is also its highest.
+    # `unique` sorts the points, and keeps one where the lowest value of a part is also its highest.
     points = np.unique(np.concatenate([np.arange(rows) * size + lows, np.arange(rows) * size + highs]))
     return x[points], y[points]
 
 
 def part(count: int, limit: int = POINTS) -> int:
-    """Returns how many points of a curve of `count` points become two."""
+    """Returns the number of points, of a curve of `count` points, that become two points."""
     return -(-count // (limit // 2)) if count > limit else 1

@@ -22,17 +22,17 @@ from jaxrl_llm.tools.report.thinning import thin
 
 
 class Curve(NamedTuple):
-    """A metric of a run."""
+    """The curve of a metric of a run."""
 
-    run: int
-    letter: str
+    run: int  # index of the run on the page
+    letter: str  # letter of the run
     metric: str
-    x: np.ndarray
-    y: np.ndarray  # NaN, where the value was not finite
+    x: np.ndarray  # steps
+    y: np.ndarray  # values; NaN if a value was not finite
 
     def mean(self) -> np.ndarray:
-        """Returns the mean of the last values, as many as the rules take, without those that are not finite."""
-        # Differences of running sums take one pass for any length of the run. A NaN adds 0 to both sums.
+        """Returns at each step the mean of the last RECENT values, as in the health rules, without NaN."""
+        # Differences of cumulative sums need one pass for any window. A NaN adds 0 to both sums.
         ends = np.arange(1, len(self.y) + 1)
         starts = np.maximum(ends - RECENT, 0)
         total = np.concatenate([[0.0], np.cumsum(np.nan_to_num(self.y))])
@@ -42,14 +42,15 @@ class Curve(NamedTuple):
 
 
 def lines(curve: Curve, form: str, dash: str, axis: Axis) -> list[go.Scatter]:
-    """Returns the values of each step, thin, and their mean over some steps, which the rules compare.
+    """Returns the thin line of the values, and the line of their means, which the rules compare.
 
-    dash: dash style of a metric in a plot of several, where only the means are drawn; "" if the plot has one metric.
+    form: d3 format of the values; dash: dash style of a metric in a plot of several metrics, of which only the means
+    are drawn; "" if the plot has one metric.
     """
     scatters = []
     for role, values in (("raw", curve.y), ("mean", curve.mean())):
-        # The values are filtered before they are thinned. Each part keeps its lowest value, which a logarithmic axis
-        # must be able to show.
+        # The values are filtered before they are thinned, because each part keeps its lowest value, which a logarithmic
+        # axis must be able to show.
         x, y = thin(curve.x, np.where(values > 0, values, np.nan) if axis.log else values)
         style = dict(x=x, y=y, mode="lines" if len(x) > 1 else "markers", meta=_meta(curve.run, role))
         if role == "raw":
@@ -60,7 +61,7 @@ def lines(curve: Curve, form: str, dash: str, axis: Axis) -> list[go.Scatter]:
 
 
 def points(curve: Curve, form: str, dash: str) -> list[go.Scatter]:
-    """Returns only the values themselves."""
+    """Returns the values of a curve as points, without means."""
     x, y = thin(curve.x, curve.y)
     mode = "lines+markers" if len(x) < 60 else "lines"
     style = dict(x=x, y=y, mode=mode, marker=dict(size=4), line=dict(width=2, dash=dash or "solid"))
@@ -76,39 +77,39 @@ def not_finite(curve: Curve, axis: Axis) -> list[go.Scatter]:
     x = curve.x[np.isnan(curve.y)]
     if not len(x):
         return []
-    x, y = thin(x, np.full(len(x), axis.at(0.03)), limit=200)
+    x, y = thin(x, np.full(len(x), axis.value_at(0.03)), limit=200)
     marker = dict(symbol="x-thin", size=7, line=dict(width=1.5))
     return [go.Scatter(x=x, y=y, meta=_meta(curve.run, "cross"), mode="markers", marker=marker, hoverinfo="skip")]
 
 
-def band(at: int, bands: Sequence[Band], run: ReportedRun, axis: Axis) -> list[go.Scatter]:
-    """Returns the area between the highest lower bound and the lowest upper bound, and those of its edges in sight."""
+def band(run_index: int, bands: Sequence[Band], run: ReportedRun, axis: Axis) -> list[go.Scatter]:
+    """Returns the area between the highest lower bound and the lowest upper bound, and the edges within the axis."""
     steps = np.array([record["step"] for record in run.records], np.int32)
-    # A fixed bound is a number, one that follows the run has a value for each record.
+    # A fixed bound is one number, and a bound that follows the run has a value for each record.
     lows = [np.broadcast_to(band.low, len(steps)) for band in bands if band.low is not None]
     highs = [np.broadcast_to(band.high, len(steps)) for band in bands if band.high is not None]
-    # fmax and fmin: a bound that is NaN, because the start of the run is not over, leaves the others.
+    # fmax and fmin ignore NaN, which is the value of a bound during the start of a run.
     low = np.fmax.reduce(lows) if lows else np.full(len(steps), np.nan)
     high = np.fmin.reduce(highs) if highs else np.full(len(steps), np.nan)
     scatters = []
-    # "tonexty" fills down to the trace before it, so the lower edge must come first.
+    # The lower edge comes first, because "tonexty" fills down to the previous trace.
     for edge, outside, fill in ((low, axis.bottom, "none"), (high, axis.top, "tonexty")):
         x, y = _few(steps, np.clip(np.nan_to_num(edge, nan=outside), axis.bottom, axis.top))
         style = dict(mode="lines", line=dict(width=0, shape="hv"), fill=fill, hoverinfo="skip")
-        scatters.append(go.Scatter(x=x, y=y, meta=_meta(at, "band"), **style))
+        scatters.append(go.Scatter(x=x, y=y, meta=_meta(run_index, "band"), **style))
     for edge in (low, high):
         x, y = _few(steps, np.where((edge > axis.bottom) & (edge < axis.top), edge, np.nan))
         style = dict(mode="lines", line=dict(width=1.2, dash="dot", shape="hv"), hoverinfo="skip")
-        scatters += [go.Scatter(x=x, y=y, meta=_meta(at, "edge"), **style)] if np.isfinite(y).any() else []
+        scatters += [go.Scatter(x=x, y=y, meta=_meta(run_index, "edge"), **style)] if np.isfinite(y).any() else []
     return scatters
 
 
 def _few(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the two ends of a curve that is constant, or else a thinned one."""
+    """Returns the two ends of a constant curve, or a thinned curve."""
     return (x[[0, -1]], y[[0, -1]]) if (y == y[0]).all() else thin(x, y)
 
 
-def mark(at: int, text: str, spell: Spell, end: int, level: tuple[float, float]) -> list[go.Scatter]:
+def mark(run_index: int, text: str, spell: Spell, end: int, level: tuple[float, float]) -> list[go.Scatter]:
     """Returns the mark of a finding: a line at its first step, and a bar with its id up to its last step.
 
     end: last step of the plot; level: bottom of the line, and height of the bar.
@@ -119,12 +120,12 @@ def mark(at: int, text: str, spell: Spell, end: int, level: tuple[float, float])
     label = dict(
         marker=dict(symbol=["triangle-down", "line-ns"], size=[8, 1]),
         text=[text, ""],
-        # A text at the right end would leave the plot, so it stands to the left of the mark.
+        # Near the right end, the text is to the left of the mark, because it would leave the plot.
         textposition="top left" if spell.first > 0.55 * end else "top right",
         textfont=dict(size=11),
         cliponaxis=False,
     )
-    return [go.Scatter(meta=_meta(at, "mark"), hoverinfo="skip", **how) for how in (down, bar | label)]
+    return [go.Scatter(meta=_meta(run_index, "mark"), hoverinfo="skip", **how) for how in (down, bar | label)]
 
 
 def _meta(run: int, role: str) -> dict[str, Any]:
