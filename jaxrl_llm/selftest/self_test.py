@@ -423,9 +423,8 @@ def samples_differ(trial: Trial) -> CheckReport:
     equal = {"members of a group": (tokens == tokens[:, :1]).all() and other_members * logprobs[:, 0].sum()}
     equal["keys"] = np.array_equal(tokens[..., compared], other_key_tokens) and logprobs[..., compared].sum()
     findings = []
-    for source in [
-        source for source, chance in equal.items() if chance < np.log(MIN_CHANCE)
-    ]:  # False, if they differ, is 0
+    # If the completions differ, the log-probability is False, which compares as 0 and raises no finding.
+    for source in [source for source, chance in equal.items() if chance < np.log(MIN_CHANCE)]:
         evidence = f"all completions are the same for different {source}"
         cause, fix = f"the engine uses one key (by chance: e^{equal[source]:.0f})", "draw with the key and the member"
         findings.append(alarm("S9", "samples_repeat", evidence, cause, fix))
