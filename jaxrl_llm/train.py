@@ -50,7 +50,17 @@ def rl_step(session: Session, parts: Parts, lent: Lent, step: int) -> tuple[Lent
         updated = session.log.watch(updates)
         states = learning.settled(states, step)
         metrics |= samples.metrics | checked
-        record = Record(step, timer, samples.tokens(), updates, metrics, updated, scored, samples, batch.rewards)
+        record = Record(
+            step=step,
+            timer=timer,
+            tokens=samples.tokens(),
+            updates=updates,
+            metrics=metrics,
+            updated=updated,
+            scored=scored,
+            samples=samples,
+            rewards=batch.rewards,
+        )
         parts.shape_cache.commit()
         session.commit(states, record)
         # The push comes last: it may launch programs, and collectives must keep one order.

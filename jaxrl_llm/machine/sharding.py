@@ -64,9 +64,9 @@ def mesh_shape(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, in
     if len(open_axes) > 1:
         names = " = ".join(f"config.mesh.{axis}" for axis in open_axes)
         raise UserError(f"{names} = -1: only one mesh axis can be -1, which takes all remaining devices")
-    fixed = math.prod(size for size in sizes.values() if size != -1)
+    fixed_devices = math.prod(size for size in sizes.values() if size != -1)
     if open_axes:
-        sizes[open_axes[0]] = max(devices // fixed, 1)
+        sizes[open_axes[0]] = max(devices // fixed_devices, 1)
     total = math.prod(sizes.values())
     text = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     if total > devices:

@@ -189,7 +189,19 @@ def make_trial(parts: SelfTestParts, states: States, *, full: bool) -> Trial:
     batch, _ = learning.assign_credit(plain, scores, placed_rewards, learning.coefficients(states))
     if recipe.own_samples:
         engine.update_weights(params)
-    return Trial(parts, states, full, prompts, rollouts, other_key_rollouts, rewards, batch, scores, logprobs, policy)
+    return Trial(
+        parts=parts,
+        states=states,
+        full=full,
+        prompts=prompts,
+        rollouts=rollouts,
+        other_key_rollouts=other_key_rollouts,
+        rewards=rewards,
+        batch=batch,
+        scores=scores,
+        logprobs=logprobs,
+        policy=policy,
+    )
 
 
 @contextmanager
@@ -207,7 +219,7 @@ def _sample(parts: SelfTestParts, prompts: Prompts, group: int, key: int, tokens
 
 
 def trial_batch(parts: SelfTestParts, prompts: Prompts, rollouts: Rollouts, *, full: bool) -> Batch:
-    """Puts completions of this process on the devices, in packed rows. full: see the argument of `make_trial`."""
+    """Puts completions of this process on the devices, in packed rows. full: True for the trial's own shapes."""
     _, group, limit = rollouts.completions.shape
 
     def packed(lengths: np.ndarray, width: int) -> np.ndarray:

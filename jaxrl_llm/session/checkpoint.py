@@ -121,8 +121,8 @@ class Checkpoints:
             return
         checkpoint_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
         settings, saves = self._settings, num_steps // self._settings.every
-        # At the same time exist: the latest, the best, one that a signal made, one that is being written, and the
-        # older ones for rollbacks.
+        # The latest checkpoints, the best, one that a signal made, one that is being written and the older ones for
+        # rollbacks exist at the same time.
         peak_count = (
             settings.keep + settings.keep_best + (settings.every > 1) + 1 + self._goes_back * saves.bit_length()
         )
@@ -155,9 +155,9 @@ class Checkpoints:
         because a run without the signal could not go back to them. Raises: UserError, if a save failed.
         """
         self.wait()
-        steps, every = self._manager.all_steps(), self._settings.every
+        steps, interval = self._manager.all_steps(), self._settings.every
         best = best_steps(steps, self.accuracies, self._settings.keep_best)
-        return sorted({*best, *(step for step in steps if step % every == 0)})
+        return sorted({*best, *(step for step in steps if step % interval == 0)})
 
     def attempt(self) -> int:
         """Returns the number of rollbacks before the newest checkpoint was made; 0 without a checkpoint."""
@@ -196,7 +196,7 @@ class Checkpoints:
         """Returns text for an error that names the newest checkpoint, which may not be complete yet."""
         step = self._manager.latest_step()
         folder = self._manager.directory
-        return "there is no checkpoint" if step is None else f"the last checkpoint is {folder / str(step)}"
+        return "the run has no checkpoint" if step is None else f"the last checkpoint is {folder / str(step)}"
 
     def check_beginning(self, fields: Mapping[str, Any]) -> tuple[int, list[Change]]:
         """Returns the step of the newest checkpoint, 0 without one, and the changed rows and code that the run accepts.
@@ -320,7 +320,7 @@ class Checkpoints:
             self.wait()
         if self._removal:
             self._removal.join()
-        with suppress(OSError):  # not there, or not empty
+        with suppress(OSError):  # the folder does not exist, or is not empty
             if not self._in_bucket:
                 self._deleted.rmdir()
 
@@ -341,11 +341,11 @@ def kept_steps(
     A run that may roll back also keeps the last two multiples of `every`, of twice `every`, of four times `every` and
     so on. Checkpoints that a signal made between two multiples of `every` do not count toward `keep`.
     """
-    due = [step for step in steps if step % settings.every == 0]
-    selected = {*steps[-1:], *due[-settings.keep :], *best_steps(steps, accuracies, settings.keep_best)}
+    due_steps = [step for step in steps if step % settings.every == 0]
+    selected = {*steps[-1:], *due_steps[-settings.keep :], *best_steps(steps, accuracies, settings.keep_best)}
     distance = settings.every
-    while goes_back and due and distance <= due[-1]:
-        selected |= {*[step for step in due if step % distance == 0][-2:]}
+    while goes_back and due_steps and distance <= due_steps[-1]:
+        selected |= {*[step for step in due_steps if step % distance == 0][-2:]}
         distance *= 2
     return selected
 

@@ -72,8 +72,8 @@ class Inputs:
         digests |= {f"{section}.source": problems.fingerprint() for section, problems in self.held_out.items()}
         if (adapters := self.models.adapters) and adapters.kind.path:
             digests["adapters.path"] = peft.fingerprint(adapters.kind.path)
-        others = {name: folder for name, folder in self.models.others.items() if name != "critic"}
-        return digests | {f"{name}.path": hf.fingerprint(folder) for name, folder in others.items()}
+        other_folders = {name: folder for name, folder in self.models.others.items() if name != "critic"}
+        return digests | {f"{name}.path": hf.fingerprint(folder) for name, folder in other_folders.items()}
 
     def export(self, work_directory: WorkDirectory, policy: Learner, states: States) -> None:
         """Writes the policy as a Hugging Face folder with its model card, and adapters as a PEFT folder."""

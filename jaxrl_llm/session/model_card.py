@@ -134,8 +134,10 @@ def _data(fields: Mapping[str, Any], began_with: Mapping[str, str], accepted: Se
             + (f", SHA-256 `{digest}`" if digest else "")
         )
     for change in accepted:
-        other = "changed" if change.field.startswith(changes.CODE) else "had other rows"
-        lines.append(f"- after step {change.after_step:,}, {change.field} {other}: SHA-256 `{change.before}` before")
+        description = "changed" if change.field.startswith(changes.CODE) else "had other rows"
+        lines.append(
+            f"- after step {change.after_step:,}, {change.field} {description}: SHA-256 `{change.before}` before"
+        )
     lines.append(f"- base model: SHA-256 `{began_with['model.path']}` of its config and of a part of each tensor")
     for section in uses:
         judge, name = fields[f"{section}.function"], f"accuracy {set_name(section)}".rstrip()

@@ -56,9 +56,9 @@ class WorkDirectory:
         fields = flatten(self.config)
         self.code_hashes = changes.code_hashes(fields)
         alike.check(fields)
-        known = records.table(record, self.config)
+        field_table = records.table(record, self.config)
         if distributed.first():
-            check = partial(workdirs.check_workdir, self.workdir, fields, known)
+            check = partial(workdirs.check_workdir, self.workdir, fields, field_table)
             self.check_lock = self.resources.enter_context(self.store.locked(check))
         self.store.prepare_other_processes(shared=shared)
 
@@ -72,7 +72,14 @@ def open_work_directory(workdir: Path, *, signals: bool, command: bool) -> Itera
     with ExitStack() as resources, stop_signals(resources, signals, command) as stop:
         resources.callback(WATCHDOG.close)
         compilations = resources.enter_context(closing(Compilations()))
-        yield WorkDirectory(store_of(workdir), resources, stop, compilations, enable_compilation_cache(), {})
+        yield WorkDirectory(
+            store=store_of(workdir),
+            resources=resources,
+            stop=stop,
+            compilations=compilations,
+            compilation_cache=enable_compilation_cache(),
+            config={},
+        )
 
 
 def open_session(

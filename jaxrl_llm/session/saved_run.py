@@ -112,7 +112,10 @@ class SavedRun:
         return params
 
     def policy(self, step: int, folder: Path, model: Decoder, mesh: Mesh) -> PyTree:
-        """Reads all parameters of the policy onto a mesh, in the structure of `model`. folder: of `model_folder`."""
+        """Reads all parameters of the policy onto a mesh, in the structure of `model`.
+
+        folder: folder of the base model.
+        """
         params = self.params(step, partial(sharding.shardings, mesh=mesh))
         if not self.adapters:
             frozen_names = model.shapes.keys() - params.keys()
