@@ -215,7 +215,7 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
         base=load_beside(models),
         sampler_mesh=sampler_mesh,
     )
-    file_hashes = {f"the content of config.{field}": digest for field, digest in inputs.began_with.items()}
+    file_hashes = {f"the content of config.{field}": digest for field, digest in inputs.input_hashes.items()}
     agreement.check_alike({}, file_hashes)
     return inputs
 
@@ -354,7 +354,7 @@ def open_run_session(
     """
     mesh, cfg = inputs.models.mesh, inputs.models.model.cfg
     data_rows = Rows({"data.source": counts} | inputs.eval_counts, inputs.dataset.prompts())
-    hashes = inputs.began_with | work_directory.code_hashes
+    hashes = inputs.input_hashes | work_directory.code_hashes
     session, start, changes = open_session(work_directory, recipe.plan, models, mesh, hashes, data_rows)
     if distributed.first():
         settings = advice.RunSettings(recipe, cfg.width, mesh.devices.flat[0].platform)

@@ -57,19 +57,19 @@ class Checkpoints:
     def __init__(
         self,
         folder: Path,
-        began_with: dict[str, str],
+        input_hashes: dict[str, str],
         settings: CheckpointSettings,
         mesh: Mesh,
         rows: Rows = NO_ROWS,
         *,
         goes_back: bool = False,
     ):
-        """began_with: hash of each model and data source that must not change, by config field.
+        """input_hashes: hash of each model and data source that must not change, by config field.
 
         rows: rows of the run, on which the position in the data depends. goes_back: True if a health rule may roll
         the run back to a checkpoint.
         """
-        self._began_with, self._mesh, self._rows = began_with, mesh, rows
+        self._input_hashes, self._mesh, self._rows = input_hashes, mesh, rows
         self._settings, self._goes_back = settings, goes_back
         self.accuracies: dict[int, float] = {}  # step -> accuracy of its evaluation, by which checkpoints are ranked
         options = ocp.CheckpointManagerOptions(
@@ -141,7 +141,7 @@ class Checkpoints:
         parts: states by part name; only MODELS and SAMPLES have arrays. attempt: number of rollbacks so far.
         Raises: UserError, if the previous save failed.
         """
-        notes = {"format": FORMAT, "attempt": attempt, "began_with": self._began_with, "rows": self._rows._asdict()}
+        notes = {"format": FORMAT, "attempt": attempt, "began_with": self._input_hashes, "rows": self._rows._asdict()}
         notes["parts"] = {name: part.notes for name, part in parts.items()}
         notes["checksums"] = {name: checksums(part.arrays) for name, part in parts.items()}
         items: dict[str, Any] = {name: ocp.args.StandardSave(x.arrays) for name, x in parts.items() if x.arrays}
@@ -209,15 +209,15 @@ class Checkpoints:
             return 0, []
         notes = read_notes(self._manager, step)
         saved_hashes = notes["began_with"]
-        for field, digest in self._began_with.items():
+        for field, digest in self._input_hashes.items():
             # A field that is new in the config has no hash to compare.
             if not is_acceptable(field) and saved_hashes.get(field, digest) != digest:
                 raise UserError(
                     f"config.{field}: the files have other content than when this run started: restore the old "
                     "content, or use another --workdir"
                 )
-        accepted = changes.check(self._folder.parent, fields, self._began_with, self._rows, step, notes)
-        self._began_with = saved_hashes | self._began_with
+        accepted = changes.check(self._folder.parent, fields, self._input_hashes, self._rows, step, notes)
+        self._input_hashes = saved_hashes | self._input_hashes
         return step, accepted
 
     def go_back(self, step: int) -> None:
@@ -286,7 +286,7 @@ class Checkpoints:
         the prompts differ, the completions that were sampled ahead are dropped.
         """
         field, saved_rows = "data.source", Rows(**notes["rows"])
-        if notes["began_with"].get(field) == self._began_with.get(field):
+        if notes["began_with"].get(field) == self._input_hashes.get(field):
             return parts
         if saved_rows.counts.get(field) != self._rows.counts.get(field):
             return {name: part for name, part in parts.items() if name != SAMPLES}

@@ -83,11 +83,11 @@ def open_work_directory(workdir: Path, *, signals: bool, command: bool) -> Itera
 
 
 def open_session(
-    work_directory: WorkDirectory, plan: Plan, models: ModelStates, mesh: Mesh, began_with: dict[str, str], rows: Rows
+    work_directory: WorkDirectory, plan: Plan, models: ModelStates, mesh: Mesh, input_hashes: dict[str, str], rows: Rows
 ) -> tuple[Session, int, list[Change]]:
     """Opens checkpoints of `models`, log and health rules.
 
-    began_with: hashes of models and data by config field. rows: rows of the run.
+    input_hashes: hashes of models and data by config field. rows: rows of the run.
     Returns the session, whose `trainer` the caller sets, the step after which the run continues (0 = a new run), and
     the changes of rows and code that the config accepts.
     Raises: UserError, if model or data differ from those at the run's start, or the disk has too little free space.
@@ -95,7 +95,7 @@ def open_session(
     workdir, store, enter = work_directory.workdir, work_directory.store, work_directory.resources.enter_context
     goes_back = plan.most_rollbacks > 0
     checkpoints = enter(
-        closing(Checkpoints(store.checkpoints, began_with, plan.checkpoint, mesh, rows, goes_back=goes_back))
+        closing(Checkpoints(store.checkpoints, input_hashes, plan.checkpoint, mesh, rows, goes_back=goes_back))
     )
     start, accepted_changes = checkpoints.check_beginning(flatten(work_directory.config))
     if distributed.first():

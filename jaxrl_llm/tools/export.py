@@ -48,7 +48,7 @@ def main() -> None:
             # Inside the workdir a running run may write at the same time, so the export takes the run's lock.
             opened.enter_context(locked(run.workdir))
         save(run, step, to, adapter=args.adapter)
-        model_card.write(to, model_card.card(run.workdir, run.config, run.began_with(step), step))
+        model_card.write(to, model_card.card(run.workdir, run.config, run.input_hashes(step), step))
         if args.to:
             reads = "PEFT loads" if args.adapter else "transformers and vLLM load"
             print(f"step {step} of {bucket.address(args.workdir) or args.workdir}, as {reads} it, is {args.to}")
