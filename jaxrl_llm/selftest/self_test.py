@@ -260,7 +260,7 @@ def reward_sees(trial: Trial) -> CheckReport:
     text = f"good answers earn up to {best_rewards.max():g}, empty completions {empty_rewards.min():g}"
     if np.any(best_rewards > empty_rewards):
         return CheckReport(text)
-    evidence = "the answer of a row, in no form, earns more than an empty completion"
+    evidence = "no form of a row's answer earns more than an empty completion"
     cause = (
         "the reward function ignores the answer, or needs a form that the self-test does not try "
         f"({text}; {', '.join(columns)})"

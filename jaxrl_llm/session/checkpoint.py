@@ -129,7 +129,7 @@ class Checkpoints:
         needed_count = max(peak_count - len(self._manager.all_steps()), 1)
         if checkpoint_bytes * needed_count > disk.free(self._folder):
             raise UserError(
-                f"--workdir {self._folder.parent}: the disk has {disk.gigabytes(disk.free(self._folder))} free, but "
+                f"--workdir: the disk of {self._folder} has {disk.gigabytes(disk.free(self._folder))} free, but "
                 f"{needed_count} checkpoints of {disk.gigabytes(checkpoint_bytes)} need "
                 f"{disk.gigabytes(checkpoint_bytes * needed_count)}: free disk space, lower config.checkpoint.keep, or "
                 "use another --workdir"

@@ -171,7 +171,7 @@ def test_a_checkpoint_of_another_format_and_a_torn_one_are_refused(saved, refuse
 def test_the_newest_checkpoint_is_named(saved, tmp_path):
     with closing(checkpoints(saved, "old", ROWS)) as made, closing(checkpoints(tmp_path / "new", "old", ROWS)) as none:
         assert str(saved / "checkpoints" / "1") in made.latest()
-        assert none.latest() == "there is no checkpoint"
+        assert none.latest() == "the run has no checkpoint"
 
 
 def test_one_choice_accepts_the_rows_of_both_and_no_other_model(saved, refused, wording):
