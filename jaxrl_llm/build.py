@@ -191,8 +191,8 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
         environments.check(data.all_rows(dataset, *sets.values()))
     fit.check_vocabulary(model.cfg, tokenizer, dataset, *sets.values())
     fit.check_positions(recipe, model.cfg, dataset, *sets.values())
-    for name, other in models.other_folders.items():
-        cfg = hf.load_model(other, family=recipe.model.family).cfg
+    for name, other_folder in models.other_folders.items():
+        cfg = hf.load_model(other_folder, family=recipe.model.family).cfg
         fit.check_other_model(f"{name}.path", cfg, model.cfg, has_images=dataset.image_sizes is not None)
         fit.check_positions(recipe, cfg, dataset, whose=f"those of config.{name}.path,")
     stop_ids = hf.stop_ids(folder, tokenizer)
@@ -215,7 +215,7 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
         base=load_frozen_base(models),
         sampler_mesh=sampler_mesh,
     )
-    file_hashes = {f"the content of config.{field}": digest for field, digest in inputs.began_with.items()}
+    file_hashes = {f"the content of config.{field}": digest for field, digest in inputs.input_hashes.items()}
     agreement.check_alike({}, file_hashes)
     return inputs
 
@@ -277,7 +277,7 @@ def run_self_test(session: Session, parts: Parts) -> None:
 
 
 def make_learning(
-    recipe: Recipe, models: Models, params: Callable[[], PyTree], base: PyTree, other: Callable[[str], FrozenModel]
+    recipe: Recipe, models: Models, params: Callable[[], PyTree], base: PyTree, load_other: Callable[[str], FrozenModel]
 ) -> Learning:
     """Builds the scorers, the credit assignment and the learners of a run.
 
@@ -290,7 +290,7 @@ def make_learning(
         models.model, sampling, mesh, needed, microbatch=sizes.at_once, exact=recipe.exact, base=trained_parameters.base
     )
     for name in recipe.frozen:
-        scorers[name] = make_frozen_scorer(name, other(name), sizes.microbatch, sampling, mesh)
+        scorers[name] = make_frozen_scorer(name, load_other(name), sizes.microbatch, sampling, mesh)
     aggregate = partial(losses.aggregation_weights, **recipe.aggregate)
     objective = update.policy_objective(
         models.model,
@@ -321,9 +321,18 @@ def make_learning(
     reference = (
         make_reference(models, learners["policy"], trained_parameters, recipe.refresh) if has_reference else None
     )
-    credit = make_credit(recipe.credit, mesh)
-    charged, on_host = recipe.credit.kl is not None, recipe.host_memory
-    return Learning(mesh, sampling, scorers, credit, charged, learners, reference, on_host, sizes, recipe.seed)
+    return Learning(
+        mesh=mesh,
+        sampling=sampling,
+        scorers=scorers,
+        assign_credit=make_credit(recipe.credit, mesh),
+        kl_in_reward=recipe.credit.kl is not None,
+        learners=learners,
+        reference=reference,
+        on_host=recipe.host_memory,
+        sizes=sizes,
+        seed=recipe.seed,
+    )
 
 
 def policy_learner(
@@ -355,7 +364,7 @@ def open_run_session(
     """
     mesh, cfg = inputs.models.mesh, inputs.models.model.cfg
     data_rows = Rows({"data.source": counts} | inputs.eval_counts, inputs.dataset.prompt_fingerprint())
-    hashes = inputs.began_with | work_directory.code_hashes
+    hashes = inputs.input_hashes | work_directory.code_hashes
     session, start, changes = open_session(work_directory, recipe.plan, models, mesh, hashes, data_rows)
     if distributed.first():
         settings = advice.RunSettings(recipe, cfg.width, mesh.devices.flat[0].platform)
@@ -443,13 +452,9 @@ def stream_sizes(recipe: Recipe, models: Models, mesh: Mesh, width: int, cache_l
 
     mesh: device mesh of the engine. width: P, tokens of a padded prompt. cache_limit: bytes of `cache_memory`.
     """
-    choice, length, (prompts, wanted_groups) = (
-        recipe.chosen_engine,
-        recipe.rollout.max_completion_tokens,
-        recipe.sampled,
-    )
+    choice, length, (prompts, max_prompts) = recipe.chosen_engine, recipe.rollout.max_completion_tokens, recipe.sampled
     bounds: dict[str, Any] = dict(
-        max_sequences=sequence_limit(choice.max_sequences, wanted_groups * recipe.group_size),
+        max_sequences=sequence_limit(choice.max_sequences, max_prompts * recipe.group_size),
         pages=choice.pages,
         cache_bytes=cache_limit,
         kind=page_kind(mesh, models.model.cfg, choice.cache_dtype)._replace(observation=recipe.observation_tokens),

@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
     """ArgumentParser that raises a one-line `UserError` for a wrong command line."""
 
     def __init__(self, program: str, **options: Any):
-        """program: module name for the usage text, unless `jaxrl NAME` was typed. options: of ArgumentParser."""
+        """program: module name for the usage text, unless `jaxrl NAME` was typed. options: ArgumentParser's options."""
         typed = sys.argv[0].startswith(("jaxrl ", "jaxrl-"))
         super().__init__(prog=sys.argv[0] if typed else f"python -m {program}", **options)
 
@@ -83,22 +83,24 @@ def summarize_error(error: BaseException) -> str:
     return printable(f"{type(error).__name__}: {error}")
 
 
-def describe(error: BaseException, within: str = "") -> str:
+def describe(error: BaseException, preferred_file: str = "") -> str:
     """Describes an exception of the user's code, for example as "ValueError: bad row (rewards.py:7)".
 
-    within: file whose line is named if it is on the stack; else the innermost file of the user counts ("cell" in a
-    notebook), or the innermost file of all.
+    preferred_file: file whose line is named if it is on the stack; else the innermost file of the user counts ("cell"
+    in a notebook), or the innermost file of all.
     """
     message = summarize_error(error)
     if isinstance(error, SyntaxError):
         return message  # the message of a SyntaxError has file and line already
-    return f"{message} ({code_location(error, within)})"
+    return f"{message} ({code_location(error, preferred_file)})"
 
 
-def code_location(error: BaseException, within: str = "") -> str:
-    """Returns file and line of an exception, such as "rewards.py:7". within: see the argument of `describe`."""
+def code_location(error: BaseException, preferred_file: str = "") -> str:
+    """Returns file and line of an exception, such as "rewards.py:7". preferred_file: as for `describe`."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-    frames = [f for f in frames if f.filename == within] or [f for f in frames if is_users(f.filename)] or frames
+    frames = (
+        [f for f in frames if f.filename == preferred_file] or [f for f in frames if is_users(f.filename)] or frames
+    )
     file = "cell" if CELL.match(frames[-1].filename) else frames[-1].filename
     return f"{file}:{frames[-1].lineno}"
 

@@ -205,20 +205,7 @@ def parse() -> argparse.Namespace:
     add("--by", default="", metavar="COLUMN", help="print also a table for each value of this column of the rows")
     add("--json", action="store_true", help="print all numbers as JSON")
     add("--page", type=Path, metavar="FILE", help="also write an HTML page with tables, completions and scores")
-    add("--convert", help="function row -> row for files, e.g. gsm8k.convert")
-    add(
-        "--prompt-column",
-        help="column of the prompt (default: found by the names of the columns; with --run, the run's)",
-    )
-    add("--answer-column", help="column of the answer (default: as for --prompt-column)")
-    add(
-        "--format-prompt",
-        help="jinja template, or a file with one, around a text prompt (default: as for --prompt-column)",
-    )
-    add("--image-column", help="column of the images (default: images, or image; with --run, the run's)")
-    add("--image-folder", help="folder to which paths of images are relative (with --run, the run's)")
-    add("--min-pixels", type=int, help="minimum pixels of an image (default: 0 = the model's; with --run, the run's)")
-    add("--max-pixels", type=int, help="maximum pixels of an image (default: as for --min-pixels)")
+    _add_row_flags(parser)
     add(
         "--chat-template-args",
         type=_json_object,
@@ -262,6 +249,25 @@ def parse() -> argparse.Namespace:
         help="run programs of the model without a sandbox, with all your permissions",
     )
     return check_arguments(parser.parse_args())
+
+
+def _add_row_flags(parser: Parser) -> None:
+    """Adds the flags that say how rows become prompts."""
+    add = parser.add_argument
+    add("--convert", help="function row -> row for files, e.g. gsm8k.convert")
+    add(
+        "--prompt-column",
+        help="column of the prompt (default: found by the names of the columns; with --run, the run's)",
+    )
+    add("--answer-column", help="column of the answer (default: as for --prompt-column)")
+    add(
+        "--format-prompt",
+        help="jinja template, or a file with one, around a text prompt (default: as for --prompt-column)",
+    )
+    add("--image-column", help="column of the images (default: images, or image; with --run, the run's)")
+    add("--image-folder", help="folder to which paths of images are relative (with --run, the run's)")
+    add("--min-pixels", type=int, help="minimum pixels of an image (default: 0 = the model's; with --run, the run's)")
+    add("--max-pixels", type=int, help="maximum pixels of an image (default: as for --min-pixels)")
 
 
 def check_arguments(args: argparse.Namespace) -> argparse.Namespace:

@@ -135,7 +135,8 @@ def sft_step(session: Session, parts: SftParts, states: States, step: int) -> tu
         state, metrics = learning.policy.update(states["policy"], batch, parts.rows)
         states, updates = states | {"policy": state}, [metrics | {"loss/sft": metrics["loss/total"]}]
         updated = session.log.watch(updates)
-        record = Record(step, timer, int(examples.completion_mask.sum()), updates, {}, updated)
+        tokens = int(examples.completion_mask.sum())
+        record = Record(step, timer, tokens, updates=updates, metrics={}, updated=updated)
         session.commit(states, record)
         parts.examples.learned()
     return states, record

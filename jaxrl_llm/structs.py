@@ -95,7 +95,7 @@ class Prompt(NamedTuple):
 
     def narrowed(self, width: int, patches: int) -> Prompt:
         """Returns the last `width` tokens and the first `patches` patches of each prompt. The rest must be padding."""
-        # Without a patch the batch has no images, and is computed as text.
+        # A batch without patches has no images, and is computed as text.
         images, first = self.images if patches else None, self.tokens.shape[-1] - width
         if images is not None:
             tokens = images.sizes.tokens * patches // images.sizes.patches
@@ -247,7 +247,7 @@ class Sizes:
 
     @property
     def scheduled_updates(self) -> int:
-        """Optimizer steps that the policy's schedules cover: those after the first `critic_steps` steps."""
+        """Optimizer steps that the policy's schedules cover. The first `critic_steps` steps do not count."""
         return self.updates_per_rollout * (self.scheduled_steps - self.critic_steps)
 
     @property

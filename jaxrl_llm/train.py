@@ -30,27 +30,39 @@ def rl_step(session: Session, parts: Parts, lease: WeightLease, step: int) -> tu
     samples = actor.next()
     timer.lap("rollout")
     session.stop.check()
-    plain = shard_batch(to_batch(samples.prompts, samples.rollouts, samples.trained, parts.packing), learning.mesh)
+    host_batch = to_batch(samples.prompts, samples.rollouts, samples.trained, parts.packing)
+    sampled_batch = shard_batch(host_batch, learning.mesh)
     # Scoring starts before the rewards, because the device scores while the host computes rewards.
-    scores = learning.score(lease.states, plain)
+    scores = learning.score(lease.states, sampled_batch)
     scored = session.log.watch(scores)
     rewards = shard_batch(samples.rewards(), learning.mesh)
-    batch, metrics = learning.assign_credit(plain, scores, rewards, learning.coefficients(lease.states))
+    batch, metrics = learning.assign_credit(sampled_batch, scores, rewards, learning.coefficients(lease.states))
     timer.lap("reward")
-    states, checked = lease.reclaim()  # the first update donates the parameters, which the engine may still read
+    # The engine may still read the parameters, so they are reclaimed before the first update donates them.
+    states, push_metrics = lease.reclaim()
     minibatches = learning.minibatches(step)
     # Compilation stays outside of `deferred`, because it may take minutes in which a signal must work.
-    learning.compile(parts.shape_cache, states, plain, batch, minibatches[0])
+    learning.compile(parts.shape_cache, states, sampled_batch, batch, minibatches[0])
     updates = []
     # A signal waits in this block, because the old states are donated and the new states are not committed yet.
     with session.stop.deferred():
         for rows in minibatches:
-            states, measured = learning.update(states, batch, rows, step)
-            updates.append(measured)
+            states, update_metrics = learning.update(states, batch, rows, step)
+            updates.append(update_metrics)
         updated = session.log.watch(updates)
         states = learning.finish_step(states, step)
-        metrics |= samples.metrics | checked
-        record = Record(step, timer, samples.tokens(), updates, metrics, updated, scored, samples, batch.rewards)
+        metrics |= samples.metrics | push_metrics
+        record = Record(
+            step=step,
+            timer=timer,
+            tokens=samples.tokens(),
+            updates=updates,
+            metrics=metrics,
+            updated=updated,
+            scored=scored,
+            samples=samples,
+            rewards=batch.rewards,
+        )
         parts.shape_cache.commit()
         session.commit(states, record)
         # The push comes last: it may launch programs, and collectives must keep one order.

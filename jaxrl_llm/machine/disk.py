@@ -26,16 +26,16 @@ def replacing(folder: Path) -> Iterator[Path]:
 
     Raises: UserError, if a write fails.
     """
-    unfinished, old_folder = (folder.with_name(folder.name + suffix) for suffix in (".partial", ".old"))
+    new_folder, old_folder = (folder.with_name(folder.name + suffix) for suffix in (".partial", ".old"))
     with writing(folder):
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        yield unfinished
+        shutil.rmtree(new_folder, ignore_errors=True)
+        new_folder.mkdir(parents=True)
+        yield new_folder
         # A folder cannot be replaced in one step, so the old one moves aside and is deleted last.
         shutil.rmtree(old_folder, ignore_errors=True)
         if folder.exists():
             folder.rename(old_folder)
-        unfinished.rename(folder)
+        new_folder.rename(folder)
         shutil.rmtree(old_folder, ignore_errors=True)
 
 

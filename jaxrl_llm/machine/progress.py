@@ -147,7 +147,7 @@ class Display:
         if self._bars and task.bar_id is not None:
             self._bars.remove_task(task.bar_id)
         task.bar_id = None
-        if self._bars and not self._uses_log_bars and all(other.bar_id is None for other in self._tasks):
+        if self._bars and not self._uses_log_bars and all(running_task.bar_id is None for running_task in self._tasks):
             # The bars stop with the last task, because rich would draw over the lines that are printed next.
             self._bars.stop()
             self._bars = None

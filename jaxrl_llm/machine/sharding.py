@@ -64,9 +64,9 @@ def mesh_shape(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, in
     if len(open_axes) > 1:
         names = " = ".join(f"config.mesh.{axis}" for axis in open_axes)
         raise UserError(f"{names} = -1: only one mesh axis can be -1, which takes all remaining devices")
-    fixed = math.prod(size for size in sizes.values() if size != -1)
+    fixed_devices = math.prod(size for size in sizes.values() if size != -1)
     if open_axes:
-        sizes[open_axes[0]] = max(devices // fixed, 1)
+        sizes[open_axes[0]] = max(devices // fixed_devices, 1)
     total = math.prod(sizes.values())
     text = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     if total > devices:
@@ -124,7 +124,9 @@ def meshes_over(devices: Sequence[Any], sampler_devices: int, **sizes: int) -> t
     try:
         mesh = mesh_over(trainer, **sizes)
     except UserError as error:
-        raise UserError(f"{error} (config.engine.devices = {sampler_devices} are the sampler's)") from error
+        raise UserError(
+            f"{error} (config.engine.devices = {sampler_devices} devices are reserved for the sampler)"
+        ) from error
     # The tensor axis divides the sampler's devices of one process, because it must stay within a process.
     devices_per_process = sampler_devices // len({d.process_index for d in devices})
     # The fsdp axis is 1, because the sampler's copy of the weights is gathered over fsdp anyway.
@@ -325,11 +327,13 @@ def max_over_processes(numbers: np.ndarray, mesh: Mesh) -> np.ndarray:
     return np.asarray(_column_maxima(rows, NamedSharding(mesh, P())))
 
 
-def put_groups(old: PyTree, new: PyTree, replaced_groups: np.ndarray, source_groups: np.ndarray, mesh: Mesh) -> PyTree:
-    """Returns `old` with some groups replaced by groups of `new`, by a program on the devices like `gather`.
+def put_groups(
+    old_groups: PyTree, new_groups: PyTree, replaced_groups: np.ndarray, source_groups: np.ndarray, mesh: Mesh
+) -> PyTree:
+    """Returns `old_groups` with some replaced by groups of `new_groups`, by a program on the devices like `gather`.
 
-    old, new: trees of arrays [B, ...] with the groups of this process. replaced_groups, source_groups: indices in the
-    batch of all processes; the i-th replaced group gets the i-th source group.
+    old_groups, new_groups: trees of arrays [B, ...] with the groups of this process. replaced_groups, source_groups:
+    indices in the batch of all processes; the i-th replaced group gets the i-th source group.
     """
     if distributed.count() == 1:
 
@@ -338,13 +342,13 @@ def put_groups(old: PyTree, new: PyTree, replaced_groups: np.ndarray, source_gro
             x[replaced_groups] = y[source_groups]
             return x
 
-        return jax.tree.map(replace_groups, old, new)
+        return jax.tree.map(replace_groups, old_groups, new_groups)
     # `source` holds for each group of the batch the index of the group that replaces it, or -1. So one program of fixed
     # shape serves any number of replaced groups.
-    source = np.full(len(jax.tree.leaves(old)[0]) * distributed.count(), -1, np.int32)
+    source = np.full(len(jax.tree.leaves(old_groups)[0]) * distributed.count(), -1, np.int32)
     source[replaced_groups] = source_groups
     batch_sharding = NamedSharding(mesh, BATCH)
-    return to_host(_put_rows(*shard_batch((old, new), mesh), source, batch_sharding))
+    return to_host(_put_rows(*shard_batch((old_groups, new_groups), mesh), source, batch_sharding))
 
 
 @partial(jax.jit, static_argnums=1)

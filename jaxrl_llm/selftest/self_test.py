@@ -102,7 +102,7 @@ def alarm(
     check: id of the check. id: id of the finding. failures: ids of rows in docs/failures.md.
     """
     source = f"docs/health.md {all_reports}" + (f", docs/failures.md {failures}" if failures else "")
-    return Finding(severity, evidence, cause, fix, source, id)
+    return Finding(severity=severity, evidence=evidence, cause=cause, fix=fix, reference=source, id=id)
 
 
 Check: TypeAlias = Callable[[Trial], CheckReport]
@@ -189,8 +189,8 @@ def sampler_agrees(trial: Trial) -> CheckReport:
     gaps = np.abs(_to_host(trial.policy) - trial.rollouts.logprobs)[trial.rollouts.loss_mask]
     text = f"log-probabilities of sampler and trainer differ by {gaps.max():.1e} at most, {gaps.mean():.1e} in the mean"
     if trial.full and trial.parts.model.cfg.mixture and trial.parts.recipe_summary.in_trainer:
-        same = routing_agreement(trial.parts.model, trial.params, trial.batch, trial.parts.learning.mesh)
-        text += f"; they choose the same experts in {same:.2%} of layers and tokens"
+        same_share = routing_agreement(trial.parts.model, trial.params, trial.batch, trial.parts.learning.mesh)
+        text += f"; they choose the same experts in {same_share:.2%} of layers and tokens"
     gap, bound = (gaps.max(), GAP) if trial.exact else (gaps.mean(), min(trial.engine.max_gap or MEAN_GAP, MEAN_GAP))
     if gap <= bound:
         return CheckReport(text)
@@ -260,7 +260,7 @@ def reward_sees(trial: Trial) -> CheckReport:
     text = f"good answers earn up to {best_rewards.max():g}, empty completions {empty_rewards.min():g}"
     if np.any(best_rewards > empty_rewards):
         return CheckReport(text)
-    evidence = "the answer of a row, in no form, earns more than an empty completion"
+    evidence = "no form of a row's answer earns more than an empty completion"
     cause = (
         "the reward function ignores the answer, or needs a form that the self-test does not try "
         f"({text}; {', '.join(columns)})"
@@ -423,9 +423,8 @@ def samples_differ(trial: Trial) -> CheckReport:
     equal = {"members of a group": (tokens == tokens[:, :1]).all() and other_members * logprobs[:, 0].sum()}
     equal["keys"] = np.array_equal(tokens[..., compared], other_key_tokens) and logprobs[..., compared].sum()
     findings = []
-    for source in [
-        source for source, chance in equal.items() if chance < np.log(MIN_CHANCE)
-    ]:  # False, if they differ, is 0
+    # If the completions differ, the log-probability is False, which compares as 0 and raises no finding.
+    for source in [source for source, chance in equal.items() if chance < np.log(MIN_CHANCE)]:
         evidence = f"all completions are the same for different {source}"
         cause, fix = f"the engine uses one key (by chance: e^{equal[source]:.0f})", "draw with the key and the member"
         findings.append(alarm("S9", "samples_repeat", evidence, cause, fix))
@@ -513,8 +512,8 @@ def _generation_prompt(trial: Trial) -> Iterator[Finding]:
         return
     args = trial.parts.recipe_summary.template_args | formats.template_args(trial.parts.dataset.rows[0])
     render = partial(tokenizer.apply_chat_template, prompt, tokenize=False, **args)
-    closed, opened = (render(add_generation_prompt=add) for add in (False, True))
-    expected = opened.removeprefix(closed) if opened.startswith(closed) else ""
+    without_prompt, with_prompt = (render(add_generation_prompt=add) for add in (False, True))
+    expected = with_prompt.removeprefix(without_prompt) if with_prompt.startswith(without_prompt) else ""
     decoded = tokenizer.decode(trial.parts.dataset.ids[0], skip_special_tokens=False)
     if not "".join(decoded.split()).endswith("".join(expected.split())):
         evidence = f"the prompt ends with {decoded[-40:]!r}, not with {expected!r} of the chat template"
@@ -522,10 +521,10 @@ def _generation_prompt(trial: Trial) -> Iterator[Finding]:
         yield alarm("S6", "no_generation_prompt", evidence, cause, fix)
 
 
-def _distance(gradient: Any, other: Any) -> float:
-    """Returns |gradient - other| / |other|."""
-    norm = optax.global_norm(other)
-    return float(optax.global_norm(jax.tree.map(jnp.subtract, gradient, other)) / jnp.maximum(norm, 1e-30))
+def _distance(gradient: Any, reference: Any) -> float:
+    """Returns |gradient - reference| / |reference|."""
+    norm = optax.global_norm(reference)
+    return float(optax.global_norm(jax.tree.map(jnp.subtract, gradient, reference)) / jnp.maximum(norm, 1e-30))
 
 
 def _logprob_gap(trial: Trial, params: Any, sampled: Any) -> float:

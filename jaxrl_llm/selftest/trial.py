@@ -167,29 +167,41 @@ def make_trial(parts: SelfTestParts, states: States, *, full: bool) -> Trial:
     learning, recipe, engine = parts.learning, parts.recipe_summary, parts.actor.engine
     params, mesh = learning.policy(states), learning.mesh
     parts.actor.wait_for_weights()  # because a thread that samples ahead uses the same engine and the same shape cache
-    group, count = learning.sizes.group_size, learning.sizes.prompts_per_step
+    group_size, count = learning.sizes.group_size, learning.sizes.prompts_per_step
     # Each device gets at least two prompts, so that the update has several micro-batches.
     if full:
-        group, count = min(group, MAX_GROUP), max(2 * sharding.prompt_shards(mesh), MIN_PROMPTS)
+        group_size, count = min(group_size, MAX_GROUP), max(2 * sharding.prompt_shards(mesh), MIN_PROMPTS)
     numbers = [number % len(parts.dataset.rows) for number in range(count)]
     prompts = data.make_prompts(parts.dataset, numbers[distributed.part(count)], parts.tokenizer.pad_token_id)
     with _preserve_shapes(parts.shape_cache):
-        sampled = _sample(parts, prompts, group, TRIAL_KEY, MAX_TOKENS)
-        other_key_rollouts = _sample(parts, prompts, group, TRIAL_KEY - 1, COMPARED_TOKENS)
+        sampled = _sample(parts, prompts, group_size, TRIAL_KEY, MAX_TOKENS)
+        other_key_rollouts = _sample(parts, prompts, group_size, TRIAL_KEY - 1, COMPARED_TOKENS)
         rollouts, other_key_rollouts = sharding.gather((sampled, other_key_rollouts), mesh)
-        plain = trial_batch(parts, prompts, sampled, full=full)
+        sampled_batch = trial_batch(parts, prompts, sampled, full=full)
     # The sampler's weights are not in memory while a step scores, unless the engine samples ahead.
     if recipe.own_samples:
         engine.release()
-    scores, logprobs = learning.score(states, plain), _logprob_program(parts, states, full=full)
-    policy = logprobs(params, plain) if logprobs else None
-    rewards = _synthetic_rewards(recipe.credit, count, group)
+    scores, logprobs = learning.score(states, sampled_batch), _logprob_program(parts, states, full=full)
+    policy = logprobs(params, sampled_batch) if logprobs else None
+    rewards = _synthetic_rewards(recipe.credit, count, group_size)
     local_rewards = jax.tree.map(lambda x: x[distributed.part(count)], rewards)
     placed_rewards = sharding.shard_batch(local_rewards, mesh)
-    batch, _ = learning.assign_credit(plain, scores, placed_rewards, learning.coefficients(states))
+    batch, _ = learning.assign_credit(sampled_batch, scores, placed_rewards, learning.coefficients(states))
     if recipe.own_samples:
         engine.update_weights(params)
-    return Trial(parts, states, full, prompts, rollouts, other_key_rollouts, rewards, batch, scores, logprobs, policy)
+    return Trial(
+        parts=parts,
+        states=states,
+        full=full,
+        prompts=prompts,
+        rollouts=rollouts,
+        other_key_rollouts=other_key_rollouts,
+        rewards=rewards,
+        batch=batch,
+        scores=scores,
+        logprobs=logprobs,
+        policy=policy,
+    )
 
 
 @contextmanager
@@ -207,7 +219,7 @@ def _sample(parts: SelfTestParts, prompts: Prompts, group: int, key: int, tokens
 
 
 def trial_batch(parts: SelfTestParts, prompts: Prompts, rollouts: Rollouts, *, full: bool) -> Batch:
-    """Puts completions of this process on the devices, in packed rows. full: see the argument of `make_trial`."""
+    """Puts completions of this process on the devices, in packed rows. full: True for the trial's own shapes."""
     _, group, limit = rollouts.completions.shape
 
     def packed(lengths: np.ndarray, width: int) -> np.ndarray:

@@ -100,9 +100,10 @@ def unconfined_warning(settings: JudgeSettings) -> list[str]:
 def shortened_warmups(warmups: Mapping[str, tuple[int, int]]) -> list[str]:
     """Returns a note for each warm-up that is longer than the run. warmups: section -> (configured, actual steps)."""
     return [
-        f"note: config.{section}.warmup_steps = {steps} does not fit into this run: the warm-up lasts {used} steps"
-        for section, (steps, used) in warmups.items()
-        if steps > used
+        f"note: config.{section}.warmup_steps = {configured_steps} does not fit into this run: the warm-up lasts "
+        f"{actual_steps} steps"
+        for section, (configured_steps, actual_steps) in warmups.items()
+        if configured_steps > actual_steps
     ]
 
 
@@ -154,11 +155,11 @@ def start_table(start: int, steps: int, changes: Sequence[Change]) -> list[tuple
     return [("starts", start_text), *[("", f"{change}: accepted") for change in changes]]
 
 
-def rollback_table(health: HealthSettings, every: int) -> list[tuple[str, str]]:
+def rollback_table(health: HealthSettings, checkpoint_every: int) -> list[tuple[str, str]]:
     """Returns the banner's row on how far the run can roll back, if health rules may do so. every: checkpoint.every."""
     if not (rollback := health.rollback):
         return []
-    ages = ", ".join(str(every * 2**i) for i in range(3))
+    ages = ", ".join(str(checkpoint_every * 2**i) for i in range(3))
     reach = f"it keeps checkpoints about {ages} … steps back, to half of the steps done"
     return [("rolls back", f"at {' or '.join(rollback.rules)}, at most {rollback.most} times: {reach}")]
 

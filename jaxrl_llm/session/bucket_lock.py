@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from threading import Event, Thread
 from typing import Any
 
-from filelock._identity import host_name, owner_is_stale, process_start_token  # as in `lock`
+from filelock._identity import host_name, owner_is_stale, process_start_token  # the version is pinned, as in `lock`
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import bucket

@@ -14,7 +14,7 @@ from jaxrl_llm.config.load import flatten
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import disk
 
-FILE = "accepted_changes.jsonl"  # in the workdir
+FILE = "accepted_changes.jsonl"  # file in the work directory
 ROWS = ".source"  # suffix of the config fields that name rows
 CODE = "code of "  # prefix of the key of a function's hash
 # Suffixes of the fields whose functions are not compared, because they only make rows, which are compared, or outputs.
@@ -78,7 +78,14 @@ def check(
     saved_hashes, saved_counts = notes["began_with"], notes["rows"]["counts"]
     changed = [key for key in hashes if is_acceptable(key) and saved_hashes.get(key, hashes[key]) != hashes[key]]
     changes = [
-        Change(step, key, saved_hashes[key], hashes[key], saved_counts.get(key, []), rows.counts.get(key, []))
+        Change(
+            after_step=step,
+            field=key,
+            before=saved_hashes[key],
+            now=hashes[key],
+            rows_before=saved_counts.get(key, []),
+            rows_now=rows.counts.get(key, []),
+        )
         for key in changed
     ]
     if changes and fields["checkpoint.accept"] != acceptance_token(hashes):

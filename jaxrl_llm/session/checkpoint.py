@@ -59,7 +59,7 @@ class Checkpoints:
     def __init__(
         self,
         folder: Path,
-        began_with: dict[str, str],
+        input_hashes: dict[str, str],
         settings: CheckpointSettings,
         mesh: Mesh,
         rows: Rows = NO_ROWS,
@@ -67,13 +67,13 @@ class Checkpoints:
         goes_back: bool = False,
         check_lock: Callable[[], None] = lambda: None,
     ):
-        """began_with: hash of each model and data source that must not change, by config field.
+        """input_hashes: hash of each model and data source that must not change, by config field.
 
         rows: rows of the run, on which the position in the data depends. goes_back: True if a health rule may roll
         the run back to a checkpoint. check_lock: function that is called before a checkpoint in a bucket counts, and
         raises UserError if another process has taken the lock of the work directory.
         """
-        self._began_with, self._mesh, self._rows = began_with, mesh, rows
+        self._input_hashes, self._mesh, self._rows = input_hashes, mesh, rows
         self._settings, self._goes_back = settings, goes_back
         self.accuracies: dict[int, float] = {}  # step -> accuracy of its evaluation, by which checkpoints are ranked
         self._in_bucket = bool(bucket.address(folder))
@@ -126,15 +126,15 @@ class Checkpoints:
             return
         checkpoint_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
         settings, saves = self._settings, num_steps // self._settings.every
-        # At the same time exist: the latest, the best, one that a signal made, one that is being written, and the
-        # older ones for rollbacks.
+        # The latest checkpoints, the best, one that a signal made, one that is being written and the older ones for
+        # rollbacks exist at the same time.
         peak_count = (
             settings.keep + settings.keep_best + (settings.every > 1) + 1 + self._goes_back * saves.bit_length()
         )
         needed_count = max(peak_count - len(self._manager.all_steps()), 1)
         if checkpoint_bytes * needed_count > disk.free(self._folder):
             raise UserError(
-                f"--workdir {self._folder.parent}: the disk has {disk.gigabytes(disk.free(self._folder))} free, but "
+                f"--workdir: the disk of {self._folder} has {disk.gigabytes(disk.free(self._folder))} free, but "
                 f"{needed_count} checkpoints of {disk.gigabytes(checkpoint_bytes)} need "
                 f"{disk.gigabytes(checkpoint_bytes * needed_count)}: free disk space, lower config.checkpoint.keep, or "
                 "use another --workdir"
@@ -146,7 +146,7 @@ class Checkpoints:
         parts: states by part name; only MODELS and SAMPLES have arrays. attempt: number of rollbacks so far.
         Raises: UserError, if the previous save failed.
         """
-        notes = {"format": FORMAT, "attempt": attempt, "began_with": self._began_with, "rows": self._rows._asdict()}
+        notes = {"format": FORMAT, "attempt": attempt, "began_with": self._input_hashes, "rows": self._rows._asdict()}
         notes["parts"] = {name: part.notes for name, part in parts.items()}
         notes["checksums"] = {name: checksums(part.arrays) for name, part in parts.items()}
         items: dict[str, Any] = {name: ocp.args.StandardSave(x.arrays) for name, x in parts.items() if x.arrays}
@@ -160,9 +160,9 @@ class Checkpoints:
         because a run without the signal could not go back to them. Raises: UserError, if a save failed.
         """
         self.wait()
-        steps, every = self._manager.all_steps(), self._settings.every
+        steps, interval = self._manager.all_steps(), self._settings.every
         best = best_steps(steps, self.accuracies, self._settings.keep_best)
-        return sorted({*best, *(step for step in steps if step % every == 0)})
+        return sorted({*best, *(step for step in steps if step % interval == 0)})
 
     def attempt(self) -> int:
         """Returns the number of rollbacks before the newest checkpoint was made; 0 without a checkpoint."""
@@ -201,7 +201,7 @@ class Checkpoints:
         """Returns text for an error that names the newest checkpoint, which may not be complete yet."""
         step = self._manager.latest_step()
         folder = self._manager.directory
-        return "there is no checkpoint" if step is None else f"the last checkpoint is {folder / str(step)}"
+        return "the run has no checkpoint" if step is None else f"the last checkpoint is {folder / str(step)}"
 
     def check_beginning(self, fields: Mapping[str, Any]) -> tuple[int, list[Change]]:
         """Returns the step of the newest checkpoint, 0 without one, and the changed rows and code that the run accepts.
@@ -214,15 +214,15 @@ class Checkpoints:
             return 0, []
         notes = read_notes(self._manager, step)
         saved_hashes = notes["began_with"]
-        for field, digest in self._began_with.items():
+        for field, digest in self._input_hashes.items():
             # A field that is new in the config has no hash to compare.
             if not is_acceptable(field) and saved_hashes.get(field, digest) != digest:
                 raise UserError(
                     f"config.{field}: the files have other content than when this run started: restore the old "
                     "content, or use another --workdir"
                 )
-        accepted = changes.check(self._folder.parent, fields, self._began_with, self._rows, step, notes)
-        self._began_with = saved_hashes | self._began_with
+        accepted = changes.check(self._folder.parent, fields, self._input_hashes, self._rows, step, notes)
+        self._input_hashes = saved_hashes | self._input_hashes
         return step, accepted
 
     def go_back(self, step: int) -> None:
@@ -291,7 +291,7 @@ class Checkpoints:
         the prompts differ, the completions that were sampled ahead are dropped.
         """
         field, saved_rows = "data.source", Rows(**notes["rows"])
-        if notes["began_with"].get(field) == self._began_with.get(field):
+        if notes["began_with"].get(field) == self._input_hashes.get(field):
             return parts
         if saved_rows.counts.get(field) != self._rows.counts.get(field):
             return {name: part for name, part in parts.items() if name != SAMPLES}
@@ -325,7 +325,7 @@ class Checkpoints:
             self.wait()
         if self._removal:
             self._removal.join()
-        with suppress(OSError):  # not there, or not empty
+        with suppress(OSError):  # the folder does not exist, or is not empty
             if not self._in_bucket:
                 self._deleted.rmdir()
 
@@ -360,11 +360,11 @@ def kept_steps(
     A run that may roll back also keeps the last two multiples of `every`, of twice `every`, of four times `every` and
     so on. Checkpoints that a signal made between two multiples of `every` do not count toward `keep`.
     """
-    due = [step for step in steps if step % settings.every == 0]
-    selected = {*steps[-1:], *due[-settings.keep :], *best_steps(steps, accuracies, settings.keep_best)}
+    due_steps = [step for step in steps if step % settings.every == 0]
+    selected = {*steps[-1:], *due_steps[-settings.keep :], *best_steps(steps, accuracies, settings.keep_best)}
     distance = settings.every
-    while goes_back and due and distance <= due[-1]:
-        selected |= {*[step for step in due if step % distance == 0][-2:]}
+    while goes_back and due_steps and distance <= due_steps[-1]:
+        selected |= {*[step for step in due_steps if step % distance == 0][-2:]}
         distance *= 2
     return selected
 

@@ -66,14 +66,14 @@ class Inputs:
         return hf.load_params(self.models.folder, self.models.model, self.models.mesh)
 
     @cached_property
-    def began_with(self) -> dict[str, str]:
+    def input_hashes(self) -> dict[str, str]:
         """Hashes of the models and data that must not change in a resumed run, by config field."""
         digests = {"model.path": hf.fingerprint(self.models.folder), "data.source": self.dataset.fingerprint()}
         digests |= {f"{section}.source": problems.fingerprint() for section, problems in self.held_out.items()}
         if (adapters := self.models.adapters) and adapters.kind.path:
             digests["adapters.path"] = peft.fingerprint(adapters.kind.path)
-        others = {name: folder for name, folder in self.models.other_folders.items() if name != "critic"}
-        return digests | {f"{name}.path": hf.fingerprint(folder) for name, folder in others.items()}
+        other_folders = {name: folder for name, folder in self.models.other_folders.items() if name != "critic"}
+        return digests | {f"{name}.path": hf.fingerprint(folder) for name, folder in other_folders.items()}
 
     def export(self, work_directory: WorkDirectory, policy: Learner, states: States) -> None:
         """Writes the policy as a Hugging Face folder with its model card, and adapters as a PEFT folder."""
@@ -83,7 +83,7 @@ class Inputs:
         if distributed.first():
             model_card.write(
                 workdir / "hf",
-                model_card.card(workdir, work_directory.config, self.began_with | work_directory.code_hashes),
+                model_card.card(workdir, work_directory.config, self.input_hashes | work_directory.code_hashes),
             )
             work_directory.store.publish("hf")
         if (adapters := models.adapters) and adapters.kind.peft:

@@ -157,6 +157,6 @@ def locked(workdir: Path) -> Iterator[Lock]:
         yield lock
     finally:
         lock.release()
-        with suppress(OSError):  # not empty
+        with suppress(OSError):  # the folder is not empty
             for folder in created_folders:
                 folder.rmdir()

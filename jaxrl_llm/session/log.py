@@ -42,7 +42,7 @@ from jaxrl_llm.structs import Images
 COLUMNS = (
     ("loss", "loss/sft", ".4f"),
     ("reward", "reward/mean", ".3f"),
-    ("margin", "reward/margin", ".3f"),  # of pairs, between the chosen and the rejected completion
+    ("margin", "reward/margin", ".3f"),  # reward difference between the completions of a preference pair
     ("preferred", "reward/accuracy", ".1%"),
     ("length", "completion/length", ".1f"),
     ("kl", "kl/ref", ".1e"),
@@ -122,7 +122,7 @@ class Log:
 
     def timer(self) -> Timer:
         """Returns the timer of a step that starts now, or as soon as the last watched arrays are ready."""
-        return Timer(after=self._ready_time)
+        return Timer(previous_step_end=self._ready_time)
 
     def watch(self, arrays: Any) -> Future[float]:
         """Returns a future of the time at which the device has computed the arrays."""
@@ -253,8 +253,8 @@ class Log:
 
     def _shows_completions(self, step: int) -> bool:
         """Returns whether completions of a step are shown. The first and the last step are shown unless it is 0."""
-        every = self._settings.completions_every
-        return bool(every) and (step % every == 0 or step in (1, self._num_steps))
+        interval = self._settings.completions_every
+        return bool(interval) and (step % interval == 0 or step in (1, self._num_steps))
 
     def _write_numbers(self, record: dict[str, Any]) -> dict[str, Any]:
         """Writes one record to metrics.jsonl and flushes the file, then prints one line on the console."""

@@ -34,10 +34,10 @@ def write(folder: Path, text: str) -> None:
         (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def card(workdir: Path, config: Mapping[str, Any], began_with: Mapping[str, str], step: int | None = None) -> str:
+def card(workdir: Path, config: Mapping[str, Any], input_hashes: Mapping[str, str], step: int | None = None) -> str:
     """Returns the model card of a run's model after `step`; None = after the last step.
 
-    config: content of config.json. began_with: hashes of the initial model and of the data by config field.
+    config: content of config.json. input_hashes: hashes of the initial model and of the data by config field.
     """
     records = [
         record for record in json_lines.read(workdir / "metrics.jsonl") if step is None or record["step"] <= step
@@ -57,8 +57,8 @@ def card(workdir: Path, config: Mapping[str, Any], began_with: Mapping[str, str]
         "## Measured",
         _curve(records, fields),
         "## Data",
-        _data(fields, began_with, [change for change in changes.read(workdir) if change.after_step < last_step]),
-        *_code(began_with),
+        _data(fields, input_hashes, [change for change in changes.read(workdir) if change.after_step < last_step]),
+        *_code(input_hashes),
         "## Config",
         f"```json\n{_without_home(json.dumps(config, indent=2))}\n```",
     ]
@@ -122,21 +122,23 @@ def _curve(records: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> s
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [headings, ["---"] * len(headings), *rows])
 
 
-def _data(fields: Mapping[str, Any], began_with: Mapping[str, str], accepted: Sequence[changes.Change]) -> str:
+def _data(fields: Mapping[str, Any], input_hashes: Mapping[str, str], accepted: Sequence[changes.Change]) -> str:
     lines = []
     uses = {section: f"evaluation {set_name(section)}".rstrip() for section in accuracies_of(fields)}
     for section, use in {"data": "training", **uses}.items():
         source, convert = _without_home(fields[f"{section}.source"]), fields[f"{section}.convert"]
-        digest = began_with.get(f"{section}.source")
+        digest = input_hashes.get(f"{section}.source")
         lines.append(
             f"- {use}: `{source}`"
             + (f", converted by `{convert}`" if convert else "")
             + (f", SHA-256 `{digest}`" if digest else "")
         )
     for change in accepted:
-        other = "changed" if change.field.startswith(changes.CODE) else "had other rows"
-        lines.append(f"- after step {change.after_step:,}, {change.field} {other}: SHA-256 `{change.before}` before")
-    lines.append(f"- base model: SHA-256 `{began_with['model.path']}` of its config and of a part of each tensor")
+        description = "changed" if change.field.startswith(changes.CODE) else "had other rows"
+        lines.append(
+            f"- after step {change.after_step:,}, {change.field} {description}: SHA-256 `{change.before}` before"
+        )
+    lines.append(f"- base model: SHA-256 `{input_hashes['model.path']}` of its config and of a part of each tensor")
     for section in uses:
         judge, name = fields[f"{section}.function"], f"accuracy {set_name(section)}".rstrip()
         mean = f"the mean of `{judge}` over greedy completions"
@@ -145,9 +147,9 @@ def _data(fields: Mapping[str, Any], began_with: Mapping[str, str], accepted: Se
     return "\n".join(lines)
 
 
-def _code(began_with: Mapping[str, str]) -> list[str]:
+def _code(input_hashes: Mapping[str, str]) -> list[str]:
     """Returns the heading and the list of the user's own functions, or [] if the run uses none."""
-    functions = {key: digest for key, digest in began_with.items() if key.startswith(changes.CODE)}
+    functions = {key: digest for key, digest in input_hashes.items() if key.startswith(changes.CODE)}
     lines = [f"- {key}: SHA-256 `{digest}`" for key, digest in functions.items()]
     return ["## Own code", "\n".join(lines)] if lines else []
 

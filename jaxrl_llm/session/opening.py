@@ -56,9 +56,9 @@ class WorkDirectory:
         fields = flatten(self.config)
         self.code_hashes = changes.code_hashes(fields)
         alike.check(fields)
-        known = records.table(record, self.config)
+        field_table = records.table(record, self.config)
         if distributed.first():
-            check = partial(workdirs.check_workdir, self.workdir, fields, known)
+            check = partial(workdirs.check_workdir, self.workdir, fields, field_table)
             self.check_lock = self.resources.enter_context(self.store.locked(check))
         self.store.prepare_other_processes(shared=shared)
 
@@ -72,15 +72,22 @@ def open_work_directory(workdir: Path, *, signals: bool, command: bool) -> Itera
     with ExitStack() as resources, stop_signals(resources, signals, command) as stop:
         resources.callback(WATCHDOG.close)
         compilations = resources.enter_context(closing(Compilations()))
-        yield WorkDirectory(store_of(workdir), resources, stop, compilations, enable_compilation_cache(), {})
+        yield WorkDirectory(
+            store=store_of(workdir),
+            resources=resources,
+            stop=stop,
+            compilations=compilations,
+            compilation_cache=enable_compilation_cache(),
+            config={},
+        )
 
 
 def open_session(
-    work_directory: WorkDirectory, plan: Plan, models: ModelStates, mesh: Mesh, began_with: dict[str, str], rows: Rows
+    work_directory: WorkDirectory, plan: Plan, models: ModelStates, mesh: Mesh, input_hashes: dict[str, str], rows: Rows
 ) -> tuple[Session, int, list[Change]]:
     """Opens checkpoints of `models`, log and health rules.
 
-    began_with: hashes of models and data by config field. rows: rows of the run.
+    input_hashes: hashes of models and data by config field. rows: rows of the run.
     Returns the session, whose `trainer` the caller sets, the step after which the run continues (0 = a new run), and
     the changes of rows and code that the config accepts.
     Raises: UserError, if model or data differ from those at the run's start, or the disk has too little free space.
@@ -88,7 +95,7 @@ def open_session(
     workdir, store, enter = work_directory.workdir, work_directory.store, work_directory.resources.enter_context
     goes_back = plan.most_rollbacks > 0
     opened_checkpoints = Checkpoints(
-        store.checkpoints, began_with, plan.checkpoint, mesh, rows, goes_back=goes_back, check_lock=store.check_lock
+        store.checkpoints, input_hashes, plan.checkpoint, mesh, rows, goes_back=goes_back, check_lock=store.check_lock
     )
     checkpoints = enter(closing(opened_checkpoints))
     start, accepted_changes = checkpoints.check_beginning(flatten(work_directory.config))

@@ -28,10 +28,10 @@ class Timer:
     Phases may overlap, because the host rewards while devices score.
     """
 
-    def __init__(self, after: Future[float] | None = None):
+    def __init__(self, previous_step_end: Future[float] | None = None):
         """after: time at which the device finished the previous step, for which the first phase may have waited."""
         self.start_time = self._last_end = time.perf_counter()
-        self._after = after
+        self._previous_step_end = previous_step_end
         self.end_times: dict[str, float] = {}  # time at the end of each phase
         self.seconds: dict[str, float] = {}  # duration of each phase
 
@@ -44,7 +44,7 @@ class Timer:
         end_time = time.perf_counter() if end_time is None else end_time
         start_time = self._last_end if start_time is None else start_time
         if not self.end_times:  # the first phase excludes the time in which the device still computed the last step
-            start_time = max(start_time, self._after.result()) if self._after else start_time
+            start_time = max(start_time, self._previous_step_end.result()) if self._previous_step_end else start_time
             self.start_time = start_time
         self._last_end = self.end_times[phase] = end_time
         self.seconds[phase] = end_time - start_time
@@ -136,7 +136,7 @@ def update_metrics(updates: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _merge_metric(name: str, values: list[Any], counts: list[Any]) -> Any:
-    """Merges a metric. values: of the updates that trained a token. counts: trained tokens of all updates."""
+    """Merges a metric. values: one per update that trained a token. counts: trained tokens of all updates."""
     if reduction := {"_max": np.max, "_min": np.min}.get(name[-4:]):
         return reduction(values)
     if name.removeprefix("critic/").startswith(UPDATE_PREFIXES):

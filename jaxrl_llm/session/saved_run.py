@@ -112,7 +112,10 @@ class SavedRun:
         return params
 
     def policy(self, step: int, folder: Path, model: Decoder, mesh: Mesh) -> PyTree:
-        """Reads all parameters of the policy onto a mesh, in the structure of `model`. folder: of `model_folder`."""
+        """Reads all parameters of the policy onto a mesh, in the structure of `model`.
+
+        folder: folder of the base model.
+        """
         params = self.params(step, partial(sharding.shardings, mesh=mesh))
         if not self.adapters:
             frozen_names = model.shapes.keys() - params.keys()
@@ -159,7 +162,7 @@ class SavedRun:
         """Returns a section of the run's config as a record. Fields that the record lacks are ignored."""
         return records.read(record, self.config[name])
 
-    def began_with(self, step: int) -> dict[str, str]:
+    def input_hashes(self, step: int) -> dict[str, str]:
         """Returns the hashes of the models and data with which the run started, by config field."""
         return checkpoint.read_notes(self._manager, step)["began_with"]
 
@@ -173,7 +176,7 @@ class SavedRun:
             else:
                 new, column = self.section(NewModelSettings, "model"), self.config["data"]["completion_column"]
                 folder = resources.enter_context(new_model_folder(new, data, column))
-            if hf.fingerprint(folder) != self.began_with(step)["model.path"]:
+            if hf.fingerprint(folder) != self.input_hashes(step)["model.path"]:
                 raise UserError(
                     f"config.model.path = {folder}: the model has changed since the run started: restore the old model"
                 )

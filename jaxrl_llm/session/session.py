@@ -158,8 +158,8 @@ class Session:
 
         Omits an evaluation set if its reward function had no verdict on any completion.
         """
-        every = self.plan.evaluate_every
-        if not every or (step % every and step != self.plan.steps):
+        interval = self.plan.evaluate_every
+        if not interval or (step % interval and step != self.plan.steps):
             return {}
         measured = self.log.with_verdicts(step, self.trainer.evaluate(self.run_state.states))
         self.checkpoints.accuracies |= json_lines.accuracies([{"step": step} | measured])
@@ -168,8 +168,8 @@ class Session:
     def stagnates(self) -> bool:
         """Returns whether the last `eval.patience` evaluations were no better than the best one before them."""
         patience, accuracies = self.plan.patience, [*self.checkpoints.accuracies.values()]
-        earlier, latest = accuracies[:-patience], accuracies[-patience:]
-        return patience > 0 and bool(earlier) and max(latest) <= max(earlier)
+        earlier_accuracies, latest_accuracies = accuracies[:-patience], accuracies[-patience:]
+        return patience > 0 and bool(earlier_accuracies) and max(latest_accuracies) <= max(earlier_accuracies)
 
     def judge(self, records: list[dict[str, Any]]) -> bool:
         """Applies the health rules to the last record, if there is one. Returns whether the run must roll back.
@@ -182,9 +182,9 @@ class Session:
             raise StoppedByHealth(f"step {step}: {finding.evidence}, because {finding.cause}; {latest}: {finding.fix}")
         if finding and action == "roll back":
             self.trainer.wait_until_idle()  # because the states are dropped below
-            most, saved_steps = self.plan.most_rollbacks, self.checkpoints.steps()
+            limit, saved_steps = self.plan.most_rollbacks, self.checkpoints.steps()
             with self.stop.deferred():  # a signal after the decision must not save these states
-                decision = self.rollbacks.decide(step, finding.record(), saved_steps, most)
+                decision = self.rollbacks.decide(step, finding.record(), saved_steps, limit)
                 self.run_state.states, self.run_state.saved_step, self.run_state.unwritten_record = (
                     {},
                     self.run_state.step,
@@ -192,7 +192,7 @@ class Session:
                 )
             self.log.print_line(f"    health {finding.line()}")
             self.log.print_line(
-                f"    rollback {self.run_state.attempt + 1} of at most {most}: back to step {decision.to}"
+                f"    rollback {self.run_state.attempt + 1} of at most {limit}: back to step {decision.to}"
             )
         return action == "roll back"
 
@@ -206,12 +206,12 @@ class Session:
             self.log.write(record)
             self.run_state.unwritten_record = None
         self.checkpoints.check()
-        best = self.checkpoints.is_best(record.evaluation.get("eval/accuracy"))
-        last = record.step == self.plan.steps or self.stagnates()
-        due = record.step % self.plan.checkpoint.every == 0 or best or last
+        is_best = self.checkpoints.is_best(record.evaluation.get("eval/accuracy"))
+        is_last_step = record.step == self.plan.steps or self.stagnates()
+        is_save_due = record.step % self.plan.checkpoint.every == 0 or is_best or is_last_step
         # The health rules judge before the save, because a bad state must not replace a good checkpoint.
-        must_roll_back = due and self.judge(self.log.finish())
-        if due and not must_roll_back:
+        must_roll_back = is_save_due and self.judge(self.log.finish())
+        if is_save_due and not must_roll_back:
             with self.stop.deferred():
                 self.save()
         return must_roll_back

@@ -98,7 +98,9 @@ class StopSignals(Stop):
         self._resources.callback(SignalReader(self._on_signal).close)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         """Stops signals from ending the run. Does not return if a signal is already ending it."""
         if not self._is_deferring:
             self._acquire_state_lock()
@@ -207,7 +209,9 @@ class SaveOnInterrupt(Stop):
         self._previous_handlers = _set_handlers(self._numbers, self._raise)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         """Saves a run that is left early with a complete state. After a UserError nothing is saved."""
         try:
             if error and not isinstance(error, UserError) and self._is_state_complete and distributed.count() == 1:
@@ -260,8 +264,8 @@ def _set_handlers(numbers: Iterable[int], handler: Handler) -> dict[int, Any]:
     """Sets the handler of these signals and returns the previous handlers. Ignored signals stay ignored."""
     if current_thread() is not main_thread():  # Python handles signals only there
         return {}
-    known = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    return {number: signal.signal(number, handler) for number in known}
+    changeable = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    return {number: signal.signal(number, handler) for number in changeable}
 
 
 def _restore(handlers: dict[int, Any]) -> None:

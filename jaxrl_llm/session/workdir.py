@@ -20,7 +20,7 @@ from jaxrl_llm.session.checkpoint import has_checkpoint
 from jaxrl_llm.session.lock import LOCK
 
 
-def check_workdir(workdir: Path, fields: Mapping[str, Any], known: Table) -> None:
+def check_workdir(workdir: Path, fields: Mapping[str, Any], field_table: Table) -> None:
     """Checks that the work directory can hold a run with these fields of a config.
 
     known: table of all fields of a config. Raises: UserError, if the directory is not writable, has files of another
@@ -47,13 +47,13 @@ def check_workdir(workdir: Path, fields: Mapping[str, Any], known: Table) -> Non
         raise UserError(f"--workdir {workdir} is not empty and has no config.json of a run: {remedy}")
     try:
         saved_fields = flatten(json.loads(file.read_text()))
-    except (ValueError, AttributeError):  # not JSON, or not an object
+    except (ValueError, AttributeError):  # the file is not JSON, or holds no object
         raise UserError(f"--workdir {workdir}: {file} is not the config of a run: {remedy}") from None
     current_fields = json.loads(json.dumps(fields))  # converts tuples to lists, because the file has lists
-    may_change = names_that_may_change(known, fields)
+    may_change = names_that_may_change(field_table, fields)
     # Function names are compared first, because a changed function also changes the other fields of its section.
     for name in sorted(set(saved_fields) | set(current_fields), key=lambda name: (not name.endswith(".name"), name)):
-        default = json.loads(json.dumps(known.defaults.get(name)))
+        default = json.loads(json.dumps(field_table.defaults.get(name)))
         current_value, saved_value = current_fields.get(name, default), saved_fields.get(name, default)
         if current_value != saved_value and name not in may_change:
             raise UserError(
@@ -83,11 +83,11 @@ def _sections(fields: Iterable[str]) -> set[str]:
     return {name.partition(".")[0] for name in fields}
 
 
-def check_log(workdir: Path, start: int, every: int) -> None:
+def check_log(workdir: Path, start: int, checkpoint_every: int) -> None:
     """Checks that the checkpoints of a run have not vanished.
 
-    start: step of the newest checkpoint, 0 without one. every: config.checkpoint.every. Prints a note if the run may
-    have lost its checkpoints. Raises: UserError, if `start` is 0 although a checkpoint must have been complete.
+    start: step of the newest checkpoint, 0 without one. checkpoint_every: steps between checkpoints. Prints a note if
+    the run may have lost its checkpoints. Raises: UserError, if `start` is 0 although a checkpoint must be complete.
     """
     last_step = max((record["step"] for record in json_lines.read(workdir / "metrics.jsonl")), default=0)
     if start or not last_step:
@@ -95,7 +95,7 @@ def check_log(workdir: Path, start: int, every: int) -> None:
     # The second save waits until the first is complete, and the log gets the step of the second save before that. A
     # model is exported after the last save is complete.
     exported = [name for name in ("hf", "adapter") if (workdir / name).exists()]
-    if last_step > 2 * every or exported:
+    if last_step > 2 * checkpoint_every or exported:
         raise UserError(
             f"--workdir {workdir} has a log of {last_step} steps, but no checkpoint: restore its folder checkpoints, "
             f"or remove {' and '.join(['metrics.jsonl', *exported])} to start a new run"

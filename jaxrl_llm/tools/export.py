@@ -50,7 +50,7 @@ def main() -> None:
             # An export into the work directory needs the run's lock, because the run may write at the same time.
             resources.enter_context(locked(run.workdir))
         save(run, step, to, adapter=args.adapter)
-        model_card.write(to, model_card.card(run.workdir, run.config, run.began_with(step), step))
+        model_card.write(to, model_card.card(run.workdir, run.config, run.input_hashes(step), step))
         if args.to:
             loaded_by = "PEFT" if args.adapter else "transformers and vLLM"
             print(f"wrote step {step} of {bucket.address(args.workdir) or args.workdir} to {args.to}, for {loaded_by}")

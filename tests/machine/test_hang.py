@@ -90,7 +90,7 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == hang.CODE == 75
     assert "in waits_for_ever" in done.stderr and "line 11 in <module>" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("nothing has moved for 0.0167 minutes")
+    assert "0.0167 minutes" in done.stderr.splitlines()[-1]
     assert time.monotonic() - began < 20
 
 

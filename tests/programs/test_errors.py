@@ -399,7 +399,7 @@ def test_rows_and_models_in_a_store_that_is_not_read_are_refused(place, refused)
 @table("sizes words", {
     "larger than the devices": ((1, 8, 2), "mesh (data 1 x fsdp 8 x tensor 2)"),
     "that leaves devices idle": ((1, -1, 3), "mesh (data 1 x fsdp 2 x tensor 3)"),
-    "with two axes for all devices left": ((-1, -1, 1), "mesh.data and mesh.fsdp"),
+    "with two axes for all devices left": ((-1, -1, 1), "config.mesh.data = config.mesh.fsdp"),
 })  # fmt: skip
 def test_a_mesh_is_refused(refused, sizes, words):
     with refused(words):

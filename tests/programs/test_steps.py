@@ -145,7 +145,7 @@ def test_an_engine_of_ones_own_is_named_and_logs_are_on_disk_before_a_save(tmp_p
     assert last["sampler/gap_max"] > 0.1  # it does not say what the policy would
     assert np.isfinite(last["grad_norm"])
     assert {"metrics.jsonl", "completions.jsonl"} <= set(events[: events.index("save")])
-    assert "code of test_steps.canned" in SavedRun(tmp_path / "run").began_with(2)
+    assert "code of test_steps.canned" in SavedRun(tmp_path / "run").input_hashes(2)
 
 
 OBSERVED = 2  # tokens that the environment appends

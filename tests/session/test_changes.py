@@ -106,12 +106,12 @@ def test_a_chat_template_writes_the_day_on_which_a_resumed_run_began(tmp_path, m
             prompts.append(inputs.tokenizer.decode(inputs.dataset.ids[0]))
     assert prompts == ["24<|user|>0+0<|assistant|>"] * 2
     assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["today"] == "2026-11-24"
-    assert inputs.began_with == {
+    assert inputs.input_hashes == {
         "model.path": hf.fingerprint(tmp_path / "model"),
         "data.source": inputs.dataset.fingerprint(),
         "eval.source": inputs.held_out["eval"].fingerprint(),
     }
-    assert len(set(inputs.began_with.values())) == 3
+    assert len(set(inputs.input_hashes.values())) == 3
 
 
 KEEP, MESH = ConfigDict(dict(every=1, keep=2, keep_best=0)), sharding.make_mesh(data=1, fsdp=1, tensor=1)
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_another_format_and_a_torn_one_are_refused(saved, refuse
 def test_the_newest_checkpoint_is_named(saved, tmp_path):
     with closing(checkpoints(saved, "old", ROWS)) as made, closing(checkpoints(tmp_path / "new", "old", ROWS)) as none:
         assert str(saved / "checkpoints" / "1") in made.latest()
-        assert none.latest() == "there is no checkpoint"
+        assert none.latest() == "the run has no checkpoint"
 
 
 def test_one_choice_accepts_the_rows_of_both_and_no_other_model(saved, refused, wording):

@@ -50,7 +50,7 @@ def join_processes(address: str) -> Iterator[None]:
         lifeline.open_lifeline(_is_ending, _end_after_death)
         try:
             yield
-        except SystemExit as exit_error:  # with 0 after a signal
+        except SystemExit as exit_error:  # a signal ends the run with exit code 0
             if exit_error.code:
                 raise
         # All processes wait here, because process 0 serves the store, which the others need until their last step.
@@ -142,7 +142,7 @@ def _leave(error: BaseException) -> None:
     """Reports the error and exits this process at once, because a normal exit waits for the other processes."""
     _is_ending.set()
     code = (error.code if isinstance(error.code, int) else 1) if isinstance(error, SystemExit) else report(error)
-    # After a bug, which prints a traceback, the launchers must not restart the other processes, so they end with 2.
+    # The other processes end with 2 after a bug, which prints a traceback, so that no launcher restarts them.
     _announce_end(
         code if isinstance(error, UserError) else 2,
         _end_line(f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"),

@@ -61,7 +61,7 @@ class Usage:
 
 
 class CountedCalls:
-    """Counts the calls of a stream in place of running programs. lengths: [N] of the completions (`stream.StreamPrograms`)."""
+    """Counts the calls of a stream (`stream.StreamPrograms`), and runs no program. lengths: [N] of the completions."""
 
     def __init__(self, sizes: StreamSizes, lengths: np.ndarray):
         self.sizes, self.mesh = sizes, mesh_over(jax.devices()[:1], data=1, fsdp=1, tensor=1)
