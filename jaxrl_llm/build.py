@@ -20,7 +20,7 @@ from jaxrl_llm.config.load import flatten, with_names
 from jaxrl_llm.data import columns, encoding
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.curriculum import drawn
-from jaxrl_llm.data.images import read_format
+from jaxrl_llm.data.image_format import read_format
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.learner import update
 from jaxrl_llm.learner.critic import make_critic
@@ -193,7 +193,7 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
     fit.check_positions(recipe, model.cfg, dataset, *sets.values())
     for name, other in models.other_folders.items():
         cfg = hf.load_model(other, family=recipe.model.family).cfg
-        fit.check_other_model(f"{name}.path", cfg, model.cfg, reads=dataset.image_sizes is not None)
+        fit.check_other_model(f"{name}.path", cfg, model.cfg, has_images=dataset.image_sizes is not None)
         fit.check_positions(recipe, cfg, dataset, whose=f"those of config.{name}.path,")
     stop_ids = hf.stop_ids(folder, tokenizer)
     dataset = data.check_turn_end(dataset, tokenizer, recipe.data.template_args(tools), stop_ids)
@@ -354,7 +354,7 @@ def open_run_session(
     of each source of the data. Raises: UserError.
     """
     mesh, cfg = inputs.models.mesh, inputs.models.model.cfg
-    data_rows = Rows({"data.source": counts} | inputs.eval_counts, inputs.dataset.prompts())
+    data_rows = Rows({"data.source": counts} | inputs.eval_counts, inputs.dataset.prompt_fingerprint())
     hashes = inputs.began_with | work_directory.code_hashes
     session, start, changes = open_session(work_directory, recipe.plan, models, mesh, hashes, data_rows)
     if distributed.first():

@@ -21,7 +21,7 @@ from jaxrl_llm.config.schema import Field, check_call, check_reach
 from jaxrl_llm.data import columns, encoding
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
-from jaxrl_llm.data.images import read_format
+from jaxrl_llm.data.image_format import read_format
 from jaxrl_llm.data.rows import check_source, is_task
 from jaxrl_llm.data.settings import DataSettings, EvalSet, set_name
 from jaxrl_llm.errors import Parser, UserError, printable, run_main

@@ -32,15 +32,15 @@ if TYPE_CHECKING:  # it imports JAX, which reward processes must not load
 
 
 OPEN = ("data.chat_template_args",)  # sections in which the user may add fields
-SHIPPED = ("grpo", "dapo", "recipes/qwen2_5_0_5b_gsm8k")
+SHIPPED = ("grpo", "dapo", "recipes/qwen2_5_0_5b_gsm8k")  # examples of shipped configs in the help
 
 
 class Arguments(NamedTuple):
     """The command line of a trainer."""
 
-    config: Config  # locked, with its overrides
+    config: Config  # locked config with its overrides
     workdir: Path
-    distributed: str  # how this process joins others (`machine.distributed.joining`); "" = alone
+    distributed: str  # how this process joins other processes (`machine.distributed.joining`); "" for a single process
     compile_only: bool
 
 
@@ -54,9 +54,8 @@ def parse_arguments(
 ) -> Arguments:
     """Parses a trainer's command line.
 
-    compile_only: help text of this flag, "" if the program has no such flag; shipped: names of configs for the help
-    (`config_parser`).
-
+    argv: arguments, None for those of this process; compile_only: help text of this flag, "" if the program has no such
+    flag; shipped: names of configs for the help, as in `config_parser`.
     Raises: UserError, as `parse_config`, or if the workdir is missing.
     """
     parser = config_parser(program, description, shipped=shipped)
@@ -64,36 +63,39 @@ def parse_arguments(
         "--workdir",
         type=Path,
         metavar="DIR",
-        help="where the run is kept; an existing run is resumed (default: runs/<config>-<date>-<time>)",
+        help="work directory of the run; an existing run is resumed (default: runs/<config>-<date>-<time>)",
     )
     parser.add_argument(
         "--distributed",
         default="",
         metavar="auto|HOST:PORT,INDEX/COUNT",
-        help="this is one of several processes, which together make one run: auto, on a TPU pod, Kubernetes, Slurm or "
-        "Open MPI; or the address of process 0, the number of this process, and their count. They share the workdir",
+        help="join several processes to one run, which share the workdir: auto on a TPU pod, Kubernetes, Slurm or Open "
+        "MPI; otherwise the address of process 0, the number of this process, and the number of processes",
     )
     if compile_only:
         parser.add_argument("--compile-only", action="store_true", help=compile_only)
     config, known = parse_config(parser, argv)
-    only = bool(compile_only) and known.compile_only
-    if known.distributed and not known.workdir and not only:
-        raise UserError("--workdir is missing: with --distributed all processes need the same one, on a shared disk")
-    fresh = Path("runs") / f"{Path(known.config).stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    return Arguments(config, known.workdir or fresh, known.distributed, only)
+    only_compiles = bool(compile_only) and known.compile_only
+    if known.distributed and not known.workdir and not only_compiles:
+        raise UserError(
+            "--workdir is missing: with --distributed, all processes need the same work directory on a shared disk"
+        )
+    new_workdir = Path("runs") / f"{Path(known.config).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    return Arguments(config, known.workdir or new_workdir, known.distributed, only_compiles)
 
 
 def config_parser(program: str, description: str, *, required: bool = True, shipped: Sequence[str] = SHIPPED) -> Parser:
     """Returns the parser of a program that has a config, for `parse_config`.
 
-    required: whether --config must be given; shipped: names of configs for the help. The first explains every field.
+    required: whether --config is mandatory; shipped: names of configs for the help, the first of which explains every
+    field.
     """
     parser = Parser(
         program,
         description=description,
-        epilog="Any field of the config is set by --config.section.field=value, for example --config.num_steps=10 "
-        "--config.optim.learning_rate=1e-5. Values have commas between them: --config.log.to=tensorboard,wandb; "
-        "no value makes the field empty: --config.log.to=. The fields are explained in "
+        epilog="--config.section.field=value sets a field of the config, for example --config.num_steps=10 "
+        "--config.optim.learning_rate=1e-5. Commas separate several values: --config.log.to=tensorboard,wandb. "
+        "An empty value empties the field: --config.log.to=. All fields are explained in "
         f"{configs.FOLDER / shipped[0]}.py.",
     )
     parser.add_argument(
@@ -108,29 +110,29 @@ def config_parser(program: str, description: str, *, required: bool = True, ship
 def parse_config(parser: Parser, argv: list[str] | None = None) -> tuple[Config, Namespace]:
     """Parses a command line, and returns the config with its overrides, locked, and the other arguments.
 
-    Adds the config file's folder, its parent and the working folder to sys.path, so that the config can name functions
-    from there.
+    Adds the config file's folder, its parent and the current folder to sys.path, so that the config can name functions
+    in them.
     Raises: UserError, if the config file cannot be run or an override does not fit.
     """
-    known, rest = parser.parse_known_args(_joined(sys.argv[1:] if argv is None else argv))
+    known, overrides = parser.parse_known_args(_joined(sys.argv[1:] if argv is None else argv))
     file = find(known.config)
-    known.config = str(file)  # also where it was the name of a shipped config
+    known.config = str(file)  # the name of a shipped config becomes its file
     config = load(file)
     # The folders go to the end of sys.path, so that their files do not hide installed modules.
     folders = [*_folders(file), Path.cwd()]
     sys.path += [folder for folder in map(str, folders) if folder not in sys.path]
-    for argument in rest:
+    for argument in overrides:
         match = re.fullmatch(r"--config\.([\w.]+)=(.*)", argument, re.DOTALL)
         if not match:
             if argument.startswith("--config."):
                 raise UserError(f"{argument} has no value: write {argument}=VALUE")
-            raise UserError(f"unknown argument {argument}: fields of the config are set by --config.field=value")
+            raise UserError(f"unknown argument {argument}: --config.FIELD=VALUE sets a field of the config")
         override(config, match[1], match[2])
     return config.lock(), known
 
 
 def _joined(argv: list[str]) -> list[str]:
-    """Joins --config.field and the value after it to --config.field=value."""
+    """Returns the arguments with --config.field and the value after it joined to --config.field=value."""
     joined: list[str] = []
     for argument in argv:
         if joined and re.fullmatch(r"--config\.[\w.]+", joined[-1]) and not argument.startswith("--"):
@@ -141,126 +143,137 @@ def _joined(argv: list[str]) -> list[str]:
 
 
 def find(config: str | Path) -> Path:
-    """Returns the file of a config: a path, or the name of a shipped config. Raises: UserError, if there is none."""
+    """Returns the file of a config. config: path of a file, or name of a shipped config.
+
+    Raises: UserError, if no such file exists.
+    """
     path, name = Path(config), str(config).removesuffix(".py")
     if path.is_file():
         return path
-    known = configs.names()
-    # A name that ends in .py means a file, which is missing here.
-    if name in known and not path.suffix:
+    shipped_names = configs.names()
+    # A name that ends with .py is a file, which does not exist.
+    if name in shipped_names and not path.suffix:
         return configs.FOLDER / f"{name}.py"
-    if (shipped := name.removeprefix("configs/")) in known:
-        raise UserError(f"--config {config}: no such file; --config {shipped} is the shipped config of this name")
-    beside = [str(file) for file in path.parent.glob("*.py")]
-    near = [f"{path}.py"] if f"{path}.py" in beside else difflib.get_close_matches(str(path), [*known, *beside], n=1)
-    hint = f"did you mean {near[0]}?" if near else f"give one, or a shipped config by its name: {', '.join(known)}"
-    raise UserError(f"--config {config}: no such file; {hint}")
+    if (shipped := name.removeprefix("configs/")) in shipped_names:
+        raise UserError(
+            f"--config {config}: file does not exist; --config {shipped} is the shipped config of this name"
+        )
+    files = [str(file) for file in path.parent.glob("*.py")]
+    with_ending = [f"{path}.py"] if f"{path}.py" in files else []
+    near = with_ending or difflib.get_close_matches(str(path), [*shipped_names, *files], n=1)
+    hint = f"did you mean {near[0]}?" if near else f"use a file, or a shipped config: {', '.join(shipped_names)}"
+    raise UserError(f"--config {config}: file does not exist; {hint}")
 
 
 def load(config: str | Path) -> Config:
     """Runs a config file, or the shipped config of this name, and returns the ConfigDict of its `get_config()`.
 
-    The file may import modules from its folder and the parent folder, even if others with these names are imported.
-    Raises: UserError, if there is no such file or it cannot be run.
+    The file may import modules from its folder and the parent folder, even if modules with equal names are imported.
+    Raises: UserError, if the file does not exist or cannot be run.
     """
     path = find(config)
     try:
         with importing_from(*_folders(path)):
-            # The file is run and not imported, because it may have any name, and each load must run it anew.
+            # The file is run, because it may have a name that cannot be imported, and each load must run it again.
             get_config = runpy.run_path(str(path)).get("get_config", lambda: None)
             returned = get_config()
     except UserError as error:
         raise UserError(f"{error} ({place(error, str(path))})") from None
-    # SystemExit too: a config that calls sys.exit would end this program without a word.
+    # SystemExit is caught too, because a config that calls sys.exit would end this program silently.
     except (Exception, SystemExit) as error:
         raise UserError(f"{path} cannot be run: {describe(error, str(path))}: {_remedy(error)}") from error
     if not isinstance(returned, ConfigDict):
-        raise UserError(f"{path} gives no config: define get_config(), returning an ml_collections.ConfigDict")
+        raise UserError(f"{path} must define get_config(), which returns an ml_collections.ConfigDict")
     return sections(with_names(returned, path.stem))
 
 
 def with_names(config: Config, home: str = "") -> Config:
-    """Returns a config with names in place of the reward functions, also of `eval`, that are function objects.
+    """Returns a config in which names replace function objects in `reward.functions` and in the section `eval`.
 
-    home: the module of functions that a config file defines. Raises: UserError, if a function has no name.
+    home: name of the module of functions that a config file defines. Raises: UserError, if a function has no name.
     """
     fields = flatten(config)
-    functions = fields.get("reward.functions", ())
-    several = functions if isinstance(functions, tuple) else (functions,)
-    judges = {path: x for path, x in fields.items() if path.startswith("eval.") and callable(x)}
-    if not judges and not any(map(callable, several)):
+    value = fields.get("reward.functions", ())
+    rewards = value if isinstance(value, tuple) else (value,)
+    eval_functions = {path: x for path, x in fields.items() if path.startswith("eval.") and callable(x)}
+    if not eval_functions and not any(map(callable, rewards)):
         return config
     named = config.copy_and_resolve_references()
     with named.unlocked(), named.ignore_type():
-        if any(map(callable, several)):
-            named.reward.functions = tuple(name_of(function, home, "reward.functions") for function in several)
-        for path, judge in judges.items():
-            *sections_above, last = path.split(".")
-            reduce(getitem, sections_above, named)[last] = name_of(judge, home, path)
+        if any(map(callable, rewards)):
+            named.reward.functions = tuple(name_of(function, home, "reward.functions") for function in rewards)
+        for path, function in eval_functions.items():
+            *outer_sections, last = path.split(".")
+            reduce(getitem, outer_sections, named)[last] = name_of(function, home, path)
     return named
 
 
 def _remedy(error: BaseException) -> str:
-    """Returns what to do about an error in a config file."""
+    """Returns the fix for an error in a config file."""
     if isinstance(error, ModuleNotFoundError):
         for name in configs.names():
             folder, _, module = name.rpartition("/")
             if module == error.name:
                 return f"write 'from {'.'.join(filter(None, (configs.__name__, folder)))} import {module}'"
-    return "put the file right"
+    return "correct the file"
 
 
 def _folders(path: Path) -> tuple[Path, ...]:
-    """Returns the config file's folder and its parent, from which it may import; none for a file in our package."""
+    """Returns the config file's folder and its parent, from which it may import; () for a file in our package."""
     folder = path.resolve().parent
     return () if Path(jaxrl_llm.__file__).parent in (folder, *folder.parents) else (folder, folder.parent)
 
 
 def override(config: Config, name: str, text: str) -> None:
-    """Sets field `name` (such as "optim.learning_rate") to the value that `text` holds."""
+    """Sets a field of a config to the value in a text. name: path of the field, such as "optim.learning_rate".
+
+    Raises: UserError, if the config has no such field, or for a value of another type.
+    """
     *parts, last = name.split(".")
-    node: Any = config
+    section: Any = config
     for i, part in enumerate(parts):
-        node = node.section_named(part) if isinstance(node, Section) and (part in node or node.is_open) else None
-        if not isinstance(node, ConfigDict):
-            raise UserError(f"config.{'.'.join(parts[: i + 1])} is not a section{_meant(name, flatten(config))}")
-    if last not in node and (".".join(parts) in OPEN or node.is_open):
+        may_have = isinstance(section, Section) and (part in section or section.is_open)
+        section = section.section_named(part) if may_have else None
+        if not isinstance(section, ConfigDict):
+            raise UserError(f"config.{'.'.join(parts[: i + 1])} is not a section{_suggestion(name, flatten(config))}")
+    if last not in section and (".".join(parts) in OPEN or section.is_open):
         value = _literal(text)
-        node[last] = _tuple(text) if node.is_open and isinstance(value, str) and "," in value else value
+        section[last] = _tuple(text) if section.is_open and isinstance(value, str) and "," in value else value
         return
-    if last not in node:
-        raise UserError(f"config.{name} is not a field{_meant(name, flatten(config))}")
-    old = node[last]
-    if old is None or isinstance(old, ConfigDict):
+    if last not in section:
+        raise UserError(f"config.{name} is not a field{_suggestion(name, flatten(config))}")
+    old_value = section[last]
+    if old_value is None or isinstance(old_value, ConfigDict):
         if text.lower() != "none":
-            raise UserError(f"config.{name} {problem(text, old, name)}")
-        node[last] = None
+            raise UserError(f"config.{name} {problem(text, old_value, name)}")
+        section[last] = None
         return
-    node[last] = _parse(name, old, text)
+    section[last] = _parse(name, old_value, text)
 
 
-def _parse(name: str, old: Any, text: str) -> Any:
+def _parse(name: str, old_value: Any, text: str) -> Any:
+    """Returns the value of a text for a field that holds `old_value`. Raises: UserError, for another type."""
     # A text field takes the text as it is, so that 1 or None can be a name.
-    if isinstance(old, str):
+    if isinstance(old_value, str):
         return text
-    value = _tuple(text) if isinstance(old, tuple) else _literal(text)
-    # A person writes 1 for 1.0.
-    if isinstance(old, float) and type(value) is int:
+    value = _tuple(text) if isinstance(old_value, tuple) else _literal(text)
+    # A whole number is accepted for a float, because people write 1 for 1.0.
+    if isinstance(old_value, float) and type(value) is int:
         value = float(value)
-    # `type` is compared, because isinstance takes True for an int.
-    if type(value) is not type(old):
-        raise UserError(f"config.{name} {problem(text, old, name)}")
+    # Types are compared exactly, because True is an int for isinstance.
+    if type(value) is not type(old_value):
+        raise UserError(f"config.{name} {problem(text, old_value, name)}")
     return value
 
 
 def _tuple(text: str) -> tuple[Any, ...]:
-    """Reads "1.0,0.5", "('a','b')", "a.f,b.g(size=3, way='x')", "a" or ""."""
+    """Returns the values in "1.0,0.5", "('a','b')", "a.f,b.g(size=3, way='x')", "a" or ""."""
     value = _literal(text)
     if isinstance(value, (tuple, list)):
         return tuple(value)
     if not isinstance(value, str):
         return (value,)
-    # Words without quotation marks: a shell takes them away.
+    # Brackets are removed here, because ast cannot read words without quotation marks, which a shell removes.
     if re.fullmatch(r"\(.*\)|\[.*\]", value, re.DOTALL):
         value = value[1:-1]
     # A comma within brackets belongs to the arguments of a function: a.f,b.g(size=3, way='x') has two parts.
@@ -271,17 +284,18 @@ def _tuple(text: str) -> tuple[Any, ...]:
 
 
 def _literal(text: str) -> Any:
+    """Returns the value of a Python literal; any other text stays text."""
     try:
-        # Many people type true and false by habit, as JSON and YAML write them.
+        # true and false are accepted, because JSON and YAML write them so.
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
     except (ValueError, SyntaxError):
         return text
 
 
 def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Flattens a config, a section or a dict to {"optim.learning_rate": 1e-5, ...}. Those of OPEN stay dicts."""
+    """Flattens a config, a section or a dict to {"optim.learning_rate": 1e-5, ...}. Sections in OPEN stay dicts."""
     flat: dict[str, Any] = {}
-    # References stay references, so that an override also changes the fields that refer to it.
+    # References are preserved, so that an override also changes the fields that refer to it.
     references = {"preserve_field_references": True} if isinstance(section, ConfigDict) else {}
     for key, value in section.items(**references):
         if isinstance(value, ConfigDict | dict) and prefix + key not in OPEN:
@@ -291,20 +305,21 @@ def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _meant(name: str, fields: dict[str, Any]) -> str:
+def _suggestion(name: str, fields: dict[str, Any]) -> str:
+    """Returns the end of an error for a wrong name: the field that may be meant, or the known fields of its section."""
     known, section = list(fields), name.rpartition(".")[0]
-    top = dict.fromkeys(field.split(".")[0] for field in known)
-    if section.split(".")[0] not in top and (shipped := shipped_with(name)):
-        return f"; a section is added in a file, as the shipped config {shipped} does (--config {shipped})"
+    top_level = dict.fromkeys(field.split(".")[0] for field in known)
+    if section.split(".")[0] not in top_level and (shipped := shipped_with(name)):
+        return f"; add the section in a config file, as the shipped config {shipped} does (--config {shipped})"
     if field := nearest(name, known):
         return f"; did you mean {field}?"
-    beside = [k for k in known if k.startswith(f"{section}.")] or list(top)
-    return f"; there is {', '.join(beside)}"
+    in_section = [field for field in known if field.startswith(f"{section}.")] or list(top_level)
+    return f"; known fields: {', '.join(in_section)}"
 
 
 def shipped_with(name: str, value: Any = None) -> str:
-    """Returns the name of the shipped config that has a field, with this value if one is given; "": none has it."""
-    # The plainest first: few folders, then a short name.
+    """Returns the name of a shipped config that has a field, with this value unless it is None; "" if none has it."""
+    # Plain configs are tried first: those in few folders, then those with short names.
     for shipped in sorted(configs.names(), key=lambda shipped: (shipped.count("/"), len(shipped))):
         module = importlib.import_module(f"{configs.__name__}.{shipped.replace('/', '.')}")
         shipped_value = flatten(module.get_config()).get(name)

@@ -1,4 +1,4 @@
-"""Resolves function names in a config, and lists the arguments of functions."""
+"""Finds the functions that a config names, and lists the arguments of functions."""
 
 from __future__ import annotations
 
@@ -19,118 +19,122 @@ from jaxrl_llm.config.user_modules import imported_file, own_file
 from jaxrl_llm.errors import MissingHere, UserError, describe
 
 T = TypeVar("T")
-OWN: dict[str, Callable[..., Any]] = {}  # functions that no module has, by the names that a config has for them
+# Functions of the user's script, notebook or config file that no module holds, by their names in a config.
+USER_FUNCTIONS: dict[str, Callable[..., Any]] = {}
 OURS = "jaxrl_llm.tasks."
-NEAR = 0.75  # similarity of two words of which one is a slip
-BESIDE = 0.6  # in one section
+SLIP_SIMILARITY = 0.75  # smallest similarity of two words of which one is a slip of the other
+SECTION_SIMILARITY = 0.6  # the same for two fields of one section
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The functions and classes of one kind in the files of a package, such as the rewards among all of a task."""
+    """The functions or classes of one kind in the files of a package, such as all rewards of the tasks."""
 
     package: ModuleType
-    includes: Callable[[Any], bool]  # tells by what a function takes, or a class has
+    includes: Callable[[Any], bool]  # whether a function or a class is of this kind
 
 
-Place: TypeAlias = ModuleType | Kind  # where the functions are that a field of a config may name
+Place: TypeAlias = ModuleType | Kind  # place of the functions that a field of a config may name
 
 
 def resolve(name: str, place: Place, what: str = "name") -> Callable[..., Any]:
-    """Returns the function `name`.
+    """Returns the function that a config names.
 
-    It is in a module ("grpo"), in a submodule of it ("arithmetic.accuracy"), or in any module ("my.mod.f"). In files of
-    a `Kind` of ours, it is of this kind.
+    name: function of the module `place` ("grpo"), of one of its submodules ("arithmetic.accuracy"), or of any other
+    module ("my.module.f"); what: field of the name, for errors.
     Raises: UserError, listing the known names, or both functions if the name is ambiguous.
     """
-    if name in OWN:
-        return OWN[name]
+    if name in USER_FUNCTIONS:
+        return USER_FUNCTIONS[name]
     path, _, attribute = name.rpartition(".")
-    room, inner = package(place), None
-    if not path and name in _functions(room, place):
-        return getattr(room, name)
+    our_package, module = package(place), None
+    if not path and name in _functions(our_package, place):
+        return getattr(our_package, name)
     if path:
-        ours = f"{room.__name__}.{path}"
-        inner = _imported(ours, what, name)
-        # A user's file may have the same name as one of our modules. Then the name is ambiguous.
-        file = own_file(path, attribute) if inner else None
-        if file and _has(inner, attribute, place):
+        our_module = f"{our_package.__name__}.{path}"
+        module = _imported(our_module, what, name)
+        # The name is ambiguous if a user's file has the same name as one of our modules.
+        file = own_file(path, attribute) if module else None
+        if file and _has(module, attribute, place):
             raise UserError(
-                f"{what} {name!r} could be ours or that of {file}: "
-                f"write '{ours}.{attribute}' for ours, or rename your file"
+                f"{what} {name!r} is both a function of this package and of {file}: write "
+                f"'{our_module}.{attribute}' for that of this package, or rename your file"
             )
-        if file or not inner:
-            inner = _imported(path, what, name)
-        if _has(inner, attribute, place):
-            return getattr(inner, attribute)
-    others = [f"{path}.{other}" for other in _functions(inner, place)] if inner else []
-    if not inner or (not others and _is_inside(inner.__name__, room)):
-        others = offered(place)
-    close = closest(name, others)
+        if file or not module:
+            module = _imported(path, what, name)
+        if _has(module, attribute, place):
+            return getattr(module, attribute)
+    known = [f"{path}.{function}" for function in _functions(module, place)] if module else []
+    if not module or (not known and _is_inside(module.__name__, our_package)):
+        known = offered(place)
+    close = closest(name, known)
     if close:
         hint = f"did you mean {close[0]}?"
-    elif path and not inner:
-        hint = f"if {path} is yours, start in the folder that has it; ours are {', '.join(others)}"
-    elif others:
-        hint = f"there is {', '.join(others)}, or a dotted name of your own"
-    else:  # such as __main__, in another program than the one that had the function
-        hint = "put it into a file beside the config and name it 'file.function'"
-    missing = f": there is no module {path}" if path and not inner else ""
+    elif path and not module:
+        hint = f"if {path} is your module, start in the folder that has it; functions here: {', '.join(known)}"
+    elif known:
+        hint = f"use one of {', '.join(known)}, or a dotted name of your own"
+    else:  # for example a function of __main__ of another program
+        hint = "put the function into a file beside the config, and name it 'file.function'"
+    missing = f", because no module {path} exists" if path and not module else ""
     raise UserError(f"{what} {name!r} does not exist{missing}; {hint}")
 
 
 def name_of(function: Any, home: str, field: str) -> str:
-    """Returns the name of a function object, which `resolve` knows also if no module has it; a name as it is.
+    """Returns a name for a function object that `resolve` finds, also if no module holds it; a name as it is.
 
-    home: the module of functions that a config file defines. Raises: UserError, if a function has no name.
+    home: name of the module of functions that a config file defines; field: config field with the function.
+    Raises: UserError, if a function has no name.
     """
     if not callable(function):
         return function
     name = getattr(function, "__qualname__", "")
     if not inspect.isfunction(function) or "<" in name:
         raise UserError(
-            f"config.{field} has {function!r}, which has no name: define a function with def, not within another one, "
-            "or put it into a file and name it 'file.f'"
+            f"config.{field} has {function!r}, but needs a function with a name: define it with def outside of other "
+            "functions, or put it into a file and name it 'file.f'"
         )
     module = sys.modules.get(function.__module__)
-    full = f"{function.__module__ if module else home or '__main__'}.{name}".removeprefix(OURS)
+    full_name = f"{function.__module__ if module else home or '__main__'}.{name}".removeprefix(OURS)
     if getattr(module, name, None) is not function:
-        OWN[full] = function
-    return full
+        USER_FUNCTIONS[full_name] = function
+    return full_name
 
 
 def own_files(values: Iterable[Any]) -> dict[str, Path]:
-    """Returns the files of the user's functions that values of a checked config name, by these names."""
-    found = {}
+    """Returns {name of a function of the user: its file}. values: all values of a checked config."""
+    files = {}
     for name in _names_in(values):
-        function = _without_module(name)
+        function = _script_function(name)
         file = Path(function.__code__.co_filename) if function else imported_file(name.rpartition(".")[0])
         if file and file.is_file():
-            found[name] = file
-    return found
+            files[name] = file
+    return files
 
 
 def notebook_functions(values: Iterable[Any]) -> dict[str, Callable[..., Any]]:
-    """Returns the functions of the user's that values of a checked config name and that are in no file."""
-    functions = {name: _without_module(name) for name in _names_in(values)}
+    """Returns {name: function of the user that is in no file}. values: all values of a checked config."""
+    functions = {name: _script_function(name) for name in _names_in(values)}
     return {name: f for name, f in functions.items() if f and not Path(f.__code__.co_filename).is_file()}
 
 
 def _names_in(values: Iterable[Any]) -> list[str]:
+    """Returns all values of a config, also those in tuples, as text without arguments in brackets."""
     texts = chain(*(value if isinstance(value, tuple) else (value,) for value in values))
     return [str(text).partition("(")[0] for text in texts]
 
 
-def _without_module(name: str) -> Any:
-    """Returns a function of the user's script, notebook or config file; None if it is in a module."""
+def _script_function(name: str) -> Any:
+    """Returns a function of the user's script, notebook or config file; None if no function there has this name."""
     module, _, attribute = name.rpartition(".")
-    return OWN.get(name) or (getattr(sys.modules.get("__main__"), attribute, None) if module == "__main__" else None)
+    in_main = getattr(sys.modules.get("__main__"), attribute, None) if module == "__main__" else None
+    return USER_FUNCTIONS.get(name) or in_main
 
 
 def split_call(text: str, what: str = "name") -> tuple[str, dict[str, Any]]:
-    """Splits "text.repetition(size=3)" into the name and the keyword arguments; a name alone has none.
+    """Splits "text.repetition(size=3)" into the name and the keyword arguments, which are {} for a name alone.
 
-    Raises: UserError, if it is neither.
+    what: field of the text, for errors. Raises: UserError, if the text is neither a name nor a call.
     """
     if "(" not in text:
         return text, {}
@@ -141,21 +145,22 @@ def split_call(text: str, what: str = "name") -> tuple[str, dict[str, Any]]:
         return ast.unparse(call.func), {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except (SyntaxError, ValueError):
         raise UserError(
-            f"{what} {text!r} cannot be read: give a name, or a call with keywords and plain values, like "
+            f"{what} {text!r} must be a name, or a call with keyword arguments and plain values, such as "
             "'text.repetition(size=3)'"
         ) from None
 
 
 def bind(text: str, module: Place, what: str = "name") -> Callable[..., Any]:
-    """Returns the function of "name" or "name(argument=value)", with these arguments. Raises: UserError, as `resolve`.
+    """Returns the function of "name" or "name(argument=value)", with these arguments bound.
 
-    In a function of ours, keyword-only arguments are never columns of the data, so their defaults are bound too.
+    The defaults of keyword-only arguments of our functions are bound too, because these are never columns of the data.
+    Raises: UserError, as `resolve`.
     """
-    name, given = split_call(text, what)
+    name, arguments = split_call(text, what)
     function = resolve(name, module, what)
     if is_ours(function, module):
-        given = defaults(function) | given
-    return partial(function, **given) if given else function
+        arguments = defaults(function) | arguments
+    return partial(function, **arguments) if arguments else function
 
 
 def is_ours(function: Callable[..., Any], module: Place) -> bool:
@@ -180,7 +185,7 @@ def own_name(function: Callable[..., Any], module: ModuleType) -> str:
 
 
 def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a function by their names; {}: a function in C that does not tell them."""
+    """Returns the parameters of a function by their names; {} for a function in C without a signature."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -188,13 +193,13 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def required_inputs(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Returns the names of a function's positional arguments. Its caller supplies them, not the config."""
+    """Returns the names of a function's positional arguments, which its caller supplies, and not the config."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in parameters(function).values() if p.kind in kinds)
 
 
 def keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Returns a function's keyword-only arguments. The config supplies them."""
+    """Returns a function's keyword-only arguments, which the config supplies."""
     return {k: p for k, p in parameters(function).items() if p.kind is p.KEYWORD_ONLY}
 
 
@@ -204,16 +209,20 @@ def defaults(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
-    """Returns the known name that is most similar to a dotted `name`, in a list, or an empty list.
+    """Returns [the known name that is most similar to a dotted `name`], or [] if none is near.
 
-    Names of one section share a prefix. So the last parts decide whether a name is near, and the whole names which one.
+    The last parts decide whether a name is near, because names of one section share a prefix. The whole names decide
+    which of the near names is returned.
     """
     section, _, last = name.rpartition(".")
-    similar = {other: _similarity(other.rpartition(".")[2], last) for other in known}
-    bounds = {other: BESIDE if section and other.rpartition(".")[0] == section else NEAR for other in similar}
-    near = [other for other, value in similar.items() if value == 1.0]
-    near = near or [other for other, value in similar.items() if value >= bounds[other]]
-    return sorted(near, key=lambda other: -_similarity(other, name))[:1]
+    similarities = {known_name: _similarity(known_name.rpartition(".")[2], last) for known_name in known}
+    bounds = {
+        known_name: SECTION_SIMILARITY if section and known_name.rpartition(".")[0] == section else SLIP_SIMILARITY
+        for known_name in similarities
+    }
+    near = [known_name for known_name, value in similarities.items() if value == 1.0]
+    near = near or [known_name for known_name, value in similarities.items() if value >= bounds[known_name]]
+    return sorted(near, key=lambda known_name: -_similarity(known_name, name))[:1]
 
 
 def _similarity(one: str, other: str) -> float:
@@ -230,40 +239,41 @@ def _is_inside(module: str, room: ModuleType) -> bool:
 
 
 def _kind(module: ModuleType, place: Place) -> Callable[[Any], bool] | None:
-    """Returns what tells the kind that is asked for in a file of ours; None: each function of the module will do."""
+    """Returns the test for members of `place` in a module of ours; None if every function of the module counts."""
     return place.includes if isinstance(place, Kind) and _is_inside(module.__name__, place.package) else None
 
 
 def _has(module: ModuleType | None, name: str, place: Place) -> bool:
-    is_asked_for = (module and _kind(module, place)) or callable
-    return is_asked_for(getattr(module, name, None))
+    """Returns whether a module has a member of this name that `place` includes."""
+    is_member = (module and _kind(module, place)) or callable
+    return is_member(getattr(module, name, None))
 
 
 def _imported(module: str, what: str, name: str) -> ModuleType | None:
-    """Imports a module. Returns None if it does not exist."""
+    """Imports a module; returns None if it does not exist. Raises: MissingHere, if its import fails."""
     try:
         return importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything, and end the program
-        # None only if this module is missing, not if one of its imports is.
+    except (Exception, SystemExit) as error:  # a user's module may raise any error, and end the program
+        # A missing module inside the user's module is an error, and not a module that does not exist.
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             return None
         raise MissingHere(f"{what} {name!r}: importing {module} failed: {describe(error)}") from error
 
 
 def offered(place: Place) -> list[str]:
-    """Lists the functions of a module or of a package that has `__all__`, or those of a package's "module.function"."""
+    """Returns the names that a config may use for the functions of `place`: "function", or "module.function"."""
     module = package(place)
     if not hasattr(module, "__path__") or getattr(module, "__all__", ()):
         return _functions(module, place)
     names = sorted(file.stem for file in Path(module.__path__[0]).glob("[!_]*.py"))
-    inner = {name: importlib.import_module(f"{module.__name__}.{name}") for name in names}
-    return [f"{name}.{function}" for name in names for function in _functions(inner[name], place)]
+    submodules = {name: importlib.import_module(f"{module.__name__}.{name}") for name in names}
+    return [f"{name}.{function}" for name in names for function in _functions(submodules[name], place)]
 
 
 def _functions(module: ModuleType, place: Place) -> list[str]:
-    """Lists what a config may name in a module: `__all__`, or all public functions; in a file of ours, of the kind."""
-    kind = _kind(module, place)
-    members = inspect.getmembers(module, kind or inspect.isfunction)
-    mine = [name for name, f in members if not name.startswith("_") and f.__module__ == module.__name__]
-    listed = getattr(module, "__all__", mine)
-    return [name for name in listed if name in mine] if kind else listed
+    """Returns the names of the functions in `__all__` of a module, or of all public ones, that `place` includes."""
+    is_member = _kind(module, place)
+    members = inspect.getmembers(module, is_member or inspect.isfunction)
+    public = [name for name, f in members if not name.startswith("_") and f.__module__ == module.__name__]
+    listed = getattr(module, "__all__", public)
+    return [name for name in listed if name in public] if is_member else listed

@@ -1,4 +1,4 @@
-"""Sections of a config as frozen records, which say what a config may hold and read it with types.
+"""Reads sections of a config into frozen records, which declare the fields of a section and their types.
 
 A record is a frozen dataclass with a field for each field of its section. A field may also be a section:
 `Annotated[Call, module]` names a function of a module, `Annotated[KeywordArguments, function]` holds the keyword
@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 class KeywordArguments(FrozenConfigDict):
-    """The keyword arguments of a function, as its section of a config gives them; also as attributes."""
+    """Keyword arguments of a function, from a section of a config; they can also be read as attributes."""
 
-    if TYPE_CHECKING:  # their types are those of the function's arguments
+    if TYPE_CHECKING:  # an argument may have any type
 
         def __getitem__(self, name: str) -> Any: ...
 
@@ -36,9 +36,9 @@ class KeywordArguments(FrozenConfigDict):
 
 @dataclass(frozen=True)
 class Call:
-    """A function that a section of a config names, with the keyword arguments that the section gives it."""
+    """A function that a section of a config names, with the keyword arguments in that section."""
 
-    name: str  # as the config has it
+    name: str  # name in the config
     function: Callable[..., Any]
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -47,23 +47,24 @@ class Call:
 
 
 class SectionKind(NamedTuple):
-    """What the annotation of a record's field says of a section."""
+    """Kind of a section, from the annotation of a record's field."""
 
     kind: type  # Call, KeywordArguments or a record
-    of: Any = None  # the module of a Call, the function of KeywordArguments
-    optional: bool = False
-    several: bool = False  # a dict of such sections
+    of: Any = None  # module of a Call, function of KeywordArguments
+    optional: bool = False  # whether the section may be absent
+    several: bool = False  # whether the field is a dict of such sections
 
 
 @cache
 def _sections(record: type) -> dict[str, SectionKind]:
-    """Returns the fields of a record that are sections."""
+    """Returns {field of a record that is a section: its kind}."""
     hints = get_type_hints(record, include_extras=True)
-    kinds = {each.name: _section_of(hints[each.name]) for each in fields(record)}
+    kinds = {record_field.name: _section_of(hints[record_field.name]) for record_field in fields(record)}
     return {name: kind for name, kind in kinds.items() if kind}
 
 
 def _section_of(hint: Any) -> SectionKind | None:
+    """Returns the kind of section that an annotation declares; None for a plain field."""
     if NoneType in get_args(hint):
         inner = _section_of(next(kind for kind in get_args(hint) if kind is not NoneType))
         return inner._replace(optional=True) if inner else None
@@ -75,42 +76,47 @@ def _section_of(hint: Any) -> SectionKind | None:
 
 
 class Table(NamedTuple):
-    """What a config may hold."""
+    """The fields that a config may hold, by their paths."""
 
-    fields: dict[str, Field]
-    defaults: dict[str, Any]  # of fields that it may leave out
-    named: dict[str, Place]  # sections that name a function
-    optional: set[str]  # sections that it has, and may leave out
+    fields: dict[str, Field]  # allowed values of each field
+    defaults: dict[str, Any]  # values of fields that the config may omit
+    named: dict[str, Place]  # sections that name a function, and the place of the function
+    optional: set[str]  # sections that the config has, but may omit
 
 
 def table(record: type, values: Mapping[str, Any], section: str = "") -> Table:
-    """Returns the table that `record` describes. A section that may be absent counts where `values` have it."""
-    prefix, inner = f"{section}." if section else "", _sections(record)
-    hints, known = get_type_hints(record, include_extras=True), Table({}, {}, {}, set())
-    for each in fields(record):
-        path, part = prefix + each.name, values.get(each.name, {})
-        if each.name not in inner:
-            kind = field_of(hints[each.name])
-            known.fields.update({path: kind} if kind else {})
-            known.defaults.update({path: each.default} if each.default is not MISSING else {})
+    """Returns the table of the fields that `record` declares.
+
+    values: values of the config, which tell the optional sections that are present; section: path of the record's
+    section, "" for the whole config.
+    """
+    prefix, inner_sections = f"{section}." if section else "", _sections(record)
+    hints, whole_table = get_type_hints(record, include_extras=True), Table({}, {}, {}, set())
+    for record_field in fields(record):
+        path, value = prefix + record_field.name, values.get(record_field.name, {})
+        if record_field.name not in inner_sections:
+            allowed = field_of(hints[record_field.name])
+            whole_table.fields.update({path: allowed} if allowed else {})
+            whole_table.defaults.update({path: record_field.default} if record_field.default is not MISSING else {})
             continue
-        here, parts = inner[each.name], {path: part}
-        if here.several:
-            parts = {f"{path}.{name}": x for name, x in part.items()} if isinstance(part, dict) else {}
-        elif here.optional and values.get(each.name) is None:
+        kind, parts = inner_sections[record_field.name], {path: value}
+        if kind.several:
+            parts = {f"{path}.{name}": x for name, x in value.items()} if isinstance(value, dict) else {}
+        elif kind.optional and values.get(record_field.name) is None:
             continue
-        known.optional.update([path] if here.optional else [])
-        for name, below in parts.items():
-            # A value of another type than a section is refused where the fields are checked.
-            lower = _table_of(here, below if isinstance(below, dict) else {}, name)
-            known.fields.update(lower.fields)
-            known.defaults.update(lower.defaults)
-            known.named.update(lower.named)
-            known.optional.update(lower.optional)
-    return known
+        whole_table.optional.update([path] if kind.optional else [])
+        for part_path, part in parts.items():
+            # A value that is no section counts as an empty one here; `check_fields` refuses it.
+            part_table = _section_table(kind, part if isinstance(part, dict) else {}, part_path)
+            whole_table.fields.update(part_table.fields)
+            whole_table.defaults.update(part_table.defaults)
+            whole_table.named.update(part_table.named)
+            whole_table.optional.update(part_table.optional)
+    return whole_table
 
 
-def _table_of(section: SectionKind, values: Mapping[str, Any], path: str) -> Table:
+def _section_table(section: SectionKind, values: Mapping[str, Any], path: str) -> Table:
+    """Returns the table of the fields of one section at `path`."""
     if section.kind is Call:
         return Table({}, {}, {path: section.of}, set())
     if section.kind is KeywordArguments:
@@ -121,20 +127,23 @@ def _table_of(section: SectionKind, values: Mapping[str, Any], path: str) -> Tab
 
 def present(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of a config without the optional sections that are None."""
-    kept, inner = dict[str, Any](), _sections(record)
+    present_values, inner_sections = dict[str, Any](), _sections(record)
     for name, value in values.items():
-        here = inner.get(name)
-        if here and here.optional and value is None:
+        section = inner_sections.get(name)
+        if section and section.optional and value is None:
             continue
-        is_record = here is not None and is_dataclass(here.kind) and here.kind is not Call and not here.several
-        kept[name] = present(here.kind, value) if here and is_record and isinstance(value, dict) else value
-    return kept
+        is_record = section is not None and section.kind is not Call and is_dataclass(section.kind)
+        if section and is_record and not section.several and isinstance(value, dict):
+            value = present(section.kind, value)
+        present_values[name] = value
+    return present_values
 
 
 def read(record: type[T], values: Mapping[str, Any]) -> T:
     """Returns the checked values of a config, or of a section of one, as a frozen record."""
-    inner, names = _sections(record), {each.name for each in fields(record)}  # pyright: ignore[reportArgumentType]
-    return record(**{name: _read_field(inner.get(name), x) for name, x in values.items() if name in names})
+    inner_sections = _sections(record)
+    names = {record_field.name for record_field in fields(record)}  # pyright: ignore[reportArgumentType]
+    return record(**{name: _read_field(inner_sections.get(name), x) for name, x in values.items() if name in names})
 
 
 def _read_field(section: SectionKind | None, values: Any) -> Any:
@@ -151,9 +160,9 @@ def _read_field(section: SectionKind | None, values: Any) -> Any:
 
 
 def read_call(values: Mapping[str, Any], place: Place, what: str = "name") -> Call:
-    """Returns the function of `place` that a section names, with its arguments. what: the field, for an error."""
-    rest = {name: x for name, x in values.items() if name != "name"}
-    return Call(values["name"], resolve(values["name"], place, what), rest)
+    """Returns the function of `place` that a section names, with its arguments. what: field of the name, for errors."""
+    arguments = {name: x for name, x in values.items() if name != "name"}
+    return Call(values["name"], resolve(values["name"], place, what), arguments)
 
 
 def check_fields(known: Table, values: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
@@ -163,25 +172,26 @@ def check_fields(known: Table, values: Mapping[str, Any], flat: Mapping[str, Any
     """
     for section, place in known.named.items():
         if f"{section}.name" not in flat:
-            raise UserError(f"config.{section}.name is missing: give a function of {package(place).__name__}")
+            raise UserError(f"config.{section}.name is missing: name a function of {package(place).__name__}")
         name = flat[f"{section}.name"]
         if problem := Field(str).problem(name):
             raise UserError(f"config.{section}.name {problem}")
-        given = {key: x for key, x in values[section].items() if key != "name"}
-        check_arguments(section, name, resolve(name, place, f"config.{section}.name"), given)
-    in_calls = [name for name in flat if name.split(".")[0] in known.named]
-    rest = {name: value for name, value in flat.items() if name not in in_calls}
-    for name in rest:
+        arguments = {key: x for key, x in values[section].items() if key != "name"}
+        check_arguments(section, name, resolve(name, place, f"config.{section}.name"), arguments)
+    # Arguments of functions are checked above, and all other fields below.
+    argument_fields = [name for name in flat if name.split(".")[0] in known.named]
+    plain_fields = {name: value for name, value in flat.items() if name not in argument_fields}
+    for name in plain_fields:
         if name not in known.fields:
-            near = nearest(name, [*known.fields, *in_calls])
+            near = nearest(name, [*known.fields, *argument_fields])
             raise UserError(f"config.{name} is not a field" + (f"; did you mean {near}?" if near else ""))
     for name, allowed in known.fields.items():
-        if name not in rest and name not in known.defaults:
-            raise UserError(f"config.{name} is missing: add it to the config file (configs/ has complete ones)")
-        if name in rest and (problem := allowed.problem(rest[name])):
+        if name not in plain_fields and name not in known.defaults:
+            raise UserError(f"config.{name} is missing: add it to the config file (configs/grpo.py has every field)")
+        if name in plain_fields and (problem := allowed.problem(plain_fields[name])):
             section = name.rpartition(".")[0]
-            without = f"; without {section}: --config.{section}=none" if section in known.optional else ""
-            raise UserError(f"config.{name} {problem}{without}")
+            remove = f"; --config.{section}=none removes the section" if section in known.optional else ""
+            raise UserError(f"config.{name} {problem}{remove}")
 
 
 def names_that_may_change(known: Table, flat: Mapping[str, Any]) -> set[str]:

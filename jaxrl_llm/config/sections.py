@@ -1,4 +1,4 @@
-"""Configs that know the path of each field, so that a value of a wrong type is refused in one line where it is set."""
+"""Configs that know the path of each field, so that a value of a wrong type is refused where it is set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ml_collections import ConfigDict, FieldReference
 from jaxrl_llm.config import memory
 from jaxrl_llm.errors import UserError
 
-# Types of fields, in error messages.
+# {type of a field: its name in error messages}
 KINDS = {
     bool: "True or False",
     int: "a whole number",
@@ -20,51 +20,54 @@ KINDS = {
     tuple: "a tuple",
     dict: "a section",
 }
-JUDGE = "eval.function"  # a field of text that also takes a function object (`load.with_names`)
+EVAL_FUNCTION = "eval.function"  # field of text that also takes a function object (`load.with_names`)
 
 
 class Section(ConfigDict):
-    """A config or a section of one. Where a field holds a tuple, one value becomes a tuple of one.
+    """A config or a section of one, which checks the type of each value that is set.
 
-    None in the place of a section is a section that is not there; it is as it was before once a field of it is set by
-    its path. Raises: UserError, with the path of the field, for a value of another type.
+    A single value becomes a tuple of one where the field holds a tuple. A section that is set to None is absent, and
+    gets its old fields back when one of them is set by its path.
+    Raises: UserError, with the path of the field, for a value of another type.
     """
 
-    _path = ""  # in the whole config, such as "critic.optim"; "": it is the whole
-    _left_out: ClassVar[Mapping[str, Any]] = {}  # sections that None has replaced
-    # It was made by `section_named`: it may get fields of any names, which are checked with the whole config.
+    _path = ""  # path in the whole config, such as "critic.optim"; "" for the whole config
+    _removed: ClassVar[Mapping[str, Any]] = {}  # sections that None has replaced
+    # Whether `section_named` made the section. It may then get fields of any names, which are checked with the whole
+    # config.
     is_open = False
 
     def __setitem__(self, key: str, value: Any) -> None:
         path = f"{self._path}.{key}" if self._path else key
-        before = self.get(key)
+        old_value = self.get(key)
         named = (str, Mapping, ConfigDict, FieldReference, FunctionType, type(None))
         if key == "source" and not isinstance(value, named):
             value = memory.keep(value, path)
         if isinstance(value, (Mapping, ConfigDict)):
             value = sections(value)
-            value._move(path)
-        elif isinstance(before, tuple) and not isinstance(value, (tuple, list, FieldReference, type(None))):
+            value._set_path(path)
+        elif isinstance(old_value, tuple) and not isinstance(value, (tuple, list, FieldReference, type(None))):
             value = (value,)
         try:
-            if off := value is None and isinstance(before, ConfigDict):
-                object.__setattr__(self, "_left_out", {**self._left_out, key: before})
-            if off or (path == JUDGE and (callable(value) or isinstance(value, str))):
+            if removes := value is None and isinstance(old_value, ConfigDict):
+                object.__setattr__(self, "_removed", {**self._removed, key: old_value})
+            if removes or (path == EVAL_FUNCTION and (callable(value) or isinstance(value, str))):
                 with self.ignore_type():
                     super().__setitem__(key, value)
             else:
                 super().__setitem__(key, value)
         except TypeError:
-            raise UserError(f"config.{path} {problem(value, before, path)}") from None
+            raise UserError(f"config.{path} {problem(value, old_value, path)}") from None
 
-    def _move(self, path: str) -> None:
+    def _set_path(self, path: str) -> None:
+        """Sets the path of this section, and of all sections in it."""
         object.__setattr__(self, "_path", path)
         for key, value in self.items(preserve_field_references=True):
             if isinstance(value, Section):
-                value._move(f"{path}.{key}")
+                value._set_path(f"{path}.{key}")
 
     def update_from_flattened_dict(self, flattened_dict: Mapping[str, Any], strip_prefix: str = "") -> None:
-        """Sets fields by their paths, such as "critic.optim.learning_rate". A section that is not there is made."""
+        """Sets fields by their paths, such as "critic.optim.learning_rate", and makes missing sections."""
         for path, value in flattened_dict.items():
             if path.startswith(strip_prefix):
                 *parts, last = path.removeprefix(strip_prefix).split(".")
@@ -74,31 +77,32 @@ class Section(ConfigDict):
                 section[last] = value
 
     def update(self, *other: Any, **fields: Any) -> None:
-        """Sets fields, and those of sections that both have. Each is checked as where a field is set alone."""
-        for given in (*other, fields):
-            # ml_collections would take any value of a section for a section.
-            plain = [
+        """Sets fields, and fields of inner sections. Each value is checked as if its field were set alone."""
+        for values in (*other, fields):
+            # Other values for a section are set one by one, because ml_collections would treat them as sections.
+            no_sections = [
                 name
-                for name, value in given.items()
+                for name, value in values.items()
                 if isinstance(self.get(name), ConfigDict) and not isinstance(value, (Mapping, ConfigDict))
             ]
-            for name in plain:
-                self[name] = given[name]
-            super().update({name: value for name, value in given.items() if name not in plain} if plain else given)
+            for name in no_sections:
+                self[name] = values[name]
+            remaining = {name: value for name, value in values.items() if name not in no_sections}
+            super().update(remaining if no_sections else values)
 
     def section_named(self, name: str) -> Any:
-        """Returns what is under a name, and makes a section where nothing or None is."""
+        """Returns the value of a field. If the field is missing or None, it becomes a section first."""
         if self.get(name) is None:
-            if name not in self._left_out:
+            if name not in self._removed:
                 self[name] = Section()
                 object.__setattr__(self[name], "is_open", True)
             else:
-                self[name] = self._left_out[name]
+                self[name] = self._removed[name]
         return self[name]
 
 
 def sections(config: Any) -> Section:
-    """Returns a ConfigDict or a dict, with all sections in it, as an unlocked `Section`; a `Section` as it is."""
+    """Returns a ConfigDict or a dict, and all sections in it, as an unlocked `Section`; a `Section` stays as it is."""
     if isinstance(config, Section):
         return config
     section = Section(config)
@@ -106,15 +110,16 @@ def sections(config: Any) -> Section:
     return section
 
 
-def problem(value: Any, before: Any, path: str) -> str:
-    """Describes a value of another type than that before it, for an error message with the field's name."""
-    if before is None:
-        return f"is a section that is not there: set its fields, as {path}.FIELD"
-    if isinstance(before, ConfigDict):
-        return f"is a section: set one of {', '.join(f'{path}.{key}' for key in before)}"
-    if isinstance(value, FunctionType) and isinstance(before, str):
-        return f"takes no function: give its name, '{value.__module__}.{value.__qualname__}'"
+def problem(value: Any, old_value: Any, path: str) -> str:
+    """Describes a value of another type than the old one, as the end of an error that begins with the field's name."""
+    if old_value is None:
+        return f"is an absent section, which cannot hold {value!r:.80}: set its fields, as {path}.FIELD"
+    if isinstance(old_value, ConfigDict):
+        fields = ", ".join(f"{path}.{key}" for key in old_value)
+        return f"is a section, which cannot hold {value!r:.80}: set one of its fields {fields}"
+    if isinstance(value, FunctionType) and isinstance(old_value, str):
+        return f"must be the name of a function, not the function: use '{value.__module__}.{value.__qualname__}'"
     shown = "a section" if isinstance(value, ConfigDict) else f"{value!r:.80}"
-    example = f", such as {before!r}" if not isinstance(before, bool) and before not in ("", ()) else ""
-    kind = KINDS.get(type(before), type(before).__name__)
-    return f"is {shown}: give {kind}{example}"
+    example = f", such as {old_value!r}" if not isinstance(old_value, bool) and old_value not in ("", ()) else ""
+    kind = KINDS.get(type(old_value), type(old_value).__name__)
+    return f"is {shown}, but must be {kind}{example}"

@@ -1,4 +1,4 @@
-"""The field that a wrong name in a config means."""
+"""Suggests the field of a config that a wrong name means."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from jaxrl_llm.config.names import closest
 
-# Fields, or the flag -> their words in TRL, veRL, OpenRLHF and papers. A field may have its word after any section.
-WORDS = {
+# {field or flag: its names in TRL, veRL, OpenRLHF and papers, with spaces between them}
+FOREIGN_NAMES = {
     "optim.learning_rate": "lr actor_learning_rate",
-    # A shape of the curve after the warmup, which has fields of its own here.
+    # TRL's scheduler type is the curve after the warm-up; the warm-up has fields of its own here.
     "optim.decay": "lr_scheduler_type",
     "optim.warmup_steps": "lr_warmup_steps warmup",
     "optim.warmup_ratio": "lr_warmup_steps_ratio",
@@ -22,9 +22,9 @@ WORDS = {
     "prompts_per_update": "mini_batch_size ppo_mini_batch_size",
     # veRL and TRL count the completions of one device; we count the prompts of all devices.
     "microbatch": "micro_batch_size micro_batch_size_per_gpu per_device_train_batch_size",
-    # n: veRL's rollout.n.
+    # The name n is that of veRL's rollout.n.
     "group_size": "num_generations n n_samples_per_prompt",
-    # num_iterations: TRL's word for the updates on one rollout; not the number of steps.
+    # TRL's num_iterations counts the updates on one rollout, not the steps.
     "epochs": "num_iterations ppo_epochs",
     "num_steps": "max_steps steps total_steps total_training_steps",
     "model.path": "model_name_or_path pretrain",
@@ -37,11 +37,11 @@ WORDS = {
     "response_length",
     "reward.functions": "reward_funcs reward_fn",
     "reward.weights": "reward_weights",
-    # TRL's beta is the weight of the KL penalty. It is no beta of Adam: these are b1 and b2.
+    # TRL's beta is the weight of the KL penalty, while the betas of Adam are b1 and b2 here.
     "kl.coef": "beta kl_coef init_kl_coef kl_loss_coef",
     "kl.estimator": "kl_loss_type",
     "entropy.coef": "entropy_coeff",
-    # One number for both sides there, unless a second key is given; here each side has a field.
+    # Other trainers have one number for both sides unless a second key is set; here each side has a field.
     "loss.clip_low": "epsilon clip_ratio cliprange clip_ratio_low",
     "loss.clip_high": "epsilon_high clip_ratio_high",
     "loss.name": "loss_type",
@@ -54,17 +54,17 @@ WORDS = {
     "log.to": "report_to logger",
     "--workdir": "output_dir default_local_dir save_path",
 }
-ALIASES = {word: field for field, words in WORDS.items() for word in words.split()}
+ALIASES = {name: field for field, names in FOREIGN_NAMES.items() for name in names.split()}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns the known field that a wrong name means: the word of another trainer, or a slip; "": none is near."""
+    """Returns the field in `known` that a wrong name means: another trainer's name or a slip; "" if none is near."""
     fields = list(known)
     section, _, last = name.rpartition(".")
     if target := ALIASES.get(last):
+        # A field of the named section comes first: critic.optim.lr means critic.optim.learning_rate.
         for field in (f"{section}.{target.rpartition('.')[2]}", target):
-            # First in the section that was named: critic.lr means critic.optim.learning_rate, if there is one.
-            # Its section may be there, as None.
+            # A field also counts if only its section is known, because the section may be None.
             if field in fields or field.rpartition(".")[0] in fields or field.startswith("--"):
                 return field
     return next(iter(closest(name, fields)), "")

@@ -1,4 +1,4 @@
-"""The columns that functions ask of rows, and the rows that lack them: found before the weights of a model are read."""
+"""Finds rows without the columns that reward functions and `sft` need, before the weights of a model are read."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks import PREFILL, REWARDS, is_empty
 from jaxrl_llm.tasks.signatures import bound
 
-# Arguments that are no columns of rows.
+# Arguments of reward functions that every run has; they are no columns of rows.
 COMPLETION_ARGUMENTS = ("prompts", "completions", "completion_ids", "log_metric")
-EPISODE_COLUMNS = ("turns", "episode", "loss_mask")  # columns that an environment gives
-# Arguments of other trainers alone, and what to do about them.
-DEFAULT = "take it out of the function's arguments, or give it a default, as {0}=None"
+EPISODE_COLUMNS = ("turns", "episode", "loss_mask")  # arguments that only a run with an environment has
+# Arguments that only other trainers have: {argument: (its meaning, the fix)}.
+DEFAULT = "remove the argument from the function, or give it a default: {0}=None"
 OTHER_ARGUMENTS = {
     "trainer_state": ("the state of TRL's trainer", DEFAULT),
     "log_extra": ("TRL's log of columns", DEFAULT),
     "queries": (
         "OpenRLHF's prompt and completion in one text",
-        "take completions in its place, and answer in place of labels, and return a list of numbers",
+        "replace it by the argument completions, and labels by answer, and return a list of numbers",
     ),
 }
-Turns: TypeAlias = list[tuple[bool, str]]
-# Names that the answer of a problem has in published data sets.
+Turns: TypeAlias = list[tuple[bool, str]]  # (whether the policy wrote the text, text) of each turn
+# Names of the column with the answer in published data sets.
 ANSWERS = (
     "solution",
     "ground_truth",
@@ -44,92 +44,94 @@ ANSWERS = (
 )
 
 
-class Demand(NamedTuple):
-    """A reward function needs one of these columns in each row."""
+class ColumnRequirement(NamedTuple):
+    """A reward function that needs at least one of these columns in each row."""
 
-    function: str
+    function: str  # name of the reward function
     columns: tuple[str, ...]
-    ours: bool  # a function of this package, which abstains without the column
+    abstains: bool  # whether the function abstains without the column, as the functions of this package do
     reader: Callable[[Any], Any] | None = None  # raises ValueError for a value that the function refuses
 
     def __str__(self) -> str:
-        *others, last = map(repr, self.columns)
-        return f"{', '.join(others)} or {last}" if others else last
+        *first_columns, last = map(repr, self.columns)
+        return f"{', '.join(first_columns)} or {last}" if first_columns else last
 
 
-def demands_of(functions: Sequence[str], *, episodes: bool) -> list[Demand]:
-    """Returns the columns that reward functions need, by their signatures; episodes: an environment gives columns, too.
+def column_requirements(functions: Sequence[str], *, episodes: bool) -> list[ColumnRequirement]:
+    """Returns the columns that reward functions need, read from their signatures.
 
-    An argument without a default is a column that each row needs. A function of this package that has defaults for
-    all columns needs one of them.
+    functions: names of reward functions, with arguments, as in a config; episodes: whether an environment adds columns.
+    Each row needs the column of an argument without a default. A function of this package whose columns all have
+    defaults needs one of these columns.
     """
-    demands = []
+    requirements = []
     for text in functions:
         function, (name, _) = bound(text), split_call(text)
-        # The function behind a partial that holds the arguments of the config.
+        # A partial holds the arguments of the config around the function.
         plain = getattr(function, "func", function)
         ours, readers = is_ours(plain, REWARDS), getattr(plain, "reads", {})
-        columns = _parameters(function, {*COMPLETION_ARGUMENTS, *(EPISODE_COLUMNS if episodes else ())})
+        columns = _column_arguments(function, {*COMPLETION_ARGUMENTS, *(EPISODE_COLUMNS if episodes else ())})
         required = [column for column, has_default in columns.items() if not has_default]
-        demands += [Demand(name, (column,), ours, readers.get(column)) for column in required]
-        if more := getattr(plain, "asks", None):
-            # A column without a reader is shown as the row has it, also None.
-            asked = more(**getattr(function, "keywords", {}))
-            demands += [Demand(name, (column,), asked[column] is not None, asked[column]) for column in sorted(asked)]
+        requirements += [ColumnRequirement(name, (column,), ours, readers.get(column)) for column in required]
+        if list_columns := getattr(plain, "asks", None):
+            # A column without a reader is shown to the function as it is, also None.
+            listed = list_columns(**getattr(function, "keywords", {}))
+            requirements += [
+                ColumnRequirement(name, (column,), listed[column] is not None, listed[column])
+                for column in sorted(listed)
+            ]
         optional = tuple(column for column in columns if column not in EPISODE_COLUMNS)
         if any_of := getattr(plain, "any_of", optional if ours and not required else ()):
-            demands.append(Demand(name, any_of, ours))
-    return demands
+            requirements.append(ColumnRequirement(name, any_of, ours))
+    return requirements
 
 
-def _parameters(function: Callable[..., Any], offered: set[str]) -> dict[str, bool]:
-    """Returns the arguments of a function that are columns of the data, and whether they have a default."""
+def _column_arguments(function: Callable[..., Any], other_arguments: set[str]) -> dict[str, bool]:
+    """Returns {argument of a function that is a column of the data: whether it has a default}."""
     columns = {}
-    for p in parameters(function).values():
-        has_default = p.default is not p.empty
-        # Keyword-only arguments with a default are settings: a config gives them, no data.
-        column = p.kind is p.POSITIONAL_OR_KEYWORD or (p.kind is p.KEYWORD_ONLY and not has_default)
-        if column and p.name not in offered:
-            columns[p.name] = has_default
+    for parameter in parameters(function).values():
+        has_default = parameter.default is not parameter.empty
+        # Keyword-only arguments with a default are settings, which come from a config and not from the data.
+        is_keyword_only = parameter.kind is parameter.KEYWORD_ONLY
+        is_column = parameter.kind is parameter.POSITIONAL_OR_KEYWORD or (is_keyword_only and not has_default)
+        if is_column and parameter.name not in other_arguments:
+            columns[parameter.name] = has_default
     return columns
 
 
 def check(
     dataset: Dataset, functions: Sequence[str], section: str, *, episodes: bool = False, convert: str = ""
 ) -> Dataset:
-    """Returns a data set with notes on the rows that lack a column of a reward function, by source of a mixture.
+    """Returns a data set with notes on the rows without a column that a reward function needs, by source of a mixture.
 
     section: "data", section of an evaluation set, or "" for a command line; episodes: whether the config has an
     environment; convert: name of the rows' convert function, "" if none.
     Raises: UserError, naming the function and a remedy, if no row has the column, if all values are empty for a
-    function of ours, or if the function refuses a value.
+    function that then abstains, or if the function refuses a value.
     """
     parts = dataset.parts or {"": range(len(dataset.rows))}
-    # Rows without a column, of each source.
-    # Several functions may need the same columns: rows are searched once for each set of columns.
-    lacking: dict[tuple[str, ...], dict[str, list[int]]] = {}
-    # What the functions do with such rows.
-    notes: dict[str, list[str]] = {}
-    for demand in demands_of(functions, episodes=episodes):
-        if demand.columns not in lacking:
-            lacking[demand.columns] = {
-                name: _without(dataset.rows, rows, demand.columns) for name, rows in parts.items()
-            }
-        without = lacking[demand.columns]
-        count = sum(map(len, without.values()))
-        named = any(column in row for row in dataset.rows for column in demand.columns) if count else True
-        if not named or (demand.ours and count == len(dataset.rows)):
-            raise UserError(_refusal(demand, dataset, section, convert, named))
-        if demand.reader:
-            _check_readable(demand, set(chain(*without.values())), dataset, section)
-        for name, rows in without.items():
+    # {columns: {source: indices of rows without them}}. Rows are searched once for each set of columns, because several
+    # functions may need the same columns.
+    empty_rows: dict[tuple[str, ...], dict[str, list[int]]] = {}
+    effects: dict[str, list[str]] = {}  # {note on the rows: what each function does with them}
+    for requirement in column_requirements(functions, episodes=episodes):
+        columns = requirement.columns
+        if columns not in empty_rows:
+            empty_rows[columns] = {name: _rows_without(dataset.rows, part, columns) for name, part in parts.items()}
+        empty_by_source = empty_rows[columns]
+        count = sum(map(len, empty_by_source.values()))
+        has_column = any(column in row for row in dataset.rows for column in columns) if count else True
+        if not has_column or (requirement.abstains and count == len(dataset.rows)):
+            raise UserError(_missing_column(requirement, dataset, section, convert, has_column=has_column))
+        if requirement.reader:
+            _check_readable(requirement, set(chain(*empty_by_source.values())), dataset, section)
+        for name, rows in empty_by_source.items():
             if rows:
-                note = _note(demand, rows, parts[name], dataset, name)
-                first = dataset.rows[rows[0]].get(demand.columns[0])
-                notes.setdefault(note, []).append(
-                    f"{demand.function} {'abstains' if demand.ours else f'gets {first!r}'}"
-                )
-    lines = [f"{note}: {', '.join(effects)}" for note, effects in notes.items()]
+                note = _note(requirement, rows, parts[name], dataset, name)
+                value = dataset.rows[rows[0]].get(columns[0])
+                effect = "abstains" if requirement.abstains else f"gets {value!r}"
+                effects.setdefault(note, []).append(f"{requirement.function} {effect}")
+    lines = [f"{note}: {', '.join(effects_of_note)}" for note, effects_of_note in effects.items()]
     return replace(dataset, notes=(*dataset.notes, *lines))
 
 
@@ -142,10 +144,11 @@ def check_all(
     *,
     episodes: bool,
 ) -> tuple[Dataset, dict[str, Dataset]]:
-    """Returns the training and the evaluation data with notes on rows that lack a column. Raises: UserError.
+    """Returns the training and the evaluation data with notes on rows that lack a column.
 
-    eval_sets, held_out: evaluation sets and their data, by section of the config. functions: reward functions, whose
-    servers are asked once.
+    eval_sets, held_out: evaluation sets and their data, by section of the config; functions: reward functions, whose
+    servers are contacted once; episodes: whether the config has an environment.
+    Raises: UserError, if a column or a server is missing.
     """
     for column in data.completion_columns:
         dataset = check_completions(dataset, column, data.source)
@@ -154,106 +157,120 @@ def check_all(
     for section, problems in eval_sets.items():
         for function in problems.functions:
             check_reach(function, REWARDS, f"config.{section}.function")
-    checked, judged = check(dataset, functions, "data", episodes=episodes, convert=data.convert), dict(held_out)
+    checked = check(dataset, functions, "data", episodes=episodes, convert=data.convert)
+    checked_sets = dict(held_out)
     for section, problems in eval_sets.items():
         for column in () if problems.functions else data.completion_columns:
-            judged[section] = check_completions(judged[section], column, problems.source)
-        judged[section] = check(
-            judged[section], problems.functions, section, episodes=episodes, convert=problems.convert
+            checked_sets[section] = check_completions(checked_sets[section], column, problems.source)
+        checked_sets[section] = check(
+            checked_sets[section], problems.functions, section, episodes=episodes, convert=problems.convert
         )
-    return checked, judged
+    return checked, checked_sets
 
 
-def _without(rows: Sequence[Row], part: range, columns: tuple[str, ...]) -> list[int]:
+def _rows_without(rows: Sequence[Row], part: range, columns: tuple[str, ...]) -> list[int]:
+    """Returns the indices of rows in `part` in which all columns are empty or missing."""
     return [i for i in part if all(is_empty(rows[i].get(column)) for column in columns)]
 
 
-def _check_readable(demand: Demand, empty: set[int], dataset: Dataset, section: str) -> None:
-    """Raises: UserError, with the first row and how many there are, for values that a reward function refuses."""
-    # Places and what was wrong.
-    # All rows are read before the error: its count tells a broken row from a wrong column.
+def _check_readable(requirement: ColumnRequirement, empty_rows: set[int], dataset: Dataset, section: str) -> None:
+    """Raises: UserError, with the first row and the number of rows whose value a reward function refuses.
+
+    empty_rows: indices of rows without a value, which are not read.
+    """
+    # All rows are read before the error, because the number of refused rows tells a broken row from a wrong column.
     refused: list[tuple[int, ValueError]] = []
     for i, row in enumerate(dataset.rows):
-        if demand.reader and i not in empty:
+        if requirement.reader and i not in empty_rows:
             try:
-                demand.reader(row[demand.columns[0]])
+                requirement.reader(row[requirement.columns[0]])
             except ValueError as error:
                 refused.append((i, error))
     if refused:
         i, error = refused[0]
         source = next((f"{name} " for name, part in dataset.parts.items() if i in part), "")
         source = source or (f"{section}.source " if section else "")
-        more = f"; {len(refused):,} of {len(dataset.rows):,} rows are like this" if len(refused) > 1 else ""
-        raise UserError(f"{source}row {dataset.numbers[i]:,}: reward {demand.function} cannot judge it: {error}{more}")
-
-
-def _note(demand: Demand, without: list[int], part: range, dataset: Dataset, source: str) -> str:
-    prefix = f"{source}: " if source else ""
-    if len(without) == len(part):
-        return f"{prefix}no row has {demand}"
-    first, verb = dataset.numbers[without[0]], "has" if len(without) == 1 else "have"
-    return f"{prefix}{len(without):,} of {len(part):,} rows {verb} no {demand}, the first is row {first:,}"
-
-
-def _refusal(demand: Demand, dataset: Dataset, section: str, convert: str, named: bool) -> str:
-    present = sorted({column for row in dataset.rows for column in row} - {"prompt", PREFILL})
-    what = "which the data does not have"
-    if named:
-        # The columns are there, but empty.
-        present = [column for column in present if column not in demand.columns]
-        what = f"which is empty in all {len(dataset.rows):,} rows{f' of {dataset.source}' * bool(dataset.source)}"
-    by, answer = (f"{section}.convert", "data.answer_column") if section else ("--convert", "--answer-column")
-    likely = next((column for column in ANSWERS if column in present), "")
-    if demand.columns[0] in EPISODE_COLUMNS:
-        remedy = "only episodes have it, in a run with an environment (config.env)"
-    elif name := next((column for column in demand.columns if column in OTHER_ARGUMENTS), ""):
-        meaning, remedy = OTHER_ARGUMENTS[name]
-        return (
-            f"reward {demand.function} asks for {name!r}, {meaning}, which does not exist here: {remedy.format(name)}"
+        count = f"; {len(refused):,} of {len(dataset.rows):,} rows have such a value" if len(refused) > 1 else ""
+        raise UserError(
+            f"{source}row {dataset.numbers[i]:,}: reward {requirement.function} cannot judge this row: {error}{count}"
         )
+
+
+def _note(requirement: ColumnRequirement, empty_rows: list[int], part: range, dataset: Dataset, source: str) -> str:
+    """Returns a note on the number of rows without the required columns, in a data set or a source of a mixture."""
+    prefix = f"{source}: " if source else ""
+    if len(empty_rows) == len(part):
+        return f"{prefix}no row has {requirement}"
+    first, verb = dataset.numbers[empty_rows[0]], "has" if len(empty_rows) == 1 else "have"
+    return f"{prefix}{len(empty_rows):,} of {len(part):,} rows {verb} no {requirement}, the first is row {first:,}"
+
+
+def _missing_column(
+    requirement: ColumnRequirement, dataset: Dataset, section: str, convert: str, *, has_column: bool
+) -> str:
+    """Returns the error for a column that a reward function needs: no row has it, or it is empty in all rows."""
+    function, columns = requirement.function, requirement.columns
+    present = sorted({column for row in dataset.rows for column in row} - {"prompt", PREFILL})
+    problem = "which no row has"
+    if has_column:
+        present = [column for column in present if column not in columns]
+        problem = f"which is empty in all {len(dataset.rows):,} rows{f' of {dataset.source}' * bool(dataset.source)}"
+    convert_field = f"{section}.convert" if section else "--convert"
+    answer_field = "data.answer_column" if section else "--answer-column"
+    likely = next((column for column in ANSWERS if column in present), "")
+    if columns[0] in EPISODE_COLUMNS:
+        remedy = "only runs with an environment have this column, so add the section env"
+    elif name := next((column for column in columns if column in OTHER_ARGUMENTS), ""):
+        meaning, remedy = OTHER_ARGUMENTS[name]
+        return f"reward {function} has the argument {name!r}, {meaning}, which is unknown here: {remedy.format(name)}"
     elif convert:
-        remedy = f"let {by} = {convert!r} make it"
-    elif demand.columns[0] == "answer":
-        other = f"fill it{f', name another in {answer}' * bool(present)}" if named else f"name one in {answer}"
-        remedy = f"name the column that holds it, {answer} = {likely!r}" if likely else other
-        remedy += f", or make it with {by}"
+        remedy = f"{convert_field} = {convert!r} must make the column"
+    elif columns[0] == "answer":
+        fill = f"fill the column{f', or name another one in {answer_field}' * bool(present)}"
+        name_other = fill if has_column else f"name the column of the answer in {answer_field}"
+        remedy = f"set {answer_field} = {likely!r}" if likely else name_other
+        remedy += f", or make the column with {convert_field}"
     else:
-        remedy = f"{'fill it' if named else 'rename one'}, or make it with {by}"
-    where = f" ({section}.source)" if section else ""
-    listed = ", ".join(present) or "none"
-    return f"reward {demand.function} asks for column {demand}, {what}{where}; there is {listed}: {remedy}"
+        remedy = f"{'fill the column' if has_column else 'rename a column'}, or make it with {convert_field}"
+    source_field = f" ({section}.source)" if section else ""
+    listed = f"has the columns {', '.join(present)}" if present else "has no other column"
+    return f"reward {function} needs the column {requirement}, {problem}{source_field}; the data {listed}: {remedy}"
 
 
 def check_completions(dataset: Dataset, column: str, source: str) -> Dataset:
-    """Returns a data set of completions to learn, text or the turns of an episode, with a note on those without text.
+    """Returns a data set with a note on the rows whose completion is blank.
 
-    Raises: UserError, with the first such row and how many there are, if rows have something else or nothing.
+    column: name of the column that `sft` learns, with text or the turns of an episode.
+    Raises: UserError, with the first row and the number of rows whose column holds anything else, or nothing.
     """
     completions = [turns(row.get(column)) for row in dataset.rows]
-    without = [i for i, messages in enumerate(completions) if not messages]
-    if without and not any(column in row for row in dataset.rows):
+    without_turns = [i for i, messages in enumerate(completions) if not messages]
+    if without_turns and not any(column in row for row in dataset.rows):
         columns = formats.columns_text(dict.fromkeys(name for row in dataset.rows for name in row))
         raise UserError(
-            f"{source} has no column {column!r} ({columns}): name the one to learn in data.completion_column"
-            " (of a pair, the worse one in data.rejected_column)"
+            f"{source} has no column {column!r} ({columns}): name the completion to learn in data.completion_column"
+            " (and the worse one of a preference pair in data.rejected_column)"
         )
-    if without:
+    if without_turns:
+        first = without_turns[0]
         raise UserError(
-            f"{source} row {dataset.numbers[without[0]]}: {column!r} is {dataset.rows[without[0]].get(column)!r:.200} "
-            f"({len(without):,} of {len(completions):,} rows have no completion): make it text, or messages of the "
-            "roles assistant and environment, or drop these rows with data.convert"
+            f"{source} row {dataset.numbers[first]}: {column!r} is {dataset.rows[first].get(column)!r:.200}, but must "
+            "be text, or messages of the roles assistant and environment "
+            f"({len(without_turns):,} of {len(completions):,} rows have no completion); drop these rows with "
+            "data.convert"
         )
     blank = [i for i, messages in enumerate(completions) if not any(text.strip() for _, text in messages)]
     if not blank:
         return dataset
-    first = dataset.numbers[blank[0]]
     share = f"{len(blank):,} of {len(completions):,} rows"
-    note = f"{share} have an empty {column!r}, the first is row {first:,}: they teach to end"
+    note = (
+        f"{share} have an empty {column!r}, the first is row {dataset.numbers[blank[0]]:,}: they teach to stop at once"
+    )
     return replace(dataset, notes=(*dataset.notes, note))
 
 
 def turns(completion: Any) -> Turns:
-    """Returns the turns of a completion: (whether the policy says it, text). []: it is neither text nor turns."""
+    """Returns the turns of a completion: (whether the policy wrote it, text); [] for a value without text or turns."""
     if isinstance(completion, str):
         return [(True, completion)]
     try:

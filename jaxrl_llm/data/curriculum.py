@@ -21,42 +21,42 @@ from jaxrl_llm.machine import distributed
 
 
 class Curriculum:
-    """Decides which prompts are drawn. Its only state is a bit for each row: whether its last visit had no signal."""
+    """Decides which prompts are drawn. Its only state is one bit per row: whether its last visit had no signal."""
 
     def __init__(self, size: int, skip: float, seed: int):
-        """size: rows of the data set; skip: probability of passing over a row whose last visit had no signal."""
+        """size: number of rows; skip: probability of skipping a row whose last visit had no signal."""
         self._skip, self._seed = skip, seed
-        self.no_signal = np.zeros(size, bool)  # [N], what a draw knows
-        self._passed = 0
+        self.no_signal = np.zeros(size, bool)  # [N] bits of the rows, as the next draw uses them
+        self._skipped = 0
 
     def draws(self, turn: int, number: int) -> bool:
-        """Returns whether row `number` is drawn, which its source offers as its row `turn`."""
-        # A generator for each offer, and not one for all: no state to save.
+        """Returns whether row `number` is drawn. turn: count of the rows that its source has offered so far."""
+        # Each offer has a generator of its own, so that no random state must be saved.
         chance = np.random.default_rng([self._seed, turn, number]).random() if self.no_signal[number] else 1.0
-        self._passed += chance < self._skip
+        self._skipped += chance < self._skip
         return chance >= self._skip
 
     def metrics(self) -> dict[str, float]:
-        """Returns how many prompts were passed over since the last call, and the share of rows without a signal."""
-        passed, self._passed = self._passed, 0
-        return {"curriculum/passed_over": float(passed), "curriculum/no_signal": float(self.no_signal.mean())}
+        """Returns the number of prompts skipped since the last call, and the share of rows without a signal."""
+        skipped, self._skipped = self._skipped, 0
+        return {"curriculum/passed_over": float(skipped), "curriculum/no_signal": float(self.no_signal.mean())}
 
     def visited(
-        self, known: np.ndarray, numbers: np.ndarray, no_signal: np.ndarray, replaced: Sequence[int]
+        self, previous: np.ndarray, numbers: np.ndarray, no_signal: np.ndarray, replaced: Sequence[int]
     ) -> np.ndarray:
         """Returns the bits [N] after the visits of a step, of all processes.
 
-        numbers, no_signal: [B] of this process's prompts, rows of the data set and whether they taught nothing;
-        replaced: rows of all processes that had no signal, and whose place others took.
+        previous: [N] bits before the step; numbers: [B] rows of this process's prompts; no_signal: [B] whether each of
+        these prompts had no signal; replaced: rows of all processes without signal that other rows replaced.
         """
-        # Every process needs the same bits, or the processes would draw different rows.
+        # All processes need equal bits, because they would draw different rows otherwise.
         numbers, no_signal = distributed.gather(numbers), distributed.gather(no_signal)
-        # A copy: batches already drawn ahead keep the bits that they were drawn with.
-        updated = known.copy()
-        # First: a row that was replaced may be drawn again in the same step, and then that visit counts.
+        # The bits are copied, because batches that were drawn ahead keep the bits of their draw.
+        updated = previous.copy()
+        # Replaced rows come first, because such a row may be drawn again in the same step, and then that visit counts.
         updated[list(replaced)] = True
         updated[numbers] = True
-        # Last: a row may be drawn twice in a step.
+        # A row may be drawn twice in a step; one visit with a signal is enough, so these rows come last.
         updated[numbers[~no_signal]] = False
         return updated
 
@@ -64,7 +64,10 @@ class Curriculum:
 def drawn(
     dataset: Dataset, collate: order.Collate, settings: DataSettings, *, batch: int, seed: int
 ) -> tuple[Curriculum | None, grain.DatasetIterator]:
-    """Returns the curriculum of a run, if it passes over prompts, and the iterator over its batches of prompts."""
+    """Returns the curriculum of a run, None if it skips no prompts, and the iterator over its batches of prompts.
+
+    collate: makes a batch of row numbers; settings: section `data`; batch: prompts of a step.
+    """
     size, skip = len(dataset.rows), settings.skip
     if not skip and not dataset.parts:
         return None, order.iterate(size, batch, seed, collate, values=dataset.order_values)

@@ -23,14 +23,14 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import progress, user_cache
 
 Chat: TypeAlias = list[dict[str, Any]]
-CHUNK = 4096  # prompts per tokenizer call: enough for its threads, with little memory
-CLOCK = re.compile(r"strftime_now\s*\(")  # a chat template asks for today's date
-DATE = re.compile(CLOCK.pattern + r"""\s*(["'])(.*?)\1\s*\)""")  # in a format that can be read here
+CHUNK = 4096  # prompts per tokenizer call, enough for its threads with little memory
+CLOCK = re.compile(r"strftime_now\s*\(")  # call by which a chat template reads today's date
+DATE = re.compile(CLOCK.pattern + r"""\s*(["'])(.*?)\1\s*\)""")  # such a call with a literal format
 MIN_CACHED = 2**20  # minimum number of characters for storing token ids in the user's cache folder
-# Unpaired surrogates: valid as JSON escapes, but not for tokenizers.
-HALF_A_PAIR = re.compile("[\ud800-\udfff]")
-ANSWER = "(an-answer)"  # stands for the words of an answer in a chat
-FORMAT = 3  # version of stored token ids: raise it if a change of this file changes them
+# Unpaired surrogates are valid JSON escapes, but tokenizers refuse them.
+UNPAIRED_SURROGATE = re.compile("[\ud800-\udfff]")
+ANSWER = "(an-answer)"  # placeholder for the text of an answer in a chat
+FORMAT = 3  # version of cached token ids, which must rise if a change of this file changes them
 
 
 def encode(
@@ -47,14 +47,14 @@ def encode(
 
     A chat ends with the generation prompt. If its last message is from the assistant, the completion continues it.
     numbers: number of each prompt in its source, from 1; template_args: arguments of the chat template; row_args:
-    further ones of each prompt, which win. spelling: replaced in all texts, after the template.
+    arguments of each prompt, which override template_args; spelling: {text: its replacement} after the template.
     Raises: UserError, naming source and row, if the template refuses a prompt or the tokenizer would lose text.
     """
     numbers, template_args = numbers or range(1, len(prompts) + 1), dict(template_args or {})
     if any(not isinstance(prompt, str) for prompt in prompts):
         check_template(tokenizer, source, template_args, zip(numbers, row_args, strict=False))
     # The cache saves minutes at the start of a run with a large data set.
-    key, ids = _key(tokenizer, prompts, template_args | dict(spelling), row_args), None
+    key, ids = _cache_key(tokenizer, prompts, template_args | dict(spelling), row_args), None
     if key:
         ids = user_cache.load_ids(key, len(prompts))
     if ids is None:
@@ -64,8 +64,8 @@ def encode(
                 prompt_args = [template_args | dict(row_arg) for row_arg in row_args[chunk]] or repeat(template_args)
                 rows = zip(numbers[chunk], prompts[chunk], prompt_args, strict=False)
                 texts = [_render(source, number, prompt, tokenizer, args) for number, prompt, args in rows]
-                for mark, text in spelling.items():
-                    texts = [x.replace(mark, text) for x in texts]
+                for written, replacement in spelling.items():
+                    texts = [text.replace(written, replacement) for text in texts]
                 ids += _encode(texts, tokenizer, source, numbers[chunk])
                 task.advance(len(texts))
         if key:
@@ -76,7 +76,7 @@ def encode(
 def encode_text(text: str, tokenizer: Any) -> list[int]:
     """Returns the token ids of a text as it is, with nothing added. Several threads may call it."""
     if tokenizer.is_fast:
-        # Its own call may change the tokenizer's settings, which another thread uses.
+        # The call tokenizer(text) may change settings of the tokenizer that another thread uses.
         return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -91,50 +91,51 @@ def decode(ids: list[list[int]], tokenizer: Any) -> list[str]:
 def check_template(
     tokenizer: Any, source: str, template_args: Mapping[str, Any], rows: Iterable[tuple[int, Mapping[str, Any]]]
 ) -> None:
-    """Checks that a chat template exists and reads all arguments, also those of rows: (number, arguments).
+    """Checks that the tokenizer has a chat template, which reads all arguments.
 
-    Raises: UserError, naming an argument that it does not read.
+    template_args: arguments of all prompts; rows: (row number, arguments of its row).
+    Raises: UserError, naming an argument that the template does not read.
     """
     if not tokenizer.chat_template:
         raise UserError(
-            f"{source} holds chats but the tokenizer has no chat template: use an instruct model, or text, or add a "
-            f"chat_template.jinja to {tokenizer.name_or_path}"
+            f"{source} holds chats, but the tokenizer has no chat template: use an instruct model, or prompts of text, "
+            f"or add a chat_template.jinja to {tokenizer.name_or_path}"
         )
-    names = [(number, name) for number, args in rows for name in args]
-    read = _read_by_template(tokenizer) if template_args or names else set()
+    row_names = [(number, name) for number, args in rows for name in args]
+    variables = _template_variables(tokenizer) if template_args or row_names else set()
     for name in template_args:
-        if name not in read:
+        if name not in variables:
             raise UserError(
-                f"chat_template_args: the chat template does not read {name!r}, so it would do nothing; "
-                f"it reads {', '.join(sorted(read)) or 'no argument'}"
+                f"config.data.chat_template_args.{name} has no effect, because the chat template has no variable of "
+                f"this name; its variables: {', '.join(sorted(variables)) or 'none'}"
             )
-    for number, name in names:
-        if name not in read:
+    for number, name in row_names:
+        if name not in variables:
             raise UserError(
-                f"{source} row {number} has {name!r} for the chat template, which does not read it: use a model "
-                "whose template does, or leave the column out"
+                f"{source} row {number} has {name!r} for the chat template, which has no variable of this name: use a "
+                "model whose chat template reads it, or remove the column"
             )
 
 
 def on_day(tokenizer: Any, day: str) -> Any:
-    """Returns the tokenizer with a chat template that writes this date, as 2026-11-25, wherever it asks for today's.
+    """Returns the tokenizer with a chat template that writes `day`, such as 2026-11-25, in place of today's date.
 
-    A date is part of the token ids: with that of the clock a resumed run would have other prompts.
-    Raises: UserError, if the template asks for a date in a format that is no literal.
+    The date is fixed, because a resumed run would have other prompts with the date of the clock.
+    Raises: UserError, if the template formats the date in another way than by a literal.
     """
 
     def dated(template: str) -> str:
-        # repr: a literal of the template's language, which has Python's quotations.
+        # repr gives a valid literal, because templates quote text as Python does.
         text = DATE.sub(lambda call: repr(date.fromisoformat(day).strftime(call[2])), template)
         if CLOCK.search(text):
             raise UserError(
-                f"{tokenizer.name_or_path}: the chat template gives strftime_now no literal format, so that its date "
-                "would be that of the clock: write one, such as strftime_now('%d %b %Y')"
+                f"{tokenizer.name_or_path}: the chat template calls strftime_now without a literal format, so the date "
+                "cannot be fixed for the run: write a literal, such as strftime_now('%d %b %Y')"
             )
         return text
 
     template = tokenizer.chat_template
-    if isinstance(template, dict):  # several, by name
+    if isinstance(template, dict):  # several templates, by name
         tokenizer.chat_template = {name: dated(text) for name, text in template.items()}
     elif template:
         tokenizer.chat_template = dated(template)
@@ -146,44 +147,48 @@ def turn_end(tokenizer: Any, template_args: Mapping[str, Any]) -> int | None:
     if not tokenizer.chat_template:
         return None
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
-    # A template may raise anything.
-    with suppress(Exception):
-        after = tokenizer.apply_chat_template(messages, tokenize=False, **template_args).rpartition(ANSWER)[2].strip()
-        ends = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-        ends += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        texts = {i: tokenizer.convert_ids_to_tokens(i) for i in ends}
-        # The longest first: <|end|> may begin another token.
-        return next((i for i in sorted(ends, key=lambda i: -len(texts[i])) if after.startswith(texts[i])), None)
+    with suppress(Exception):  # a template may raise any error
+        chat = tokenizer.apply_chat_template(messages, tokenize=False, **template_args)
+        text_after_answer = chat.rpartition(ANSWER)[2].strip()
+        candidates = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+        candidates += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        texts = {i: tokenizer.convert_ids_to_tokens(i) for i in candidates}
+        # Longer tokens are tried first, because a token may begin with the text of another one.
+        longest_first = sorted(candidates, key=lambda i: -len(texts[i]))
+        return next((i for i in longest_first if text_after_answer.startswith(texts[i])), None)
     return None
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """Returns [begin token] if the tokenizer puts it before a text, else []. For chats the template adds it."""
+    """Returns [begin token id] if the tokenizer puts this token before a text, else []. For chats the template does."""
     first = tokenizer("")["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
 
 
-def _read_by_template(tokenizer: Any) -> set[str]:
-    """Returns the variables that the chat template reads, without those that it or this package sets."""
+def _template_variables(tokenizer: Any) -> set[str]:
+    """Returns the variables of the chat template that a config or a row may set."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", tokenizer.get_chat_template())  # a tag of transformers
-        read = jinja2.meta.find_undeclared_variables(environment.parse(template))
+        # The tag `generation` is removed, because only transformers defines it.
+        template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", tokenizer.get_chat_template())
+        variables = jinja2.meta.find_undeclared_variables(environment.parse(template))
     except (ValueError, jinja2.TemplateSyntaxError) as error:
-        raise UserError(f"{tokenizer.name_or_path}: the chat template cannot be read ({error}): mend it") from error
-    set_here = {"messages", "add_generation_prompt", "raise_exception", "strftime_now", *environment.globals}
-    return {name for name in read - set_here if not name.endswith("_token")}  # such as bos_token
+        raise UserError(
+            f"{tokenizer.name_or_path}: the chat template must be valid jinja ({error}): restore the original template"
+        ) from error
+    predefined = {"messages", "add_generation_prompt", "raise_exception", "strftime_now", *environment.globals}
+    return {name for name in variables - predefined if not name.endswith("_token")}  # bos_token is predefined, too
 
 
-def _key(
+def _cache_key(
     tokenizer: Any,
     prompts: Sequence[str | Chat],
     template_args: Mapping[str, Any],
     row_args: Sequence[Mapping[str, Any]],
 ) -> str:
-    """Returns a hash of everything that token ids depend on; "" if the prompts are short, or cannot be kept.
+    """Returns a hash of everything that token ids depend on; "" if the prompts are short, or must not be cached.
 
-    Only fast tokenizers can be serialized, and so hashed. What a template writes by the clock cannot be kept.
+    Only fast tokenizers can be serialized, and so hashed. Token ids of a template that reads the clock are not cached.
     """
     versions = [FORMAT, *(version(name) for name in ("transformers", "tokenizers"))]
     settings = [versions, tokenizer.chat_template, dict(template_args), tokenizer.special_tokens_map]
@@ -195,19 +200,21 @@ def _key(
         digest.update(serialized)
     if size < MIN_CACHED or not tokenizer.is_fast or CLOCK.search(str(tokenizer.chat_template)):
         return ""
-    # Last, because it writes out the whole vocabulary: short data does not need it.
+    # The tokenizer is hashed last, because this serializes the whole vocabulary, which short data does not need.
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     return digest.hexdigest()
 
 
 def _chunks(count: int) -> list[slice]:
+    """Returns the slices of `count` prompts that are encoded in one call."""
     return [slice(start, start + CHUNK) for start in range(0, count, CHUNK)]
 
 
 def _render(source: str, number: int, prompt: str | Chat, tokenizer: Any, template_args: Mapping[str, Any]) -> str:
+    """Returns a prompt as text: text as it is, and a chat as the chat template formats it."""
     if isinstance(prompt, str):
         return prompt
-    # The completion continues this answer, as in TRL.
+    # If the last message is an answer, the completion continues it, as in TRL.
     continues = prompt[-1]["role"] == "assistant"
     render = partial(
         tokenizer.apply_chat_template,
@@ -219,58 +226,68 @@ def _render(source: str, number: int, prompt: str | Chat, tokenizer: Any, templa
     try:
         text = render(prompt)
         # OpenAI's messages hold the arguments of a call as JSON text, which most templates would quote once more.
-        quoted = any(json.dumps(x, ensure_ascii=False) in text for x in _argument_texts(prompt))
-        return render([_with_objects(message) for message in prompt]) if quoted else text
-    except Exception as error:
-        # A template may raise anything.
+        is_quoted = any(json.dumps(x, ensure_ascii=False) in text for x in _argument_texts(prompt))
+        return render([_with_argument_objects(message) for message in prompt]) if is_quoted else text
+    except Exception as error:  # a template may raise any error
         raise UserError(
-            f"{source} row {number}: the chat template does not take the prompt: {error}; mend one of them"
+            f"{source} row {number}: the chat template cannot format the prompt ({error}): change the prompt or the "
+            "template"
         ) from error
 
 
 def _argument_texts(prompt: Chat) -> list[str]:
+    """Returns the arguments of tool calls in a chat that are JSON text."""
     calls = [call for message in prompt for call in message.get("tool_calls") or ()]
     arguments = [call.get("function", call).get("arguments") for call in calls]
     return [x for x in arguments if isinstance(x, str)]
 
 
-def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message whose calls of tools have objects as arguments where they have the JSON text of one."""
+def _with_argument_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message whose tool calls have arguments as objects in place of JSON text."""
 
-    def read(call: dict[str, Any]) -> dict[str, Any]:
+    def parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
         if "function" in call:
-            return call | {"function": read(call["function"])}
+            return call | {"function": parse_arguments(call["function"])}
         with suppress(KeyError, TypeError, ValueError):
             if isinstance(arguments := json.loads(call["arguments"]), dict):
                 return call | {"arguments": arguments}
         return call
 
-    return message | {"tool_calls": list(map(read, message["tool_calls"]))} if message.get("tool_calls") else message
+    if not message.get("tool_calls"):
+        return message
+    return message | {"tool_calls": [parse_arguments(call) for call in message["tool_calls"]]}
 
 
 def _encode(texts: list[str], tokenizer: Any, source: str, numbers: Sequence[int]) -> list[np.ndarray]:
-    """Returns token ids of texts, with nothing added. Fast tokenizers use their threads."""
+    """Returns the token ids of texts, with nothing added. Fast tokenizers use their threads.
+
+    numbers: number of each text's row in its source, from 1.
+    Raises: UserError, naming source and row, for text that the tokenizer would lose.
+    """
     for text, number in zip(texts, numbers, strict=True):
-        if not text.isascii() and HALF_A_PAIR.search(text):
-            raise UserError(f"{source} row {number}: {text[:200]!r} holds half of a character: mend the row")
+        if not text.isascii() and UNPAIRED_SURROGATE.search(text):
+            raise UserError(
+                f"{source} row {number}: {text[:200]!r} has half of a surrogate pair, which is no character: correct "
+                "the row"
+            )
     if tokenizer.is_fast:
         core = tokenizer.backend_tokenizer
-        # A tokenizer.json may switch on truncation and padding.
+        # Truncation and padding are switched off, because a tokenizer.json may switch them on.
         core.no_truncation()
         core.no_padding()
         ids = [encoding.ids for encoding in core.encode_batch_fast(texts, add_special_tokens=False)]
     else:
         ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    decoded = decode(ids, tokenizer)
+    decoded_texts = decode(ids, tokenizer)
 
-    def letters(text: str) -> int:
+    def count_letters(text: str) -> int:
         return sum(map(len, text.split()))
 
-    for text, back, number in zip(texts, decoded, numbers, strict=True):
-        # Tokenizers may normalize text and change spaces. Only lost characters are an error.
-        if back != text and letters(back) < letters(unicodedata.normalize("NFC", text)):
+    for text, decoded, number in zip(texts, decoded_texts, numbers, strict=True):
+        # Only lost characters are an error, because tokenizers may normalize text and change spaces.
+        if decoded != text and count_letters(decoded) < count_letters(unicodedata.normalize("NFC", text)):
             raise UserError(
-                f"{source} row {number}: the model's tokenizer cannot write {text[:200]!r}, only {back[:200]!r}: "
-                "use another model, or leave the row out"
+                f"{source} row {number}: the tokenizer loses text: {text[:200]!r} becomes {decoded[:200]!r}; use "
+                "another model, or drop the row"
             )
     return [np.array(tokens, np.int32) for tokens in ids]

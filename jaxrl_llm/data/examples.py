@@ -1,4 +1,4 @@
-"""The examples of `sft`: the completions of rows as token ids, batches of them, and the position in the data."""
+"""Examples of `sft`: completions of rows as token ids, their batches, and the position in the data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxrl_llm.structs import Batch, PartState
 
 
 class Answer(NamedTuple):
-    """Token ids of a completion, and which of them are learned: not those of an environment."""
+    """Token ids of a completion, and which of them `sft` learns: all but those of an environment."""
 
     tokens: list[int]
     learned: list[bool]
@@ -26,27 +26,35 @@ class Answer(NamedTuple):
 def tokenize_answers(
     dataset: data.Dataset, tokenizer: Any, settings: DataSettings, limit: int, stop_ids: Sequence[int]
 ) -> list[tuple[Answer, ...]]:
-    """Returns each row's G completions with the end token, and () for a row of which one is above the limit of tokens.
+    """Returns the G completions of each row with their end tokens; () for a row with a completion above the limit.
 
-    After the answer of a chat, the end token is the one that the template writes there, if the model stops at it:
-    Gemma's template writes <end_of_turn>, and its tokenizer ends texts with <eos>.
-    A column holds text, or the turns of an episode: each is encoded alone, as an environment does it.
-    Raises: UserError, if the tokenizer has no end token, or if no row is left.
+    limit: tokens of a completion; stop_ids: tokens at which the model stops. The end token of a chat is the one that
+    its template writes after an answer, if the model stops at it; Gemma's template writes <end_of_turn>, for example,
+    but its tokenizer ends texts with <eos>. A column holds text, or the turns of an episode, which are encoded one by
+    one as an environment does. Raises: UserError, if the tokenizer has no end token, or if no row is left.
     """
     if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no end token: name its eos_token in tokenizer_config.json")
+        raise UserError(
+            f"{tokenizer.name_or_path}: the tokenizer has no end token, which sft must teach; set eos_token in its "
+            "tokenizer_config.json"
+        )
     turn_end = encoding.turn_end(tokenizer, settings.template_args())
-    end = turn_end if turn_end is not None and turn_end in stop_ids else tokenizer.eos_token_id
-    ends = [tokenizer.eos_token_id if isinstance(row["prompt"], str) else end for row in dataset.rows]
-    by_column = [_answers(dataset, tokenizer, column, settings.source, ends) for column in settings.completion_columns]
-    answers = [row if all(len(each.tokens) <= limit for each in row) else () for row in zip(*by_column, strict=True)]
+    chat_end = turn_end if turn_end is not None and turn_end in stop_ids else tokenizer.eos_token_id
+    end_ids = [tokenizer.eos_token_id if isinstance(row["prompt"], str) else chat_end for row in dataset.rows]
+    by_column = [
+        _column_answers(dataset, tokenizer, column, settings.source, end_ids) for column in settings.completion_columns
+    ]
+    rows = zip(*by_column, strict=True)
+    answers = [row if all(len(answer.tokens) <= limit for answer in row) else () for row in rows]
     if not any(answers):
-        raise UserError(f"all completions are longer than rollout.max_completion_tokens = {limit}: raise it")
+        raise UserError(f"config.rollout.max_completion_tokens = {limit}: all completions are longer; raise the limit")
     return answers
 
 
-def _answers(dataset: data.Dataset, tokenizer: Any, column: str, source: str, ends: Sequence[int]) -> list[Answer]:
-    """ends: end token of each row."""
+def _column_answers(
+    dataset: data.Dataset, tokenizer: Any, column: str, source: str, end_ids: Sequence[int]
+) -> list[Answer]:
+    """Returns the completion of each row in a column, with its end token. end_ids: [N] end token of each row."""
     turns = [columns.turns(row[column]) for row in dataset.rows]
     numbers = [number for number, row in zip(dataset.numbers, turns, strict=True) for _ in row]
     encoded = encoding.encode([text for row in turns for _, text in row], tokenizer, source, numbers=numbers)
@@ -54,9 +62,12 @@ def _answers(dataset: data.Dataset, tokenizer: Any, column: str, source: str, en
         dataset.images.check_completions(encoded, tokenizer, source, numbers)
     ids = iter(encoded)
     answers = []
-    for row, end in zip(turns, ends, strict=True):
-        parts = [Answer(tokens.tolist(), [own] * len(tokens)) for (own, _), tokens in zip(row, ids, strict=False)]
-        tokens, learned = (list(chain(*x)) for x in zip(*parts, ([end], [True]), strict=True))
+    for row, end_id in zip(turns, end_ids, strict=True):
+        # `ids` goes last in zip, so that the end of a row takes no turn of the next row.
+        parts = [
+            Answer(tokens.tolist(), [by_policy] * len(tokens)) for (by_policy, _), tokens in zip(row, ids, strict=False)
+        ]
+        tokens, learned = (list(chain(*x)) for x in zip(*parts, ([end_id], [True]), strict=True))
         answers.append(Answer(tokens, learned))
     return answers
 
@@ -64,13 +75,16 @@ def _answers(dataset: data.Dataset, tokenizer: Any, column: str, source: str, en
 def make_batch(
     dataset: data.Dataset,
     answers: Sequence[tuple[Answer, ...]],
-    kept: Sequence[int],
+    kept_rows: Sequence[int],
     length: int,
     pad_id: int,
     indices: Sequence[int],
 ) -> Batch:
-    """Makes a Batch with the G completions of each of the rows kept[indices], on the host."""
-    rows = [kept[i] for i in indices]
+    """Makes a Batch with the G completions of each of the rows kept_rows[indices], on the host.
+
+    kept_rows: numbers of the rows whose completions fit; length: C, tokens to which completions are padded.
+    """
+    rows = [kept_rows[i] for i in indices]
     prompts = data.make_prompts(dataset, rows, pad_id)
     completions = np.full((len(rows), len(answers[rows[0]]), length), pad_id, np.int32)
     mask, learned = np.zeros(completions.shape, bool), np.zeros(completions.shape, bool)
@@ -82,26 +96,26 @@ def make_batch(
 
 
 class Examples:
-    """Batches of examples, and the position in them."""
+    """Batches of examples, and the position in the data that checkpoints hold."""
 
     def __init__(self, iterator: grain.DatasetIterator):
         self._iterator = iterator
-        # _position: after the last batch learned from, for checkpoints.
-        self._beginning = self._position = iterator.get_state()
+        # The position is the one after the last learned batch.
+        self._start = self._position = iterator.get_state()
 
     def next(self) -> Batch:
         """Returns the next examples, on the host."""
         return next(self._iterator)
 
     def learned(self) -> None:
-        """Marks the last batch as learned from: the iterator stands behind it."""
+        """Marks the last batch as learned, so that `state` returns the position after it."""
         self._position = self._iterator.get_state()
 
     def state(self, seconds: float | None = None) -> PartState:
-        """Returns the position after the last batch learned from."""
+        """Returns the position after the last learned batch."""
         return PartState({"position": self._position})
 
     def load(self, state: PartState | None) -> None:
-        """Goes on at the position of a state; None: at the start of the data."""
-        self._position = state.notes["position"] if state else self._beginning
+        """Moves to the position of a state; None = the start of the data."""
+        self._position = state.notes["position"] if state else self._start
         self._iterator.set_state(self._position)

@@ -1,4 +1,4 @@
-"""Files of images: their sizes from headers, and their pixels. Pillow is imported only where there are some."""
+"""Opens images: their sizes from headers, and their pixels. Pillow is imported only by functions that open one."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from jaxrl_llm.data.image_columns import is_pillow
-from jaxrl_llm.data.images import ImageFormat
+from jaxrl_llm.data.image_format import ImageFormat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from PIL.Image import Image
 
-# What Pillow opens here. Its other formats start programs, or are no images.
+# Formats that are opened. Pillow has further ones, which start programs, or are no images.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
-# How an orientation of EXIF is undone (names of PIL.Image.Transpose).
-TURNS = {
+# {orientation in EXIF: the operation of PIL.Image.Transpose that undoes it}
+TRANSPOSITIONS = {
     2: "FLIP_LEFT_RIGHT",
     3: "ROTATE_180",
     4: "FLIP_TOP_BOTTOM",
@@ -34,16 +34,18 @@ TURNS = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-ORIENTATION, SIDEWAYS = 0x0112, 5  # tag of EXIF; orientations from which on an image lies on its side
-SMALL = 256  # pixels of a side of a thumbnail, at most
-LOADING = Lock()  # of an image of Pillow, which several rows may share
+ORIENTATION = 0x0112  # EXIF tag of the orientation
+FIRST_SIDEWAYS = 5  # orientations from this one on swap width and height
+THUMBNAIL_SIDE = 256  # largest side of a thumbnail in pixels
+LOADING = Lock()  # guards images of Pillow, because several rows may share one
 
 
 @contextmanager
 def opened(source: Any, folder: str = "") -> Iterator[Image]:
-    """Opens an image of which only the header is read: bytes, a path below `folder`, a data URL, or one of Pillow.
+    """Opens an image, of which only the header is read.
 
-    Raises: ValueError, saying what is wrong and what helps.
+    source: bytes, a path below `folder`, a data URL, or an image of Pillow; folder: "" for paths of any folder.
+    Raises: ValueError, with the problem and the fix.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -52,30 +54,33 @@ def opened(source: Any, folder: str = "") -> Iterator[Image]:
             _decode(source)
         yield source
         return
-    # All plugins are loaded first, because a Pillow may be built without the plugin of a format.
+    # All plugins are loaded, because Image.OPEN then tells which formats this build of Pillow has.
     Image.init()
     formats = [name for name in FORMATS if name in Image.OPEN]
     with _stream(source, folder) as stream:
         try:
             image = Image.open(stream, formats=formats)
         except UnidentifiedImageError:
-            raise ValueError(f"is no image in one of the formats {', '.join(formats)}: convert it") from None
+            raise ValueError(f"must be an image in one of the formats {', '.join(formats)}: convert it") from None
         except Image.DecompressionBombError:
-            raise ValueError(f"has more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels: make it smaller") from None
+            raise ValueError(f"must have at most {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels: resize it") from None
         except (OSError, ValueError, SyntaxError, EOFError) as error:
-            raise ValueError(f"cannot be read ({error}): replace it") from None
+            raise ValueError(f"cannot be read ({error}): replace the image") from None
         with image:
             yield image
 
 
 @contextmanager
 def _stream(source: Any, folder: str) -> Iterator[IO[bytes]]:
+    """Opens the bytes of an image that is no image of Pillow. Raises: ValueError, for a file that cannot be read."""
     if isinstance(source, str) and not source.startswith("data:"):
         try:
             stream = path_of(source, folder).open("rb")
         except OSError as error:
-            where = f"below {folder}" if folder else "of this machine"
-            raise ValueError(f"cannot be read ({error.strerror}): give a file {where} (data.image_folder)") from None
+            place = f"below {folder}" if folder else "on this machine"
+            raise ValueError(
+                f"cannot be read ({error.strerror}): the path must name a file {place} (data.image_folder)"
+            ) from None
         with stream:
             yield stream
         return
@@ -83,19 +88,22 @@ def _stream(source: Any, folder: str) -> Iterator[IO[bytes]]:
 
 
 def path_of(name: str, folder: str) -> Path:
-    """Returns the file of an image, which is below `folder` if there is one. Raises: ValueError."""
+    """Returns the file of an image. folder: folder that must contain the file; "" = any file.
+
+    Raises: ValueError, for an address, or a path that leaves the folder.
+    """
     name = name.removeprefix("file://")
     if "://" in name:
-        raise ValueError("is an address, from which nothing is fetched: download it, and give its path or bytes")
+        raise ValueError("is an address, but images are not downloaded: download it, and store its path or bytes")
     if "\0" in name:
-        raise ValueError("is no path: give one")
+        raise ValueError("must be the path of a file")
     if not folder:
         return Path(name).expanduser()
     root = Path(os.path.normpath(Path(folder).expanduser()))
-    # Only the name decides, because a folder may have links to other places.
+    # Links are not resolved, because a folder may have links to other places.
     path = Path(os.path.normpath(root / name))
     if not path.is_relative_to(root):
-        raise ValueError(f"is not below the folder {folder} (data.image_folder): move it there, or leave that empty")
+        raise ValueError(f"must be below data.image_folder = {folder}: move the file there, or set image_folder to ''")
     return path
 
 
@@ -103,39 +111,40 @@ def _from_url(url: str) -> bytes:
     """Returns the content of a data URL. Raises: ValueError."""
     head, comma, content = url.partition(",")
     if not comma or not head.endswith(";base64"):
-        raise ValueError("is a data URL without base64: write data:image/png;base64,...")
+        raise ValueError("is a data URL without base64, but must have the form data:image/png;base64,...")
     try:
         return base64.b64decode(content, validate=True)
     except binascii.Error as error:
-        raise ValueError(f"is a data URL with broken base64 ({error}): replace it") from None
+        raise ValueError(f"is a data URL with invalid base64 ({error}): replace the image") from None
 
 
 def size_of(image: Image) -> tuple[int, int]:
-    """Returns width and height as the image is seen, from its header. Raises: ValueError, for one without pixels."""
+    """Returns width and height of an image after its EXIF orientation, from its header.
+
+    Raises: ValueError, for an image without pixels, or with too many.
+    """
     from PIL.Image import MAX_IMAGE_PIXELS
 
     width, height = image.size
     if not width or not height:
-        raise ValueError(f"is {width} x {height} pixels: leave it out")
+        raise ValueError(f"is {width} x {height} pixels, and so empty: remove the image")
     if MAX_IMAGE_PIXELS and width * height > MAX_IMAGE_PIXELS:
-        raise ValueError(f"is {width} x {height} pixels, more than {MAX_IMAGE_PIXELS:,}: make it smaller")
-    return (height, width) if _orientation(image) >= SIDEWAYS else (width, height)
+        raise ValueError(f"is {width} x {height} pixels, but must have at most {MAX_IMAGE_PIXELS:,}: resize it")
+    return (height, width) if _orientation(image) >= FIRST_SIDEWAYS else (width, height)
 
 
 def check_whole(image: Image) -> None:
-    """Raises: ValueError, for an image that cannot become RGB, or whose file is cut short.
+    """Raises: ValueError, for an image that cannot become RGB, or whose file is truncated.
 
-    The end of a file of the usual formats is looked at, and an image is decoded only where it is not the usual one.
+    The file of a PNG or JPEG is complete if it has the right last bytes. All other images are decoded.
     """
     if image.mode.startswith(("I", "F")):
-        # Pillow and transformers cut such values at 255, so that nearly all of the image is white.
-        raise ValueError(
-            f"has the mode {image.mode} of Pillow, with more than 8 bits in a channel: convert it to 8 bits"
-        )
+        # Pillow and transformers cut such values at 255, so that nearly the whole image would be white.
+        raise ValueError(f"has more than 8 bits per channel (mode {image.mode} of Pillow): convert it to 8 bits")
     if not _becomes_rgb(image.mode):
-        raise ValueError(f"has the mode {image.mode} of Pillow, which has no RGB: convert it")
+        raise ValueError(f"has the mode {image.mode} of Pillow, which cannot become RGB: convert it to RGB")
     stream = getattr(image, "fp", None)
-    if not stream or not _ends(image, stream):
+    if not stream or not _is_complete(image, stream):
         _decode(image)
 
 
@@ -150,26 +159,26 @@ def _becomes_rgb(mode: str) -> bool:
     return True
 
 
-def _ends(image: Image, stream: IO[bytes]) -> bool:
-    """Whether a file ends as its format asks."""
-    at = stream.tell()
+def _is_complete(image: Image, stream: IO[bytes]) -> bool:
+    """Returns whether the file of a PNG or JPEG has the last bytes of its format; False for other formats."""
+    position = stream.tell()
     length = stream.seek(0, io.SEEK_END)
     stream.seek(max(length - 12, 0))
     tail = stream.read(12)
-    stream.seek(at)
+    stream.seek(position)
     return {"PNG": tail[4:8] == b"IEND", "JPEG": tail[-2:] == b"\xff\xd9"}.get(str(image.format), False)
 
 
 def _decode(image: Image) -> None:
-    """Raises: ValueError, if an image cannot be decoded."""
+    """Decodes an image. Raises: ValueError, if it cannot be decoded."""
     try:
         image.load()
     except (OSError, ValueError, SyntaxError, EOFError) as error:
-        raise ValueError(f"cannot be decoded ({error}): replace it") from None
+        raise ValueError(f"cannot be decoded ({error}): replace the image") from None
 
 
 def _orientation(image: Image) -> int:
-    """Returns the orientation of EXIF; 1: as it is. Pillow itself turns a TIFF."""
+    """Returns the EXIF orientation of an image; 1 = upright. A TIFF is upright, because Pillow turns it itself."""
     from PIL.Image import Exif
 
     # image.getexif() is not used, because it decodes a PNG.
@@ -178,9 +187,8 @@ def _orientation(image: Image) -> int:
     exif = Exif()
     try:
         exif.load(image.info["exif"])
-        return value if isinstance(value := exif.get(ORIENTATION, 1), int) and value in TURNS else 1
-    except Exception:
-        # A broken EXIF may raise anything, and says nothing.
+        return value if isinstance(value := exif.get(ORIENTATION, 1), int) and value in TRANSPOSITIONS else 1
+    except Exception:  # a broken EXIF may raise any error, and counts as upright
         return 1
 
 
@@ -190,11 +198,11 @@ def pixels(image: Image, form: ImageFormat) -> np.ndarray:
 
     size = form.resized(*size_of(image))
     # The orientation is read before decoding, as in `size_of`, because a PNG may have its EXIF at the end.
-    turn = TURNS.get(_orientation(image))
+    transposition = TRANSPOSITIONS.get(_orientation(image))
     _decode(image)
-    if turn:
-        image = image.transpose(Pillow.Transpose[turn])
-    # What is transparent shows white, as in transformers.
+    if transposition:
+        image = image.transpose(Pillow.Transpose[transposition])
+    # Transparent pixels become white, as in transformers.
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         white = Pillow.new("RGBA", image.size, (255, 255, 255, 255))
@@ -205,14 +213,14 @@ def pixels(image: Image, form: ImageFormat) -> np.ndarray:
 def thumbnail(image: Image) -> str:
     """Returns a small copy of an image as a data URL."""
     small = image.convert("RGB")
-    small.thumbnail((SMALL, SMALL))
-    # JPEG, because a photograph would be ten times as large as a PNG.
+    small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+    # The format is JPEG, because a photograph would be ten times as large as a PNG.
     return _url(small, "JPEG", quality=90)
 
 
 def data_url(image: Image) -> str:
     """Returns an image as a data URL of a PNG, which keeps each pixel."""
-    # Little compression: most of the time of a PNG is spent on it.
+    # The compression is low, because it takes most of the time of writing a PNG.
     return _url(image, "PNG", compress_level=1)
 
 

@@ -1,8 +1,8 @@
-"""Where images are in prompts: expanded token ids, positions (M-RoPE), and patches in the order of the tower.
+"""Lays out images in prompts: expanded token ids, positions (M-RoPE), and patches in the order of the tower.
 
-An image of H x W merged tokens is one token in an encoded prompt, and H W of them, row by row, after `expand`.
-Patches: those of a merged token are neighbours, row by row. Merged tokens: row by row, or window by window, with each
-window padded to its largest size.
+An image of H x W merged tokens is one token in an encoded prompt, and H W tokens, row by row, after `expand`.
+The patches of a merged token are neighbours, row by row. Merged tokens are ordered row by row, or window by window,
+with each window padded to its largest size.
 """
 
 from __future__ import annotations
@@ -13,117 +13,123 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.data.images import Grid, ImageFormat
+from jaxrl_llm.data.image_format import Grid, ImageFormat
 from jaxrl_llm.structs import Images, ImageSizes
 
-SHARES = (0.9, 0.5)  # of the prompts, that smaller sizes hold
-SMALLER = 0.75  # of the tokens and patches of the next larger size, at most: each size compiles all of a model again
+SHARES = (0.9, 0.5)  # shares of the prompts that smaller sizes hold
+# A smaller size has at most this share of the tokens and patches of the next larger one, because each size compiles the
+# whole model again.
+SMALLER = 0.75
 
 
 class Layout(NamedTuple):
-    """Where the images of one prompt of T tokens are. n: its patches with those of padding; m: n / merge^2."""
+    """Positions and patches of the images of one prompt of T tokens. n: its patches with padding; m: n / merge^2."""
 
     positions: np.ndarray  # [3, T] int32: time, row, column
     end: int  # position of the token after the prompt
-    columns: np.ndarray  # [m] int32, index of each merged token in the prompt; -1: padding
+    columns: np.ndarray  # [m] int32, index of each merged token in the prompt; -1 = padding
     places: np.ndarray  # [n, 2] int32, row and column of each patch in its image; 0 in padding
-    segments: np.ndarray  # [n] int32, number of the image from 1; 0: padding
+    segments: np.ndarray  # [n] int32, number of the image from 1; 0 = padding
 
 
 def expand(tokens: np.ndarray, grids: Sequence[Grid], form: ImageFormat) -> np.ndarray:
-    """Returns the token ids with each image's token repeated for its merged tokens.
+    """Returns the token ids of a prompt with each image token repeated for the merged tokens of its image.
 
-    Raises: ValueError, if there is not one token for each image.
+    grids: grid of each image. Raises: ValueError, if the numbers of image tokens and images differ.
     """
-    at = np.flatnonzero(tokens == form.image_token)
-    if len(at) != len(grids):
-        raise ValueError(f"{len(at)} tokens stand for {len(grids)} images")
+    image_indices = np.flatnonzero(tokens == form.image_token)
+    if len(image_indices) != len(grids):
+        raise ValueError(f"{len(image_indices)} tokens stand for {len(grids)} images")
     repeats = np.ones(len(tokens), np.int64)
-    repeats[at] = [rows * columns for rows, columns in grids]
+    repeats[image_indices] = [rows * columns for rows, columns in grids]
     return np.repeat(tokens, repeats)
 
 
 def _starts(tokens: np.ndarray, grids: Sequence[Grid], form: ImageFormat) -> list[int]:
     """Returns the index of the first token of each image in an expanded prompt. Raises: ValueError."""
-    at = np.flatnonzero(tokens == form.image_token)
+    image_indices = np.flatnonzero(tokens == form.image_token)
     sizes = [rows * columns for rows, columns in grids]
-    if len(at) != sum(sizes):
-        raise ValueError(f"{len(at)} tokens stand for images of {sum(sizes)} tokens")
-    # Images without text between them are neighbours: only their sizes tell them apart.
-    return [int(at[k]) for k in np.cumsum([0, *sizes])[:-1]]
+    if len(image_indices) != sum(sizes):
+        raise ValueError(f"{len(image_indices)} tokens stand for images of {sum(sizes)} tokens")
+    # Images are told apart by their sizes, because images without text between them are neighbours.
+    return [int(image_indices[k]) for k in np.cumsum([0, *sizes])[:-1]]
 
 
 def lay_out(tokens: np.ndarray, grids: Sequence[Grid], form: ImageFormat) -> Layout:
-    """Returns where the images of an expanded prompt are. Raises: ValueError, if it is not expanded for these grids.
+    """Returns the layout of the images of an expanded prompt.
 
-    Text at position p has (p, p, p). The tokens of an image that begins at p have (p, p + row, p + column), and the
-    text after it begins at p + max(H, W).
+    Text at position p has the three positions (p, p, p). The tokens of an image that begins at p have
+    (p, p + row, p + column), and the text after it begins at p + max(H, W).
+    Raises: ValueError, if the prompt is not expanded for these grids.
     """
     starts = _starts(tokens, grids, form)
     positions = np.empty((3, len(tokens)), np.int32)
     blocks, places, segments = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int32)], [np.zeros(0, np.int32)]
-    begin = position = 0  # tokens and positions before this place
+    text_start = position = 0  # index and position of the first token after the last image
     for number, (start, grid) in enumerate(zip(starts, grids, strict=True), 1):
-        positions[:, begin:start] = position + np.arange(start - begin)
-        position += start - begin
+        positions[:, text_start:start] = position + np.arange(start - text_start)
+        position += start - text_start
         row, column = (x.ravel() for x in np.indices(grid))
         size = len(row)
         zero = np.zeros_like(row)
-        steps = [zero, row, column] if form.planes else [np.arange(size)] * 3
-        positions[:, start : start + size] = position + np.stack(steps)
+        offsets = [zero, row, column] if form.planes else [np.arange(size)] * 3
+        positions[:, start : start + size] = position + np.stack(offsets)
         position += max(grid) if form.planes else size
-        begin = start + size
-        order = _order(grid, form.window)
-        inside = np.repeat(order >= 0, form.merge**2)
-        places.append(np.where(inside[:, None], _places(grid, form.merge)[order].reshape(-1, 2), 0))
-        segments.append(np.where(inside, number, 0))
+        text_start = start + size
+        order = _tower_order(grid, form.window)
+        is_real = np.repeat(order >= 0, form.merge**2)
+        places.append(np.where(is_real[:, None], _patch_places(grid, form.merge)[order].reshape(-1, 2), 0))
+        segments.append(np.where(is_real, number, 0))
         blocks.append(np.where(order >= 0, start + order, -1))
-    positions[:, begin:] = position + np.arange(len(tokens) - begin)
-    end = position + len(tokens) - begin
-    columns, where, numbers = (np.concatenate(x).astype(np.int32) for x in (blocks, places, segments))
-    return Layout(positions, end, columns, where, numbers)
+    positions[:, text_start:] = position + np.arange(len(tokens) - text_start)
+    end = position + len(tokens) - text_start
+    columns, all_places, numbers = (np.concatenate(x).astype(np.int32) for x in (blocks, places, segments))
+    return Layout(positions, end, columns, all_places, numbers)
 
 
-def _order(grid: Grid, window: int) -> np.ndarray:
-    """Returns the merged tokens of an image in the order of the tower, by their number row by row; -1: padding."""
+def _tower_order(grid: Grid, window: int) -> np.ndarray:
+    """Returns the row-by-row numbers of an image's merged tokens in the order of the tower; -1 = padding."""
     numbers = np.arange(grid[0] * grid[1]).reshape(grid)
     if not window:
         return numbers.ravel()
     numbers = np.pad(numbers, [(0, -side % window) for side in grid], constant_values=-1)
     rows, columns = (side // window for side in numbers.shape)
     windows = numbers.reshape(rows, window, columns, window).swapaxes(1, 2).reshape(-1, window**2)
-    # Stable: the tokens of a window stay row by row, and its padding is last.
+    # The sort is stable, so that the tokens of a window stay row by row, and its padding comes last.
     return np.take_along_axis(windows, np.argsort(windows < 0, axis=1, kind="stable"), 1).ravel()
 
 
-def _places(grid: Grid, merge: int) -> np.ndarray:
+def _patch_places(grid: Grid, merge: int) -> np.ndarray:
     """Returns row and column [H W, merge^2, 2] of the patches of each merged token."""
     tokens, inner = (np.indices(shape).reshape(2, -1).T for shape in (grid, (merge, merge)))
     return merge * tokens[:, None] + inner
 
 
 def patch_count(grids: Sequence[Grid], form: ImageFormat) -> int:
-    """Returns the number of patches of a prompt's images, with those that pad windows."""
-    w = form.window or 1
-    return sum(-(-rows // w) * -(-columns // w) for rows, columns in grids) * (w * form.merge) ** 2
+    """Returns the number of patches of a prompt's images, with the padding of windows."""
+    window = form.window or 1
+    return sum(-(-rows // window) * -(-columns // window) for rows, columns in grids) * (window * form.merge) ** 2
 
 
 def image_sizes(patches: int, form: ImageFormat, smaller: tuple[tuple[int, int], ...] = ()) -> ImageSizes:
-    """Returns the sizes of the images of prompts with at most `patches`; smaller: result of `smaller_sizes`."""
+    """Returns the sizes of the images of a batch.
+
+    patches: N, patches of a prompt at most; smaller: result of `smaller_sizes`.
+    """
     return ImageSizes(patches, 3 * form.patch**2, patches // form.merge**2, smaller)
 
 
 def smaller_sizes(tokens: Sequence[int], patches: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Returns P and N that hold nine of ten prompts, and half of them, where these are clearly smaller than the next.
+    """Returns sizes (P, N) that hold 90 % of the prompts, and 50 % of them, if each is clearly smaller than the last.
 
-    tokens, patches: numbers for each prompt.
+    tokens, patches: numbers of each prompt.
     """
-    size, sizes = (max(tokens), max(patches)), []
+    last_size, sizes = (max(tokens), max(patches)), []
     for share in SHARES:
-        smaller = tuple(int(np.quantile(x, share, method="inverted_cdf")) for x in (tokens, patches))
-        # A patch and a token cost about the same.
-        if sum(smaller) <= SMALLER * sum(size):
-            size = smaller
+        size = tuple(int(np.quantile(x, share, method="inverted_cdf")) for x in (tokens, patches))
+        # Tokens and patches are added up, because a patch costs about as much as a token.
+        if sum(size) <= SMALLER * sum(last_size):
+            last_size = size
             sizes.append(size)
     return tuple(sizes)
 
@@ -133,20 +139,20 @@ def patches(image: np.ndarray, form: ImageFormat) -> np.ndarray:
     grid = (image.shape[0] // form.factor, image.shape[1] // form.factor)
     split = image.reshape(grid[0], form.merge, form.patch, grid[1], form.merge, form.patch, 3)
     tokens = split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(grid[0] * grid[1], form.merge**2, -1)
-    order = _order(grid, form.window)
+    order = _tower_order(grid, form.window)
     ordered = np.where(order[:, None, None] >= 0, tokens[order], np.zeros((), image.dtype))
     return ordered.reshape(-1, tokens.shape[-1])
 
 
 def pixels(images: Images, b: int) -> list[np.ndarray]:
-    """Returns the pixels [height, width, 3] of the images of prompt b, as the tower sees them: undoes `patches`."""
+    """Returns the pixels [height, width, 3] of the images of prompt b as the tower sees them; inverse of `patches`."""
     places, segments, patches = images.places[b], images.segments[b], images.patches[b]
     side, pixels_of_images = isqrt(patches.shape[1] // 3), []
     for number in range(1, int(segments.max(initial=0)) + 1):
-        inside = segments == number
-        rows, columns = places[inside].T
+        in_image = segments == number
+        rows, columns = places[in_image].T
         canvas = np.zeros((rows.max() + 1, columns.max() + 1, 3, side, side), np.uint8)
-        canvas[rows, columns] = patches[inside].reshape(-1, 3, side, side)
+        canvas[rows, columns] = patches[in_image].reshape(-1, 3, side, side)
         height, width = canvas.shape[0] * side, canvas.shape[1] * side
         pixels_of_images.append(canvas.transpose(0, 3, 1, 4, 2).reshape(height, width, 3))
     return pixels_of_images
@@ -155,22 +161,22 @@ def pixels(images: Images, b: int) -> list[np.ndarray]:
 def stack(
     tokens: np.ndarray, mask: np.ndarray, images: Sequence[Sequence[np.ndarray]], form: ImageFormat, sizes: ImageSizes
 ) -> Images:
-    """Returns the images of a batch of expanded prompts, padded to these sizes.
+    """Returns the images of a batch of expanded prompts, padded to `sizes`.
 
-    tokens, mask: [B, P], padded on any side; images: for each prompt, the pixels [height, width, 3] uint8 of its
-    images, as `images.pixels` makes them. Raises: ValueError, if a prompt is not expanded for its images.
+    tokens, mask: [B, P], padded on any side; images: pixels [height, width, 3] uint8 of the images of each prompt, as
+    `image_files.pixels` returns them. Raises: ValueError, if a prompt is not expanded for its images.
     """
     size, width = tokens.shape
     result = Images.padding((size,), width, sizes)
     for b, pixels_of_prompt in enumerate(images):
-        at = np.flatnonzero(mask[b])
+        real = np.flatnonzero(mask[b])
         grids = [(x.shape[0] // form.factor, x.shape[1] // form.factor) for x in pixels_of_prompt]
-        layout = lay_out(tokens[b, at], grids, form)
+        layout = lay_out(tokens[b, real], grids, form)
         n, m = len(layout.segments), len(layout.columns)
         if pixels_of_prompt:
             result.patches[b, :n] = np.concatenate([patches(x, form) for x in pixels_of_prompt])
         result.places[b, :n], result.segments[b, :n] = layout.places, layout.segments
-        result.columns[b, :m] = np.where(layout.columns >= 0, at[layout.columns], width)
-        result.positions[b][:, at] = layout.positions
+        result.columns[b, :m] = np.where(layout.columns >= 0, real[layout.columns], width)
+        result.positions[b][:, real] = layout.positions
         result.end[b] = layout.end
     return result

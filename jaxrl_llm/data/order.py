@@ -10,32 +10,33 @@ import numpy as np
 
 from jaxrl_llm.machine import distributed
 
-Collate = Callable[[Sequence[int]], Any]
-ENDLESS = 2**53  # rows: the largest whole number of which a float also has all smaller ones
+Collate = Callable[[Sequence[int]], Any]  # row numbers -> batch
+MAX_ROWS = 2**53  # rows of an endless order; a float represents all whole numbers up to this one
 SHARES = 100  # parts into which Grain divides the smallest weight of a mixture
 
 
 def iterate(
     size: int, batch: int, seed: int, collate: Collate, *, values: np.ndarray | None = None
 ) -> grain.DatasetIterator:
-    """Returns an endless iterator of batches over `size` rows, shuffled again in each epoch, or sorted by `values`.
+    """Returns an endless iterator of batches over `size` rows, shuffled again in each epoch, or sorted by `values` [N].
 
-    A batch is `collate(numbers)` of this process's part of the numbers of its rows.
-    Its `get_state()` is a small dict. `set_state` moves another iterator to the same position.
+    A batch is `collate(numbers)` of this process's part of the row numbers. `get_state()` of the iterator is a small
+    dict, and `set_state` moves another iterator to the same position.
     """
-    # The order has an end, because Grain divides its length by the size of a batch as floats, which overflows for 1.
-    numbers = _epoch(range(size), seed, values).repeat(ENDLESS // size)
-    # All processes draw the same numbers, and each collates its part: no message is needed.
+    # The order is finite, because Grain computes length / batch as floats, which overflows for an endless order and
+    # batch = 1.
+    numbers = _epoch(range(size), seed, values).repeat(MAX_ROWS // size)
+    # Processes need not communicate, because all draw the same numbers, and each collates its part.
     dataset = numbers.batch(batch, batch_fn=lambda rows: collate(rows[distributed.part(batch)]))
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 
 
 def _epoch(rows: range, seed: int, values: np.ndarray | None) -> grain.MapDataset:
-    """Returns the numbers of rows in the order of an epoch. values: [N] of the whole data set; None: shuffled."""
+    """Returns the numbers of rows in the order of an epoch, sorted by `values` [N] of all rows; None = shuffled."""
     if values is None:
-        # Shuffled before it is repeated: each epoch draws every row once, in an order of its own.
+        # Grain shuffles a repeated order anew in each epoch, so that each epoch draws every row once.
         return grain.MapDataset.range(rows.start, rows.stop).seed(seed).shuffle()
-    # Shuffled before it is sorted: rows of one value are often grouped in their file, by topic or by author.
+    # Rows are shuffled before they are sorted, because rows with equal values are often grouped in their file.
     shuffled = rows.start + np.random.default_rng(seed).permutation(len(rows))
     return grain.MapDataset.source(shuffled[np.argsort(values[shuffled], kind="stable")].tolist())
 
@@ -52,18 +53,17 @@ def mix(
 ) -> grain.DatasetIterator:
     """Returns an endless iterator of batches that draws from several sources, in proportion to their weights.
 
-    parts: the numbers of the rows of each source. Sources take turns in a fixed order, each in its own shuffled order,
-    or sorted by `values` [N], which are those of all rows.
-    draws(turn, number) -> whether the row is drawn, where `turn` counts the rows that its source has offered. The next
-    row of the same source takes the place of a row that is not, so the proportions stay.
+    parts: row numbers of each source; values: [N] numbers of all rows, by which each source is sorted, None = each
+    source is shuffled; draws(turn, number): whether a row is drawn, where `turn` counts the rows that its source has
+    offered. Sources take turns in a fixed order. If a row is not drawn, the next row of the same source replaces it, so
+    that the proportions stay.
     """
-    # Grain divides by the smallest weight and rounds down: whole numbers of which the smallest is SHARES stay.
-    least = min(weights.values())
-    shares = [round(SHARES * weights[name] / least) for name in parts]
+    # Grain divides by the smallest weight and rounds down, so shares are whole numbers of which the smallest is SHARES.
+    smallest = min(weights.values())
+    shares = [round(SHARES * weights[name] / smallest) for name in parts]
     sources = []
     for i, rows in enumerate(parts.values()):
-        # Each source has its own seed, because one seed would shuffle sources of equal size alike.
-        # Grain takes seeds of 32 bits.
+        # Each source has its own seed, because one seed would shuffle sources of equal size alike. Grain needs 32 bits.
         numbers = _epoch(rows, (seed + i) % 2**32, values).repeat()
         offered = numbers.map_with_index(lambda turn, number: (turn, int(number)))
         source = offered.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
@@ -71,6 +71,6 @@ def mix(
         sources.append(source.filter(lambda offer: draws(*offer)) if draws else source)
     mixed = grain.IterDataset.mix(sources, shares).map(lambda offer: offer[1])
     dataset = mixed.batch(batch, batch_fn=lambda rows: collate(rows[distributed.part(batch)]))
-    # `draws` may refuse most rows.
+    # Grain warns if a filter drops most rows, which `draws` may do.
     quiet = grain.experimental.DatasetOptions(filter_warn_threshold_ratio=None)
     return iter(grain.experimental.WithOptionsIterDataset(dataset, quiet))

@@ -1,4 +1,4 @@
-"""What the banner says about prompts: chats in the form of text, text that is no chat, and answers that they begin."""
+"""Notes in the banner on prompts whose form may be unintended: chats stored as text, text without a chat template."""
 
 from __future__ import annotations
 
@@ -11,54 +11,58 @@ from typing import Any
 from jaxrl_llm.data.formats import Row
 from jaxrl_llm.tasks import PREFILL
 
-CALL = "data.format_prompt = '{{ content }}' makes it the message of a user"
+FORMAT_HINT = "data.format_prompt = '{{ content }}' makes each text the message of a user"
 
 
 def notes_of(rows: Sequence[Row], numbers: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
-    """Returns one line for each way in which prompts may be other than they were meant.
+    """Returns one line for each way in which prompts may have an unintended form.
 
-    numbers: numbers of the rows in their source.
+    numbers: number of each row in its source, from 1.
     """
     prompts = [row["prompt"] for row in rows]
-    marks = _mark_finder(tokenizer)
+    has_special_token = _special_token_finder(tokenizer)
     json_chats = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) and _holds_messages(prompt)]
-    plain = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) and not marks(prompt)]
+    plain = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) and not has_special_token(prompt)]
     formatted = [
         i
         for i, prompt in enumerate(prompts)
-        if not isinstance(prompt, str) and any(marks(str(message.get("content") or "")) for message in prompt)
+        if not isinstance(prompt, str) and any(has_special_token(str(one.get("content") or "")) for one in prompt)
     ]
     notes = [
-        _note(json_chats, numbers, "the JSON text of messages, which the model gets as text: data.convert can read it"),
-        _note(formatted, numbers, "chats with special tokens in a message: the chat template formats them once more"),
+        _note(json_chats, numbers, "messages as JSON text, which the model reads as plain text; set data.convert"),
+        _note(formatted, numbers, "chats whose messages have special tokens, although the chat template adds its own"),
     ]
     if tokenizer.chat_template and not json_chats:
-        notes.append(_note(plain, numbers, f"plain text, which the chat template does not format: {CALL}"))
-    begun = {row[PREFILL]: None for row in rows if PREFILL in row}
-    if begun:
-        ends = " or ".join(map(repr, begun))
+        notes.append(_note(plain, numbers, f"plain text, which the chat template does not format; {FORMAT_HINT}"))
+    prefills = {row[PREFILL]: None for row in rows if PREFILL in row}
+    if prefills:
+        listed = " or ".join(map(repr, prefills))
         notes.append(
-            f"prompts end with {ends}, which rewards of the package read, and other rewards get as {PREFILL!r}"
+            f"prompts end with {listed}; rewards of the package count this text as part of the answer, and your own "
+            f"rewards get it as {PREFILL!r}"
         )
     return tuple(filter(None, notes))
 
 
-def _note(places: Sequence[int], numbers: Sequence[int], what: str) -> str:
-    share = f"{len(places):,} of {len(numbers):,} prompts, from row" if places else ""
-    return f"{share} {numbers[places[0]]:,} on, are {what}" if places else ""
+def _note(indices: Sequence[int], numbers: Sequence[int], description: str) -> str:
+    """Returns a note on the prompts at `indices`, with their count and the first row; "" if the list is empty."""
+    if not indices:
+        return ""
+    return f"{len(indices):,} of {len(numbers):,} prompts (first: row {numbers[indices[0]]:,}) are {description}"
 
 
-def _mark_finder(tokenizer: Any) -> Callable[[str], bool]:
-    """Returns whether a text holds a special token other than the one with which a text begins."""
+def _special_token_finder(tokenizer: Any) -> Callable[[str], bool]:
+    """Returns a function that says whether a text holds a special token other than the begin token."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special -= {tokenizer.bos_token, tokenizer.unk_token, None}
-    firsts = {text[0] for text in special if text}
+    first_letters = {text[0] for text in special if text}
     pattern = re.compile("|".join(map(re.escape, filter(None, special))) or "(?!)")
-    # Most texts have no such letter, and a vocabulary may have hundreds of special tokens.
-    return lambda text: any(first in text for first in firsts) and bool(pattern.search(text))
+    # First letters are searched before tokens, because most texts have none, and a vocabulary has hundreds of tokens.
+    return lambda text: any(letter in text for letter in first_letters) and bool(pattern.search(text))
 
 
 def _holds_messages(text: str) -> bool:
+    """Returns whether a text is the JSON of a list of messages."""
     if not text.lstrip().startswith("[") or '"role"' not in text:
         return False
     with suppress(ValueError, RecursionError):

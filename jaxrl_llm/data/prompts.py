@@ -16,8 +16,8 @@ import numpy as np
 from jaxrl_llm.data import encoding, formats, image_rows
 from jaxrl_llm.data.formats import Columns, Row
 from jaxrl_llm.data.image_columns import is_pillow
+from jaxrl_llm.data.image_format import ImageFormat
 from jaxrl_llm.data.image_rows import RowImages
-from jaxrl_llm.data.images import ImageFormat
 from jaxrl_llm.data.prompt_notes import notes_of
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.data.settings import EVAL, DataSettings, EvalSet
@@ -27,64 +27,68 @@ from jaxrl_llm.structs import AnyArray, ImageSizes, Prompts
 from jaxrl_llm.tasks import PREFILL
 
 Turn: TypeAlias = dict[str, str]
-OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
-LAST = 16  # tokens of a prompt in which an opened thought is looked for
+OPENED_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
+LAST_TOKENS = 16  # tokens at the end of a prompt that are searched for an opened thought
 
 
 @dataclass(frozen=True)
 class Dataset:
     """Tokenized prompts and their rows. No prompt is longer than the limit."""
 
-    ids: list[np.ndarray]  # int32
+    ids: list[np.ndarray]  # token ids of each prompt, int32
     rows: list[Row]
     dropped: int  # number of over-long prompts that were dropped
     width: int  # P: tokens of the longest prompt
     numbers: list[int]  # number of each row in its source, from 1
     refused: int = 0  # number of rows that the convert function dropped
-    read_as: str = ""  # how columns other than "prompt" and "answer" were read
-    parts: dict[str, range] = field(default_factory=dict)  # rows of each source of a mixture
-    notes: tuple[str, ...] = ()  # for the banner: what prompts hold, and the rows that lack a column (`columns.check`)
-    source: str = ""  # that the rows come from
-    images: RowImages | None = None  # of the prompts; None: the model reads none
-    order_values: np.ndarray | None = None  # [N] numbers by which each epoch is sorted; None: it is shuffled
+    read_as: str = ""  # note on how columns other than "prompt" and "answer" were read
+    parts: dict[str, range] = field(default_factory=dict)  # indices of the rows of each source; {} without a mixture
+    notes: tuple[str, ...] = ()  # lines for the banner, on the form of prompts and on rows without a needed column
+    source: str = ""  # source of the rows, as in the config
+    images: RowImages | None = None  # images of the prompts; None if the model reads no images
+    order_values: np.ndarray | None = None  # [N] numbers by which each epoch is sorted; None if epochs are shuffled
 
     def repeated(self) -> tuple[int, int, int]:
-        """Returns how many prompts equal an earlier one, and the row numbers of the first of them and of that one."""
-        # Hashes, because the tokens of a million prompts would need much memory.
-        # Compared within this process alone: Python's hash of bytes has another seed in each.
+        """Returns how many prompts repeat an earlier one, the row number of the first repetition, and of its original.
+
+        All three are 0 if no prompt is repeated.
+        """
+        # Hashes are compared, because the tokens of a million prompts would need much memory. Python's hash of bytes
+        # differs between processes, which does no harm within one.
         keys = (
             hash((tokens.tobytes(), self.images.digests(i) if self.images else "")) for i, tokens in enumerate(self.ids)
         )
         hashes = np.fromiter(keys, np.int64, len(self.ids))
-        _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-        again = np.flatnonzero(first[inverse] != np.arange(len(hashes)))
-        if not len(again):
+        _, first_index, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+        originals = first_index[inverse]
+        repetitions = np.flatnonzero(originals != np.arange(len(hashes)))
+        if not len(repetitions):
             return 0, 0, 0
-        return len(again), self.numbers[again[0]], self.numbers[first[inverse[again[0]]]]
+        return len(repetitions), self.numbers[repetitions[0]], self.numbers[originals[repetitions[0]]]
 
     def fingerprint(self) -> str:
         """Returns a hash of the token ids and of all columns of the rows, in order."""
-        digest = self._prompts()
+        digest = self._prompt_digest()
         for row in self.rows:
-            # The token ids have what the prefill says.
+            # The prefill is left out, because it is a part of the token ids.
             digest.update(_canonical({key: x for key, x in row.items() if key != PREFILL}).encode())
         return digest.hexdigest()
 
-    def prompts(self) -> str:
+    def prompt_fingerprint(self) -> str:
         """Returns a hash of the token ids and images of all prompts, in order."""
-        return self._prompts().hexdigest()
+        return self._prompt_digest().hexdigest()
 
     @cached_property
     def image_sizes(self) -> ImageSizes | None:
-        """The sizes of the images of a batch; None: there are none."""
+        """Sizes of the images of a batch; None if no prompt has an image."""
         return self.images.sizes(list(map(len, self.ids))) if self.images and self.images.count else None
 
     def counts(self) -> list[int]:
-        """Returns the number of rows, of each source of a mixture."""
+        """Returns the number of rows, or of the rows of each source of a mixture."""
         return [len(rows) for rows in self.parts.values()] or [len(self.rows)]
 
-    def _prompts(self) -> Any:
-        # The lengths are hashed too, so that the same tokens split into other prompts have another hash.
+    def _prompt_digest(self) -> Any:
+        # The lengths are hashed too, so that equal tokens that are split into other prompts have another hash.
         digest = hashlib.sha256(np.array([len(tokens) for tokens in self.ids]).tobytes())
         digest.update(np.concatenate(self.ids).tobytes())
         if self.images:
@@ -95,11 +99,12 @@ class Dataset:
 def load(
     settings: DataSettings, tokenizer: Any, tools: Sequence[dict[str, Any]] = (), images: ImageFormat | None = None
 ) -> Dataset:
-    """Loads the training prompts. tools: schemas for the chat template; images: how the model reads images.
+    """Loads the training prompts of the section `data`.
 
-    Raises: UserError.
+    tools: JSON schemas of the environment's functions, for the chat template; images: image settings of the model, None
+    for a text model. Raises: UserError, naming the field or the row.
     """
-    shared = _reading(settings, tools, images)
+    shared = _read_arguments(settings, tools, images)
     if settings.mixture:
         parts = {
             name: read(part.source, tokenizer, convert=part.convert, field=f"data.mixture.{name}.convert", **shared)
@@ -109,33 +114,37 @@ def load(
     else:
         dataset = read(settings.source, tokenizer, convert=settings.convert, **shared)
     if tools and all(isinstance(row["prompt"], str) for row in dataset.rows):
-        raise UserError("config.env.functions: all prompts are text, which shows no tools: make them lists of messages")
+        raise UserError(
+            "config.env.functions: all prompts are text, but only a chat template can describe functions; prompts must "
+            "be lists of messages"
+        )
     if tools and any("tools" in formats.template_args(row) for row in dataset.rows):
         raise UserError(
-            "config.env.functions: rows have a column 'tools' of their own, which the environment does not know: "
-            "leave it out"
+            "config.env.functions: rows have a column 'tools' with other functions, which the environment cannot call; "
+            "remove this column"
         )
     check_template_args_used("config.data.chat_template_args", shared["template_args"], dataset)
     _check_image_fields_used(settings, dataset)
-    return replace(dataset, order_values=_numbers(dataset, settings.order_column) if settings.order_column else None)
+    order_values = _column_numbers(dataset, settings.order_column) if settings.order_column else None
+    return replace(dataset, order_values=order_values)
 
 
-def _numbers(dataset: Dataset, column: str) -> np.ndarray:
-    """Returns the numbers [N] in a column. Raises: UserError, naming the first row that has none."""
+def _column_numbers(dataset: Dataset, column: str) -> np.ndarray:
+    """Returns the numbers [N] in a column. Raises: UserError, naming the first row without a number."""
     values = np.empty(len(dataset.rows))
     for i, row in enumerate(dataset.rows):
         value = formats.value_in(row, column)
         try:
-            # A text may be a number too, because all values of a CSV file are text.
+            # Text is read as a number too, because all values of a CSV file are text.
             values[i] = float(value)
         except (TypeError, ValueError):
             values[i] = np.nan
         if not np.isfinite(values[i]):
             source = next((name for name, part in dataset.parts.items() if i in part), dataset.source)
-            content = formats.columns_text(row) if value is None else f"it has {value!r:.80}"
+            content = formats.columns_text(row) if value is None else f"its value is {value!r:.80}"
             raise UserError(
-                f"config.data.order_column = {column!r}: {source} row {dataset.numbers[i]:,} has no number there "
-                f"({content}): give each row a number, or set the field to '' for a shuffled order"
+                f"config.data.order_column = {column!r}: {source} row {dataset.numbers[i]:,} has no number in this "
+                f"column ({content}); every row needs a number, or set order_column to '' for a shuffled order"
             )
     return values
 
@@ -149,12 +158,14 @@ def load_held_out(
     *,
     section: str = EVAL,
 ) -> Dataset:
-    """Loads the prompts of an evaluation set, and reads them like training prompts, but drops no over-long prompt.
+    """Loads the prompts of an evaluation set in the way of training prompts, but drops no over-long prompt.
 
-    section: section of the config that has the set. Raises: UserError, also for an over-long prompt.
+    settings, tools, images: arguments of `load`; section: section of the config that has the set.
+    Raises: UserError, also for an over-long prompt.
     """
-    own = {"convert": problems.convert, "problems": problems.problems, "overlong": "error"}
-    return read(problems.source, tokenizer, field=f"{section}.convert", **_reading(settings, tools, images) | own)
+    set_arguments = {"convert": problems.convert, "problems": problems.problems, "overlong": "error"}
+    arguments = _read_arguments(settings, tools, images) | set_arguments
+    return read(problems.source, tokenizer, field=f"{section}.convert", **arguments)
 
 
 def load_eval_sets(
@@ -176,8 +187,10 @@ def all_rows(*datasets: Dataset) -> list[Row]:
     return [row for dataset in datasets for row in dataset.rows]
 
 
-def _reading(settings: DataSettings, tools: Sequence[dict[str, Any]], images: ImageFormat | None) -> dict[str, Any]:
-    """Returns how all rows of a run are read, as arguments of `read`."""
+def _read_arguments(
+    settings: DataSettings, tools: Sequence[dict[str, Any]], images: ImageFormat | None
+) -> dict[str, Any]:
+    """Returns the arguments of `read` that all sources of a run share."""
     args, limit, columns = settings.template_args(tools), settings.max_prompt_tokens, settings.columns
     columns = replace(columns, images=images)
     return dict(max_prompt_tokens=limit, overlong=settings.overlong, template_args=args, columns=columns)
@@ -189,15 +202,15 @@ def join(parts: Mapping[str, Dataset]) -> Dataset:
     columns = dict.fromkeys(name for part in sets for row in part.rows for name in row)
     ends = [0, *accumulate(len(part.rows) for part in sets)]
     return Dataset(
-        list(chain(*(part.ids for part in sets))),
-        # None, so that a reward function gets the same columns of every row.
-        [dict.fromkeys(columns) | row for part in sets for row in part.rows],
-        sum(part.dropped for part in sets),
-        max(part.width for part in sets),
-        list(chain(*(part.numbers for part in sets))),
-        sum(part.refused for part in sets),
-        "; ".join(f"{name}: {part.read_as}" for name, part in parts.items() if part.read_as),
-        {name: range(*ends) for name, ends in zip(parts, pairwise(ends), strict=True)},
+        ids=list(chain(*(part.ids for part in sets))),
+        # Missing columns become None, so that a reward function gets the same columns of every row.
+        rows=[dict.fromkeys(columns) | row for part in sets for row in part.rows],
+        dropped=sum(part.dropped for part in sets),
+        width=max(part.width for part in sets),
+        numbers=list(chain(*(part.numbers for part in sets))),
+        refused=sum(part.refused for part in sets),
+        read_as="; ".join(f"{name}: {part.read_as}" for name, part in parts.items() if part.read_as),
+        parts={name: range(*ends) for name, ends in zip(parts, pairwise(ends), strict=True)},
         notes=tuple(f"{name}: {note}" for name, part in parts.items() for note in part.notes),
         source=", ".join(part.source for part in sets if part.source),
         images=image_rows.join([part.images for part in sets]),
@@ -214,9 +227,10 @@ def read(
     problems: int | None = None,
     **limits: Any,
 ) -> Dataset:
-    """Reads and tokenizes the first `problems` rows of a source (None: all); field: the one that named `convert`.
+    """Reads and tokenizes the rows of a source.
 
-    columns: how rows are read without `convert`; limits: arguments of `tokenize`.
+    convert, field, columns: arguments of `load_rows`; problems: number of first rows to use, None for all;
+    limits: further arguments of `tokenize`. Raises: UserError, naming the source and the row.
     """
     source_rows = load_rows(source, convert, field, columns)
     rows, numbers = source_rows.rows[:problems], source_rows.numbers[:problems]
@@ -226,19 +240,24 @@ def read(
 
 
 def _check_image_fields_used(settings: DataSettings, dataset: Dataset) -> None:
-    """Raises: UserError, naming the field, if there is one for images but no image."""
+    """Raises: UserError, naming the field, if a field for images is set in a run without images."""
     if dataset.images and dataset.images.count:
         return
-    why = "no row has an image" if dataset.images else "the model reads no images"
+    reason = "no row has an image" if dataset.images else "the model reads no images"
     for name in ("image_column", "image_folder", "min_pixels", "max_pixels"):
         if value := getattr(settings, name):
-            raise UserError(f"config.data.{name} = {value!r} does nothing: {why}; set it to {type(value)()!r}")
+            raise UserError(
+                f"config.data.{name} = {value!r} has no effect, because {reason}: set {name} to {type(value)()!r}"
+            )
 
 
 def check_template_args_used(field: str, template_args: Mapping[str, Any], dataset: Dataset) -> None:
-    """Raises: UserError, naming the field, if there are chat template arguments but no chats."""
+    """Raises: UserError, naming the field, if arguments of the chat template are set, but all prompts are text."""
     if template_args and all(isinstance(row["prompt"], str) for row in dataset.rows):
-        raise UserError(f"{field} = {dict(template_args)} does nothing: all prompts are text; leave it empty")
+        raise UserError(
+            f"{field} = {dict(template_args)} has no effect, because all prompts are text and no chat template formats "
+            "them: leave the field empty"
+        )
 
 
 def tokenize(
@@ -252,10 +271,11 @@ def tokenize(
     template_args: Mapping[str, Any] | None = None,
     images: RowImages | None = None,
 ) -> Dataset:
-    """Tokenizes chats with the tokenizer's template and its arguments, and text as it is after the begin token.
+    """Tokenizes the prompts of rows: chats with the tokenizer's chat template, and text as it is after the begin token.
 
-    overlong: "drop" (and count) prompts above the limit, or raise an "error"; nothing is cut.
-    numbers: number of each row in its source, from 1; images: images of the rows, whose tokens count.
+    max_prompt_tokens: limit of a prompt, with the tokens of its images; overlong: "drop" to drop and count longer
+    prompts, or "error"; nothing is cut. numbers: number of each row in its source, from 1; template_args: arguments of
+    the chat template; images: images of the rows.
     Raises: UserError, naming `source`, for a missing template, an over-long prompt, or if no prompt is left.
     """
     numbers = list(numbers or range(1, len(rows) + 1))
@@ -275,18 +295,21 @@ def tokenize(
         ids = [_with_begin_tokens(begin, t) if isinstance(p, str) else t for p, t in zip(prompts, ids, strict=True)]
     if images:
         ids = images.expand(ids, tokenizer, source, numbers)
-    # An empty prompt does not fit either: its completion would have no token to follow.
+    # An empty prompt counts as unfit too, because its completion would have no token to follow.
     fits = [0 < len(tokens) <= max_prompt_tokens for tokens in ids]
     if overlong == "error" and not all(fits):
         i = fits.index(False)
         raise UserError(
-            f"{source} row {numbers[i]}: the prompt has {len(ids[i])} tokens, config.data.max_prompt_tokens is "
-            f"{max_prompt_tokens}: raise it, or drop the row (data.overlong = 'drop' does)"
+            f"{source} row {numbers[i]}: the prompt has {len(ids[i])} tokens, which must be 1 to "
+            f"config.data.max_prompt_tokens = {max_prompt_tokens}; raise the limit, or drop the row (data.overlong = "
+            "'drop' does so for training prompts)"
         )
     fitting = [i for i, fit in enumerate(fits) if fit]
     if not fitting:
-        limit = f"config.data.max_prompt_tokens = {max_prompt_tokens}"
-        raise UserError(f"all {len(rows)} prompts of {source} are longer than {limit}: raise it")
+        raise UserError(
+            f"config.data.max_prompt_tokens = {max_prompt_tokens}: all {len(rows)} prompts of {source} are longer; "
+            "raise the limit"
+        )
     ids = [ids[i] for i in fitting]
     width = max(len(tokens) for tokens in ids)
     dropped, rows = len(rows) - len(fitting), [rows[i] for i in fitting]
@@ -299,36 +322,42 @@ def check_turn_end(
     dataset: Dataset, tokenizer: Any, template_args: Mapping[str, Any], stop_ids: Sequence[int]
 ) -> Dataset:
     """Returns a data set with a note if the chat template ends a turn with a token at which the model does not stop."""
-    end = encoding.turn_end(tokenizer, template_args)
-    if end is None or end in stop_ids or all(isinstance(row["prompt"], str) for row in dataset.rows):
+    end_id = encoding.turn_end(tokenizer, template_args)
+    if end_id is None or end_id in stop_ids or all(isinstance(row["prompt"], str) for row in dataset.rows):
         return dataset
     note = (
-        f"the chat template ends a turn with {tokenizer.convert_ids_to_tokens(end)!r}, at which completions do not "
-        f"stop: add {end} to eos_token_id in the model's generation_config.json, unless a base model is meant"
+        f"the chat template ends a turn with {tokenizer.convert_ids_to_tokens(end_id)!r}, but completions do not stop "
+        f"at this token: add {end_id} to eos_token_id in the model's generation_config.json, unless the model is a "
+        "base model"
     )
     return replace(dataset, notes=(*dataset.notes, note))
 
 
 def _with_begin_tokens(begin: list[int], tokens: np.ndarray) -> np.ndarray:
-    """Puts `begin` before the token ids, unless they already start with it."""
-    begins = tokens[: len(begin)].tolist() == begin
-    return tokens if begins else np.concatenate([np.array(begin, np.int32), tokens])
+    """Returns token ids with the tokens `begin` before them, unless they already start with these tokens."""
+    starts_with_begin = tokens[: len(begin)].tolist() == begin
+    return tokens if starts_with_begin else np.concatenate([np.array(begin, np.int32), tokens])
 
 
 def _with_prefill(rows: list[Row], ids: Sequence[np.ndarray], tokenizer: Any) -> list[Row]:
-    """Returns rows with the column of what their prompts already say of the answer: the thought that a template opens.
+    """Returns rows with the column PREFILL where the prompt ends with an opened thought, which begins the answer.
 
-    An answer that the last message begins needs none: reward functions get it as a part of the completion.
+    A prompt whose last message begins the answer needs no prefill, because reward functions get that message as a part
+    of the completion.
     """
-    in_template = "<think>" in str(tokenizer.chat_template)
-    places = []
+    template_thinks = "<think>" in str(tokenizer.chat_template)
+    candidates = []
     for i, row in enumerate(rows):
         prompt = row["prompt"]
-        opens = "<think>" in prompt if isinstance(prompt, str) else in_template and prompt[-1]["role"] != "assistant"
-        places += [i] if opens and PREFILL not in row else []
-    ends = encoding.decode([ids[i][-LAST:].tolist() for i in places], tokenizer)
-    begun = {i: found[0] for i, end in zip(places, ends, strict=True) if (found := OPENED.search(end))}
-    return [row | {PREFILL: begun[i]} if i in begun else row for i, row in enumerate(rows)]
+        if isinstance(prompt, str):
+            may_open = "<think>" in prompt
+        else:
+            may_open = template_thinks and prompt[-1]["role"] != "assistant"
+        candidates += [i] if may_open and PREFILL not in row else []
+    prompt_ends = encoding.decode([ids[i][-LAST_TOKENS:].tolist() for i in candidates], tokenizer)
+    matches = {i: OPENED_THOUGHT.search(text) for i, text in zip(candidates, prompt_ends, strict=True)}
+    prefills = {i: match[0] for i, match in matches.items() if match}
+    return [row | {PREFILL: prefills[i]} if i in prefills else row for i, row in enumerate(rows)]
 
 
 def _canonical(row: Row) -> str:
@@ -336,7 +365,7 @@ def _canonical(row: Row) -> str:
     try:
         return json.dumps(row, sort_keys=True, default=_plain)
     except TypeError:
-        # Keys that JSON does not support, or keys of several types.
+        # JSON cannot sort keys of several types, and does not support all keys.
         return json.dumps(_with_text_keys(row), sort_keys=True, default=lambda value: _with_text_keys(_plain(value)))
 
 
@@ -347,15 +376,15 @@ def _plain(value: Any) -> Any:
     if is_pillow(value):
         # Fingerprints in checkpoints of older runs hold this word.
         return ["picture", image_rows.digest(value)]
-    if hasattr(value, "tolist"):
-        # NumPy arrays and numbers.
+    if hasattr(value, "tolist"):  # a NumPy array or number
         return value.tolist()
     if isinstance(value, (set, frozenset)):
         return sorted(map(_canonical, value))
     if hasattr(value, "__dict__") and not isinstance(value, type):
         return [type(value).__qualname__, vars(value)]
-    named = isinstance(value, type) or type(value).__repr__ is object.__repr__
-    return getattr(value, "__qualname__", type(value).__qualname__) if named else repr(value)
+    # The default repr holds a memory address, so that the name of the type stands for such a value.
+    has_no_repr = isinstance(value, type) or type(value).__repr__ is object.__repr__
+    return getattr(value, "__qualname__", type(value).__qualname__) if has_no_repr else repr(value)
 
 
 def _with_text_keys(value: Any) -> Any:
@@ -365,7 +394,7 @@ def _with_text_keys(value: Any) -> Any:
 
 
 def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Prompts:
-    """Makes one batch of the rows `indices`, padded on the left, with their images.
+    """Makes one batch of the rows `indices`, padded on the left with `pad_id`, with their images.
 
     Raises: UserError, for an image that can no longer be read.
     """
@@ -384,9 +413,9 @@ def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Promp
 
 
 def all_prompts(dataset: Dataset, pad_id: int) -> Prompts:
-    """Returns the whole data set, in order; with several processes its part of this one, each of the same size."""
+    """Returns all prompts of a data set, in order; with several processes, this process's part of equal size."""
     count, processes = len(dataset.rows), distributed.count()
-    # The end repeats the last row.
+    # The last row is repeated until all processes get the same number of rows.
     numbers = [min(i, count - 1) for i in range(-(-count // processes) * processes)]
     return make_prompts(dataset, numbers[distributed.part(len(numbers))], pad_id)
 
@@ -405,7 +434,7 @@ def decode_turns(tokenizer: Any, completions: AnyArray, mask: AnyArray, sampled:
     The role is "assistant" for tokens of the policy and "environment" for those of an observation.
     """
 
-    def turns(tokens: np.ndarray, real: np.ndarray, by_policy: np.ndarray) -> list[Turn]:
+    def split_turns(tokens: np.ndarray, real: np.ndarray, by_policy: np.ndarray) -> list[Turn]:
         by_policy, tokens = by_policy[real], tokens[real]
         parts = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(by_policy)) + 1) if len(tokens) else []
         texts = tokenizer.batch_decode([tokens[part].tolist() for part in parts], skip_special_tokens=True)
@@ -413,4 +442,4 @@ def decode_turns(tokenizer: Any, completions: AnyArray, mask: AnyArray, sampled:
         return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
 
     groups = zip(completions, mask, sampled, strict=True)
-    return [[turns(*row) for row in zip(*group, strict=True)] for group in groups]
+    return [[split_turns(*row) for row in zip(*group, strict=True)] for group in groups]

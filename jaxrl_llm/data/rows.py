@@ -22,19 +22,19 @@ from jaxrl_llm.machine import bucket, extras
 from jaxrl_llm.tasks import CONVERTERS, SOURCES
 
 FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
-KINDS = ".json, .csv, .jsonl or .parquet"  # for error messages; all but .parquet may end with .gz
-SHOWN = 5  # files in an error message
+KINDS = ".json, .csv, .jsonl or .parquet"  # file kinds in error messages; all but .parquet may also end with .gz
+MAX_FILES_SHOWN = 5  # file names in an error message
 
 
 @dataclass(frozen=True)
 class SourceRows:
-    """The rows of a source. The column "prompt" of each row is text or a list of messages."""
+    """Rows of one source, with a checked column "prompt": text, or a list of messages."""
 
     rows: list[Row]
     numbers: list[int]  # number of each row in its source, from 1
     dropped: int  # number of rows for which convert returned None
-    read_as: str = ""  # how columns other than "prompt" and "answer" were read
-    images: RowImages | None = None  # the images in the prompts; None: the model reads none
+    read_as: str = ""  # note on how columns other than "prompt" and "answer" were read
+    images: RowImages | None = None  # images of the prompts; None if the model reads no images
 
 
 def check_source(field: str, source: str) -> None:
@@ -48,53 +48,56 @@ def check_source(field: str, source: str) -> None:
         return
     path = Path(source).expanduser()
     if path.is_dir():
-        raise UserError(f"{field} = {source!r} is a folder: {_hint(path, source.rstrip('/'))}")
+        raise UserError(f"{field} = {source!r} is a folder: {_folder_hint(path, source.rstrip('/'))}")
     file, _, split = source.rpartition("@")
     if file.endswith(FILES):
-        raise UserError(f"{field} = {source!r}: a file has no splits such as {split!r}: give {file!r}")
+        raise UserError(f"{field} = {source!r}: a file has no split {split!r}; set the field to {file!r}")
     if "/" in source or path.exists() or path.suffix in (".gz", ".zip", ".tsv", ".txt", ".xlsx", ".arrow", ".zst"):
-        raise UserError(f"{field} = {source!r}: a file must be {KINDS}: write it as one of them")
+        raise UserError(f"{field} = {source!r}: a file of rows must be {KINDS}; convert it to one of these kinds")
     resolve(source, SOURCES, field)
 
 
-def check_there(field: str, source: str) -> None:
-    """Raises: MissingHere, naming the field, if `source` is a file or a pattern and no file is there."""
+def check_exists(field: str, source: str) -> None:
+    """Raises: MissingHere, naming the field, if `source` is a path or a pattern that matches no file."""
     if source.endswith(FILES):
-        _files(source, field)
+        _matching_files(source, field)
 
 
-def _hint(folder: Path, named: str) -> str:
-    """Says which files of a folder, or of one below it, are a source; named: the folder in the user's words."""
+def _folder_hint(folder: Path, user_path: str) -> str:
+    """Returns a hint which files in a folder, or one level below it, can be a source.
+
+    user_path: path of the folder as the user wrote it.
+    """
     files = sorted(path.relative_to(folder) for path in (*folder.glob("*"), *folder.glob("*/*")) if path.is_file())
     files = [file for file in files if file.name.endswith(FILES)]
     if not files:
-        return f"it has no file of rows ({KINDS}): give one"
-    nearest = [file for file in files if file.parent == min((f.parent for f in files), key=lambda at: len(at.parts))]
+        return f"the folder has no file of rows ({KINDS}); name a file of rows"
+    shallowest = min((file.parent for file in files), key=lambda parent: len(parent.parts))
+    nearest = [file for file in files if file.parent == shallowest]
     train = [file for file in nearest if file.name.startswith("train")]
-    first, *others = train or nearest
-    if not others:
-        return f"give its file {str(Path(named) / first)!r}"
+    first, *other_files = train or nearest
+    if not other_files:
+        return f"name its file {str(Path(user_path) / first)!r}"
     ending = "".join(first.suffixes[-2:]) if first.suffix == ".gz" else first.suffix
-    pattern = Path(named) / first.parent / f"{'train' if train else ''}*{ending}"
-    return f"give a file of it, such as {first.name}, or the pattern {str(pattern)!r}"
+    pattern = Path(user_path) / first.parent / f"{'train' if train else ''}*{ending}"
+    return f"name a file in it, for example {first.name}, or the pattern {str(pattern)!r}"
 
 
 def is_task(source: str) -> bool:
-    """Returns whether a source is a function that makes rows."""
+    """Returns whether a source names a function that makes rows, and not a file, rows in memory or a hub id."""
     return not (source.endswith(FILES) or source.startswith(memory.PREFIX) or hub.names_one(source))
 
 
 def load_rows(source: str, convert: str = "", field: str = "data.convert", columns: Columns = Columns()) -> SourceRows:  # noqa: B008
     """Loads the rows of a task ("arithmetic.train"), a user function, a file, a file pattern or a hub id.
 
-    convert: name of a function row -> row, in `jaxrl_llm.tasks` or dotted. The function makes the column
-    "prompt", or returns None to drop the row; field: the config field that named it. Without one, `formats.read` reads
-    the row, as `columns` says.
-    Raises: UserError, naming the file, the line or row, and the problem.
+    convert: name of a function row -> row, in `jaxrl_llm.tasks` or dotted, which makes the column "prompt" or returns
+    None to drop the row; "" if `formats.read` reads the rows; field: config field that names `convert`, for errors;
+    columns: settings for `formats.read`. Raises: UserError, naming the file, the line or row, and the problem.
     """
-    rows = _rows(source, field)
+    rows = _source_rows(source, field)
     if not rows:
-        raise UserError(f"{source} holds no rows: give a data source that has some")
+        raise UserError(f"{source} holds no rows: name a source that has rows")
     read_as: dict[str, None] = {}
     if convert:
         function = resolve(convert, CONVERTERS, field)
@@ -103,11 +106,17 @@ def load_rows(source: str, convert: str = "", field: str = "data.convert", colum
         converted = [_read_as(source, i, row, columns, read_as) for i, row in enumerate(rows, 1)]
         if columns.answer_column and not any(columns.answer_column in row for row in rows):
             known = formats.columns_text(dict.fromkeys(name for row in rows for name in row))
-            raise UserError(f"{source} has no column {columns.answer_column!r} ({known}): see data.answer_column")
+            raise UserError(
+                f"config.data.answer_column = {columns.answer_column!r}: {source} has no such column ({known}); name "
+                "the column that holds the answer"
+            )
     numbers = [i for i, row in enumerate(converted, 1) if row is not None]
     checked = [_checked(source, i, converted[i - 1]) for i in numbers]
     if not checked:
-        raise UserError(f"{source}: {convert} returned None for all {len(rows)} rows: set {field} to another")
+        raise UserError(
+            f"{source}: {convert} returned None for all {len(rows)} rows, so no row is left; set {field} to another "
+            "function"
+        )
     read_as_text = "; ".join(x for x in read_as if x)
     if columns.images is None:
         checked, images = [_with_text(source, i, row) for i, row in zip(numbers, checked, strict=True)], None
@@ -116,25 +125,28 @@ def load_rows(source: str, convert: str = "", field: str = "data.convert", colum
     return SourceRows(checked, numbers, len(rows) - len(checked), read_as_text, images)
 
 
-def _rows(source: str, convert: str) -> list[Row]:
-    """convert: the field of the convert function, beside which is that of the source."""
-    field = "--task" if convert == "--convert" else f"config.{convert.removesuffix('convert')}source"
+def _source_rows(source: str, convert_field: str) -> list[Row]:
+    """Returns the rows of a source as they are stored.
+
+    convert_field: config field of the convert function, whose section also has the field of the source, for errors.
+    """
+    field = "--task" if convert_field == "--convert" else f"config.{convert_field.removesuffix('convert')}source"
     if source.startswith(memory.PREFIX):
         return memory.rows_of(source, field)
     if source.endswith(FILES):
-        return [row for path in _files(source, field) for row in _read(path)]
+        return [row for path in _matching_files(source, field) for row in _read_file(path)]
     return hub.load(source) if hub.names_one(source) else _generated(source)
 
 
-def _read_as(source: str, number: int, row: Any, columns: Columns, seen: dict[str, None]) -> Row:
-    """Returns `formats.read(row)`, and adds what it did to `seen`."""
+def _read_as(source: str, number: int, row: Any, columns: Columns, notes: dict[str, None]) -> Row:
+    """Returns `formats.read(row)`, and adds the note on how the row was read to `notes`."""
     if not isinstance(row, dict):
-        raise UserError(f"{source} row {number} is {row!r}: make every row a dict of columns")
+        raise UserError(f"{source} row {number} is {row!r}: every row must be a dict of columns")
     try:
         row, note = formats.read(row, columns)
     except ValueError as error:
         raise UserError(f"{source} row {number} {error}") from None
-    seen[note] = None
+    notes[note] = None
     return row
 
 
@@ -142,30 +154,34 @@ def _checked(source: str, number: int, row: Any) -> Row:
     """Returns a row with a checked prompt: text, or a list of messages."""
     if not isinstance(row, dict) or "prompt" not in row:
         columns = formats.columns_text(row) if isinstance(row, dict) else repr(row)
-        raise UserError(f"{source} row {number} has no column 'prompt' ({columns}): let the convert function make it")
-    prompt = row["prompt"].tolist() if hasattr(row["prompt"], "tolist") else row["prompt"]  # an array from pandas
+        raise UserError(
+            f"{source} row {number} has no column 'prompt' ({columns}): the convert function must make this column"
+        )
+    # Rows of pandas hold lists as arrays.
+    prompt = row["prompt"].tolist() if hasattr(row["prompt"], "tolist") else row["prompt"]
     if not prompt or not (isinstance(prompt, str) or _is_chat(prompt)):
         raise UserError(
-            f"{source} row {number}: prompt is {prompt!r:.200}: give text, or a list of messages with role and content"
+            f"{source} row {number}: prompt is {prompt!r:.200}, but must be text, or a list of messages with role and "
+            "content"
         )
     if isinstance(prompt, str):
         return row
     is_arrow = source.endswith(".parquet") or hub.names_one(source)
     if is_arrow and any(None in message.values() or "tool_calls" in message for message in prompt):
-        # Arrow gives every message, and all arguments of its calls, each key that another one has.
+        # Arrow gives every message, and all arguments of its calls, each key that another message has.
         prompt = [_without_nulls(message) for message in prompt]
-    # The usual case: no copy of the row.
+    # A row whose prompt is unchanged is returned without a copy, because most rows are like this.
     return row if row["prompt"] is prompt and isinstance(prompt, list) else row | {"prompt": list(prompt)}
 
 
 def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message without the nulls around its content, whose parts the reader of images knows."""
-    rest = {key: value for key, value in message.items() if key != "content"}
-    return formats.without_nulls(rest) | ({"content": message["content"]} if "content" in message else {})
+    """Returns a message without keys that hold None. Its content stays, because `image_columns` reads its parts."""
+    other_keys = {key: value for key, value in message.items() if key != "content"}
+    return formats.without_nulls(other_keys) | ({"content": message["content"]} if "content" in message else {})
 
 
 def _with_text(source: str, number: int, row: Row) -> Row:
-    """Returns a row whose messages have text as content."""
+    """Returns a row for a text model: the content of each message is one text."""
     prompt = row["prompt"]
     if isinstance(prompt, str):
         return row
@@ -179,7 +195,7 @@ def _with_text(source: str, number: int, row: Row) -> Row:
 def _with_images(
     source: str, numbers: list[int], rows: list[Row], columns: Columns
 ) -> tuple[list[Row], RowImages | None]:
-    """Returns rows whose messages have parts for their images, with the names of these, and the images."""
+    """Returns rows for a vision-language model, whose messages have a named part for each image, and their images."""
     assert columns.images
     placed, images_by_row = [], []
     for number, row in zip(numbers, rows, strict=True):
@@ -198,9 +214,9 @@ def _with_images(
 
 
 def _is_chat(prompt: Any) -> bool:
-    messages = isinstance(prompt, (list, tuple)) and all(isinstance(message, dict) for message in prompt)
+    has_messages = isinstance(prompt, (list, tuple)) and all(isinstance(message, dict) for message in prompt)
     # A message that calls tools may have no content.
-    return messages and all("role" in message and message.keys() & {"content", "tool_calls"} for message in prompt)
+    return has_messages and all("role" in message and message.keys() & {"content", "tool_calls"} for message in prompt)
 
 
 def _text(source: str, number: int, content: Any) -> Any:
@@ -209,11 +225,15 @@ def _text(source: str, number: int, content: Any) -> Any:
         return content
     for part in content:
         if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
-            raise UserError(f"{source} row {number}: a message has the part {str(part)[:80]}: give parts of text alone")
+            raise UserError(
+                f"{source} row {number}: a message has the part {str(part)[:80]}, but this model reads text only; use "
+                "parts of text"
+            )
     return "".join(part["text"] for part in content)
 
 
 def _generated(source: str) -> list[Any]:
+    """Returns the rows that a task or a user function makes."""
     function = resolve(source, SOURCES, "data source")
     try:
         return list(function())
@@ -222,59 +242,69 @@ def _generated(source: str) -> list[Any]:
 
 
 def _converted(source: str, convert: str, function: Any, number: int, row: Row) -> Row | None:
+    """Returns what the convert function makes of a row. Raises: UserError, if the function fails."""
     try:
         return function(row)
     except KeyError as error:
         columns = formats.columns_text(row)
-        raise UserError(f"{source} row {number} has no column {error} for {convert} ({columns}): add it") from error
+        raise UserError(
+            f"{source} row {number} has no column {error}, which {convert} reads ({columns}); add the column, or "
+            "choose another convert function"
+        ) from error
     except Exception as error:  # user code
         raise UserError(f"{source} row {number}: {convert} raised {describe(error)}") from error
 
 
-def _files(source: str, field: str) -> list[Path]:
-    """Returns the file, or all files that match a pattern, sorted by name."""
+def _matching_files(source: str, field: str) -> list[Path]:
+    """Returns the file of a path, or all files that match a pattern, sorted by name.
+
+    field: config field of the source, for errors. Raises: MissingHere, if no file matches.
+    """
     check_local(field, source)
     if remote := bucket.address(source):
         return bucket.fetch_files(field, remote)
     path = Path(source).expanduser()
     if path.exists() or not has_magic(source):
-        # An existing file may have [ or * in its name.
+        # The path is tried before it is read as a pattern, because a file may have [ or * in its name.
         files = [path] if path.exists() else []
     else:
         files = sorted(map(Path, glob(str(path))))
     if not files:
         folder = "this folder" if path.parent == Path() else f"the folder {path.parent}"
-        near = f"{folder} has {_some(path.parent)}" if path.parent.is_dir() else f"there is no {folder[4:]}"
-        raise MissingHere(f"{field}: data file {path} does not exist; {near}: give the path of one that does")
+        folder_has = (
+            f"{folder} has {_listed_files(path.parent)}" if path.parent.is_dir() else f"{folder} does not exist"
+        )
+        raise MissingHere(f"{field} = {source!r}: {path} does not exist; {folder_has}. Name an existing file")
     return files
 
 
-def _some(folder: Path) -> str:
-    """Lists the files of rows in a folder, as far as they fit a line."""
+def _listed_files(folder: Path) -> str:
+    """Returns the first files of rows in a folder as text, for an error."""
     names = sorted(path.name for path in folder.iterdir() if path.name.endswith(FILES))
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more if names else f"no file of rows ({KINDS})"
+    hidden = f" and {len(names) - MAX_FILES_SHOWN} more" if len(names) > MAX_FILES_SHOWN else ""
+    return ", ".join(names[:MAX_FILES_SHOWN]) + hidden if names else f"no file of rows ({KINDS})"
 
 
-def _read(path: Path) -> list[Row]:
+def _read_file(path: Path) -> list[Row]:
+    """Returns the rows of a file of one of the kinds FILES. Raises: UserError, naming file, line and problem."""
     if path.is_dir():
-        raise UserError(f"{path} is a folder: give a file")
+        raise UserError(f"{path} is a folder, but must be a file of rows: {KINDS}")
     if path.suffix == ".parquet":
         return _read_parquet(path)
     try:
         content = path.read_bytes()
         content = gzip.decompress(content) if path.suffix == ".gz" else content
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read ({error}): give a file of yours") from None
-    # Byte-order mark, written by Windows programs.
+        raise UserError(f"{path} cannot be read ({error}): name a readable file") from None
+    # Programs for Windows write a byte-order mark.
     content = content.removeprefix(b"\xef\xbb\xbf")
     if ".csv" in path.suffixes:
         return _read_csv(path, content)
-    # A .json file may hold lines too: the first character says which.
+    # A .json file holds an array if it begins with a bracket, and JSON lines otherwise.
     if ".json" in path.suffixes and content.lstrip().startswith(b"["):
         rows = _parse(path, "", content, "the file must be one array of JSON objects")
         return [_object(path, f" element {i}", row) for i, row in enumerate(rows, 1)]
-    # Lines of bytes: `splitlines` of a str would also split at U+2028, which may be inside a JSON string.
+    # The bytes are split, because `splitlines` of a str would also split at U+2028, which may be inside a JSON string.
     lines = enumerate(content.splitlines(), 1)
     expected = "every line must be one JSON object"
     expected += ", or the file an array of them" if ".json" in path.suffixes else ""
@@ -284,10 +314,13 @@ def _read(path: Path) -> list[Row]:
 
 
 def _parse(path: Path, where: str, text: bytes, expected: str) -> Any:
+    """Returns the value of JSON text. where: place in the file; expected: sentence on its right form, for errors.
+
+    Raises: UserError, if the text is no JSON, no UTF-8, or nested too deeply.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        # No JSON, no UTF-8, or nested too deeply.
         if isinstance(error, json.JSONDecodeError):
             line = where or f" line {error.lineno}"
             raise UserError(f"{path}{line}, column {error.colno} is no JSON ({error.msg}): {expected}") from None
@@ -301,15 +334,17 @@ def _object(path: Path, where: str, row: Any) -> Row:
 
 
 def _read_csv(path: Path, content: bytes) -> list[Row]:
-    """Reads CSV with all values as text: an answer "007" keeps its zeros."""
+    """Reads CSV with all values as text, so that an answer "007" keeps its zeros."""
     try:
-        # newline="": csv itself must see the line ends, which may be part of a quoted text.
+        # With newline="" the csv module sees the line ends, which may be part of a quoted text.
         rows = list(csv.DictReader(io.StringIO(content.decode(), newline=""), strict=True))
     except (ValueError, csv.Error) as error:
-        raise UserError(f"{path} cannot be read as CSV in UTF-8 ({error}): write it as .jsonl") from None
+        raise UserError(f"{path} cannot be read as CSV in UTF-8 ({error}): convert it to .jsonl") from None
     for i, row in enumerate(rows, 1):
         if None in row or None in row.values():
-            raise UserError(f"{path} row {i} has not one value for each name of the first line: put text in quotes")
+            raise UserError(
+                f"{path} row {i} must have one value per column of the first line: put text with commas in quotes"
+            )
     return rows
 
 
@@ -318,8 +353,8 @@ def _read_parquet(path: Path) -> list[Row]:
     import pyarrow.parquet
 
     try:
-        # The table is read in pieces, so that memory does not hold all of it beside its rows.
+        # The table is read in pieces, so that memory never holds the whole table and all rows.
         pieces = pyarrow.parquet.ParquetFile(path).iter_batches()
         return [row for piece in pieces for row in piece.to_pylist()]
     except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path} cannot be read as Parquet ({error}): give a Parquet file") from None
+        raise UserError(f"{path} cannot be read as Parquet ({error}): name a valid Parquet file") from None

@@ -1,4 +1,4 @@
-"""The sections `data` and `eval` of a config. configs/grpo.py explains each field."""
+"""Settings of the sections `data` and `eval` of a config."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Literal
 from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange, Positive
 from jaxrl_llm.data.formats import Columns
 
-PREFERENCE = "preference"  # as eval.function: the share of pairs whose chosen completion the policy prefers
+PREFERENCE = "preference"  # value of eval.function that measures the share of pairs whose chosen completion wins
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSettings:
-    """One source of a mixture. What names and reads rows may change: a fingerprint checks the rows."""
+    """One source of a mixture. A resumed run may change source and convert, because a fingerprint checks the rows."""
 
     source: MayChange[str]
     convert: MayChange[str]
@@ -24,7 +24,7 @@ class SourceSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """The rows of a run, and how they become prompts."""
+    """The section `data`: the rows of a run, and how they become prompts."""
 
     source: MayChange[str]
     convert: MayChange[str]
@@ -41,35 +41,40 @@ class DataSettings:
     max_pixels: Count
 
     mixture: ClassVar[dict[str, SourceSettings]] = {}
-    completion_column: ClassVar[str] = ""  # with the text that `sft` learns
-    rejected_column: ClassVar[str] = ""  # with a worse completion of the same prompt, which `sft` compares it with
-    skip: ClassVar[float] = 0.0  # probability with which a curriculum passes over a prompt
-    order_column: ClassVar[str] = ""  # with the numbers by which each epoch is sorted; "": it is shuffled
+    completion_column: ClassVar[str] = ""  # column of the text that `sft` learns
+    rejected_column: ClassVar[str] = ""  # column of the worse completion of a preference pair
+    skip: ClassVar[float] = 0.0  # probability that a curriculum skips a prompt whose last visit had no signal
+    order_column: ClassVar[str] = ""  # column of numbers by which each epoch is sorted; "" = epochs are shuffled
 
     @property
     def columns(self) -> Columns:
-        """How rows are read that no convert function makes."""
-        text = self.prompt_column, self.answer_column, self.format_prompt
-        pair = (self.completion_column, self.rejected_column) if self.rejected_column else ()
-        return Columns(*text, self.image_column, self.image_folder, pair=pair)
+        """Settings for reading rows without a convert function."""
+        return Columns(
+            prompt_column=self.prompt_column,
+            answer_column=self.answer_column,
+            format_prompt=self.format_prompt,
+            image_column=self.image_column,
+            image_folder=self.image_folder,
+            pair=(self.completion_column, self.rejected_column) if self.rejected_column else (),
+        )
 
     @property
     def completion_columns(self) -> tuple[str, ...]:
-        """Columns with the G completions of a prompt, in their order, from which `sft` learns."""
+        """Columns of the G completions of a prompt that `sft` learns from, the chosen one first."""
         return tuple(filter(None, (self.completion_column, self.rejected_column)))
 
     def template_args(self, tools: Any = ()) -> dict[str, Any]:
-        """Returns the arguments of the chat template; tools: schemas that it describes."""
+        """Returns the arguments of the chat template. tools: JSON schemas of functions that the template describes."""
         return self.chat_template_args | ({"tools": list(tools)} if tools else {})
 
 
 EVAL = "eval"  # the section with the evaluation set that decides which checkpoint is best
-EXTRA_SETS = "eval.extra_sets."  # begins the paths of the sections with further sets
+EXTRA_SETS = "eval.extra_sets."  # prefix of the sections of further evaluation sets
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSet:
-    """Problems, and the function that judges their completions."""
+    """An evaluation set: problems, and the function that judges their completions."""
 
     source: MayChange[str]
     convert: MayChange[str]
@@ -78,13 +83,13 @@ class EvalSet:
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """The function that judges sampled completions; (): nothing is sampled, pairs are compared."""
+        """The function that judges sampled completions; () if preference pairs are compared and nothing is sampled."""
         return () if self.function == PREFERENCE else (self.function,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings(EvalSet):
-    """The problems that measure the accuracy, how often, and further sets, which decide nothing."""
+    """The section `eval`: the set that decides which checkpoint is best, how often it is measured, and further sets."""
 
     every: MayChange[AtLeastOne]
     patience: MayChange[Count]
@@ -92,17 +97,17 @@ class EvalSettings(EvalSet):
 
     @property
     def sets(self) -> dict[str, EvalSet]:
-        """All sets, by their sections of the config."""
-        return {EVAL: self, **{EXTRA_SETS + name: each for name, each in self.extra_sets.items()}}
+        """All evaluation sets, by their sections of the config."""
+        return {EVAL: self, **{EXTRA_SETS + name: extra_set for name, extra_set in self.extra_sets.items()}}
 
 
 def set_name(section: str) -> str:
-    """Returns the name of the evaluation set of a section; "": of the one that decides which checkpoint is best."""
+    """Returns the name of the evaluation set of a section; "" for the set that decides which checkpoint is best."""
     return "" if section == EVAL else section.removeprefix(EXTRA_SETS)
 
 
 def accuracies_of(fields: Iterable[str]) -> dict[str, str]:
-    """Returns the section and the accuracy's metric of each evaluation set; the set that decides comes first.
+    """Returns {section of an evaluation set: its accuracy metric}; the set that decides on the best comes first.
 
     fields: paths of the fields of a config.
     """
@@ -111,10 +116,10 @@ def accuracies_of(fields: Iterable[str]) -> dict[str, str]:
 
 
 def metrics_of(section: str, accuracy: float, problems: int) -> dict[str, float]:
-    """Returns the metrics of an evaluation set: eval/accuracy, or eval/NAME/accuracy of a further one."""
+    """Returns the metrics of an evaluation set, as eval/accuracy, or as eval/NAME/accuracy for a further set."""
     return {f"{_prefix(section)}/accuracy": accuracy, f"{_prefix(section)}/problems": problems}
 
 
 def _prefix(section: str) -> str:
-    """Returns how the metrics of an evaluation set begin."""
+    """Returns the prefix of the metrics of an evaluation set."""
     return f"{EVAL}/{set_name(section)}".rstrip("/")

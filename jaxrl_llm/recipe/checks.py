@@ -1,4 +1,4 @@
-"""Checks a recipe as a whole."""
+"""Checks a recipe as a whole: how its sections fit together, before data, weights or devices are touched."""
 
 from __future__ import annotations
 
@@ -32,87 +32,110 @@ from jaxrl_llm.session.profile import steps_of
 
 
 def check_train(recipe: Recipe, fields: Mapping[str, Any]) -> None:
-    """Checks what a run of `train` is asked to do. Uses no device, and reads no data and no weights.
+    """Checks the recipe of a run of `train`. Uses no device, and reads no data and no weights.
 
-    fields: the values of the config by their paths, with the defaults. Raises: UserError, naming the field.
+    fields: values of the config by their paths, with the defaults. Raises: UserError, naming the field.
     """
     check_shared(recipe, fields, recipe.prompts_per_update)
     if recipe.prompts_per_step % recipe.prompts_per_update:
         raise UserError(
-            f"config.prompts_per_step = {recipe.prompts_per_step} is no multiple of "
-            f"config.prompts_per_update = {recipe.prompts_per_update}: make it one"
+            f"config.prompts_per_step = {recipe.prompts_per_step} must be a multiple of "
+            f"config.prompts_per_update = {recipe.prompts_per_update}"
         )
     for section, problems in recipe.eval_sets.items():
         if not problems.functions:
-            name = f"config.{section}.function = {problems.function!r}"
-            raise UserError(f"{name} is for pairs of sft: name a reward function")
+            raise UserError(
+                f"config.{section}.function = {problems.function!r} judges preference pairs, which only sft has: name "
+                "a reward function"
+            )
     check_algorithm(recipe, fields)
     check_rollout(recipe)
     check_turns(recipe)
     if critic := recipe.critic:
         if recipe.sizes.critic_steps >= recipe.num_steps:
             raise UserError(
-                f"config.critic.warmup_steps = {critic.warmup_steps} but num_steps is {recipe.num_steps}: lower it"
+                f"config.critic.warmup_steps = {critic.warmup_steps} must be below config.num_steps = "
+                f"{recipe.num_steps}, because the policy learns only after the warm-up of the critic"
             )
         check_schedule(recipe, critic.optim, "critic.optim")
-    # A warm-up that is given in two ways is found where the sizes are derived.
+    # Deriving totals and warm-ups refuses a warm-up that is given both in steps and as a ratio.
     recipe.sizes.totals()
     recipe.warmups()
 
 
-def check_schedule(recipe: Settings, section: Any, name: str) -> None:
-    """Raises: UserError, if steps after the end of the schedule would have learning rate 0."""
-    if recipe.num_steps > recipe.scheduled_steps and section.decay != "constant" and not section.end:
+def check_schedule(recipe: Settings, optim: Any, section: str) -> None:
+    """Raises: UserError, if steps after the end of the schedule would have learning rate 0.
+
+    optim: settings of an optimizer; section: its name in the config, for the error.
+    """
+    if recipe.num_steps > recipe.scheduled_steps and optim.decay != "constant" and not optim.end:
         raise UserError(
-            f"config.num_steps = {recipe.num_steps}: the schedule of {name} ends at rate 0 after "
-            f"{recipe.schedule_steps} steps, and later ones would learn nothing: lower num_steps, or begin a new run "
-            "with model.path = WORKDIR/hf"
+            f"config.num_steps = {recipe.num_steps}: the learning rate of {section} is 0 after "
+            f"{recipe.schedule_steps} steps (config.schedule_steps), so later steps would learn nothing; lower "
+            "num_steps, or start a new run with model.path = WORKDIR/hf"
         )
 
 
 def check_sft(recipe: SftRecipe, fields: Mapping[str, Any]) -> None:
-    """Checks the recipe of `sft`; fields: argument of `check_train`. Raises: UserError, naming the field."""
+    """Checks the recipe of a run of `sft`.
+
+    fields: values of the config by their paths, with the defaults. Raises: UserError, naming the field.
+    """
     check_shared(recipe, fields, recipe.prompts_per_step)
     check_supervised_loss(recipe)
     if recipe.model.path:
-        # Sizes of a new model. The values of configs/sft.py are always allowed.
+        # The sizes of a new model have no effect here, but the values of configs/sft.py are always allowed.
         shipped = flatten(load("sft"))
-        unset = {name: shipped[name] for name in (f"model.{size}" for size in NewModelSettings.__annotations__)}
-        refuse(fields, unset | {"model.vision_config.depth": None}, "model.path names a model")
+        allowed = {name: shipped[name] for name in (f"model.{size}" for size in NewModelSettings.__annotations__)}
+        refuse(fields, allowed | {"model.vision_config.depth": None}, "model.path names a trained model")
     model = recipe.model
     width, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
-    new = not model.path
-    if new and width % (2 * heads):  # rotary embeddings need an even head size
+    is_new = not model.path
+    if is_new and width % (2 * heads):
         raise UserError(
-            f"config.model.hidden_size = {width} does not make {heads} heads of an even size: "
-            f"give a multiple of {2 * heads}"
+            f"config.model.hidden_size = {width} must be a multiple of {2 * heads}, twice num_attention_heads, because "
+            "rotary embeddings need heads of an even size"
         )
-    if new and heads % kv_heads:
-        raise UserError(f"config.model.num_key_value_heads = {kv_heads} does not divide {heads} heads: give a divisor")
+    if is_new and heads % kv_heads:
+        raise UserError(
+            f"config.model.num_key_value_heads = {kv_heads} must divide config.model.num_attention_heads = {heads}"
+        )
     tower = model.vision_config
-    # Rows and columns each turn pairs of a head's numbers.
     if tower and tower.hidden_size % (4 * tower.num_heads):
         raise UserError(
-            f"config.model.vision_config.hidden_size = {tower.hidden_size} does not make {tower.num_heads} heads of a "
-            f"multiple of 4: give a multiple of {4 * tower.num_heads}"
+            f"config.model.vision_config.hidden_size = {tower.hidden_size} must be a multiple of "
+            f"{4 * tower.num_heads}, four times num_heads, because rows and columns each rotate pairs of a head's "
+            "numbers"
         )
-    # A warm-up that is given in two ways is found where the sizes are derived.
+    # Deriving totals and warm-ups refuses a warm-up that is given both in steps and as a ratio.
     recipe.sizes.totals()
     recipe.warmups()
 
 
 def check_shared(recipe: Settings, fields: Mapping[str, Any], prompts_per_update: int) -> None:
-    """Checks the fields that every trainer's config has. Raises: UserError, naming the field."""
-    sandbox.allow_unconfined(recipe.reward.unconfined)  # before the functions that run programs are checked
+    """Checks the fields that the configs of `train` and `sft` share.
+
+    fields: values of the config by their paths, with the defaults; prompts_per_update: prompts of an optimizer step.
+    Raises: UserError, naming the field.
+    """
+    # This call comes first, because the checks of functions that run programs look for the sandbox.
+    sandbox.allow_unconfined(recipe.reward.unconfined)
     if recipe.microbatch and prompts_per_update % recipe.microbatch:
         raise UserError(
-            f"config.microbatch = {recipe.microbatch} does not divide the {prompts_per_update} prompts of an "
-            "update: give a divisor, or 0 for all at once"
+            f"config.microbatch = {recipe.microbatch} must divide the {prompts_per_update} prompts of an optimizer "
+            "step, or be 0 for all of them at once"
         )
-    if recipe.aggregate.mode == "constant" and not recipe.aggregate.constant_length:
-        raise UserError("config.aggregate.constant_length = 0: mode 'constant' divides by it; give a length in tokens")
-    if recipe.aggregate.mode != "constant" and recipe.aggregate.constant_length:
-        raise UserError(f"config.aggregate.constant_length is not used by mode {recipe.aggregate.mode!r}: set it to 0")
+    mode, constant_length = recipe.aggregate.mode, recipe.aggregate.constant_length
+    if mode == "constant" and not constant_length:
+        raise UserError(
+            "config.aggregate.constant_length = 0 must be a length in tokens above 0, because config.aggregate.mode = "
+            "'constant' divides by it"
+        )
+    if mode != "constant" and constant_length:
+        raise UserError(
+            f"config.aggregate.constant_length = {constant_length} has no effect with config.aggregate.mode = "
+            f"{mode!r}: set constant_length to 0"
+        )
     check_data(recipe)
     if recipe.model.family:
         with tried():
@@ -124,9 +147,12 @@ def check_shared(recipe: Settings, fields: Mapping[str, Any], prompts_per_update
     check_health(recipe, fields)
     check_adapters(recipe)
     for section, problems in recipe.eval_sets.items():
-        # Without a name, its accuracy would take the place of eval/accuracy.
+        # A set without a name would log its accuracy as eval/accuracy, the metric of eval.source.
         if not set_name(section) and section != EVAL:
-            raise UserError("config.eval.extra_sets has a set with the name '': name it, as in eval.extra_sets.code")
+            raise UserError(
+                "config.eval.extra_sets has a set with the name '': every set needs a name, for example "
+                "eval.extra_sets.code"
+            )
         for function in problems.functions:
             with tried():
                 check_call(function, tasks.REWARDS, f"config.{section}.function")
@@ -138,33 +164,37 @@ def check_shared(recipe: Settings, fields: Mapping[str, Any], prompts_per_update
         loggers.check_named(recipe.log.to, recipe.log.project)
     for axis in ("data", "fsdp", "tensor"):
         if recipe.mesh[axis] == 0:
-            raise UserError(f"config.mesh.{axis} = 0: give a size of 1 or more, or -1 for all devices left")
+            raise UserError(f"config.mesh.{axis} = 0 must be 1 or more, or -1 for all remaining devices")
 
 
 def check_data(recipe: Settings) -> None:
     """Checks the sources of prompts and how they are read. Raises: UserError, naming the field."""
-    d = recipe.data
-    mixture = d.mixture
+    data = recipe.data
+    mixture = data.mixture
     if mixture and len(mixture) < 2:
-        raise UserError("config.data.mixture has one source: give it in data.source, or give more of them")
-    if mixture and d.source:
-        raise UserError(f"config.data.source = {d.source!r} does nothing: data.mixture has the sources; set it to ''")
-    sections: dict[str, Any] = {f"data.mixture.{name}": part for name, part in mixture.items()} or {"data": d}
-    convert = [part.convert for part in sections.values()]
+        raise UserError("config.data.mixture has one source, but needs two or more: name a single one in data.source")
+    if mixture and data.source:
+        raise UserError(
+            f"config.data.source = {data.source!r} has no effect, because config.data.mixture names the sources: set "
+            "data.source to ''"
+        )
+    sections: dict[str, Any] = {f"data.mixture.{name}": part for name, part in mixture.items()} or {"data": data}
+    converters = [part.convert for part in sections.values()]
     for field in ("prompt_column", "answer_column", "format_prompt"):
-        if getattr(d, field) and all(convert):
+        if getattr(data, field) and all(converters):
             raise UserError(
-                f"config.data.{field} = {getattr(d, field)!r} does nothing: a convert function makes the rows"
+                f"config.data.{field} = {getattr(data, field)!r} has no effect, because a convert function makes the "
+                f"rows: set {field} to '', or convert to ''"
             )
-    if d.today:
+    if data.today:
         try:
-            date.fromisoformat(d.today)
+            date.fromisoformat(data.today)
         except ValueError:
             raise UserError(
-                f"config.data.today is {d.today!r}: give a date such as 2026-11-25, or '' for today"
+                f"config.data.today = {data.today!r} must be a date such as 2026-11-25, or '' for the current date"
             ) from None
-    if d.format_prompt:
-        formats.template(d.format_prompt)
+    if data.format_prompt:
+        formats.template(data.format_prompt)
     sections |= recipe.eval_sets
     for field, section in sections.items():
         with tried():

@@ -24,12 +24,15 @@ from jaxrl_llm.rollout.environments import check_episodes
 
 
 def check_algorithm(recipe: Recipe, fields: Mapping[str, Any]) -> None:
-    """Checks the algorithm; fields: argument of `checks.check_train`. Raises: UserError, naming the field."""
+    """Checks the algorithm of a `train` recipe.
+
+    fields: values of the config by their paths, with the defaults. Raises: UserError, naming the field.
+    """
     check_rewards(recipe)
     check_advantage(recipe)
     check_columns(recipe)
     check_loss(recipe)
-    check_ratio_of_a_sequence(recipe)
+    check_sequence_ratio(recipe)
     check_kl(recipe)
     check_known("skip", recipe.health.skip, SKIPS)
     check_no_effect(recipe, fields)
@@ -41,66 +44,83 @@ def check_rewards(recipe: Recipe) -> None:
     if not (names or model) or len(names) != len(weights):
         counts = f"{len(names)} function{'s' * (len(names) != 1)} and {len(weights)} weight{'s' * (len(weights) != 1)}"
         example = tuple(1.0 for _ in names) or (1.0,)
-        raise UserError(f"config.reward has {counts}: give each function one, such as reward.weights = {example}")
+        raise UserError(
+            f"config.reward has {counts}: every function needs one weight, for example reward.weights = {example}"
+        )
     for name, weight in zip(names, weights, strict=True):
         if problem := Field(float).problem(weight):
-            raise UserError(f"config.reward.weights: {name}'s {problem}")
+            raise UserError(f"config.reward.weights: the weight of {name} {problem}")
         if problem := Field(str).problem(name):
-            raise UserError(f"config.reward.functions: one {problem}")
+            raise UserError(f"config.reward.functions: one name {problem}")
         with tried():
             check_call(name, tasks.REWARDS, "config.reward.functions")
     channels = [split_call(name)[0] for name in names]
     for name in channels:
         if channels.count(name) > 1:
             times = "twice" if channels.count(name) == 2 else f"{channels.count(name)} times"
-            raise UserError(f"config.reward.functions has {name!r} {times}: give it once")
+            raise UserError(f"config.reward.functions names {name!r} {times}: name each function once")
     if not any(weights) and not (model and model.weight) and recipe.estimator.needs_reward:
-        raise UserError("config.reward.weights are all 0: nothing would be rewarded; give one function a weight")
+        raise UserError(
+            "config.reward.weights are all 0, so every reward would be 0: at least one weight must differ from 0"
+        )
     if model:
         check_reward_model(recipe)
     tokens, limit = recipe.reward.overlong_tokens, recipe.rollout.max_completion_tokens
     if tokens > limit:
-        raise UserError(f"config.reward.overlong_tokens = {tokens} is more than a completion's {limit}: lower it")
+        raise UserError(
+            f"config.reward.overlong_tokens = {tokens} must be at most rollout.max_completion_tokens = {limit}"
+        )
 
 
 def check_reward_model(recipe: Recipe) -> None:
-    """Checks that the scores of a reward model, which come after the sampling, are not needed before."""
+    """Checks that no setting needs the scores of a reward model during sampling, because they come after it."""
     if not recipe.estimator.needs_reward:
-        raise UserError(f"config.reward_model would be of no use: advantage {recipe.advantage.name!r} uses no reward")
+        raise UserError(
+            f"config.reward_model has no effect: advantage {recipe.advantage.name!r} uses no reward; remove the section"
+        )
     if recipe.rollout.resample_rounds:
         raise UserError(
-            f"config.rollout.resample_rounds = {recipe.rollout.resample_rounds}: a reward model scores completions "
-            "after the sampling, when no group can be replaced: set it to 0"
+            f"config.rollout.resample_rounds = {recipe.rollout.resample_rounds}: groups are replaced during sampling, "
+            "but a reward model scores completions after it; with config.reward_model, resample_rounds must be 0"
         )
     if recipe.data.curriculum:
         raise UserError(
-            "config.data.curriculum: a reward model scores completions after the curriculum has judged their prompts: "
-            "take the section out"
+            "config.data.curriculum judges prompts during sampling, but config.reward_model scores completions after "
+            "it: remove one of the two sections"
         )
     if recipe.estimator.needs_greedy:
         raise UserError(
-            f"config.reward_model: advantage {recipe.advantage.name!r} compares with the greedy completion, which a "
-            "reward model does not score: take another advantage"
+            f"config.reward_model scores no greedy completion, but advantage {recipe.advantage.name!r} compares each "
+            "completion with the greedy one: choose another advantage"
         )
 
 
 def check_advantage(recipe: Recipe) -> None:
     """Checks that the estimator fits the size of a group, and that its arguments fit together."""
-    given, name = recipe.advantage.name, recipe.estimator.name
-    if recipe.group_size < 2 and Trait.COMPARES_GROUP in traits_of(recipe.advantage.function):
-        raise UserError(f"config.group_size = 1: advantage {given!r} compares the members of a group; give 2 or more")
-    by, group = recipe.advantage.arguments, recipe.group_size
-    if name == "pass_at_k" and by["k"] > group:
-        raise UserError(f"config.advantage.k = {by['k']}: give 1 to group_size = {group}")
-    if name and by.get("epsilon") == 0 and by.get("normalize") != "none":
-        raise UserError("config.advantage.epsilon = 0: equal rewards would be divided by 0; give more, like 1e-4")
+    advantage, estimator, group = recipe.advantage, recipe.estimator.name, recipe.group_size
+    if group < 2 and Trait.COMPARES_GROUP in traits_of(advantage.function):
+        raise UserError(
+            f"config.group_size = 1: advantage {advantage.name!r} compares the completions of a group, so group_size "
+            "must be 2 or more"
+        )
+    arguments = advantage.arguments
+    if estimator == "pass_at_k" and arguments["k"] > group:
+        raise UserError(f"config.advantage.k = {arguments['k']} must be between 1 and config.group_size = {group}")
+    if estimator and arguments.get("epsilon") == 0 and arguments.get("normalize") != "none":
+        raise UserError(
+            "config.advantage.epsilon = 0: a group with equal rewards would be divided by 0; set epsilon above 0, "
+            "for example 1e-4"
+        )
 
 
 def check_columns(recipe: Recipe) -> None:
-    """Checks that estimator and loss get every input that they ask for, and that no model scores without need."""
+    """Checks that estimator and loss get every input that they need, and that each model's scores are used."""
     check_takes_batch(recipe.loss)
     for name in {"old", "ref"} & recipe.teachers.keys():
-        raise UserError(f"config.teachers.{name}: the column {name}_logprobs is another model's: choose another name")
+        raise UserError(
+            f"config.teachers.{name}: the column {name}_logprobs belongs to another model; choose another name for "
+            "this teacher"
+        )
     scores = {"critic": "values"} if recipe.critic else {}
     scores |= {section: column_of(section) for section in recipe.frozen}
     columns, loss, advantage = (*COLUMNS, *scores.values()), recipe.loss, recipe.advantage
@@ -109,23 +129,31 @@ def check_columns(recipe: Recipe) -> None:
     for section, column in scores.items():
         if column not in {*recipe.loss_columns, *recipe.estimator.inputs, "reward_model_scores"}:
             raise UserError(
-                f"config.{section} would be of no use: neither loss {loss.name!r} nor advantage {advantage.name!r} "
-                f"asks for its {column}"
+                f"config.{section} has no effect: neither loss {loss.name!r} nor advantage {advantage.name!r} has the "
+                f"argument {column}; remove the section"
             )
     for section, settings in recipe.frozen.items():
         if not settings.path:
-            raise UserError(f"config.{section}.path = '': give the model's folder or hub id")
+            raise UserError(f"config.{section}.path = '' must be the folder or the hub id of a model")
 
 
 def check_inputs(function: str, inputs: Sequence[str], known: Sequence[str]) -> None:
-    """Checks that a function gets its inputs. Raises: UserError, with what is known and which section is missing."""
-    missing = {"values": "; config.critic is missing, see configs/ppo.py"}
-    missing |= {"reward_model_scores": "; config.reward_model is missing"}
+    """Checks that every argument of a loss or an estimator is a column that the run computes.
+
+    function: field and value that name the function; inputs: names of its arguments; known: columns of the run.
+    Raises: UserError, with the columns and the section of the config that would add the missing one.
+    """
+    missing = {"values": ", or add the section config.critic (see configs/ppo.py)"}
+    missing |= {"reward_model_scores": ", or add the section config.reward_model"}
     for name in inputs:
-        teacher = f"; config.teachers.{name.removesuffix('_logprobs')} is missing, see configs/distillation.py"
+        teacher = name.removesuffix("_logprobs")
+        add_teacher = f", or add the section config.teachers.{teacher} (see configs/distillation.py)"
         if name not in known:
-            hint = missing.get(name, teacher if name.endswith("_logprobs") else "")
-            raise UserError(f"{function} asks for {name!r}: there is {', '.join(known)}{hint}")
+            hint = missing.get(name, add_teacher if name.endswith("_logprobs") else "")
+            raise UserError(
+                f"{function} has the argument {name!r}, but this run computes no such column: "
+                f"use one of {', '.join(known)}{hint}"
+            )
 
 
 def check_loss(recipe: Recipe) -> None:
@@ -134,178 +162,187 @@ def check_loss(recipe: Recipe) -> None:
     traits = traits_of(recipe.loss.function)
     if Trait.PAIRS in traits:
         raise UserError(
-            f"config.loss.name = {loss!r} compares pairs of completions that rows have: run it with jaxrl sft"
+            f"config.loss.name = {loss!r} learns from preference pairs in the rows: run this config with jaxrl sft"
         )
     if Trait.WITHOUT_RATIO in traits and updates > 1:
         raise UserError(
-            f"config.loss.name = {loss!r} has no ratio to the policy that sampled, but {updates} optimizer steps on a "
-            "rollout: set epochs = 1 and prompts_per_update = prompts_per_step, or another loss"
+            f"config.loss.name = {loss!r} has no importance ratio, but this run makes {updates} optimizer steps per "
+            "rollout: set epochs = 1 and prompts_per_update = prompts_per_step, or choose another loss"
         )
     if Trait.SEQUENCE_ADVANTAGE in traits and Trait.VARIES_BY_TOKEN in traits_of(advantage.function):
         raise UserError(
-            f"config.loss.name = {loss!r} wants an advantage a completion, {advantage.name!r} gives one a token"
+            f"config.loss.name = {loss!r} needs one advantage per completion, but advantage {advantage.name!r} "
+            "returns one per token: choose another advantage or loss"
         )
-    bonus, c = recipe.entropy, recipe.importance
-    if bonus and bonus.adaptive and bonus.adaptive.most < bonus.coef:
+    entropy, importance, rollout = recipe.entropy, recipe.importance, recipe.rollout
+    if entropy and entropy.adaptive and entropy.adaptive.most < entropy.coef:
         raise UserError(
-            f"config.entropy.adaptive.most = {bonus.adaptive.most} is less than entropy.coef = {bonus.coef}, where the "
-            "coefficient begins: raise it"
+            f"config.entropy.adaptive.most = {entropy.adaptive.most} must be at least entropy.coef = {entropy.coef}, "
+            "the first value of the coefficient"
         )
-    if c.action == "mask" and c.low >= c.high:
-        raise UserError(f"config.importance.low = {c.low} is not below high = {c.high}: no weight would be kept")
-    own = own_name(recipe.loss.function, losses)  # a user's loss may have a correction
-    r = recipe.rollout
-    if own and (r.max_lag or r.partial) and c.action == "none":
-        field, off = ("partial", False) if r.partial else ("max_lag", 0)
+    if importance.action == "mask" and importance.low >= importance.high:
         raise UserError(
-            f"config.importance.action = 'none' with rollout.{field} = {getattr(r, field)}: loss {loss!r} knows the "
-            f"policy at the start of the step, not the older one that sampled: set action = 'auto', or {field} = {off}"
+            f"config.importance.low = {importance.low} must be below importance.high = {importance.high}; otherwise "
+            "action 'mask' would remove every token"
+        )
+    # A loss of the user may correct for older weights itself.
+    package_loss = own_name(recipe.loss.function, losses)
+    if package_loss and (rollout.max_lag or rollout.partial) and importance.action == "none":
+        field, disabled = ("partial", False) if rollout.partial else ("max_lag", 0)
+        raise UserError(
+            f"config.importance.action = 'none' with rollout.{field} = {getattr(rollout, field)}: older weights sample "
+            f"some tokens, and loss {loss!r} does not correct for them; set importance.action = 'auto', or "
+            f"rollout.{field} = {disabled}"
         )
 
 
 def check_supervised_loss(recipe: SftRecipe) -> None:
-    """Checks that the loss of `sft` gets its inputs, and that a loss of pairs has some, of a model that says something.
+    """Checks that the loss of `sft` gets its inputs, and that a loss of pairs has pairs and a trained model.
 
     Raises: UserError, naming the field.
     """
     loss, column = recipe.loss, recipe.data.rejected_column
     check_takes_batch(loss)
     check_inputs(f"config.loss.name = {loss.name!r}", recipe.loss_columns, ("ref_logprobs",))
-    compares = Trait.PAIRS in traits_of(loss.function)
-    if compares and not column:
+    needs_pairs = Trait.PAIRS in traits_of(loss.function)
+    if needs_pairs and not column:
         raise UserError(
-            f"config.loss.name = {loss.name!r} compares pairs: name the column of the worse completion in "
-            "data.rejected_column, such as 'rejected', and that of the better one in data.completion_column"
+            f"config.loss.name = {loss.name!r} compares preference pairs: set data.rejected_column to the column of "
+            "the worse completion, for example 'rejected', and data.completion_column to that of the better one"
         )
-    if column and not compares:
+    if column and not needs_pairs:
         raise UserError(
-            f"config.data.rejected_column = {column!r}: loss {loss.name!r} would learn the rejected completions too: "
-            "set it to '', or take a loss of pairs (dpo, simpo)"
+            f"config.data.rejected_column = {column!r}: loss {loss.name!r} would also learn the rejected completions; "
+            "set rejected_column to '', or choose a loss of pairs (dpo, simpo)"
         )
     for section, problems in recipe.eval_sets.items():
-        if problems.function == PREFERENCE and not compares:
-            name = f"config.{section}.function = {PREFERENCE!r}"
-            raise UserError(f"{name}: loss {loss.name!r} has no pairs: name a reward function")
-    if compares and recipe.aggregate.mode != "sequence_mean":
+        if problems.function == PREFERENCE and not needs_pairs:
+            raise UserError(
+                f"config.{section}.function = {PREFERENCE!r} judges preference pairs, but loss {loss.name!r} has none: "
+                "name a reward function"
+            )
+    if needs_pairs and recipe.aggregate.mode != "sequence_mean":
         raise UserError(
-            f"config.aggregate.mode = {recipe.aggregate.mode!r}: loss {loss.name!r} stands at each token of its pair, "
-            "which would count by its length: set it to 'sequence_mean'"
+            f"config.aggregate.mode = {recipe.aggregate.mode!r}: loss {loss.name!r} is equal at every token of a pair, "
+            "so longer pairs would weigh more; set mode to 'sequence_mean'"
         )
-    if (compares or recipe.loss_columns) and not recipe.model.path:
+    if (needs_pairs or recipe.loss_columns) and not recipe.model.path:
         raise UserError(
-            f"config.loss.name = {loss.name!r} with model.path = '': a new model prefers nothing, and is no reference: "
-            "give a model's folder or hub id"
+            f"config.loss.name = {loss.name!r} needs a trained model, but model.path = '' makes a new one: set "
+            "model.path to the folder or the hub id of a model"
         )
 
 
 def check_takes_batch(loss: Call) -> None:
-    """Raises: UserError, if a function is no loss."""
+    """Raises: UserError, if the function of `loss` cannot be called as a loss."""
     if len(required_inputs(loss.function)) < 2:
         raise UserError(
-            f"config.loss.name = {loss.name!r} takes no batch: make it loss(logprobs, batch, *, fields), which "
-            "returns the loss of each token and a dict of metrics"
+            f"config.loss.name = {loss.name!r} must be a function loss(logprobs, batch, *, fields) that returns the "
+            "loss of each token and a dict of metrics"
         )
 
 
-def check_ratio_of_a_sequence(recipe: Recipe) -> None:
+def check_sequence_ratio(recipe: Recipe) -> None:
     """Checks that a loss with one ratio per completion is averaged over completions, not over tokens."""
     loss = recipe.loss.name
     if Trait.SEQUENCE_RATIO not in traits_of(recipe.loss.function):
         return
     if recipe.aggregate.mode == "token_mean":
         raise UserError(
-            f"config.aggregate.mode = 'token_mean': loss {loss!r} has one ratio for a completion, which would count by "
-            "its length: set 'sequence_mean', or 'sequence_sum' for a completion that counts by its length (LUSPO)"
+            f"config.aggregate.mode = 'token_mean': loss {loss!r} has one ratio per completion, so longer completions "
+            "would weigh more; set mode to 'sequence_mean', or to 'sequence_sum' to weigh by length (LUSPO)"
         )
-    of_a_token = recipe.loss.arguments.get("level") == "token"
-    if recipe.mask.top_entropy < 1 and not of_a_token:
+    token_level = recipe.loss.arguments.get("level") == "token"
+    if recipe.mask.top_entropy < 1 and not token_level:
         raise UserError(
-            f"config.mask.top_entropy = {recipe.mask.top_entropy}: the gradient of loss {loss!r}'s ratio reaches every "
-            "token of a completion, chosen or not: set it to 1.0, or take loss gspo with level = 'token'"
+            f"config.mask.top_entropy = {recipe.mask.top_entropy}: the ratio of loss {loss!r} depends on every token, "
+            "so masked tokens would learn too; set top_entropy to 1.0, or use loss gspo with level = 'token'"
         )
 
 
 def check_kl(recipe: Recipe) -> None:
     """Checks that the KL penalty has an effect where it is placed, and that its adaptive coefficient is stable."""
-    k = recipe.kl
-    if not k:
+    kl, advantage = recipe.kl, recipe.advantage
+    if not kl:
         return
-    if k.placement == "loss" and k.estimator == "k1":
+    if kl.placement == "loss" and kl.estimator == "k1":
         raise UserError(
-            "config.kl: k1 in the loss does nothing (its on-policy gradient has mean zero): "
-            "use k2 or k3 there, or placement = 'reward'"
+            "config.kl.estimator = 'k1' has no effect with kl.placement = 'loss', because its on-policy gradient has "
+            "mean zero: use 'k2' or 'k3', or placement = 'reward'"
         )
-    if k.refresh and k.refresh.mix < 1 and recipe.adapters and not recipe.adapters().linear:
+    if kl.refresh and kl.refresh.mix < 1 and recipe.adapters and not recipe.adapters().linear:
         raise UserError(
-            f"config.kl.refresh.mix = {k.refresh.mix}: the mean of two adapters is not the adapter of the mean: set "
-            "it to 1.0"
+            f"config.kl.refresh.mix = {kl.refresh.mix} must be 1.0 with adapters of this kind, because the mean of two "
+            "adapters is another model than the mean of two policies"
         )
-    if k.placement == "reward" and k.estimator == "k3_weighted":
-        raise UserError("config.kl.estimator = 'k3_weighted' is for placement = 'loss': take k1, k2 or k3")
-    if k.placement == "reward" and not recipe.estimator.looks_at_penalties:
+    if kl.placement == "reward" and kl.estimator == "k3_weighted":
         raise UserError(
-            f"config.kl.placement = 'reward': advantage {recipe.advantage.name!r} does not look at it; "
-            "set 'loss', or kl = None"
+            "config.kl.estimator = 'k3_weighted' needs kl.placement = 'loss': with placement = 'reward' use 'k1', "
+            "'k2' or 'k3'"
         )
-    name, normalize = recipe.advantage.name, recipe.advantage.arguments.get("normalize")
-    divides = Trait.DIVIDES in traits_of(recipe.advantage.function) and normalize != "none"
-    if k.placement == "reward" and divides:
+    if kl.placement == "reward" and not recipe.estimator.looks_at_penalties:
+        raise UserError(
+            f"config.kl.placement = 'reward' has no effect, because advantage {advantage.name!r} ignores penalties: "
+            "set placement to 'loss', or kl = None"
+        )
+    normalize = advantage.arguments.get("normalize")
+    divides = Trait.DIVIDES in traits_of(advantage.function) and normalize != "none"
+    if kl.placement == "reward" and divides:
         remedy = ", or advantage.normalize to 'none'" * (normalize is not None)
         raise UserError(
-            f"config.kl.placement = 'reward': advantage {name!r} divides by a deviation that the penalty is part of, "
-            "which would change its size, and make it 0 where the task gives no signal; "
-            f"set it to 'loss'{remedy}"
+            f"config.kl.placement = 'reward': advantage {advantage.name!r} divides the penalty by the deviation of "
+            f"rewards, which would rescale it; set placement to 'loss'{remedy}"
         )
-    if k.adaptive and (k.decay != "constant" or not k.coef):
+    if kl.adaptive and (kl.decay != "constant" or not kl.coef):
         raise UserError(
-            "config.kl.adaptive moves the coefficient by itself: set kl.decay to 'constant' and kl.coef above 0"
+            f"config.kl.adaptive changes the coefficient itself: kl.decay = {kl.decay!r} must be 'constant', and "
+            f"kl.coef = {kl.coef} must be above 0"
         )
     sequences = recipe.prompts_per_update * recipe.group_size
-    if k.adaptive and k.adaptive.horizon < sequences:
+    if kl.adaptive and kl.adaptive.horizon < sequences:
         raise UserError(
-            f"config.kl.adaptive.horizon = {k.adaptive.horizon} is less than an optimizer step's {sequences} "
-            "sequences: the coefficient would jump; give more, like 10000"
+            f"config.kl.adaptive.horizon = {kl.adaptive.horizon} must be at least the {sequences} sequences of an "
+            "optimizer step; otherwise the coefficient would jump. A usual value is 10000"
         )
 
 
 def check_rollout(recipe: Recipe) -> None:
     """Checks that the completions of a group can differ, and that the engine accepts its settings."""
-    r = recipe.rollout
-    if r.top_k == 1:
+    rollout = recipe.rollout
+    if rollout.top_k == 1:
         raise UserError(
-            "config.rollout.top_k = 1: every completion would be the greedy one, with nothing to learn from; "
-            "give 2 or more, or 0 for all tokens"
+            "config.rollout.top_k = 1 makes all completions of a group equal, so nothing is learned: top_k must be 2 "
+            "or more, or 0 for all tokens"
         )
-    if r.max_lag and r.resample_rounds and not recipe.reward.timeout:
+    if rollout.max_lag and rollout.resample_rounds and not recipe.reward.timeout:
         raise UserError(
-            f"config.reward.timeout = 0 with rollout.max_lag = {r.max_lag} and resample_rounds = {r.resample_rounds}: "
-            "the thread that samples ahead cannot run reward functions, which find the groups without signal: give "
-            "them a time limit, and so a process, or set one of the two to 0"
+            f"config.reward.timeout = 0 with rollout.max_lag = {rollout.max_lag} and resample_rounds = "
+            f"{rollout.resample_rounds}: the sampling thread needs rewards, which it can only get from processes; set "
+            "timeout above 0, or max_lag or resample_rounds to 0"
         )
     low, high = recipe.chosen_engine.temperatures
-    if not low <= r.temperature <= high:
+    if not low <= rollout.temperature <= high:
         raise UserError(
-            f"config.rollout.temperature = {r.temperature}: engine.name = {recipe.engine.name!r} samples at {low:g} to "
-            f"{high:g} alone; choose such a temperature, or engine.name = 'jax'"
+            f"config.rollout.temperature = {rollout.temperature} must be between {low:g} and {high:g} with "
+            f"engine.name = {recipe.engine.name!r}; engine 'jax' takes other temperatures"
         )
-    if r.partial:
+    if rollout.partial:
         check_partial(recipe)
     with tried():
         recipe.chosen_engine.check()
 
 
 def check_partial(recipe: Recipe) -> None:
-    """Checks that completions can go on in a later step."""
-    r = recipe.rollout
+    """Checks that unfinished completions can continue in a later step."""
     if not recipe.chosen_engine.in_trainer:
         raise UserError(
-            f"config.rollout.partial = True: engine.name = {recipe.engine.name!r} cannot end a call when some groups "
-            "are complete: set partial = False, or engine.name = 'jax'"
+            f"config.rollout.partial = True: engine.name = {recipe.engine.name!r} cannot stop while some groups are "
+            "unfinished; set partial = False, or engine.name = 'jax'"
         )
-    if r.resample_rounds:
+    if rounds := recipe.rollout.resample_rounds:
         raise UserError(
-            f"config.rollout.partial = True and resample_rounds = {r.resample_rounds}: groups without signal are not "
-            "replaced where groups go on: set one of them to False or 0"
+            f"config.rollout.partial = True with resample_rounds = {rounds}: partial rollouts cannot replace groups; "
+            "set partial = False, or resample_rounds = 0"
         )
 
 
@@ -317,45 +354,59 @@ def check_turns(recipe: Recipe) -> None:
         tokens = recipe.turns[field] if recipe.turns else 0
         if tokens > limit:
             raise UserError(
-                f"config.turns.{field} = {tokens} is more than an episode has: rollout.max_completion_tokens is "
-                f"{limit}; lower one or raise the other"
+                f"config.turns.{field} = {tokens} must be at most rollout.max_completion_tokens = {limit}, the tokens "
+                "of a whole episode"
             )
 
 
 def check_adapters(recipe: Settings) -> None:
-    """Checks that adapters have a base."""
+    """Checks that adapters have a base model."""
     if not recipe.adapters:
         return
     if not isinstance(recipe.adapters(), AdapterKind):
-        raise UserError(f"config.adapters.name = {recipe.adapters.name!r} is no AdapterKind: see docs/lora.md")
+        raise UserError(
+            f"config.adapters.name = {recipe.adapters.name!r} must be a function that returns an AdapterKind "
+            "(docs/lora.md)"
+        )
     if not recipe.model.path:
-        raise UserError("config.adapters: model.path is '': a new model has nothing to adapt: give a model's folder")
+        raise UserError(
+            "config.adapters needs a trained model, but model.path = '' makes a new one: set model.path to the folder "
+            "or the hub id of a model"
+        )
 
 
 def check_health(recipe: Settings, fields: Mapping[str, Any]) -> None:
-    """Checks the names of the rules that act, and that no wait is taken for a hang."""
+    """Checks the names of the health rules that act, and that no allowed wait counts as a hang.
+
+    fields: values of the config by their paths, with the defaults. Raises: UserError, naming the field.
+    """
     minutes = recipe.health.hang_minutes
     for field, seconds in fields.items():
-        waits = field.endswith(".timeout") or field == "engine.patience"
-        if waits and 0 < 60 * minutes < seconds:
+        is_wait = field.endswith(".timeout") or field == "engine.patience"
+        if is_wait and 0 < 60 * minutes < seconds:
             raise UserError(
-                f"config.{field} = {seconds:g} seconds, but config.health.hang_minutes = {minutes:g}: such a wait "
-                "would be taken for a hang: raise hang_minutes (0: never)"
+                f"config.{field} = {seconds:g} seconds is longer than config.health.hang_minutes = {minutes:g}, so "
+                "that such a wait would count as a hang: raise hang_minutes, or set it to 0 (never)"
             )
     health, rules = recipe.health, [rule.__name__ for rule in RULES]
     check_known("stop", health.stop, rules)
     if health.rollback:
         check_known("rollback.rules", health.rollback.rules, rules)
         if not health.rollback.rules:
-            raise UserError("config.health.rollback.rules is empty: name the rules, or take the section out")
+            raise UserError(
+                "config.health.rollback.rules = () must name at least one rule: add one, or remove the section rollback"
+            )
         both = sorted(set(health.stop) & set(health.rollback.rules))
         if both:
-            raise UserError(f"config.health.stop and config.health.rollback.rules both have {both[0]!r}: choose one")
+            raise UserError(
+                f"config.health.stop and config.health.rollback.rules both name {both[0]!r}: name each rule in one of "
+                "them"
+            )
 
 
-def check_known(field: str, given: Iterable[str], there: Collection[str]) -> None:
-    """Raises: UserError, if a field of the section health has a name that is not there."""
-    for name in set(given) - set(there):
-        close = closest(name, there)
-        hint = f"did you mean {close[0]!r}?" if close else f"there is {', '.join(there)}"
-        raise UserError(f"config.health.{field} has {name!r}, which is not there: {hint}")
+def check_known(field: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raises: UserError, if a field of the section `health` names something that is not in `known`."""
+    for name in set(names) - set(known):
+        close = closest(name, known)
+        hint = f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(known)}"
+        raise UserError(f"config.health.{field}: unknown name {name!r}; {hint}")

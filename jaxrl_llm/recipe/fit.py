@@ -1,4 +1,4 @@
-"""Checks that config, mesh, models and data fit each other, once they are loaded."""
+"""Checks that config, mesh, models and data fit each other, after models and data are loaded."""
 
 from __future__ import annotations
 
@@ -16,64 +16,68 @@ from jaxrl_llm.structs import Sizes
 
 def check_batch_fits_mesh(sizes: Sizes, mesh: Mesh) -> None:
     """Checks that every device gets the same number of prompts. Raises: UserError, naming the field."""
-    devices = sharding.prompt_shards(mesh)
-    update = "microbatch" if sizes.microbatch else "prompts_per_update"
-    for field, prompts in {update: sizes.at_once, "prompts_per_step": sizes.prompts_per_step}.items():
-        if prompts % devices:
+    shards = sharding.prompt_shards(mesh)
+    at_once = "microbatch" if sizes.microbatch else "prompts_per_update"
+    for field, prompts in {at_once: sizes.at_once, "prompts_per_step": sizes.prompts_per_step}.items():
+        if prompts % shards:
             raise UserError(
-                f"config.{field} = {prompts} prompts cannot be split evenly over mesh.data x mesh.fsdp = {devices} "
-                "devices: give a multiple, or a smaller mesh"
+                f"config.{field} = {prompts} must be a multiple of the {shards} devices of mesh.data x mesh.fsdp: "
+                f"change {field}, or use a smaller mesh"
             )
 
 
 def check_one_at_a_time(recipe: Recipe, mesh: Mesh) -> None:
-    """Raises: UserError, if programs of two threads may wait for each other for ever."""
+    """Raises: UserError, if sampling ahead could deadlock the programs of sampler and trainer."""
     processes, max_lag = distributed.count(), recipe.rollout.max_lag
     if not recipe.chosen_engine.in_trainer or not max_lag:
         return
     if recipe.sampler_devices:
-        # A CPU runs programs with collectives one after the other, in another order in each process: it hangs. Of GPUs
-        # and TPUs nobody has tried it.
+        # On CPUs this hangs, because each process may order its programs with collectives differently. On GPUs and TPUs
+        # this setting is untested.
         if processes > 1:
             raise UserError(
                 f"config.rollout.max_lag = {max_lag} with engine.devices = {recipe.sampler_devices}: {processes} "
-                "processes may run the programs of sampler and trainer in another order, and wait for each other for "
-                "ever: set max_lag to 0, run one process, or take vLLM (docs/vllm.md)"
+                "processes may run the programs of sampler and trainer in different orders and wait for each other "
+                "forever; set max_lag to 0, run one process, or sample with vLLM (docs/vllm.md)"
             )
     elif mesh.size > 1 and (mesh.devices.flat[0].platform != "cpu" or processes > 1):
         raise UserError(
-            f"config.rollout.max_lag = {max_lag}: the in-JAX engine cannot sample while the same {mesh.size} devices "
-            "learn: give it some of its own with engine.devices, set max_lag to 0, or take vLLM (docs/vllm.md)"
+            f"config.rollout.max_lag = {max_lag}: the in-JAX engine cannot sample on the {mesh.size} devices that "
+            "learn at the same time; reserve devices with engine.devices, set max_lag to 0, or sample with vLLM "
+            "(docs/vllm.md)"
         )
 
 
 def check_vocabulary(model: DecoderConfig, tokenizer: Any, *datasets: Dataset) -> None:
-    """Checks that the tokenizer fits the model. Raises: UserError, if it makes a token that the model does not have."""
+    """Checks that the tokenizer fits the model. Raises: UserError, for a token that the model does not have."""
     largest = max(int(tokens.max()) for dataset in datasets for tokens in dataset.ids)
     largest = max(largest, tokenizer.pad_token_id, tokenizer.eos_token_id or 0)
     if largest >= model.vocab_size:
         raise UserError(
-            f"{tokenizer.name_or_path}: the tokenizer makes token {largest}, but config.json has a vocabulary of "
-            f"{model.vocab_size}: use one checkpoint's files"
+            f"{tokenizer.name_or_path}: the tokenizer returns token {largest}, but vocab_size in config.json is "
+            f"{model.vocab_size}: tokenizer and config.json must be files of the same model"
         )
 
 
 def check_router(recipe: Settings, model: DecoderConfig) -> None:
-    """Raises: UserError, if the config has settings of experts, and the model has none."""
+    """Raises: UserError, if the config has the section `router`, but the model has no experts."""
     if recipe.router and model.mixture is None:
         raise UserError(
-            f"config.router is for a model with experts, and {recipe.model.path or 'the new model'} has none: take the "
-            "section out, or give another model.path"
+            f"config.router needs a model with experts, but {recipe.model.path or 'the new model'} has none: remove "
+            "the section, or change model.path"
         )
 
 
 def check_vision(recipe: Settings, model: DecoderConfig) -> None:
-    """Raises: UserError, if model.vision says of the tower what does not hold."""
+    """Raises: UserError, if model.vision does not fit the vision tower of the model, or its absence."""
     if recipe.model.vision == "frozen" and not model.vision:
-        raise UserError("config.model.vision = 'frozen' does nothing: the model reads no images; set it to 'learns'")
+        raise UserError(
+            "config.model.vision = 'frozen' has no effect, because the model reads no images: set vision to 'learns'"
+        )
     if recipe.model.vision == "learns" and model.vision and recipe.adapters:
         raise UserError(
-            "config.model.vision = 'learns' with adapters, which only layers for text have: set it to 'frozen'"
+            "config.model.vision = 'learns' must be 'frozen' with config.adapters, because the vision tower has no "
+            "adapters"
         )
 
 
@@ -81,30 +85,33 @@ def check_sampling(recipe: Recipe, model: DecoderConfig) -> None:
     """Raises: UserError, if top-k excludes no token."""
     if recipe.rollout.top_k >= model.vocab_size:
         raise UserError(
-            f"config.rollout.top_k = {recipe.rollout.top_k} does nothing: the model's vocabulary has "
-            f"{model.vocab_size} tokens; set it to 0"
+            f"config.rollout.top_k = {recipe.rollout.top_k} has no effect, because the model's vocabulary has "
+            f"{model.vocab_size} tokens: set top_k to 0, or lower it"
         )
 
 
-def check_other_model(field: str, other: DecoderConfig, policy: DecoderConfig, *, reads: bool = False) -> None:
-    """Checks that a critic or teacher covers the policy's tokens. reads: the prompts have images.
+def check_other_model(field: str, other: DecoderConfig, policy: DecoderConfig, *, has_images: bool = False) -> None:
+    """Checks that a critic or teacher can read everything that the policy reads and samples.
 
-    Raises: UserError, naming the field.
+    other: its config; has_images: whether prompts have images. Raises: UserError, naming the field.
     """
-    if reads and not other.vision:
-        raise UserError(f"config.{field}: that model reads no images, and the prompts have some: give one that does")
+    if has_images and not other.vision:
+        raise UserError(f"config.{field}: prompts have images, but this model reads none; use a vision-language model")
     if other.vocab_size < policy.vocab_size:
         raise UserError(
-            f"config.{field}: that model has a vocabulary of {other.vocab_size}, the policy, which may sample all of "
-            f"its own, {policy.vocab_size}: give one with as many"
+            f"config.{field}: the vocabulary of this model ({other.vocab_size} tokens) must be at least as large as "
+            f"that of the policy ({policy.vocab_size} tokens): use another model"
         )
 
 
 def check_positions(recipe: Settings, model: DecoderConfig, *datasets: Dataset, whose: str = "the model's") -> None:
-    """Checks that prompt and completion fit a model's positions. Raises: UserError, naming the field."""
-    width = max(dataset.width for dataset in datasets)
-    if width + recipe.rollout.max_completion_tokens > model.max_positions:
+    """Checks that prompt and completion fit a model's positions. whose: possessive that names the model in the error.
+
+    Raises: UserError, naming the field.
+    """
+    width, completion = max(dataset.width for dataset in datasets), recipe.rollout.max_completion_tokens
+    if width + completion > model.max_positions:
         raise UserError(
-            f"config.rollout.max_completion_tokens = {recipe.rollout.max_completion_tokens} after prompts of up to "
-            f"{width} tokens is more than {whose} {model.max_positions} positions: lower it"
+            f"config.rollout.max_completion_tokens = {completion}: a completion after a prompt of {width} tokens would "
+            f"exceed {whose} {model.max_positions} positions; lower max_completion_tokens or data.max_prompt_tokens"
         )

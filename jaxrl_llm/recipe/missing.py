@@ -1,4 +1,4 @@
-"""Steps of the checks that look at this machine: `train` refuses what is missing, and `doctor` judges all else."""
+"""Checks that need files or packages of this machine: `train` refuses what is missing, and `doctor` lists it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ from contextvars import ContextVar
 
 from jaxrl_llm.errors import MissingHere
 
-_collected: ContextVar[list[str] | None] = ContextVar("missing", default=None)
+_collected_lines: ContextVar[list[str] | None] = ContextVar("missing", default=None)  # None outside of `collected`
 
 
 @contextmanager
 def collected() -> Iterator[list[str]]:
-    """Collects what the steps within it miss, one line each, so that the checks go on. Yields the list."""
+    """Collects the errors of the `tried` steps within it, so that the checks continue. Yields the list of lines."""
     lines: list[str] = []
-    token = _collected.set(lines)
+    token = _collected_lines.set(lines)
     try:
         yield lines
     finally:
-        _collected.reset(token)
+        _collected_lines.reset(token)
 
 
 @contextmanager
 def tried() -> Iterator[None]:
-    """Tries a step of a check. Raises: MissingHere, unless `collected` is around it."""
+    """Runs a step of a check that this machine may lack something for.
+
+    Raises: MissingHere, outside of `collected`, which keeps the error's line instead.
+    """
     try:
         yield
     except MissingHere as error:
-        lines = _collected.get()
+        lines = _collected_lines.get()
         if lines is None:
             raise
         if str(error) not in lines:

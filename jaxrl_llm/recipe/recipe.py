@@ -1,6 +1,6 @@
-"""What a run is asked to do: a config as a frozen record, with the facts that follow from it.
+"""Recipes: a config as a frozen record, with the facts that follow from it.
 
-Only build.py, the programs and the tools see a recipe. All rooms below get their own sections.
+Only build.py, the programs and the tools see a whole recipe. Each room below them gets the record of its own section.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from jaxrl_llm.rollout.settings import JudgeSettings, LengthSettings, RewardSett
 from jaxrl_llm.session import settings as session
 from jaxrl_llm.structs import Array, Sizes
 
-WEIGHTED = "_weighted"  # end of the name of an estimator that is multiplied by pi / pi_old
-SkipShare = Annotated[float, Field(float, low=0, high=0.95, above=True)]  # below 1: a prompt may become a lesson again
+WEIGHTED = "_weighted"  # suffix of KL estimators that are multiplied by pi / pi_old
+# The share stays below 1, so that a skipped prompt is sampled again from time to time, and may have a signal then.
+SkipShare = Annotated[float, Field(float, low=0, high=0.95, above=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumSettings:
-    """Which prompts a run passes over."""
+    """The section `data.curriculum`: how often a run skips prompts whose completions all had the same reward."""
 
     skip: SkipShare
 
@@ -54,7 +55,7 @@ class PromptsSettings(DataSettings):
 
     @property
     def skip(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The probability with which a curriculum passes over a prompt; 0: there is no curriculum."""
+        """Probability of skipping a prompt without signal; 0 if the run has no curriculum."""
         return self.curriculum.skip if self.curriculum else 0.0
 
 
@@ -96,43 +97,43 @@ class Settings:
 
     @property
     def rl(self) -> Recipe | None:
-        """This recipe, if it has rollouts."""
+        """This recipe if it is one of `train`; None for one of `sft`."""
         return None
 
     @property
     def new_width(self) -> int | None:
-        """Width of the model, if the run begins with a new one."""
+        """Width of a new model; None if the run starts from a trained one."""
         return None
 
     @property
     def sampler_devices(self) -> int:
-        """Devices, on all hosts, that only the sampler uses."""
+        """Number of devices, on all hosts, that only the sampler uses."""
         return 0
 
     @property
     def other_paths(self) -> dict[str, str]:
-        """Folders or hub ids of models beside the policy, by section; "": none."""
+        """Folders or hub ids of all models except the policy, by section; "" if a section names no model."""
         return {}
 
     @property
     def eval_sets(self) -> dict[str, EvalSet]:
-        """The evaluation sets, by their sections of the config; {}: the run evaluates nothing."""
+        """Evaluation sets, by their sections of the config; {} if the run evaluates nothing."""
         return self.eval.sets if self.eval else {}
 
     @property
     def plan(self) -> session.Plan:
-        """When a session does what, and what it writes."""
+        """Schedule of the session: steps, evaluations, rollbacks, checkpoints and logs."""
         every, patience = (self.eval.every, self.eval.patience) if self.eval else (0, 0)
-        most = self.health.rollback.most if self.health.rollback else 0
-        return session.Plan(self.num_steps, every, patience, most, self.checkpoint, self.health, self.log)
+        most_rollbacks = self.health.rollback.most if self.health.rollback else 0
+        return session.Plan(self.num_steps, every, patience, most_rollbacks, self.checkpoint, self.health, self.log)
 
     @property
     def scheduled_steps(self) -> int:
-        """Steps that the schedules cover."""
+        """Number of steps that warm-up and decay cover."""
         return self.schedule_steps or self.num_steps
 
     def _sizes(self, **sizes: Any) -> Sizes:
-        """Returns the sizes of a step: these, and those that both programs have."""
+        """Returns the sizes of a step: `sizes` of one program, and the fields that `train` and `sft` share."""
         without_warmup = Sizes(
             prompts_per_step=self.prompts_per_step,
             max_completion_tokens=self.rollout.max_completion_tokens,
@@ -145,14 +146,14 @@ class Settings:
 
     @property
     def router_coefficients(self) -> dict[str, Coefficient]:
-        """The coefficient of the load-balance loss, if there is one."""
-        balanced = self.router and self.router.balance_coef > 0
-        return {"router/balance_coef": optim.constant(self.router.balance_coef)} if self.router and balanced else {}
+        """Coefficient of the load-balance loss, by its metric; {} if the run has no such loss."""
+        is_balanced = self.router and self.router.balance_coef > 0
+        return {"router/balance_coef": optim.constant(self.router.balance_coef)} if self.router and is_balanced else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SftRecipe(Settings):
-    """What an `sft` config asks for, without devices, data and weights."""
+    """A checked `sft` config: settings and derived facts, without devices, data and weights."""
 
     model: NewModelSettings
     data: ExamplesSettings
@@ -162,33 +163,33 @@ class SftRecipe(Settings):
 
     @property
     def new_width(self) -> int | None:
-        """Width of the model, if the run begins with a new one."""
+        """Width of a new model; None if the run starts from a trained one."""
         return None if self.model.path else self.model.hidden_size
 
     @cached_property
     def sizes(self) -> Sizes:
-        """The sizes of a step: an example is a prompt with one completion, or with a pair."""
+        """Sizes of a step. An example counts as a prompt with one completion, or with two of a preference pair."""
         group = len(self.data.completion_columns)
         return self._sizes(prompts_per_update=self.prompts_per_step, group_size=group, samples=group)
 
     def warmups(self) -> dict[str, tuple[int, int]]:
-        """Returns the steps of each warm-up in the config, and in the run, by section."""
+        """Returns {section: (warm-up steps in the config, warm-up steps of the run)}; a short run has fewer."""
         return {"optim": (self.optim.warmup_steps, self.sizes.warmup_steps)}
 
     @property
     def loss_columns(self) -> tuple[str, ...]:
-        """The score columns that the loss asks for: its arguments after logprobs and batch."""
+        """Score columns that the loss needs: its arguments after logprobs and batch."""
         return required_inputs(self.loss.function)[2:]
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer, with the coefficients of the loss."""
+        """Optimizer of the model, with the coefficients of its loss."""
         return make_optimizer(self.sizes.scheduled_updates, coefficients=self.router_coefficients, **self.optim)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Settings):
-    """What a `train` config asks for, without devices, data and weights."""
+    """A checked `train` config: settings and derived facts, without devices, data and weights."""
 
     group_size: AtLeastOne
     prompts_per_update: AtLeastOne
@@ -217,17 +218,17 @@ class Recipe(Settings):
 
     @property
     def observation_tokens(self) -> int:
-        """Tokens that an environment says at once, at most; 0: there is none."""
+        """Token limit of one observation of the environment; 0 if the run has no environment."""
         return self.turns["observation_tokens"] if self.turns else 0
 
     @property
     def rl(self) -> Recipe | None:
-        """This recipe, which has rollouts."""
+        """This recipe, because `train` has rollouts."""
         return self
 
     @cached_property
     def sizes(self) -> Sizes:
-        """The sizes of a step."""
+        """Sizes of a step."""
         return self._sizes(
             group_size=self.group_size,
             prompts_per_update=self.prompts_per_update,
@@ -238,101 +239,102 @@ class Recipe(Settings):
         )
 
     def warmups(self) -> dict[str, tuple[int, int]]:
-        """Returns the steps of each warm-up in the config, and in the run, by section."""
+        """Returns {section: (warm-up steps in the config, warm-up steps of the run)}; a short run has fewer."""
         warmups = {"optim": (self.optim.warmup_steps, self.sizes.warmup_steps)}
         if critic := self.critic:
-            used = warmup_steps(critic.optim, self.updates_per_rollout * self.scheduled_steps, "critic.optim")
-            warmups |= {"critic.optim": (critic.optim.warmup_steps, used)}
+            run_steps = warmup_steps(critic.optim, self.updates_per_rollout * self.scheduled_steps, "critic.optim")
+            warmups |= {"critic.optim": (critic.optim.warmup_steps, run_steps)}
             warmups |= {"critic": (critic.warmup_steps, self.sizes.critic_steps)}
         return warmups
 
     @property
     def updates_per_rollout(self) -> int:
-        """Optimizer steps on a rollout."""
+        """Number of optimizer steps on one rollout."""
         return self.prompts_per_step // self.prompts_per_update * self.epochs
 
     @cached_property
     def estimator(self) -> Estimator:
-        """The advantage estimator, with its arguments."""
+        """Advantage estimator, with its arguments."""
         function = self.advantage.function
         return Estimator(own_name(function, advantages), self.advantage, required_inputs(function))
 
     @cached_property
     def chosen_engine(self) -> EngineChoice:
-        """The engine. Raises: UserError, if the `engine` section does not fit it."""
+        """Engine that the section `engine` names. Raises: UserError, if the section does not fit the engine."""
         return self.engine()
 
     @property
     def sampler_devices(self) -> int:
-        """Devices, on all hosts, that only the sampler uses; 0: it shares those of the trainer, or has none here."""
+        """Number of devices, on all hosts, that only the sampler uses; 0 if sampler and trainer share devices."""
         return self.chosen_engine.devices
 
     @property
     def samples_beside_learning(self) -> bool:
-        """Whether devices may sample and learn at once."""
+        """Whether the same devices may sample and learn at the same time."""
         return self.rollout.max_lag > 0 and not self.sampler_devices
 
     @property
     def own_samples(self) -> bool:
-        """Whether the weights that sample are those at the start of the step, to the last bit."""
+        """Whether the sampling weights equal the weights at the start of the step bit for bit."""
         engine, rollout = self.chosen_engine, self.rollout
         return engine.in_trainer and not (engine.is_rounded or rollout.max_lag or rollout.partial)
 
     @property
     def sampled(self) -> SampledGroups:
-        """The groups that a step gives to the engine."""
+        """Numbers of groups: in flight in the engine, and in a batch of the step."""
         count = self.prompts_per_step
         return SampledGroups(2 * count, count) if self.rollout.partial else SampledGroups(count)
 
     @property
     def exact(self) -> bool:
-        """Whether sampler and trainer also compute the same log-probabilities, to the rounding of float32."""
+        """Whether sampler and trainer compute equal log-probabilities, to the rounding of float32."""
         return self.own_samples and self.model.dtype == "float32"
 
     @property
     def frozen(self) -> dict[str, learner.FrozenSettings]:
-        """The models that score and never learn, by section."""
+        """Settings of the models that score and never learn (teachers, reward model), by section."""
         teachers = {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
         return teachers | ({"reward_model": self.reward_model} if self.reward_model else {})
 
     @property
     def other_paths(self) -> dict[str, str]:
-        """Folders or hub ids of models beside the policy, by section; "": none."""
+        """Folders or hub ids of all models except the policy, by section; "" if a section names no model."""
         critic = {"critic": self.critic.path} if self.critic else {}
         return critic | {name: section.path for name, section in self.frozen.items()}
 
     @property
     def loss_columns(self) -> tuple[str, ...]:
-        """The score columns that the loss asks for: its arguments after logprobs and batch."""
+        """Score columns that the loss needs: its arguments after logprobs and batch."""
         return required_inputs(self.loss.function)[2:]
 
     @property
     def columns(self) -> set[str]:
-        """The score columns that a step needs, among the other inputs of the estimator."""
-        uses = {
-            # A single update on a rollout uses its own log-probabilities as the old ones.
+        """Columns that estimator, loss and penalties need: score columns, and other inputs of the estimator."""
+        needs = {
+            # If a rollout has a single update, the update uses its own log-probabilities as the old ones.
             "old_logprobs": self.updates_per_rollout > 1 or self.kl_estimator("reward") is not None,
             "ref_logprobs": self.kl is not None,
             "entropy": self.mask.top_entropy < 1,
         }
-        return {*self.estimator.inputs, *self.loss_columns, *(name for name, used in uses.items() if used)}
+        needed_columns = (column for column, is_needed in needs.items() if is_needed)
+        return {*self.estimator.inputs, *self.loss_columns, *needed_columns}
 
     @property
     def sampling_plan(self) -> SamplingPlan:
-        """What a step samples for each of its prompts."""
+        """Sampling settings of a step: group size, distribution, rounds that replace groups, greedy companions."""
         rollout, greedy = self.rollout, self.estimator.needs_greedy
         return SamplingPlan(
             self.group_size, rollout.sampling, rollout.resample_rounds, greedy, self.mask.truncated, rollout.partial
         )
 
     def kl_estimator(self, placement: str) -> Callable[[Array, Array], Array] | None:
-        """Returns the estimator of the KL penalty in the "loss" or the "reward"; None: it is not there."""
-        there = self.kl is not None and self.kl.placement == placement
-        return getattr(kl, self.kl.estimator.removesuffix(WEIGHTED)) if self.kl and there else None
+        """Returns the estimator of the KL penalty in the "loss" or the "reward"; None if no penalty is placed there."""
+        is_placed = self.kl is not None and self.kl.placement == placement
+        return getattr(kl, self.kl.estimator.removesuffix(WEIGHTED)) if self.kl and is_placed else None
 
     @property
     def refresh(self) -> learner.RefreshSettings | None:
-        """How the reference moves towards the policy; None: it never moves."""
+        """Settings of the reference's moves towards the policy; None if the reference is fixed."""
         return self.kl.refresh if self.kl else None
 
     @property
@@ -342,7 +344,7 @@ class Recipe(Settings):
 
     @cached_property
     def credit(self) -> Credit:
-        """How rewards become advantages."""
+        """Credit assignment: turns rewards and penalties into advantages."""
         returns = partial(lambda_returns, gamma=self.critic.gamma, lam=self.critic.lam) if self.critic else None
         return Credit(
             estimator=self.estimator,
@@ -358,13 +360,13 @@ class Recipe(Settings):
 
     @property
     def weighs(self) -> bool:
-        """Whether importance weights correct for the difference of sampler and trainer."""
+        """Whether importance weights correct for differences between sampler and trainer."""
         action = self.importance.action
         return action != "none" and not (action == "auto" and self.own_samples)
 
     @property
     def importance_weights(self) -> ImportanceFn:
-        """The weights of tokens that another engine or older weights sampled."""
+        """Function that computes importance weights of tokens that another engine or older weights sampled."""
         return make_importance_weights(off_policy=not self.own_samples, dtype=self.model.dtype, **self.importance)
 
     @property
@@ -375,7 +377,7 @@ class Recipe(Settings):
 
     @property
     def optimizer(self) -> Optimizer:
-        """The policy's optimizer, with the coefficients of its loss."""
+        """Optimizer of the policy, with the coefficients of its loss."""
         return make_optimizer(
             self.sizes.scheduled_updates,
             coefficients=self._coefficients(),
@@ -385,12 +387,15 @@ class Recipe(Settings):
         )
 
     def _coefficients(self) -> dict[str, Coefficient]:
+        """Returns the coefficients of the policy's loss that change during a run, by their metrics."""
         coefficients, sizes = dict[str, Coefficient](), self.sizes
-        if k := self.kl:
+        if penalty := self.kl:
             coefficients["kl/coef"] = (
-                optim.adaptive_kl(k.coef, sizes.sequences_per_update, **k.adaptive)
-                if k.adaptive
-                else optim.scheduled(k.coef, decay=k.decay, end=k.end, total_steps=sizes.scheduled_updates)
+                optim.adaptive_kl(penalty.coef, sizes.sequences_per_update, **penalty.adaptive)
+                if penalty.adaptive
+                else optim.scheduled(
+                    penalty.coef, decay=penalty.decay, end=penalty.end, total_steps=sizes.scheduled_updates
+                )
             )
         if bonus := self.entropy:
             coefficients["entropy/coef"] = (
@@ -402,5 +407,8 @@ class Recipe(Settings):
 
 
 def warmup_steps(section: KeywordArguments, total: int, name: str = "optim") -> int:
-    """Returns the optimizer steps of a warm-up. Raises: UserError, as `optim.count_warmup`."""
+    """Returns the optimizer steps of the warm-up of an optimizer's section.
+
+    total: optimizer steps of the schedule; name: section, for errors. Raises: UserError, as `optim.count_warmup`.
+    """
     return optim.count_warmup(total, warmup_steps=section.warmup_steps, warmup_ratio=section.warmup_ratio, section=name)

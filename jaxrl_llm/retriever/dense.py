@@ -1,4 +1,4 @@
-"""An index of embeddings: an encoder of transformers, such as E5, and faiss."""
+"""An index of embeddings: vectors of an encoder such as E5, searched by faiss."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from jaxrl_llm.machine import user_cache
 from jaxrl_llm.retriever.documents import DocumentFile
 from jaxrl_llm.retriever.index import Found, fingerprint
 
-FORMAT = 1  # version of a saved index: raise it if a change of this file changes its scores
+FORMAT = 1  # version of a saved index, which must rise if a change of this file changes scores
 BATCH = 64  # documents that are encoded at once
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How texts become vectors. The defaults are those of E5 (arXiv 2212.03533)."""
+    """Settings by which texts become vectors. The defaults are those of E5 (arXiv 2212.03533)."""
 
-    model: str  # a folder or a hub id
-    pooling: str = "mean"  # over the tokens, or "cls": the first one
-    query: str = "query: "  # what stands before a query
-    passage: str = "passage: "  # what stands before a document
-    tokens: int = 256  # limit of a text; the rest is cut off
+    model: str  # folder or hub id of the encoder
+    pooling: str = "mean"  # "mean" over the tokens, or "cls" for the first token
+    query: str = "query: "  # text before a query
+    passage: str = "passage: "  # text before a document
+    tokens: int = 256  # limit of a text, beyond which it is cut
 
 
 class Encoder:
@@ -47,12 +47,13 @@ class Encoder:
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(encoding.model)
             self._model = AutoModel.from_pretrained(encoding.model).to(self._device).eval()
-        except Exception as error:
-            # transformers raises many kinds.
-            raise UserError(f"--dense {encoding.model} cannot be loaded: {describe(error)}") from error
+        except Exception as error:  # transformers raises many kinds of errors
+            raise UserError(
+                f"--dense {encoding.model} must be the folder or the hub id of an encoder: {describe(error)}"
+            ) from error
 
     def queries(self, texts: Sequence[str]) -> np.ndarray:
-        """Returns vectors [N, D] of queries. Threads take turns: a tokenizer is not for several."""
+        """Returns vectors [N, D] of queries. Threads take turns, because a tokenizer is not thread-safe."""
         with self._lock:
             return self._encode([self._encoding.query + text for text in texts])
 
@@ -71,25 +72,25 @@ class Encoder:
 
 
 class DenseIndex:
-    """Finds documents by the inner product of vectors, exactly."""
+    """Finds documents by the exact inner product of vectors."""
 
     def __init__(self, vectors: Any, documents: DocumentFile, encoder: Encoder):
-        """vectors: a faiss index of all documents."""
+        """vectors: faiss index of all documents."""
         self._vectors, self._documents, self._encoder = vectors, documents, encoder
 
     @classmethod
     def open(cls, path: Path, encoding: Encoding) -> DenseIndex:
-        """Opens the index of a corpus, which is made at the first time and kept in the user's cache folder.
+        """Opens the index of a corpus. The first call makes the index and saves it in the user's cache folder.
 
         Raises: UserError, if the corpus or the model cannot be read.
         """
         encoder, documents = Encoder(encoding), DocumentFile(path)
-        how = repr((FORMAT, encoding, _files(Path(encoding.model)))).encode()
-        name = fingerprint(path) + "-" + hashlib.sha256(how).hexdigest()[:16]
+        settings = repr((FORMAT, encoding, _model_files(Path(encoding.model)))).encode()
+        name = fingerprint(path) + "-" + hashlib.sha256(settings).hexdigest()[:16]
         file = user_cache.home() / "retriever" / f"{name}.faiss"
         if not file.is_file():
             _save(documents, encoder, file)
-        # Mapped: an index may be larger than the memory, and processes share its pages.
+        # The index is mapped, because it may be larger than the memory, and processes share its pages.
         return cls(faiss.read_index(str(file), faiss.IO_FLAG_MMAP), documents, encoder)
 
     def __len__(self) -> int:
@@ -102,28 +103,29 @@ class DenseIndex:
         return [[(self._documents[i], score) for score, i in zip(*row, strict=True)] for row in rows]
 
 
-def _files(folder: Path) -> list[tuple[str, int, int]]:
-    """Returns names, sizes and times of the files of a model's folder; nothing of a hub id."""
+def _model_files(folder: Path) -> list[tuple[str, int, int]]:
+    """Returns names, sizes and times of the files in a model's folder; [] for a hub id."""
     if not folder.is_dir():
         return []
     return sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir())
 
 
 def _save(documents: DocumentFile, encoder: Encoder, file: Path) -> None:
-    """Encodes a corpus. The file has its name only when it is whole."""
+    """Encodes a corpus, and saves the vectors. The file gets its final name after it is complete."""
     vectors: Any = None
-    for texts in track(list(_batches(len(documents))), description="vectors of the documents", transient=True):
-        new = encoder.passages([documents[i].contents for i in texts])
+    for indices in track(list(_batches(len(documents))), description="vectors of the documents", transient=True):
+        batch_vectors = encoder.passages([documents[i].contents for i in indices])
         if vectors is None:
-            vectors = faiss.IndexFlatIP(new.shape[1])
-        vectors.add(new)
+            vectors = faiss.IndexFlatIP(batch_vectors.shape[1])
+        vectors.add(batch_vectors)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}.partial")
     faiss.write_index(vectors, str(partial))
-    # Another process may look for it meanwhile: it sees nothing or all of it.
+    # The file is renamed at the end, so that another process sees it complete or not at all.
     partial.rename(file)
 
 
 def _batches(count: int) -> Iterator[range]:
+    """Yields the indices of the documents of each batch."""
     for start in range(0, count, BATCH):
         yield range(start, min(start + BATCH, count))

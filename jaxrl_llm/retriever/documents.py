@@ -1,4 +1,4 @@
-"""Documents of a corpus: JSON lines with `id` and `contents`, read from the disk only where they are asked for."""
+"""Documents of a corpus: JSON lines with `id` and `contents`, of which each is read from the disk when it is needed."""
 
 from __future__ import annotations
 
@@ -14,38 +14,39 @@ from jaxrl_llm.errors import UserError
 
 
 class RetrieverError(Exception):
-    """The retriever gave no answer, or none that can be used."""
+    """The retriever gave no answer, or an unusable one."""
 
 
 class Document(NamedTuple):
-    """A document. Search-R1 has a title in quotes on the first line of the contents."""
+    """A document of a corpus. As in Search-R1, the first line of its contents may be a title in quotes."""
 
     id: str
     contents: str
 
 
 class DocumentFile(Sequence[Document]):
-    """The documents of a file of JSON lines. In memory are only the places where its lines begin."""
+    """Documents of a file of JSON lines. The memory holds only the offsets of its lines."""
 
     def __init__(self, path: Path, places: np.ndarray | None = None):
-        """places [N + 1]: where each line begins, and the end of the last; None: finds them, and checks every line.
+        """places: [N + 1] offsets of the lines in bytes, and the end of the last line; None to find them.
 
+        If the offsets are searched, every line is checked too.
         Raises: UserError, naming file and line, for a line that is no document.
         """
         self._path = path
         try:
-            # Mapped: a corpus may be larger than the memory, and processes share its pages.
+            # The file is mapped, because a corpus may be larger than the memory, and processes share its pages.
             with path.open("rb") as file:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            # ValueError: the file is empty.
-            raise UserError(f"the corpus {path} cannot be read: {error}") from error
-        self.places = np.array([0, *self._ends()], np.int64) if places is None else places
+        except (OSError, ValueError) as error:  # an empty file is a ValueError
+            raise UserError(f"the corpus {path} cannot be read ({error}): name a file of JSON lines") from error
+        self.places = np.array([0, *self._line_ends()], np.int64) if places is None else places
         if places is None:
             for _ in self:
                 pass
 
-    def _ends(self) -> Iterator[int]:
+    def _line_ends(self) -> Iterator[int]:
+        """Yields the offset of the end of each line. Raises: UserError, for an empty line."""
         while line := self._bytes.readline():
             if not line.strip():
                 raise UserError(f"the corpus {self._path} has an empty line: remove it")
@@ -60,12 +61,13 @@ class DocumentFile(Sequence[Document]):
         start, end = self.places[number : number + 2]
         try:
             parsed = document(json.loads(self._bytes[start:end]))
-            "".join(parsed).encode()  # Servers cannot send a lone surrogate, as \ud800 is.
+            "".join(parsed).encode()  # fails for unpaired surrogates such as \ud800, which servers cannot send
             return parsed
         except (ValueError, KeyError, TypeError) as error:
-            line = f"the corpus {self._path}, line {number + 1}: {type(error).__name__} {error}"
-            form = "an object with id and contents, or id, title and text, in Unicode"
-            raise UserError(f"{line}: give {form}") from error
+            raise UserError(
+                f"the corpus {self._path}, line {number + 1}: {type(error).__name__} {error}; each line must be a JSON "
+                "object with id and contents, or with id, title and text"
+            ) from error
 
 
 def document(row: dict[str, Any]) -> Document:
@@ -76,14 +78,14 @@ def document(row: dict[str, Any]) -> Document:
 
 
 def shown(documents: list[Document]) -> str:
-    """Formats documents as Search-R1 does: the first line of the contents is the title."""
+    """Returns documents as text in the form of Search-R1, with the first line of the contents as title."""
     lines = []
     for number, (_, contents) in enumerate(documents, 1):
-        title, _, rest = contents.partition("\n")
-        lines.append(f"Doc {number}(Title: {title}) {rest}\n")
+        title, _, body = contents.partition("\n")
+        lines.append(f"Doc {number}(Title: {title}) {body}\n")
     return "".join(lines)
 
 
 def information(text: str) -> str:
-    """Returns what a policy reads after a search, whose documents `shown` has formatted."""
+    """Returns the text that a policy reads after a search. text: result of `shown`."""
     return f"\n\n<information>{text}</information>\n\n"

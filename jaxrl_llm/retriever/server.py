@@ -1,4 +1,4 @@
-"""The application of the retriever's server: `POST /retrieve` and `GET /health`, with bounds on all that comes in."""
+"""Application of the retriever's server: `POST /retrieve` and `GET /health`, with bounds on requests."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from starlette.routing import Route
 
 from jaxrl_llm.retriever.index import Found
 
-# Seconds for a body to arrive, because a client that stops in the middle of one occupies a place.
+# Seconds in which the body of a request must arrive, because a client that stops halfway occupies a place.
 BODY_SECONDS = 10.0
 SearchFn = Callable[[list[str], int], list[Found]]
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a request may ask for. More gets a 4xx."""
+    """Bounds on a request, beyond which it gets a status of 4xx."""
 
-    topk: int  # if a request says nothing
-    most_topk: int
-    queries: int  # in a request
-    characters: int  # of a query
-    waiting: int  # requests that wait for one of the workers
-    workers: int
+    topk: int  # documents of a query, if a request does not say
+    most_topk: int  # most documents of a query
+    queries: int  # most queries of a request
+    characters: int  # most characters of a query
+    waiting: int  # most requests that wait for a worker
+    workers: int  # number of threads that search
 
 
-LEFT = "the client has left"  # nobody reads this answer
+DISCONNECTED = "the client has disconnected"  # reason of a status that no client reads
 
 
 class Refused(Exception):
@@ -44,28 +44,29 @@ class Refused(Exception):
 
 
 def application(search: SearchFn, bounds: Bounds) -> Starlette:
-    """Returns the application. search(queries, topk) -> documents and scores of each query."""
-    limiter, free_workers, inside = anyio.CapacityLimiter(bounds.workers), anyio.Semaphore(bounds.workers), 0
+    """Returns the application. search: function (queries, topk) -> documents and scores of each query."""
+    limiter, free_workers = anyio.CapacityLimiter(bounds.workers), anyio.Semaphore(bounds.workers)
+    open_requests = 0
 
     async def retrieve(request: Request) -> JSONResponse:
-        nonlocal inside
-        if inside >= bounds.waiting + bounds.workers:
-            return _error(429, f"{inside} requests are here already: ask again later")
+        nonlocal open_requests
+        if open_requests >= bounds.waiting + bounds.workers:
+            return _error(429, f"the server has {open_requests} open requests, which is its limit: try again later")
         # No lock is needed, because only the event loop's thread changes the number.
-        inside += 1
+        open_requests += 1
         try:
-            queries, topk, scores = read(await _body(request, bounds), bounds)
+            queries, topk, with_scores = read(await _body(request, bounds), bounds)
             async with free_workers:
-                # A client that has timed out asks again: without this look, overload feeds itself.
+                # Requests of disconnected clients are dropped, because a client that timed out has sent a new request.
                 if await request.is_disconnected():
-                    raise Refused(499, LEFT)
+                    raise Refused(499, DISCONNECTED)
                 # The search runs in a thread, so that the event loop can answer other requests.
                 hits_by_query = await run_sync(search, queries, topk, limiter=limiter)
         except Refused as refused:
             return _error(refused.status, refused.reason)
         finally:
-            inside -= 1
-        return JSONResponse({"result": [[_plain(*hit, scores) for hit in hits] for hits in hits_by_query]})
+            open_requests -= 1
+        return JSONResponse({"result": [[_plain(*hit, with_scores) for hit in hits] for hits in hits_by_query]})
 
     async def health(request: Request) -> JSONResponse:
         return JSONResponse({"status": "ok"})
@@ -74,48 +75,53 @@ def application(search: SearchFn, bounds: Bounds) -> Starlette:
 
 
 async def _body(request: Request, bounds: Bounds) -> Any:
-    # A character may be \\uXXXX.
+    """Returns the JSON value of a request's body. Raises: Refused, for a body that is too large, late or no JSON."""
+    # A character takes up to 6 bytes, as \\uXXXX.
     max_bytes, body = 2 * bounds.queries * (6 * bounds.characters + 64), bytearray()
     try:
         with anyio.fail_after(BODY_SECONDS):
             async for chunk in request.stream():
                 body += chunk
-                # While it comes in: a request is refused before all of it is in memory.
+                # The size is checked for each chunk, so that a large request never fills the memory.
                 if len(body) > max_bytes:
-                    raise Refused(413, f"the request has more than {max_bytes} bytes")
+                    raise Refused(413, f"a request may have at most {max_bytes} bytes")
         return json.loads(bytes(body))
     except TimeoutError:
-        raise Refused(408, f"the request has not arrived within {BODY_SECONDS:g} seconds") from None
+        raise Refused(408, f"a request must arrive within {BODY_SECONDS:g} seconds") from None
     except ClientDisconnect:
-        raise Refused(499, LEFT) from None
+        raise Refused(499, DISCONNECTED) from None
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the request is no JSON that can be read: {error}") from None
+        raise Refused(400, f"the request must be JSON: {error}") from None
 
 
 def read(body: Any, bounds: Bounds) -> tuple[list[str], int, bool]:
-    """Returns the queries of a request, the number of documents, and whether it wants scores. Raises: Refused."""
+    """Returns the queries of a request, the number of documents per query, and whether it asks for scores.
+
+    Raises: Refused, for a request of another form, or beyond the bounds.
+    """
     if not isinstance(body, dict):
-        raise Refused(422, "give an object with `queries`")
+        raise Refused(422, "the request must be an object with `queries`")
     queries = body.get("queries", body.get("query"))
     queries = [queries] if isinstance(queries, str) else queries
     if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
-        raise Refused(422, "`queries` is no list of texts")
+        raise Refused(422, "`queries` must be a list of texts")
     topk = body.get("topk")
     topk = bounds.topk if topk is None else topk
-    # True is an int.
+    # A bool is refused, because True is an int for isinstance.
     if not isinstance(topk, int) or isinstance(topk, bool) or not 1 <= topk <= bounds.most_topk:
-        raise Refused(422, f"`topk` is no number from 1 to {bounds.most_topk}")
+        raise Refused(422, f"`topk` must be a whole number from 1 to {bounds.most_topk}")
     if len(queries) > bounds.queries:
-        raise Refused(413, f"{len(queries)} queries, more than {bounds.queries}")
+        raise Refused(413, f"a request may have at most {bounds.queries} queries, but has {len(queries)}")
     longest = max(map(len, queries))
     if longest > bounds.characters:
-        raise Refused(413, f"a query has {longest} characters, more than {bounds.characters}")
+        raise Refused(413, f"a query may have at most {bounds.characters} characters, but has {longest}")
     return queries, topk, bool(body.get("return_scores"))
 
 
-def _plain(document: Any, score: float, scores: bool) -> dict[str, Any]:
+def _plain(document: Any, score: float, with_score: bool) -> dict[str, Any]:
+    """Returns a hit as JSON: document and score, or the document alone."""
     plain = {"id": document.id, "contents": document.contents}
-    return {"document": plain, "score": score} if scores else plain
+    return {"document": plain, "score": score} if with_score else plain
 
 
 def _error(status: int, reason: str) -> JSONResponse:

@@ -148,7 +148,7 @@ class EnvironmentPool:
         if not isinstance(observation, str):
             observation = self.messages.render_results(turn, observation, formats.template_args(row))
         # A tool may return JSON with half of a character, which no tokenizer accepts.
-        return encoding.encode_text(encoding.HALF_A_PAIR.sub(REPLACEMENT, observation), self.tokenizer)
+        return encoding.encode_text(encoding.UNPAIRED_SURROGATE.sub(REPLACEMENT, observation), self.tokenizer)
 
     def shorten_results(self, results: tuple[str, ...], row: dict[str, Any], turn: Sequence[int]) -> list[int] | None:
         """Returns the token ids of tool results cut to `observation_tokens`. None if even empty results do not fit.

@@ -20,7 +20,7 @@ import cloudpickle
 import numpy as np
 
 from jaxrl_llm import tasks
-from jaxrl_llm.config.names import OWN, resolve, split_call
+from jaxrl_llm.config.names import USER_FUNCTIONS, resolve, split_call
 from jaxrl_llm.data.image_columns import printable_value
 from jaxrl_llm.errors import UserError, briefly, describe
 from jaxrl_llm.machine.hang import WATCHDOG
@@ -195,13 +195,13 @@ def _call_in_time(seconds: float, name: str, text: str, *batch: Any) -> Function
 def _load_function(text: str, code: bytes) -> None:
     """Imports a reward function in its process. code: the pickled function, b"" if its name can be imported."""
     if code:
-        OWN[split_call(text)[0]] = pickle.loads(code)
+        USER_FUNCTIONS[split_call(text)[0]] = pickle.loads(code)
     bound(text)
 
 
 def _pickled_function(name: str) -> bytes:
     """Returns the pickled function of a notebook, a script or a config file, b"" if its name can be imported."""
-    if name not in OWN and not name.startswith("__main__."):
+    if name not in USER_FUNCTIONS and not name.startswith("__main__."):
         return b""
     pickled = io.BytesIO()
     try:

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import records
-from jaxrl_llm.data.images import ImageFormat
+from jaxrl_llm.data.image_format import ImageFormat
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.data.settings import DataSettings, EvalSettings
 from jaxrl_llm.errors import UserError, check_local

@@ -15,21 +15,21 @@ OPERATORS = {
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg,
 }  # fmt: skip
 BEGIN, END = "<calculator>", "</calculator>"
-# No number is larger: a power of powers would compute for hours.
+# Larger numbers are refused, because a power of powers would compute for hours.
 LARGEST = 10**100
 
 
 class Calculator:
-    """Computes what stands between the tags. A turn without them is the last one."""
+    """Environment that computes the expression between the tags. A turn without tags is the last one."""
 
     stops = (END,)
 
     def __init__(self, *, most_characters: AtLeastOne):
-        """most_characters: limit of an expression."""
+        """most_characters: largest length of an expression."""
         self._max_characters = most_characters
 
     def reset(self, row: dict[str, Any]) -> None:
-        """Needs nothing of the row."""
+        """Ignores the row."""
 
     def step(self, text: str) -> Reply:
         """Computes the last expression of the turn."""
@@ -44,7 +44,7 @@ class Calculator:
 
 
 def calculated(expression: str, most_characters: int) -> str:
-    """Returns the value of an expression to 12 digits. Raises: ValueError, if it has none."""
+    """Returns the value of an expression to 12 digits. Raises: ValueError, if the text has no value."""
     if len(expression) > most_characters:
         raise ValueError(f"longer than {most_characters} characters")
     try:

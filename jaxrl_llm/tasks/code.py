@@ -1,7 +1,7 @@
 """Rewards for programs: the last block of Python in a completion is run against the tests of its row.
 
-Programs run in a sandbox without network, children and files of others (`jaxrl_llm.sandbox`). A program that ends
-early, or changes what its tests use, earns nothing: tests are judged in another process.
+Programs run in a sandbox without network, child processes and files of the user (`jaxrl_llm.sandbox`). Tests are judged
+in another process, so that a program that ends early, or changes what its tests use, earns nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxrl_llm.sandbox.program_tests import ProgramLimits, ProgramVerdict, by_ou
 from jaxrl_llm.tasks import deadline, text_of, unlogged
 from jaxrl_llm.tasks.code_tests import shown, tests_of
 
-# Problems that name a function show its head, such as `def two(x: List[int])`, without imports: veRL adds them too.
+# These imports are added, as in veRL, because problems show a head such as `def two(x: List[int])` without imports.
 IMPORTS = """\
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import bisect_left, bisect_right, insort
@@ -36,10 +36,10 @@ from itertools import accumulate, chain, combinations, groupby, permutations, pr
 from math import ceil, comb, floor, gcd, inf, sqrt
 from typing import *
 """
-# A block may name more after its language, such as a title. Windows ends a line with \r\n.
+# A block may have more text after its language, such as a title. Lines of Windows end with \r\n.
 BLOCK = re.compile(r"```[ \t]*(?:python|py)3?(?:[ \t][^\n`]*)?\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
-_told: set[str] = set()  # metrics of tests without a verdict of which this process has told
+_warned_metrics: set[str] = set()  # metrics of tests without a verdict for which this process has printed a warning
 
 
 @checked_by(lambda **_: sandbox.refuse_without())
@@ -58,39 +58,39 @@ def accuracy(
     tolerance: NotNegative = 1e-6,
     **columns: Any,
 ) -> list[float | None]:
-    """1 where the program passes all tests, else 0; with `partial` the share of the tests that it passes.
+    """Returns 1 if the program passes all tests, else 0; with `partial` the share of the tests that it passes.
 
     A row has its tests in the column `tests`, or else in `answer`: a list of Python texts with assert statements
     (MBPP), one such text, or {"inputs": [...], "outputs": [...]} of standard input and output, with "fn_name" of
     arguments and results of that function (APPS, PRIME, veRL). Each may be JSON text. The keys may be columns too.
-    None where the row has no tests, as in a mixture of tasks, or tests that can judge no program: text that is no
-    Python, or without an assertion that runs. None too where a test does what no program could pass here, such as to
-    compare two objects that it has built. The first test of each kind is told on stderr.
-    seconds: CPU time for a test by input and output, or for all tests in Python; memory: MiB of a program.
-    tolerance: relative tolerance of expected floats; a thousandth of it is the absolute one. Integers and assert
-    statements have no tolerance.
-    Logs the share of the completions without a program (no_code), of those that failed for each reason, of those
-    whose tests can judge none (broken_tests), of those with a test that no program could pass here (unjudged), and of
-    those whose tests had not all run when config.reward.timeout came near (late): such a test has failed, with "time".
-    Raises: ValueError, if the tests of a row are in no such form.
+    The result is None if the row has no tests, as in a mixture of tasks; if its tests are no Python, or have no
+    assertion that runs; or if a test does something that no program could pass in this sandbox, for example compares
+    two objects that it has built. A warning on stderr shows the first such test of each kind.
+    seconds: CPU time of a test by input and output, or of all tests in Python; memory: MiB of a program; tolerance:
+    relative tolerance of expected floats, of which a thousandth is the absolute one. Integers and assert statements
+    have no tolerance.
+    Logs shares of the completions: without a program (no_code), failed for each reason, with broken tests
+    (broken_tests), with a test that no program could pass (unjudged), and with tests that had not run shortly before
+    config.reward.timeout (late), which count as failed with the reason "time".
+    Raises: ValueError, if the tests of a row have another form.
     """
-    pairs = {"inputs": inputs, "outputs": outputs, "fn_name": fn_name}
-    columned = [{k: v[i] for k, v in pairs.items() if v} for i in range(len(completions))]
+    test_columns = {"inputs": inputs, "outputs": outputs, "fn_name": fn_name}
+    tests_in_columns = [{k: v[i] for k, v in test_columns.items() if v} for i in range(len(completions))]
     programs = [_program(c) for c in completions]
-    nothing = [None] * len(completions)
-    rows = [tests_of(*row) for row in zip(tests or nothing, answer or nothing, columned, strict=True)]
+    empty_column = [None] * len(completions)
+    rows = [tests_of(*row) for row in zip(tests or empty_column, answer or empty_column, tests_in_columns, strict=True)]
     cases, faults = [row.tests for row in rows], [row.fault for row in rows if row.fault]
     if faults:
-        _warn(f"{faults[0]}: mend such tests, or make them with data.convert", "broken_tests")
+        _warn(f"{faults[0]}; correct such tests, or make them with data.convert", "broken_tests")
     limits = ProgramLimits(seconds, memory, deadline())
 
-    def judged(program: str | None, case: list[Any]) -> tuple[list[ProgramVerdict], bool]:
+    def judge_program(program: str | None, case: list[Any]) -> tuple[list[ProgramVerdict], bool]:
         verdicts = [] if program is None or not case else _verdicts(program, case, limits, partial, tolerance)
         return verdicts, time.monotonic() >= limits.end
 
-    # Threads are enough: each waits for a process of the sandbox.
+    # Threads suffice, because each waits for a process of the sandbox.
     with ThreadPoolExecutor(cpus()) as threads:
-        judgements = list(threads.map(judged, programs, cases))
+        judgements = list(threads.map(judge_program, programs, cases))
     verdicts_of_rows = [row_verdicts for row_verdicts, _ in judgements]
     reasons = Counter(next((v.reason for v in row_verdicts if v.reason), "") for row_verdicts in verdicts_of_rows)
     for reason in ("time", *REASONS):
@@ -104,7 +104,8 @@ def accuracy(
     if any(unjudged):
         _warn(
             f"the test {shown(str(next(filter(None, unjudged))))} extends, compares or calculates with objects of the "
-            "program, or gives it one of a class of its own, which no program can pass here: compare their fields",
+            "program, or passes it an object of a class of its own, which the sandbox does not support; compare fields "
+            "of objects instead",
             UNJUDGED,
         )
     return [
@@ -113,26 +114,28 @@ def accuracy(
 
 
 def is_given(completions: list[Any], **columns: Any) -> list[float]:
-    """1 where the completion has a ```python block that ends."""
+    """Returns 1 if the completion has a complete ```python block, else 0."""
     return [float(bool(BLOCK.search(_after_thoughts(c)))) for c in completions]
 
 
 def _reward(verdicts: list[ProgramVerdict], count: int, partial: bool) -> float | None:
+    """Returns the reward of a completion from the verdicts on its `count` tests; None if they decide nothing."""
     if not count:
         return None
     passed, unjudged = sum(v.passed for v in verdicts), sum(v.reason == UNJUDGED for v in verdicts)
-    # A test that failed decides, whatever the test without a verdict would have said.
+    # A failed test decides, whatever the verdict of an unjudged test would have been.
     if unjudged and (partial or passed + unjudged == count):
         return None
     return passed / count if partial else float(passed == count)
 
 
 def _after_thoughts(completion: Any) -> str:
+    """Returns the text of a completion after its thoughts."""
     return text_of(completion).rpartition("</think>")[2]
 
 
 def _program(completion: Any) -> str | None:
-    """Returns the last block of Python after the thoughts, or else the last one that names no language, or None."""
+    """Returns the last block of Python after the thoughts, or the last one without a language; None without blocks."""
     text = _after_thoughts(completion)
     blocks = BLOCK.findall(text) or [block for language, block in FENCE.findall(text) if not language.strip()]
     if not blocks:
@@ -142,17 +145,17 @@ def _program(completion: Any) -> str | None:
 
 
 def _warn(fault: str, metric: str) -> None:
-    """Tells of tests that have no verdict, once in this process for each metric."""
-    if metric not in _told:
-        why = f"completions with such tests have no verdict, and code.accuracy/{metric} is their share"
-        print(f"warning: code.accuracy: {printable(fault)}; {why}", file=sys.stderr, flush=True)
-    _told.add(metric)
+    """Prints a warning about tests without a verdict, once in this process for each metric."""
+    if metric not in _warned_metrics:
+        effect = f"completions with such tests have no verdict; the metric code.accuracy/{metric} is their share"
+        print(f"warning: code.accuracy: {printable(fault)}; {effect}", file=sys.stderr, flush=True)
+    _warned_metrics.add(metric)
 
 
 def _verdicts(
     program: str, cases: list[Any], limits: ProgramLimits, partial: bool, tolerance: float
 ) -> list[ProgramVerdict]:
-    """Returns the verdicts until one decides: after a test that took too long, the others do not run."""
+    """Returns the verdicts on a program's tests, up to the first one that decides. After a time-out no test runs."""
     if len(cases[0]) == 2 and not isinstance(cases[0], str):
         verdicts: list[ProgramVerdict] = []
         for stdin, expected in cases:
@@ -160,7 +163,7 @@ def _verdicts(
             if verdicts[-1].reason == "time" or not (partial or verdicts[-1].passed):
                 break
         return verdicts
-    method = bool(re.search(r"^class Solution\b", program, re.MULTILINE))
-    tests = [x if isinstance(x, str) else [x[0], method, *x[1:]] for x in cases]
+    is_method = bool(re.search(r"^class Solution\b", program, re.MULTILINE))
+    tests = [x if isinstance(x, str) else [x[0], is_method, *x[1:]] for x in cases]
     imports = IMPORTS if not isinstance(cases[0], str) and "from __future__" not in program else ""
     return in_python(imports + program, tests, limits, tolerance)

@@ -1,7 +1,7 @@
-"""Countdown: make a target from three numbers, each used once, with + - * (the game of arXiv 2503.01307, small).
+"""Countdown: make a target from three numbers, each used once, with + - * (a small form of arXiv 2503.01307's game).
 
-Rows: 20,000 problems with the columns numbers, target and answer, about a tenth of them held out. Rewards: `accuracy`,
-the expression is a solution; `is_expression`, it is an expression at all.
+The rows are 20,000 problems with the columns numbers, target and answer, about a tenth of them held out. The reward
+`accuracy` is 1 for a solution, and `is_expression` for any expression.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from jaxrl_llm.tasks.calculator import compute
 
 PROBLEMS, DRAWS = 20_000, 120_000
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-# No power and no division: both could make numbers of any length.
+# Power and division are not allowed, because both could make numbers of any length.
 ALLOWED = (ast.Add, ast.Sub, ast.Mult)
 
 
 def train() -> list[dict[str, Any]]:
-    """About nine tenths of the problems, in a fixed random order."""
+    """Returns about nine tenths of the problems, in a fixed random order."""
     return [row for row in _problems() if not _is_held_out(row)]
 
 
 def held_out() -> list[dict[str, Any]]:
-    """About a tenth of the problems. The numbers of a problem, with its target, are in one split only."""
+    """Returns about a tenth of the problems. No set of numbers with its target is in both splits."""
     return [row for row in _problems() if _is_held_out(row)]
 
 
 def accuracy(completions: list[Any], numbers: list[list[int]], target: list[int], **columns: Any) -> list[float | None]:
-    """1 where the completion uses every number once and comes to the target."""
+    """Returns 1 if the completion uses every number once and has the target as its value, else 0."""
     return each_judged(_is_solution, completions, numbers, target)
 
 
 def is_expression(completions: list[Any], **columns: Any) -> list[float]:
-    """1 where the completion is an expression of numbers with + - *."""
+    """Returns 1 if the completion is an expression of numbers with + - *, else 0."""
     return [float(_evaluated(text_of(c)) is not None) for c in completions]
 
 
 def _is_held_out(row: dict[str, Any]) -> bool:
-    # The hash is that of the sorted numbers, so that a problem in another order stays in its split.
+    # The sorted numbers are hashed, so that a problem with another order of its numbers stays in its split.
     return zlib.crc32(repr((sorted(row["numbers"]), row["target"])).encode()) % 10 == 0
 
 
 @cache
 def _problems() -> list[dict[str, Any]]:
-    """Draws solutions (x op y) op z, and keeps one of each set of numbers with each target from 1 to 199."""
-    rng, seen, rows = np.random.default_rng(0), set(), []
+    """Draws solutions (x op y) op z, and keeps one for each set of numbers and each target from 1 to 199."""
+    rng, known_problems, rows = np.random.default_rng(0), set(), []
     drawn, signs = rng.integers(1, 30, (DRAWS, 3)).tolist(), rng.choice(list(SIGNS), (DRAWS, 2)).tolist()
     for (x, y, z), (first, second) in zip(drawn, signs, strict=True):
         target, numbers = SIGNS[second](SIGNS[first](x, y), z), sorted((x, y, z))
         key = (*numbers, target)
-        if not 0 < target < 200 or key in seen:
+        if not 0 < target < 200 or key in known_problems:
             continue
-        seen.add(key)
+        known_problems.add(key)
         row = {"prompt": _chat(numbers, target), "numbers": numbers, "target": target}
         rows.append(row | {"answer": f"({x}{first}{y}){second}{z}"})
         if len(rows) == PROBLEMS:
@@ -79,8 +79,8 @@ def _is_solution(text: str, numbers: list[int], target: int) -> bool:
 
 
 def _evaluated(text: str) -> int | None:
-    """Returns what an expression of + - * and brackets comes to; None if it is not one."""
-    # Digits, signs and brackets alone, and few of them: only then is the text parsed.
+    """Returns the value of an expression of + - * and brackets; None for any other text."""
+    # Only a short text of digits, signs and brackets is parsed, so that parsing is safe.
     if not re.fullmatch(r"[\d+\-*() ]{1,100}", text):
         return None
     try:

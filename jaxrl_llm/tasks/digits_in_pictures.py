@@ -1,10 +1,11 @@
-"""The largest or the smallest of three to six digits in one or two small images, and a reward. Needs NumPy alone.
+"""Find the largest or the smallest of three to six digits in one or two small images. Needs NumPy alone.
 
-A digit is in each cell of 28 x 28 pixels, with a place, colours and noise of its own. The answer is in one cell, and
-all numbers are equally likely answers, so neither the text nor the images of another problem help.
+Each cell of 28 x 28 pixels has one digit at a random place, with random colours and noise. The answer is in one cell,
+and all answers are equally likely, so that neither the text nor the images of another problem help.
 
-A problem has two kinds of answers: a quick one, the first digit; or one after a thought, "<3,8,5>8", all digits in the
-order of reading. Most of `demonstrations()` are quick: a model that learned them can read, but seldom reads all.
+A problem has two kinds of answers: a quick one, which is the first digit; and one after a thought with all digits in
+the order of reading, such as "<3,8,5>8". Most of `demonstrations()` are quick, so that a model that learned them can
+read, but seldom reads all digits.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import numpy as np
 
 from jaxrl_llm.tasks import each_judged
 
-HELD_OUT, TRAIN, DEMONSTRATIONS = 1_000, 2_000, 8_000  # problems
-THOUGHT = 3  # of ten demonstrations
-CELL, DOT = 28, 3  # pixels of a side
-FEWEST, MOST = 3, 6  # digits of a problem
-LEAST = 2  # digits that are smaller than an answer to "max", or larger than one to "min"
-NOISE = 8.0  # standard deviation, of 255
+HELD_OUT, TRAIN, DEMONSTRATIONS = 1_000, 2_000, 8_000  # numbers of problems
+THOUGHT = 3  # demonstrations with a thought among ten
+CELL, DOT = 28, 3  # sides of a cell and of a dot in pixels
+FEWEST, MOST = 3, 6  # smallest and largest number of digits in a problem
+SMALLEST_ANSWER = 2  # smallest answer to "max"; answers to "min" are at most 9 minus this number
+NOISE = 8.0  # standard deviation of the noise; pixels are 0 to 255
 FONT = (
     " ###    #    ###  #####    #  #####  ##   #####  ###   ### ",
     "#   #  ##   #   #     #   ##  #     #         # #   # #   #",
@@ -30,36 +31,36 @@ FONT = (
     "#   #   #    #    #   #    #  #   # #   #   #   #   #    # ",
     " ###  ##### #####  ###     #   ###   ###    #    ###   ##  ",
 )
-WIDTH, GAP = 5, 1  # dots of a digit, and between two
-# Where a digit has ink [10, 21, 15].
+WIDTH, GAP = 5, 1  # dots of a digit's width, and between two digits
+# INK [10, 21, 15] tells the pixels of each digit that have ink.
 DOTS = np.array([[character == "#" for character in line.ljust(10 * (WIDTH + GAP))] for line in FONT])
 INK = DOTS.reshape(len(FONT), 10, -1)[..., :WIDTH].swapaxes(0, 1).repeat(DOT, 1).repeat(DOT, 2)
 
 
 def train() -> list[dict[str, Any]]:
-    """The problems to learn from."""
+    """Returns the training problems."""
     return [_problem(i) for i in range(HELD_OUT, HELD_OUT + TRAIN)]
 
 
 def held_out() -> list[dict[str, Any]]:
-    """The problems to be judged by; their images are in no other source."""
+    """Returns the evaluation problems, whose images are in no other source."""
     return [_problem(i) for i in range(HELD_OUT)]
 
 
 def demonstrations() -> list[dict[str, Any]]:
-    """Returns other problems with a completion. Of each ten, three think first and seven answer at once."""
-    begin = HELD_OUT + TRAIN
-    rows = [_problem(i) for i in range(begin, begin + DEMONSTRATIONS)]
+    """Returns further problems with completions. Of ten completions, three think first and seven answer at once."""
+    first = HELD_OUT + TRAIN
+    rows = [_problem(i) for i in range(first, first + DEMONSTRATIONS)]
     return [row | {"completion": _thought(row) if i % 10 < THOUGHT else _quick(row)} for i, row in enumerate(rows)]
 
 
 def accuracy(completions: list[Any], answer: list[Any], **columns: Any) -> list[float | None]:
-    """1 where the completion, after its <thoughts> if it has any, is the answer."""
+    """Returns 1 if the completion, after its <thoughts> if it has any, is the answer, else 0."""
     return each_judged(lambda text, right: text.rpartition(">")[2] == str(right), completions, answer)
 
 
 def _problem(number: int) -> dict[str, Any]:
-    # A seed for each: a problem does not depend on how many there are.
+    # Each problem has its own seed, so that it does not depend on the number of problems.
     rng = np.random.default_rng((0, number))
     question = ("max", "min")[rng.integers(2)]
     digits = _digits(rng, int(rng.integers(FEWEST, MOST + 1)))
@@ -74,26 +75,26 @@ def _problem(number: int) -> dict[str, Any]:
 
 
 def _digits(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Returns digits [count] of which the largest is there once, and is equally likely each number from LEAST on."""
-    answer = int(rng.integers(LEAST, 10))
+    """Returns digits [count] whose largest occurs once; all numbers from SMALLEST_ANSWER to 9 are equally likely."""
+    answer = int(rng.integers(SMALLEST_ANSWER, 10))
     digits = rng.integers(0, answer, count)
     digits[rng.integers(count)] = answer
     return digits
 
 
 def _image(rng: np.random.Generator, digits: np.ndarray) -> bytes:
-    """Returns a file (PPM) with the digits in one row, or in two of equal length."""
+    """Returns a PPM file with the digits in one row, or in two rows of equal length."""
     rows = 2 if len(digits) % 2 == 0 and rng.integers(2) else 1
     columns = len(digits) // rows
     ink = np.zeros((CELL * rows, CELL * columns), bool)
     for i, digit in enumerate(digits):
-        # A digit stands at most two pixels from the middle of its cell.
+        # A digit is at most two pixels away from the middle of its cell.
         down, right = ((CELL - side) // 2 + rng.integers(-2, 3) for side in INK.shape[1:])
         y, x = CELL * (i // columns) + down, CELL * (i % columns) + right
         ink[y : y + INK.shape[1], x : x + INK.shape[2]] = INK[digit]
     paper, pen = rng.uniform(170, 255, 3), rng.uniform(0, 90, 3)
     pixels = np.where(ink[..., None], pen, paper) + rng.normal(0, NOISE, (*ink.shape, 3))
-    # Its bytes are the same with every version of every library.
+    # The format is PPM, because its bytes do not depend on the version of a library.
     return b"P6 %d %d 255\n" % ink.shape[::-1] + pixels.clip(0, 255).astype(np.uint8).tobytes()
 
 

@@ -1,7 +1,7 @@
-"""The rewards of EasyR1's examples: (1 - format_weight) accuracy + format_weight format.
+"""Rewards of EasyR1's examples: (1 - format_weight) accuracy + format_weight format.
 
 Answers are compared by math-verify (`math.accuracy`), where EasyR1 uses mathruler. Accuracy and format are logged.
-Two functions with two weights do the same: `math.accuracy` and `format.think_boxed`.
+`math.accuracy` and `format.think_boxed` as two reward functions with two weights give the same reward.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def math(
     format_weight: Share = 0.1,
     **columns: Any,
 ) -> list[float | None]:
-    """The answer is the last \\boxed{}, the format `<think>...</think>...\\boxed{}`: `reward_function/math.py`."""
-    # Qwen2.5-VL puts spaces around tags.
+    """Returns the reward of EasyR1's `math.py`: the last \\boxed{}, in the format `<think>...</think>...\\boxed{}`."""
+    # Spaces around tags are removed, because Qwen2.5-VL writes them.
     texts = [AROUND_TAGS.sub("", text) for text in answer_texts(completions, columns)]
     return _mixed(maths.accuracy(texts, answer), forms.think_boxed(texts), format_weight, log_metric)
 
@@ -43,14 +43,15 @@ def r1v(
     format_weight: Share = 0.5,
     **columns: Any,
 ) -> list[float | None]:
-    """The answer is the first <answer> of one line, or else the whole text: `reward_function/r1v.py`."""
+    """Returns the reward of EasyR1's `r1v.py`, whose answer is the first <answer> in one line, or the whole text."""
     texts = [text_of(c) for c in completions]
     right = maths.equal([_answer(text) for text in texts], answer)
     return _mixed(right, forms.think_answer(completions, **columns), format_weight, log_metric)
 
 
 def _answer(text: str) -> str:
-    # The tags are found by hand, because a pattern with ".*?" takes quadratic time where a tag is repeated.
+    """Returns the content of the first <answer> that ends in its line; the whole text if it has none."""
+    # The tags are searched one by one, because a pattern with ".*?" takes quadratic time if a tag is repeated.
     for line in text.split("\n"):
         start = line.find("<answer>")
         end = line.find("</answer>", start)
@@ -62,6 +63,7 @@ def _answer(text: str) -> str:
 def _mixed(
     right: list[float | None], formed: list[float], weight: float, log_metric: Callable[[str, float], None]
 ) -> list[float | None]:
+    """Returns (1 - weight) right + weight formed for each completion, and logs both means; None where right is None."""
     judged = [(r, form) for r, form in zip(right, formed, strict=True) if r is not None]
     if judged:
         log_metric("accuracy", sum(r for r, _ in judged) / len(judged))

@@ -1,9 +1,9 @@
-"""A small encyclopedia of people and towns that exist nowhere else, and questions that need it: rows for `search`.
+"""A small encyclopedia of invented people and towns, and questions that need it: rows for `search`.
 
 `search.Search` finds the articles, and the rewards of `search` compare the answers.
 
-A question of one hop asks what one article says. A question of two hops asks for the birthplace's river or founder, so
-the first article names the second. People and towns of held-out questions are in no other question.
+One article answers a question of one hop. A question of two hops asks for the river or the founder of a person's
+birthplace, so that the first article names the second. People and towns of held-out questions are in no other question.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from jaxrl_llm.retriever.index import Index
 
 PEOPLE, TOWNS, WORDS, RIVERS = 2_000, 600, 64, 64
 HELD_OUT = 0.2  # share of the people and of the towns
-# SKILLED of ten demonstrations of a question search as they should, and CARELESS search only for the given name. The
-# other demonstrations answer at once, with a guess.
+# Of ten demonstrations of a question, SKILLED search correctly, and CARELESS search only for a person's first name. The
+# remaining demonstrations answer at once, with a guess.
 SKILLED, CARELESS = 3, 1
-EXERCISE = 12  # words
+EXERCISE_WORDS = 12  # words of an exercise
 
 
 class World(NamedTuple):
-    """All facts. People and towns have numbers; the held-out ones come last."""
+    """All facts of the encyclopedia. The held-out people and towns come last."""
 
     people: list[str]
     towns: list[str]
-    born: list[int]  # of each person, the number of a town
-    rivers: list[str]  # of each town
-    founders: list[int]  # of each town, the number of a person
+    born: list[int]  # index of each person's town of birth
+    rivers: list[str]  # river of each town
+    founders: list[int]  # index of the person that founded each town
 
 
 class Question(NamedTuple):
-    """A question, and how one finds the answer: the names to search for, in order."""
+    """A question with its answer."""
 
     text: str
-    searches: tuple[str, ...]
+    searches: tuple[str, ...]  # names to search for, in order
     answer: str
 
 
 def documents() -> list[dict[str, str]]:
-    """The articles, with a title on the first line."""
+    """Returns the articles, with a title on the first line."""
     world = _world()
     people = [
         (name, f"{name} was born in {world.towns[t]} .") for name, t in zip(world.people, world.born, strict=True)
@@ -56,30 +56,30 @@ def documents() -> list[dict[str, str]]:
 
 
 def train() -> list[dict[str, Any]]:
-    """Questions of one hop to learn from."""
+    """Returns the training questions of one hop."""
     return _rows(_one_hop(held_out=False))
 
 
 def held_out() -> list[dict[str, Any]]:
-    """Questions of one hop to be judged by, about other people and towns."""
+    """Returns the evaluation questions of one hop, about other people and towns."""
     return _rows(_one_hop(held_out=True))
 
 
 def two_hops() -> list[dict[str, Any]]:
-    """Questions of two hops to learn from."""
+    """Returns the training questions of two hops."""
     return _rows(_two_hops(held_out=False))
 
 
 def two_hops_held_out() -> list[dict[str, Any]]:
-    """Questions of two hops to be judged by, about other people and towns."""
+    """Returns the evaluation questions of two hops, about other people and towns."""
     return _rows(_two_hops(held_out=True))
 
 
 def demonstrations() -> list[dict[str, Any]]:
-    """Episodes for `sft`: each question of `train()` and `two_hops()` ten times, mostly answered by a guess.
+    """Returns episodes for `sft`: each question of `train()` and `two_hops()` ten times, mostly answered by a guess.
 
-    Two rows of five are exercises, with which a small new model learns to copy names in minutes: to repeat words, and
-    to answer where the search is done already.
+    Two of five rows are exercises, with which a small new model learns in minutes to copy names: to repeat words, and
+    to answer after a finished search.
     """
     rng, world = np.random.default_rng(1), _world()
     guesses = {"river": world.rivers, "town": world.towns, "person": world.people}
@@ -95,7 +95,7 @@ def demonstrations() -> list[dict[str, Any]]:
             rows.append(_row(question) | {"completion": _episode(question, 0, "")[-2:]})
     words = sorted({word for name in world.people + world.towns for word in name.split()} | set(world.rivers))
     for _ in range(3 * len(questions)):
-        text = " ".join(rng.choice(words, EXERCISE))
+        text = " ".join(rng.choice(words, EXERCISE_WORDS))
         rows.append({"prompt": [{"role": "user", "content": f"Repeat {text} ."}], "completion": text})
     return [rows[i] for i in rng.permutation(len(rows))]
 
@@ -107,16 +107,16 @@ def _index() -> Index:
 
 @cache
 def _answer(query: str) -> str:
-    """Returns what `search.Search` answers to a search, with two documents."""
+    """Returns the answer of `search.Search` to a query, with two documents."""
     return information(shown([article for article, _ in _index().search([query], 2)[0]]))
 
 
 def _episode(question: Question, number: int, guess: str) -> list[dict[str, str]]:
-    """Returns the turns of a demonstration, with what the environment answers."""
+    """Returns the turns of demonstration `number` of ten, with the answers of the environment."""
     searches, answer = question.searches, question.answer
     if number >= SKILLED:
-        careless = number < SKILLED + CARELESS
-        searches, answer = (searches[0].split()[0],) if careless else (), guess
+        is_careless = number < SKILLED + CARELESS
+        searches, answer = (searches[0].split()[0],) if is_careless else (), guess
     turns = []
     for name in searches:
         text = f"<think> I look it up </think> <search> {name} </search>"
@@ -161,12 +161,14 @@ def _two_hops(*, held_out: bool) -> list[Question]:
 
 
 def _part(names: list[str], held_out: bool) -> list[tuple[int, str]]:
-    begin = _held_out(len(names))
+    """Returns the training or the held-out names, with their indices."""
+    first_held_out = _first_held_out(len(names))
     numbered = list(enumerate(names))
-    return numbered[begin:] if held_out else numbered[:begin]
+    return numbered[first_held_out:] if held_out else numbered[:first_held_out]
 
 
-def _held_out(count: int) -> int:
+def _first_held_out(count: int) -> int:
+    """Returns the index of the first held-out one of `count` people or towns."""
     return round(count * (1 - HELD_OUT))
 
 
@@ -179,9 +181,9 @@ def _world() -> World:
     rivers = words[4 * WORDS :]
 
     def partners(count: int, pool: int) -> list[int]:
-        """Draws a partner of `pool` for each of `count`, of the same split: no fact joins the two splits."""
-        begin, known = _held_out(pool), _held_out(count)
-        drawn = [rng.integers(0, begin, known), rng.integers(begin, pool, count - known)]
+        """Returns the index of a partner among `pool` for each of `count`, from the same split."""
+        first_held_out, trained = _first_held_out(pool), _first_held_out(count)
+        drawn = [rng.integers(0, first_held_out, trained), rng.integers(first_held_out, pool, count - trained)]
         return np.concatenate(drawn).tolist()
 
     born = partners(PEOPLE, TOWNS)
@@ -198,5 +200,6 @@ def _words(rng: np.random.Generator, count: int) -> list[str]:
 
 
 def _pairs(rng: np.random.Generator, first: list[str], second: list[str], count: int) -> list[str]:
+    """Returns `count` different names of a first and a second word."""
     chosen = rng.permutation(len(first) * len(second))[:count]
     return [f"{first[i // len(second)]} {second[i % len(second)]}" for i in chosen.tolist()]

@@ -1,4 +1,4 @@
-"""Rewards that an environment gives itself."""
+"""Rewards that an environment computes itself."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def reward(completions: list[Any], episode: list[dict[str, float]], **columns: Any) -> list[float]:
-    """The sum of the environment's metric `reward` over the turns of an episode, such as the score of a game."""
-    return [measured.get("reward", 0.0) for measured in episode]
+    """Returns the sum of the environment's metric `reward` over an episode's turns, for example the score of a game."""
+    return [metrics.get("reward", 0.0) for metrics in episode]

@@ -10,31 +10,30 @@ from jaxrl_llm.tasks.protocol import Reply
 
 
 class Gym:
-    """Plays a game with `reset(seed=...)` and `step(action) -> observation, reward, terminated, truncated, info`."""
+    """Environment of a text game with the `reset` and `step` of gymnasium."""
 
     def __init__(self, *, make: str, stop: str, seed_column: str):
-        """make: `my.module.function`, which returns a game. stop: the string that ends an action, such as "\\n".
+        """make: `my.module.function`, which returns a game; stop: string that ends an action, such as "\\n".
 
-        seed_column: the column of a row with the seed of its game.
-        Raises: UserError, if the function is not there.
+        seed_column: column of a row with the seed of its game. Raises: UserError, if the function does not exist.
         """
         module, _, name = make.rpartition(".")
         try:
             self._game = getattr(importlib.import_module(module), name)()
         except (ImportError, AttributeError, ValueError) as error:
             raise UserError(
-                f"config.env.make = {make!r}: {error}; give my.module.function, which makes a game"
+                f"config.env.make = {make!r} must be my.module.function, which returns a game: {error}"
             ) from error
         self.stops, self._seed_column = (stop,), seed_column
 
     def reset(self, row: dict[str, Any]) -> None:
-        """Begins the game of the row's seed. What the game says first belongs into the prompt."""
+        """Starts the game with the row's seed. The first observation is dropped, so it must be a part of the prompt."""
         self._game.reset(seed=int(row[self._seed_column]))
 
     def step(self, text: str) -> Reply:
-        """Plays one action. Rewards of the game are summed up in the metric `reward`."""
+        """Plays one action. The metric `reward` is the sum of the game's rewards."""
         action = text.partition(self.stops[0])[0].strip()
         observation, reward, terminated, truncated, _ = self._game.step(action)
         metrics = {"reward": float(reward), "cut": float(bool(truncated))}
-        ended = bool(terminated or truncated)
-        return Reply("" if ended else str(observation), done=ended, metrics=metrics)
+        is_over = bool(terminated or truncated)
+        return Reply("" if is_over else str(observation), done=is_over, metrics=metrics)

@@ -14,12 +14,12 @@ from jaxrl_llm.tasks import reads, sampled
 
 
 def penalty(completion_ids: list[list[int]], *, free: Count, scale: AtLeastOne, **columns: Any) -> list[float]:
-    """-min(max(n - free, 0) / scale, 1) for n tokens: nothing up to `free`, and -1 from free + scale on."""
+    """Returns -min(max(n - free, 0) / scale, 1) for n tokens: 0 up to `free` tokens, and -1 from free + scale on."""
     return [-min(max(len(ids) - free, 0) / scale, 1.0) for ids in sampled(completion_ids, columns.get("loss_mask"))]
 
 
 def distance(completion_ids: list[list[int]], *, target: Count, scale: AtLeastOne, **columns: Any) -> list[float]:
-    """-min(|n - target| / scale, 1) for n tokens: the length term of LCPO-Exact (L1, arXiv 2503.04697), bounded."""
+    """Returns -min(|n - target| / scale, 1) for n tokens, the bounded length term of LCPO-Exact (arXiv 2503.04697)."""
     return [-min(abs(len(ids) - target) / scale, 1.0) for ids in sampled(completion_ids, columns.get("loss_mask"))]
 
 
@@ -36,10 +36,10 @@ def cosine(
     wrong_long: float = -0.5,
     **columns: Any,
 ) -> list[float | None]:
-    """The cosine reward of arXiv 2502.03373 (also Open-R1's): short is good if it is right, and bad if it is wrong.
+    """Returns the cosine reward of arXiv 2502.03373: short is good for a right completion, and bad for a wrong one.
 
-    r = long + (short - long) (1 + cos(pi n / max_tokens)) / 2, with n at most max_tokens. `math.accuracy` says which
-    completions are right. The paper uses right 2 and 1, wrong -10 and 0; the defaults are Open-R1's.
+    r = long + (short - long) (1 + cos(pi n / max_tokens)) / 2, with n at most max_tokens. `math.accuracy` decides which
+    completions are right. The paper has 2 and 1 for right, -10 and 0 for wrong completions; the defaults are Open-R1's.
     """
     ends = {1.0: (right_short, right_long), 0.0: (wrong_short, wrong_long)}
 

@@ -21,23 +21,24 @@ from jaxrl_llm.machine.process import Pool, cpus
 from jaxrl_llm.tasks import abstaining, answer_texts, deadline, reads, text_of
 from jaxrl_llm.tasks.notation import rewritten, unwrapped
 
-# Limits of one answer (most take 0.01 s), and of all answers of a batch.
+# Time limits of one answer (most take 0.01 s), and of all answers of a batch.
 ANSWER_SECONDS, BATCH_SECONDS = 5.0, 60.0
-LONGEST = 2000  # characters; a longer answer earns 0
-SMALL = 1e-3  # numbers below need six right digits, and all others six right decimals
-PROCESSES, SHARE = 8, 32  # at most PROCESSES processes, and one per SHARE answers
+MAX_LENGTH = 2000  # characters of an answer; a longer answer earns 0
+SMALL = 1e-3  # numbers below this bound need six correct digits, and all others six correct decimals
+PROCESSES, ANSWERS_PER_PROCESS = 8, 32  # largest number of processes, and answers for which one is started
 
 
 @reads(answer=lambda value: expected_text(value))
 def accuracy(
     completions: list[Any], answer: list[Any], *, after: str = "", anchors: bool = False, **columns: Any
 ) -> list[float | None]:
-    """Returns 1 where the last \\boxed{} of the completion is mathematically equal to the answer, else 0.
+    """Returns 1 if the last \\boxed{} of the completion is mathematically equal to the answer, else 0.
 
-    after: only the text after the last one of these marks counts, such as "</think>": without it, a completion earns 0.
-    anchors: in a completion without a box, the formula after the last "answer" counts, as in "The answer is $5$".
-    A box earns 0 if it is empty, not closed, longer than LONGEST characters, or not judged in time. A line on stderr
-    counts the late ones. Raises: ValueError, if the answer of a row is neither text nor a number.
+    after: mark, such as "</think>", after whose last occurrence the box must be, "" for no mark; anchors: whether the
+    formula after the last "answer" counts in a completion without a box, as in "The answer is $5$".
+    A box earns 0 if it is empty, not closed, longer than MAX_LENGTH characters, or not judged in time. A line on stderr
+    counts the answers that were not judged in time.
+    Raises: ValueError, if the answer of a row is neither text nor a number.
     """
     texts = answer_texts(completions, columns)
     texts = [text.rpartition(after)[2] if after in text else "" for text in texts] if after else texts
@@ -48,35 +49,36 @@ def accuracy(
 
 
 def equal(texts: list[str], answer: list[Any]) -> list[float | None]:
-    """Returns 1 where a text, which may be a box, is mathematically equal to the answer, else 0."""
+    """Returns 1 if a text, which may be a box, is mathematically equal to the answer, else 0."""
     return abstaining(_judge, [last_box(text) or _if_balanced(text) for text in texts], answer)
 
 
 def _if_balanced(text: str) -> str:
-    """Returns a text whose braces fit, else "": of "34} or {35" math-verify would read 34."""
+    """Returns a text if its braces are balanced, else "", because math-verify would read 34 in "34} or {35"."""
     return text if last_box(f"\\boxed{{{text}}}") == text.strip() else ""
 
 
 def _judge(texts: list[str], answer: list[Any]) -> list[float]:
+    """Returns 1 for each text that is equal to its answer, else 0. Texts that are not judged in time earn 0."""
     pairs = [(_clean(text), _clean(expected_text(a))) for text, a in zip(texts, answer, strict=True)]
-    # A dictionary: equal pairs of a group are judged once.
-    equal = {pair: _plainly_equal(*pair) for pair in pairs}
-    # Most answers are plain text or numbers: only the others cross to the processes of math-verify.
-    hard = [pair for pair, known in equal.items() if known is None]
-    size = min(PROCESSES, cpus(), -(-len(hard) // SHARE))
+    # Verdicts are kept in a dict, so that equal pairs of a group are judged once.
+    verdict_of = {pair: _plainly_equal(*pair) for pair in pairs}
+    # Only undecided pairs go to the processes of math-verify, because most answers are plain text or numbers.
+    undecided = [pair for pair, verdict in verdict_of.items() if verdict is None]
+    size = min(PROCESSES, cpus(), -(-len(undecided) // ANSWERS_PER_PROCESS))
     batch_seconds = min(BATCH_SECONDS, deadline() - time.monotonic())
-    if hard:
-        verdicts = _pool().map(hard, size=size, each=ANSWER_SECONDS, whole=batch_seconds)
-        equal |= zip(hard, verdicts, strict=True)
-    late = [pair[0] for pair in pairs if equal[pair] is None]
+    if undecided:
+        verdicts = _pool().map(undecided, size=size, each=ANSWER_SECONDS, whole=batch_seconds)
+        verdict_of |= zip(undecided, verdicts, strict=True)
+    late = [pair[0] for pair in pairs if verdict_of[pair] is None]
     if late:
         line = f"math.accuracy: {len(late)} of {len(pairs)} answers were not judged in time and earn 0, the first is "
         print(line + printable(late[0][:100].replace("\n", " ")), file=sys.stderr, flush=True)
-    return [float(bool(equal[pair])) for pair in pairs]
+    return [float(bool(verdict_of[pair])) for pair in pairs]
 
 
 def is_boxed(completions: list[Any], **columns: Any) -> list[float]:
-    """Returns 1 where the last \\boxed{} of the completion is closed and not empty, else 0."""
+    """Returns 1 if the last \\boxed{} of the completion is closed and not empty, else 0."""
     return [float(bool(last_box(text_of(c)))) for c in completions]
 
 
@@ -87,7 +89,7 @@ CLOSING = {"$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]"}
 
 
 def anchored(text: str) -> str:
-    """Returns the formula $…$, $$…$$, \\(…\\) or \\[…\\] after the last "answer" that has one; "": there is none."""
+    """Returns the formula $…$, $$…$$, \\(…\\) or \\[…\\] after the last "answer" with a formula; "" if none has one."""
     anchors = list(ANCHOR.finditer(text))
     if not anchors:
         return ""
@@ -97,10 +99,10 @@ def anchored(text: str) -> str:
 
 
 def last_box(text: str) -> str | None:
-    """Returns the content of the last \\boxed{} or \\fbox{}; None if there is none, or if it is not closed.
+    """Returns the content of the last \\boxed{} or \\fbox{}; None if the text has no box, or the last is not closed.
 
-    A last box that is not closed also makes earlier boxes invalid. The completion was cut or went wrong while it wrote
-    its final answer, so an earlier box is not the answer.
+    A last box that is not closed invalidates earlier boxes too, because the completion was cut while it wrote its final
+    answer.
     """
     openings = list(BOX.finditer(text))
     if not openings:
@@ -118,7 +120,7 @@ def expected_text(answer: Any) -> str:
     if isinstance(answer, Number) and not isinstance(answer, complex) and math.isfinite(answer):  # pyright: ignore
         answer = str(answer)
     if not isinstance(answer, str) or not answer.strip():
-        raise ValueError(f"column 'answer' is {answer!r}: make it text or a number (data.convert)")
+        raise ValueError(f"column 'answer' is {answer!r}, but must be text or a number (set data.convert)")
     answer = answer.split("####")[-1]
     return last_box(answer) or answer
 
@@ -127,16 +129,16 @@ NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3}){1,99}|\d{1,300})(?:\.\d{1,300})?", 
 PERCENT = re.compile(rf"({NUMBER.pattern})\s*\\?%", re.ASCII)
 BASE = re.compile(r"(\d[\dA-Fa-f]*)_\{?(?:\\text\{)?\(?(\w+)\)?\}{0,2}", re.ASCII)
 BASES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
-SIDE_BY_SIDE = re.compile(r"-?\d+(?:\.\d+)?(?: \d+(?:\.\d+)?)+")
+NUMBERS_IN_A_ROW = re.compile(r"-?\d+(?:\.\d+)?(?: \d+(?:\.\d+)?)+")
 PHRASE = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
-# Words that are no products of letters: "Tom" would equal "Mot", and the order "ABC" would equal "CBA". Only short
-# words in lower case, and two capitals, are products.
+# Words that are no products of letters. As products, "Tom" would equal "Mot", and the order "ABC" would equal "CBA".
+# Short words in lower case, and two capitals, are products.
 WORD = re.compile(r"[^\W\d_]{4}|[A-Z][a-z]|[A-Z]{3}")
 
 
 def _clean(text: str) -> str:
     """Rewrites an answer for math-verify; returns "" if it is too long."""
-    return rewritten(text) if len(text) <= LONGEST else ""
+    return rewritten(text) if len(text) <= MAX_LENGTH else ""
 
 
 def _plainly_equal(box: str, answer: str) -> bool | None:
@@ -153,7 +155,7 @@ def _plainly_equal(box: str, answer: str) -> bool | None:
         return True
     if any(BASE.fullmatch(text) for text in pair):
         return _digits(box) == _digits(answer)
-    if {_brackets(box), _brackets(answer)} == {"set", "tuple"} or _goes_on(box) != _goes_on(answer):
+    if {_brackets(box), _brackets(answer)} == {"set", "tuple"} or _is_endless(box) != _is_endless(answer):
         return False
     choices = [_choice(text) for text in pair]
     if all(choices):
@@ -161,8 +163,8 @@ def _plainly_equal(box: str, answer: str) -> bool | None:
     words = [_words(text) for text in pair]
     if words[0] == words[1] != "":
         return True
-    # math-verify takes X for x, and 5 7 for 12.
-    if words[0].casefold() == words[1].casefold() or SIDE_BY_SIDE.fullmatch(box):
+    # These pairs are wrong, although math-verify reads X as x, and 5 7 as 12.
+    if words[0].casefold() == words[1].casefold() or NUMBERS_IN_A_ROW.fullmatch(box):
         return False
     if all(PHRASE.fullmatch(text) for text in words) and ("\\" in box + answer or WORD.search(unwrapped(answer))):
         return False
@@ -170,7 +172,7 @@ def _plainly_equal(box: str, answer: str) -> bool | None:
 
 
 def _is_same_percent(box: str, answer: str) -> bool:
-    """Tells whether one is the other one with a percent sign: 50\\% is 50 here, and 0.5 by math-verify."""
+    """Returns whether the two differ only in a percent sign: 50\\% equals 50 here, but 0.5 for math-verify."""
     percents = [PERCENT.fullmatch(text) for text in (box, answer)]
     bare = [match[1] if match else text for match, text in zip(percents, (box, answer), strict=True)]
     if bool(percents[0]) == bool(percents[1]) or not all(NUMBER.fullmatch(text) for text in bare):
@@ -179,7 +181,7 @@ def _is_same_percent(box: str, answer: str) -> bool:
 
 
 def _digits(text: str) -> tuple[str, str]:
-    """Returns the digits of a number and its base, "": it has none. math-verify takes 52_8 for 52."""
+    """Returns the digits of a number, and its base or "". math-verify would read 52_8 as 52."""
     match = BASE.fullmatch(text)
     digits, base = match.groups() if match else (text, "")
     return digits.upper().lstrip("0"), str(BASES.index(base) + 2) if base in BASES else base
@@ -192,13 +194,13 @@ def _brackets(text: str) -> str:
     return "tuple" if "," in text and text[0] in "([" and text[-1] in ")]" else ""
 
 
-def _goes_on(text: str) -> bool:
-    """Tells whether a list goes on, as in 1, 2, \\ldots"""
+def _is_endless(text: str) -> bool:
+    """Returns whether a list has no end, as in 1, 2, \\ldots"""
     return "," in text and bool(re.search(r"\\[lc]?dots|\.\.|…", text))
 
 
 def _words(text: str) -> str:
-    """Returns a text as it is compared: words in any case, but single letters and commands as they are."""
+    """Returns a text with words in lower case for comparison. Single letters and commands keep their case."""
     text = re.sub(r"\b([AaPp])\.m\b\.?", r"\1m", " ".join(unwrapped(text).split()))
     text = re.sub(r"(?<=[^\W\d_])\.$", "", text)
     return text if "\\" in text else re.sub(r"[^\W\d_]{2,}", lambda word: word[0].casefold(), text)
@@ -218,21 +220,21 @@ def _pool() -> Pool:
 
 
 def _prepare() -> None:
-    # It warns about its missing time limit; the pool has one.
+    """Imports math-verify in a new process of the pool, so that the import does not count as time of an answer."""
+    # math-verify warns about its missing time limit, but the pool has one.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    # The slow import must not count against the first answer's limit.
     _equal("\\sqrt{4}", "2")
 
 
 def _equal(box: str, answer: str) -> bool:
-    """Runs in a process of the pool: only there math-verify is imported, which takes half a second."""
+    """Returns math-verify's verdict. Runs in a process of the pool, because its import takes half a second."""
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
-    # math-verify's units are off, because it takes 2t, 5m and x+2c for 2, 5 and x+2, and 5\\text{ million} for 5.
+    # math-verify's units are off, because it reads 2t, 5m and x+2c as 2, 5 and x+2, and 5\\text{ million} as 5.
     normal = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
     config = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)]
-    # The whole text or nothing: any_match, the default, takes a fraction out of a text that cannot be read.
+    # The default any_match is not used, because it takes a fraction out of a text that cannot be read as a whole.
     box_values, answer_values = (
         parse(f"\\boxed{{{text}}}", config, extraction_mode="first_match", parsing_timeout=None)  # pyright: ignore
         for text in (box, answer)
@@ -243,19 +245,19 @@ def _equal(box: str, answer: str) -> bool:
     are_equal = partial(verify, timeout_seconds=None, allow_set_relation_comp=True)
     if are_equal(answer_values, box_values):
         return not _differ_below(SMALL, *map(_numbers, (answer_values[0], box_values[0])))
-    # SymPy does not take √(1/n) for 1/√n, since n may be negative.
+    # For SymPy √(1/n) differs from 1/√n, because n may be negative, so roots are split for a second comparison.
     split = [[_with_split_roots(value) for value in values] for values in (answer_values, box_values)]
     return split != [answer_values, box_values] and are_equal(split[0], split[1])
 
 
 def _differ_below(bound: float, answer: list[Any], box: list[Any]) -> bool:
-    """Tells whether a number below the bound differs in its first six digits: math-verify compares decimals alone."""
+    """Returns whether a number below `bound` differs in its first six digits. math-verify only compares decimals."""
     pairs = zip(answer, box, strict=True) if len(answer) == len(box) else ()
     return any(max(abs(a), abs(b)) < bound and abs(a - b) > 5e-6 * max(abs(a), abs(b)) for a, b in pairs)
 
 
 def _numbers(value: Any) -> list[Any]:
-    """Returns the real and imaginary parts of all numbers of an answer, those of a set by size; []: it has none."""
+    """Returns the real and imaginary parts of all numbers of an answer, sorted for a set; [] if it has no numbers."""
     from sympy import And, Expr, FiniteSet, Interval, MatrixBase, Tuple
     from sympy.core.relational import Relational
 
@@ -274,7 +276,7 @@ def _numbers(value: Any) -> list[Any]:
     with suppress(Exception):
         both = value.doit().evalf(20).as_real_imag()
         if all(x.is_comparable for x in both):
-            # `evalf` knows only one bit of a sum whose terms cancel: such a sum is 0.
+            # A sum whose terms cancel is 0; `evalf` knows only one bit of it.
             return [0 if getattr(x, "_prec", 2) == 1 else x for x in both]
     return []
 
@@ -294,9 +296,9 @@ def _with_split_roots(value: Any) -> Any:
 
 
 def _read_imaginary(*parsed: list[Any]) -> None:
-    """Makes i the imaginary unit if only one of two answers has it, as in √-4 = 2i. math-verify reads a variable.
+    """Makes i the imaginary unit if only one of two answers has it, as in √-4 = 2i.
 
-    It reads i beside a decimal as another variable, too.
+    math-verify reads i as a variable, and i next to a decimal as yet another variable.
     """
     from sympy import Expr, FiniteSet, I
 
@@ -312,7 +314,7 @@ def _read_imaginary(*parsed: list[Any]) -> None:
 
 
 def _computes_with_infinity(value: Any) -> bool:
-    """Tells whether an expression has a sum, product or power of infinity: SymPy simplifies 5 - pi 10^oo to 0."""
+    """Returns whether an expression has a sum, product or power of infinity. SymPy simplifies 5 - pi 10^oo to 0."""
     from sympy import Add, Basic, Mul, Pow, S, preorder_traversal
 
     infinite = (S.Infinity, S.NegativeInfinity, S.ComplexInfinity, S.NaN)

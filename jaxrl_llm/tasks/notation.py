@@ -1,4 +1,4 @@
-"""How people and models write an answer, rewritten to the notation that math-verify reads."""
+"""Rewrites answers from the notation of people and models to that of math-verify."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import TypeAlias
 
-__all__: tuple[str, ...] = ()  # nothing here is for a config to name
+__all__: tuple[str, ...] = ()  # a config may name no function of this file
 
 Rewriting: TypeAlias = tuple[str, str | Callable[[re.Match[str]], str]]
 
@@ -34,13 +34,13 @@ SIGNS = str.maketrans(
 )
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
-# Unicode's √ stands before a number, a letter, a fraction or brackets. In 2³√8, ³ may be a power of 2.
+# Unicode's √ is followed by a number, a letter, a fraction or brackets. In 2³√8, ³ may be a power of 2.
 ROOT = re.compile(r"((?<!\w)[³⁴-⁹])?(\\sqrt(?=\s*(?:\\left\s*)?\()|[√∛∜])\s*(?:\\left\s*(?=\())?([-−–]?)")
 THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+")
 RADICAND = re.compile(rf"{THOUSANDS.pattern}(?!\d)|\d+(?:\.\d+)?|[^\W\d_]|\\[A-Za-z]+(?![A-Za-z\s]*[\[{{])")
 FRACTION = re.compile(r"\\[dt]?frac\s*")
 BRACKETS = re.compile(r"\\.|[(){}]", re.DOTALL)
-# Unicode writes without braces what LaTeX needs braces for.
+# Characters of Unicode that need braces in LaTeX.
 UNICODE: dict[str, Rewriting] = {
     "x²": (r"[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda m: f"^{{{m[0].translate(RAISED)}}}"),
     "52₈": (r"[₀-₉]+", lambda m: f"_{{{m[0].translate(LOWERED)}}}"),
@@ -49,18 +49,20 @@ UNICODE: dict[str, Rewriting] = {
 
 TEXT = r"\\(?:text|textbf|textit|textrm|textsf|texttt|emph|mathrm|mathbf|mbox)\s*\{"
 MAYBE_TEXT = r"(?:" + TEXT + r")?\s*"
-# Words behind a number that are no unit: a second answer, a range, a factor, a doubt, a time of the day.
+# Words after a number that are no unit, such as a second answer, a range, a factor, a doubt or a time of day.
 NO_UNIT = (
     r"(?!(?:[^{}]{0,60}\W)?(?:or|and|to|by|not|no|is|plus|minus|times|over|if|pi|tau|theta|infinity|squared|cubed|half"
     r"|halves|thirds?|factorial|[AaPp]\.?[Mm]|choose|mod|base|sin|cos|tan|log|ln|sqrt)(?![a-z]))"
 )
 WORDS = r"[A-Za-z]{2,}\.?(?: ?/ ?[A-Za-z]+|(?: [A-Za-z]{2,}\.?){0,4})"
-BESIDE = r"(?:[cdkm]m|k?g|mg|m?[lL]|km/h|mph|ft|lbs?|oz|hrs?|mins?|secs?|dollars?|euros?|cents?|USD|EUR|GBP)"  # 5cm
+# Units that may follow a number without a space, as in 5cm.
+ATTACHED_UNIT = r"(?:[cdkm]m|k?g|mg|m?[lL]|km/h|mph|ft|lbs?|oz|hrs?|mins?|secs?|dollars?|euros?|cents?|USD|EUR|GBP)"
 POWER = r"(?:\^\{?-?\d\}?)?"
 RELATION = r"\s*(<|>|\\[lg]e)(?:q|qslant)?(?![a-z])\s*"
 BOUND = r"((?:(?!\\[lg]e)[^<>=])+?)"
 FACTORS = {"dozen": "12", "hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}"}
-# What stands around or inside an answer and does not change it, and notation that math-verify does not read. In order.
+# {example: (pattern, replacement)} of text that does not change an answer, and of notation that math-verify cannot
+# read. The rewritings are applied in this order.
 NOTATION: dict[str, Rewriting] = {
     # spaces, brackets of another size, marks around a formula or bold text
     "1\\,234": (r"(?<!\\)\\[!,;:]|(?<!\\)\\q?quad(?![a-z])", ""),
@@ -81,7 +83,7 @@ NOTATION: dict[str, Rewriting] = {
     "10^-3": (r"\^\s*-\s*(\d{1,9}(?:\.\d{1,9})?|[a-z])", r"^{-\1}"),
     "14 + -2i": (r"(?<=[\w)}])\s?\+\s?-", "-"),
     "exp(2)": (r"(?<![\\A-Za-z])(exp|ln|log|(?:arc)?(?:sin|cos|tan))(?=\s*\()", r"\\\1"),
-    # words before and behind the answer
+    # words before and after the answer
     "= 72": (r"^(?:=|\\approx(?![a-z])|≈|\\sim(?![a-z]))\s*", ""),
     "about 72": ("^" + MAYBE_TEXT + r"(?:about|approximately|approx\.?|roughly|around|nearly|exactly)\b\s*\}?\s*", ""),
     "72.": (r"(?<!\.)(?:\\\\|[,;:\s]|\.(?!\.))+$", ""),
@@ -99,13 +101,13 @@ NOTATION: dict[str, Rewriting] = {
     ),
     "50 percent": (r"(?<=[\d}])\s*" + MAYBE_TEXT + r"(?:percent|per cent|pct)\b\s*\}?$", r"\\%"),
     "5^{th}": (r"(?<=\d)(?:\^\{?)?" + MAYBE_TEXT + r"(?:st|nd|rd|th)\b\}{0,2}", ""),
-    # units; a letter beside a number is a variable, as in 2t
+    # units; a letter next to a number is a variable, as in 2t
     "90° C": (r"(?<=\d)\s*\^\{?\s*\\circ\s*\}?\s*(?:\\(?:text|mathrm)\{\s*[CF]\s*\}|[CF])$", ""),
     "7\\text{ apples}": (
         r"(?<=[\w})])(?:\s*(?:(?:\\cdot|/)\s*)?" + TEXT + NO_UNIT + r"[^{}\d()]*(?:\^\d)?\}" + POWER + r"){1,4}$",
         "",
     ),
-    "25 cm^2": (r"(?<=[\d})])(?:\s+|(?=" + BESIDE + r"\b))" + NO_UNIT + WORDS + POWER + "$", ""),
+    "25 cm^2": (r"(?<=[\d})])(?:\s+|(?=" + ATTACHED_UNIT + r"\b))" + NO_UNIT + WORDS + POWER + "$", ""),
     "5 m/s": (r"(?<=[\d}])\s+[mgshLlNJWV](?:/[A-Za-z]{1,3})?" + POWER + "$", ""),
     # numbers
     "1 234": (r"^(-?\d{1,3}(?: \d{3})+)(?=$|\.)", lambda m: m[1].replace(" ", "")),
@@ -143,12 +145,12 @@ UNICODE_RULES = [(re.compile(pattern), by) for pattern, by in UNICODE.values()]
 
 def rewritten(text: str) -> str:
     """Returns an answer in the notation that math-verify reads."""
-    # Roots come first, because the braces of the other rules end no root.
+    # Roots are rewritten first, because the braces that other rules add would not end a root.
     text = _with_roots(text)
     for pattern, by in UNICODE_RULES:
         text = pattern.sub(by, text)
-    # NFKC makes plain letters, digits and spaces of their wide, narrow and mathematical forms.
-    # Single spaces, and few words of a unit, keep the time of the patterns linear.
+    # NFKC replaces wide, narrow and mathematical letters, digits and spaces by plain ones. Single spaces keep the time
+    # of the patterns linear.
     text = " ".join(unicodedata.normalize("NFKC", text).translate(SIGNS).split())
     for pattern, by in RULES:
         text = pattern.sub(by, text).strip()
@@ -158,34 +160,33 @@ def rewritten(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """Removes commands for text and letters, but not their content: \\text{}, \\textbf{}, \\mathrm{} …"""
+    """Returns a text without commands such as \\text{}, \\textbf{} and \\mathrm{}, but with their content."""
     return re.sub(TEXT + r"([^{}]*)\}", r"\1", text).strip()
 
 
 def _with_roots(text: str) -> str:
     """Returns a text with \\sqrt{12} for √12. In LaTeX, \\sqrt 12 is √1 · 2."""
-    closing = _closing(text)
-    # Start and end of what is replaced, and by what.
-    edits: list[tuple[int, int, str]] = []
+    closing = _closing_brackets(text)
+    edits: list[tuple[int, int, str]] = []  # (start, end, replacement) of parts of the text
     for root in ROOT.finditer(text):
-        start, end = root.end(), _end(text, root.end(), closing)
+        start, end = root.end(), _radicand_end(text, root.end(), closing)
         if end is None:
             continue
-        # Brackets around all of it, which the braces replace.
-        bare = int(not root[3] and text[start] in "({")
-        if THOUSANDS.fullmatch(text, start + bare, end - bare):
+        # Braces replace the brackets around the whole radicand.
+        bracket_width = int(not root[3] and text[start] in "({")
+        if THOUSANDS.fullmatch(text, start + bracket_width, end - bracket_width):
             edits += [(i, i + 1, "") for i in range(start, end) if text[i] == ","]
-        edits.append((root.start(), start + bare, f"\\sqrt{_index(root[1] or root[2])}{{{root[3]}"))
-        edits.append((end - bare, end, "}"))
-    pieces, copied = [], 0
-    for start, end, by in sorted(edits):
-        pieces += [text[copied:start], by]
-        copied = end
-    return "".join((*pieces, text[copied:]))
+        edits.append((root.start(), start + bracket_width, f"\\sqrt{_root_index(root[1] or root[2])}{{{root[3]}"))
+        edits.append((end - bracket_width, end, "}"))
+    pieces, copied_end = [], 0
+    for start, end, replacement in sorted(edits):
+        pieces += [text[copied_end:start], replacement]
+        copied_end = end
+    return "".join((*pieces, text[copied_end:]))
 
 
-def _end(text: str, start: int, closing: dict[int, int]) -> int | None:
-    """Returns where the number, letter, fraction or brackets end that begin here; None if there is none of them."""
+def _radicand_end(text: str, start: int, closing: dict[int, int]) -> int | None:
+    """Returns the end of the number, letter, fraction or brackets at `start`; None if the text has none there."""
     fraction = FRACTION.match(text, start)
     end = fraction.end() if fraction else start
     for _ in range(2 if fraction else 1):
@@ -193,8 +194,7 @@ def _end(text: str, start: int, closing: dict[int, int]) -> int | None:
             if end not in closing:
                 return None
             end = closing[end] + 1
-        # \frac14.
-        elif fraction and text[end : end + 1].isalnum():
+        elif fraction and text[end : end + 1].isalnum():  # a fraction without braces, as in \frac14
             end += 1
         elif fraction or not (radicand := RADICAND.match(text, end)):
             return None
@@ -203,25 +203,25 @@ def _end(text: str, start: int, closing: dict[int, int]) -> int | None:
     return end
 
 
-def _closing(text: str) -> dict[int, int]:
-    """Returns the place of the closing one for each opening bracket of a text."""
-    opened, closing = [], {}
+def _closing_brackets(text: str) -> dict[int, int]:
+    """Returns {index of an opening bracket in a text: index of its closing bracket}."""
+    open_brackets, closing = [], {}
     for bracket in BRACKETS.finditer(text):
         if bracket[0] in ("(", "{"):
-            opened.append(bracket.start())
-        elif opened and text[opened[-1]] + bracket[0] in ("()", "{}"):
-            closing[opened.pop()] = bracket.start()
+            open_brackets.append(bracket.start())
+        elif open_brackets and text[open_brackets[-1]] + bracket[0] in ("()", "{}"):
+            closing[open_brackets.pop()] = bracket.start()
     return closing
 
 
-def _index(sign: str) -> str:
-    """Returns the index of a root, [3] for ³ before it and for ∛; "" for √."""
+def _root_index(sign: str) -> str:
+    """Returns the index of a root in LaTeX: [3] for ³ before it and for ∛; "" for √."""
     number = {"√": "", "\\sqrt": "", "∛": "3", "∜": "4"}.get(sign, sign.translate(RAISED))
     return f"[{number}]" if number else ""
 
 
 def _intervals(variable: str, first: str, bound: str, word: str, second: str, other_bound: str) -> str:
-    """Converts two inequalities of a variable to intervals: x<2 or x>3 to (-\\infty,2)\\cup(3,\\infty)."""
+    """Returns two inequalities of a variable as intervals: x<2 or x>3 becomes (-\\infty,2)\\cup(3,\\infty)."""
     sides = [(first, bound), (second, other_bound)]
     if word in ("or", "\\lor", "\\vee"):
         return "\\cup ".join(_interval(*(side, None) if side[0] in (">", "\\ge") else (None, side)) for side in sides)
@@ -231,14 +231,14 @@ def _intervals(variable: str, first: str, bound: str, word: str, second: str, ot
 
 
 def _interval(below: tuple[str, str] | None, above: tuple[str, str] | None) -> str:
-    """Returns an interval, by the relations and values of its bounds; None: it has none."""
+    """Returns an interval in LaTeX. below, above: relation and value of its bounds; None = unbounded."""
     start = ("[" if below[0] == "\\ge" else "(") + below[1] if below else "(-\\infty"
     end = above[1] + ("]" if above[0] == "\\le" else ")") if above else "\\infty)"
     return f"{start},{end}"
 
 
 def _repeating(sign: str, whole: str, fixed: str, repeated: str) -> str:
-    """Converts a repeating decimal to a fraction: 0.1\\overline{6} to \\frac{1}{6}."""
+    """Returns a repeating decimal as a fraction: 0.1\\overline{6} becomes \\frac{1}{6}."""
     nines = (10 ** len(repeated) - 1) * 10 ** len(fixed)
     value = Fraction(int(whole + fixed + repeated) - int(whole + fixed or 0), nines)
     return f"{sign}\\frac{{{value.numerator}}}{{{value.denominator}}}"

@@ -12,20 +12,20 @@ GUESS = re.compile(r"<guess>\s*(-?\d+)\s*</guess>")
 
 
 class NumberGame:
-    """Compares guesses with the number in the row's column `answer`."""
+    """Environment that compares guesses with the number in the row's column `answer`."""
 
     stops = ("</guess>",)
 
     def __init__(self, *, most_guesses: AtLeastOne):
-        """most_guesses: the episode ends after this number of guesses."""
+        """most_guesses: number of guesses after which the episode ends."""
         self._max_guesses, self._guesses, self._number = most_guesses, 0, 0
 
     def reset(self, row: dict[str, Any]) -> None:
-        """Takes the number to guess from the row."""
+        """Reads the number to guess from the row."""
         self._number = int(row["answer"])
 
     def step(self, text: str) -> Reply:
-        """Says whether the number is higher or lower than the last guess of the turn."""
+        """Returns whether the number is higher or lower than the last guess of the turn."""
         guesses = GUESS.findall(text)
         if not guesses:
             return Reply("\nWrite <guess>a number</guess>.\n", metrics={"invalid": 1.0})

@@ -16,17 +16,20 @@ BEGIN, END = "<python>", "</python>"
 
 
 class Python:
-    """Runs what stands between the tags. A turn without them is the last one."""
+    """Environment that runs the program between the tags. A turn without tags is the last one."""
 
     stops = (END,)
 
     def __init__(self, *, seconds: sandbox.Seconds, memory: sandbox.Mebibytes, most_characters: AtLeastOne):
-        """Limits of a program: seconds; memory, in MiB; most_characters of its output. Raises: UserError."""
+        """Limits of a program: seconds; memory in MiB; most_characters of its output.
+
+        Raises: UserError, if this machine has no sandbox.
+        """
         sandbox.refuse_without()
         self._run = partial(sandbox.run, seconds=seconds, memory=memory, characters=most_characters)
 
     def reset(self, row: dict[str, Any]) -> None:
-        """Needs nothing of the row."""
+        """Ignores the row."""
 
     def step(self, text: str) -> Reply:
         """Runs the last program of the turn."""

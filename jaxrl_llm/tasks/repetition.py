@@ -19,10 +19,10 @@ def penalty(
     unit: Literal["tokens", "words"] = "tokens",
     **columns: Any,
 ) -> list[float]:
-    """(1 - different n-grams / all n-grams) max_penalty (arXiv 2502.03373, appendix C.2); 0 if there is no n-gram.
+    """Returns (1 - distinct n-grams / n-grams) max_penalty (arXiv 2502.03373, appendix C.2); 0 without n-grams.
 
-    TRL's `get_repetition_penalty_reward` counts tokens; Open-R1's counts the words of the text in lower case.
-    What an environment said does not count.
+    unit: "tokens" as in TRL's `get_repetition_penalty_reward`, or "words" of the text in lower case as in Open-R1.
+    Text of an environment does not count.
     """
     if unit == "tokens":
         sequences: list[list[Any]] = list(sampled(completion_ids, loss_mask))
@@ -30,9 +30,10 @@ def penalty(
         sequences = [" ".join(policy_texts(episode)).lower().split() for episode in turns]
     else:
         sequences = [text_of(c).lower().split() for c in completions]
-    return [_repeated(sequence, ngram_size) * max_penalty for sequence in sequences]
+    return [_repeated_share(sequence, ngram_size) * max_penalty for sequence in sequences]
 
 
-def _repeated(sequence: list[Any], size: int) -> float:
-    grams = list(zip(*(sequence[i:] for i in range(size)), strict=False))
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+def _repeated_share(sequence: list[Any], size: int) -> float:
+    """Returns the share of the n-grams of a sequence that repeat an earlier one. size: n."""
+    ngrams = list(zip(*(sequence[i:] for i in range(size)), strict=False))
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0

@@ -1,4 +1,4 @@
-"""Search between thoughts, as in Search-R1 (arXiv 2503.09516): the environment, and rewards for what is answered.
+"""Search between thoughts, as in Search-R1 (arXiv 2503.09516): the environment, and rewards for the answers.
 
 The policy writes `<search>`, reads `<information>`, and writes `<answer>` at the end. Answers are judged by exact match
 and F1 after SQuAD's normalization (arXiv 1606.05250). Rows: `encyclopedia`, or files of Search-R1.
@@ -28,50 +28,52 @@ INVALID = (
 SEARCHED_OUT = "\nNo search is left. Write <answer>the answer</answer>.\n"
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
-# Text without a tag of the protocol.
-INSIDE = r"(?:(?!</?(?:think|search|information|answer)>).)*"
-THOUGHT = rf"\s*<think>{INSIDE}</think>\s*"
-SEARCHES = re.compile(rf"{THOUGHT}<search>{INSIDE}</search>\s*", re.DOTALL)
-ANSWERS = re.compile(rf"{THOUGHT}<answer>{INSIDE}</answer>\s*", re.DOTALL)
+UNTAGGED = r"(?:(?!</?(?:think|search|information|answer)>).)*"  # text without a tag of the protocol
+THOUGHT = rf"\s*<think>{UNTAGGED}</think>\s*"
+SEARCH_TURN = re.compile(rf"{THOUGHT}<search>{UNTAGGED}</search>\s*", re.DOTALL)
+ANSWER_TURN = re.compile(rf"{THOUGHT}<answer>{UNTAGGED}</answer>\s*", re.DOTALL)
 
 
 class Search:
-    """Answers a search with documents. An answer ends the episode; all else is invalid, and is told so."""
+    """Environment that answers a search with documents. An answer ends the episode; other turns get an error text."""
 
     stops = ("</search>", "</answer>")
 
     def __init__(
         self, *, corpus: str, url: str, topk: AtLeastOne, most_searches: Count, timeout: Positive, retries: Count
     ):
-        """corpus: function that returns documents, or .jsonl file, for an index here, "" if a server has the index.
+        """corpus: function that returns documents, or .jsonl file, for an index in this process; "" for a server.
 
-        url: address of the server, "" if this process has the index. topk: documents of a search. timeout: seconds of a
-        request to the server. retries: more tries of a request.
-        Raises: UserError, unless exactly one of corpus and url is set, if the corpus cannot be read, or the server
-        gives no documents.
+        url: address of the server with the index, "" for an index in this process; topk: documents of a search;
+        most_searches: searches of an episode; timeout: seconds of a request to the server; retries: tries after a
+        failed request.
+        Raises: UserError, unless exactly one of corpus and url is set, if the corpus cannot be read, or if the server
+        does not answer with documents.
         """
         if bool(corpus) == bool(url):
-            raise UserError(f"config.env.corpus = {corpus!r} and url = {url!r}: give one of them")
-        self._find = _client(url, topk, timeout, retries) if url else _index(corpus, topk)
+            raise UserError(
+                f"config.env.corpus = {corpus!r} and config.env.url = {url!r}: exactly one of the two must be set"
+            )
+        self._find_documents = _client(url, topk, timeout, retries) if url else _index(corpus, topk)
         self._searches_left = most_searches
 
     def reset(self, row: dict[str, Any]) -> None:
-        """Needs nothing of the row: only the reward looks at its answer."""
+        """Ignores the row, because only the reward reads its answer."""
 
     def step(self, text: str) -> Reply:
-        """Answers the turn's first search or answer, whichever comes first."""
-        (asks, query), (answers, _) = _first_tagged(text, "search"), _first_tagged(text, "answer")
-        if answers >= 0 and not 0 <= asks < answers:
+        """Handles the first search or answer of the turn, whichever comes first."""
+        (search_start, query), (answer_start, _) = _first_tagged(text, "search"), _first_tagged(text, "answer")
+        if answer_start >= 0 and not 0 <= search_start < answer_start:
             return Reply(done=True, metrics={"valid": 1.0})
         if not query.strip():
             return Reply(INVALID, metrics={"invalid": 1.0})
         if not self._searches_left:
             return Reply(SEARCHED_OUT, metrics={"invalid": 1.0})
-        # A search counts before it runs, because a dead server would otherwise keep the episode going.
+        # A search is counted before it runs, because a dead server would otherwise never end the episode.
         self._searches_left -= 1
         metrics = {"valid": 1.0, "searches": 1.0}
         try:
-            documents = self._find(query.strip())
+            documents = self._find_documents(query.strip())
             text, metrics = shown(documents), metrics if documents else metrics | {"empty": 1.0}
         except RetrieverError:
             text, metrics = "the search failed", metrics | {"errors": 1.0}
@@ -82,52 +84,58 @@ class Search:
 def exact_match(
     completions: list[Any], answer: list[Any], turns: list[Any] | None = None, **columns: Any
 ) -> list[float | None]:
-    """1 where the last answer of the policy is one of the row's answers. An empty answer is never right."""
+    """Returns 1 if the last answer of the policy is one of the row's answers, else 0. An empty answer is wrong."""
     return _compared(_equal, completions, answer, turns)
 
 
 @reads(answer=lambda value: _accepted(value))
 def f1(completions: list[Any], answer: list[Any], turns: list[Any] | None = None, **columns: Any) -> list[float | None]:
-    """The largest F1 of words, between the last answer of the policy and one of the row's answers."""
+    """Returns the largest F1 of words between the last answer of the policy and one of the row's answers."""
     return _compared(_f1, completions, answer, turns)
 
 
 def answered(completions: list[Any], turns: list[Any] | None = None, **columns: Any) -> list[float]:
-    """1 where the policy gives an answer."""
+    """Returns 1 if the policy gives an answer, else 0."""
     return [float(bool(text)) for text in _answers(completions, turns)]
 
 
 @reads(answer=lambda value: _accepted(value))
 def with_format(completions: list[Any], answer: list[Any], turns: list[Any], **columns: Any) -> list[float | None]:
-    """The reward of Search-R1 v0.3 (arXiv 2505.15117): exact match, and a part of it for episodes in its format.
+    """Returns the reward of Search-R1 v0.3 (arXiv 2505.15117): exact match, with a part for the format of the episode.
 
-    Right 1, or 0.8 without the format; wrong 0.2 in the format, or 0.1 with an answer at least; else 0.
+    | answer | in the format | not in the format |
+    |---|---|---|
+    | right | 1 | 0.8 |
+    | wrong | 0.2 | 0.1 |
+    | none | 0.2 | 0 |
+
     In the format, each turn but the last thinks and then searches, and the last thinks and then answers. A <think>
-    that the chat template has written into the prompt is a part of the first turn.
+    that the chat template writes into the prompt is a part of the first turn.
     """
 
-    def reward(right: float | None, text: str, form: bool) -> float | None:
+    def reward(right: float | None, text: str, in_format: bool) -> float | None:
         if right is None:
             return None
-        return (1.0 if form else 0.8) if right else 0.2 if form else 0.1 if text else 0.0
+        return (1.0 if in_format else 0.8) if right else 0.2 if in_format else 0.1 if text else 0.0
 
     right, texts = exact_match(completions, answer, turns), _answers(completions, turns)
-    forms = map(_has_format, turns, columns.get(PREFILL) or [None] * len(turns))
-    return [reward(*row) for row in zip(right, texts, forms, strict=True)]
+    formats = map(_has_format, turns, columns.get(PREFILL) or [None] * len(turns))
+    return [reward(*row) for row in zip(right, texts, formats, strict=True)]
 
 
-def _has_format(turns: list[Any], begun: str | None) -> bool:
+def _has_format(turns: list[Any], prefill: str | None) -> bool:
+    """Returns whether an episode has Search-R1's format. prefill: begin of the first turn in the prompt."""
     texts, observations = policy_texts(turns), [turn["content"] for turn in turns if turn["role"] != "assistant"]
     if not texts or not all("<information>" in text for text in observations):
         return False
-    texts[0] = (begun or "") + texts[0]
-    return all(map(SEARCHES.fullmatch, texts[:-1])) and bool(ANSWERS.fullmatch(texts[-1]))
+    texts[0] = (prefill or "") + texts[0]
+    return all(map(SEARCH_TURN.fullmatch, texts[:-1])) and bool(ANSWER_TURN.fullmatch(texts[-1]))
 
 
-def _normal(text: str) -> str:
-    """Returns a text in lower case, without punctuation, articles and more than one space.
+def _normalized(text: str) -> str:
+    """Returns a text in lower case, without punctuation and articles, and with single spaces.
 
-    A text of articles alone, such as the vitamin "A", keeps them.
+    A text that consists of articles, such as the vitamin "A", keeps them.
     """
     words = str(text).lower().translate(PUNCTUATION)
     return " ".join(ARTICLES.sub(" ", words).split()) or " ".join(words.split())
@@ -136,32 +144,32 @@ def _normal(text: str) -> str:
 def _compared(
     compare: Callable[[str, str], float], completions: list[Any], answer: list[Any], turns: list[Any] | None
 ) -> list[float | None]:
-    """Compares the normal forms of each answer of the policy and the accepted ones; returns the largest value."""
+    """Returns the largest compare(answer of the policy, accepted answer) of each episode, after normalization."""
 
     def judge(text: str, row: Any) -> float:
-        return max((compare(_normal(text), _normal(accepted)) for accepted in _accepted(row)), default=0.0)
+        return max((compare(_normalized(text), _normalized(accepted)) for accepted in _accepted(row)), default=0.0)
 
     return each_judged(judge, _answers(completions, turns), answer)
 
 
 def _accepted(answer: Any) -> list[Any]:
-    """Returns the accepted answers of a row: text or a number, or several of them."""
+    """Returns the accepted answers of a row, which holds one or several texts or numbers. Raises: ValueError."""
     answer = answer.tolist() if hasattr(answer, "tolist") else answer
     if isinstance(answer, dict):
         raise ValueError(
-            f"column 'answer' is {answer!r:.200}: make it text, or a list of accepted answers (data.convert)"
+            f"column 'answer' is {answer!r:.200}, but must be text, or a list of accepted answers (set data.convert)"
         )
     return list(answer) if isinstance(answer, (list, tuple, set, frozenset)) else [answer]
 
 
 def _answers(completions: list[Any], turns: list[Any] | None) -> list[str]:
-    """Returns the last answer of each episode, "" if there is none.
+    """Returns the last answer of the policy in each episode, "" if it has none.
 
-    What an environment said is no answer, and a tag that is open at the end of a turn is not closed by the next one.
+    Texts of the environment are no answers. Opening and closing tag must be in the same turn.
     """
     texts = [[text_of(c)] for c in completions] if turns is None else map(policy_texts, turns)
     tagged = [[last_tagged(text, "answer") for text in episode] for episode in texts]
-    return [next((text.strip() for text in reversed(each) if text is not None), "") for each in tagged]
+    return [next((text.strip() for text in reversed(answers) if text is not None), "") for answers in tagged]
 
 
 def _equal(text: str, accepted: str) -> float:
@@ -175,17 +183,17 @@ def _f1(text: str, accepted: str) -> float:
 
 
 def _first_tagged(text: str, tag: str) -> tuple[int, str]:
-    """Returns place and content of the first <tag> that </tag> closes; (-1, ""): there is none."""
+    """Returns index and content of the first <tag> that </tag> closes; (-1, "") if the text has none."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     start = text.find(opening)
     end = text.find(closing, start + len(opening)) if start >= 0 else -1
     return (start, text[start + len(opening) : end]) if end >= 0 else (-1, "")
 
 
-# One index for all episodes of a process.
 @cache
 def _index(corpus: str, topk: int) -> Callable[[str], list[Document]]:
-    # The import is local, because a process of rewards imports this file too, and searches nothing.
+    """Returns a function that finds documents in an index, which all episodes of a process share."""
+    # The import is local, because processes of rewards import this file too, but do not search.
     from jaxrl_llm.retriever.index import Index
 
     if corpus.endswith(".jsonl"):
@@ -197,14 +205,15 @@ def _index(corpus: str, topk: int) -> Callable[[str], list[Document]]:
 
 @cache
 def _client(url: str, topk: int, timeout: float, retries: int) -> Callable[[str], list[Document]]:
+    """Returns a function that finds documents on a server. Raises: UserError, if the server does not answer."""
     from jaxrl_llm.retriever.client import RetrieverClient
 
     client = RetrieverClient(url, topk=topk, timeout=timeout, retries=retries)
     try:
-        # Once, before a model is loaded: in an episode a search that fails is only an observation.
+        # The server is tried before a model is loaded, because a failed search in an episode is only an observation.
         client.search(["a question"])
     except RetrieverError as error:
         raise UserError(
-            f"config.env.url = {url!r}: {error}: give the address of one that runs (jaxrl serve-retriever)"
+            f"config.env.url = {url!r}: {error}; start a retriever (jaxrl serve-retriever), or correct the address"
         ) from error
     return lambda query: [hit for hit, _ in client.search([query])[0]]

@@ -9,6 +9,6 @@ from typing import Any
 
 
 def convert(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with the accepted answers as the column "answer". Raises: KeyError."""
+    """Returns the row with its accepted answers as the column "answer". Raises: KeyError, if it has none."""
     target = row["reward_model"]["ground_truth"]["target"]
     return row | {"answer": [target] if isinstance(target, str) else list(target)}

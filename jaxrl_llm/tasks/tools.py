@@ -23,38 +23,41 @@ CALL = re.compile(rf"<tool_call>(.*?){CLOSED}", re.DOTALL)
 
 
 class Tools:
-    """Calls the functions that the policy names. A turn without a call is the last one."""
+    """Environment that calls the functions which the policy names. A turn without a call is the last one."""
 
     stops = ()
 
     def __init__(self, *, functions: tuple[str, ...]):
         """functions: names, such as my.module.f, of functions with types and a docstring that explains the arguments.
 
-        Raises: UserError, if one of them cannot be described.
+        Raises: UserError, if a function does not exist, or if two have the same last name.
         """
         self._functions = {name.rpartition(".")[2]: resolve(name, TOOLS, "config.env.functions") for name in functions}
         if len(self._functions) != len(functions):
-            raise UserError(f"config.env.functions = {functions}: give names whose last parts differ")
+            raise UserError(
+                f"config.env.functions = {functions}: the last parts of the names must differ, because the policy uses "
+                "them to call functions"
+            )
 
     @cached_property
     def schemas(self) -> list[dict[str, Any]]:
-        """The descriptions of the functions for the chat template. Raises: UserError."""
+        """Descriptions of the functions for the chat template. Raises: UserError, for an incomplete docstring."""
         from transformers.utils.chat_template_utils import get_json_schema
 
         try:
             return [get_json_schema(function) for function in self._functions.values()]
         except Exception as error:
             raise UserError(
-                f"config.env.functions: {describe(error)}: give each argument a type, and a line in the section "
-                "`Args:` of the docstring"
+                f"config.env.functions: {describe(error)}; each argument needs a type, and a line under `Args:` in the "
+                "docstring"
             ) from error
 
     def reset(self, row: dict[str, Any]) -> None:
-        """Needs nothing of the row."""
+        """Ignores the row."""
 
     def step(self, text: str) -> Reply:
         """Calls all functions of the turn, in order."""
-        # The text after the last closing mark is left out, because its opening marks would take quadratic time.
+        # The search ends at the last closing tag, because opening tags after it would take quadratic time.
         calls = CALL.findall(text, 0, text.rfind(CLOSED) + len(CLOSED))
         if not calls:
             return Reply(done=True)
@@ -62,6 +65,7 @@ class Tools:
         return Reply(tuple(self._answer(call, metrics) for call in calls), metrics=metrics)
 
     def _answer(self, call: str, metrics: dict[str, float]) -> str:
+        """Returns the result of a call, or its error, as text for the policy. Counts errors in `metrics`."""
         try:
             request = json.loads(call)
             function, arguments = self._functions[request["name"]], request.get("arguments", {})
@@ -73,8 +77,7 @@ class Tools:
         try:
             result = function(**arguments)
             return result if isinstance(result, str) else json.dumps(result, default=str)
-        except Exception as error:
-            # A tool may raise anything.
+        except Exception as error:  # a tool may raise any error
             metrics["own_errors" if isinstance(error, OwnError) else "errors"] += 1
             return f"error: {briefly(error)}"
 

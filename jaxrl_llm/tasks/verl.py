@@ -1,8 +1,8 @@
-"""veRL's rows, {prompt, reward_model: {style, ground_truth}, data_source, ability, extra_info}, and their rewards.
+"""Rows of veRL, {prompt, reward_model: {style, ground_truth}, data_source, ability, extra_info}, and their rewards.
 
-`convert` reads a row. The rewards are those that veRL chooses by the column data_source
-(`verl/utils/reward_score/__init__.py`). Answers are compared by the functions of this package: numbers by value, boxes
-by math-verify.
+`convert` reads a row. `score` and `accuracy` choose a rule by the column data_source, as veRL does
+(`verl/utils/reward_score/__init__.py`). Functions of this package compare the answers: numbers by value, boxes by
+math-verify.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from jaxrl_llm.tasks import math as maths
 
 Verifier: TypeAlias = Callable[..., list[float | None]]
 ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
-# Characters at the end of a completion in which "Answer:" is looked for, as in veRL.
-LAST = 300
+LAST_CHARACTERS = 300  # characters at the end of a completion that are searched for "Answer:", as in veRL
 
 
 def convert(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with its ground truth as the column "answer", or, where it has names, as columns by those names.
+    """Returns the row with its ground truth as the column "answer", or as several columns if it is a dict.
 
-    {"ground_truth": 72} -> {"answer": "72"}; {"ground_truth": {"target": 24, "numbers": [2, 3, 4]}} -> the columns
-    target and numbers. Several answers stay a list. The other columns stay, for rewards of your own. Raises: KeyError.
+    {"ground_truth": 72} becomes {"answer": "72"}; {"ground_truth": {"target": 24, "numbers": [2, 3, 4]}} becomes the
+    columns target and numbers. Several answers stay a list. All other columns stay, for your own rewards.
+    Raises: KeyError, if the row has no ground truth.
     """
     if not isinstance(row["reward_model"], dict):
         raise KeyError("reward_model.ground_truth")
@@ -39,9 +39,9 @@ def convert(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def ground_truth(answer: Any, reward_model: Any) -> Any:
-    """Returns what a veRL function gets as the ground truth of a row: reward_model.ground_truth with its own type.
+    """Returns the ground truth of a row for a function of veRL: reward_model.ground_truth with its own type.
 
-    A row without it, or with an answer that another column or a convert function has given, has its answer.
+    A row without it, or with an answer from another column or a convert function, has its answer as ground truth.
     """
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     if truth is None:
@@ -49,7 +49,7 @@ def ground_truth(answer: Any, reward_model: Any) -> Any:
     derived_answers = [convert({"reward_model": reward_model}).get("answer"), None]
     if isinstance(truth, dict) and hasattr(truth.get("target"), "__len__"):
         derived_answers.append(search_r1.convert({"reward_model": reward_model})["answer"])
-    is_derived = any(str(answer) == str(each) for each in derived_answers)
+    is_derived = any(str(answer) == str(derived_answer) for derived_answer in derived_answers)
     return (truth.tolist() if isinstance(truth, np.ndarray) else truth) if is_derived else answer
 
 
@@ -57,9 +57,9 @@ def ground_truth(answer: Any, reward_model: Any) -> Any:
 def score(
     completions: list[Any], answer: list[Any], data_source: list[Any], turns: list[Any] | None = None, **columns: Any
 ) -> list[float | None]:
-    """The score of veRL: 1 or -1 for math_dapo and aime*, whose answer is after "Answer:", and 1 or 0 for the others.
+    """Returns the score of veRL: 1 or -1 for math_dapo and aime*, whose answer is after "Answer:"; 1 or 0 for others.
 
-    Raises: ValueError, for a data_source that has no rule here.
+    Raises: ValueError, for a data_source without a rule.
     """
     right = accuracy(completions, answer, data_source, turns)
     return [
@@ -72,10 +72,16 @@ def score(
 def accuracy(
     completions: list[Any], answer: list[Any], data_source: list[Any], turns: list[Any] | None = None, **columns: Any
 ) -> list[float | None]:
-    """1 where the completion is right by the rule of its data_source, else 0.
+    """Returns 1 if the completion is right by the rule of its data_source, else 0.
 
-    gsm8k: `gsm8k.accuracy`; math_dapo and aime*: what follows the last "Answer:"; other data sources of mathematics:
-    `math.accuracy`; searchR1_*: `search.exact_match`. Raises: ValueError, as `score`.
+    | data_source | rule |
+    |---|---|
+    | gsm8k | `gsm8k.accuracy` |
+    | math_dapo, aime* | the text after the last "Answer:" is equal to the answer |
+    | other names of mathematics | `math.accuracy` |
+    | searchR1_* | `search.exact_match` |
+
+    Raises: ValueError, for a data_source without a rule.
     """
     judges = [None if is_empty(source) else _judge(source) for source in data_source]
     right: list[float | None] = [None] * len(completions)
@@ -90,19 +96,23 @@ def accuracy(
 
 
 def _judge(source: Any) -> Verifier:
+    """Returns the reward function for a data_source. Raises: ValueError, if no rule fits it."""
     for pattern, judge in JUDGES:
         if re.fullmatch(pattern, str(source), re.IGNORECASE):
             return judge
-    raise ValueError(f"data_source is {source!r}, for which verl.score has no rule: name a function for these rows")
+    raise ValueError(
+        f"data_source is {source!r}, for which verl.score has no rule: name another reward function for these rows"
+    )
 
 
 def _after_answer(completions: list[Any], answer: list[Any], **columns: Any) -> list[float | None]:
+    """Returns 1 if the text after the last "Answer:" is mathematically equal to the answer, else 0."""
     return maths.equal([_stated(text_of(c)) for c in completions], answer)
 
 
 def _stated(text: str) -> str:
-    """Returns what follows the last "Answer:" in its line, without Markdown's marks; "" if there is none."""
-    matches = ANSWER.findall(text[-LAST:])
+    """Returns the text after the last "Answer:" in its line, without marks of Markdown; "" if the text has none."""
+    matches = ANSWER.findall(text[-LAST_CHARACTERS:])
     return matches[-1].strip(" *`") if matches else ""
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.build import build
 from jaxrl_llm.config.load import config_parser, flatten, load, parse_config
-from jaxrl_llm.data.rows import check_there
+from jaxrl_llm.data.rows import check_exists
 from jaxrl_llm.errors import MissingHere, UserError, printable, run_main
 from jaxrl_llm.health.doctor import EXIT_CODES, LOGS, add_output_flags, exit_code, look_at_run
 from jaxrl_llm.health.finding import Finding
@@ -100,7 +100,7 @@ def look_around(recipe: Recipe | SftRecipe) -> int | None:
     sections = (sections or {"data": recipe.data}) | recipe.eval_sets
     for name, section in sections.items():
         with tried():
-            check_there(f"config.{name}.source", section.source)
+            check_exists(f"config.{name}.source", section.source)
     width = None
     with tried():
         width = advice.width_of(recipe)

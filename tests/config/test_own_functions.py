@@ -89,7 +89,7 @@ def test_a_function_with_our_signature_stays_as_it_is():
     ("of_verl_for_a_batch", {"answer", "reward_model", "data_source", "extra_info"}),
 ])  # fmt: skip
 def test_the_columns_of_such_a_function_are_known_before_a_model_is_loaded(name, needs):
-    asked = columns.demands_of([f"test_own_functions.{name}"], episodes=False)
+    asked = columns.column_requirements([f"test_own_functions.{name}"], episodes=False)
     assert {column for one in asked for column in one.columns} == needs
 
 
@@ -261,7 +261,7 @@ def test_functions_of_a_module_a_script_and_a_notebook_have_a_hash(tmp_path, mon
     source = "def celled(completions):\n    return 1\n"
     linecache.cache["<cell 1>"] = (len(source), None, source.splitlines(keepends=True), "<cell 1>")
     exec(compile(source, "<cell 1>", "exec"), cell := {"__name__": "__main__"})
-    monkeypatch.setitem(names.OWN, "__main__.celled", cell["celled"])
+    monkeypatch.setitem(names.USER_FUNCTIONS, "__main__.celled", cell["celled"])
     names.resolve("mine.reward", REWARDS)
     values = ("mine.reward(size=3)", "__main__.equal", "arithmetic.accuracy"), "__main__.celled", 3
     assert own_code.digests(values).keys() == {"mine.reward", "__main__.equal", "__main__.celled"}

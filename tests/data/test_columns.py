@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl_llm.data import columns
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.data.columns import check, check_completions, demands_of
+from jaxrl_llm.data.columns import check, check_completions, column_requirements
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.rollout import grading
@@ -48,7 +48,7 @@ def dataset_of(rows: list[dict], **more) -> data.Dataset:
 
 
 def test_a_signature_says_which_columns_a_function_asks_for():
-    names = lambda *functions, **k: [(a.function, a.columns, a.ours) for a in demands_of(functions, **k)]  # noqa: E731
+    names = lambda *functions, **k: [(a.function, a.columns, a.abstains) for a in column_requirements(functions, **k)]  # noqa: E731
     cases = {
         "columns_mine.plain": [("answer",)], "columns_mine.easy": [],  # it says itself that it can do without
         "columns_mine.hard(scale=2)": [("answer",), ("level",)], "columns_mine.plain(answer=7)": [],
@@ -64,7 +64,9 @@ def test_a_signature_says_which_columns_a_function_asks_for():
     assert names("search.with_format", episodes=True) == [("search.with_format", ("answer",), True)]
     assert names("search.with_format", episodes=False)[1:] == [("search.with_format", ("turns",), True)]
     assert names("environment.reward", episodes=False) == [("environment.reward", ("episode",), True)]
-    assert [demand.ours for demand in demands_of(["columns_mine.plain"], episodes=False)] == [False]
+    assert [requirement.abstains for requirement in column_requirements(["columns_mine.plain"], episodes=False)] == [
+        False
+    ]
 
 
 def test_the_columns_in_the_template_of_a_judge_are_asked_for(tmp_path, refused):
@@ -136,7 +138,7 @@ def test_the_rewards_of_the_package_have_no_verdict_where_a_row_says_nothing():
     completions = [[{"role": "assistant", "content": "```python\nx = 1\n``` #### 1 \\boxed{1}"}]] * 7
     empty, wrong = [None, math.nan, "", " ", [], Decimal("NaN"), {}], {}
     for function in ABSTAIN:
-        columns = demands_of([function], episodes=False)[0].columns
+        columns = column_requirements([function], episodes=False)[0].columns
         usual = {"prompt": "1", "answer": None if "code" in function else "1"}
         usual |= {"data_source": "gsm8k", "numbers": [1], "target": 1, "tests": None, "inputs": None, "outputs": None}
         for column in columns[:2]:
@@ -215,7 +217,7 @@ def test_a_named_answer_column_may_be_missing_in_some_rows_and_not_in_all(tmp_pa
 def test_completions_to_learn_are_counted_and_blank_ones_are_told(refused):
     said = [{"completion": x} for x in ("2", " ", [{"role": "assistant", "content": ""}])]
     made = check_completions(dataset_of(said), "completion", "x.jsonl")
-    assert made.notes == ("2 of 3 rows have an empty 'completion', the first is row 2: they teach to end",)
+    assert "2 of 3" in made.notes[0] and "row 2" in made.notes[0] and len(made.notes) == 1
     rows = [*said[:1], {"completion": None}, {}, {"completion": [{"role": "user", "content": "?"}]}]
     with refused("x.jsonl row 2", "'completion'", "3 of 4 rows"):
         check_completions(dataset_of(rows), "completion", "x.jsonl")

@@ -83,7 +83,7 @@ def test_an_argument_of_the_template_is_set_from_the_command_line_to(text, value
 
 def test_an_argument_that_the_template_does_not_read_is_refused(tokenizer, refused):
     for name in ("enable_thinkin", "messages", "add_generation_prompt", "tokenize", "m"):
-        with refused(f"'{name}'", "enable_thinking"):
+        with refused(f"chat_template_args.{name} ", "enable_thinking"):
             said(tokenizer, chat("?"), **{name: False})
 
 
@@ -96,7 +96,7 @@ def test_arguments_without_a_chat_are_refused(tokenizer, refused):
 def test_a_variable_that_the_template_sets_unless_given_may_be_given(tokenizer, refused):
     tokenizer.chat_template = LLAMA
     assert said(tokenizer, chat("?"), date_string="1 Jan") == "1 Jan?"
-    with refused("'day'", "date_string"):
+    with refused("chat_template_args.day ", "date_string"):
         said(tokenizer, chat("?"), day="1 Jan")
 
 

@@ -223,7 +223,7 @@ def test_a_thought_that_the_prompt_opens_is_a_part_of_the_answer(tokenizer, monk
 
 DRESSED = {  # prompts that are chats in another dress, and a word of the line that says so; "": there is none
     "a chat": (ASKED, ""),
-    "a chat formatted before": ([{"role": "user", "content": f"<|im_start|>user\n{SUM}<|im_end|>"}], "once more"),
+    "a chat formatted before": ([{"role": "user", "content": f"<|im_start|>user\n{SUM}<|im_end|>"}], "special tokens"),
     "the JSON text of a chat": (json.dumps(ASKED), "JSON text"),
     "plain text": (SUM, "data.format_prompt"),
     "formatted text": (f"<|im_start|>user\n{SUM}<|im_end|>\n<|im_start|>assistant\n", ""),

@@ -13,8 +13,8 @@ import pytest
 import tiny
 from PIL import Image, ImageOps
 
-from jaxrl_llm.data import image_files, image_layout, images
-from jaxrl_llm.data.images import ImageFormat
+from jaxrl_llm.data import image_files, image_format, image_layout
+from jaxrl_llm.data.image_format import ImageFormat
 
 PAD, IMAGE, TEXT = 0, 9, 5
 QWEN2 = ImageFormat(IMAGE, patch=14, merge=2, min_pixels=56 * 56, max_pixels=28 * 28 * 20)
@@ -223,35 +223,35 @@ def test_formats_are_read_from_the_folders_of_both_versions(tmp_path, refused):
     expected = ImageFormat(7, 14, 2, 3136, 12845056, window=4, others=(8,))
     old = write(tmp_path / "old", config, preprocessor_config=limits)
     new = write(tmp_path / "new", config, processor_config=nested, preprocessor_config={"min_pixels": 5})
-    assert images.read_format(old) == images.read_format(new) == expected
-    assert images.read_format(old, max_pixels=50176) == ImageFormat(7, 14, 2, 3136, 50176, window=4, others=(8,))
+    assert image_format.read_format(old) == image_format.read_format(new) == expected
+    assert image_format.read_format(old, max_pixels=50176) == ImageFormat(7, 14, 2, 3136, 50176, window=4, others=(8,))
     third = config | {"model_type": "qwen3_vl", "vision_config": {"patch_size": 16, "spatial_merge_size": 2}}
     third = write(tmp_path / "third", third, preprocessor_config=nested["image_processor"] | {"patch_size": 16})
-    assert images.read_format(third) == ImageFormat(7, 16, 2, 3136, 12845056, others=(8,))
+    assert image_format.read_format(third) == ImageFormat(7, 16, 2, 3136, 12845056, others=(8,))
     gemma = {"model_type": "gemma3", "image_token_index": 6, "mm_tokens_per_image": 256}
     gemma |= {"vision_config": {"patch_size": 14, "image_size": 896}}
     squares = ImageFormat(6, 14, 4, 0, 0, side=896, planes=False, resample=2, around=(255_999, 256_000))
     for settings in ({"resample": 2}, {"size": {"height": 896, "width": 896}, "do_pan_and_scan": None}):
-        assert images.read_format(write(tmp_path / "gemma", gemma, preprocessor_config=settings)) == squares
+        assert image_format.read_format(write(tmp_path / "gemma", gemma, preprocessor_config=settings)) == squares
     around = gemma | {"boi_token_index": 4, "eoi_token_index": 5}
-    read = images.read_format(write(tmp_path / "gemma", around, preprocessor_config={}))
+    read = image_format.read_format(write(tmp_path / "gemma", around, preprocessor_config={}))
     assert read == replace(squares, around=(4, 5))
     assert squares.grid(20, 700) == (16, 16)
     with refused("max_pixels"):
-        images.read_format(write(tmp_path / "gemma", gemma, preprocessor_config={}), max_pixels=50176)
+        image_format.read_format(write(tmp_path / "gemma", gemma, preprocessor_config={}), max_pixels=50176)
     wrong = write(tmp_path / "wrong", gemma, preprocessor_config={"size": {"height": 224, "width": 224}})
     with refused("size", "224", "896 x 896"):
-        images.read_format(wrong)
-    assert images.read_format(write(tmp_path / "text", {"model_type": "qwen2"})) is None
+        image_format.read_format(wrong)
+    assert image_format.read_format(write(tmp_path / "text", {"model_type": "qwen2"})) is None
     wrong = {"do_resize": False, "do_convert_rgb": False, "patch_size": 16, "merge_size": 1, "do_pan_and_scan": True}
     for key, value in (wrong | {"min_pixels": 9**9}).items():
         with refused(key):
-            images.read_format(write(tmp_path / "wrong", config, preprocessor_config=limits | {key: value}))
+            image_format.read_format(write(tmp_path / "wrong", config, preprocessor_config=limits | {key: value}))
     without_size = write(tmp_path / "wrong", config, preprocessor_config=limits | {"size": None})
     with refused("max_pixels"):
-        images.read_format(without_size, max_pixels=100, min_pixels=10)
+        image_format.read_format(without_size, max_pixels=100, min_pixels=10)
     with refused("preprocessor_config.json"):
-        images.read_format(write(tmp_path / "none", config))
+        image_format.read_format(write(tmp_path / "none", config))
 
 
 def test_smaller_sizes_hold_many_prompts_and_are_clearly_smaller():

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 from test_hf import REFERENCES
 
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.data import image_layout, images
+from jaxrl_llm.data import image_format, image_layout
 from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import attention_tpu, hf, hf_export, names, peft, vision
@@ -44,7 +44,7 @@ class Loaded(NamedTuple):
     model: Decoder
     params: Any
     stored: dict[str, np.ndarray]  # what `transformers` computed
-    form: images.ImageFormat
+    form: image_format.ImageFormat
 
     @property
     def images(self) -> list[list[np.ndarray]]:
@@ -86,7 +86,7 @@ def few_queries(monkeypatch):
 @cache
 def load(name: str) -> Loaded:
     folder = REFERENCES / name
-    model, form = hf.load_model(folder), images.read_format(folder)
+    model, form = hf.load_model(folder), image_format.read_format(folder)
     assert form
     params = hf.load_params(folder, model, tiny.mesh_of((1, 1, 1)))
     return Loaded(folder, model, params, dict(np.load(folder / "reference.npz")), form)

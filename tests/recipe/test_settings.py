@@ -79,7 +79,7 @@ def test_a_rule_that_cannot_look_is_silent_and_told_with_its_reason():
     c.optim.learning_rate, c.deterministic, c.model.path = 1.0, True, "org/model"
     given = RunSettings(recipes.read(c), None)
     assert findings(given) == []
-    assert blind(given) == {"learning_rate": "no config.json of org/model here", "deterministic": "no device is asked"}
+    assert blind(given).keys() == {"learning_rate", "deterministic"} and all(blind(given).values())
     assert [x.id for x in findings(given._replace(width=SMALL, platform="cpu"))] == ["learning_rate", "deterministic"]
     c = config.load("sft")
     assert len(blind(RunSettings(recipes.read_sft(c), SMALL, "cpu"))) == sum("rl" in needs for needs in RULES.values())

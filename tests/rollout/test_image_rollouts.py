@@ -19,7 +19,7 @@ from test_vision import Loaded, load, scored
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import image_layout
-from jaxrl_llm.data.images import ImageFormat
+from jaxrl_llm.data.image_format import ImageFormat
 from jaxrl_llm.learner import forward
 from jaxrl_llm.learner.microbatches import Microbatch, map_reduce
 from jaxrl_llm.learner.packing import pack, packed_shapes

@@ -15,7 +15,7 @@ from test_vllm import PYTHON, connected, gap, serving
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.data.images import read_format
+from jaxrl_llm.data.image_format import read_format
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, hf_export

@@ -26,7 +26,7 @@ from jaxrl_llm import evaluate, sft, train
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.config.load import flatten
-from jaxrl_llm.data import images
+from jaxrl_llm.data import image_format
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.errors import UserError
@@ -286,7 +286,7 @@ def test_a_new_model_reads_images_and_learns_them(tmp_path):
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen2_5_VLForConditionalGeneration"]
     vision = hf.load_model(folder).cfg.vision
     assert vision and (vision.depth, vision.width, vision.window, vision.full) == (2, 16, 2, (1,))
-    form = images.read_format(folder)
+    form = image_format.read_format(folder)
     assert form and form.grid(28, 28) == (1, 1) and form.grid(168, 56) == (2, 6)
     # Its checkpoint knows the model that it began with.
     list(sft.steps(config_of("pictures_sft", **NEW), tmp_path / "run"))
@@ -331,7 +331,7 @@ def test_a_tower_is_refused_next_to_a_folder(refused):
 
 
 def prompts_of(folder: Path, count: int) -> data.Prompts:
-    tokenizer, columns = hf.load_tokenizer(folder), Columns(images=images.read_format(folder))
+    tokenizer, columns = hf.load_tokenizer(folder), Columns(images=image_format.read_format(folder))
     limits = dict(max_prompt_tokens=16, overlong="error")
     dataset = data.read("digits_in_pictures.held_out", tokenizer, columns=columns, problems=count, **limits)
     return data.make_prompts(dataset, range(count), tokenizer.pad_token_id)

@@ -85,7 +85,7 @@ def make_plan(
     models = _models(recipe, mesh)
     for name, other in models.other_folders.items():
         cfg = hf.load_model(other, family=recipe.model.family).cfg
-        fit.check_other_model(f"{name}.path", cfg, models.model.cfg, reads=prompts.images is not None)
+        fit.check_other_model(f"{name}.path", cfg, models.model.cfg, has_images=prompts.images is not None)
     frozen = {name: _frozen(models, name, recipe.model) for name in recipe.frozen}
     base = _base(models)
     learning = make_learning(recipe, models, lambda: None, base, frozen.__getitem__)

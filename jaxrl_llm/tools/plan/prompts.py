@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from jaxrl_llm.data import image_layout
-from jaxrl_llm.data.images import read_format
+from jaxrl_llm.data.image_format import read_format
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe

@@ -1,4 +1,4 @@
-"""How a model reads images, and how large they are then.
+"""Image format of a model: its patches, tokens and pixel limits, and the size to which an image is resized.
 
 An image of h x w pixels is resized to H x W merged tokens of `patch * merge` pixels a side, and cut into patches.
 """
@@ -14,47 +14,48 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
 
 Grid: TypeAlias = tuple[int, int]  # rows and columns of merged tokens
-MAX_RATIO = 200  # of an image's sides
-BILINEAR, BICUBIC = 2, 3  # Pillow's numbers of its filters are those of a preprocessor_config.json
+MAX_RATIO = 200  # largest ratio of the sides of an image
+BILINEAR, BICUBIC = 2, 3  # filters of Pillow, which has the same numbers for them as preprocessor_config.json
 
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """How a model reads images: sizes in pixels, and ids of tokens."""
+    """Image format of a model: sizes in pixels, and ids of tokens."""
 
-    image_token: int  # stands for an image in a prompt, and after `expand` for each of its merged tokens
-    patch: int  # pixels of a side
-    merge: int  # patches of a side of a merged token
-    min_pixels: int
+    image_token: int  # token id of an image in a prompt, which `expand` repeats for each of its merged tokens
+    patch: int  # side of a patch in pixels
+    merge: int  # side of a merged token in patches
+    min_pixels: int  # limits of the pixels of a resized image
     max_pixels: int
-    window: int = 0  # merged tokens of a side of a window of attention; 0: none
-    side: int = 0  # of every image; 0: as `smart_resize` says
-    planes: bool = True  # positions count time, rows and columns (M-RoPE)
-    resample: int = BICUBIC
-    others: tuple[int, ...] = ()  # tokens that stand for what is not read, such as video
-    # The tokens before and after an image, of which a chat template writes the first alone (`spelling`); (): it writes
-    # the placeholder, and what else there is.
+    window: int = 0  # side of an attention window in merged tokens; 0 if attention has no windows
+    side: int = 0  # side in pixels of the square to which every image is resized; 0 if `smart_resize` gives the size
+    planes: bool = True  # whether positions count time, rows and columns (M-RoPE)
+    resample: int = BICUBIC  # filter of Pillow
+    others: tuple[int, ...] = ()  # token ids that stand for unsupported content, such as video
+    # Token ids before and after an image, if the chat template writes only the first of them (`RowImages.spelling`);
+    # () if the chat template writes the image token itself.
     around: tuple[int, ...] = ()
 
     @property
     def factor(self) -> int:
-        """Pixels of a side of a merged token."""
+        """Side of a merged token in pixels."""
         return self.patch * self.merge
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
-        """Returns width and height in pixels of an image as the model sees it. Raises: ValueError.
+        """Returns width and height in pixels to which an image is resized.
 
         A second resize gives the same size, so that a server that gets the resized image sees the same pixels.
+        Raises: ValueError, if no size is within the limits.
         """
         if self.side:
             return self.side, self.side
         limits = self.factor, self.min_pixels, self.max_pixels
         rows, columns = smart_resize(height, width, *limits)
-        # Narrow images under a small limit, or limits that are almost equal.
+        # Narrow images under a small limit, or almost equal limits, have no stable size.
         if smart_resize(rows, columns, *limits) != (rows, columns):
             raise ValueError(
-                f"is {width} x {height} pixels, for which there is no size between {self.min_pixels:,} and "
-                f"{self.max_pixels:,} pixels: cut it, or set data.max_pixels to more"
+                f"is {width} x {height} pixels, which cannot be resized to between {self.min_pixels:,} and "
+                f"{self.max_pixels:,} pixels: crop the image, or raise data.max_pixels"
             )
         return columns, rows
 
@@ -72,7 +73,7 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
     """
     if max(height, width) > MAX_RATIO * min(height, width):
         raise ValueError(
-            f"is {width} x {height} pixels, and no side may be more than {MAX_RATIO} times the other: cut it"
+            f"is {width} x {height} pixels, but no side may be more than {MAX_RATIO} times the other: crop the image"
         )
     rows, columns = round(height / factor), round(width / factor)
     if rows * columns * factor**2 > max_pixels:
@@ -85,9 +86,10 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
 
 
 def read_format(folder: Path, *, min_pixels: int = 0, max_pixels: int = 0) -> ImageFormat | None:
-    """Returns how the model of a folder reads images; None: it reads none. Limits of 0 are those of the folder.
+    """Returns the image format of the model in a folder; None for a text model.
 
-    Raises: UserError, naming a file and its key, for settings that are not read here, and for limits that are none.
+    min_pixels, max_pixels: limits of a resized image; 0 = those of preprocessor_config.json.
+    Raises: UserError, naming the file and its key, for unsupported settings, and for invalid limits.
     """
     model = hf.read_config(folder)
     vision = model.get("vision_config")
@@ -101,10 +103,10 @@ def read_format(folder: Path, *, min_pixels: int = 0, max_pixels: int = 0) -> Im
     if family == "gemma3":
         if min_pixels or max_pixels:
             raise UserError(
-                "config.data.min_pixels and max_pixels do nothing: the model resizes all images to one size; set "
-                "both to 0"
+                "config.data.min_pixels and max_pixels have no effect, because this model resizes all images to one "
+                "size: set both to 0"
             )
-        return _squares(int(token), model, file, processor)
+        return _square_format(int(token), model, file, processor)
     resample = int(processor.get("resample", BICUBIC))
     merge = int(vision.get("spatial_merge_size", 2))
     window = int(vision.get("window_size", 112)) // (patch * merge) if family == "qwen2_5_vl" else 0
@@ -112,30 +114,36 @@ def read_format(folder: Path, *, min_pixels: int = 0, max_pixels: int = 0) -> Im
     limits = min_pixels or low, max_pixels or high
     if limits[0] >= limits[1]:
         raise UserError(
-            f"config.data.min_pixels and max_pixels are {limits[0]} and {limits[1]} (0: those of {file}): make the "
-            "first smaller than the second"
+            f"config.data.min_pixels = {limits[0]} must be below config.data.max_pixels = {limits[1]} (a limit of 0 in "
+            f"the config is replaced by that of {file})"
         )
     if limits[1] < (patch * merge) ** 2:
         raise UserError(
-            f"config.data.max_pixels = {limits[1]} is less than a token of {patch * merge} x {patch * merge} pixels: "
-            "raise it"
+            f"config.data.max_pixels = {limits[1]} must be at least {(patch * merge) ** 2}, the "
+            f"{patch * merge} x {patch * merge} pixels of one token"
         )
     others = tuple(int(model[name]) for name in ("video_token_id",) if model.get(name) is not None)
     return ImageFormat(int(token), patch, merge, *limits, window=window, resample=resample, others=others)
 
 
-def _squares(token: int, model: dict[str, Any], file: Path, processor: dict[str, Any]) -> ImageFormat:
-    """Returns how Gemma 3 reads images: each is resized to one square. Raises: UserError, for another size."""
+def _square_format(token: int, model: dict[str, Any], file: Path, processor: dict[str, Any]) -> ImageFormat:
+    """Returns the image format of Gemma 3, which resizes each image to one square.
+
+    token: id of the image token; model: its config.json; processor: settings in `file`.
+    Raises: UserError, if the processor has another size than the model.
+    """
     vision = model["vision_config"]
     side, patch = int(vision.get("image_size", 896)), int(vision.get("patch_size", 14))
     if (size := processor.get("size")) not in (None, {"height": side, "width": side}):
-        raise UserError(f"{file}: size is {size!r}, and the model reads {side} x {side} pixels: restore the file")
+        raise UserError(
+            f"{file}: size is {size!r}, but the model needs {side} x {side} pixels: restore the model's original file"
+        )
     return ImageFormat(
-        token,
-        patch,
-        side // patch // math.isqrt(int(model.get("mm_tokens_per_image", 256))),
-        0,
-        0,
+        image_token=token,
+        patch=patch,
+        merge=side // patch // math.isqrt(int(model.get("mm_tokens_per_image", 256))),
+        min_pixels=0,
+        max_pixels=0,
         side=side,
         planes=False,
         resample=int(processor.get("resample", BILINEAR)),
@@ -144,7 +152,7 @@ def _squares(token: int, model: dict[str, Any], file: Path, processor: dict[str,
 
 
 def _check_processor(file: Path, processor: dict[str, Any], patch: int, vision: dict[str, Any]) -> None:
-    """Raises: UserError, for a setting that would give other pixels than those that are made here."""
+    """Raises: UserError, for a setting of an image processor with which the model would see other pixels than here."""
     merge = vision.get("spatial_merge_size", 2)
     expected: dict[str, tuple[Any, ...]] = {
         "do_resize": (True, None),
@@ -156,11 +164,14 @@ def _check_processor(file: Path, processor: dict[str, Any], patch: int, vision: 
     }
     for key, allowed in expected.items():
         if processor.get(key) not in allowed:
-            raise UserError(f"{file}: {key} is {processor[key]!r}, and only {allowed[0]!r} is read here: change it")
+            raise UserError(f"{file}: {key} = {processor[key]!r} is not supported: it must be {allowed[0]!r}")
 
 
 def _limits(processor: dict[str, Any]) -> tuple[int, int]:
-    """Returns the least and the most pixels of an image. The older keys come first, as in transformers."""
+    """Returns the smallest and the largest number of pixels of a resized image.
+
+    Older keys have precedence over newer ones, as in transformers.
+    """
     size = processor.get("size") if isinstance(processor.get("size"), dict) else {}
     assert isinstance(size, dict)
     low = processor.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or 56 * 56
