@@ -273,7 +273,7 @@ def make_run(work_directory: WorkDirectory, recipe: Recipe) -> tuple[Session, Pa
 
 def run_self_test(session: Session, parts: Parts) -> None:
     """Runs the self-test of a new run and reports its findings, which do not stop the run."""
-    session.health.add(0, self_test.at_start(parts, session.run_state.states, session.log.print_line))
+    session.health.add(0, self_test.run_checks(parts, session.run_state.states, session.log.print_line))
 
 
 def make_learning(

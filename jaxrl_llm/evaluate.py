@@ -26,7 +26,7 @@ from jaxrl_llm.data.rows import check_source, is_task
 from jaxrl_llm.data.settings import DataSettings, EvalSet, set_name
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
 from jaxrl_llm.machine import extras, sharding
-from jaxrl_llm.machine.compilation import keep_compilations
+from jaxrl_llm.machine.compilation import enable_compilation_cache
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.names import FAMILIES
 from jaxrl_llm.recipe import fit
@@ -51,62 +51,66 @@ LIMITS = (
 )
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, Any]:
     value = json.loads(text) if text.lstrip().startswith("{") else None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object: give one like '{{\"enable_thinking\": false}}'")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object such as '{{\"enable_thinking\": false}}'")
     return value
 
 
 def main() -> None:
     args = parse()
-    keep_compilations()
+    enable_compilation_cache()
     run = SavedRun(args.run) if args.run else None
-    defaults = settings_of_run(run, args) if run else settings_of_model(args)
+    defaults = run_defaults(run, args) if run else model_defaults(args)
     for name, value in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     for name in args.function:
         check_call(name, REWARDS, "--function")
-    extract = answer_of(args)
+    extract = answer_extractor(args)
     step = run.find(args.step) if run else 0
     with redirect_stdout(sys.stderr) if args.json else nullcontext():
         graded, dataset = sample(args, run, step)
-    measured = scores.measure_all(graded, dataset.rows, extract, args.by)
+    metrics = scores.measure_all(graded, dataset.rows, extract, args.by)
     title = f"{f'step {step} of {args.run}' if run else args.model} on {args.task or args.source}"
     if args.page:
         from jaxrl_llm.tools.report import samples  # it imports plotly
 
-        page = samples.render(title, measured, graded, dataset)
+        page = samples.render(title, metrics, graded, dataset)
         try:
             args.page.write_text(page, encoding="utf-8")
         except OSError as error:
-            raise UserError(f"--page {args.page} cannot be written ({error.strerror}): give another file") from error
+            raise UserError(f"--page {args.page} cannot be written ({error.strerror}): use another file") from error
     if run and args.step == "best" and run.evaluation and args.source == run.evaluation.source:
-        said = f"--step best: these problems chose step {step}, so that its accuracy on them is too high"
-        print(printable(f"{said}: give others with --task"), file=sys.stderr)
+        warning = f"--step best: step {step} was chosen by these same problems, so its accuracy on them is too high"
+        print(printable(f"{warning}: name other problems with --task"), file=sys.stderr)
     if args.json:
-        print(json.dumps({"title": title} | measured, indent=2))
+        print(json.dumps({"title": title} | metrics, indent=2))
         return
-    print_banner(title, scores.result_lines(measured))
-    for value, part in measured["by"]["values"].items() if args.by else ():
+    print_banner(title, scores.result_lines(metrics))
+    for value, part in metrics["by"]["values"].items() if args.by else ():
         print_banner(f"{args.by} = {value}", scores.result_lines(part))
 
 
 def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[GradedCompletions, data.Dataset]:
-    """Loads model and problems, and returns the graded completions and the problems. Raises: UserError."""
-    environment = environment_of(args, run)
+    """Samples and judges completions. step: step of the run's checkpoint, 0 without a run.
+
+    Returns the graded completions and the problems. Raises: UserError, naming the flag that does not fit.
+    """
+    environment = episode_settings(args, run)
     mesh = sharding.make_mesh(**(run.mesh if run else dict(data=1, fsdp=-1, tensor=1)))
-    with ExitStack() as opened:
-        folder = opened.enter_context(run.model_folder(step)) if run else hf.find(args.model, "--model")
+    with ExitStack() as resources:
+        folder = resources.enter_context(run.model_folder(step)) if run else hf.find(args.model, "--model")
         model = hf.load_model(folder, mesh, family=args.family, dtype=args.dtype)
         if args.family and model.cfg.family != args.family:
             raise UserError(
-                f"--family {args.family} does nothing: this package reads model_type {model.cfg.family!r}: leave it out"
+                f"--family {args.family} has no effect, because this package reads model_type {model.cfg.family!r} "
+                "itself: remove the flag"
             )
         tokenizer = encoding.on_day(hf.load_tokenizer(folder), args.today)
-        stops = hf.stop_ids(folder, tokenizer)
-        environments = open_environments(environment, tokenizer, opened, args.chat_template_args)
+        stop_ids = hf.stop_ids(folder, tokenizer)
+        environments = open_environments(environment, tokenizer, resources, args.chat_template_args)
         tools = {"tools": environments.schemas} if environments and environments.schemas else {}
         dataset = data.read(
             args.source,
@@ -124,28 +128,29 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
         )
         for function in args.function:
             check_reach(function, REWARDS, "--function")
-        dataset = data.check_turn_end(dataset, tokenizer, args.chat_template_args | tools, stops)
+        dataset = data.check_turn_end(dataset, tokenizer, args.chat_template_args | tools, stop_ids)
         dataset = columns.check(dataset, args.function, "", episodes=environments is not None, convert=args.convert)
         for note in dataset.notes:
             print(printable(f"{args.source}: {note}"))
         data.check_template_args_used("--chat-template-args", args.chat_template_args, dataset)
         if environments:
             environments.check(dataset.rows)
-        if args.by:  # before the completions, which take long
+        if args.by:  # checked before the completions are sampled, which takes long
             scores.rows_by_value(dataset.rows, args.by)
         fit.check_vocabulary(model.cfg, tokenizer, dataset)
-        room = model.cfg.max_positions - dataset.width
-        length = args.max_completion_tokens or min(512, room)
-        if not 0 < length <= room:
+        free_positions = model.cfg.max_positions - dataset.width
+        length = args.max_completion_tokens or min(512, free_positions)
+        if not 0 < length <= free_positions:
             raise UserError(
-                f"--max-completion-tokens {length}: after prompts of {dataset.width} at most {room} fit the model"
+                f"--max-completion-tokens {length}: the model has {model.cfg.max_positions} positions, and the longest "
+                f"prompt has {dataset.width} tokens: use at most {free_positions}"
             )
         batch = whole_batches(args.batch, len(dataset.rows), mesh)
         engine = Sampler(
             model,
             mesh,
             max_completion_tokens=length,
-            stop_ids=stops,
+            stop_ids=stop_ids,
             pad_id=tokenizer.pad_token_id,
             max_sequences=batch * args.samples,
             observation_tokens=environments.observation_tokens if environments else 0,
@@ -153,7 +158,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
         frozen = partial(hf.load_params, learns=False)
         engine.update_weights(run.policy(step, folder, model, mesh) if run else frozen(folder, model, mesh))
         weights = [1.0] + [0.0] * (len(args.function) - 1)  # the first function judges
-        score = opened.enter_context(closing(RewardFn(args.function, weights, args.timeout, field="--timeout")))
+        score = resources.enter_context(closing(RewardFn(args.function, weights, args.timeout, field="--timeout")))
         graded = evaluate(
             engine,
             dataset,
@@ -165,10 +170,10 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
     return graded, dataset
 
 
-def answer_of(args: argparse.Namespace) -> Callable[[str], Any] | None:
-    """Returns the function that finds the answer in a completion, for majority votes; None: there is none.
+def answer_extractor(args: argparse.Namespace) -> Callable[[str], Any] | None:
+    """Returns the function that extracts the answer from a completion for majority votes; None without such a function.
 
-    It is --answer, or the function `answer` in the module of the first reward function.
+    The function is --answer, or the function `answer` in the module of the first reward function.
     """
     if args.answer:
         return resolve(args.answer, ANSWERS, "--answer")
@@ -181,7 +186,7 @@ def parse() -> argparse.Namespace:
     parser = Parser("jaxrl_llm.evaluate", description=__doc__)
     add = parser.add_argument
     add("--model", help="a Hugging Face folder or hub id")
-    add("--run", type=Path, metavar="WORKDIR", help="a run: its checkpoint, and all that is not given here")
+    add("--run", type=Path, metavar="WORKDIR", help="a run, which provides the checkpoint and all flags not set here")
     add("--step", default="last", help="the run's checkpoint: a number, best or last (default)")
     add("--task", help="a task (arithmetic, countdown, digits_in_pictures), or a file of rows")
     add("--set", default="", metavar="NAME", help="one of the run's eval.extra_sets (default: the problems of eval)")
@@ -189,7 +194,7 @@ def parse() -> argparse.Namespace:
         "--function",
         nargs="+",
         metavar="NAME",
-        help="the reward function that judges (default: TASK.accuracy), and more of them, whose means are told too",
+        help="the reward function that judges (default: TASK.accuracy), and further ones, whose means are printed too",
     )
     add(
         "--answer",
@@ -197,96 +202,131 @@ def parse() -> argparse.Namespace:
         help="function text -> answer or None, for majority votes, e.g. math.last_box (default: the function `answer` "
         "in the module of the judge, if it has one)",
     )
-    add("--by", default="", metavar="COLUMN", help="also a table for each value of this column of the rows")
+    add("--by", default="", metavar="COLUMN", help="print also a table for each value of this column of the rows")
     add("--json", action="store_true", help="print all numbers as JSON")
     add("--page", type=Path, metavar="FILE", help="also write an HTML page with tables, completions and scores")
     add("--convert", help="function row -> row for files, e.g. gsm8k.convert")
-    add("--prompt-column", help="column of the prompt (default: as the columns say; of a run, its own)")
-    add("--answer-column", help="column that becomes the answer (default: likewise)")
-    add("--format-prompt", help="jinja template around a prompt of text, or a file with one (default: likewise)")
-    add("--image-column", help="column that holds the images (default: images, or image; of a run, its own)")
-    add("--image-folder", help="folder that the paths of images are relative to (of a run, its own)")
-    add("--min-pixels", type=int, help="least pixels of an image (default: 0, the model's; of a run, its own)")
-    add("--max-pixels", type=int, help="most pixels of an image (default: likewise)")
+    add(
+        "--prompt-column",
+        help="column of the prompt (default: found by the names of the columns; with --run, the run's)",
+    )
+    add("--answer-column", help="column of the answer (default: as for --prompt-column)")
+    add(
+        "--format-prompt",
+        help="jinja template, or a file with one, around a text prompt (default: as for --prompt-column)",
+    )
+    add("--image-column", help="column of the images (default: images, or image; with --run, the run's)")
+    add("--image-folder", help="folder to which paths of images are relative (with --run, the run's)")
+    add("--min-pixels", type=int, help="minimum pixels of an image (default: 0 = the model's; with --run, the run's)")
+    add("--max-pixels", type=int, help="maximum pixels of an image (default: as for --min-pixels)")
     add(
         "--chat-template-args",
-        type=_arguments,
+        type=_json_object,
         metavar="JSON",
-        help="of the chat template, e.g. '{\"enable_thinking\": false}'",
+        help="arguments of the chat template, e.g. '{\"enable_thinking\": false}'",
     )
-    add("--env", type=_arguments, metavar="JSON", help="environment and its arguments; of a run, those that change")
-    add("--turns", type=_arguments, metavar="JSON", help="limits of episodes; of a run, those that change")
-    add("--problems", type=int, help="how many problems (default: 1000)")
-    add("--samples", type=int, default=1, help="completions of each; above 1: pass@k and maj@k")
+    add(
+        "--env",
+        type=_json_object,
+        metavar="JSON",
+        help="name and arguments of the environment; with --run, only those that differ from the run",
+    )
+    add(
+        "--turns",
+        type=_json_object,
+        metavar="JSON",
+        help="limits of episodes; with --run, only those that differ from the run",
+    )
+    add("--problems", type=int, help="number of problems (default: 1000)")
+    add("--samples", type=int, default=1, help="completions per problem; more than 1 give pass@k and maj@k")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
-    add("--max-prompt-tokens", type=int, help="longer ones are an error (default: 512)")
-    add("--max-completion-tokens", type=int, help="default: 512, or what the model's positions leave")
-    add("--batch", type=int, help="problems at once (default: 128, of a run what one of its rollouts samples)")
-    add("--family", metavar="NAME", help="function of yours that reads config.json (of a run, its model.family)")
-    add("--dtype", choices=("float32", "bfloat16"), help="of activations (default: float32)")
+    add("--max-prompt-tokens", type=int, help="limit; a longer prompt is an error (default: 512)")
+    add("--max-completion-tokens", type=int, help="limit (default: 512, or as many as the model's positions allow)")
+    add("--batch", type=int, help="problems at a time (default: 128; with --run, as many as a rollout of the run)")
+    add(
+        "--family",
+        metavar="NAME",
+        help="your function that reads the model's config.json (with --run, the run's model.family)",
+    )
+    add("--dtype", choices=("float32", "bfloat16"), help="dtype of activations (default: float32)")
     add("--seed", type=int, default=0)
     add(
         "--timeout",
         type=float,
         default=600.0,
-        help="seconds in which the function judges a batch; 0: no limit (default: %(default)s)",
+        help="time limit in seconds for judging a batch; 0 = no limit (default: %(default)s)",
     )
-    add("--unconfined", action="store_true", help="run programs without a sandbox: they can do all that you can")
-    return checked(parser.parse_args())
+    add(
+        "--unconfined",
+        action="store_true",
+        help="run programs of the model without a sandbox, with all your permissions",
+    )
+    return check_arguments(parser.parse_args())
 
 
-def checked(args: argparse.Namespace) -> argparse.Namespace:
-    """Returns the arguments with their source, if they name a task or a file. Raises: UserError, if they do not fit."""
+def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
+    """Checks the command line, and adds `source`, the rows of --task. Raises: UserError, if the flags do not fit."""
     sandbox.allow_unconfined(args.unconfined)
     for name, field in LIMITS.items():
         value = getattr(args, name)
         if value is not None and (problem := field.problem(value)):
             raise UserError(f"--{name.replace('_', '-')} {problem}")
     if bool(args.model) == bool(args.run):
-        raise UserError("give either --model, a folder or hub id, or --run, the workdir of a run")
+        raise UserError("exactly one is required: --model, a folder or hub id, or --run, the work directory of a run")
     if args.samples > 1 and args.temperature <= 0:
-        raise UserError("--samples above 1 needs --temperature above 0: greedy samples are all the same")
+        raise UserError(
+            f"--samples {args.samples} needs --temperature above 0, because all greedy samples of a problem are equal"
+        )
     if args.set and (args.model or args.task):
-        raise UserError(f"--set {args.set} is a set of a run: give it with --run, and without --task")
+        raise UserError(f"--set {args.set} names an evaluation set of a run: use it with --run and without --task")
     if args.family:
         resolve(args.family, FAMILIES, "--family")
     if args.answer and args.samples < 4:
-        raise UserError(f"--answer {args.answer} does nothing: majority votes need --samples of 4 or more")
+        raise UserError(
+            f"--answer {args.answer} has no effect with --samples {args.samples}: majority votes need at least 4"
+        )
     if args.page and not args.page.parent.is_dir():
-        raise UserError(f"--page {args.page}: there is no folder {args.page.parent}: make it, or give another file")
+        raise UserError(f"--page {args.page}: folder {args.page.parent} does not exist: create it, or use another file")
     if args.page:
         extras.require("plotly", "report", "--page")
     if args.model and not args.task:
-        raise UserError("--task is missing: give a task (arithmetic, countdown, digits_in_pictures), or a file of rows")
+        raise UserError("--task is missing: name a task (arithmetic, countdown, digits_in_pictures) or a file of rows")
     if args.task:
         args.source = f"{args.task}.held_out" if is_task(args.task) else args.task
         check_task(args.task)
         if args.source == args.task and args.model and not args.function:
-            raise UserError("--task is a file: name the judge with --function, e.g. math.accuracy")
+            raise UserError(
+                f"--task {args.task} is a file of rows, so --function must name a reward function that judges the "
+                "completions, e.g. math.accuracy"
+            )
         check_source("--task", args.source)
     return args
 
 
 def check_task(task: str) -> None:
-    """Raises: UserError, with a near task, if --task names neither rows nor a module that may have a task."""
+    """Raises: UserError, with a similar name, if --task is neither a file, nor a task, nor a module of the user."""
     if not is_task(task) or f"{task}.held_out" in offered(SOURCES) or _is_module(task):
         return
-    judged = {name.removesuffix(".accuracy") for name in offered(REWARDS) if name.endswith(".accuracy")}
-    known = [name for name in sorted(judged) if f"{name}.held_out" in offered(SOURCES)]
+    judged_tasks = {name.removesuffix(".accuracy") for name in offered(REWARDS) if name.endswith(".accuracy")}
+    known_tasks = [name for name in sorted(judged_tasks) if f"{name}.held_out" in offered(SOURCES)]
     module = task.rpartition(".")[0]
-    near = [module] if module in known else closest(task, known)
-    hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(known)}, or a file of rows"
-    raise UserError(f"--task {task!r}: there is no such task or file; {hint}")
+    suggestions = [module] if module in known_tasks else closest(task, known_tasks)
+    remedy = f"use one of {', '.join(known_tasks)}, or a file of rows"
+    hint = f"did you mean {suggestions[0]}?" if suggestions else remedy
+    raise UserError(f"--task {task!r} is neither a task nor a file: {hint}")
 
 
 def _is_module(name: str) -> bool:
-    with suppress(ModuleNotFoundError):  # of the package that it is in
+    with suppress(ModuleNotFoundError):  # raised if the package of the module does not exist
         return find_spec(name) is not None
     return False
 
 
-def environment_of(args: argparse.Namespace, run: SavedRun | None) -> EpisodeSettings:
-    """Returns the sections `env` and `turns`: of the run, changed by the command line. Raises: UserError."""
+def episode_settings(args: argparse.Namespace, run: SavedRun | None) -> EpisodeSettings:
+    """Returns the settings of episodes: the run's sections env and turns, overridden by the command line.
+
+    Raises: UserError, if a setting does not exist or has a wrong value.
+    """
     sections = {name: ((run and run.get(name)) or {}) | (getattr(args, name) or {}) for name in ("env", "turns")}
     values = {name: section for name, section in sections.items() if section}
     records.check_fields(records.table(EpisodeSettings, values), values, flatten(values))
@@ -295,8 +335,8 @@ def environment_of(args: argparse.Namespace, run: SavedRun | None) -> EpisodeSet
     return episodes
 
 
-def settings_of_model(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the defaults of the command line for a model's folder."""
+def model_defaults(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the default values of the flags if the command line names a model."""
     return {
         "function": [f"{args.task}.accuracy"],
         "convert": "",
@@ -313,44 +353,51 @@ def settings_of_model(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen_set(run: SavedRun, name: str) -> EvalSet | None:
-    """Returns an evaluation set of a run; "": the one that decides; None: there is none. Raises: UserError."""
-    sets = {set_name(section): each for section, each in run.evaluation.sets.items()} if run.evaluation else {}
+    """Returns an evaluation set of a run by name, or None if the run evaluates nothing.
+
+    name: "" = the set of eval.source, which decides which checkpoint is best. Raises: UserError, if the name is
+    unknown.
+    """
+    sets = {set_name(section): eval_set for section, eval_set in run.evaluation.sets.items()} if run.evaluation else {}
     if name and name not in sets:
-        known = ", ".join(filter(None, sets)) or "none"
-        raise UserError(f"--set {name}: the run has no such set in eval.extra_sets; there is {known}")
+        known_sets = ", ".join(filter(None, sets)) or "none"
+        raise UserError(f"--set {name}: the run has no such set in config.eval.extra_sets; its sets are: {known_sets}")
     return sets.get(name)
 
 
-def settings_of_run(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the defaults of the command line for a run: the settings of its own evaluation.
+def run_defaults(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the default values of the flags if the command line names a run: the settings of its own evaluation.
 
-    Raises: UserError, if the run evaluated nothing, and the command line names no problems.
+    Raises: UserError, if the run evaluated nothing and the command line names no problems.
     """
     problems, data = chosen_set(run, args.set), run.section(DataSettings, "data")
     if not problems and not (args.task and (args.function or is_task(args.task))):
-        raise UserError("the run has no section eval: give --task, and --function if that is a file")
+        raise UserError("--task is missing, and the run has no section eval: name a task, or a file and --function")
     own_task = args.task and is_task(args.task)
     if problems and not (problems.functions or own_task or args.function):
-        raise UserError("the run compared pairs, and judged no completion: give --task, or --function for its problems")
+        raise UserError(
+            "the evaluation of the run compared pairs and judged no completion: name a --task, or a --function that "
+            "judges its problems"
+        )
     sequences = run.config["prompts_per_step"] * (run.get("group_size") or 1)  # 1: of a run of sft
-    asked = {}
+    set_defaults = {}
     if problems:
-        asked = {
+        set_defaults = {
             "source": problems.source,
             "function": [f"{args.task}.accuracy" if own_task else problems.function],
             "convert": "" if args.task else problems.convert,
             "problems": problems.problems,
         }
     return {
-        **settings_of_model(args),
-        **asked,
+        **model_defaults(args),
+        **set_defaults,
         **vars(Columns() if own_task else data.columns),
         **{name: getattr(data, name) for name in PIXELS},
         "max_prompt_tokens": data.max_prompt_tokens,
         "chat_template_args": data.chat_template_args,
         "today": data.today,
         "max_completion_tokens": run.config["rollout"]["max_completion_tokens"],
-        # The number of sequences at a time is that of a rollout of the run.
+        # The default batch has as many sequences as a rollout of the run.
         "batch": max(sequences // args.samples, 1),
         "family": run.family,
         "dtype": run.config["model"]["dtype"],

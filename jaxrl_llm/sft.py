@@ -304,7 +304,7 @@ def main() -> None:
         "jaxrl_llm.sft", "Supervised fine-tuning, also on pairs of completions.", shipped=shipped
     )
     with (
-        distributed.joined(arguments.distributed),
+        distributed.join_processes(arguments.distributed),
         build(arguments.config, arguments.workdir, command=True) as (session, parts),
     ):
         for _ in train(session, parts):

@@ -76,7 +76,7 @@ def steps(config: Config, workdir: str | Path, *, signals: bool = False) -> Iter
 
 def main() -> None:
     arguments = parse_arguments("jaxrl_llm.train", "Reinforcement learning.", compile_only=COMPILE_ONLY)
-    with distributed.joined(arguments.distributed):
+    with distributed.join_processes(arguments.distributed):
         if arguments.compile_only:
             return compile_only(arguments.config)
         with build(arguments.config, arguments.workdir, command=True) as (session, parts):

@@ -72,7 +72,7 @@ def pytest_configure(config):
     """
     from jaxrl_llm.machine import progress
 
-    progress.FIRST_LINE = math.inf  # a busy machine must not add lines to what a test reads
+    progress.LINE_DELAY = math.inf  # a busy machine must not add lines to what a test reads
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses")
     if runs_tests:
         gc.set_threshold(100_000)  # tracing makes many small objects that live on: 7 % less time for a short run

@@ -61,14 +61,16 @@ def measure(place: str) -> dict[str, float]:
             times.append(time.perf_counter() - began)
         return statistics.median(times)
 
-    with distributed.joined(place):
+    with distributed.join_processes(place):
         mesh, rows = sharding.make_mesh(data=-1, fsdp=1, tensor=1), np.zeros((1, ROWS), np.uint8)
         return {
             "exchange of a number": seconds(lambda: distributed.exchange(1.0)),
             "barrier": seconds(lambda: distributed.wait("barrier")),
             "gather of 64 KiB each": seconds(lambda: distributed.gather(rows)),
             "the same by the devices": seconds(lambda: sharding.gather(rows, mesh)),
-            "largest of 100 numbers, by the devices": seconds(lambda: sharding.largest(np.arange(100), mesh)),
+            "largest of 100 numbers, by the devices": seconds(
+                lambda: sharding.max_over_processes(np.arange(100), mesh)
+            ),
         }
 
 
@@ -85,7 +87,7 @@ def count(place: str, config: str, tokens: int, workdir: str) -> dict[str, float
     fields = [f"--config.{field}" for field in (*TINY, f"rollout.max_completion_tokens={tokens}")]
     words = ["--config", str(ROOT / "configs" / f"{config}.py"), "--workdir", workdir, "--distributed", place, *fields]
     given = parse_arguments("benchmarks.scale.hosts", "", words)
-    with distributed.joined(place):
+    with distributed.join_processes(place):
         at = [(len(sent), sum(sent)) for _ in train.steps(given.config, given.workdir)]
     (first, first_bytes), (last, last_bytes) = at[1], at[-2]  # the last step also ends the run
     steps = len(at) - 3

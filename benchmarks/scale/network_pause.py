@@ -18,14 +18,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from jaxrl_llm.machine.distributed.joining import HEARTBEAT
+from jaxrl_llm.machine.distributed.joining import HEARTBEAT_SECONDS
 
 EXCHANGES = """
 import sys, time
 from jaxrl_llm.machine import distributed
 from jaxrl_llm.machine.distributed import joining
-address, joining.HEARTBEAT, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-with distributed.joined(address):
+address, joining.HEARTBEAT_SECONDS, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+with distributed.join_processes(address):
     distributed.wait("start")
     print("joined", flush=True)
     end = time.monotonic() + seconds
@@ -104,7 +104,9 @@ class Pair:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=int, nargs="+", default=[40, 50, 70, 150])
-    parser.add_argument("--heartbeat", type=int, default=HEARTBEAT, help="seconds without a sign of life (%(default)s)")
+    parser.add_argument(
+        "--heartbeat", type=int, default=HEARTBEAT_SECONDS, help="seconds without a sign of life (%(default)s)"
+    )
     args = parser.parse_args()
     pairs = [Pair(seconds, args.heartbeat) for seconds in args.seconds]
     for pair in pairs:

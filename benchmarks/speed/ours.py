@@ -21,7 +21,7 @@ from benchmarks.speed.workloads import CLIP_NORM, KL_COEF, PAD, TEMPERATURE, Wor
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.build import Parts, build
 from jaxrl_llm.config import load as configs
-from jaxrl_llm.machine.compilation import Compilations, keep_compilations
+from jaxrl_llm.machine.compilation import Compilations, enable_compilation_cache
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.actor import WeightLease
 from jaxrl_llm.rollout.grading import GradedCompletions
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--microbatch", type=int, default=1, help="prompts at a time")
     parser.add_argument("--remat", choices=("none", "dots", "full"), default="dots")
     args = parser.parse_args()
-    keep_compilations()
+    enable_compilation_cache()
     compilations = Compilations()
     with one_run(read(args.model), Path(args.model), args.remat, args.microbatch) as run:
         one_step = step_function(*run, compilations)

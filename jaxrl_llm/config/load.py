@@ -25,7 +25,7 @@ from jaxrl_llm.config.names import name_of
 from jaxrl_llm.config.sections import Section, problem, sections
 from jaxrl_llm.config.suggestions import nearest
 from jaxrl_llm.config.user_modules import importing_from
-from jaxrl_llm.errors import Parser, UserError, describe, place
+from jaxrl_llm.errors import Parser, UserError, code_location, describe
 
 if TYPE_CHECKING:  # it imports JAX, which reward processes must not load
     from jaxrl_llm.structs import Config
@@ -178,7 +178,7 @@ def load(config: str | Path) -> Config:
             get_config = runpy.run_path(str(path)).get("get_config", lambda: None)
             returned = get_config()
     except UserError as error:
-        raise UserError(f"{error} ({place(error, str(path))})") from None
+        raise UserError(f"{error} ({code_location(error, str(path))})") from None
     # SystemExit is caught too, because a config that calls sys.exit would end this program silently.
     except (Exception, SystemExit) as error:
         raise UserError(f"{path} cannot be run: {describe(error, str(path))}: {_remedy(error)}") from error

@@ -1,7 +1,7 @@
-"""Where the numbers of a run go besides metrics.jsonl: the functions that `config.log.to` names.
+"""The loggers to which a run sends its numbers besides metrics.jsonl: functions that `config.log.to` names.
 
-Each is `function(run: LoggedRun) -> Logger`, here or in a module of your own. It imports its library only when it is
-named. A run that continues at an earlier step, after a kill or a rollback, opens its loggers again.
+Each logger is a function(run: LoggedRun) -> Logger, in this module or in your own, and imports its library only if a
+config names it. A run that continues at an earlier step, after a kill or a rollback, opens its loggers again.
 """
 
 from __future__ import annotations
@@ -13,29 +13,30 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Condition, Thread
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from jaxrl_llm.config.load import flatten
-from jaxrl_llm.errors import UserError, briefly
+from jaxrl_llm.errors import UserError, summarize_error
 from jaxrl_llm.loggers.sample import Sample
 from jaxrl_llm.machine import extras
 
 __all__ = ["mlflow", "tensorboard", "trackio", "wandb"]
 
-TRACKERS = ("mlflow", "trackio", "wandb")  # they need a package of the same name, and a project
-CLOSING = 60.0  # seconds in which a logger must send what it still has at the end
-PAUSES = (1.0, 60.0)  # seconds: the first and the longest before a logger that failed is tried again
-TRIES = 8  # of one call, in about two minutes; then others are tried in between
-SILENT = 60.0  # seconds of one call after which a line says that the logger does not answer
-WAITING = 10_000  # calls that wait for a logger: records of some hundred numbers each
+TRACKERS = ("mlflow", "trackio", "wandb")  # loggers that need a package of the same name, and config.log.project
+CLOSE_SECONDS = 60.0  # time in which a logger must send its waiting calls at the end of the run
+RETRY_PAUSES = (1.0, 60.0)  # seconds of the first and of the longest pause before a failed call is repeated
+MAX_TRIES = 8  # tries of one call, in about two minutes, before other calls are tried in between
+SILENT_SECONDS = 60.0  # duration of a call after which a warning says that the logger does not answer
+MAX_WAITING_CALLS = 10_000  # calls that wait for a logger, such as records of some hundred numbers
 T = TypeVar("T")
-Call: TypeAlias = tuple[Any, ...]  # method, step and more arguments
+Call: TypeAlias = tuple[Any, ...]  # name of the method, step, further arguments
 
 
 class Logger(Protocol):
-    """Gets the numbers of a run. Its methods may raise: then the same call comes again later, and the run goes on."""
+    """Receives the numbers of a run. If a method raises, the run continues and repeats the call later."""
 
     def write(self, step: int, numbers: dict[str, float]) -> None: ...
 
@@ -47,215 +48,240 @@ class Logger(Protocol):
 
 
 class LoggedRun(NamedTuple):
-    """What a logger may know of a run."""
+    """The facts about a run that a logger receives."""
 
     workdir: Path
-    step: int  # the run continues after it; what an earlier attempt has written of later steps is written again
+    step: int  # step after which the run continues; later steps that an earlier attempt has sent are sent again
     project: str  # config.log.project
     config: dict[str, Any]
     name: str = ""  # config.log.name
     tags: tuple[str, ...] = ()  # config.log.tags
 
     def title(self) -> str:
-        """Returns the name of the run: config.log.name, or that of its workdir."""
+        """Returns the name of the run: config.log.name, or the name of its work directory."""
         return self.name or self.workdir.resolve().name
 
     def id(self) -> str:
-        """Returns the random id of the run in this workdir. It stays the same when the run is resumed, or moved."""
+        """Returns the random id of the run, which is stored in its work directory, so a resumed or moved run has it."""
         file = self.workdir / "run_id"
         if not file.is_file():
             file.write_text(uuid.uuid4().hex[:16])
         return file.read_text()
 
 
-class Background:
-    """A logger in a thread of its own: a slow one delays no step.
+class BackgroundLogger:
+    """Runs a logger in a thread of its own, so that a slow logger delays no step.
 
-    After an error it is tried again with the same numbers, with pauses that grow, because a server may be gone for a
-    while. A call that it does not take in TRIES tries is dropped as soon as it takes another one, so that one record
-    does not hold back the others. At most WAITING calls wait; then the oldest are dropped. The first error, the
-    recovery, what is refused and what is lost at the end are told.
+    A call that fails is repeated after growing pauses, because a server may be down for a while. After MAX_TRIES tries
+    other calls are tried; if the logger takes one of them, the failing call is dropped. At most MAX_WAITING_CALLS calls
+    wait, of which the oldest are dropped first. Lines on the console report the first error, the recovery, each dropped
+    call, and the calls that are lost at the end.
     """
 
-    def __init__(self, name: str, open: Callable[[LoggedRun], Logger], run: LoggedRun, tell: Callable[[str], None]):
-        """tell: shows a line to the user."""
-        self._name, self._open, self._run, self._tell = f"config.log.to: {name}", open, run, tell
-        # A call is taken out only after the logger has it: what is still in here at the end is what was lost.
-        self._calls: deque[Call] = deque(maxlen=WAITING)
+    def __init__(
+        self, name: str, make_logger: Callable[[LoggedRun], Logger], run: LoggedRun, print_line: Callable[[str], None]
+    ):
+        """name: name of the logger in config.log.to. print_line(line): prints a line on the console."""
+        self._name, self._make_logger, self._run, self._print_line = (
+            f"config.log.to: {name}",
+            make_logger,
+            run,
+            print_line,
+        )
+        # A call is removed only after the logger has taken it, so the calls that remain at the end are lost.
+        self._calls: deque[Call] = deque(maxlen=MAX_WAITING_CALLS)
         self._changed = Condition()
-        self._fails = False  # since the last call that it took
-        self._began, self._told = math.inf, False  # time.monotonic() when the current call began; that it hangs
-        self._end, self._dropped = math.inf, 0  # end: time.monotonic() until which it may still try
-        # A daemon: a logger that hangs must not keep the process.
-        self._thread = Thread(target=self._work, daemon=True)
+        self._is_failing = False  # since the last call that it took
+        self._call_start, self._hang_reported = (
+            math.inf,
+            False,
+        )  # time.monotonic() when the current call began; that it hangs
+        self._deadline, self._dropped_calls = math.inf, 0  # end: time.monotonic() until which it may still try
+        # The thread is a daemon, because a logger that hangs must not keep the process alive.
+        self._thread = Thread(target=self._send_calls, daemon=True)
         self._thread.start()
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
-        """Hands over the numbers of a step. Does not wait."""
-        self._enqueue("write", step, numbers)
+        """Queues the numbers of a step, without waiting."""
+        self._add_call("write", step, numbers)
 
     def write_text(self, step: int, name: str, text: str) -> None:
-        """Hands over a text. Does not wait."""
-        self._enqueue("write_text", step, name, text)
+        """Queues a text, without waiting."""
+        self._add_call("write_text", step, name, text)
 
     def write_samples(self, step: int, samples: list[Sample]) -> None:
-        """Hands over completions. Does not wait."""
-        self._enqueue("write_samples", step, samples)
+        """Queues completions, without waiting."""
+        self._add_call("write_samples", step, samples)
 
     def close(self) -> None:
-        """Waits, at most CLOSING seconds, until the logger has everything."""
+        """Waits at most CLOSE_SECONDS until the logger has taken all calls, and reports the calls that are lost."""
         with self._changed:
-            self._end = time.monotonic() + CLOSING
+            self._deadline = time.monotonic() + CLOSE_SECONDS
             self._changed.notify()
-        self._thread.join(CLOSING)
-        late = f"did not end within {CLOSING:g} s" if self._thread.is_alive() else ""
-        lost = f"has not got {n} of its records" if (n := len(self._calls) + self._dropped) else ""
-        if late or lost:
-            self._tell(f"warning: {self._name} {' and '.join(text for text in (late, lost) if text)}")
+        self._thread.join(CLOSE_SECONDS)
+        late_text = f"did not end within {CLOSE_SECONDS:g} s" if self._thread.is_alive() else ""
+        lost_text = (
+            f"has not got {lost_calls} of its records" if (lost_calls := len(self._calls) + self._dropped_calls) else ""
+        )
+        if late_text or lost_text:
+            self._print_line(f"warning: {self._name} {' and '.join(text for text in (late_text, lost_text) if text)}")
 
-    def _enqueue(self, *call: Any) -> None:
-        # A library may try a server again by itself for minutes, without an error.
-        if time.monotonic() - self._began > SILENT and not self._told:
-            self._told = True
-            self._tell(
-                f"warning: {self._name} has not answered for {SILENT:g} s; the run goes on, and its records wait"
+    def _add_call(self, *call: Any) -> None:
+        # A call may last long without an error, because a library may retry a server by itself for minutes.
+        if time.monotonic() - self._call_start > SILENT_SECONDS and not self._hang_reported:
+            self._hang_reported = True
+            self._print_line(
+                f"warning: {self._name} has not answered for {SILENT_SECONDS:g} s: the run continues, and its records "
+                "wait"
             )
         with self._changed:
-            # The count comes before the append, because a full deque drops its oldest call without a word.
-            self._dropped += len(self._calls) == WAITING
+            # The count comes before the append, because a full deque silently drops its oldest call.
+            self._dropped_calls += len(self._calls) == MAX_WAITING_CALLS
             self._calls.append(call)
             self._changed.notify()
 
-    def _work(self) -> None:
-        logger = self._persist(lambda: self._open(self._run))
+    def _send_calls(self) -> None:
+        logger = self._retry(lambda: self._make_logger(self._run))
         while logger:
             with self._changed:
-                self._changed.wait_for(lambda: self._calls or self._end < math.inf)
+                self._changed.wait_for(lambda: self._calls or self._deadline < math.inf)
                 if not self._calls:
                     break
-                # The call stays in the queue and is sent without the lock: a send may last minutes, and a step that
-                # writes must not wait for it.
+                # The call stays in the queue and is sent without the lock, because a send may last minutes, for which
+                # a step that writes must not wait.
                 call = self._calls[0]
-            sent = self._persist(lambda: _send(logger, call), lambda tries: self._is_refused(logger, call, tries))  # noqa: B023
+            is_refused = partial(self._is_refused, logger, call)
+            sent = self._retry(partial(_send, logger, call), is_refused)
             with self._changed:
-                # `_enqueue` may have dropped it meanwhile, and has counted it.
+                # `_add_call` may have dropped this call meanwhile, and has counted it then.
                 if self._calls and self._calls[0] is call:
                     self._calls.popleft()
-                    self._dropped += not sent
-            # `close` has stopped waiting and has told how many calls are lost: one that is sent now would make that
-            # wrong.
-            if time.monotonic() > self._end:
+                    self._dropped_calls += not sent
+            # After the deadline `close` has reported the lost calls, so no further call may be sent.
+            if time.monotonic() > self._deadline:
                 return
         if logger:
-            # A close that succeeds is no sign that the logger takes records again.
-            self._persist(lambda: (logger.close(),), answers=False)
+            # A successful close does not show that the logger takes records again.
+            self._retry(lambda: (logger.close(),), shows_recovery=False)
 
     def _is_refused(self, logger: Logger, call: Call, tries: int) -> bool:
-        """Returns whether the logger takes another call, in turn the ones that wait. Then the server is there."""
+        """Returns whether the logger refuses this call only: it takes another waiting call, so the server works."""
         with self._changed:
-            others = [other for other in self._calls if other is not call]
-        if not others:
+            other_calls = [other_call for other_call in self._calls if other_call is not call]
+        if not other_calls:
             return False
-        # Another one each time: a second call that is refused as well must not make a living server look dead.
-        other = others[(tries - TRIES) % len(others)]
+        # Each time another call is tried, because a second refused call must not make a working server look dead.
+        other_call = other_calls[(tries - MAX_TRIES) % len(other_calls)]
         try:
-            _send(logger, other)
+            _send(logger, other_call)
         except Exception:
             return False
-        # ValueError: `_enqueue` may have dropped it meanwhile.
+        # `remove` raises a ValueError if `_add_call` has dropped the call meanwhile.
         with self._changed, suppress(ValueError):
-            self._calls.remove(other)
-        self._tell(f"warning: {self._name} does not take the numbers of step {call[1]} and goes on without them")
+            self._calls.remove(other_call)
+        self._print_line(
+            f"warning: {self._name} refuses the numbers of step {call[1]}: the run continues without sending them"
+        )
         return True
 
-    def _persist(
-        self, action: Callable[[], T], is_refused: Callable[[int], bool] = lambda tries: False, *, answers: bool = True
+    def _retry(
+        self,
+        action: Callable[[], T],
+        is_refused: Callable[[int], bool] = lambda tries: False,
+        *,
+        shows_recovery: bool = True,
     ) -> T | None:
-        """Returns action(), repeated after errors; None if the run has ended before it succeeded, or it is refused.
+        """Calls action() until it succeeds, and returns its result; None if it is refused or the run ends before.
 
-        is_refused(tries): asked after TRIES. answers: whether a success shows that the logger works again.
+        is_refused(tries): called after MAX_TRIES tries; True to give up. shows_recovery: True if a success shows that
+        the logger works again.
         """
-        pause, tries = PAUSES[0], 0
+        pause, tries = RETRY_PAUSES[0], 0
         while True:
-            self._began = time.monotonic()
+            self._call_start = time.monotonic()
             try:
                 result = action()
-            # Whatever a library or a server does, the run goes on.
+            # All errors are caught, because the run must continue whatever a library or a server does.
             except Exception as error:
                 tries += 1
-                # One line for an outage, not one for each of its tries.
-                if not self._fails:
-                    message = " ".join(briefly(error).split())[:300]
-                    self._tell(f"warning: {self._name} failed and is tried again: {message}")
-                self._fails = True
+                # Only the first error of an outage is reported.
+                if not self._is_failing:
+                    message = " ".join(summarize_error(error).split())[:300]
+                    self._print_line(f"warning: {self._name} failed and is tried again: {message}")
+                self._is_failing = True
             else:
-                if answers and (self._fails or self._told):
-                    self._tell(f"{self._name} works again")
-                self._fails = self._told = False
+                if shows_recovery and (self._is_failing or self._hang_reported):
+                    self._print_line(f"{self._name} works again")
+                self._is_failing = self._hang_reported = False
                 return result
             finally:
-                self._began = math.inf
-            if tries >= TRIES and is_refused(tries):
-                self._fails = False
+                self._call_start = math.inf
+            if tries >= MAX_TRIES and is_refused(tries):
+                self._is_failing = False
                 return None
             with self._changed:
-                # Each call has one try at the end, because pauses would use up the seconds that are left for the
-                # others.
-                if self._end < math.inf:
+                # At the end each call gets one try, because pauses would use up the time of the other calls.
+                if self._deadline < math.inf:
                     return None
-                # The pause is a wait and no sleep, because `close` must be able to end it.
-                self._changed.wait_for(lambda: self._end < math.inf, pause)
-            pause = min(2 * pause, PAUSES[1])
+                # The pause waits on the condition instead of sleeping, so that `close` can end it.
+                self._changed.wait_for(lambda: self._deadline < math.inf, pause)
+            pause = min(2 * pause, RETRY_PAUSES[1])
 
 
 def _send(logger: Logger, call: Call) -> bool:
     method, *arguments = call
-    # A user's own logger need not show completions.
+    # A logger of the user need not have the method write_samples.
     if method != "write_samples" or hasattr(logger, method):
         getattr(logger, method)(*arguments)
     return True
 
 
 def check_named(names: tuple[str, ...], project: str) -> None:
-    """Checks config.log.to and config.log.project together. Raises: UserError."""
+    """Checks config.log.to = names and config.log.project = project. Raises: UserError, if they do not fit together."""
     if len(set(names)) < len(names):
         raise UserError(f"config.log.to = {names} has a name twice: remove one")
     for name in (name for name in names if name in TRACKERS):
         extras.require(name, name, "config.log.to")
         if not project:
-            raise UserError(f"config.log.project is missing: config.log.to names {name}, which needs one")
+            raise UserError(f"config.log.project = '': config.log.to has {name!r}, which needs a project: set its name")
         if name == "wandb" and (refused := set(project) & set("/\\#?%:")):
-            raise UserError(f"config.log.project = {project!r}: W&B takes no {min(refused)!r} in a name: leave it out")
+            raise UserError(
+                f"config.log.project = {project!r}: W&B allows no {min(refused)!r} in the name of a project: remove it"
+            )
     if project and set(names) <= {"tensorboard"}:
-        raise UserError(f"config.log.project = {project!r} does nothing: no logger in {names} needs one; set it to ''")
+        raise UserError(
+            f"config.log.project = {project!r} has no effect, because no logger of config.log.to = {names} needs a "
+            "project: set it to ''"
+        )
 
 
 def tensorboard(run: LoggedRun) -> Logger:
-    """Event files in WORKDIR/tensorboard. TensorBoard drops the steps of an earlier attempt."""
+    """Writes event files into WORKDIR/tensorboard. TensorBoard ignores later steps of an earlier attempt."""
     from jaxrl_llm.loggers.events import TensorBoardWriter
 
     return TensorBoardWriter(run.workdir / "tensorboard", run.step)
 
 
 class Wandb:
-    """A run of Weights & Biases. Its environment variables hold, such as WANDB_MODE=offline.
+    """Sends a run to Weights & Biases, whose environment variables apply, such as WANDB_MODE=offline.
 
-    Writes with `step` as a number of its own: W&B's own step must not go back, and a resumed run does.
+    The step is sent as a metric of its own, because W&B's internal step must not decrease, but that of a resumed run
+    does.
     """
 
     def __init__(self, run: LoggedRun):
         import wandb  # pyright: ignore[reportMissingImports]
 
-        where: dict[str, Any] = dict(project=run.project, name=run.title(), tags=run.tags, dir=str(run.workdir))
-        # "allow" goes on with this id if W&B knows it, and begins it otherwise. "must" would fail at the first start.
-        self._run: Any = wandb.init(**where, id=run.id(), config=run.config, resume="allow")
+        options: dict[str, Any] = dict(project=run.project, name=run.title(), tags=run.tags, dir=str(run.workdir))
+        # "allow" continues the run with this id if W&B knows it, and else creates it. "must" would fail for a new run.
+        self._run: Any = wandb.init(**options, id=run.id(), config=run.config, resume="allow")
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         self._run.log(numbers | {"step": step})
 
     def write_text(self, step: int, name: str, text: str) -> None:
-        # W&B refuses titles of 64 characters and more.
+        # The title is cut, because W&B refuses titles of 64 characters or more.
         self._run.alert(title=name[:63], text=f"step {step}: {text}")
 
     def write_samples(self, step: int, samples: list[Sample]) -> None:
@@ -269,16 +295,16 @@ class Wandb:
 
 
 class Trackio:
-    """A run of trackio: on this disk, or in a Space if TRACKIO_SPACE_ID names one.
+    """Sends a run to trackio: on this disk, or in a Space if TRACKIO_SPACE_ID names one.
 
-    The run has the id in its name, by which trackio finds it again.
+    The run's id is part of its name, by which trackio finds a resumed run.
     """
 
     def __init__(self, run: LoggedRun):
         import trackio  # pyright: ignore[reportMissingImports]
 
         name = f"{run.title()}-{run.id()}"
-        # trackio has no tags. Without embed=False it opens a dashboard in the notebook that trains.
+        # The tags go into the config, because trackio has no tags. embed=False prevents a dashboard in a notebook.
         config = run.config | ({"tags": list(run.tags)} if run.tags else {})
         self._run: Any = trackio.init(run.project, name, config=config, resume="allow", embed=False)
 
@@ -299,45 +325,47 @@ class Trackio:
 
 
 class Mlflow:
-    """A run of MLflow in the experiment `project`, where MLFLOW_TRACKING_URI says.
+    """Sends a run to the MLflow server of MLFLOW_TRACKING_URI, as a run of the experiment config.log.project.
 
-    Uses the client alone: the run of `mlflow.start_run` belongs to one thread. The run has the id as a tag.
+    Only MlflowClient is used, because the run of `mlflow.start_run` belongs to one thread. The run's id is a tag.
     """
 
     TAG = "jaxrl_llm.run_id"
-    PARAMS = 100  # in one request
+    PARAMS = 100  # maximum number of parameters in one request
 
     def __init__(self, run: LoggedRun):
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
         from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
         self._client, self._metric = MlflowClient(), Metric
-        known = self._client.get_experiment_by_name(run.project)
-        experiment = known.experiment_id if known else self._client.create_experiment(run.project)
-        same = self._client.search_runs([experiment], f"tags.`{self.TAG}` = '{run.id()}'")
-        if same:
-            self._id = same[0].info.run_id
-            # MLflow never changes a parameter: the config of a resumed run, which may differ, would be refused. So it
-            # stays.
+        known_experiment = self._client.get_experiment_by_name(run.project)
+        experiment = known_experiment.experiment_id if known_experiment else self._client.create_experiment(run.project)
+        same_runs = self._client.search_runs([experiment], f"tags.`{self.TAG}` = '{run.id()}'")
+        if same_runs:
+            self._id = same_runs[0].info.run_id
+            # The parameters of the first attempt stay, because MLflow refuses to change a parameter and the config of a
+            # resumed run may differ.
             self._client.update_run(self._id, status="RUNNING")
             return
         tags = {self.TAG: run.id()} | dict.fromkeys(run.tags, "")
         new_run = self._client.create_run(experiment, run_name=run.title(), tags=tags)
         self._id = new_run.info.run_id
-        params = [Param(self._named(name), str(value)) for name, value in flatten(run.config).items()]
-        # MLflow refuses a request with more.
-        for first in range(0, len(params), self.PARAMS):
-            self._client.log_batch(self._id, params=params[first : first + self.PARAMS])
+        params = [Param(self._allowed_name(name), str(value)) for name, value in flatten(run.config).items()]
+        # MLflow refuses a request with more than PARAMS parameters.
+        for start in range(0, len(params), self.PARAMS):
+            self._client.log_batch(self._id, params=params[start : start + self.PARAMS])
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
-        # MLflow takes whole milliseconds.
-        now = int(time.time() * 1000)
-        named = {self._named(name): value for name, value in numbers.items()}
-        self._client.log_batch(self._id, metrics=[self._metric(name, x, now, step) for name, x in named.items()])
+        # MLflow expects the time in whole milliseconds.
+        milliseconds = int(time.time() * 1000)
+        renamed_numbers = {self._allowed_name(name): value for name, value in numbers.items()}
+        self._client.log_batch(
+            self._id, metrics=[self._metric(name, x, milliseconds, step) for name, x in renamed_numbers.items()]
+        )
 
     @staticmethod
-    def _named(name: str) -> str:
-        # MLflow refuses names with other characters.
+    def _allowed_name(name: str) -> str:
+        # All other characters are replaced, because MLflow refuses them in names.
         return re.sub(r"[^\w./ -]", "_", name)
 
     def write_text(self, step: int, name: str, text: str) -> None:
@@ -346,11 +374,11 @@ class Mlflow:
     def write_samples(self, step: int, samples: list[Sample]) -> None:
         columns = {"step": [step] * len(samples)}
         columns |= {name: [getattr(sample, name) for sample in samples] for name in Sample._fields}
-        # A table for each step: to append to one MLflow downloads it, and draws a bar on the console.
+        # Each step gets a table of its own, because MLflow would download a table to append to it.
         self._client.log_table(self._id, columns, f"completions/step_{step:06d}.json")
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
 
-wandb, trackio, mlflow = Wandb, Trackio, Mlflow  # as configs name them
+wandb, trackio, mlflow = Wandb, Trackio, Mlflow  # names in config.log.to

@@ -1,4 +1,4 @@
-"""A completion, as loggers show it."""
+"""The record of a completion that loggers show."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Sample(NamedTuple):
-    """A completion that the run shows."""
+    """A completion that a run sends to its loggers."""
 
     prompt: str
     completion: str
-    reward: float | None  # None: no reward function has judged it
+    reward: float | None  # None if no reward function has judged the completion

@@ -1,4 +1,4 @@
-"""XLA compilation: the persistent cache, deterministic operations, rounding, and a counter of compiled programs."""
+"""XLA compilation: the persistent cache, deterministic operations, rounding options, and a count of programs."""
 
 from __future__ import annotations
 
@@ -15,97 +15,102 @@ from typing import Any, NamedTuple
 
 import jax
 
-# No public function says whether the backends are initialized.
-from jax._src import xla_bridge
-
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import progress, user_cache
 from jaxrl_llm.machine.hang import WATCHDOG
+from jaxrl_llm.machine.jax_private import backends_are_initialized
 from jaxrl_llm.machine.memory import device_memory
 from jaxrl_llm.structs import PyTree
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
-M_ARENA_MAX = -8  # from glibc's malloc.h
+M_ARENA_MAX = -8  # option number of glibc's mallopt, from malloc.h
 
-# Compiler options of programs that compute log-probabilities. By default XLA skips roundings to bfloat16 inside a
-# fusion. Sampling, scoring and updating fuse differently, so their log-probabilities would differ by 1e-2.
+# Compiler options of programs that compute log-probabilities. By default XLA omits roundings to bfloat16 inside a
+# fusion. Sampling, scoring and updates fuse differently, so their log-probabilities would differ by 1e-2.
 ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
 
 COMPILER = "compiler"  # name of the thread that compiles ahead
-PROGRAMS = 10 * 2**30  # bytes of compiled programs that are kept: some hundred runs of large models
-# Heaps of glibc for all threads. By default it makes 8 for each core, and each keeps memory that the compiler freed.
-HEAPS = 4
+CACHE_BYTES = 10 * 2**30  # size limit of the compilation cache: about a hundred runs of large models
+# Number of malloc arenas of glibc for all threads. The default is 8 per core, and each retains memory that the compiler
+# has freed.
+MALLOC_ARENAS = 4
 
 
-def keep_compilations() -> str:
-    """Turns on JAX's persistent compilation cache in the user's cache folder, whose size is bounded.
+def enable_compilation_cache() -> str:
+    """Enables JAX's persistent compilation cache in the user's cache folder, and limits its size.
 
-    Returns the folder, "off", or that nothing can be kept there.
-
-    JAX_COMPILATION_CACHE_DIR sets another folder. If it is set but empty, the cache is off.
-    Call this before JAX starts threads, because it also limits the number of malloc heaps.
+    The environment variable JAX_COMPILATION_CACHE_DIR sets another folder; "" disables the cache. Call this before JAX
+    starts threads, because it also limits the number of malloc arenas.
+    Returns text for the banner: the folder, "off", or why the folder cannot be written.
     """
-    # mallopt, because glibc reads MALLOC_ARENA_MAX only at the start of a process.
+    # mallopt is called because glibc reads MALLOC_ARENA_MAX only at the start of a process.
     if platform.libc_ver()[0] == "glibc" and "MALLOC_ARENA_MAX" not in os.environ:
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, HEAPS)
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, MALLOC_ARENAS)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        # JAX's own limit (jax_compilation_cache_max_size) stops to store anything in a folder that began without a
-        # limit, and in one where a process was killed between the two files of an entry.
-        user_cache.forget(user_cache.home() / "xla", math.inf, PROGRAMS)
+        # JAX's own limit (jax_compilation_cache_max_size) is not used. With it JAX stores nothing in a folder that was
+        # created without a limit, or in which a process was killed between the two files of an entry.
+        user_cache.remove_least_recent(user_cache.home() / "xla", math.inf, CACHE_BYTES)
         jax.config.update("jax_compilation_cache_dir", str(user_cache.home() / "xla"))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    where = jax.config.values["jax_compilation_cache_dir"]
-    if not where:
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    if not folder:
         return "off"
-    shown = where.replace(str(Path.home()), "~")
-    # JAX itself writes to a bucket.
-    refused = "" if "://" in where else user_cache.refused(Path(where))
-    if refused:
-        return f"not kept: {shown} cannot be written ({refused}); set JAX_COMPILATION_CACHE_DIR to a folder that can"
-    return shown
+    shown_folder = folder.replace(str(Path.home()), "~")
+    # A folder in a bucket is not tested, because JAX itself writes there.
+    write_error = "" if "://" in folder else user_cache.write_error(Path(folder))
+    if write_error:
+        return (
+            f"not kept: {shown_folder} cannot be written ({write_error}); set JAX_COMPILATION_CACHE_DIR to a writable "
+            "folder"
+        )
+    return shown_folder
 
 
 def compute_deterministically() -> None:
-    """Makes XLA use only bit-for-bit reproducible operations on a GPU.
+    """Makes XLA use only operations whose results on a GPU are reproducible bit for bit.
 
-    Raises: UserError, if JAX has already initialized its devices, because XLA reads its flags right before that.
+    Raises: UserError, if JAX has initialized its devices already, because XLA reads its flags only before that.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     if DETERMINISTIC in flags:
         return
-    if xla_bridge.backends_are_initialized():
+    if backends_are_initialized():
         raise UserError(
-            "config.deterministic = True comes too late, JAX has found its devices: run the command in a process of "
-            f"its own, or set XLA_FLAGS={DETERMINISTIC} before JAX is used"
+            "config.deterministic = True comes too late, because JAX has initialized its devices already: start the "
+            f"run in a new process, or set XLA_FLAGS={DETERMINISTIC} before JAX is used"
         )
     os.environ["XLA_FLAGS"] = " ".join([*flags, DETERMINISTIC])
 
 
-def compiling(name: str) -> AbstractContextManager[Any]:
-    """Shows that a program is traced and compiled, unless steps go on meanwhile."""
-    # A line about work in the background would look as if the run stood still.
-    behind = threading.current_thread().name.startswith(COMPILER)
-    return nullcontext() if behind else progress.task(f"compiling {name}")
+def show_compilation(name: str) -> AbstractContextManager[Any]:
+    """Shows on the console that a program is being compiled, unless the background thread compiles it."""
+    # A line about background work would look as if the run were waiting for it.
+    is_in_background = threading.current_thread().name.startswith(COMPILER)
+    return nullcontext() if is_in_background else progress.task(f"compiling {name}")
 
 
 def needed_memory(compiled: jax.stages.Compiled) -> int:
-    """Returns the bytes of a device for arguments, temporaries and results of a program; 0: its platform does not say.
+    """Returns the bytes per device for a program's arguments, temporaries and results; 0 if the platform is silent.
 
-    A donated argument and the result that takes its place count once.
+    A donated argument and the result that reuses its memory count once.
     """
-    used: Any = compiled.memory_analysis()
-    if used is None:
+    analysis: Any = compiled.memory_analysis()
+    if analysis is None:
         return 0
-    return used.argument_size_in_bytes + used.temp_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.temp_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+    )
 
 
-def compile_checked(lowered: jax.stages.Lowered, what: str, remedy: str, memory: int = 0) -> jax.stages.Compiled:
-    """Compiles a program, and checks that the memory of a device holds it. JAX keeps the program for its next call.
+def compile_checked(lowered: jax.stages.Lowered, name: str, remedy: str, memory: int = 0) -> jax.stages.Compiled:
+    """Compiles a program, which JAX reuses for its next call, and checks that it fits the memory of a device.
 
-    what: the program's name; remedy: what to change in the config to make it smaller.
-    memory: bytes of a device that is not here; 0: it is that of this process.
-    Raises: UserError, if the memory is too small.
+    name: name of the program in an error. remedy: config change that makes the program smaller. memory: bytes of the
+    device; 0 = memory of this process's device. Raises: UserError, if the memory is too small.
     """
     try:
         compiled = lowered.compile()
@@ -113,63 +118,68 @@ def compile_checked(lowered: jax.stages.Lowered, what: str, remedy: str, memory:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         reason = str(error).splitlines()[0][:200]
-        raise UserError(f"{what} does not fit the device's memory ({reason}): {remedy}") from error
-    need, limit = needed_memory(compiled), memory or device_memory(jax.local_devices()[0])
-    if limit and need > limit:
+        raise UserError(f"{name} does not fit the device's memory ({reason}): {remedy}") from error
+    needed, limit = needed_memory(compiled), memory or device_memory(jax.local_devices()[0])
+    if limit and needed > limit:
         raise UserError(
-            f"{what} needs {need / 2**30:.1f} GiB on each device, which has {limit / 2**30:.1f} GiB: {remedy}"
+            f"{name} needs {needed / 2**30:.1f} GiB on each device, but a device has {limit / 2**30:.1f} GiB: {remedy}"
         )
     return compiled
 
 
 class Program(NamedTuple):
-    """A program of a run, which shapes are enough to compile."""
+    """A program of a run, which can be traced and compiled from shapes alone. Runs and `jaxrl plan` compile it."""
 
-    phase: str  # of a step: push | prompts | decoding | scoring | update
+    phase: str  # phase of a step: push | prompts | decoding | scoring | update
     name: str
     trace: Callable[[], jax.stages.Traced]
-    remedy: str  # what to change in the config if it does not fit the memory
-    states: PyTree  # the states of models among its arguments, as shapes with shardings
-    beside: PyTree = ()  # what else is in memory then, without the states of models
-    times: int = 1  # that it runs in its phase
+    remedy: str  # config change that makes the program smaller, if it does not fit the memory
+    states: PyTree  # states of models among its arguments, as shapes with shardings
+    other_memory: PyTree = ()  # shapes of other arrays that are in memory at the same time, except states of models
+    repetitions: int = 1  # how often it runs in its phase
 
     def compile(self, memory: int = 0) -> jax.stages.Compiled:
-        """Compiles it. memory: as in `compile_checked`. Raises: UserError, if the memory is too small."""
-        with compiling(self.name):
+        """Compiles the program.
+
+        memory: bytes of the device, 0 = this process's device. Raises: UserError, if too big.
+        """
+        with show_compilation(self.name):
             return compile_checked(self.trace().lower(), self.name, self.remedy, memory)
 
 
 class Compilations:
-    """Counts the programs that are compiled or read from the cache after its creation."""
+    """Counts the programs that are compiled, or read from the compilation cache, while this object exists."""
 
     def __init__(self) -> None:
-        self.programs: Counter[str] = Counter()  # by name of the jitted function
-        self.seconds = 0.0  # of the threads that run steps
-        self.in_background = 0.0  # seconds of the thread that compiles ahead (`shapes.ShapeCache`)
-        self.from_cache = 0
-        jax.monitoring.register_event_duration_secs_listener(self._lasted)
-        jax.monitoring.register_event_listener(self._happened)
+        self.programs: Counter[str] = Counter()  # number of programs by name of the jitted function
+        self.seconds = 0.0  # compile time of the threads that run steps
+        self.background_seconds = 0.0  # compile time of the thread that compiles ahead (`shapes.ShapeCache`)
+        self.from_cache = 0  # number of programs that were read from the cache
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.register_event_listener(self._on_event)
 
     def close(self) -> None:
-        """Stops counting: the listeners of JAX outlive a run in a notebook."""
-        jax.monitoring.unregister_event_duration_listener(self._lasted)
-        jax.monitoring.unregister_event_listener(self._happened)
+        """Stops counting, because JAX's listeners would outlive a run in a notebook."""
+        jax.monitoring.unregister_event_duration_listener(self._on_duration)
+        jax.monitoring.unregister_event_listener(self._on_event)
 
-    def _lasted(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        # JAX sends it for a program from the persistent cache too; `_happened` counts how many these are.
+    def _on_duration(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        # JAX sends this event also for programs from the persistent cache, which `_on_event` counts separately.
         if event == "/jax/core/compile/backend_compile_duration":
-            # A start compiles for many minutes without a step: each program is a sign of life.
-            WATCHDOG.moved()
+            # Each compiled program is progress, because the start of a run compiles for many minutes without a step.
+            WATCHDOG.report_progress()
             self.programs[str(kwargs.get("fun_name", ""))] += 1
             if threading.current_thread().name.startswith(COMPILER):
-                self.in_background += duration_secs
+                self.background_seconds += duration_secs
             else:
                 self.seconds += duration_secs
 
-    def _happened(self, event: str, **kwargs: str | int) -> None:
+    def _on_event(self, event: str, **kwargs: str | int) -> None:
         self.from_cache += event == "/jax/compilation_cache/cache_hits"
 
     def __str__(self) -> str:
-        behind = f" and {self.in_background:.0f} s in the background" if self.in_background else ""
+        background = f" and {self.background_seconds:.0f} s in the background" if self.background_seconds else ""
         total, cached = self.programs.total(), self.from_cache
-        return f"{total} programs: {cached} from the cache, {total - cached} compiled in {self.seconds:.0f} s{behind}"
+        return (
+            f"{total} programs: {cached} from the cache, {total - cached} compiled in {self.seconds:.0f} s{background}"
+        )

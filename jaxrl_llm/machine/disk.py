@@ -1,4 +1,4 @@
-"""The disk of a workdir: the free space, and a one-line error for a failed write."""
+"""Disk writes that a crash cannot leave half done, one-line errors for failed writes, and the free disk space."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxrl_llm.errors import UserError
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turns an OSError of the block, which writes below `folder`, into a UserError."""
+    """Turns an OSError of the block into a UserError. folder: folder that the block writes to."""
     try:
         yield
     except OSError as error:
@@ -22,25 +22,25 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yields a new folder, which replaces `folder` after the block: `folder` is never half-written.
+    """Yields a new folder that replaces `folder` after the block, so that `folder` is never half-written.
 
     Raises: UserError, if a write fails.
     """
-    unfinished, old = (folder.with_name(folder.name + suffix) for suffix in (".partial", ".old"))
+    unfinished, old_folder = (folder.with_name(folder.name + suffix) for suffix in (".partial", ".old"))
     with writing(folder):
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         yield unfinished
         # A folder cannot be replaced in one step, so the old one moves aside and is deleted last.
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(old_folder, ignore_errors=True)
         if folder.exists():
-            folder.rename(old)
+            folder.rename(old_folder)
         unfinished.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(old_folder, ignore_errors=True)
 
 
 def replace(file: Path, text: str) -> None:
-    """Writes a file that is whole or not there after a crash of the host too, and replaces what was there."""
+    """Replaces a file by a text. After a crash of the host the file is the old or the new one, never a part."""
     partial = file.with_name(file.name + ".partial")
     with partial.open("w", encoding="utf-8") as out:
         out.write(text)
@@ -51,14 +51,15 @@ def replace(file: Path, text: str) -> None:
 
 
 def cannot_write(folder: Path, reason: str) -> str:
-    """Error line for a folder in which a write failed.
+    """Returns the error message for a folder in which a write has failed.
 
-    Without the free space, because two failed writes of one full disk must give one line."""
-    return f"{folder} cannot be written ({reason}): make room, and the same command resumes from the last checkpoint"
+    The message omits the free space, so that two failed writes on one full disk give equal messages.
+    """
+    return f"{folder} cannot be written ({reason}): free disk space; the same command resumes from the last checkpoint"
 
 
 def free(folder: Path) -> int:
-    """Free bytes on the disk of a folder. The folder need not exist yet."""
+    """Returns the free bytes on the disk of a folder, which need not exist yet."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(existing).free
 

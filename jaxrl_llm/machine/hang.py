@@ -1,4 +1,4 @@
-"""Ends a run that hangs, so that it can be started again: another host, a disk or a collective may never answer."""
+"""Ends a run that hangs, for example because a host, a disk or a collective never answers, so it can be restarted."""
 
 from __future__ import annotations
 
@@ -15,86 +15,89 @@ from typing import NoReturn
 from jaxrl_llm.errors import PeerLost
 
 CODE = PeerLost.exit_code
-LAST, TIMES = 20, 10  # steps that the median is of, and how many medians a run may stand still
-TICK = 1.0  # seconds
-LEAVING = 30.0  # seconds in which the output and the other processes may take the last words
+MEDIAN_STEPS = 20  # number of last steps whose median duration counts
+MEDIAN_FACTOR = 10  # medians without progress after which a run counts as hanging
+TICK = 1.0  # seconds between two checks
+EXIT_SECONDS = 30.0  # time in which the last line must reach the output and the other processes
 
 
 class Watchdog:
-    """Watches whether a run moves: a step, or work of it that calls `moved` again and again.
+    """Detects that a run makes no progress.
 
-    Every piece of work of a run that may take minutes calls it: each phase of a step, each compiled program, each part
-    of a rollout, an evaluation, a self-test, a save. Any thread may call it.
+    All work that may take minutes calls `report_progress`: each phase of a step, each compiled program, each part of a
+    rollout, an evaluation, a self-test, a save. Any thread may call it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock, self._moved = clock, Event()
-        self._steps: deque[float] = deque(maxlen=LAST)  # seconds from each step to the next
-        self._stepped: float | None = None  # time of the last step
-        self._still = 0.0  # seconds
-        self._over = Event()
+        self._clock, self._has_progress = clock, Event()
+        self._steps: deque[float] = deque(
+            maxlen=MEDIAN_STEPS
+        )  # seconds from the end of each step to the end of the next
+        self._last_step_time: float | None = None
+        self._idle_seconds = 0.0  # time since the last progress
+        self._is_closed = Event()
 
-    def moved(self) -> None:
-        """Marks that work goes on."""
-        self._moved.set()
+    def report_progress(self) -> None:
+        """Marks that the run makes progress."""
+        self._has_progress.set()
 
-    def stepped(self) -> None:
+    def report_step(self) -> None:
         """Marks the end of a step."""
-        now = self._clock()
-        if self._stepped is not None:
-            # A time is measured between two ends of steps, so that the first step, which compiles, is not counted.
-            self._steps.append(now - self._stepped)
-        self._stepped = now
-        self.moved()
+        step_time = self._clock()
+        if self._last_step_time is not None:
+            # The time between two ends of steps is measured, so that the first step, which compiles, does not count.
+            self._steps.append(step_time - self._last_step_time)
+        self._last_step_time = step_time
+        self.report_progress()
 
     def tick(self, minutes: float, seconds: float = TICK) -> str:
-        """Counts more seconds, and returns what to say of a run that stands still too long; "" for one that moves.
+        """Adds `seconds` to the idle time. Returns an error message if the run hangs, else "".
 
-        minutes: the shortest time; ten medians of the last steps may be longer. It counts its own ticks and not the
-        clock: a process that was stopped for hours, or sat in a virtual machine that was, has not hung.
+        minutes: minimum idle time of a hanging run. MEDIAN_FACTOR medians of the last steps must have passed too. Ticks
+        are counted instead of reading a clock, because a process that was suspended for hours has not hung.
         """
-        self._still += seconds
-        if self._moved.is_set():
-            self._moved.clear()
-            self._still = 0.0
+        self._idle_seconds += seconds
+        if self._has_progress.is_set():
+            self._has_progress.clear()
+            self._idle_seconds = 0.0
         median = statistics.median(self._steps) if self._steps else 0.0
-        if self._still < max(60 * minutes, TIMES * median):
+        if self._idle_seconds < max(60 * minutes, MEDIAN_FACTOR * median):
             return ""
         return (
-            f"nothing has moved for {self._still / 60:.3g} minutes, and a step takes {median / 60:.2g}: the stacks "
-            f"above show where this process waits; exit code {CODE}: the same command goes on from the last checkpoint "
-            "(config.health.hang_minutes sets the time)"
+            f"the run has made no progress for {self._idle_seconds / 60:.3g} minutes, while a step takes "
+            f"{median / 60:.2g}: the stacks above show where this process waits; the run ends with exit code {CODE}, "
+            "and the same command resumes from the last checkpoint (config.health.hang_minutes sets the limit)"
         )
 
     def start(self, minutes: float, end: Callable[[int, str], NoReturn]) -> None:
-        """Starts a thread that watches. end(code, line) ends the process.
+        """Starts the thread that watches. end(code, line) prints the line and ends the process.
 
-        minutes: least time without progress after which a run counts as hanging, 0 = no watch.
+        minutes: minimum time without progress after which a run counts as hanging; 0 = no watching.
         """
-        # A new event: the thread of an earlier run in this process may still sleep, and has its own.
-        self._still, self._over = 0.0, Event()
+        # A new event is made, because the thread of an earlier run in this process may still wait for its own event.
+        self._idle_seconds, self._is_closed = 0.0, Event()
         self._steps.clear()
-        self._stepped = None
+        self._last_step_time = None
         if minutes:
-            Thread(target=self._watch, args=(minutes, end, self._over), name="watchdog", daemon=True).start()
+            Thread(target=self._watch, args=(minutes, end, self._is_closed), name="watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Stops to watch."""
-        self._over.set()
+        """Stops watching."""
+        self._is_closed.set()
 
-    def _watch(self, minutes: float, end: Callable[[int, str], NoReturn], over: Event) -> None:
-        while not over.wait(TICK):
+    def _watch(self, minutes: float, end: Callable[[int, str], NoReturn], is_closed: Event) -> None:
+        while not is_closed.wait(TICK):
             if line := self.tick(minutes):
-                tell_stacks()
+                print_stacks()
                 end(CODE, line)
 
 
-def tell_stacks() -> None:
-    """Prints the stacks of all threads to stderr, and makes sure that the process ends soon, whatever hangs."""
-    # First of all: the output, or the store of the processes, may be what hangs.
-    late = Timer(LEAVING, os._exit, [CODE])
-    late.daemon = True
-    late.start()
+def print_stacks() -> None:
+    """Prints the stacks of all threads to stderr, and makes sure that the process exits after EXIT_SECONDS."""
+    # The timer starts first, because the output itself may hang.
+    exit_timer = Timer(EXIT_SECONDS, os._exit, [CODE])
+    exit_timer.daemon = True
+    exit_timer.start()
     sys.stdout.flush()
     faulthandler.dump_traceback(sys.stderr)
 

@@ -12,7 +12,7 @@ from jaxrl_llm.structs import PyTree
 
 
 def device_memory(device: Any) -> int:
-    """Returns the bytes of a device that JAX may use; 0: its platform does not say, as that of a CPU."""
+    """Returns the bytes of a device that JAX may use; 0 if the platform does not report them, such as a CPU."""
     return (device.memory_stats() or {}).get("bytes_limit", 0)
 
 

@@ -19,8 +19,8 @@ def home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_llm"
 
 
-def refused(folder: Path) -> str:
-    """Makes a folder, and returns why no file can be written there; "": one can."""
+def write_error(folder: Path) -> str:
+    """Creates a folder, and returns the error that prevents writing a file there, or "" if writing works."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -35,7 +35,7 @@ def load_ids(key: str, count: int) -> list[np.ndarray] | None:
     try:
         with np.load(file) as stored:
             ids, lengths = stored["ids"], stored["lengths"]
-        os.utime(file)  # marks it as used for `forget`
+        os.utime(file)  # marks the file as used for `remove_least_recent`
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
     return np.split(ids, np.cumsum(lengths))[:-1] if len(lengths) == count and lengths.sum() == len(ids) else None
@@ -46,7 +46,7 @@ def save_ids(key: str, ids: Sequence[np.ndarray]) -> None:
     folder = home() / "tokens"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        # A name that nobody else has: two runs may save the same key at once.
+        # The temporary name is unique, because two runs may save the same key at the same time.
         handle, partial = tempfile.mkstemp(dir=folder, suffix=".partial")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -54,20 +54,23 @@ def save_ids(key: str, ids: Sequence[np.ndarray]) -> None:
             os.replace(partial, folder / f"{key}.npz")
         finally:
             Path(partial).unlink(missing_ok=True)
-        forget(folder, FILES, BYTES)
+        remove_least_recent(folder, FILES, BYTES)
 
 
-def forget(folder: Path, files: float, size: int) -> None:
-    """Removes the least recently used files beyond the limits. Another run may remove files at the same time."""
-    by_use, room = [], size
-    with suppress(OSError):  # no folder yet
+def remove_least_recent(folder: Path, files: float, size: int) -> None:
+    """Removes the least recently used files of a folder beyond the limits of number and total bytes.
+
+    Another run may remove files at the same time.
+    """
+    files_by_use, free_bytes = [], size
+    with suppress(OSError):  # the folder may not exist yet
         for file in folder.iterdir():
             with suppress(OSError):
-                about = file.stat()
-                # Linux keeps the time of the last read to a day. Where it keeps none, that of the writing counts.
-                by_use.append((max(about.st_mtime, about.st_atime), about.st_size, file))
-    for i, (_, length, file) in enumerate(sorted(by_use, reverse=True)):
-        room -= length
-        if i >= files or room < 0:
+                file_stat = file.stat()
+                # Linux updates the access time about once a day. Without access times the modification time counts.
+                files_by_use.append((max(file_stat.st_mtime, file_stat.st_atime), file_stat.st_size, file))
+    for i, (_, length, file) in enumerate(sorted(files_by_use, reverse=True)):
+        free_bytes -= length
+        if i >= files or free_bytes < 0:
             with suppress(OSError):
                 file.unlink(missing_ok=True)

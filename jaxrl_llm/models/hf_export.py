@@ -119,9 +119,9 @@ def tensors(params: PyTree, table: TensorNames, dtype: Any) -> Iterator[tuple[st
         form, remaining_names = table[name], iter(names.tensor_names(table[name], leaf.shape))
         # A slice on the device is a program for each shape, so the host slices what is small.
         on_host = not adapters.is_kernel(leaf) and leaf.nbytes <= AT_ONCE
-        values: Any = sharding.whole_to_host(leaf) if on_host else leaf
+        values: Any = sharding.gather_to_host(leaf) if on_host else leaf
         for i in range(leaf.shape[0] if names.stacked(form) else 1):
-            fetched = sharding.whole_to_host(_layer(values, i) if names.stacked(form) else values)
+            fetched = sharding.gather_to_host(_layer(values, i) if names.stacked(form) else values)
             # The experts of a layer come together.
             for part in fetched if names.stacked(form) > 1 else (fetched,):
                 part = part.astype(dtype, copy=False)

@@ -50,7 +50,7 @@ def save(folder: Path, params: PyTree, adapters: Adapters, base: str) -> None:
     Raises: UserError, if the disk write fails.
     """
     # All processes take part: a sharded array is gathered by all of them, and only the first one writes.
-    on_host = jax.tree.map(sharding.whole_to_host, params)
+    on_host = jax.tree.map(sharding.gather_to_host, params)
     if distributed.first():
         with disk.replacing(folder) as unfinished:
             (unfinished / SETTINGS).write_text(json.dumps(settings(adapters, base), indent=2) + "\n")

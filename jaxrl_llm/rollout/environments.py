@@ -23,7 +23,7 @@ from jaxrl_llm import tasks
 from jaxrl_llm.config.records import Call, KeywordArguments
 from jaxrl_llm.config.schema import AtLeastOne, MayChange, NotNegative
 from jaxrl_llm.data import encoding, formats
-from jaxrl_llm.errors import UserError, briefly, describe
+from jaxrl_llm.errors import UserError, describe, summarize_error
 from jaxrl_llm.rollout.time_limit import TimeLimit
 from jaxrl_llm.rollout.tool_messages import ToolMessages
 from jaxrl_llm.tasks.protocol import Environment, Reply, checked
@@ -312,7 +312,7 @@ class EnvironmentBatch:
                 return checked(episode.environment.step(text))
             except (Exception, SystemExit) as error:
                 _warn(error)
-                reason = briefly(error)
+                reason = summarize_error(error)
                 # An environment with tools answers by chat messages, and any other environment by text.
                 observation = (f"error: {reason}",) if self._pool.schemas else FAILURE_OBSERVATION.format(reason)
                 return Reply(observation, metrics={"errors": 1.0})

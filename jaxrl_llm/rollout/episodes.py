@@ -100,7 +100,7 @@ class Episodes:
 
     def append(self, i: int, tokens: Sequence[int] | np.ndarray, logprobs: Sequence[float] | np.ndarray) -> None:
         """Appends sampled tokens and their log-probabilities to completion i."""
-        WATCHDOG.moved()
+        WATCHDOG.report_progress()
         places = slice(self.lengths[i], self.lengths[i] + len(tokens))
         self.tokens[i, places], self.logprobs[i, places], self.sampled[i, places] = tokens, logprobs, True
         self.lengths[i] += len(tokens)
@@ -139,7 +139,7 @@ class Episodes:
         """
         continuing = []
         for answer in [x for x in self.pending_answers if (x.done() if due_answers is None else x in due_answers)]:
-            WATCHDOG.moved()
+            WATCHDOG.report_progress()
             i, observation = self.pending_answers.pop(answer), answer.result()
             if observation is None:
                 self.states[i] = ENDED

@@ -22,7 +22,7 @@ import numpy as np
 from jaxrl_llm import tasks
 from jaxrl_llm.config.names import USER_FUNCTIONS, resolve, split_call
 from jaxrl_llm.data.image_columns import printable_value
-from jaxrl_llm.errors import UserError, briefly, describe
+from jaxrl_llm.errors import UserError, describe, summarize_error
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.machine.process import Process
 from jaxrl_llm.structs import Rewards
@@ -143,7 +143,7 @@ class RewardFn:
             end = time.monotonic() + self._timeout
             for name, process in self._processes.items():
                 try:
-                    process.ask(_call_in_time, self._timeout, name, self._functions[name], rows, *completions)
+                    process.send_call(_call_in_time, self._timeout, name, self._functions[name], rows, *completions)
                 except (TypeError, AttributeError, pickle.PicklingError) as error:
                     raise self._not_picklable(name, rows, error) from error
             return {name: self._wait_for_answer(name, end, len(rows)) for name in self._processes}
@@ -154,8 +154,8 @@ class RewardFn:
 
     def _wait_for_answer(self, name: str, end: float, count: int) -> Any:
         try:
-            answer = self._processes[name].answer(end - time.monotonic())
-            WATCHDOG.moved()
+            answer = self._processes[name].receive_result(end - time.monotonic())
+            WATCHDOG.report_progress()
             return answer
         except ChildProcessError as error:
             raise UserError(
@@ -209,7 +209,7 @@ def _pickled_function(name: str) -> bytes:
         return pickled.getvalue()
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         raise UserError(
-            f"reward function {name} cannot be pickled for its process ({briefly(error)}); move it into a file "
+            f"reward function {name} cannot be pickled for its process ({summarize_error(error)}); move it into a file "
             "and name it 'file.f', or set reward.timeout = 0"
         ) from error
 

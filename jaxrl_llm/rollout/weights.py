@@ -73,14 +73,14 @@ class WeightCopier:
             name="a layer for the sampler",
             trace=partial(self._copy_layer.trace, layers, np.int32(0)),
             states=layers,
-            beside=earlier_layers[1:],
-            times=len(copy["layers"]),
+            other_memory=earlier_layers[1:],
+            repetitions=len(copy["layers"]),
         )
         yield program(
             name="embedding and head for the sampler",
             trace=partial(self._copy_outer.trace, outer),
             states=outer,
-            beside=earlier_layers,
+            other_memory=earlier_layers,
         )
 
     def _move(self, tree: PyTree, shardings: PyTree) -> PyTree:
@@ -96,7 +96,7 @@ def _shardings(model: Decoder, mesh: Mesh, *, in_int8: bool) -> tuple[PyTree, Py
     shapes = model.shapes
     if in_int8:
         shapes = shapes | {"layers": _map_kernels(shapes["layers"], partial(jax.eval_shape, adapters.int8))}
-    stacked = sharding.shardings(shapes, mesh, leave_out="fsdp")
+    stacked = sharding.shardings(shapes, mesh, replicated_axis="fsdp")
     outer = {name: place for name, place in stacked.items() if name != "layers"}
     layer = jax.tree.map(lambda place: NamedSharding(mesh, P(*place.spec[1:])), stacked["layers"])
     if model.cfg.transposed:

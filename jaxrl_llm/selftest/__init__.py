@@ -1,1 +1,1 @@
-"""What must hold before the first step: engine, learner and rewards are compared on the run's own prompts."""
+"""The self-test of a new run, which compares engine, learner and rewards on the run's own prompts."""

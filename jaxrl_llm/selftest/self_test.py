@@ -1,7 +1,7 @@
-"""The self-test: checks of step 0 on the run's own model, engine, data and reward functions.
+"""The self-test: checks at step 0 on the run's own model, engine, data and reward functions.
 
-A check gets a `Trial` and returns a `CheckReport`. To add one, write a function and add a line to CHECKS.
-docs/health.md lists the checks, their bounds, and what they cost.
+A check takes a `Trial` and returns a `CheckReport`. To add a check, write a function and add a line to CHECKS.
+docs/health.md lists the checks, their bounds and their costs.
 """
 
 from __future__ import annotations
@@ -27,54 +27,64 @@ from jaxrl_llm.health.rules.environment import tool_down
 from jaxrl_llm.learner.scorers import States
 from jaxrl_llm.machine import progress, sharding
 from jaxrl_llm.rollout.routing import routing_agreement
-from jaxrl_llm.selftest.trial import AGAIN, KEY, TOKENS, Dialog, SelfTestParts, Trial, prepare, trial_batch
+from jaxrl_llm.selftest.trial import (
+    COMPARED_TOKENS,
+    MAX_TOKENS,
+    TRIAL_KEY,
+    Dialog,
+    SelfTestParts,
+    Trial,
+    make_trial,
+    trial_batch,
+)
 from jaxrl_llm.structs import Array, Batch, Rollouts
 from jaxrl_llm.tasks import PREFILL
 
-# Bounds of the KL between equal weights in two programs: half the square of a difference of log-probabilities, which is
-# 1e-6 for float32.
+# Bounds of the KL between equal weights in two programs. It is half the squared difference of log-probabilities, which
+# is 1e-6 in float32.
 KL, KL_ROUNDED = 1e-9, 1e-3
 # Bounds of differences of log-probabilities. float32 bounds the largest difference, which is 3e-6 for the embedded
 # model on a CPU. Other dtypes bound the mean, because rare tokens differ by much more: it is 1.8e-3 in bfloat16 over
 # 1,000 tokens (docs/LOG.md). `engine.max_gap` bounds the largest difference of another engine, and so its mean too.
 GAP, MEAN_GAP = 1e-4, 1e-2
-RATIO, RATIO_ROUNDED = 1e-4, 1e-2  # distance of the mean ratio from 1: exp of the above
-CLIPPED, CLIPPED_ROUNDED = 0.0, 0.01  # share of tokens; rounding may clip a few: the bound of the rule phantom_clipping
-CENTERED = 1e-4  # mean of a group's advantages, whose size is about 1: G sums in float32
-# |difference of gradients| / |gradient|. In float32 another order of sums changes 1e-6; bfloat16 has 8 bits.
+RATIO, RATIO_ROUNDED = 1e-4, 1e-2  # bounds of the distance of the mean importance ratio from 1
+# Bounds of the share of clipped tokens. Rounding may clip a few tokens; 0.01 is the bound of the rule phantom_clipping.
+CLIPPED, CLIPPED_ROUNDED = 0.0, 0.01
+CENTERED = 1e-4  # bound of the mean of a group's advantages, which are about 1 and are summed in float32
+# Bounds of |difference of gradients| / |gradient|. In float32 another order of summation changes it by 1e-6.
 GRADIENT, GRADIENT_ROUNDED = 1e-4, 5e-2
-CHANCE = 1e-4  # probability below which equal samples are no accident
-# Factor of all weights in a trial push, and the size of those that are 0, such as a matrix B of new adapters. It
-# changes log-probabilities by far more than rounding.
-MOVED, FROM_ZERO = 1.05, 0.02
-ROWS = 2  # of the data, whose answers the reward functions judge
-MEANT = 16  # completions, of which one should have stopped
+MIN_CHANCE = 1e-4  # probability below which equal samples cannot be chance
+# A trial push multiplies all weights by WEIGHT_FACTOR and replaces weights that are all 0, such as a matrix B of new
+# adapters, by numbers of size ZERO_REPLACEMENT. This changes log-probabilities by far more than rounding.
+WEIGHT_FACTOR, ZERO_REPLACEMENT = 1.05, 0.02
+JUDGED_ROWS = 2  # rows of the data whose answers the reward functions judge
+MIN_COMPLETIONS = 16  # number of completions of which at least one should have stopped
 
 GROUP_CENTERED = ("grpo", "rloo", "gdpo", "pass_at_k")  # estimators whose advantages have mean 0 in each group
-ANSWERS = ("answer", "solution", "ground_truth", "completion")  # columns that may hold a good answer
-THOUGHT = "<think>\n</think>\n"
-FORMS = (
+ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "completion")  # columns that may hold a good answer
+EMPTY_THOUGHT = "<think>\n</think>\n"
+ANSWER_FORMS = (
     "{}",
     "\\boxed{{{}}}",
     "#### {}",
     "<answer>{}</answer>",
-    THOUGHT + "<answer>\n{}\n</answer>",
-    THOUGHT + "\\boxed{{{}}}",
+    EMPTY_THOUGHT + "<answer>\n{}\n</answer>",
+    EMPTY_THOUGHT + "\\boxed{{{}}}",
     "<answer>\\boxed{{{}}}</answer>",
 )
 
 
 class CheckReport(NamedTuple):
-    """The findings of a check, and the numbers that it measured."""
+    """The result of a check: its findings, and the numbers that it measured."""
 
-    text: str  # the numbers, or why it measured none
+    text: str  # the measured numbers, or why nothing was measured
     findings: tuple[Finding, ...] = ()
     applicable: bool = True
-    id: str = ""  # of the check; "": it is none, and says what all checks look at
+    id: str = ""  # id of the check, such as "S1"; "" for the report on the samples that all checks use
     seconds: float = 0.0
 
     def line(self) -> str:
-        """Returns it as a line of a table."""
+        """Returns the report as a line of a table."""
         verdict = "found" if self.findings else "passed" if self.applicable else "not applicable"
         return f"{self.id:<4} {verdict:<15} {self.text}  ({self.seconds:.1f} s)"
 
@@ -85,75 +95,81 @@ class CheckReport(NamedTuple):
 
 
 def alarm(
-    check: str, id: str, evidence: str, cause: str, fix: str, *, failures: str = "", severity: str = "error"
+    all_reports: str, id: str, evidence: str, cause: str, fix: str, *, failures: str = "", severity: str = "error"
 ) -> Finding:
-    """Returns the finding of a check. failures: rows of the page of failures."""
-    source = f"docs/health.md {check}" + (f", docs/failures.md {failures}" if failures else "")
+    """Returns the finding of a check.
+
+    check: id of the check. id: id of the finding. failures: ids of rows in docs/failures.md.
+    """
+    source = f"docs/health.md {all_reports}" + (f", docs/failures.md {failures}" if failures else "")
     return Finding(severity, evidence, cause, fix, source, id)
 
 
 Check: TypeAlias = Callable[[Trial], CheckReport]
 skipped = partial(CheckReport, findings=(), applicable=False)
-MORE = "doctor --selftest does this: it needs programs that the run has not"
+NEEDS_FULL = "only `jaxrl doctor --selftest` runs this check, because it compiles further programs"
 
 
-def check(parts: SelfTestParts, states: States, *, full: bool) -> Iterator[CheckReport]:
-    """Runs all checks on a new run; states: its first ones; full: also those with programs of their own."""
-    began = time.perf_counter()
-    trial = prepare(parts, states, full=full)
+def all_reports(parts: SelfTestParts, states: States, *, full: bool) -> Iterator[CheckReport]:
+    """Runs all checks on a new run, and yields a report on the samples and one report per check.
+
+    states: states at step 0. full: True to run also the checks that compile programs which the run does not need.
+    """
+    start_time = time.perf_counter()
+    trial = make_trial(parts, states, full=full)
     _, group, _ = trial.rollouts.completions.shape
     sampled = f"sampled {len(trial.rollouts.completions)} x {group} completions, and scored them"
-    yield CheckReport(sampled, seconds=time.perf_counter() - began)
+    yield CheckReport(sampled, seconds=time.perf_counter() - start_time)
     for id, function in CHECKS:
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         report = function(trial)
-        yield report._replace(id=id, seconds=time.perf_counter() - began)
+        yield report._replace(id=id, seconds=time.perf_counter() - start_time)
 
 
-def at_start(parts: SelfTestParts, states: States, say: Callable[[str], None]) -> list[Finding]:
-    """Runs the checks that need no other programs than the run, says how many passed, and returns what they find."""
-    began = time.perf_counter()
-    reports, following = [], [*(id for id, _ in CHECKS), ""]
-    with progress.task("self-test", len(following)) as shown:
-        shown.detail = "sampling"
-        for report, then in zip(check(parts, states, full=False), following, strict=True):
+def run_checks(parts: SelfTestParts, states: States, say: Callable[[str], None]) -> list[Finding]:
+    """Runs the checks that need only programs of the run, prints how many passed, and returns their findings."""
+    start_time = time.perf_counter()
+    reports, check_ids = [], [*(id for id, _ in CHECKS), ""]
+    with progress.task("self-test", len(check_ids)) as progress_bar:
+        progress_bar.detail = "sampling"
+        for report, next_id in zip(all_reports(parts, states, full=False), check_ids, strict=True):
             reports += [report] if report.id else []
-            shown.advance(detail=then)
+            progress_bar.advance(detail=next_id)
     applicable = sum(report.applicable for report in reports)
     alarming = sum(bool(report.findings) for report in reports)
     summary = f"{applicable - alarming} checks passed" + (f", {alarming} found something" if alarming else "")
-    say(f"self-test: {summary} in {time.perf_counter() - began:.1f} s")
+    say(f"self-test: {summary} in {time.perf_counter() - start_time:.1f} s")
     return [finding for report in reports for finding in report.findings]
 
 
 def reference_agrees(trial: Trial) -> CheckReport:
-    """S1: at step 0 the reference is the policy."""
+    """S1: at step 0 the reference model equals the policy."""
     if "ref_logprobs" not in trial.scores:
-        return skipped("the run has no reference")
-    # The reference's own program is not used, because it would make the same mistake twice.
+        return skipped("the run has no reference model")
+    # The policy is not scored by the reference's program, because a mistake in it would affect both.
     if trial.full:
         kl = float(trial.gradient("policy", 0)[1]["kl/ref"])
     elif "old_logprobs" in trial.scores:
         mask = trial.rollouts.loss_mask
-        gap = np.where(mask, _host(trial.scores["ref_logprobs"]) - _host(trial.scores["old_logprobs"]), 0.0)
+        gap = np.where(mask, _to_host(trial.scores["ref_logprobs"]) - _to_host(trial.scores["old_logprobs"]), 0.0)
         kl = float(np.sum(np.expm1(gap) - gap) / max(mask.sum(), 1))  # k3
     else:
-        return skipped(MORE)
+        return skipped(NEEDS_FULL)
     text = f"KL to the reference {kl:.1e}"
     bound = KL if trial.parts.recipe_summary.dtype == "float32" else KL_ROUNDED
-    # The bound is wider with top-k or top-p, because then the KL is the mean of d and not of d^2 / 2.
+    # The bound is wider with top-k or top-p, because then the KL is the mean of the difference d instead of d^2 / 2.
     if abs(kl) <= (np.sqrt(2 * bound) if trial.full and trial.parts.learning.sampling.truncates else bound):
         return CheckReport(text)
-    cause = "the reference has other weights than the policy, or scores in another way"
-    fix = "begin a new run, with files that nobody changes"
+    cause = "the reference model has other weights than the policy, or its program computes other numbers"
+    fix = "start a new run, and do not change the model's files meanwhile"
     return CheckReport(text, (alarm("S1", "reference_differs", f"{text} at step 0", cause, fix),))
 
 
 def ratio_is_one(trial: Trial) -> CheckReport:
-    """S2: the first update on a rollout has ratio 1, and clips nothing."""
+    """S2: the first update on a rollout has importance ratio 1, and clips nothing."""
     metrics = _first_metrics(trial)
     if metrics is None:
-        return skipped(MORE)
+        return skipped(NEEDS_FULL)
     if "ratio/mean" not in metrics:
         return skipped("the loss has no ratio")
     ratio, clipped = float(metrics["ratio/mean"]), float(metrics.get("clip/fraction", 0.0))
@@ -161,16 +177,16 @@ def ratio_is_one(trial: Trial) -> CheckReport:
     ratio_bound, clip_bound = (RATIO, CLIPPED) if trial.exact else (RATIO_ROUNDED, CLIPPED_ROUNDED)
     if abs(ratio - 1) <= ratio_bound and clipped <= clip_bound:
         return CheckReport(text)
-    cause = "old log-probabilities are not those of the policy that learns"
-    fix = "use an engine or a dtype that rounds as the trainer does, or look at your loss"
+    cause = "the old log-probabilities differ from those that the update computes"
+    fix = "use an engine or a dtype that rounds like the trainer, or check your loss"
     return CheckReport(text, (alarm("S2", "ratio_not_one", f"{text} in the first update", cause, fix),))
 
 
 def sampler_agrees(trial: Trial) -> CheckReport:
     """S3: sampler and trainer compute the same log-probabilities."""
     if trial.policy is None:
-        return skipped(MORE)
-    gaps = np.abs(_host(trial.policy) - trial.rollouts.logprobs)[trial.rollouts.loss_mask]
+        return skipped(NEEDS_FULL)
+    gaps = np.abs(_to_host(trial.policy) - trial.rollouts.logprobs)[trial.rollouts.loss_mask]
     text = f"log-probabilities of sampler and trainer differ by {gaps.max():.1e} at most, {gaps.mean():.1e} in the mean"
     if trial.full and trial.parts.model.cfg.mixture and trial.parts.recipe_summary.in_trainer:
         same = routing_agreement(trial.parts.model, trial.params, trial.batch, trial.parts.learning.mesh)
@@ -178,88 +194,98 @@ def sampler_agrees(trial: Trial) -> CheckReport:
     gap, bound = (gaps.max(), GAP) if trial.exact else (gaps.mean(), min(trial.engine.max_gap or MEAN_GAP, MEAN_GAP))
     if gap <= bound:
         return CheckReport(text)
-    cause = f"the engine does not compute what the trainer computes (bound {bound:g})"
-    fix = "compare weights, dtype and sampling settings of both"
+    cause = f"the engine and the trainer compute different log-probabilities (bound {bound:g})"
+    fix = "compare the weights, the dtype and the sampling settings of both"
     return CheckReport(text, (alarm("S3", "sampler_disagrees", text, cause, fix),))
 
 
 def groups_are_whole(trial: Trial) -> CheckReport:
-    """S4: each group has all its completions, and advantages relative to a group have mean 0 in it."""
+    """S4: each group has all its completions, and group-relative advantages have mean 0 in each group."""
     name = trial.parts.recipe_summary.credit.estimator.name
     expected, sampled = trial.rewards.total.shape, trial.rollouts.completions.shape[:2]
     findings = []
     if sampled != expected:
         evidence = f"{sampled[0]} groups of {sampled[1]} completions, not {expected[0]} of {expected[1]}"
-        findings.append(alarm("S4", "groups_broken", evidence, "the engine loses completions", "mend it"))
+        findings.append(alarm("S4", "groups_broken", evidence, "the engine loses completions", "fix the engine"))
     text = f"{sampled[0]} groups of {sampled[1]}"
     if name not in GROUP_CENTERED:
         return CheckReport(f"{text}; the estimator need not have mean 0 in a group", tuple(findings))
     mask = trial.rollouts.loss_mask
-    sums = np.where(mask, _host(trial.batch.advantages), 0.0).sum(axis=-1)
-    # An estimator may give every token its own advantage. That of a completion is the mean of its trained tokens.
+    sums = np.where(mask, _to_host(trial.batch.advantages), 0.0).sum(axis=-1)
+    # An estimator may give every token its own advantage, so a completion counts with the mean of its trained tokens.
     completion_means = sums / np.maximum(mask.sum(axis=-1), 1)
     mean = float(np.abs(completion_means.mean(axis=1)).max())
     text = f"{text}, mean of their advantages {mean:.1e} at most"
     if not mean <= CENTERED:
-        cause, fix = "a group is not its own baseline", f"mend the estimator {name}"
+        cause, fix = "the baseline of an advantage is not the mean of its group", f"fix the estimator {name}"
         findings.append(alarm("S4", "advantages_not_centered", text, cause, fix))
     return CheckReport(text, tuple(findings))
 
 
 def reward_sees(trial: Trial) -> CheckReport:
-    """S5: functions judge what a policy may say, and a good answer earns more than an empty completion."""
-    reward, rows = trial.parts.recipe_summary.reward, trial.parts.dataset.rows[:ROWS]
+    """S5: the reward functions can judge any text, and a good answer earns more than an empty completion."""
+    reward, rows = trial.parts.recipe_summary.reward, trial.parts.dataset.rows[:JUDGED_ROWS]
     if not any(reward.weights) or not trial.parts.recipe_summary.credit.estimator.needs_reward:
         return skipped("no reward is used")
-    if not reward.timeout and not trial.full:  # a call more may change the state of a function
-        return skipped("reward.timeout = 0: the functions run in this process; doctor --selftest calls them")
-    columns = [name for name in ANSWERS if all(isinstance(row.get(name), str | int | float) for row in rows)]
+    if not reward.timeout and not trial.full:  # a further call may change the state of a function in this process
+        return skipped(
+            "config.reward.timeout = 0: the functions run in the run's own process, where only `jaxrl doctor "
+            "--selftest` calls them"
+        )
+    columns = [name for name in ANSWER_COLUMNS if all(isinstance(row.get(name), str | int | float) for row in rows)]
     answers = [[str(row[name]) for name in columns] for row in rows]
-    # Also what is after "####", as in GSM8K.
+    # In GSM8K the answer is the text after "####".
     answers = [[*texts, *(text.split("####")[-1].strip() for text in texts)] for texts in answers]
     texts = [
-        ["", *(form.format(answer) for answer in each for form in _forms(row))]
-        for row, each in zip(rows, answers, strict=True)
+        ["", *(form.format(answer) for answer in row_answers for form in _answer_forms(row))]
+        for row, row_answers in zip(rows, answers, strict=True)
     ]
     try:
-        earned = _earned(trial, rows, texts)
+        rewards = _total_rewards(trial, rows, texts)
     except UserError as error:
-        fix = "make it judge any text, since a policy may say nothing"
-        return CheckReport("an error", (alarm("S5", "reward_fails", str(error), "it was asked", fix),))
-    if np.isnan(earned).all():
-        evidence = f"no function has a verdict on {earned.size} completions"
-        cause = f"{', '.join(map(str, reward.functions))}: a judge does not answer, or the rows lack what it reads"
-        fix = "start the judge, or mend the data"
+        cause, fix = "the self-test called the function", "make the function judge any text, also an empty one"
+        return CheckReport("an error", (alarm("S5", "reward_fails", str(error), cause, fix),))
+    if np.isnan(rewards).all():
+        evidence = f"no reward function returned a number for any of {rewards.size} completions"
+        cause = f"{', '.join(map(str, reward.functions))}: a judge does not answer, or the rows lack a column"
+        fix = "start the judge, or fix the data"
         return CheckReport(evidence, (alarm("S5", "no_verdict", evidence, cause, fix),))
     if not columns:
         return CheckReport(
-            f"the functions judge; the data has no column {', '.join(ANSWERS[:-1])} or {ANSWERS[-1]} to compare"
+            f"the functions return numbers; the data has no column {', '.join(ANSWER_COLUMNS[:-1])} or "
+            f"{ANSWER_COLUMNS[-1]} with a good answer to compare"
         )
-    earned = np.nan_to_num(earned)
-    empty, best = earned[:, 0], earned[:, 1:].max(axis=1)
-    text = f"good answers earn up to {best.max():g}, empty completions {empty.min():g}"
-    if np.any(best > empty):
+    rewards = np.nan_to_num(rewards)
+    empty_rewards, best_rewards = rewards[:, 0], rewards[:, 1:].max(axis=1)
+    text = f"good answers earn up to {best_rewards.max():g}, empty completions {empty_rewards.min():g}"
+    if np.any(best_rewards > empty_rewards):
         return CheckReport(text)
-    evidence = "no form of the row's answer earns more than an empty completion"
-    cause = f"the reward is blind, or wants a form that the self-test does not try ({text}; {', '.join(columns)})"
-    fix = "judge a good answer by hand with your reward function"
+    evidence = "the answer of a row, in no form, earns more than an empty completion"
+    cause = (
+        "the reward function ignores the answer, or needs a form that the self-test does not try "
+        f"({text}; {', '.join(columns)})"
+    )
+    fix = "call your reward function on a good answer"
     return CheckReport(text, (alarm("S5", "reward_blind", evidence, cause, fix, severity="warning"),))
 
 
-def _forms(row: dict[str, Any]) -> list[str]:
-    """Returns the forms of an answer without the thought that the row's prompt already opens, or opens and closes."""
+def _answer_forms(row: dict[str, Any]) -> list[str]:
+    """Returns the forms of an answer for a row, without the part of an empty thought that its prompt has already."""
     prompt = row["prompt"]
-    continued = prompt[-1]["content"] if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" else ""
-    begun = row.get(PREFILL) or str(continued)
-    opening = THOUGHT if "</think>" in begun else "<think>" if "<think>" in begun else ""
-    return [form.removeprefix(opening) for form in FORMS]
+    message_start = prompt[-1]["content"] if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" else ""
+    opened_text = row.get(PREFILL) or str(message_start)
+    opening = EMPTY_THOUGHT if "</think>" in opened_text else "<think>" if "<think>" in opened_text else ""
+    return [form.removeprefix(opening) for form in ANSWER_FORMS]
 
 
-def _earned(trial: Trial, rows: list[dict[str, Any]], texts: list[list[str]]) -> np.ndarray:
-    """Returns what completions of rows earn, NaN without a verdict. Raises: UserError, as the functions do."""
+def _total_rewards(trial: Trial, rows: list[dict[str, Any]], texts: list[list[str]]) -> np.ndarray:
+    """Returns the total rewards of completions of rows, NaN if no function returned a number.
+
+    texts: completions of each row. Raises: UserError, if a reward function fails.
+    """
     ids = [[trial.parts.tokenizer(x, add_special_tokens=False)["input_ids"] for x in group] for group in texts]
     columns = {}
-    if trial.parts.environments:  # as of an episode of one turn, in which the environment measured 0
+    if trial.parts.environments:  # the columns of an episode of one turn, in which the environment measured 0
         columns["turns"] = [[[{"role": "assistant", "content": text}] for text in group] for group in texts]
         columns["episode"] = [[defaultdict(float) for _ in group] for group in texts]
         columns["loss_mask"] = [[[True] * len(tokens) for tokens in group] for group in ids]
@@ -268,26 +294,26 @@ def _earned(trial: Trial, rows: list[dict[str, Any]], texts: list[list[str]]) ->
 
 
 def stop_is_learned(trial: Trial) -> CheckReport:
-    """S6: prompts end where the answer begins; a completion can stop, and learns its stop token."""
+    """S6: prompts end with the generation prompt; completions can stop, and their stop tokens are trained."""
     rollouts, stops, limit = trial.rollouts, trial.parts.stop_ids, trial.parts.learning.sizes.max_completion_tokens
     findings = list(_generation_prompt(trial))
     if not any(0 <= stop < trial.parts.model.cfg.vocab_size for stop in stops):
         fix = "add eos_token_id to the model's generation_config.json"
         evidence = f"stop tokens {list(stops)}, none in the vocabulary"
         findings.append(alarm("S6", "no_stop_token", evidence, "no completion can end", fix, failures="F14"))
-    # The last token of a completion; 0 where the engine returns an empty one.
-    last = np.maximum(rollouts.completion_mask.sum(axis=-1, keepdims=True) - 1, 0)
-    at_end = lambda x: np.take_along_axis(x, last, axis=-1)[..., 0]  # noqa: E731
-    learned = np.isin(at_end(rollouts.completions), stops) & at_end(rollouts.loss_mask)
-    ended, count = ~rollouts.truncated, rollouts.truncated.size
-    text = f"{ended.sum()} of {count} completions stopped, all by a token that is trained"
-    if lost := int((ended & ~learned).sum()):
-        text = f"{lost} of {ended.sum()} completions that stopped do not end with a trained stop token"
-        cause, fix = "stopping is never learned", "let the engine keep the stop token in the completion and its mask"
+    # The index of the last token of each completion is 0 if the engine returns an empty completion.
+    last_index = np.maximum(rollouts.completion_mask.sum(axis=-1, keepdims=True) - 1, 0)
+    at_end = lambda x: np.take_along_axis(x, last_index, axis=-1)[..., 0]  # noqa: E731
+    stop_is_trained = np.isin(at_end(rollouts.completions), stops) & at_end(rollouts.loss_mask)
+    is_stopped, count = ~rollouts.truncated, rollouts.truncated.size
+    text = f"{is_stopped.sum()} of {count} completions stopped, all by a token that is trained"
+    if untrained_stops := int((is_stopped & ~stop_is_trained).sum()):
+        text = f"{untrained_stops} of {is_stopped.sum()} completions that stopped do not end with a trained stop token"
+        cause, fix = "the policy never learns to stop", "keep the stop token in the engine's completion and its mask"
         findings.append(alarm("S6", "stop_not_trained", text, cause, fix, failures="F14"))
-    elif not ended.any() and count >= MEANT and limit <= TOKENS:
+    elif not is_stopped.any() and count >= MIN_COMPLETIONS and limit <= MAX_TOKENS:
         text = f"none of {count} completions stopped within {limit} tokens"
-        fix = "raise rollout.max_completion_tokens, or use a model that knows its stop token"
+        fix = "raise config.rollout.max_completion_tokens, or use a model that was trained to stop"
         findings.append(
             alarm("S6", "nothing_stops", text, "the limit cuts all of them", fix, failures="F14", severity="warning")
         )
@@ -295,9 +321,9 @@ def stop_is_learned(trial: Trial) -> CheckReport:
 
 
 def gradient_stays(trial: Trial) -> CheckReport:
-    """S7: the gradient is the same for all prompts at once, and for one packed row of a prompt at a time."""
+    """S7: micro-batches and packed rows do not change the gradient."""
     if not trial.full:
-        return skipped(MORE)
+        return skipped(NEEDS_FULL)
     microbatch = sharding.prompt_shards(trial.parts.learning.mesh)  # one prompt of each device
     bound = (
         GRADIENT
@@ -306,15 +332,20 @@ def gradient_stays(trial: Trial) -> CheckReport:
     )
     findings, distances = [], []
     for name in trial.parts.learning.learners:
-        whole, _ = trial.gradient(name, 0)
-        distances_by_layout = {"packed rows": _distance(trial.gradient(name, microbatch, packed=True)[0], whole)}
-        # Packing and micro-batches together failed. A program without packing says which of the two it is.
+        whole_gradient, _ = trial.gradient(name, 0)
+        distances_by_layout = {
+            "packed rows": _distance(trial.gradient(name, microbatch, packed=True)[0], whole_gradient)
+        }
+        # If packing and micro-batches together fail, a program without packing shows which of the two is the cause.
         if not distances_by_layout["packed rows"] <= bound:
-            distances_by_layout["one prompt at a time"] = _distance(trial.gradient(name, microbatch)[0], whole)
+            distances_by_layout["one prompt at a time"] = _distance(trial.gradient(name, microbatch)[0], whole_gradient)
         distances.append(f"{name} {max(distances_by_layout.values()):.1e}")
-        for how in [how for how, x in distances_by_layout.items() if not x <= bound]:
-            evidence = f"with {how}, the gradient of the {name} differs by {distances_by_layout[how]:.1e} of its norm"
-            cause, fix = "the loss depends on more than the tokens it gets", "sum over the tokens of a loss alone"
+        for layout in [layout for layout, x in distances_by_layout.items() if not x <= bound]:
+            evidence = (
+                f"with {layout}, the gradient of the {name} differs by {distances_by_layout[layout]:.1e} of its norm"
+            )
+            cause = "the loss depends on other tokens of the batch, for example by a mean over the batch"
+            fix = "return one number per token from the loss, and no mean"
             findings.append(alarm("S7", "microbatch_changes_gradient", evidence, cause, fix, failures="F25, F29"))
     return CheckReport(
         f"packed rows and micro-batches change the gradient by {', '.join(distances)} of its norm", tuple(findings)
@@ -322,53 +353,56 @@ def gradient_stays(trial: Trial) -> CheckReport:
 
 
 def environment_is_masked(trial: Trial) -> CheckReport:
-    """S8: what an environment says is read, but not trained on."""
+    """S8: tokens of an environment are in the completion, but not in the loss mask."""
     if not trial.parts.environments:
         return skipped("the run has no environment")
     if not trial.full:
-        return skipped(MORE)
+        return skipped(NEEDS_FULL)
     rollouts, dialogs = trial.episodes()
-    if down := _tool_down(trial, rollouts):
-        return CheckReport(down.evidence, (down,))
+    if down_finding := _tool_down(trial, rollouts):
+        return CheckReport(down_finding.evidence, (down_finding,))
     arrays = rollouts.completions, rollouts.completion_mask, rollouts.loss_mask
-    flat = [x.reshape(-1, x.shape[-1]) for x in arrays]
-    counts = [_observed(*episode) for episode in zip(*flat, dialogs, strict=True)]
+    flat_arrays = [x.reshape(-1, x.shape[-1]) for x in arrays]
+    counts = [_count_observations(*episode) for episode in zip(*flat_arrays, dialogs, strict=True)]
     tokens, trained, changed = np.sum(counts, axis=0).tolist()
-    text = f"the environment said {tokens} of {rollouts.completion_mask.sum()} tokens in {len(dialogs)} episodes"
+    text = f"the environment wrote {tokens} of {rollouts.completion_mask.sum()} tokens in {len(dialogs)} episodes"
     if not tokens:
-        cause = "the policy ends each episode in its first turn, or the environment says nothing"
-        fix = "look at completions.jsonl; start from a model that knows the protocol"
+        cause = "the policy ends each episode in its first turn, or the environment returns no text"
+        fix = "read completions.jsonl; start from a model that knows the protocol of the environment"
         return CheckReport(
             text, (alarm("S8", "environment_silent", text, cause, fix, failures="F22", severity="warning"),)
         )
     if changed:
-        evidence = f"{changed} of {tokens} tokens that the environment said are others in the completion"
-        cause, fix = "text is encoded again between turns", "append the ids that the environment returns"
+        evidence = f"{changed} of {tokens} tokens of the environment differ in the completion"
+        cause, fix = "the engine encodes the text again between turns", "append the ids that the environment returns"
         return CheckReport(text, (alarm("S8", "observation_changed", evidence, cause, fix, failures="F21"),))
     if trained:
-        evidence = f"{trained} of {tokens} tokens that the environment said are in the loss mask"
-        cause, fix = "the policy learns to say what it only reads", "append an observation with loss_mask False"
+        evidence = f"{trained} of {tokens} tokens of the environment are in the loss mask"
+        cause, fix = "the policy is trained on text that it has not written", "append observations with loss_mask False"
         return CheckReport(text, (alarm("S8", "environment_trained", evidence, cause, fix, failures="F20"),))
     return CheckReport(f"{text}, and none of them is trained")
 
 
-def _observed(completion: np.ndarray, real: np.ndarray, trained: np.ndarray, dialog: Dialog) -> np.ndarray:
-    """Counts what an environment said in a completion [C], by the ids that went to and from it.
+def _count_observations(
+    completion: np.ndarray, completion_mask: np.ndarray, loss_mask: np.ndarray, dialog: Dialog
+) -> np.ndarray:
+    """Counts the tokens of an environment in a completion [C], by the ids that the environment returned.
 
-    Returns the numbers of its tokens, of those in the loss mask, and of those that are others in the completion: [3].
+    dialog: token ids of the turns and observations. Returns three counts [3]: tokens of the environment, those of them
+    that are in the loss mask, and those that differ in the completion.
     """
-    at, length, counts = 0, int(real.sum()), np.zeros(3, int)
+    position, length, counts = 0, int(completion_mask.sum()), np.zeros(3, int)
     for turn, observation in dialog:
-        at += len(turn)
-        if observation is None or length <= at:  # the episode ended there, or had no room for an answer
+        position += len(turn)
+        if observation is None or length <= position:  # the episode ended here, or reached the completion's limit
             break
-        span = slice(at, at := at + len(observation))
-        counts += len(observation), trained[span].sum(), (completion[span] != observation).sum()
+        span = slice(position, position := position + len(observation))
+        counts += len(observation), loss_mask[span].sum(), (completion[span] != observation).sum()
     return counts
 
 
 def _tool_down(trial: Trial, rollouts: Rollouts) -> Finding | None:
-    """Finds a tool that fails in all calls of these episodes."""
+    """Returns the finding of the rule `tool_down` if a tool fails in all calls of these episodes, else None."""
     measured = {f"episode/{name}": float(x.mean()) for name, x in rollouts.episodes.items()}
     finding, environment = tool_down(History([{"step": 1} | measured])), trial.parts.recipe_summary.env
     if finding and environment and "url" in environment.arguments:
@@ -377,42 +411,49 @@ def _tool_down(trial: Trial, rollouts: Rollouts) -> Finding | None:
 
 
 def samples_differ(trial: Trial) -> CheckReport:
-    """S9: completions of a prompt differ, in their group and between two keys."""
+    """S9: completions of a prompt differ within their group, and between two random keys."""
     rollouts = trial.rollouts
     tokens, logprobs = (np.where(rollouts.completion_mask, x, 0) for x in (rollouts.completions, rollouts.logprobs))
-    first, mask = slice(0, AGAIN), trial.again.completion_mask
-    again, others = np.where(mask, trial.again.completions, 0)[..., first], tokens.shape[1] - 1
-    # Another completion of a group repeats the first one by chance with the first one's probability.
-    equal = {"members of a group": (tokens == tokens[:, :1]).all() and others * logprobs[:, 0].sum()}
-    equal["keys"] = np.array_equal(tokens[..., first], again) and logprobs[..., first].sum()
+    compared, mask = slice(0, COMPARED_TOKENS), trial.other_key_rollouts.completion_mask
+    other_key_tokens, other_members = (
+        np.where(mask, trial.other_key_rollouts.completions, 0)[..., compared],
+        tokens.shape[1] - 1,
+    )
+    # By chance, another completion of a group equals the first one with the probability of the first one.
+    equal = {"members of a group": (tokens == tokens[:, :1]).all() and other_members * logprobs[:, 0].sum()}
+    equal["keys"] = np.array_equal(tokens[..., compared], other_key_tokens) and logprobs[..., compared].sum()
     findings = []
-    for what in [what for what, chance in equal.items() if chance < np.log(CHANCE)]:  # False, if they differ, is 0
-        evidence = f"all completions are the same for different {what}"
-        cause, fix = f"the engine uses one key (by chance: e^{equal[what]:.0f})", "draw with the key and the member"
+    # If the completions differ, the log-probability is False, which compares as 0 and raises no finding.
+    for source in [source for source, chance in equal.items() if chance < np.log(MIN_CHANCE)]:
+        evidence = f"all completions are the same for different {source}"
+        cause, fix = f"the engine uses one key (by chance: e^{equal[source]:.0f})", "draw with the key and the member"
         findings.append(alarm("S9", "samples_repeat", evidence, cause, fix))
     distinct = np.mean([len(np.unique(group, axis=0)) for group in tokens])
-    moved = (tokens[..., first] != again).any(axis=-1).mean()
-    text = f"{distinct:.1f} of {tokens.shape[1]} completions of a group are distinct, another key changes {moved:.0%}"
+    changed_share = (tokens[..., compared] != other_key_tokens).any(axis=-1).mean()
+    text = f"{distinct:.1f} of {tokens.shape[1]} completions of a group are distinct"
+    text += f", another key changes {changed_share:.0%}"
     return CheckReport(text, tuple(findings))
 
 
 def push_arrives(trial: Trial) -> CheckReport:
-    """S10: after a push the engine samples with the new weights."""
+    """S10: after a push of weights the engine samples with the new weights."""
     if not trial.full:
-        return skipped(MORE)
+        return skipped(NEEDS_FULL)
     if trial.engine.max_gap is not None:
         return _weight_check(trial)
-    moved = jax.tree.map(_moved, trial.params)
-    trial.engine.update_weights(moved)
-    sampled = trial.sample(KEY, AGAIN)
-    # The run goes on with its own weights, whatever this check finds.
+    changed_params = jax.tree.map(_changed_weights, trial.params)
+    trial.engine.update_weights(changed_params)
+    sampled = trial.sample(TRIAL_KEY, COMPARED_TOKENS)
+    # The run's own weights are restored, whatever this check finds.
     trial.engine.update_weights(trial.params)
-    # The tokens were sampled with the pushed weights, so their log-probabilities must be those of the new weights.
-    new, old = (_gap(trial, params, sampled) for params in (moved, trial.params))
-    text = f"after a push, log-probabilities differ from the new weights by {new:.1e}, from the old by {old:.1e}"
-    if new < old and (new <= GAP or not trial.exact):
+    # The engine's log-probabilities must equal the trainer's with the pushed weights, and not those with the old ones.
+    new_gap, old_gap = (_logprob_gap(trial, params, sampled) for params in (changed_params, trial.params))
+    text = (
+        f"after a push, log-probabilities differ from the new weights by {new_gap:.1e}, from the old by {old_gap:.1e}"
+    )
+    if new_gap < old_gap and (new_gap <= GAP or not trial.exact):
         return CheckReport(text)
-    cause, fix = "the engine does not sample with the weights that it got", "mend its update_weights"
+    cause, fix = "the engine does not sample with the weights that it received", "fix its method update_weights"
     return CheckReport(text, (alarm("S10", "push_has_no_effect", text, cause, fix, failures="F23"),))
 
 
@@ -430,23 +471,25 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 )
 
 
-def _moved(weights: Array) -> Array:
-    """Returns other weights: a factor of these, or small numbers if all are 0."""
-    # A base in int8 has numbers that mean something only with their scales, which are moved.
+def _changed_weights(weights: Array) -> Array:
+    """Returns changed weights for a trial push: multiplied by WEIGHT_FACTOR, or small numbers if all are 0."""
+    # The integers of an int8 base stay, because their scales are changed.
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         return weights
-    # NumPy's array is the same in all processes, so it may meet one that is spread over them.
-    small = FROM_ZERO * np.sin(np.arange(1, 1 + np.prod(weights.shape[-1:], dtype=int)))
-    return jnp.where(jnp.any(weights != 0), weights * MOVED, small.astype(weights.dtype).reshape(weights.shape[-1:]))
+    # The NumPy array is equal in all processes, so it can be combined with an array that is sharded over them.
+    small = ZERO_REPLACEMENT * np.sin(np.arange(1, 1 + np.prod(weights.shape[-1:], dtype=int)))
+    return jnp.where(
+        jnp.any(weights != 0), weights * WEIGHT_FACTOR, small.astype(weights.dtype).reshape(weights.shape[-1:])
+    )
 
 
-def _host(x: Array) -> np.ndarray:
-    """Returns an array [B, ...] of the devices on the host, with the rows of all processes."""
-    return sharding.whole_to_host(x)
+def _to_host(x: Array) -> np.ndarray:
+    """Copies an array [B, ...] from the devices to the host, with the rows of all processes."""
+    return sharding.gather_to_host(x)
 
 
 def _first_metrics(trial: Trial) -> dict[str, Array] | None:
-    """Returns the metrics of the first update; None: the run has no program for the log-probabilities alone."""
+    """Returns the metrics of the first update, or None if the run has no program that computes log-probabilities."""
     if trial.full:
         return trial.gradient("policy", 0)[1]
     if trial.policy is None:
@@ -463,9 +506,9 @@ def _first_metrics(trial: Trial) -> dict[str, Array] | None:
 
 
 def _generation_prompt(trial: Trial) -> Iterator[Finding]:
-    """Compares the end of the first prompt with what the chat template puts before an answer."""
+    """Yields a finding if the first prompt does not end with the generation prompt of the chat template."""
     prompt, tokenizer = trial.parts.dataset.rows[0]["prompt"], trial.parts.tokenizer
-    if isinstance(prompt, str) or prompt[-1]["role"] == "assistant":  # no template, or an answer that goes on
+    if isinstance(prompt, str) or prompt[-1]["role"] == "assistant":  # no template, or the answer has begun already
         return
     args = trial.parts.recipe_summary.template_args | formats.template_args(trial.parts.dataset.rows[0])
     render = partial(tokenizer.apply_chat_template, prompt, tokenize=False, **args)
@@ -474,7 +517,7 @@ def _generation_prompt(trial: Trial) -> Iterator[Finding]:
     decoded = tokenizer.decode(trial.parts.dataset.ids[0], skip_special_tokens=False)
     if not "".join(decoded.split()).endswith("".join(expected.split())):
         evidence = f"the prompt ends with {decoded[-40:]!r}, not with {expected!r} of the chat template"
-        cause, fix = "the model is not asked to answer", "mend data.convert or the chat template"
+        cause, fix = "the prompt does not ask the model to answer", "fix config.data.convert or the chat template"
         yield alarm("S6", "no_generation_prompt", evidence, cause, fix)
 
 
@@ -484,16 +527,18 @@ def _distance(gradient: Any, other: Any) -> float:
     return float(optax.global_norm(jax.tree.map(jnp.subtract, gradient, other)) / jnp.maximum(norm, 1e-30))
 
 
-def _gap(trial: Trial, params: Any, sampled: Any) -> float:
-    """Returns the largest difference of sampled log-probabilities to those of the trainer with these parameters."""
-    assert trial.logprobs  # a full trial has it
-    ours = _host(trial.logprobs(params, trial_batch(trial.parts, trial.prompts, sampled, full=trial.full)))
-    mask, theirs = sharding.gather((sampled.loss_mask, sampled.logprobs), trial.parts.learning.mesh)
-    return float(np.abs(np.where(mask, ours - theirs, 0.0)).max())
+def _logprob_gap(trial: Trial, params: Any, sampled: Any) -> float:
+    """Returns the largest difference between log-probabilities of the engine and of the trainer with `params`."""
+    assert trial.logprobs  # not None in a full trial
+    trainer_logprobs = _to_host(
+        trial.logprobs(params, trial_batch(trial.parts, trial.prompts, sampled, full=trial.full))
+    )
+    mask, sampler_logprobs = sharding.gather((sampled.loss_mask, sampled.logprobs), trial.parts.learning.mesh)
+    return float(np.abs(np.where(mask, trainer_logprobs - sampler_logprobs, 0.0)).max())
 
 
 def _weight_check(trial: Trial) -> CheckReport:
-    """Asks the check that a run with such an engine makes after each push."""
+    """S10 for an engine whose pushes the run itself checks after each step: reports the result of that check."""
     try:
         gap = trial.parts.actor.lease.reclaim()[1]["weight_check/gap"]
     except UserError as error:

@@ -1,4 +1,4 @@
-"""A trial of a run at step 0: completions, scores and advantages that the checks of `health.self_test` look at."""
+"""The trial of a run at step 0: completions, scores and advantages on which the checks of the self-test work."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from jaxrl_llm.rollout.samples import to_batch
 from jaxrl_llm.rollout.settings import RewardSettings
 from jaxrl_llm.structs import Array, Batch, Prompts, PyTree, Rewards, Rollouts
 
-PROMPTS, GROUP = 4, 4  # prompts at least, completions of each at most, if the trial has shapes of its own
-TOKENS = 256  # of a completion at most: it costs little, and most that stop have stopped by then
-AGAIN = 16  # tokens of the completions that are only compared with others
-# Token ids of the turns of an episode, and of what the environment answered; None: the episode ended.
+MIN_PROMPTS, MAX_GROUP = 4, 4  # prompts at least and completions per prompt at most in a full trial
+MAX_TOKENS = 256  # tokens per completion: few enough to be cheap, and enough for most completions to stop
+COMPARED_TOKENS = 16  # tokens of the completions that are only compared with other completions
+# The (turn, observation) pairs of an episode as token ids. The observation is None if the episode ended.
 Dialog: TypeAlias = list[tuple[list[int], list[int] | None]]
-KEY = 2**31 - 1  # folded into the run's key: no step has this number, so no step draws the same
+TRIAL_KEY = 2**31 - 1  # folded into the run's key; no step has this number, so no step draws the same samples
 
 
 class RecipeSummary(NamedTuple):
@@ -72,7 +72,7 @@ class SelfTestParts(Protocol):
 
 
 class Recorder(EnvironmentBatch):
-    """The environments of a batch. Keeps the token ids that go to and from each episode."""
+    """The environments of a batch, which also record the token ids of all turns and observations."""
 
     def __init__(self, pool: EnvironmentPool, rows: list[dict[str, Any]], group_size: int):
         super().__init__(pool, pool.start_episodes(rows, group_size), group_size)
@@ -86,34 +86,34 @@ class Recorder(EnvironmentBatch):
         return answer
 
     def dialogs(self) -> list[Dialog]:
-        """Returns the turns of each episode, and what the environment answered to each."""
+        """Returns the turns and observations of each episode."""
         return [[(turn, answer.result()) for turn, answer in exchanges] for exchanges in self._exchanges]
 
 
 @dataclass
 class Trial:
-    """Completions of the first prompts, scored and with advantages. Arrays on the host are those of all processes."""
+    """Completions of the first prompts with scores and advantages. Host arrays have the rows of all processes."""
 
     parts: SelfTestParts
-    states: States  # the first ones
-    full: bool  # also run what needs programs that the run has not
-    prompts: Prompts  # of this process
+    states: States  # states at step 0
+    full: bool  # True to run also the checks that compile programs which the run does not need
+    prompts: Prompts  # prompts of this process
     rollouts: Rollouts
-    again: Rollouts  # the same prompts with another key, and only the first tokens
-    rewards: Rewards  # made up
-    batch: Batch  # on the devices, with advantages from these rewards
+    other_key_rollouts: Rollouts  # the first tokens of completions of the same prompts with another key
+    rewards: Rewards  # synthetic rewards
+    batch: Batch  # arrays on the devices, with advantages from the synthetic rewards
     scores: dict[str, Array]
-    logprobs: Callable[[PyTree, Batch], Array] | None  # of the policy with these parameters; None: no program for it
-    policy: Array | None  # log-probabilities [B, G, C] of the completions, by the trainer; on the devices
-    gradients: dict[Any, tuple[PyTree, Metrics]] = field(default_factory=dict)  # those computed until now
+    logprobs: Callable[[PyTree, Batch], Array] | None  # (policy's parameters, batch) -> [B, G, C]; None = no program
+    policy: Array | None  # [B, G, C] log-probabilities of the completions by the trainer, on the devices
+    gradients: dict[Any, tuple[PyTree, Metrics]] = field(default_factory=dict)  # gradients computed so far
 
     def episodes(self) -> tuple[Rollouts, list[Dialog]]:
-        """Samples episodes of the prompts of this process, and returns them with what was said in each."""
-        key = keys.derived(self.parts.learning.seed, KEY)
+        """Samples episodes of this process's prompts. Returns them with their turns and observations."""
+        key = keys.derived(self.parts.learning.seed, TRIAL_KEY)
         assert self.parts.environments
-        recorder = Recorder(self.parts.environments, self.prompts.rows, GROUP)
+        recorder = Recorder(self.parts.environments, self.prompts.rows, MAX_GROUP)
         rollouts = self.engine.sample(
-            self.prompts, key, group_size=GROUP, sampling=self.parts.learning.sampling, environments=recorder
+            self.prompts, key, group_size=MAX_GROUP, sampling=self.parts.learning.sampling, environments=recorder
         )
         return replace(rollouts, episodes=recorder.metrics()), recorder.dialogs()
 
@@ -127,18 +127,19 @@ class Trial:
 
     @property
     def exact(self) -> bool:
-        """Whether sampler and trainer compute the same numbers, to the rounding of float32."""
+        """Whether sampler and trainer compute equal numbers up to the rounding of float32."""
         return self.parts.recipe_summary.in_trainer and self.parts.recipe_summary.dtype == "float32"
 
     def sample(self, key: int, tokens: int) -> Rollouts:
-        """Samples completions of the prompts of this process, of at most so many tokens."""
+        """Samples completions of this process's prompts. key: number folded into the run's key. tokens: limit."""
         group = self.rollouts.completions.shape[1]
         return _sample(self.parts, self.prompts, group, key, tokens)
 
     def gradient(self, name: str, microbatch: int, *, packed: bool = False) -> tuple[PyTree, Metrics]:
-        """Returns the gradient of a learner and its metrics, for `microbatch` prompts at a time (0: all).
+        """Returns the gradient of a learner, and its metrics.
 
-        packed: with several completions in a row, and one row of a prompt at a time. Else each completion is a row.
+        name: "policy" or "critic". microbatch: prompts in memory at a time, 0 = all. packed: True to pack several
+        completions into a row, with one row of a prompt at a time; False if each completion is a row.
         """
         if (name, microbatch, packed) not in self.gradients:
             index = None
@@ -148,31 +149,34 @@ class Trial:
                 index = pack(lengths, limit, packed_shapes(group, limit)[-1])[distributed.part(len(lengths))]
                 index = sharding.shard_batch(index, self.parts.learning.mesh)
             learner, state = self.parts.learning.learners[name], self.states[name]
-            placed = jax.tree.map(lambda x: x.sharding, state.params), None
-            program = jax.jit(learner.gradient(microbatch), out_shardings=placed, compiler_options=ROUND_AS_WRITTEN)
+            out_shardings = jax.tree.map(lambda x: x.sharding, state.params), None
+            program = jax.jit(
+                learner.gradient(microbatch), out_shardings=out_shardings, compiler_options=ROUND_AS_WRITTEN
+            )
             batch, coefs = replace(self.batch, packed_index=index), learner.coefficients(state)
             self.gradients[name, microbatch, packed] = program(state.params, batch, coefs, learner.base.params)
         return self.gradients[name, microbatch, packed]
 
 
-def prepare(parts: SelfTestParts, states: States, *, full: bool) -> Trial:
-    """Samples and scores the first prompts of the data. Data, keys, shapes and states of the run stay as they are.
+def make_trial(parts: SelfTestParts, states: States, *, full: bool) -> Trial:
+    """Samples and scores the first prompts of the data, without changing the run's data, keys, shapes or states.
 
-    full: few prompts, in shapes of their own. Otherwise those of the run, whose programs its first step needs anyway.
+    full: True to use few prompts, in shapes of their own; False to use the run's shapes, whose programs the first step
+    needs anyway.
     """
     learning, recipe, engine = parts.learning, parts.recipe_summary, parts.actor.engine
     params, mesh = learning.policy(states), learning.mesh
-    parts.actor.wait_for_weights()  # a thread that samples ahead uses the same engine and the same shape cache
+    parts.actor.wait_for_weights()  # because a thread that samples ahead uses the same engine and the same shape cache
     group, count = learning.sizes.group_size, learning.sizes.prompts_per_step
     # Each device gets at least two prompts, so that the update has several micro-batches.
     if full:
-        group, count = min(group, GROUP), max(2 * sharding.prompt_shards(mesh), PROMPTS)
+        group, count = min(group, MAX_GROUP), max(2 * sharding.prompt_shards(mesh), MIN_PROMPTS)
     numbers = [number % len(parts.dataset.rows) for number in range(count)]
     prompts = data.make_prompts(parts.dataset, numbers[distributed.part(count)], parts.tokenizer.pad_token_id)
-    with _shapes_stay(parts.shape_cache):
-        sampled = _sample(parts, prompts, group, KEY, TOKENS)
-        again = _sample(parts, prompts, group, KEY - 1, AGAIN)
-        rollouts, again = sharding.gather((sampled, again), mesh)
+    with _preserve_shapes(parts.shape_cache):
+        sampled = _sample(parts, prompts, group, TRIAL_KEY, MAX_TOKENS)
+        other_key_rollouts = _sample(parts, prompts, group, TRIAL_KEY - 1, COMPARED_TOKENS)
+        rollouts, other_key_rollouts = sharding.gather((sampled, other_key_rollouts), mesh)
         plain = trial_batch(parts, prompts, sampled, full=full)
     # The sampler's weights are not in memory while a step scores, unless the engine samples ahead.
     if recipe.own_samples:
@@ -181,15 +185,15 @@ def prepare(parts: SelfTestParts, states: States, *, full: bool) -> Trial:
     policy = logprobs(params, plain) if logprobs else None
     rewards = _synthetic_rewards(recipe.credit, count, group)
     local_rewards = jax.tree.map(lambda x: x[distributed.part(count)], rewards)
-    placed = sharding.shard_batch(local_rewards, mesh)
-    batch, _ = learning.assign_credit(plain, scores, placed, learning.coefficients(states))
+    placed_rewards = sharding.shard_batch(local_rewards, mesh)
+    batch, _ = learning.assign_credit(plain, scores, placed_rewards, learning.coefficients(states))
     if recipe.own_samples:
         engine.update_weights(params)
-    return Trial(parts, states, full, prompts, rollouts, again, rewards, batch, scores, logprobs, policy)
+    return Trial(parts, states, full, prompts, rollouts, other_key_rollouts, rewards, batch, scores, logprobs, policy)
 
 
 @contextmanager
-def _shapes_stay(shape_cache: ShapeCache) -> Iterator[None]:
+def _preserve_shapes(shape_cache: ShapeCache) -> Iterator[None]:
     """Restores the shape policies after the block, so that the run uses the same shapes as without a self-test."""
     saved = shape_cache.policy_states()
     yield
@@ -203,14 +207,14 @@ def _sample(parts: SelfTestParts, prompts: Prompts, group: int, key: int, tokens
 
 
 def trial_batch(parts: SelfTestParts, prompts: Prompts, rollouts: Rollouts, *, full: bool) -> Batch:
-    """Puts completions of this process on the devices, in packed rows."""
+    """Puts completions of this process on the devices, in packed rows. full: see the argument of `make_trial`."""
     _, group, limit = rollouts.completions.shape
 
     def packed(lengths: np.ndarray, width: int) -> np.ndarray:
         if full:
             return pack(lengths, limit, packed_shapes(group, limit)[0])
-        # The shape that the first step takes, if a completion that was cut here goes on to the limit: then the step
-        # finds its program compiled.
+        # This is the shape of the first step if the completions that are cut here reach the limit there. Then the
+        # program of the first step is compiled already.
         lengths_at_most = np.where(distributed.gather(rollouts.truncated), limit, lengths)
         return pack(lengths, limit, parts.packing(lengths_at_most, width).shape[2:])
 
@@ -218,14 +222,20 @@ def trial_batch(parts: SelfTestParts, prompts: Prompts, rollouts: Rollouts, *, f
 
 
 def _logprob_program(parts: SelfTestParts, states: States, *, full: bool) -> Callable[[PyTree, Batch], Array] | None:
-    """Returns a function of the policy's parameters and a batch, with a program that the run has if there is one."""
+    """Returns a function (policy's parameters, batch) -> log-probabilities, by a program of the run if possible.
+
+    Returns None if the run has no such program, unless `full`.
+    """
     learning = parts.learning
-    # One program for policy and reference: two programs round in another order, and equal weights would differ.
+    # The policy is scored by the reference's program, because two programs round in another order, so that equal
+    # weights would give different numbers.
     if reference := learning.reference:
-        dtypes = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]  # noqa: E731
-        same = dtypes(reference.shapes) == dtypes(states["policy"].params)
+        reference_dtypes = [x.dtype for x in jax.tree.leaves(reference.shapes)]
+        has_same_dtypes = reference_dtypes == [x.dtype for x in jax.tree.leaves(states["policy"].params)]
         program = learning.scorers["reference"].program
-        return lambda params, batch: program(params if same else reference.copy(params), batch)["ref_logprobs"]
+        return lambda params, batch: program(params if has_same_dtypes else reference.copy(params), batch)[
+            "ref_logprobs"
+        ]
     scorer = learning.scorers.get("policy")
     if scorer and "old_logprobs" in scorer.columns:
         return lambda params, batch: scorer.program(params, batch)["old_logprobs"]
@@ -233,8 +243,8 @@ def _logprob_program(parts: SelfTestParts, states: States, *, full: bool) -> Cal
 
 
 def _synthetic_rewards(credit: Credit, count: int, group: int) -> Rewards:
-    """Returns rewards of 0 and 1 in turn."""
-    # Real rewards of step 0 may be the same everywhere: then all advantages and gradients would be 0.
+    """Returns rewards [B, G] that alternate between 0 and 1."""
+    # Real rewards are not used, because at step 0 they may be equal everywhere, so that all gradients would be 0.
     total = ((np.arange(count)[:, None] + np.arange(group)) % 2).astype(np.float32)
     channels = dict.fromkeys(credit.weights, total)
     if not credit.estimator.needs_greedy:

@@ -84,7 +84,7 @@ class BucketLock:
         ask_bucket: True to read the claims now; False to read them only if the last renewal is older than STALE.
         """
         if ask_bucket or time.monotonic() - self._renewal_time > STALE:
-            with bucket.reaching(FIELD, self._path):
+            with bucket.bucket_errors(FIELD, self._path):
                 number, owner = self._newest_claim()
             if (number, owner.get("token")) != (self._number, self._claim["token"]):
                 raise UserError(
@@ -140,7 +140,7 @@ def _describe_owner(owner: dict[str, Any]) -> str:
 def locked(fs: Any, path: str) -> Iterator[BucketLock]:
     """Holds the lock of a work directory in a bucket. Raises: UserError, if another process holds the lock."""
     lock = BucketLock(fs, path)
-    with bucket.reaching(FIELD, path):
+    with bucket.bucket_errors(FIELD, path):
         lock.acquire()
     try:
         yield lock

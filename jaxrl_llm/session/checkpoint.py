@@ -104,7 +104,7 @@ class Checkpoints:
             return [*map(str, self._manager.all_steps())]
 
         remedy = "mount the disk of --workdir in the same way on all hosts, without a cache, and start the run again"
-        agreement.check_seen(self._folder, list_steps, remedy)
+        agreement.check_same_listing(self._folder, list_steps, remedy)
 
     def _steps_to_keep(self, steps: Sequence[int]) -> set[int]:
         return kept_steps(steps, self.accuracies, self._settings, goes_back=self._goes_back)

@@ -89,7 +89,7 @@ class Log:
         self._written_record: Future[dict[str, Any]] | None = None  # record of the last `write` once it is on disk
         self._ready_time: Future[float] | None = None  # time at which the last watched arrays were ready
         self._files: dict[str, TextIO] = {}
-        self._loggers: list[loggers.Background] = []
+        self._loggers: list[loggers.BackgroundLogger] = []
         self._bars: Progress | None = None
         terminal = sys.stdout.isatty()  # rich would also trust a notebook's FORCE_COLOR
         self._console = progress.UnhiddenConsole(
@@ -112,12 +112,12 @@ class Log:
         settings = self._settings
         run = loggers.LoggedRun(self._workdir, step, settings.project, self._config, settings.name, settings.tags)
         for name in self._settings.to:
-            self._loggers.append(loggers.Background(name, resolve(name, loggers), run, self.print_line))
+            self._loggers.append(loggers.BackgroundLogger(name, resolve(name, loggers), run, self.print_line))
         if self._terminal and not self._bars:
             self._bars = progress.make_bars(self._console)
             self._bar_id = self._bars.add_task("steps", total=self._num_steps, count="", detail="")
             self._bars.start()
-            progress.DISPLAY.lend(self._bars)
+            progress.DISPLAY.use_log_bars(self._bars)
         self._show_step(step)
 
     def timer(self) -> Timer:
@@ -224,7 +224,7 @@ class Log:
         """Closes the files, the loggers and the progress bar."""
         self._thread.shutdown()
         if self._bars:
-            progress.DISPLAY.lend(None)
+            progress.DISPLAY.use_log_bars(None)
             self._bars.stop()
         self._close_files()
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import records
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.machine import distributed
-from jaxrl_llm.machine.compilation import Compilations, keep_compilations
+from jaxrl_llm.machine.compilation import Compilations, enable_compilation_cache
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.session import alike, changes
 from jaxrl_llm.session import workdir as workdirs
@@ -72,7 +72,7 @@ def open_work_directory(workdir: Path, *, signals: bool, command: bool) -> Itera
     with ExitStack() as resources, stop_signals(resources, signals, command) as stop:
         resources.callback(WATCHDOG.close)
         compilations = resources.enter_context(closing(Compilations()))
-        yield WorkDirectory(store_of(workdir), resources, stop, compilations, keep_compilations(), {})
+        yield WorkDirectory(store_of(workdir), resources, stop, compilations, enable_compilation_cache(), {})
 
 
 def open_session(

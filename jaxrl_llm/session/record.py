@@ -40,7 +40,7 @@ class Timer:
 
         It started at `start_time` (None = the end of the previous phase).
         """
-        WATCHDOG.moved()
+        WATCHDOG.report_progress()
         end_time = time.perf_counter() if end_time is None else end_time
         start_time = self._last_end if start_time is None else start_time
         if not self.end_times:  # the first phase excludes the time in which the device still computed the last step

@@ -83,7 +83,7 @@ class RunBucket(RunFolder):
         self._uploaded: dict[str, tuple[int, int]] = {}  # size and modification time of each file in the bucket
 
     def config(self) -> str:
-        with bucket.reaching(FIELD, self.name):
+        with bucket.bucket_errors(FIELD, self.name):
             file = f"{self.name}/config.json"
             return self._fs.cat_file(file).decode() if self._fs.exists(file) else ""
 
@@ -126,7 +126,7 @@ class RunBucket(RunFolder):
         self.folder.mkdir(parents=True)
 
     def _download(self) -> None:
-        with bucket.reaching(FIELD, self.name):
+        with bucket.bucket_errors(FIELD, self.name):
             self._clear()
             if not self.config():
                 names = {about["name"].rstrip("/").rpartition("/")[2] for about in self._fs.ls(self.name, detail=True)}
@@ -151,11 +151,11 @@ class RunBucket(RunFolder):
         self._check_lock()
         files = [file for file in self.folder.rglob("*") if file.is_file() and not file.name.endswith(".partial")]
         names = {file.relative_to(self.folder).as_posix(): file for file in files}
-        with bucket.reaching(FIELD, self.name):
+        with bucket.bucket_errors(FIELD, self.name):
             # JSON files come last, because a rollback counts as soon as its JSON file is in the bucket.
             for name in sorted(names, key=lambda name: (name.endswith(".json"), name)):
                 state = _state(names[name])
-                if name.partition("/")[0] not in bucket.RUN and self._uploaded.get(name) != state:
+                if name.partition("/")[0] not in bucket.RUN_FOLDERS and self._uploaded.get(name) != state:
                     # The file is read at once, because a logger may be writing to it.
                     self._fs.pipe_file(f"{self.name}/{name}", names[name].read_bytes())
                     self._uploaded[name] = state
@@ -167,7 +167,7 @@ class RunBucket(RunFolder):
         """
         self._check_lock()
         target, is_config = f"{self.name}/{name}", lambda file: str(file).endswith("config.json")
-        with bucket.reaching(FIELD, self.name), progress.task(f"copying the folder {name}"):
+        with bucket.bucket_errors(FIELD, self.name), progress.task(f"copying the folder {name}"):
             old = self._fs.find(target) if self._fs.exists(target) else []
             for file in sorted(old, key=is_config, reverse=True):
                 self._fs.rm_file(file)

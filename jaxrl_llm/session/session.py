@@ -151,7 +151,7 @@ class Session:
     def commit(self, states: States, record: Record) -> None:
         """Makes a step the current state. A signal before this call discards the step; a later one saves it."""
         self.run_state.states, self.run_state.step, self.run_state.unwritten_record = states, record.step, record
-        WATCHDOG.stepped()
+        WATCHDOG.report_step()
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Returns the metrics of an evaluation after `step`, or {} if none is due.
@@ -228,7 +228,7 @@ class Session:
         parts |= {name: part.state(seconds) for name, part in self.trainer.stateful_parts.items()}
         self.checkpoints.save(self.run_state.step, parts, attempt=self.run_state.attempt)
         self.run_state.saved_step = self.run_state.step
-        WATCHDOG.moved()
+        WATCHDOG.report_progress()
 
     def finish(self) -> None:
         """Ends the run after the last step."""

@@ -68,7 +68,7 @@ def _judge(texts: list[str], answer: list[Any]) -> list[float]:
     size = min(PROCESSES, cpus(), -(-len(undecided) // ANSWERS_PER_PROCESS))
     batch_seconds = min(BATCH_SECONDS, deadline() - time.monotonic())
     if undecided:
-        verdicts = _pool().map(undecided, size=size, each=ANSWER_SECONDS, whole=batch_seconds)
+        verdicts = _pool().map(undecided, size=size, call_seconds=ANSWER_SECONDS, total_seconds=batch_seconds)
         verdict_of |= zip(undecided, verdicts, strict=True)
     late = [pair[0] for pair in pairs if verdict_of[pair] is None]
     if late:

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from jaxrl_llm.config.names import resolve
-from jaxrl_llm.errors import UserError, briefly, describe
+from jaxrl_llm.errors import UserError, describe, summarize_error
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.tasks import TOOLS, calculator
 from jaxrl_llm.tasks.protocol import OwnError, Reply
@@ -73,13 +73,13 @@ class Tools:
                 raise TypeError("the arguments are no object")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             metrics["invalid"] += 1
-            return f"error: this is no call of {', '.join(self._functions)}: {briefly(error)}"
+            return f"error: this is no call of {', '.join(self._functions)}: {summarize_error(error)}"
         try:
             result = function(**arguments)
             return result if isinstance(result, str) else json.dumps(result, default=str)
         except Exception as error:  # a tool may raise any error
             metrics["own_errors" if isinstance(error, OwnError) else "errors"] += 1
-            return f"error: {briefly(error)}"
+            return f"error: {summarize_error(error)}"
 
 
 def calculate(expression: str) -> str:

@@ -140,7 +140,7 @@ def self_test_of(config: Config, *, quiet: bool) -> list[CheckReport]:
         session, parts = resources.enter_context(build(config, workdir))
         session.restore()
         checks_run = []
-        for checked in self_test.check(parts, session.run_state.states, full=True):
+        for checked in self_test.all_reports(parts, session.run_state.states, full=True):
             print(printable(checked.line()), flush=True)
             checks_run.append(checked)
         parts.wait_until_idle()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxrl_llm import loggers
 from jaxrl_llm.config.names import resolve
-from jaxrl_llm.errors import Parser, UserError, briefly, run_main
+from jaxrl_llm.errors import Parser, UserError, run_main, summarize_error
 from jaxrl_llm.machine import bucket
 from jaxrl_llm.session import json_lines
 from jaxrl_llm.session.log import samples_of
@@ -47,7 +47,7 @@ def main() -> None:
         logger.close()
     # Whatever a library or a server raises: what it has got is not known.
     except Exception as error:
-        raise UserError(f"--send {args.send} failed ({briefly(error)}): give the command again") from error
+        raise UserError(f"--send {args.send} failed ({summarize_error(error)}): give the command again") from error
     print(f"{args.send} has {len(records):,} records and {len(groups):,} groups of completions of {run.title()}")
 
 

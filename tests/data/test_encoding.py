@@ -245,19 +245,19 @@ def test_a_folder_that_is_too_large_loses_its_oldest_files(home, monkeypatch):
 def test_compiled_programs_that_no_run_has_used_for_long_are_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    monkeypatch.setattr(compilation, "PROGRAMS", 2500)
+    monkeypatch.setattr(compilation, "CACHE_BYTES", 2500)
     monkeypatch.setattr(compilation.jax.config, "update", lambda *_: None)
-    compilation.keep_compilations()  # there is no folder yet
+    compilation.enable_compilation_cache()  # there is no folder yet
     folder = tmp_path / "jaxrl_llm" / "xla"
     folder.mkdir(parents=True)
     for name, read, written in (("unused", 1, 3), ("used", 9, 1), ("new", 8, 8)):
         (folder / f"{name}-cache").write_bytes(bytes(1000))
         os.utime(folder / f"{name}-cache", (read, written))
-    compilation.keep_compilations()
+    compilation.enable_compilation_cache()
     assert {file.name for file in folder.iterdir()} == {"used-cache", "new-cache"}
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))  # a folder of the user's own is not ours to clear
-    monkeypatch.setattr(compilation, "PROGRAMS", 0)
-    compilation.keep_compilations()
+    monkeypatch.setattr(compilation, "CACHE_BYTES", 0)
+    compilation.enable_compilation_cache()
     assert len(list(folder.iterdir())) == 2
 
 

@@ -81,7 +81,7 @@ def test_a_model_in_a_bucket_is_a_folder_of_the_cache(cloud):
     (type("HttpError", (Exception,), {"code": 403})(), UserError), (FileNotFoundError("it"), MissingHere),
 ])  # fmt: skip
 def test_a_bucket_that_does_not_answer_is_tried_again_by_launchers(error, kind):
-    with pytest.raises(UserError) as caught, bucket.reaching("--workdir", "gs://b/run"):
+    with pytest.raises(UserError) as caught, bucket.bucket_errors("--workdir", "gs://b/run"):
         raise error
     assert type(caught.value) is kind
     assert "gs://b/run" in str(caught.value)

@@ -15,7 +15,7 @@ def test_programs_of_the_cache_and_compiled_ones_are_told_apart():
     compilations.programs.update(update=3, decode=16)
     compilations.from_cache, compilations.seconds = 12, 29.4
     assert str(compilations) == "19 programs: 12 from the cache, 7 compiled in 29 s"
-    compilations.in_background = 3.7
+    compilations.background_seconds = 3.7
     assert str(compilations).endswith("7 compiled in 29 s and 4 s in the background")
 
 
@@ -24,9 +24,9 @@ def test_programs_are_deterministic_and_kept_in_the_users_cache_folder(tmp_path)
     code = """if True:
         import os
         import jax
-        from jaxrl_llm.machine.compilation import compute_deterministically, keep_compilations
+        from jaxrl_llm.machine.compilation import compute_deterministically, enable_compilation_cache
         compute_deterministically()
-        print(keep_compilations(), jax.numpy.ones(2) + 1, os.environ["XLA_FLAGS"])
+        print(enable_compilation_cache(), jax.numpy.ones(2) + 1, os.environ["XLA_FLAGS"])
     """
     base = {"PATH": "/usr/bin", "HOME": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     base |= {"PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}

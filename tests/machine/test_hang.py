@@ -29,7 +29,7 @@ def stepping(seconds: list[float]) -> Watchdog:
     watchdog = Watchdog(lambda: clock.now)
     for duration in [0.0, *seconds]:
         clock.now += duration
-        watchdog.stepped()
+        watchdog.report_step()
     watchdog.tick(1)
     return watchdog
 
@@ -39,7 +39,7 @@ def test_a_run_that_stands_still_for_the_minutes_has_hung():
     watchdog = Watchdog()
     for _ in range(20):  # an evaluation of twenty parts, each just shorter than the bound
         assert still(watchdog, 2, 2 * MINUTE - 1) == 2 * MINUTE - 1
-        watchdog.moved()
+        watchdog.report_progress()
 
 
 @pytest.mark.parametrize(("steps", "minutes"), [
@@ -90,7 +90,7 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == hang.CODE == 75
     assert "in waits_for_ever" in done.stderr and "line 11 in <module>" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("nothing has moved for 0.0167 minutes")
+    assert "0.0167 minutes" in done.stderr.splitlines()[-1]
     assert time.monotonic() - began < 20
 
 

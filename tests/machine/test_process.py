@@ -24,9 +24,9 @@ sys.path.insert(0, {here!r})
 import test_process as t
 from jaxrl_llm.machine.process import Process
 made = [Process(t.number) for _ in range(3)]
-made[1].ask(t.sleep)
-made[2].ask(t.hold_the_lock)
-pids = [process.answer(60) for process in made]
+made[1].send_call(t.sleep)
+made[2].send_call(t.hold_the_lock)
+pids = [process.receive_result(60) for process in made]
 time.sleep(0.2)  # until both are in their calls
 print(*pids, flush=True)
 time.sleep(600)
@@ -87,17 +87,17 @@ def ends(pids: list[int], seconds: float = 10) -> bool:
 
 def test_a_process_has_the_place_and_the_path_of_this_one_and_no_jax():
     with closing(Process(seen)) as process:
-        assert process.answer(60) == (os.getcwd(), sys.path, "cpu", False)
+        assert process.receive_result(60) == (os.getcwd(), sys.path, "cpu", False)
 
 
 @pytest.mark.parametrize("function", [sleep, hold_the_lock])
 def test_a_call_that_takes_too_long_is_left_and_ended(function):
     with closing(Process(number)) as process:
-        pid = process.answer(60)
-        process.ask(function)
+        pid = process.receive_result(60)
+        process.send_call(function)
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            process.answer(0.2)
+            process.receive_result(0.2)
         assert time.monotonic() - began < 5
     assert ends([pid])
 
@@ -109,20 +109,20 @@ def test_a_call_that_takes_too_long_is_left_and_ended(function):
 )  # fmt: skip
 def test_what_goes_wrong_there_is_raised_here(kind, error, words):
     with closing(Process(nothing)) as process:
-        process.answer(60)
-        process.ask(fail, kind)
+        process.receive_result(60)
+        process.send_call(fail, kind)
         with pytest.raises(error, match=words):
-            process.answer(60)
+            process.receive_result(60)
 
 
 def test_signals_to_the_group_and_to_the_process_itself_do_not_end_it():
     with closing(Process(number)) as process:
-        pid = process.answer(60)
+        pid = process.receive_result(60)
         assert os.getpgid(pid) != os.getpgid(0)
         for sign in (signal.SIGINT, signal.SIGTERM):
             os.kill(pid, sign)
-        process.ask(number)
-        assert process.answer(60) == pid
+        process.send_call(number)
+        assert process.receive_result(60) == pid
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
@@ -145,19 +145,26 @@ def test_a_thread_that_made_a_process_may_end_before_it():
     thread.start()
     thread.join()
     with closing(made[0]) as process:
-        pid = process.answer(60)
-        process.ask(number)
-        assert process.answer(60) == pid
+        pid = process.receive_result(60)
+        process.send_call(number)
+        assert process.receive_result(60) == pid
 
 
 def test_a_pool_answers_in_order_and_leaves_out_calls_that_do_not_return():
     pool = Pool(double, nothing)
-    assert pool.map([(i,) for i in range(50)], size=2, each=30, whole=60) == [2 * i for i in range(50)]
+    assert pool.map([(i,) for i in range(50)], size=2, call_seconds=30, total_seconds=60) == [2 * i for i in range(50)]
     began = time.monotonic()
-    assert pool.map([(1,), (-2,), (2,), (-1,), (3,), (4,)], size=2, each=1, whole=60) == [2, None, 4, None, 6, 8]
-    assert pool.map([(-2,)] * 9, size=2, each=30, whole=0.5) == [None] * 9
+    assert pool.map([(1,), (-2,), (2,), (-1,), (3,), (4,)], size=2, call_seconds=1, total_seconds=60) == [
+        2,
+        None,
+        4,
+        None,
+        6,
+        8,
+    ]
+    assert pool.map([(-2,)] * 9, size=2, call_seconds=30, total_seconds=0.5) == [None] * 9
     assert time.monotonic() - began < 20
-    assert pool.map([(5,), (6,)], size=1, each=30, whole=60) == [10, 12]
+    assert pool.map([(5,), (6,)], size=1, call_seconds=30, total_seconds=60) == [10, 12]
 
 
 @pytest.mark.parametrize(

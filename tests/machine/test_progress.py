@@ -44,7 +44,7 @@ def clock() -> Clock:
 @pytest.fixture
 def display(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> progress.Display:
     """A display that only shows what `tick` is told to."""
-    monkeypatch.setattr(progress, "FIRST_LINE", 5.0)  # conftest.py has changed it
+    monkeypatch.setattr(progress, "LINE_DELAY", 5.0)  # conftest.py has changed it
     monkeypatch.setattr(progress.Display, "_tick_forever", lambda self: None)
     return progress.Display(clock)
 
@@ -104,13 +104,13 @@ def test_the_bars_of_tasks_stand_below_the_one_of_the_log(display, clock, monkey
     monkeypatch.setattr(sys, "stdout", terminal)
     of_log = progress.make_bars(progress.UnhiddenConsole(force_terminal=True))
     of_log.add_task("steps", total=9, completed=2, count="2/9", detail="")
-    display.lend(of_log)
+    display.use_log_bars(of_log)
     with display.task("evaluating problems", 1000):
         clock.seconds = 2
         display.tick()
         assert [task.description for task in of_log.tasks] == ["steps", "evaluating problems"]
     assert [task.description for task in of_log.tasks] == ["steps"]
-    display.lend(None)
+    display.use_log_bars(None)
 
 
 def test_other_processes_of_a_run_are_silent(display, clock, capsys, monkeypatch):
@@ -134,7 +134,7 @@ def test_a_thread_shows_work_while_this_one_is_busy(monkeypatch):
 
     log = Waited()
     monkeypatch.setattr(sys, "stdout", log)
-    monkeypatch.setattr(progress, "FIRST_LINE", 0.0)
+    monkeypatch.setattr(progress, "LINE_DELAY", 0.0)
     with progress.Display().task("waiting"):
         assert log.shown.wait(30)
     assert log.getvalue() == "waiting … 0 s\n"

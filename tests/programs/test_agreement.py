@@ -57,7 +57,7 @@ def test_of_many_differences_a_few_are_told(others, refused):
 def test_a_process_that_sees_less_looks_again_for_a_minute(others, own, refused):
     pauses = others(lambda _: [["1", "2"]])
     with refused("process 0", "x/2", "process 1") if len(own) == 1 else nullcontext():
-        agreement.check_seen(Path("x"), lambda: own, "mend")
+        agreement.check_same_listing(Path("x"), lambda: own, "mend")
     assert pauses == ([1] * 60 if len(own) == 1 else [])
 
 
@@ -140,7 +140,7 @@ def test_processes_with_workdirs_of_their_own_end_before_the_first_step(tmp_path
     (tmp_path / "config.py").write_text(
         "from jaxrl_llm.machine.distributed import agreement\n"
         "from jaxrl_llm.configs import grpo\n"
-        "agreement.LISTED = 2\n"
+        "agreement.NFS_CACHE_SECONDS = 2\n"
         "get_config = grpo.get_config\n"
     )
     (tmp_path / "other").mkdir()
@@ -160,7 +160,7 @@ from jaxrl_llm.session.checkpoint import Checkpoints
 from jaxrl_llm.machine.distributed import agreement
 
 address, workdir, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
-agreement.LISTED = 5
+agreement.NFS_CACHE_SECONDS = 5
 listdir, is_file, is_dir, until = os.listdir, Path.is_file, Path.is_dir, time.monotonic() + 1000
 
 def lags(path):
@@ -172,7 +172,7 @@ if address.endswith(",1/2"):
     Path.is_file = lambda path: not lags(path) and is_file(path)
     Path.is_dir = lambda path: not lags(path) and is_dir(path)
 
-with distributed.joined(address):
+with distributed.join_processes(address):
     distributed.wait("start")
     until = time.monotonic() + seconds
     if len(sys.argv) == 4:

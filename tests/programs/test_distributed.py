@@ -253,7 +253,7 @@ from jaxrl_llm.structs import Prompts, Rewards, Rollouts
 B, G, C, sent = 8, 2, int(sys.argv[2]), []
 exchanged = store._exchange
 store._exchange = lambda value, channel: sent.append(len(value)) or exchanged(value, channel)
-with distributed.joined(sys.argv[1]):
+with distributed.join_processes(sys.argv[1]):
     mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
     part = distributed.part(B)
 
@@ -278,7 +278,7 @@ with distributed.joined(sys.argv[1]):
     assert (whole.rollouts.logprobs == rows[part]).all() and whole.rollouts.completion_mask.all()
     assert [text[0] for text in whole.wait_for_grades().texts] == [str(n) for n in rows[part][:, 0, 0]]
     assert (whole.prompts.numbers == rows[part][:, 0, 0]).all() and not whole.no_signal.any()
-    largest = sharding.largest(np.arange(3) * (1 - 2 * distributed.index()), mesh).tolist()
+    largest = sharding.max_over_processes(np.arange(3) * (1 - 2 * distributed.index()), mesh).tolist()
     print("found", json.dumps([rows[:, 0, 0].tolist(), replaced, largest, len(sent), sum(sent)]), flush=True)
 """
 
@@ -315,7 +315,7 @@ from jaxrl_llm.machine import distributed
 from jaxrl_llm.session.signals import AgreedSignals
 
 def main():
-    with distributed.joined(sys.argv[1]), AgreedSignals(command=True):
+    with distributed.join_processes(sys.argv[1]), AgreedSignals(command=True):
         multihost_utils.sync_global_devices("both have compiled it")
         print("ready", flush=True)
         if distributed.index() and "fails" in sys.argv:
@@ -392,8 +392,8 @@ def test_the_watch_for_an_end_of_others_rests_when_process_0_is_gone(monkeypatch
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")
 
     monkeypatch.setattr(joining, "client", lambda: SimpleNamespace(blocking_key_value_get=get))
-    monkeypatch.setattr(joining, "_leaving", leaving)
-    watch = threading.Thread(target=joining._watch)
+    monkeypatch.setattr(joining, "_is_ending", leaving)
+    watch = threading.Thread(target=joining._watch_for_ends)
     watch.start()
     time.sleep(0.5)
     leaving.set()
@@ -413,7 +413,7 @@ def test_a_save_that_fails_without_the_others_is_not_called_a_full_disk(monkeypa
 
 
 def test_a_wrong_address_is_told_in_a_line(refused):
-    with refused("--distributed here"), distributed.joined("here"):
+    with refused("--distributed here"), distributed.join_processes("here"):
         pass
     done = subprocess.run([sys.executable, "-c", PROGRAM, "127.0.0.1:1,2/2"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
@@ -422,8 +422,8 @@ def test_a_wrong_address_is_told_in_a_line(refused):
 
 def test_a_process_whose_peers_never_come_ends_in_a_line(wording):
     """JAX's own limit is 300 s, and then it aborts without a line."""
-    program = "import sys\nfrom jaxrl_llm.machine.distributed import joining\njoining.JOINED = 1.0\n"
-    program += "with joining.joined(sys.argv[1]):\n    print('joined')"
+    program = "import sys\nfrom jaxrl_llm.machine.distributed import joining\njoining.JOIN_SECONDS = 1.0\n"
+    program += "with joining.join_processes(sys.argv[1]):\n    print('joined')"
     words = [sys.executable, "-c", program, "127.0.0.1:1,1/2"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=100)
     assert (done.returncode, done.stdout) == (75, "")

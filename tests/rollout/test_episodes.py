@@ -27,7 +27,7 @@ from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.samples import CompletionTask
 from jaxrl_llm.selftest import self_test
-from jaxrl_llm.selftest.trial import prepare
+from jaxrl_llm.selftest.trial import make_trial
 from jaxrl_llm.structs import Batch
 from jaxrl_llm.tasks import encyclopedia
 from jaxrl_llm.tasks.protocol import Reply
@@ -279,7 +279,7 @@ def test_every_program_of_episodes_is_known_beforehand():
 def test_the_self_test_looks_at_what_an_environment_said(tmp_path):
     with build(config_with_turns(), tmp_path / "run") as (session, parts):
         session.restore()
-        trial = prepare(parts, session.run_state.states, full=True)
+        trial = make_trial(parts, session.run_state.states, full=True)
         good = self_test.environment_is_masked(trial)
         assert good.applicable and not good.findings
         rollouts, dialogs = trial.episodes()

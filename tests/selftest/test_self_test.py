@@ -33,7 +33,7 @@ from jaxrl_llm.models import lora
 from jaxrl_llm.models.adapters import as_array, int8, merged
 from jaxrl_llm.rollout.grading import GradedCompletions, RewardFn
 from jaxrl_llm.selftest import self_test
-from jaxrl_llm.selftest.trial import AGAIN, Trial, prepare
+from jaxrl_llm.selftest.trial import COMPARED_TOKENS, Trial, make_trial
 from jaxrl_llm.structs import Rewards, Rollouts
 from jaxrl_llm.tools import doctor
 from jaxrl_llm.train import steps
@@ -66,7 +66,7 @@ def run(tmp_path_factory):
 
 
 def prepared(run) -> Trial:
-    return prepare(run.parts, run.session.run_state.states, full=True)
+    return make_trial(run.parts, run.session.run_state.states, full=True)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def findings(answer: self_test.CheckReport) -> list[str]:
 
 
 def said(run, *, full: bool) -> dict[str, tuple[bool, list[str]]]:
-    checked = self_test.check(run.parts, run.session.run_state.states, full=full)
+    checked = self_test.all_reports(run.parts, run.session.run_state.states, full=full)
     return {x.id: (x.applicable, [finding.id for finding in x.findings]) for x in checked if x.id}
 
 
@@ -116,7 +116,7 @@ def test_the_doctor_tells_each_check_and_none_finds_a_thing(run, healthy, monkey
 
     # One trial of one run serves this test and those below.
     monkeypatch.setattr(doctor, "build", build)
-    monkeypatch.setattr(self_test, "prepare", lambda parts, states, full: healthy if full else None)
+    monkeypatch.setattr(self_test, "make_trial", lambda parts, states, full: healthy if full else None)
     monkeypatch.setattr(sys, "argv", ["doctor", "--config", str(ROOT / "configs" / "grpo.py"), "--selftest", "--json"])
     with pytest.raises(SystemExit, match="0"):
         doctor.main()
@@ -220,7 +220,7 @@ FAULTS = {
         "stop_is_learned", "no_generation_prompt"),
     "one key for all members of a group": (
         lambda t: {"rollouts": each(lambda x: np.concatenate([np.repeat(x[:, :1], 4, axis=1)] * 2), t.rollouts),
-                   "again": each(lambda x: np.concatenate([x] * 2), t.again)},
+                   "other_key_rollouts": each(lambda x: np.concatenate([x] * 2), t.other_key_rollouts)},
         "samples_differ", "samples_repeat"),
 }  # fmt: skip
 
@@ -388,7 +388,7 @@ def test_a_loss_that_divides_by_the_tokens_of_its_micro_batch_is_found(trial):
 def test_equal_completions_of_a_policy_that_is_sure_are_no_finding(trial):
     same = jax.tree.map(lambda x: np.repeat(x[:1, :1], 4, axis=1), trial.rollouts)
     trial.rollouts = replace(same, logprobs=same.logprobs * 1e-3)
-    trial.again = replace(same, completions=same.completions[..., :AGAIN])
+    trial.other_key_rollouts = replace(same, completions=same.completions[..., :COMPARED_TOKENS])
     assert findings(self_test.samples_differ(trial)) == []
 
 
@@ -414,7 +414,7 @@ def test_the_push_of_a_base_in_int8_moves_its_scales_and_leaves_its_numbers(monk
     engine = SimpleNamespace(max_gap=None, update_weights=lambda params: pushed.append(params))
     params = {"kernel": int8(jnp.arange(24.0).reshape(4, 6)), "adapter": jnp.ones(3)}
     trial = SimpleNamespace(full=True, exact=True, engine=engine, params=params, sample=lambda *_: None)
-    monkeypatch.setattr(self_test, "_gap", lambda trial, params, sampled: float(params is trial.params))
+    monkeypatch.setattr(self_test, "_logprob_gap", lambda trial, params, sampled: float(params is trial.params))
     assert findings(self_test.push_arrives(trial)) == []  # type: ignore[arg-type]
     moved, after = pushed
     assert after is params
@@ -427,7 +427,7 @@ def test_the_push_of_a_base_in_int8_moves_its_scales_and_leaves_its_numbers(monk
 def test_after_it_the_engine_has_the_weights_of_the_run(run, healthy):
     self_test.push_arrives(healthy)
     sampled = healthy.sample(3, 4)
-    assert self_test._gap(healthy, healthy.params, sampled) < 1e-4
+    assert self_test._logprob_gap(healthy, healthy.params, sampled) < 1e-4
 
 
 def test_servers_are_asked_by_the_check_of_their_weights(trial):

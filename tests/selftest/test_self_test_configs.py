@@ -20,7 +20,7 @@ from jaxrl_llm.config.names import resolve, split_call
 from jaxrl_llm.data.rows import is_task
 from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.selftest import self_test
-from jaxrl_llm.selftest.trial import prepare
+from jaxrl_llm.selftest.trial import make_trial
 from jaxrl_llm.tasks import SOURCES
 
 # template: folder of tests/references with config.json of a model of its family
@@ -166,7 +166,7 @@ def test_it_is_silent_on(file, models, seen, tmp_path):
     seen.runs.add(run)
     with build(config, tmp_path / "run") as (session, parts):
         session.restore()
-        trial = prepare(parts, session.run_state.states, full=full)
+        trial = make_trial(parts, session.run_state.states, full=full)
         checked = [check(trial) for check in checks.values()]
         if of_recipe:
             assert 0 <= parts.evaluate(session.run_state.states)["eval/accuracy"] <= 1

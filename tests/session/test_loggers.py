@@ -173,9 +173,11 @@ class Choosy:
 
 
 def test_a_record_that_is_never_taken_holds_back_no_other_and_none_is_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(loggers, "PAUSES", (0.001, 0.002))
+    monkeypatch.setattr(loggers, "RETRY_PAUSES", (0.001, 0.002))
     choosy, lines = Choosy(loggers.LoggedRun(tmp_path, 0, "", {})), list[str]()
-    background = loggers.Background("it", lambda run: choosy, loggers.LoggedRun(tmp_path, 0, "", {}), lines.append)
+    background = loggers.BackgroundLogger(
+        "it", lambda run: choosy, loggers.LoggedRun(tmp_path, 0, "", {}), lines.append
+    )
 
     def write(*steps: int) -> None:
         for step in steps:
@@ -198,7 +200,7 @@ def test_a_record_that_is_never_taken_holds_back_no_other_and_none_is_lost(tmp_p
     write(5, 9, 10)
     wait_for(0, 3, 4, 6, 7, 8, 9, 10)
     background.close()
-    refused = [line for line in lines if "does not take the numbers of step" in line]
+    refused = [line for line in lines if "refuses the numbers of step" in line]
     assert [line.split("step ")[1].split()[0] for line in refused] == ["1", "2", "5"]
     assert lines[-1] == "warning: config.log.to: it has not got 3 of its records"
     assert len(lines) <= 9, lines
@@ -213,7 +215,7 @@ class Stuck:
 
 @pytest.mark.parametrize("fails", [3, 10**9])
 def test_a_logger_that_fails_is_told_once_and_gets_the_numbers_later(tmp_path, capsys, monkeypatch, fails):
-    monkeypatch.setattr(loggers, "PAUSES", (0.01, 0.02))
+    monkeypatch.setattr(loggers, "RETRY_PAUSES", (0.01, 0.02))
     # A config names the class in the module of this name, which is another one than this.
     broken = importlib.import_module("test_loggers").Broken
     broken.got, broken.fails = [], fails
@@ -236,11 +238,11 @@ def test_a_logger_that_fails_is_told_once_and_gets_the_numbers_later(tmp_path, c
 
 
 def test_a_logger_that_fails_for_a_week_holds_no_more_than_a_few_records(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(loggers, "WAITING", 5)
-    monkeypatch.setattr(loggers, "PAUSES", (0.01, 0.02))
+    monkeypatch.setattr(loggers, "MAX_WAITING_CALLS", 5)
+    monkeypatch.setattr(loggers, "RETRY_PAUSES", (0.01, 0.02))
     broken = importlib.import_module("test_loggers").Broken
     broken.got, broken.fails = [], 10**9
-    background = loggers.Background("it", broken, loggers.LoggedRun(tmp_path, 0, "", {}), print)
+    background = loggers.BackgroundLogger("it", broken, loggers.LoggedRun(tmp_path, 0, "", {}), print)
     for _ in range(100):
         background.write(1, {})
     assert len(background._calls) == 5
@@ -251,8 +253,8 @@ def test_a_logger_that_fails_for_a_week_holds_no_more_than_a_few_records(tmp_pat
 
 
 def test_a_logger_that_hangs_neither_delays_a_step_nor_keeps_the_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(loggers, "CLOSING", 0.2)
-    monkeypatch.setattr(loggers, "SILENT", 0.05)
+    monkeypatch.setattr(loggers, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(loggers, "SILENT_SECONDS", 0.05)
     log, began = log_of(tmp_path, config_of("test_loggers.Stuck")), time.monotonic()
     log.start(0)
     write(log, 0, accuracy=0.5)

@@ -10,7 +10,7 @@ import pytest
 from tiny import log_of
 
 from jaxrl_llm.config.load import load
-from jaxrl_llm.errors import UserError, briefly, printable, run_main
+from jaxrl_llm.errors import UserError, printable, run_main, summarize_error
 from jaxrl_llm.health.doctor import print_spells
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.health.judge import Spell
@@ -73,7 +73,7 @@ def spoken(capsys: pytest.CaptureFixture[str], attack: str, tmp_path: Path) -> d
         with pytest.raises(SystemExit):
             run_main(fail)
         keep(type(error).__name__)
-    said["briefly"] = briefly(ValueError(attack))
+    said["briefly"] = summarize_error(ValueError(attack))
     return said
 
 

@@ -40,7 +40,7 @@ def test_a_disk_that_is_read_only_is_named_as_such(run, monkeypatch, refused):
     monkeypatch.setattr(os, "access", lambda *_: False)
     for flag in 0, os.ST_RDONLY:
         monkeypatch.setattr(os, "statvfs", lambda _, flag=flag: SimpleNamespace(f_flag=flag))
-        with refused(str(run), "read-only" if flag else "you may not"):
+        with refused(str(run), "read-only" if flag else "not writable"):
             check_workdir(run, {}, TABLE)
     (run / "file").touch()
     with refused("is a file"):

@@ -1,8 +1,8 @@
-"""Exchanges of small values through the key-value store of JAX's coordination service.
+"""Exchanges small values between processes through the key-value store of JAX's coordination service.
 
-They do not go through a program on the devices: the order of these programs must be the same in all processes, and a
-thread that samples ahead or writes the log may exchange values at any time. Arrays of tokens go by the devices
-(`sharding.gather`): the store is in process 0, which would send them to each process.
+The devices are not used, because all processes must run device programs in the same order, but a thread that samples
+ahead or writes the log may exchange values at any time. Large arrays go through the devices (`sharding.gather`),
+because process 0 serves the store and would have to send the arrays to every process.
 """
 
 from __future__ import annotations
@@ -16,28 +16,27 @@ from typing import Any
 import jax
 import numpy as np
 
-# No public function reaches the key-value store.
-from jax._src.distributed import global_state
-
 from jaxrl_llm.machine.distributed.processes import count, first, index
+from jaxrl_llm.machine.jax_private import global_state
 
 POLL = 1000  # milliseconds
-_calls: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # of `exchange`, for each channel
+_calls: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # channel -> numbers of its calls of `exchange`
 
 
 def exchange(value: Any, channel: str = "step") -> list[Any]:
-    """Returns the JSON values of all processes, in their order. All processes must call it.
+    """Returns the values of all processes in the order of their indices. All processes must call it.
 
-    channel: calls of different threads need different channels, because each channel keeps its own order.
+    value: values of JSON. channel: name of a sequence of calls; threads need different channels, because the calls of
+    a channel must come in the same order in all processes.
     """
-    # JSON and not pickle: a process runs nothing that another one sends.
+    # The values are JSON and not pickle, so that no process can run code in another.
     return json.loads(_exchange(json.dumps(value), channel))
 
 
 def gather(rows: np.ndarray, channel: str = "step") -> np.ndarray:
-    """Returns the rows of all processes, in their order. Rows must be few, and all processes must call it.
+    """Returns the rows of all processes, concatenated in the order of their indices. All processes must call it.
 
-    channel: name of the sequence of calls, as for `exchange`.
+    rows: a small array. channel: name of a sequence of calls, of which each thread needs its own.
     """
     if count() == 1:
         return rows
@@ -62,16 +61,16 @@ def _exchange(value: str, channel: str) -> str:
     if not first():
         store.key_value_set(f"{key(call)}/{index()}", value)
         return _get(f"{key(call)}/all")
-    # Process 0 joins the values: N + N messages, where N x N would take seconds with hundreds of hosts. It waits for
-    # one that it lacks, and then takes all that have come meanwhile.
-    names = [f"{key(call)}/{process}" for process in range(1, count())]
-    came: dict[str, str] = {}
-    while lacking := [name for name in names if name not in came]:
-        _get(lacking[-1])
-        came = dict(store.key_value_dir_get(key(call)))
-    values = ",".join([value, *(came[name] for name in names)])
+    # Process 0 collects the values and sends them to all, which takes 2 N messages. N x N messages would take seconds
+    # with hundreds of hosts. It waits for one missing value at a time, and then reads all that have arrived.
+    keys = [f"{key(call)}/{process}" for process in range(1, count())]
+    values_by_key: dict[str, str] = {}
+    while missing_keys := [key_name for key_name in keys if key_name not in values_by_key]:
+        _get(missing_keys[-1])
+        values_by_key = dict(store.key_value_dir_get(key(call)))
+    values = ",".join([value, *(values_by_key[key_name] for key_name in keys)])
     store.key_value_set(f"{key(call)}/all", f"[{values}]")
-    # Everyone has read the values of the call before: they have set one for this call.
+    # The values of the previous call can go, because each process had read them before it sent a value for this call.
     if call:
         store.key_value_delete(key(call - 1))
     return f"[{values}]"
@@ -83,7 +82,7 @@ def client() -> Any:
 
 
 def _get(key: str) -> str:
-    """Waits for a key, for any time: if its process has ended, this one ends too."""
+    """Waits for a key without a time limit, because this process ends anyway if the key's process ends."""
     while True:
         try:
             return client().blocking_key_value_get(key, 10 * POLL)

@@ -94,7 +94,9 @@ class Stream:
             continues = len(self._update_complete_groups()) < (self.wanted_groups or len(self.prompts.tokens))
             state = [max(map(len, rows)), pages, some_wait, continues]
             # All processes must call the same programs, so the largest numbers of all processes choose them.
-            count, pages, some_wait, continues = sharding.largest(np.array(state, np.int32), self.mesh).tolist()
+            count, pages, some_wait, continues = sharding.max_over_processes(
+                np.array(state, np.int32), self.mesh
+            ).tolist()
             self._awaited_answers = set(self.episodes.pending_answers)
             if not continues:
                 return self._append_answers()
@@ -189,7 +191,7 @@ class Stream:
         if cache is not None and not self.sizes.refills:
             # Return early, because all groups have started and no process has a prompt to run.
             return cache
-        count = sharding.largest(np.array([max(map(len, new_groups))], np.int32), self.mesh)[0]
+        count = sharding.max_over_processes(np.array([max(map(len, new_groups))], np.int32), self.mesh)[0]
         first, changed = 0, list[int]()
         while cache is None or first < count:
             # All later prompts run in programs of one size. Rows of two sizes may differ in their last bits, and the
@@ -206,7 +208,7 @@ class Stream:
             )
             cache, *sampled = self.programs.prefill(cache, sharding.shard_batch(arrays, self.mesh))
             first_tokens, logprobs = sharding.to_host(tuple(sampled))
-            WATCHDOG.moved()
+            WATCHDOG.report_progress()
             for d, n, group in enumerate_items(new_groups, first, size):
                 for i in self._without_tokens(group):
                     g = i % self.sizes.group_size
@@ -237,7 +239,7 @@ class Stream:
         counts = np.zeros((self.sizes.completion_length // max(CHUNK_TOKENS) + 4, len(CHUNK_TOKENS)), np.int32)
         for (number, width), chunks in rounds.items():
             counts[number, CHUNK_TOKENS.index(width)] = max(map(len, chunks))
-        counts = sharding.largest(counts.ravel(), self.mesh).reshape(counts.shape)
+        counts = sharding.max_over_processes(counts.ravel(), self.mesh).reshape(counts.shape)
         rows = self.sizes.fed_sequences
         for number, width_index in np.argwhere(counts).tolist():
             width = CHUNK_TOKENS[width_index]
@@ -273,7 +275,7 @@ class Stream:
         threshold = self._running_threshold(count, pages, some_wait=some_wait)
         cache, sampled = self.programs.decode(cache, sharding.shard_batch(arrays, self.mesh), threshold)
         tokens, logprobs, counts = sharding.to_host(sampled)
-        WATCHDOG.moved()
+        WATCHDOG.report_progress()
         self.computed_tokens += int(counts.sum())
         self.slot_steps += counts.size * int(counts.max())
         changed = []

@@ -309,7 +309,7 @@ class VllmEngine:
         def request_once(server: str) -> list[Completion]:
             path = "/inference/v1/generate"
             answer = self.request(server, "POST", path, request)
-            WATCHDOG.moved()
+            WATCHDOG.report_progress()
             with self._json_lock, reading_answer(path):
                 body = answer.json()
                 if "content_parts" in request and (server_tokens := body.get("prompt_token_ids") or []) != expanded:
@@ -433,7 +433,7 @@ class VllmEngine:
                     self._managed.check()
                     # A managed server loads and compiles before its first answer. Wait as long as its log grows.
                     if not self._has_answered and self._managed.has_log_grown():
-                        WATCHDOG.moved()
+                        WATCHDOG.report_progress()
                         end = time.monotonic() + self._patience
                 if time.monotonic() > end or self._closed.wait(pause):
                     remedy = f"see {self._managed.log}" if self._managed else "see its log and restart it"
@@ -514,12 +514,12 @@ class VllmEngine:
         with suppress(httpx.TransportError, RuntimeError):  # RuntimeError: the client was closed
             while time.monotonic() < end and not self._closed.is_set():
                 if self._weight_file.sent != sent_before:
-                    WATCHDOG.moved()
+                    WATCHDOG.report_progress()
                     return True
                 counts = TOKEN_COUNTERS.findall(self._monitors[server].get("/metrics").text)
                 first_counts = counts if first_counts is None else first_counts
                 if counts != first_counts:
-                    WATCHDOG.moved()
+                    WATCHDOG.report_progress()
                     if server not in self._noted_slow:
                         self._noted_slow.add(server)
                         print(f"note: vLLM at {server} needs more than {self._timeout:g} s for an answer", flush=True)

@@ -138,7 +138,7 @@ class Compiler:
         sizes, chip, usage = self.sizes, self.chip, Usage()
         prompts = sizes.prompts_per_update if program.phase == "update" else sizes.prompts_per_step
         turns = prompts // (sizes.microbatch or prompts) * parts
-        times, mesh = program.times, self.models.mesh
+        times, mesh = program.repetitions, self.models.mesh
         if program.phase == "update":
             times = sizes.updates_per_rollout
         elif self.sampled and program.phase in SAMPLING:

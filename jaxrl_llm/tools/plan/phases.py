@@ -120,7 +120,7 @@ def make_plan(
             continue
         on_sampler = apart and program.phase in SAMPLING
         # What the sampler has is on its chips, not beside the programs of the others.
-        program = program._replace(beside=()) if apart else program
+        program = program._replace(other_memory=()) if apart else program
         beside = 0 if on_sampler else _beside(states, program, recipe.host_memory)
         phase = compiler.measure(program, beside, shape[0])
         phase = replace(phase, meanwhile=on_sampler and recipe.rollout.max_lag > 0)
@@ -223,7 +223,7 @@ def _beside(states: PyTree, program: Program, on_host: HostMemory) -> int:
     # Arrays are compared by identity, because two arrays of equal shape are different memory.
     used = {id(x) for x in jax.tree.leaves(program.states)}
     leaves = jax.tree.leaves(device_states(states, on_host, during_updates=program.phase == "update"))
-    return device_bytes([x for x in leaves if id(x) not in used]) + device_bytes(program.beside)
+    return device_bytes([x for x in leaves if id(x) not in used]) + device_bytes(program.other_memory)
 
 
 def _sampler(models: Models, recipe: Recipe, mesh: Mesh, cache_bytes: int) -> Sampler:
