@@ -90,8 +90,8 @@ def test_an_evaluation_without_any_verdict_has_no_accuracy(wording):
     assert nothing["accuracy"] is None and dict(scores.result_lines(nothing))["accuracy"] == "–"
     said: list[str] = []
     session: Any = SimpleNamespace(
-        plan=SimpleNamespace(evaluate_every=2, steps=8), at=SimpleNamespace(states={}),
-        trainer=SimpleNamespace(measure=lambda states: metrics_of("eval", mean_score(graded[len(said) == 0]), 2)),
+        plan=SimpleNamespace(evaluate_every=2, steps=8), run_state=SimpleNamespace(states={}),
+        trainer=SimpleNamespace(evaluate=lambda states: metrics_of("eval", mean_score(graded[len(said) == 0]), 2)),
         checkpoints=SimpleNamespace(accuracies={}), log=SimpleNamespace(say=said.append),
     )  # fmt: skip
     session.log.with_verdicts = partial(Log.with_verdicts, session.log)
