@@ -92,7 +92,7 @@ def test_an_evaluation_without_any_verdict_has_no_accuracy(wording):
     session: Any = SimpleNamespace(
         plan=SimpleNamespace(evaluate_every=2, steps=8), run_state=SimpleNamespace(states={}),
         trainer=SimpleNamespace(evaluate=lambda states: metrics_of("eval", mean_score(graded[len(said) == 0]), 2)),
-        checkpoints=SimpleNamespace(accuracies={}), log=SimpleNamespace(say=said.append),
+        checkpoints=SimpleNamespace(accuracies={}), log=SimpleNamespace(print_line=said.append),
     )  # fmt: skip
     session.log.with_verdicts = partial(Log.with_verdicts, session.log)
     assert Session.evaluate(session, 2) == {} and session.checkpoints.accuracies == {}
