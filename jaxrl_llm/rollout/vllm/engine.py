@@ -288,10 +288,8 @@ class VllmEngine:
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
         """Returns the sampling parameters that all requests of a call share."""
         # With this bias, the tokens that the model never samples have the probability 0, as in the trainer.
-        logit_bias = (
-            {"logit_bias": {str(token): MIN_LOGIT_BIAS for token in self._model.never}} if self._model.never else {}
-        )
-        return logit_bias | {
+        biases = {str(token): MIN_LOGIT_BIAS for token in self._model.never}
+        return ({"logit_bias": biases} if biases else {}) | {
             # 0 requests the log-probability of the sampled token alone; 1 would add the most likely token.
             "logprobs": 0,
             "temperature": sampling.temperature,
@@ -328,8 +326,10 @@ class VllmEngine:
         return self._retry(request_once, islice(cycle(servers), b % len(servers), None))
 
     def _check_versions(self, choices: list[dict[str, Any]]) -> None:
-        """Checks the weights of all tokens. Raises: Unavailable, for other weights than the last pushed; UserError, if
-        vLLM is too old to report them."""
+        """Checks that the last pushed weights sampled all tokens.
+
+        Raises: Unavailable, if other weights sampled a token; UserError, if vLLM is too old to report the weights.
+        """
         for choice in choices:
             if not (spans := choice.get("weight_versions")):
                 raise UserError(
