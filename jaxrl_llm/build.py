@@ -195,7 +195,7 @@ def load(place: Workplace, recipe: Recipe | SftRecipe, find: Callable[[], Path])
 
 def make_run(place: Workplace, recipe: Recipe) -> tuple[Session, Parts]:
     """Builds the session and the parts of a run of `train`. Raises: UserError."""
-    inputs = load(place, recipe, partial(hf.find, recipe.model.path))
+    inputs = load(place, recipe, partial(hf.find_checkpoint, recipe.model.path))
     models = inputs.models
     fit.check_sampling(recipe, models.model.cfg)
     in_trainer = recipe.chosen_engine.in_trainer

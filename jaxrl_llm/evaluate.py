@@ -98,7 +98,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
     environment = environment_of(args, run)
     mesh = sharding.make_mesh(**(run.mesh if run else dict(data=1, fsdp=-1, tensor=1)))
     with ExitStack() as opened:
-        folder = opened.enter_context(run.model_folder(step)) if run else hf.find(args.model, "--model")
+        folder = opened.enter_context(run.model_folder(step)) if run else hf.find_checkpoint(args.model, "--model")
         model = hf.load_model(folder, mesh, family=args.family, dtype=args.dtype)
         if args.family and model.cfg.family != args.family:
             raise UserError(

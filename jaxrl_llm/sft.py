@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.algorithms.supervised import PREFERRED
+from jaxrl_llm.algorithms.supervised import ACCURACY_METRIC
 from jaxrl_llm.build import load, make_evaluation, open_outputs, opened_run, policy_learner
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.config.records import Call
@@ -167,7 +167,7 @@ def make_run(place: Workplace, recipe: SftRecipe) -> tuple[Session, SftParts]:
 def find_model(place: Workplace, recipe: SftRecipe) -> Path:
     """Returns the folder of the model that the run begins with; that of a new one is removed when the run ends."""
     if recipe.model.path:
-        return hf.find(recipe.model.path)
+        return hf.find_checkpoint(recipe.model.path)
     return place.opened.enter_context(new_model_folder(recipe.model, recipe.data, recipe.data.completion_column))
 
 
@@ -266,7 +266,7 @@ def make_comparison(
 def count_preferred(loss: Call, logprobs: Array, batch: Batch, count: AnyArray) -> jax.Array:
     """Returns how many of the first `count` pairs of a batch have a larger reward of the chosen completion."""
     _, metrics = loss(logprobs, batch, **batch.columns)
-    return jnp.sum(jnp.where(jnp.arange(len(logprobs)) < count, metrics[PREFERRED][:, 0, 0], 0.0))
+    return jnp.sum(jnp.where(jnp.arange(len(logprobs)) < count, metrics[ACCURACY_METRIC][:, 0, 0], 0.0))
 
 
 def train(session: Session, parts: SftParts) -> Iterator[dict[str, Any]]:

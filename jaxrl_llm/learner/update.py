@@ -13,10 +13,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.algorithms.balance import Load, balance_loss, load_metrics
-from jaxrl_llm.algorithms.importance import ImportanceFn, make_importance_weights, stay_on_policy
-from jaxrl_llm.algorithms.kl import unbiased
-from jaxrl_llm.algorithms.losses import LossFn, Metrics, aggregation_weights, old_logprobs, ratio_of
+from jaxrl_llm.algorithms.balance import ExpertLoad, balance_loss, load_metrics
+from jaxrl_llm.algorithms.importance import ImportanceFn, make_importance_weights, on_policy_mask
+from jaxrl_llm.algorithms.kl import unbiased_estimator
+from jaxrl_llm.algorithms.losses import LossFn, Metrics, aggregation_weights, importance_ratio, old_logprobs
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import microbatches
 from jaxrl_llm.learner.forward import REMEDY, completion_logprobs_and_load
@@ -92,7 +92,7 @@ LOAD = "router/load"
 TRAINED = "tokens/trained"  # the number of tokens over which the other metrics of an update are means
 BALANCE = "router/balance_coef"  # the coefficient of the load-balance loss, which is no loss of a single token
 
-# The metrics are arrays [B, G, C] or [B, G, 1], and the `Load` of experts.
+# The metrics are arrays [B, G, C] or [B, G, 1], and the `ExpertLoad` of experts.
 Objective: TypeAlias = Callable[[PyTree, Batch, Metrics], tuple[Array, dict[str, Any]]]
 GradientFn: TypeAlias = Callable[[PyTree, Batch, Metrics, PyTree], tuple[PyTree, Metrics]]
 
@@ -111,7 +111,7 @@ def policy_objective(
 
     w loss_fn + coefs["kl/coef"] kl - coefs["entropy/coef"] H. kl is an estimator of `algorithms.kl`, or None for no KL
     term. kl_weighted multiplies it by the ratio pi / pi_old, which makes its gradient unbiased off-policy
-    (arXiv 2512.02556). w is 0 outside `batch.policy_mask`, and 0 for completions that `stay_on_policy` leaves out
+    (arXiv 2512.02556). w is 0 outside `batch.policy_mask`, and 0 for completions that `on_policy_mask` excludes
     (off_policy is its threshold; 0: none). Elsewhere, w is the importance weight from `correct`.
     """
     correct = correct or make_importance_weights()
@@ -126,7 +126,7 @@ def policy_objective(
             loss = jnp.where(batch.policy_mask, loss, 0.0)
         if off_policy:
             drawn_by = old if batch.sampler_logprobs is None else batch.sampler_logprobs
-            stays = stay_on_policy(logprobs, drawn_by, batch.advantages, batch.loss_mask, threshold=off_policy)
+            stays = on_policy_mask(logprobs, drawn_by, batch.advantages, batch.loss_mask, threshold=off_policy)
             loss = jnp.where(stays, loss, 0.0)
             metrics |= {"mask/off_policy": jnp.broadcast_to(1.0 - stays, loss.shape)}
         if batch.sampler_logprobs is not None:
@@ -137,14 +137,14 @@ def policy_objective(
         metrics |= {"loss/policy": loss, "entropy": entropy}
         ref: Array = batch.ref_logprobs
         if ref is not None:
-            metrics |= {"kl/ref": unbiased(sampling)(logprobs, ref)}
+            metrics |= {"kl/ref": unbiased_estimator(sampling)(logprobs, ref)}
         if batch.advantages is not None:
             good = batch.advantages > 0
             metrics |= {"tokens/good": good.astype(jnp.float32), "logprobs/good": jnp.where(good, logprobs, 0.0)}
         if kl is not None:
             term = coefs["kl/coef"] * kl(logprobs, ref)
             if kl_weighted:
-                term = term * ratio_of(logprobs - old)
+                term = term * importance_ratio(logprobs - old)
             loss = loss + term
             metrics |= {"loss/kl": term, "loss/kl_alone": jnp.where(batch.advantages == 0, term, 0.0)}
         if "entropy/coef" in coefs:
@@ -290,7 +290,7 @@ def make_gradient(
 
 def full_batch_load(
     objective: Objective, params: PyTree, batch: Batch, coefs: Metrics, *, microbatch: int, mesh: Mesh
-) -> Load | None:
+) -> ExpertLoad | None:
     """Returns the load of a whole batch in several micro-batches, from a forward pass of its own.
 
     None: the load-balance loss does not need it.

@@ -77,7 +77,7 @@ def width_of(recipe: Recipe | SftRecipe) -> int | None:
     """
     if recipe.new_width:
         return recipe.new_width
-    folder = hf.find_here(recipe.model.path)
+    folder = hf.find_local_checkpoint(recipe.model.path)
     return hf.load_model(folder, family=recipe.model.family).cfg.width if folder else None
 
 

@@ -34,7 +34,7 @@ def check_no_effect(recipe: Recipe, fields: Mapping[str, Any]) -> None:
         beside = " beside the base" * bool(recipe.adapters)
         why = f"there is no reference{beside}, and none of teachers and reward_model"
         refuse(fields, {"host_memory.reference": False}, why)
-    if not recipe.estimator.looks_at_penalties:
+    if not recipe.estimator.uses_penalties:
         refuse(fields, {"reward.overlong_tokens": 0}, f"{advantage} does not look at it")
     alone = recipe.group_size == 1
     if alone or not recipe.estimator.needs_reward:

@@ -42,7 +42,7 @@ class Placing:
         self._model, self.moves = model, trainer not in (None, mesh)
         self._ends_at, self._layer_at = _shardings(model, mesh, in_int8=in_int8)
         ends_at, layer_at = _shardings(model, trainer or mesh, in_int8=in_int8)
-        self._ends = jax.jit(model.as_used, out_shardings=ends_at)
+        self._ends = jax.jit(model.cast_for_compute, out_shardings=ends_at)
         # The number of the layer is an argument: one program for all layers.
         self._layer = jax.jit(partial(_layer, model, in_int8=in_int8), out_shardings=layer_at)
 
@@ -84,7 +84,7 @@ def _shardings(model: Decoder, mesh: Mesh, *, in_int8: bool) -> tuple[PyTree, Py
     """Returns two shardings of a copy: embedding and head, and a layer."""
     shapes = model.shapes
     if in_int8:
-        shapes = shapes | {"layers": _on_kernels(shapes["layers"], partial(jax.eval_shape, adapters.int8))}
+        shapes = shapes | {"layers": _on_kernels(shapes["layers"], partial(jax.eval_shape, adapters.quantize_int8))}
     stacked = sharding.shardings(shapes, mesh, leave_out="fsdp")
     ends = {name: at for name, at in stacked.items() if name != "layers"}
     layer = jax.tree.map(lambda at: NamedSharding(mesh, P(*at.spec[1:])), stacked["layers"])
@@ -101,11 +101,11 @@ def _layer(model: Decoder, layers: PyTree, i: Array, *, in_int8: bool) -> PyTree
     """Returns layer i of a stack, with its adapters merged."""
     layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
     # Merged in float32, then cast or rounded: the sum of base and adapter is rounded once.
-    layer = adapters.merged(layer)
+    layer = adapters.merge_adapters(layer)
     if in_int8:
-        # `adapters.int8` is for stacks of layers.
-        layer = _on_kernels(layer, lambda kernel: jax.tree.map(lambda x: x[0], adapters.int8(kernel[None])))
-    layer = model.as_used(layer)
+        # `adapters.quantize_int8` is for stacks of layers.
+        layer = _on_kernels(layer, lambda kernel: jax.tree.map(lambda x: x[0], adapters.quantize_int8(kernel[None])))
+    layer = model.cast_for_compute(layer)
     return _on_kernels(layer, lambda kernel: kernel.T) if model.cfg.transposed else layer
 
 

@@ -555,7 +555,7 @@ def test_a_model_is_refused(place, refused, spoil, words):
     shutil.copytree(MODEL, place / "model")
     spoil(place / "model")
     with refused(words):
-        folder = hf.find("./model")
+        folder = hf.find_checkpoint("./model")
         model, tokenizer = hf.load_model(folder), hf.load_tokenizer(folder)
         hf.stop_ids(folder, tokenizer)
         hf.load_params(folder, model, sharding.make_mesh(data=1, fsdp=1, tensor=1))

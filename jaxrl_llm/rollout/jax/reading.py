@@ -14,8 +14,8 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import paged_attention_gpu, paged_attention_tpu
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.config import DecoderConfig
-from jaxrl_llm.models.decoder import Decoder, PerKind
-from jaxrl_llm.models.paged_attention import HIDDEN, Pages, Readers, attend, attend_prompts, join
+from jaxrl_llm.models.decoder import Decoder, PerLayerKind
+from jaxrl_llm.models.paged_attention import HIDDEN_SCORE, PageReaders, Pages, attend, attend_prompts, finish
 from jaxrl_llm.rollout.jax.sizes import PAGE, PageKind
 from jaxrl_llm.structs import AnyArray, Array, PyTree
 
@@ -55,16 +55,16 @@ class Hiding:
         """Tokens of the text before tokens at `places`: a picture has more tokens than positions."""
         return self._prompt_tokens[..., None] + places
 
-    def in_pages(self, places: Array) -> PerKind:
+    def in_pages(self, places: Array) -> PerLayerKind:
         """Returns what is hidden in pages [d, p, T, s] from tokens at `places` [d, S, T]."""
         reading = self._reading
         at = jnp.take_along_axis(places, reading.owner[..., None], axis=1)[..., None]
         keys = (reading.start[..., None] + jnp.arange(self.page)[None, None])[:, :, None]
-        return PerKind.for_window(
+        return PerLayerKind.for_window(
             lambda window: _hidden((keys > at) | (keys <= at - window) if window else keys > at), self.window
         )
 
-    def in_prompts(self, places: Array) -> PerKind:
+    def in_prompts(self, places: Array) -> PerLayerKind:
         """Returns what is hidden in prompts [d, e, G * T or 1, P] from tokens at `places` [d, S, T]."""
         mask, members = self._reading.prompt_mask, self._reading.members
         padding = ~mask[:, :, None]
@@ -77,7 +77,7 @@ class Hiding:
             from_prompt = jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)[:, :, None]
             return _hidden(padding | (at.reshape(d, e, -1)[..., None] - from_prompt >= window))
 
-        return PerKind.for_window(hidden, self.window)
+        return PerLayerKind.for_window(hidden, self.window)
 
 
 def make_attend(
@@ -111,20 +111,20 @@ def make_attend(
         else:
             read = pages.take(jnp.minimum(reading.table.reshape(-1), pages.keys.shape[1] - 1))
             table = jnp.arange(reading.table.size).reshape(reading.table.shape)
-        readers = Readers(table, reading.owner, reading.members, reading.member)
+        readers = PageReaders(table, reading.owner, reading.members, reading.member)
         if kernel is None:
             attended = attend(by_token, prompts, read, (page_hidden, prompt_hidden), readers, **numbers)
         else:
             seen = kernel.attend_own(query[:, :, :, 0], pages, table, places[:, 0] + 1, window, cfg.soft_cap)
             to_pages = jax.tree.map(lambda x: x[:, :, None], seen)  # one token
-            attended = join(attend_prompts(by_token, prompts, prompt_hidden, readers, **numbers), to_pages)
+            attended = finish(attend_prompts(by_token, prompts, prompt_hidden, readers, **numbers), to_pages)
         attended = attended.astype(query.dtype)
         return lead((jnp.swapaxes(attended, 2, 3), (prompts, pages)))
 
     heads, rows = sharding.heads_spec(cfg.kv_heads, mesh), sharding.BATCH
 
     def attend_on_mesh(local: Array | bool, query: Array, now: KeyValue, layer: Any) -> tuple[Array, Any]:
-        hidden = in_pages.of(local), in_prompts.of(local)
+        hidden = in_pages.select(local), in_prompts.select(local)
         # The window of a kernel is static.
         on_layer = partial(on_device, hides.window if local is True else 0)
         run = on_devices(mesh, on_layer, (heads, heads, heads, rows, rows), heads)
@@ -152,7 +152,7 @@ def _kernel(device: Any, cfg: DecoderConfig, page: int, *, in_int8: bool) -> Any
 
 def _hidden(hide: Array) -> jax.Array:
     # One barrier: a CPU's compiler would compute it again in each layer.
-    hidden = jnp.where(hide, HIDDEN, 0.0).astype(jnp.float32)
+    hidden = jnp.where(hide, HIDDEN_SCORE, 0.0).astype(jnp.float32)
     return jax.lax.platform_dependent(hidden, cpu=jax.lax.optimization_barrier, default=lambda x: x)
 
 

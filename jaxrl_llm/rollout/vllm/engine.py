@@ -265,8 +265,12 @@ class VllmEngine:
 
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
         """Returns the parameters of a request that are the same for all."""
-        # NEVER is so low that a token of `never` has the probability 0, as in the trainer.
-        never = {"logit_bias": {str(token): NEVER for token in self._model.never}} if self._model.never else {}
+        # NEVER is so low that a token of `hidden_tokens` has the probability 0, as in the trainer.
+        never = (
+            {"logit_bias": {str(token): NEVER for token in self._model.hidden_tokens}}
+            if self._model.hidden_tokens
+            else {}
+        )
         return never | {
             # 0 asks for the log-probability of the sampled token alone. 1 would also send the most likely token.
             "logprobs": 0,
@@ -468,7 +472,10 @@ class VllmEngine:
             raise UserError(f"vLLM at {server} serves another model ({error}): serve the run's model") from None
         if theirs.vision and ours.vision:
             # preprocessor_config.json has these.
-            theirs = replace(theirs, vision=replace(theirs.vision, mean=ours.vision.mean, std=ours.vision.std))
+            theirs = replace(
+                theirs,
+                vision=replace(theirs.vision, pixel_mean=ours.vision.pixel_mean, pixel_std=ours.vision.pixel_std),
+            )
         pairs = {field.name: (getattr(theirs, field.name), getattr(ours, field.name)) for field in fields(ours)}
 
         def shown(name: str, their_value: Any, our_value: Any) -> str:

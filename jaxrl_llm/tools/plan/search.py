@@ -141,7 +141,7 @@ def candidates(recipe: AnyRecipe, devices: int) -> Iterator[AnyRecipe]:
 
 
 def _policy(recipe: AnyRecipe) -> DecoderConfig:
-    return hf.load_model(hf.find(recipe.model.path, weights=False), family=recipe.model.family).cfg
+    return hf.load_model(hf.find_checkpoint(recipe.model.path, weights=False), family=recipe.model.family).cfg
 
 
 def _promise(recipe: AnyRecipe, devices: int, chip: Chip) -> float:
