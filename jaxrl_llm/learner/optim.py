@@ -12,7 +12,7 @@ import optax
 from jaxrl_llm.config.schema import AtLeastOne, Count, Field, NotNegative, Positive, Share
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import noise
-from jaxrl_llm.health.rules.bounds import MEAN_WEIGHT, SAMPLE_SIZE, SPIKE
+from jaxrl_llm.health.rules.bounds import MEAN_WEIGHT, SAMPLE_SIZE, SPIKE_FACTOR
 from jaxrl_llm.machine.sharding import path_name
 from jaxrl_llm.structs import Array, PyTree
 
@@ -100,7 +100,7 @@ def spike_bound() -> Coefficient:
         norm, count = metrics["grad_norm"], state[3] + 1
         # The excess is capped at a spike, because one norm after some that are rounding errors says little of the
         # noise.
-        excess = jnp.where(count > 1, jnp.clip(jnp.log(norm / usual(state)), 0.0, jnp.log(SPIKE)), 0.0)
+        excess = jnp.where(count > 1, jnp.clip(jnp.log(norm / usual(state)), 0.0, jnp.log(SPIKE_FACTOR)), 0.0)
         # A mean of the last norms without a list of them: the state is four numbers.
         last = state[0] + (norm - state[0]) / jnp.minimum(count, USUAL)
         mean, square = state[1] + (norm - state[1]) / count, state[2] + (excess**2 - state[2]) / count
@@ -114,7 +114,7 @@ def spike_bound() -> Coefficient:
         level = noise.RATE * jnp.log(2.0) / (k * jnp.log(k) ** 2)
         freedom = jnp.maximum(state[3] - 1, 1.0)
         t = jnp.sqrt(freedom * jnp.expm1(2 * jnp.log(1 / level) / freedom))
-        allowed = usual(state) * jnp.exp(jnp.maximum(jnp.log(SPIKE), t * jnp.sqrt(2 * state[2])))
+        allowed = usual(state) * jnp.exp(jnp.maximum(jnp.log(SPIKE_FACTOR), t * jnp.sqrt(2 * state[2])))
         return jnp.where(state[3] >= SEEN, allowed, 0.0)
 
     return Coefficient((0.0, 0.0, 0.0, 0.0), bound, adapt)
@@ -176,7 +176,7 @@ def adaptive_kl(coef: float, sequences: int, *, target: Positive, horizon: AtLea
     """Returns a KL coefficient under proportional control (arXiv 1909.08593).
 
     coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) sequences / horizon), after each update of `sequences`
-    sequences. KL is the metric kl/ref, the mean of `kl.unbiased` over tokens.
+    sequences. KL is the metric kl/ref, the mean of `kl.unbiased_estimator` over tokens.
     """
 
     def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:

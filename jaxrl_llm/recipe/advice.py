@@ -15,7 +15,7 @@ from jaxrl_llm.config.names import is_ours, own_name, resolve
 from jaxrl_llm.config.records import Call
 from jaxrl_llm.data.rows import is_task
 from jaxrl_llm.errors import printable
-from jaxrl_llm.health.doctor import could_look
+from jaxrl_llm.health.doctor import summarize_judging
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
@@ -290,5 +290,5 @@ def print_config(sizes: Sizes, findings: list[Finding], blind: dict[str, str]) -
         console.print(printable(finding.line()), markup=False)
     if not findings:
         console.print("no rule finds anything")
-    for line in could_look(len(RULES), blind):
+    for line in summarize_judging(len(RULES), blind):
         console.print(printable(line), markup=False)

@@ -66,7 +66,7 @@ class Health:
 
         records: this one; []: none is new.
         """
-        last = self._history.latest[-1:]
+        last = self._history.last_records[-1:]
         if records in ([], last):
             return self._verdict
         (record,) = records

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import StoppedByHealth
-from jaxrl_llm.health.history import RECENT
+from jaxrl_llm.health.history import RECENT_STEPS
 from jaxrl_llm.machine import disk, distributed
 
 LOGS = ("metrics.jsonl", "completions.jsonl", "health.jsonl")
@@ -80,7 +80,7 @@ def last_healthy(step: int, finding: dict[str, Any]) -> int:
     A rule sees the mean of RECENT steps, so the problem may be as old; a slow one is older, if the rule can tell.
     """
     since = finding.get("since")
-    return step - RECENT if since is None else min(since, step - RECENT)
+    return step - RECENT_STEPS if since is None else min(since, step - RECENT_STEPS)
 
 
 def target(newest: int, checkpoints: Collection[int], before: list[Decision]) -> int:
