@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.sandbox.program_tests import encoded
+from jaxrl_llm.sandbox.program_tests import encode_tests
 from jaxrl_llm.tasks import is_empty
 
 # Word in the name of a function that ends a test, such as assertEqual.
@@ -48,7 +48,7 @@ def tests_of(tests: Any, answer: Any, columned: dict[str, Any]) -> RowTests:
         try:
             calls = [(name, *_call(i, o)) for i, o in cases]
             # The result is dropped. An error here says that the calls cannot be sent to the judge.
-            encoded(calls)
+            encode_tests(calls)
         except (ValueError, TypeError, RecursionError) as error:
             return RowTests([], f"an input or output of {name} is neither JSON nor plain data ({error})")
         return RowTests(calls)

@@ -22,8 +22,8 @@ class Python:
 
     def __init__(self, *, seconds: sandbox.Seconds, memory: sandbox.Mebibytes, most_characters: AtLeastOne):
         """Limits of a program: seconds; memory, in MiB; most_characters of its output. Raises: UserError."""
-        sandbox.refuse_without()
-        self._run = partial(sandbox.run, seconds=seconds, memory=memory, characters=most_characters)
+        sandbox.require_sandbox()
+        self._run = partial(sandbox.run_program, seconds=seconds, memory=memory, characters=most_characters)
 
     def reset(self, row: dict[str, Any]) -> None:
         """Needs nothing of the row."""
