@@ -83,7 +83,8 @@ def rope_settings(hf: dict[str, Any], layers: str = "full_attention") -> dict[st
         )
     if settings.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError(
-            "config.json: partial_rotary_factor must be 1: models that rotate a part of each head are not supported"
+            "config.json: partial_rotary_factor must be 1, because models that rotate only a part of each head are not "
+            "supported: use another checkpoint"
         )
     # rope_theta in the rope settings overrides the one at the top level, as in transformers.
     return {"rope_theta": hf.get("rope_theta", 10_000.0)} | settings | {"rope_type": rope_type}
