@@ -31,8 +31,8 @@ def read_settings(hf: dict[str, Any]) -> config_json.ConfigJson:
     """Returns the settings with the defaults of the Gemma families. Raises: UserError, for bidirectional attention."""
     if hf.get("use_bidirectional_attention"):
         raise UserError(
-            "config.json: use_bidirectional_attention is true: only causal models, which generate text, are "
-            "supported. Use another checkpoint"
+            "config.json: use_bidirectional_attention is true, but only causal models are supported: use another "
+            "checkpoint"
         )
     return config_json.read_settings(hf, tie_word_embeddings=True, head_dim=256, hidden_activation="gelu_pytorch_tanh")
 

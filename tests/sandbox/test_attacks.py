@@ -189,7 +189,7 @@ ON_THE_JUDGE = {
     "names = ['abs', 'len', 'float', 'AssertionError', '__import__']\n"
     "own.send(['value', [['__builtins__', ['dict', *([n, ['mine', 0]] for n in names)]], ['add', ['mine', 1]]]])\nown.receive()",
     "a message in brackets": LINK + "import os\ndata = b'[' * 10**6\n"
-    "os.write(harness().write, len(data).to_bytes(8, 'big') + data)",
+    "os.write(harness().write_descriptor, len(data).to_bytes(8, 'big') + data)",
     "names that are no text": LINK + "own = harness()\nown.send(['value', [[['list'], 1], [3, 4], [None, 5]]])\nown.receive()",
     "one object, equal to itself": "class A:\n    __name__ = 'int'\n    __instancecheck__ = __subclasscheck__ = lambda *a: True\nx = A()\ndef add(a, b): return x",
     "a stream that lies": "import io\nclass A(io.StringIO):\n    getvalue = read = __str__ = lambda *a: '3'\n    __eq__ = lambda *a: True\n    __hash__ = lambda a: 3\ndef add(a, b): return A('x')",
@@ -431,7 +431,7 @@ def test_unconfined_programs_run_with_limits_and_a_folder_of_their_own(monkeypat
     monkeypatch.setenv("SECRET", "hunter2")
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delattr(os, "pidfd_open")  # another system
-    monkeypatch.setattr(sandbox, "refusals", None)
+    monkeypatch.setattr(sandbox, "seccomp_filter", None)
     limits = dict(seconds=0.6, memory=256, characters=1000)
     program = "import os; open('a', 'w').write('1'); print(open('a').read(), 'SECRET' in os.environ)"
     assert sandbox.run_program(program, **limits).output == "1 False\n"
