@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxrl_llm.structs import PyTree
 
-Module = TypeVar("M", bound=nnx.Module)
+Module = TypeVar("Module", bound=nnx.Module)
 
 
 class Skeleton(Generic[Module]):
