@@ -222,7 +222,7 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
 
 def make_run(work_directory: WorkDirectory, recipe: Recipe) -> tuple[Session, Parts]:
     """Builds the session and the parts of a run of `train`. Raises: UserError."""
-    inputs = load(work_directory, recipe, partial(hf.find, recipe.model.path))
+    inputs = load(work_directory, recipe, partial(hf.find_checkpoint, recipe.model.path))
     models = inputs.models
     fit.check_sampling(recipe, models.model.cfg)
     in_trainer = recipe.chosen_engine.in_trainer

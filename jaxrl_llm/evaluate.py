@@ -101,7 +101,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
     environment = episode_settings(args, run)
     mesh = sharding.make_mesh(**(run.mesh if run else dict(data=1, fsdp=-1, tensor=1)))
     with ExitStack() as resources:
-        folder = resources.enter_context(run.model_folder(step)) if run else hf.find(args.model, "--model")
+        folder = resources.enter_context(run.model_folder(step)) if run else hf.find_checkpoint(args.model, "--model")
         model = hf.load_model(folder, mesh, family=args.family, dtype=args.dtype)
         if args.family and model.cfg.family != args.family:
             raise UserError(

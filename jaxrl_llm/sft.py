@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.algorithms.supervised import PREFERRED
+from jaxrl_llm.algorithms.supervised import ACCURACY_METRIC
 from jaxrl_llm.build import load, make_evaluation, open_run_session, opened_run, policy_learner
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.config.records import Call
@@ -174,7 +174,7 @@ def make_run(work_directory: WorkDirectory, recipe: SftRecipe) -> tuple[Session,
 def find_model(work_directory: WorkDirectory, recipe: SftRecipe) -> Path:
     """Returns the folder of the initial model. A model without a path gets a folder that exists during the run only."""
     if recipe.model.path:
-        return hf.find(recipe.model.path)
+        return hf.find_checkpoint(recipe.model.path)
     return work_directory.resources.enter_context(
         new_model_folder(recipe.model, recipe.data, recipe.data.completion_column)
     )
@@ -282,7 +282,7 @@ def make_pair_evaluation(
 def count_preferred(loss: Call, logprobs: Array, batch: Batch, count: AnyArray) -> jax.Array:
     """Returns in how many of the first `count` pairs of a batch the chosen completion has the larger reward."""
     _, metrics = loss(logprobs, batch, **batch.columns)
-    return jnp.sum(jnp.where(jnp.arange(len(logprobs)) < count, metrics[PREFERRED][:, 0, 0], 0.0))
+    return jnp.sum(jnp.where(jnp.arange(len(logprobs)) < count, metrics[ACCURACY_METRIC][:, 0, 0], 0.0))
 
 
 def train(session: Session, parts: SftParts) -> Iterator[dict[str, Any]]:

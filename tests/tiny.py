@@ -23,7 +23,7 @@ from jaxrl_llm.learner.packing import pack
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.rope import plain
+from jaxrl_llm.models.rope import default_rope
 from jaxrl_llm.session.log import Log
 from jaxrl_llm.session.settings import SamplesLogSettings
 from jaxrl_llm.structs import Batch, PyTree
@@ -31,13 +31,13 @@ from jaxrl_llm.structs import Batch, PyTree
 CONFIG = DecoderConfig(
     family="qwen2",
     vocab_size=32, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_width=64, max_positions=64,
-    rope=plain(1e4, 8), norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False,
+    rope=default_rope(1e4, 8), norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False,
 )  # fmt: skip
 # All that the families have beside that. The window is shorter than prompts and completions.
 GEMMA = replace(
     CONFIG, layers=3, qkv_bias=False, output_bias=True, mlp_bias=True, qk_norm=True, activation="gelu_pytorch_tanh",
-    window=4, local=(True, False, True), local_rope=plain(10.0, 8), score_size=12, soft_cap=3.0, final_soft_cap=6.0,
-    gemma=True, post_norms=True,
+    window=4, local=(True, False, True), local_rope=default_rope(10.0, 8), score_size=12, soft_cap=3.0,
+    final_soft_cap=6.0, scaled_embedding=True, unit_offset_norm=True, post_norms=True,
 )  # fmt: skip
 CONFIGS = {"qwen2": CONFIG, "gemma": GEMMA}
 B, G, P, C = 8, 4, 6, 5

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from benchmarks.health import ill_runs, stability, studies
 from benchmarks.health.ill_runs import FAULTS, TURNS, Fault, credit, engine, fast
 from benchmarks.health.studies import CONFIGS, ROOT, folder_of
-from jaxrl_llm.health.history import RECENT
+from jaxrl_llm.health.history import RECENT_STEPS
 
 LOG = ("config.json", "metrics.jsonl", "health.jsonl")  # what is kept of a run
 
@@ -153,7 +153,7 @@ UNSEEN = {
 def fail(fault: Fault, second: bool, workdir: Path) -> None:
     """Runs a fault until some steps after the last one in which its rule may find it."""
     for record in ill_runs.run_fault(fault, workdir, second=second):
-        if record["step"] >= fault.begins + fault.within + RECENT:
+        if record["step"] >= fault.begins + fault.within + RECENT_STEPS:
             break
 
 

@@ -28,9 +28,9 @@ from jaxrl_llm.build import Parts, build
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import logs
-from jaxrl_llm.health.doctor import print_spells
+from jaxrl_llm.health.doctor import print_findings
 from jaxrl_llm.health.finding import LogRecord
-from jaxrl_llm.health.judge import judge
+from jaxrl_llm.health.judge import judge_records
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.session.session import Session
@@ -431,9 +431,9 @@ def demonstrate(rule: str) -> bool:
             pass
         # From the log, not from the loop: the record of a step at which a rule stops the run is only there.
         records = logs.read(workdir)
-        spells = judge(records, config_of(fault).health.to_dict())
-    print_spells(spells, records)
-    steps = [spell.first for spell in spells if spell.finding.id == rule]
+        spans = judge_records(records, config_of(fault).health.to_dict())
+    print_findings(spans, records)
+    steps = [span.first for span in spans if span.finding.id == rule]
     print(f"{rule} should find it within {fault.within} steps: " + (f"step {steps[0]:,}" if steps else "it did not"))
     return bool(steps) and fault.begins <= steps[0] < fault.begins + fault.within
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
-from jaxrl_llm.models.adapters import merged
+from jaxrl_llm.models.adapters import merge_adapters
 from jaxrl_llm.session.saved_run import SavedRun
 from jaxrl_llm.structs import Prompt
 
@@ -33,7 +33,7 @@ def main() -> None:
     tokens = np.random.default_rng(0).integers(0, model.cfg.vocab_size, (64, 24))
     mask = np.ones_like(tokens, bool)
     logits = jax.jit(lambda params: model.logits(params, model.prefill(params, Prompt(tokens, mask))[0]))
-    given, kept = logits(base), logits(merged(rounded))
+    given, kept = logits(base), logits(merge_adapters(rounded))
     moved = jnp.abs(jax.nn.log_softmax(given) - jax.nn.log_softmax(kept)).mean()
     print(f"logits of up to {jnp.abs(given).max():.0f}; rounded: {jnp.abs(given - kept).max():.2f} at most,", end=" ")
     print(f"and {moved:.3f} of a log-probability on average")

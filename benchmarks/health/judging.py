@@ -37,7 +37,7 @@ class Judged(NamedTuple):
 
 def judge(name: str, records: Sequence[LogRecord], bounds: dict[str, Any]) -> Judged:
     """Applies the rules after every record, as a run does."""
-    history, alarms, blind = History(), dict[str, tuple[int, Finding]](), rules.blind(records)
+    history, alarms, blind = History(), dict[str, tuple[int, Finding]](), rules.unjudged_rules(records)
     for record in records:
         history.add(record)
         for finding in rules.findings(history, bounds):
@@ -48,7 +48,7 @@ def judge(name: str, records: Sequence[LogRecord], bounds: dict[str, Any]) -> Ju
 
 
 def judged(workdir: Path) -> Judged:
-    return judge(workdir.name, logs.read(workdir), logs.bounds(workdir) or BOUNDS)
+    return judge(workdir.name, logs.read(workdir), logs.read_health_section(workdir) or BOUNDS)
 
 
 def accuracy_by_tenths(records: Sequence[LogRecord]) -> list[float]:

@@ -99,7 +99,7 @@ def make_folder(size: str, folder: Path) -> Path:
     config = (ROOT / "jaxrl_llm" / "assets" / size / "config.json").read_text()
     rows = [{"prompt": f"{i} " * 60, "answer": ""} for i in range(100, 400)]
     bare = folder / "bare"
-    new_model.write_folder(bare, dict.fromkeys(new_model.SIZES, 1), rows, "answer")
+    new_model.write_folder(bare, dict.fromkeys(new_model.SIZE_KEYS, 1), rows, "answer")
     (bare / "config.json").write_text(config)
     model = hf.load_model(bare)
     hf_export.save(folder / "model", jax.jit(model.init)(jax.random.key(0)), bare)

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxrl_llm.models import paged_attention_gpu, paged_attention_tpu
 from jaxrl_llm.models.attention import KeyValue
-from jaxrl_llm.models.paged_attention import HIDDEN, Pages, Partial, Readers, attend
+from jaxrl_llm.models.paged_attention import HIDDEN_SCORE, PageReaders, Pages, PartialAttention, attend
 from jaxrl_llm.structs import Array
 
 NEAR = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -48,7 +48,7 @@ def make_step(heads: int, rows: int, r: int, h: int, n: int, page: int, dtype: s
     normal = lambda *shape: jax.random.normal(next(keys), shape, dtype)  # noqa: E731
     query = normal(heads, rows, r, h) * jnp.asarray(h**-0.5, dtype)
     pages = Pages.empty((heads, count), page, h, "int8" if in_int8 else dtype)
-    pages = pages.of_tokens(KeyValue(normal(heads, count, page, h), normal(heads, count, page, h)))
+    pages = pages.from_tokens(KeyValue(normal(heads, count, page, h), normal(heads, count, page, h)))
     table = np.where(has, order, count).astype(np.int32)
     return Step(query, pages, *map(jnp.asarray, (table, length.astype(np.int32), owner, start)))
 
@@ -61,9 +61,9 @@ def attend_plain(step: Step, *, window: int, soft_cap: float) -> jax.Array:
     precision = jax.lax.Precision.HIGHEST if step.query.dtype == jnp.float32 else None
     heads, rows, _, h = step.query.shape
     each = jnp.arange(rows)
-    readers = Readers(step.table, step.owner, each[None], each)
+    readers = PageReaders(step.table, step.owner, each[None], each)
     prompt = Pages.empty((heads, 1), 1, h, step.query.dtype.name)
-    hidden = jnp.where(hide, HIDDEN, 0.0)[:, None], jnp.full((1, 1, 1), HIDDEN, jnp.float32)
+    hidden = jnp.where(hide, HIDDEN_SCORE, 0.0)[:, None], jnp.full((1, 1, 1), HIDDEN_SCORE, jnp.float32)
     settings: Any = dict(soft_cap=soft_cap, precision=precision)
     return attend(step.query[:, :, None], prompt, step.pages, hidden, readers, **settings)[:, :, 0]
 
@@ -104,7 +104,7 @@ def main() -> None:
     print(f"{device.device_kind}, JAX {jax.__version__}, {of.__name__}, {args.heads} key heads, {kind}")
     sized = partial(make_step, args.heads, page=page, in_int8=args.int8)
 
-    def kernel(step: Step, *, window: int, soft_cap: float) -> Partial:
+    def kernel(step: Step, *, window: int, soft_cap: float) -> PartialAttention:
         return of.attend_own(*step[:4], window, soft_cap, interpret=small)
 
     grids = ((64,), (1, 3)) if small else ((64, 128), (1, 3, 7, 8))

@@ -55,7 +55,7 @@ def make_model(workload: Workload, models: Path = BENCH / "models") -> Path:
     """A folder in `models` with the workload and a model of random float32 weights, made if it is not there yet."""
     folder = models / workload.name
     if not all((folder / name).exists() for name in ("model.safetensors", "tokenizer.json")):
-        sizes = dict.fromkeys(new_model.SIZES, 1)  # the config.json of these is replaced by the workload's
+        sizes = dict.fromkeys(new_model.SIZE_KEYS, 1)  # the config.json of these is replaced by the workload's
         new_model.write_folder(folder, sizes, [{"prompt": "0"}], "")  # ours reads a tokenizer; nobody uses it
         write(workload, folder)
         model = Decoder(qwen2.decoder_config(workload.model_config()))

@@ -1,1 +1,1 @@
-"""The mathematics of the algorithms, as pure functions. Only `credit` uses the config and the mesh."""
+"""The mathematics of RL algorithms, as pure functions. Only `credit` uses the config and the mesh."""

@@ -3,11 +3,11 @@
 The names of an estimator's positional arguments select its inputs:
 
 rewards [B, G]           weighted sum of all channels, including the overlong penalty and a KL penalty in the reward
-task_rewards [B, G]      the same sum without penalties: where a group has equal ones, the task has no signal
-has_reward [B, G]        False where no function with a weight returned a number: that entry of `rewards` is 0 and means
-                         nothing, the completion is not trained on, and it must not count in means and deviations
+task_rewards [B, G]      weighted sum of all channels without penalties; a group with equal ones has no signal
+has_reward [B, G]        False where no function with a weight returned a number: then `rewards` is 0 and means nothing,
+                         the completion is not trained on, and it must not count in means and deviations
 channels {name: [B, G]}  rewards of each function, NaN where it returned None; weights {name: float} their weights
-greedy_rewards [B]       rewards of the greedy completion of each prompt, which the run then samples too
+greedy_rewards [B]       reward of the greedy completion of each prompt, which the run samples for this estimator
 token_rewards [B, G, C]  rewards on the last trained token, and a KL penalty on each token
 loss_mask [B, G, C]      True on trained tokens
 
@@ -40,27 +40,27 @@ from jaxrl_llm.algorithms.traits import Trait, declares
 from jaxrl_llm.config.schema import AtLeastOne, NotNegative, Share
 from jaxrl_llm.structs import Array
 
-PENALIZED = "rewards", "token_rewards"  # inputs that include the penalties
-SIGNALS = (*PENALIZED, "task_rewards", "has_reward", "channels", "weights", "greedy_rewards", "loss_mask")
+PENALIZED_INPUTS = "rewards", "token_rewards"  # inputs that include the penalties
+REWARD_INPUTS = (*PENALIZED_INPUTS, "task_rewards", "has_reward", "channels", "weights", "greedy_rewards", "loss_mask")
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """An advantage estimator with its keyword arguments."""
+    """An advantage estimator whose keyword arguments are set, and the inputs that it reads."""
 
-    name: str  # of a function of this module; "": a function of the user
-    compute: Callable[..., Array]  # inputs by keyword -> advantages [B, G] or [B, G, C]
-    inputs: tuple[str, ...]
+    name: str  # name of the function in this module; "" for a user's function
+    compute: Callable[..., Array]  # (inputs by keyword) -> advantages [B, G] or [B, G, C]
+    inputs: tuple[str, ...]  # names of the inputs
 
     @property
     def needs_reward(self) -> bool:
-        """Whether it has a use for rewards, so that a completion without one is not trained on."""
-        return bool({*PENALIZED, "task_rewards", "channels"} & set(self.inputs))
+        """Whether the estimator reads rewards, so that completions without a reward are not trained on."""
+        return bool({*PENALIZED_INPUTS, "task_rewards", "channels"} & set(self.inputs))
 
     @property
-    def looks_at_penalties(self) -> bool:
-        """Whether a penalty in the reward changes its advantages."""
-        return bool({*PENALIZED} & set(self.inputs))
+    def uses_penalties(self) -> bool:
+        """Whether a penalty in the reward changes the advantages."""
+        return bool({*PENALIZED_INPUTS} & set(self.inputs))
 
     @property
     def needs_greedy(self) -> bool:
@@ -81,8 +81,8 @@ def grpo(
 
     G >= 2. normalize: "group" divides by the deviation of each group, "batch" by the deviation of all B x G rewards
     (arXiv 2508.08221), and "none" does not divide (Dr. GRPO, arXiv 2503.20783). A group with equal rewards has A = 0.
-    If the task rewards of a group are equal, a penalty alone would determine the deviation, and its advantages would be
-    as large as those of the task. So a division makes them 0, and a KL penalty in the reward needs "none".
+    A group with equal task rewards also has A = 0 if A is divided: otherwise a small penalty alone would be scaled up
+    to advantages as large as those of the task. So a KL penalty in the reward needs "none".
     """
     if normalize == "none":
         return _centered(rewards, has_reward)
@@ -94,8 +94,8 @@ def grpo(
 @declares(Trait.COMPARES_GROUP)
 def rloo(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None = None) -> Float[Array, "B G"]:
     """Computes leave-one-out advantages (arXiv 2402.14740): A_i = r_i - mean of the group's other rewards. G >= 2."""
-    g = _count(rewards, has_reward)
-    # The same in closed form: r_i - mean of the other G - 1 = (r_i - mean of all G) G / (G - 1).
+    g = _count_rewarded(rewards, has_reward)
+    # In closed form, r_i - mean of the other G - 1 rewards = (r_i - mean of all G rewards) G / (G - 1).
     return _centered(rewards, has_reward) * (g / jnp.maximum(g - 1, 1))
 
 
@@ -132,7 +132,7 @@ def reinforce_pp_baseline(
 
 def remax(rewards: Float[Array, "B G"], greedy_rewards: Float[Array, " B"]) -> Float[Array, "B G"]:
     """Computes ReMax (arXiv 2310.10505): A = r - reward of the prompt's greedy completion. G >= 1."""
-    # Where one of the two has no reward, the completion is not in the mask, and this number means nothing.
+    # If one of the two has no reward, the completion is not trained on, and its advantage means nothing.
     return rewards - greedy_rewards[:, None]
 
 
@@ -161,11 +161,12 @@ def gdpo(
     A = sum_n w_n (r_n - mean_group r_n) / (std_group r_n + epsilon), whitened over B x G. A channel that is NaN adds 0,
     and does not count in its mean and deviation.
     """
-    # A channel without weight is no reward: a completion that has nothing else has none.
-    used = {name: x for name, x in channels.items() if weights[name]}
-    has_channel = {name: ~jnp.isnan(x) for name, x in used.items()}
+    # Channels with weight 0 are left out, so that a completion with numbers only in these has no reward.
+    weighted_channels = {name: x for name, x in channels.items() if weights[name]}
+    has_channel = {name: ~jnp.isnan(x) for name, x in weighted_channels.items()}
     normalized = [
-        weights[name] * grpo(jnp.nan_to_num(x), has_channel[name], epsilon=epsilon) for name, x in used.items()
+        weights[name] * grpo(jnp.nan_to_num(x), has_channel[name], epsilon=epsilon)
+        for name, x in weighted_channels.items()
     ]
     total, has_reward = jnp.sum(jnp.stack(normalized), axis=0), jnp.any(jnp.stack(list(has_channel.values())), axis=0)
     centered = jnp.where(has_reward, total - _mean(total, has_reward, None), 0.0)
@@ -183,20 +184,19 @@ def pass_at_k(
 ) -> Float[Array, "B G"]:
     """Computes pass@k advantages in closed form (arXiv 2508.10751): a set of k needs one success. 1 <= k <= G.
 
-    A success has a task reward of at least `threshold`: with a penalty, a right answer might be none.
-    With n failures among G completions:
+    A success has a task reward of at least `threshold`; penalties do not count. With n failures among G completions:
     R = 1 - C(n, k) / C(G, k), s = sqrt(R (1 - R)), A = (1 - R) / (s + epsilon) for a success, and
     A = (1 - R - C(n - 1, k - 1) / C(G - 1, k - 1)) / (s + epsilon) for a failure. Here G counts the completions that
     have a reward; a group with fewer than k of them has A = 0.
     """
-    g = _count(task_rewards, has_reward)
+    g = _count_rewarded(task_rewards, has_reward)
     failed = task_rewards < threshold
     failed = failed if has_reward is None else failed & has_reward
     n = jnp.sum(failed, axis=1, keepdims=True).astype(task_rewards.dtype)
-    missed = _all_from(n, g, k)  # 1 - R
-    spread = jnp.sqrt(missed * (1 - missed)) + epsilon
-    others_fail = _all_from(n - 1, g - 1, k - 1)
-    advantages = (missed - jnp.where(failed, others_fail, 0.0)) / spread
+    all_fail = _probability_all_among(n, g, k)  # 1 - R
+    deviation = jnp.sqrt(all_fail * (1 - all_fail)) + epsilon
+    others_fail = _probability_all_among(n - 1, g - 1, k - 1)
+    advantages = (all_fail - jnp.where(failed, others_fail, 0.0)) / deviation
     return advantages if has_reward is None else jnp.where(has_reward & (g >= k), advantages, 0.0)
 
 
@@ -214,20 +214,23 @@ def gae(
     """Computes generalized advantage estimates [B, G, C] (arXiv 1506.02438) over the trained tokens.
 
     A_t = d_t + gamma lam A_t', d_t = r_t + gamma V_t' - V_t, where t' is the next trained token. After the last
-    trained token, A and V are 0. Tokens of an environment are skipped. normalize: whiten over the trained tokens.
+    trained token, A and V are 0. Tokens of an environment are skipped. normalize: whether to whiten over trained
+    tokens.
     """
 
-    def back(after: tuple[Array, Array], now: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
-        (next_value, next_advantage), (reward, value, trained) = after, now
+    def step_back(
+        next_token: tuple[Array, Array], this_token: tuple[Array, Array, Array]
+    ) -> tuple[tuple[Array, Array], Array]:
+        (next_value, next_advantage), (reward, value, trained) = next_token, this_token
         advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
         # An untrained token passes on the value and the advantage of the next trained token.
         carry = (jnp.where(trained, value, next_value), jnp.where(trained, advantage, next_advantage))
         return carry, jnp.where(trained, advantage, 0.0)
 
-    nothing = jnp.zeros(loss_mask.shape[:2], values.dtype)
+    zeros = jnp.zeros(loss_mask.shape[:2], values.dtype)
     reward, value, trained = (jnp.moveaxis(x, 2, 0) for x in (token_rewards, values, loss_mask))
     # The scan runs backwards, because a token's advantage needs the advantages of the later tokens.
-    _, advantages = jax.lax.scan(back, (nothing, nothing), (reward, value, trained), reverse=True)
+    _, advantages = jax.lax.scan(step_back, (zeros, zeros), (reward, value, trained), reverse=True)
     advantages = jnp.moveaxis(advantages, 0, 2)
     return _whiten(advantages, loss_mask, epsilon) if normalize else advantages
 
@@ -246,8 +249,8 @@ def distillation(teacher_logprobs: Float[Array, "B G C"], old_logprobs: Float[Ar
 def _whiten(x: Float[Array, "B G C"], mask: Bool[Array, "B G C"], epsilon: NotNegative) -> Float[Array, "B G C"]:
     """Returns (x - mean) / sqrt(variance + epsilon) over the entries in the mask, and 0 elsewhere.
 
-    If all entries are equal, rounding errors must not count as a deviation. So this function subtracts the mean
-    twice, and adds epsilon before it takes the root.
+    The mean is subtracted twice, and epsilon is added before the root, so that rounding errors do not count as a
+    deviation if all entries are equal.
     """
     count = jnp.maximum(jnp.sum(mask), 1)
     centered = jnp.where(mask, x - jnp.sum(jnp.where(mask, x, 0.0)) / count, 0.0)
@@ -255,7 +258,7 @@ def _whiten(x: Float[Array, "B G C"], mask: Bool[Array, "B G C"], epsilon: NotNe
     return centered / jnp.sqrt(jnp.sum(centered**2) / jnp.maximum(count - 1, 1) + epsilon)
 
 
-def _count(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None) -> jax.Array:
+def _count_rewarded(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None) -> jax.Array:
     """Counts the completions of each group that have a reward: [B, 1]."""
     return jnp.sum(jnp.ones_like(rewards), axis=1, keepdims=True, where=has_reward)
 
@@ -267,7 +270,7 @@ def _mean(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, a
 
 def _deviation(rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None, axis: int | None) -> jax.Array:
     """Returns the deviation, with ddof 1, of the completions that have a reward; 0 if only one has."""
-    # The mean is subtracted first, because its rounding error would become a part of the deviation.
+    # The mean is subtracted first, because its rounding error would otherwise add to the deviation.
     centered = rewards - _mean(rewards, has_reward, axis)
     return jnp.nan_to_num(jnp.std(centered, axis=axis, ddof=1, keepdims=True, where=has_reward))
 
@@ -277,7 +280,8 @@ def _centered(
 ) -> Float[Array, "B G"]:
     """Returns rewards minus the mean of their group; 0 where the rewards or the task rewards of a group are equal."""
     centered = rewards - _mean(rewards, has_reward, 1)
-    # Twice, as in `_whiten`: the mean of rewards that are large beside their differences is off by rounding.
+    # The mean is subtracted twice, because rounding falsifies the first mean if rewards are larger than their
+    # differences.
     centered = _zero_without_signal(centered - _mean(centered, has_reward, 1), rewards, has_reward)
     return centered if task_rewards is None else _zero_without_signal(centered, task_rewards, has_reward)
 
@@ -285,9 +289,9 @@ def _centered(
 def _zero_without_signal(
     advantages: Float[Array, "B G"], rewards: Float[Array, "B G"], has_reward: Bool[Array, "B G"] | None
 ) -> Float[Array, "B G"]:
-    """Sets A to exactly 0 in groups with equal rewards: a division would amplify the rounding error of the mean.
+    """Sets A to exactly 0 in groups with equal rewards, and for completions without a reward.
 
-    Also where there is no reward.
+    Without this, a division would amplify the rounding error of the mean.
     """
     # A group without any reward compares -inf > inf, which is False.
     largest = jnp.max(rewards, axis=1, keepdims=True, where=has_reward, initial=-jnp.inf)
@@ -295,10 +299,10 @@ def _zero_without_signal(
     return jnp.where(signal if has_reward is None else signal & has_reward, advantages, 0.0)
 
 
-def _all_from(n: Array, g: Array, k: int) -> jax.Array:
-    """Returns C(n, k) / C(g, k): the probability that k random items of g are all among a given n; 0 for n < k."""
-    chance = jnp.ones_like(n)
-    # Factor by factor: factorials of a large group would overflow float32.
+def _probability_all_among(n: Array, g: Array, k: int) -> jax.Array:
+    """Returns C(n, k) / C(g, k): the probability that k random items of g are all among n given ones; 0 for n < k."""
+    probability = jnp.ones_like(n)
+    # Multiply factor by factor, because factorials of a large group would overflow float32.
     for i in range(k):
-        chance = chance * jnp.maximum(n - i, 0) / jnp.maximum(g - i, 1)
-    return chance
+        probability = probability * jnp.maximum(n - i, 0) / jnp.maximum(g - i, 1)
+    return probability

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from jaxrl_llm.algorithms.kl import k3
-from jaxrl_llm.algorithms.losses import Metrics, ratio_of, sequence_mean
+from jaxrl_llm.algorithms.losses import Metrics, importance_ratio, sequence_mean
 from jaxrl_llm.config.schema import NotNegative, Positive
 from jaxrl_llm.structs import Array
 
 ImportanceFn: TypeAlias = Callable[[Array, Array, Array], tuple[Array, Metrics]]
 
-# Bound of a weight in importance/raw_*, so that one token of thousands decides nothing.
-JUDGED = 10.0
+# Upper bound of a weight in importance/raw_*, so that a single token cannot dominate the mean of thousands.
+RAW_WEIGHT_BOUND = 10.0
 
 
 def make_importance_weights(
@@ -29,7 +29,7 @@ def make_importance_weights(
     low: NotNegative = 0.0,
     high: Positive = 2.0,
 ) -> ImportanceFn:
-    """Returns `correct(trainer, sampler, mask)` -> weights [B, G, C] of the policy loss, and metrics of the mismatch.
+    """Returns the function `correct(trainer, sampler, mask) -> (weights of the policy loss [B, G, C], metrics)`.
 
     trainer and sampler [B, G, C] are log-probabilities of the sampled tokens, by the trainer and by the engine. With
     d = trainer - sampler, w is exp(d) per token (level "token"), exp(sum d) per sequence ("sequence"), or exp(mean d)
@@ -49,34 +49,36 @@ def make_importance_weights(
     ) -> tuple[Array, Metrics]:
         # The weights are constants of the loss: no gradient flows through them.
         d = jnp.where(mask, jax.lax.stop_gradient(trainer) - sampler, 0.0)
-        at = {"token": d, "sequence": jnp.sum(d, axis=-1, keepdims=True), "geometric": sequence_mean(d, mask)}[level]
-        raw = ratio_of(jnp.broadcast_to(at, d.shape))
+        log_weights = {"token": d, "sequence": jnp.sum(d, axis=-1, keepdims=True), "geometric": sequence_mean(d, mask)}[
+            level
+        ]
+        raw_weights = importance_ratio(jnp.broadcast_to(log_weights, d.shape))
         if action == "none":
-            used = jnp.ones_like(raw)
+            loss_weights = jnp.ones_like(raw_weights)
         elif action == "truncate":
-            used = jnp.minimum(raw, high)
+            loss_weights = jnp.minimum(raw_weights, high)
         else:
-            used = jnp.where((raw >= low) & (raw <= high), raw, 0.0)
-        counted = raw if action == "none" else used
-        judged = jnp.minimum(ratio_of(d), JUDGED)
+            loss_weights = jnp.where((raw_weights >= low) & (raw_weights <= high), raw_weights, 0.0)
+        measured_weights = raw_weights if action == "none" else loss_weights
+        bounded_weights = jnp.minimum(importance_ratio(d), RAW_WEIGHT_BOUND)
         metrics = {
-            "importance/mean": counted,
-            "importance/weight_min": raw,
-            "importance/weight_max": raw,
-            "importance/square": counted**2,  # mean^2 / square is the effective sample size, as a share
-            # Outside the mask both are the sampler's, so d is 0 and no difference of padding is exponentiated.
+            "importance/mean": measured_weights,
+            "importance/weight_min": raw_weights,
+            "importance/weight_max": raw_weights,
+            "importance/square": measured_weights**2,  # mean^2 / square is the effective sample size as a share.
+            # Outside the mask, the sampler's value replaces the trainer's, so that padding is never exponentiated.
             "importance/kl": k3(sampler, jnp.where(mask, trainer, sampler)),
-            "importance/raw_mean": judged,
-            "importance/raw_square": judged**2,
+            "importance/raw_mean": bounded_weights,
+            "importance/raw_square": bounded_weights**2,
             "importance/rounding": jnp.full(d.shape, jnp.finfo(dtype).eps, jnp.float32),
-            "importance/acted_on": (counted != raw).astype(jnp.float32),
+            "importance/acted_on": (measured_weights != raw_weights).astype(jnp.float32),
         }
-        return used, metrics
+        return loss_weights, metrics
 
     return correct
 
 
-def stay_on_policy(
+def on_policy_mask(
     logprobs: Float[Array, "B G C"],
     sampler: Float[Array, "B G C"],
     advantages: Float[Array, "B G C"],
@@ -86,15 +88,20 @@ def stay_on_policy(
 ) -> Bool[Array, "B G 1"]:
     """Computes the off-policy sequence mask [B, G, 1] of DeepSeek-V3.2 (arXiv 2512.02556): True for kept completions.
 
-    A completion is left out if its advantage is negative and the mean of sampler - logprobs over its trained tokens is
-    above the threshold.
+    A completion is excluded if its advantage is negative and the mean of sampler - logprobs over its trained tokens is
+    above `threshold`.
     """
     is_off_policy = sequence_mean(sampler - jax.lax.stop_gradient(logprobs), mask) > threshold
     return ~(is_off_policy & (sequence_mean(advantages, mask) < 0))
 
 
-def high_entropy(entropy: Float[Array, "B G C"], mask: Bool[Array, "B G C"], *, share: float) -> Bool[Array, "B G C"]:
-    """Marks the share of the batch's trained tokens with the highest entropy [B, G, C]; 1: all (arXiv 2506.01939)."""
+def high_entropy_mask(
+    entropy: Float[Array, "B G C"], mask: Bool[Array, "B G C"], *, share: float
+) -> Bool[Array, "B G C"]:
+    """Returns a mask [B, G, C] of the trained tokens with the highest entropy (arXiv 2506.01939).
+
+    share: share of the batch's trained tokens in the mask.
+    """
     # NaN excludes untrained tokens from the quantile.
     threshold = jnp.nanquantile(jnp.where(mask, entropy, jnp.nan), 1 - share)
     return mask & (entropy >= threshold)

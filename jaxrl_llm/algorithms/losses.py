@@ -6,9 +6,10 @@ The keyword arguments are the fields of `config.loss`. Further positional argume
 their names, such as entropy and ref_logprobs (the top of `advantages.py` has all):
 `loss(logprobs, batch, entropy, *, fields)`. They are constants, computed before the first update of a step.
 
-The batch of a loss is a micro-batch: some of a step's prompts, and of a prompt some of its completions. The tokens of
-the others are outside both of its masks. So the loss of a completion may depend on its own tokens alone: with a mean or
-a quantile over the batch, the gradient would depend on `microbatch`. What needs the whole batch is an advantage.
+The batch of a loss is a microbatch: some of a step's prompts, and some completions of each prompt. Both masks exclude
+the tokens of all other completions. So the loss of a completion must depend on its own tokens alone: with a mean or a
+quantile over the batch, the gradient would depend on `microbatch`. Statistics of the whole batch belong into an
+advantage estimator.
 
 In the equations, A is the advantage, r = exp(logprobs - old_logprobs) the ratio of a token, and sg stops the gradient.
 """
@@ -33,13 +34,16 @@ LossFn: TypeAlias = Callable[..., tuple[Array, Metrics]]  # (logprobs, batch, sc
 # Names that a config may use.
 __all__ = ["cispo", "gmpo", "gspo", "ppo_clip", "reinforce", "sapo", "topr", "vespo"]
 
-# Bound of log-ratios: keeps exp and its gradient finite.
-LARGEST = 20.0
+# Bound of log-ratios, which keeps exp and its gradient finite.
+MAX_LOG_RATIO = 20.0
 
 
 def _check_delta(*, clip_low: float, clip_high: float, delta: float) -> None:
     if 0 < delta <= 1 + clip_high:
-        raise UserError(f"config.loss.delta = {delta} is not above 1 + clip_high: give more, or 0 for none")
+        raise UserError(
+            f"config.loss.delta = {delta}: must be above 1 + clip_high, {1 + clip_high:g}: raise it, or set it to 0 "
+            "for no bound"
+        )
 
 
 @checked_by(_check_delta)
@@ -58,8 +62,8 @@ def ppo_clip(
     arXiv 2505.07291, and equals the c of dual clip (arXiv 1912.09729).
     A delta of 1 + clip_high or less would replace clip_high, and the check of a config refuses it.
     """
-    ratio = ratio_of(logprobs - old_logprobs(logprobs, batch))
-    return _clipped(ratio, batch.advantages, clip_low, clip_high, delta)
+    ratio = importance_ratio(logprobs - old_logprobs(logprobs, batch))
+    return _clipped_loss(ratio, batch.advantages, clip_low, clip_high, delta)
 
 
 @declares(Trait.SEQUENCE_RATIO)
@@ -81,8 +85,8 @@ def gspo(
     if level == "token":
         # The two log-probabilities cancel in the value, but not in the gradient.
         log_ratio = jax.lax.stop_gradient(log_ratio) + logprobs - jax.lax.stop_gradient(logprobs)
-    ratio = jnp.broadcast_to(ratio_of(log_ratio), logprobs.shape)
-    return _clipped(ratio, batch.advantages, clip_low, clip_high)
+    ratio = jnp.broadcast_to(importance_ratio(log_ratio), logprobs.shape)
+    return _clipped_loss(ratio, batch.advantages, clip_low, clip_high)
 
 
 @declares(Trait.SEQUENCE_ADVANTAGE, Trait.SEQUENCE_RATIO)
@@ -96,10 +100,10 @@ def gmpo(
     """
     log_ratio = logprobs - old_logprobs(logprobs, batch)
     clipped = jnp.clip(log_ratio, -clip_low, clip_high)
-    up = batch.advantages > 0
-    bounded = jnp.where(up, jnp.minimum(log_ratio, clipped), jnp.maximum(log_ratio, clipped))
-    ratio = ratio_of(sequence_mean(bounded, batch.loss_mask))
-    metrics = {"clip/fraction": jnp.float32(bounded != log_ratio), "ratio/mean": ratio_of(log_ratio)}
+    is_positive = batch.advantages > 0
+    bounded = jnp.where(is_positive, jnp.minimum(log_ratio, clipped), jnp.maximum(log_ratio, clipped))
+    ratio = importance_ratio(sequence_mean(bounded, batch.loss_mask))
+    metrics = {"clip/fraction": jnp.float32(bounded != log_ratio), "ratio/mean": importance_ratio(log_ratio)}
     return -ratio * batch.advantages, metrics
 
 
@@ -118,7 +122,7 @@ def cispo(
     `epsilon_high` is the bound itself. clip_low = 1 means no lower bound.
     """
     # The weight is a constant: also tokens beyond a bound keep the gradient of their log-probability.
-    ratio = jax.lax.stop_gradient(ratio_of(logprobs - old_logprobs(logprobs, batch)))
+    ratio = jax.lax.stop_gradient(importance_ratio(logprobs - old_logprobs(logprobs, batch)))
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     metrics = {"clip/fraction": jnp.float32(clipped != ratio), "ratio/mean": ratio}
     return -clipped * batch.advantages * logprobs, metrics
@@ -131,7 +135,7 @@ def sapo(
 
     -(4 / tau) sigmoid(tau (r - 1)) A, with tau_positive where A > 0 and tau_negative elsewhere.
     """
-    ratio = ratio_of(logprobs - old_logprobs(logprobs, batch))
+    ratio = importance_ratio(logprobs - old_logprobs(logprobs, batch))
     tau = jnp.where(batch.advantages > 0, tau_positive, tau_negative)
     # A sigmoid has the slope 1/4 at 0: with 4 / tau the gradient at r = 1 is that of r A, whatever tau is.
     return -(4 / tau) * jax.nn.sigmoid(tau * (ratio - 1)) * batch.advantages, {"ratio/mean": ratio}
@@ -155,10 +159,10 @@ def vespo(
     log_w = jnp.sum(jnp.where(batch.loss_mask, log_ratio, 0.0), axis=-1, keepdims=True)
     k = jnp.where(batch.advantages > 0, k_positive, k_negative)
     slope = jnp.where(batch.advantages > 0, lambda_positive, lambda_negative)
-    # One exp of a sum: w^k alone may overflow.
-    weight = jnp.exp(k * log_w + slope * (1 - ratio_of(log_w)))
+    # The exponents are added before exp, because w^k alone may overflow.
+    weight = jnp.exp(k * log_w + slope * (1 - importance_ratio(log_w)))
     weight = jnp.broadcast_to(weight, logprobs.shape)
-    return -weight * batch.advantages * logprobs, {"vespo/weight": weight, "ratio/mean": ratio_of(log_ratio)}
+    return -weight * batch.advantages * logprobs, {"vespo/weight": weight, "ratio/mean": importance_ratio(log_ratio)}
 
 
 def topr(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
@@ -168,30 +172,30 @@ def topr(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]
     """
     log_ratio = jax.lax.stop_gradient(logprobs - old_logprobs(logprobs, batch))
     log_w = jnp.sum(jnp.where(batch.loss_mask, log_ratio, 0.0), axis=-1, keepdims=True)
-    # The sum of many log-ratios: its minimum with 0 comes before exp, which would overflow.
+    # The minimum with 0 comes before exp, because exp of a sum of many log-ratios may overflow.
     weight = jnp.where(batch.advantages > 0, 1.0, jnp.exp(jnp.minimum(log_w, 0.0)))
-    return -weight * batch.advantages * logprobs, {"ratio/mean": ratio_of(log_ratio)}
+    return -weight * batch.advantages * logprobs, {"ratio/mean": importance_ratio(log_ratio)}
 
 
 def old_logprobs(logprobs: Float[Array, "B G C"], batch: Batch) -> Float[Array, "B G C"]:
     """Returns batch.old_logprobs. If it is None, the old policy is the current one, and the ratio is 1."""
-    # Stopped: the ratio is 1, but its gradient is that of the log-probability.
+    # With a stopped gradient, the ratio is 1, but its gradient is that of the log-probability.
     return jax.lax.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
 
 
-def ratio_of(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+def importance_ratio(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Returns exp(log_ratio), with log_ratio clipped to +- LARGEST."""
-    return jnp.exp(jnp.clip(log_ratio, -LARGEST, LARGEST))
+    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def _clipped(
+def _clipped_loss(
     ratio: Float[Array, "B G C"], advantages: Float[Array, "B G C"], low: float, high: float, delta: float = 0.0
 ) -> tuple[Array, Metrics]:
     bounded = jnp.minimum(ratio, delta) if delta else ratio
     loss = -jnp.minimum(bounded * advantages, jnp.clip(ratio, 1 - low, 1 + high) * advantages)
     # The clip is active only on the side to which the advantage pushes the ratio.
-    bound = jnp.where(advantages > 0, ratio > 1 + high, ratio < 1 - low) & (advantages != 0)
-    return loss, {"clip/fraction": jnp.float32(bound), "ratio/mean": ratio}
+    is_clipped = jnp.where(advantages > 0, ratio > 1 + high, ratio < 1 - low) & (advantages != 0)
+    return loss, {"clip/fraction": jnp.float32(is_clipped), "ratio/mean": ratio}
 
 
 def sequence_mean(x: Float[Array, "B G C"], mask: Bool[Array, "B G C"]) -> Float[Array, "B G 1"]:

@@ -11,31 +11,31 @@ from jaxtyping import Float, Int
 
 from jaxrl_llm.structs import Array, PyTree
 
-# Largest number of tokens per block in `draw`: divides most vocabularies, and is the width of a TPU vector.
-BLOCK = 128
+# Largest number of tokens per block in `draw_tokens`. It divides most vocabularies, and is the width of a TPU vector.
+MAX_BLOCK = 128
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings: temperature, then top-k, then top-p of the rest (vLLM's order). 0, 0, 1 switch each off."""
+    """Sampling settings, applied in vLLM's order: temperature, then top-k, then top-p of the remaining tokens."""
 
-    temperature: float = 1.0  # 0: greedy; log-probabilities are of the plain softmax
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: float = 1.0  # 0 = greedy, with the log-probabilities of the softmax at temperature 1
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0  # 1 = off
 
     @property
     def truncates(self) -> bool:
-        """Whether the sampled distribution leaves out tokens, each policy its own."""
+        """Whether the sampled distribution excludes some tokens; different policies exclude different tokens."""
         return self.top_k > 0 or self.top_p < 1
 
 
-def support(
+def mask_logits(
     logits: Float[Array, "*n V"], sampling: Sampling, token: Int[Array, "*n"] | None = None
 ) -> Float[Array, "*n V"]:
     """Divides logits [..., V] by the temperature and sets them to -inf outside the support of the sampled distribution.
 
-    token [...], if given, always belongs to the support. Otherwise, a later policy could exclude a sampled token, and
-    the log-ratio would not be finite.
+    The support holds the tokens that top-k and top-p leave. token [...]: token that always belongs to the support, None
+    for no such token; without it, a later policy could exclude a sampled token, and the log-ratio would be infinite.
     All ties at a threshold are kept, so the support depends only on the logits.
     """
     if sampling.temperature > 0:
@@ -47,8 +47,8 @@ def support(
         masked_logits = jnp.where(logits >= threshold, logits, -jnp.inf)
     if sampling.top_p < 1:
         weights = jnp.exp(masked_logits - jnp.max(masked_logits, axis=-1, keepdims=True))
-        enough = sampling.top_p * jnp.sum(weights, axis=-1, keepdims=True)
-        threshold = _threshold(masked_logits, weights, enough)
+        enough_weight = sampling.top_p * jnp.sum(weights, axis=-1, keepdims=True)
+        threshold = _threshold(masked_logits, weights, enough_weight)
         masked_logits = jnp.where(masked_logits >= threshold, masked_logits, -jnp.inf)
     if token is not None and masked_logits is not logits:
         # Only top-k and top-p can leave the token out of the support.
@@ -57,86 +57,93 @@ def support(
     return masked_logits
 
 
-def _threshold(logits: Float[Array, "*n V"], weights: Float[Array, "*n V"], enough: Array) -> Float[Array, "*n 1"]:
-    """Returns the smallest of the logits [..., V] above which all others together weigh less than `enough`.
+def _threshold(
+    logits: Float[Array, "*n V"], weights: Float[Array, "*n V"], enough_weight: Array
+) -> Float[Array, "*n 1"]:
+    """Returns the smallest logit above which all logits together weigh less than `enough_weight`: [..., 1].
 
-    A sort of the vocabulary would find it too, and is slower (docs/LOG.md). This halves the range of the floats 32
-    times, with one sum each. Read as integers, the bits of positive floats have their order, and those of
-    negative floats the opposite one.
+    logits, weights: [..., V]. Sorting the vocabulary would be slower (docs/LOG.md). This search halves the range of
+    float32 numbers 32 times, with one sum over V each. It compares floats by their bits as integers, whose order is
+    that of positive floats and the opposite of that of negative ones.
     """
-    order = _turned(jax.lax.bitcast_convert_type(logits.astype(jnp.float32), jnp.int32))
-    high = jnp.max(order, axis=-1, keepdims=True)
+    ordered_bits = _ordered_bits(jax.lax.bitcast_convert_type(logits.astype(jnp.float32), jnp.int32))
+    high = jnp.max(ordered_bits, axis=-1, keepdims=True)
 
-    def halve(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = ends
-        # The mean of both, whose sum may not fit into 32 bits.
+    def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        # This is the mean of low and high, computed without their sum, which may not fit into 32 bits.
         middle = (low & high) + ((low ^ high) >> 1)
-        above = jnp.sum(jnp.where(order > middle, weights, 0.0), axis=-1, keepdims=True)
-        return jnp.where(above < enough, low, middle), jnp.where(above < enough, middle, high)
+        weight_above = jnp.sum(jnp.where(ordered_bits > middle, weights, 0.0), axis=-1, keepdims=True)
+        return jnp.where(weight_above < enough_weight, low, middle), jnp.where(
+            weight_above < enough_weight, middle, high
+        )
 
     low = jnp.full_like(high, jnp.iinfo(jnp.int32).min)
     _, smallest = jax.lax.fori_loop(0, 32, halve, (low, high))
-    return jax.lax.bitcast_convert_type(_turned(smallest), jnp.float32)
+    return jax.lax.bitcast_convert_type(_ordered_bits(smallest), jnp.float32)
 
 
-def _turned(bits: Int[Array, "*n"]) -> Int[Array, "*n"]:
-    """Turns the bits after the sign of negative numbers [...], and so turns them back."""
+def _ordered_bits(bits: Int[Array, "*n"]) -> Int[Array, "*n"]:
+    """Flips the bits after the sign of negative numbers [...], so that integers have the order of the floats.
+
+    The function is its own inverse.
+    """
     return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
 
 
 def log_distribution(logits: Float[Array, "*n V"], sampling: Sampling) -> Float[Array, "*n V"]:
     """Returns log-probabilities [..., V] of the sampled distribution, -inf outside its support."""
-    return jax.nn.log_softmax(support(logits, sampling), axis=-1)
+    return jax.nn.log_softmax(mask_logits(logits, sampling), axis=-1)
 
 
-def draw(
+def draw_tokens(
     masked_logits: Float[Array, "*n V"], uniform: Float[Array, "*n 2"]
 ) -> tuple[Int[Array, "*n"], Float[Array, "*n"]]:
     """Samples by inverse CDF in two levels, with two uniform numbers per row instead of V Gumbel numbers.
 
-    masked_logits [..., V] from `support`, uniform [..., 2] in [0, 1) -> tokens [...] int32 and their log-probabilities
-    [...]. It samples a block of tokens, then a token in the block: one float32 sum over the whole vocabulary would
-    lose the tail. It never samples a token of probability zero.
+    masked_logits [..., V] from `mask_logits`, uniform [..., 2] in [0, 1) -> tokens [...] int32 and their
+    log-probabilities [...]. It samples a block of tokens, then a token in the block: one float32 sum over the whole
+    vocabulary would lose the tail. It never samples a token of probability zero.
     """
-    # About the square root of V: then both levels sum equally few numbers, and lose equally few bits.
-    size = min(1 << (math.isqrt(masked_logits.shape[-1]).bit_length() - 1), BLOCK)
-    top = jnp.max(masked_logits, axis=-1, keepdims=True)
+    # With blocks of about sqrt(V) tokens, both levels sum equally few numbers, and lose equally few bits.
+    block_size = min(1 << (math.isqrt(masked_logits.shape[-1]).bit_length() - 1), MAX_BLOCK)
+    highest_logit = jnp.max(masked_logits, axis=-1, keepdims=True)
     padded = jnp.pad(
         masked_logits,
-        [(0, 0)] * (masked_logits.ndim - 1) + [(0, -masked_logits.shape[-1] % size)],
+        [(0, 0)] * (masked_logits.ndim - 1) + [(0, -masked_logits.shape[-1] % block_size)],
         constant_values=-jnp.inf,
     )
-    blocks = padded.reshape(*masked_logits.shape[:-1], -1, size)
-    weights = jnp.sum(jnp.exp(blocks - top[..., None]), axis=-1)
-    block = _invert(weights, uniform[..., 0])
-    inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
-    within = _invert(jnp.exp(inside - top), uniform[..., 1])
-    chosen = jnp.take_along_axis(inside, within[..., None], axis=-1)[..., 0]
-    return block * size + within, chosen - top[..., 0] - jnp.log(jnp.sum(weights, axis=-1))
+    blocks = padded.reshape(*masked_logits.shape[:-1], -1, block_size)
+    weights = jnp.sum(jnp.exp(blocks - highest_logit[..., None]), axis=-1)
+    block = _invert_cdf(weights, uniform[..., 0])
+    block_logits = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+    index_in_block = _invert_cdf(jnp.exp(block_logits - highest_logit), uniform[..., 1])
+    chosen = jnp.take_along_axis(block_logits, index_in_block[..., None], axis=-1)[..., 0]
+    return block * block_size + index_in_block, chosen - highest_logit[..., 0] - jnp.log(jnp.sum(weights, axis=-1))
 
 
-def _invert(weights: Float[Array, "*n V"], uniform: Float[Array, "*n"]) -> Int[Array, "*n"]:
+def _invert_cdf(weights: Float[Array, "*n V"], uniform: Float[Array, "*n"]) -> Int[Array, "*n"]:
     """Returns the first index with positive weight and a cumulative weight above uniform x total."""
-    # XLA's cumsum is not exactly monotone, so the total is the maximum and not the last entry.
-    cdf, some = jnp.cumsum(weights, axis=-1), weights > 0
-    total = jnp.max(jnp.where(some, cdf, 0.0), axis=-1)
-    return jnp.argmax(some & (cdf > (uniform * total)[..., None]), axis=-1).astype(jnp.int32)
+    # The total is the maximum and not the last entry, because XLA's cumsum is not exactly monotone.
+    cdf, is_possible = jnp.cumsum(weights, axis=-1), weights > 0
+    total = jnp.max(jnp.where(is_possible, cdf, 0.0), axis=-1)
+    return jnp.argmax(is_possible & (cdf > (uniform * total)[..., None]), axis=-1).astype(jnp.int32)
 
 
 def token_logprobs_and_residuals(logits: Array, token: Array, sampling: Sampling) -> tuple[tuple[Array, Array], PyTree]:
     """Returns log-probability [...] of token [...] and entropy [...] of the sampled distribution, from logits [..., V].
 
-    Also returns residuals for the backward pass: (logits, token, log_total, entropy). log_total and entropy [...] save
-    it two sums over V, also where it computes the logits again.
+    Also returns residuals for the backward pass: (logits, token, log_total, entropy). With log_total and entropy [...],
+    the backward pass needs two sums over V less, also where it recomputes the logits.
     """
-    masked_logits = support(logits, sampling, token)
-    top = jnp.max(masked_logits, axis=-1, keepdims=True)
-    weights = jnp.exp(masked_logits - top)
+    masked_logits = mask_logits(logits, sampling, token)
+    highest_logit = jnp.max(masked_logits, axis=-1, keepdims=True)
+    weights = jnp.exp(masked_logits - highest_logit)
     total = jnp.sum(weights, axis=-1)
-    # Outside the support, 0 x -inf would be NaN.
-    mean = jnp.sum(jnp.where(weights > 0, weights * (masked_logits - top), 0.0), axis=-1) / total
-    log_total = jnp.log(total) + top[..., 0]
-    entropy = jnp.log(total) - mean
+    # Outside the support the term is set to 0, because 0 x -inf would be NaN.
+    mean_difference = jnp.sum(jnp.where(weights > 0, weights * (masked_logits - highest_logit), 0.0), axis=-1) / total
+    log_total = jnp.log(total) + highest_logit[..., 0]
+    entropy = jnp.log(total) - mean_difference
     chosen = jnp.take_along_axis(masked_logits, token[..., None], axis=-1)[..., 0]
     return (chosen - log_total, entropy), (logits, token, log_total, entropy)
 
@@ -152,10 +159,10 @@ def token_logprobs_gradient(
     # The gradient is written by hand, because autodiff would also keep the softmax and the masked logits [..., V].
     logits, token, log_total, entropy = residuals
     logprob_gradient, entropy_gradient = (x[..., None] for x in gradients)
-    logprobs = support(logits, sampling, token) - log_total[..., None]
+    logprobs = mask_logits(logits, sampling, token) - log_total[..., None]
     p = jnp.exp(logprobs)
     surprise = jnp.where(p > 0, logprobs, 0.0) + entropy[..., None]
-    # A comparison, not a scatter: the compiler fuses it with the products.
+    # A comparison replaces a scatter, because the compiler fuses a comparison with the products.
     chosen = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == token[..., None]
     gradient = jnp.where(chosen, logprob_gradient, 0.0) - p * (logprob_gradient + entropy_gradient * surprise)
     return gradient / (sampling.temperature or 1.0), None

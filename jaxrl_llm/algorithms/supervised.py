@@ -1,11 +1,11 @@
-"""Losses of `sft` for completions of a data set: single completions, and pairs in which the first one is better.
+"""Losses of `sft` for the completions of a data set: single completions, or preference pairs.
 
-They are functions as in `losses.py`: `loss(logprobs, batch, *, fields)`, or with the column `ref_logprobs`, the
-log-probabilities of the model that the run began with. A prompt has one completion (G = 1), or a pair (G = 2): the
-chosen and the rejected one, in this order.
+The losses have the form of those in `losses.py`: `loss(logprobs, batch, *, fields)`, some with the column
+`ref_logprobs`, the log-probabilities by the initial model. A prompt has one completion (G = 1), or a preference pair
+(G = 2): the chosen completion and the rejected one, in this order.
 
-The loss of a pair stands at each of its tokens. `sequence_mean`, which is the mean over completions of their means over
-tokens, makes of that the mean over pairs.
+The loss of a pair is written to each token of the pair. The aggregation "sequence_mean" (the mean over completions of
+their means over tokens) turns this into the mean over pairs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jaxrl_llm.structs import Array, Batch
 # Names that a config may use.
 __all__ = ["cross_entropy", "dpo", "simpo"]
 
-PREFERRED = "reward/accuracy"  # the metric of a pair that says whether the chosen completion has the larger reward
-Smoothing = Annotated[float, Field(float, low=0, high=0.5)]  # with 0.5 both orders are as likely: nothing is learned
+ACCURACY_METRIC = "reward/accuracy"  # metric: share of pairs whose chosen completion has the larger reward
+Smoothing = Annotated[float, Field(float, low=0, high=0.5)]  # With 0.5, both orders are equally likely: no gradient.
 
 
 def cross_entropy(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]:
@@ -50,7 +50,7 @@ def dpo(
     (conservative DPO, https://ericmitchell.ai/cdpo.pdf). nll_coef: weight of the mean of -logprobs over the chosen
     completion (iterative RPO, arXiv 2404.19733).
     """
-    rewards = beta * _sums(logprobs - ref_logprobs, batch)
+    rewards = beta * _sequence_sums(logprobs - ref_logprobs, batch)
     return _pair_loss(rewards, logprobs, batch, margin=0.0, label_smoothing=label_smoothing, nll_coef=nll_coef)
 
 
@@ -82,21 +82,22 @@ def _pair_loss(
     label_smoothing: float,
     nll_coef: float,
 ) -> tuple[Array, Metrics]:
-    """Returns the loss of each pair with these rewards, at each of its tokens, and metrics of pairs [B, 2, 1].
+    """Returns the loss of each pair, written to each of its tokens [B, 2, C], and metrics of the pairs [B, 2, 1].
 
-    margin: how far the reward of the chosen completion should exceed the other one's.
+    rewards: implicit rewards of the chosen and the rejected completions. margin: difference by which the chosen reward
+    should exceed the rejected one.
     """
     chosen, rejected = rewards[:, :1], rewards[:, 1:]
-    ahead = chosen - rejected - margin
-    right, wrong = jax.nn.log_sigmoid(ahead), jax.nn.log_sigmoid(-ahead)
+    difference = chosen - rejected - margin
+    log_right, log_wrong = jax.nn.log_sigmoid(difference), jax.nn.log_sigmoid(-difference)
     nll = -sequence_mean(logprobs, batch.loss_mask)[:, :1]
-    loss = -(1 - label_smoothing) * right - label_smoothing * wrong + nll_coef * nll
-    sums = _sums(logprobs, batch)
+    loss = -(1 - label_smoothing) * log_right - label_smoothing * log_wrong + nll_coef * nll
+    sums = _sequence_sums(logprobs, batch)
     metrics = {
         "reward/chosen": chosen,
         "reward/rejected": rejected,
         "reward/margin": chosen - rejected,
-        PREFERRED: jnp.float32(chosen > rejected),
+        ACCURACY_METRIC: jnp.float32(chosen > rejected),
         "logprobs/chosen": sums[:, :1],
         "logprobs/rejected": sums[:, 1:],
     } | ({"loss/nll": nll} if nll_coef else {})
@@ -105,5 +106,5 @@ def _pair_loss(
     }
 
 
-def _sums(x: Float[Array, "B G C"], batch: Batch) -> Float[Array, "B G 1"]:
+def _sequence_sums(x: Float[Array, "B G C"], batch: Batch) -> Float[Array, "B G 1"]:
     return jnp.sum(jnp.where(batch.loss_mask, x, 0.0), axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Traits: what the checks of a config must know of a loss or an advantage estimator, declared where it is defined."""
+"""Traits of losses and advantage estimators, which the checks of a config read; declared beside each function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Trait(Enum):
-    """What holds of an advantage estimator or of a loss."""
+    """A property of an advantage estimator or of a loss."""
 
     COMPARES_GROUP = "an estimator that compares the completions of a prompt: G >= 2"
     DIVIDES = "an estimator that divides by a deviation of its groups, unless its normalize is 'none'"
@@ -24,7 +24,7 @@ class Trait(Enum):
 
 
 def declares(*traits: Trait) -> Callable[[F], F]:
-    """Returns a decorator that gives a function traits; also for functions of a user."""
+    """Returns a decorator that declares the traits of a loss or an estimator, also of a user's function."""
     return marked(traits=traits)
 
 

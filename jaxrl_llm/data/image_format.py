@@ -96,7 +96,7 @@ def read_format(folder: Path, *, min_pixels: int = 0, max_pixels: int = 0) -> Im
     token = model.get("image_token_id", model.get("image_token_index"))
     if not isinstance(vision, dict) or token is None:
         return None
-    file, processor = hf.image_processor(folder)
+    file, processor = hf.read_image_processor(folder)
     family = str(model.get("model_type", ""))
     patch = int(vision.get("patch_size", 16 if family.startswith("qwen3") else 14))
     _check_processor(file, processor, patch, vision)

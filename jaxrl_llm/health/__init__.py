@@ -1,5 +1,5 @@
-"""The rules that judge a run by its records, and the reader of logs, ours and other trainers'.
+"""Health rules, which judge a run by its records, and readers for the logs of jaxrl_llm and of other trainers.
 
-doctor/pyproject.toml packages this room alone, as jaxrl_doctor.health. So its files import each other by relative
-names, and nothing else of jaxrl_llm but errors.py.
+doctor/pyproject.toml packages this folder alone, as jaxrl_doctor.health. So its files use relative imports, and import
+nothing else of jaxrl_llm but errors.py.
 """

@@ -1,4 +1,4 @@
-"""Says what is wrong with a run by its log: `jaxrl-doctor LOG`, which needs no JAX, and `jaxrl doctor --run LOG`."""
+"""Diagnoses a run from its log: the commands `jaxrl-doctor LOG`, which needs no JAX, and `jaxrl doctor --run LOG`."""
 
 from __future__ import annotations
 
@@ -14,96 +14,110 @@ from rich.console import Console
 from ..errors import Parser, printable, run_main
 from . import logs, rules
 from .finding import SEVERITIES, Finding, LogRecord
-from .judge import Spell, judge
+from .judge import FindingSpan, judge_records
 from .settings import translated
 
-LOGS = (
-    "a workdir of jaxrl_llm; of TRL, veRL, EasyR1, prime-rl or SkyRL a trainer_state.json, TensorBoard's folder, "
-    "JSON lines, a CSV or a .wandb file of W&B, or what was printed"
+LOG_KINDS = (
+    "a work directory of jaxrl_llm, or a log of TRL, veRL, EasyR1, prime-rl or SkyRL: trainer_state.json, a "
+    "TensorBoard folder, JSON lines, a CSV or .wandb file of W&B, or the console output"
 )
 EXIT_CODES = (
-    "Exit code 0: no finding is as severe as --fail-on; 1: one is; 2: it could not look, or the command is wrong."
+    "Exit code 0: no finding is as severe as --fail-on; 1: at least one is; 2: the log cannot be read, or the "
+    "command is wrong."
 )
-REASONS = 3  # why rules could not look, in a line
+LISTED_REASONS = 3  # number of reasons that are printed for rules without a judgment
 
 
 def main() -> None:
-    parser = Parser("jaxrl_doctor.health.doctor", description=f"Looks at the log of a run: {LOGS}. {EXIT_CODES}")
-    help_of_log = "a file or folder; several files, such as CSV files of W&B's panels, are joined by their steps"
-    parser.add_argument("log", type=Path, nargs="+", metavar="LOG", help=help_of_log)
+    parser = Parser("jaxrl_doctor.health.doctor", description=f"Diagnoses the log of a run: {LOG_KINDS}. {EXIT_CODES}")
+    log_help = "a file or folder; several files, such as CSV files of W&B panels, are joined by step"
+    parser.add_argument("log", type=Path, nargs="+", metavar="LOG", help=log_help)
     add_output_flags(parser)
     args = parser.parse_args()
-    sys.exit(exit_code(look_at_run(args.log, args.json), args.fail_on))
+    sys.exit(exit_code(diagnose_log(args.log, args.json), args.fail_on))
 
 
 def add_output_flags(parser: ArgumentParser) -> None:
-    """Adds --json and --fail-on."""
+    """Adds the flags --json and --fail-on."""
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument(
         "--fail-on",
         choices=("warning", "error", "never"),
         default="error",
-        help="the least severity of a finding that makes the exit code 1 (default: error)",
+        help="lowest severity of a finding that makes the exit code 1 (default: error)",
     )
 
 
 def exit_code(findings: Iterable[Finding], fail_on: str) -> int:
-    """Returns 1 if one of the findings is as severe as fail_on, and 0 otherwise or for "never"."""
+    """Returns 1 if a finding is at least as severe as `fail_on`, else 0; always 0 for "never"."""
     severe = SEVERITIES[SEVERITIES.index(fail_on) :] if fail_on in SEVERITIES else ()
     return int(any(finding.severity in severe for finding in findings))
 
 
-def look_at_run(paths: list[Path], as_json: bool) -> list[Finding]:
-    """Applies the rules over records to a log, prints what they find, and returns it. Raises: UserError."""
+def diagnose_log(paths: list[Path], as_json: bool) -> list[Finding]:
+    """Applies the health rules to a log, prints the findings, and returns them.
+
+    paths: files or folders of one run's log. as_json: whether to print JSON. Raises: UserError, if the log cannot be
+    read.
+    """
     records = logs.read(*paths)
-    spells = judge(records, logs.bounds(paths[0]) or logs.BOUNDS, logs.initial_findings(paths[0]))
+    spans = judge_records(
+        records, logs.read_health_section(paths[0]) or logs.OTHER_TRAINER_BOUNDS, logs.initial_findings(paths[0])
+    )
     if as_json:
-        spell_records = [spell.record() for spell in spells]
-        report = {"findings": spell_records, "rules": len(rules.RULES), "could_not_look": rules.blind(records)}
+        finding_records = [span.record() for span in spans]
+        report = {
+            "findings": finding_records,
+            "rules": len(rules.RULES),
+            "could_not_look": rules.unjudged_rules(records),
+        }
         print(json.dumps(report, indent=2))
     else:
-        print_spells(spells, records)
-    return [spell.finding for spell in spells]
+        print_findings(spans, records)
+    return [span.finding for span in spans]
 
 
-def print_spells(spells: list[Spell], records: list[LogRecord]) -> None:
-    """Prints the findings of a run."""
+def print_findings(spans: list[FindingSpan], records: list[LogRecord]) -> None:
+    """Prints the findings of a run, and how many rules could judge it."""
     console = Console(highlight=False, soft_wrap=True)
-    first, last = (record.get("at", record["step"]) for record in (records[0], records[-1]))
-    console.print(f"{len(records):,} records, of steps {first:,} to {last:,}", markup=False)
-    for spell in spells:
-        when = f"steps {spell.first:,} to {spell.last:,}" if spell.last > spell.first else f"step {spell.first:,}"
-        when = f"{spell.steps:,} of the {when}" if spell.lapses else when
-        console.print(printable(f"{when}: {spell.finding.line()}"), markup=False)
+    first_step, last_step = (record.get("at", record["step"]) for record in (records[0], records[-1]))
+    console.print(f"{len(records):,} records, of steps {first_step:,} to {last_step:,}", markup=False)
+    for span in spans:
+        steps_text = f"steps {span.first:,} to {span.last:,}" if span.last > span.first else f"step {span.first:,}"
+        steps_text = f"{span.steps:,} of the {steps_text}" if span.lapses else steps_text
+        console.print(printable(f"{steps_text}: {span.finding.line()}"), markup=False)
     if "at" in records[0]:
-        for line in translated(spell.finding for spell in spells):
+        for line in translated(span.finding for span in spans):
             console.print(f"  {line}", markup=False)
-    if not spells:
-        console.print("no rule finds anything")
-    for line in could_look(len(rules.RULES), rules.blind(records)):
+    if not spans:
+        console.print("no rule has a finding")
+    for line in summarize_judging(len(rules.RULES), rules.unjudged_rules(records)):
         console.print(line, markup=False)
 
 
-def could_look(count: int, blind: dict[str, str]) -> list[str]:
-    """Says how many of `count` rules could look, and the most frequent reasons why others could not: {rule: reason}."""
+def summarize_judging(count: int, blind: dict[str, str]) -> list[str]:
+    """Returns lines that tell how many rules could judge a run, and the most frequent reasons why others could not.
+
+    count: number of all rules. blind: {rule: reason} of the rules that could not judge.
+    """
     reasons: dict[str, list[str]] = {}
-    for rule, why in blind.items():
-        reasons.setdefault(why, []).append(rule)
-    by_frequency = sorted(reasons, key=lambda why: -len(reasons[why]))
-    listed = ", ".join(f"{', '.join(reasons[why])} ({why})" for why in by_frequency[:REASONS])
-    rest = sum(len(reasons[why]) for why in by_frequency[REASONS:])
-    more = f", and {rest} more (--json tells all)" if rest else ""
+    for rule, reason in blind.items():
+        reasons.setdefault(reason, []).append(rule)
+    by_frequency = sorted(reasons, key=lambda reason: -len(reasons[reason]))
+    listed_reasons = ", ".join(f"{', '.join(reasons[reason])} ({reason})" for reason in by_frequency[:LISTED_REASONS])
+    unlisted_count = sum(len(reasons[reason]) for reason in by_frequency[LISTED_REASONS:])
+    more_text = f", and {unlisted_count} more (--json lists all)" if unlisted_count else ""
     return [
-        f"{count - len(blind)} of {count} rules could look",
-        *([f"could not look: {listed}{more}"] if listed else []),
+        f"{count - len(blind)} of {count} rules could judge",
+        *([f"could not judge: {listed_reasons}{more_text}"] if listed_reasons else []),
     ]
 
 
-def run() -> NoReturn:
+def run_installed_command() -> NoReturn:
     """Runs the installed command `jaxrl-doctor`, and exits."""
-    sys.argv[0] = "jaxrl-doctor"  # the name that --help shows
+    sys.argv[0] = "jaxrl-doctor"  # --help shows this name.
     run_main(main)
 
 
 if __name__ == "__main__":
-    run()
+    run_installed_command()

@@ -1,4 +1,4 @@
-"""The records of a run as the health rules see them: means of steps, and what noise may make of these."""
+"""The records of a run as the health rules read them: means over steps, and comparisons of these with noise."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ from scipy.special import bdtrc
 from . import noise
 from .finding import LogRecord
 
-Metric: TypeAlias = str | Callable[[LogRecord], float | None]  # its name, or how it follows from a record
-FEW = 4  # records at the start that a rule compares with
-RECENT = 8  # records that a rule averages, so that one odd step is no finding
-SLOWER = 4  # times as many records, where a small batch hides a change in fewer
-WINDOW = 16  # last records that a rule looks at one by one
-TREND, LONG = 2 * WINDOW, 3 * WINDOW  # values until a trend is judged, and over which at least, once they are there
-GAPLESS = 4 * SLOWER * RECENT  # last records that are kept without a gap
-PAST = 128  # records between start and window that are kept, at most
-EVALUATIONS = 8  # last evaluations that are kept, beside the best one
-MOSTLY = 2 / 3  # of the groups without a signal
-TINY = 1e-12  # for logarithms
-HELD_OUT_FALL = 0.05  # of the accuracy
-NEAR_BEST = 0.25  # part of the way from the best mean to that of now
-FROM_BEST = 0.1  # part of a level for a fall from the best mean; the rest is for one from the start
-# Metric -> its standard error in a step, from the groups of the step.
+Metric: TypeAlias = str | Callable[[LogRecord], float | None]  # name of a metric, or a function of a record
+START_STEPS = 4  # number of records at the start of a run that rules compare with
+RECENT_STEPS = 8  # number of last records that rules average, so that a single odd step gives no finding
+LONGER_FACTOR = 4  # factor of the number of records in longer means, for runs whose batches are small
+WINDOW = 16  # number of last records that rules read one by one
+TREND_STEPS, TREND_VALUES = (
+    2 * WINDOW,
+    3 * WINDOW,
+)  # number of steps until a trend is judged; number of values that it covers
+KEPT_WITHOUT_GAP = 4 * LONGER_FACTOR * RECENT_STEPS  # number of last records that are all kept
+KEPT_BETWEEN = 128  # largest number of kept records between the start and the last ones
+KEPT_EVALUATIONS = 8  # number of last evaluations that are kept, besides the best one
+MOST_GROUPS = 2 / 3  # share of the groups without a signal
+TINY = 1e-12  # smallest argument of logarithms
+HELD_OUT_FALL = 0.05  # fall of the held-out accuracy that counts as one
+NEAR_BEST = 0.25  # a mean is near the best if it is below by at most this share of the whole fall
+# Share of the significance level for a fall from the best mean. The rest is for a fall from the start.
+LEVEL_FROM_BEST = 0.1
+# {metric: metric of its standard error in a step, computed from the groups of the step}.
 ERRORS = {
     "reward/mean": "reward/error",
     "completion/length": "completion/length_error",
@@ -37,21 +41,24 @@ ERRORS = {
 
 
 class Column(NamedTuple):
-    """The values of a metric in a history."""
+    """The values of a metric in a history, and their steps."""
 
     steps: np.ndarray
     values: np.ndarray
 
 
 class History:
-    """The records of a run that rules see: the first, the last, and some between, whose distance doubles in time.
+    """The records of a run that the rules read: the first and the last records, and some in between.
 
-    What is kept depends only on the records, so a resumed run judges as an uninterrupted one does. The records between
-    are pairs of neighbouring steps, because their differences are the noise. Of the evaluations, the best one and the
-    last ones stay.
+    The distance of the records in between doubles as the run grows, so a history stays small. They are kept in pairs of
+    neighbouring steps, because the noise is estimated from such pairs. The best and the last evaluations are kept too.
+    Which records are kept depends only on the records, so a resumed run judges like an uninterrupted one.
     """
 
-    few, recent = FEW, RECENT  # steps of the start, and steps that are averaged
+    start_steps, recent_steps = (
+        START_STEPS,
+        RECENT_STEPS,
+    )  # number of steps of the start; number of last steps that are averaged
 
     def __init__(self, records: Iterable[LogRecord] = ()):
         self.records: list[LogRecord] = []
@@ -60,272 +67,323 @@ class History:
             self.add(record)
 
     def add(self, record: LogRecord) -> None:
-        """Adds the next record, or puts it in the place of the last one, if it has the same step."""
+        """Adds the next record. A record with the step of the last one replaces the last one."""
         self._columns.clear()
         if self.records and self.records[-1]["step"] == record["step"]:
             self.records.pop()
         self.records.append(record)
-        last, distance = record["step"], 1
-        # Two records for each `distance` steps. A power of two: what this distance keeps, all shorter ones have kept,
-        # so nothing that it needs is gone.
-        while 2 * last // distance > PAST and last > PAST:
+        last_step, distance = record["step"], 1
+        # Two records are kept for each `distance` steps. The distance is a power of two, because then the records that
+        # a longer distance needs were also kept for all shorter ones.
+        while 2 * last_step // distance > KEPT_BETWEEN and last_step > KEPT_BETWEEN:
             distance *= 2
-        judged = _evaluations(self.records)
+        kept_evaluations = _kept_evaluations(self.records)
 
-        def stays(past: LogRecord) -> bool:
-            step = past["step"]
-            return step <= SLOWER * FEW or step > last - GAPLESS or step % distance < 2 or step in judged
+        def is_kept(old_record: LogRecord) -> bool:
+            step = old_record["step"]
+            return (
+                step <= LONGER_FACTOR * START_STEPS
+                or step > last_step - KEPT_WITHOUT_GAP
+                or step % distance < 2
+                or step in kept_evaluations
+            )
 
-        self.records = [past for past in self.records if stays(past)]
+        self.records = [record for record in self.records if is_kept(record)]
 
-    def slowly(self) -> History:
-        """Returns the same records, for means over SLOWER times as many steps: a small batch shows less in few."""
-        # Both use the same records and one cache: a column does not depend on how many steps a mean has.
-        slow = copy(self)
-        slow.few, slow.recent = SLOWER * FEW, SLOWER * RECENT
-        return slow
+    def with_longer_means(self) -> History:
+        """Returns a history of the same records whose means cover LONGER_FACTOR times as many steps.
+
+        With small batches, a change shows only in longer means.
+        """
+        # Both histories share one cache of columns, because columns do not depend on the length of means.
+        longer = copy(self)
+        longer.start_steps, longer.recent_steps = LONGER_FACTOR * START_STEPS, LONGER_FACTOR * RECENT_STEPS
+        return longer
 
     def column(self, name: Metric) -> Column:
-        """Returns the steps and the values of a metric, or of a function of a record, where it is not None."""
+        """Returns the steps and the values of a metric, without records in which it is None."""
         if name not in self._columns:
-            values = _values(name, self.records)
-            rows = [(record["step"], x) for record, x in zip(self.records, values, strict=True) if x is not None]
-            steps, present = zip(*rows, strict=True) if rows else ((), ())
-            self._columns[name] = Column(np.array(steps, int), np.array(present, float))
+            all_values = _metric_of_records(name, self.records)
+            step_values = [
+                (record["step"], x) for record, x in zip(self.records, all_values, strict=True) if x is not None
+            ]
+            steps, values = zip(*step_values, strict=True) if step_values else ((), ())
+            self._columns[name] = Column(np.array(steps, int), np.array(values, float))
         return self._columns[name]
 
     @property
-    def latest(self) -> list[LogRecord]:
-        """The last records, without a gap."""
+    def last_records(self) -> list[LogRecord]:
+        """The last WINDOW records."""
         return self.records[-WINDOW:]
 
-    def window(self, name: Metric, *, back: int = 0) -> np.ndarray:
-        """Returns the last `recent` values, or those `back` windows before; NaN for all, if the log lacks half of them.
+    def recent_values(self, name: Metric, *, back: int = 0) -> np.ndarray:
+        """Returns the last `recent_steps` values; all NaN if the log lacks more than half of them.
 
-        Missing values are passed over, because one reward in a few that is not finite says nothing of the others.
+        back: number of windows of this length to go back. Missing values are skipped, because a single value that is
+        not finite tells nothing about the others.
         """
         steps, values = self.column(name)
-        reach = 2 * (back + 1) * self.recent
-        values = values[steps > self.records[-1]["step"] - reach] if self.records else values
-        end = len(values) - back * self.recent
-        return _whole(values[max(end - self.recent, 0) : max(end, 0)], self.recent)
+        step_range = 2 * (back + 1) * self.recent_steps
+        values = values[steps > self.records[-1]["step"] - step_range] if self.records else values
+        stop = len(values) - back * self.recent_steps
+        return _all_or_nan(values[max(stop - self.recent_steps, 0) : max(stop, 0)], self.recent_steps)
 
-    def beginning(self, name: Metric) -> np.ndarray:
-        """Returns the first `few` values; NaN for all, if half of them are missing or the start is not over."""
+    def start_values(self, name: Metric) -> np.ndarray:
+        """Returns the first `start_steps` values; all NaN if too many are missing or the start is not over yet."""
         steps, values = self.column(name)
-        # A log that begins late has no beginning to compare with.
-        started = len(values) > self.few + self.recent and steps[self.few - 1] <= 2 * self.few
-        return _whole(values[: self.few] if started else values[:0], self.few)
+        # A log that begins late in the run has no start to compare with.
+        started = (
+            len(values) > self.start_steps + self.recent_steps and steps[self.start_steps - 1] <= 2 * self.start_steps
+        )
+        return _all_or_nan(values[: self.start_steps] if started else values[:0], self.start_steps)
 
-    def until(self, name: Metric, step: int) -> np.ndarray:
-        """Returns the last `recent` values up to a step, or at least `few`; NaN for all, if there are fewer."""
+    def values_until(self, name: Metric, step: int) -> np.ndarray:
+        """Returns the last `recent_steps` values up to a step; all NaN if there are fewer than `start_steps` values."""
         steps, values = self.column(name)
-        last = values[steps <= step][-self.recent :]
-        return _whole(last, max(len(last), self.few))
+        last = values[steps <= step][-self.recent_steps :]
+        return _all_or_nan(last, max(len(last), self.start_steps))
 
-    def lacks(self, name: str) -> bool:
-        """Returns whether one of the last `recent` records has no value of a metric."""
-        return any(record.get(name) is None for record in self.records[-self.recent :])
+    def misses_recent(self, name: str) -> bool:
+        """Returns whether one of the last `recent_steps` records lacks a metric."""
+        return any(record.get(name) is None for record in self.records[-self.recent_steps :])
 
-    def now(self, name: Metric) -> float:
-        """Returns the mean of the last `recent` values; NaN, if too many are missing."""
-        return _mean(self.window(name))
+    def recent_mean(self, name: Metric) -> float:
+        """Returns the mean of the last `recent_steps` values; NaN if too many are missing."""
+        return _mean(self.recent_values(name))
 
-    def earlier(self, name: Metric) -> float:
-        """Returns the mean of the values before those of `now`."""
-        return _mean(self.window(name, back=1))
+    def previous_mean(self, name: Metric) -> float:
+        """Returns the mean of the values before those of `recent_mean`."""
+        return _mean(self.recent_values(name, back=1))
 
-    def typical(self, name: Metric) -> float:
-        """Returns the median of the last values, which one odd batch does not move; NaN, if too many are missing."""
-        return float(np.median(self.window(name)))
+    def recent_median(self, name: Metric) -> float:
+        """Returns the median of the last `recent_steps` values, which a single odd batch does not change."""
+        return float(np.median(self.recent_values(name)))
 
-    def then(self, name: Metric) -> float:
-        """Returns the mean of the first `few` values; NaN, if too many are missing or the start is not over."""
-        return _mean(self.beginning(name))
+    def start_mean(self, name: Metric) -> float:
+        """Returns the mean of the first `start_steps` values; NaN if too many are missing or the start is not over."""
+        return _mean(self.start_values(name))
 
-    def best(self, name: Metric) -> float:
-        """Returns the largest mean of `recent` values in a row that the history has; NaN, if there are too few."""
+    def best_mean(self, name: Metric) -> float:
+        """Returns the largest mean of `recent_steps` consecutive values; NaN if there are fewer values."""
         windows = self._windows(name)
         return float(windows.mean(axis=1).max()) if len(windows) else nan
 
-    def near_best_until(self, name: Metric) -> int:
-        """Returns the step in the middle of the latest window that is near the best one: the mean has fallen since.
+    def last_step_near_best(self, name: Metric) -> int:
+        """Returns the step since which the mean of a metric has fallen: the last one at which it was near its best.
 
         Raises: ValueError, if there are too few values.
         """
-        # The latest window near the best one counts, because the best window may be the first of a long plateau. Noise
-        # alone is less than the part NEAR_BEST of a fall that a rule reports.
+        # The last window near the best mean counts, because the best window may be the first one of a long plateau.
+        # Where a rule reports a fall, noise is smaller than the share NEAR_BEST of it.
         means = self._windows(name).mean(axis=1)
-        near = np.flatnonzero(means >= means.max() - NEAR_BEST * (means.max() - means[-1]))
-        return int(self.column(name).steps[near[-1] + (self.recent - 1) // 2])
+        near_best = np.flatnonzero(means >= means.max() - NEAR_BEST * (means.max() - means[-1]))
+        return int(self.column(name).steps[near_best[-1] + (self.recent_steps - 1) // 2])
 
     def _windows(self, name: Metric) -> np.ndarray:
-        """Returns all windows [N, recent] of values in a row."""
+        """Returns all windows [N, recent_steps] of consecutive values."""
         values = self.column(name).values
-        if len(values) < self.recent:
-            return np.zeros((0, self.recent))
-        return np.lib.stride_tricks.sliding_window_view(values, self.recent)
+        if len(values) < self.recent_steps:
+            return np.zeros((0, self.recent_steps))
+        return np.lib.stride_tricks.sliding_window_view(values, self.recent_steps)
 
-    def risen(self, name: Metric, *, log: bool = False, choices: float = 1) -> float:
-        """Returns how far a metric has moved since the start, as a multiple of what noise may reach in this run.
+    def rise_strength(self, name: Metric, *, logarithmic: bool = False, choices: float = 1) -> float:
+        """Returns the change of a metric since the start, as a multiple of the largest change that noise explains.
 
-        Above 1 it has risen, below -1 it has fallen. log: judges the ratio of two positive values. choices: number of
-        metrics of which a rule takes the most extreme one (`noise.quantile`). NaN, if a value is missing.
+        A result above 1 means that the metric has risen, below -1 that it has fallen; NaN means that values are
+        missing. log: whether to compare logarithms. choices: number of metrics from which the rule picks the most
+        extreme one.
         """
-        name, look = _logarithm(name) if log else name, self.records[-1]["step"] - self.few - self.recent
-        return self._strength(name, self.window(name), self.beginning(name), look=look, choices=choices)
+        name, look_number = (
+            _logarithm(name) if logarithmic else name,
+            self.records[-1]["step"] - self.start_steps - self.recent_steps,
+        )
+        return self._strength(
+            name, self.recent_values(name), self.start_values(name), look_number=look_number, choices=choices
+        )
 
-    def trend(self, name: Metric) -> float:
-        """Returns how far a metric rises over the later half of the run, or over its last LONG values.
+    def trend_strength(self, name: Metric) -> float:
+        """Returns the trend of a metric over the later half of the run, or over at least its last TREND_VALUES values.
 
-        The unit is the standard error of values without a trend (Mann, 1945; Kendall, 1948). NaN: too few values.
+        The unit is the standard error of values without a trend (Mann, 1945; Kendall, 1948); positive means rising. NaN
+        if there are too few values.
         """
-        # What a metric does in its first steps says nothing of the later ones.
-        steps, values = (column[RECENT:] for column in self.column(name))
-        values = values[-max(LONG, int((2 * steps > self.records[-1]["step"]).sum())) :]
+        # The first steps are left out, because they tell nothing about the later trend.
+        steps, values = (column[RECENT_STEPS:] for column in self.column(name))
+        values = values[-max(TREND_VALUES, int((2 * steps > self.records[-1]["step"]).sum())) :]
         count = len(values)
-        # Ranks: an explained variance of -1,000 in one batch counts no more than one of -1.
-        rises = np.sign(np.subtract.outer(values, values))[np.tril_indices(count)].sum()
-        enough = count >= TREND - RECENT
-        return float(rises / np.sqrt(count * (count - 1) * (2 * count + 5) / 18)) if enough else nan
+        # Ranks are compared, so that a single extreme value, such as an explained variance of -1,000, counts little.
+        rank_sum = np.sign(np.subtract.outer(values, values))[np.tril_indices(count)].sum()
+        has_enough = count >= TREND_STEPS - RECENT_STEPS
+        return float(rank_sum / np.sqrt(count * (count - 1) * (2 * count + 5) / 18)) if has_enough else nan
 
-    def changed_since(self, name: str, step: int) -> float:
-        """Returns the factor, of 1 or more, between now and a step; 1: noise may be all; NaN: values are missing."""
+    def factor_since(self, name: str, step: int) -> float:
+        """Returns the factor (>= 1) between the values at a step and the recent ones.
+
+        The factor is 1 if noise explains the change, and NaN if values are missing.
+        """
         metric = _logarithm(name)
-        now, before = self.window(metric), self.until(metric, step)
-        strength = self._strength(metric, now, before, look=self.records[-1]["step"])
+        recent, values_then = self.recent_values(metric), self.values_until(metric, step)
+        strength = self._strength(metric, recent, values_then, look_number=self.records[-1]["step"])
         if not abs(strength) > 1:
             return nan if isnan(strength) else 1.0
-        return exp(abs(noise.center(now) - noise.center(before)))
+        return exp(abs(noise.center(recent) - noise.center(values_then)))
 
-    def is_well_held_out(self, step: int | None = None) -> bool:
-        """Returns whether the held-out accuracy, measured up to a step and after it, has not fallen since.
+    def keeps_held_out_accuracy(self, step: int | None = None) -> bool:
+        """Returns whether the held-out accuracy has not fallen since a step; False if it was not measured.
 
-        Then the problems are harder if the reward has fallen, and the policy is not worse. step: None for that of the
-        first evaluation.
+        A fall of the reward then means that problems have become harder, not that the policy is worse. step: None for
+        the step of the first evaluation.
         """
-        judged = [record for record in self.records if record.get("eval/accuracy") is not None and record["step"]]
-        step = judged[0]["step"] if judged and step is None else step
-        before, after = ([r["eval/accuracy"] for r in judged if (r["step"] > step) is later] for later in (False, True))
-        return bool(before and after) and after[-1] > before[-1] - HELD_OUT_FALL
+        evaluations = [record for record in self.records if record.get("eval/accuracy") is not None and record["step"]]
+        step = evaluations[0]["step"] if evaluations and step is None else step
+        accuracies_before, accuracies_after = (
+            [record["eval/accuracy"] for record in evaluations if (record["step"] > step) is is_later]
+            for is_later in (False, True)
+        )
+        return (
+            bool(accuracies_before and accuracies_after)
+            and accuracies_after[-1] > accuracies_before[-1] - HELD_OUT_FALL
+        )
 
-    def fallen(self, name: Metric) -> float:
-        """Returns how far a metric is below its best mean of `recent` values, or below its start.
+    def fall_strength(self, name: Metric) -> float:
+        """Returns the fall of a metric from its best mean or from its start, as a multiple of what noise explains.
 
-        The unit is what noise may reach in this run: above 1 it has fallen. A fall from the start, a window that
-        nobody chose, has most of the level.
+        A result above 1 means that the metric has fallen. The larger of the two multiples is returned, and the fall
+        from the start has most of the significance level.
         """
-        now, windows = self.window(name), self._windows(name)
+        recent, windows = self.recent_values(name), self._windows(name)
         if not len(windows):
             return nan
-        # The best of many windows is high by chance. So its level is split over all of them, and the start, which
-        # nobody chose, keeps the rest of the level.
-        best = windows[np.argmax(windows.mean(axis=1))]
-        look = self.records[-1]["step"] - self.recent
-        from_best = self._strength(name, best, now, look=look, choices=len(windows) / FROM_BEST)
-        return max(from_best, -self.risen(name, choices=1 / (1 - FROM_BEST)))
+        # The best of many windows is high by chance, so its share of the level is divided by the number of windows.
+        best_window = windows[np.argmax(windows.mean(axis=1))]
+        look_number = self.records[-1]["step"] - self.recent_steps
+        from_best = self._strength(
+            name, best_window, recent, look_number=look_number, choices=len(windows) / LEVEL_FROM_BEST
+        )
+        return max(from_best, -self.rise_strength(name, choices=1 / (1 - LEVEL_FROM_BEST)))
 
-    def above(self, name: Metric, bound: float, *, error: float = 0.0) -> float:
-        """Returns how far the recent values are above a bound, as a multiple of what noise may reach in this run.
+    def strength_above(self, name: Metric, bound: float, *, known_error: float = 0.0) -> float:
+        """Returns the distance of the recent values above a bound, as a multiple of what noise explains.
 
-        Above 1 they are above it, below -1 they are below it.
-        error: the standard error of a step that is known, at least.
+        A result above 1 means that the values are above the bound, below -1 that they are below it. known_error: known
+        standard error of one step; a larger estimate from the records replaces it.
         """
-        look = self.records[-1]["step"] - self.recent + 1
-        return self._strength(name, self.window(name), np.array([bound]), look=look, error=error)
+        look_number = self.records[-1]["step"] - self.recent_steps + 1
+        return self._strength(
+            name, self.recent_values(name), np.array([bound]), look_number=look_number, known_error=known_error
+        )
 
-    def often_above(self, name: Metric, bound: float, chance: float) -> bool:
-        """Returns whether more of the recent values, up to `recent` of them, are above a bound than noise explains.
+    def is_often_above(self, name: Metric, bound: float, chance_above: float) -> bool:
+        """Returns whether more of the last `recent_steps` values are above a bound than chance explains (sign test).
 
-        chance: probability that a step of a healthy run is above the bound. The test is the sign test, which takes the
-        tail of a binomial.
+        chance_above: probability that a step of a healthy run is above the bound.
         """
-        now = self.column(name).values[-self.recent :]
-        # bdtrc(k, n, p) is P(X > k), and P(X >= count) is wanted.
-        tail = bdtrc(int((now > bound).sum()) - 1, len(now), chance) if (now > bound).any() else 1.0
+        recent = self.column(name).values[-self.recent_steps :]
+        # bdtrc(k, n, p) is P(X > k), so k = count - 1 gives P(X >= count).
+        tail = bdtrc(int((recent > bound).sum()) - 1, len(recent), chance_above) if (recent > bound).any() else 1.0
         return tail < noise.level(self.records[-1]["step"])
 
     def _strength(
-        self, name: Metric, a: np.ndarray, b: np.ndarray, *, look: int, choices: float = 1, error: float = 0.0
+        self,
+        name: Metric,
+        first_values: np.ndarray,
+        second_values: np.ndarray,
+        *,
+        look_number: int,
+        choices: float = 1,
+        known_error: float = 0.0,
     ) -> float:
-        """Compares two windows of a metric; b may be one number that is known."""
-        step, freedom = self.noise_of(name, error)
-        counts = [len(a), *([len(b)] if len(b) > 1 else [])]
-        # The variances of two independent means add up. A bound that is known has none.
-        spread = step * np.sqrt(sum(noise.SPREAD / count for count in counts))
-        allowed = noise.quantile(look, freedom, choices=choices)
-        return noise.strength(noise.center(a) - noise.center(b), float(spread), allowed)
+        """Returns the difference of two windows of a metric, as a multiple of the largest one that noise explains.
 
-    def noise_of(self, name: Metric, error: float = 0.0) -> noise.Noise:
-        """Returns the noise of a step: from neighbouring steps, and at least what the groups of a step show."""
-        # Neighbours show too little where a metric hardly ever jumps, such as a reward that is 0 in nearly all steps.
-        # What the groups of one step differ by is then the better bound.
+        second_values: second window, or an array of one known number. look_number: number of times that the rule has
+        tested, this time included. choices: number of windows or metrics from which the rule picks the most extreme
+        one.
+        """
+        deviation, freedom = self.step_noise(name, known_error)
+        counts = [len(first_values), *([len(second_values)] if len(second_values) > 1 else [])]
+        # The variances of two independent means add up. A known number has no variance.
+        spread = deviation * np.sqrt(sum(noise.SPREAD / count for count in counts))
+        allowed = noise.quantile(look_number, freedom, choices=choices)
+        return noise.strength(noise.center(first_values) - noise.center(second_values), float(spread), allowed)
+
+    def step_noise(self, name: Metric, known_error: float = 0.0) -> noise.Noise:
+        """Returns the noise of a metric in one step: the larger of two estimates.
+
+        One comes from the differences of neighbouring steps, the other from the groups of a step or from known_error.
+        """
+        # Neighbouring steps show too little noise where a metric rarely jumps, such as a reward that is nearly always
+        # 0. Then the differences between the groups of a step are the better estimate.
         deviation, freedom = noise.step_noise(*self.column(name))
-        if isinstance(name, str) and name in ERRORS and not isnan(group_error := self.now(ERRORS[name])):
-            groups = self.now("groups/count")
+        if isinstance(name, str) and name in ERRORS and not isnan(group_error := self.recent_mean(ERRORS[name])):
+            group_count = self.recent_mean("groups/count")
             return noise.Noise(
-                max(deviation, group_error), max(freedom, (groups - 1 if groups >= 1 else 1.0) * self.recent)
+                max(deviation, group_error),
+                max(freedom, (group_count - 1 if group_count >= 1 else 1.0) * self.recent_steps),
             )
-        # A known error has no estimate in it: Student's t becomes the normal distribution.
-        return noise.Noise(deviation, freedom) if deviation > error else noise.Noise(error, inf)
+        # A known error has infinite degrees of freedom, so Student's t becomes the normal distribution.
+        return noise.Noise(deviation, freedom) if deviation > known_error else noise.Noise(known_error, inf)
 
     @property
     def trains_nothing(self) -> bool:
-        """Whether no completion of the step has a verdict: means over trained tokens then mean nothing."""
-        return self.latest[-1].get("reward/no_verdict") == 1
+        """Whether no completion of the last step has a reward, so that means over trained tokens mean nothing."""
+        return self.last_records[-1].get("reward/no_verdict") == 1
 
     @property
-    def solved(self) -> bool:
-        """Whether the rewards have risen, and what is left to learn is little: they hardly differ, or most are best."""
-        before, now = self.then("reward/mean"), self.now("reward/mean")
-        spread, spread_now = self.then("reward/std"), self.now("reward/std")
-        # Rewards of 0 and 1 have the spread sqrt(p (1 - p)): 0.7 of its largest value is p = 0.86.
-        return now > before and (spread_now < 0.7 * spread or (spread + spread_now >= 0 and self.easy > MOSTLY))
+    def is_solved(self) -> bool:
+        """Whether the task is nearly solved: rewards have risen, and hardly differ or are best in most groups."""
+        start_reward, reward = self.start_mean("reward/mean"), self.recent_mean("reward/mean")
+        start_deviation, deviation = self.start_mean("reward/std"), self.recent_mean("reward/std")
+        # Rewards of 0 and 1 have the deviation sqrt(p (1 - p)). It falls to 0.7 of its largest value at p = 0.86.
+        return reward > start_reward and (
+            deviation < 0.7 * start_deviation or (start_deviation + deviation >= 0 and self.solved_share > MOST_GROUPS)
+        )
 
     @property
-    def easy(self) -> float:
-        """The share of the groups without a signal in which all is right; the others are all wrong. NaN: not known.
+    def solved_share(self) -> float:
+        """Share of right answers in the groups without a signal, which are all right or all wrong; NaN if unknown.
 
-        Right is the largest reward that the run has seen, wrong the smallest.
+        The largest reward of the run counts as right, and the smallest as wrong.
         """
-        mean, lowest, highest = (self.column(f"reward/{name}").values for name in ("without_signal", "min", "max"))
-        if not len(mean) or not len(lowest) or not len(highest) or highest.max() <= lowest.min():
+        without_signal, lowest, highest = (
+            self.column(f"reward/{name}").values for name in ("without_signal", "min", "max")
+        )
+        if not len(without_signal) or not len(lowest) or not len(highest) or highest.max() <= lowest.min():
             return nan
-        return float((mean[-self.recent :].mean() - lowest.min()) / (highest.max() - lowest.min()))
+        return float((without_signal[-self.recent_steps :].mean() - lowest.min()) / (highest.max() - lowest.min()))
 
 
-def _evaluations(records: Sequence[LogRecord]) -> set[int]:
-    """Returns the steps of the evaluations that stay: the best one, and the last ones."""
+def _kept_evaluations(records: Sequence[LogRecord]) -> set[int]:
+    """Returns the steps of the evaluations that a history keeps: the best one, and the last ones."""
     accuracies = [
-        # Minus the step: of equal accuracies the first one is the best.
+        # The step is negated, so that of equal accuracies the first one counts as the best.
         (record["eval/accuracy"], -record["step"])
         for record in records
         if record.get("eval/accuracy") is not None
     ]
-    return {-step for _, step in [*accuracies[-EVALUATIONS:], *([max(accuracies)] if accuracies else [])]}
+    return {-step for _, step in [*accuracies[-KEPT_EVALUATIONS:], *([max(accuracies)] if accuracies else [])]}
 
 
-def _values(name: Metric, records: Sequence[LogRecord]) -> list[float | None]:
-    """Returns a metric of each record; None, where it is missing, as at step 0."""
+def _metric_of_records(name: Metric, records: Sequence[LogRecord]) -> list[float | None]:
+    """Returns the value of a metric in each record; None where it is missing, and at step 0."""
     if callable(name):
         return [name(record) if record["step"] else None for record in records]
     return [record.get(name) if record["step"] else None for record in records]
 
 
-def _whole(values: np.ndarray, count: int) -> np.ndarray:
-    """Returns `count` values; NaN for all, if there are fewer."""
-    # No comparison with NaN holds: a rule is silent where values are missing.
+def _all_or_nan(values: np.ndarray, count: int) -> np.ndarray:
+    """Returns `values` if there are `count` of them, else `count` NaNs."""
+    # Comparisons with NaN are false, so rules are silent where values are missing.
     return values if len(values) == count else np.full(count, nan)
 
 
 def _mean(values: np.ndarray) -> float:
-    # Faster than NumPy for a few numbers.
+    # For a few numbers this is faster than NumPy.
     return sum(values.tolist()) / len(values)
 
 
 @cache
 def _logarithm(name: Metric) -> Metric:
-    """Returns the function of a record that is the logarithm of a metric."""
+    """Returns a function of a record: the logarithm of a metric, or None if the record lacks the metric."""
     metric = name if callable(name) else lambda record: record.get(name)
 
     def logarithm(record: LogRecord) -> float | None:

@@ -1,4 +1,4 @@
-"""Applies the rules to the records of a run one by one, and keeps when each finding was there."""
+"""Applies the health rules to the records of a run one by one, and remembers at which steps each finding held."""
 
 from __future__ import annotations
 
@@ -10,55 +10,65 @@ from .finding import SEVERITIES, Finding, LogRecord
 from .history import WINDOW, History
 
 
-class Spell(NamedTuple):
-    """A finding, and when it was there."""
+class FindingSpan(NamedTuple):
+    """A finding of one rule, and the steps at which it held."""
 
-    finding: Finding  # the last one
-    first: int
-    last: int
-    steps: int  # in which it was there
-    lapses: int = 0  # times that it had gone and came back
+    finding: Finding  # as of the last step
+    first: int  # first step
+    last: int  # last step
+    steps: int  # number of steps
+    lapses: int = 0  # number of times that the finding disappeared and came back
 
     def record(self) -> dict[str, Any]:
         return self.finding.record() | {"first_step": self.first, "last_step": self.last, "steps": self.steps}
 
 
 class Judge:
-    """Applies the rules to records one by one. before: findings of step 0, which no record shows."""
+    """Applies the health rules to the records of a run, one by one, and collects the findings.
 
-    def __init__(self, bounds: dict[str, Any], before: Iterable[Finding] = ()):
+    bounds: fields of the config section `health`. initial_findings: findings of the self-test before the first step.
+    """
+
+    def __init__(self, bounds: dict[str, Any], initial_findings: Iterable[Finding] = ()):
         self._bounds, self._history = bounds, History()
-        self._spells = {finding.id: Spell(finding, 0, 0, 1) for finding in before}
-        self._at = 0  # step of the last record
-        self._seen = dict[str, int]()  # the last record of each finding, by its number
+        self._spans = {finding.id: FindingSpan(finding, 0, 0, 1) for finding in initial_findings}
+        self._last_step = 0  # step of the last record, as the trainer counts it
+        self._last_found = dict[str, int]()  # {id of a finding: step of the last record with it}
 
     def add(self, record: LogRecord) -> list[Finding]:
-        """Adds the next record. Returns the new findings: one that comes and goes is new after WINDOW steps."""
+        """Adds the next record, and returns the findings that are new.
+
+        A finding that comes back is new only if it has been absent for WINDOW steps.
+        """
         self._history.add(record)
-        new = []
+        new_findings = []
         for finding in rules.findings(self._history, self._bounds):
-            last = self._spells.get(finding.id)
-            at = record.get("at", record["step"])
-            first, steps, lapses = (last.first, last.steps, last.lapses) if last else (at, 0, 0)
-            # It was not found at the last record, so it had gone and comes back.
-            lapses += last is not None and last.last != self._at
-            self._spells[finding.id] = Spell(finding, first, at, steps + 1, lapses)
-            new += [finding] if record["step"] - self._seen.get(finding.id, -WINDOW) >= WINDOW else []
-            self._seen[finding.id] = record["step"]
-        self._at = record.get("at", record["step"])
-        return new
+            earlier_span = self._spans.get(finding.id)
+            log_step = record.get("at", record["step"])
+            first, steps, lapses = (
+                (earlier_span.first, earlier_span.steps, earlier_span.lapses) if earlier_span else (log_step, 0, 0)
+            )
+            # A lapse is counted if the finding did not hold at the last record.
+            lapses += earlier_span is not None and earlier_span.last != self._last_step
+            self._spans[finding.id] = FindingSpan(finding, first, log_step, steps + 1, lapses)
+            new_findings += [finding] if record["step"] - self._last_found.get(finding.id, -WINDOW) >= WINDOW else []
+            self._last_found[finding.id] = record["step"]
+        self._last_step = record.get("at", record["step"])
+        return new_findings
 
-    def spells(self) -> list[Spell]:
-        """Returns what the rules have found, the worst first."""
-        return sorted(self._spells.values(), key=lambda x: (-SEVERITIES.index(x.finding.severity), x.first))
+    def spans(self) -> list[FindingSpan]:
+        """Returns all findings with their steps, the most severe first."""
+        return sorted(self._spans.values(), key=lambda x: (-SEVERITIES.index(x.finding.severity), x.first))
 
 
-def judge(records: Iterable[LogRecord], bounds: dict[str, Any], before: Iterable[Finding] = ()) -> list[Spell]:
-    """Applies the rules after every record, as a run does, and returns what they find, the worst first.
+def judge_records(
+    records: Iterable[LogRecord], bounds: dict[str, Any], initial_findings: Iterable[Finding] = ()
+) -> list[FindingSpan]:
+    """Applies the rules after each record, as a run does, and returns the findings, the most severe first.
 
-    before: findings of step 0, which no record shows.
+    bounds: fields of the config section `health`. initial_findings: findings of the self-test before the first step.
     """
-    judge = Judge(bounds, before)
+    run_judge = Judge(bounds, initial_findings)
     for record in records:
-        judge.add(record)
-    return judge.spells()
+        run_judge.add(record)
+    return run_judge.spans()

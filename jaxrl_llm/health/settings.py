@@ -1,4 +1,4 @@
-"""The settings that a remedy names, in the words of TRL and veRL: a finding names those of jaxrl_llm."""
+"""Translates the config fields in a finding's remedy, which are those of jaxrl_llm, to settings of TRL and veRL."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from .finding import Finding
 
-# Ours -> TRL's GRPOConfig, veRL without actor_rollout_ref; "": it has none. docs/coming_from.md says how they differ.
+# {field of jaxrl_llm: (field of TRL's GRPOConfig, setting of veRL below actor_rollout_ref)}; "" = it has none.
+# docs/coming_from.md tells how the settings differ.
 SETTINGS = {
     "completions.jsonl": ("log_completions", "trainer.rollout_data_dir"),
     "entropy.coef": ("entropy_coef", "actor.entropy_coeff"),
@@ -30,10 +31,12 @@ SETTINGS = {
 
 
 def translated(findings: Iterable[Finding]) -> list[str]:
-    """Returns a line for each setting that the remedies name: "optim.learning_rate is learning_rate in TRL, …"."""
+    """Returns a line for each field that the remedies name, such as "optim.learning_rate is learning_rate in TRL"."""
     text, lines = " ".join(finding.fix for finding in findings), []
-    for name, theirs in SETTINGS.items():
-        words = ", ".join(f"{word} in {who}" for word, who in zip(theirs, ("TRL", "veRL"), strict=True) if word)
+    for name, other_names in SETTINGS.items():
+        words = ", ".join(
+            f"{word} in {trainer}" for word, trainer in zip(other_names, ("TRL", "veRL"), strict=True) if word
+        )
         if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.]\w)", text):
             lines.append(f"{name} is {words}")
     return lines

@@ -1,4 +1,4 @@
-"""Judges a run of TRL while it goes on. This file needs transformers, which TRL brings."""
+"""A callback that applies the health rules to a running TRL trainer. It needs transformers, which TRL depends on."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from .logs.names import RolloutLog, renamed
 
 
 class DoctorCallback(TrainerCallback):
-    """Prints what the rules find as soon as the log shows it: `GRPOTrainer(..., callbacks=[DoctorCallback()])`.
+    """Prints findings while TRL trains: `GRPOTrainer(..., callbacks=[DoctorCallback()])`.
 
-    All updates on a rollout are one record, so a record is judged when the next one begins.
+    TRL logs each update, and the updates on one rollout form one record. So a record is judged when the next rollout
+    begins.
     """
 
     def __init__(self):
-        self._rollouts, self._judge = RolloutLog(), Judge(logs.BOUNDS)
+        self._rollouts, self._judge = RolloutLog(), Judge(logs.OTHER_TRAINER_BOUNDS)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        for row in state.log_history:  # of a run that is resumed
+        for row in state.log_history:  # A resumed run has a history.
             self._add(int(row["step"]), row)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
@@ -32,12 +33,12 @@ class DoctorCallback(TrainerCallback):
             self._add(state.global_step, given["logs"])
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._tell(self._rollouts.last())
+        self._print_findings(self._rollouts.last())
 
     def _add(self, step: int, row: dict[str, Any]) -> None:
-        self._tell(self._rollouts.add({"at": step} | renamed(dict(numbers(row)))))
+        self._print_findings(self._rollouts.add({"at": step} | renamed(dict(numbers(row)))))
 
-    def _tell(self, record: LogRecord | None) -> None:
+    def _print_findings(self, record: LogRecord | None) -> None:
         if record is None:
             return
         for finding in self._judge.add(record):

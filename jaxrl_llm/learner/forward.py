@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.algorithms.balance import Load
+from jaxrl_llm.algorithms.balance import ExpertLoad
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import head, microbatches
 from jaxrl_llm.learner.microbatches import Microbatch
@@ -34,7 +34,7 @@ def score_packed_rows(
     per_token: Callable[[Array, Array], PyTree],
     *,
     state_after: bool = False,
-) -> tuple[PyTree, Load | None]:
+) -> tuple[PyTree, ExpertLoad | None]:
     """Computes values [B, G, C] of completion tokens in packed rows; 0 on padding. Each prompt runs once per group.
 
     Also returns the load of experts by the trained tokens, None if the model has no experts.
@@ -61,7 +61,7 @@ def score_packed_rows(
     # The gradients of these arrays are sums over the parts, which must happen in float32.
     first, prefix = jax.tree.map(jnp.float32, (last_state(prompt_hidden, batch.prompt_mask), prefix))
 
-    def part(index: Array) -> tuple[PyTree, Load | None]:
+    def part(index: Array) -> tuple[PyTree, ExpertLoad | None]:
         rows, collect = _packed_rows(batch, index), partial(_sum_load, _to_rows(batch.loss_mask, index))
         shared = jax.tree.map(lambda x: x.astype(model.cfg.dtype), prefix)
         hidden, load = model.extend(params, shared, batch.prompt, *rows, collect)
@@ -87,7 +87,7 @@ def _to_rows(values: Array, index: Array) -> jax.Array:
     return jax.vmap(lambda x, at: jnp.where(at < 0, 0, x.reshape(-1)[at]))(values, index)
 
 
-def _sum_load(trained: Array, routing: Routing) -> Load:
+def _sum_load(trained: Array, routing: Routing) -> ExpertLoad:
     """Sums the routing [..., experts] of a layer over the tokens that `trained` [...] marks."""
     experts, counted = routing.probabilities.shape[-1], trained.astype(bool).reshape(-1, 1)
     probabilities = jnp.where(counted, routing.probabilities.reshape(-1, experts), 0.0)
@@ -96,7 +96,7 @@ def _sum_load(trained: Array, routing: Routing) -> Load:
     choices = jnp.sum(chosen[..., None] == jnp.arange(experts)[None, None], axis=(0, 1), dtype=jnp.float32)
     entropy = -jnp.sum(jax.scipy.special.xlogy(probabilities, probabilities))
     tokens = jnp.sum(counted, dtype=jnp.float32)
-    return Load(tokens, choices, jnp.sum(probabilities, axis=0), jax.lax.stop_gradient(entropy))
+    return ExpertLoad(tokens, choices, jnp.sum(probabilities, axis=0), jax.lax.stop_gradient(entropy))
 
 
 def _states_before(first: Array, hidden: Array, positions: Array) -> jax.Array:
@@ -129,7 +129,7 @@ def completion_logprobs(
 
 def completion_logprobs_and_load(
     model: Decoder, params: PyTree, batch: Batch, sampling: Sampling
-) -> tuple[tuple[jax.Array, jax.Array], Load | None]:
+) -> tuple[tuple[jax.Array, jax.Array], ExpertLoad | None]:
     """Returns (log-probabilities, entropies) [B, G, C] of completion tokens, and the load of experts by trained tokens.
 
     The load is None if the model has no experts.
@@ -139,7 +139,7 @@ def completion_logprobs_and_load(
     def scores(states: Array, tokens: Array) -> tuple[jax.Array, jax.Array]:
         scored: Any = head.logprobs(model, sampling, kernel, states, tokens)
         logprob, entropy = scored
-        for never in model.cfg.never:
+        for never in model.cfg.hidden_tokens:
             # The policy never samples this token, but an environment may write it. Its log-probability of -inf would
             # make a ratio NaN.
             logprob = jnp.where(tokens == never, 0.0, logprob)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.algorithms.sampling import Sampling, token_logprobs_and_residuals, token_logprobs_gradient
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.models.attention import bounded, without
+from jaxrl_llm.models.attention import hide_tokens, soft_capped
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, PyTree
 
@@ -82,7 +82,7 @@ def _backward(
             if cap := model.cfg.final_soft_cap:
                 # The factor is the derivative of cap * tanh(x / cap). Logits of -inf are set to 0, because the product
                 # with them would be NaN.
-                finite = without(logits, model.cfg.never, 0.0)
+                finite = hide_tokens(logits, model.cfg.hidden_tokens, 0.0)
                 logit_gradients = logit_gradients * (1 - jnp.square(finite / cap))
             logit_gradients = logit_gradients.astype(model.cfg.dtype)
             # Sums over chunks and over devices are in float32.
@@ -109,7 +109,7 @@ def _product(model: Decoder, x: Array, y: Array) -> jax.Array:
 
 
 def _logits(model: Decoder, states: Array, kernel: Array) -> jax.Array:
-    return without(bounded(_product(model, states, kernel), model.cfg.final_soft_cap), model.cfg.never)
+    return hide_tokens(soft_capped(_product(model, states, kernel), model.cfg.final_soft_cap), model.cfg.hidden_tokens)
 
 
 def _chunks(model: Decoder, kernel: Array, *arrays: Array) -> tuple[jax.Array, ...]:

@@ -68,7 +68,9 @@ def describe_models(
     other models, by section of the config; "" = no model. weights: whether the run will read weights, so that folders
     must have them. Raises: UserError, if a folder or model cannot be used.
     """
-    other_folders = {name: hf.find(path, f"{name}.path", weights=weights) for name, path in paths.items() if path}
+    other_folders = {
+        name: hf.find_checkpoint(path, f"{name}.path", weights=weights) for name, path in paths.items() if path
+    }
     model = hf.load_model(
         folder, mesh, family=start.family, dtype=start.dtype, remat=start.remat, row_parts=start.row_parts
     )
@@ -271,13 +273,13 @@ def make_reference(
         def with_dtype(shape: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape.shape, dtype, sharding=shape.sharding)
 
-        shapes = jax.tree.map(with_dtype, shapes, model.used_dtypes(shapes))
+        shapes = jax.tree.map(with_dtype, shapes, model.compute_dtypes(shapes))
 
     # Arrays that keep their dtype are copied too, because the first update donates the policy's parameters.
     @jax.jit
     def copy(params: PyTree) -> PyTree:
         copied = jax.tree.map(jnp.copy, params)
-        return copied if moves else model.as_used(copied)
+        return copied if moves else model.cast_for_compute(copied)
 
     load = partial(hf.load_params, models.folder, model, models.mesh, learns=moves, parts=models.parts)
     return Reference(copy, load, shapes, refresh)

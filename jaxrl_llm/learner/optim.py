@@ -12,7 +12,7 @@ import optax
 from jaxrl_llm.config.schema import AtLeastOne, Count, Field, NotNegative, Positive, Share
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import noise
-from jaxrl_llm.health.rules.bounds import MEAN_WEIGHT, SAMPLE_SIZE, SPIKE
+from jaxrl_llm.health.rules.bounds import MEAN_WEIGHT, SAMPLE_SIZE, SPIKE_FACTOR
 from jaxrl_llm.machine.sharding import path_name
 from jaxrl_llm.structs import Array, PyTree
 
@@ -92,7 +92,7 @@ NORM_WINDOW, MIN_NORMS = 16, 8
 def spike_bound() -> Coefficient:
     """Returns the bound of a gradient's norm, above which an update is a spike; 0 while too few norms are known.
 
-    The bound is m exp(max(ln SPIKE, t s)). Skipped updates do not change it.
+    The bound is m exp(max(ln SPIKE_FACTOR, t s)). Skipped updates do not change it.
     m: mean of the last norms or of all norms, whichever is larger. When a task is solved, most batches teach nothing
     and the last norms are near 0.
     s^2: twice the mean square of the positive ln(norm / m), as for a normal distribution without its lower half.
@@ -108,8 +108,8 @@ def spike_bound() -> Coefficient:
     def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
         recent_mean, mean, mean_square, count = state
         norm, new_count = metrics["grad_norm"], count + 1
-        # The excess is capped at SPIKE, because a norm that follows mere rounding errors says little about the noise.
-        excess = jnp.where(new_count > 1, jnp.clip(jnp.log(norm / usual_norm(state)), 0.0, jnp.log(SPIKE)), 0.0)
+        # The excess is capped at SPIKE_FACTOR, because a norm that follows mere rounding errors says little about the noise.
+        excess = jnp.where(new_count > 1, jnp.clip(jnp.log(norm / usual_norm(state)), 0.0, jnp.log(SPIKE_FACTOR)), 0.0)
         # An exponential mean of the last norms needs no list of norms, so the state stays four numbers.
         recent_mean = recent_mean + (norm - recent_mean) / jnp.minimum(new_count, NORM_WINDOW)
         mean, mean_square = mean + (norm - mean) / new_count, mean_square + (excess**2 - mean_square) / new_count
@@ -125,7 +125,7 @@ def spike_bound() -> Coefficient:
         level = noise.RATE * jnp.log(2.0) / (k * jnp.log(k) ** 2)
         freedom = jnp.maximum(count - 1, 1.0)
         t = jnp.sqrt(freedom * jnp.expm1(2 * jnp.log(1 / level) / freedom))
-        allowed = usual_norm(state) * jnp.exp(jnp.maximum(jnp.log(SPIKE), t * jnp.sqrt(2 * mean_square)))
+        allowed = usual_norm(state) * jnp.exp(jnp.maximum(jnp.log(SPIKE_FACTOR), t * jnp.sqrt(2 * mean_square)))
         return jnp.where(count >= MIN_NORMS, allowed, 0.0)
 
     return Coefficient((0.0, 0.0, 0.0, 0.0), bound, adapt)
@@ -187,7 +187,7 @@ def adaptive_kl(coef: float, sequences: int, *, target: Positive, horizon: AtLea
     """Returns a KL coefficient under proportional control (arXiv 1909.08593).
 
     coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) sequences / horizon), after each update of `sequences`
-    sequences. KL is the metric kl/ref, the mean of `kl.unbiased` over tokens.
+    sequences. KL is the metric kl/ref, the mean of `kl.unbiased_estimator` over tokens.
     """
 
     def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:

@@ -13,10 +13,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.algorithms.balance import Load, balance_loss, load_metrics
-from jaxrl_llm.algorithms.importance import ImportanceFn, make_importance_weights, stay_on_policy
-from jaxrl_llm.algorithms.kl import unbiased
-from jaxrl_llm.algorithms.losses import LossFn, Metrics, aggregation_weights, old_logprobs, ratio_of
+from jaxrl_llm.algorithms.balance import ExpertLoad, balance_loss, load_metrics
+from jaxrl_llm.algorithms.importance import ImportanceFn, make_importance_weights, on_policy_mask
+from jaxrl_llm.algorithms.kl import unbiased_estimator
+from jaxrl_llm.algorithms.losses import LossFn, Metrics, aggregation_weights, importance_ratio, old_logprobs
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import microbatches
 from jaxrl_llm.learner.forward import REMEDY, completion_logprobs_and_load
@@ -95,7 +95,7 @@ def coefficients(optimizer: Optimizer, state: TrainState) -> Metrics:
     return {name: c.value(state.coef_state[name]) for name, c in optimizer.coefficients.items()}
 
 
-# The only metric of an objective that is not a value per token: the `Load` of experts by the trained tokens.
+# The only metric of an objective that is not a value per token: the `ExpertLoad` of experts by the trained tokens.
 LOAD = "router/load"
 TRAINED = "tokens/trained"  # number of tokens over which the other metrics of an update are means
 BALANCE = "router/balance_coef"  # coefficient of the load-balance loss, which is a loss of the whole batch
@@ -119,10 +119,10 @@ def policy_objective(
     """Returns `objective(params, batch, coefs)` -> loss per token [B, G, C], and metrics.
 
     The loss is w loss_fn + coefs["kl/coef"] kl - coefs["entropy/coef"] H. The weight w is 0 outside of
-    `batch.policy_mask`, and 0 for completions that `stay_on_policy` leaves out. Elsewhere it is the importance weight
+    `batch.policy_mask`, and 0 for completions that `on_policy_mask` leaves out. Elsewhere it is the importance weight
     of `correct`.
     kl: estimator of `algorithms.kl`, None for no KL term. kl_weighted: whether the ratio pi / pi_old multiplies the KL
-    term, which makes its gradient unbiased off-policy (arXiv 2512.02556). off_policy: threshold of `stay_on_policy`,
+    term, which makes its gradient unbiased off-policy (arXiv 2512.02556). off_policy: threshold of `on_policy_mask`,
     0 = no completion is left out.
     """
     correct = correct or make_importance_weights()
@@ -136,7 +136,7 @@ def policy_objective(
             loss = jnp.where(batch.policy_mask, loss, 0.0)
         if off_policy:
             sampling_logprobs = old if batch.sampler_logprobs is None else batch.sampler_logprobs
-            stays = stay_on_policy(logprobs, sampling_logprobs, batch.advantages, batch.loss_mask, threshold=off_policy)
+            stays = on_policy_mask(logprobs, sampling_logprobs, batch.advantages, batch.loss_mask, threshold=off_policy)
             loss = jnp.where(stays, loss, 0.0)
             metrics |= {"mask/off_policy": jnp.broadcast_to(1.0 - stays, loss.shape)}
         if batch.sampler_logprobs is not None:
@@ -147,14 +147,14 @@ def policy_objective(
         metrics |= {"loss/policy": loss, "entropy": entropy}
         ref: Array = batch.ref_logprobs
         if ref is not None:
-            metrics |= {"kl/ref": unbiased(sampling)(logprobs, ref)}
+            metrics |= {"kl/ref": unbiased_estimator(sampling)(logprobs, ref)}
         if batch.advantages is not None:
             is_good = batch.advantages > 0
             metrics |= {"tokens/good": is_good.astype(jnp.float32), "logprobs/good": jnp.where(is_good, logprobs, 0.0)}
         if kl is not None:
             term = coefs["kl/coef"] * kl(logprobs, ref)
             if kl_weighted:
-                term = term * ratio_of(logprobs - old)
+                term = term * importance_ratio(logprobs - old)
             loss = loss + term
             metrics |= {"loss/kl": term, "loss/kl_alone": jnp.where(batch.advantages == 0, term, 0.0)}
         if "entropy/coef" in coefs:
@@ -309,7 +309,7 @@ def make_gradient(
 
 def full_batch_load(
     objective: Objective, params: PyTree, batch: Batch, coefs: Metrics, *, microbatch: int, mesh: Mesh
-) -> Load | None:
+) -> ExpertLoad | None:
     """Returns the load of experts by a whole batch, which an additional forward pass computes in micro-batches.
 
     None if the load-balance loss does not need it.

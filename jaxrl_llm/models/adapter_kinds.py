@@ -1,5 +1,5 @@
-"""The built-in kinds of adapters, by their names in a config."""
+"""The built-in kinds of adapters, under the names that config.adapters.name may have."""
 
 from jaxrl_llm.models.lora import Lora as lora
 
-__all__ = ["lora"]  # names for config.adapters.name
+__all__ = ["lora"]

@@ -1,4 +1,4 @@
-"""The Flax NNX modules of a decoder: all parts with parameters."""
+"""The Flax NNX modules of a decoder: attention, MLP, norms, embedding and head."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from flax import nnx
 from jax.sharding import Mesh
 from qwix import QArray
 
-from jaxrl_llm.models.adapters import AdaptedKernel, Stored, as_array
+from jaxrl_llm.models.adapters import AdaptedKernel, BaseKernel, as_array
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.experts import Experts, Routing
 from jaxrl_llm.models.rope import rotate
 from jaxrl_llm.structs import Array
 
-ACTIVATIONS: dict[str, Callable[[Array], jax.Array]] = {  # as config.json names them
+ACTIVATIONS: dict[str, Callable[[Array], jax.Array]] = {  # {name in config.json: function}
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
-MANY_ROWS = 128  # of a product with a transposed kernel, from which on its result is computed as it is used
+# From this many rows on, the product with a transposed kernel needs no barrier: the direct form is fast enough.
+MATERIALIZED_ROWS = 128
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention: the projections before and after `attend`."""
+    """The projections before and after grouped-query attention; the attention itself is `attention.attend`."""
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -41,17 +42,17 @@ class Attention(nnx.Module):
             self.key_norm = _norm(cfg, cfg.head_dim, rngs=rngs)
 
     def project(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        """x [B, N, T, D] -> query [B, N, T, heads, h], key and value [B, N, T, K, h].
+        """Projects x [B, N, T, D] to query [B, N, T, heads, h], and key and value [B, N, T, K, h].
 
-        The query is divided by the square root of `score_size`, in float32: its products with keys are the scores.
+        The query is divided by the square root of `score_size` in float32, so its products with keys are the scores.
         """
-        cfg, lead = self.cfg, x.shape[:3]
-        query = self.query(x).reshape(*lead, cfg.heads, cfg.head_dim)
-        key = self.key(x).reshape(*lead, cfg.kv_heads, cfg.head_dim)
-        value = self.value(x).reshape(*lead, cfg.kv_heads, cfg.head_dim)
+        cfg, batch_shape = self.cfg, x.shape[:3]
+        query = self.query(x).reshape(*batch_shape, cfg.heads, cfg.head_dim)
+        key = self.key(x).reshape(*batch_shape, cfg.kv_heads, cfg.head_dim)
+        value = self.value(x).reshape(*batch_shape, cfg.kv_heads, cfg.head_dim)
         if cfg.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        # Rotated and scaled in float32, rounded once: rounding between the two would move every score.
+        # Rotate and scale in float32 and round once, because a rounding in between would change every score.
         query = rotate(query, angles) * (cfg.score_size or cfg.head_dim) ** -0.5
         return query.astype(value.dtype), rotate(key, angles).astype(value.dtype), value
 
@@ -75,7 +76,10 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: norm, attention, norm, MLP or experts, with residuals; with post_norms, also norms before these."""
+    """One layer: norm, attention, norm, MLP or experts, with residuals.
+
+    With cfg.post_norms, the outputs of attention and MLP are also normalized, before they are added to the residual.
+    """
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs, mesh: Mesh | None = None):
         self.attention_norm = _norm(cfg, cfg.width, rngs=rngs)
@@ -95,7 +99,10 @@ class Block(nnx.Module):
         return self.attention.project(self.attention_norm(x), angles)
 
     def finish(self, x: Array, attended: Array) -> tuple[jax.Array, Routing | None]:
-        """Returns the output of the layer, and the router's decisions, if the layer has experts."""
+        """Returns the output of the layer, and the router's decisions (None if the layer has no experts).
+
+        x: input of the layer [B, N, T, D]. attended: attention output [B, N, T, heads, h].
+        """
         update = self.attention(attended)
         x = x + (self.attention_post_norm(update) if self.post_norms else update)
         normed = self.mlp_norm(x)
@@ -103,8 +110,8 @@ class Block(nnx.Module):
         return x + (self.mlp_post_norm(update) if self.post_norms else update), routing
 
 
-class CenteredNorm(nnx.Module):
-    """RMS norm with the factor 1 + scale: x / sqrt(mean(x^2) + eps) * (1 + scale), in float32."""
+class UnitOffsetRMSNorm(nnx.Module):
+    """RMS norm of Gemma, whose factor is 1 + scale: x / sqrt(mean(x^2) + eps) * (1 + scale), in float32."""
 
     def __init__(self, cfg: DecoderConfig, size: int):
         self.epsilon, self.dtype = cfg.norm_eps, jnp.dtype(cfg.dtype)
@@ -112,15 +119,15 @@ class CenteredNorm(nnx.Module):
 
     def __call__(self, x: Array) -> jax.Array:
         # The mean of squares is in float32: bfloat16 has 8 bits, too few for a sum over the width.
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
-        # Rounded after the factor, as Gemma does it; Llama rounds before.
+        normalized = x.astype(jnp.float32)
+        normalized = normalized * jax.lax.rsqrt(jnp.mean(jnp.square(normalized), axis=-1, keepdims=True) + self.epsilon)
+        # The result is rounded after the factor, as in Gemma. Llama rounds before the factor.
         factor = (1 + self.scale[...]).reshape((1,) * (x.ndim - 1) + (-1,))
-        return (wide * factor).astype(self.dtype)
+        return (normalized * factor).astype(self.dtype)
 
 
 class EmbedAndHead(nnx.Module):
-    """The parts outside the layers: embedding, final norm, head."""
+    """The modules outside the layers: embedding, final norm and head."""
 
     def __init__(self, cfg: DecoderConfig, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.02)
@@ -132,38 +139,37 @@ class EmbedAndHead(nnx.Module):
 
 
 class Linear(nnx.Linear):
-    """x [..., D] -> [..., E]. The kernel [D, E] may be in int8, and have an adapter (`AdaptedKernel`)."""
+    """A linear map x [..., D] -> [..., E], whose kernel [D, E] may be int8 or have an adapter (`AdaptedKernel`)."""
 
     def __init__(self, cfg: DecoderConfig, din: int, dout: int, **options: Any):
         super().__init__(din, dout, dtype=jnp.dtype(cfg.dtype), **options)
         self.cfg = cfg
 
     def __call__(self, x: Array) -> jax.Array:
-        # One token axis: with several, XLA copies and transposes both factors of the kernel's gradient.
-        flat = x.reshape(-1, x.shape[-1]).astype(self.dtype)
-        stored = self.kernel.get_value()
-        adapter = stored if isinstance(stored, AdaptedKernel) else None
-        kernel = adapter.frozen if adapter else stored
-        # The backward pass needs W. Without a checkpoint here or around the layer, it would keep all kernels as floats.
+        # Merge the token axes, because XLA would otherwise copy and transpose both factors of the kernel's gradient.
+        token_rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
+        stored_kernel = self.kernel.get_value()
+        adapter = stored_kernel if isinstance(stored_kernel, AdaptedKernel) else None
+        kernel = adapter.frozen if adapter else stored_kernel
+        # The backward pass needs W as floats. A checkpoint dequantizes W again; without one, all kernels would be kept.
         recompute = isinstance(kernel, QArray) and self.cfg.remat == "none"
-        y = (jax.checkpoint(self._product) if recompute else self._product)(flat, kernel)
+        outputs = (jax.checkpoint(self._product) if recompute else self._product)(token_rows, kernel)
         if adapter:
-            # The product with W is computed as in the base, so that with a new adapter base and adapted model give the
-            # same bits.
-            y = adapter.applied(flat, y.astype(jnp.float32), self.cfg.precision).astype(self.dtype)
+            # The product with W is computed as without an adapter, so that a new adapter changes no bit of the output.
+            outputs = adapter.applied(token_rows, outputs.astype(jnp.float32), self.cfg.precision).astype(self.dtype)
         if self.bias is not None:
-            # The bias is rounded as in the engines, but added in float32: its gradient is a sum over all tokens.
-            y = (y.astype(jnp.float32) + self.bias[...].astype(self.dtype)[None]).astype(self.dtype)
-        return y.reshape(*x.shape[:-1], -1)
+            # The bias is rounded as in the engines, but added in float32, because its gradient sums over all tokens.
+            outputs = (outputs.astype(jnp.float32) + self.bias[...].astype(self.dtype)[None]).astype(self.dtype)
+        return outputs.reshape(*x.shape[:-1], -1)
 
-    def _product(self, x: Array, kernel: Stored) -> jax.Array:
+    def _product(self, x: Array, kernel: BaseKernel) -> jax.Array:
         """Returns x W: [T, D] -> [T, E]."""
-        w, precision = as_array(kernel).astype(self.dtype), self.cfg.precision
+        weights, precision = as_array(kernel).astype(self.dtype), self.cfg.precision
         if not self.cfg.transposed:
-            return jnp.matmul(x, w, precision=precision)
-        if len(x) >= MANY_ROWS:
-            return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), precision=precision)
-        product = jax.lax.dot_general(w, x, (((1,), (1,)), ((), ())), precision=precision)
+            return jnp.matmul(x, weights, precision=precision)
+        if len(x) >= MATERIALIZED_ROWS:
+            return jax.lax.dot_general(x, weights, (((1,), (1,)), ((), ())), precision=precision)
+        product = jax.lax.dot_general(weights, x, (((1,), (1,)), ((), ())), precision=precision)
         # The barrier keeps the compiler from turning the product around.
         return jax.lax.optimization_barrier(product).T
 
@@ -172,7 +178,7 @@ def linear(cfg: DecoderConfig, din: int, dout: int, *, rngs: nnx.Rngs, use_bias:
     return Linear(cfg, din, dout, use_bias=use_bias, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
 
 
-def _norm(cfg: DecoderConfig, size: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm | CenteredNorm:
-    if cfg.gemma:
-        return CenteredNorm(cfg, size)
+def _norm(cfg: DecoderConfig, size: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm | UnitOffsetRMSNorm:
+    if cfg.unit_offset_norm:
+        return UnitOffsetRMSNorm(cfg, size)
     return nnx.RMSNorm(size, epsilon=cfg.norm_eps, dtype=jnp.dtype(cfg.dtype), rngs=rngs)

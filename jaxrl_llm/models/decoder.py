@@ -1,7 +1,7 @@
 """The decoder of all model families: pure functions over a parameter tree.
 
-Prompts [B, P] run once per group. Completions are in rows [B, N, T], one or several to a row. All rows of a group
-attend to one copy of the keys and values of their prompt.
+A prompt [B, P] is computed once per group. A row [B, N, T] holds one completion, or several packed ones. All rows of
+a group attend to one copy of the keys and values of their prompt.
 """
 
 from __future__ import annotations
@@ -23,78 +23,82 @@ from jaxrl_llm.models.attention import (
     KeyValue,
     Visible,
     attend,
-    bounded,
-    causal_within,
+    causal_mask,
     head_major,
-    in_prompt,
+    hide_tokens,
     prompt_positions,
+    prompt_visibility,
+    soft_capped,
     token_major,
-    without,
 )
 from jaxrl_llm.models.blocks import Block, EmbedAndHead, Linear
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.experts import Routing
-from jaxrl_llm.models.rope import rotary
-from jaxrl_llm.models.skeleton import Skeleton, parameters, recomputed
+from jaxrl_llm.models.rope import rotary_angles
+from jaxrl_llm.models.skeleton import Skeleton, parameter_tree, rematerialized
 from jaxrl_llm.models.vision import Tower
 from jaxrl_llm.structs import Array, Images, Prompt, PyTree
 
-# What to keep of a layer's routing of completion rows [B, N, T, ...].
-Collect: TypeAlias = Callable[[Routing], PyTree]
-TOWER = "visual"  # the part of the parameter tree that reads images
+# Reduces a layer's routing of completion rows [B, N, T, ...] to the arrays that the caller wants.
+RoutingCollector: TypeAlias = Callable[[Routing], PyTree]
+TOWER = "visual"  # key of the vision tower in the parameter tree
 
 
 def last_state(hidden: Array, mask: Array) -> jax.Array:
-    """Hidden state [B, D] of the last real token. hidden is [B, P, D]; mask [B, P] may be padded left or right."""
+    """Returns the hidden state [B, D] of the last real token.
+
+    hidden: hidden states [B, P, D]. mask: True on real tokens [B, P], padded on the left or on the right.
+    """
     # argmax returns the first True of the reversed mask, which is the last real token.
-    last = mask.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
-    return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    last_index = mask.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
+    return jnp.take_along_axis(hidden, last_index[:, None, None], axis=1)[:, 0]
 
 
-class PerKind(NamedTuple):
-    """A value for the layers with full attention, and one for the local layers."""
+class PerLayerKind(NamedTuple):
+    """One value for the layers with full attention, and one for the local (sliding-window) layers."""
 
     full: Any
     local: Any
 
     @classmethod
-    def for_window(cls, make: Callable[[int], Any], window: int) -> PerKind:
-        """Returns make(window) for local layers, and make(0) for the others."""
-        full = make(0)
-        return cls(full, make(window) if window else full)
+    def for_window(cls, make: Callable[[int], Any], window: int) -> PerLayerKind:
+        """Returns make(0) for the layers with full attention, and make(window) for the local ones; window 0 = none."""
+        full_value = make(0)
+        return cls(full_value, make(window) if window else full_value)
 
-    def of(self, local: Array | bool) -> Any:
-        """Returns the value of a layer. In a scan, the layer's kind is known only at run time."""
-        if self.full is self.local or isinstance(local, bool):
-            return self.local if local is True else self.full
-        return jax.tree.map(lambda full, in_local: jnp.where(local, in_local, full), self.full, self.local)
+    def select(self, is_local: Array | bool) -> Any:
+        """Returns the value for one layer. In a scan, `is_local` is an array that is known only at run time."""
+        if self.full is self.local or isinstance(is_local, bool):
+            return self.local if is_local is True else self.full
+        return jax.tree.map(lambda full, in_local: jnp.where(is_local, in_local, full), self.full, self.local)
 
 
 class Decoder:
-    """Pure functions over a parameter tree {"layers", "embed", "norm", "head", "visual"}; some have no head or tower.
+    """A language model as pure functions over a parameter tree {"layers", "embed", "norm", "head", "visual"}.
 
-    "layers" is either stacked [L, ...] and scanned (training), so that XLA compiles one layer, or a list of layers
-    from `unstack` (sampling), because a scan would copy each layer's slice of the stack for every token.
-    A layer that differs from others does so in arrays, which the scan selects: masks and rotary angles.
+    A model with a tied head has no "head", and a text model has no "visual". For training, "layers" is stacked
+    [L, ...] and scanned, so that XLA compiles one layer. For sampling, "layers" is the list from `unstack`, because a
+    scan would copy each layer's slice of the stack for every token. Full and local layers run the same program: they
+    differ only in masks and rotary angles, which the scan selects for each layer.
     """
 
     def __init__(self, cfg: DecoderConfig, mesh: Mesh | None = None):
         self.cfg = cfg
         self.mesh = mesh
         self._block = Skeleton(lambda: Block(cfg, nnx.Rngs(0), mesh))
-        self._ends = Skeleton(lambda: EmbedAndHead(cfg, nnx.Rngs(0)))
+        self._outer_parts = Skeleton(lambda: EmbedAndHead(cfg, nnx.Rngs(0)))
         self._tower = Tower(cfg, cfg.vision, mesh) if cfg.vision else None
 
     def init(self, key: Array) -> PyTree:
-        """Initializes float32 parameters; kernels and embedding are normal(0, 0.02)."""
-        block_key, ends_key = jax.random.split(key)
+        """Returns new float32 parameters; kernels and embedding are drawn from normal(0, 0.02)."""
+        block_key, outer_key = jax.random.split(key)
 
-        # One layer is traced, and vmap stacks it: the program does not grow with the number of layers.
-        def block(key: Array) -> PyTree:
-            return parameters(Block(self.cfg, nnx.Rngs(key)))
+        # vmap traces one layer and stacks the results, so the program does not grow with the number of layers.
+        def block_parameters(key: Array) -> PyTree:
+            return parameter_tree(Block(self.cfg, nnx.Rngs(key)))
 
-        blocks = jax.vmap(block)(jax.random.split(block_key, self.cfg.layers))
-        params = {"layers": blocks, **parameters(EmbedAndHead(self.cfg, nnx.Rngs(ends_key)))}
+        blocks = jax.vmap(block_parameters)(jax.random.split(block_key, self.cfg.layers))
+        params = {"layers": blocks, **parameter_tree(EmbedAndHead(self.cfg, nnx.Rngs(outer_key)))}
         return params | {TOWER: self._tower.init(jax.random.fold_in(key, 2))} if self._tower else params
 
     @cached_property
@@ -103,7 +107,10 @@ class Decoder:
         return jax.eval_shape(lambda: self.init(jax.random.key(0)))
 
     def size(self, *, active: bool = False) -> int:
-        """Returns the number of parameters; active: only those that a token meets, with the chosen experts."""
+        """Returns the number of parameters.
+
+        active: whether to count, of the experts, only as many as one token is sent to.
+        """
         sizes = {path_name(path): x.size for path, x in jax.tree_util.tree_leaves_with_path(self.shapes)}
         if active and (mixture := self.cfg.mixture):
             expert_kernels = [name for name in sizes if "experts/" in name and "router" not in name]
@@ -111,7 +118,7 @@ class Decoder:
         return sum(sizes.values())
 
     def adapters(self, kind: AdapterKind) -> Adapters:
-        """Returns adapters beside kernels of the layers. Raises: UserError, if the targets are in no name of one."""
+        """Returns the adapters of this model. Raises: UserError, if kind.targets matches the name of no kernel."""
         nodes = nnx.iter_graph(self._block.empty)
         kernels = {
             f"layers/{'/'.join(map(str, path))}/kernel": (self.cfg.layers, *node.kernel.get_value().shape)
@@ -120,40 +127,42 @@ class Decoder:
         }
         return make_adapters(kind, kernels, names.module_table(self.cfg.family))
 
-    def as_used(self, params: PyTree) -> PyTree:
-        """Casts parameters to the dtype of their products. Norms and routers compute in float32, and stay in it.
+    def cast_for_compute(self, params: PyTree) -> PyTree:
+        """Casts parameters to the dtype of their products. Norms and routers compute in float32 and stay float32.
 
-        A model that never learns may be stored so: the casts of the forward pass give the same numbers.
+        A frozen model may be stored in these dtypes, because the forward pass would cast its parameters anyway.
         """
-        dtypes = self.used_dtypes(params)
+        dtypes = self.compute_dtypes(params)
         return jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes)
 
-    def used_dtypes(self, params: PyTree) -> PyTree:
-        """Returns the dtype of each parameter after `as_used`; `params` may be shapes."""
+    def compute_dtypes(self, params: PyTree) -> PyTree:
+        """Returns the dtype of each parameter after `cast_for_compute`; `params` may be shapes."""
 
-        # A kernel in int8 has integers and scales.
-        def stays(path: Any) -> bool:
+        # An int8 kernel consists of integers ("qvalue") and float32 scales, and both keep their dtype.
+        def keeps_dtype(path: Any) -> bool:
             return path_name(path).endswith(("scale", "norm/bias", "qvalue", "router/kernel"))
 
-        def dtype(path: Any, x: Any) -> jnp.dtype:
-            return jnp.dtype(x.dtype if stays(path) else self.cfg.dtype)
+        def compute_dtype(path: Any, x: Any) -> jnp.dtype:
+            return jnp.dtype(x.dtype if keeps_dtype(path) else self.cfg.dtype)
 
-        return jax.tree_util.tree_map_with_path(dtype, params)
+        return jax.tree_util.tree_map_with_path(compute_dtype, params)
 
     def prefill(self, params: PyTree, prompt: Prompt) -> tuple[jax.Array, Any]:
-        """Runs prompts [B, P] -> hidden [B, P, D], and the keys and values [B, K, P, h] of each layer."""
-        angles = self._angles(_prompt_places(prompt))
-        attend_packed = self._attend_packed(prompt.mask[:, None].astype(jnp.int32), reach=self._reach(prompt))
+        """Runs prompts [B, P] and returns hidden states [B, P, D], and keys and values [B, K, P, h] of each layer."""
+        angles = self._angles(_prompt_rotary_positions(prompt))
+        attend_packed = self._attend_packed(
+            prompt.mask[:, None].astype(jnp.int32), last_visible=self._last_visible(prompt)
+        )
 
-        def layer(x: Array, local: Array | bool, params_l: PyTree) -> tuple[Array, KeyValue]:
+        def layer(x: Array, is_local: Array | bool, params_l: PyTree) -> tuple[Array, KeyValue]:
             block = self._block(params_l)
-            query, keys_values = head_major(*block.project(x, angles.of(local)))
-            x, _ = block.finish(x, token_major(attend_packed(local, query, keys_values)))
+            query, keys_values = head_major(*block.project(x, angles.select(is_local)))
+            x, _ = block.finish(x, token_major(attend_packed(is_local, query, keys_values)))
             return x, _without_row_axis(keys_values)
 
-        x, deep = self._with_images(params, self._embed(params, prompt.tokens[:, None]), prompt.images)
-        x, prefix = self._through(layer, x, params["layers"], deep=deep)
-        return self._embed_and_head(params).norm(x)[:, 0], prefix
+        x, deepstack = self._insert_images(params, self._embed(params, prompt.tokens[:, None]), prompt.images)
+        x, prompt_cache = self._run_layers(layer, x, params["layers"], deepstack=deepstack)
+        return self._embed_and_head(params).norm(x)[:, 0], prompt_cache
 
     def forward(
         self,
@@ -162,15 +171,16 @@ class Decoder:
         tokens: Array,
         positions: Array,
         segment_ids: Array,
-        collect: Collect | None = None,
+        collect: RoutingCollector | None = None,
     ) -> tuple[jax.Array, jax.Array, PyTree]:
-        """Runs prompts [B, P] and their completion rows [B, N, T] -> hidden [B, P, D] and [B, N, T, D], collected.
+        """Runs prompts [B, P] and their completion rows [B, N, T] in one pass.
 
-        positions [B, N, T] count from the first token of a completion. segment_ids [B, N, T] number the completions
-        of a row. Each matrix product covers the tokens of prompts and rows together.
-        collected: result of `collect` for the routing of the rows, with a leading axis of layers, None without experts.
+        tokens: token ids of the rows [B, N, T]. positions [B, N, T]: index of each token in its completion.
+        segment_ids [B, N, T]: number of the completion that each token belongs to. Each matrix product covers the
+        tokens of prompts and rows together. Returns hidden states of prompts [B, P, D] and of rows [B, N, T, D], and
+        the results of `collect` for the routing of the rows, with a leading axis of layers; None without experts.
         """
-        length = prompt.tokens.shape[1]
+        prompt_length = prompt.tokens.shape[1]
 
         def join(x_prompts: Array, x_rows: Array) -> jax.Array:
             """[B, 1, P, ...] and [B, N, T, ...] -> [B, 1, P + N * T, ...]."""
@@ -178,52 +188,60 @@ class Decoder:
             return jnp.concatenate([x_prompts, x_rows], axis=2)
 
         def split(x: Array) -> tuple[jax.Array, jax.Array]:
-            return x[:, :, :length], x[:, :, length:].reshape(*tokens.shape, *x.shape[3:])
+            return x[:, :, :prompt_length], x[:, :, prompt_length:].reshape(*tokens.shape, *x.shape[3:])
 
-        # Padding has no position: a completion goes on where the real tokens of its prompt end.
+        # A completion continues at the number of real tokens of its prompt, because padding has no position.
         after_prompt = jnp.sum(prompt.mask, axis=-1)[:, None, None] + positions
-        angles = self._angles(join(*_places(prompt, positions, after_prompt)))
-        attend_prompts = self._attend_packed(prompt.mask[:, None].astype(jnp.int32), reach=self._reach(prompt))
+        angles = self._angles(join(*_rotary_positions(prompt, positions, after_prompt)))
+        attend_prompts = self._attend_packed(
+            prompt.mask[:, None].astype(jnp.int32), last_visible=self._last_visible(prompt)
+        )
         attend_packed = self._attend_packed(segment_ids, prompt.mask, after_prompt)
 
-        def layer(x: Array, local: Array | bool, params_l: PyTree) -> tuple[Array, PyTree]:
+        def layer(x: Array, is_local: Array | bool, params_l: PyTree) -> tuple[Array, PyTree]:
             block = self._block(params_l)
-            x_prompts, x_rows = zip(*(split(y) for y in block.project(x, angles.of(local))), strict=True)
-            # Prompts first: the rows of a group read these very keys and values, and gradients flow back through them.
-            query, prefix = head_major(*x_prompts)
-            from_prompts = attend_prompts(local, query, prefix)
-            from_packed = attend_packed(local, *head_major(*x_rows), _without_row_axis(prefix))
-            x, routing = block.finish(x, join(token_major(from_prompts), token_major(from_packed)))
+            x_prompts, x_rows = zip(*(split(y) for y in block.project(x, angles.select(is_local))), strict=True)
+            # The rows of a group attend to the keys and values of the prompt, and gradients flow back through them.
+            query, prompt_cache = head_major(*x_prompts)
+            from_prompts = attend_prompts(is_local, query, prompt_cache)
+            from_rows = attend_packed(is_local, *head_major(*x_rows), _without_row_axis(prompt_cache))
+            x, routing = block.finish(x, join(token_major(from_prompts), token_major(from_rows)))
             return x, _collected(collect, jax.tree.map(lambda y: split(y)[1], routing))
 
         x = self._embed(params, join(prompt.tokens[:, None], tokens), by_width=True)
-        x, deep = self._with_images(params, x, prompt.images)
-        x, collected = self._through(layer, x, params["layers"], deep=deep)
+        x, deepstack = self._insert_images(params, x, prompt.images)
+        x, collected = self._run_layers(layer, x, params["layers"], deepstack=deepstack)
         x_prompts, x_rows = split(self._embed_and_head(params).norm(x))
         return x_prompts[:, 0], x_rows, collected
 
     def extend(
         self,
         params: PyTree,
-        prefix: Any,
+        prompt_cache: Any,
         prompt: Prompt,
         tokens: Array,
         positions: Array,
         segment_ids: Array,
-        collect: Collect | None = None,
+        collect: RoutingCollector | None = None,
     ) -> tuple[jax.Array, PyTree]:
-        """Runs rows [B, N, T], as `forward`, after the prompts of `prefill` -> hidden [B, N, T, D], collected."""
+        """Runs completion rows [B, N, T] after prompts whose keys and values `prefill` has computed.
+
+        prompt_cache: keys and values of the prompts, from `prefill`. The other arguments are as in `forward`. Returns
+        hidden states [B, N, T, D], and the results of `collect`.
+        """
         after_prompt = jnp.sum(prompt.mask, axis=-1)[:, None, None] + positions
         angles = self._angles(after_prompt if prompt.images is None else prompt.images.end[:, None, None] + positions)
         attend_packed = self._attend_packed(segment_ids, prompt.mask, after_prompt)
 
-        def layer(x: Array, local: Array | bool, params_l: PyTree, prefix_l: KeyValue) -> tuple[Array, PyTree]:
+        def layer(x: Array, is_local: Array | bool, params_l: PyTree, prompt_cache_l: KeyValue) -> tuple[Array, PyTree]:
             block = self._block(params_l)
-            attended = attend_packed(local, *head_major(*block.project(x, angles.of(local))), prefix_l)
+            attended = attend_packed(is_local, *head_major(*block.project(x, angles.select(is_local))), prompt_cache_l)
             x, routing = block.finish(x, token_major(attended))
             return x, _collected(collect, routing)
 
-        x, collected = self._through(layer, self._embed(params, tokens, by_width=True), params["layers"], prefix)
+        x, collected = self._run_layers(
+            layer, self._embed(params, tokens, by_width=True), params["layers"], prompt_cache
+        )
         return self._embed_and_head(params).norm(x), collected
 
     def step(
@@ -234,209 +252,232 @@ class Decoder:
         cache: list[Any],
         attend: Callable[..., tuple[Array, Any]],
     ) -> tuple[jax.Array, list[Any], list[Any]]:
-        """Runs the next tokens [B, N, T] of rows, at `positions` in their texts, with the parameters of `unstack`.
+        """Runs one decoding round: the next tokens [B, N, T] of rows.
 
-        After a prompt with images, positions count from its `Images.end`.
-
-        attend(local, query, keys and values of these tokens, cache of a layer) -> attended, and the cache with them.
-        Returns hidden [B, N, T, D], the cache of each layer, and the experts [B, N, T, chosen] of each layer or None.
+        params: parameter tree from `unstack`. positions [B, N, T]: position of each token in its text; after a prompt
+        with images, positions continue at `Images.end`. attend(is_local, query, keys and values of these tokens, cache
+        of a layer): returns the attention output, and the cache with these tokens. Returns hidden states [B, N, T, D],
+        the cache of each layer, and the chosen experts [B, N, T, chosen] of each layer (None without experts).
         """
         angles = self._angles(positions)
 
-        def layer(x: Array, local: Array | bool, params_l: PyTree, cache_l: Any) -> tuple[Array, Any]:
+        def layer(x: Array, is_local: Array | bool, params_l: PyTree, cache_l: Any) -> tuple[Array, Any]:
             block = self._block(params_l)
-            attended, cache_l = attend(local, *head_major(*block.project(x, angles.of(local))), cache_l)
+            attended, cache_l = attend(is_local, *head_major(*block.project(x, angles.select(is_local))), cache_l)
             x, routing = block.finish(x, token_major(attended))
             return x, (cache_l, routing and routing.chosen)
 
-        x, outputs = self._through(layer, self._embed(params, tokens), params["layers"], cache)
+        x, outputs = self._run_layers(layer, self._embed(params, tokens), params["layers"], cache)
         cache, chosen = map(list, zip(*outputs, strict=True))
         return self._embed_and_head(params).norm(x), cache, chosen
 
     def logits(self, params: PyTree, hidden: Array) -> jax.Array:
-        """hidden [..., D] -> float32 logits [..., V]."""
-        # Products in the model's dtype, sums in float32: the log-probabilities are differences of logits.
+        """Returns float32 logits [..., V] for hidden states [..., D]."""
+        # Products have the model's dtype, but sums are float32, because log-probabilities are differences of logits.
         flat, kernel = (
             x.astype(self.cfg.dtype) for x in (hidden.reshape(-1, hidden.shape[-1]), self.head_kernel(params))
         )
         logits = jnp.matmul(flat, kernel, precision=self.cfg.precision, preferred_element_type=jnp.float32)
-        return without(bounded(logits, self.cfg.final_soft_cap), self.cfg.never).reshape(*hidden.shape[:-1], -1)
+        return hide_tokens(soft_capped(logits, self.cfg.final_soft_cap), self.cfg.hidden_tokens).reshape(
+            *hidden.shape[:-1], -1
+        )
 
     def head_kernel(self, params: PyTree) -> jax.Array:
-        """The head's kernel [D, V], in float32."""
+        """Returns the head's kernel [D, V], in float32; a tied head is the transposed embedding."""
         return params["embed"]["embedding"].T if self.cfg.tied_head else params["head"]["kernel"]
 
     def unstack(self, params: PyTree) -> PyTree:
         """Returns the parameter tree with the stacked layers as a list."""
-        # Slices copy: for as long as both live, the parameters of the layers are in memory twice.
+        # Slicing copies, so the layers are in memory twice while both trees exist.
         layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(self.cfg.layers)]
         return params | {"layers": layers}
 
-    def _angles(self, positions: Array) -> PerKind:
-        full = rotary(positions, self.cfg.rope)
-        return PerKind(full, rotary(positions, self.cfg.local_rope) if self.cfg.local_rope else full)
+    def _angles(self, positions: Array) -> PerLayerKind:
+        full = rotary_angles(positions, self.cfg.rope)
+        return PerLayerKind(full, rotary_angles(positions, self.cfg.local_rope) if self.cfg.local_rope else full)
 
     def _window(self, length: int) -> int:
-        """Returns the window of local layers; 0, if it hides nothing from texts of this length."""
+        """Returns the window of local layers, or 0 if texts of this length fit into the window."""
         return self.cfg.window if self.cfg.window < length else 0
 
-    def _reach(self, prompt: Prompt) -> jax.Array | None:
-        """Returns the index [B, 1, P] of the last token that each token of a prompt sees; None: of all, itself."""
+    def _last_visible(self, prompt: Prompt) -> jax.Array | None:
+        """Returns the index [B, 1, P] of the last token that each prompt token sees; None if each sees up to itself.
+
+        In some models, the tokens of an image see all tokens of this image, also the later ones.
+        """
         images = prompt.images
-        if images is None or not self.cfg.vision or not self.cfg.vision.two_way:
+        if images is None or not self.cfg.vision or not self.cfg.vision.bidirectional_tokens:
             return None
-        (b, m), index = images.columns.shape, jnp.arange(prompt.tokens.shape[1], dtype=jnp.int32)
+        (b, m), token_index = images.columns.shape, jnp.arange(prompt.tokens.shape[1], dtype=jnp.int32)
         segments = images.segments.reshape(b, m, -1)[..., 0]
-        last = jax.vmap(partial(jax.ops.segment_max, num_segments=m + 1))(images.columns, segments)
+        last_of_segment = jax.vmap(partial(jax.ops.segment_max, num_segments=m + 1))(images.columns, segments)
 
-        def reach_of_prompt(columns: Array, last: Array, segments: Array) -> jax.Array:
-            return index.at[columns].set(last[segments], mode="drop")
+        def last_visible_of_prompt(columns: Array, last_of_segment: Array, segments: Array) -> jax.Array:
+            return token_index.at[columns].set(last_of_segment[segments], mode="drop")
 
-        return jax.vmap(reach_of_prompt)(images.columns, last, segments)[:, None]
+        return jax.vmap(last_visible_of_prompt)(images.columns, last_of_segment, segments)[:, None]
 
     def _attend_packed(
         self,
         segment_ids: Array,
         prompt_mask: Array | None = None,
         positions: Array | None = None,
-        reach: Array | None = None,
+        last_visible: Array | None = None,
     ) -> Callable[..., jax.Array]:
-        """Returns `attend(local, query, row, prompt)`, causal within each completion of rows [B, N, T].
+        """Returns `attend(is_local, query, row, prompt)`: attention that is causal within each completion of a row.
 
-        It is the platform's kernel, if this fits. positions [B, N, T] count from the first token of the prompt.
-        reach [B, N, T], without a prompt: index of the last token that a token sees; None: itself.
+        The TPU or GPU kernel is used where it supports this model. segment_ids [B, N, T]: number of each token's
+        completion. positions [B, N, T]: index of each token, counted from the first token of its prompt.
+        last_visible [B, N, T]: index of the last token that a token sees, None = itself; only for rows without prompt.
         """
         cfg, length = self.cfg, segment_ids.shape[-1]
         window = self._window(length + (0 if prompt_mask is None else prompt_mask.shape[-1]))
 
         def visible(window: int) -> Visible:
-            prompt = None if prompt_mask is None else in_prompt(prompt_mask, positions, window)
-            return Visible(causal_within(segment_ids, window, reach), prompt)
+            prompt = None if prompt_mask is None else prompt_visibility(prompt_mask, positions, window)
+            return Visible(causal_mask(segment_ids, window, last_visible), prompt)
 
-        masks, cap = PerKind.for_window(visible, window), cfg.soft_cap
+        masks, soft_cap = PerLayerKind.for_window(visible, window), cfg.soft_cap
         if self.mesh is not None:
             device = self.mesh.devices.flat[0]
             if attention_tpu.fits(device, cfg.head_dim, cfg.dtype, length):
-                # The kernel has its own masks; `masks` of this function is never computed, because jit drops it.
-                return self._attend_tpu(segment_ids, prompt_mask, window, reach)
-            if attention_gpu.fits(device, cfg.head_dim, cfg.dtype, cap):
-                return lambda local, query, row, prompt=None: attention_gpu.attend_gpu(
-                    query, row, segment_ids, masks.of(local), prompt, mesh=self.mesh
+                # The TPU kernel makes its own masks. jit drops `masks`, which nothing uses on this path.
+                return self._attend_tpu(segment_ids, prompt_mask, window, last_visible)
+            if attention_gpu.fits(device, cfg.head_dim, cfg.dtype, soft_cap):
+                return lambda is_local, query, row, prompt=None: attention_gpu.attend_gpu(
+                    query, row, segment_ids, masks.select(is_local), prompt, mesh=self.mesh
                 )
-        return lambda local, query, row, prompt=None: attend(
-            query, row, masks.of(local), prompt, soft_cap=cap, precision=cfg.precision
+        return lambda is_local, query, row, prompt=None: attend(
+            query, row, masks.select(is_local), prompt, soft_cap=soft_cap, precision=cfg.precision
         )
 
     def _attend_tpu(
-        self, segment_ids: Array, prompt_mask: Array | None, window: int, reach: Array | None
+        self, segment_ids: Array, prompt_mask: Array | None, window: int, last_visible: Array | None
     ) -> Callable[..., jax.Array]:
-        """Returns `_attend_packed` by the TPU's kernel, whose masks are static: the two kinds of layers have two."""
+        """Returns the `attend` of `_attend_packed` that uses the TPU kernel.
 
-        def kernel(window: int) -> Callable[..., jax.Array]:
-            ahead = self.cfg.vision.two_way if self.cfg.vision and reach is not None else 0
-            limits = attention_tpu.AttentionLimits(window, self.cfg.soft_cap, reach, ahead)
+        The kernel's masks are static, so full and local layers need two kernels.
+        """
+
+        def make_kernel(window: int) -> Callable[..., jax.Array]:
+            ahead = self.cfg.vision.bidirectional_tokens if self.cfg.vision and last_visible is not None else 0
+            limits = attention_tpu.AttentionLimits(window, self.cfg.soft_cap, last_visible, ahead)
             return lambda query, row, prompt: attention_tpu.attend_tpu(
                 query, row, segment_ids, prompt, prompt_mask, limits=limits, mesh=self.mesh
             )
 
-        def attend(local: Array | bool, query: Array, row: KeyValue, prompt: KeyValue | None = None) -> jax.Array:
-            # Known when the program is traced: no `cond`, which would compile both kernels.
-            if not window or isinstance(local, bool):
-                return kernel(window if local is True else 0)(query, row, prompt)
-            return jax.lax.cond(local, kernel(window), kernel(0), query, row, prompt)
+        def attend(is_local: Array | bool, query: Array, row: KeyValue, prompt: KeyValue | None = None) -> jax.Array:
+            # Where the layer's kind is known at trace time, avoid `cond`, because it would compile both kernels.
+            if not window or isinstance(is_local, bool):
+                return make_kernel(window if is_local is True else 0)(query, row, prompt)
+            return jax.lax.cond(is_local, make_kernel(window), make_kernel(0), query, row, prompt)
 
         return attend
 
-    def _through(
-        self, layer: Callable, x: Array, layers: PyTree, *per_layer: Any, deep: Deep | None = None
+    def _run_layers(
+        self, layer: Callable, x: Array, layers: PyTree, *per_layer: Any, deepstack: DeepStackVectors | None = None
     ) -> tuple[Array, Any]:
-        """Runs x through all layers. `layer(x, local, its parameters, ...)` returns x and an output to collect."""
-        kinds = self.cfg.kinds
-        if deep is not None:
-            numbers = range(self.cfg.layers) if isinstance(layers, list) else jnp.arange(self.cfg.layers)
-            layer, per_layer = deep.added(layer), (*per_layer, numbers)
+        """Runs x through all layers, and returns x and the outputs of the layers.
+
+        layer(x, is_local, parameters of the layer, ...): returns the new x and an output. per_layer: further arguments
+        of `layer`, each with one entry per layer. deepstack: vectors that the first layers add, None = none.
+        """
+        layer_is_local = self.cfg.kinds
+        if deepstack is not None:
+            layer_numbers = range(self.cfg.layers) if isinstance(layers, list) else jnp.arange(self.cfg.layers)
+            layer, per_layer = deepstack.wrap_layer(layer), (*per_layer, layer_numbers)
         if not isinstance(layers, list):
-            # `local` is a Python bool if all layers are of one kind, so their masks need no selection at run time.
-            same = len(set(kinds)) == 1
+            # If all layers are of one kind, `local` is a Python bool, so that masks are not selected at run time.
+            one_kind = len(set(layer_is_local)) == 1
 
             def scanned_layer(x: Array, scanned: tuple[Any, ...]) -> tuple[Array, Any]:
-                return layer(x, kinds[0] if same else scanned[0], *scanned[1:])
+                return layer(x, layer_is_local[0] if one_kind else scanned[0], *scanned[1:])
 
-            return jax.lax.scan(recomputed(scanned_layer, self.cfg.remat), x, (jnp.asarray(kinds), layers, *per_layer))
+            return jax.lax.scan(
+                rematerialized(scanned_layer, self.cfg.remat), x, (jnp.asarray(layer_is_local), layers, *per_layer)
+            )
         collected = []
-        for local, *scanned in zip(kinds, layers, *per_layer, strict=True):
-            x, more = layer(x, local, *scanned)
-            collected.append(more)
+        for is_local, *scanned in zip(layer_is_local, layers, *per_layer, strict=True):
+            x, output = layer(x, is_local, *scanned)
+            collected.append(output)
         return x, collected
 
     def _embed(self, params: PyTree, tokens: Array, *, by_width: bool = False) -> jax.Array:
-        """by_width: the table is split over fsdp. Each device looks up its part of the width, and sends it on."""
-        # The cast follows the lookup: a frequent token's gradient sums thousands of rows, which must happen in float32.
+        """Returns the embeddings [B, N, T, D] of tokens [B, N, T].
+
+        by_width: whether each device looks up only its part of the width, because the table is split over fsdp.
+        """
+        # Cast after the lookup, because a frequent token's gradient sums thousands of rows and needs float32.
         x = self._embed_and_head(params).embed(tokens).astype(self.cfg.dtype)
-        if self.cfg.gemma:
-            # Rounded, as in transformers.
+        if self.cfg.scaled_embedding:
+            # The factor is rounded to the model's dtype, as in transformers.
             x = x * jnp.asarray(self.cfg.width**0.5, self.cfg.dtype)
         if self.mesh is None:
             return x
         if by_width and self.cfg.width % self.mesh.shape["fsdp"] == 0:
-            # The constraint keeps a device from holding the rows of all devices, if the vocabulary is split over
-            # tensor.
+            # Without this constraint, and with a vocabulary split over `tensor`, a device would hold the rows of all
+            # devices.
             x = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P("data", None, None, "fsdp")))
-        # This constraint shards the prompts. XLA would shard the width, as in the embedding, and keep all prompts on a
+        # Shard the prompts here, because XLA would shard the width, like the embedding, and keep all prompts on each
         # device.
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, BATCH))
 
-    def _with_images(self, params: PyTree, x: Array, images: Images | None) -> tuple[jax.Array, Deep | None]:
-        """Replaces embeddings [B, 1, T, D], which begin with those of prompts, by the vectors of images.
+    def _insert_images(
+        self, params: PyTree, x: Array, images: Images | None
+    ) -> tuple[jax.Array, DeepStackVectors | None]:
+        """Replaces the embeddings of image tokens by the vectors of the vision tower.
 
-        Also returns what the first layers add.
+        x: embeddings [B, 1, T, D], prompts first. images: images of the prompts, None without any. Returns the new
+        embeddings, and the vectors that the first layers add (None without DeepStack).
         """
         if images is None:
             return x, None
         assert self.cfg.vision and self._tower
         tower, (b, m) = self._tower, images.columns.shape
-        # The condition is one for the whole batch: one prompt with an image costs as much as an image in each.
+        # The condition is evaluated once per batch, so one prompt with an image costs as much as an image in each.
         vectors = jax.lax.cond(
             jnp.any(images.segments > 0),
             lambda: tower(params[TOWER], images).astype(x.dtype),
-            lambda: jnp.zeros((1 + len(tower.vision.deep), b, m, self.cfg.width), x.dtype),
+            lambda: jnp.zeros((1 + len(tower.vision.deepstack_layers), b, m, self.cfg.width), x.dtype),
         )
-        # Out of range, and so dropped: behind the prompt there may be completions.
+        # Padding columns are set out of range, so that they are dropped and not written into the completions.
         columns = jnp.where(images.columns < images.positions.shape[-1], images.columns, x.shape[2])
-        replaced = jax.vmap(lambda row, at, vector: row.at[at].set(vector, mode="drop"))
-        x = replaced(x[:, 0], columns, vectors[0])[:, None]
-        return x, Deep(columns, vectors[1:]) if tower.vision.deep else None
+        insert_vectors = jax.vmap(lambda row, positions, vector: row.at[positions].set(vector, mode="drop"))
+        x = insert_vectors(x[:, 0], columns, vectors[0])[:, None]
+        return x, DeepStackVectors(columns, vectors[1:]) if tower.vision.deepstack_layers else None
 
     def _embed_and_head(self, params: PyTree) -> EmbedAndHead:
-        return self._ends({name: leaf for name, leaf in params.items() if name not in ("layers", TOWER)})
+        return self._outer_parts({name: leaf for name, leaf in params.items() if name not in ("layers", TOWER)})
 
 
-class Deep(NamedTuple):
-    """What the first K layers of a decoder add to the hidden states of images (DeepStack)."""
+class DeepStackVectors(NamedTuple):
+    """Vectors that the first K layers of a decoder add to the hidden states of image tokens (DeepStack)."""
 
-    columns: Array  # [B, M] of the hidden states; out of range: nothing is added
-    vectors: Array  # [K, B, M, D]
+    columns: Array  # [B, M] index of each image token in its row; an index out of range adds nothing
+    vectors: Array  # [K, B, M, D] vectors of each layer
 
-    def added(self, layer: Callable) -> Callable:
-        """Returns a layer with the number of the layer as its last argument, which adds its vectors to its output."""
-        count = len(self.vectors)
-        add_to = jax.vmap(lambda row, at, vector: row.at[at].add(vector, mode="drop"))
+    def wrap_layer(self, layer: Callable) -> Callable:
+        """Returns `layer` with the layer's number as an additional last argument: its output has the vectors added."""
+        layers_with_vectors = len(self.vectors)
+        add_to = jax.vmap(lambda row, positions, vector: row.at[positions].add(vector, mode="drop"))
 
         def with_vectors(x: Array, *arguments: Any) -> tuple[jax.Array, Any]:
-            *usual, number = arguments
-            x, output = layer(x, *usual)
-            if isinstance(number, int) and number >= count:
+            *layer_arguments, layer_number = arguments
+            x, output = layer(x, *layer_arguments)
+            if isinstance(layer_number, int) and layer_number >= layers_with_vectors:
                 return x, output
 
-            def add(x: Array) -> jax.Array:
-                return add_to(x[:, 0], self.columns, self.vectors[jnp.minimum(number, count - 1)])[:, None]
+            def add_vectors(x: Array) -> jax.Array:
+                return add_to(x[:, 0], self.columns, self.vectors[jnp.minimum(layer_number, layers_with_vectors - 1)])[
+                    :, None
+                ]
 
-            return jax.lax.cond(number < count, add, lambda x: x, x), output
+            return jax.lax.cond(layer_number < layers_with_vectors, add_vectors, lambda x: x, x), output
 
         return with_vectors
 
 
-def _collected(collect: Collect | None, routing: Routing | None) -> PyTree:
+def _collected(collect: RoutingCollector | None, routing: Routing | None) -> PyTree:
     return collect(routing) if collect and routing else None
 
 
@@ -445,19 +486,20 @@ def _without_row_axis(prompt: KeyValue) -> KeyValue:
     return KeyValue(prompt.keys[:, :, 0], prompt.values[:, :, 0])
 
 
-def _prompt_places(prompt: Prompt) -> jax.Array:
-    """Positions of prompt tokens in the rotary embedding, [B, 1, P], or [B, 1, P, 3] in time, rows and columns."""
+def _prompt_rotary_positions(prompt: Prompt) -> jax.Array:
+    """Returns rotary positions of prompt tokens: [B, 1, P], or with images [B, 1, P, 3] for time, row and column."""
     if prompt.images is None:
         return prompt_positions(prompt.mask)
     return jnp.moveaxis(prompt.images.positions, 1, 2)[:, None]
 
 
-def _places(prompt: Prompt, positions: Array, after_prompt: Array) -> tuple[jax.Array, jax.Array]:
-    """Positions of prompt tokens, and of the rows [B, N, T], or [B, N, T, 3], that go on after them.
+def _rotary_positions(prompt: Prompt, positions: Array, after_prompt: Array) -> tuple[jax.Array, jax.Array]:
+    """Returns rotary positions of prompt tokens, and of the rows [B, N, T] (with images [B, N, T, 3]) after them.
 
-    An image takes fewer positions than tokens. after_prompt counts tokens, as masks do.
+    positions [B, N, T]: index of each token in its completion. after_prompt [B, N, T]: index of each token, counted
+    from the first token of its prompt; used without images, because an image has fewer positions than tokens.
     """
     if prompt.images is None:
-        return _prompt_places(prompt), after_prompt
-    rows = (prompt.images.end[:, None, None] + positions)[..., None]
-    return _prompt_places(prompt), jnp.broadcast_to(rows, (*positions.shape, 3))
+        return _prompt_rotary_positions(prompt), after_prompt
+    row_positions = (prompt.images.end[:, None, None] + positions)[..., None]
+    return _prompt_rotary_positions(prompt), jnp.broadcast_to(row_positions, (*positions.shape, 3))

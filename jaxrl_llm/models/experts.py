@@ -1,6 +1,6 @@
-"""A mixture of experts in place of an MLP: a router sends each token to the experts that it chooses.
+"""A mixture of experts in place of an MLP: a router chooses some experts for each token.
 
-It is exact: a token reaches all experts that it chooses, no matter how many other tokens choose them.
+No token is dropped: each reaches all experts that the router chooses, however many tokens an expert gets.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from jaxrl_llm.structs import Array
 
 
 class Routing(NamedTuple):
-    """What the router of a layer decides for each token."""
+    """The decisions of a layer's router for each token."""
 
-    probabilities: Array  # [..., experts] float32
-    chosen: Array  # [..., chosen] int32, numbers of experts
+    probabilities: Array  # [..., experts] float32, the router's softmax
+    chosen: Array  # [..., chosen] int32, numbers of the chosen experts
 
 
 class Kernel(nnx.Module):
-    """The kernel of a linear map, or of several."""
+    """The kernel of a linear map, or with leading axes the kernels of several."""
 
     def __init__(self, *shape: int, rngs: nnx.Rngs):
         self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape))
 
 
 class Experts(nnx.Module):
-    """Router and experts; each expert is a gated MLP.
+    """The router and the experts of a layer; each expert is a gated MLP.
 
-    On a mesh, the experts are split over `tensor`. Each device runs its own experts on the tokens that it has.
+    On a mesh, experts are sharded over `tensor`, and each device runs its own experts on its own tokens.
     """
 
     def __init__(
@@ -59,70 +59,74 @@ class Experts(nnx.Module):
         self.down = Kernel(mixture.experts, cfg.mlp_width, cfg.width, rngs=rngs)
 
     def __call__(self, x: Array) -> tuple[jax.Array, Routing]:
-        """x [B, N, T, D] -> the sum of the chosen experts' outputs, each times its weight, and the routing."""
-        parts = (self.gate_up, self.down) if self.mixture.fused else (self.gate, self.up, self.down)
-        router, kernels = self.router.kernel[...], [part.kernel[...] for part in parts]
-        # Cast before the kernels are sent between devices: half the bytes. `_learned` gives the gradient to the float32
-        # kernel.
-        cast = [jax.lax.stop_gradient(kernel).astype(self.cfg.dtype) for kernel in kernels]
+        """Returns the weighted sum [B, N, T, D] of the chosen experts' outputs for x [B, N, T, D], and the routing."""
+        linear_maps = (self.gate_up, self.down) if self.mixture.fused else (self.gate, self.up, self.down)
+        router, kernels = self.router.kernel[...], [part.kernel[...] for part in linear_maps]
+        # The cast comes before kernels are sent between devices, because it halves the bytes. `_cast_with_gradient`
+        # passes the gradient to the float32 kernel.
+        cast_kernels = [jax.lax.stop_gradient(kernel).astype(self.cfg.dtype) for kernel in kernels]
         if self.mesh is None:
-            return self._on_device(x, router, *map(_learned, cast, kernels))
-        split = "tensor" if self.mixture.experts % self.mesh.shape["tensor"] == 0 else None
+            return self._run_own_experts(x, router, *map(_cast_with_gradient, cast_kernels, kernels))
+        expert_axis = "tensor" if self.mixture.experts % self.mesh.shape["tensor"] == 0 else None
 
         def on_device(
-            x: Array, router: Array, cast: Sequence[Array], kernels: Sequence[Array]
+            x: Array, router: Array, cast_kernels: Sequence[Array], kernels: Sequence[Array]
         ) -> tuple[jax.Array, Routing]:
-            first = jax.lax.axis_index(split) * len(cast[0]) if split else 0
-            y, routing = self._on_device(x, router, *map(_learned, cast, kernels), first=first)
-            return y[None], routing
+            first_expert = jax.lax.axis_index(expert_axis) * len(cast_kernels[0]) if expert_axis else 0
+            outputs, routing = self._run_own_experts(
+                x, router, *map(_cast_with_gradient, cast_kernels, kernels), first_expert=first_expert
+            )
+            return outputs[None], routing
 
-        # Left to itself, the compiler gathers the tokens of all devices, to sort them and to find the largest values.
+        # shard_map is needed, because the compiler alone would gather the tokens of all devices to sort them.
         mapped = jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=(BATCH, P(), P(split), P(split)),
-            out_specs=(P(split, *BATCH), BATCH),
+            in_specs=(BATCH, P(), P(expert_axis), P(expert_axis)),
+            out_specs=(P(expert_axis, *BATCH), BATCH),
             check_vma=False,
         )
-        y, routing = mapped(x, router, cast, kernels)
-        return jnp.sum(y, axis=0), routing
+        outputs, routing = mapped(x, router, cast_kernels, kernels)
+        return jnp.sum(outputs, axis=0), routing
 
-    def _on_device(self, x: Array, router: Array, *kernels: Array, first: Array | int = 0) -> tuple[jax.Array, Routing]:
-        """Returns the outputs of this device's experts, numbers `first` and those after it, and the routing.
+    def _run_own_experts(
+        self, x: Array, router: Array, *kernels: Array, first_expert: Array | int = 0
+    ) -> tuple[jax.Array, Routing]:
+        """Returns the outputs of this device's experts for x [B, N, T, D], and the routing.
 
-        An expert of another device adds 0 to the sum.
+        first_expert: number of this device's first expert. Experts of other devices add 0 to the output.
         """
-        flat, chosen_each, count = x.reshape(-1, x.shape[-1]), self.mixture.chosen, len(kernels[0])
-        routing, weights = self._route(flat, router)
-        expert = routing.chosen.reshape(-1) - first
-        on_this_device = (expert >= 0) & (expert < count)
-        # The experts of other devices come last.
-        expert = jnp.where(on_this_device, expert, count)
-        # Stable: a kernel's gradient sums its tokens in the order of the batch.
-        order = jnp.argsort(expert, stable=True)
-        sizes = jnp.sum(expert[None] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
-        rows = _permuted(jnp.repeat(flat, chosen_each, axis=0), order)
-        product = partial(grouped_matmul, sizes=sizes, precision=self.cfg.precision)
+        tokens, choices, own_experts = x.reshape(-1, x.shape[-1]), self.mixture.chosen, len(kernels[0])
+        routing, weights = self._route(tokens, router)
+        expert_index = routing.chosen.reshape(-1) - first_expert
+        on_this_device = (expert_index >= 0) & (expert_index < own_experts)
+        # One index after the last own expert stands for all experts of other devices, so that these sort last.
+        expert_index = jnp.where(on_this_device, expert_index, own_experts)
+        # A stable sort keeps the order of the batch, in which a kernel's gradient then sums its tokens.
+        by_expert = jnp.argsort(expert_index, stable=True)
+        group_sizes = jnp.sum(expert_index[None] == jnp.arange(own_experts)[:, None], axis=1, dtype=jnp.int32)
+        rows = _permute_rows(jnp.repeat(tokens, choices, axis=0), by_expert)
+        product = partial(grouped_matmul, sizes=group_sizes, precision=self.cfg.precision)
         *inner, down = kernels
         if self.mixture.fused:
             gate, up = jnp.split(product(rows, *inner), 2, axis=-1)
-            inside = self.activation(gate) * up
+            activated = self.activation(gate) * up
         else:
-            inside = self.activation(product(rows, inner[0])) * product(rows, inner[1])
-        out = product(inside, down)
-        out = _permuted(out, jnp.argsort(order)).reshape(-1, chosen_each, x.shape[-1])
+            activated = self.activation(product(rows, inner[0])) * product(rows, inner[1])
+        outputs = product(activated, down)
+        outputs = _permute_rows(outputs, jnp.argsort(by_expert)).reshape(-1, choices, x.shape[-1])
         weights = jnp.where(on_this_device.reshape(weights.shape), weights, 0.0)[..., None]
-        # The sum is float32, because the few rounded outputs must not be rounded again at each term.
-        y = jnp.sum(out.astype(jnp.float32) * weights, axis=1).astype(x.dtype)
-        return y.reshape(x.shape), jax.tree.map(lambda r: r.reshape(*x.shape[:-1], -1), routing)
+        # The sum is float32, because bfloat16 would round at each term.
+        summed = jnp.sum(outputs.astype(jnp.float32) * weights, axis=1).astype(x.dtype)
+        return summed.reshape(x.shape), jax.tree.map(lambda leaf: leaf.reshape(*x.shape[:-1], -1), routing)
 
     def _route(self, x: Array, router: Array) -> tuple[Routing, jax.Array]:
-        """x [M, D] -> routing of M tokens, and the weights [M, chosen] of the experts that they choose."""
-        # The logits are float32, because rounding would change which experts are chosen.
+        """Returns the routing of M tokens x [M, D], and the weights [M, chosen] of their chosen experts."""
+        # The logits are float32, because rounding would change the choice of experts.
         logits = jnp.matmul(x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
         probabilities = jax.nn.softmax(logits)
-        # The experts are chosen after the softmax over all experts, as in Qwen. Mixtral's softmax over the chosen
-        # experts is this one, normalized.
+        # The softmax covers all experts, as in Qwen. Mixtral's softmax over the chosen experts equals this softmax with
+        # normalized weights.
         weights, chosen = jax.lax.top_k(probabilities, self.mixture.chosen)
         if self.mixture.normalized:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -130,26 +134,27 @@ class Experts(nnx.Module):
 
 
 @jax.custom_vjp
-def _learned(cast: Array, kernel: Array) -> Array:
-    """Returns a kernel in the dtype of its products, and gives its gradient to `kernel`, in the dtype of that.
+def _cast_with_gradient(cast_kernel: Array, kernel: Array) -> Array:
+    """Returns `cast_kernel`, and passes its gradient to the float32 `kernel`.
 
-    Devices send the cast kernel, and sum gradients in float32: a sum over data and fsdp in bfloat16 would round.
+    Devices exchange the smaller cast kernel, but sum gradients in float32: a sum over data and fsdp in bfloat16 would
+    round.
     """
-    return cast
+    return cast_kernel
 
 
-def _learned_forward(cast: Array, kernel: Array) -> tuple[Array, Array]:
-    # The dtype alone: the kernel itself must not be gathered.
-    return cast, jnp.zeros(0, kernel.dtype)
+def _cast_forward(cast_kernel: Array, kernel: Array) -> tuple[Array, Array]:
+    # Save an empty array with the kernel's dtype, because saving the kernel itself would gather it on each device.
+    return cast_kernel, jnp.zeros(0, kernel.dtype)
 
 
-def _learned_backward(like: Array, gradient: Array) -> tuple[None, jax.Array]:
-    return None, gradient.astype(like.dtype)
+def _cast_backward(empty_kernel: Array, gradient: Array) -> tuple[None, jax.Array]:
+    return None, gradient.astype(empty_kernel.dtype)
 
 
-_learned.defvjp(_learned_forward, _learned_backward)
+_cast_with_gradient.defvjp(_cast_forward, _cast_backward)
 
 
-def _permuted(rows: Array, order: Array) -> jax.Array:
-    # unique_indices make the gradient a permutation too, and not a sum.
+def _permute_rows(rows: Array, order: Array) -> jax.Array:
+    # With unique_indices, the gradient is a permutation too, and not a slower scatter-add.
     return rows.at[order].get(unique_indices=True)

@@ -17,33 +17,40 @@ def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
-    settings = read(hf)
-    fields = shared(settings) | {
-        "soft_cap": cap(hf, "attn_logit_softcapping", 50.0),
-        "final_soft_cap": cap(hf, "final_logit_softcapping", 30.0),
+    settings = read_settings(hf)
+    fields = shared_fields(settings) | {
+        "soft_cap": get_soft_cap(hf, "attn_logit_softcapping", 50.0),
+        "final_soft_cap": get_soft_cap(hf, "final_logit_softcapping", 30.0),
     }
-    # Older files have no layer_types: there the even layers are local.
-    fields |= config_json.windows(settings, [i % 2 == 0 for i in range(settings["num_hidden_layers"])])
-    return config_json.decoder(settings, **fields)
+    # In files without layer_types, which older versions of transformers wrote, the even layers are local.
+    fields |= config_json.window_fields(settings, [i % 2 == 0 for i in range(settings["num_hidden_layers"])])
+    return config_json.make_decoder_config(settings, **fields)
 
 
-def read(hf: dict[str, Any]) -> config_json.ConfigJson:
-    """Returns the settings, with the defaults of the Gemma families. Raises: UserError, if tokens see later ones."""
+def read_settings(hf: dict[str, Any]) -> config_json.ConfigJson:
+    """Returns the settings with the defaults of the Gemma families. Raises: UserError, for bidirectional attention."""
     if hf.get("use_bidirectional_attention"):
-        raise UserError("config.json: use_bidirectional_attention is true: only models that write text are supported")
-    return config_json.read(hf, tie_word_embeddings=True, head_dim=256, hidden_activation="gelu_pytorch_tanh")
+        raise UserError(
+            "config.json: use_bidirectional_attention is true, but only causal models are supported: use another "
+            "checkpoint"
+        )
+    return config_json.read_settings(hf, tie_word_embeddings=True, head_dim=256, hidden_activation="gelu_pytorch_tanh")
 
 
-def shared(settings: config_json.ConfigJson) -> dict[str, Any]:
-    """Returns the fields of DecoderConfig that the Gemma families set alike."""
+def shared_fields(settings: config_json.ConfigJson) -> dict[str, Any]:
+    """Returns the fields of DecoderConfig that all Gemma families set."""
     return {
-        "activation": config_json.activation(settings, "hidden_activation"),
-        "score_size": config_json.number(settings, "query_pre_attn_scalar", 256),
-        "gemma": True,
+        "activation": config_json.get_activation(settings, "hidden_activation"),
+        "score_size": config_json.get_number(settings, "query_pre_attn_scalar", 256),
+        "scaled_embedding": True,
+        "unit_offset_norm": True,
         "post_norms": True,
     }
 
 
-def cap(hf: dict[str, Any], name: str, missing: float) -> float:
-    """Returns the bound that a key asks for; null: none. Raises: UserError, if it is no number."""
-    return 0.0 if hf.get(name, missing) is None else float(config_json.number(hf, name, missing))
+def get_soft_cap(hf: dict[str, Any], name: str, missing: float) -> float:
+    """Returns the soft cap under a key; 0 if the key holds null. Raises: UserError, if the value is not a number.
+
+    missing: soft cap of a file without the key.
+    """
+    return 0.0 if hf.get(name, missing) is None else float(config_json.get_number(hf, name, missing))

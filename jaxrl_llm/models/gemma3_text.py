@@ -1,6 +1,6 @@
-"""The Gemma 3 family of text models: five layers have a sliding window and a rotary base of their own, the sixth not.
+"""The Gemma 3 family of text models: of six layers, five have a sliding window and their own rotary embedding.
 
-A model that reads images (`gemma3`) holds such a decoder under other names.
+The vision-language models (`gemma3`) have the same decoder under other tensor names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxrl_llm.models.names import GEMMA
 
 NAMES = GEMMA
 
-THETA, LOCAL_THETA = 1_000_000.0, 10_000.0  # of a config.json that does not mention them
+THETA, LOCAL_THETA = 1_000_000.0, 10_000.0  # bases of a config.json that lacks them
 
 
 def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
@@ -23,22 +23,27 @@ def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
     if hf.get("attn_logit_softcapping"):
-        raise UserError("config.json: attn_logit_softcapping is set: Gemma 3 has norms on query and key instead")
-    settings = gemma2.read({"rope_theta": THETA} | hf)
-    every = settings.get("sliding_window_pattern", 6)
-    fields = gemma2.shared(settings) | {
+        raise UserError(
+            "config.json: attn_logit_softcapping must be null, because Gemma 3 normalizes query and key instead: "
+            "restore the file"
+        )
+    settings = gemma2.read_settings({"rope_theta": THETA} | hf)
+    pattern_length = settings.get("sliding_window_pattern", 6)
+    fields = gemma2.shared_fields(settings) | {
         "qk_norm": True,
-        "final_soft_cap": gemma2.cap(hf, "final_logit_softcapping", 0.0),
-        "local_rope": local_rope(settings),
+        "final_soft_cap": gemma2.get_soft_cap(hf, "final_logit_softcapping", 0.0),
+        "local_rope": make_local_rope(settings),
     }
-    fields |= config_json.windows(settings, [(i + 1) % every > 0 for i in range(settings["num_hidden_layers"])])
-    return config_json.decoder(settings, **fields)
+    fields |= config_json.window_fields(
+        settings, [(i + 1) % pattern_length > 0 for i in range(settings["num_hidden_layers"])]
+    )
+    return config_json.make_decoder_config(settings, **fields)
 
 
-def local_rope(settings: config_json.ConfigJson) -> rope.Rope:
-    """Returns the rotary embedding of the local layers: rope scaling of an old config.json is not for them."""
-    by_kind = settings.get("rope_parameters") or {}
-    parameters = by_kind.get("sliding_attention") if isinstance(by_kind, dict) else None
+def make_local_rope(settings: config_json.ConfigJson) -> rope.Rope:
+    """Returns the rotary embedding of the local layers, to which rope_scaling of an old config.json does not apply."""
+    rope_by_type = settings.get("rope_parameters") or {}
+    parameters = rope_by_type.get("sliding_attention") if isinstance(rope_by_type, dict) else None
     theta = settings.get("rope_local_base_freq", LOCAL_THETA)
-    local = rope.settings({"rope_theta": theta, "rope_parameters": parameters})
-    return rope.read(local, settings["head_dim"], settings["max_position_embeddings"])
+    local_settings = rope.rope_settings({"rope_theta": theta, "rope_parameters": parameters})
+    return rope.make_rope(local_settings, settings["head_dim"], settings["max_position_embeddings"])

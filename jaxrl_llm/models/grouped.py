@@ -1,7 +1,7 @@
-"""Products of groups of rows, each with its own kernel.
+"""Grouped matrix products: each group of rows is multiplied by its own kernel, as the experts of a layer need.
 
-A TPU has an instruction for it. On other platforms `jax.lax.ragged_dot` multiplies every row with every kernel, so here
-a loop goes over blocks of rows that share a kernel.
+On TPUs this is `jax.lax.ragged_dot`. On other platforms `ragged_dot` multiplies every row by every kernel, so this file
+loops over blocks of rows that share a kernel.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 
 from jaxrl_llm.structs import Array
 
-# Rows of a block. Few make the loop long; with many, more rows of later groups are computed in vain.
+# Bounds for the rows of a block. Small blocks make the loop long; in large ones, more rows are computed in vain.
 MIN_ROWS, MAX_ROWS = 8, 256
 
-# dW of a group: rows [M, D] and gradients [M, F] -> [E, D, F].
+# The product of rows [M, D] and output gradients [M, F] is, group by group, the gradient of the kernels [E, D, F].
 _KERNEL_GRADIENT = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
@@ -25,15 +25,15 @@ _KERNEL_GRADIENT = jax.lax.RaggedDotDimensionNumbers(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_matmul(rows: Array, kernels: Array, sizes: Array, precision: jax.lax.Precision | None = None) -> jax.Array:
-    """rows [M, D], sorted by group, times the kernel of their group: kernels [E, D, F], sizes [E] -> [M, F].
+    """Multiplies each row by the kernel of its group: rows [M, D], kernels [E, D, F] -> [M, F].
 
-    Rows after the last group give 0.
+    rows must be sorted by group. sizes: number of rows of each group [E]. Rows after the last group give 0.
     """
-    on_tpu = partial(jax.lax.ragged_dot, precision=precision)
+    ragged_dot = partial(jax.lax.ragged_dot, precision=precision)
     product = jax.lax.platform_dependent(
-        rows, kernels, sizes, tpu=on_tpu, default=partial(_by_blocks, precision=precision)
+        rows, kernels, sizes, tpu=ragged_dot, default=partial(_by_blocks, precision=precision)
     )
-    # The two implementations leave different numbers in the rows after the last group.
+    # Set the rows after the last group to 0, because the two implementations leave different numbers there.
     return jnp.where(jnp.arange(len(product))[:, None] < jnp.sum(sizes), product, 0)
 
 
@@ -44,9 +44,9 @@ def _forward(rows: Array, kernels: Array, sizes: Array, precision: Any) -> tuple
 def _backward(precision: Any, saved: tuple[Array, ...], gradients: Array) -> tuple[Any, Any, None]:
     rows, kernels, sizes = saved
     row_gradients = grouped_matmul(gradients, jnp.swapaxes(kernels, 1, 2), sizes, precision)
-    on_tpu = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=_KERNEL_GRADIENT, precision=precision)
+    ragged_dot = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=_KERNEL_GRADIENT, precision=precision)
     kernel_gradients = jax.lax.platform_dependent(
-        rows, gradients, sizes, tpu=on_tpu, default=partial(_kernel_gradients_by_blocks, precision=precision)
+        rows, gradients, sizes, tpu=ragged_dot, default=partial(_kernel_gradients_by_blocks, precision=precision)
     )
     return row_gradients, kernel_gradients, None
 
@@ -55,64 +55,66 @@ grouped_matmul.defvjp(_forward, _backward)
 
 
 class _Blocks(NamedTuple):
-    """Blocks of rows of one group each. The last block of a group also holds rows of later groups."""
+    """A division of sorted rows into blocks, each for one group; a group's last block reaches into later groups."""
 
-    size: int
+    size: int  # rows of a block
     starts: Array  # [E] first row of each group
     ends: Array  # [E] row after the last one of each group
-    before: Array  # [E] number of blocks before each group
-    total: Array
+    blocks_before: Array  # [E] number of blocks before each group
+    total: Array  # number of blocks
 
-    def at(self, i: Array) -> tuple[jax.Array, jax.Array]:
-        """Returns group and first row of block i."""
-        # The last one that begins here: those before it are empty.
-        group = jnp.sum(self.before <= i) - 1
-        return group, self.starts[group] + (i - self.before[group]) * self.size
-
-
-def _blocks(rows: int, sizes: Array) -> _Blocks:
-    """Makes blocks of about as many rows as a group has."""
-    size = min(max(1 << (rows // len(sizes)).bit_length(), MIN_ROWS), MAX_ROWS)
-    ends, counts = jnp.cumsum(sizes), -(-sizes // size)
-    return _Blocks(size, ends - sizes, ends, jnp.cumsum(counts) - counts, jnp.sum(counts))
+    def locate(self, block: Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the group and the first row of a block."""
+        # Several groups may start at the same block number. The last of them has the block, the others are empty.
+        group = jnp.sum(self.blocks_before <= block) - 1
+        return group, self.starts[group] + (block - self.blocks_before[group]) * self.size
 
 
-def _padded(rows: Array, blocks: _Blocks) -> jax.Array:
-    """Adds rows, because the last block may reach beyond the end."""
+def _make_blocks(rows: int, sizes: Array) -> _Blocks:
+    """Divides `rows` rows into blocks of about the mean size of a group. sizes: rows of each group [E]."""
+    block_rows = min(max(1 << (rows // len(sizes)).bit_length(), MIN_ROWS), MAX_ROWS)
+    ends, block_counts = jnp.cumsum(sizes), -(-sizes // block_rows)
+    return _Blocks(block_rows, ends - sizes, ends, jnp.cumsum(block_counts) - block_counts, jnp.sum(block_counts))
+
+
+def _pad_rows(rows: Array, blocks: _Blocks) -> jax.Array:
+    """Adds rows of zeros, because the last block may reach beyond the last row."""
     return jnp.pad(rows, ((0, blocks.size), (0, 0)))
 
 
 def _by_blocks(rows: Array, kernels: Array, sizes: Array, *, precision: Any) -> jax.Array:
-    blocks = _blocks(len(rows), sizes)
-    padded = _padded(rows, blocks)
+    blocks = _make_blocks(len(rows), sizes)
+    padded = _pad_rows(rows, blocks)
 
     def step(i: Array, products: Array) -> jax.Array:
-        group, first = blocks.at(i)
-        block = jax.lax.dynamic_slice_in_dim(padded, first, blocks.size)
+        group, first_row = blocks.locate(i)
+        block = jax.lax.dynamic_slice_in_dim(padded, first_row, blocks.size)
         kernel = jax.lax.dynamic_index_in_dim(kernels, group, keepdims=False)
-        # The order matters, because the next group writes over what this group leaves in its rows.
-        return jax.lax.dynamic_update_slice_in_dim(products, jnp.matmul(block, kernel, precision=precision), first, 0)
+        # Blocks run in order, because a group's last block also writes into rows that the next group then overwrites.
+        return jax.lax.dynamic_update_slice_in_dim(
+            products, jnp.matmul(block, kernel, precision=precision), first_row, 0
+        )
 
     products = jnp.zeros((len(padded), kernels.shape[2]), rows.dtype)
-    # The loop covers only the blocks in use, at most rows / size + groups. JAX cannot differentiate a loop of unknown
-    # length, so `grouped_matmul` has a gradient of its own.
+    # The number of blocks is known only at run time. JAX cannot differentiate such a loop, so `grouped_matmul` defines
+    # its own gradient.
     return jax.lax.fori_loop(0, blocks.total, step, products)[: len(rows)]
 
 
 def _kernel_gradients_by_blocks(rows: Array, gradients: Array, sizes: Array, *, precision: Any) -> jax.Array:
-    blocks = _blocks(len(rows), sizes)
-    rows, gradients = _padded(rows, blocks), _padded(gradients, blocks)
+    blocks = _make_blocks(len(rows), sizes)
+    rows, gradients = _pad_rows(rows, blocks), _pad_rows(gradients, blocks)
 
     def step(i: Array, totals: Array) -> jax.Array:
-        group, first = blocks.at(i)
-        x, gradient = (jax.lax.dynamic_slice_in_dim(y, first, blocks.size) for y in (rows, gradients))
-        in_group = (first + jnp.arange(blocks.size) < blocks.ends[group])[:, None]
-        # Rows of the next groups are in this block too, and belong to their kernels.
+        group, first_row = blocks.locate(i)
+        block_rows, gradient = (jax.lax.dynamic_slice_in_dim(y, first_row, blocks.size) for y in (rows, gradients))
+        in_group = (first_row + jnp.arange(blocks.size) < blocks.ends[group])[:, None]
+        # Leave out the rows of the next groups in this block, because they belong to other kernels.
         gradient = jnp.where(in_group, gradient, 0)
-        more = jnp.matmul(x.T, gradient, precision=precision, preferred_element_type=jnp.float32)
+        block_gradient = jnp.matmul(block_rows.T, gradient, precision=precision, preferred_element_type=jnp.float32)
         total = jax.lax.dynamic_index_in_dim(totals, group, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(totals, total + more, group, 0)
+        return jax.lax.dynamic_update_index_in_dim(totals, total + block_gradient, group, 0)
 
-    # It sums over many blocks.
+    # The sum over many blocks needs float32.
     totals = jnp.zeros((len(sizes), rows.shape[1], gradients.shape[1]), jnp.float32)
     return jax.lax.fori_loop(0, blocks.total, step, totals).astype(rows.dtype)

@@ -1,4 +1,4 @@
-"""Reads Hugging Face folders: config.json, safetensors, tokenizer."""
+"""Finds and reads Hugging Face checkpoints: config.json, weights in safetensors, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ from safetensors import SafetensorError, safe_open
 from jaxrl_llm.errors import MissingHere, UserError, check_local, describe
 from jaxrl_llm.machine import bucket, progress, sharding
 from jaxrl_llm.models import names
-from jaxrl_llm.models.adapters import Adapters, int8
+from jaxrl_llm.models.adapters import Adapters, quantize_int8
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.names import TensorNames
 from jaxrl_llm.structs import PyTree
 
-DESCRIPTION, WEIGHTS = (".json", ".jinja", ".txt", ".model"), (".safetensors",)  # endings of a model's files
-SAMPLED = 2**16  # bytes of each tensor that a fingerprint reads
-# Besides config.json and the weights, these files change the input tokens, the output text or the stop ids.
-SETTINGS = (
+DESCRIPTION_ENDINGS, WEIGHT_ENDINGS = (
+    (".json", ".jinja", ".txt", ".model"),
+    (".safetensors",),
+)  # file endings of a checkpoint
+FINGERPRINT_BYTES = 2**16  # number of bytes of each tensor that a fingerprint reads
+# Besides config.json and the weights, a fingerprint covers these files: they change the input tokens, the output text
+# or the stop ids.
+FINGERPRINTED_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -44,104 +48,110 @@ SETTINGS = (
     "processor_config.json",
 )
 PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
-FUSED = ("layers/experts/gate_up/kernel", "layers/experts/down/kernel")  # the experts of a layer in one tensor
-HEAD, SCORE = "lm_head.weight", "score.weight"
-HEADS = (HEAD, SCORE)  # a model that gives values has neither among its decoder's parameters
-# Vision-language models whose config.json does not name the family of their text model -> that family.
-VISION = {"internvl_chat": "qwen2", "mllama": "llama", "qwen2_5_omni": "qwen2"}
-ADAPTER = "adapter_config.json"  # of a folder that PEFT wrote
-# Mean and deviation of each channel of pixels, in CLIP and wherever a file has none.
+# Paths of the two kernels that hold all experts of a layer in one tensor.
+FUSED_EXPERTS = ("layers/experts/gate_up/kernel", "layers/experts/down/kernel")
+HEAD, SCORE = "lm_head.weight", "score.weight"  # heads of a language model, and of a reward or value model
+HEADS = (HEAD, SCORE)
+# {vision-language model whose config.json does not name its text family: this text family}.
+TEXT_FAMILIES = {"internvl_chat": "qwen2", "mllama": "llama", "qwen2_5_omni": "qwen2"}
+ADAPTER = "adapter_config.json"  # marks a folder that PEFT wrote
+# Mean and standard deviation of the pixel channels in CLIP, which transformers uses where a file has none.
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # in safetensors' words, and in those of config.json
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # {name in safetensors: name in config.json}
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path stands for a model on a hub: it is org/name, and no folder here."""
+    """Returns whether `path` is a hub id: of the form org/name, and not an existing local path."""
     return bool(re.fullmatch(r"\w[\w.-]*/[\w.-]+", path)) and not Path(path).expanduser().exists()
 
 
-def find(path: str, field: str = "model.path", *, weights: bool = True) -> Path:
-    """Returns the local folder of a checkpoint: `path` itself, or a hub id downloaded to the hub's cache.
+def find_checkpoint(path: str, field: str = "model.path", *, weights: bool = True) -> Path:
+    """Returns the local folder of a checkpoint, after a download if `path` is a hub id or a bucket address.
 
-    weights: False, to download only what describes the model.
-    Raises: UserError, naming `field`, if `path` is neither, or holds adapters.
+    path: local folder, hub id or bucket address. field: config field or flag that errors name. weights: whether to
+    download the weights too. Raises: UserError, if `path` has no checkpoint, or holds PEFT adapters.
     """
     check_local(field, path)
     if remote := bucket.address(path):
-        folder = bucket.fetch_folder(field, remote, DESCRIPTION + WEIGHTS, DESCRIPTION + WEIGHTS * weights)
+        folder = bucket.fetch_folder(
+            field, remote, DESCRIPTION_ENDINGS + WEIGHT_ENDINGS, DESCRIPTION_ENDINGS + WEIGHT_ENDINGS * weights
+        )
     else:
         folder = _download(path, field, weights=weights) if is_hub_id(path) else Path(path).expanduser()
     if (folder / "config.json").is_file():
         return folder
     if (folder / ADAPTER).is_file():
-        raise UserError(_is_adapter(folder, path, field))
-    if remedy := _merging(folder):
-        raise UserError(f"{field} {path!r} {remedy}")
+        raise UserError(_adapter_error(folder, path, field))
+    if remedy := _merge_remedy(folder):
+        raise UserError(f"{field} = {path!r} {remedy}")
     error = UserError if folder.exists() else MissingHere
-    raise error(f"{field} {path!r} has no config.json: give a Hugging Face folder or a hub id (org/name)")
+    raise error(
+        f"{field} = {path!r}: the folder has no config.json: set {field} to a Hugging Face folder or a hub id "
+        "(org/name)"
+    )
 
 
-def find_here(path: str) -> Path | None:
-    """Returns what `find` does for model.path, without a network; None: a hub id that is not in the hub's cache."""
-    # Slow to import, and only needed for hub ids.
+def find_local_checkpoint(path: str) -> Path | None:
+    """Returns the local folder of a checkpoint without using the network; None for a hub id that is not cached."""
+    # Imported here, because the import is slow and only hub ids need it.
     from huggingface_hub import try_to_load_from_cache
 
     if not is_hub_id(path):
-        return find(path, weights=False)
+        return find_checkpoint(path, weights=False)
     file = try_to_load_from_cache(path, "config.json")
     return Path(file).parent if isinstance(file, str) else None
 
 
 def _download(path: str, field: str, *, weights: bool) -> Path:
-    # Slow to import, and only needed for hub ids.
+    # Imported here, because the import is slow and only hub ids need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        # No *.bin and *.pt: they are pickles, which can run code, and would double the download.
-        patterns = [f"*{ending}" for ending in DESCRIPTION + WEIGHTS * weights]
+        # *.bin and *.pt are left out, because they are pickles, which can run code, and would double the download.
+        patterns = [f"*{ending}" for ending in DESCRIPTION_ENDINGS + WEIGHT_ENDINGS * weights]
         return Path(snapshot_download(path, allow_patterns=patterns))
-    # Offline, unknown, gated: the hub raises many types, all for the user.
+    # The hub raises many types, for no network, an unknown or a gated model. All of them concern the user.
     except Exception as error:
-        remedy = f"fetch it where there is a network (hf download {path} --local-dir DIR) and give that folder"
+        remedy = f"download it on a machine with a network (hf download {path} --local-dir DIR), and set {field} to DIR"
         if isinstance(error, GatedRepoError):
-            remedy = "ask for access on its page, and log in with a token (hf auth login, or HF_TOKEN)"
+            remedy = "ask for access on the model's page, and log in with a token (hf auth login, or HF_TOKEN)"
         elif isinstance(error, RepositoryNotFoundError):
-            remedy = "check the name; a private one needs a token (hf auth login, or HF_TOKEN)"
-        problem = f"{field} {path!r} is no local folder, and the hub says: {_reason(error)}"
+            remedy = "check the name; for a private model, log in with a token (hf auth login, or HF_TOKEN)"
+        problem = f"{field} = {path!r}: no such local folder, and the hub answers: {_first_line(error)}"
         raise UserError(f"{problem.rstrip('.: ')}: {remedy}") from error
 
 
-def _is_adapter(folder: Path, path: str, field: str) -> str:
-    """Returns the error line for a folder of PEFT where a whole model should be."""
+def _adapter_error(folder: Path, path: str, field: str) -> str:
+    """Returns the error message for a folder of PEFT adapters where a model is expected."""
     base = read_config(folder, ADAPTER).get("base_model_name_or_path") or "the model that it adapts"
-    line = f"{field} {path!r} holds adapters of PEFT ({ADAPTER}), no model"
+    problem = f"{field} = {path!r}: the folder holds PEFT adapters ({ADAPTER}), but must hold a model"
     if field == "model.path":
-        return f"{line}: give their base, {base}, as model.path and this folder as adapters.path (configs/lora.py)"
-    return f"{line}: merge them into their base, {base}, with PEFT (merge_and_unload), and give that"
+        return f"{problem}: set model.path to their base, {base}, and adapters.path to this folder (configs/lora.py)"
+    return f"{problem}: merge the adapters into their base, {base}, with PEFT (merge_and_unload), and use the result"
 
 
-def _merging(folder: Path) -> str:
-    """Says how to merge the shards of veRL's FSDP workers in a folder or beside it; "": there are none."""
-    for place in (folder, folder / "actor", folder.parent):
-        if any(place.glob("model_world_size_*_rank_*.pt")):
-            command = f"python -m verl.model_merger merge --backend fsdp --local_dir {shlex.quote(str(place))}"
-            return f"holds the shards of veRL's FSDP: merge them with {command} --target_dir DIR, and give DIR"
+def _merge_remedy(folder: Path) -> str:
+    """Returns how to merge the veRL FSDP shards in or beside a folder; "" if the folder has no such shards."""
+    for candidate in (folder, folder / "actor", folder.parent):
+        if any(candidate.glob("model_world_size_*_rank_*.pt")):
+            command = f"python -m verl.model_merger merge --backend fsdp --local_dir {shlex.quote(str(candidate))}"
+            return f"holds the shards of veRL's FSDP workers: merge them with {command} --target_dir DIR, and use DIR"
     return ""
 
 
-def _reason(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """Reads config.json, or another JSON file of a folder. Raises: UserError, if it holds no JSON object."""
+    """Returns the content of a folder's config.json, or of another JSON file. Raises: UserError, if it is no object."""
     try:
         settings = json.loads((folder / name).read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / name} cannot be read ({error}): restore the file") from None
     if not isinstance(settings, dict):
-        raise UserError(f"{folder / name} holds no JSON object: restore the file")
+        raise UserError(f"{folder / name} must hold a JSON object: restore the file")
     return settings
 
 
@@ -154,147 +164,174 @@ def load_model(
     remat: str = "none",
     row_parts: int = 1,
 ) -> Decoder:
-    """Builds the decoder of a folder on a mesh. family: as of `family_of`.
+    """Returns the decoder of a checkpoint folder, without its parameters.
 
-    Raises: UserError, for a family, quantization or dtype that is not supported.
+    family: dotted name of a user's function for a model_type that this package lacks, "" = none. dtype, remat,
+    row_parts: fields of `DecoderConfig`. Raises: UserError, for an unsupported family, quantization or dtype.
     """
     hf, family = read_config(folder), family_of(folder, family)
     if hf.get("quantization_config"):
         raise UserError(
-            f"{folder / 'config.json'}: quantization_config: quantized weights are not supported; "
-            "use the checkpoint that they were made from"
+            f"{folder / 'config.json'}: quantization_config is set, but quantized weights are not supported: use the "
+            "checkpoint from which they were quantized"
         )
-    _named_dtype(folder)
+    _config_dtype(folder)
     cfg = replace(read_decoder_config(family, hf), dtype=dtype, remat=remat, row_parts=row_parts)
     if cfg.vision:
-        mean, std = pixel_scale(folder)
-        cfg = replace(cfg, vision=replace(cfg.vision, mean=mean, std=std))
+        mean, std = read_pixel_scale(folder)
+        cfg = replace(cfg, vision=replace(cfg.vision, pixel_mean=mean, pixel_std=std))
     return Decoder(cfg, mesh)
 
 
-def family_of(folder: Path, own: str = "") -> str:
-    """Returns the family of a folder: the module of this package that `model_type` names, or else `own`.
+def family_of(folder: Path, user_function: str = "") -> str:
+    """Returns the family of a checkpoint folder: its `model_type` if this package has it, else `user_function`.
 
-    own: dotted name of a function of the user's (`model.family`); "": none. Raises: UserError, if neither is there.
+    user_function: dotted name of a user's function (`model.family`), "" = none. Raises: UserError, if this package
+    lacks the model_type and there is no user function.
     """
     hf = read_config(folder)
     family = str(hf.get("model_type", ""))
-    if family in (known := families()):
+    if family in (families := known_families()):
         return family
-    if not own:
-        raise UserError(f"{folder / 'config.json'}: model_type {family!r} {_unsupported(family, hf, known)}")
-    return own
+    if not user_function:
+        raise UserError(f"{folder / 'config.json'}: model_type {family!r} {_unsupported_family(family, hf, families)}")
+    return user_function
 
 
 def read_decoder_config(family: str, hf: dict[str, Any]) -> DecoderConfig:
-    """Returns what a family makes of a config.json, which may be of another family.
+    """Returns the DecoderConfig that a family reads from the content of a config.json.
 
-    Raises: UserError, if the family or the user's function refuses it.
+    family: module of this package, or dotted name of a user's function. Raises: UserError, if the family does not
+    support the content, or the user's function fails.
     """
     try:
         cfg = names.family_function(family)(hf)
     except UserError:
         raise
     except Exception as error:
-        if "." not in family:  # a bug of this package
+        if "." not in family:  # An error here is a bug of this package, so its traceback must be seen.
             raise
-        raise UserError(f"config.model.family = {family!r} raised {describe(error)}: put the function right") from error
+        raise UserError(
+            f"config.model.family = {family!r}: the function raised {describe(error)}: correct it"
+        ) from error
     if not isinstance(cfg, DecoderConfig):
-        raise UserError(f"config.model.family = {family!r} returned {cfg!r:.80}: let it return a DecoderConfig")
+        raise UserError(
+            f"config.model.family = {family!r}: the function returned {cfg!r:.80}: let it return a DecoderConfig"
+        )
     return replace(cfg, family=family) if "." in family else cfg
 
 
-def image_processor(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Returns the file with the settings of images, and these. That of version 5 of transformers comes first.
+def read_image_processor(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Returns the file that holds the settings of a model's image processor, and the settings.
 
-    Raises: UserError, if there is none.
+    processor_config.json, which transformers 5 writes, precedes preprocessor_config.json. Raises: UserError, if the
+    folder has neither.
     """
     if (folder / PROCESSOR).is_file():
         nested = read_config(folder, PROCESSOR).get("image_processor")
         if isinstance(nested, dict):
             return folder / PROCESSOR, nested
     if not (folder / PREPROCESSOR).is_file():
-        raise UserError(f"{folder} has no {PREPROCESSOR}, which says how the model reads images: restore the file")
+        raise UserError(f"{folder} has no {PREPROCESSOR}, which holds the settings for images: restore the file")
     return folder / PREPROCESSOR, read_config(folder, PREPROCESSOR)
 
 
-def pixel_scale(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns mean and standard deviation of the channels of pixels between 0 and 1.
+def read_pixel_scale(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns mean and standard deviation of each channel of pixels between 0 and 1.
 
-    Raises: UserError, if they are no numbers, or pixels have another range.
+    Raises: UserError, if they are not three numbers each, or pixels have another range.
     """
-    file, settings = image_processor(folder)
+    file, settings = read_image_processor(folder)
     factor = settings.get("rescale_factor", 1 / 255)
     if not settings.get("do_rescale", True) or not isinstance(factor, float) or abs(factor * 255 - 1) > 1e-6:
-        raise UserError(f"{file}: rescale_factor is {factor!r}, and only 1/255 is supported: restore the file")
+        raise UserError(f"{file}: rescale_factor is {factor!r}, but must be 1/255: restore the file")
     if not settings.get("do_normalize", True):
         return (0.0,) * 3, (1.0,) * 3
-    scale: dict[str, tuple[float, ...]] = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
+    pixel_scale: dict[str, tuple[float, ...]] = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
     if str(settings.get("image_processor_type", "")).startswith("Gemma3"):
-        scale = dict.fromkeys(scale, (0.5,) * 3)
-    for name, usual in scale.items():
-        # Written by transformers only if it is not the usual one.
-        numbers = settings.get(name) or usual
-        if not isinstance(numbers, list | tuple) or [type(x) in (int, float) for x in numbers] != [True] * 3:
-            raise UserError(f"{file}: {name} is {numbers!r}, and must be three numbers: restore the file")
-        scale[name] = tuple(map(float, numbers))
-    return scale["image_mean"], scale["image_std"]
+        pixel_scale = dict.fromkeys(pixel_scale, (0.5,) * 3)
+    for name, default in pixel_scale.items():
+        # transformers writes these settings only where they differ from the default.
+        channel_numbers = settings.get(name) or default
+        if (
+            not isinstance(channel_numbers, list | tuple)
+            or [type(x) in (int, float) for x in channel_numbers] != [True] * 3
+        ):
+            raise UserError(f"{file}: {name} is {channel_numbers!r}, but must be three numbers: restore the file")
+        pixel_scale[name] = tuple(map(float, channel_numbers))
+    return pixel_scale["image_mean"], pixel_scale["image_std"]
 
 
 def tensor_table(folder: Path, family: str = "") -> TensorNames:
-    """Returns the names of a folder's tensors. family: as of `family_of`.
+    """Returns {path of a parameter: name of its tensors} for a checkpoint folder.
 
-    Raises: UserError, if a file of weights is missing or broken.
+    family: dotted name of a user's function for a model_type that this package lacks, "" = none. Raises: UserError, if
+    a weight file is missing or broken.
     """
-    return _table_of(family_of(folder, family), _index(folder) if any(folder.glob("*.safetensors")) else {})
+    return _folder_table(family_of(folder, family), _open_tensors(folder) if any(folder.glob("*.safetensors")) else {})
 
 
-def _table_of(family: str, where: dict[str, Any]) -> TensorNames:
-    """Returns the names of the tensors in a folder, and the order of their axes."""
-    table = names.table_of(family, where)
-    fused = {path: form for path, form in table.items() if path in FUSED and FUSED[0] in table}
-    shapes = [where[name].get_slice(name).get_shape() for form in fused.values() if (name := form.format(0)) in where]
-    # Width and widths of experts: on the hub the first tensor has the width before the others, and the second behind.
-    # Version 5 of transformers writes both as its modules have them.
-    if len(shapes) < len(FUSED) or shapes[0][1] == shapes[1][2]:
+def _folder_table(family: str, tensor_files: dict[str, Any]) -> TensorNames:
+    """Returns {path of a parameter: name of its tensors}, where the name also tells whether two axes are swapped."""
+    table = names.matching_table(family, tensor_files)
+    fused_templates = {
+        path: template for path, template in table.items() if path in FUSED_EXPERTS and FUSED_EXPERTS[0] in table
+    }
+    fused_shapes = [
+        tensor_files[name].get_slice(name).get_shape()
+        for template in fused_templates.values()
+        if (name := template.format(0)) in tensor_files
+    ]
+    # Files on the hub have the axes [width, expert widths] and [expert width, width]. transformers 5 writes them
+    # swapped, as its modules have them. The common width tells the two forms apart.
+    if len(fused_shapes) < len(FUSED_EXPERTS) or fused_shapes[0][1] == fused_shapes[1][2]:
         return table
-    return {**table, **{path: names.Swapped(form) for path, form in fused.items()}}
+    return {**table, **{path: names.SwappedAxes(template) for path, template in fused_templates.items()}}
 
 
-def _unsupported(family: str, settings: dict[str, Any], known: list[str]) -> str:
-    if family not in VISION and "vision_config" not in settings:
-        remedy = "or set model.family to a function of yours that reads it (docs/models.md)"
-        return f"is not supported; there is {', '.join(known)}; {remedy}"
-    text = VISION.get(family) or (settings.get("text_config") or {}).get("model_type")
-    other = f" of the family {text}" if text in known else f"; there is {', '.join(known)}"
-    seeing = ", ".join(name for name in known if "_vl" in name or name == "gemma3")
-    return f"is a vision-language model of a kind that is not supported: give one of {seeing}, or a text model{other}"
+def _unsupported_family(family: str, settings: dict[str, Any], families: list[str]) -> str:
+    if family not in TEXT_FAMILIES and "vision_config" not in settings:
+        remedy = (
+            "use one of these, or set model.family to your own function that reads this config.json (docs/models.md)"
+        )
+        return f"is not supported. Supported: {', '.join(families)}: {remedy}"
+    text_family = TEXT_FAMILIES.get(family) or (settings.get("text_config") or {}).get("model_type")
+    text_model = f"of the family {text_family}" if text_family in families else f"of one of {', '.join(families)}"
+    image_families = ", ".join(name for name in families if "_vl" in name or name == "gemma3")
+    return (
+        f"is an unsupported kind of vision-language model: use a model of one of {image_families}, or a text model "
+        f"{text_model}"
+    )
 
 
 def stored_dtype(folder: Path, family: str = "") -> np.dtype:
-    """Returns the dtype of the folder's weights: of its files, or of config.json if the folder has no weights.
+    """Returns the dtype of a folder's weights: that of the embedding, or without weights that of config.json.
 
-    family: as of `family_of`. Raises: UserError, if we cannot write it.
+    family: dotted name of a user's function for a model_type that this package lacks, "" = none. Raises: UserError, if
+    exports do not support the dtype.
     """
-    name = _named_dtype(folder)
+    name = _config_dtype(folder)
     embedding = tensor_table(folder, family)["embed/embedding"]
-    if any(folder.glob("*.safetensors")) and (file := _index(folder).get(embedding)):
+    if any(folder.glob("*.safetensors")) and (file := _open_tensors(folder).get(embedding)):
         name = DTYPES.get(file.get_slice(embedding).get_dtype(), name)
     return jax.numpy.dtype(name)
 
 
-def _named_dtype(folder: Path) -> str:
-    """Dtype in config.json. Raises: UserError, if we cannot write it."""
+def _config_dtype(folder: Path) -> str:
+    """Returns the dtype in config.json. Raises: UserError, if exports do not support it."""
     hf = read_config(folder)
     # Later versions of transformers write dtype, earlier ones torch_dtype.
     name = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES.values():
-        raise UserError(f"{folder / 'config.json'}: dtype is {name!r}: give 'float32', 'bfloat16' or 'float16'")
+        raise UserError(
+            f"{folder / 'config.json'}: dtype is {name!r}, but must be 'float32', 'bfloat16' or 'float16': use "
+            "another checkpoint"
+        )
     return name
 
 
-def families() -> list[str]:
-    """Names of the modules in this package that define a model family."""
+def known_families() -> list[str]:
+    """Returns the model families of this package: the modules with a function `decoder_config`."""
     package = Path(__file__).parent
     return sorted(f.stem for f in package.glob("*.py") if "\ndef decoder_config(" in f.read_text(encoding="utf-8"))
 
@@ -302,49 +339,57 @@ def families() -> list[str]:
 def load_tokenizer(folder: Path) -> Any:
     """Loads the folder's tokenizer, exactly as tokenizer.json defines it.
 
-    AutoTokenizer is only the fallback. For a Qwen config.json it takes only the vocabulary and the merges, and splits
-    text by Qwen's rules. A model trained with another tokenizer, such as a distilled one, then gets wrong token ids.
-    Raises: UserError, if there is no tokenizer or it is incomplete.
+    AutoTokenizer is only the fallback, for folders without tokenizer.json. For a Qwen config.json, AutoTokenizer splits
+    text by Qwen's rules, so a model with another tokenizer, such as a distilled one, would get wrong token ids.
+    Raises: UserError, if the folder has no tokenizer, or an incomplete one.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    tokenizer_class = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
-        tokenizer = kind.from_pretrained(str(folder))
-    # Transformers raises many types here, all about the files.
+        tokenizer = tokenizer_class.from_pretrained(str(folder))
+    # transformers raises many types here, and all of them concern the folder's files.
     except Exception as error:
-        raise UserError(f"{folder}: no tokenizer can be loaded ({_reason(error)}): restore tokenizer.json") from error
-    # Transformers returns this for missing files.
+        raise UserError(
+            f"{folder}: the tokenizer cannot be loaded ({_first_line(error)}): restore tokenizer.json"
+        ) from error
+    # transformers returns a tokenizer without vocabulary where files are missing.
     if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
         raise UserError(f"{folder}: the tokenizer has no vocabulary: restore tokenizer.json")
-    # Padding is never attended to or scored, so any id works.
+    # Any id can serve as padding, because padding is neither attended to nor scored.
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
 
 def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Token ids that end a completion, from generation_config.json, config.json and the tokenizer together.
+    """Returns the token ids that end a completion, from generation_config.json, config.json and the tokenizer.
 
-    Raises: UserError, if there is none, because a completion would never end.
+    Raises: UserError, if none of the three has one, because completions would never end.
     """
-    # Each of the three may miss some: a chat model's end of turn often stands in generation_config.json alone.
-    ids: set[int] = set()
+    # All three are read, because a chat model's end of turn is often in generation_config.json alone.
+    token_ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             settings = read_config(folder, name)
-            # A model that reads images may have it among the settings of its text model.
+            # A vision-language model may have eos_token_id in text_config.
             value = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
             values = value if isinstance(value, list) else [] if value is None else [value]
             # `type` is compared, because isinstance takes True for an int.
             if not all(type(x) is int for x in values):
-                raise UserError(f"{folder / name}: eos_token_id is {value!r}: give a token's number, or a list of them")
-            ids.update(values)
+                raise UserError(
+                    f"{folder / name}: eos_token_id is {value!r}, but must be a token id or a list of token ids: "
+                    "correct the file"
+                )
+            token_ids.update(values)
     if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    if not ids:
-        raise UserError(f"{folder}: no eos_token_id in generation_config.json, config.json or the tokenizer: add one")
-    return tuple(sorted(ids))
+        token_ids.add(tokenizer.eos_token_id)
+    if not token_ids:
+        raise UserError(
+            f"{folder}: generation_config.json, config.json and the tokenizer lack eos_token_id: add it to "
+            "generation_config.json"
+        )
+    return tuple(sorted(token_ids))
 
 
 def load_params(
@@ -355,211 +400,234 @@ def load_params(
     learns: bool = True,
     parts: Collection[str] = (),
     unused: tuple[str, ...] = (),
-    keep: Callable[[str, jax.Array], Any] = lambda path, leaf: leaf,
+    transform: Callable[[str, jax.Array], Any] = lambda path, leaf: leaf,
 ) -> PyTree:
-    """Loads float32 parameters. Each shard is read directly from the file to its devices.
+    """Loads a checkpoint's parameters, each shard directly from the file to its devices.
 
-    learns: False for a model that never learns: its parameters have the dtypes of `Decoder.as_used`.
-    parts: top names of the tree to load, () = all. unused: tensors of the folder that are not loaded here.
-    keep(path, parameter): returns what to keep of a parameter.
-    Raises: UserError, for a tensor that is missing, unknown or of the wrong shape, and for a broken file.
+    learns: whether the model learns; its parameters are then float32, else they have the dtypes of
+    `Decoder.cast_for_compute`. parts: top names of the parameter tree to load, () = all. unused: names of tensors in
+    the folder that are not loaded. transform(path, parameter): returns the value that takes the parameter's place in
+    the tree. Raises: UserError, for a tensor that is missing, unknown or of the wrong shape, and for a broken file.
     """
-    where = _index(folder)
+    tensor_files = _open_tensors(folder)
     shapes = model.shapes
-    table = _table_of(model.cfg.family, where)
-    used = {name: file for name, file in where.items() if name not in unused}
-    _check_tensors(folder, used, shapes, table)
+    table = _folder_table(model.cfg.family, tensor_files)
+    loaded_files = {name: file for name, file in tensor_files.items() if name not in unused}
+    _check_tensors(folder, loaded_files, shapes, table)
     shapes = {name: part for name, part in shapes.items() if name in parts or not parts}
 
-    def load(shown: progress.Task, path: Any, leaf: Any, dtype: Any) -> jax.Array:
+    def load(progress_bar: progress.Task, path: Any, shape_leaf: Any, dtype: Any) -> jax.Array:
         name = sharding.path_name(path)
-        place = jax.NamedSharding(mesh, sharding.spec_for(name, leaf.shape, mesh))
-        # Replicas read the same bytes: each part is read from the disk once, and copied to all devices that hold it.
-        devices: dict[tuple[range, ...], list[Any]] = {}  # devices that have the same part
-        for device, index in place.addressable_devices_indices_map(leaf.shape).items():
-            spans = tuple(range(*s.indices(size)) for s, size in zip(index or (), leaf.shape, strict=True))
-            devices.setdefault(spans, []).append(device)
+        leaf_sharding = jax.NamedSharding(mesh, sharding.spec_for(name, shape_leaf.shape, mesh))
+        # Each part is read from the disk once, and copied to all devices that hold this part.
+        devices: dict[tuple[range, ...], list[Any]] = {}  # {part of the parameter: devices that hold it}
+        for device, index in leaf_sharding.addressable_devices_indices_map(shape_leaf.shape).items():
+            index_ranges = tuple(range(*s.indices(size)) for s, size in zip(index or (), shape_leaf.shape, strict=True))
+            devices.setdefault(index_ranges, []).append(device)
         arrays = []
-        # The host holds one part at a time.
-        for spans, replicas in devices.items():
-            axes = names.axes(name, table[name], len(spans) - names.stacked(table[name]))
-            part = _read(folder, where, table[name], spans, dtype, axes)
-            arrays += [jax.device_put(part, device) for device in replicas]
-        shown.advance()
-        return keep(name, jax.make_array_from_single_device_arrays(leaf.shape, place, arrays))
+        # The parts are read one by one, so that the host holds only one of them.
+        for index_ranges, replicas in devices.items():
+            axes = names.tensor_axes(name, table[name], len(index_ranges) - names.stacked_axes(table[name]))
+            values = _read_part(folder, tensor_files, table[name], index_ranges, dtype, axes)
+            arrays += [jax.device_put(values, device) for device in replicas]
+        progress_bar.advance()
+        return transform(name, jax.make_array_from_single_device_arrays(shape_leaf.shape, leaf_sharding, arrays))
 
-    dtypes = jax.tree.map(lambda x: x.dtype, shapes) if learns else model.used_dtypes(shapes)
-    with progress.task(f"loading the tensors of {folder.name}", len(jax.tree.leaves(shapes))) as shown:
-        return jax.tree_util.tree_map_with_path(partial(load, shown), shapes, dtypes)
+    dtypes = jax.tree.map(lambda x: x.dtype, shapes) if learns else model.compute_dtypes(shapes)
+    with progress.task(f"loading the tensors of {folder.name}", len(jax.tree.leaves(shapes))) as progress_bar:
+        return jax.tree_util.tree_map_with_path(partial(load, progress_bar), shapes, dtypes)
 
 
 def load_base(folder: Path, model: Decoder, mesh: Mesh, adapters: Adapters) -> PyTree:
-    """Loads the parameters beside the adapters. Raises: UserError, as `load_params`."""
+    """Loads the frozen base of a model with adapters; some kernels become int8. Raises: UserError, as `load_params`."""
 
-    def keep(path: str, leaf: jax.Array) -> Any:
-        if path not in adapters.in_int8:
+    def quantize(path: str, leaf: jax.Array) -> Any:
+        if path not in adapters.int8_paths:
             return leaf
-        # Rounded tensor by tensor while loading: the float kernels of all layers are never in memory together.
-        place = sharding.shardings({path: jax.eval_shape(int8, leaf)}, mesh)[path]
-        return jax.jit(int8, out_shardings=place)(leaf)
+        # Each kernel is quantized when it is loaded, so that the float kernels are never all in memory.
+        place = sharding.shardings({path: jax.eval_shape(quantize_int8, leaf)}, mesh)[path]
+        return jax.jit(quantize_int8, out_shardings=place)(leaf)
 
-    return load_params(folder, model, mesh, learns=False, keep=keep)
+    return load_params(folder, model, mesh, learns=False, transform=quantize)
 
 
 def load_readout(folder: Path, model: Decoder) -> PyTree:
-    """Loads the head of a model for sequence classification with one label: {"kernel": [D, 1], "bias": [1]}.
+    """Loads the head of a sequence classification model with one label: {"kernel": [D, 1], "bias": [1]}.
 
     Raises: UserError, if the folder has no such head.
     """
-    where, name, shape = _index(folder), SCORE, (1, model.cfg.width)
-    if name not in where:
-        raise UserError(f"{folder}: no tensor {name}: give a model with a head for sequence classification")
-    _check_dtype(folder, where, name)
-    tensor = where[name].get_tensor(name)
+    tensor_files, name, shape = _open_tensors(folder), SCORE, (1, model.cfg.width)
+    if name not in tensor_files:
+        raise UserError(f"{folder} has no tensor {name}: use a model with a sequence classification head")
+    _check_dtype(folder, tensor_files, name)
+    tensor = tensor_files[name].get_tensor(name)
     if tensor.shape != shape:
-        raise UserError(f"{folder}: tensor {name} is {tensor.shape}, not {shape}: give a model with one label")
+        raise UserError(
+            f"{folder}: tensor {name} has the shape {tensor.shape}, but must have {shape}: use a model with one label"
+        )
     _check_finite(folder, name, tensor)
-    # The class for sequence classification of transformers has no bias.
+    # The bias is 0, because the head of transformers' sequence classification models has none.
     return {"kernel": tensor.astype(np.float32).T, "bias": np.zeros(1, np.float32)}
 
 
 def has_readout(folder: Path) -> bool:
-    """Whether the folder holds a model for sequence classification, whose head `load_readout` loads."""
-    return SCORE in _index(folder)
+    """Returns whether the folder holds a sequence classification model, whose head `load_readout` loads."""
+    return SCORE in _open_tensors(folder)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Weight files of the checkpoint: one file, or the files of its index. Other files are ignored.
+    """Returns the weight files of a checkpoint: model.safetensors, or the files that its index names.
 
-    Raises: UserError, if there is no weight file or one is missing.
+    Raises: UserError, if a weight file or the index is missing.
     """
-    listing = "model.safetensors.index.json"
+    index_name = "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
-    if not (folder / listing).is_file() and any(folder.glob("*.safetensors")):
-        raise UserError(f"{folder} holds no {listing}, which says where each tensor is: fetch it again")
-    if not (folder / listing).is_file():
-        raise UserError(f"{folder} {_merging(folder) or f'holds no model.safetensors: {_conversion(folder)}'}")
-    files = [folder / name for name in sorted(set(read_config(folder, listing).get("weight_map", {}).values()))]
+    if not (folder / index_name).is_file() and any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} has no {index_name}, which names the file of each tensor: download it again")
+    if not (folder / index_name).is_file():
+        raise UserError(
+            f"{folder} {_merge_remedy(folder) or f'has no model.safetensors: {_conversion_remedy(folder)}'}"
+        )
+    files = [folder / name for name in sorted(set(read_config(folder, index_name).get("weight_map", {}).values()))]
     for file in files:
         if not file.is_file():
-            raise UserError(f"{file} is missing, and {listing} names it: fetch it again")
+            raise UserError(f"{file} is missing, but {index_name} names it: download it again")
     return files
 
 
-def _conversion(folder: Path) -> str:
-    """Says how a folder gets its weights as safetensors."""
-    # A folder of the hub's cache has only files of the formats that we asked for.
+def _conversion_remedy(folder: Path) -> str:
+    """Returns how the user gets weights in safetensors for a folder that has none."""
+    # A folder of the hub's cache has no other formats, because the download asks only for safetensors.
     if folder.parent.name == "snapshots":
         repo = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
         return (
-            f"the hub has none of {repo}: fetch all of it (hf download {repo} --local-dir DIR) and give DIR; another "
-            "line then says how to convert it"
+            f"the hub's {repo} has no safetensors: download all its files (hf download {repo} --local-dir DIR) and "
+            "use DIR; the next error message then tells how to convert them"
         )
     if not any(file.suffix in (".bin", ".pt", ".pth") for file in folder.iterdir()):
-        return "fetch the weights again"
+        return "download the weights again"
     code = (
         f"from transformers import AutoModelForCausalLM as M; d = {json.dumps(str(folder), ensure_ascii=False)}; "
         'M.from_pretrained(d, dtype="auto").save_pretrained(d)'
     )
-    return f"convert it where torch is installed: python -c {shlex.quote(code)}"
+    return f"convert the weights in an environment with torch: python -c {shlex.quote(code)}"
 
 
-def _index(folder: Path) -> dict[str, Any]:
+def _open_tensors(folder: Path) -> dict[str, Any]:
     """Maps each tensor name to the open file that holds it."""
-    where = {}
+    tensor_files = {}
     for file in weight_files(folder):
         try:
-            # Maps the file: nothing is read before a slice is asked for.
-            handle = safe_open(file, "np")
+            # safe_open maps the file into memory, and reads nothing before a slice is requested.
+            open_file = safe_open(file, "np")
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is broken or cut short ({error}): fetch it again") from None
-        where.update(dict.fromkeys(handle.keys(), handle))
-    return where
+            raise UserError(f"{file} is damaged or incomplete ({error}): download it again") from None
+        tensor_files.update(dict.fromkeys(open_file.keys(), open_file))
+    return tensor_files
 
 
-def _check_tensors(folder: Path, where: dict[str, Any], shapes: PyTree, table: TensorNames) -> None:
+def _check_tensors(folder: Path, tensor_files: dict[str, Any], shapes: PyTree, table: TensorNames) -> None:
     expected = names.tensor_shapes(shapes, table)
     for tensor, shape in expected.items():
-        if tensor not in where:
-            raise UserError(f"{folder}: no tensor {tensor}, which config.json asks for: use one checkpoint's files")
-        stored = tuple(where[tensor].get_slice(tensor).get_shape())
-        _check_dtype(folder, where, tensor)
-        if stored != shape:
+        if tensor not in tensor_files:
             raise UserError(
-                f"{folder}: tensor {tensor} is {stored}, config.json makes it {shape}: use one checkpoint's files"
+                f"{folder} lacks the tensor {tensor}, which config.json requires: use the config.json and the "
+                "weights of one checkpoint"
             )
-    # A copy of the tied head is harmless. Another head would be dropped, and the model would say something else.
+        stored_shape = tuple(tensor_files[tensor].get_slice(tensor).get_shape())
+        _check_dtype(folder, tensor_files, tensor)
+        if stored_shape != shape:
+            raise UserError(
+                f"{folder}: tensor {tensor} has the shape {stored_shape}, but config.json requires {shape}: use the "
+                "config.json and the weights of one checkpoint"
+            )
+    # A copy of a tied head is ignored. A different head must not be, because the model's outputs would change.
     embedding = table["embed/embedding"]
-    if HEAD in where and HEAD not in expected and not _equal(where, HEAD, embedding):
+    if HEAD in tensor_files and HEAD not in expected and not _same_numbers(tensor_files, HEAD, embedding):
         raise UserError(
-            f"{folder}: config.json ties the head to the embedding, but {HEAD} differs from {embedding}: "
-            "set tie_word_embeddings to false in config.json"
+            f"{folder}: config.json ties the head to the embedding, but {HEAD} differs from {embedding}: set "
+            "tie_word_embeddings to false in config.json"
         )
-    # Older versions of transformers wrote both: a copy of a tied head, and constants of the rotary embedding.
-    harmless = (HEAD, "rotary_emb.inv_freq")
-    for tensor in sorted(where.keys() - expected.keys()):
-        if not tensor.endswith(harmless):
+    # Older versions of transformers also wrote a copy of a tied head, and constants of the rotary embedding.
+    ignored_endings = (HEAD, "rotary_emb.inv_freq")
+    for tensor in sorted(tensor_files.keys() - expected.keys()):
+        if not tensor.endswith(ignored_endings):
             family = read_config(folder)["model_type"]
-            raise UserError(f"{folder}: tensor {tensor} is unknown to {family}: use one checkpoint's files")
+            raise UserError(
+                f"{folder}: the family {family} has no tensor {tensor}: use the config.json and the weights of one "
+                "checkpoint"
+            )
 
 
-def _check_dtype(folder: Path, where: dict[str, Any], tensor: str) -> None:
-    dtype = where[tensor].get_slice(tensor).get_dtype()
+def _check_dtype(folder: Path, tensor_files: dict[str, Any], tensor: str) -> None:
+    dtype = tensor_files[tensor].get_slice(tensor).get_dtype()
     if dtype not in (*DTYPES, "F64"):
         raise UserError(
-            f"{folder}: tensor {tensor} is stored as {dtype}, and quantized weights are not supported: "
-            "use the checkpoint that they were made from"
+            f"{folder}: tensor {tensor} is stored as {dtype}, but quantized weights are not supported: use the "
+            "checkpoint from which they were quantized"
         )
 
 
-def _equal(where: dict[str, Any], name: str, other_name: str) -> bool:
-    """Whether two tensors of a vocabulary have the same numbers. Holds a few of their rows at a time."""
-    a, b, rows = where[name].get_slice(name), where[other_name].get_slice(other_name), 2**14
-    if a.get_shape() != b.get_shape():
+def _same_numbers(tensor_files: dict[str, Any], name: str, other_name: str) -> bool:
+    """Returns whether two tensors have the same values. Reads a part of their rows at a time, to save memory."""
+    first_tensor, second_tensor = (
+        tensor_files[tensor_name].get_slice(tensor_name) for tensor_name in (name, other_name)
+    )
+    rows_at_a_time = 2**14
+    if first_tensor.get_shape() != second_tensor.get_shape():
         return False
-    size = a.get_shape()[0]
-    parts = (slice(start, min(start + rows, size)) for start in range(0, size, rows))
-    return all(np.array_equal(a[part], b[part]) for part in parts)
+    size = first_tensor.get_shape()[0]
+    parts = (slice(start, min(start + rows_at_a_time, size)) for start in range(0, size, rows_at_a_time))
+    return all(np.array_equal(first_tensor[part], second_tensor[part]) for part in parts)
 
 
-def _read(
-    folder: Path, where: dict[str, Any], form: str, spans: tuple[range, ...], dtype: Any, axes: tuple[int, ...]
+def _read_part(
+    folder: Path,
+    tensor_files: dict[str, Any],
+    template: str,
+    index_ranges: tuple[range, ...],
+    dtype: Any,
+    axes: tuple[int, ...],
 ) -> np.ndarray:
-    """Reads the part `spans` of the parameter whose tensors are called `form`; axes: result of `names.axes`.
+    """Reads one part of a parameter from the files.
 
-    Raises: UserError, for a number that is not finite.
+    template: name of the parameter's tensors, with {} for the layer and the expert. index_ranges: range of the part in
+    each axis of the parameter. axes: result of `names.tensor_axes`. Raises: UserError, for an infinite or NaN value.
     """
-    part, stacked = np.empty([len(span) for span in spans], dtype), names.stacked(form)
-    in_tensor = tuple(slice(span.start, span.stop) for span in spans[stacked:])
-    for place in np.ndindex(*part.shape[:stacked]):
-        tensor = form.format(*(span[i] for span, i in zip(spans, place, strict=False)))
-        stored = where[tensor].get_slice(tensor)
-        part[place] = stored[tuple(in_tensor[axis] for axis in axes)].transpose(axes)
-        _check_finite(folder, tensor, part[place])
-    return part
+    values, stacked_axes = (
+        np.empty([len(index_range) for index_range in index_ranges], dtype),
+        names.stacked_axes(template),
+    )
+    in_tensor = tuple(slice(index_range.start, index_range.stop) for index_range in index_ranges[stacked_axes:])
+    for stack_index in np.ndindex(*values.shape[:stacked_axes]):
+        tensor = template.format(*(index_range[i] for index_range, i in zip(index_ranges, stack_index, strict=False)))
+        file_tensor = tensor_files[tensor].get_slice(tensor)
+        values[stack_index] = file_tensor[tuple(in_tensor[axis] for axis in axes)].transpose(axes)
+        _check_finite(folder, tensor, values[stack_index])
+    return values
 
 
 def _check_finite(folder: Path, tensor: str, values: np.ndarray) -> None:
-    # Otherwise the self-test finds it, and says that the engine computes something else than the trainer.
+    # Check here, because the self-test would only report that engine and trainer disagree.
     if not np.isfinite(values).all():
         file = next(file for file in weight_files(folder) if tensor in {*safe_open(file, "np").keys()})
-        raise UserError(f"{file}: tensor {tensor} has numbers that are not finite: use another checkpoint")
+        raise UserError(f"{file}: tensor {tensor} has infinite or NaN values: use another checkpoint")
 
 
 def fingerprint(folder: Path) -> str:
-    """Hash that tells models apart. For speed it reads only the SAMPLED bytes in the middle of each tensor."""
+    """Returns a hash that differs between models. To be fast, it reads only FINGERPRINT_BYTES of each tensor."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for name in SETTINGS:
+    for name in FINGERPRINTED_FILES:
         if (folder / name).is_file():
             digest.update(name.encode() + (folder / name).read_bytes())
     for file in weight_files(folder) if any(folder.glob("*.safetensors")) else []:
-        with file.open("rb") as handle:
-            header = handle.read(int.from_bytes(handle.read(8), "little"))
+        with file.open("rb") as open_file:
+            header = open_file.read(int.from_bytes(open_file.read(8), "little"))
             digest.update(file.name.encode() + header)
-            data = handle.tell()
+            data_start = open_file.tell()
             tensors = [tensor for name, tensor in json.loads(header).items() if name != "__metadata__"]
             for start, stop in sorted(tensor["data_offsets"] for tensor in tensors):
-                handle.seek(data + max(start, (start + stop - SAMPLED) // 2))
-                digest.update(handle.read(min(stop - start, SAMPLED)))
+                open_file.seek(data_start + max(start, (start + stop - FINGERPRINT_BYTES) // 2))
+                digest.update(open_file.read(min(stop - start, FINGERPRINT_BYTES)))
     return digest.hexdigest()

@@ -13,5 +13,5 @@ def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
-    settings = config_json.read(hf)
-    return config_json.decoder(settings, mlp_bias=settings.get("mlp_bias", False))
+    settings = config_json.read_settings(hf)
+    return config_json.make_decoder_config(settings, mlp_bias=settings.get("mlp_bias", False))

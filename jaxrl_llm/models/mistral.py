@@ -7,7 +7,7 @@ from typing import Any
 from jaxrl_llm.models import config_json
 from jaxrl_llm.models.config import DecoderConfig
 
-WINDOW = 4096  # of a config.json that does not mention one; null: none
+WINDOW = 4096  # window of a config.json without the key sliding_window; a null there means no window
 
 
 def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
@@ -15,7 +15,7 @@ def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
-    settings = config_json.read({"sliding_window": WINDOW} | hf)
+    settings = config_json.read_settings({"sliding_window": WINDOW} | hf)
     default_local = ["sliding_window" in settings] * settings["num_hidden_layers"]
-    fields = {"qkv_bias": False, "output_bias": False} | config_json.windows(settings, default_local)
-    return config_json.decoder(settings, **fields)
+    fields = {"qkv_bias": False, "output_bias": False} | config_json.window_fields(settings, default_local)
+    return config_json.make_decoder_config(settings, **fields)

@@ -21,10 +21,10 @@ def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
-    # transformers ignores it too.
+    # layer_types is ignored, as in transformers.
     uniform = {name: value for name, value in hf.items() if name != "layer_types"}
-    settings = config_json.read(uniform, rope_theta=1_000_000.0)
+    settings = config_json.read_settings(uniform, rope_theta=1_000_000.0)
     default_local = ["sliding_window" in settings] * settings["num_hidden_layers"]
-    fields = {"qkv_bias": False, "output_bias": False} | config_json.windows(settings, default_local)
-    fields["mixture"] = config_json.mixture(settings, "num_local_experts", normalized=True)
-    return config_json.decoder(settings, **fields)
+    fields = {"qkv_bias": False, "output_bias": False} | config_json.window_fields(settings, default_local)
+    fields["mixture"] = config_json.make_mixture(settings, "num_local_experts", normalized=True)
+    return config_json.make_decoder_config(settings, **fields)

@@ -1,8 +1,8 @@
-"""Names of the tensors in a Hugging Face checkpoint: parameter path -> tensor, with {} for the layer, and the expert.
+"""Tables {path of a parameter: name of its tensors in a Hugging Face checkpoint}, with {} for layer and expert.
 
-Kernels called `weight` have their axes in the opposite order in the file. A family whose tensors have other names has a
-table NAMES in its module, and if the modules of transformers have names beside it, MODULES: files may have either.
-OTHERS are further tables that a file may follow.
+In the file, kernels called `weight` have their axes in the opposite order. A family's module may define three tables:
+NAMES, if its tensors have other names than DENSE; MODULES, if the modules of transformers have other names than the
+published files; and OTHERS, further tables that a file may follow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.structs import PyTree
 
 TensorNames: TypeAlias = Mapping[str, str]
-# The functions of this package that `model.family` may name.
+# What a user may name in `model.family`: a function of the user, or a decoder_config of this package.
 FAMILIES = Kind(models, lambda member: getattr(member, "__name__", "") == "decoder_config")
 
 DENSE = {
@@ -50,16 +50,16 @@ DENSE = {
     "layers/mlp/down/kernel": "model.layers.{}.mlp.down_proj.weight",
     "layers/mlp/down/bias": "model.layers.{}.mlp.down_proj.bias",
 }
-# Names of a decoder that has norms after attention and MLP too.
+# Names of a decoder with norms also after attention and MLP.
 GEMMA = DENSE | {
-    # Elsewhere the tensor of this name is the norm before the MLP.
+    # In families without post-norms, the tensor of this name is the norm before the MLP.
     "layers/attention_post_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
     "layers/mlp_norm/scale": "model.layers.{}.pre_feedforward_layernorm.weight",
     "layers/mlp_post_norm/scale": "model.layers.{}.post_feedforward_layernorm.weight",
 }
 
 
-# Names of a decoder that has experts instead of an MLP.
+# Names of a decoder with experts instead of an MLP.
 EXPERTS = DENSE | {
     "layers/experts/router/kernel": "model.layers.{}.mlp.gate.weight",
     "layers/experts/gate/kernel": "model.layers.{}.mlp.experts.{}.gate_proj.weight",
@@ -67,7 +67,7 @@ EXPERTS = DENSE | {
     "layers/experts/down/kernel": "model.layers.{}.mlp.experts.{}.down_proj.weight",
 }
 
-# The tower of Qwen2-VL and Qwen2.5-VL.
+# Names of the vision tower of Qwen2.5-VL, and in part of Qwen2-VL.
 TOWER = {
     "visual/patches/kernel": "visual.patch_embed.proj.weight",
     "visual/layers/attention_norm/scale": "visual.blocks.{}.norm1.weight",
@@ -91,7 +91,7 @@ TOWER = {
     "visual/merger/down/kernel": "visual.merger.mlp.2.weight",
     "visual/merger/down/bias": "visual.merger.mlp.2.bias",
 }
-# The tower of Qwen3-VL.
+# Names of the vision tower of Qwen3-VL.
 DEEP_TOWER = TOWER | {
     "visual/patches/bias": "visual.patch_embed.proj.bias",
     "visual/table/embedding": "visual.pos_embed.weight",
@@ -112,7 +112,7 @@ DEEP_TOWER = TOWER | {
     "visual/deep/down/kernel": "visual.deepstack_merger_list.{}.linear_fc2.weight",
     "visual/deep/down/bias": "visual.deepstack_merger_list.{}.linear_fc2.bias",
 }
-# The tower of Gemma 3, in the modules of transformers.
+# Names of the vision tower of Gemma 3, as in the modules of transformers.
 SIGLIP = {
     "visual/patches/still/kernel": "model.vision_tower.embeddings.patch_embedding.weight",
     "visual/patches/bias": "model.vision_tower.embeddings.patch_embedding.bias",
@@ -138,27 +138,31 @@ SIGLIP = {
     "visual/merger/mean_norm/scale": "model.multi_modal_projector.mm_soft_emb_norm.weight",
     "visual/merger/projection/kernel": "model.multi_modal_projector.mm_input_projection_weight",
 }
-PREFIXES = {"visual.": "model.visual.", "model.": "model.language_model."}  # in files and in modules
+PREFIXES = {
+    "visual.": "model.visual.",
+    "model.": "model.language_model.",
+}  # {prefix in files: prefix in modules of transformers}
 
 
-def modules(table: TensorNames) -> TensorNames:
-    """Returns the names of a vision-language model's tensors in the modules of transformers."""
-    return renamed(table, PREFIXES)
+def module_names(table: TensorNames) -> TensorNames:
+    """Returns the table of a vision-language model with the names that transformers' modules have."""
+    return replace_prefixes(table, PREFIXES)
 
 
-def renamed(table: TensorNames, prefixes: Mapping[str, str]) -> TensorNames:
-    """Returns a table in which the first matching prefix of each name is replaced."""
-    names = dict(table)
+def replace_prefixes(table: TensorNames, prefixes: Mapping[str, str]) -> TensorNames:
+    """Returns `table` with the first matching prefix of each name replaced. prefixes: {old prefix: new prefix}."""
+    new_names = dict(table)
     for path, name in table.items():
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
-        names[path] = prefixes.get(prefix, "") + name.removeprefix(prefix)
-    return names
+        new_names[path] = prefixes.get(prefix, "") + name.removeprefix(prefix)
+    return new_names
 
 
 def family_function(family: str) -> Callable[[dict[str, Any]], DecoderConfig]:
-    """Returns the function that reads the config.json of a family: of this package, or a dotted name of the user's.
+    """Returns the function of a family that converts a config.json to a DecoderConfig.
 
-    Raises: UserError, if the user's function does not exist.
+    family: module of this package, or dotted name of a user's function. Raises: UserError, if the user's function does
+    not exist.
     """
     if "." in family:
         return resolve(family, FAMILIES, "config.model.family")
@@ -170,52 +174,59 @@ def _family_module(family: str) -> ModuleType:
 
 
 def family_table(family: str) -> TensorNames:
-    """Returns the table of a family: NAMES of its module, or DENSE."""
+    """Returns the table of names that a family's files have: NAMES of the family's module, or DENSE."""
     return getattr(_family_module(family), "NAMES", DENSE)
 
 
 def module_table(family: str) -> TensorNames:
-    """Returns the table of a family with the names of modules in transformers, by which PEFT names adapters."""
+    """Returns the table of names that a family's modules in transformers have; PEFT names adapters by them."""
     return getattr(_family_module(family), "MODULES", family_table(family))
 
 
-def table_of(family: str, tensors: Collection[str]) -> TensorNames:
-    """Returns the table of a family that has the names of a file's tensors, or of most of them."""
-    others = getattr(_family_module(family), "OTHERS", ())
-    # The first tensor of a stack stands for all of it.
-    count = lambda table: sum(form.format(0, 0) in tensors for form in table.values())  # noqa: E731
-    return max((family_table(family), module_table(family), *others), key=count)
+def matching_table(family: str, tensors: Collection[str]) -> TensorNames:
+    """Returns the table of a family that has the most names in common with `tensors`, the tensor names of a file."""
+    other_tables = getattr(_family_module(family), "OTHERS", ())
+
+    def count_matches(table: TensorNames) -> int:
+        # The first layer and expert stand for all of them.
+        return sum(template.format(0, 0) in tensors for template in table.values())
+
+    return max((family_table(family), module_table(family), *other_tables), key=count_matches)
 
 
-class Swapped(str):
-    """The name of a tensor whose last two axes are swapped."""
+class SwappedAxes(str):
+    """The name of a tensor whose last two axes are swapped in the file."""
 
 
-def axes(path: str, form: str, count: int) -> tuple[int, ...]:
-    """Returns the place of each axis of a tensor among those of its part of the parameter, and the other way round."""
-    if isinstance(form, Swapped):
+def tensor_axes(path: str, template: str, count: int) -> tuple[int, ...]:
+    """Returns the permutation from the axes of a parameter, without the stacked ones, to the axes of its tensor.
+
+    The permutation is its own inverse. path: path of the parameter. template: name of its tensors. count: number of
+    axes of a tensor.
+    """
+    if isinstance(template, SwappedAxes):
         return (*range(count - 2), count - 1, count - 2)
-    # A kernel that is no `weight` belongs to no module.
-    is_weight = path.endswith("kernel") and form.endswith(".weight")
+    # A tensor whose name does not end with `.weight` belongs to no linear module, so its axes keep their order.
+    is_weight = path.endswith("kernel") and template.endswith(".weight")
     return tuple(range(count))[:: -1 if is_weight else 1]
 
 
-def stacked(form: str) -> int:
-    """Returns how many leading axes of a parameter count its tensors: none, layers, or layers and experts."""
-    return form.count("{}")
+def stacked_axes(template: str) -> int:
+    """Returns the number of leading axes that the file splits into tensors: 0, 1 (layers) or 2 (layers, experts)."""
+    return template.count("{}")
 
 
-def tensor_names(form: str, shape: Sequence[int]) -> list[str]:
-    """Returns the names of a parameter's tensors, in the order of its leading axes."""
-    return [form.format(*index) for index in product(*map(range, shape[: stacked(form)]))]
+def tensor_names(template: str, shape: Sequence[int]) -> list[str]:
+    """Returns the names of all tensors of a parameter. template: name with {}. shape: shape of the parameter."""
+    return [template.format(*index) for index in product(*map(range, shape[: stacked_axes(template)]))]
 
 
 def tensor_shapes(params: PyTree, table: TensorNames) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each tensor of a checkpoint, in the order of the parameters, which may be shapes."""
+    """Returns {name: shape} of all tensors of a checkpoint. params: parameter tree, which may consist of shapes."""
     shapes = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_kernel):
         name = path_name(path)
-        shape = tuple(leaf.shape[stacked(table[name]) :])
-        shape = tuple(shape[axis] for axis in axes(name, table[name], len(shape)))
+        shape = tuple(leaf.shape[stacked_axes(table[name]) :])
+        shape = tuple(shape[axis] for axis in tensor_axes(name, table[name], len(shape)))
         shapes |= dict.fromkeys(tensor_names(table[name], leaf.shape), shape)
     return shapes

@@ -1,12 +1,12 @@
-"""Attention of decoding, to keys and values in pages, and to the prompt of a group.
+"""Attention of decoding: queries attend to keys and values in pages, and to the prompt of their group.
 
-Shapes on a device: K key heads, R query heads per key head, head size h; p pages of s tokens; S sequences that compute
-T tokens each. A prompt is one page, which all members of its group read: a page has Q queries per head, those of its
-sequence (Q = T) or those of its group (Q = G x T).
+Shapes on a device: K key heads, R query heads per key head, head size h; p pages of s tokens; e prompts; S sequences
+that compute T tokens each. A prompt is one page, which all members of its group read. A page has Q queries per head:
+those of its sequence (Q = T), or those of its group (Q = G x T).
 
-Pages are read where they are. The plain form, `attend`, first finds the largest score of a sequence, over its prompt
-and its pages, so its weights are those of the trainer's attention, also after they are rounded to bfloat16. A kernel
-reads the pages once: its softmax is joined with that of the prompt by maxima and sums (arXiv 2205.14135),
+`attend` uses plain JAX. It finds the largest score of a sequence over prompt and pages first, so its weights equal
+those of the trainer's attention, also after rounding to bfloat16. The kernels for GPUs and TPUs read each page once and
+return a `PartialAttention`, which is combined with that of the prompt by maxima and sums (arXiv 2205.14135):
 m = max_i m_i, l = sum_i exp(m_i - m) l_i, out = sum_i exp(m_i - m) o_i / l.
 """
 
@@ -19,28 +19,29 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.models.attention import KeyValue, bounded
+from jaxrl_llm.models.attention import KeyValue, soft_capped
 from jaxrl_llm.structs import Array
 
-SMALLEST = float(jnp.finfo(jnp.float32).tiny)  # of the scale of a token whose keys or values are all 0
-# A finite number, because with -inf a page of which a query sees nothing would give NaN. The sum of two is finite too.
-HIDDEN = float(jnp.finfo(jnp.float32).min) / 4
+SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)  # smallest divisor of int8 values, for a token of zeros
+# Score of a hidden key. It is finite, because with -inf a page without a visible key would give NaN. The sum of two
+# such scores is finite too.
+HIDDEN_SCORE = float(jnp.finfo(jnp.float32).min) / 4
 
 
 class Pages(NamedTuple):
-    """Keys and values of one layer, with a leading axis of d devices outside of `shard_map`."""
+    """The pages of one layer: keys and values of tokens. Outside of `shard_map`, d devices are a leading axis."""
 
-    # A token is a column: both products of attention then run along contiguous memory, for which a CPU needs half
-    # the time.
+    # Keys have the token axis last, because both products of attention then read contiguous memory, which takes a CPU
+    # half the time.
     keys: Array  # [K, p, h, s]
     values: Array  # [K, p, s, h]
-    # Scales of int8 pages, which multiply a token's integers. A scale depends on one token in one head.
+    # Scales by which the integers of int8 pages are multiplied, one per token and head; None for other dtypes.
     key_scale: Array | None = None  # [K, p, s]
     value_scale: Array | None = None  # [K, p, s]
 
     @classmethod
     def empty(cls, lead: tuple[int, ...], tokens: int, head_dim: int, dtype: str) -> Pages:
-        """Returns pages of zeros. lead: the axes d, K, p."""
+        """Returns pages of zeros. lead: sizes of the leading axes (d, K, p). tokens: s, number of tokens of a page."""
 
         def zeros(*axes: int) -> jax.Array:
             return jnp.zeros((*lead, *axes), dtype)
@@ -48,48 +49,52 @@ class Pages(NamedTuple):
         scale = jnp.zeros((*lead, tokens), jnp.float32) if dtype == "int8" else None
         return cls(zeros(head_dim, tokens), zeros(tokens, head_dim), scale, scale)
 
-    def of_tokens(self, tokens: KeyValue) -> Pages:
-        """Returns pages as these, each full of tokens: keys and values [K, p, s, h]."""
+    def from_tokens(self, tokens: KeyValue) -> Pages:
+        """Returns new full pages in the format of these pages. tokens: keys and values [K, p, s, h]."""
         if self.key_scale is None:
             return Pages(jnp.swapaxes(tokens.keys, 2, 3), tokens.values)
         (keys, key_scale), (values, value_scale) = map(_in_int8, tokens)
         return Pages(jnp.swapaxes(keys, 2, 3), values, key_scale, value_scale)
 
     def write(self, page: Array, offset: Array, tokens: KeyValue) -> Pages:
-        """Writes keys and values [K, S, T, h] of tokens to `offset` [S, T] of `page` [S, T]; out of range: nowhere."""
-        new = self.of_tokens(tokens)
+        """Returns the pages with new tokens written.
 
-        def write(x: Array, rows: Array) -> jax.Array:
+        page: page of each token [S, T]; tokens of a page out of range are not written. offset: index of each token in
+        its page [S, T]. tokens: keys and values [K, S, T, h].
+        """
+        new_pages = self.from_tokens(tokens)
+
+        def write_rows(x: Array, rows: Array) -> jax.Array:
             return x.at[:, page, offset].set(rows, mode="drop")
 
-        # The two index arrays of the keys are apart, so that their axes come first.
-        keys = self.keys.at[:, page, :, offset].set(jnp.moveaxis(new.keys, (0, 2), (2, 3)), mode="drop")
-        return jax.tree.map(write, self._replace(keys=None), new._replace(keys=None))._replace(keys=keys)
+        # The two index arrays of the keys are separated by a slice, so NumPy's rules put their axes first.
+        keys = self.keys.at[:, page, :, offset].set(jnp.moveaxis(new_pages.keys, (0, 2), (2, 3)), mode="drop")
+        return jax.tree.map(write_rows, self._replace(keys=None), new_pages._replace(keys=None))._replace(keys=keys)
 
     def take(self, page: Array) -> Pages:
-        """Returns a copy of some pages."""
+        """Returns a copy of the pages with these numbers."""
         return jax.tree.map(lambda x: x[:, page], self)
 
     def replace(self, page: Array, pages: Pages) -> Pages:
-        """Writes pages to where `take` has them from; out of range: nowhere."""
+        """Returns these pages with the pages numbered `page` replaced by `pages`; numbers out of range are skipped."""
         return jax.tree.map(lambda x, new: x.at[:, page].set(new, mode="drop"), self, pages)
 
 
-class Partial(NamedTuple):
-    """Attention to some of a query's keys, before the division by the sum of weights. In float32."""
+class PartialAttention(NamedTuple):
+    """Attention of a query to a part of its keys, in float32, before the division by the sum of weights."""
 
-    out: Array  # [..., h] sum of values, each with its weight exp(score - top)
-    top: Array  # [...] largest score
-    total: Array  # [...] sum of weights
+    weighted_values: Array  # [..., h] sum of values, weighted by exp(score - highest_score)
+    highest_score: Array  # [...] largest score
+    weight_sum: Array  # [...] sum of weights
 
 
-class Readers(NamedTuple):
-    """Who reads what, on a device."""
+class PageReaders(NamedTuple):
+    """Which sequences read which pages and prompts, on one device."""
 
-    table: Array  # [S, n] pages of each sequence, in order; out of range: it has no more
-    owner: Array  # [p] sequence of each page
-    members: Array  # [e, G] sequences of each prompt
-    member: Array  # [S] place of each sequence in `members`, without the axis of e
+    table: Array  # [S, n] numbers of each sequence's pages, in order; a number out of range is no page
+    owner: Array  # [p] number of the sequence that each page belongs to
+    members: Array  # [e, G] numbers of the sequences that share each prompt
+    member: Array  # [S] index of each sequence in `members`, flattened
 
 
 def attend(
@@ -97,86 +102,91 @@ def attend(
     prompts: Pages,
     pages: Pages,
     hidden: tuple[Array, Array],
-    readers: Readers,
+    readers: PageReaders,
     *,
     soft_cap: float = 0.0,
     precision: jax.lax.Precision | None = None,
 ) -> jax.Array:
-    """Attends to prompts and pages: query [K, S, T, R, h] -> [K, S, T, R, h] in float32.
+    """Returns attention [K, S, T, R, h], in float32, of a query of this shape to its prompt and its pages.
 
-    hidden: masks of pages [p, T, s] and of prompts [e, G * T or 1, P], as `score` takes them.
+    hidden: masks of pages [p, T, s] and of prompts [e, G * T or 1, P]: 0, or HIDDEN_SCORE for a hidden token. readers:
+    pages and prompt of each sequence. soft_cap: bound of scores, 0 = unbounded.
     """
     score_all = partial(score, soft_cap=soft_cap, precision=precision)
     page_scores = score_all(query[:, readers.owner], pages, hidden[0])
-    prompt_scores = score_all(by_group(query, readers), prompts, hidden[1])
-    # One maximum for both makes one softmax.
-    top = jnp.maximum(
-        by_member(jnp.max(prompt_scores, axis=-1), readers),
-        over_pages(jnp.maximum, jnp.max(page_scores, axis=-1), readers),
+    prompt_scores = score_all(group_rows(query, readers), prompts, hidden[1])
+    # Prompt and pages share one maximum, so they share one softmax.
+    highest_score = jnp.maximum(
+        member_rows(jnp.max(prompt_scores, axis=-1), readers),
+        combine_pages(jnp.maximum, jnp.max(page_scores, axis=-1), readers),
     )
-    weigh_all = partial(weigh, dtype=query.dtype, precision=precision)
-    from_pages = weigh_all(page_scores, top[:, readers.owner], pages)
-    from_prompts = weigh_all(prompt_scores, by_group(top, readers), prompts)
-    out, total = (
-        by_member(x, readers) + over_pages(jnp.add, y, readers) for x, y in zip(from_prompts, from_pages, strict=True)
+    weigh_all = partial(weigh_values, dtype=query.dtype, precision=precision)
+    from_pages = weigh_all(page_scores, highest_score[:, readers.owner], pages)
+    from_prompts = weigh_all(prompt_scores, group_rows(highest_score, readers), prompts)
+    weighted_values, weight_sums = (
+        member_rows(x, readers) + combine_pages(jnp.add, y, readers)
+        for x, y in zip(from_prompts, from_pages, strict=True)
     )
-    return out / total[..., None]
+    return weighted_values / weight_sums[..., None]
 
 
 def score(
     query: Array, pages: Pages, hidden: Array, *, soft_cap: float, precision: jax.lax.Precision | None
 ) -> jax.Array:
-    """Returns the scores of query [K, p, Q, R, h] for the tokens of its page: [K, p, Q, R, s] in float32.
+    """Returns scores [K, p, Q, R, s], in float32, of the queries of each page [K, p, Q, R, h] for its tokens.
 
-    hidden [p, Q, s], or [p, 1, s] if all queries see the same tokens: 0, or HIDDEN for a token that is not seen.
+    hidden [p, Q, s], or [p, 1, s] if all queries see the same tokens: 0, or HIDDEN_SCORE for a hidden token.
     """
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     scores = product("kpqrh,kphs->kpqrs", query, pages.keys.astype(query.dtype))
     if pages.key_scale is not None:
         scores *= pages.key_scale[:, :, None, None]
-    return bounded(scores, soft_cap) + hidden[None, :, :, None]
+    return soft_capped(scores, soft_cap) + hidden[None, :, :, None]
 
 
-def weigh(
-    scores: Array, top: Array, pages: Pages, *, dtype: jnp.dtype, precision: jax.lax.Precision | None
+def weigh_values(
+    scores: Array, highest_score: Array, pages: Pages, *, dtype: jnp.dtype, precision: jax.lax.Precision | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the sums [K, p, Q, R, h] of values, weighted by exp(score - top), and the sums of weights."""
-    weights = _once(jnp.exp(scores - top[..., None]))
-    scaled = weights if pages.value_scale is None else weights * pages.value_scale[:, :, None, None]
+    """Returns sums of values [K, p, Q, R, h], weighted by exp(score - highest_score), and the sums of weights.
+
+    scores: [K, p, Q, R, s]. highest_score: [K, p, Q, R]. dtype: dtype of the products.
+    """
+    weights = _compute_once(jnp.exp(scores - highest_score[..., None]))
+    scaled_weights = weights if pages.value_scale is None else weights * pages.value_scale[:, :, None, None]
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-    out = product("kpqrs,kpsh->kpqrh", scaled.astype(dtype), pages.values.astype(dtype))
-    return out, jnp.sum(weights, axis=-1)
+    weighted_values = product("kpqrs,kpsh->kpqrh", scaled_weights.astype(dtype), pages.values.astype(dtype))
+    return weighted_values, jnp.sum(weights, axis=-1)
 
 
 def _in_int8(x: Array) -> tuple[jax.Array, jax.Array]:
-    """Returns numbers [..., h] as integers, and what each [...] is multiplied by."""
+    """Returns x [..., h] as int8, and the scales [...] by which the integers are multiplied."""
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1) / 127
-    return jnp.round(x / jnp.maximum(scale, SMALLEST)[..., None]).astype(jnp.int8), scale
+    return jnp.round(x / jnp.maximum(scale, SMALLEST_SCALE)[..., None]).astype(jnp.int8), scale
 
 
-def over_pages(operation: Callable[[Array, Array], Array], x: Array, readers: Readers) -> jax.Array:
-    """Joins numbers [K, p, ...] of pages, by a sum or a maximum, in the order of each sequence: [K, S, ...]."""
+def combine_pages(operation: Callable[[Array, Array], Array], x: Array, readers: PageReaders) -> jax.Array:
+    """Combines values x [K, p, ...] of each sequence's pages, by a sum or a maximum, to [K, S, ...]."""
     count = x.shape[1]
-    nothing = 0.0 if operation is jnp.add else 2 * HIDDEN
+    identity = 0.0 if operation is jnp.add else 2 * HIDDEN_SCORE
 
     def page(j: Array | int) -> Array:
         place = jax.lax.dynamic_index_in_dim(readers.table, j, axis=1, keepdims=False)
         have = (place < count).reshape(1, -1, *(1,) * (x.ndim - 2))
-        return jnp.where(have, x[:, jnp.minimum(place, count - 1)], nothing)
+        return jnp.where(have, x[:, jnp.minimum(place, count - 1)], identity)
 
-    # The loop follows the order of the tokens, so the numbers do not depend on where the scheduler puts pages. One sum
-    # over an axis of pages would take a CPU thirty times as long.
+    # The loop follows the order of the tokens, so that rounding does not depend on where the scheduler puts pages. A
+    # gather with one sum over all pages would take a CPU thirty times as long.
     return jax.lax.fori_loop(1, readers.table.shape[1], lambda j, joined: operation(joined, page(j)), page(0))
 
 
-def by_group(x: Array, readers: Readers) -> jax.Array:
-    """Returns numbers [K, S, T, ...] of sequences by their prompts: [K, e, G * T, ...]."""
+def group_rows(x: Array, readers: PageReaders) -> jax.Array:
+    """Regroups values x [K, S, T, ...] of sequences by their prompts: [K, e, G * T, ...]."""
     return x[:, readers.members].reshape(len(x), len(readers.members), -1, *x.shape[3:])
 
 
-def by_member(x: Array, readers: Readers) -> jax.Array:
-    """Returns numbers [K, e, G * T, ...] of prompts by their sequences: [K, S, T, ...]."""
+def member_rows(x: Array, readers: PageReaders) -> jax.Array:
+    """Regroups values x [K, e, G * T, ...] of prompts by their sequences: [K, S, T, ...]."""
     return x.reshape(len(x), readers.members.size, -1, *x.shape[3:])[:, readers.member]
 
 
@@ -184,42 +194,54 @@ def attend_prompts(
     query: Array,
     prompts: Pages,
     hidden: Array,
-    readers: Readers,
+    readers: PageReaders,
     *,
     soft_cap: float = 0.0,
     precision: jax.lax.Precision | None = None,
-) -> Partial:
-    """Attends to prompts alone: query [K, S, T, R, h] -> Partial [K, S, T, R]. hidden: mask, as for `attend`."""
-    scores = score(by_group(query, readers), prompts, hidden, soft_cap=soft_cap, precision=precision)
-    top = _once(jnp.max(scores, axis=-1))
-    out, total = weigh(scores, top, prompts, dtype=query.dtype, precision=precision)
-    return jax.tree.map(lambda x: by_member(x, readers), Partial(out, top, total))
+) -> PartialAttention:
+    """Returns attention [K, S, T, R] of a query [K, S, T, R, h] to its prompt alone.
+
+    hidden [e, G * T or 1, P]: 0, or HIDDEN_SCORE for a hidden prompt token.
+    """
+    scores = score(group_rows(query, readers), prompts, hidden, soft_cap=soft_cap, precision=precision)
+    highest_score = _compute_once(jnp.max(scores, axis=-1))
+    weighted_values, weight_sum = weigh_values(scores, highest_score, prompts, dtype=query.dtype, precision=precision)
+    return jax.tree.map(lambda x: member_rows(x, readers), PartialAttention(weighted_values, highest_score, weight_sum))
 
 
-def join(left: Partial, right: Partial) -> jax.Array:
-    """Returns attention to the keys of both: [..., h] in float32."""
-    out, _, total = both(left, right)
-    return out / total[..., None]
+def finish(first: PartialAttention, second: PartialAttention) -> jax.Array:
+    """Returns attention [..., h], in float32, to the keys of both parts, divided by the sum of weights."""
+    weighted_values, _, total = combine(first, second)
+    return weighted_values / total[..., None]
 
 
-def seen_from(length: Array, window: int, page: int, count: int) -> tuple[jax.Array, int]:
-    """Returns the first place that the last token of sequences of `length` [S] sees, and the most pages that it sees.
+def first_visible(length: Array, window: int, page: int, count: int) -> tuple[jax.Array, int]:
+    """Returns the index [S] of the first token that a sequence's last token sees, and the most pages that it sees.
 
-    page: the tokens of a page; count: the pages of the longest sequence.
+    length: number of tokens of each sequence [S]. window: number of tokens that a token sees, 0 = unlimited. page:
+    number of tokens of a page. count: number of pages of the longest sequence.
     """
     if not window:
         return jnp.zeros_like(length), count
     return jnp.maximum(length - window, 0), min(count, -(-window // page) + 1)
 
 
-def both(left: Partial, right: Partial) -> Partial:
-    """Joins attention to two sets of keys."""
-    top = jnp.maximum(left.top, right.top)
-    mine, theirs = (_once(jnp.exp(part.top - top)) for part in (left, right))
-    out = mine[..., None] * left.out + theirs[..., None] * right.out
-    return Partial(out, top, _once(mine * left.total + theirs * right.total))
+def combine(first: PartialAttention, second: PartialAttention) -> PartialAttention:
+    """Combines attention to two sets of keys."""
+    highest_score = jnp.maximum(first.highest_score, second.highest_score)
+    first_factor, second_factor = (
+        _compute_once(jnp.exp(part.highest_score - highest_score)) for part in (first, second)
+    )
+    weighted_values = (
+        first_factor[..., None] * first.weighted_values + second_factor[..., None] * second.weighted_values
+    )
+    return PartialAttention(
+        weighted_values,
+        highest_score,
+        _compute_once(first_factor * first.weight_sum + second_factor * second.weight_sum),
+    )
 
 
-def _once(x: Array) -> jax.Array:
-    # A CPU's compiler would compute it again for each element of what it is used for.
+def _compute_once(x: Array) -> jax.Array:
+    # Without the barrier, the compiler for CPUs would recompute x for each element of the results that use x.
     return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)

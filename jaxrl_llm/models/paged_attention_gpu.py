@@ -1,7 +1,8 @@
-"""Attention of a decode step to a sequence's own pages, with one GPU kernel (Triton), which reads no other page.
+"""Attention of a decoding round to the sequences' own pages, by a Triton kernel for GPUs.
 
-Letters are those of `paged_attention`. The kernel has a program for each sequence, key head and part of the sequence;
-parts are put together as pages are. So there are programs enough for a GPU that decodes few sequences.
+The letters of shapes are those of `paged_attention`. The kernel runs one program for each sequence, key head and part
+of the sequence, and the parts are combined afterwards. Splitting a sequence into parts keeps a GPU busy also when it
+decodes few sequences.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxrl_llm.models.attention import bounded
-from jaxrl_llm.models.attention_gpu import is_ampere
-from jaxrl_llm.models.paged_attention import HIDDEN, Pages, Partial, both, seen_from
+from jaxrl_llm.models.attention import soft_capped
+from jaxrl_llm.models.attention_gpu import is_ampere_or_newer
+from jaxrl_llm.models.paged_attention import HIDDEN_SCORE, Pages, PartialAttention, combine, first_visible
 from jaxrl_llm.structs import Array
 
-TILE = 16  # the smallest side of a matrix product
-PART = 256  # tokens of a part, unless it makes more than MOST parts
-MOST = 16
+SMALLEST_TILE = 16  # smallest side of a matrix product in Triton
+TOKENS_OF_PART = 256  # tokens of a part; longer parts are used where a sequence would have more than MAX_PARTS parts
+MAX_PARTS = 16
 
 
-def fits(device: Any, head_dim: int, dtype: str, page: int) -> bool:
-    """Whether the kernel runs on this device with these heads and pages."""
+def fits(device: Any, head_dim: int, dtype: str, page_tokens: int) -> bool:
+    """Returns whether the kernel supports this device, head size, dtype and number of tokens of a page."""
     # Sides of Triton's arrays are powers of 2.
-    sides = all(TILE <= x <= 256 and x & (x - 1) == 0 for x in (head_dim, page))
-    return is_ampere(device) and sides and dtype in ("bfloat16", "float32")
+    sides_fit = all(SMALLEST_TILE <= x <= 256 and x & (x - 1) == 0 for x in (head_dim, page_tokens))
+    return is_ampere_or_newer(device) and sides_fit and dtype in ("bfloat16", "float32")
 
 
 def attend_own(
@@ -40,84 +41,98 @@ def attend_own(
     soft_cap: float = 0.0,
     *,
     interpret: bool = False,
-) -> Partial:
-    """Attends to the first `length` [S] tokens of sequences: query [K, S, R, h] -> Partial [K, S, R].
+) -> PartialAttention:
+    """Returns attention [K, S, R] of a query [K, S, R, h] to the pages of its sequence.
 
-    table [S, n]: the pages of each sequence, in order. window: only so many of the last tokens are seen; 0: all.
-    Without a token to see, total is 0.
+    table: numbers of each sequence's pages [S, n], in order. length: number of tokens in these pages [S].
+    window: number of last tokens that are seen, 0 = all. soft_cap: bound of scores, 0 = unbounded. interpret: whether
+    to emulate the kernel, for tests. weight_sum is 0 for a sequence without tokens.
     """
-    k, rows, r, h = query.shape
-    page = pages.values.shape[2]
-    start, width = seen_from(length, window, page, table.shape[1])
-    # The parts do not depend on the number of sequences, so that a sequence's numbers do not either.
-    each = max(1, PART // page, -(-width // MOST))
-    parts = -(-width // each)
-    more = max(TILE, pl.next_power_of_2(r)) - r
-    query = jnp.pad(query, ((0, 0), (0, 0), (0, more), (0, 0)))
+    k, sequences, r, h = query.shape
+    page_tokens = pages.values.shape[2]
+    start, visible_pages = first_visible(length, window, page_tokens, table.shape[1])
+    # The number of parts is independent of the number of sequences, so that other sequences do not change the rounding.
+    pages_of_part = max(1, TOKENS_OF_PART // page_tokens, -(-visible_pages // MAX_PARTS))
+    parts = -(-visible_pages // pages_of_part)
+    head_padding = max(SMALLEST_TILE, pl.next_power_of_2(r)) - r
+    query = jnp.pad(query, ((0, 0), (0, 0), (0, head_padding), (0, 0)))
 
-    def whole(x: Array) -> pl.BlockSpec:
+    def whole_array(x: Array) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
     scalars = jnp.minimum(table, pages.values.shape[1] - 1).astype(jnp.int32), start, length
-    heads = r + more
-    stored = jax.tree.leaves(pages)
-    outputs = [((heads, h), (0, 0)), ((heads,), (0,)), ((heads,), (0,))]
-    padded = pl.pallas_call(
-        partial(_attend, soft_cap=soft_cap, each=each),
-        grid=(rows, k, parts),
+    padded_heads = r + head_padding
+    page_arrays = jax.tree.leaves(pages)
+    outputs = [((padded_heads, h), (0, 0)), ((padded_heads,), (0,)), ((padded_heads,), (0,))]
+    padded_outputs = pl.pallas_call(
+        partial(_attend, soft_cap=soft_cap, pages_of_part=pages_of_part),
+        grid=(sequences, k, parts),
         in_specs=[
-            *map(whole, scalars),
-            pl.BlockSpec((None, None, heads, h), lambda row, head, part: (head, row, 0, 0)),
-            *map(whole, stored),
+            *map(whole_array, scalars),
+            pl.BlockSpec((None, None, padded_heads, h), lambda row, head, part: (head, row, 0, 0)),
+            *map(whole_array, page_arrays),
         ],
         out_specs=[
             pl.BlockSpec((None, None, None, *shape), lambda row, head, part, zeros=zeros: (part, head, row, *zeros))
             for shape, zeros in outputs
         ],
-        out_shape=[jax.ShapeDtypeStruct((parts, k, rows, *shape), jnp.float32) for shape, _ in outputs],
+        out_shape=[jax.ShapeDtypeStruct((parts, k, sequences, *shape), jnp.float32) for shape, _ in outputs],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="paged_attention",
-    )(*scalars, query, *stored)
-    partials = Partial(*(x[:, :, :, :r] for x in padded))
-    # One after the other: a part without tokens changes nothing.
-    return reduce(both, [jax.tree.map(lambda x, i=i: x[i], partials) for i in range(parts)])
+    )(*scalars, query, *page_arrays)
+    partials = PartialAttention(*(x[:, :, :, :r] for x in padded_outputs))
+    # The parts are combined in order. A part without tokens changes nothing.
+    return reduce(combine, [jax.tree.map(lambda x, i=i: x[i], partials) for i in range(parts)])
 
 
 def _attend(
-    table: Any, start: Any, length: Any, query: Any, keys: Any, values: Any, *refs: Any, soft_cap: float, each: int
+    table: Any,
+    start: Any,
+    length: Any,
+    query: Any,
+    keys: Any,
+    values: Any,
+    *refs: Any,
+    soft_cap: float,
+    pages_of_part: int,
 ) -> None:
-    """One program: query [R, h] and the pages -> out [R, h], top and total [R], of `each` pages of a sequence.
+    """Runs one program of the kernel: one key head, and `pages_of_part` pages of one sequence.
 
-    refs: the scales of keys and values, if they are in int8, and the outputs.
+    query: queries [R, h] of the head. refs: scales of keys and values if the pages are int8, then the outputs
+    weighted_values [R, h], highest_score [R] and weight_sum [R].
     """
-    scales, out = refs[:-3], refs[-3:]
-    row, head, part = (pl.program_id(i) for i in range(3))
-    page, (r, h) = values.shape[2], query.shape
-    begin, end = start[row], length[row]
+    scales, outputs = refs[:-3], refs[-3:]
+    sequence, head, part = (pl.program_id(i) for i in range(3))
+    page_tokens, (r, h) = values.shape[2], query.shape
+    first_token, end_token = start[sequence], length[sequence]
     heads = query[...]
-    # Float32 is multiplied as such: by default it would be rounded to TF32.
+    # HIGHEST precision, because float32 products would be rounded to TF32 by default.
     precision = jax.lax.Precision.HIGHEST if heads.dtype == jnp.float32 else None
     product = partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
 
-    def attend(j: Array, before: Partial) -> Partial:
-        place = j * page + jnp.arange(page)
-        seen = ((place >= begin) & (place < end))[None]
-        at = table[row, j]
-        scores = product(heads, keys[head, at].astype(heads.dtype))
-        scores = scores * scales[0][head, at][None] if scales else scores
-        scores = jnp.where(seen, bounded(scores, soft_cap), HIDDEN)
-        top = jnp.maximum(before.top, jnp.max(scores, axis=1))
-        # If nothing is seen, the highest score is HIDDEN, and exp(0) is not 0.
-        weights = jnp.where(seen, jnp.exp(scores - top[:, None]), 0.0)
-        less = jnp.exp(before.top - top)
-        scaled = weights * scales[1][head, at][None] if scales else weights
-        new = product(scaled.astype(heads.dtype), values[head, at].astype(heads.dtype))
-        return Partial(less[:, None] * before.out + new, top, less * before.total + jnp.sum(weights, axis=1))
+    def attend_page(j: Array, pages_before: PartialAttention) -> PartialAttention:
+        token_places = j * page_tokens + jnp.arange(page_tokens)
+        is_visible = ((token_places >= first_token) & (token_places < end_token))[None]
+        page = table[sequence, j]
+        scores = product(heads, keys[head, page].astype(heads.dtype))
+        scores = scores * scales[0][head, page][None] if scales else scores
+        scores = jnp.where(is_visible, soft_capped(scores, soft_cap), HIDDEN_SCORE)
+        highest_score = jnp.maximum(pages_before.highest_score, jnp.max(scores, axis=1))
+        # Weights of hidden keys are set to 0, because exp(0) = 1 where the highest score is HIDDEN_SCORE.
+        weights = jnp.where(is_visible, jnp.exp(scores - highest_score[:, None]), 0.0)
+        rescale = jnp.exp(pages_before.highest_score - highest_score)
+        scaled_weights = weights * scales[1][head, page][None] if scales else weights
+        page_values = product(scaled_weights.astype(heads.dtype), values[head, page].astype(heads.dtype))
+        return PartialAttention(
+            rescale[:, None] * pages_before.weighted_values + page_values,
+            highest_score,
+            rescale * pages_before.weight_sum + jnp.sum(weights, axis=1),
+        )
 
-    first = begin // page + part * each
-    last = jnp.minimum(first + each, (end + page - 1) // page)
+    first_page = first_token // page_tokens + part * pages_of_part
+    end_page = jnp.minimum(first_page + pages_of_part, (end_token + page_tokens - 1) // page_tokens)
     zeros = partial(jnp.zeros, dtype=jnp.float32)
-    nothing = Partial(zeros((r, h)), jnp.full((r,), HIDDEN, jnp.float32), zeros((r,)))
-    for ref, x in zip(out, jax.lax.fori_loop(first, last, attend, nothing), strict=True):
+    no_attention = PartialAttention(zeros((r, h)), jnp.full((r,), HIDDEN_SCORE, jnp.float32), zeros((r,)))
+    for ref, x in zip(outputs, jax.lax.fori_loop(first_page, end_page, attend_page, no_attention), strict=True):
         ref[...] = x

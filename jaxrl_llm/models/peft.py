@@ -1,4 +1,4 @@
-"""PEFT's folders of adapters: adapter_config.json and adapter_model.safetensors."""
+"""Reads and writes PEFT folders of adapters: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.models.adapters import Adapters, PeftForm
 from jaxrl_llm.structs import PyTree
 
-SETTINGS, WEIGHTS = hf.ADAPTER, "adapter_model.safetensors"
-# What PEFT can do to adapters and we cannot. Without value or empty, each does nothing.
-OTHERS = (
+SETTINGS_FILE, WEIGHTS_FILE = hf.ADAPTER, "adapter_model.safetensors"
+# Features of PEFT adapters that this package lacks. A feature is off where its key is missing or its value is empty.
+UNSUPPORTED_SETTINGS = (
     "alora_invocation_tokens",
     "alpha_pattern",
     "arrow_config",
@@ -39,37 +39,38 @@ OTHERS = (
     "use_dora",
     "use_qalora",
 )
-# How adapters can begin without a change to the base. After the other ways, such as pissa, PEFT changes the base too.
-BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
+# Values of init_lora_weights that leave the base unchanged. With the others, such as "pissa", PEFT changes the base
+# too.
+SUPPORTED_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 def save(folder: Path, params: PyTree, adapters: Adapters, base: str) -> None:
-    """Writes a folder that PEFT loads onto the model `base`. All processes call it, and the first one writes.
+    """Writes a folder of adapters that PEFT loads. All processes must call this function; the first one writes.
 
-    params: parameters of the adapters, whose kind PEFT has. An old `folder` is replaced as a whole.
-    Raises: UserError, if the disk write fails.
+    folder: path of the new folder; an old folder is replaced. params: arrays of the adapters. base: path or hub id of
+    the base model, for adapter_config.json. Raises: UserError, if the disk write fails.
     """
-    # All processes take part: a sharded array is gathered by all of them, and only the first one writes.
+    # Gathering a sharded array needs all processes.
     on_host = jax.tree.map(sharding.gather_to_host, params)
     if distributed.first():
         with disk.replacing(folder) as unfinished:
-            (unfinished / SETTINGS).write_text(json.dumps(settings(adapters, base), indent=2) + "\n")
-            hf_export.save_tensors(unfinished / WEIGHTS, tensors(on_host, adapters))
+            (unfinished / SETTINGS_FILE).write_text(json.dumps(settings(adapters, base), indent=2) + "\n")
+            hf_export.save_tensors(unfinished / WEIGHTS_FILE, tensors(on_host, adapters))
     distributed.wait("adapter")
 
 
 def settings(adapters: Adapters, base: str) -> dict[str, Any]:
-    """Returns what adapter_config.json holds."""
+    """Returns the content of adapter_config.json. base: path or hub id of the base model."""
     form = _form(adapters)
-    without = {"exclude_modules": rf".*\b{adapters.without}\b.*"} if adapters.without else {}
+    excluded = {"exclude_modules": rf".*\b{adapters.excluded_module}\b.*"} if adapters.excluded_module else {}
     return {
         "peft_type": form.type,
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         **{key: getattr(adapters.kind, field) for field, key in form.settings.items()},
-        # The last part of the names: PEFT adapts every module whose name ends so, in all layers.
+        # PEFT adapts every module whose name ends with one of these parts, in all layers.
         "target_modules": sorted({module.rpartition(".")[2] for module in adapters.modules.values()}),
-        **without,
+        **excluded,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -78,67 +79,84 @@ def settings(adapters: Adapters, base: str) -> dict[str, Any]:
 
 
 def tensors(params: PyTree, adapters: Adapters) -> dict[str, np.ndarray]:
-    """Returns the tensors of a file, from parameters on the host. PEFT keeps each one transposed."""
-    by_name = {}
-    for path, which, name in _names(adapters):
-        stacked = reduce(getitem, path.split("/"), params)[which]
-        by_name |= {name.format(i): np.ascontiguousarray(layer.T) for i, layer in enumerate(stacked)}
-    return by_name
+    """Returns {name: tensor} for adapter_model.safetensors, from the adapters' arrays on the host.
+
+    PEFT stores each array transposed.
+    """
+    tensors_by_name = {}
+    for path, leaf, name in _adapter_tensors(adapters):
+        stacked = reduce(getitem, path.split("/"), params)[leaf]
+        tensors_by_name |= {name.format(i): np.ascontiguousarray(layer.T) for i, layer in enumerate(stacked)}
+    return tensors_by_name
 
 
 def load(folder: Path, adapters: Adapters) -> PyTree:
-    """Reads the adapters of a folder, float32, on the host.
+    """Reads the adapters of a PEFT folder as float32 arrays on the host.
 
-    Raises: UserError, if they are of another kind or shape, or if the config describes others.
+    Raises: UserError, if their kind, settings or shapes differ from those of `adapters`, which the config defines.
     """
-    settings, form = hf.read_config(folder, SETTINGS), _form(adapters)
-    idle = {"peft_type": form.type, "bias": "none"} | dict.fromkeys(OTHERS)
-    for name, value in idle.items():
-        # Empty or missing: PEFT does nothing then.
+    settings, form = hf.read_config(folder, SETTINGS_FILE), _form(adapters)
+    supported_settings = {"peft_type": form.type, "bias": "none"} | dict.fromkeys(UNSUPPORTED_SETTINGS)
+    for name, value in supported_settings.items():
+        # An empty or missing setting means that PEFT does not use the feature.
         if (setting := settings.get(name, value)) and setting != value:
-            raise UserError(f"{folder / SETTINGS}: {name} is {setting!r}, which is not supported: use plain adapters")
-    if (began := settings.get("init_lora_weights")) not in BEGINNINGS:
+            raise UserError(
+                f"{folder / SETTINGS_FILE}: {name} is {setting!r}, but must be {value!r}: use adapters without this "
+                "feature of PEFT"
+            )
+    if (init_method := settings.get("init_lora_weights")) not in SUPPORTED_INITS:
         raise UserError(
-            f"{folder / SETTINGS}: init_lora_weights is {began!r}, with which PEFT changes the base too: convert it to "
-            "plain adapters in PEFT, by save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+            f"{folder / SETTINGS_FILE}: init_lora_weights is {init_method!r}, which also changes the base model: "
+            "convert the adapters in PEFT by save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
     for field, key in form.settings.items():
-        if (setting := settings.get(key, False)) != (ours := getattr(adapters.kind, field)):
-            theirs = f"{folder / SETTINGS} has {key} = {setting!r}"
-            raise UserError(f"config.adapters.{field} = {ours!r}, but {theirs}: set it")
+        if (setting := settings.get(key, False)) != (setting_here := getattr(adapters.kind, field)):
+            peft_setting = f"{key} = {setting!r} in {folder / SETTINGS_FILE}"
+            raise UserError(
+                f"config.adapters.{field} = {setting_here!r}: must agree with {peft_setting}: set "
+                f"config.adapters.{field}"
+            )
     try:
-        stored = load_file(folder / WEIGHTS)
+        file_tensors = load_file(folder / WEIGHTS_FILE)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{folder / WEIGHTS} cannot be read ({error}): fetch it again") from None
+        raise UserError(f"{folder / WEIGHTS_FILE} cannot be read ({error}): fetch it again") from None
     params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), adapters.shapes)
-    for path, which, name in _names(adapters):
-        stacked = reduce(getitem, path.split("/"), params)[which]
+    for path, leaf, name in _adapter_tensors(adapters):
+        stacked = reduce(getitem, path.split("/"), params)[leaf]
         for i in range(len(stacked)):
-            tensor = stored.pop(name.format(i), None)
+            tensor = file_tensors.pop(name.format(i), None)
             if tensor is None or tensor.T.shape != stacked[i].shape:
-                has = "is missing" if tensor is None else f"is {tensor.shape}, not {stacked[i].T.shape}"
-                remedy = "config.adapters.targets may name only kernels that it adapts in all layers"
-                raise UserError(f"{folder / WEIGHTS}: tensor {name.format(i)} {has}: {remedy}")
+                problem = "is missing" if tensor is None else f"is {tensor.shape}, not {stacked[i].T.shape}"
+                remedy = "let config.adapters.targets match only kernels that the folder adapts in all layers"
+                raise UserError(f"{folder / WEIGHTS_FILE}: tensor {name.format(i)} {problem}: {remedy}")
             if not np.isfinite(tensor).all():
-                weights = f"{folder / WEIGHTS}: tensor {name.format(i)}"
-                raise UserError(f"{weights} has numbers that are not finite: use another checkpoint")
+                weights = f"{folder / WEIGHTS_FILE}: tensor {name.format(i)}"
+                raise UserError(f"{weights} has infinite or NaN values: use another checkpoint")
             stacked[i] = tensor.T
-    # What is left has no kernel here: training would go on without a part of what the folder's model has learned.
-    if stored:
-        # One of the embedding or the head.
-        outside = next((name for name in stored if ".layers." not in name), None)
-        remedy = "set config.adapters.targets to all kernels that it adapts"
+    # The tensors that are left adapt no kernel of this run, so the run would lose a part of the trained adapters.
+    if file_tensors:
+        # An adapter of the embedding or of the head cannot be matched by any targets.
+        outside = next((name for name in file_tensors if ".layers." not in name), None)
+        remedy = "let config.adapters.targets match all kernels that the folder adapts"
         if outside:
-            remedy = "only kernels of the layers have adapters here; merge it into its base with PEFT, and train that"
-        raise UserError(f"{folder / WEIGHTS} also has {outside or next(iter(stored))}: {remedy}")
+            remedy = (
+                "only kernels of the layers can have adapters: merge the adapters into their base with PEFT, and "
+                "train the merged model"
+            )
+        unused = outside or next(iter(file_tensors))
+        raise UserError(
+            f"{folder / WEIGHTS_FILE}: tensor {unused} adapts no kernel that config.adapters.targets matches: {remedy}"
+        )
     return params
 
 
 def fingerprint(path: str) -> str:
-    """Hash that tells adapters apart. Raises: UserError, if there are none."""
-    file = Path(path).expanduser() / WEIGHTS
+    """Returns a hash of the adapters in a PEFT folder. Raises: UserError, if the folder has no adapters."""
+    file = Path(path).expanduser() / WEIGHTS_FILE
     if not file.is_file():
-        raise UserError(f"config.adapters.path = {path!r} has no {WEIGHTS}: give a folder that PEFT wrote")
+        raise UserError(
+            f"config.adapters.path = {path!r}: the folder has no {WEIGHTS_FILE}: set it to a folder that PEFT wrote"
+        )
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
@@ -147,10 +165,10 @@ def _form(adapters: Adapters) -> PeftForm:
     return adapters.kind.peft
 
 
-def _names(adapters: Adapters) -> list[tuple[str, str, str]]:
-    """Returns path, leaf and tensor name of each stack of adapters."""
+def _adapter_tensors(adapters: Adapters) -> list[tuple[str, str, str]]:
+    """Returns (path of the module, name of the array, name of its tensors with {} for the layer) of all arrays."""
     return [
-        (path, ours, f"base_model.model.{module}.{theirs}.weight")
+        (path, leaf, f"base_model.model.{module}.{peft_name}.weight")
         for path, module in adapters.modules.items()
-        for ours, theirs in _form(adapters).leaves.items()
+        for leaf, peft_name in _form(adapters).leaves.items()
     ]

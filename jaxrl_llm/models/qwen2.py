@@ -1,4 +1,4 @@
-"""The Qwen2 and Qwen2.5 families: biases on query, key and value; some models have layers with a sliding window."""
+"""The Qwen2 and Qwen2.5 families: query, key and value have biases; some models have sliding-window layers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
-    settings = config_json.read(hf)
-    fields = {"qkv_bias": True, "output_bias": False} | windows(settings)
-    return config_json.decoder(settings, **fields)
+    settings = config_json.read_settings(hf)
+    fields = {"qkv_bias": True, "output_bias": False} | window_fields(settings)
+    return config_json.make_decoder_config(settings, **fields)
 
 
-def windows(settings: config_json.ConfigJson) -> dict[str, Any]:
-    """Returns the fields on sliding windows: if switched on, layers from max_window_layers on have one."""
+def window_fields(settings: config_json.ConfigJson) -> dict[str, Any]:
+    """Returns the fields of DecoderConfig for sliding windows, which layers from number max_window_layers on have."""
     if not settings.get("use_sliding_window"):
         settings = config_json.ConfigJson(settings)
-        # Files have one also where it is switched off.
+        # Some files set sliding_window although use_sliding_window is false.
         settings.pop("sliding_window", None)
-        return config_json.windows(settings, [False] * settings["num_hidden_layers"])
-    usual = [i >= settings["max_window_layers"] for i in range(settings["num_hidden_layers"])]
-    return config_json.windows(settings, usual)
+        return config_json.window_fields(settings, [False] * settings["num_hidden_layers"])
+    default_local = [i >= settings["max_window_layers"] for i in range(settings["num_hidden_layers"])]
+    return config_json.window_fields(settings, default_local)

@@ -1,4 +1,4 @@
-"""The Qwen2-VL family: Qwen2 that also reads images. Each patch sees its whole image in all layers of the tower."""
+"""The Qwen2-VL family: Qwen2 with a vision tower, in which each patch sees its whole image in all layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = (
         "visual/layers/mlp/down/bias": "visual.blocks.{}.mlp.fc2.bias",
     }
 )
-MODULES = names.modules(NAMES)
+MODULES = names.module_names(NAMES)
 
 
 def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
@@ -26,14 +26,14 @@ def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
     settings = vision_json.tower_settings(hf, hidden_act="quick_gelu", mlp_ratio=4)
-    mlp_width = int(config_json.count(settings, "embed_dim") * config_json.number(settings, "mlp_ratio", 4))
+    mlp_width = int(config_json.get_count(settings, "embed_dim") * config_json.get_number(settings, "mlp_ratio", 4))
     text = text_settings(hf)
-    tower = vision_json.tower(
-        settings, "embed_dim", "hidden_size", text["hidden_size"], mlp_width=mlp_width, gated=False, centered=True
+    tower = vision_json.make_tower_config(
+        settings, "embed_dim", "hidden_size", text["hidden_size"], mlp_width=mlp_width, gated_mlp=False, layer_norm=True
     )
-    return vision_json.decoder(text, tower, qkv_bias=True, output_bias=False, **qwen2.windows(text))
+    return vision_json.make_decoder_config(text, tower, qkv_bias=True, output_bias=False, **qwen2.window_fields(text))
 
 
 def text_settings(hf: dict[str, Any]) -> config_json.ConfigJson:
-    """Returns the settings of the text model, with the default of transformers. Raises: UserError, as `read`."""
+    """Returns the settings of the text model. Raises: UserError, naming a key that must be a number."""
     return vision_json.text_settings(hf, rope_theta=1_000_000.0)

@@ -13,5 +13,5 @@ def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
-    settings = config_json.read(hf, head_dim=128)  # not width / heads
-    return config_json.decoder(settings, qk_norm=True, **qwen2.windows(settings))
+    settings = config_json.read_settings(hf, head_dim=128)  # The default is 128, and not width / heads.
+    return config_json.make_decoder_config(settings, qk_norm=True, **qwen2.window_fields(settings))

@@ -18,24 +18,28 @@ def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
 
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
-    settings = config_json.read(hf, norm_topk_prob=False)
-    fields = experts(settings, normalized=settings["norm_topk_prob"])
-    if settings.get("use_sliding_window"):  # in all layers
-        fields |= config_json.windows(settings, [True] * settings["num_hidden_layers"])
-    return config_json.decoder(settings, qk_norm=True, **fields)
+    settings = config_json.read_settings(hf, norm_topk_prob=False)
+    fields = expert_fields(settings, normalized=settings["norm_topk_prob"])
+    if settings.get("use_sliding_window"):  # It holds for all layers.
+        fields |= config_json.window_fields(settings, [True] * settings["num_hidden_layers"])
+    return config_json.make_decoder_config(settings, qk_norm=True, **fields)
 
 
-def experts(settings: config_json.ConfigJson, *, normalized: bool, fused: bool = False) -> dict[str, Any]:
-    """Returns the fields of DecoderConfig on experts. Raises: UserError, naming a key, if some layers have none."""
+def expert_fields(settings: config_json.ConfigJson, *, normalized: bool, fused: bool = False) -> dict[str, Any]:
+    """Returns the fields of DecoderConfig for experts. Raises: UserError, if some layers have no experts.
+
+    normalized, fused: fields of `Mixture`.
+    """
     settings = config_json.ConfigJson({"decoder_sparse_step": 1, "mlp_only_layers": []} | settings)
     if settings["mlp_only_layers"] or settings["decoder_sparse_step"] != 1:
         key = "mlp_only_layers" if settings["mlp_only_layers"] else "decoder_sparse_step"
         raise UserError(
-            f"config.json: {key} is {settings[key]!r}: only models with experts in all layers are supported"
+            f"config.json: {key} is {settings[key]!r}, but only models with experts in all layers are supported: use "
+            "another checkpoint"
         )
-    # The hub's files have the first key; transformers 5 writes the second one.
-    number = "num_experts" if "num_experts" in settings else "num_local_experts"
+    # Files on the hub have num_experts. transformers 5 writes num_local_experts.
+    count_key = "num_experts" if "num_experts" in settings else "num_local_experts"
     return {
-        "mlp_width": config_json.count(settings, "moe_intermediate_size"),
-        "mixture": replace(config_json.mixture(settings, number, normalized=normalized), fused=fused),
+        "mlp_width": config_json.get_count(settings, "moe_intermediate_size"),
+        "mixture": replace(config_json.make_mixture(settings, count_key, normalized=normalized), fused=fused),
     }

@@ -1,4 +1,4 @@
-"""The dense Qwen3-VL family: Qwen3 that also reads images, through several layers of its tower."""
+"""The dense Qwen3-VL family: Qwen3 with a vision tower, several layers of which feed the decoder (DeepStack)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import config_json, names, vision_json
 from jaxrl_llm.models.config import DecoderConfig
 
-NAMES = names.modules(names.DENSE | names.DEEP_TOWER)
+NAMES = names.module_names(names.DENSE | names.DEEP_TOWER)
 
 
 def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
@@ -18,39 +18,47 @@ def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
     Raises: UserError, naming a key that is missing or asks for an unsupported feature.
     """
     text = vision_json.text_settings(hf, head_dim=128, rope_theta=500_000.0)
-    return decoder(hf, text, qk_norm=True)
+    return make_decoder_config(hf, text, qk_norm=True)
 
 
-def decoder(hf: dict[str, Any], text: config_json.ConfigJson, **fields: Any) -> DecoderConfig:
-    """Makes the DecoderConfig of a model with this tower. text, fields: arguments of `vision_json.decoder`.
+def make_decoder_config(hf: dict[str, Any], text: config_json.ConfigJson, **fields: Any) -> DecoderConfig:
+    """Makes the DecoderConfig of a text model with a Qwen3-VL tower.
 
+    hf: content of config.json. text: settings of its text model. fields: fields of DecoderConfig that the family sets.
     Raises: UserError, naming a key that does not fit.
     """
-    # The defaults of transformers, for files that leave these out.
-    usual = {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304}
-    settings = vision_json.tower_settings(hf, **usual, deepstack_visual_indexes=[8, 16, 24])
-    places = config_json.count(settings, "num_position_embeddings")
-    own = {
-        "gated": False,
-        "centered": True,
+    # Files may leave these keys out. The values are transformers' defaults.
+    defaults = {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304}
+    settings = vision_json.tower_settings(hf, **defaults, deepstack_visual_indexes=[8, 16, 24])
+    table_rows = config_json.get_count(settings, "num_position_embeddings")
+    tower_fields = {
+        "gated_mlp": False,
+        "layer_norm": True,
         "patch_bias": True,
-        "table": math.isqrt(places),
-        "deep": deep_layers(settings, text),
-        "mlp_width": config_json.count(settings, "intermediate_size"),
+        "position_grid": math.isqrt(table_rows),
+        "deepstack_layers": deepstack_layers(settings, text),
+        "mlp_width": config_json.get_count(settings, "intermediate_size"),
     }
-    if own["table"] ** 2 != places:
-        raise UserError(f"config.json: num_position_embeddings is {places}, which is no square: restore the file")
-    tower = vision_json.tower(settings, "hidden_size", "out_hidden_size", text["hidden_size"], **own)
-    return vision_json.decoder(text, tower, interleaved=True, **fields)
-
-
-def deep_layers(settings: config_json.ConfigJson, text: config_json.ConfigJson) -> tuple[int, ...]:
-    """Returns the layers of the tower whose vectors the decoder adds. Raises: UserError, if they do not fit."""
-    deep = vision_json.layers_of(settings, "deepstack_visual_indexes")
-    rising = all(a < b for a, b in zip(deep, (*deep[1:], config_json.count(settings, "depth")), strict=True))
-    if not rising or len(deep) > config_json.count(text, "num_hidden_layers"):
+    if tower_fields["position_grid"] ** 2 != table_rows:
         raise UserError(
-            f"config.json: deepstack_visual_indexes is {list(deep)}, and must be rising numbers of layers of the "
-            "tower, no more than the text model has layers: restore the file"
+            f"config.json: num_position_embeddings is {table_rows}, but must be a square number: restore the file"
         )
-    return deep
+    tower = vision_json.make_tower_config(
+        settings, "hidden_size", "out_hidden_size", text["hidden_size"], **tower_fields
+    )
+    return vision_json.make_decoder_config(text, tower, interleaved=True, **fields)
+
+
+def deepstack_layers(settings: config_json.ConfigJson, text: config_json.ConfigJson) -> tuple[int, ...]:
+    """Returns the numbers of the tower layers whose vectors the decoder adds (DeepStack).
+
+    Raises: UserError, if they do not rise, or are more than the text model has layers.
+    """
+    layers = vision_json.get_layers(settings, "deepstack_visual_indexes")
+    is_rising = all(a < b for a, b in zip(layers, (*layers[1:], config_json.get_count(settings, "depth")), strict=True))
+    if not is_rising or len(layers) > config_json.get_count(text, "num_hidden_layers"):
+        raise UserError(
+            f"config.json: deepstack_visual_indexes is {list(layers)}, but must be rising layer numbers of the "
+            "tower, and not more than the text model has layers: restore the file"
+        )
+    return layers

@@ -1,4 +1,4 @@
-"""The section `model` of a config."""
+"""The fields of the config section `model`."""
 
 from __future__ import annotations
 
@@ -10,27 +10,22 @@ from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The model that a run begins with. configs/grpo.py explains each field."""
+    """The initial model of a run. configs/grpo.py explains each field."""
 
-    path: MayChange[str]  # a moved folder is fine: a fingerprint checks its files
-    """Model folder or hub id."""
+    path: MayChange[str]  # may change on resume, because a fingerprint checks that the files are the same
     dtype: Literal["float32", "bfloat16"]
     """Dtype of activations; parameters and optimizer state are always float32."""
     remat: MayChange[Literal["none", "dots", "full"]]
     """Activations that the backward pass recomputes to save memory: none | dots | full."""
     vision: Literal["learns", "frozen"]
-    """Whether the vision tower of a vision-language model is trained: learns | frozen."""
-    family: str = ""  # function of the user's that reads config.json; "": a family of this package
-    """Function that reads config.json for a model family that this package lacks, e.g. my.module.function
-    (docs/models.md). "": model_type in config.json names a family of this package.
-    """
+    family: str = ""  # dotted name of a user's function that reads config.json; "" = a family of this package
 
     row_parts: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupModelSettings(ModelSettings):
-    """The model of a run that scores and learns from several completions of a prompt."""
+    """The initial model of a run that scores, and learns from, several completions of a prompt."""
 
     row_parts: MayChange[AtLeastOne] = field()  # pyright: ignore[reportIncompatibleVariableOverride]
     """Parts in which the completions of a prompt are scored and learned from, one after the other. More parts need less
@@ -40,7 +35,7 @@ class GroupModelSettings(ModelSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class TowerSettings:
-    """Sizes of the tower of a new model, with the names of `vision_config` in a config.json."""
+    """Sizes of the vision tower of a new model, named as in `vision_config` of a config.json."""
 
     depth: AtLeastOne
     hidden_size: AtLeastOne
@@ -50,7 +45,7 @@ class TowerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class NewModelSettings(ModelSettings):
-    """The model of `sft`: with path = "", a new one of these sizes, which have the names of a config.json."""
+    """The initial model of `sft`. With path = "" it is a new model of these sizes, named as in a config.json."""
 
     hidden_size: AtLeastOne
     num_hidden_layers: AtLeastOne

@@ -1,8 +1,8 @@
-"""The tower of a vision-language model: it turns the patches of images into vectors that replace embeddings.
+"""The vision tower of a vision-language model: turns image patches into vectors that replace token embeddings.
 
-Shapes: B prompts, N patches and M merged tokens of a prompt, E width of the tower, D width of the decoder. Windows are
-one after the other in N, and all have the same number of patches. K layers also give vectors to the decoder's first
-K layers (DeepStack, arXiv 2406.04334).
+Shapes: B prompts, N patches and M merged tokens of a prompt, E width of the tower, D width of the decoder. The patches
+of a window are neighbours in N, and all windows have the same number of patches. K layers of the tower also return
+vectors that the decoder's first K layers add (DeepStack, arXiv 2406.04334).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.machine.sharding import BATCH
 from jaxrl_llm.models.attention import Visible, attend, head_major, token_major
-from jaxrl_llm.models.blocks import ACTIVATIONS, CenteredNorm, linear
+from jaxrl_llm.models.blocks import ACTIVATIONS, UnitOffsetRMSNorm, linear
 from jaxrl_llm.models.config import DecoderConfig, VisionConfig
 from jaxrl_llm.models.experts import Kernel
-from jaxrl_llm.models.rope import plain, rotate
-from jaxrl_llm.models.skeleton import Skeleton, parameters, recomputed
+from jaxrl_llm.models.rope import default_rope, rotate
+from jaxrl_llm.models.skeleton import Skeleton, parameter_tree, rematerialized
 from jaxrl_llm.structs import Array, Images, PyTree
 
 TOWER_ACTIVATIONS: dict[str, Callable[[Array], jax.Array]] = ACTIVATIONS | {
@@ -31,139 +31,156 @@ TOWER_ACTIVATIONS: dict[str, Callable[[Array], jax.Array]] = ACTIVATIONS | {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 CHANNELS = 3
-# Queries of an attention over whole images at a time: all at once would take memory that grows with N^2.
-QUERIES = 256
+# Number of queries that attend at a time: all at once would take memory that grows with N^2.
+QUERIES_AT_A_TIME = 256
 
 
 class Tower:
-    """Pure functions over a parameter tree {"patches", "table", "layers", "merger", "deep"}; some lack table or deep.
+    """A vision tower as pure functions over a parameter tree {"patches", "table", "layers", "merger", "deep"}.
 
-    The layers are stacked and scanned.
+    A tower without learned positions has no "table", and one without DeepStack has no "deep". The layers are stacked
+    and scanned.
     """
 
     def __init__(self, cfg: DecoderConfig, vision: VisionConfig, mesh: Mesh | None = None):
-        # The sampler's kernels of text layers are transposed, those of the tower are not.
+        # The sampler transposes the kernels of the text layers, but not the kernels of the tower.
         self.cfg, self.vision, self.mesh = replace(cfg, transposed=False), vision, mesh
         self._block = Skeleton(lambda: TowerBlock(self.cfg, vision, nnx.Rngs(0)))
-        self._ends = Skeleton(lambda: TowerEnds(self.cfg, vision, nnx.Rngs(0)))
-        self._deep = Skeleton(lambda: Merger(self.cfg, vision, nnx.Rngs(0), after=True))
+        self._outer_parts = Skeleton(lambda: TowerOuterParts(self.cfg, vision, nnx.Rngs(0)))
+        self._deepstack_merger = Skeleton(lambda: Merger(self.cfg, vision, nnx.Rngs(0), norm_after_merge=True))
 
     def init(self, key: Array) -> PyTree:
-        """Initializes float32 parameters; kernels are normal(0, 0.02)."""
-        block_key, ends_key = jax.random.split(key)
+        """Returns new float32 parameters; kernels are drawn from normal(0, 0.02)."""
+        block_key, outer_key = jax.random.split(key)
 
-        def block(key: Array) -> PyTree:
-            return parameters(TowerBlock(self.cfg, self.vision, nnx.Rngs(key)))
+        def tower_block(key: Array) -> PyTree:
+            return parameter_tree(TowerBlock(self.cfg, self.vision, nnx.Rngs(key)))
 
-        layers = jax.vmap(block)(jax.random.split(block_key, self.vision.depth))
-        params = {"layers": layers, **parameters(TowerEnds(self.cfg, self.vision, nnx.Rngs(ends_key)))}
-        if not self.vision.deep:
+        layers = jax.vmap(tower_block)(jax.random.split(block_key, self.vision.depth))
+        params = {"layers": layers, **parameter_tree(TowerOuterParts(self.cfg, self.vision, nnx.Rngs(outer_key)))}
+        if not self.vision.deepstack_layers:
             return params
 
-        def deep(key: Array) -> PyTree:
-            return parameters(Merger(self.cfg, self.vision, nnx.Rngs(key), after=True))
+        def deepstack_merger(key: Array) -> PyTree:
+            return parameter_tree(Merger(self.cfg, self.vision, nnx.Rngs(key), norm_after_merge=True))
 
-        return params | {"deep": jax.vmap(deep)(jax.random.split(jax.random.fold_in(key, 2), len(self.vision.deep)))}
+        return params | {
+            "deep": jax.vmap(deepstack_merger)(
+                jax.random.split(jax.random.fold_in(key, 2), len(self.vision.deepstack_layers))
+            )
+        }
 
     def __call__(self, params: PyTree, images: Images) -> jax.Array:
-        """Returns the vectors [1 + K, B, M, D] of the merged tokens: in the place of embeddings, and for K layers."""
-        ends = self._ends({name: leaf for name, leaf in params.items() if name not in ("layers", "deep")})
+        """Returns vectors [1 + K, B, M, D] of the merged tokens: the embeddings, then those for K decoder layers."""
+        outer_parts = self._outer_parts({name: leaf for name, leaf in params.items() if name not in ("layers", "deep")})
         angles = None if self.vision.siglip else self._angles(images.places)
         segments = images.segments[:, None]
 
         def layer(x: Array, scanned: tuple[Array, PyTree]) -> tuple[jax.Array, None]:
-            whole = all(self._whole) if len(set(self._whole)) == 1 else scanned[0]
+            sees_image = all(self._sees_image) if len(set(self._sees_image)) == 1 else scanned[0]
             block = self._block(scanned[1])
-            attended = self._attend(whole, *block.project(x, angles), segments)
+            attended = self._attend(sees_image, *block.project(x, angles), segments)
             return block.finish(x, attended), None
 
-        x, deep, begin = ends.patches(images.patches), list[Array](), 0
-        x = self._split_by_prompt((ends.table(x, images) if self.vision.table else x)[:, None])
-        scanned = jnp.asarray(self._whole), params["layers"]
-        # A scan that collects the outputs of a few layers would hold those of all.
-        for end in (*(layer + 1 for layer in self.vision.deep), self.vision.depth):
-            part = scanned if end - begin == self.vision.depth else jax.tree.map(lambda x: x[begin:end], scanned)  # noqa: B023
-            x, _ = jax.lax.scan(recomputed(layer, self.cfg.remat), x, part)
-            if len(deep) < len(self.vision.deep):
-                merger = self._deep(jax.tree.map(lambda x: x[len(deep)], params["deep"]))
-                deep.append(self._split_by_prompt(merger(x[:, 0])))
-            begin = end
-        return jnp.stack([self._split_by_prompt(ends.merger(x[:, 0])), *deep])
+        x, deepstack_vectors, first_layer = outer_parts.patches(images.patches), list[Array](), 0
+        x = self._shard_by_prompt((outer_parts.table(x, images) if self.vision.position_grid else x)[:, None])
+        scanned = jnp.asarray(self._sees_image), params["layers"]
+        # The layers are scanned in ranges that end at the DeepStack layers, because one scan would keep the outputs of
+        # all layers.
+        for end_layer in (*(layer + 1 for layer in self.vision.deepstack_layers), self.vision.depth):
+            layer_range = scanned
+            if end_layer - first_layer < self.vision.depth:
+                layer_range = jax.tree.map(lambda x, first=first_layer, end=end_layer: x[first:end], scanned)
+            x, _ = jax.lax.scan(rematerialized(layer, self.cfg.remat), x, layer_range)
+            if len(deepstack_vectors) < len(self.vision.deepstack_layers):
+                merger = self._deepstack_merger(jax.tree.map(lambda x: x[len(deepstack_vectors)], params["deep"]))
+                deepstack_vectors.append(self._shard_by_prompt(merger(x[:, 0])))
+            first_layer = end_layer
+        return jnp.stack([self._shard_by_prompt(outer_parts.merger(x[:, 0])), *deepstack_vectors])
 
     @property
-    def _whole(self) -> tuple[bool, ...]:
+    def _sees_image(self) -> tuple[bool, ...]:
         """For each layer, whether a patch sees its whole image, and not only its window."""
-        return tuple(not self.vision.window or i in self.vision.full for i in range(self.vision.depth))
+        return tuple(not self.vision.window or i in self.vision.full_layers for i in range(self.vision.depth))
 
     def _angles(self, places: Array) -> tuple[jax.Array, jax.Array]:
-        """Cosine and sine [B, 1, N, h / 2]: the first half of the frequencies turns with the row, the other with the
-        column of a patch.
+        """Returns cosine and sine [B, 1, N, h / 2] of the rotary angles of patches.
+
+        places: row and column of each patch [B, N, 2]. The first half of the angles grows with the row, the second
+        half with the column.
         """
-        frequencies = jnp.asarray(plain(self.vision.rope_theta, self.vision.head_dim // 2).frequencies, jnp.float32)
+        frequencies = jnp.asarray(
+            default_rope(self.vision.rope_theta, self.vision.head_dim // 2).frequencies, jnp.float32
+        )
         angles = places.astype(jnp.float32)[:, None, :, :, None] * frequencies[None, None, None, None]
         angles = angles.reshape(*angles.shape[:3], -1)
         return jnp.cos(angles), jnp.sin(angles)
 
-    def _attend(self, whole: Array | bool, query: Array, key: Array, value: Array, segments: Array) -> jax.Array:
-        """Softmax attention of patches [B, 1, N, heads, h] to those of equal segments [B, 1, N] -> the same shape."""
-        in_images = partial(_in_images, precision=self.cfg.precision)
-        in_windows = partial(_in_windows, size=self.vision.window_patches, precision=self.cfg.precision)
-        if isinstance(whole, bool):
-            return (in_images if whole else in_windows)(query, key, value, segments)
-        return jax.lax.cond(whole, in_images, in_windows, query, key, value, segments)
+    def _attend(self, sees_image: Array | bool, query: Array, key: Array, value: Array, segments: Array) -> jax.Array:
+        """Returns softmax attention [B, 1, N, heads, h] of patches to the patches of their image or window.
 
-    def _split_by_prompt(self, x: Array) -> jax.Array:
-        # XLA may otherwise follow the kernels, which are split over fsdp, and hold all prompts on a device.
+        segments [B, 1, N]: number of each patch's image.
+        """
+        attend_in_images = partial(_attend_in_images, precision=self.cfg.precision)
+        attend_in_windows = partial(_attend_in_windows, size=self.vision.window_patches, precision=self.cfg.precision)
+        if isinstance(sees_image, bool):
+            return (attend_in_images if sees_image else attend_in_windows)(query, key, value, segments)
+        return jax.lax.cond(sees_image, attend_in_images, attend_in_windows, query, key, value, segments)
+
+    def _shard_by_prompt(self, x: Array) -> jax.Array:
+        # Without this constraint, XLA may shard like the kernels, over fsdp, and hold all prompts on each device.
         return x if self.mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, BATCH))
 
 
-def _in_windows(
+def _attend_in_windows(
     query: Array, key: Array, value: Array, segments: Array, *, size: int, precision: jax.lax.Precision | None
 ) -> jax.Array:
-    """Attention within windows of `size` patches. The padding of a window sees itself only."""
+    """Returns attention within windows of `size` patches. The padding of a window sees only itself."""
 
-    def windows(x: Array) -> jax.Array:
+    def split_windows(x: Array) -> jax.Array:
         return x.reshape(len(x), -1, size, *x.shape[3:])
 
-    grouped, row = head_major(windows(query), windows(key), windows(value))
-    visible = Visible(_equal(windows(segments), windows(segments)))
+    grouped, row = head_major(split_windows(query), split_windows(key), split_windows(value))
+    visible = Visible(_equal_segments(split_windows(segments), split_windows(segments)))
     return token_major(attend(grouped, row, visible, precision=precision)).reshape(query.shape)
 
 
-def _in_images(
+def _attend_in_images(
     query: Array, key: Array, value: Array, segments: Array, *, precision: jax.lax.Precision | None
 ) -> jax.Array:
-    """Attention within images, of some queries at a time. The backward pass computes the scores again."""
+    """Returns attention within images, for a part of the queries at a time. The backward pass recomputes the scores."""
     grouped, row = head_major(query, key, value)
     length = query.shape[2]
-    parts = -(-length // QUERIES)
+    part_count = -(-length // QUERIES_AT_A_TIME)
 
-    def part(query_segments: tuple[Array, Array]) -> jax.Array:
-        return attend(query_segments[0], row, Visible(_equal(query_segments[1], segments)), precision=precision)
+    def attend_part(query_segments: tuple[Array, Array]) -> jax.Array:
+        return attend(
+            query_segments[0], row, Visible(_equal_segments(query_segments[1], segments)), precision=precision
+        )
 
-    if parts == 1:
-        return token_major(part((grouped, segments)))
-    size = -(-length // parts)
+    if part_count == 1:
+        return token_major(attend_part((grouped, segments)))
+    part_size = -(-length // part_count)
 
     def split(x: Array, axis: int) -> jax.Array:
-        """Splits an axis of patches into parts, padded at the end, and moves them to the front."""
-        widths = [(0, parts * size - length if i == axis else 0) for i in range(x.ndim)]
+        """Splits an axis of patches into equal parts, padded at the end, and moves the axis of parts to the front."""
+        widths = [(0, part_count * part_size - length if i == axis else 0) for i in range(x.ndim)]
         x = jnp.pad(x, widths)
-        return jnp.moveaxis(x.reshape(*x.shape[:axis], parts, size, *x.shape[axis + 1 :]), axis, 0)
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], part_count, part_size, *x.shape[axis + 1 :]), axis, 0)
 
-    attended = jax.lax.map(jax.checkpoint(part), (split(grouped, 4), split(segments, 2)))
-    # [parts, B, heads, 1, 1, size, h] -> [B, heads, 1, 1, N, h]
-    attended = jnp.moveaxis(attended, 0, 4).reshape(*grouped.shape[:4], parts * size, grouped.shape[-1])
+    attended = jax.lax.map(jax.checkpoint(attend_part), (split(grouped, 4), split(segments, 2)))
+    # The parts are joined again: [parts, B, heads, 1, 1, size, h] -> [B, heads, 1, 1, N, h].
+    attended = jnp.moveaxis(attended, 0, 4).reshape(*grouped.shape[:4], part_count * part_size, grouped.shape[-1])
     return token_major(attended[:, :, :, :, :length])
 
 
-def _equal(queries: Array, keys: Array) -> jax.Array:
-    """Which keys a query sees: [..., T] and [..., S] -> [..., T, S]."""
+def _equal_segments(queries: Array, keys: Array) -> jax.Array:
+    """Returns a mask [..., T, S]: True where a query [..., T] and a key [..., S] have the same segment number."""
     return queries[..., :, None] == keys[..., None, :]
 
 
 class TowerBlock(nnx.Module):
-    """One layer: norm, attention, norm, MLP, with residuals."""
+    """One layer of the tower: norm, attention, norm, MLP, with residuals."""
 
     def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs):
         self.vision = vision
@@ -178,15 +195,20 @@ class TowerBlock(nnx.Module):
         self.mlp = TowerMLP(cfg, vision, rngs)
 
     def project(self, x: Array, angles: tuple[Array, Array] | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [B, 1, N, E] -> query, divided by the square root of h, key and value [B, 1, N, heads, h]."""
+        """Projects x [B, 1, N, E] to query, key and value [B, 1, N, heads, h]; the query is divided by sqrt(h).
+
+        angles: cosine and sine of the patches; None for a tower without a rotary embedding.
+        """
         heads, normed = (self.vision.heads, self.vision.head_dim), self.attention_norm(x)
         if angles is None:
-            parts = (part(normed).reshape(*x.shape[:3], *heads) for part in (self.query, self.key, self.value))
-            query, key, value = parts
+            projections = (
+                linear_map(normed).reshape(*x.shape[:3], *heads) for linear_map in (self.query, self.key, self.value)
+            )
+            query, key, value = projections
             return (query.astype(jnp.float32) * self.vision.head_dim**-0.5).astype(value.dtype), key, value
         fused = self.qkv(normed).reshape(*x.shape[:3], 3, *heads)
         query, key, value = (fused[..., i, :, :] for i in range(3))
-        # Rotated and scaled in float32, rounded once, as in the decoder.
+        # Rotate and scale in float32 and round once, as the decoder does.
         query = rotate(query, angles) * self.vision.head_dim**-0.5
         return query.astype(value.dtype), rotate(key, angles).astype(value.dtype), value
 
@@ -196,39 +218,39 @@ class TowerBlock(nnx.Module):
 
 
 class TowerMLP(nnx.Module):
-    """down(act(gate(x)) * up(x)), or without a gate down(act(up(x))), with biases."""
+    """An MLP with biases: down(act(gate(x)) * up(x)), or without a gate down(act(up(x)))."""
 
     def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs):
         biased = partial(linear, cfg, rngs=rngs, use_bias=True)
         self.vision = vision
-        if vision.gated:
+        if vision.gated_mlp:
             self.gate = biased(vision.width, vision.mlp_width)
         self.up = biased(vision.width, vision.mlp_width)
         self.down = biased(vision.mlp_width, vision.width)
 
     def __call__(self, x: Array) -> jax.Array:
-        act = TOWER_ACTIVATIONS[self.vision.activation]
-        return self.down(act(self.gate(x)) * self.up(x) if self.vision.gated else act(self.up(x)))
+        activation = TOWER_ACTIVATIONS[self.vision.activation]
+        return self.down(activation(self.gate(x)) * self.up(x) if self.vision.gated_mlp else activation(self.up(x)))
 
 
-class TowerEnds(nnx.Module):
-    """The parts outside the layers."""
+class TowerOuterParts(nnx.Module):
+    """The modules of the tower outside its layers: patch embedding, table of positions, merger."""
 
     def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs):
-        self.patches = Patches(cfg, vision, rngs)
-        if vision.table:
+        self.patches = PatchEmbedding(cfg, vision, rngs)
+        if vision.position_grid:
             self.table = PositionTable(cfg, vision, rngs)
         self.merger = (MeanMerger if vision.siglip else Merger)(cfg, vision, rngs)
 
 
-class Patches(nnx.Module):
-    """The product of patches with a kernel: a convolution whose stride is the size of its kernel."""
+class PatchEmbedding(nnx.Module):
+    """The product of patches with a kernel; a convolution whose stride equals its kernel size does the same."""
 
     def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs):
         self.dtype, self.precision, self.vision = jnp.dtype(cfg.dtype), cfg.precision, vision
-        # [columns, rows, frames, channels, E]: as all kernels, the one of a checkpoint with its axes reversed.
-        shape = (vision.patch, vision.patch, vision.frames, CHANNELS, vision.width)
-        if vision.frames:
+        # As for all kernels, the axes [columns, rows, frames, channels, E] are those of the checkpoint, reversed.
+        shape = (vision.patch_size, vision.patch_size, vision.patch_frames, CHANNELS, vision.width)
+        if vision.patch_frames:
             self.kernel = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape))
         else:
             self.still = Kernel(*shape[:2], *shape[3:], rngs=rngs)
@@ -236,13 +258,14 @@ class Patches(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(vision.width))
 
     def __call__(self, patches: Array) -> jax.Array:
-        """Numbers of patches [B, N, F] uint8 -> [B, N, E]."""
+        """Returns vectors [B, N, E] of patches [B, N, F], the uint8 values of their pixels."""
         vision = self.vision
-        mean, std = (jnp.asarray(x, jnp.float32)[None, :, None] for x in (vision.mean, vision.std))
-        x = patches.reshape(-1, CHANNELS, vision.patch**2).astype(jnp.float32) / 255
+        mean, std = (jnp.asarray(x, jnp.float32)[None, :, None] for x in (vision.pixel_mean, vision.pixel_std))
+        x = patches.reshape(-1, CHANNELS, vision.patch_size**2).astype(jnp.float32) / 255
         x = ((x - mean) / std).reshape(len(x), -1).astype(self.dtype)
-        # An image is a film of equal frames, so their kernels add up: rounded as in the engines, added in float32.
-        if vision.frames:
+        # An image repeats one frame, so the kernels of the frames add up. They are rounded as in the engines, and added
+        # in float32.
+        if vision.patch_frames:
             kernel = jnp.sum(self.kernel[...].astype(self.dtype).astype(jnp.float32), axis=2)
         else:
             kernel = self.still.kernel[...]
@@ -254,66 +277,74 @@ class Patches(nnx.Module):
 
 
 class PositionTable(nnx.Module):
-    """Learned positions: the corners of an image have those of the table's corners, the rest is interpolated."""
+    """Learned positions: the corners of the square table are those of an image, and patches are interpolated."""
 
     def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs):
-        self.dtype, self.side = jnp.dtype(cfg.dtype), vision.table
-        shape = (vision.table**2, vision.width)
+        self.dtype, self.side = jnp.dtype(cfg.dtype), vision.position_grid
+        shape = (vision.position_grid**2, vision.width)
         self.embedding = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape))
 
     def __call__(self, x: Array, images: Images) -> jax.Array:
-        """Adds positions to patches x [B, N, E]."""
-        # The last row and column of each image. It has several patches, so there are fewer images than patches.
-        largest = jax.vmap(partial(jax.ops.segment_max, num_segments=x.shape[1] + 1))(images.places, images.segments)
-        last = jnp.maximum(jax.vmap(lambda of, at: of[at])(largest, images.segments), 1)
-        at = images.places.astype(jnp.float32) * (self.side - 1) / last.astype(jnp.float32)
-        below = jnp.floor(at)
+        """Adds the interpolated positions to patches x [B, N, E]."""
+        # segment_max finds the last row and column of each image. N + 1 segments are enough, because an image has
+        # several patches.
+        last_by_segment = jax.vmap(partial(jax.ops.segment_max, num_segments=x.shape[1] + 1))(
+            images.places, images.segments
+        )
+        last_place = jnp.maximum(
+            jax.vmap(lambda last_of_image, at: last_of_image[at])(last_by_segment, images.segments), 1
+        )
+        grid_place = images.places.astype(jnp.float32) * (self.side - 1) / last_place.astype(jnp.float32)
+        lower_corner = jnp.floor(grid_place)
         total = jnp.zeros(x.shape, jnp.float32)
         for row, column in ((0, 0), (0, 1), (1, 0), (1, 1)):
             corner = jnp.array([row, column])[None, None]
-            near = jnp.minimum(below.astype(jnp.int32) + corner, self.side - 1)
-            weight = jnp.prod(1 - jnp.abs(at - below - corner), axis=-1, keepdims=True)
-            vectors = self.embedding[...][near[..., 0] * self.side + near[..., 1]]
+            grid_corner = jnp.minimum(lower_corner.astype(jnp.int32) + corner, self.side - 1)
+            weight = jnp.prod(1 - jnp.abs(grid_place - lower_corner - corner), axis=-1, keepdims=True)
+            vectors = self.embedding[...][grid_corner[..., 0] * self.side + grid_corner[..., 1]]
             total += weight * vectors.astype(self.dtype).astype(jnp.float32)
         return x + total.astype(x.dtype)
 
 
 class Merger(nnx.Module):
-    """A norm, and an MLP over the patches of a merged token together; after: the norm is over them too."""
+    """A norm, and an MLP that turns the patches of a merged token into one vector.
 
-    def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs, *, after: bool = False):
+    norm_after_merge: whether the norm covers the patches of a merged token together; False = each patch alone.
+    """
+
+    def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs, *, norm_after_merge: bool = False):
         biased = partial(linear, cfg, rngs=rngs, use_bias=True)
-        inner = vision.width * vision.merge**2
-        self.after = after
-        self.norm = _norm(cfg, vision, rngs, inner if after else vision.width)
-        self.up = biased(inner, inner)
-        self.down = biased(inner, cfg.width)
+        merged_width = vision.width * vision.merge_size**2
+        self.norm_after_merge = norm_after_merge
+        self.norm = _norm(cfg, vision, rngs, merged_width if norm_after_merge else vision.width)
+        self.up = biased(merged_width, merged_width)
+        self.down = biased(merged_width, cfg.width)
 
     def __call__(self, x: Array) -> jax.Array:
-        """[B, N, E] -> [B, M, D]."""
+        """Returns the vectors [B, M, D] of merged tokens for patches [B, N, E]."""
         shape = (len(x), -1, self.up.in_features)
-        merged = self.norm(x.reshape(shape)) if self.after else self.norm(x).reshape(shape)
+        merged = self.norm(x.reshape(shape)) if self.norm_after_merge else self.norm(x).reshape(shape)
         return self.down(TOWER_ACTIVATIONS["gelu"](self.up(merged)))
 
 
 class MeanMerger(nnx.Module):
-    """The mean of the normed patches of a merged token, a norm with the factor 1 + scale, and a projection."""
+    """Gemma 3's merger: the mean of the normalized patches of a merged token, a norm, and a projection."""
 
     def __init__(self, cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs):
-        self.patches = vision.merge**2
+        self.patches = vision.merge_size**2
         self.norm = _norm(cfg, vision, rngs, vision.width)
-        self.mean_norm = CenteredNorm(replace(cfg, norm_eps=vision.norm_eps), vision.width)
+        self.mean_norm = UnitOffsetRMSNorm(replace(cfg, norm_eps=vision.norm_eps), vision.width)
         self.projection = linear(cfg, vision.width, cfg.width, rngs=rngs)
 
     def __call__(self, x: Array) -> jax.Array:
-        """[B, N, E] -> [B, M, D]."""
+        """Returns the vectors [B, M, D] of merged tokens for patches [B, N, E]."""
         patches = self.norm(x).reshape(len(x), -1, self.patches, x.shape[-1])
         return self.projection(self.mean_norm(jnp.mean(patches, axis=2)))
 
 
 def _norm(cfg: DecoderConfig, vision: VisionConfig, rngs: nnx.Rngs, size: int) -> nnx.RMSNorm | nnx.LayerNorm:
     options: dict[str, Any] = dict(epsilon=vision.norm_eps, dtype=jnp.dtype(cfg.dtype), rngs=rngs)
-    if not vision.centered:
+    if not vision.layer_norm:
         return nnx.RMSNorm(size, **options)
-    # The fast variance is a difference of two means, which loses digits.
+    # The fast variance is the difference of two means, which loses digits.
     return nnx.LayerNorm(size, use_fast_variance=False, **options)

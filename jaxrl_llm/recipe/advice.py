@@ -15,7 +15,7 @@ from jaxrl_llm.config.names import is_ours, own_name, resolve
 from jaxrl_llm.config.records import Call
 from jaxrl_llm.data.rows import is_task
 from jaxrl_llm.errors import printable
-from jaxrl_llm.health.doctor import could_look
+from jaxrl_llm.health.doctor import summarize_judging
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
@@ -78,7 +78,7 @@ def width_of(recipe: Recipe | SftRecipe) -> int | None:
     """
     if recipe.new_width:
         return recipe.new_width
-    folder = hf.find_here(recipe.model.path)
+    folder = hf.find_local_checkpoint(recipe.model.path)
     return hf.load_model(folder, family=recipe.model.family).cfg.width if folder else None
 
 
@@ -294,5 +294,5 @@ def print_config(sizes: Sizes, findings: list[Finding], blind: dict[str, str]) -
         console.print(printable(finding.line()), markup=False)
     if not findings:
         console.print("no findings")
-    for line in could_look(len(RULES), blind):
+    for line in summarize_judging(len(RULES), blind):
         console.print(printable(line), markup=False)

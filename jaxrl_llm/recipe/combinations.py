@@ -125,7 +125,9 @@ def check_columns(recipe: Recipe) -> None:
     scores |= {section: column_of(section) for section in recipe.frozen}
     columns, loss, advantage = (*COLUMNS, *scores.values()), recipe.loss, recipe.advantage
     check_inputs(f"config.loss.name = {loss.name!r}", recipe.loss_columns, columns)
-    check_inputs(f"config.advantage.name = {advantage.name!r}", recipe.estimator.inputs, advantages.SIGNALS + columns)
+    check_inputs(
+        f"config.advantage.name = {advantage.name!r}", recipe.estimator.inputs, advantages.REWARD_INPUTS + columns
+    )
     for section, column in scores.items():
         if column not in {*recipe.loss_columns, *recipe.estimator.inputs, "reward_model_scores"}:
             raise UserError(
@@ -280,7 +282,7 @@ def check_kl(recipe: Recipe) -> None:
             "config.kl.estimator = 'k3_weighted' needs kl.placement = 'loss': with placement = 'reward' use 'k1', "
             "'k2' or 'k3'"
         )
-    if kl.placement == "reward" and not recipe.estimator.looks_at_penalties:
+    if kl.placement == "reward" and not recipe.estimator.uses_penalties:
         raise UserError(
             f"config.kl.placement = 'reward' has no effect, because advantage {advantage.name!r} ignores penalties: "
             "set placement to 'loss', or kl = None"

@@ -39,7 +39,7 @@ def check_no_effect(recipe: Recipe, fields: Mapping[str, Any]) -> None:
         else:
             reason = "the run has no reference, no teacher and no reward model"
         refuse(fields, {"host_memory.reference": False}, reason)
-    if not recipe.estimator.looks_at_penalties:
+    if not recipe.estimator.uses_penalties:
         refuse(fields, {"reward.overlong_tokens": 0}, f"{advantage} ignores penalties")
     single = recipe.group_size == 1
     if single or not recipe.estimator.needs_reward:

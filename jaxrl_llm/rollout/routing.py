@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
-from jaxrl_llm.models.attention import KeyValue, Visible, attend, in_prompt
-from jaxrl_llm.models.decoder import Decoder, PerKind
+from jaxrl_llm.models.attention import KeyValue, Visible, attend, prompt_visibility
+from jaxrl_llm.models.decoder import Decoder, PerLayerKind
 from jaxrl_llm.rollout.weights import WeightCopier, sampling_decoder
 from jaxrl_llm.structs import Array, Batch, PyTree
 
@@ -51,9 +51,9 @@ def _experts_in_decoding(model: Decoder, params: PyTree, batch: Batch) -> jax.Ar
         def visible(window: int) -> Visible:
             places = jnp.arange(c)[None, None, None]
             row = (places <= t) & (places > t - window) if window else places <= t
-            return Visible(row, in_prompt(batch.prompt_mask, positions, window))
+            return Visible(row, prompt_visibility(batch.prompt_mask, positions, window))
 
-        visible_keys = PerKind.for_window(visible, cfg.window if cfg.window < c + batch.prompts.shape[1] else 0)
+        visible_keys = PerLayerKind.for_window(visible, cfg.window if cfg.window < c + batch.prompts.shape[1] else 0)
 
         def attend_layer(local: Array | bool, query: Array, new: KeyValue, layer: Any) -> tuple[Array, Any]:
             own_cache, prompt = layer
@@ -61,7 +61,7 @@ def _experts_in_decoding(model: Decoder, params: PyTree, batch: Batch) -> jax.Ar
                 *(jax.lax.dynamic_update_slice_in_dim(x, y, t, 3) for x, y in zip(own_cache, new, strict=True))
             )
             return attend(
-                query, own_cache, visible_keys.of(local), prompt, soft_cap=cfg.soft_cap, precision=cfg.precision
+                query, own_cache, visible_keys.select(local), prompt, soft_cap=cfg.soft_cap, precision=cfg.precision
             ), (own_cache, prompt)
 
         turned = jnp.broadcast_to(end + t, (b, g, 1))

@@ -43,7 +43,7 @@ class WeightCopier:
         self._model, self.copies_to_other_devices = model, trainer_mesh not in (None, mesh)
         self._outer_shardings, self._layer_shardings = _shardings(model, mesh, in_int8=in_int8)
         outer_shardings, layer_shardings = _shardings(model, trainer_mesh or mesh, in_int8=in_int8)
-        self._copy_outer = jax.jit(model.as_used, out_shardings=outer_shardings)
+        self._copy_outer = jax.jit(model.cast_for_compute, out_shardings=outer_shardings)
         # The layer's number is an argument, so that one program serves all layers.
         self._copy_layer = jax.jit(partial(_layer, model, in_int8=in_int8), out_shardings=layer_shardings)
 
@@ -95,7 +95,7 @@ def _shardings(model: Decoder, mesh: Mesh, *, in_int8: bool) -> tuple[PyTree, Py
     """Returns the shardings of a copy's embedding and head, and the shardings of one of its layers."""
     shapes = model.shapes
     if in_int8:
-        shapes = shapes | {"layers": _map_kernels(shapes["layers"], partial(jax.eval_shape, adapters.int8))}
+        shapes = shapes | {"layers": _map_kernels(shapes["layers"], partial(jax.eval_shape, adapters.quantize_int8))}
     stacked = sharding.shardings(shapes, mesh, replicated_axis="fsdp")
     outer = {name: place for name, place in stacked.items() if name != "layers"}
     layer = jax.tree.map(lambda place: NamedSharding(mesh, P(*place.spec[1:])), stacked["layers"])
@@ -112,11 +112,11 @@ def _layer(model: Decoder, layers: PyTree, i: Array, *, in_int8: bool) -> PyTree
     """Returns layer i of a stack, with its adapters merged."""
     layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
     # The adapters are merged in float32 before the cast, so that the sum of base and adapter is rounded only once.
-    layer = adapters.merged(layer)
+    layer = adapters.merge_adapters(layer)
     if in_int8:
-        # `adapters.int8` takes a stack of layers, so the layer gets a leading axis of size 1.
-        layer = _map_kernels(layer, lambda kernel: jax.tree.map(lambda x: x[0], adapters.int8(kernel[None])))
-    layer = model.as_used(layer)
+        # `adapters.quantize_int8` takes a stack of layers, so the layer gets a leading axis of size 1.
+        layer = _map_kernels(layer, lambda kernel: jax.tree.map(lambda x: x[0], adapters.quantize_int8(kernel[None])))
+    layer = model.cast_for_compute(layer)
     return _map_kernels(layer, lambda kernel: kernel.T) if model.cfg.transposed else layer
 
 

@@ -1,1 +1,1 @@
-"""Programs that nobody has read: bubblewrap confines them, and their tests are judged in another process."""
+"""Runs untrusted code, such as a model's programs: bubblewrap confines it, and another process judges its tests."""

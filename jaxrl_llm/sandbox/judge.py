@@ -1,10 +1,10 @@
-"""The judge's side of the link: runs the tests, and calls the program.
+"""The judge's side of the link: runs the tests of an untrusted program, and calls the program for them.
 
-For an object of the program that is no plain data a test gets a Handle, which answers only what no plain value could
-answer: it has no operators, no truth, and of the attributes that plain values have, none, unless the test itself has
-built the object. So whatever a test compares is plain data in this process, and a program cannot change its tests, end
-them, or say that they have passed. For an exception class of the program the test gets an empty class with bases of its
-own, so it can catch it.
+A test gets the program's plain data as copies, and a Handle for any other object. A Handle has no operators, no truth
+value, and none of the attributes that plain values have, unless the test itself has built the object. So a test
+compares only plain data of this process, and a program cannot change its tests, end them, or claim that they have
+passed. For an exception class of the program, the test gets an empty class with the same built-in bases, so that it can
+catch it.
 """
 
 import ast
@@ -15,25 +15,25 @@ import math
 import os
 import sys
 
-from jaxrl_llm.sandbox.link import CODES, CONTAINERS, GONE, STREAMS, TYPES, UNJUDGED, Link, next_of
+from jaxrl_llm.sandbox.link import CODES, CONTAINERS, ENDED, STREAMS, TYPES, UNJUDGED, Link, next_item
 
-# Names that a test takes from here, whatever the program has under them.
-PLAIN = (*(kind for kind, *_ in CODES.values()), *CONTAINERS.values())
-KNOWN = {kind.__name__: kind for kind in (*PLAIN, collections.defaultdict)}
-PLAIN_ATTRIBUTES = {name for kind in (*TYPES, *PLAIN) for name in dir(kind)}
+# Plain types. Tests always get these from this process, even if the program defines the same names.
+PLAIN_TYPES = (*(kind for kind, *_ in CODES.values()), *CONTAINERS.values())
+KNOWN_TYPES = {kind.__name__: kind for kind in (*PLAIN_TYPES, collections.defaultdict)}
+PLAIN_ATTRIBUTES = {name for kind in (*TYPES, *PLAIN_TYPES) for name in dir(kind)}
 
 
-def forwarded(method, kind=None):
-    """Returns a method of a Handle that asks the other side, if a test has built the object.
+def make_forwarder(method, answer_type=None):
+    """Returns a method of Handle that calls the program's method, if a test has built the object.
 
-    kind: type that a plain answer must have, None if any answer will do.
+    method: name of the method. answer_type: type that a plain answer must have, None for any answer.
     """
 
     def ask(self, *arguments):
         if not object.__getattribute__(self, "_Handle__built"):
             raise TypeError("an object of the program is no plain data")
         answer = call(object.__getattribute__(self, "_Handle__link"), self, method, arguments, {})
-        return plain_of(kind, answer) if kind else answer
+        return require_type(answer_type, answer) if answer_type else answer
 
     return ask
 
@@ -42,20 +42,23 @@ def is_built(value):
     return type(value) is Handle and object.__getattribute__(value, "_Handle__built")
 
 
-def refused(self, *others):
-    """Raises: TypeError, for an operator. If the test has built the object, no program could pass it here."""
+def refuse_operator(self, *others):
+    """Raises: TypeError, for an operator. If a test has built the object, the test is unjudged, not failed."""
     if is_built(self):
         object.__getattribute__(self, "_Handle__link").unjudged = True
     raise TypeError("an object of the program is an operand or a key: only plain data are")
 
 
-def compared(self, other):
-    """Raises: TypeError. An object beside plain data may be a wrong answer, so only two built ones are unjudged."""
-    refused(self if is_built(other) else None)
+def refuse_comparison(self, other_operand):
+    """Raises: TypeError, for a comparison. The test counts as unjudged only if it has built both objects.
+
+    An object that is compared with plain data may simply be a wrong answer.
+    """
+    refuse_operator(self if is_built(other_operand) else None)
 
 
 class Handle:
-    """Stands for an object of the other side that is no plain data."""
+    """Represents, for a test, an object of the program that is not plain data."""
 
     __slots__ = ("__built", "__items", "__link", "__name", "__number")
 
@@ -63,45 +66,46 @@ class Handle:
         """name: variable or attribute that holds the object; built: whether a test built the object from a class."""
         values = {"link": link, "number": number, "name": name, "built": built, "items": None}
         for key, value in values.items():
-            # The call bypasses this class's own __setattr__, which asks the other side.
+            # object.__setattr__ is used, because this class's __setattr__ sets attributes of the program's object.
             object.__setattr__(self, f"_Handle__{key}", value)
 
     def __call__(self, *arguments, **named):
         result = call(self.__link, self, "", arguments, named)
-        # Classes begin with a capital letter. A function that returns an object has no right to answer for a value.
+        # Only a class, which begins with a capital letter, builds objects for a test. An object that a function returns
+        # must not stand for a plain value.
         if type(result) is Handle and self.__name[:1].isupper():
             object.__setattr__(result, "_Handle__built", True)
         return result
 
     def __getattr__(self, name):
         if name == "__signature__":
-            return signature(call(self.__link, self, "signature", (), {}))
+            return make_signature(call(self.__link, self, "signature", (), {}))
         if (name.startswith("__") and name != "__name__") or (name in PLAIN_ATTRIBUTES and not self.__built):
             raise AttributeError(name)
-        return self.__link.decoded(*self.__link.ask("get", self.__link.encoded(self), name), name)
+        return self.__link.decode(*self.__link.ask("get", self.__link.encode(self), name), name)
 
     def __setattr__(self, name, value):
         if name.startswith("__"):
             raise AttributeError(name)
-        self.__link.ask("set", self.__link.encoded(self), name, self.__link.encoded(value))
+        self.__link.ask("set", self.__link.encode(self), name, self.__link.encode(value))
 
-    def __eq__(self, other):
-        # Known without the program: None is plain data, and an object is equal to itself.
-        if other is None or (type(other) is Handle and other.__number == self.__number):
-            return other is not None
-        return compared(self, other)
+    def __eq__(self, other_operand):
+        # Two comparisons need no answer of the program: with None, and of an object with itself.
+        if other_operand is None or (type(other_operand) is Handle and other_operand.__number == self.__number):
+            return other_operand is not None
+        return refuse_comparison(self, other_operand)
 
-    def __ne__(self, other):
-        return not self == other
+    def __ne__(self, other_operand):
+        return not self == other_operand
 
     def __instancecheck__(self, value):
-        return plain_of(bool, call(self.__link, self, "isinstance", (value,), {}))
+        return require_type(bool, call(self.__link, self, "isinstance", (value,), {}))
 
     def __subclasscheck__(self, kind):
-        return plain_of(bool, call(self.__link, self, "issubclass", (kind,), {}))
+        return require_type(bool, call(self.__link, self, "issubclass", (kind,), {}))
 
     def __mro_entries__(self, bases):
-        """Answers a test that extends a class of the program."""
+        """Marks a test that extends a class of the program as unjudged. Raises: TypeError."""
         self.__link.unjudged = True
         raise TypeError("a class of the program is no base")
 
@@ -112,10 +116,10 @@ class Handle:
         raise StopIteration
 
     def __iter__(self):
-        """Returns one iterator, the same at each call, unless the test has built the object: a list has one content."""
+        """Returns an iterator; the same one at each call, unless the test has built the object."""
         if self.__built or self.__items is None:
             iterator = call(self.__link, self, "iter", (), {})
-            object.__setattr__(self, "_Handle__items", items(self.__link, plain_of(Handle, iterator)))
+            object.__setattr__(self, "_Handle__items", iterate(self.__link, require_type(Handle, iterator)))
         return self.__items
 
     def __enter__(self):
@@ -124,35 +128,34 @@ class Handle:
     def __exit__(self, *error):
         call(self.__link, self, "__exit__", (None, None, None), {})
 
-    __len__, __bool__ = forwarded("__len__", int), forwarded("bool", bool)
-    __str__, __repr__ = forwarded("str", str), forwarded("repr", str)
-    __getitem__, __setitem__, __delitem__ = map(forwarded, ("__getitem__", "__setitem__", "__delitem__"))
-    __lt__ = __le__ = __gt__ = __ge__ = compared
-    __hash__ = __neg__ = __abs__ = __invert__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = refused
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = refused
-    __matmul__ = __rmatmul__ = __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = refused
+    __len__, __bool__ = make_forwarder("__len__", int), make_forwarder("bool", bool)
+    __str__, __repr__ = make_forwarder("str", str), make_forwarder("repr", str)
+    __getitem__, __setitem__, __delitem__ = map(make_forwarder, ("__getitem__", "__setitem__", "__delitem__"))
+    __lt__ = __le__ = __gt__ = __ge__ = refuse_comparison
+    __hash__ = __neg__ = __abs__ = __invert__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = (
+        refuse_operator
+    )
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = (
+        refuse_operator
+    )
+    __matmul__ = __rmatmul__ = __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = refuse_operator
 
 
 class GlobalNames(dict):
-    """Global names of a test. A variable of the program is read again at each use: a function may have changed it."""
+    """The global names of a test. Variables of the program are read at each use, because calls may change them."""
 
     def __init__(self, link, names, variables):
-        """variables: {name: data that the program has sent last}."""
+        """names: {global name: value}. variables: {name of a variable of the program: data that was last received}."""
         super().__init__(names)
         self.link, self.variables = link, {name: json.dumps(data) for name, data in variables.items()}
 
     def __getitem__(self, name):
         if name in self.variables:
-            try:
-                (data,) = self.link.ask("variable", name)
-            except KeyError:
-                # The program has deleted it. Python looks for it once more in this dict, without this method.
-                self.pop(name, None)
-                raise
-            # Else the test may have changed its own copy, as an argument for a function.
+            (data,) = self.link.ask("variable", name)
+            # If the data are unchanged, keep the test's copy, because the test may have changed it.
             if json.dumps(data) != self.variables[name]:
                 self.variables[name] = json.dumps(data)
-                super().__setitem__(name, self.link.decoded(data, name))
+                super().__setitem__(name, self.link.decode(data, name))
         return super().__getitem__(name)
 
     def __setitem__(self, name, value):
@@ -160,8 +163,8 @@ class GlobalNames(dict):
         super().__setitem__(name, value)
 
 
-def signature(parts):
-    """Returns a signature of plain data: a name, a kind, and [] or [value] of a default and of annotations."""
+def make_signature(parts):
+    """Returns an inspect.Signature from the plain data of `signature_parts`, sent by the program's side."""
     import inspect
 
     parameters, returned = parts
@@ -178,71 +181,75 @@ def signature(parts):
     )
 
 
-def plain_of(kind, value):
+def require_type(kind, value):
     if type(value) is kind:
         return value
     raise TypeError(f"no {kind.__name__}")
 
 
-def items(link, iterator):
+def iterate(link, iterator):
     while following := call(link, iterator, "next", (), {}):
         yield following[0]
 
 
 def call(link, handle, method, arguments, named):
-    """Calls an object of the program, or a method of it. Containers among the arguments become what it made of them."""
-    data = [link.encoded(x) for x in arguments], {name: link.encoded(x) for name, x in named.items()}
-    result, changed = link.ask("call", link.encoded(handle), method, *data)
-    for old, new in zip(arguments, changed, strict=False):
-        restore(old, link.decoded(new))
-    return link.decoded(result)
+    """Calls an object of the program, or one of its methods, and copies changes of mutable arguments back.
 
-
-def restore(old, new):
-    """Makes a container what the other side made of its copy."""
-    if type(old) is not type(new):
-        return
-    if isinstance(old, (list, bytearray)):
-        old[:] = new
-    elif isinstance(old, (dict, set)):
-        old.clear()
-        old.update(new)
-    elif isinstance(old, collections.deque):
-        old.clear()
-        old.extend(new)
-    elif type(old) in STREAMS.values():
-        old.seek(0)
-        old.truncate()
-        old.write(new.getvalue())
-        old.seek(new.tell())
-
-
-def judge(read, write, report, tests, tolerance):
-    """Runs each test, and writes a line for it: 1, or 0 and why the program failed, or GONE, or UNJUDGED.
-
-    tests: JSON text of each test as `Link.encoded` returns it. A test is Python text, or [name of a method of Solution,
-    arguments, result]. tolerance: relative tolerance of a float in a result; a thousandth of it is the absolute one.
+    method: name of a method, "" for the object itself. named: keyword arguments.
     """
-    link = Link(read, write, Handle, judges=True)
-    tests = [link.decoded(test) for test in json.loads(tests)]
-    link.serves = {
-        "call": lambda number, method, arguments, named: given_call(link, number, arguments, named),
-        "iter": lambda number: (link.encoded(iter(link.decoded(number))),),
-        "next": lambda number: (link.encoded(next_of(link.decoded(number))),),
+    data = [link.encode(x) for x in arguments], {name: link.encode(x) for name, x in named.items()}
+    result, changed = link.ask("call", link.encode(handle), method, *data)
+    for old, new in zip(arguments, changed, strict=False):
+        copy_content(old, link.decode(new))
+    return link.decode(result)
+
+
+def copy_content(container, changed_copy):
+    """Replaces the content of a mutable argument by that of its copy, which the other side has changed."""
+    if type(container) is not type(changed_copy):
+        return
+    if isinstance(container, (list, bytearray)):
+        container[:] = changed_copy
+    elif isinstance(container, (dict, set)):
+        container.clear()
+        container.update(changed_copy)
+    elif isinstance(container, collections.deque):
+        container.clear()
+        container.extend(changed_copy)
+    elif type(container) in STREAMS.values():
+        container.seek(0)
+        container.truncate()
+        container.write(changed_copy.getvalue())
+        container.seek(changed_copy.tell())
+
+
+def judge(read_descriptor, write_descriptor, report_descriptor, tests, tolerance):
+    """Runs all tests, and writes a line for each: "1" if it passed, else "0 REASON".
+
+    The descriptors are those of the link to the program, and of the report for the lines. tests: JSON text of a list of
+    tests, each encoded by `Link.encode`: Python text, or [function, whether it is a method of Solution, arguments,
+    result]. tolerance: relative tolerance of floats in a result; the absolute tolerance is a thousandth of it.
+    """
+    link = Link(read_descriptor, write_descriptor, Handle, judges=True)
+    tests = [link.decode(test) for test in json.loads(tests)]
+    link.handlers = {
+        "call": lambda number, method, arguments, named: call_test_function(link, number, arguments, named),
+        "iter": lambda number: (link.encode(iter(link.decode(number))),),
+        "next": lambda number: (link.encode(next_item(link.decode(number))),),
     }
     names, variables = {}, {}
     try:
-        # The program may have sent any name, such as "__builtins__".
-        sent = {name: x for name, x in link.ask("names")[0] if type(name) is str and name[:2] != "__"}
-        names = {name: link.decoded(x, name) for name, x in sent.items()}
-        # Functions and classes are asked for once: to ask twice for each call would take twice the time.
-        variables = {name: x for name, x in sent.items() if type(names[name]) is not Handle}
+        # Names that begin with "__" are dropped, because a program may send any name, such as "__builtins__".
+        sent_data = {name: x for name, x in link.ask("names")[0] if type(name) is str and name[:2] != "__"}
+        names = {name: link.decode(x, name) for name, x in sent_data.items()}
+        # Only variables are read again at each use. Functions and classes are read once, to save time.
+        variables = {name: x for name, x in sent_data.items() if type(names[name]) is not Handle}
     except BaseException:
         link.closed = True
     for test in tests:
         passed = False
-        # Once the program has ended, all tests that follow have its reason.
-        link.reason, link.unjudged, link.lent = link.reason if link.closed else "", False, False
+        # If the program has ended, all later tests fail for the same reason.
+        link.reason, link.unjudged, link.sent_object = link.reason if link.closed else "", False, False
         try:
             if not link.closed:
                 if isinstance(test, (list, tuple)):
@@ -250,52 +257,56 @@ def judge(read, write, report, tests, tolerance):
                 else:
                     judge_text(link, names, variables, test)
                 passed = True
-        # A wrong answer is no failure of the program, and has no reason.
+        # A wrong answer has no reason, because the program itself did not fail.
         except AssertionError:
             pass
         except BaseException as error:
-            failed = "memory" if isinstance(error, MemoryError) else "error"
-            link.reason = link.reason or ("" if link.closed else failed)
-            # The program cannot use such an object, and its error may say so.
-            link.unjudged = link.unjudged or (link.lent and not link.closed and isinstance(error, Exception))
+            error_reason = "memory" if isinstance(error, MemoryError) else "error"
+            link.reason = link.reason or ("" if link.closed else error_reason)
+            # The program cannot use an object of a class that the test defines, and the error may come from this.
+            link.unjudged = link.unjudged or (link.sent_object and not link.closed and isinstance(error, Exception))
         if passed and not link.closed:
-            # The write has no buffer, so that the line is in the file before the next test, whatever ends this process.
-            os.write(report, b"1\n")
+            # os.write has no buffer, so that the line is in the file even if the next test ends this process.
+            os.write(report_descriptor, b"1\n")
         else:
-            reason = UNJUDGED if link.unjudged else link.reason or (GONE if link.closed else "")
-            os.write(report, f"0 {reason}\n".encode())
+            reason = UNJUDGED if link.unjudged else link.reason or (ENDED if link.closed else "")
+            os.write(report_descriptor, f"0 {reason}\n".encode())
 
 
-def given_call(link, number, arguments, named):
-    """Calls a function that a test gave to the program."""
-    values, more = [link.decoded(x) for x in arguments], {name: link.decoded(x) for name, x in named.items()}
-    return link.encoded(link.decoded(number)(*values, **more)), []
+def call_test_function(link, number, arguments, named):
+    """Calls a function of a test on behalf of the program. number: number of the function in the link."""
+    values, named_values = [link.decode(x) for x in arguments], {name: link.decode(x) for name, x in named.items()}
+    return link.encode(link.decode(number)(*values, **named_values)), []
 
 
 def judge_text(link, names, variables, test):
-    """Raises: an exception, if the test does not pass."""
+    """Runs a test that is Python text. Raises: any exception, if the test does not pass."""
     tree = ast.parse(test)
-    used = {x.id for x in ast.walk(tree) if isinstance(x, ast.Name)}
+    used_names = {x.id for x in ast.walk(tree) if isinstance(x, ast.Name)}
     modules = {x.value.id for x in ast.walk(tree) if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name)}
-    # A program may define a function with the name of a module, such as calendar: then the test means the module only
-    # if it uses an attribute of it.
-    modules = {name for name in used if name in sys.stdlib_module_names and (name in modules or name not in names)}
-    # The program's names, but none that a test uses to check its results, as `all` or `math`.
-    program = {name: x for name, x in names.items() if name not in KNOWN and name not in vars(builtins)}
-    global_names = program | KNOWN | imported(modules) | {"__name__": "__main__"}
-    variables = {name: data for name, data in variables.items() if name in used and global_names[name] is names[name]}
+    # If a program defines a name that is also a module's, such as calendar, the test means the module only where it
+    # uses an attribute of the name.
+    modules = {
+        name for name in used_names if name in sys.stdlib_module_names and (name in modules or name not in names)
+    }
+    # Names that tests use to check results, such as `all`, never come from the program.
+    program_names = {name: x for name, x in names.items() if name not in KNOWN_TYPES and name not in vars(builtins)}
+    global_names = program_names | KNOWN_TYPES | import_modules(modules) | {"__name__": "__main__"}
+    variables = {
+        name: data for name, data in variables.items() if name in used_names and global_names[name] is names[name]
+    }
     if variables:
         global_names = GlobalNames(link, global_names, variables)
     exec(compile(tree, "test", "exec"), global_names)
 
 
-def imported(modules):
+def import_modules(modules):
     modules_by_name = {}
     for name in modules:
         try:
             modules_by_name[name] = __import__(name)
         except ImportError:
-            # A part of the library that is not here, such as tkinter.
+            # Some modules of the library may be missing, such as tkinter.
             continue
     return modules_by_name
 
@@ -303,21 +314,24 @@ def imported(modules):
 def judge_call(names, tolerance, name, method, arguments, expected):
     """Raises: AssertionError, if the function does not return the expected value."""
     returned = (getattr(names["Solution"](), name) if method else names[name])(*arguments)
-    # APPS puts a result into a list.
-    assert agrees(returned, expected, tolerance) or agrees([returned], expected, tolerance)
+    # The data set APPS puts a result into a list, so both forms pass.
+    assert values_agree(returned, expected, tolerance) or values_agree([returned], expected, tolerance)
 
 
-def agrees(returned, expected, tolerance):
-    """Returns whether data are equal. Tuples count as lists, and keys as text (JSON); floats may differ a little."""
+def values_agree(returned, expected, tolerance):
+    """Returns whether two values are equal, where tuples count as lists and keys as text, as in JSON.
+
+    tolerance: relative tolerance of floats; the absolute tolerance is a thousandth of it.
+    """
     if isinstance(expected, (list, tuple)) and isinstance(returned, (list, tuple)):
         pairs = zip(returned, expected, strict=False)
         return len(returned) == len(expected) and all(
-            agrees(item, expected_item, tolerance) for item, expected_item in pairs
+            values_agree(item, expected_item, tolerance) for item, expected_item in pairs
         )
     if isinstance(expected, dict) and isinstance(returned, dict):
         returned, expected = ({str(k): x for k, x in value.items()} for value in (returned, expected))
         return returned.keys() == expected.keys() and all(
-            agrees(returned[k], x, tolerance) for k, x in expected.items()
+            values_agree(returned[k], x, tolerance) for k, x in expected.items()
         )
     if isinstance(expected, float) and isinstance(returned, float):
         both_nan = math.isnan(expected) and math.isnan(returned)

@@ -1,8 +1,8 @@
-"""The link between the judge, which has the tests, and the program, which nobody has read. Each is in a sandbox.
+"""The link between the judge, which has the tests, and an untrusted program. Each runs in its own sandbox.
 
-Both begin with this text (`sandbox.program_tests`). Only plain data crosses, as JSON; any other object stays on its
-side and has a number on the other one. A test may give functions and iterators to the program, which can call them and
-take their items, and nothing else.
+Both processes start with the text of this file (`sandbox.program_tests`). Only plain data are sent, as JSON. Any other
+object stays on its side, and the other side gets a number for it. A test may give the program functions and iterators,
+which the program can only call and iterate.
 """
 
 import builtins
@@ -14,18 +14,18 @@ import io
 import json
 import os
 
-# The module typing defines it too, but both programs would have to import that.
+# TYPE_CHECKING is defined here, because importing typing would delay the start of both processes.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-# Bytes of a message.
-LONGEST = 2**24
-DEEPEST = 100  # containers in containers
+# Largest size of a message in bytes.
+MAX_MESSAGE_BYTES = 2**24
+MAX_DEPTH = 100  # largest depth of nested containers
 REASONS = ("error", "memory", "disk", "processes", "network", "files")
-# The program had ended; the trainer knows why.
-GONE = "gone"
-# The test needs what does not cross: no program could pass it here.
+# Reason of a test: the program had ended before; the trainer's process knows why.
+ENDED = "gone"
+# Reason of a test: it needs an object that cannot be sent, so no program could pass it in this sandbox.
 UNJUDGED = "unjudged"
 TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, object)
 
@@ -34,7 +34,7 @@ def from_hex(text):
     return int(text, 16)
 
 
-# {tag: (class, value -> parts, parts -> value)} of plain data that are no containers and that JSON has not.
+# {tag: (class, value -> parts, parts -> value)} for plain data that JSON lacks, other than containers.
 CODES = {
     "int": (int, lambda x: [hex(x)], from_hex),
     "complex": (complex, lambda x: [x.real, x.imag], lambda *parts: complex(*map(float, parts))),
@@ -62,11 +62,11 @@ CONTAINERS = {
     "counter": collections.Counter,
 }
 STREAMS = {"text": io.StringIO, "binary": io.BytesIO}
-CHANGING = (*CONTAINERS.values(), *STREAMS.values(), bytearray)
+MUTABLE_TYPES = (*CONTAINERS.values(), *STREAMS.values(), bytearray)
 TAGS = {kind: tag for tag, kind in CONTAINERS.items()}
-EXTENDED = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
-# An exception of the program that would end a loop, an iterator or the judge itself is another one there.
-RAISED = {
+EXTENDABLE_TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+# Exception classes that are sent as themselves. Those that would end a loop, an iterator or the judge are left out.
+EXCEPTION_CLASSES = {
     name: kind
     for name, kind in vars(builtins).items()
     if isinstance(kind, type)
@@ -75,175 +75,182 @@ RAISED = {
 }
 
 
-class Closed(BaseException):
-    """The other side has ended, or sent what is no message."""
+class LinkClosed(BaseException):
+    """Raised when the other side has ended, or has sent an invalid message."""
 
 
 class Link:
-    """Messages to the other side and back, over two file descriptors."""
+    """One side of the link: sends messages over a pair of file descriptors, and encodes values for them."""
 
-    def __init__(self, read, write, stand_in, *, judges=False):
-        """stand_in: the class of this side for objects of the other one; judges: this side has the tests."""
-        self.read, self.write, self.stand_in, self.judges = read, write, stand_in, judges
-        # {kind of message: what answers it}.
-        self.serves = {}
+    def __init__(self, read_descriptor, write_descriptor, handle_class, *, judges=False):
+        """Starts without objects. The descriptors are those of two pipes, from and to the other side.
+
+        handle_class: class that represents objects of the other side on this side. judges: whether this side has the
+        tests.
+        """
+        self.read_descriptor, self.write_descriptor = read_descriptor, write_descriptor
+        self.handle_class, self.judges = handle_class, judges
+        # {kind of message: function that answers it}.
+        self.handlers = {}
         self.objects, self.reason, self.closed = [], "", False
-        # Whether the test needs what does not cross, and whether it has given the program an object of its own class.
-        self.unjudged, self.lent = False, False
-        # {id of one of the objects: its number}. The objects live as long, so no id is used again.
+        # unjudged: whether the test needs an object that cannot be sent. sent_object: whether this side has sent an
+        # object of a class that the test defines.
+        self.unjudged, self.sent_object = False, False
+        # {id of an object in `objects`: its number}. `objects` keeps the objects alive, so ids stay unique.
         self.numbers = {}
-        # {number of an exception class of the other side: the class that stands for it here}.
+        # {number of an exception class of the other side: class that represents it on this side}.
         self.classes = {}
 
     def ask(self, *message):
-        """Asks the other side. Returns the parts of its answer, or raises its error."""
+        """Sends a message to the other side, and returns the parts of its answer. Raises: the error that it answers."""
         self.send(message)
         while True:
-            kind, *more = self.receive()
+            kind, *parts = self.receive()
             if kind == "value":
-                return more
+                return parts
             if kind == "error":
-                raise self.error(*more)
-            # The other side needs a function of this side before it can answer.
-            self.send(self.answer(kind, more))
+                raise self.exception_for(*parts)
+            # Before it answers, the other side may call a function of this side.
+            self.send(self.answer(kind, parts))
 
-    def answer(self, kind, more):
+    def answer(self, kind, parts):
         try:
-            return ["value", *self.serves[kind](*more)]
-        except Closed:
+            return ["value", *self.handlers[kind](*parts)]
+        except LinkClosed:
             raise
         except BaseException as error:
-            return failure(error, self)
+            return describe_failure(error, self)
 
-    def error(self, kind, text, last, ended, arguments):
-        """Returns the exception of this side for one of the other side."""
-        if ended or type(text) is not str:
-            # The other side has tried to end its process.
+    def exception_for(self, kind, text, reason, ends_process, arguments):
+        """Returns an exception for an error of the other side, of which `describe_failure` gave the arguments."""
+        if ends_process or type(text) is not str:
+            # The error was not an Exception, so the other side has tried to end its process.
             self.reason, self.closed = "error", True
-            return Closed()
-        self.reason = last if last in REASONS else "error"
-        kind = self.decoded(kind)
+            return LinkClosed()
+        self.reason = reason if reason in REASONS else "error"
+        kind = self.decode(kind)
         if not is_exception(kind):
             kind = RuntimeError
         try:
-            error = kind(*self.decoded(arguments))
+            error = kind(*self.decode(arguments))
             if str(error) == text:
                 return error
         except Exception:
-            # No arguments came, or the class takes others.
+            # The class may need other arguments.
             pass
         return kind(text)
 
     def send(self, message):
         data = json.dumps(message).encode()
-        if len(data) > LONGEST:
-            raise ValueError("too long a message")
-        # The length goes first: JSON has no end that a stream would show.
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise ValueError("the message is too long")
+        # The length goes first, because the end of JSON text cannot be seen in a stream.
         data = memoryview(len(data).to_bytes(8, "big") + data)
         try:
             while data:
-                data = data[os.write(self.write, data) :]
+                data = data[os.write(self.write_descriptor, data) :]
         except OSError:
             self.closed = True
-            raise Closed from None
+            raise LinkClosed from None
 
     def receive(self):
         try:
-            length = int.from_bytes(self.bytes(8), "big")
-            if length > LONGEST:
-                raise ValueError("too long a message")
-            message = json.loads(self.bytes(length))
-            # `type`, not isinstance: nothing of a class of the program may answer for it.
+            length = int.from_bytes(self.read_bytes(8), "big")
+            if length > MAX_MESSAGE_BYTES:
+                raise ValueError("the message is too long")
+            message = json.loads(self.read_bytes(length))
+            # `type` is compared, because isinstance would ask a class that the program may have changed.
             if type(message) is list and message and type(message[0]) is str:
                 return message
-            raise ValueError("no message")
+            raise ValueError("this is not a message")
         except (ValueError, RecursionError, MemoryError, OSError):
             self.closed = True
-            raise Closed from None
+            raise LinkClosed from None
 
-    def bytes(self, count):
+    def read_bytes(self, count):
         data = bytearray()
         while len(data) < count:
-            more = os.read(self.read, min(count - len(data), 2**20))
-            if not more:
+            received = os.read(self.read_descriptor, min(count - len(data), 2**20))
+            if not received:
                 raise ValueError("the other side has ended")
-            data += more
+            data += received
         return bytes(data)
 
-    def encoded(self, value, depth=0):
-        """Returns a value as JSON has it: plain data as it is or with a tag, other objects as a number."""
+    def encode(self, value, depth=0):
+        """Returns a value in a form that JSON can hold: plain data, with a tag if needed; other objects as numbers."""
         kind = type(value)
-        # Larger integers go as hexadecimal text: Python refuses decimals of more than 4,300 digits, and JSON has no
-        # others.
+        # Larger integers are sent as hexadecimal text, because JSON has only decimals, and Python refuses decimals of
+        # more than 4,300 digits.
         if value is None or kind in (bool, float, str) or (kind is int and abs(value) < 2**63):
             return value
-        if depth > DEEPEST:
-            raise ValueError("containers in containers, too deep")
+        if depth > MAX_DEPTH:
+            raise ValueError("the containers are nested too deeply")
         if kind in TAGS and issubclass(kind, dict):
-            return [TAGS[kind], *([self.encoded(k, depth + 1), self.encoded(x, depth + 1)] for k, x in value.items())]
+            return [TAGS[kind], *([self.encode(k, depth + 1), self.encode(x, depth + 1)] for k, x in value.items())]
         if kind in TAGS:
-            return [TAGS[kind], *(self.encoded(x, depth + 1) for x in value)]
-        if kind is self.stand_in:
+            return [TAGS[kind], *(self.encode(x, depth + 1) for x in value)]
+        if kind is self.handle_class:
             return ["yours", object.__getattribute__(value, f"_{kind.__name__}__number")]
-        if kind is type and (value in TYPES or RAISED.get(value.__name__) is value):
+        if kind is type and (value in TYPES or EXCEPTION_CLASSES.get(value.__name__) is value):
             return ["type", value.__name__]
-        theirs = next((number for number, known in self.classes.items() if known is value), None)
-        if theirs is not None:
-            return ["yours", theirs]
+        class_number = next((number for number, known_class in self.classes.items() if known_class is value), None)
+        if class_number is not None:
+            return ["yours", class_number]
         if is_exception(value):
-            bases = [self.encoded(base, depth + 1) for base in value.__bases__ if is_exception(base)]
-            return ["error", self.number(value), value.__name__, *bases]
-        for tag, (coded, parts, _) in CODES.items():
-            if kind is coded:
+            bases = [self.encode(base, depth + 1) for base in value.__bases__ if is_exception(base)]
+            return ["error", self.number_of(value), value.__name__, *bases]
+        for tag, (plain_type, parts, _) in CODES.items():
+            if kind is plain_type:
                 return [tag, *parts(value)]
         for tag, stream in STREAMS.items():
             if kind is stream:
-                return [tag, self.encoded(value.getvalue()), value.tell()]
-        for plain in EXTENDED if kind is not type else ():
+                return [tag, self.encode(value.getvalue()), value.tell()]
+        for plain in EXTENDABLE_TYPES if kind is not type else ():
             if isinstance(value, plain):
-                # An object of a class that extends a plain class is sent as its content.
-                return self.encoded(content(value, plain), depth)
-        # The program may ask for the name of a test's function, as decorators do. The judge believes no names.
+                # An object whose class extends a plain class is sent as plain content.
+                return self.encode(plain_content(value, plain), depth)
+        # The judge sends the names of functions, because decorators of the program may read them. It ignores names that
+        # the program sends.
         name = getattr(value, "__name__", "") if self.judges else ""
-        self.lent = self.lent or type(value).__module__ == "__main__"
-        return ["mine", self.number(value), name if type(name) is str else ""]
+        self.sent_object = self.sent_object or type(value).__module__ == "__main__"
+        return ["mine", self.number_of(value), name if type(name) is str else ""]
 
-    def number(self, value):
-        """Returns the number of an object of this side, which is kept: the number may come back at any time."""
+    def number_of(self, value):
+        """Returns the number of an object of this side, and keeps the object, because the number may come back."""
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.objects)
             self.objects.append(value)
         return self.numbers[id(value)]
 
-    def decoded(self, data, name="") -> "Any":
-        """Returns the value of what `encoded` gave on the other side. Raises: ValueError, TypeError, if it did not."""
+    def decode(self, data, name="") -> "Any":
+        """Returns the value that the other side has encoded. Raises: ValueError, TypeError, if the data are invalid."""
         if type(data) is not list:
             return data
         tag, parts = data[0], data[1:]
         if tag in CONTAINERS:
             kind = CONTAINERS[tag]
             if not issubclass(kind, dict):
-                return kind(self.decoded(x) for x in parts)
+                return kind(self.decode(x) for x in parts)
             if tag == "counter":
                 # `update` sets the counts, because Counter(pairs) would count the pairs.
                 result = kind()
-                result.update({self.decoded(k): self.decoded(x) for k, x in parts})
+                result.update({self.decode(k): self.decode(x) for k, x in parts})
                 return result
-            return kind((self.decoded(k), self.decoded(x)) for k, x in parts)
+            return kind((self.decode(k), self.decode(x)) for k, x in parts)
         if tag == "mine" and type(parts[0]) is int:
-            return self.stand_in(self, parts[0], name if self.judges else parts[1])
+            return self.handle_class(self, parts[0], name if self.judges else parts[1])
         if tag == "yours" and type(parts[0]) is int and 0 <= parts[0] < len(self.objects):
             return self.objects[parts[0]]
         if tag == "type":
-            return (RAISED | {kind.__name__: kind for kind in TYPES})[str(parts[0])]
+            return (EXCEPTION_CLASSES | {kind.__name__: kind for kind in TYPES})[str(parts[0])]
         if tag == "error":
             number, name, *bases = parts
-            bases = tuple(map(self.decoded, bases))
+            bases = tuple(map(self.decode, bases))
             if not bases or not all(map(is_exception, bases)):
-                raise TypeError("an exception class has other bases")
+                raise TypeError("an exception class must have exception classes as bases")
             return self.classes.setdefault(number, type(str(name), bases, {}))
         if tag in STREAMS:
-            stream = STREAMS[tag](self.decoded(parts[0]))
+            stream = STREAMS[tag](self.decode(parts[0]))
             stream.seek(parts[1])
             return stream
         if tag not in CODES:
@@ -252,12 +259,12 @@ class Link:
 
 
 def is_exception(kind):
-    """Returns whether a value is an exception class, and not one of a class of its own, which might lie."""
+    """Returns whether a value is an exception class without a metaclass, which could lie about the class."""
     return type(kind) is type and issubclass(kind, Exception)
 
 
-def content(value, plain):
-    """Returns the content of a value whose class extends a plain one, without a method of that class."""
+def plain_content(value, plain):
+    """Returns the content of a value whose class extends `plain`, without calling methods of that class."""
     if issubclass(plain, (list, tuple, set, frozenset)):
         return plain(plain.__iter__(value))
     if plain is dict:
@@ -269,25 +276,25 @@ def content(value, plain):
     return plain(plain.__int__(value) if plain is int else plain.__float__(value) if plain is float else value)
 
 
-def failure(error, link):
-    ended = not isinstance(error, Exception)
+def describe_failure(error, link):
+    ends_process = not isinstance(error, Exception)
     try:
         text, arguments = str(error)[:1000], error.args
     except BaseException:
         text, arguments = "", ()
-    # The nearest class that the other side can have.
+    # Find the nearest base class that can be sent.
     kind = next((kind for kind in type(error).__mro__ if is_exception(kind)), RuntimeError)
-    # EPERM, EAGAIN, EACCES, EFBIG, ENOSPC, EROFS, ENETUNREACH: what limits, mounts and the filter answer.
+    # These are the error numbers (EPERM, EAGAIN, EACCES, EFBIG, ENOSPC, EROFS, ENETUNREACH) of the sandbox's limits.
     numbers = {1: "files", 11: "processes", 13: "files", 27: "disk", 28: "disk", 30: "files", 101: "network"}
-    last = numbers.get(error.errno or 0, "error") if isinstance(error, OSError) else "error"
-    last = "memory" if isinstance(error, MemoryError) else last
-    # No objects: an error gives none of its side to the other one.
-    plain = all(x is None or type(x) in (bool, int, float, str) for x in arguments) and len(text) < 1000
-    return ["error", link.encoded(kind), text, last, ended, link.encoded(arguments) if plain else None]
+    reason = numbers.get(error.errno or 0, "error") if isinstance(error, OSError) else "error"
+    reason = "memory" if isinstance(error, MemoryError) else reason
+    # Arguments are sent only if they are plain, so that an error never hands an object to the other side.
+    are_plain = all(x is None or type(x) in (bool, int, float, str) for x in arguments) and len(text) < 1000
+    return ["error", link.encode(kind), text, reason, ends_process, link.encode(arguments) if are_plain else None]
 
 
-def next_of(iterator):
-    """Returns a list of the next item. The end is an empty list: a StopIteration would end a generator elsewhere."""
-    nothing = object()
-    following = next(iterator, nothing)
-    return [] if following is nothing else [following]
+def next_item(iterator):
+    """Returns [next item], or [] at the end. StopIteration is avoided, because it would end a generator elsewhere."""
+    no_item = object()
+    following = next(iterator, no_item)
+    return [] if following is no_item else [following]

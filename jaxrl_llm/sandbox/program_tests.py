@@ -1,8 +1,8 @@
-"""Tests of a program that nobody has read. The program runs in a sandbox, and what it says of itself counts nothing.
+"""Runs the tests of an untrusted program, which runs in a sandbox and cannot influence its verdicts.
 
-There are two kinds. A test by input and output is a process of its own: this process, not the program, compares the
-output, and the program never sees what is expected. Tests in Python, as assert statements, run in a second sandbox,
-which calls the functions of the first one and compares plain data (`sandbox.link`, `judge`, `served_program`).
+A test by input and output runs the program once; this process compares the output, and the program never sees the
+expected output. Tests in Python, such as assert statements, run in a second sandbox, which calls the functions of the
+first one and compares plain data (`sandbox.link`, `judge`, `served_program`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.sandbox import program as sandbox
-from jaxrl_llm.sandbox.link import GONE, LONGEST, UNJUDGED, Link
+from jaxrl_llm.sandbox.link import ENDED, MAX_MESSAGE_BYTES, UNJUDGED, Link
 
-SHOWN = 10_000  # characters of an output, beyond what is expected
-# Seconds in which a program that has left its tests ends.
-ENDING = 1.0
-# Numbers of an output, and those of them that may differ a little: with a point, or a negative power of ten.
+EXTRA_CHARACTERS = 10_000  # number of characters of an output that are read beyond the length of the expected one
+# Seconds to wait for the end of a program that has closed its pipes.
+ENDING_SECONDS = 1.0
+# NUMBER matches a number in an output. FLOAT matches those that may differ by the tolerance: with a point, or a
+# negative power of ten.
 NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
 FLOAT = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+(?=e-))(?:e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
-# A sandbox cannot import this package, so each side gets the text of link.py followed by its own text.
+# Each side gets the text of link.py followed by its own file, because a sandbox cannot import this package.
 IMPORT = re.compile(r"^from jaxrl_llm\..*\n", re.MULTILINE)
 LINK, JUDGE, SERVED = (
     IMPORT.sub("", Path(__file__).with_name(name).read_text(encoding="utf-8"))
@@ -36,99 +37,109 @@ LINK, JUDGE, SERVED = (
 
 
 class ProgramVerdict(NamedTuple):
-    """The result of one test."""
+    """The verdict of one test."""
 
     passed: bool
-    # Why the program failed: "time", or one of `program.REASONS`; "": its answer is wrong; UNJUDGED: it may be right.
+    # Why the test failed: "time" or one of `program.REASONS`; "" if the answer is wrong; UNJUDGED if it may be right.
     reason: str = ""
 
 
 class ProgramLimits(NamedTuple):
-    """Limits of a program."""
+    """The limits of a program."""
 
-    seconds: float  # of the CPU, for a test by input and output, or for all tests in Python
+    seconds: float  # CPU time for each test by input and output, or for all tests in Python
     memory: int  # MiB
-    end: float = math.inf  # time.monotonic() by which the tests have ended; those that have not are "time"
+    deadline: float = math.inf  # time of time.monotonic() at which unfinished tests fail with the reason "time"
 
 
-LATE = ProgramVerdict(False, "time")
+TIMED_OUT = ProgramVerdict(False, "time")
 
 
-def by_output(program: str, stdin: str, expected: str, limits: ProgramLimits, tolerance: float = 0.0) -> ProgramVerdict:
-    """Runs the program with this input. It passes if it ends well, and its standard output is the expected one.
+def run_output_test(
+    program: str, stdin: str, expected: str, limits: ProgramLimits, tolerance: float = 0.0
+) -> ProgramVerdict:
+    """Runs a program with an input. The test passes if the program succeeds and prints the expected output.
 
     Spaces at the end of lines, and empty lines at the end, do not count. tolerance: relative tolerance of a number with
-    a point; a thousandth of it is the absolute one. 0 = the digits must be equal.
+    a point, 0 = the digits must be equal; the absolute tolerance is a thousandth of it.
     """
-    if time.monotonic() >= limits.end:
-        return LATE
-    # Enough of a longer output to see that it differs.
-    characters = 2 * len(expected) + SHOWN
-    run = sandbox.run(program, **limits._asdict(), characters=characters, stdin=stdin)
-    if run.error:
-        return ProgramVerdict(False, run.reason)
-    return ProgramVerdict(_agrees(run.output, expected, tolerance))
+    if time.monotonic() >= limits.deadline:
+        return TIMED_OUT
+    # This is enough of a longer output to see that it differs.
+    characters = 2 * len(expected) + EXTRA_CHARACTERS
+    result = sandbox.run_program(program, **limits._asdict(), characters=characters, stdin=stdin)
+    if result.error:
+        return ProgramVerdict(False, result.reason)
+    return ProgramVerdict(_outputs_agree(result.output, expected, tolerance))
 
 
-def in_python(
+def run_python_tests(
     program: str, tests: Sequence[str | list[Any]], limits: ProgramLimits, tolerance: float = 0.0
 ) -> list[ProgramVerdict]:
-    """Runs tests on the functions and classes of the program.
+    """Runs tests that use the functions and classes of a program.
 
-    A test is the text of Python statements, in which what the program defines are global names; it passes if it ends
-    without an exception. Or it is a call and its result: [function, whether it is a method of Solution, arguments,
-    result], where floats of the result have this tolerance.
+    tests: each is either Python statements, which see the program's global names and pass if they raise no exception,
+    or a call [function, whether it is a method of Solution, arguments, result]. tolerance: relative tolerance of floats
+    in such a result.
     """
-    if time.monotonic() >= limits.end:
-        return [LATE] * len(tests)
-    each: dict[str, Any] = {"seconds": limits.seconds, "memory": limits.memory}
-    with tempfile.TemporaryFile() as report, ExitStack() as opened:
-        (calls, to_program), (answers, to_judge) = (sandbox.pipe(opened) for _ in "ca")
-        theirs = f"{LINK}{SERVED}serve({calls.fileno()}, {to_judge.fileno()}, {program!r})"
+    if time.monotonic() >= limits.deadline:
+        return [TIMED_OUT] * len(tests)
+    limit_arguments: dict[str, Any] = {"seconds": limits.seconds, "memory": limits.memory}
+    with tempfile.TemporaryFile() as report, ExitStack() as stack:
+        (calls, to_program), (answers, to_judge) = (sandbox.open_pipe(stack) for _ in "ca")
+        program_text = f"{LINK}{SERVED}serve({calls.fileno()}, {to_judge.fileno()}, {program!r})"
         numbers = answers.fileno(), to_program.fileno(), report.fileno()
-        ours = f"{LINK}{JUDGE}judge({', '.join(map(str, numbers))}, {encoded(tests)!r}, {tolerance!r})"
-        # Each gets its own ends alone. The report is the judge's: a program that could write to it would pass all
-        # tests.
-        tested = opened.enter_context(sandbox.started(theirs, **each, descriptors=(calls.fileno(), to_judge.fileno())))
-        judge = opened.enter_context(sandbox.started(ours, **each, descriptors=numbers))
+        judge_text = f"{LINK}{JUDGE}judge({', '.join(map(str, numbers))}, {encode_tests(tests)!r}, {tolerance!r})"
+        # Each side gets only its own ends. Only the judge gets the report, because a program that could write to the
+        # report would pass all tests.
+        program_process = stack.enter_context(
+            sandbox.start_program(program_text, **limit_arguments, descriptors=(calls.fileno(), to_judge.fileno()))
+        )
+        judge_process = stack.enter_context(sandbox.start_program(judge_text, **limit_arguments, descriptors=numbers))
         for end in (calls, to_program, answers, to_judge):
-            # Only the children keep them: when one ends, the other reads an end of file.
+            # This process closes its copies, so that each side reads an end of file when the other side ends.
             end.close()
-        _, late = judge.wait(min(time.monotonic() + sandbox.CLOCK * limits.seconds, limits.end), beside=tested)
+        _, timeout_reason = judge_process.wait(
+            min(time.monotonic() + sandbox.CLOCK_FACTOR * limits.seconds, limits.deadline), companion=program_process
+        )
         report.seek(0)
         lines = report.read().decode("utf-8", "replace").splitlines()
-        # Its pipes close before its process has ended.
-        alone = f"0 {GONE}" in lines and tested.ends_within(ENDING)
-        ended = tested.ended()[1] if alone else ""
-    return verdicts(lines, len(tests), late or "error", ended or "error")
+        # The wait is needed, because the program's pipes close before its process has ended.
+        ended_itself = f"0 {ENDED}" in lines and program_process.ends_within(ENDING_SECONDS)
+        end_reason = program_process.exit_reason()[1] if ended_itself else ""
+    return read_verdicts(lines, len(tests), timeout_reason or "error", end_reason or "error")
 
 
-def encoded(tests: Sequence[str | Sequence[Any]]) -> str:
-    """Returns tests as the JSON text that the judge reads. Raises: ValueError, TypeError, if it could not use one."""
+def encode_tests(tests: Sequence[str | Sequence[Any]]) -> str:
+    """Returns the JSON text of tests for the judge. Raises: ValueError, TypeError, if a test cannot be sent."""
     link = Link(-1, -1, None)
-    texts = [json.dumps(link.encoded(test)) for test in tests]
+    texts = [json.dumps(link.encode(test)) for test in tests]
     if link.objects:
-        raise TypeError(f"{link.objects[0]!r:.100} is no plain data")
-    if max(map(len, texts), default=0) > LONGEST:
-        raise ValueError(f"a test has more than {LONGEST} bytes")
+        raise TypeError(f"{link.objects[0]!r:.100} must be plain data")
+    if max(map(len, texts), default=0) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a test has more than {MAX_MESSAGE_BYTES} bytes")
     return f"[{', '.join(texts)}]"
 
 
-def verdicts(lines: Sequence[str], count: int, missing: str, ended: str) -> list[ProgramVerdict]:
-    """Returns the verdicts of a report, which has a line for each test: "1", or "0" and a reason.
+def read_verdicts(lines: Sequence[str], count: int, missing_reason: str, end_reason: str) -> list[ProgramVerdict]:
+    """Returns the verdicts of a report, whose lines are "1" or "0 REASON", one for each test.
 
-    missing: reason for a test without a line; ended: reason for the program's early end. A report of any other form has
-    no passed test.
+    count: number of tests. missing_reason: reason of a test without a line. end_reason: reason of the program's early
+    end. In a report of any other form, no test has passed.
     """
-    known = {"1": ProgramVerdict(True), "0 ": ProgramVerdict(False), f"0 {GONE}": ProgramVerdict(False, ended)}
-    known |= {f"0 {x}": ProgramVerdict(False, x) for x in (*sandbox.REASONS, UNJUDGED)}
-    # The judge's process may have been taken over: a report that it cannot have written proves nothing.
-    if len(lines) > count or not known.keys() >= set(lines):
+    verdict_of_line = {
+        "1": ProgramVerdict(True),
+        "0 ": ProgramVerdict(False),
+        f"0 {ENDED}": ProgramVerdict(False, end_reason),
+    }
+    verdict_of_line |= {f"0 {x}": ProgramVerdict(False, x) for x in (*sandbox.REASONS, UNJUDGED)}
+    # If the judge cannot have written the report, its process may have been taken over, and the report proves nothing.
+    if len(lines) > count or not verdict_of_line.keys() >= set(lines):
         return [ProgramVerdict(False, "error")] * count
-    return [known[line] for line in lines] + [ProgramVerdict(False, missing)] * (count - len(lines))
+    return [verdict_of_line[line] for line in lines] + [ProgramVerdict(False, missing_reason)] * (count - len(lines))
 
 
-def _agrees(output: str, expected: str, tolerance: float) -> bool:
+def _outputs_agree(output: str, expected: str, tolerance: float) -> bool:
     lines, expected_lines = _lines(output), _lines(expected)
     if lines == expected_lines or not tolerance or len(lines) != len(expected_lines):
         return lines == expected_lines

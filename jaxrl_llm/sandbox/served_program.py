@@ -1,40 +1,40 @@
-"""The program's side of the link: runs the program, and answers the judge.
+"""The program's side of the link: runs the untrusted program, and answers the calls of the judge.
 
-It has the program's process, so nothing here is safe from the program; nothing here needs to be.
+This code shares the program's process, so the program can change it. The verdicts do not depend on it.
 """
 
 import builtins
 import sys
 
-from jaxrl_llm.sandbox.link import CHANGING, Closed, Link, failure, next_of
+from jaxrl_llm.sandbox.link import MUTABLE_TYPES, Link, LinkClosed, describe_failure, next_item
 
 
 class JudgeFunction:
-    """A function or an iterator of the judge's side that a test gave to the program."""
+    """Represents, for the program, a function or an iterator that a test has passed to it."""
 
     def __init__(self, link, number, name):
         self.__link, self.__number, self.__name__ = link, number, name
 
     def __call__(self, *arguments, **named):
         link = self.__link
-        data = [link.encoded(x) for x in arguments], {name: link.encoded(x) for name, x in named.items()}
-        return link.decoded(link.ask("call", ["yours", self.__number], "", *data)[0])
+        data = [link.encode(x) for x in arguments], {name: link.encode(x) for name, x in named.items()}
+        return link.decode(link.ask("call", ["yours", self.__number], "", *data)[0])
 
     def __iter__(self):
-        return self.__link.decoded(self.__link.ask("iter", ["yours", self.__number])[0])
+        return self.__link.decode(self.__link.ask("iter", ["yours", self.__number])[0])
 
     def __next__(self):
-        following = self.__link.decoded(self.__link.ask("next", ["yours", self.__number])[0])
+        following = self.__link.decode(self.__link.ask("next", ["yours", self.__number])[0])
         if following:
             return following[0]
         raise StopIteration
 
 
-def serve(read, write, program):
-    """Runs the program, and then answers the judge."""
-    link = Link(read, write, JudgeFunction)
+def serve(read_descriptor, write_descriptor, program):
+    """Runs the program, and then answers the judge. program: its Python text."""
+    link = Link(read_descriptor, write_descriptor, JudgeFunction)
     module = type(sys)("program")
-    # dataclasses and pickle look up the module of a class there.
+    # The module is registered, because dataclasses and pickle look up the module of a class there.
     sys.modules["program"] = module
     error = None
     try:
@@ -42,41 +42,41 @@ def serve(read, write, program):
     except BaseException as problem:
         error = problem
 
-    def names():
+    def send_names():
         if error:
             raise error
         defined = [(name, x) for name, x in vars(module).items() if not name.startswith("__")]
-        return ([[name, link.encoded(x)] for name, x in defined],)
+        return ([[name, link.encode(x)] for name, x in defined],)
 
-    def called(target, method, arguments, named):
-        values, more = [link.decoded(x) for x in arguments], {name: link.decoded(x) for name, x in named.items()}
-        result = link.encoded(applied(link.decoded(target), method, values, more))
-        # A closed stream has no content.
-        changed = (x if isinstance(x, CHANGING) and not getattr(x, "closed", False) else None for x in values)
-        return result, [link.encoded(x) for x in changed]
+    def call_target(target, method, arguments, named):
+        values, named_values = [link.decode(x) for x in arguments], {name: link.decode(x) for name, x in named.items()}
+        result = link.encode(apply_method(link.decode(target), method, values, named_values))
+        # A closed stream is skipped, because it has no content.
+        changed = (x if isinstance(x, MUTABLE_TYPES) and not getattr(x, "closed", False) else None for x in values)
+        return result, [link.encode(x) for x in changed]
 
-    link.serves = {
-        "names": names,
-        "call": called,
-        "variable": lambda name: (link.encoded(vars(module)[name]),),
-        "get": lambda target, name: (link.encoded(getattr(link.decoded(target), name)),),
-        "set": lambda target, name, value: (setattr(link.decoded(target), name, link.decoded(value)),),
+    link.handlers = {
+        "names": send_names,
+        "call": call_target,
+        "variable": lambda name: (link.encode(vars(module)[name]),),
+        "get": lambda target, name: (link.encode(getattr(link.decode(target), name)),),
+        "set": lambda target, name, value: (setattr(link.decode(target), name, link.decode(value)),),
     }
     while True:
         try:
-            kind, *more = link.receive()
-            answer = link.answer(kind, more)
+            kind, *parts = link.receive()
+            answer = link.answer(kind, parts)
             try:
                 link.send(answer)
-            except ValueError as problem:  # too long
-                link.send(failure(problem, link))
-        except Closed:  # the tests have ended
+            except ValueError as problem:  # The answer is too long.
+                link.send(describe_failure(problem, link))
+        except LinkClosed:  # The tests have ended.
             return
 
 
-def applied(target, method, arguments, named):
+def apply_method(target, method, arguments, named):
     if method == "next":
-        return next_of(target)
+        return next_item(target)
     if method in ("iter", "str", "repr", "bool"):
         return getattr(builtins, method)(target)
     if method == "signature":
@@ -87,13 +87,15 @@ def applied(target, method, arguments, named):
 
 
 def signature_parts(target):
-    """Returns what `signature` takes on the other side."""
+    """Returns the signature of a function as plain data, for `make_signature` on the judge's side."""
     import inspect
 
-    found = inspect.signature(target)
+    signature = inspect.signature(target)
 
-    def stated(value):
+    def as_list(value):
         return [] if value is inspect.Parameter.empty else [value]
 
-    parameters = [[x.name, int(x.kind), stated(x.default), stated(x.annotation)] for x in found.parameters.values()]
-    return parameters, stated(found.return_annotation)
+    parameters = [
+        [x.name, int(x.kind), as_list(x.default), as_list(x.annotation)] for x in signature.parameters.values()
+    ]
+    return parameters, as_list(signature.return_annotation)

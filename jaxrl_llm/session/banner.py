@@ -228,7 +228,7 @@ def adapters_table(adapters: Adapters | None) -> list[tuple[str, str]]:
         return []
     names = ", ".join(module.rpartition(".")[2] for module in adapters.modules.values())
     rows = [("adapters that learn", f"{adapters.size:,} parameters, {type(adapters.kind).__name__}, of {names}")]
-    return rows + [("kernels of the base", "int8, with a scale for each output")] * bool(adapters.in_int8)
+    return rows + [("kernels of the base", "int8, with a scale for each output")] * bool(adapters.int8_paths)
 
 
 def shapes_table(stream: StreamSizes | None, packed: Sequence[Shape]) -> list[tuple[str, str]]:

@@ -71,7 +71,7 @@ class Health:
 
         records: the next record; or the last record again, perhaps with further entries; or [] for no new record.
         """
-        last_records = self._history.latest[-1:]
+        last_records = self._history.last_records[-1:]
         if records in ([], last_records):
             return self._verdict
         (record,) = records

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import StoppedByHealth
-from jaxrl_llm.health.history import RECENT
+from jaxrl_llm.health.history import RECENT_STEPS
 from jaxrl_llm.machine import disk, distributed
 
 LOGS = ("metrics.jsonl", "completions.jsonl", "health.jsonl")
@@ -83,7 +83,7 @@ def last_healthy(step: int, finding: dict[str, Any]) -> int:
     entry "since".
     """
     since = finding.get("since")
-    return step - RECENT if since is None else min(since, step - RECENT)
+    return step - RECENT_STEPS if since is None else min(since, step - RECENT_STEPS)
 
 
 def rollback_step(last_healthy_step: int, checkpoints: Collection[int], earlier_decisions: list[Decision]) -> int:

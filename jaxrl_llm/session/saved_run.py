@@ -172,7 +172,7 @@ class SavedRun:
         data, path = self.section(DataSettings, "data"), self.config["model"]["path"]
         with ExitStack() as resources:
             if path:
-                folder = hf.find(path)
+                folder = hf.find_checkpoint(path)
             else:
                 new, column = self.section(NewModelSettings, "model"), self.config["data"]["completion_column"]
                 folder = resources.enter_context(new_model_folder(new, data, column))
@@ -194,7 +194,7 @@ def new_model_folder(model: NewModelSettings, data: DataSettings, column: str) -
     if tower:
         shape = new_model.VISION_ARCHITECTURE
         # The image token is 0, because the new model has no tokenizer yet and these rows need no token.
-        image_format = ImageFormat(0, shape["patch_size"], shape["spatial_merge_size"], *new_model.PIXELS)
+        image_format = ImageFormat(0, shape["patch_size"], shape["spatial_merge_size"], *new_model.PIXEL_LIMITS)
     rows = load_rows(data.source, data.convert, columns=replace(data.columns, images=image_format))
     if tower and not (rows.images and rows.images.count):
         raise UserError(

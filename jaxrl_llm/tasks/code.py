@@ -21,7 +21,7 @@ from jaxrl_llm.machine.process import cpus
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox.link import UNJUDGED
 from jaxrl_llm.sandbox.program import REASONS
-from jaxrl_llm.sandbox.program_tests import ProgramLimits, ProgramVerdict, by_output, in_python
+from jaxrl_llm.sandbox.program_tests import ProgramLimits, ProgramVerdict, run_output_test, run_python_tests
 from jaxrl_llm.tasks import deadline, text_of, unlogged
 from jaxrl_llm.tasks.code_tests import shown, tests_of
 
@@ -42,7 +42,7 @@ FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 _warned_metrics: set[str] = set()  # metrics of tests without a verdict for which this process has printed a warning
 
 
-@checked_by(lambda **_: sandbox.refuse_without())
+@checked_by(lambda **_: sandbox.require_sandbox())
 def accuracy(
     completions: list[Any],
     log_metric: Callable[[str, float], None] = unlogged,
@@ -86,7 +86,7 @@ def accuracy(
 
     def judge_program(program: str | None, case: list[Any]) -> tuple[list[ProgramVerdict], bool]:
         verdicts = [] if program is None or not case else _verdicts(program, case, limits, partial, tolerance)
-        return verdicts, time.monotonic() >= limits.end
+        return verdicts, time.monotonic() >= limits.deadline
 
     # Threads suffice, because each waits for a process of the sandbox.
     with ThreadPoolExecutor(cpus()) as threads:
@@ -159,11 +159,11 @@ def _verdicts(
     if len(cases[0]) == 2 and not isinstance(cases[0], str):
         verdicts: list[ProgramVerdict] = []
         for stdin, expected in cases:
-            verdicts.append(by_output(program, stdin, expected, limits, tolerance))
+            verdicts.append(run_output_test(program, stdin, expected, limits, tolerance))
             if verdicts[-1].reason == "time" or not (partial or verdicts[-1].passed):
                 break
         return verdicts
     is_method = bool(re.search(r"^class Solution\b", program, re.MULTILINE))
     tests = [x if isinstance(x, str) else [x[0], is_method, *x[1:]] for x in cases]
     imports = IMPORTS if not isinstance(cases[0], str) and "from __future__" not in program else ""
-    return in_python(imports + program, tests, limits, tolerance)
+    return run_python_tests(imports + program, tests, limits, tolerance)

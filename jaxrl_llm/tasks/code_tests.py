@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.sandbox.program_tests import encoded
+from jaxrl_llm.sandbox.program_tests import encode_tests
 from jaxrl_llm.tasks import is_empty
 
 # Words in the names of functions that may end a test, such as assertEqual.
@@ -48,7 +48,7 @@ def tests_of(tests: Any, answer: Any, columns: dict[str, Any]) -> RowTests:
         try:
             calls = [(name, *_call(i, o)) for i, o in cases]
             # The calls are encoded for their errors alone, which mean that they cannot be sent to the judge.
-            encoded(calls)
+            encode_tests(calls)
         except (ValueError, TypeError, RecursionError) as error:
             return RowTests([], f"an input or output of {name} must be JSON or plain data ({error})")
         return RowTests(calls)

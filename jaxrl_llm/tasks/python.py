@@ -25,8 +25,8 @@ class Python:
 
         Raises: UserError, if this machine has no sandbox.
         """
-        sandbox.refuse_without()
-        self._run = partial(sandbox.run, seconds=seconds, memory=memory, characters=most_characters)
+        sandbox.require_sandbox()
+        self._run = partial(sandbox.run_program, seconds=seconds, memory=memory, characters=most_characters)
 
     def reset(self, row: dict[str, Any]) -> None:
         """Ignores the row."""

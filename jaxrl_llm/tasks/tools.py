@@ -99,8 +99,8 @@ def run_python(code: str) -> str:
     Args:
         code: the program
     """
-    sandbox.refuse_without()
-    output, errors, error, _ = sandbox.run(code, seconds=5.0, memory=512, characters=2000)
+    sandbox.require_sandbox()
+    output, errors, error, _ = sandbox.run_program(code, seconds=5.0, memory=512, characters=2000)
     if error:
         raise OwnError(f"{error}\n{output}{errors}")
     return output + errors

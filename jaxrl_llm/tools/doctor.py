@@ -17,7 +17,7 @@ from jaxrl_llm.build import build
 from jaxrl_llm.config.load import config_parser, flatten, load, parse_config
 from jaxrl_llm.data.rows import check_exists
 from jaxrl_llm.errors import MissingHere, UserError, printable, run_main
-from jaxrl_llm.health.doctor import EXIT_CODES, LOGS, add_output_flags, exit_code, look_at_run
+from jaxrl_llm.health.doctor import EXIT_CODES, LOG_KINDS, add_output_flags, diagnose_log, exit_code
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.machine import bucket
 from jaxrl_llm.recipe import advice
@@ -30,7 +30,7 @@ from jaxrl_llm.structs import Config
 
 DESCRIPTION = (
     "Finds problems of a config (with --selftest also of its run at step 0), or of a run in its log: "
-    f"{LOGS}. {EXIT_CODES} "
+    f"{LOG_KINDS}. {EXIT_CODES} "
     "3: no such finding, but this machine lacks a package, file or model that the config names; the rest was checked."
 )
 LACKS = 3  # exit code if this machine lacks something that the config names
@@ -61,7 +61,7 @@ def main() -> None:
         raise UserError("use either --config FILE, with --config.FIELD=VALUE and --selftest, or --run LOG alone")
     if args.run:
         args.run = [bucket.fetch_run(path, "--run") for path in args.run]
-        sys.exit(exit_code(look_at_run(args.run, args.json), args.fail_on))
+        sys.exit(exit_code(diagnose_log(args.run, args.json), args.fail_on))
     findings, missing = look_at_config(*parse_config(parser))
     sys.exit(exit_code(findings, args.fail_on) or LACKS * bool(missing))
 

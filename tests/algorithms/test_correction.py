@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.importance import high_entropy, make_importance_weights, stay_on_policy
+from jaxrl_llm.algorithms.importance import high_entropy_mask, make_importance_weights, on_policy_mask
 
 
 def random_case():
@@ -66,7 +66,7 @@ def test_a_completion_stays_unless_its_advantage_is_negative_and_it_is_left():
     old = np.full((1, 4, 2), -1.0, np.float32)
     logprobs = old - np.float32([0.0, 0.4, 0.4, 0.2])[:, None]
     advantages = np.broadcast_to(np.float32([-1.0, -1.0, 1.0, -1.0])[:, None], old.shape)
-    stays = stay_on_policy(logprobs, old, advantages, np.ones(old.shape, bool), threshold=0.3)
+    stays = on_policy_mask(logprobs, old, advantages, np.ones(old.shape, bool), threshold=0.3)
     np.testing.assert_array_equal(stays[..., 0], [[True, False, True, True]])
 
 
@@ -74,7 +74,7 @@ def test_the_tokens_of_highest_entropy_are_a_share_of_the_batch():
     rng = np.random.default_rng(0)
     entropy, mask = rng.random((4, 5, 6)), rng.random((4, 5, 6)) < 0.7
     for share in (0.2, 0.5, 1.0):
-        chosen = np.asarray(high_entropy(entropy, mask, share=share))
+        chosen = np.asarray(high_entropy_mask(entropy, mask, share=share))
         assert not chosen[~mask].any()
         assert chosen.sum() == pytest.approx(share * mask.sum(), abs=1)
         assert not chosen[mask].all() or share == 1

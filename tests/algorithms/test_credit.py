@@ -169,7 +169,7 @@ def test_the_error_of_a_mean_is_that_of_its_simulation():
 
 def test_rewards_lie_on_the_last_trained_token_and_the_penalty_grows_to_one():
     mask = np.array([[[True, True, False], [False, False, False]]])
-    np.testing.assert_array_equal(credit.at_the_end(np.array([[2.0, 5.0]]), mask), [[[0, 2, 0], [0, 0, 0]]])
+    np.testing.assert_array_equal(credit.put_on_last_token(np.array([[2.0, 5.0]]), mask), [[[0, 2, 0], [0, 0, 0]]])
     lengths = np.array([[5, 6, 7, 8, 10]])
     np.testing.assert_allclose(credit.overlong_penalty(lengths, 10, 4), [[0, 0, -0.25, -0.5, -1]])
 

@@ -91,7 +91,7 @@ def test_over_long_prompts_are_dropped_and_counted_never_cut(tokenizer, refused)
 
 def test_a_new_tokenizer_keeps_newlines_and_refuses_what_it_has_no_token_for(tmp_path, refused):
     rows = [{"prompt": "a\n\nb", "completion": "c"}]
-    new_model.write_folder(tmp_path, dict.fromkeys(new_model.SIZES, 8), rows, "completion")
+    new_model.write_folder(tmp_path, dict.fromkeys(new_model.SIZE_KEYS, 8), rows, "completion")
     tokenizer = hf.load_tokenizer(tmp_path)
     (ids,) = encode(["a\n\nb"], tokenizer, "here")
     assert tokenizer.decode(ids) == "a\n\nb"

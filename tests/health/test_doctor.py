@@ -19,7 +19,7 @@ from jaxrl_llm import train
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import judge, logs, rules
-from jaxrl_llm.health.doctor import print_spells
+from jaxrl_llm.health.doctor import print_findings
 from jaxrl_llm.loggers.events import TensorBoardWriter
 from jaxrl_llm.session.banner import totals_table
 from jaxrl_llm.tools import doctor
@@ -269,7 +269,7 @@ def test_what_a_log_does_not_have_to_judge_is_said(capsys, wording):
     for records, named in (
         (run()[:6], "entropy_collapse"), (of_sft, "(no reward/mean)"), (no_critic, "(no critic/explained_variance)")
     ):  # fmt: skip
-        print_spells([], records)
+        print_findings([], records)
         wording(printed := capsys.readouterr().out)
         assert named in printed.splitlines()[3]
 
@@ -351,10 +351,10 @@ def test_a_sampler_that_differs_is_found_in_verls_log():
         "critic/score/mean": 0.5, "rollout_corr/k3_kl": 0.02, "rollout_corr/rollout_is_mean": 1.0,
         "rollout_corr/rollout_is_eff_sample_size": 0.9,
     }  # fmt: skip
-    (spell,) = judge.judge([logs.renamed(row) | {"step": 1}], logs.BOUNDS)
-    assert spell.finding.id == "sampler_mismatch" and spell.finding.severity == "error"
+    (span,) = judge.judge_records([logs.renamed(row) | {"step": 1}], logs.OTHER_TRAINER_BOUNDS)
+    assert span.finding.id == "sampler_mismatch" and span.finding.severity == "error"
     asynchronous = logs.renamed(row | {"fully_async/count/current_param_version": 1}) | {"step": 1}
-    assert judge.judge([asynchronous], logs.BOUNDS) == []
+    assert judge.judge_records([asynchronous], logs.OTHER_TRAINER_BOUNDS) == []
 
 
 def test_a_config_is_told_with_its_totals(monkeypatch, capsys):

@@ -17,7 +17,7 @@ from test_house import imported_from
 
 import jaxrl_llm
 from jaxrl_llm.health import doctor, logs
-from jaxrl_llm.health.judge import judge
+from jaxrl_llm.health.judge import judge_records
 from jaxrl_llm.health.trl import DoctorCallback
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +112,7 @@ def test_the_exit_code_of_a_warning_or_an_error(monkeypatch, capsys, wording):
     for (name, *flag), code in runs.items():
         monkeypatch.setattr(sys, "argv", ["jaxrl-doctor", str(REAL / name), *flag])
         with pytest.raises(SystemExit) as ended:
-            doctor.run()
+            doctor.run_installed_command()
         assert ended.value.code == code
     wording(capsys.readouterr().err)
 
@@ -140,5 +140,5 @@ def test_it_is_installed_without_jax_beside_the_package_and_judges_a_log(tmp_pat
         command = [python.parent / "jaxrl-doctor", REAL / f"{name}.json"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (code, "")
-        found = judge(logs.read(REAL / f"{name}.json"), logs.BOUNDS)
-        assert all(spell.finding.line() in done.stdout for spell in found) and len(found) == 2 * code
+        found = judge_records(logs.read(REAL / f"{name}.json"), logs.OTHER_TRAINER_BOUNDS)
+        assert all(span.finding.line() in done.stdout for span in found) and len(found) == 2 * code

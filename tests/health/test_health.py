@@ -12,8 +12,7 @@ import pytest
 
 from benchmarks.health import simulated
 from jaxrl_llm.health import rules
-from jaxrl_llm.health.finding import channels
-from jaxrl_llm.health.history import FEW, GAPLESS, PAST, RECENT, SLOWER, History
+from jaxrl_llm.health.history import History
 from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session.health import Health
@@ -242,7 +241,7 @@ def test_a_rule_fires_on_a_run_that_falls_ill_its_way(name):
     found = fired(run(**FAULTS[name]))
     assert name in found, found
     # Some faults have more than one sign, but no rule fires before there is something to compare.
-    assert min(found.values()) >= RECENT or name == "held_out_falls"  # it compares single evaluations
+    assert min(found.values()) >= RECENT_STEPS or name == "held_out_falls"  # it compares single evaluations
 
 
 SICK = {name: run(**changes) for name, changes in FAULTS.items()} | {
@@ -263,16 +262,18 @@ SICK = {name: run(**changes) for name, changes in FAULTS.items()} | {
 def test_a_rule_needs_each_metric_that_it_says_and_no_other(rule, monkeypatch):
     name, needs, records = rule.__name__, rules.RULES[rule], SICK[rule.__name__]
     monkeypatch.setattr(rules, "RULES", {rule: needs})  # alone
-    assert name in fired(records) and name not in rules.blind(records)
+    assert name in fired(records) and name not in rules.unjudged_rules(records)
     for metric in needs.metrics:
         without = [{k: x for k, x in record.items() if k != metric} for record in records]
         assert name not in fired(without)
-        assert metric in rules.blind(without)[name]
+        assert metric in rules.unjudged_rules(without)[name]
     short = [record | {"step": step} for step, record in enumerate(records[-needs.records :], 1)]
     assert name not in fired(short[:-1])
-    assert name in rules.blind(short[:-1]) and name not in rules.blind(short)
+    assert name in rules.unjudged_rules(short[:-1]) and name not in rules.unjudged_rules(short)
     kept = {"step", "update_norm", *needs.metrics}
-    few = [{k: x for k, x in r.items() if k in kept or (needs.functions and k in channels(r))} for r in SICK[name]]
+    few = [
+        {k: x for k, x in r.items() if k in kept or (needs.functions and k in channel_metrics(r))} for r in SICK[name]
+    ]
     assert name in fired(few)
 
 
@@ -289,23 +290,25 @@ def test_a_reward_that_falls_beside_a_held_out_accuracy_that_holds_is_no_fault(n
 def test_a_rule_of_means_passes_over_missing_values(every):
     """A reward that is NaN in every seventh step silenced each rule of means in all steps, and no line said so."""
     sick = [record | ({"reward/mean": None} if record["step"] % every == 0 else {}) for record in SICK["kl_pays"]]
-    assert {"kl_pays"} <= fired(sick).keys() and "kl_pays" not in rules.blind(sick)
+    assert {"kl_pays"} <= fired(sick).keys() and "kl_pays" not in rules.unjudged_rules(sick)
 
 
 def test_a_log_that_lacks_most_values_of_a_metric_is_told():
     log = [{"step": step, "entropy": None if step % 3 else 1.0} for step in range(1, 91)]
-    assert "entropy" in rules.blind(log)["entropy_explosion"]
+    assert "entropy" in rules.unjudged_rules(log)["entropy_explosion"]
 
 
 def test_the_records_that_rules_see_are_few_and_the_same_after_a_resume():
     records = [{"step": step, "x": step} for step in range(3000)]
     history = History(records)
     steps = [record["step"] for record in history.records]
-    assert len(steps) <= SLOWER * FEW + 1 + PAST + 2 + GAPLESS
-    assert steps[: SLOWER * FEW + 1] == list(range(SLOWER * FEW + 1))
-    assert steps[-GAPLESS:] == list(range(3000 - GAPLESS, 3000))
-    assert max(b - a for a, b in pairwise(steps)) <= 4 * 3000 / PAST
-    assert sum(b == a + 1 for a, b in pairwise(steps[20:-GAPLESS])) > PAST / 4  # pairs, whose differences are noise
+    assert len(steps) <= LONGER_FACTOR * START_STEPS + 1 + KEPT_BETWEEN + 2 + KEPT_WITHOUT_GAP
+    assert steps[: LONGER_FACTOR * START_STEPS + 1] == list(range(LONGER_FACTOR * START_STEPS + 1))
+    assert steps[-KEPT_WITHOUT_GAP:] == list(range(3000 - KEPT_WITHOUT_GAP, 3000))
+    assert max(b - a for a, b in pairwise(steps)) <= 4 * 3000 / KEPT_BETWEEN
+    assert (
+        sum(b == a + 1 for a, b in pairwise(steps[20:-KEPT_WITHOUT_GAP])) > KEPT_BETWEEN / 4
+    )  # pairs, whose differences are noise
     half = History(History(records[:1700]).records)  # as the log gives it to a resumed run
     for record in records[1700:]:
         half.add(record)

@@ -10,7 +10,7 @@ from test_health import BOUNDS
 
 from benchmarks.health import simulated
 from jaxrl_llm.health import noise, rules
-from jaxrl_llm.health.history import FEW, RECENT, History
+from jaxrl_llm.health.history import RECENT_STEPS, START_STEPS, History
 
 RATE, RUNS, STEPS = 0.2, 30, 60
 DRAWS = {
@@ -51,7 +51,11 @@ def test_noise_passes_its_bound_in_no_more_runs_than_the_rate(kind, sequences, m
         for step, batch in enumerate(DRAWS[kind](rng, (STEPS, sequences)).astype(float), 1):
             history.add({"step": step, "x": batch.mean()})
             center = 0.3 * (kind == "of verdicts") + 0.01 * (kind == "of rare verdicts")
-            fired |= [history.risen("x") > 1, history.fallen("x") > 1, history.above("x", center) > 1]
+            fired |= [
+                history.rise_strength("x") > 1,
+                history.fall_strength("x") > 1,
+                history.strength_above("x", center) > 1,
+            ]
         passed += fired
     assert (passed <= RUNS * RATE + 3 * np.sqrt(RUNS * RATE * (1 - RATE))).all(), passed
 
@@ -61,17 +65,19 @@ def test_a_change_beyond_noise_is_found_within_the_window(error):
     rng, history, fallen = np.random.default_rng(0), History(), []
     for step in range(1, 41):
         history.add({"step": step, "reward/mean": rng.normal(0.8 - 0.4 * (step > 30), 0.02)} | error)
-        fallen += [step] if history.fallen("reward/mean") > 1 else []
-    assert 30 < fallen[0] <= 30 + RECENT and fallen[-1] == 40
+        fallen += [step] if history.fall_strength("reward/mean") > 1 else []
+    assert 30 < fallen[0] <= 30 + RECENT_STEPS and fallen[-1] == 40
 
 
 def test_a_small_batch_shows_over_many_steps_what_it_hides_in_few():
     rng, history = np.random.default_rng(1), History()
     for step in range(1, 201):
         history.add({"step": step, "x": rng.normal(0.9 * (step > 100), 0.4)})
-    assert history.risen("x") < 1 < history.slowly().risen("x")
-    assert history.slowly().then("x") == pytest.approx(np.mean(history.slowly().beginning("x")))
-    assert len(history.slowly().beginning("x")) == 4 * FEW
+    assert history.rise_strength("x") < 1 < history.with_longer_means().rise_strength("x")
+    assert history.with_longer_means().start_mean("x") == pytest.approx(
+        np.mean(history.with_longer_means().start_values("x"))
+    )
+    assert len(history.with_longer_means().start_values("x")) == 4 * START_STEPS
 
 
 def found(records: list[dict]) -> set[str]:

@@ -15,13 +15,13 @@ from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.rope import plain
+from jaxrl_llm.models.rope import default_rope
 from jaxrl_llm.structs import Batch
 
 CONFIG = DecoderConfig(
     family="qwen3",
     vocab_size=32, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, mlp_width=64, max_positions=64,
-    rope=plain(1e4, 16), norm_eps=1e-6, tied_head=False, qkv_bias=True, qk_norm=True,
+    rope=default_rope(1e4, 16), norm_eps=1e-6, tied_head=False, qkv_bias=True, qk_norm=True,
 )  # fmt: skip
 
 
@@ -81,4 +81,4 @@ def test_a_model_that_never_learns_computes_the_same_bits_from_bfloat16():
     model, batch = Decoder(replace(CONFIG, dtype="bfloat16", tied_head=True)), random_batch(8, 4, 8, 16)
     score = forward.make_logprob_fn(model, Sampling(), sharding.make_mesh(data=1, fsdp=4, tensor=2), 4)
     params = sharp(model)
-    np.testing.assert_array_equal(score(model.as_used(params), batch), score(params, batch))
+    np.testing.assert_array_equal(score(model.cast_for_compute(params), batch), score(params, batch))

@@ -18,7 +18,7 @@ from jaxrl_llm.learner.packing import index_shape
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.rope import plain
+from jaxrl_llm.models.rope import default_rope
 from jaxrl_llm.structs import Batch
 from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES, Collective, collectives
 
@@ -71,7 +71,7 @@ def _batch(mesh: Mesh, sizes: Sizes) -> Batch:
 CONFIG = DecoderConfig(
     family="qwen2",
     vocab_size=65_536, width=32, layers=3, heads=4, kv_heads=2, head_dim=8, mlp_width=8192, max_positions=4096,
-    rope=plain(1e4, 8), norm_eps=1e-6, tied_head=False, qkv_bias=True, qk_norm=False, remat="full",
+    rope=default_rope(1e4, 8), norm_eps=1e-6, tied_head=False, qkv_bias=True, qk_norm=False, remat="full",
 )  # fmt: skip
 SIZES = Sizes(prompts=16, microbatch=8, group=8, prompt_tokens=16, completion_tokens=256)
 PARTS, CHUNKS = 2, 4  # micro-batches; chunks of a micro-batch's tokens, on either mesh

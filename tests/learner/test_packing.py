@@ -17,7 +17,7 @@ from jaxrl_llm.learner.packing import Packing, packed_shapes
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.shapes import ShapePolicy
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.rope import plain
+from jaxrl_llm.models.rope import default_rope
 
 LIMIT = 32
 
@@ -145,7 +145,7 @@ def test_scores_do_not_depend_on_packing_the_mesh_or_the_micro_batch():
 def flops(b, g, p, c) -> float:
     """XLA's count for scoring with a one-layer model (a loop's body is counted once), all logits at once."""
     config = dataclasses.replace(
-        tiny.CONFIG, layers=1, width=512, heads=8, head_dim=64, rope=plain(1e4, 64), mlp_width=1408,
+        tiny.CONFIG, layers=1, width=512, heads=8, head_dim=64, rope=default_rope(1e4, 64), mlp_width=1408,
         max_positions=4096, vocab_size=64,
     )  # fmt: skip
     model, of = Decoder(config), jax.ShapeDtypeStruct

@@ -102,7 +102,7 @@ def test_padding_changes_no_score_wherever_and_whatever_it_is():
 def test_the_head_in_chunks_has_the_gradients_of_the_plain_head(shape, width, tied, cap, monkeypatch):
     monkeypatch.setattr(head, "tokens_at_once", lambda *_: 7)
     config = dataclasses.replace(
-        tiny.CONFIG, width=width, heads=2, kv_heads=2, head_dim=10, rope=rope.plain(1e4, 10), tied_head=tied,
+        tiny.CONFIG, width=width, heads=2, kv_heads=2, head_dim=10, rope=rope.default_rope(1e4, 10), tied_head=tied,
         final_soft_cap=cap,
     )  # fmt: skip
     mesh, rng = tiny.mesh_of(shape), np.random.default_rng(4)

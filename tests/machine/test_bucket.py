@@ -65,14 +65,14 @@ def test_rows_that_are_not_in_the_bucket_are_refused(cloud):
 
 def test_a_model_in_a_bucket_is_a_folder_of_the_cache(cloud):
     path = write(cloud, config__json="{}", tokenizer__json="{}", model__safetensors="w", pytorch_model__bin="p")
-    described = hf.find(path, weights=False)
+    described = hf.find_checkpoint(path, weights=False)
     assert sorted(os.listdir(described)) == ["config.json", "tokenizer.json"]
-    assert hf.find(path) == described
+    assert hf.find_checkpoint(path) == described
     assert sorted(os.listdir(described)) == ["config.json", "model.safetensors", "tokenizer.json"]
     write(cloud, model__safetensors="other")
-    assert (hf.find(path) / "model.safetensors").read_text() == "other"
+    assert (hf.find_checkpoint(path) / "model.safetensors").read_text() == "other"
     with pytest.raises(MissingHere, match=r"reference\.path = 'gs://bucket/none'"):
-        hf.find("gs://bucket/none", "reference.path")
+        hf.find_checkpoint("gs://bucket/none", "reference.path")
 
 
 @pytest.mark.parametrize(("error", "kind"), [

@@ -19,12 +19,12 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import attention_gpu, attention_tpu
-from jaxrl_llm.models.attention import KeyValue, Visible, attend, causal_within, in_prompt
+from jaxrl_llm.models.attention import KeyValue, Visible, attend, causal_mask, prompt_visibility
 from jaxrl_llm.models.attention_gpu import attend_gpu
 from jaxrl_llm.models.attention_tpu import AttentionLimits, attend_tpu
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.rope import plain
+from jaxrl_llm.models.rope import default_rope
 from jaxrl_llm.structs import Batch
 
 K, R, H = 2, 3, 64
@@ -109,7 +109,7 @@ def test_the_kernel_of_a_tpu_sees_whole_images_of_prompts(limits, mesh, monkeypa
     keys, queries, window = index[0, 0], index[0, 0][:, None], limits[0] or 1000
     seen = (keys <= reach[..., None]) & (queries - keys < window)
     visible = Visible(jnp.asarray(seen & (segment_ids[..., :, None] == segment_ids[..., None, :])))
-    np.testing.assert_array_equal(causal_within(segment_ids, limits[0], jnp.asarray(reach)), visible.row)
+    np.testing.assert_array_equal(causal_mask(segment_ids, limits[0], jnp.asarray(reach)), visible.row)
 
     def simple(query, own, prompt):
         return attend(query, own, visible, soft_cap=limits[1])
@@ -143,7 +143,7 @@ def test_a_token_sees_the_window_before_it_in_its_completion_and_its_prompt(wind
     places = steps - np.maximum.accumulate(np.where(first, steps, 0), axis=2)
     positions = mask.sum(axis=-1)[:, None, None] + places
     expected, real = visible_of(segment_ids, mask, window), segment_ids > 0
-    found = jax.jit(lambda *x: Visible(causal_within(x[0], window), in_prompt(*x[1:], window)))(
+    found = jax.jit(lambda *x: Visible(causal_mask(x[0], window), prompt_visibility(*x[1:], window)))(
         segment_ids, mask, positions
     )
     of_prompt = np.broadcast_to(found.prompt, expected.prompt.shape)
@@ -155,7 +155,7 @@ def traced_gradient_of_score(mesh, *, b, g, p, t, **own):
     config = DecoderConfig(
         family="qwen2",
         vocab_size=3072, width=256, layers=2, heads=4, kv_heads=2, head_dim=64, mlp_width=512, max_positions=4096,
-        rope=plain(1e4, 64), norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False, dtype="bfloat16",
+        rope=default_rope(1e4, 64), norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False, dtype="bfloat16",
         remat="full", **own,
     )  # fmt: skip
     model = Decoder(config, mesh)

@@ -19,7 +19,7 @@ from flax import nnx
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.algorithms import losses
-from jaxrl_llm.algorithms.balance import Load, balance_loss, load_metrics
+from jaxrl_llm.algorithms.balance import ExpertLoad, balance_loss, load_metrics
 from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config import load as configs
@@ -194,14 +194,16 @@ def test_load_and_its_loss_are_those_of_the_trained_tokens_alone():
 
 def test_an_even_load_costs_the_experts_of_a_token_and_a_collapsed_one_more():
     def cost(choices, probabilities):
-        load = Load(*(np.array([x], np.float32) for x in (8, choices, probabilities, 0)))
+        load = ExpertLoad(*(np.array([x], np.float32) for x in (8, choices, probabilities, 0)))
         return float(balance_loss(load, load))
 
     assert cost([4, 4, 4, 4], [2, 2, 2, 2]) == pytest.approx(2)
     assert cost([8, 8, 0, 0], [4, 4, 0, 0]) == pytest.approx(4)
     assert cost([16, 0, 0, 0], [8, 0, 0, 0]) == pytest.approx(8)
     # Of two layers, the first has one idle expert and the second three.
-    load = Load(np.float32([8, 8]), np.float32([[1, 2, 5, 0], [8, 0, 0, 0]]), np.ones((2, 4), np.float32), np.ones(2))
+    load = ExpertLoad(
+        np.float32([8, 8]), np.float32([[1, 2, 5, 0], [8, 0, 0, 0]]), np.ones((2, 4), np.float32), np.ones(2)
+    )
     assert load_metrics(load)["router/unused"] == 2
 
 
@@ -292,7 +294,7 @@ def test_experts_agree_in_any_order_and_only_trained_tokens_count():
 
 def test_the_router_of_the_sampler_stays_in_float32():
     model = Decoder(replace(CONFIG, dtype="bfloat16"))
-    used = model.as_used(model.init(jax.random.key(0)))["layers"]["experts"]
+    used = model.cast_for_compute(model.init(jax.random.key(0)))["layers"]["experts"]
     assert used["router"]["kernel"].dtype == "float32" and used["gate"]["kernel"].dtype == "bfloat16"
 
 

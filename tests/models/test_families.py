@@ -79,7 +79,9 @@ def test_a_run_improves_a_model_with_every_kind_of_layer(name, tmp_path):
 def own(tmp_path, monkeypatch):
     """The module of docs/models.md, importable, and a folder of its family: a Qwen2 of another model_type."""
     (example,) = re.findall(r"```python\n(# my_families.*?)```", (ROOT / "docs" / "models.md").read_text(), re.DOTALL)
-    prefixed = 'from jaxrl_llm.models import names\nNAMES = names.renamed(names.DENSE, {"model.": "transformer."})\n'
+    prefixed = (
+        'from jaxrl_llm.models import names\nNAMES = names.replace_prefixes(names.DENSE, {"model.": "transformer."})\n'
+    )
     broken = "def raises(hf):\n    return 1 / 0\n\n\ndef returns(hf):\n    return hf\n"
     for name, text in {"my_families": example, "my_named": example + prefixed, "my_broken": broken}.items():
         (tmp_path / f"{name}.py").write_text(text)

@@ -171,7 +171,7 @@ def configure(folder, **changes):
 
 
 def load(folder, mesh):
-    model = hf.load_model(hf.find(str(folder)))
+    model = hf.load_model(hf.find_checkpoint(str(folder)))
     return model, hf.load_params(folder, model, mesh)
 
 
@@ -344,7 +344,10 @@ def test_mixtral_has_one_kind_of_layers_and_its_own_rotary_base(tmp_path):
 
 def test_the_config_and_the_arguments_make_the_decoder(folder):
     assert hf.load_model(REFERENCES / "qwen2_window").cfg.max_positions == 128
-    assert rope.longest({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2**15}, 2**15) == 2**17
+    assert (
+        rope.extended_positions({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2**15}, 2**15)
+        == 2**17
+    )
     configure(folder, num_key_value_heads=None)
     cfg = hf.load_model(folder, dtype="bfloat16", remat="dots").cfg
     assert (cfg.dtype, cfg.remat, cfg.kv_heads) == ("bfloat16", "dots", 4)
@@ -544,7 +547,7 @@ def test_a_model_that_never_learns_is_loaded_in_the_dtype_of_its_products(loaded
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     model = hf.load_model(loaded.folder, mesh, dtype="bfloat16")
     params = hf.load_params(loaded.folder, model, mesh, learns=False)
-    assert_trees_equal(params, model.as_used(hf.load_params(loaded.folder, model, mesh)))
+    assert_trees_equal(params, model.cast_for_compute(hf.load_params(loaded.folder, model, mesh)))
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {"bfloat16", "float32"}
     assert params["embed"]["embedding"].dtype == "bfloat16" and params["norm"]["scale"].dtype == "float32"
 
@@ -622,13 +625,13 @@ def test_a_broken_folder_is_refused(what, mesh, tmp_path, refused):
 
 
 def test_a_vision_model_without_support_is_refused_with_families_that_have_it(wording):
-    assert {text for text in hf.VISION.values() if text} <= set(hf.families())
-    assert not set(hf.VISION) & set(hf.families())
-    for family, text in hf.VISION.items():
-        line = hf._unsupported(family, {}, hf.families())
-        assert all(name in line for name in ([text] if text else hf.families()))
+    assert {text for text in hf.TEXT_FAMILIES.values() if text} <= set(hf.known_families())
+    assert not set(hf.TEXT_FAMILIES) & set(hf.known_families())
+    for family, text in hf.TEXT_FAMILIES.items():
+        line = hf._unsupported_family(family, {}, hf.known_families())
+        assert all(name in line for name in ([text] if text else hf.known_families()))
         wording(line)
-    wording(hf._unsupported("bert", {}, ["llama"]))
+    wording(hf._unsupported_family("bert", {}, ["llama"]))
 
 
 def test_weights_of_torch_come_with_the_command_that_converts_them(tmp_path, monkeypatch, refused):
@@ -662,9 +665,9 @@ def test_a_folder_of_verls_shards_comes_with_the_command_that_merges_them(tmp_pa
     (tmp_path / "actor" / "model_world_size_2_rank_0.pt").touch()
     for place in (tmp_path, tmp_path / "actor"):
         with refused("model.path", f"--local_dir {tmp_path / 'actor'}"):
-            hf.find(str(place))
+            hf.find_checkpoint(str(place))
     with refused(f"--local_dir {tmp_path / 'actor'}"):
-        hf.weight_files(hf.find(str(tmp_path / "actor" / "huggingface")))
+        hf.weight_files(hf.find_checkpoint(str(tmp_path / "actor" / "huggingface")))
 
 
 def test_a_repository_of_the_hub_without_safetensors_is_refused(tmp_path, refused):
@@ -683,8 +686,8 @@ def test_a_refusal_of_the_hub_is_one_line(monkeypatch, name, refused):
         raise kind("no.\nmore") if name == "LocalEntryNotFoundError" else kind("no.\nmore", response=response)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with refused("model.path 'lab/x'") as caught:
-        hf.find("lab/x")
+    with refused("model.path") as caught:
+        hf.find_checkpoint("lab/x")
     assert "more" not in str(caught.value)
 
 
@@ -692,12 +695,12 @@ def test_a_repository_of_adapters_is_refused(tmp_path, monkeypatch, refused):
     (tmp_path / hf.ADAPTER).write_text("{}")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
     with refused("lab/x", "PEFT"):
-        hf.find("lab/x")
+        hf.find_checkpoint("lab/x")
 
 
 def test_a_hub_id_that_cannot_be_fetched_is_refused():
     with pytest.raises(UserError, match="no-such-organization/no-such-model"):
-        hf.find("no-such-organization/no-such-model")
+        hf.find_checkpoint("no-such-organization/no-such-model")
 
 
 def test_a_folder_without_a_tokenizer_is_refused(folder, refused):

@@ -29,7 +29,7 @@ from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.packing import pack
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf, hf_export, names, peft
-from jaxrl_llm.models.adapters import Adapters, int8, merged
+from jaxrl_llm.models.adapters import Adapters, merge_adapters, quantize_int8
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.recipe import advice
@@ -68,7 +68,7 @@ def tensors_of(params: PyTree) -> dict[str, np.ndarray]:
 def kept(lora: Adapters, params: PyTree) -> PyTree:
     """The base as a run keeps it."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: int8(x) if sharding.path_name(path) in lora.in_int8 else x, params
+        lambda path, x: quantize_int8(x) if sharding.path_name(path) in lora.int8_paths else x, params
     )
 
 
@@ -92,7 +92,7 @@ def test_the_scale_is_alpha_over_the_rank_or_over_its_root():
 
 def test_a_kernel_in_int8_has_a_step_for_each_output():
     kernel = tiny.model_and_params()[1]["layers"]["mlp"]["down"]["kernel"] * jnp.logspace(-3, 3, 32)[None, None]
-    error = jnp.abs(merged({"kernel": int8(kernel)})["kernel"] - kernel)
+    error = jnp.abs(merge_adapters({"kernel": quantize_int8(kernel)})["kernel"] - kernel)
     step = jnp.abs(kernel).max(axis=1, keepdims=True) / 127
     assert float((error / step).max()) < 0.51
     assert float((error / step).mean()) > 0.1  # the numbers are rounded
@@ -101,7 +101,7 @@ def test_a_kernel_in_int8_has_a_step_for_each_output():
 def test_a_policy_with_new_adapters_says_exactly_what_its_base_says():
     model, params = tiny.model_and_params(dataclasses.replace(tiny.CONFIG, dtype="bfloat16"))
     lora = lora_of(model, base_dtype="int8")
-    base, adapters = kept(lora, model.as_used(params)), lora.init(jax.random.key(0))
+    base, adapters = kept(lora, model.cast_for_compute(params)), lora.init(jax.random.key(0))
     assert max(np.abs(x).max() for x in jax.tree.leaves(adapters)) > 0.1  # A is not 0
     run = jax.jit(partial(hidden, model))
     np.testing.assert_array_equal(run(lora.combine(base, adapters)), run(base))
@@ -115,7 +115,7 @@ def test_values_and_gradients_of_adapters_are_those_through_merged_kernels(targe
     model, params = tiny.model_and_params(dataclasses.replace(tiny.CONFIG, remat=remat), scale=2.0)
     lora = lora_of(model, targets=targets, base_dtype=base_dtype)
     base, adapters = kept(lora, params), drawn(lora)
-    assert base_dtype == "" or all((a != b).any() for a, b in _kernels(merged(base), params))
+    assert base_dtype == "" or all((a != b).any() for a, b in _kernels(merge_adapters(base), params))
     assert len(jax.tree.leaves(adapters)) == {"_proj": 14, "q_proj|mlp.down": 4}[targets]
     weights = np.random.default_rng(3).normal(size=(tiny.B, tiny.P, 32)).astype(np.float32)
 
@@ -125,7 +125,7 @@ def test_values_and_gradients_of_adapters_are_those_through_merged_kernels(targe
 
     (ours, states), (theirs, expected) = (
         jax.jit(jax.grad(partial(total, whole), has_aux=True))(adapters)
-        for whole in (partial(lora.combine, base), partial(by_hand, merged(base), scale=lora.kind.scale))
+        for whole in (partial(lora.combine, base), partial(by_hand, merge_adapters(base), scale=lora.kind.scale))
     )
     close(states, expected, atol=1e-4)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
@@ -312,7 +312,7 @@ def test_a_run_with_a_base_in_int8_is_resumed_and_saves_what_it_sampled_from(who
     run, mesh = SavedRun(tmp_path / "run"), tiny.mesh_of((1, 1, 1))
     with run.model_folder(2) as folder:
         model = hf.load_model(folder, mesh)
-        base = sharding.to_host(merged(hf.load_base(folder, model, mesh, model.adapters(run.adapters))))
+        base = sharding.to_host(merge_adapters(hf.load_base(folder, model, mesh, model.adapters(run.adapters))))
         expected = by_hand(base, run.params(2), run.adapters.scale)
         jax.tree.map(close, hf.load_params(tmp_path / "run" / "hf", model, mesh), expected)
 
@@ -327,8 +327,8 @@ def test_the_parts_of_a_kernel_in_int8_are_sharded_as_the_kernel():
         assert kernel.qvalue.dtype == jnp.int8
         assert kernel.qvalue.sharding.spec == jax.P(None, *place)
         assert kernel.scale.sharding.spec == jax.P(None, None, place[1])
-    expected = merged(kept(lora, hf.load_params(folder, model, mesh)))
-    jax.tree.map(np.testing.assert_array_equal, merged(base), expected)
+    expected = merge_adapters(kept(lora, hf.load_params(folder, model, mesh)))
+    jax.tree.map(np.testing.assert_array_equal, merge_adapters(base), expected)
 
 
 @pytest.mark.slow
@@ -426,7 +426,7 @@ def test_a_kind_of_adapters_of_the_user_computes_as_its_merged_kernels(scales):
     base, new = kept(adapters, params), adapters.init(jax.random.key(0))
     score = jax.jit(partial(hidden, model))
     np.testing.assert_array_equal(score(adapters.combine(base, new)), unadapted := score(base))
-    whole, expected = adapters.combine(base, drawn(adapters)), scaled(merged(base), drawn(adapters))
+    whole, expected = adapters.combine(base, drawn(adapters)), scaled(merge_adapters(base), drawn(adapters))
     np.testing.assert_allclose(score(whole), score(expected), atol=1e-4)
     assert np.abs(score(whole) - unadapted).max() > 1e-2
     jax.tree.map(close, WeightCopier(model, tiny.mesh_of((1, 2, 2)))(whole), model.unstack(expected))
@@ -448,7 +448,7 @@ def test_adapters_of_the_user_are_resumed_and_exported_merged(scales, tmp_path, 
         model = hf.load_model(folder, mesh)
         adapters, learned = model.adapters(saved.adapters), saved.params(2)
         assert min(float(np.abs(s).max()) for s in jax.tree.leaves(learned)) > 0
-        expected = scaled(merged(kept(adapters, hf.load_params(folder, model, mesh))), learned)
+        expected = scaled(merge_adapters(kept(adapters, hf.load_params(folder, model, mesh))), learned)
         jax.tree.map(close, hf.load_params(run / "hf", model, mesh), expected)
         jax.tree.map(close, tensors_of(saved.policy(2, folder, model, mesh)), tensors_of(expected))
     assert not (run / "adapter").exists()
@@ -472,7 +472,7 @@ def test_targets_that_name_no_kernel_are_told_what_there_is(refused):
 def test_a_folder_of_other_adapters_is_refused(field, value, tmp_path, refused):
     model, _ = tiny.model_and_params()
     peft.save(tmp_path / "adapter", drawn(lora_of(model)), lora_of(model), "base")
-    file, ours = tmp_path / "adapter" / peft.SETTINGS, {field: value} if field in LORA else {}
+    file, ours = tmp_path / "adapter" / peft.SETTINGS_FILE, {field: value} if field in LORA else {}
     if not ours:
         file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
     with refused(f"config.adapters.{field}" if ours else str(value) if field == "init_lora_weights" else field):
@@ -483,7 +483,7 @@ def test_adapters_outside_of_the_layers_are_told_from_missing_ones(tmp_path, ref
     model, _ = tiny.model_and_params()
     lora = lora_of(model, targets="q_proj")
     peft.save(tmp_path / "adapter", drawn(lora), lora, "base")
-    file = tmp_path / "adapter" / peft.WEIGHTS
+    file = tmp_path / "adapter" / peft.WEIGHTS_FILE
     save_file(load_file(file) | {"base_model.model.lm_head.lora_A.weight": np.zeros((4, 32), np.float32)}, file)
     with refused("lm_head.lora_A.weight"):
         peft.load(tmp_path / "adapter", lora)
@@ -494,10 +494,10 @@ def test_adapters_outside_of_the_layers_are_told_from_missing_ones(tmp_path, ref
 def test_an_adapter_that_is_not_finite_is_named_with_its_file(tmp_path, refused):
     lora = lora_of(tiny.model_and_params()[0])
     peft.save(tmp_path / "adapter", drawn(lora), lora, "base")
-    file = tmp_path / "adapter" / peft.WEIGHTS
+    file = tmp_path / "adapter" / peft.WEIGHTS_FILE
     name, tensor = next(iter(load_file(file).items()))
     save_file(load_file(file) | {name: np.full_like(tensor, np.nan)}, file)
-    with refused(peft.WEIGHTS, name):
+    with refused(peft.WEIGHTS_FILE, name):
         peft.load(tmp_path / "adapter", lora)
 
 

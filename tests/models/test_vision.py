@@ -80,7 +80,7 @@ towers = pytest.mark.parametrize("loaded", ["qwen2_5_vl", "gemma3"], indirect=Tr
 @pytest.fixture(autouse=True)
 def few_queries(monkeypatch):
     """Splits the queries of the batches that are padded into three parts, of which the last one is padded."""
-    monkeypatch.setattr(vision, "QUERIES", 85)
+    monkeypatch.setattr(vision, "QUERIES_AT_A_TIME", 85)
 
 
 @cache
@@ -135,7 +135,7 @@ def close(a: Any, b: Any, atol: float = 0.0) -> None:
 
 def test_positions_of_prompts_and_completions_are_those_of_transformers(loaded):
     stored, length = loaded.stored, loaded.stored["tokens"].shape[1]
-    assert loaded.model.cfg.never == (loaded.form.image_token, *loaded.form.others)
+    assert loaded.model.cfg.hidden_tokens == (loaded.form.image_token, *loaded.form.others)
     for side in ("left", "right"):
         prompt = loaded.prompt(side)
         for b, real in enumerate(stored["mask"]):
@@ -149,7 +149,7 @@ def test_positions_of_prompts_and_completions_are_those_of_transformers(loaded):
 
 @towers
 def test_logits_are_those_of_transformers_and_placeholders_have_none(loaded):
-    batch, stored, never = loaded.batch(), loaded.stored, list(loaded.model.cfg.never)
+    batch, stored, never = loaded.batch(), loaded.stored, list(loaded.model.cfg.hidden_tokens)
     of_prompt, of_rows = map(np.asarray, all_logits(loaded.model)(loaded.params, batch.prompt, *rows(batch)))
     logits = []
     for b, mask in enumerate(stored["completion_mask"]):
@@ -209,7 +209,7 @@ def test_a_text_row_is_that_of_the_text_decoder_and_runs_no_tower(loaded):
     row = replace(jax.tree.map(lambda x: x[1:2], batch), images=None)
     of_prompt, of_rows = map(np.array, all_logits(text)(params, row.prompt, *rows(row)))
     logits = np.concatenate([np.repeat(of_prompt[:, None, -1:], 2, axis=1), of_rows[:, :, :-1]], axis=2)[0]
-    logits[..., list(loaded.model.cfg.never)] = -np.inf
+    logits[..., list(loaded.model.cfg.hidden_tokens)] = -np.inf
     logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     expected = np.take_along_axis(logprobs, row.completions[0, ..., None], axis=-1)[..., 0]
     expected = np.where(row.completion_mask[0], expected, 0.0)
@@ -240,7 +240,7 @@ def test_half_precision_is_near():
     loaded = load("qwen2_vl")
     model = Decoder(replace(loaded.model.cfg, dtype="bfloat16"))
     (_, (exact, _)), _ = scored(loaded.model)(loaded.params, loaded.batch())
-    used = model.as_used(loaded.params)
+    used = model.cast_for_compute(loaded.params)
     assert used["visual"]["layers"]["qkv"]["kernel"].dtype == jnp.bfloat16
     assert {x.dtype for x in jax.tree.leaves(used["visual"]["layers"]["mlp_norm"])} == {jnp.dtype("float32")}
     score = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))
@@ -259,7 +259,7 @@ def test_a_placeholder_is_never_sampled_nor_part_of_the_distribution():
     model, batch = Decoder(cfg), replace(loaded.batch(), images=None)
     # A head that prefers these tokens.
     embedding = loaded.params["embed"]["embedding"]
-    params = loaded.params | {"embed": {"embedding": embedding.at[jnp.array(cfg.never)].multiply(20.0)}}
+    params = loaded.params | {"embed": {"embedding": embedding.at[jnp.array(cfg.hidden_tokens)].multiply(20.0)}}
 
     def loss(params: Any, batch: Batch, sampling: Sampling) -> tuple[jax.Array, Any]:
         logprobs, entropy = forward.completion_logprobs(model, params, batch, sampling)
@@ -271,10 +271,10 @@ def test_a_placeholder_is_never_sampled_nor_part_of_the_distribution():
         for leaf in jax.tree.leaves((scores, gradient)):
             assert np.all(np.isfinite(leaf))
         assert np.all(np.exp(scores[0]) <= 1 + 1e-5) and np.all(scores[1] >= -1e-5)
-    free = replace(loaded.model.cfg, vision=replace(loaded.model.cfg.vision, never=()))
+    free = replace(loaded.model.cfg, vision=replace(loaded.model.cfg.vision, hidden_tokens=()))
     for of, is_sampled in ((model, False), (Decoder(free), True)):
         _, of_rows = all_logits(of)(params, batch.prompt, *rows(batch))
-        assert np.isin(np.argmax(of_rows, -1), cfg.never).any() == is_sampled
+        assert np.isin(np.argmax(of_rows, -1), cfg.hidden_tokens).any() == is_sampled
 
 
 # ---- files
@@ -284,7 +284,7 @@ def renamed(loaded: Loaded, copy: Path, table: names.TensorNames) -> Path:
     """A copy of a folder with other names of its tensors."""
     shutil.copytree(loaded.folder, copy, ignore=shutil.ignore_patterns("*.npz"))
     tensors = load_file(copy / "model.safetensors")
-    before, other = names.table_of(loaded.folder.name, tensors), {}
+    before, other = names.matching_table(loaded.folder.name, tensors), {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(loaded.model.shapes):
         name = sharding.path_name(path)
         pairs = zip(*(names.tensor_names(forms[name], leaf.shape) for forms in (before, table)), strict=True)
@@ -318,7 +318,7 @@ def test_loading_and_exporting_changes_no_tensor_and_no_name(loaded, prefixes, t
     has = lambda table: all(any(name.startswith(x) for name in table.values()) for x in prefixes)  # noqa: E731
     (table,) = (table for table in tables if has(table))
     source = renamed(loaded, tmp_path / "source", table)
-    assert names.table_of(loaded.folder.name, load_file(source / "model.safetensors")) == table
+    assert names.matching_table(loaded.folder.name, load_file(source / "model.safetensors")) == table
     model = hf.load_model(source)
     params = hf.load_params(source, model, tiny.mesh_of((1, 2, 2)))
     hf_export.save(tmp_path / "saved", params, source)
@@ -379,7 +379,7 @@ def test_the_settings_of_images_are_part_of_the_model(loaded, tmp_path, refused)
         hf.load_model(folder)
     (folder / "processor_config.json").write_text(json.dumps({"image_processor": settings}))
     assert hf.fingerprint(folder) != before
-    assert hf.load_model(folder).cfg.vision.mean == (0.25, 0.5, 0.5)
+    assert hf.load_model(folder).cfg.vision.pixel_mean == (0.25, 0.5, 0.5)
 
 
 TEXT, ROPE, VISION = ("text_config",), ("text_config", "rope_parameters"), ("vision_config",)
@@ -465,7 +465,7 @@ def test_adapters_stand_beside_text_layers_and_have_the_names_of_modules(loaded,
     score = jax.jit(partial(forward.completion_logprobs, loaded.model, sampling=Sampling()))
     assert np.max(np.abs(score(combined, loaded.batch())[0] - before)) > 0.01
     original = load_file(loaded.folder / "model.safetensors")
-    table = names.table_of(loaded.folder.name, original)
+    table = names.matching_table(loaded.folder.name, original)
     merged = dict(hf_export.tensors(combined, table, np.float32))
     changed = {name for name, tensor in merged.items() if not np.array_equal(tensor, original[name])}
     prefix = table["embed/embedding"].removesuffix("embed_tokens.weight")
@@ -504,7 +504,12 @@ def test_the_published_config_of_gemma_3_4b_leaves_out_most_and_is_read():
     assert (cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.vocab_size, cfg.norm_eps) == (8, 4, 256, 262_208, 1e-6)
     assert cfg.tied_head and cfg.window == 1024 and cfg.local.index(False) == 5
     assert cfg.rope.frequencies[0] == 1 / 8 and cfg.local_rope.frequencies[0] == 1.0
-    assert (cfg.vision.merge, cfg.vision.table, cfg.vision.two_way, cfg.never) == (4, 64, 256, (262_144,))
+    assert (cfg.vision.merge_size, cfg.vision.position_grid, cfg.vision.bidirectional_tokens, cfg.hidden_tokens) == (
+        4,
+        64,
+        256,
+        (262_144,),
+    )
     assert Decoder(cfg).size() == 4_300_079_472
 
 

@@ -148,7 +148,7 @@ WRONG = {  # config -> changed fields -> field that the line names
         "schedule_steps=1 num_steps=2": "num_steps",  # more steps than a schedule that ends at 0
         "kl.placement=loss kl.estimator=k1": "kl",  # k1 in the loss
         "data.today=24.11.2026": "data.today",  # a day that is no date
-        "loss.name=ratio_of": "loss.name",  # a helper for a loss
+        "loss.name=importance_ratio": "loss.name",  # a helper for a loss
         "kl.adaptive.target=0.1 kl.adaptive.horizon=3": "kl.adaptive.horizon",  # a KL horizon of less than an update
         "kl.end=0.1": "kl.end",  # an end of a constant coefficient
         "kl.refresh.mix=0.5": "kl.refresh.every",  # a move of the reference at no time
@@ -409,7 +409,7 @@ def test_a_mesh_is_refused(refused, sizes, words):
 @table("config text field", {
     "a top-k that keeps all tokens": ("grpo", "rollout.top_k=18 mesh.fsdp=1", "config.rollout.top_k"),
     "a model that is not there": ("grpo", "model.path=./nowhere", "model.path"),
-    "a hub id that cannot be had": ("grpo", "model.path=lab/nothing", "model.path 'lab/nothing'"),
+    "a hub id that cannot be had": ("grpo", "model.path=lab/nothing", "model.path"),
     "too long completions": ("grpo", "rollout.max_completion_tokens=510", "config.rollout.max_completion_tokens"),
     "a batch that the mesh does not divide":
         ("grpo", "prompts_per_step=4 prompts_per_update=4", "config.prompts_per_update"),
@@ -526,7 +526,7 @@ SHARDS = '{"weight_map": {"model.norm.weight": "model-1.safetensors", "x": "mode
 
 
 @table("spoil words", {
-    "without config.json": (without("config.json"), "model.path './model'"),
+    "without config.json": (without("config.json"), "model.path"),
     "with a torn config.json": (written("config.json", "{"), "model/config.json"),
     "with a list for config.json": (written("config.json", "[]"), "model/config.json"),
     "of another architecture": (configured(model_type="mamba"), "'mamba'"),
@@ -555,7 +555,7 @@ def test_a_model_is_refused(place, refused, spoil, words):
     shutil.copytree(MODEL, place / "model")
     spoil(place / "model")
     with refused(words):
-        folder = hf.find("./model")
+        folder = hf.find_checkpoint("./model")
         model, tokenizer = hf.load_model(folder), hf.load_tokenizer(folder)
         hf.stop_ids(folder, tokenizer)
         hf.load_params(folder, model, sharding.make_mesh(data=1, fsdp=1, tensor=1))
@@ -573,7 +573,7 @@ def test_a_model_that_does_not_fit_the_rows_is_refused(place, refused, spoil, wo
 
 
 @table("spoil field", {
-    "of adapters": (adapter, "critic.path './model'"),
+    "of adapters": (adapter, "critic.path"),
     "with fewer positions than the texts need": (configured(max_position_embeddings=16), "config.critic.path"),
 })  # fmt: skip
 def test_a_critic_is_refused(place, refused, spoil, field):

@@ -232,7 +232,7 @@ def write_vision(folder: Path, family: str) -> Path:
     """A small model with a tower, of the architecture of a recipe, and the folder it is in."""
     bare = folder / "bare"
     rows = [{"prompt": f"<image>{text}{qwen2_5_7b_math.FORM}", "answer": "0123456789"} for text, _ in PROBLEMS]
-    sizes = dict(zip(new_model.SIZES, (32, 2, 4, 2, 48), strict=True)) | {"vision_config": TOWER}
+    sizes = dict(zip(new_model.SIZE_KEYS, (32, 2, 4, 2, 48), strict=True)) | {"vision_config": TOWER}
     new_model.write_folder(bare, sizes, rows, "answer")
     if family == "qwen3_vl":
         config = json.loads((bare / "config.json").read_text())

@@ -20,7 +20,7 @@ from jaxrl_llm import recipe as recipes
 from jaxrl_llm.build import Parts, build
 from jaxrl_llm.errors import StoppedByHealth, UserError
 from jaxrl_llm.health import rules
-from jaxrl_llm.health.finding import Finding, Needs
+from jaxrl_llm.health.finding import Finding, RuleInputs
 from jaxrl_llm.health.history import History
 from jaxrl_llm.learner import optim
 from jaxrl_llm.learner.learning import Learning
@@ -40,14 +40,14 @@ RATE = 1e-4  # of configs/grpo.py
 
 def too_fast(history: History) -> Finding | None:
     """A rule that finds something at steps 10 and 11, until the rate is lower."""
-    last = history.latest[-1]
+    last = history.last_records[-1]
     if last["step"] not in (10, 11) or last["learning_rate"] < 0.6 * RATE:
         return None
     return Finding("error", f"step {last['step']} has the whole rate", "of a test", "lower it")
 
 
 def from_step(step: int, history: History) -> Finding | None:
-    late = history.latest[-1]["step"] >= step
+    late = history.last_records[-1]["step"] >= step
     return Finding("error", f"it is step {step}", "of a test", "begin anew") if late else None
 
 
@@ -62,7 +62,7 @@ def late(history: History) -> Finding | None:
 
 
 def add_rules(patch: pytest.MonkeyPatch) -> None:
-    known = rules.RULES | {rule: Needs(()) for rule in (too_fast, always, late, ill_at_thirty)}
+    known = rules.RULES | {rule: RuleInputs(()) for rule in (too_fast, always, late, ill_at_thirty)}
     for module in (rules, combinations):
         patch.setattr(module, "RULES", known)
 
@@ -127,7 +127,7 @@ MOMENTS = [
 
 def ill_at_thirty(history: History) -> Finding | None:
     """A rule that finds something at step 30, until the rate is lower."""
-    last = history.latest[-1]
+    last = history.last_records[-1]
     ill = last["step"] == 30 and last["learning_rate"] > 0.6 * RATE
     return Finding("error", "it is step 30", "of a test", "lower it") if ill else None
 
@@ -193,7 +193,7 @@ from jaxrl_llm.session import rollback
 from jaxrl_llm.session.checkpoint import Checkpoints
 from jaxrl_llm.train import steps
 
-rules.RULES = combinations.RULES = rules.RULES | {here.too_fast: here.Needs(())}
+rules.RULES = combinations.RULES = rules.RULES | {here.too_fast: here.RuleInputs(())}
 moment, workdir = sys.argv[1], Path(sys.argv[2])
 kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
 

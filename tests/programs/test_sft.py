@@ -98,7 +98,7 @@ def test_the_loss_is_that_of_the_policys_tokens_and_a_run_compiles_one_update(tm
 @pytest.mark.slow
 def test_a_new_tokenizer_learns_words_and_reads_alike_beside_the_models_config(tmp_path):
     rows = encyclopedia.demonstrations()[:200]
-    new_model.write_folder(tmp_path, dict.fromkeys(new_model.SIZES, 8) | {"vocabulary": 300}, rows, "completion")
+    new_model.write_folder(tmp_path, dict.fromkeys(new_model.SIZE_KEYS, 8) | {"vocabulary": 300}, rows, "completion")
     tokenizer = hf.load_tokenizer(tmp_path)  # as a Qwen2Tokenizer, because of config.json
     assert len(tokenizer) == 300
     for row in rows[:50]:

@@ -339,7 +339,7 @@ class Recorded:
 
 def test_the_ids_of_episodes_are_those_that_were_sampled_never_encoded_again(tmp_path):
     rows = encyclopedia.train()[:50]
-    sizes = dict.fromkeys(new_model.SIZES, 32) | {"num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = dict.fromkeys(new_model.SIZE_KEYS, 32) | {"num_hidden_layers": 1, "num_attention_heads": 2}
     new_model.write_folder(tmp_path, sizes | {"num_key_value_heads": 1, "vocabulary": 128}, rows, "answer")
     mesh, tokenizer = mesh_of(ONE), hf.load_tokenizer(tmp_path)
     model = hf.load_model(tmp_path, mesh)

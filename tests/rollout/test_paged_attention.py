@@ -14,7 +14,7 @@ import pytest
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import paged_attention_gpu, paged_attention_tpu
 from jaxrl_llm.models.attention import KeyValue
-from jaxrl_llm.models.paged_attention import HIDDEN, Pages, Readers, attend, attend_prompts, join
+from jaxrl_llm.models.paged_attention import HIDDEN_SCORE, PageReaders, Pages, attend, attend_prompts, finish
 
 K, R, H, PAGE, N, PROMPT, G = 2, 3, 16, 8, 3, 5, 2
 LENGTHS = np.array([1, N * PAGE, 9, 16])  # of two groups of two
@@ -50,8 +50,10 @@ def reading(table, lengths, pages, window):
     hide = (place >= length) | (place < length - window if window else False)
     # The last token's place in the text is PROMPT + length - 1.
     first_seen = PROMPT + lengths.reshape(groups, G, 1) - (window or 9999)
-    hidden = (np.where(x, HIDDEN, 0.0).astype(np.float32) for x in (hide[:, None], np.arange(PROMPT) < first_seen))
-    return tuple(hidden), Readers(table, owner, np.arange(rows).reshape(groups, G), np.arange(rows))
+    hidden = (
+        np.where(x, HIDDEN_SCORE, 0.0).astype(np.float32) for x in (hide[:, None], np.arange(PROMPT) < first_seen)
+    )
+    return tuple(hidden), PageReaders(table, owner, np.arange(rows).reshape(groups, G), np.arange(rows))
 
 
 def attend_plain(query, pages, prompt, table, lengths, window=0, soft_cap=0.0):
@@ -69,7 +71,7 @@ def attend_with(kernel, query, pages, prompt, table, lengths, window=0, soft_cap
         prompts = partial(attend_prompts, soft_cap=soft_cap, precision=jax.lax.Precision.HIGHEST)
         own = kernel.attend_own(query, pages, table, lengths, window=window, soft_cap=soft_cap, interpret=True)
         to_prompts = prompts(query[:, :, None], prompt, hidden[1], readers)
-        return join(to_prompts, jax.tree.map(lambda x: x[:, :, None], own))[:, :, 0]
+        return finish(to_prompts, jax.tree.map(lambda x: x[:, :, None], own))[:, :, 0]
 
     return joined()
 
@@ -148,7 +150,7 @@ def in_int8(pages):
     """Pages in int8, and floats of the same numbers."""
     tokens = KeyValue(np.swapaxes(pages.keys, 2, 3), np.asarray(pages.values))
     empty = Pages.empty(pages.keys.shape[:2], pages.keys.shape[3], pages.keys.shape[2], "int8")
-    whole = jax.tree.map(np.asarray, jax.jit(empty.of_tokens)(tokens))
+    whole = jax.tree.map(np.asarray, jax.jit(empty.from_tokens)(tokens))
     keys, values = whole.keys * whole.key_scale[:, :, None], whole.values * whole.value_scale[..., None]
     for exact, rounded, scale in zip(tokens, (np.swapaxes(keys, 2, 3), values), whole[2:], strict=True):
         # To the nearest step, of which the largest number of a token has 127.
@@ -183,7 +185,7 @@ def test_a_kernels_row_depends_on_its_own_tokens_alone(kernel):
     attend = jax.jit(partial(kernel.attend_own, window=40, interpret=True))
     query, pages, table, length = decoding(3, 64, 16, 5, "float32", np.array([80, 0, 33, 17]))
     found = attend(query, pages, table, length)
-    assert np.all(found.total[:, 1] == 0) and np.all(found.top[:, 1] == HIDDEN) and np.all(found.out[:, 1] == 0)
+    assert np.all(found.total[:, 1] == 0) and np.all(found.top[:, 1] == HIDDEN_SCORE) and np.all(found.out[:, 1] == 0)
     # Other rows, in another number and order, and other tokens in all pages that row 0 does not see.
     query, table, length = map(np.asarray, (query, table, length))
     seen = np.isin(np.arange(pages.keys.shape[1]), table[0, 2:])[None, :, None, None]

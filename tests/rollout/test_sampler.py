@@ -17,11 +17,11 @@ import pytest
 import tiny
 
 from jaxrl_llm.algorithms.sampling import (
-    BLOCK,
+    MAX_BLOCK,
     Sampling,
-    draw,
+    draw_tokens,
     log_distribution,
-    support,
+    mask_logits,
     token_logprobs_and_residuals,
     token_logprobs_gradient,
 )
@@ -38,7 +38,7 @@ KINDS = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=5), Sampling(top_
 WARM = Sampling(1.3)
 LIMITS = np.where(np.arange(tiny.B)[:, None] == 1, 8, np.full((tiny.B, tiny.G), 24))
 FEW_PAGES, ALL_DEVICES = dict(most=8, pages=16), dict(mesh=(2, 2, 2), most=16, pages=7)
-supported, distribution = (jax.jit(function, static_argnums=1) for function in (support, log_distribution))
+supported, distribution = (jax.jit(function, static_argnums=1) for function in (mask_logits, log_distribution))
 
 
 parameters = cache(partial(tiny.model_and_params, scale=3.0))
@@ -112,7 +112,9 @@ def check_draws(rollouts: Rollouts, sampling: Sampling, config=tiny.CONFIG) -> N
     def drawn(params):
         logits = model.logits(params, model.prefill(params, text)[0][:, tiny.P - 1 : -1])
         uniform = lambda t: jax.random.uniform(jax.random.fold_in(jax.random.key(0), t), (2 * size, 2))  # noqa: E731
-        return draw(support(logits, sampling), jax.vmap(uniform, out_axes=1)(jnp.arange(own.shape[1]))[:size])
+        return draw_tokens(
+            mask_logits(logits, sampling), jax.vmap(uniform, out_axes=1)(jnp.arange(own.shape[1]))[:size]
+        )
 
     expected = drawn(params)
     np.testing.assert_array_equal(sampled[own], expected[0][own])
@@ -133,7 +135,7 @@ def test_tokens_are_drawn_from_the_trainers_softmax_by_their_own_numbers():
 def test_a_copy_in_int8_samples_from_the_rounded_weights():
     rollouts = sample(mesh=(2, 2, 2), in_int8=True)
     _, params = parameters(tiny.CONFIG)
-    rounded = partial(weights._map_kernels, change=lambda kernel: adapters.as_array(adapters.int8(kernel)))
+    rounded = partial(weights._map_kernels, change=lambda kernel: adapters.as_array(adapters.quantize_int8(kernel)))
     layers = jax.jit(rounded)(params["layers"])
     exact, rounded = score(rollouts, Sampling(), tiny.CONFIG, params | {"layers": layers})
     np.testing.assert_allclose(rollouts.logprobs, rounded, atol=2e-5)
@@ -202,13 +204,13 @@ def test_draw_never_takes_a_token_of_probability_zero_even_at_the_ends():
     logprobs = np.array([[-np.inf, -1, -np.inf, -1, -np.inf]] * 5, np.float32)
     last = 0.99999994
     ends = np.array([[0, 0], [0, last], [0.4999999, last], [0.5, 0], [last, last]], np.float32)
-    np.testing.assert_array_equal(jax.jit(draw)(logprobs, ends)[0], [1, 1, 1, 3, 3])
+    np.testing.assert_array_equal(jax.jit(draw_tokens)(logprobs, ends)[0], [1, 1, 1, 3, 3])
 
 
 def test_a_vocabulary_of_152k_is_drawn_from_without_loss_of_its_tail():
     logits = np.random.default_rng(0).normal(0, 3, 151_936).astype(np.float32)
     logprobs = np.asarray(distribution(logits, Sampling()), np.float64)
-    step = jax.jit(lambda u: draw(jnp.broadcast_to(logits, (len(u), len(logits))), u)[0])
+    step = jax.jit(lambda u: draw_tokens(jnp.broadcast_to(logits, (len(u), len(logits))), u)[0])
     uniform = np.random.default_rng(1).random((24, 20, 2), np.float32)
     drawn = logprobs[np.concatenate([step(u) for u in uniform])]
     # Mean and share below a small probability, against the distribution's own.
@@ -216,13 +218,13 @@ def test_a_vocabulary_of_152k_is_drawn_from_without_loss_of_its_tail():
     mean = np.sum(p * logprobs)
     assert abs(drawn.mean() - mean) < 5 * np.sqrt(np.sum(p * (logprobs - mean) ** 2) / len(drawn))
     # Even a rare token is reached, exactly, from the middle of its own part of the two unit intervals.
-    blocks = np.add.reduceat(p, np.arange(0, 151_936, BLOCK))
-    share = p / blocks[np.arange(151_936) // BLOCK].clip(1e-30)
+    blocks = np.add.reduceat(p, np.arange(0, 151_936, MAX_BLOCK))
+    share = p / blocks[np.arange(151_936) // MAX_BLOCK].clip(1e-30)
     resolved = np.flatnonzero(share > 1e-5)  # float32 tells these apart within their block
     rare = resolved[np.argsort(p[resolved])[:20]]
-    within = np.array([p[token // BLOCK * BLOCK : token].sum() for token in rare]) + p[rare] / 2
-    middle = (np.cumsum(blocks) - blocks / 2)[rare // BLOCK] / p.sum()
-    found = step(np.stack([middle, within / blocks[rare // BLOCK]], axis=-1).astype(np.float32))
+    within = np.array([p[token // MAX_BLOCK * MAX_BLOCK : token].sum() for token in rare]) + p[rare] / 2
+    middle = (np.cumsum(blocks) - blocks / 2)[rare // MAX_BLOCK] / p.sum()
+    found = step(np.stack([middle, within / blocks[rare // MAX_BLOCK]], axis=-1).astype(np.float32))
     np.testing.assert_array_equal(found, rare)
 
 

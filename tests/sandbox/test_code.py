@@ -22,7 +22,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine.process import cpus
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox import program_tests
-from jaxrl_llm.sandbox.program_tests import ProgramLimits, ProgramVerdict, in_python
+from jaxrl_llm.sandbox.program_tests import ProgramLimits, ProgramVerdict
 from jaxrl_llm.session.banner import unconfined_warning
 from jaxrl_llm.tasks import REWARDS, code
 from jaxrl_llm.tasks.python import Python
@@ -40,7 +40,7 @@ def earned(*programs: str, tests: object, **arguments: object) -> tuple[list[flo
 
 
 def passed(program: str, *tests: str) -> list[bool]:
-    return [verdict.passed for verdict in in_python(program, tests, LIMITS)]
+    return [verdict.passed for verdict in run_python_tests(program, tests, LIMITS)]
 
 
 ADD, SUM = "def add(a, b):\n    return a + b", "a, b = map(int, input().split())\nprint(a + b)"
@@ -124,15 +124,15 @@ RESULTS = [
 
 
 def test_floats_of_outputs_and_results_have_a_tolerance():
-    outputs = [(one, other, program_tests._agrees(other, one, 1e-6)) for one, other, _ in OUTPUTS]
+    outputs = [(one, other, program_tests._outputs_agree(other, one, 1e-6)) for one, other, _ in OUTPUTS]
     assert outputs == OUTPUTS
-    assert not any(program_tests._agrees(other, one, 0.0) for one, other, _ in OUTPUTS if one not in ("0.5",))
+    assert not any(program_tests._outputs_agree(other, one, 0.0) for one, other, _ in OUTPUTS if one not in ("0.5",))
     program = (
         f"from math import inf, nan\nleft = {[returned for _, returned, _ in RESULTS]!r}\ndef f(i): return left[i]"
     )
     tests = {"fn_name": "f", "inputs": [[i] for i in range(len(RESULTS))], "outputs": [x for x, *_ in RESULTS]}
     made = [[x[0], False, *x[1:]] for x in code.tests_of(tests, None, {}).tests]
-    verdicts = in_python(program, made, LIMITS, 1e-6)
+    verdicts = run_python_tests(program, made, LIMITS, 1e-6)
     assert [x.passed for x in verdicts] == [right for *_, right in RESULTS]
     printed = {"inputs": [""], "outputs": ["0.3"]}
     called = {"fn_name": "f", "inputs": [[0]], "outputs": [0.3]}
@@ -231,7 +231,7 @@ IN_A_CALL = [
 
 
 def test_what_ends_a_program_in_a_call_is_counted_as_what_it_is(monkeypatch):
-    monkeypatch.setattr(sandbox, "CLOCK", 3.0)
+    monkeypatch.setattr(sandbox, "CLOCK_FACTOR", 3.0)
     call = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}
     cases = [(body, reason, ["assert add(1, 2) == 3"]) for body, reason in IN_A_CALL] + [(*IN_A_CALL[0], call)]
 
@@ -296,7 +296,7 @@ BEYOND_THE_LINK = [  # no program can pass them in the sandbox, and a right one 
 def test_a_test_that_no_program_can_pass_in_the_sandbox_has_no_verdict(capsys, monkeypatch, wording):
     monkeypatch.setattr(code, "_warned_metrics", set())
     passes, fails = "assert Point(2).twice() == 4", "assert Point(2).twice() == 5"
-    verdicts = in_python(POINTS, [*BEYOND_THE_LINK, passes], LIMITS)
+    verdicts = run_python_tests(POINTS, [*BEYOND_THE_LINK, passes], LIMITS)
     assert [verdict.reason for verdict in verdicts] == ["unjudged"] * len(BEYOND_THE_LINK) + [""]
     assert earned(POINTS, tests=[passes, BEYOND_THE_LINK[0]]) == ([None], {"unjudged": 1.0})
     wording(capsys.readouterr().err)
@@ -304,7 +304,9 @@ def test_a_test_that_no_program_can_pass_in_the_sandbox_has_no_verdict(capsys, m
     assert earned(POINTS, tests=[BEYOND_THE_LINK[0], fails]) == ([0.0], {"unjudged": 1.0})
     assert earned(POINTS, tests=[passes, BEYOND_THE_LINK[0]], partial=True)[0] == [None]
     # A wrong answer that is an object has its verdict.
-    wrong = in_python(POINTS, ["assert near(1) == 1", "assert near(1) == near(1)", "assert Point(1) == 1"], LIMITS)
+    wrong = run_python_tests(
+        POINTS, ["assert near(1) == 1", "assert near(1) == near(1)", "assert Point(1) == 1"], LIMITS
+    )
     assert [verdict.reason for verdict in wrong] == ["error"] * 3
     assert capsys.readouterr().err == ""  # the first line is enough
 
@@ -410,9 +412,9 @@ def test_a_machine_without_a_sandbox_is_refused_before_a_run(monkeypatch, refuse
         raise sandbox.NoSandbox("bwrap: No permissions to create new namespace")
 
     check_call("code.accuracy(partial=True)", REWARDS, "config.reward.functions")
-    monkeypatch.setattr(sandbox, "check", none)
+    monkeypatch.setattr(sandbox, "check_sandbox", none)
     monkeypatch.setenv(sandbox.UNCONFINED, "")
-    sandbox._problem.cache_clear()
+    sandbox._sandbox_problem.cache_clear()
     with refused("config.reward.unconfined = True"):
         check_call("code.accuracy", REWARDS, "config.reward.functions")
     with refused("config.reward.unconfined = True"):
@@ -426,4 +428,4 @@ def test_a_machine_without_a_sandbox_is_refused_before_a_run(monkeypatch, refuse
     (line,) = unconfined_warning(recipes.read(config).reward)  # the banner
     wording(line)
     Python(seconds=1.0, memory=512, most_characters=100)
-    sandbox._problem.cache_clear()
+    sandbox._sandbox_problem.cache_clear()

@@ -25,8 +25,8 @@ from jaxrl_llm.tasks.tools import Tools
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
 
-def run(code: str, seconds: float = 5.0) -> sandbox.Result:
-    return sandbox.run(code, seconds=seconds, memory=512, characters=400)
+def run(code: str, seconds: float = 5.0) -> sandbox.ProgramResult:
+    return sandbox.run_program(code, seconds=seconds, memory=512, characters=400)
 
 
 @linux

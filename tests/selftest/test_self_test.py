@@ -30,7 +30,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.learner.update import make_gradient
 from jaxrl_llm.models import lora
-from jaxrl_llm.models.adapters import as_array, int8, merged
+from jaxrl_llm.models.adapters import as_array
 from jaxrl_llm.rollout.grading import GradedCompletions, RewardFn
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.trial import COMPARED_TOKENS, Trial, make_trial
@@ -412,7 +412,7 @@ def test_a_push_that_loses_new_adapters_is_found_although_they_begin_as_0(tmp_pa
 def test_the_push_of_a_base_in_int8_moves_its_scales_and_leaves_its_numbers(monkeypatch):
     pushed: list[Any] = []
     engine = SimpleNamespace(max_gap=None, update_weights=lambda params: pushed.append(params))
-    params = {"kernel": int8(jnp.arange(24.0).reshape(4, 6)), "adapter": jnp.ones(3)}
+    params = {"kernel": quantize_int8(jnp.arange(24.0).reshape(4, 6)), "adapter": jnp.ones(3)}
     trial = SimpleNamespace(full=True, exact=True, engine=engine, params=params, sample=lambda *_: None)
     monkeypatch.setattr(self_test, "_logprob_gap", lambda trial, params, sampled: float(params is trial.params))
     assert findings(self_test.push_arrives(trial)) == []  # type: ignore[arg-type]
@@ -420,7 +420,7 @@ def test_the_push_of_a_base_in_int8_moves_its_scales_and_leaves_its_numbers(monk
     assert after is params
     assert moved["kernel"].qvalue.dtype == jnp.int8
     np.testing.assert_array_equal(moved["kernel"].qvalue, params["kernel"].qvalue)
-    np.testing.assert_allclose(merged(moved)["kernel"], 1.05 * merged(params)["kernel"], rtol=1e-6)
+    np.testing.assert_allclose(merge_adapters(moved)["kernel"], 1.05 * merge_adapters(params)["kernel"], rtol=1e-6)
     np.testing.assert_allclose(moved["adapter"], 1.05)
 
 

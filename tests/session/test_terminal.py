@@ -11,9 +11,8 @@ from tiny import log_of
 
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError, printable, run_main, summarize_error
-from jaxrl_llm.health.doctor import print_spells
 from jaxrl_llm.health.finding import Finding
-from jaxrl_llm.health.judge import Spell
+from jaxrl_llm.health.judge import FindingSpan
 from jaxrl_llm.session.banner import print_banner
 
 ATTACKS = {
@@ -61,7 +60,7 @@ def spoken(capsys: pytest.CaptureFixture[str], attack: str, tmp_path: Path) -> d
         keep(name)
     log.show_finding(1, finding)
     keep("finding")
-    print_spells([Spell(finding, 1, 1, 1)], [{"step": 1}])
+    print_findings([FindingSpan(finding, 1, 1, 1)], [{"step": 1}])
     keep("doctor")
     print_banner(f"title{attack}", [(f"name{attack}", f"value{attack}")], lines=[f"line{attack}"])
     keep("banner")

@@ -100,8 +100,8 @@ def test_the_operations_of_the_tower_are_those_of_its_patches(planned):
     assert tower
     of_patch = tower.depth * (4 * tower.width**2 + 3 * tower.width * tower.mlp_width)
     of_patch += many.images.numbers * tower.width
-    merged = tower.merge**2 * tower.width
-    of_patch += merged * (merged + cfg.width) / tower.merge**2
+    merged = tower.merge_size**2 * tower.width
+    of_patch += merged * (merged + cfg.width) / tower.merge_size**2
     more = 2 * recipe.prompts_per_step * of_patch * (many.images.patches - few.images.patches)
     for phase, passes in {"prompts": 1, "scoring": 1, "update": 3}.items():
         small, large = (

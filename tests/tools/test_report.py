@@ -24,7 +24,7 @@ from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import rules
-from jaxrl_llm.health.bands import Band, bands
+from jaxrl_llm.health.bands import Band
 from jaxrl_llm.session.json_lines import remove_after
 from jaxrl_llm.tools.report import __main__ as report
 from jaxrl_llm.tools.report import axis, curves, page, tables, thinning, traces
@@ -215,7 +215,7 @@ def test_a_long_run_says_that_its_curves_are_thinned(healthy_page, tmp_path, mon
 
 BANDS = [
     (band.metric, band.rule, side)
-    for band in bands(run())
+    for band in make_bands(run())
     for side in ("low", "high")
     if getattr(band, side) is not None
 ]
@@ -234,7 +234,7 @@ def moved(metric: str, rule: str, side: str, share: float) -> tuple[bool, Band]:
     records = run(**faults | {name: start})
     (band,) = (
         band
-        for band in bands(records)
+        for band in make_bands(records)
         if (band.metric, band.rule) == (metric, rule) and getattr(band, side) is not None
     )
     bound = float(np.atleast_1d(getattr(band, side))[-1])
@@ -251,7 +251,7 @@ def test_a_band_ends_where_its_rule_fires(metric, rule, side):
 
 def test_every_band_is_of_a_plot_and_is_drawn_with_its_words(healthy_page):
     text = unescape(healthy_page)
-    for band in bands(run()):
+    for band in make_bands(run()):
         assert text.count(f"Healthy: {band.words} ({band.rule})") == 1
     _, high = roles(figures(healthy_page)["Groups without a signal"], "band")
     assert numbers(high["y"]) == pytest.approx([0.8, 0.8]) and high["fill"] == "tonexty"

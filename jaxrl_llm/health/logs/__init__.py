@@ -1,4 +1,4 @@
-"""Reads the log of a run, ours or another trainer's, as records with our names."""
+"""Reads the log of a run of jaxrl_llm or of another trainer, as records with the metric names of jaxrl_llm."""
 
 from __future__ import annotations
 
@@ -14,72 +14,76 @@ from ..finding import Finding, LogRecord
 from .files import FILES, METRICS, SHOWN, steps, whole_lines
 from .names import KNOWN, by_rollouts, renamed
 
-GIVE = (
-    "give a workdir, or a log of TRL, veRL, EasyR1, prime-rl or SkyRL: trainer_state.json, TensorBoard's folder, "
-    "JSON lines, a CSV, a .wandb file or what was printed"
+KNOWN_LOGS = (
+    "use a work directory of jaxrl_llm, or a log of TRL, veRL, EasyR1, prime-rl or SkyRL: trainer_state.json, a "
+    "TensorBoard folder, JSON lines, a CSV, a .wandb file or the console output"
 )
-BOUNDS = {"max_skipped": 3}  # for logs of other trainers: so many gradients in a row that are not finite
+OTHER_TRAINER_BOUNDS = {
+    "max_skipped": 3
+}  # bounds for logs of other trainers: this many gradients in a row that are not finite
 
 
-def bounds(path: Path) -> dict[str, Any] | None:
-    """Returns the `health` section of the config in a workdir of ours; None, if this is another folder or a file."""
+def read_health_section(path: Path) -> dict[str, Any] | None:
+    """Returns the config section `health` in a work directory of jaxrl_llm; None for any other folder or file."""
     try:
         return json.loads((path / "config.json").read_text(encoding="utf-8"))["health"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def read(path: Path, *more: Path) -> list[LogRecord]:
-    """Returns the records of a run: a workdir of ours, or files of another trainer, which are joined by their steps.
+def read(path: Path, *other_paths: Path) -> list[LogRecord]:
+    """Returns the records of a run, from a work directory of jaxrl_llm or from files of another trainer.
 
-    Steps of another trainer are numbered from 1, because it may log only some of them; "at" is its own number.
-    Raises: UserError, if there is no log or it cannot be read.
+    Several files are joined by step. Rollouts of another trainer are numbered from 1 in "step", because it may log only
+    some of its steps; "at" is the trainer's own number. Raises: UserError, if there is no log or it cannot be read.
     """
-    if not more and bounds(path) is not None and (path / METRICS).is_file():
-        return _lines(path / METRICS)
+    if not other_paths and read_health_section(path) is not None and (path / METRICS).is_file():
+        return _read_records(path / METRICS)
     rows = dict[int, dict[str, float]]()
-    for part in (path, *more):
-        for step, row in _steps(part).items():
+    for file in (path, *other_paths):
+        for step, row in _read_steps(file).items():
             rows[step] = rows.get(step, {}) | row
-    records = by_rollouts({"at": at} | renamed(row) for at, row in sorted(rows.items()))
+    records = by_rollouts({"at": trainer_step} | renamed(row) for trainer_step, row in sorted(rows.items()))
     if not records:
-        known = ", ".join(KNOWN)
-        raise UserError(f"{path} has no number that a rule knows, such as {known}: give the log of a run")
+        known_names = ", ".join(KNOWN)
+        raise UserError(f"{path} has no metric that a health rule reads, such as {known_names}: use the log of a run")
     return records
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a file of ours. Raises: UserError, naming a line that cannot be read."""
+def _read_records(file: Path) -> list[dict[str, Any]]:
+    """Returns the records in a JSON-lines file of jaxrl_llm. Raises: UserError, naming a line that cannot be read."""
     lines = []
     for number, line in enumerate(whole_lines(file), 1):
         try:
             lines.append(json.loads(line))
         except ValueError as error:
-            remedy = "put the file back, or remove this line and those after it"
+            remedy = "restore the file, or remove this line and all later lines"
             raise UserError(f"{file}: line {number} cannot be read ({error}): {remedy}") from error
     return lines
 
 
-def _steps(path: Path) -> dict[int, dict[str, float]]:
-    """Returns the numbers of each step of a log. Raises: UserError."""
-    if runs := _runs(path):
-        more = f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else ""
-        raise UserError(f"{path} is a folder of runs: give one of {', '.join(map(str, runs[:SHOWN]))}{more}")
+def _read_steps(path: Path) -> dict[int, dict[str, float]]:
+    """Returns {step: metrics} of a log of another trainer. Raises: UserError, if it cannot be read."""
+    if runs := _runs_in_folder(path):
+        more_text = f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else ""
+        raise UserError(
+            f"{path} is a folder of several runs: use one of {', '.join(map(str, runs[:SHOWN]))}{more_text}"
+        )
     try:
         return steps(path)
     except (OSError, ValueError, OverflowError, csv.Error, DecodeError) as error:
-        raise UserError(f"{path} cannot be read ({error}): {GIVE}") from error
+        raise UserError(f"{path} cannot be read ({error}): {KNOWN_LOGS}") from error
 
 
-def _runs(path: Path) -> list[Path]:
-    """Returns the workdirs of ours in a folder that has no log itself."""
+def _runs_in_folder(path: Path) -> list[Path]:
+    """Returns the work directories of jaxrl_llm in a folder; [] if the folder itself has a log."""
     if any((path / name).is_file() for name in FILES):
         return []
-    return sorted(file.parent for file in path.glob("*/config.json") if bounds(file.parent) is not None)
+    return sorted(file.parent for file in path.glob("*/config.json") if read_health_section(file.parent) is not None)
 
 
 def initial_findings(workdir: Path) -> list[Finding]:
-    """Returns the findings that the self-test of a run wrote before its first step."""
+    """Returns the findings that the self-test of a run wrote to health.jsonl before the first step."""
     file = workdir / "health.jsonl"
-    lines = _lines(file) if file.is_file() else []
+    lines = _read_records(file) if file.is_file() else []
     return [Finding(**{name: x for name, x in line.items() if name != "step"}) for line in lines if not line["step"]]

@@ -1,4 +1,4 @@
-"""Reads what a trainer prints: lines of TRL, veRL, SkyRL and prime-rl, and the blocks of EasyR1."""
+"""Reads the console output of a trainer: lines of TRL, veRL, SkyRL and prime-rl, and blocks of EasyR1."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 COLOR = re.compile(r"\x1b\[[\d;]*m")
-RAY = re.compile(r"^\(\w+ pid=\d+(?:, ip=[\d.:]+)?\) ?")  # before each line of a worker
-WRAPPED = re.compile(r"(?:np\.\w+|tensor)\(([^(),]*)[^()]*\)")  # a number of NumPy or torch
+RAY = re.compile(r"^\(\w+ pid=\d+(?:, ip=[\d.:]+)?\) ?")  # prefix of a Ray worker's lines
+WRAPPED = re.compile(r"(?:np\.\w+|tensor)\(([^(),]*)[^()]*\)")  # number printed by NumPy or torch, as np.float64(0.5)
 TRL = re.compile(r"\{'.*\}")
 VERL = re.compile(r"\bstep:(\d+) - (.*)")
 PRIME = re.compile(r"\bStep (\d+) \| (.*)")
@@ -26,21 +26,21 @@ FIELD = re.compile(r"( *)([^\s:][^:]*):(?: (\S+))?")
 
 
 def rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yields the numbers of each step that is printed, under the trainer's names. Other lines are passed over.
+    """Yields the metrics of each printed step, under the trainer's names. Other lines are skipped.
 
-    Prints how many dicts are not TRL's.
+    Also prints a line with the number of skipped dicts, which look like TRL's records but are not.
     """
     block = dict[str, Any]()
-    sections = list[tuple[int, str]]()  # of EasyR1: indentation and name, the outermost first
+    sections = list[tuple[int, str]]()  # EasyR1's open sections: (indentation, name), outermost first
     lines, foreign = [*lines], 0
     trl_has_epochs = any("'epoch':" in line for line in lines)
     for line in lines:
         text = WRAPPED.sub(r"\1", RAY.sub("", COLOR.sub("", line)))
-        if begins := BLOCK.fullmatch(text.strip()):
+        if block_start := BLOCK.fullmatch(text.strip()):
             yield block
-            block, sections = dict[str, Any](step=int(begins[1])), []
+            block, sections = dict[str, Any](step=int(block_start[1])), []
         elif row := _row(text):
-            # TRL writes the epoch into each record. A reward function may print a dict of its own.
+            # A dict without an epoch is not from TRL, but printed by a reward function.
             if trl_has_epochs and TRL.search(text) and "epoch" not in row:
                 foreign += 1
             else:
@@ -54,17 +54,17 @@ def rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
                 block["/".join([*(section for _, section in sections), name])] = number
     yield block
     if foreign:
-        print(f"passed over {foreign:,} printed dicts without an epoch, which are not the trainer's", file=sys.stderr)
+        print(f"skipped {foreign:,} printed dicts without an epoch, which are not from the trainer", file=sys.stderr)
 
 
 def _row(text: str) -> dict[str, Any] | None:
-    """Returns the numbers of a line of TRL, veRL, SkyRL or prime-rl; None, if it is none of these."""
+    """Returns the metrics in a line of TRL, veRL, SkyRL or prime-rl; None for any other line."""
     if printed := TRL.search(text):
         try:
             values = ast.literal_eval(re.sub(r"(?<=: )-?(?:nan|inf)\b", r"'\g<0>'", printed[0]))
         except (ValueError, SyntaxError):
             return None
-        # Newer versions print numbers as texts.
+        # Newer versions of TRL print numbers as strings.
         return _numbers((name, str(value)) for name, value in values.items()) if isinstance(values, dict) else None
     if printed := VERL.search(text):
         fields = (field.rpartition(":") for field in printed[2].split(" - "))
@@ -81,7 +81,7 @@ def _numbers(fields: Iterable[tuple[str, str]]) -> dict[str, Any]:
 
 
 def _number(text: str) -> float | None:
-    """Returns the number of a text; None, if it has none. YAML writes .nan and -.inf."""
+    """Returns the number that a text denotes, also in YAML's forms .nan and -.inf; None if it denotes none."""
     try:
         return float(re.sub(r"^(-?)\.(?=nan|inf)", r"\1", text))
     except ValueError:

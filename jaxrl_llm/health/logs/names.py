@@ -1,4 +1,4 @@
-"""The metrics of other trainers under our names."""
+"""Translates the metrics of other trainers to the names of jaxrl_llm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ..finding import LogRecord
 
-NAMES = {  # of another trainer -> ours
+NAMES = {  # {name of another trainer: name of jaxrl_llm}
     # TRL: GRPO and RLOO, also of older versions; then PPO
     "reward": "reward/mean",
     "reward_std": "reward/std",
@@ -42,7 +42,7 @@ NAMES = {  # of another trainer -> ours
     "rollout_corr/rollout_is_eff_sample_size": "importance/ess",
     "reward/overall": "reward/mean",
     "actor/entropy_loss": "entropy",
-    "actor/pg_clipfrac_higher": "clip/fraction",  # pg_clipfrac_lower is that of a second clip
+    "actor/pg_clipfrac_higher": "clip/fraction",  # pg_clipfrac_lower belongs to a second clip.
     # prime-rl: its orchestrator, then its trainer
     "reward/all/mean": "reward/mean",
     "decode_len/all/mean": "completion/length",
@@ -65,65 +65,69 @@ NAMES = {  # of another trainer -> ours
     "policy/policy_lr": "learning_rate",
 }
 KNOWN = ("reward", "critic/score/mean", "reward/all/mean", "reward/avg_raw_reward", "grad_norm", "actor/grad_norm")
-# Summaries that are no reward function's: of prime-rl's environments, and of SkyRL.
+# Names of prime-rl and SkyRL that look like reward functions but are summaries.
 SUMMARY = re.compile(r"reward/(.+/(mean|max|min|std)|avg_.*|mean_.*)")
 
 
 def renamed(row: dict[str, Any]) -> LogRecord:
-    """Returns the values of another trainer under our names. A value that is not finite becomes None, as in our log."""
+    """Returns the metrics of another trainer under the names of jaxrl_llm; values that are not finite become None."""
     row = {name.removeprefix("train/"): x if math.isfinite(x) else None for name, x in row.items()}
     record = {NAMES.get(name, name): x for name, x in row.items() if name in NAMES or not SUMMARY.fullmatch(name)}
     for name, x in row.items():
-        if name.startswith("rewards/") and not name.endswith("/std"):  # TRL's reward functions
+        if name.startswith("rewards/") and not name.endswith("/std"):  # TRL names its reward functions so.
             record["reward/" + name.removeprefix("rewards/").removesuffix("/mean")] = x
     return _derived(row) | record
 
 
 def _derived(row: dict[str, Any]) -> LogRecord:
-    """Returns what follows from other numbers: the deviation, the groups without a signal, the KL reward and the lag.
+    """Returns metrics that follow from other ones: standard deviation, groups without signal, KL reward and lag.
 
-    Lowest, mean and highest are those of sequences in veRL, and those of groups in prime-rl.
+    row: metrics under the trainer's names. The lowest, mean and highest reward are those of sequences in veRL, and
+    those of groups in prime-rl.
     """
     derived = dict[str, Any]()
     for place in ("critic/score/", "reward/all/"):
         low, mean, high = (row.get(f"{place}{name}") for name in ("min", "mean", "max"))
         if low is not None and mean is not None and high is not None:
-            # Rewards with only two values have this deviation. All other rewards have at most this deviation.
+            # This is the deviation of rewards that have only two values, and an upper bound for all others.
             derived["reward/std"] = derived["reward/std_bound"] = math.sqrt(max((high - mean) * (mean - low), 0.0))
-            # Equal means of groups do not say that the members of a group are equal.
+            # For prime-rl nothing follows, because equal means of groups do not imply equal rewards within a group.
             derived |= {"groups/no_signal": 1.0} if low == high and place == "critic/score/" else {}
     score, total = row.get("critic/score/mean"), row.get("critic/rewards/mean")
     if score is not None and total is not None:
         derived["reward/kl"] = total - score
-    none, every = row.get("solve_none/all"), row.get("solve_all/all")
-    if none is not None and every is not None:
-        derived["groups/no_signal"] = none + every
+    none_solved, all_solved = row.get("solve_none/all"), row.get("solve_all/all")
+    if none_solved is not None and all_solved is not None:
+        derived["groups/no_signal"] = none_solved + all_solved
     if row.get("rollout_corr/k3_kl") is not None and not any(name.startswith("fully_async/") for name in row):
-        derived["rollout/lag_p95"] = 0.0  # the weights that sampled are those that score
+        derived["rollout/lag_p95"] = 0.0  # Without this section, the weights that sample are those that score.
     return derived
 
 
 class RolloutLog:
-    """Joins the updates on a rollout. TRL logs each of them, and the reward only at the first: others are averaged."""
+    """Joins the records of the updates on a rollout to one record, by means.
+
+    TRL logs each update, and the reward only at the first update of a rollout.
+    """
 
     def __init__(self):
         self._group = list[LogRecord]()
-        self._broken = self._number = 0  # updates without a finite gradient up to now; rollouts
+        self._broken = self._number = 0  # updates in a row without a finite gradient; finished rollouts
 
     def add(self, record: LogRecord) -> LogRecord | None:
-        """Adds the next record. Returns that of the rollout before it, if it begins another one."""
+        """Adds the record of an update. If it begins a new rollout, returns the record of the previous rollout."""
         if "reward/mean" not in record and "grad_norm" not in record:
             return None
         if self._group and "reward/mean" in self._group[0] and "reward/mean" not in record:
             self._group.append(record)
             return None
-        before, self._group = self.last(), [record]
-        return before
+        finished, self._group = self.last(), [record]
+        return finished
 
     def last(self) -> LogRecord | None:
-        """Returns the record of the rollout that goes on; None, if there is none.
+        """Finishes the current rollout and returns its record; None if there is no current rollout.
 
-        Rollouts are numbered from 1, because another trainer may log only some of its steps.
+        Rollouts are numbered from 1 in "step", because another trainer may log only some of its steps.
         """
         group, self._group = self._group, []
         if not group:
@@ -138,9 +142,9 @@ class RolloutLog:
 
 
 def by_rollouts(records: Iterable[LogRecord]) -> list[LogRecord]:
-    """Returns a record for each rollout, of records under our names that have "at", the trainer's own number."""
+    """Returns one record for each rollout. records: records of updates, with the trainer's own step number in "at"."""
     rows, rollouts = [*records], RolloutLog()
-    # The log may begin within a rollout, whose reward it does not have.
+    # The first records are dropped if they belong to a rollout whose reward the log lacks.
     first = next((i for i, row in enumerate(rows) if "reward/mean" in row), 0)
-    whole = [*map(rollouts.add, rows[first:]), rollouts.last()]
-    return [record for record in whole if record is not None]
+    rollout_records = [*map(rollouts.add, rows[first:]), rollouts.last()]
+    return [record for record in rollout_records if record is not None]

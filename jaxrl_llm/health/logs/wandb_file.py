@@ -1,7 +1,7 @@
-"""Reads the history in a .wandb file, which W&B keeps of each run, also of one that is offline.
+"""Reads the history in a .wandb file, which W&B writes for each run, also for offline runs.
 
-The file is a log of LevelDB: blocks of 32 KiB with parts of records, each with checksum, size and type. A record is a
-message of protobuf, of which only the fields of the history are read here.
+The file has LevelDB's log format: blocks of 32 KiB that hold parts of records, each part with checksum, size and type.
+A record is a protobuf message, of which only the fields of the history are read here.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ FIXED = {1: 8, 5: 4}  # bytes of values of a fixed size
 
 
 def rows(data: bytes) -> Iterator[dict[str, Any]]:
-    """Yields the values of each step. Raises: ValueError, if this is no .wandb file."""
+    """Yields the metrics of each step in the content of a .wandb file. Raises: ValueError, if it is no such file."""
     if data[:4] != b":W&B":
-        raise ValueError("it is no file of W&B")
+        raise ValueError("it is not a .wandb file of W&B")
     try:
         for record in _records(data):
             for field, history in _fields(record):
                 if field == HISTORY:
                     yield _row(history)
     except (IndexError, KeyError) as error:
-        raise ValueError("its records are broken") from error
+        raise ValueError("its records are damaged") from error
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    at, record = HEADER, b""
-    while at + PART.size <= len(data):
-        if (left := BLOCK - at % BLOCK) < PART.size:
-            at += left  # a block ends with zeros where no part fits
+    position, record = HEADER, b""
+    while position + PART.size <= len(data):
+        if (block_rest := BLOCK - position % BLOCK) < PART.size:
+            position += block_rest  # Where no part fits, a block ends with zeros.
             continue
-        _, size, kind = PART.unpack_from(data, at)
-        at += PART.size
-        if at + size > len(data) or kind not in (WHOLE, FIRST, MIDDLE, LAST):  # it is being written
+        _, size, kind = PART.unpack_from(data, position)
+        position += PART.size
+        if position + size > len(data) or kind not in (WHOLE, FIRST, MIDDLE, LAST):  # The part is still being written.
             return
-        record = (b"" if kind in (WHOLE, FIRST) else record) + data[at : at + size]
-        at += size
+        record = (b"" if kind in (WHOLE, FIRST) else record) + data[position : position + size]
+        position += size
         if kind in (WHOLE, LAST):
             yield record
 
@@ -61,25 +61,25 @@ def _row(history: bytes) -> dict[str, Any]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Yields number and value of each field of a message of protobuf."""
-    at = 0
-    while at < len(message):
-        key, at = _integer(message, at)
+    """Yields (number, value) of each field of a protobuf message."""
+    position = 0
+    while position < len(message):
+        key, position = _integer(message, position)
         kind = key & 7
         if kind == 0:
-            value, at = _integer(message, at)
+            value, position = _integer(message, position)
         else:
-            size, at = _integer(message, at) if kind == 2 else (FIXED[kind], at)
-            value, at = message[at : at + size], at + size
+            size, position = _integer(message, position) if kind == 2 else (FIXED[kind], position)
+            value, position = message[position : position + size], position + size
         yield key >> 3, value
 
 
-def _integer(message: bytes, at: int) -> tuple[int, int]:
-    """Returns the integer that begins at a byte, 7 bits in each, and where it ends."""
+def _integer(message: bytes, position: int) -> tuple[int, int]:
+    """Returns the variable-length integer at byte `position` (7 bits per byte), and the index of the byte after it."""
     value = shift = 0
     while True:
-        byte, at = message[at], at + 1
+        byte, position = message[position], position + 1
         value |= (byte & 127) << shift
         if byte < 128:
-            return value, at
+            return value, position
         shift += 7

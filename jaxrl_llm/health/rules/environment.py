@@ -1,85 +1,96 @@
-"""Rules on environments: whether the policy uses its tools, and whether they work."""
+"""Health rules on environments: whether the policy uses its tools, and whether the tools work."""
 
 from __future__ import annotations
 
 from ..finding import Finding, LogRecord
 from ..history import History
-from .bounds import DOWN, ONE_TURN, TOOL_ERRORS
+from .bounds import CALLS_WHEN_DOWN, ONE_TURN, TOOL_ERRORS
 
 
 def tools_unused(history: History) -> Finding | None:
-    """F22: the environment answers nothing that the policy uses: each episode ends at its first turn.
+    """Rule F22: nearly every episode ends at its first turn, so the policy does not use its tools.
 
-    In a healthy run some go on.
+    In a healthy run some episodes have more turns.
     """
-    turns = history.now("episode/turns")
-    if not turns < ONE_TURN or history.solved or history.above("episode/turns", ONE_TURN) >= -1:
+    turns = history.recent_mean("episode/turns")
+    if not turns < ONE_TURN or history.is_solved or history.strength_above("episode/turns", ONE_TURN) >= -1:
         return None
     return Finding(
         "warning",
-        f"{turns:.2f} turns in an episode",
-        "the policy does not know the tools, or earns as much without them",
-        "begin with a model that uses them (jaxrl sft), describe them in the prompt, or look at the reward",
-        "docs/failures.md F22",
+        evidence=f"an episode has {turns:.2f} turns on average, so nearly no episode calls a tool",
+        cause="the policy does not know the tools, or earns the same reward without them",
+        fix="start from a model that calls the tools (jaxrl sft), describe the tools in the prompt, or check the "
+        "reward",
+        reference="docs/failures.md F22",
     )
 
 
 def tool_down(history: History) -> Finding | None:
-    """F36: every call of a tool fails, or finds nothing, from the first step on."""
-    last = [r for r in history.latest if r.get("episode/errors") is not None and r.get("episode/turns")][-3:]
-    calls = [max(_calls(r), DOWN) for r in last]
-    empty = [r.get("episode/empty") or 0.0 for r in last]
-    failed = [r["episode/errors"] for r in last]
-    # The two are means of different counts, which round.
-    if not last or any(x + none < 0.999999 * n for x, none, n in zip(failed, empty, calls, strict=True)):
+    """Rule F36: in the last steps, every call of a tool fails or finds nothing."""
+    last_records = [
+        record
+        for record in history.last_records
+        if record.get("episode/errors") is not None and record.get("episode/turns")
+    ][-3:]
+    call_counts = [max(_calls(record), CALLS_WHEN_DOWN) for record in last_records]
+    empty_counts = [record.get("episode/empty") or 0.0 for record in last_records]
+    failure_counts = [record["episode/errors"] for record in last_records]
+    # The factor allows for rounding, because the two sides are means of different counts.
+    if not last_records or any(
+        failures + empties < 0.999999 * calls
+        for failures, empties, calls in zip(failure_counts, empty_counts, call_counts, strict=True)
+    ):
         return None
-    # Where a server that fails has found nothing once, the failures are the news.
-    if sum(empty) > sum(failed):
+    # If both happen, the more frequent one is reported.
+    if sum(empty_counts) > sum(failure_counts):
         return Finding(
             "warning",
-            f"all searches find nothing, {empty[-1]:.2g} in an episode",
-            "the index is empty or another one, or it does not understand the queries",
-            "ask the server by hand (docs/retriever.md), or mend config.env; look at completions.jsonl",
-            "docs/failures.md F36",
+            evidence=f"all searches find nothing ({empty_counts[-1]:.2g} searches per episode)",
+            cause="the index of the search server is empty or the wrong one, or the server does not understand the "
+            "queries",
+            fix="send a query to the server by hand (docs/retriever.md), read the queries in completions.jsonl, and "
+            "correct config.env",
+            reference="docs/failures.md F36",
         )
     return Finding(
         "error",
-        f"all calls fail, {last[-1]['episode/errors']:.2g} in an episode",
-        "the tool or its server does not answer",
-        "start it again, or mend its address in config.env; look at completions.jsonl for its error",
-        "docs/failures.md F36",
+        evidence=f"all tool calls fail ({last_records[-1]['episode/errors']:.2g} calls per episode)",
+        cause="the tool or its server does not answer",
+        fix="read the tool's error in completions.jsonl, restart the tool, or correct its address in config.env",
+        reference="docs/failures.md F36",
     )
 
 
 def _calls(record: LogRecord) -> float:
-    """Returns how often an episode asks its tools, if the environment counts that; else its turns."""
+    """Returns the mean number of tool calls of an episode; of turns, if the environment does not count calls."""
 
     def count(name: str) -> float:
         return record.get(f"episode/{name}") or 0.0
 
-    # An invalid call asks nobody.
+    # Invalid calls are subtracted, because they reach no tool.
     calls = count("calls") and count("calls") - count("invalid")
     return calls + count("searches") + count("programs") or record["episode/turns"]
 
 
 def tool_errors(history: History) -> Finding | None:
-    """F22: the environment often fails.
+    """Rule F22: many turns end with an error of the environment.
 
-    In a healthy run a turn fails now and then. What the policy does wrong (`episode/own_errors`) is no failure.
+    In a healthy run such errors are rare. Mistakes of the policy (`episode/own_errors`) do not count as errors.
     """
-    errors, turns = history.now("episode/errors"), history.now("episode/turns")
-    if not (errors > TOOL_ERRORS * turns and history.above(_too_many, 0.0) > 1):
+    errors, turns = history.recent_mean("episode/errors"), history.recent_mean("episode/turns")
+    if not (errors > TOOL_ERRORS * turns and history.strength_above(_too_many, 0.0) > 1):
         return None
     return Finding(
         "warning",
-        f"{errors / turns:.0%} of the turns end in an error of the environment",
-        "a tool fails, is too slow, or does not understand what the policy writes",
-        "look at completions.jsonl and at the tool's own log; raise env.timeout, env.retries or turns.timeout",
-        "docs/failures.md F22",
+        evidence=f"{errors / turns:.0%} of the turns end in an error of the environment",
+        cause="a tool fails, is too slow, or does not understand the policy's calls",
+        fix="read the errors in completions.jsonl and in the tool's own log; if the tool is too slow, raise "
+        "env.timeout, env.retries or turns.timeout",
+        reference="docs/failures.md F22",
     )
 
 
 def _too_many(record: LogRecord) -> float | None:
-    """Returns by how much the errors of a turn are above TOOL_ERRORS."""
+    """Returns the errors per turn of a step minus TOOL_ERRORS; None if the record lacks them."""
     errors, turns = record.get("episode/errors"), record.get("episode/turns")
     return None if errors is None or not turns else errors / turns - TOOL_ERRORS

@@ -1,4 +1,4 @@
-"""Rules on the policy and its critic: whether updates move them as they should."""
+"""Health rules on the policy and the critic: entropy, gradients, skipped updates, explained variance."""
 
 from __future__ import annotations
 
@@ -8,178 +8,217 @@ import numpy as np
 
 from .. import noise
 from ..finding import Finding
-from ..history import RECENT, TINY, WINDOW, History
-from .bounds import CLIPPED, ENTROPY, EXPLAINED, GRADIENT, LITTLE, SPIKE
+from ..history import RECENT_STEPS, TINY, WINDOW, History
+from .bounds import CLIPPED, ENTROPY, EXPLAINED, GRADIENT, LITTLE_CHANGE, SPIKE_FACTOR
 
 
 def updates_skipped(history: History, *, max_skipped: int) -> Finding | None:
-    """F27: many updates in a row are skipped, and the model does not change.
+    """Rule F27: so many updates in a row are skipped that the model no longer changes.
 
-    In the log of another trainer these are gradients that are not finite: it skips them, or they ruin the weights.
+    max_skipped: number of skipped updates that fires the rule, 0 = never. In the log of another trainer, updates
+    without a finite gradient count: such a trainer skips them, or they destroy its weights.
     """
-    r = history.latest[-1]
-    counts = [int(x) for name, x in r.items() if name.endswith("updates/skipped_in_a_row") and x is not None]
-    if not max_skipped or max(counts, default=0) < max_skipped:
+    record = history.last_records[-1]
+    skipped_counts = [
+        int(x) for name, x in record.items() if name.endswith("updates/skipped_in_a_row") and x is not None
+    ]
+    if not max_skipped or max(skipped_counts, default=0) < max_skipped:
         return None
-    # The record has None for what is not finite. An extreme of no token is infinite too, and is no fault.
-    names = [name for name in sorted(r) if r[name] is None and not name.endswith(("_min", "_max"))]
-    refused = [name.removeprefix("skip/") for name in sorted(r) if name.startswith("skip/") and r[name]]
-    cause = "no token in them is trained"
-    fix = "other limits: config.mask and rollout.max_completion_tokens decide which tokens are trained"
+    # A record has None for values that are not finite. Minima and maxima over no token are infinite without a fault.
+    not_finite = [name for name in sorted(record) if record[name] is None and not name.endswith(("_min", "_max"))]
+    skipping_rules = [
+        name.removeprefix("skip/") for name in sorted(record) if name.startswith("skip/") and record[name]
+    ]
+    cause = "these updates have no trained token"
+    fix = "start a new run in which some tokens are trained (see config.mask and rollout.max_completion_tokens)"
     if history.trains_nothing:
-        cause, fix = "no completion has a verdict", "a judge that answers"
-    elif names:
-        cause = f"their gradients are not finite ({', '.join(names[:5])})"
-        fix = "a lower optim.learning_rate or with model.dtype = 'float32'"
-    elif refused:
-        cause = f"config.health.skip has {refused[0]!r}"
-        fix = "a lower optim.learning_rate, or without this in health.skip"
-    if "at" in r:  # the log of another trainer
-        what, else_do = "had no finite gradient, and the model stands still or is ruined", ""
+        cause, fix = "no completion has a verdict", "start a new run with a judge that answers"
+    elif not_finite:
+        cause = f"the gradients have infinite or NaN values (not finite: {', '.join(not_finite[:5])})"
+        fix = "start a new run with a lower optim.learning_rate, or with model.dtype = 'float32'"
+    elif skipping_rules:
+        cause = f"the rule {skipping_rules[0]!r} in config.health.skip skips them"
+        fix = "start a new run with a lower optim.learning_rate, or remove the rule from health.skip"
+    if "at" in record:  # Only records of other trainers have this key.
+        event, alternative = "had no finite gradient, so the model does not change or is destroyed", ""
     else:
-        what = "were skipped, and the model stands still"
-        else_do = ", or raise config.health.max_skipped (0: never stop)"
+        event = "were skipped, so the model does not change"
+        alternative = "; to continue anyway, raise config.health.max_skipped (0 = unlimited)"
     return Finding(
         "error",
-        f"{max(counts)} updates in a row {what}",
-        cause,
-        f"begin a new run with {fix}{else_do}",
-        "docs/failures.md F27",
+        evidence=f"{max(skipped_counts)} updates in a row {event}",
+        cause=cause,
+        fix=f"{fix}{alternative}",
+        reference="docs/failures.md F27",
     )
 
 
 def entropy_collapse(history: History) -> Finding | None:
-    """F12: the policy has become nearly certain, and has not solved the task.
+    """Rule F12: the entropy has fallen to a tenth of its start although the task is not solved.
 
-    In a healthy run the entropy falls with what is left to learn: a tenth of it is enough only where little is left.
+    In a healthy run the entropy falls as the task is learned, and so far only when the task is nearly solved.
     """
-    before, now = history.then("entropy"), history.now("entropy")
-    if not now < ENTROPY[0] * before or history.solved:
+    start_entropy, entropy = history.start_mean("entropy"), history.recent_mean("entropy")
+    if not entropy < ENTROPY[0] * start_entropy or history.is_solved:
         return None
-    # The logarithm is compared, because entropy falls by factors, and near 0 no difference would be large.
-    if history.risen("entropy", log=True) >= -1:
+    # Logarithms are compared, because entropy falls by factors, and near 0 all differences are small.
+    if history.rise_strength("entropy", logarithmic=True) >= -1:
         return None
-    distinct = history.now("completion/distinct")
-    same = "" if isnan(distinct) else f"; {distinct:.0%} of a group's completions differ"
+    distinct = history.recent_mean("completion/distinct")
+    variety = "" if isnan(distinct) else f"; {distinct:.0%} of the completions of a group are distinct"
     return Finding(
         "warning",
-        f"entropy {now:.2g}, {before:.2g} at the start{same}",
-        "the policy has settled on one answer, and tries no other",
-        "raise loss.clip_high or rollout.temperature, lower optim.learning_rate, or set entropy.adaptive",
-        "arXiv 2505.22617",
+        evidence=f"the entropy fell from {start_entropy:.2g} at the start to {entropy:.2g}{variety}",
+        cause="the policy nearly always gives the same answer, so it explores no other",
+        fix="raise loss.clip_high or rollout.temperature, lower optim.learning_rate, or set entropy.adaptive",
+        reference="arXiv 2505.22617",
     )
 
 
 def entropy_explosion(history: History) -> Finding | None:
-    """F13: the policy becomes random.
+    """Rule F13: the entropy has risen to a multiple of its start and still rises.
 
-    In a healthy run the entropy may rise at first, but not to a multiple of its start.
+    In a healthy run the entropy may rise at first, but not so far.
     """
-    before, now, earlier = history.then("entropy"), history.now("entropy"), history.earlier("entropy")
-    if not (now > ENTROPY[1] * before > 0 and now > earlier and history.risen("entropy", log=True) > 1):
+    start_entropy, entropy, previous_entropy = (
+        history.start_mean("entropy"),
+        history.recent_mean("entropy"),
+        history.previous_mean("entropy"),
+    )
+    if not (
+        entropy > ENTROPY[1] * start_entropy > 0
+        and entropy > previous_entropy
+        and history.rise_strength("entropy", logarithmic=True) > 1
+    ):
         return None
-    size, size_before = history.now("completion/compressed"), history.then("completion/compressed")
-    # Noise does not compress: so a reader sees whether the text or only the choice among good ones has become random.
-    text = f"; the text compresses to {size:.0%}, {size_before:.0%} at the start" if size * size_before > 0 else ""
+    compressed, start_compressed = (
+        history.recent_mean("completion/compressed"),
+        history.start_mean("completion/compressed"),
+    )
+    # Random text does not compress. This tells random text from a choice among many good texts.
+    compression = (
+        f"; compression reduces the text to {compressed:.0%} ({start_compressed:.0%} at the start)"
+        if compressed * start_compressed > 0
+        else ""
+    )
     return Finding(
         "error",
-        f"entropy {now:.2g}, {before:.2g} at the start, and it rises{text}",
-        "the policy turns to noise",
-        "lower entropy.coef, loss.clip_high or optim.learning_rate, and go on from an earlier checkpoint",
-        "Search-R1 #162",
+        evidence=f"the entropy rose from {start_entropy:.2g} at the start to {entropy:.2g}, and still "
+        f"rises{compression}",
+        cause="the policy becomes random",
+        fix="lower entropy.coef, loss.clip_high or optim.learning_rate, and resume from an earlier checkpoint",
+        reference="Search-R1 #162",
     )
 
 
 def gradient_climb(history: History) -> Finding | None:
-    """F6: the norm of the gradient climbs, far or together with the share of clipped tokens.
+    """Rule F6: the gradient norm climbs, either very far or together with the share of clipped tokens.
 
-    In a healthy run it falls with what is left to learn. Its noise is that of a factor, so its logarithm is judged.
+    In a healthy run the norm falls as the task is learned. Logarithms are compared, because norms vary by factors.
     """
-    before, now = history.then("grad_norm"), history.now("grad_norm")
-    clipped, clips = history.then("clip/fraction"), history.now("clip/fraction")
-    together = clips > max(CLIPPED[0] * clipped, CLIPPED[1]) and history.risen("clip/fraction") > 1
-    if not now > GRADIENT[0 if together else 1] * before or not history.risen("grad_norm", log=True) > 1:
+    start_norm, norm = history.start_mean("grad_norm"), history.recent_mean("grad_norm")
+    start_clipped, clipped = history.start_mean("clip/fraction"), history.recent_mean("clip/fraction")
+    both_climb = clipped > max(CLIPPED[0] * start_clipped, CLIPPED[1]) and history.rise_strength("clip/fraction") > 1
+    if (
+        not norm > GRADIENT[0 if both_climb else 1] * start_norm
+        or not history.rise_strength("grad_norm", logarithmic=True) > 1
+    ):
         return None
-    if len(history.latest) < WINDOW or isnan(clipped) or isnan(clips):
+    if len(history.last_records) < WINDOW or isnan(start_clipped) or isnan(clipped):
         return None
     return Finding(
         "warning",
-        f"gradient norm {before:.2g} to {now:.2g}, clipped tokens {clipped:.1%} to {clips:.1%}",
-        "the policy leaves what was sampled faster and faster",
-        "in this order: set importance.action, epochs = 1, a small kl.coef; go on from an earlier checkpoint",
-        "TRL #2980",
+        evidence=f"the gradient norm rose from {start_norm:.2g} to {norm:.2g}, and the share of clipped tokens went "
+        f"from {start_clipped:.1%} to {clipped:.1%}",
+        cause="each update moves the policy further away from the one that sampled",
+        fix="set importance.action; if this does not help, epochs = 1, then a small kl.coef; resume from an earlier "
+        "checkpoint",
+        reference="TRL #2980",
     )
 
 
 def gradient_spike(history: History) -> Finding | None:
-    """F6: the gradient of a step is far larger than those before it.
+    """Rule F6: the gradient norm of a step is far larger than the norms of the steps before.
 
-    In a healthy run the norms of batches differ by a factor, whose logarithm is about normal above its mean. Below it
-    is not: where a task is nearly solved, most batches teach nothing and their norm is near 0. So the mean of all
-    norms counts, if it is larger than that of the last ones, and the deviation is that of norms above it.
+    In a healthy run the logarithms of norms above the mean are about normal. Those below the mean are not, because on a
+    nearly solved task most batches have a norm near 0. So the norm is compared with the larger of two means, of all
+    norms and of the last ones, and the standard deviation is that of the norms above it.
     """
-    last = np.array([r["grad_norm"] for r in history.latest[:-1] if r.get("grad_norm")])
-    now, every = history.latest[-1].get("grad_norm"), history.column("grad_norm").values[:-1]
-    if not now or len(last) < RECENT or now <= SPIKE * max(last.mean(), every.mean()) or now <= 3 * last.max():
+    last_norms = np.array([r["grad_norm"] for r in history.last_records[:-1] if r.get("grad_norm")])
+    norm, all_norms = history.last_records[-1].get("grad_norm"), history.column("grad_norm").values[:-1]
+    if (
+        not norm
+        or len(last_norms) < RECENT_STEPS
+        or norm <= SPIKE_FACTOR * max(last_norms.mean(), all_norms.mean())
+        or norm <= 3 * last_norms.max()
+    ):
         return None
-    usual = max(last.mean(), every.mean())
-    excess = np.maximum(np.log(np.maximum(every, TINY) / usual), 0.0)
-    # A normal logarithm has as many excesses of 0 as above 0, so their mean square is half of the variance.
-    allowed = noise.quantile(history.records[-1]["step"] - RECENT, len(every) - 1)
-    if noise.strength(float(np.log(now / usual)), float(np.sqrt(2 * np.mean(excess**2))), allowed) <= 1:
+    usual_norm = max(last_norms.mean(), all_norms.mean())
+    log_excess = np.maximum(np.log(np.maximum(all_norms, TINY) / usual_norm), 0.0)
+    # Half of the excesses of a normal logarithm are 0, so their mean square is half of the variance.
+    allowed = noise.quantile(history.records[-1]["step"] - RECENT_STEPS, len(all_norms) - 1)
+    if noise.strength(float(np.log(norm / usual_norm)), float(np.sqrt(2 * np.mean(log_excess**2))), allowed) <= 1:
         return None
     return Finding(
         "warning",
-        f"gradient norm {now:.2g}, {last.max():.2g} at most in the {len(last)} steps before",
-        "this batch differs from all others, or the policy has just been damaged",
-        "look at its completions and rewards; optim.clip_norm limits it, health.skip = ('gradient_spike',) skips it",
-        "TRL #2980",
+        evidence=f"the gradient norm is {norm:.2g}, but was at most {last_norms.max():.2g} in the {len(last_norms)} "
+        "steps before",
+        cause="this batch differs from all others, or the last update damaged the policy",
+        fix="read the completions and rewards of this step; optim.clip_norm limits such gradients, and health.skip "
+        "= ('gradient_spike',) skips such updates",
+        reference="TRL #2980",
     )
 
 
 def good_fades(history: History) -> Finding | None:
-    """F19: completions with a positive advantage become less likely, and the reward is past its best.
+    """Rule F19: completions with a positive advantage become less likely, and the reward falls.
 
-    In a healthy run they become likelier, but for those of the hard problems that are left.
+    In a healthy run such completions become more likely, except where only hard problems are left.
     """
-    # The median: in a healthy run, the good completions of a batch may be a new kind that is still unlikely.
-    best, now = history.best("logprobs/good"), history.typical("logprobs/good")
-    if not now < min(2 * best, best - 0.05) or history.fallen("logprobs/good") <= 1:
+    # The median is used, because in a healthy run one batch may have good completions of a new, still unlikely kind.
+    best_logprob, logprob = history.best_mean("logprobs/good"), history.recent_median("logprobs/good")
+    if not logprob < min(2 * best_logprob, best_logprob - 0.05) or history.fall_strength("logprobs/good") <= 1:
         return None
-    # While the reward rises, it may be only the hard problems that are left: with remax they alone have an advantage.
-    earned, earns, spread = history.best("reward/mean"), history.now("reward/mean"), history.then("reward/std")
-    if not (earned - earns > LITTLE * spread and history.fallen("reward/mean") > 1):
+    # The reward must fall too: while it rises, perhaps only the completions of hard problems have an advantage.
+    best_reward, reward, deviation = (
+        history.best_mean("reward/mean"),
+        history.recent_mean("reward/mean"),
+        history.start_mean("reward/std"),
+    )
+    if not (best_reward - reward > LITTLE_CHANGE * deviation and history.fall_strength("reward/mean") > 1):
         return None
     return Finding(
         "warning",
-        f"log-probability of a token in good completions {now:.2g}, {best:.2g} at best",
-        "negative gradients of bad completions act on the tokens that they share with good ones",
-        "lower optim.learning_rate, or have fewer optimizer steps on a rollout",
-        "arXiv 2512.04220",
+        evidence=f"the mean log-probability of tokens in completions with a positive advantage fell to {logprob:.2g} "
+        f"(best: {best_logprob:.2g})",
+        cause="the updates against bad completions also lower the probability of tokens that good completions share",
+        fix="lower optim.learning_rate, or use fewer optimizer steps per rollout",
+        reference="arXiv 2512.04220",
     )
 
 
 def critic_lags(history: History) -> Finding | None:
-    """F32: the critic predicts worse than a constant would.
+    """Rule F32: the critic predicts the returns worse than a constant would (negative explained variance).
 
-    A healthy critic is better than that after TREND steps, or still gets better, as one that needs 100 steps does. Its
-    loss is no sign, because the loss of a useless critic falls with the variance of the rewards. Where a task is
-    solved, there is nothing to predict: a batch in which nearly all earn the same may have the value -1,000.
+    A healthy critic is better than a constant after TREND_STEPS steps, or still improves. The critic's loss is no sign,
+    because it falls with the variance of the rewards. Once a task is solved, the rule is silent: where nearly all
+    completions earn the same, a batch may have an explained variance of -1,000.
     """
-    explained, name = history.typical("critic/explained_variance"), "critic/explained_variance"
-    # A trend of more than one standard error: chance delays the finding about a useless critic in one step of six.
-    if not explained < EXPLAINED or not history.trend(name) <= 1 or history.solved:
+    explained_variance, metric = history.recent_median("critic/explained_variance"), "critic/explained_variance"
+    # A rising trend of more than one standard error silences the rule; for a useless critic, one step in six has one.
+    if not explained_variance < EXPLAINED or not history.trend_strength(metric) <= 1 or history.is_solved:
         return None
-    spread, spreads = history.then("reward/std"), history.now("reward/std")
-    # The explained variance is 1 - error / variance of the returns: it means nothing where these hardly vary.
-    if spreads < 0.3 * spread:
+    start_deviation, deviation = history.start_mean("reward/std"), history.recent_mean("reward/std")
+    # The explained variance is 1 - error / variance of the returns, which means nothing where the returns hardly vary.
+    if deviation < 0.3 * start_deviation:
         return None
-    if history.above(name, EXPLAINED) >= -1:
+    if history.strength_above(metric, EXPLAINED) >= -1:
         return None
     return Finding(
         "warning",
-        f"explained variance {explained:.2f} over {history.recent} steps",
-        "the critic does not follow the policy, so the advantages are noise",
-        "raise critic.warmup_steps or critic.optim.learning_rate",
-        "docs/failures.md F32",
+        evidence=f"the critic's explained variance was {explained_variance:.2f} in the last {history.recent_steps} "
+        "steps, which is worse than predicting a constant",
+        cause="the critic does not keep up with the policy, so the advantages are mostly noise",
+        fix="raise critic.warmup_steps or critic.optim.learning_rate",
+        reference="docs/failures.md F32",
     )

@@ -1,4 +1,4 @@
-"""Rules on the rewards: whether they teach, and whether what earns them is what they mean."""
+"""Health rules on the rewards: whether they give a signal, fall, or are hacked."""
 
 from __future__ import annotations
 
@@ -7,285 +7,334 @@ from math import inf, isnan, sqrt
 import numpy as np
 
 from .. import noise
-from ..finding import Finding, LogRecord, channels
-from ..history import HELD_OUT_FALL, MOSTLY, History
+from ..finding import Finding, LogRecord, channel_metrics
+from ..history import HELD_OUT_FALL, MOST_GROUPS, History
 from .bounds import (
     KL_ALONE,
     KL_COSTS,
     KL_PAYS,
-    LITTLE,
+    LITTLE_CHANGE,
     NO_SIGNAL,
-    ODD,
-    OF_THE_POLICY,
+    ODD_FACTOR,
+    POLICY_CHANGES,
     REWARD_FALL,
     SEQUENCES,
-    WITHIN_A_STEP,
+    SUDDEN_SHARE,
 )
 
 
 def no_verdict(history: History) -> Finding | None:
-    """F35: no completion of the step has a verdict, so that nothing is trained."""
+    """Rule F35: no completion of the step has a reward, so the step trains nothing."""
     if not history.trains_nothing:
         return None
     return Finding(
         "error",
-        "no completion of the step has a verdict, and nothing is trained",
-        "every reward function with a weight abstains: a judge does not answer, or the rows lack what it reads",
-        "start the judge again, look at the metrics of the reward functions, or mend the data",
-        "docs/failures.md F35",
+        evidence="no completion of the step has a reward, so nothing is trained",
+        cause="every reward function with a weight returned None: a judge does not answer, or the rows lack a "
+        "column that the function reads",
+        fix="restart the judge, or add the column to the data; the metrics of the reward functions tell which one "
+        "abstains",
+        reference="docs/failures.md F35",
     )
 
 
 def no_signal(history: History) -> Finding | None:
-    """F10: in most groups all completions earn the same, so their advantages are 0.
+    """Rule F10: in most groups all completions have the same reward, so their advantages are 0.
 
-    In a healthy run a part of the groups teaches, until the task is solved. How many is a share of a few groups, so its
-    error is that of a binomial.
+    In a healthy run some groups have different rewards until the task is solved. The share of groups without a signal
+    has the standard error of a binomial.
     """
-    # A log of veRL has the share only where all rewards are equal, so a step without it is no missing value.
-    if history.trains_nothing or history.lacks("groups/no_signal"):
+    # veRL logs the share only where it is 1, so a step without the metric is not one without a signal.
+    if history.trains_nothing or history.misses_recent("groups/no_signal"):
         return None
-    share = history.now("groups/no_signal")
-    # The bound is 0.99 until the start is over, because a task that is solved at once looks like one without a signal.
-    least = 0.99 if isnan(history.then("groups/no_signal")) else NO_SIGNAL
-    if not share > least or history.solved:
+    share = history.recent_mean("groups/no_signal")
+    # During the first steps the bound is 0.99, because a task that is solved from the start looks the same.
+    bound = 0.99 if isnan(history.start_mean("groups/no_signal")) else NO_SIGNAL
+    if not share > bound or history.is_solved:
         return None
-    groups = history.now("groups/count")
+    groups = history.recent_mean("groups/count")
     error = sqrt(NO_SIGNAL * (1 - NO_SIGNAL) / groups) if groups > 0 else 0.0
-    if history.above("groups/no_signal", NO_SIGNAL, error=error) <= 1:
+    if history.strength_above("groups/no_signal", NO_SIGNAL, known_error=error) <= 1:
         return None
     kind, cause, fix = _without_signal(history)
     return Finding(
         "error" if share > 0.99 else "warning",
-        f"in {share:.0%} of the groups all completions have the same reward{kind}",
-        cause,
-        fix,
-        "arXiv 2503.14476",
+        evidence=f"in {share:.0%} of the groups all completions have the same reward{kind}",
+        cause=cause,
+        fix=fix,
+        reference="arXiv 2503.14476",
     )
 
 
 def _without_signal(history: History) -> tuple[str, str, str]:
-    """Returns what groups without a signal have in common, its cause and its remedy."""
-    easy = history.easy
-    if isnan(easy):
+    """Returns what the groups without a signal have in common (text for the evidence), the cause and the remedy."""
+    solved_share = history.solved_share
+    if isnan(solved_share):
         return (
             "",
-            "the problems are too hard or too easy, or the reward cannot tell answers apart",
-            "set rollout.resample_rounds, raise group_size or rollout.temperature, or look at completions.jsonl",
+            "the problems are too hard or too easy, or the reward function gives right and wrong answers the same "
+            "reward",
+            "set rollout.resample_rounds, raise group_size or rollout.temperature, or read completions.jsonl",
         )
-    if easy > MOSTLY:
+    if solved_share > MOST_GROUPS:
         return (
-            f", and {easy:.0%} of these are all right",
+            f", and in {solved_share:.0%} of these groups all are right",
             "the problems are too easy",
-            "give harder problems, or set data.curriculum.skip or rollout.resample_rounds to pass over solved ones",
+            "use harder problems, or set data.curriculum.skip or rollout.resample_rounds to skip solved problems",
         )
-    hard = 1 - easy
+    unsolved_share = 1 - solved_share
     return (
-        f", and {hard:.0%} of these are all wrong",
-        "the problems are too hard, or the reward does not see right answers"
-        if hard > MOSTLY
-        else "each problem is too hard or too easy",
-        "look at completions.jsonl; give easier problems, begin with jaxrl sft, or raise group_size",
+        f", and in {unsolved_share:.0%} of these groups all are wrong",
+        "the problems are too hard, or the reward function does not recognize right answers"
+        if unsolved_share > MOST_GROUPS
+        else "each problem is either too hard or too easy",
+        "read completions.jsonl; use easier problems, start from a model that jaxrl sft has trained, or raise "
+        "group_size",
     )
 
 
 def reward_collapse(history: History) -> Finding | None:
-    """The reward has fallen far below what it was for a while: by half of its deviation at the start.
+    """Rule: the mean reward has fallen by half of its standard deviation at the start, or more.
 
-    In a healthy run it rises or stays, and what moves it back is the noise of its batches, or harder problems. These
-    leave its held-out accuracy, or its entropy, lengths and gradients, as they were.
+    In a healthy run the mean reward falls only by the noise of batches, or because problems become harder. Harder
+    problems leave the held-out accuracy, or the entropy, the lengths and the gradients, unchanged.
     """
-    best, spread, now = history.best("reward/mean"), _spread(history), history.now("reward/mean")
-    if not (best - now > REWARD_FALL * spread > 0 and history.fallen("reward/mean") > 1):
+    best_reward, deviation, reward = (
+        history.best_mean("reward/mean"),
+        _start_deviation(history),
+        history.recent_mean("reward/mean"),
+    )
+    if not (best_reward - reward > REWARD_FALL * deviation > 0 and history.fall_strength("reward/mean") > 1):
         return None
-    since = history.near_best_until("reward/mean")
-    before, within_a_step = _steepest(history, since)
-    changes = {name: history.changed_since(name, before) for name in OF_THE_POLICY}
-    signs = [name for name, factor in changes.items() if factor > OF_THE_POLICY[name]]
-    looked = sum(not isnan(factor) for factor in changes.values())
-    unchanged = not signs and (looked == len(OF_THE_POLICY) or bool(looked and within_a_step))
-    if history.is_well_held_out(since) or unchanged or (not signs and _came_back(history, since, best - now)):
+    since = history.last_step_near_best("reward/mean")
+    step_before, within_a_step = _steepest_fall(history, since)
+    changes = {name: history.factor_since(name, step_before) for name in POLICY_CHANGES}
+    changed = [name for name, factor in changes.items() if factor > POLICY_CHANGES[name]]
+    compared = sum(not isnan(factor) for factor in changes.values())
+    unchanged = not changed and (compared == len(POLICY_CHANGES) or bool(compared and within_a_step))
+    if (
+        history.keeps_held_out_accuracy(since)
+        or unchanged
+        or (not changed and _recovered_before(history, since, best_reward - reward))
+    ):
         return None
-    told = f", while {', '.join(signs)} changed" if signs else ""
+    change_text = f", while {', '.join(changed)} changed" if changed else ""
     return Finding(
-        "error" if signs else "warning",
-        f"the mean reward was {best:.3g} for {history.recent} steps, has fallen since step {since:,}, and is "
-        f"{now:.3g}, which noise does not explain{told}",
-        "the policy has been ruined since" if signs else "the policy has been ruined since, or the problems are harder",
-        "go on from an earlier checkpoint with a lower optim.learning_rate or fewer optimizer steps on a rollout",
-        "Search-R1 #97",
+        "error" if changed else "warning",
+        evidence=f"the mean reward fell from {best_reward:.3g} (mean of {history.recent_steps} steps) to "
+        f"{reward:.3g} since step {since:,}, which is more than noise explains{change_text}",
+        cause="updates have damaged the policy since then"
+        if changed
+        else "updates have damaged the policy since then, or the problems have become harder",
+        fix="resume from an earlier checkpoint with a lower optim.learning_rate or fewer optimizer steps per rollout",
+        reference="Search-R1 #97",
         since=since,
     )
 
 
-def _spread(history: History) -> float:
-    """Returns the deviation of the rewards at the start.
+def _start_deviation(history: History) -> float:
+    """Returns the standard deviation of the rewards at the start of the run.
 
-    Where a log has none, or one that a few odd rewards make, it is at most that of SEQUENCES rewards with the noise of
-    the means. Other trainers log the lowest and the highest reward, which may be odd.
+    Where the log lacks it, or a few extreme rewards inflate it, the deviation is estimated from the noise of the mean
+    rewards, as the mean of SEQUENCES rewards. Other trainers log only the lowest and the highest reward.
     """
-    measured = history.then("reward/std")
-    of_means = sqrt(SEQUENCES) * history.noise_of("reward/mean").deviation
-    if 0 < measured < ODD * of_means and isnan(history.then("reward/std_bound")):
+    measured = history.start_mean("reward/std")
+    deviation_of_means = sqrt(SEQUENCES) * history.step_noise("reward/mean").deviation
+    if 0 < measured < ODD_FACTOR * deviation_of_means and isnan(history.start_mean("reward/std_bound")):
         return measured
-    # Means that never differed have no noise: then half of their level is a fall.
-    return min((x for x in (measured, of_means) if x > 0), default=abs(history.best("reward/mean")))
+    # Without any noise in the means, the level of the reward itself is the unit of a fall.
+    return min((x for x in (measured, deviation_of_means) if x > 0), default=abs(history.best_mean("reward/mean")))
 
 
-def _steepest(history: History, since: int) -> tuple[int, bool]:
-    """Returns a step before the steepest part of a fall since a step, and whether this part is most of the fall.
+def _steepest_fall(history: History, since: int) -> tuple[int, bool]:
+    """Returns a step before the steepest part of a fall of the reward, and whether this part is most of the fall.
 
-    A policy does not fall within a step and go on with its entropy, its lengths and its gradients: the data may.
+    since: step since which the reward has fallen. If most of the fall is sudden, and entropy, lengths and gradients
+    stay the same, then the data have changed and not the policy.
     """
     steps, values = history.column("reward/mean")
     means = _means_of_four(values)
     drops = means[:-4] - means[4:]
-    # Only the last steps are searched, because over many steps lengths and entropy change in a healthy run too.
-    since = max(since, int(steps[-1]) - 4 * history.recent)
-    drops[: np.searchsorted(steps, since - history.recent)] = -inf
+    # Only the last steps are searched, because over many steps lengths and entropy also change in a healthy run.
+    since = max(since, int(steps[-1]) - 4 * history.recent_steps)
+    drops[: np.searchsorted(steps, since - history.recent_steps)] = -inf
     steepest = int(np.argmax(drops))
-    fall = values[max(steepest + 4 - history.recent, 0) : steepest + 4].mean() - history.now("reward/mean")
-    return max(since, int(steps[steepest + 3]) - history.recent), bool(drops[steepest] > WITHIN_A_STEP * fall)
+    fall = values[max(steepest + 4 - history.recent_steps, 0) : steepest + 4].mean() - history.recent_mean(
+        "reward/mean"
+    )
+    return max(since, int(steps[steepest + 3]) - history.recent_steps), bool(drops[steepest] > SUDDEN_SHARE * fall)
 
 
 def _means_of_four(values: np.ndarray) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(values, 4).mean(axis=1)
 
 
-def _came_back(history: History, since: int, fall: float) -> bool:
-    """Returns whether the reward has come back from as deep a fall before a step, as it does where problems recur."""
+def _recovered_before(history: History, since: int, fall: float) -> bool:
+    """Returns whether the reward recovered from an equally deep fall before step `since`, as where problems recur."""
     steps, values = history.column("reward/mean")
     means = _means_of_four(values)[: np.searchsorted(steps, since)]
-    fell = np.flatnonzero(np.maximum.accumulate(means) - means > WITHIN_A_STEP * fall)
-    return len(fell) > 0 and means[fell[0] :].max() - means[fell[0] :].min() > WITHIN_A_STEP * fall
+    fell = np.flatnonzero(np.maximum.accumulate(means) - means > SUDDEN_SHARE * fall)
+    return len(fell) > 0 and means[fell[0] :].max() - means[fell[0] :].min() > SUDDEN_SHARE * fall
 
 
 def held_out_falls(history: History) -> Finding | None:
-    """F38: the reward in training has risen since an evaluation, and the accuracy on held-out problems has fallen.
+    """Rule F38: since an evaluation, the reward in training has risen and the held-out accuracy has fallen.
 
-    In a healthy run they rise together. The error of an accuracy p on N problems is that of a binomial, p (1 - p) / N.
+    In a healthy run both rise. The variance of an accuracy p on N problems is that of a binomial, p (1 - p) / N.
     """
-    judged = [r for r in history.records if r.get("eval/accuracy") is not None and r.get("eval/problems")]
-    if len(judged) < 3:
+    evaluations = [r for r in history.records if r.get("eval/accuracy") is not None and r.get("eval/problems")]
+    if len(evaluations) < 3:
         return None
-    # The best is none of the last two evaluations, because an evaluation is not compared with itself.
-    best, last = max(judged[:-2], key=lambda r: r["eval/accuracy"]), judged[-2:]
-    accuracy, now = best["eval/accuracy"], float(np.mean([r["eval/accuracy"] for r in last]))
-    middle = min(max((accuracy + now) / 2, 0.0), 1.0)
-    # The variance of one evaluation and of the mean of two: 1 + 1/2 times that of one.
-    error = sqrt(middle * (1 - middle) / best["eval/problems"] * 1.5)
-    # The rule looks once per evaluation. The interval of the last two evaluations tells their number.
-    looks = max(last[1]["step"] // max(last[1]["step"] - last[0]["step"], 1), 1)
+    # The best evaluation is none of the last two, because these are compared with it.
+    best_evaluation, last_two = max(evaluations[:-2], key=lambda r: r["eval/accuracy"]), evaluations[-2:]
+    best_accuracy, accuracy = best_evaluation["eval/accuracy"], float(np.mean([r["eval/accuracy"] for r in last_two]))
+    pooled = min(max((best_accuracy + accuracy) / 2, 0.0), 1.0)
+    # The difference of one evaluation and the mean of two has 1 + 1/2 times the variance of one evaluation.
+    error = sqrt(pooled * (1 - pooled) / best_evaluation["eval/problems"] * 1.5)
+    # The rule tests once per evaluation. The distance of the last two evaluations tells how many there were.
+    evaluation_count = max(last_two[1]["step"] // max(last_two[1]["step"] - last_two[0]["step"], 1), 1)
     # The best of `looks` evaluations is the most extreme one by choice.
-    fall = noise.strength(accuracy - now, error, noise.quantile(looks, 1e6, choices=looks))
-    if accuracy - now <= HELD_OUT_FALL or fall <= 1 or not _rises_since(history, best["step"]):
+    fall = noise.strength(
+        best_accuracy - accuracy, error, noise.quantile(evaluation_count, 1e6, choices=evaluation_count)
+    )
+    if (
+        best_accuracy - accuracy <= HELD_OUT_FALL
+        or fall <= 1
+        or not _reward_rises_since(history, best_evaluation["step"])
+    ):
         return None
     return Finding(
         "error",
-        f"held-out accuracy {accuracy:.1%} to {now:.1%} since step {best['step']:,}, while the reward rises",
-        "the policy earns by what the evaluation does not count: a hacked reward, or problems learned by heart",
-        "look at completions.jsonl, and reward what the evaluation judges; go on from the best checkpoint",
-        "docs/failures.md F38",
-        since=best["step"],
+        evidence=f"the held-out accuracy fell from {best_accuracy:.1%} to {accuracy:.1%} since step "
+        f"{best_evaluation['step']:,}, while the reward in training rose",
+        cause="the policy exploits the reward function (reward hacking), or memorizes the training problems",
+        fix="read completions.jsonl, reward what the evaluation measures, and resume from the best checkpoint",
+        reference="docs/failures.md F38",
+        since=best_evaluation["step"],
     )
 
 
-def _rises_since(history: History, step: int) -> bool:
-    """Returns whether the reward is higher than around a step, by more than LITTLE and more than noise."""
+def _reward_rises_since(history: History, step: int) -> bool:
+    """Returns whether the reward is higher than around a step, by more than LITTLE_CHANGE and by more than noise."""
     steps, values = history.column("reward/mean")
-    # The steps around the evaluation: its own batch alone would be one draw.
-    then, now, spread = values[np.abs(steps - step) <= 8], history.window("reward/mean"), history.column("reward/std")
-    if not len(then) or not len(spread.values):
+    # The steps around `step` are averaged, because the reward of a single batch is noisy.
+    rewards_then, recent_rewards, deviations = (
+        values[np.abs(steps - step) <= 8],
+        history.recent_values("reward/mean"),
+        history.column("reward/std"),
+    )
+    if not len(rewards_then) or not len(deviations.values):
         return False
-    deviation, freedom = history.noise_of("reward/mean")
-    error = deviation * sqrt(noise.SPREAD * (1 / len(now) + 1 / len(then)))
-    rise = noise.center(now) - noise.center(then)
+    deviation, freedom = history.step_noise("reward/mean")
+    error = deviation * sqrt(noise.SPREAD * (1 / len(recent_rewards) + 1 / len(rewards_then)))
+    rise = noise.center(recent_rewards) - noise.center(rewards_then)
     allowed = noise.quantile(history.records[-1]["step"], freedom)
-    return rise > LITTLE * spread.values[0] and noise.strength(rise, error, allowed) > 1
+    return rise > LITTLE_CHANGE * deviations.values[0] and noise.strength(rise, error, allowed) > 1
 
 
 def channels_diverge(history: History) -> Finding | None:
-    """F17: one reward function earns more and another one less: the reward may be hacked.
+    """Rule F17: one reward function rises while another falls, so the reward may be hacked.
 
-    In a healthy run no function falls far while another rises, or the problems are harder: then the held-out accuracy
-    has not fallen.
+    In a healthy run no reward function falls far while another rises. If it does because problems become harder, the
+    held-out accuracy has not fallen.
     """
-    lost = set[str]()  # which have fallen to less than half
-    spread, slopes = history.then("reward/std"), dict[str, float]()
-    names = channels(history.latest[-1])
-    for name in names:
-        before, now = history.then(name), history.now(name)
-        if not isnan(now - before):
-            slopes[name.removeprefix("reward/")] = now - before
-            # A function that pays little cannot fall by a part of the whole spread: for it, half of its own level
-            # counts.
-            lost |= {name.removeprefix("reward/")} if 0 <= now < before / 2 and before > 0.05 else set()
-    if not spread > 0 or len(slopes) < 2:
+    halved = set[str]()  # names of reward functions that have fallen to less than half
+    start_deviation, changes = history.start_mean("reward/std"), dict[str, float]()
+    metrics = channel_metrics(history.last_records[-1])
+    for name in metrics:
+        start_mean, mean = history.start_mean(name), history.recent_mean(name)
+        if not isnan(mean - start_mean):
+            changes[name.removeprefix("reward/")] = mean - start_mean
+            # A function with small rewards cannot fall by a share of the total deviation, so half of its level counts.
+            halved |= {name.removeprefix("reward/")} if 0 <= mean < start_mean / 2 and start_mean > 0.05 else set()
+    if not start_deviation > 0 or len(changes) < 2:
         return None
-    up, down = max(slopes, key=lambda name: slopes[name]), min(slopes, key=lambda name: slopes[name])
-    down = min(lost, key=lambda name: slopes[name]) if lost else down
-    if slopes[up] < 0.3 * spread or (slopes[down] > -0.3 * spread and not lost):
+    risen, fallen = max(changes, key=lambda name: changes[name]), min(changes, key=lambda name: changes[name])
+    fallen = min(halved, key=lambda name: changes[name]) if halved else fallen
+    if changes[risen] < 0.3 * start_deviation or (changes[fallen] > -0.3 * start_deviation and not halved):
         return None
-    # The largest rise and fall of all functions are looked at: each has its part of the level.
+    # The rule picks the largest rise and fall of all functions, so the test divides its level by their number.
 
-    def moved(name: str) -> float:
-        return history.risen(f"reward/{name}", choices=len(names))
+    def rise_strength(name: str) -> float:
+        return history.rise_strength(f"reward/{name}", choices=len(metrics))
 
-    if moved(up) <= 1 or moved(down) >= -1 or history.is_well_held_out():
+    if rise_strength(risen) <= 1 or rise_strength(fallen) >= -1 or history.keeps_held_out_accuracy():
         return None
     return Finding(
         "warning",
-        f"reward {up} rose by {slopes[up]:.2g}, {down} fell by {-slopes[down]:.2g}",
-        "the policy earns by one part of the reward at the cost of another",
-        "give the first only where the second is earned, or change reward.weights",
-        "docs/failures.md F17",
+        evidence=f"the reward function {risen} rose by {changes[risen]:.2g}, and {fallen} fell by "
+        f"{-changes[fallen]:.2g}",
+        cause=f"the policy earns more from {risen} at the cost of {fallen}",
+        fix=f"let {risen} pay only where {fallen} does, or change reward.weights",
+        reference="docs/failures.md F17",
     )
 
 
 def kl_alone(history: History) -> Finding | None:
-    """F11: most of the KL penalty is on completions without an advantage.
+    """Rule F11: most of the KL penalty falls on completions without an advantage, and the reward does not rise.
 
-    In a healthy run the reward rises meanwhile, or a fifth of the penalty is where the reward draws on, or the penalty
-    is small, so that a completion loses less than KL_COSTS spreads of the rewards.
+    In a healthy run the reward rises, or at least a fifth of the penalty falls on completions with an advantage, or the
+    penalty costs a completion less than KL_COSTS standard deviations of the rewards.
     """
-    # loss/kl is a mean over tokens, and a reward belongs to a completion. The length converts between their units.
-    alone, whole, length = (history.now(name) for name in ("loss/kl_alone", "loss/kl", "completion/length"))
-    reward, before, spread = history.now("reward/mean"), history.then("reward/mean"), history.then("reward/std")
-    costly = whole * length >= KL_COSTS * spread > 0
-    if not (costly and alone > KL_ALONE * whole and history.typical(_alone) > KL_ALONE):
+    # loss/kl is a mean over tokens, but a reward belongs to a completion, so the penalty is multiplied by the length.
+    penalty_alone, penalty, length = (
+        history.recent_mean(name) for name in ("loss/kl_alone", "loss/kl", "completion/length")
+    )
+    reward, start_reward, start_deviation = (
+        history.recent_mean("reward/mean"),
+        history.start_mean("reward/mean"),
+        history.start_mean("reward/std"),
+    )
+    costly = penalty * length >= KL_COSTS * start_deviation > 0
+    if not (costly and penalty_alone > KL_ALONE * penalty and history.recent_median(_share_alone) > KL_ALONE):
         return None
-    if history.solved or not reward <= before + LITTLE * spread or history.risen("reward/mean") > 1:
+    if (
+        history.is_solved
+        or not reward <= start_reward + LITTLE_CHANGE * start_deviation
+        or history.rise_strength("reward/mean") > 1
+    ):
         return None
     return Finding(
         "warning",
-        f"{alone / whole:.0%} of the KL penalty is on completions without an advantage, and the reward does not rise",
-        "the penalty draws the policy back where no reward draws it on",
-        "set rollout.resample_rounds, or lower kl.coef",
-        "docs/failures.md F11",
+        evidence=f"{penalty_alone / penalty:.0%} of the KL penalty falls on completions without an advantage, and "
+        "the reward does not rise",
+        cause="on these completions the penalty pulls the policy back to the reference, and no reward counteracts it",
+        fix="set rollout.resample_rounds, or lower kl.coef",
+        reference="docs/failures.md F11",
     )
 
 
-def _alone(record: LogRecord) -> float | None:
-    """Returns the share of the KL penalty that is on completions without an advantage."""
-    alone, whole = record.get("loss/kl_alone"), record.get("loss/kl")
-    return None if alone is None or not whole else alone / whole
+def _share_alone(record: LogRecord) -> float | None:
+    """Returns the share of a step's KL penalty on completions without an advantage; None if the record lacks it."""
+    penalty_alone, penalty = record.get("loss/kl_alone"), record.get("loss/kl")
+    return None if penalty_alone is None or not penalty else penalty_alone / penalty
 
 
 def kl_pays(history: History) -> Finding | None:
-    """F5: the KL term in the reward earns more, while the task earns less.
+    """Rule F5: the KL term in the reward rises above its start, while the reward of the task falls.
 
-    In a healthy run the task earns more, and the term is a cost.
+    In a healthy run the reward of the task rises, and the KL term is a cost.
     """
-    kl, kl_now = history.then("reward/kl"), history.now("reward/kl")
-    task, task_now, spread = history.then("reward/mean"), history.now("reward/mean"), history.then("reward/std")
-    if not (spread > 0 and kl_now > max(kl, 0.0) + KL_PAYS * spread and task_now < task - KL_PAYS * spread):
+    start_kl, kl = history.start_mean("reward/kl"), history.recent_mean("reward/kl")
+    start_task, task, start_deviation = (
+        history.start_mean("reward/mean"),
+        history.recent_mean("reward/mean"),
+        history.start_mean("reward/std"),
+    )
+    if not (
+        start_deviation > 0
+        and kl > max(start_kl, 0.0) + KL_PAYS * start_deviation
+        and task < start_task - KL_PAYS * start_deviation
+    ):
         return None
-    if history.risen("reward/kl") <= 1 or history.risen("reward/mean") >= -1:
+    if history.rise_strength("reward/kl") <= 1 or history.rise_strength("reward/mean") >= -1:
         return None
     return Finding(
         "warning",
-        f"the KL term {kl:.2g} to {kl_now:.2g}, the task {task:.2g} to {task_now:.2g}",
-        "k1 in the reward is signed: unlikely tokens earn",
-        "set kl.placement = 'loss' with k3, or another kl.estimator",
-        "docs/failures.md F5",
+        evidence=f"the KL term in the reward rose from {start_kl:.2g} to {kl:.2g}, and the reward of the task fell "
+        f"from {start_task:.2g} to {task:.2g}",
+        cause="the k1 estimate in the reward can be negative, so tokens that the policy finds less likely than the "
+        "reference does earn reward",
+        fix="set kl.placement = 'loss' and kl.estimator = 'k3', or another kl.estimator than k1",
+        reference="docs/failures.md F5",
     )

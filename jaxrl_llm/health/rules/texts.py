@@ -1,110 +1,130 @@
-"""Rules on what the policy writes: its length, its end and its repetitions."""
+"""Health rules on the text of completions: repetition, truncation and length."""
 
 from __future__ import annotations
 
 from math import isnan, sqrt
 
-from ..finding import Finding, channels
+from ..finding import Finding, channel_metrics
 from ..history import HELD_OUT_FALL, History
-from .bounds import ANSWER, LENGTH, LITTLE, NEVER_STOPS, REPEATED, TRUNCATED
+from .bounds import ANSWER_TOKENS, LENGTH_SHARE, LITTLE_CHANGE, NEVER_STOPS, REPEATED, TRUNCATED
 
 
 def repeats(history: History) -> Finding | None:
-    """F18: completions repeat themselves.
-
-    In a healthy run they do so as much as at the start.
-    """
-    before, now = history.then("completion/repeated"), history.now("completion/repeated")
-    if not (now > max(REPEATED[0] * before, REPEATED[1]) and history.risen("completion/repeated") > 1):
+    """Rule F18: completions repeat their own text far more than at the start of the run."""
+    start_share, share = history.start_mean("completion/repeated"), history.recent_mean("completion/repeated")
+    if not (share > max(REPEATED[0] * start_share, REPEATED[1]) and history.rise_strength("completion/repeated") > 1):
         return None
     return Finding(
         "warning",
-        f"{now:.0%} of the tokens of a completion continue what it has said before, {before:.0%} at the start",
-        "the text degenerates, and the reward does not see it",
-        "look at completions.jsonl, and let the reward see the text: a penalty for repetition",
-        "docs/failures.md F18",
+        evidence=f"{share:.0%} of the tokens repeat earlier text of their completion ({start_share:.0%} at the start)",
+        cause="the text degenerates, and the reward function does not penalize it",
+        fix="read completions.jsonl, and add a penalty for repetition to the reward",
+        reference="docs/failures.md F18",
     )
 
 
 def truncated(history: History) -> Finding | None:
-    """F15: completions reach the limit and the reward falls.
+    """Rule F15: more completions reach the token limit, and the reward falls.
 
-    In a healthy run more may reach it, while the reward rises, or the held-out accuracy has not fallen.
+    In a healthy run more completions may reach the limit, but the reward rises or the held-out accuracy stays.
     """
-    cut, at_first = history.now("completion/truncated"), history.then("completion/truncated")
-    reward, before, spread = history.now("reward/mean"), history.then("reward/mean"), history.then("reward/std")
-    if not (spread > 0 and cut > max(TRUNCATED[0] * at_first, TRUNCATED[1]) and reward < before - LITTLE * spread):
+    truncated_share, start_share = (
+        history.recent_mean("completion/truncated"),
+        history.start_mean("completion/truncated"),
+    )
+    reward, start_reward, start_deviation = (
+        history.recent_mean("reward/mean"),
+        history.start_mean("reward/mean"),
+        history.start_mean("reward/std"),
+    )
+    if not (
+        start_deviation > 0
+        and truncated_share > max(TRUNCATED[0] * start_share, TRUNCATED[1])
+        and reward < start_reward - LITTLE_CHANGE * start_deviation
+    ):
         return None
-    if history.risen("completion/truncated") <= 1 or history.risen("reward/mean") >= -1 or history.is_well_held_out():
+    if (
+        history.rise_strength("completion/truncated") <= 1
+        or history.rise_strength("reward/mean") >= -1
+        or history.keeps_held_out_accuracy()
+    ):
         return None
-    rewards = f"reward {before:.2g} to {reward:.2g}"
+    rewards = f"the reward fell from {start_reward:.2g} to {reward:.2g}"
     return Finding(
         "warning",
-        f"{cut:.0%} of the completions reach the limit, {at_first:.0%} at the start; {rewards}",
-        "what the limit cuts is judged as wrong, or the loss favors long completions",
-        "raise rollout.max_completion_tokens, or set reward.overlong_tokens, mask.truncated or token_mean",
-        "arXiv 2503.14476",
+        evidence=f"{truncated_share:.0%} of the completions reach the token limit ({start_share:.0%} at the start), "
+        f"and {rewards}",
+        cause="truncated completions count as wrong, or the loss favors long completions",
+        fix="raise rollout.max_completion_tokens, or set reward.overlong_tokens, mask.truncated or token_mean",
+        reference="arXiv 2503.14476",
     )
 
 
 def never_stops(history: History) -> Finding | None:
-    """F14: no completion ends by itself.
-
-    In a healthy run at least half of them do.
-    """
-    cut = history.now("completion/truncated")
-    # NEVER_STOPS is below 1, because TRL takes a last token that is padding for an end.
-    if not cut >= NEVER_STOPS or history.above("completion/truncated", 0.5) <= 1:
+    """Rule F14: nearly all completions reach the token limit. In a healthy run at most half of them do."""
+    truncated_share = history.recent_mean("completion/truncated")
+    # NEVER_STOPS is below 1, because TRL counts a completion whose last token is padding as ended.
+    if not truncated_share >= NEVER_STOPS or history.strength_above("completion/truncated", 0.5) <= 1:
         return None
     return Finding(
         "error",
-        f"{cut:.0%} of the completions reach the limit",
-        "the model never ends an answer: its stop token is missing or never trained, or the limit is too low",
-        "check the chat template and generation_config.json, or raise rollout.max_completion_tokens",
-        "docs/failures.md F14",
+        evidence=f"{truncated_share:.0%} of the completions reach the token limit",
+        cause="the model does not end its answers: its stop token is missing or was never trained, or the limit is "
+        "too low",
+        fix="check the chat template and generation_config.json, or raise rollout.max_completion_tokens",
+        reference="docs/failures.md F14",
     )
 
 
 def length_collapse(history: History) -> Finding | None:
-    """F16: completions have become very short, and do not answer better than long ones.
+    """Rule F16: completions have become very short, without being better answers.
 
-    In a healthy run a model that rambles may become brief and right: then it answers as many held-out problems or,
-    without an evaluation, earns more with what is still an answer.
+    In a healthy run a verbose model may become brief and right. Then its held-out accuracy stays or, without an
+    evaluation, its reward rises with completions that are long enough to be answers.
     """
-    before, now = history.then("completion/length"), history.now("completion/length")
-    reward, earned = history.then("reward/mean"), history.now("reward/mean")
-    if not now < LENGTH * before or isnan(earned - reward):
+    start_length, length = history.start_mean("completion/length"), history.recent_mean("completion/length")
+    start_reward, reward = history.start_mean("reward/mean"), history.recent_mean("reward/mean")
+    if not length < LENGTH_SHARE * start_length or isnan(reward - start_reward):
         return None
-    # Lengths differ by factors, so their logarithm is judged.
-    if history.risen("completion/length", log=True) >= -1 or _brief_and_right(history):
+    # Logarithms are compared, because lengths vary by factors.
+    if history.rise_strength("completion/length", logarithmic=True) >= -1 or _brief_answers_are_right(history):
         return None
     return Finding(
         "warning",
-        f"completions have {now:.3g} tokens, {before:.3g} at the start; reward {reward:.2g} to {earned:.2g}",
-        "the policy earns by not answering" if earned >= reward else "the policy stops before it has answered",
-        "look at completions.jsonl, and reward only answers",
-        "docs/failures.md F16",
+        evidence=f"completions have {length:.3g} tokens ({start_length:.3g} at the start), and the reward went from "
+        f"{start_reward:.2g} to {reward:.2g}",
+        cause="the policy earns reward without answering"
+        if reward >= start_reward
+        else "the policy stops before it has answered",
+        fix="read completions.jsonl, and give a reward only for answers",
+        reference="docs/failures.md F16",
     )
 
 
-def _brief_and_right(history: History) -> bool:
-    """Returns whether brief completions answer: by the held-out accuracy, or by a reward that is up."""
-    means = history, history.slowly()  # what a small batch hides in few steps it shows in many
-    judged = [r for r in history.records if r.get("eval/accuracy") is not None]
-    short = 2 * LENGTH * history.then("completion/length")
-    # An evaluation from before completions were short says nothing of short ones.
-    if len(judged) > 1 and (judged[-1].get("completion/length") or 0.0) < short:
-        first, last = judged[0]["eval/accuracy"], judged[-1]["eval/accuracy"]
-        chance = min(max((first + last) / 2, 0.0), 1.0)
-        # Three standard errors of the difference of two binomial shares on the same number of problems.
-        error = 3 * sqrt(2 * chance * (1 - chance) / (judged[-1].get("eval/problems") or 100))
-        # A reward that rises beside an accuracy that does not is hacked, unless most answers were right before.
-        hacked = last <= 0.5 and any(mean.risen("reward/mean") > 1 for mean in means)
-        kept_level = first - last <= HELD_OUT_FALL and last > error and not hacked
-        return last - first > error or kept_level
-    # Where a reward function falls, another one pays for brevity.
-    falls = any(mean.risen(name) < -1 for mean in means for name in channels(history.latest[-1]))
-    # The rises are not tested for noise, because such a test would hide that a small batch answers better.
-    rises = [mean.now("reward/mean") - mean.then("reward/mean") for mean in means]
-    risen = any(rise > LITTLE * history.then("reward/std") for rise in rises)
-    return history.now("completion/length") >= ANSWER and risen and not falls
+def _brief_answers_are_right(history: History) -> bool:
+    """Returns whether short completions are right answers, by the held-out accuracy or else by a rising reward."""
+    histories = history, history.with_longer_means()  # A small batch shows a change only in means of many steps.
+    evaluations = [r for r in history.records if r.get("eval/accuracy") is not None]
+    short_length = 2 * LENGTH_SHARE * history.start_mean("completion/length")
+    # An evaluation counts only if its completions were short too.
+    if len(evaluations) > 1 and (evaluations[-1].get("completion/length") or 0.0) < short_length:
+        first_accuracy, last_accuracy = evaluations[0]["eval/accuracy"], evaluations[-1]["eval/accuracy"]
+        pooled = min(max((first_accuracy + last_accuracy) / 2, 0.0), 1.0)
+        # The bound is three standard errors of the difference of two binomial shares on the same number of problems.
+        error = 3 * sqrt(2 * pooled * (1 - pooled) / (evaluations[-1].get("eval/problems") or 100))
+        # If the reward rises but the accuracy does not, the reward is hacked, unless most answers were right before.
+        hacked = last_accuracy <= 0.5 and any(one_history.rise_strength("reward/mean") > 1 for one_history in histories)
+        kept_level = first_accuracy - last_accuracy <= HELD_OUT_FALL and last_accuracy > error and not hacked
+        return last_accuracy - first_accuracy > error or kept_level
+    # If a reward function falls, another one pays for short completions.
+    channel_falls = any(
+        one_history.rise_strength(name) < -1
+        for one_history in histories
+        for name in channel_metrics(history.last_records[-1])
+    )
+    # The rises are not tested for noise, because a test would hide the improvement of a small batch.
+    rises = [
+        one_history.recent_mean("reward/mean") - one_history.start_mean("reward/mean") for one_history in histories
+    ]
+    reward_rises = any(rise > LITTLE_CHANGE * history.start_mean("reward/std") for rise in rises)
+    return history.recent_mean("completion/length") >= ANSWER_TOKENS and reward_rises and not channel_falls

@@ -14,8 +14,8 @@ from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import paged_attention_gpu, paged_attention_tpu
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.config import DecoderConfig
-from jaxrl_llm.models.decoder import Decoder, PerKind
-from jaxrl_llm.models.paged_attention import HIDDEN, Pages, Readers, attend, attend_prompts, join
+from jaxrl_llm.models.decoder import Decoder, PerLayerKind
+from jaxrl_llm.models.paged_attention import HIDDEN_SCORE, PageReaders, Pages, attend, attend_prompts, finish
 from jaxrl_llm.rollout.jax.sizes import PAGE_TOKENS, PageKind
 from jaxrl_llm.structs import AnyArray, Array, PyTree
 
@@ -58,7 +58,7 @@ class AttentionMask:
         """Returns the number of prompt and completion tokens before tokens at `places` [d, S, T] of completions."""
         return self._prompt_tokens[..., None] + places
 
-    def mask_pages(self, places: Array) -> PerKind:
+    def mask_pages(self, places: Array) -> PerLayerKind:
         """Returns the mask of keys in pages [d, p, T, s], for tokens at `places` [d, S, T] of completions."""
         indices = self._indices
         query_place = jnp.take_along_axis(places, indices.page_owner[..., None], axis=1)[..., None]
@@ -68,9 +68,9 @@ class AttentionMask:
             is_later = key_place > query_place
             return _as_bias(is_later | (key_place <= query_place - window) if window else is_later)
 
-        return PerKind.for_window(mask, self.window)
+        return PerLayerKind.for_window(mask, self.window)
 
-    def mask_prompts(self, places: Array) -> PerKind:
+    def mask_prompts(self, places: Array) -> PerLayerKind:
         """Returns the mask of keys in prompts [d, e, G * T or 1, P], for completion tokens at `places` [d, S, T]."""
         prompt_mask, members = self._indices.prompt_mask, self._indices.prompt_members
         padding = ~prompt_mask[:, :, None]
@@ -84,7 +84,7 @@ class AttentionMask:
             key_place = jnp.maximum(jnp.cumsum(prompt_mask, axis=-1) - 1, 0)[:, :, None]
             return _as_bias(padding | (query_place.reshape(d, e, -1)[..., None] - key_place >= window))
 
-        return PerKind.for_window(mask, self.window)
+        return PerLayerKind.for_window(mask, self.window)
 
 
 def make_attend(
@@ -126,21 +126,21 @@ def make_attend(
         else:
             read_pages = pages.take(jnp.minimum(indices.page_table.reshape(-1), pages.keys.shape[1] - 1))
             table = jnp.arange(indices.page_table.size).reshape(indices.page_table.shape)
-        readers = Readers(table, indices.page_owner, indices.prompt_members, indices.member_index)
+        readers = PageReaders(table, indices.page_owner, indices.prompt_members, indices.member_index)
         if kernel is None:
             attended = attend(query_by_token, prompts, read_pages, (page_mask, prompt_mask), readers, **numerics)
         else:
             from_pages = kernel.attend_own(query[:, :, :, 0], pages, table, places[:, 0] + 1, window, cfg.soft_cap)
             from_pages = jax.tree.map(lambda x: x[:, :, None], from_pages)  # adds the axis T = 1
             from_prompts = attend_prompts(query_by_token, prompts, prompt_mask, readers, **numerics)
-            attended = join(from_prompts, from_pages)
+            attended = finish(from_prompts, from_pages)
         attended = attended.astype(query.dtype)
         return add_device_axis((jnp.swapaxes(attended, 2, 3), (prompts, pages)))
 
     heads, rows = sharding.heads_spec(cfg.kv_heads, mesh), sharding.BATCH
 
     def attend_on_mesh(is_local: Array | bool, query: Array, new: KeyValue, layer: Any) -> tuple[Array, Any]:
-        masks = page_masks.of(is_local), prompt_masks.of(is_local)
+        masks = page_masks.select(is_local), prompt_masks.select(is_local)
         # A kernel needs its window as a static number, so it is bound here.
         on_layer = partial(on_device, attention_mask.window if is_local is True else 0)
         run = on_devices(mesh, on_layer, (heads, heads, heads, rows, rows), heads)
@@ -175,8 +175,8 @@ def _kernel(device: Any, cfg: DecoderConfig, page: int, *, in_int8: bool) -> Any
 
 
 def _as_bias(is_hidden: Array) -> jax.Array:
-    """Returns what attention adds to its logits: HIDDEN for hidden keys, otherwise 0."""
-    bias = jnp.where(is_hidden, HIDDEN, 0.0).astype(jnp.float32)
+    """Returns what attention adds to its logits: HIDDEN_SCORE for hidden keys, otherwise 0."""
+    bias = jnp.where(is_hidden, HIDDEN_SCORE, 0.0).astype(jnp.float32)
     # The barrier keeps a CPU's compiler from computing the mask again in each layer.
     return jax.lax.platform_dependent(bias, cpu=jax.lax.optimization_barrier, default=lambda x: x)
 

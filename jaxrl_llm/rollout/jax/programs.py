@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.random import threefry_2x32
 from jax.sharding import Mesh
 
-from jaxrl_llm.algorithms.sampling import Sampling, draw, log_distribution, support
+from jaxrl_llm.algorithms.sampling import Sampling, draw_tokens, log_distribution, mask_logits
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder, last_state
@@ -94,7 +94,7 @@ class Sampled(NamedTuple):
 def choose(logits: Array, uniform: Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
     """Samples tokens [...] and their log-probabilities from logits [..., V] and uniform numbers [..., 2]."""
     if sampling.temperature > 0:
-        return draw(support(logits, sampling), uniform)
+        return draw_tokens(mask_logits(logits, sampling), uniform)
     # Greedy decoding takes the first of equal logits, so that every program and device chooses the same token.
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logprobs = log_distribution(logits, sampling)
@@ -165,7 +165,7 @@ def prefill(
     def write_layer(pages: Pages, new: KeyValue, place: Array) -> Pages:
         # This runs in `shard_map` on one device, so the batch axis of `new` has the n prompts of the device.
         local, by_head = local_part(pages), jax.tree.map(lambda x: x.swapaxes(0, 1), new)
-        return add_device_axis(local.replace(place[0], local.of_tokens(by_head)))
+        return add_device_axis(local.replace(place[0], local.from_tokens(by_head)))
 
     heads = sharding.heads_spec(cfg.kv_heads, group_sampling.mesh)
 

@@ -164,7 +164,7 @@ def _models(recipe: Recipe | SftRecipe, mesh: Mesh) -> Models:
     fit.check_batch_fits_mesh(recipe.sizes, mesh)
     if not recipe.model.path:
         raise UserError("config.model.path = '' must be a model's folder or hub id, because the plan needs its sizes")
-    folder = hf.find(recipe.model.path, weights=False)
+    folder = hf.find_checkpoint(recipe.model.path, weights=False)
     models = describe_models(recipe.model, recipe.adapters, recipe.other_paths, mesh, folder, weights=False)
     fit.check_router(recipe, models.model.cfg)
     fit.check_vision(recipe, models.model.cfg)
@@ -215,7 +215,7 @@ def _placed(shapes: PyTree, model: Decoder, mesh: Mesh) -> PyTree:
     def abstract(x: Any, dtype: Any, placement: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=placement)
 
-    return jax.tree.map(abstract, shapes, model.used_dtypes(shapes), shardings(shapes, mesh))
+    return jax.tree.map(abstract, shapes, model.compute_dtypes(shapes), shardings(shapes, mesh))
 
 
 def _beside(states: PyTree, program: Program, on_host: HostMemory) -> int:

@@ -36,7 +36,9 @@ def prompt_sizes(recipe: Recipe | SftRecipe, width: int, pixels: str) -> PromptS
             "512x512 or 640x480x2"
         )
     form = read_format(
-        hf.find(recipe.model.path, weights=False), min_pixels=recipe.data.min_pixels, max_pixels=recipe.data.max_pixels
+        hf.find_checkpoint(recipe.model.path, weights=False),
+        min_pixels=recipe.data.min_pixels,
+        max_pixels=recipe.data.max_pixels,
     )
     if not form:
         raise UserError(f"--pixels {pixels} has no effect, because {recipe.model.path} reads no images: remove it")

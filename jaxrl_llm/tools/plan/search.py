@@ -145,7 +145,7 @@ def candidates(recipe: AnyRecipe, devices: int) -> Iterator[AnyRecipe]:
 
 def _policy(recipe: AnyRecipe) -> DecoderConfig:
     """Returns the config of the policy's model, without its weights."""
-    return hf.load_model(hf.find(recipe.model.path, weights=False), family=recipe.model.family).cfg
+    return hf.load_model(hf.find_checkpoint(recipe.model.path, weights=False), family=recipe.model.family).cfg
 
 
 def _rough_seconds(recipe: AnyRecipe, devices: int, chip: Chip) -> float:

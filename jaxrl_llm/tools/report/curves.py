@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 
 from jaxrl_llm.config.load import flatten
 from jaxrl_llm.data.settings import accuracies_of
-from jaxrl_llm.health.bands import Band, bands
-from jaxrl_llm.health.finding import channels
+from jaxrl_llm.health.bands import Band, make_bands
+from jaxrl_llm.health.finding import channel_metrics
 from jaxrl_llm.tools.report import traces
 from jaxrl_llm.tools.report.axis import Axis, fit
 from jaxrl_llm.tools.report.runs import ReportedRun
@@ -82,7 +82,7 @@ class Plot(NamedTuple):
 
 def plots(runs: Sequence[ReportedRun]) -> list[Plot]:
     """Returns the plots that the runs have values for."""
-    limits = [bands(run.records) for run in runs]
+    limits = [make_bands(run.records) for run in runs]
     plots_drawn = []
     for panel in PANELS:
         of_runs = _accuracies if panel.title == HELD_OUT else _channels
@@ -106,7 +106,7 @@ def thinned(runs: Sequence[ReportedRun]) -> int:
 def _channels(runs: Sequence[ReportedRun]) -> tuple[str, ...]:
     """Returns the metrics of the reward functions, if there are two or more."""
     # The last record has all of them, and a long run has many records.
-    metrics = channels({name for run in runs for record in run.records[-1:] for name in record})
+    metrics = channel_metrics({name for run in runs for record in run.records[-1:] for name in record})
     return tuple(metrics) if len(metrics) > 1 else ()
 
 
@@ -131,11 +131,8 @@ def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Seq
         curve.run: [b for b in limits[curve.run] if b.metric == curve.metric and not several]
         for curve in curves
     }
-    spells = [
-        (run_index, spell)
-        for run_index, run in enumerate(runs)
-        for spell in run.spells
-        if spell.finding.id in panel.rules
+    spans = [
+        (run_index, span) for run_index, run in enumerate(runs) for span in run.spans if span.finding.id in panel.rules
     ]
     bounds = [
         edge
@@ -145,7 +142,7 @@ def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Seq
         if edge is not None
     ]
     values = [y for curve in curves for y in (curve.y, curve.mean())]
-    axis = fit(values, bounds, len(spells), log=panel.log)
+    axis = fit(values, bounds, len(spans), log=panel.log)
     # The order is that of drawing: bands lie under the curves, marks of findings over them.
     drawn: list[go.Scatter] = []
     for run_index, run_bands in bands_by_run.items():
@@ -155,9 +152,9 @@ def _plot(panel: Panel, curves: list[Curve], limits: list[list[Band]], runs: Seq
         drawn += traces.points(curve, panel.form, dash) if panel.plain else traces.lines(curve, panel.form, dash, axis)
         drawn += traces.not_finite(curve, axis)
     last = max(run.last for run in runs)
-    for number, (run_index, spell) in enumerate(spells):
-        text = f"{runs[run_index].letter} {spell.finding.id}" if len(runs) > 1 else spell.finding.id
-        drawn += traces.mark(run_index, text, spell, last, axis.level(number))
+    for number, (run_index, span) in enumerate(spans):
+        text = f"{runs[run_index].letter} {span.finding.id}" if len(runs) > 1 else span.finding.id
+        drawn += traces.mark(run_index, text, span, last, axis.level(number))
     keys = [(DASHES[i % len(DASHES)], name) for i, name in enumerate(panel.metrics)] if several else []
     return Plot(
         panel.title, _words(curves, bands_by_run, runs, axis), keys, traces.as_json(drawn, _layout(panel, last, axis))
@@ -195,7 +192,7 @@ def _words(
     letters: dict[str, list[str]] = {}
     for run_index, run_bands in bands_by_run.items():
         for band in run_bands:
-            letters.setdefault(f"{band.words} ({band.rule})", []).append(runs[run_index].letter)
+            letters.setdefault(f"{band.description} ({band.rule})", []).append(runs[run_index].letter)
     everywhere = len(bands_by_run)
     words = [f"Healthy{'' if len(who) == everywhere else ' for ' + ', '.join(who)}: {x}" for x, who in letters.items()]
     for curve in curves:

@@ -14,8 +14,8 @@ from jaxrl_llm import recipe as recipes
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import logs
 from jaxrl_llm.health.finding import SEVERITIES, Finding, LogRecord
-from jaxrl_llm.health.history import FEW, RECENT
-from jaxrl_llm.health.judge import Judge, Spell
+from jaxrl_llm.health.history import RECENT_STEPS, START_STEPS
+from jaxrl_llm.health.judge import FindingSpan, Judge
 from jaxrl_llm.recipe import advice
 from jaxrl_llm.structs import Config, Sizes
 from jaxrl_llm.tools.report.follow import Lines
@@ -47,7 +47,7 @@ class ReportedRun(NamedTuple):
     workdir: Path
     config: Config
     records: list[LogRecord]
-    spells: list[Spell]
+    spans: list[FindingSpan]
     groups: list[dict[str, Any]]  # first, middle and last group of completions.jsonl
     settings: SettingsReport
     wrote: list[str]  # ids of findings in health.jsonl that the rules of this version do not find
@@ -58,12 +58,12 @@ class ReportedRun(NamedTuple):
 
     @property
     def verdict(self) -> RunVerdict:
-        count = {severity: sum(s.finding.severity == severity for s in self.spells) for severity in SEVERITIES}
+        count = {severity: sum(s.finding.severity == severity for s in self.spans) for severity in SEVERITIES}
         counts = [f"{n} {severity}{'s' * (n > 1)}" for severity, n in reversed(count.items()) if n]
         if count["error"] or count["warning"]:
             return RunVerdict("error" if count["error"] else "warning", ", ".join(counts))
-        if self.last <= FEW + RECENT:
-            return RunVerdict("early", f"no finding yet; most rules need {FEW + RECENT + 1} steps")
+        if self.last <= START_STEPS + RECENT_STEPS:
+            return RunVerdict("early", f"no finding yet; most rules need {START_STEPS + RECENT_STEPS + 1} steps")
         return RunVerdict("healthy", ", ".join(["healthy", *counts]))
 
     def latest(self, metric: str) -> tuple[int, float] | None:
@@ -116,7 +116,7 @@ class Reader:
             self._records.append(record)
         if not self._records:
             raise UserError(f"{self._workdir} has no record yet: wait for its first step")
-        ids = {spell.finding.id for spell in self._judge.spells()}
+        ids = {span.finding.id for span in self._judge.spans()}
         findings_file = Lines(self._workdir / "health.jsonl")
         findings_file.begin()
         outdated = sorted({findings_file.parse(line)["id"] for _, line in findings_file.new()} - ids)
@@ -129,7 +129,7 @@ class Reader:
             workdir=self._workdir,
             config=config,
             records=records,
-            spells=self._judge.spells(),
+            spans=self._judge.spans(),
             groups=shown,
             settings=settings,
             wrote=outdated,

@@ -14,8 +14,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from jaxrl_llm.health.bands import Band
-from jaxrl_llm.health.history import RECENT
-from jaxrl_llm.health.judge import Spell
+from jaxrl_llm.health.history import RECENT_STEPS
+from jaxrl_llm.health.judge import FindingSpan
 from jaxrl_llm.tools.report.axis import Axis
 from jaxrl_llm.tools.report.runs import ReportedRun
 from jaxrl_llm.tools.report.thinning import thin
@@ -34,7 +34,7 @@ class Curve(NamedTuple):
         """Returns at each step the mean of the last RECENT values, as in the health rules, without NaN."""
         # Differences of cumulative sums need one pass for any window. A NaN adds 0 to both sums.
         ends = np.arange(1, len(self.y) + 1)
-        starts = np.maximum(ends - RECENT, 0)
+        starts = np.maximum(ends - RECENT_STEPS, 0)
         total = np.concatenate([[0.0], np.cumsum(np.nan_to_num(self.y))])
         count = np.concatenate([[0], np.cumsum(~np.isnan(self.y))])
         number = count[ends] - count[starts]
@@ -109,19 +109,19 @@ def _few(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (x[[0, -1]], y[[0, -1]]) if (y == y[0]).all() else thin(x, y)
 
 
-def mark(run_index: int, text: str, spell: Spell, end: int, level: tuple[float, float]) -> list[go.Scatter]:
+def mark(run_index: int, text: str, span: FindingSpan, end: int, level: tuple[float, float]) -> list[go.Scatter]:
     """Returns the mark of a finding: a line at its first step, and a bar with its id up to its last step.
 
     end: last step of the plot; level: bottom of the line, and height of the bar.
     """
     bottom, height = level
-    down = dict(x=[spell.first] * 2, y=[bottom, height], mode="lines", line=dict(width=1, dash="dash"))
-    bar = dict(x=[spell.first, spell.last], y=[height] * 2, mode="lines+markers+text", line=dict(width=3))
+    down = dict(x=[span.first] * 2, y=[bottom, height], mode="lines", line=dict(width=1, dash="dash"))
+    bar = dict(x=[span.first, span.last], y=[height] * 2, mode="lines+markers+text", line=dict(width=3))
     label = dict(
         marker=dict(symbol=["triangle-down", "line-ns"], size=[8, 1]),
         text=[text, ""],
         # Near the right end, the text is to the left of the mark, because it would leave the plot.
-        textposition="top left" if spell.first > 0.55 * end else "top right",
+        textposition="top left" if span.first > 0.55 * end else "top right",
         textfont=dict(size=11),
         cliponaxis=False,
     )
