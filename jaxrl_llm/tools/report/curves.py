@@ -75,7 +75,7 @@ class Plot(NamedTuple):
     """A figure and the text beside it."""
 
     title: str
-    description: list[str]  # a line for each band, and for what is not drawn
+    words: list[str]  # a line for each band, and for what is not drawn
     lines: list[tuple[str, str]]  # dash and metric, if the panel has several
     figure: str  # JSON
 
