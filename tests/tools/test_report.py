@@ -252,7 +252,7 @@ def test_a_band_ends_where_its_rule_fires(metric, rule, side):
 def test_every_band_is_of_a_plot_and_is_drawn_with_its_words(healthy_page):
     text = unescape(healthy_page)
     for band in make_bands(run()):
-        assert text.count(f"Healthy: {band.words} ({band.rule})") == 1
+        assert text.count(f"Healthy: {band.description} ({band.rule})") == 1
     _, high = roles(figures(healthy_page)["Groups without a signal"], "band")
     assert numbers(high["y"]) == pytest.approx([0.8, 0.8]) and high["fill"] == "tonexty"
 

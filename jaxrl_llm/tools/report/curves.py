@@ -75,9 +75,9 @@ class Plot(NamedTuple):
     """A figure and its text."""
 
     title: str
-    words: list[str]  # lines on the bands, and on values that are not drawn
-    lines: list[tuple[str, str]]  # dash and metric of each line, if the panel has several metrics
-    figure: str  # figure of plotly as JSON
+    words: list[str]  # a line for each band, and for what is not drawn
+    lines: list[tuple[str, str]]  # dash and metric, if the panel has several
+    figure: str  # JSON
 
 
 def plots(runs: Sequence[ReportedRun]) -> list[Plot]:
