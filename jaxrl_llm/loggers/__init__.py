@@ -179,9 +179,7 @@ class BackgroundLogger:
         # `remove` raises a ValueError if `_add_call` has dropped the call meanwhile.
         with self._changed, suppress(ValueError):
             self._calls.remove(other_call)
-        self._print_line(
-            f"warning: {self._name} refuses the numbers of step {call[1]}: the run continues without sending them"
-        )
+        self._print_line(f"warning: {self._name} refuses the numbers of step {call[1]} and continues without them")
         return True
 
     def _retry(

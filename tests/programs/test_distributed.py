@@ -230,7 +230,7 @@ def test_a_process_that_sleeps_for_ever_or_fails_ends_all_and_no_step_is_lost(tm
     processes = Processes(2, tmp_path / "config.py", tmp_path / "run", *fields, last={"HANGS": "1"})
     assert processes.end(200) == [75, 75], processes.said()
     said = [output.read_text() for output in processes.outputs]
-    assert "in reward" in said[1] and all("minutes, and a step takes" in text for text in said), processes.said()
+    assert "in reward" in said[1] and all("minutes, while a step takes" in text for text in said), processes.said()
     assert records(tmp_path / "run")[-1]["step"] == 3
     again = Processes(2, tmp_path / "config.py", tmp_path / "run", *fields, last={"FAILS": "1"})
     assert again.end(200) == [2, 2], again.said()
