@@ -206,10 +206,7 @@ def parse() -> argparse.Namespace:
     add("--json", action="store_true", help="print all numbers as JSON")
     add("--page", type=Path, metavar="FILE", help="also write an HTML page with tables, completions and scores")
     add("--convert", help="function row -> row for files, e.g. gsm8k.convert")
-    add(
-        "--prompt-column",
-        help="column of the prompt (default: found by the names of the columns; with --run, the run's)",
-    )
+    add("--prompt-column", help="column of the prompt (default: found by the columns' names; with --run, the run's)")
     add("--answer-column", help="column of the answer (default: as for --prompt-column)")
     add(
         "--format-prompt",
