@@ -99,7 +99,7 @@ def test_a_kernel_is_the_plain_form_and_so_are_its_gradients(kernel, limits, row
 @pytest.mark.parametrize(("limits", "mesh"), [((20, 2.0), (2, 1, 2)), ((0, 0.0), (1, 1, 1))], ids=str)
 def test_the_kernel_of_a_tpu_sees_whole_images_of_prompts(limits, mesh, monkeypatch):
     # As prompts, with padding on both sides: a row of one segment and no prompt. The window ends within an image.
-    monkeypatch.setattr(attention_tpu, "BLOCK", 128)  # one image is in two blocks
+    monkeypatch.setattr(attention_tpu, "MAX_BLOCK", 128)  # one image is in two blocks
     arrays, segment_ids, _ = case([[[170]], [[150]]], 10)
     segment_ids = np.roll(segment_ids, 5, axis=-1)
     index = np.broadcast_to(np.arange(segment_ids.shape[-1]), segment_ids.shape)

@@ -228,7 +228,7 @@ def test_the_copy_of_the_sampler_and_the_exported_tensors_are_merged():
     model, params = tiny.model_and_params()
     lora = lora_of(model, targets="q_proj|mlp", base_dtype="int8")
     adapters, base = drawn(lora), kept(lora, params)
-    whole, expected = lora.combine(base, adapters), by_hand(merged(base), adapters, lora.kind.scale)
+    whole, expected = lora.combine(base, adapters), by_hand(merge_adapters(base), adapters, lora.kind.scale)
     copy = WeightCopier(model, tiny.mesh_of((1, 2, 2)))(whole)
     jax.tree.map(close, copy, model.unstack(expected))
     jax.tree.map(close, tensors := tensors_of(whole), tensors_of(expected))

@@ -285,7 +285,7 @@ def test_a_new_model_reads_images_and_learns_them(tmp_path):
     folder = tmp_path / "run" / "hf"
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen2_5_VLForConditionalGeneration"]
     vision = hf.load_model(folder).cfg.vision
-    assert vision and (vision.depth, vision.width, vision.window, vision.full) == (2, 16, 2, (1,))
+    assert vision and (vision.depth, vision.width, vision.window, vision.full_layers) == (2, 16, 2, (1,))
     form = image_format.read_format(folder)
     assert form and form.grid(28, 28) == (1, 1) and form.grid(168, 56) == (2, 6)
     # Its checkpoint knows the model that it began with.
