@@ -234,8 +234,8 @@ def override(config: Config, name: str, text: str) -> None:
     *parts, last = name.split(".")
     section: Any = config
     for i, part in enumerate(parts):
-        is_path = isinstance(section, Section) and (part in section or section.is_open)
-        section = sections(section).section_named(part) if is_path else None
+        is_known = isinstance(section, Section) and (part in section or section.is_open)
+        section = section.section_named(part) if isinstance(section, Section) and is_known else None
         if not isinstance(section, ConfigDict):
             raise UserError(f"config.{'.'.join(parts[: i + 1])} is not a section{_suggestion(name, flatten(config))}")
     if last not in section and (".".join(parts) in OPEN or section.is_open):

@@ -174,7 +174,7 @@ FAULTS = {
 
 
 def test_a_fault_that_passes_is_tried_again_and_one_that_stays_is_one_line(monkeypatch):
-    monkeypatch.setattr(client_module, "PAUSE", 0.0)
+    monkeypatch.setattr(client_module, "FIRST_WAIT", 0.0)
     for name, fault in FAULTS.items():
         seconds = 0.4 if fault is stall else 5.0
         with theirs(fault, right, fault) as (url, asked):
@@ -196,7 +196,7 @@ def test_a_retry_waits_longer_each_time(monkeypatch):
     monkeypatch.setattr(client_module.time, "sleep", pauses.append)
     with theirs(FAULTS["500"]) as (url, _), pytest.raises(RetrieverError):
         RetrieverClient(url, topk=1, timeout=5.0, retries=3).search(["x"])
-    assert pauses == [client_module.PAUSE * x for x in (1, 2, 4)]
+    assert pauses == [client_module.FIRST_WAIT * x for x in (1, 2, 4)]
 
 
 @pytest.fixture(scope="module")
