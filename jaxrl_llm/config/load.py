@@ -221,9 +221,12 @@ def override(config: Config, name: str, text: str) -> None:
     *parts, last = name.split(".")
     node: Any = config
     for i, part in enumerate(parts):
+        above = node
         node = node.section_named(part) if isinstance(node, Section) and (part in node or node.is_open) else None
         if not isinstance(node, ConfigDict):
-            raise UserError(f"config.{'.'.join(parts[: i + 1])} is not a section{_meant(name, flatten(config))}")
+            # An empty one has sections of any names, such as data.mixture.
+            hint = _meant(name, flatten(config)) if above else "; a section is added in a file"
+            raise UserError(f"config.{'.'.join(parts[: i + 1])} is not a section{hint}")
     if last not in node and (".".join(parts) in OPEN or node.is_open):
         value = _literal(text)
         node[last] = _tuple(text) if node.is_open and isinstance(value, str) and "," in value else value

@@ -175,6 +175,8 @@ def check_fields(known: Table, values: Mapping[str, Any], flat: Mapping[str, Any
     in_calls = [name for name in flat if name.split(".")[0] in known.named]
     rest = {name: value for name, value in flat.items() if name not in in_calls}
     for name in rest:
+        if inside := [field for field in known.fields if field.startswith(f"{name}.")]:
+            raise UserError(f"config.{name} is {rest[name]!r:.80}: give a section with {', '.join(inside)}")
         if name not in known.fields:
             near = nearest(name, [*known.fields, *in_calls])
             raise UserError(f"config.{name} is not a field" + (f"; did you mean {near}?" if near else ""))

@@ -22,7 +22,7 @@ KINDS = {
     dict: "a section",
 }
 # Fields of text that also take a function object (`load.with_names`).
-JUDGE = re.compile(r"eval\.(extra_sets\.\w+\.)?function")
+JUDGE = re.compile(r"eval\.(extra_sets\.[^.]+\.)?function")
 
 
 class Section(ConfigDict):
@@ -119,6 +119,8 @@ def problem(value: Any, before: Any, path: str) -> str:
     """Describes a value of another type than that before it, for an error message with the field's name."""
     if before is None:
         return f"is a section that is not there: set its fields, as {path}.FIELD"
+    if isinstance(before, ConfigDict) and not before:
+        return f"is a section: give it sections, as {path}.NAME = ConfigDict(dict(...))"
     if isinstance(before, ConfigDict):
         return f"is a section: set one of {', '.join(f'{path}.{key}' for key in before)}"
     if isinstance(value, FunctionType) and "<" in value.__qualname__:
