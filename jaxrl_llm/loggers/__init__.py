@@ -79,7 +79,8 @@ class Background:
 
     def __init__(self, name: str, open: Callable[[LoggedRun], Logger], run: LoggedRun, tell: Callable[[str], None]):
         """tell: shows a line to the user."""
-        self._name, self._open, self._run, self._tell = f"config.log.to: {name}", open, run, tell
+        self._logger_name, self._name = name, f"config.log.to: {name}"
+        self._open, self._run, self._tell = open, run, tell
         # A call is taken out only after the logger has it: what is still in here at the end is what was lost.
         self._calls: deque[Call] = deque(maxlen=WAITING)
         self._changed = Condition()
@@ -111,7 +112,8 @@ class Background:
         late = f"did not end within {CLOSING:g} s" if self._thread.is_alive() else ""
         lost = f"has not got {n} of its records" if (n := len(self._calls) + self._dropped) else ""
         if late or lost:
-            self._tell(f"warning: {self._name} {' and '.join(text for text in (late, lost) if text)}")
+            later = f": jaxrl log WORKDIR --send {self._logger_name} sends them" if lost else ""
+            self._tell(f"warning: {self._name} {' and '.join(text for text in (late, lost) if text)}{later}")
 
     def _enqueue(self, *call: Any) -> None:
         # A library may try a server again by itself for minutes, without an error.
@@ -184,7 +186,7 @@ class Background:
             except Exception as error:
                 tries += 1
                 # One line for an outage, not one for each of its tries.
-                if not self._fails:
+                if not self._fails and time.monotonic() < self._end:
                     message = " ".join(briefly(error).split())[:300]
                     self._tell(f"warning: {self._name} failed and is tried again: {message}")
                 self._fails = True

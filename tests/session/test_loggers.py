@@ -200,7 +200,7 @@ def test_a_record_that_is_never_taken_holds_back_no_other_and_none_is_lost(tmp_p
     background.close()
     refused = [line for line in lines if "does not take the numbers of step" in line]
     assert [line.split("step ")[1].split()[0] for line in refused] == ["1", "2", "5"]
-    assert lines[-1] == "warning: config.log.to: it has not got 3 of its records"
+    assert lines[-1].startswith("warning: config.log.to: it has not got 3 of its records: jaxrl log")
     assert len(lines) <= 9, lines
 
 
@@ -264,6 +264,23 @@ def test_a_logger_that_hangs_neither_delays_a_step_nor_keeps_the_run(tmp_path, c
     said = capsys.readouterr().out
     assert said.count("test_loggers.Stuck has not answered for 0.05 s") == 1
     assert "test_loggers.Stuck did not end within 0.2 s" in said
+
+
+def test_a_logger_that_fails_after_the_end_is_not_said_to_be_tried_again(monkeypatch):
+    monkeypatch.setattr(loggers, "CLOSING", 0.1)
+    lines, failed = [], threading.Event()
+
+    def late(run):
+        time.sleep(0.3)
+        failed.set()
+        raise OSError("gone")
+
+    background = loggers.Background("late", late, None, lines.append)
+    background.write(0, {})
+    background.close()
+    assert failed.wait(5)
+    background._thread.join(5)
+    assert len(lines) == 1 and "jaxrl log WORKDIR --send late" in lines[0]
 
 
 @pytest.mark.parametrize(
