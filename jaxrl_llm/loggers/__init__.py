@@ -138,7 +138,10 @@ class Background:
                 # The call stays in the queue and is sent without the lock: a send may last minutes, and a step that
                 # writes must not wait for it.
                 call = self._calls[0]
-            sent = self._persist(lambda: _send(logger, call), lambda tries: self._is_refused(logger, call, tries))  # noqa: B023
+            sent = not _takes(logger, call) or self._persist(
+                lambda: _send(logger, call),  # noqa: B023
+                lambda tries: self._is_refused(logger, call, tries),  # noqa: B023
+            )
             with self._changed:
                 # `_enqueue` may have dropped it meanwhile, and has counted it.
                 if self._calls and self._calls[0] is call:
@@ -155,7 +158,7 @@ class Background:
     def _is_refused(self, logger: Logger, call: Call, tries: int) -> bool:
         """Returns whether the logger takes another call, in turn the ones that wait. Then the server is there."""
         with self._changed:
-            others = [other for other in self._calls if other is not call]
+            others = [other for other in self._calls if other is not call and _takes(logger, other)]
         if not others:
             return False
         # Another one each time: a second call that is refused as well must not make a living server look dead.
@@ -210,11 +213,14 @@ class Background:
             pause = min(2 * pause, PAUSES[1])
 
 
+def _takes(logger: Logger, call: Call) -> bool:
+    """Returns whether a logger has the method of a call: one of a user need not show completions."""
+    return call[0] != "write_samples" or hasattr(logger, "write_samples")
+
+
 def _send(logger: Logger, call: Call) -> bool:
     method, *arguments = call
-    # A user's own logger need not show completions.
-    if method != "write_samples" or hasattr(logger, method):
-        getattr(logger, method)(*arguments)
+    getattr(logger, method)(*arguments)
     return True
 
 
