@@ -234,10 +234,13 @@ def override(config: Config, name: str, text: str) -> None:
     *parts, last = name.split(".")
     section: Any = config
     for i, part in enumerate(parts):
+        parent = section
         is_known = isinstance(section, Section) and (part in section or section.is_open)
         section = section.section_named(part) if isinstance(section, Section) and is_known else None
         if not isinstance(section, ConfigDict):
-            raise UserError(f"config.{'.'.join(parts[: i + 1])} is not a section{_suggestion(name, flatten(config))}")
+            # An empty section, such as data.mixture, holds sections of any names.
+            hint = _suggestion(name, flatten(config)) if parent else ": add sections to it in a config file"
+            raise UserError(f"config.{'.'.join(parts[: i + 1])} is not a section{hint}")
     if last not in section and (".".join(parts) in OPEN or section.is_open):
         value = _literal(text)
         section[last] = _tuple(text) if section.is_open and isinstance(value, str) and "," in value else value

@@ -185,6 +185,9 @@ def check_fields(field_table: Table, values: Mapping[str, Any], flat: Mapping[st
     argument_fields = [name for name in flat if name.split(".")[0] in field_table.named]
     plain_fields = {name: value for name, value in flat.items() if name not in argument_fields}
     for name in plain_fields:
+        if inner_fields := [field for field in field_table.fields if field.startswith(f"{name}.")]:
+            shown = f"{plain_fields[name]!r:.80}"
+            raise UserError(f"config.{name} = {shown} must be a section: set {', '.join(inner_fields)}")
         if name not in field_table.fields:
             suggestion = nearest(name, [*field_table.fields, *argument_fields])
             raise UserError(f"config.{name} is not a field" + (f"; did you mean {suggestion}?" if suggestion else ""))

@@ -22,7 +22,7 @@ KINDS = {
     dict: "a section",
 }
 # Fields of text that also take a function object (`load.with_names`).
-EVAL_FUNCTION = re.compile(r"eval\.(extra_sets\.\w+\.)?function")
+EVAL_FUNCTION = re.compile(r"eval\.(extra_sets\.[^.]+\.)?function")
 
 
 class Section(ConfigDict):
@@ -123,6 +123,8 @@ def problem(value: Any, old_value: Any, path: str) -> str:
     """Describes a value of another type than the old one, as the end of an error that begins with the field's name."""
     if old_value is None:
         return f"is an absent section, which cannot hold {value!r:.80}: set its fields, as {path}.FIELD"
+    if isinstance(old_value, ConfigDict) and not old_value:
+        return f"is an empty section, which cannot hold {value!r:.80}: add sections, as {path}.NAME = ConfigDict(dict(...))"
     if isinstance(old_value, ConfigDict):
         fields = ", ".join(f"{path}.{key}" for key in old_value)
         return f"is a section, which cannot hold {value!r:.80}: set one of its fields {fields}"

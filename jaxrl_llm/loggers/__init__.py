@@ -82,21 +82,16 @@ class BackgroundLogger:
         self, name: str, make_logger: Callable[[LoggedRun], Logger], run: LoggedRun, print_line: Callable[[str], None]
     ):
         """name: name of the logger in config.log.to. print_line(line): prints a line on the console."""
-        self._name, self._make_logger, self._run, self._print_line = (
-            f"config.log.to: {name}",
-            make_logger,
-            run,
-            print_line,
-        )
+        self._logger_name, self._name = name, f"config.log.to: {name}"
+        self._make_logger, self._run, self._print_line = make_logger, run, print_line
         # A call is removed only after the logger has taken it, so the calls that remain at the end are lost.
         self._calls: deque[Call] = deque(maxlen=MAX_WAITING_CALLS)
         self._changed = Condition()
         self._is_failing = False  # since the last call that it took
-        self._call_start, self._hang_reported = (
-            math.inf,
-            False,
-        )  # time.monotonic() when the current call began; that it hangs
-        self._deadline, self._dropped_calls = math.inf, 0  # end: time.monotonic() until which it may still try
+        self._call_start = math.inf  # time.monotonic() when the current call began
+        self._hang_reported = False
+        self._deadline = math.inf  # time.monotonic() until which calls are retried
+        self._dropped_calls = 0
         # The thread is a daemon, because a logger that hangs must not keep the process alive.
         self._thread = Thread(target=self._send_calls, daemon=True)
         self._thread.start()
@@ -124,7 +119,9 @@ class BackgroundLogger:
             f"has not got {lost_calls} of its records" if (lost_calls := len(self._calls) + self._dropped_calls) else ""
         )
         if late_text or lost_text:
-            self._print_line(f"warning: {self._name} {' and '.join(text for text in (late_text, lost_text) if text)}")
+            remedy = f": jaxrl log WORKDIR --send {self._logger_name} sends them" if lost_text else ""
+            problems = " and ".join(text for text in (late_text, lost_text) if text)
+            self._print_line(f"warning: {self._name} {problems}{remedy}")
 
     def _add_call(self, *call: Any) -> None:
         # A call may last long without an error, because a library may retry a server by itself for minutes.
@@ -151,7 +148,7 @@ class BackgroundLogger:
                 # a step that writes must not wait.
                 call = self._calls[0]
             is_refused = partial(self._is_refused, logger, call)
-            sent = self._retry(partial(_send, logger, call), is_refused)
+            sent = not _accepts(logger, call) or self._retry(partial(_send, logger, call), is_refused)
             with self._changed:
                 # `_add_call` may have dropped this call meanwhile, and has counted it then.
                 if self._calls and self._calls[0] is call:
@@ -167,7 +164,7 @@ class BackgroundLogger:
     def _is_refused(self, logger: Logger, call: Call, tries: int) -> bool:
         """Returns whether the logger refuses this call only: it takes another waiting call, so the server works."""
         with self._changed:
-            other_calls = [other_call for other_call in self._calls if other_call is not call]
+            other_calls = [other for other in self._calls if other is not call and _accepts(logger, other)]
         if not other_calls:
             return False
         # Each time another call is tried, because a second refused call must not make a working server look dead.
@@ -203,7 +200,7 @@ class BackgroundLogger:
             except Exception as error:
                 tries += 1
                 # Only the first error of an outage is reported.
-                if not self._is_failing:
+                if not self._is_failing and time.monotonic() < self._deadline:
                     message = " ".join(summarize_error(error).split())[:300]
                     self._print_line(f"warning: {self._name} failed and is tried again: {message}")
                 self._is_failing = True
@@ -226,11 +223,19 @@ class BackgroundLogger:
             pause = min(2 * pause, RETRY_PAUSES[1])
 
 
+def _takes(logger: Logger, call: Call) -> bool:
+    """Returns whether a logger has the method of a call: one of a user need not show completions."""
+    return call[0] != "write_samples" or hasattr(logger, "write_samples")
+
+
+def _accepts(logger: Logger, call: Call) -> bool:
+    """Returns whether a logger has the method of a call. A logger of the user need not have write_samples."""
+    return call[0] != "write_samples" or hasattr(logger, "write_samples")
+
+
 def _send(logger: Logger, call: Call) -> bool:
     method, *arguments = call
-    # A logger of the user need not have the method write_samples.
-    if method != "write_samples" or hasattr(logger, method):
-        getattr(logger, method)(*arguments)
+    getattr(logger, method)(*arguments)
     return True
 
 

@@ -19,9 +19,10 @@ def steps_of(text: str, num_steps: int) -> range:
         return range(0)
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if not match or not 1 <= int(match[1]) <= int(match[2]) <= num_steps:
+        example = f"{min(3, num_steps)}:{min(5, num_steps)}"
         raise UserError(
             f"config.log.profile = {text!r}: must be FIRST:LAST, two steps from 1 to config.num_steps = {num_steps}, "
-            "such as '3:5'"
+            f"such as {example!r}"
         )
     return range(int(match[1]), int(match[2]) + 1)
 

@@ -15,7 +15,7 @@ from tiny import log_of
 from jaxrl_llm import evaluate
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.build import build
-from jaxrl_llm.config.load import load
+from jaxrl_llm.config.load import load, override
 from jaxrl_llm.data import columns
 from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.session import model_card
@@ -48,6 +48,17 @@ def test_a_wrong_field_of_a_further_set_is_refused_by_its_path(refused, changes,
         recipes.read(with_sets(load("grpo"), sums=TRAIN | changes))
 
 
+def test_what_is_no_further_set_is_refused_with_what_to_give(refused):
+    config = load("grpo")
+    with refused("config.eval.extra_sets.x", "in a file"):
+        override(config, "eval.extra_sets.x.problems", "8")
+    with refused("config.eval.extra_sets", "extra_sets.NAME"):
+        config.eval.extra_sets = [TRAIN]
+    config.eval.extra_sets.x = 3
+    with refused("config.eval.extra_sets.x is 3", "eval.extra_sets.x.source"):
+        recipes.read(config)
+
+
 @pytest.mark.parametrize("name", ["", "a.b"])  # its metric would be eval/accuracy; it would be a set b of a section a
 def test_a_further_set_without_a_name_or_with_a_dot_in_it_is_refused(refused, name):
     with refused("config.eval.extra_sets"):
@@ -69,9 +80,9 @@ def test_further_sets_take_function_objects_and_rows_in_memory():
     one = recipe.eval_sets["eval.extra_sets.sums"]
     assert one.function == "test_eval_sets.falling"
     assert one.source.startswith("memory.rows")
-    config = with_sets(load("grpo"), sums=TRAIN)
-    config.eval.extra_sets.sums.function = falling
-    assert recipes.read(config).eval_sets["eval.extra_sets.sums"].function == "test_eval_sets.falling"
+    config = with_sets(load("grpo"), **{"of-sums": TRAIN})
+    config.eval.extra_sets["of-sums"].function = falling
+    assert recipes.read(config).eval_sets["eval.extra_sets.of-sums"].function == "test_eval_sets.falling"
 
 
 def test_further_sets_that_are_none_are_none_of_them():

@@ -202,7 +202,7 @@ def test_a_record_that_is_never_taken_holds_back_no_other_and_none_is_lost(tmp_p
     background.close()
     refused = [line for line in lines if "refuses the numbers of step" in line]
     assert [line.split("step ")[1].split()[0] for line in refused] == ["1", "2", "5"]
-    assert lines[-1] == "warning: config.log.to: it has not got 3 of its records"
+    assert lines[-1].startswith("warning: config.log.to: it has not got 3 of its records: jaxrl log")
     assert len(lines) <= 9, lines
 
 
@@ -266,6 +266,47 @@ def test_a_logger_that_hangs_neither_delays_a_step_nor_keeps_the_run(tmp_path, c
     said = capsys.readouterr().out
     assert said.count("test_loggers.Stuck has not answered for 0.05 s") == 1
     assert "test_loggers.Stuck did not end within 0.2 s" in said
+
+
+def test_a_logger_without_completions_does_not_seem_to_work_by_them(monkeypatch):
+    monkeypatch.setattr(loggers, "PAUSES", (0.001, 0.001))
+    monkeypatch.setattr(loggers, "CLOSING", 1.0)
+    lines, tries = [], []
+
+    class Away:
+        def write(self, step, numbers):
+            tries.append(step)
+            raise OSError("gone")
+
+        def close(self):
+            pass
+
+    background = loggers.Background("away", lambda run: Away(), None, lines.append)
+    for step in (1, 2):
+        background.write(step, {})
+        background.write_samples(step, [])
+    end = time.monotonic() + 10
+    while len(tries) < 2 * loggers.TRIES and time.monotonic() < end:
+        time.sleep(0.01)
+    background.close()
+    assert len(lines) == 2 and "failed" in lines[0] and "2 of its records" in lines[1], lines
+
+
+def test_a_logger_that_fails_after_the_end_is_not_said_to_be_tried_again(monkeypatch):
+    monkeypatch.setattr(loggers, "CLOSING", 0.1)
+    lines, failed = [], threading.Event()
+
+    def late(run):
+        time.sleep(0.3)
+        failed.set()
+        raise OSError("gone")
+
+    background = loggers.Background("late", late, None, lines.append)
+    background.write(0, {})
+    background.close()
+    assert failed.wait(5)
+    background._thread.join(5)
+    assert len(lines) == 1 and "jaxrl log WORKDIR --send late" in lines[0]
 
 
 @pytest.mark.parametrize(
