@@ -124,7 +124,7 @@ def problem(value: Any, old_value: Any, path: str) -> str:
     if old_value is None:
         return f"is an absent section, which cannot hold {value!r:.80}: set its fields, as {path}.FIELD"
     if isinstance(old_value, ConfigDict) and not old_value:
-        return f"is an empty section, which cannot hold {value!r:.80}: add sections, as {path}.NAME = ConfigDict(dict(...))"
+        return f"is a section, which cannot hold {value!r:.80}: add sections, as {path}.NAME = ConfigDict(dict(...))"
     if isinstance(old_value, ConfigDict):
         fields = ", ".join(f"{path}.{key}" for key in old_value)
         return f"is a section, which cannot hold {value!r:.80}: set one of its fields {fields}"

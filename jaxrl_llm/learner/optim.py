@@ -108,7 +108,7 @@ def spike_bound() -> Coefficient:
     def adapt(state: Array, metrics: dict[str, Array]) -> jax.Array:
         recent_mean, mean, mean_square, count = state
         norm, new_count = metrics["grad_norm"], count + 1
-        # The excess is capped at SPIKE_FACTOR, because a norm that follows mere rounding errors says little about the noise.
+        # The excess is capped at SPIKE_FACTOR, because a norm after mere rounding errors says little about the noise.
         excess = jnp.where(new_count > 1, jnp.clip(jnp.log(norm / usual_norm(state)), 0.0, jnp.log(SPIKE_FACTOR)), 0.0)
         # An exponential mean of the last norms needs no list of norms, so the state stays four numbers.
         recent_mean = recent_mean + (norm - recent_mean) / jnp.minimum(new_count, NORM_WINDOW)

@@ -55,7 +55,7 @@ class SavedRun:
         self.workdir = bucket.fetch_run(workdir)  # local folder with config and log
         self._log, self.config = self.workdir / "metrics.jsonl", config_of(self.workdir)
         if not checkpoint.has_checkpoint(self._folder):
-            raise UserError(f"{path or workdir} has no checkpoint yet: wait for the first checkpoint, or use another run")
+            raise UserError(f"{path or workdir} has no checkpoint yet: wait for the first one, or use another run")
         checkpoint.quieten_orbax()
         options, folder = (
             ocp.CheckpointManagerOptions(read_only=True),

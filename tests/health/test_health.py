@@ -12,7 +12,8 @@ import pytest
 
 from benchmarks.health import simulated
 from jaxrl_llm.health import rules
-from jaxrl_llm.health.history import History
+from jaxrl_llm.health.finding import channel_metrics
+from jaxrl_llm.health.history import KEPT_BETWEEN, KEPT_WITHOUT_GAP, LONGER_FACTOR, RECENT_STEPS, START_STEPS, History
 from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session.health import Health

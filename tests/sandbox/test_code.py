@@ -22,7 +22,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine.process import cpus
 from jaxrl_llm.sandbox import program as sandbox
 from jaxrl_llm.sandbox import program_tests
-from jaxrl_llm.sandbox.program_tests import ProgramLimits, ProgramVerdict
+from jaxrl_llm.sandbox.program_tests import ProgramLimits, ProgramVerdict, run_python_tests
 from jaxrl_llm.session.banner import unconfined_warning
 from jaxrl_llm.tasks import REWARDS, code
 from jaxrl_llm.tasks.python import Python

@@ -30,7 +30,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.learner.update import make_gradient
 from jaxrl_llm.models import lora
-from jaxrl_llm.models.adapters import as_array
+from jaxrl_llm.models.adapters import as_array, merge_adapters, quantize_int8
 from jaxrl_llm.rollout.grading import GradedCompletions, RewardFn
 from jaxrl_llm.selftest import self_test
 from jaxrl_llm.selftest.trial import COMPARED_TOKENS, Trial, make_trial

@@ -11,6 +11,7 @@ from tiny import log_of
 
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError, printable, run_main, summarize_error
+from jaxrl_llm.health.doctor import print_findings
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.health.judge import FindingSpan
 from jaxrl_llm.session.banner import print_banner

@@ -24,7 +24,7 @@ from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health import rules
-from jaxrl_llm.health.bands import Band
+from jaxrl_llm.health.bands import Band, make_bands
 from jaxrl_llm.session.json_lines import remove_after
 from jaxrl_llm.tools.report import __main__ as report
 from jaxrl_llm.tools.report import axis, curves, page, tables, thinning, traces
