@@ -73,7 +73,8 @@ else
     ray start --address "$MASTER"
 fi
 """, {"kl.coef": 0.01, "kl.placement": "loss"},
-     ["line 7: actor_rollout_ref.actor.entropy_coeff=0.1", "line 9: data.seed=3",
+     ["${ARGS: a branch decides}: not a key with a value that the script says",
+     "line 7: actor_rollout_ref.actor.entropy_coeff=0.1", "line 9: data.seed=3",
      "line 12: actor_rollout_ref.rollout.multi_stage_wake_up=True"]),
     "srun.sh": (f"""#SBATCH --nodes=2
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -237,8 +238,8 @@ OBJECTS = [  # what a script does before it trains, the fields that it decides, 
     ("extra['callbacks'] = [WandbCallback()]", {}, []),
     ("extra['callbacks'] = [EarlyStoppingCallback(3)]", {}, ["trainer.callbacks"]),
     ("from own import GRPOTrainer", {}, ALL),
-    ("class GRPOTrainer(GRPOTrainer):\n    pass\nGRPOTrainer.compute_loss = build", {}, ["aggregate", "kl", "loss"]),
-    ("class GRPOTrainer(GRPOTrainer):\n    def log(self): pass\n    def create_optimizer(self): pass", {}, ["optim"]),
+    ("class GRPOTrainer(GRPOTrainer):\n    pass\nGRPOTrainer.compute_loss = build", {}, ALL),
+    ("class GRPOTrainer(GRPOTrainer):\n    def log(self): pass\n    def create_optimizer(self): pass", {}, ALL),
 ]  # fmt: skip
 
 

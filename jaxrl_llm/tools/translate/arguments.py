@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,24 @@ OVERRIDE = re.compile(r"[+~]*([\w-]+(?:\.[\w-]+)*)=(.*)", re.DOTALL)  # of Hydra
 SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}  # of Hydra
 # The pattern matches the text inside <PATH-TO-MODEL> and <your/data>, but not inside the tags <think> and </answer>.
 PLACE = r"(?=[^<>\n]*(?:[A-Z/-]|path|your))[A-Za-z](?:[^<>|&;'\"`\n]*[^\s<>|&;'\"`])?"
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}
+
+
+def _product(left: Any, right: Any) -> Any:
+    """Returns a product of numbers, because one with a text or a list may take all memory."""
+    if not (isinstance(left, int | float) and isinstance(right, int | float)):
+        raise ValueError("it is no product of numbers")
+    return left * right
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    """Returns a power that a config may have, because 9**9**9 would take for ever."""
+    if abs(base) > 2**32 or abs(exponent) > 64:
+        raise ValueError("the power is too large")
+    return base**exponent
+
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: _product, ast.Div: operator.truediv}
+OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _power}
 
 
 @dataclass(frozen=True)
@@ -75,15 +91,6 @@ def flags(values: Sequence[Value]) -> tuple[dict[str, Any], list[Value]]:
     return options, rest
 
 
-def again(words: Sequence[str]) -> list[str]:
-    """Returns the keys that key=value arguments set more than once, to other values, with all that they say."""
-    settings: dict[str, dict[str, None]] = {}
-    for match in filter(None, map(OVERRIDE.fullmatch, words)):
-        settings.setdefault(match[1], {})[match[2]] = None
-    several = {key: values for key, values in settings.items() if len(values) > 1}
-    return [f"{key} is set to {', '.join(values)}: the last one counts" for key, values in several.items()]
-
-
 def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Joins the keys of a command that a loop or a function makes several times.
 
@@ -98,20 +105,22 @@ def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-def calculated(text: str, names: dict[str, Any]) -> int | float:
-    """Computes a sum of numbers and names. Raises: ValueError, KeyError or SyntaxError, for anything else."""
+def calculated(
+    text: str, names: dict[str, str], operators: Mapping[type, Callable[[Any, Any], Any]] = OPERATORS
+) -> int | float:
+    """Computes an expression of numbers and names. Raises: ValueError, KeyError or SyntaxError, for anything else."""
 
     def value(node: ast.AST) -> int | float:
         if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
             return node.value
-        # A variable in a shell's sum may hold a sum itself.
+        # A variable in an expression of the shell may hold an expression itself.
         if isinstance(node, ast.Name):
             return value(ast.parse(str(names[node.id]).strip(), mode="eval").body)
-        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            return OPERATORS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.BinOp) and type(node.op) in operators:
+            return operators[type(node.op)](value(node.left), value(node.right))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return -value(node.operand)
-        raise ValueError(f"{text} is no sum of numbers")
+        raise ValueError(f"{text} is no expression of numbers")
 
     return value(ast.parse(text.strip(), mode="eval").body)
 
@@ -123,7 +132,7 @@ def value_of(text: Any, parse: Any) -> Any:
     if isinstance(text, Unread):
         return text
     # ${a.b} is no variable of the shell: in Hydra it names another key, which `documents.resolved` looks up later.
-    variable = re.search(r"\$(\{\w+[^\w.]|\w+|\(|\[)", text)
+    variable = re.search(r"\$(\{\w+[^\w.]|\{[!#@]|\w+|\(|\[)", text)
     return Unread(f"{text!r}, which the script does not say") if variable else parse(text)
 
 

@@ -44,49 +44,29 @@ class DocumentKeys:
 
 
 class Loader(yaml.SafeLoader):
-    """Remembers keys that stand twice in a mapping, with different values: the last one counts."""
-
-    def __init__(self, stream: str):
-        super().__init__(stream)
-        self.again: list[str] = []
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[str, Any] = {}
-        for key, value in node.value:
-            name = str(key.value)
-            # Two merges (<<) in a mapping are no repetition.
-            if seen.get(name, value.value) != value.value and key.tag != "tag:yaml.org,2002:merge":
-                self.again.append(f"line {key.start_mark.line + 1}: {name} again, and the last one counts")
-            seen[name] = value.value
-        return super().construct_mapping(node, deep)
+    """Reads 1e-6 as a number, which YAML takes for text."""
 
 
-# YAML takes 1e-6 for text.
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("+-.0123456789"))
 
 
-def parse(path: Path, text: str) -> tuple[dict[Any, Any], list[str]]:
-    """Returns the mapping of a document, and what it says twice. Raises: UserError, if it holds none."""
-    again: list[str] = []
+def parse(path: Path, text: str) -> dict[Any, Any]:
+    """Returns the mapping of a document. Raises: UserError, if it holds none."""
     try:
-        if path.suffix == ".json":
-            document = json.loads(text)
-        else:
-            loader = Loader(text)
-            document, again = loader.get_single_data(), loader.again
+        document = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader)
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be parsed: {' '.join(str(error).split())}") from None
     if not isinstance(document, dict):
         raise UserError(f"{path} holds no mapping of keys to values: give a config")
-    return document, again
+    return document
 
 
 def read_document(path: Path, text: str) -> DocumentKeys:
     """Returns the keys of a document: a.b of sections, or those of one level."""
-    document, again = parse(path, text)
+    document = parse(path, text)
     if "defaults" in document or any(isinstance(document.get(section), dict) for section in SECTIONS):
-        return DocumentKeys(composed(path, document), again)
-    return DocumentKeys({str(key): value for key, value in document.items()}, again)
+        return DocumentKeys(composed(path, document))
+    return DocumentKeys({str(key): value for key, value in document.items()})
 
 
 def composed(path: Path, document: dict[Any, Any], roots: Sequence[Path] = ()) -> dict[str, Any]:
@@ -111,7 +91,7 @@ def composed(path: Path, document: dict[Any, Any], roots: Sequence[Path] = ()) -
                 text = file.read_text(encoding="utf-8")
                 header = PACKAGE.search(text)
                 before = _section(section or (header[1] if header else ""), name)
-                inside = composed(file, parse(file, text)[0], roots)
+                inside = composed(file, parse(file, text), roots)
                 missing += inside.pop("defaults", [])
                 keys |= {f"{before}{key}": value for key, value in inside.items()}
             # Files of veRL itself are no loss: their keys are the defaults of its table.
@@ -146,7 +126,7 @@ def with_tools(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> 
     file = beside(path, name, written) if isinstance(name, str) and not isinstance(name, Unread) else None
     if not file:
         return keys
-    listed = parse(*file)[0].get("tools") or []
+    listed = parse(*file).get("tools") or []
     names = [
         tool["tool_schema"]["function"]["name"] for tool in listed if isinstance(tool, dict) and "tool_schema" in tool
     ]

@@ -9,7 +9,7 @@ from jaxrl_llm.tools.translate import family, images, ours, verl
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome
 from jaxrl_llm.tools.translate.table import Row, read_rows, system
 
-ACTOR, MODEL, ROLLOUT = "worker.actor.", "worker.actor.model.", "worker.rollout."
+MODEL = "worker.actor.model."
 OLDER = ("of spring 2025", 2025.3)
 
 
@@ -25,29 +25,14 @@ def filtering(keys: Keys) -> bool:
     return bool(keys["algorithm.online_filtering"])
 
 
+ROWS = read_rows("easyr1")
 FAMILY = family.Family(
-    prompts="data.rollout_batch_size",
-    update=f"{ACTOR}global_batch_size",
-    policy_epochs=f"{ACTOR}ppo_epochs",
-    group=(f"{ROLLOUT}n",),
-    total_steps="trainer.max_steps",
-    policy=ACTOR,
-    mode=f"{ACTOR}loss_type",
-    losses={
-        "default": ("ppo_clip", family.SIDES | {"delta": "clip_ratio_dual"}),
-        "gspo": ("gspo", family.SIDES),
-        "gspo_token": ("gspo", family.SIDES),
-        "cispo": ("cispo", family.SIDES),
-        "sapo": ("sapo", {"tau_positive": "tau_positive", "tau_negative": "tau_negative"}),
-    },
-    mean="loss_avg_mode",
-    # EasyR1 has one coefficient and one estimator; use_kl_loss alone says in which place they are. Those of the loss
-    # had keys of their own in spring 2025.
+    rows=ROWS,
+    losses={"default": "ppo_clip", "gspo": "gspo", "gspo_token": "gspo", "cispo": "cispo", "sapo": "sapo"},
+    # EasyR1 has one coefficient and one estimator; use_kl_loss alone says in which place they are.
     in_loss=lambda keys: bool(keys["algorithm.use_kl_loss"]) and penalized(keys),
     in_reward=lambda keys: not keys["algorithm.use_kl_loss"] and penalized(keys),
-    loss_penalty=(f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type"),
-    reward_penalty=("algorithm.kl_coef", "algorithm.kl_penalty"),
-    adaptive=("algorithm.kl_type", "algorithm.kl_target", "algorithm.kl_horizon"),
+    total_steps="trainer.max_steps",
 )
 CONDITIONS = FAMILY.conditions() | {
     "penalized": (penalized, "disable_kl is True"),
@@ -148,4 +133,4 @@ def strategy(row: Row, value: Any, keys: Keys) -> Outcome:
     return Outcome("changed", {row.field: "bfloat16"}, reason)
 
 
-EASYR1 = system("EasyR1", "commit 46c6c21", read_rows("easyr1"), vars(family) | FAMILY.rules() | globals(), verl.base)
+EASYR1 = system("EasyR1", "commit 46c6c21", ROWS, vars(family) | FAMILY.rules() | globals(), verl.base)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any
 
 from jaxrl_llm.tools.translate import images, ours
 from jaxrl_llm.tools.translate.documents import VERL_FILES
@@ -54,32 +55,41 @@ ADVANTAGES = {  # ours, its epsilon (None: it has none), and what differs
 }
 SCORED = "the trainer also scores this distribution; there, that of all tokens"
 MACHINES = ("trainer.nnodes", "trainer.n_gpus_per_node")  # their product is the GPUs of a run
-SIDES = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high"}
-Losses: TypeAlias = dict[str, tuple[str, dict[str, str]]]  # name -> ours, and its arguments with the keys that they are
+SIDES = ("clip_low", "clip_high")
+# The keys of a section for the two sides have the names of our fields with "clip_ratio" for "clip".
+ARGUMENTS = {  # of our losses
+    "ppo_clip": (*SIDES, "delta"),
+    "gspo": SIDES,
+    "cispo": SIDES,
+    "gmpo": SIDES,
+    "sapo": ("tau_positive", "tau_negative"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a trainer of the family calls the keys that other keys depend on, and the rules of these keys."""
+    """A trainer of the family: its table, and the rules of keys on which other keys depend.
 
-    prompts: str
-    update: str
-    policy_epochs: str
-    group: tuple[str, ...]  # their product
-    total_steps: str
-    sequences: bool = False  # whether `update` counts sequences, not prompts
-    by_std: str = ""  # whether GRPO divides by the deviation; "": it always does
-    policy: str  # the section of the loss
-    mode: str
-    losses: Losses
-    mean: str  # the last part of the key of the aggregation
-    scale: str = ""  # the length that an aggregation divides by; "": there is no such key
-    has_own_means: bool = False  # whether some losses do not read the aggregation
-    in_loss: Callable[[Keys], bool]  # whether the KL penalty is there
+    losses: {name of a loss: ours}; in_loss, in_reward: whether the KL penalty is there; total_steps: key of the steps
+    of a run; counts_sequences: whether the mini-batch counts sequences, and not prompts.
+    """
+
+    rows: Mapping[str, Row]
+    losses: Mapping[str, str]
+    in_loss: Callable[[Keys], bool]
     in_reward: Callable[[Keys], bool]
-    loss_penalty: tuple[str, str]  # coefficient and estimator
-    reward_penalty: tuple[str, str]
-    adaptive: tuple[str, str, str]  # whether its coefficient adapts, its target and its horizon
+    total_steps: str
+    counts_sequences: bool = False
+
+    @cached_property
+    def keys_of(self) -> dict[str, str]:
+        """The first key of the table for each field that it decides before all others."""
+        return {row.field: key for key, row in reversed([*self.rows.items()])}
+
+    @property
+    def policy(self) -> str:
+        """The section of the policy's loss, with its dot."""
+        return self.rows[self.keys_of["aggregate.mode"]].section
 
     def rules(self) -> dict[str, Any]:
         """Returns the methods that are rules, by their names."""
@@ -104,21 +114,20 @@ class Family:
         return keys["algorithm.adv_estimator"] == "gae"
 
     def group_size(self, keys: Keys) -> int:
-        return math.prod(int(keys[name]) for name in self.group)
+        return math.prod(int(keys[key]) for key, row in self.rows.items() if row.field == "group_size")
+
+    def prompts(self, keys: Keys) -> int:
+        """Prompts of a rollout."""
+        return int(keys[self.keys_of["prompts_per_step"]])
 
     def prompts_per_update(self, keys: Keys) -> int:
         """Prompts of an optimizer step: a divisor of a rollout's, the nearest one to what the keys say."""
-        target = keys[self.update]
-        if self.sequences:
+        target = keys[self.keys_of["prompts_per_update"]]
+        if self.counts_sequences:
             # veRL multiplies its mini-batch by n itself, and so counts prompts. Search-R1's older copy does not.
             target = target / self.group_size(keys)
         # Updates of a rollout are equal here.
-        return min(divisors(int(keys[self.prompts])), key=lambda x: abs(x - target))
-
-    def argument(self, keys: Keys, name: str) -> float:
-        """Returns an argument of the loss. A side of the clip is clip_ratio where it has no key of its own."""
-        value = keys[f"{self.policy}{name}"]
-        return float(keys[f"{self.policy}clip_ratio"] if value is None else value)
+        return min(divisors(self.prompts(keys)), key=lambda prompts: abs(prompts - target))
 
     # Rules of batches and steps
 
@@ -126,10 +135,10 @@ class Family:
         """The mini-batch of an optimizer step: in prompts, or in sequences."""
         per_update, group = self.prompts_per_update(keys), self.group_size(keys)
         fields = {"prompts_per_update": per_update}
-        if self.sequences:
+        if self.counts_sequences:
             reason = f"counts sequences of the rollout, {value} = {value / group:g} prompts with {group} each"
             if per_update != value / group:
-                reason += f"; {per_update} is the nearest divisor of {keys[self.prompts]} prompts"
+                reason += f"; {per_update} is the nearest divisor of {self.prompts(keys)} prompts"
             return Outcome("changed" if group > 1 else "mapped", fields, reason)
         if per_update != value:
             reason = f"{value} prompts: {per_update} is the nearest divisor of a rollout's prompts"
@@ -161,10 +170,10 @@ class Family:
         if keys[self.total_steps]:
             return Outcome("no effect", reason=f"{self.total_steps} is set")
         # The loader drops the last, smaller batch of each epoch.
-        num_steps = int(value) * (keys.rows // int(keys[self.prompts]))
+        num_steps = int(value) * (keys.rows // self.prompts(keys))
         if not num_steps:
             return unknown_steps(f"trainer.total_epochs = {value}: {value} x rows // prompts_per_step")
-        reason = f"{value} epochs of {keys.rows} rows in steps of {keys[self.prompts]} prompts, the last ones dropped"
+        reason = f"{value} epochs of {keys.rows} rows in steps of {self.prompts(keys)} prompts, the last ones dropped"
         return Outcome("changed", {"num_steps": num_steps}, reason)
 
     def warmup_steps(self, row: Row, value: Any, keys: Keys) -> Outcome:
@@ -172,7 +181,7 @@ class Family:
         if value is None or int(value) <= 0:
             return Outcome("no effect", reason="not set")
         # The scheduler steps once after all updates on a rollout.
-        updates = int(keys[self.prompts]) // self.prompts_per_update(keys) * int(keys[self.policy_epochs])
+        updates = self.prompts(keys) // self.prompts_per_update(keys) * int(keys[self.keys_of["epochs"]])
         fields = {f"{row.our_section}.warmup_steps": int(value) * updates, f"{row.our_section}.warmup_ratio": 0.0}
         reason = f"counts rollouts: {value} x {updates} optimizer steps"
         return Outcome("mapped" if updates == 1 else "changed", fields, "" if updates == 1 else reason)
@@ -187,7 +196,8 @@ class Family:
         name, epsilon, reason = ADVANTAGES[value]
         fields: dict[str, Any] = {"advantage.name": name}
         if name == "grpo":
-            fields["advantage.normalize"] = "group" if not self.by_std or keys[self.by_std] else "none"
+            by_deviation = self.keys_of.get("advantage.normalize")
+            fields["advantage.normalize"] = "group" if not by_deviation or keys[by_deviation] else "none"
             note = "a deviation has ddof = 1 there and here; epsilon is 1e-6 there"
             return Outcome("mapped", fields | {"advantage.epsilon": epsilon}, note)
         if name == "gae":
@@ -202,10 +212,12 @@ class Family:
         in_loss = self.in_loss(keys)
         if not in_loss and not self.in_reward(keys):
             return Outcome("mapped", {"kl": None})
-        coef, kind = (keys[key] for key in (self.loss_penalty if in_loss else self.reward_penalty))
-        # EasyR1 has one pair of keys for the penalty in the loss and in the reward.
-        coef = float(keys[self.reward_penalty[0]] if coef is None else coef)
-        kind = str(keys[self.reward_penalty[1]] if kind is None else kind)
+        coef, kind = (keys[self.keys_of[field]] for field in ("kl.coef", "kl.estimator"))
+        if in_loss:
+            # EasyR1 has one pair of keys for the penalty in the loss and in the reward, and an older pair for the loss.
+            of_loss = (keys[f"{self.policy}kl_loss_{name}"] for name in ("coef", "type"))
+            coef, kind = (own if own is not None else both for own, both in zip(of_loss, (coef, kind), strict=True))
+        coef, kind = float(coef), str(kind)
         # A + means nothing in a reward, because no gradient flows through the estimator there.
         estimator, reason = kl_estimator(kind if in_loss else kind.removesuffix("+"))
         if not estimator:
@@ -239,7 +251,7 @@ class Family:
 
     def kl_adaptive(self, value: Any, keys: Keys) -> Outcome:
         """An adaptive coefficient."""
-        kind, target, horizon = (keys[key] for key in self.adaptive)
+        kind, target, horizon = (keys[key] for key, row in self.rows.items() if row.rule == "kl_adaptive")
         # veRL adapts the coefficient of the reward alone.
         if kind != "adaptive" or not self.in_reward(keys) or self.in_loss(keys):
             return Outcome("no effect", reason="the coefficient is fixed")
@@ -247,42 +259,38 @@ class Family:
         return Outcome("changed", fields, "adapts to the mean k3 of the tokens of an update")
 
     def loss(self, value: Any, keys: Keys) -> Outcome:
-        """The policy loss, with all its arguments."""
+        """The policy loss. Its arguments have keys of their own."""
         if value not in self.losses:
             known = ", ".join(self.losses)
             return not_here("loss.name", f"there is no loss {value!r}: {known}; this config keeps ppo_clip")
-        name, arguments = self.losses[value]
-        fields = {f"loss.{field}": self.argument(keys, key) for field, key in arguments.items()}
-        return Outcome("mapped", {"loss.name": name} | fields)
+        return Outcome("mapped", {"loss.name": self.losses[value]})
 
     def loss_argument(self, row: Row, value: Any, keys: Keys) -> Outcome:
-        """An argument of the policy loss."""
-        _, arguments = self.losses.get(keys[self.mode], ("", {}))
-        # A key may be an argument of a loss that the file does not take.
-        matching = [field for field, key in arguments.items() if key == row.name]
-        if not matching:
-            return Outcome("no effect", reason=f"the loss {keys[self.mode]} has no such argument here")
-        reason = "the bound of the ratio of tokens with A < 0" if matching == ["delta"] else ""
-        return Outcome("mapped", {f"loss.{matching[0]}": self.argument(keys, row.name)}, reason)
+        """An argument of the policy loss. A side of the clip is clip_ratio if the file does not set it."""
+        loss = keys[self.keys_of["loss.name"]]
+        if row.field.removeprefix("loss.") not in ARGUMENTS.get(self.losses.get(loss, ""), ()):
+            return Outcome("no effect", reason=f"the loss {loss} has no such argument here")
+        number = keys[f"{self.policy}clip_ratio"] if value is None else value
+        return Outcome("mapped", {row.field: float(number)}, row.why)
 
     def old_clip(self, value: Any, keys: Keys) -> Outcome:
         """clip_ratio, which the keys of the two sides have replaced."""
-        sides = {f"loss.{field}": float(value) for field, name in SIDES.items() if keys[f"{self.policy}{name}"] is None}
-        if sides:
-            return Outcome("mapped", sides)
+        sides = {f"loss.{side}": f"{self.policy}{side.replace('clip', 'clip_ratio')}" for side in SIDES}
+        if fields := {field: float(value) for field, key in sides.items() if keys[key] is None}:
+            return Outcome("mapped", fields)
         # Its default changes nothing, and where both sides are given veRL does not read it.
-        if value == 0.2 or all(f"{self.policy}{name}" in keys for name in SIDES.values()):
+        if value == 0.2 or all(key in keys for key in sides.values()):
             return Outcome("no effect", reason="clip_ratio_low and clip_ratio_high are read")
         reason = "veRL reads clip_ratio_low and clip_ratio_high, 0.2 by default; before 0.4 it read this key"
         return Outcome("changed", {}, reason)
 
     def aggregation(self, value: Any, keys: Keys) -> Outcome:
         """The reduction of token losses."""
-        loss = str(keys[self.mode])
+        loss, has_own_means = str(keys[self.keys_of["loss.name"]]), "geo_mean" in self.losses
         fields = {"aggregate.mode": "sequence_mean", "aggregate.constant_length": 0}
-        if self.has_own_means and loss in ("geo_mean", "sapo"):
+        if has_own_means and loss in ("geo_mean", "sapo"):
             return Outcome("changed", fields, f"the loss {loss} has its own mean")
-        if self.has_own_means and loss == "gspo":
+        if has_own_means and loss == "gspo":
             reason = "the loss gspo takes the mean of completions there too, whatever this key says"
             return Outcome("mapped", fields, reason * (AGGREGATION.get(value) != "sequence_mean"))
         if loss.startswith(("gspo", "geo_mean")) and AGGREGATION.get(value) == "token_mean":
@@ -292,16 +300,17 @@ class Family:
             return not_here("aggregate.mode", f"there is no aggregation {value!r}; this config keeps token_mean")
         mode = AGGREGATION[value]
         # veRL without a set length divides by the width of its arrays, which is the limit of a response.
-        length = int((self.scale and keys[self.scale]) or keys["data.max_response_length"]) if mode == "constant" else 0
-        return Outcome("mapped", {"aggregate.mode": mode, "aggregate.constant_length": length})
+        scale = self.keys_of.get("aggregate.constant_length")
+        length = int((scale and keys[scale]) or keys["data.max_response_length"])
+        fields = {"aggregate.mode": mode, "aggregate.constant_length": length if mode == "constant" else 0}
+        return Outcome("mapped", fields)
 
     def shared_with_policy(self, row: Row, value: Any, keys: Keys) -> Outcome:
-        """A setting that the critic has of its own: one loop updates both here, with the same batches."""
-        shared = {self.update: "mini-batch", self.policy_epochs: "epochs", f"{self.policy}{self.mean}": "aggregation"}
-        policy, noun = next((key, noun) for key, noun in shared.items() if key.endswith(f".{row.name}"))
+        """A setting of the critic that is the policy's here, because one loop updates both with the same batches."""
+        policy = f"{self.policy}{row.name}"
         if value is None or value == keys[policy]:
-            return Outcome("no effect", reason=f"the critic has the policy's {noun}, as there")
-        return Outcome("changed", {}, f"{value} for the critic there; here it has the policy's {noun}: {keys[policy]}")
+            return Outcome("no effect", reason=f"the critic has the value of {policy}, as there")
+        return Outcome("changed", {}, f"{value} for the critic there; here it has that of {policy}: {keys[policy]}")
 
 
 def divisors(number: int) -> list[int]:

@@ -109,15 +109,10 @@ class Interpreter(ABC):
                 self.bind(ast.Name(name), Item("function", f"__main__.{name}", node=line))
             case ast.ClassDef(name=name):
                 self.bind(ast.Name(name), self.class_of(line))
-            case ast.Assign(targets=targets, value=value):
+            case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value):
                 result = self.value(value)
-                for target in targets:
+                for target in line.targets if isinstance(line, ast.Assign) else [line.target]:
                     self.bind(target, result)
-            case ast.AnnAssign(target=target, value=ast.expr() as value):
-                self.bind(target, self.value(value))
-            case ast.AugAssign(target=target, value=value):
-                self.touch([self.value(value)], "+=", line)
-                self.bind(target, Unread(where(line)))
             case ast.Return(value=value):
                 self.returned.append(self.value(value) if value else None)
             case ast.If(test=test, body=body, orelse=orelse):
@@ -134,8 +129,10 @@ class Interpreter(ABC):
                 self.follow([*line.body, *line.orelse], f"line {line.lineno}: for {short(target)} in {short(over)}")
             case ast.Global(names=names) | ast.Nonlocal(names=names):
                 self.shared |= set(names)
-            case ast.Delete(targets=targets):
-                for target in targets:
+            case ast.AugAssign() | ast.Delete():
+                if isinstance(line, ast.AugAssign):
+                    self.touch([self.value(line.value)], "+=", line)
+                for target in line.targets if isinstance(line, ast.Delete) else [line.target]:
                     self.bind(target, Unread(where(line)))
             case _:
                 self.parts_of(line)
@@ -242,21 +239,11 @@ class Interpreter(ABC):
                 return self.entry(self.value(owner), self.value(index), node)
             case ast.Call():
                 return self.call(node)
-            case ast.JoinedStr(values=parts):
-                texts = [self.value(part) for part in parts]
-                return "".join(map(str, texts)) if known(texts) else Unread(short(node))
             case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.BoolOp():
                 return self.computed(node)
-            case ast.IfExp(test=test, body=body, orelse=orelse):
-                holds = self.value(test)
-                if known(holds):
-                    return self.value(body if holds else orelse)
-                return blurred([self.value(body), self.value(orelse)], short(node))
             case ast.NamedExpr(target=target, value=value):
                 self.bind(target, result := self.value(value))
                 return result
-            case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
-                return self.value(value)
         # Any other expression, such as a comprehension, is followed only for its calls. A lambda is not followed,
         # because it may never run.
         for inside in [] if isinstance(node, ast.Lambda) else ast.walk(node):
@@ -309,9 +296,6 @@ class Interpreter(ABC):
     def computed(self, node: ast.BinOp | ast.UnaryOp | ast.Compare | ast.BoolOp) -> Any:
         """Returns the result of an operator on literals."""
         values = [self.value(part) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
-        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot) and None in values:
-            # An object of the script is not None, whatever else it is.
-            values = ["" if isinstance(x, Item) and x.kind not in ("name", "part") else x for x in values]
         if not known(values):
             return Unread(short(node))
         try:

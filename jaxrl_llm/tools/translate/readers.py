@@ -15,9 +15,10 @@ from jaxrl_llm.tools.translate.documents import SECTIONS, DocumentKeys, read_doc
 from jaxrl_llm.tools.translate.outcome import System
 from jaxrl_llm.tools.translate.script import read_script
 from jaxrl_llm.tools.translate.shell import Command
-from jaxrl_llm.tools.translate.shell_grammar import ASSIGNMENT
+from jaxrl_llm.tools.translate.shell_words import ASSIGNMENT
 
 NAME = re.compile(r"[\w./@-]+")
+DOTTED = re.compile(r"[+~]*[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
 MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 SEARCH_R1_KEY = re.compile(
     r"max_turns|do_search|(retriever|reranker)\..*|.*\.(n_agent|state_masking|no_think_rl)|"
@@ -132,38 +133,33 @@ def _from_shell(path: Path, text: str) -> DocumentKeys:
     return replace(rounds[0], values=arguments.merged([keys.values for keys in rounds]), lost=list(lost))
 
 
-def unreached(script: shell.Walk, training: set[int]) -> list[str]:
+def unreached(script: shell.ShellRun, training: set[int]) -> list[str]:
     """Returns the words of a script that look like keys of a trainer, but belong to no command that it reaches.
 
-    training: the places of the training command. A command that begins with such a word is what a comment cut off. A
-    word before ) is a pattern of the script's own parser of arguments.
+    training: the places of the training command. A command that begins with such a word is what a comment cut off.
     """
     reached = [command for command in script.commands if command.place in training or not _like_keys(command.words[0])]
     places = frozenset().union(*(command.places for command in reached))
     texts = [
         "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in w.parts)
-        for w in script.parser.words
+        for w in script.lexer.words
     ]
     found: list[tuple[int, list[str]]] = []
-    for word, written, after in zip(script.parser.words, texts, [*texts[1:], ""], strict=True):
-        is_pattern = written.startswith("-") and script.parser.text[word.at + len(written) :].lstrip(" \"'")[:1] in (
-            ")",
-            "|",
-        )
+    for word, written, after in zip(script.lexer.words, texts, [*texts[1:], ""], strict=True):
         assigned = ASSIGNMENT.match(written)
         keys = _like_keys(written[assigned.end() if assigned else 0 :])
         has_value = keys == [written] and "=" not in written and not after.startswith("-")
-        if not is_pattern and word.at not in places:
-            found.append((script.parser.line(word.at), [*keys, after] if has_value and after else keys))
-    for heredoc in (heredoc for heredoc in script.parser.heredocs if heredoc not in script.written):
-        first = script.parser.line(heredoc.at)
+        if word.position not in places:
+            found.append((script.lexer.line(word.position), [*keys, after] if has_value and after else keys))
+    for heredoc in (heredoc for heredoc in script.lexer.heredocs if heredoc not in script.file_heredocs):
+        first = script.lexer.line(heredoc.position)
         found += [(first + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
     return [f"line {line}: {' '.join(keys)}" for line, keys in found if keys]
 
 
 def _like_keys(text: str) -> list[str]:
     """Returns the words of a text that look like keys of one of the trainers."""
-    dotted = [x for x in text.split() if shell.DOTTED.fullmatch(x) and x.lstrip("+~").split(".")[0] in OVERRIDDEN]
+    dotted = [x for x in text.split() if DOTTED.fullmatch(x) and x.lstrip("+~").split(".")[0] in OVERRIDDEN]
     options = {x: x.removeprefix("--").partition("=")[0] for x in text.split() if x.startswith("--")}
     return dotted + [x for x, name in options.items() if name.replace("-", "_").removeprefix("no_") in FLAGS]
 
@@ -185,7 +181,6 @@ def _from_command(
     if any(key.split(".")[0] in SECTIONS for key in hydra) or "--config-name" in hydra:
         keys = with_files(path, {key: arguments.value_of(value, scalar) for key, value in hydra.items()}, files)
         keys.lost += _unkeyed(rest)
-        keys.notes += arguments.again([value.text for value in inside])
         return resolved(keys)
     options, rest = arguments.flags(inside)
     values: dict[str, Any] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from contextlib import suppress
 from typing import Any
 
 from jaxrl_llm.tools.translate.interpreter import QUIET_PACKAGES, Interpreter, Item, blurred, known, short, where, words
@@ -93,10 +94,8 @@ class ScriptRun(Interpreter):
         trl_class = next((base for base in bases if end_of(base.value) in CONFIGS | TRAINERS), None)
         if trl_class is None:
             return Item("class", "", fields, node=line)
-        methods = [entry for entry in line.body if isinstance(entry, ast.FunctionDef)]
-        steps = {f"{x.name}()": f"line {x.lineno}: class {line.name} has its own {x.name}" for x in methods}
-        if trl_class.kind == "name" and trl_class.node:
-            steps[f"{line.name}()"] = f"line {line.lineno}: of {trl_class.value}"
+        # Whatever the class changes, the run may be another one.
+        steps = {f"{line.name}()": f"line {line.lineno}: class {line.name} is made of {trl_class.value}"}
         return Item("class", trl_class.value, fields, trl_class.steps | steps, line)
 
     def entry(self, owner: Any, index: Any, node: ast.Subscript) -> Any:
@@ -121,17 +120,9 @@ class ScriptRun(Interpreter):
         """Returns what a method of an object makes."""
         first = arguments.get("0")
         match owner:
-            case list() if name in ("append", "extend"):
-                added = first if name == "extend" and isinstance(first, list) else [first]
-                owner += [Unread(self.doubt)] if self.doubt else added
-                return None
-            case dict() if name == "update" and isinstance(first, dict | None):
-                added = (first or {}) | {key: value for key, value in arguments.items() if key != "0"}
-                owner |= dict.fromkeys(added, Unread(self.doubt)) if self.doubt else added
-                return None
-            case dict() if name == "get" and known(first):
-                return owner.get(first, arguments.get("1"))
-            case dict() | list() if name not in READS:  # such as pop
+            case list() if name == "append" and not self.doubt:
+                return owner.append(first)
+            case dict() | list() if name not in READS:  # such as pop or update
                 owner.clear()
                 changed = Unread(where(node))
                 return owner.append(changed) if isinstance(owner, list) else owner.update({f"**{short(node)}": changed})
@@ -181,11 +172,9 @@ class ScriptRun(Interpreter):
             kind, value, places = MADE[name]
             return Item(kind, value, self.arguments(node, places))
         arguments = self.arguments(node)
-        if name in CASTS and not foreign and list(arguments) == ["0"] and known(arguments["0"]):
-            try:
+        if name in CASTS and not foreign and known(arguments):
+            with suppress(KeyError, TypeError, ValueError):
                 return CASTS[name](arguments["0"])
-            except (TypeError, ValueError):
-                return Unread(short(node))
         return (self.changed if foreign else self.unknown)(name, list(arguments.values()), node)
 
     def create(self, name: str, node: ast.Call) -> Item:
@@ -282,8 +271,7 @@ class ScriptRun(Interpreter):
 
     def call_dict(self, parent: str, node: ast.Call) -> Any:
         arguments = self.arguments(node)
-        first = arguments.pop("0", {})
-        return first | arguments if isinstance(first, dict) else Unread(short(node))
+        return Unread(short(node)) if "0" in arguments else arguments
 
     def call_field(self, parent: str, node: ast.Call) -> Any:
         """The default of a field of a dataclass."""

@@ -9,11 +9,10 @@ from typing import Any
 from jaxrl_llm.tools.translate import family, ours, verl
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome
 from jaxrl_llm.tools.translate.table import Row, read_rows, system
-from jaxrl_llm.tools.translate.verl import ROLLOUT
 
 # A prompt has n x n_agent episodes, and its veRL of early 2025 does not multiply the mini-batch by them.
-FAMILY = replace(verl.FAMILY, group=(f"{ROLLOUT}n", f"{ROLLOUT}n_agent"), sequences=True)
-
+ROWS = verl.ROWS | read_rows("search_r1")
+FAMILY = replace(verl.FAMILY, rows=ROWS, counts_sequences=True)
 
 data_files = partial(verl.files, ours.SEARCH_R1_ROWS)
 
@@ -65,7 +64,7 @@ def exact_match(value: Any, keys: Keys) -> Outcome:
 SEARCH_R1 = system(
     "Search-R1",
     "commit 0789f5e",
-    verl.ROWS | read_rows("search_r1"),
+    ROWS,
     vars(family) | vars(verl) | FAMILY.rules() | globals(),
     lambda keys: f"search_{verl.base(keys)}",
     as_of=0.2,

@@ -13,15 +13,6 @@ from jaxrl_llm.tools.translate.table import Row
 
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 SCHEDULES |= {"cosine_with_min_lr": "cosine"}
-OVERRIDES = {  # methods of a trainer, and what a class of the script may change by them
-    "compute_loss _compute_loss compute_liger_loss dpo_loss cpo_loss simpo_loss": "loss aggregate kl",
-    "_generate_and_score_completions _prepare_inputs _calculate_rewards": "advantage reward rollout kl",
-    "_generate _generate_single_turn": "rollout",
-    "create_optimizer create_scheduler create_optimizer_and_scheduler": "optim",
-    "get_train_dataloader _get_train_sampler": "data",
-    "evaluate prediction_step evaluation_loop get_eval_dataloader": "eval",
-    "log _save_checkpoint save_model": "",
-}
 QUIET_CALLBACKS = re.compile(r"\w*(Wandb|TensorBoard|Trackio|MLflow|Comet|Printer|Progress|LogCompletions|Profil)\w*")
 
 
@@ -183,13 +174,10 @@ def _key_of(value: Any, keys: Keys) -> str:
 
 
 def overridden(value: Any, keys: Keys) -> Outcome:
-    """A method of a class of the script, or something that the script does with its trainer."""
-    method, reason = _key_of(value, keys).rpartition(".")[2].rstrip("()="), f"not read: {value}"
-    anything = "loss aggregate kl advantage reward rollout optim data"
-    decided = next((fields for names, fields in OVERRIDES.items() if method in names.split()), anything)
-    if not decided:
-        return Outcome("no effect", reason="it logs and saves")
-    return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(decided.split(), reason))
+    """A trainer that is a class of the script, or something that the script does with its trainer."""
+    reason = f"not read: {value}"
+    decided = ("loss", "aggregate", "kl", "advantage", "reward", "rollout", "optim", "data")
+    return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(decided, reason))
 
 
 def callbacks(value: Any, keys: Keys) -> Outcome:

@@ -12,32 +12,15 @@ from jaxrl_llm.tools.translate.table import Row, read_rows, system
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 OLDER = ("until 0.3", 0.3)
+ROWS = read_rows("verl")
 FAMILY = family.Family(
-    prompts="data.train_batch_size",
-    update=f"{ACTOR}ppo_mini_batch_size",
-    policy_epochs=f"{ACTOR}ppo_epochs",
-    group=(f"{ROLLOUT}n",),
-    total_steps="trainer.total_training_steps",
-    by_std="algorithm.norm_adv_by_std_in_grpo",
-    policy=ACTOR,
-    mode=f"{ACTOR}policy_loss.loss_mode",
-    losses={
-        "vanilla": ("ppo_clip", family.SIDES | {"delta": "clip_ratio_c"}),
-        "gspo": ("gspo", family.SIDES),
-        "cispo": ("cispo", family.SIDES),
-        "geo_mean": ("gmpo", family.SIDES),
-        "sapo": ("sapo", {"tau_positive": "tau_pos", "tau_negative": "tau_neg"}),
-    },
-    mean="loss_agg_mode",
-    scale=f"{ACTOR}loss_scale_factor",
-    has_own_means=True,
+    rows=ROWS,
+    losses={"vanilla": "ppo_clip", "gspo": "gspo", "cispo": "cispo", "geo_mean": "gmpo", "sapo": "sapo"},
     in_loss=lambda keys: bool(keys[f"{ACTOR}use_kl_loss"]),
     in_reward=lambda keys: bool(keys["algorithm.use_kl_in_reward"]) and not keys[f"{ACTOR}use_kl_loss"],
-    loss_penalty=(f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type"),
-    reward_penalty=("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"),
-    adaptive=("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"),
+    total_steps="trainer.total_training_steps",
 )
-MODE = FAMILY.mode
+MODE = FAMILY.keys_of["loss.name"]
 FILTERED = "data.filter_overlong_prompts"
 OVERLONG = "reward_model.overlong_buffer."
 REWARD_FILE = "custom_reward_function."
@@ -253,5 +236,4 @@ def base(keys: Keys) -> str:
     return "ppo" if FAMILY.critic(keys) else "grpo"
 
 
-ROWS = read_rows("verl")
 VERL = system("veRL", "0.9.1", ROWS, vars(family) | FAMILY.rules() | globals(), base)
