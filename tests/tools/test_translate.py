@@ -183,13 +183,13 @@ def hub_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made_of(folder: Path, name: str, text: str, **more: int) -> Translation:
     source = readers.read(write(folder, name, text))
-    return translate(source.system, source.keys, referred=source.referred, **more)
+    return translate(source.table, source.keys, referred=source.referred, **more)
 
 
 def written(folder: Path, name: str, text: str, **more: int) -> tuple[Translation, dict, str]:
     """Translates a file, asserts what holds for every file, and returns the translation, the config and its text."""
     source = readers.read(write(folder, name, text))
-    made = translate(source.system, source.keys, referred=source.referred, **more)
+    made = translate(source.table, source.keys, referred=source.referred, **more)
     # Each key has one kind, and what is not mapped is in a comment, with its reason.
     assert list(made.outcomes) == list(source.keys)
     assert sum(len(made.with_kind(kind)) for kind in KINDS) == len(source.keys)
@@ -336,7 +336,7 @@ FILES = {
         "@dataclass\nclass Args:\n    rate: float = 3e-6\n    group: int = 4\n    name: str = 'Qwen3-0.6B'\n"
         "args = Args(group=16)\nconfig: GRPOConfig = GRPOConfig(learning_rate=args.rate, num_generations=args.group,"
         " beta=float('0.1'), output_dir=f'out/{args.name}', max_steps=args.nothing)\n"
-        "model = AutoModelForCausalLM.from_pretrained('Qwen/' + args.name, torch_dtype='auto')\n"
+        "model = AutoModelForCausalLM.from_pretrained(f'Qwen/{args.name}', torch_dtype='auto')\n"
         "GRPOTrainer(model=model, reward_funcs=accuracy_reward, args=config)",
         {"optim.learning_rate": 3e-6, "group_size": 16, "kl.coef": 0.1, "model.path": "Qwen/Qwen3-0.6B"},
         {"max_steps": "unsupported", "output_dir": "no effect"},
@@ -403,7 +403,7 @@ def test_the_name_of_a_program_tells_pairs_from_rewards(tmp_path):
         ("run.sh", "python scripts/grpo_after_dpo.py --model_name_or_path a/b --beta 0.1", trl.GRPO),
         ("dpo.yaml", "model_name_or_path: a/b\nbeta: 0.1\n", trl.DPO),
     ):
-        assert made_of(tmp_path, name, text).system is system, text
+        assert made_of(tmp_path, name, text).table is system, text
 
 
 def test_every_estimator_and_loss_has_our_name_and_passes_the_checks():
@@ -634,7 +634,7 @@ def test_text_of_a_file_never_becomes_code(tmp_path):
     file = tmp_path / 'x""" + print(1) + """.json'
     file.write_text(json.dumps(given))
     source = readers.read(file)
-    made = translate(source.system, source.keys)
+    made = translate(source.table, source.keys)
     text = writer.source(made, file, Path("configs/mine.py"))
     assert lint.load_text(text).model.path == given["model_name_or_path"]
     assert not ran.exists()
@@ -963,7 +963,7 @@ def test_what_the_file_does_not_say_is_unknown_and_ends_with_one(tmp_path):
     for name, text, unknown in UNKNOWN:
         file = write(tmp_path, name, text)
         source = readers.read(file)
-        made = translate(source.system, source.keys)
+        made = translate(source.table, source.keys)
         assert (sorted(made.unknown()), sorted(unknown)) == (sorted(unknown), sorted(made.unknown())), text
         assert program.run(file, None, 0, 0) == int(bool(unknown)), text
         assert set(unknown) <= set(made.yours())

@@ -234,11 +234,11 @@ def test_a_form_of_bash_that_is_not_followed_is_told(tmp_path):
         # A form that takes the whole command with it is refused in one line.
         with contextlib.suppress(UserError):
             source = readers.read(path)
-            assert source.lost or "group_size" in translate(source.system, source.keys).unknown(), form
+            assert source.lost or "group_size" in translate(source.table, source.keys).unknown(), form
 
 
 def test_a_quoted_mark_of_a_heredoc_keeps_its_text():
-    files = shell.follow("A=1\ncat > a << EOF\n\"$A\"\nEOF\ncat > b << 'EOF'\n\"$A\"\nEOF\n").files
+    files = shell.follow('A=1\ncat > a << EOF\n"$A"\nEOF\ncat > b << \'EOF\'\n"$A"\nEOF\n').files
     assert files == {"a": '"1"\n', "b": '"$A"\n'}
 
 

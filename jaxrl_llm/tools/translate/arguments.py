@@ -11,8 +11,9 @@ from typing import Any
 
 from jaxrl_llm.tools.translate.outcome import Unread
 
-OVERRIDE = re.compile(r"[+~]*([\w-]+(?:\.[\w-]+)*)=(.*)", re.DOTALL)  # of Hydra and OmegaConf
-SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}  # of Hydra
+# An argument key=value of Hydra and OmegaConf, and the short options of Hydra.
+OVERRIDE = re.compile(r"[+~]*([\w-]+(?:\.[\w-]+)*)=(.*)", re.DOTALL)
+SHORT_OPTIONS = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 # The pattern matches the text inside <PATH-TO-MODEL> and <your/data>, but not inside the tags <think> and </answer>.
 PLACE = r"(?=[^<>\n]*(?:[A-Z/-]|path|your))[A-Za-z](?:[^<>|&;'\"`\n]*[^\s<>|&;'\"`])?"
 
@@ -37,7 +38,7 @@ OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _
 
 @dataclass(frozen=True)
 class Value:
-    """A text, and the places in the script that it is from."""
+    """A text of a script. places: positions of the words that the text is made from."""
 
     text: str
     places: frozenset[int] = frozenset()
@@ -47,23 +48,23 @@ class Value:
 
 
 def keys_of(command: Sequence[Value]) -> tuple[dict[str, str], list[Value]]:
-    """Returns the key=value arguments of a command with its --flags as "--flag", and the words that are neither."""
+    """Returns the arguments key=value of a command with its flags as "--flag", and the words that are neither."""
     keys: dict[str, str] = {}
-    rest: list[Value] = []
+    unkeyed: list[Value] = []
     option = ""
     for value in command:
-        word = SHORT.get(value.text, value.text)
+        word = SHORT_OPTIONS.get(value.text, value.text)
         flag = "--" * word.startswith("--")
         if match := OVERRIDE.fullmatch(word.removeprefix("--")):
             keys[flag + match[1]] = match[2]
         elif flag:
             keys[word] = "True"
-        elif option in SHORT.values():
+        elif option in SHORT_OPTIONS.values():
             keys[option] = word
         else:
-            rest.append(value)
+            unkeyed.append(value)
         option = word if flag and not match else ""
-    return keys, rest
+    return keys, unkeyed
 
 
 def flags(values: Sequence[Value]) -> tuple[dict[str, Any], list[Value]]:
@@ -72,37 +73,34 @@ def flags(values: Sequence[Value]) -> tuple[dict[str, Any], list[Value]]:
     A key without a value is "True".
     """
     options: dict[str, Any] = {}
-    rest: list[Value] = []
+    unkeyed: list[Value] = []
     key = ""
     for value in values:
         word = value.text
         if word.startswith("--") and word != "--":
             key, sign, text = word.removeprefix("--").partition("=")
-            # argparse of transformers takes both spellings.
+            # transformers accepts - and _ in the names of its flags.
             key = key.replace("-", "_")
             options[key] = text if sign else "True"
         elif not key:
-            rest.append(value)
+            unkeyed.append(value)
         elif options[key] == "True":
             options[key] = word
         else:
             # A second word after a key makes a list, as nargs="+" does.
             options[key] = [*(options[key] if isinstance(options[key], list) else [options[key]]), word]
-    return options, rest
+    return options, unkeyed
 
 
-def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Joins the keys of a command that a loop or a function makes several times.
-
-    What they do not agree on is `Unread`.
-    """
-    joined: dict[str, Any] = {}
-    # Compared by `repr`, because lists and mappings have no hash.
+def merge_rounds(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the keys of a command that a loop or a function runs several times. A key with two values is `Unread`."""
+    merged_keys: dict[str, Any] = {}
+    # The values are compared by `repr`, because lists and mappings have no hash.
     for key in dict.fromkeys(key for keys in runs for key in keys):
         values = list({repr(keys.get(key)): keys.get(key) for keys in runs}.values())
         several = f"the script runs this command {len(runs)} times, with {', '.join(map(str, values))}"
-        joined[key] = values[0] if len(values) == 1 else Unread(several)
-    return joined
+        merged_keys[key] = values[0] if len(values) == 1 else Unread(several)
+    return merged_keys
 
 
 def calculated(
@@ -126,7 +124,7 @@ def calculated(
 
 
 def value_of(text: Any, parse: Any) -> Any:
-    """Parses the text of a value; what still has a variable in it is `Unread`."""
+    """Returns the parsed text of a value; `Unread` if a variable of the shell is left in the text."""
     if isinstance(text, list):
         return [value_of(element, parse) for element in text]
     if isinstance(text, Unread):
@@ -137,7 +135,7 @@ def value_of(text: Any, parse: Any) -> Any:
 
 
 def without_places(value: Any) -> Any:
-    """Returns a value; `Unread`, if a person has to write something in the place of <PATH>."""
+    """Returns a value; `Unread` if it has a placeholder such as <PATH>, which a person must replace."""
     parts = value if isinstance(value, list) else [value]
     places = [part for part in parts if isinstance(part, str) and re.match(rf"<{PLACE}>([\w./-]*)$", part)]
     return Unread(", ".join(map(str, parts))) if places else value

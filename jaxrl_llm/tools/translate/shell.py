@@ -16,12 +16,12 @@ from itertools import dropwhile
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import shell_test
 from jaxrl_llm.tools.translate.arguments import Value
-from jaxrl_llm.tools.translate.shell_grammar import Chain, Function, Group, If, Loop, Node, ShellParser, Simple
-from jaxrl_llm.tools.translate.shell_values import Values, joined
+from jaxrl_llm.tools.translate.shell_grammar import Chain, Compound, Function, If, Loop, Node, ShellParser, Simple
+from jaxrl_llm.tools.translate.shell_values import ShellVariables, joined
 from jaxrl_llm.tools.translate.shell_words import Heredoc, Lexer, Part, Word
 
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
-READERS = ("read", "mapfile", "readarray", "printf", "let")  # commands that set variables, whose values are not known
+READERS = ("read", "mapfile", "readarray", "printf", "let")  # commands that set variables
 DEPTH, STEPS = 16, 20_000  # calls of functions inside each other, commands of all
 
 
@@ -60,7 +60,7 @@ def follow(text: str) -> ShellRun:
 
 
 @dataclass(kw_only=True)
-class ShellRun(Values):
+class ShellRun(ShellVariables):
     """A script that is followed. files: {name: text} of files that it writes by heredocs."""
 
     lexer: Lexer
@@ -68,7 +68,7 @@ class ShellRun(Values):
     commands: list[Command] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     file_heredocs: list[Heredoc] = field(default_factory=list)
-    local_names: set[str] = field(default_factory=set)  # of the function that is followed
+    local_names: set[str] = field(default_factory=set)  # local variables of the function that is followed
     depth: int = 0
     steps: int = 0
 
@@ -97,10 +97,10 @@ class ShellRun(Values):
             case Function():
                 self.functions[node.name] = node.body
                 return True
-            case Group():
+            case Compound():
                 return self.group(node)
 
-    def group(self, node: Group) -> bool | None:
+    def group(self, node: Compound) -> bool | None:
         if not node.is_subshell:
             status = self.block(node.body)
             return shell_test.negated(status) if node.is_negated else status
@@ -127,28 +127,28 @@ class ShellRun(Values):
             if status:
                 return self.block(body)
             if status is None:
-                others = [body for _, body in branches[i:]]
-                self.in_doubt([*others, ()] if branches[-1][0] else others)
+                bodies = [body for _, body in branches[i:]]
+                self.in_doubt([*bodies, ()] if branches[-1][0] else bodies)
                 return None
         return True
 
     def in_doubt(self, bodies: Sequence[tuple[Node, ...]]) -> None:
         """Follows blocks of which one or none runs. What they leave different is not known afterwards."""
         # Each branch begins with the variables before all of them, as only one of them runs.
-        before, ends = self.variables, list[dict[str, list[Value]]]()
+        variables_before, ends = self.variables, list[dict[str, list[Value]]]()
         for body in bodies:
-            self.variables = dict(before)
+            self.variables = dict(variables_before)
             # An `exit` in a branch that may not run does not end the script here.
             with suppress(Jump):
                 self.block(body)
             ends.append(self.variables)
-        self.variables = dict(before)
+        self.variables = dict(variables_before)
         for name in sorted({name for variables in ends for name in variables}):
             several = [variables.get(name, []) for variables in ends]
-            # The elements that an array has in each case stay; a branch decides about all behind them.
+            # The first elements that the array has after each branch are known, and all later ones are not.
             alike = [len({value.text for value in values}) == 1 for values in zip(*several, strict=False)]
             shared = [*alike, False].index(False)
-            is_same = all(len(held) == shared for held in several)
+            is_same = all(len(end_values) == shared for end_values in several)
             doubt = [Value(f"${{{name}: a branch decides}}")]
             self.variables[name] = [*several[0][:shared], *([] if is_same else doubt)]
 
@@ -217,7 +217,7 @@ class ShellRun(Values):
         if name == "eval":
             return None  # Its text would be read a second time, which is not followed here.
         if name == "cat" and node.heredoc and node.target:
-            # In a heredoc a double quotation mark is a character like others.
+            # A double quotation mark has no meaning in a heredoc.
             text = re.sub(r'(\\?)"', r'\1\1\\"', node.heredoc.text)
             expanded = self.text_of(text, Part("text", text, is_quoted=True)).text
             self.files[self.text(node.target).text] = node.heredoc.text if node.heredoc.is_literal else expanded
@@ -228,11 +228,12 @@ class ShellRun(Values):
 
     def call(self, body: tuple[Node, ...], arguments: list[Value]) -> bool | None:
         """Follows the body of a function, which has arguments and local variables of its own."""
-        status, before, local_names = None, self.variables, self.local_names
-        self.variables, self.local_names, self.depth = before | {"@": arguments}, {"@"}, self.depth + 1
+        status, outer_variables, local_names = None, self.variables, self.local_names
+        self.variables, self.local_names, self.depth = outer_variables | {"@": arguments}, {"@"}, self.depth + 1
         with suppress(Jump):
             status = self.block(body)
-        kept = {name: value for name, value in self.variables.items() if name not in self.local_names}
-        self.variables = kept | {name: before[name] for name in self.local_names & before.keys()}
+        global_variables = {name: value for name, value in self.variables.items() if name not in self.local_names}
+        shadowed = {name: outer_variables[name] for name in self.local_names & outer_variables.keys()}
+        self.variables = global_variables | shadowed
         self.local_names, self.depth = local_names, self.depth - 1
         return status

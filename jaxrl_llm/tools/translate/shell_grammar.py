@@ -36,7 +36,7 @@ class If:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop. name: variable of `for`, "" for a loop with a condition; words: what the variable becomes."""
+    """A loop. name: variable of `for`, "" for a loop with a condition; words: values of the variable."""
 
     body: tuple[Node, ...]
     name: str = ""
@@ -53,7 +53,7 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Group:
+class Compound:
     """Commands whose status is that of the last one. A subshell leaves no variables behind."""
 
     body: tuple[Node, ...]
@@ -61,7 +61,7 @@ class Group:
     is_subshell: bool = False
 
 
-Node: TypeAlias = Simple | Chain | If | Loop | Function | Group
+Node: TypeAlias = Simple | Chain | If | Loop | Function | Compound
 
 
 class ShellParser:
@@ -135,7 +135,7 @@ class ShellParser:
             self.skip("\n")
             links.append((str(sign), self.pipeline()))
         node = Chain(tuple(links)) if links[1:] else links[0][1]
-        return Group((node,), is_subshell=True) if self.peek() == "&" else node
+        return Compound((node,), is_subshell=True) if self.peek() == "&" else node
 
     def pipeline(self) -> Node:
         members = [self.command()]
@@ -144,13 +144,14 @@ class ShellParser:
             self.skip("\n")
             members.append(self.command())
         # Each command of a pipe is a process of its own.
-        return Group(tuple(Group((member,), is_subshell=True) for member in members)) if members[1:] else members[0]
+        processes = tuple(Compound((member,), is_subshell=True) for member in members)
+        return Compound(processes) if members[1:] else members[0]
 
     def command(self) -> Node:
         name = self.keyword()
         if self.peek() == "(":
             self.index += 1
-            return Group(self.body(")"), is_subshell=True)
+            return Compound(self.body(")"), is_subshell=True)
         if name == "function" or (name and self.tokens[self.index + 1 : self.index + 3] == ["(", ")"]):
             return self.function()
         match name:
@@ -164,10 +165,10 @@ class ShellParser:
                 return self.test()
             case "{":
                 self.index += 1
-                return Group(self.body("}"))
+                return Compound(self.body("}"))
             case "!":
                 self.index += 1
-                return Group((self.command(),), is_negated=True)
+                return Compound((self.command(),), is_negated=True)
         return self.simple()
 
     def function(self) -> Node:
@@ -192,7 +193,7 @@ class ShellParser:
         kind = self.take_word().plain
         name, words, condition = "", [], ()
         if kind != "for":
-            condition = (Group(self.block(), is_negated=kind == "until"),)
+            condition = (Compound(self.block(), is_negated=kind == "until"),)
         else:
             variable = self.take_word()
             # for ((…)) has no variable, and its rounds are not counted here.

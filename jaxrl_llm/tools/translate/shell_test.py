@@ -11,9 +11,9 @@ COMPARISONS |= {"-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge
 
 
 def status(words: list[str]) -> bool | None:
-    """Returns the status of a test: of one text, of one option with a text, or of a comparison.
+    """Returns the status of a test, which is known for one text, -n or -z with a text, and a comparison.
 
-    words: the test from [, [[ or `test` to its end.
+    words: all words of the test, from [, [[ or `test` on.
     """
     sides = words[1:-1] if words[-1] in ("]", "]]") else words[1:]
     match sides:

@@ -24,7 +24,7 @@ SHELL_OPERATORS = OPERATORS | {
 
 
 @dataclass
-class Values:
+class ShellVariables:
     """Variables of a script. A variable is a list of its elements, one if it is no array. "@" has the arguments."""
 
     variables: dict[str, list[Value]] = field(
@@ -37,15 +37,15 @@ class Values:
         if not match:
             return
         name, index, appends = match.groups()
-        held = self.variables.get(name, []) if appends else []
+        held_values = self.variables.get(name, []) if appends else []
         if index:
             self.forget([name])
         elif word.array is not None:
-            self.variables[name] = [*held, *(value for element in word.array for value in self.fields(element))]
+            self.variables[name] = [*held_values, *(value for element in word.array for value in self.fields(element))]
         else:
             text = self.text(word)
-            first = joined([*held[:1], Value(text.text[match.end() :], text.places)], "")
-            self.variables[name] = [first, *held[1:]]
+            first = joined([*held_values[:1], Value(text.text[match.end() :], text.places)], "")
+            self.variables[name] = [first, *held_values[1:]]
         if sum(len(value.text) + 10 for value in self.variables[name]) > LONGEST:
             raise UserError(f"{name} grows without an end: give a script that starts a training")
 
@@ -64,20 +64,20 @@ class Values:
         outside_quotes = [part.text if part.kind == "text" and not part.is_quoted else "x" for part in word.parts]
         if BRACES.search("".join(outside_quotes)):
             # "$(" marks a text that is not known.
-            whole = self.text(word)
-            return [Value(f"{whole.text.replace('{', '$({', 1)})", whole.places)]
+            expanded_value = self.text(word)
+            return [Value(f"{expanded_value.text.replace('{', '$({', 1)})", expanded_value.places)]
         finished: list[Value] = []
-        empty = value = Value("", frozenset({word.position}))
+        empty = unfinished = Value("", frozenset({word.position}))
         is_begun = False
         for part in word.parts:
             expansion = self.expanded(part)
             if not part.is_quoted:
-                expansion = [Value(text, whole.places) for whole in expansion for text in _split(whole.text)]
+                expansion = [Value(text, value.places) for value in expansion for text in _split(value.text)]
             # The first field joins the text before it, and only the last field joins the text after it, as in bash.
             for i, piece in enumerate(expansion):
-                finished += [value] if i else []
-                value, is_begun = (empty if i else value) + piece, True
-        return [*finished, value] if is_begun else finished
+                finished += [unfinished] if i else []
+                unfinished, is_begun = (empty if i else unfinished) + piece, True
+        return [*finished, unfinished] if is_begun else finished
 
     def expanded(self, part: Part) -> list[Value]:
         if part.kind == "text":
@@ -105,14 +105,14 @@ class Values:
             return as_written
         name, index, sign, default = match.groups()
         is_array = "@" in (name, index)
-        held = self.variables.get("@" if name.isdigit() else name)
-        if held is not None and not is_array:
+        held_values = self.variables.get("@" if name.isdigit() else name)
+        if held_values is not None and not is_array:
             # The first argument has the number 1, and $0 is the script.
             position = int(name) - 1 if name.isdigit() else int(index or 0)
-            held = held[max(position, 0) : position + 1] or None
+            held_values = held_values[max(position, 0) : position + 1] or None
         # A colon makes an empty text count as not set.
-        if held is not None and (not sign or sign[0] != ":" or any(value.text for value in held)):
-            return held
+        if held_values is not None and (not sign or sign[0] != ":" or any(value.text for value in held_values)):
+            return held_values
         if not sign:
             return as_written
         value = self.text_of(default, part)
@@ -128,14 +128,14 @@ class Values:
         """Returns the result of an arithmetic expression."""
         # A result is from all places that its variables are from, and their words belong to its command.
         names = {name: held[0] for name, held in self.variables.items() if len(held) == 1}
-        used = joined([value for name, value in names.items() if re.search(rf"\b{re.escape(name)}\b", text)])
+        used_values = joined([value for name, value in names.items() if re.search(rf"\b{re.escape(name)}\b", text)])
         inside = self.text_of(text, Part("arithmetic", text, is_quoted=True)).text
         try:
             total = calculated(inside, {name: value.text for name, value in names.items()}, SHELL_OPERATORS)
         except (ValueError, KeyError, SyntaxError, ArithmeticError, RecursionError):
             return Value(f"$(({inside.replace(' ', '')}))")
         # The shell wraps larger numbers around.
-        return Value(str(total) if abs(total) < 2**63 else f"$(({inside}))", used.places)
+        return Value(str(total) if abs(total) < 2**63 else f"$(({inside}))", used_values.places)
 
 
 def joined(values: Iterable[Value], separator: str = " ") -> Value:
