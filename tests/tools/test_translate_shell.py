@@ -101,6 +101,7 @@ AS_BASH = [  # further forms, which bash itself follows beside us
 ]  # fmt: skip
 # Forms of bash that are not followed: the number of samples, or the line, is the user's to look at.
 TOLD = [
+    "IFS=,\nA=8,9\nfor n in $A; do run k=$n; done",
     "A=a.8\nrun k=${A#a.}", "A=8.c\nrun k=${A%.*}", "A=a8\nrun k=${A:1}", "A=a8\nrun k=${A/a/}",
     "A=B\nB=8\nrun k=${!A}", "A=a\nrun k=${A^^}", "A=abc\nrun k=${#A}", "A=(1 2)\nrun k=${#A[@]}",
     "A=(1 2)\nrun ${A[@]:1} k=1", "run k={8,9}", "for n in {1..3}; do run k=$n; done", "A=1\nrun k=${A:+8}",
@@ -240,6 +241,12 @@ def test_a_form_of_bash_that_is_not_followed_is_told(tmp_path):
 def test_a_quoted_mark_of_a_heredoc_keeps_its_text():
     files = shell.follow('A=1\ncat > a << EOF\n"$A"\nEOF\ncat > b << \'EOF\'\n"$A"\nEOF\n').files
     assert files == {"a": '"1"\n', "b": '"$A"\n'}
+
+
+def test_a_file_that_a_script_sources_is_in_a_note(tmp_path):
+    (path := tmp_path / "run.sh").write_text(f"source env.sh\n{VERL} data.seed=1")
+    source = readers.read(path)
+    assert source.keys["data.seed"] == 1 and ["env.sh" in note for note in source.notes] == [True]
 
 
 def test_members_of_a_pipe_leave_no_variables_behind():

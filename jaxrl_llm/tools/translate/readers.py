@@ -139,7 +139,8 @@ def _from_shell(path: Path, text: str) -> DocumentKeys:
     (rounds,) = runs.values()
     lost = dict.fromkeys([word for keys in rounds for word in keys.lost] + lost)
     # `merge_rounds` makes keys unread that the rounds of a loop set to different values.
-    return replace(rounds[0], values=arguments.merge_rounds([keys.values for keys in rounds]), lost=list(lost))
+    values = arguments.merge_rounds([keys.values for keys in rounds])
+    return replace(rounds[0], values=values, lost=list(lost), notes=[*script.notes, *rounds[0].notes])
 
 
 def unreached(script: shell.ShellRun, training: set[int]) -> list[str]:

@@ -22,6 +22,7 @@ from jaxrl_llm.tools.translate.shell_words import Heredoc, Lexer, Part, Word
 
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 READERS = ("read", "mapfile", "readarray", "printf", "let")  # commands that set variables
+NESTED_SHELL = re.compile(r"eval |(?:.* )?(?:\S*/)?(?:ba|z)?sh -[a-z]*c ", re.DOTALL)
 DEPTH, STEPS = 16, 20_000  # calls of functions inside each other, commands of all
 
 
@@ -61,12 +62,13 @@ def follow(text: str) -> ShellRun:
 
 @dataclass(kw_only=True)
 class ShellRun(ShellVariables):
-    """A script that is followed. files: {name: text} of files that it writes by heredocs."""
+    """A script that is followed. files: {name: text} that it writes by heredocs; notes: files that it sources."""
 
     lexer: Lexer
     functions: dict[str, tuple[Node, ...]] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     file_heredocs: list[Heredoc] = field(default_factory=list)
     local_names: set[str] = field(default_factory=set)  # local variables of the function that is followed
     depth: int = 0
@@ -214,8 +216,10 @@ class ShellRun(ShellVariables):
             self.forget(key for text in rest for key in re.findall(r"^[A-Za-z_]\w*", text))
         if name in self.functions and self.depth < DEPTH:
             return self.call(self.functions[name], list(command.values[1:]))
-        if name == "eval":
-            return None  # Its text would be read a second time, which is not followed here.
+        if name in ("source", "."):
+            self.notes.append(f"{' '.join(command.words)}: the file is not read, and may set variables")
+        if NESTED_SHELL.match(" ".join(command.words)):
+            return None  # The text is a script of its own, which is not followed, so its keys belong to no command.
         if name == "cat" and node.heredoc and node.target:
             # A double quotation mark has no meaning in a heredoc.
             text = re.sub(r'(\\?)"', r'\1\1\\"', node.heredoc.text)

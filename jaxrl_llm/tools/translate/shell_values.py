@@ -71,7 +71,10 @@ class ShellVariables:
         is_begun = False
         for part in word.parts:
             expansion = self.expanded(part)
-            if not part.is_quoted:
+            if part.kind == "parameter" and not part.is_quoted and "IFS" in self.variables:
+                # IFS may split the value at other characters than blanks.
+                expansion = [Value(f"$({part.text}: IFS is set)")]
+            elif not part.is_quoted:
                 expansion = [Value(text, value.places) for value in expansion for text in _split(value.text)]
             # The first field joins the text before it, and only the last field joins the text after it, as in bash.
             for i, piece in enumerate(expansion):
