@@ -229,7 +229,7 @@ def test_rloo_of_trl_is_told_from_grpo_by_the_name_of_its_program(tmp_path):
         "prompts_per_step": 64, "kl.placement": "reward", "kl.estimator": "k1", "kl.coef": 0.05,
         "model.vision": "frozen", "loss.clip_low": 0.2, "loss.clip_high": 0.2, "mask.truncated": False,
     }  # fmt: skip
-    assert made.system.name == "TRL's RLOO" and differing(fields, c) == {}
+    assert made.table.name == "TRL's RLOO" and differing(fields, c) == {}
     assert made.outcomes["reward_clip_range"].kind == "unsupported"
     several = TRL.format(script="rloo_vlm.py", more="--num_iterations 2 --epsilon_high 0.3 --beta 0 --loss_type grpo")
     made, c, _ = written(tmp_path, "several.sh", several)
@@ -237,10 +237,10 @@ def test_rloo_of_trl_is_told_from_grpo_by_the_name_of_its_program(tmp_path):
     assert differing_kinds({"epsilon_high": "changed", "beta": "mapped", "loss_type": "unsupported"}, made) == {}
     program_of_rloo = TRL_PROGRAM.replace("GRPO", "RLOO").replace("max_steps=50", "mask_truncated_completions=True")
     made, c, _ = written(tmp_path, "rloo_vlm.py", program_of_rloo)
-    assert made.system.name == "TRL's RLOO" and differing({"advantage.name": "rloo", "mask.truncated": True}, c) == {}
+    assert made.table.name == "TRL's RLOO" and differing({"advantage.name": "rloo", "mask.truncated": True}, c) == {}
     for text, name in (("trl rloo", "RLOO"), ("python rloo.py", "RLOO"), ("python grpo.py", "GRPO")):
         made = made_of(tmp_path, "short.sh", f"{text} --model_name_or_path a/b --beta 0.1 --learning_rate 1e-6\n")
-        assert made.system.name == f"TRL's {name}"
+        assert made.table.name == f"TRL's {name}"
 
 
 @pytest.mark.needs("ruff")

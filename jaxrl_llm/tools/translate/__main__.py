@@ -26,26 +26,28 @@ def main() -> None:
     parser = Parser("jaxrl_llm.tools.translate", description=DESCRIPTION)
     parser.add_argument("file", type=Path, metavar="FILE", help="the config or script")
     parser.add_argument("--to", type=Path, metavar="FILE", help="a new file, in any folder (default: print the config)")
-    parser.add_argument("--rows", type=int, default=0, help="of the training data: makes steps of epochs")
-    parser.add_argument("--processes", type=int, default=0, help="that TRL is launched with, which multiply its batch")
+    parser.add_argument("--rows", type=int, default=0, help="number of training rows, which makes steps of epochs")
+    parser.add_argument(
+        "--processes", type=int, default=0, help="number of TRL's processes, which multiplies its batch"
+    )
     args = parser.parse_args()
     if min(args.rows, args.processes) < 0:
-        raise UserError("--rows and --processes count something: give 1 or more")
+        raise UserError("--rows and --processes must be 0 (unknown) or more")
     sys.exit(run(args.file, args.to, args.rows, args.processes))
 
 
 def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     """Translates a file, writes or prints the config, and prints what became of its keys. Returns the exit code."""
     source = readers.read(file)
-    if processes and not source.system.name.startswith("TRL"):
-        raise UserError(f"--processes: the batch of {source.system.name} does not depend on it; leave it out")
+    if processes and not source.table.name.startswith("TRL"):
+        raise UserError(f"--processes: the batch of {source.table.name} does not depend on it: leave it out")
     if to and (to.suffix != ".py" or to.exists()):
-        raise UserError(f"--to {to}: give a new file that ends with .py" + (", this one is there" * to.exists()))
+        raise UserError(f"--to {to}: must be a new file that ends with .py" + (", but it exists" * to.exists()))
     if to and not to.parent.is_dir():
-        raise UserError(f"--to {to}: there is no folder {to.parent}: make it first")
-    translation = translate(source.system, source.keys, rows=rows, processes=processes, referred=source.referred)
+        raise UserError(f"--to {to}: the folder {to.parent} does not exist: create it first")
+    translation = translate(source.table, source.keys, rows=rows, processes=processes, referred=source.referred)
     text = writer.source(translation, file, to or Path(f"{file.stem}.py"), source.lost)
-    # The text that is printed or written is the one that is checked: an error of the writer shows here.
+    # The checks load the text that is printed or written, so that they find an error of the writer too.
     linted = lint.lint(lint.load_text(text), set(translation.yours()))
     written = ""
     if to:
@@ -60,12 +62,12 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     print_first(source, translation, refusal)
     print_keys(translation, file)
     print_checks(translation, linted, f"{written}the checks {'of all but the model ' * bool(refusal)}")
-    # A task of a person, such as a function to move, does not count: `train` refuses the config until it is done.
+    # A task such as moving a function does not count, because `train` refuses the config until it is done.
     return int(bool(linted.refused or refusal or source.lost or translation.unknown()))
 
 
 def print_first(source: readers.ForeignConfig, translation: Translation, refusal: str) -> None:
-    """Prints the version of the file, what makes the run another one here, and what it says only with a default."""
+    """Prints the version of the file, why the run may be another one, and notes on its values."""
     lines = [f"version: {note}" for note in translation.notes]
     lines += [f"not supported: {refusal}: train refuses the config"] if refusal else []
     lines += [f"belongs to no key of the training command: {line}" for line in source.lost]
@@ -75,38 +77,38 @@ def print_first(source: readers.ForeignConfig, translation: Translation, refusal
 
 
 def print_keys(translation: Translation, file: Path) -> None:
-    """Prints how many keys are mapped, changed, unsupported and without effect, and which."""
-    system = translation.system
-    table = Table(title=f"{file.name}: {len(translation.outcomes)} keys of {system.name} ({system.version})")
-    table.add_column("", no_wrap=True)
-    table.add_column("keys", justify="right")
-    table.add_column("which")
+    """Prints a table of the keys that are mapped, changed, unsupported and without effect."""
+    table = translation.table
+    summary = Table(title=f"{file.name}: {len(translation.outcomes)} keys of {table.name} ({table.version})")
+    summary.add_column("", no_wrap=True)
+    summary.add_column("keys", justify="right")
+    summary.add_column("which")
     for kind in KINDS:
         outcomes = translation.with_kind(kind)
         if kind in ("mapped", "changed"):
             lines = [f"{key} -> {', '.join(outcome.fields) or 'nothing to set'}" for key, outcome in outcomes.items()]
         else:
-            lines = writer.listed({key: outcome.reason for key, outcome in outcomes.items()})
-        table.add_row(kind, str(len(outcomes)), printable("\n".join(lines)))
-    Console(highlight=False, markup=False, width=120).print(table)
+            lines = writer.reason_lines({key: outcome.reason for key, outcome in outcomes.items()})
+        summary.add_row(kind, str(len(outcomes)), printable("\n".join(lines)))
+    Console(highlight=False, markup=False, width=120).print(summary)
 
 
-def print_checks(translation: Translation, linted: lint.Linted, checks: str) -> None:
+def print_checks(translation: Translation, linted: lint.LintResult, checks: str) -> None:
     """Prints what the checks and the rules of the doctor say, and what is left to the user.
 
-    checks: words of the line about the checks, with the name of the new file if one is written.
+    checks: beginning of the line about the checks.
     """
-    fields, yours = translation.fields(), translation.yours()
-    for why, names in writer.grouped(yours).items():
+    fields, tasks = translation.fields(), translation.yours()
+    for reason, names in writer.names_by_reason(tasks).items():
         is_key = names[0] in translation.outcomes and names[0] not in fields
-        _say(f"{'may change the run' if is_key else 'yours to set'}: {', '.join(names)}: {why}")
+        _say(f"{'may change the run' if is_key else 'yours to set'}: {', '.join(names)}: {reason}")
     if linted.sizes:
-        _say(f"{checks}pass{', with stand-ins for what is yours to set' * bool(yours)}")
+        _say(f"{checks}pass{', with stand-ins for what is yours to set' * bool(tasks)}")
         print_config(linted.sizes, linted.findings, linted.blind)
     else:
-        _say(f"{checks}refuse it: {linted.refused}")
+        _say(f"{checks}refuse the config: {linted.refused}")
     for line in linted.missing:
-        _say(f"not here, and not looked at: {line}")
+        _say(f"not on this machine, so not checked: {line}")
 
 
 def _say(text: str) -> None:

@@ -5,23 +5,40 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_llm.tools.translate.outcome import Unread
 
-OVERRIDE = re.compile(r"[+~]*([\w-]+(?:\.[\w-]+)*)=(.*)", re.DOTALL)  # of Hydra and OmegaConf
-SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}  # of Hydra
+# An argument key=value of Hydra and OmegaConf, and the short options of Hydra.
+OVERRIDE = re.compile(r"[+~]*([\w-]+(?:\.[\w-]+)*)=(.*)", re.DOTALL)
+SHORT_OPTIONS = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 # The pattern matches the text inside <PATH-TO-MODEL> and <your/data>, but not inside the tags <think> and </answer>.
 PLACE = r"(?=[^<>\n]*(?:[A-Z/-]|path|your))[A-Za-z](?:[^<>|&;'\"`\n]*[^\s<>|&;'\"`])?"
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}
+
+
+def _product(left: Any, right: Any) -> Any:
+    """Returns a product of numbers, because one with a text or a list may take all memory."""
+    if not (isinstance(left, int | float) and isinstance(right, int | float)):
+        raise ValueError("it is no product of numbers")
+    return left * right
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    """Returns a power that a config may have, because 9**9**9 would take for ever."""
+    if abs(base) > 2**32 or abs(exponent) > 64:
+        raise ValueError("the power is too large")
+    return base**exponent
+
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: _product, ast.Div: operator.truediv}
+OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _power}
 
 
 @dataclass(frozen=True)
 class Value:
-    """A text, and the places in the script that it is from."""
+    """A text of a script. places: positions of the words that the text is made from."""
 
     text: str
     places: frozenset[int] = frozenset()
@@ -31,23 +48,23 @@ class Value:
 
 
 def keys_of(command: Sequence[Value]) -> tuple[dict[str, str], list[Value]]:
-    """Returns the key=value arguments of a command with its --flags as "--flag", and the words that are neither."""
+    """Returns the arguments key=value of a command with its flags as "--flag", and the words that are neither."""
     keys: dict[str, str] = {}
-    rest: list[Value] = []
+    unkeyed: list[Value] = []
     option = ""
     for value in command:
-        word = SHORT.get(value.text, value.text)
+        word = SHORT_OPTIONS.get(value.text, value.text)
         flag = "--" * word.startswith("--")
         if match := OVERRIDE.fullmatch(word.removeprefix("--")):
             keys[flag + match[1]] = match[2]
         elif flag:
             keys[word] = "True"
-        elif option in SHORT.values():
+        elif option in SHORT_OPTIONS.values():
             keys[option] = word
         else:
-            rest.append(value)
+            unkeyed.append(value)
         option = word if flag and not match else ""
-    return keys, rest
+    return keys, unkeyed
 
 
 def flags(values: Sequence[Value]) -> tuple[dict[str, Any], list[Value]]:
@@ -56,79 +73,69 @@ def flags(values: Sequence[Value]) -> tuple[dict[str, Any], list[Value]]:
     A key without a value is "True".
     """
     options: dict[str, Any] = {}
-    rest: list[Value] = []
+    unkeyed: list[Value] = []
     key = ""
     for value in values:
         word = value.text
         if word.startswith("--") and word != "--":
             key, sign, text = word.removeprefix("--").partition("=")
-            # argparse of transformers takes both spellings.
+            # transformers accepts - and _ in the names of its flags.
             key = key.replace("-", "_")
             options[key] = text if sign else "True"
         elif not key:
-            rest.append(value)
+            unkeyed.append(value)
         elif options[key] == "True":
             options[key] = word
         else:
             # A second word after a key makes a list, as nargs="+" does.
             options[key] = [*(options[key] if isinstance(options[key], list) else [options[key]]), word]
-    return options, rest
+    return options, unkeyed
 
 
-def again(words: Sequence[str]) -> list[str]:
-    """Returns the keys that key=value arguments set more than once, to other values, with all that they say."""
-    settings: dict[str, dict[str, None]] = {}
-    for match in filter(None, map(OVERRIDE.fullmatch, words)):
-        settings.setdefault(match[1], {})[match[2]] = None
-    several = {key: values for key, values in settings.items() if len(values) > 1}
-    return [f"{key} is set to {', '.join(values)}: the last one counts" for key, values in several.items()]
-
-
-def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Joins the keys of a command that a loop or a function makes several times.
-
-    What they do not agree on is `Unread`.
-    """
-    joined: dict[str, Any] = {}
-    # Compared by `repr`, because lists and mappings have no hash.
+def merge_rounds(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the keys of a command that a loop or a function runs several times. A key with two values is `Unread`."""
+    merged_keys: dict[str, Any] = {}
+    # The values are compared by `repr`, because lists and mappings have no hash.
     for key in dict.fromkeys(key for keys in runs for key in keys):
         values = list({repr(keys.get(key)): keys.get(key) for keys in runs}.values())
         several = f"the script runs this command {len(runs)} times, with {', '.join(map(str, values))}"
-        joined[key] = values[0] if len(values) == 1 else Unread(several)
-    return joined
+        merged_keys[key] = values[0] if len(values) == 1 else Unread(several)
+    return merged_keys
 
 
-def calculated(text: str, names: dict[str, Any]) -> int | float:
-    """Computes a sum of numbers and names. Raises: ValueError, KeyError or SyntaxError, for anything else."""
+def calculated(
+    text: str, names: dict[str, str], operators: Mapping[type, Callable[[Any, Any], Any]] = OPERATORS
+) -> int | float:
+    """Computes an expression of numbers and names. Raises: ValueError, KeyError or SyntaxError, for anything else."""
 
     def value(node: ast.AST) -> int | float:
         if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
             return node.value
-        # A variable in a shell's sum may hold a sum itself.
+        # A variable in an expression of the shell may hold an expression itself.
         if isinstance(node, ast.Name):
             return value(ast.parse(str(names[node.id]).strip(), mode="eval").body)
-        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            return OPERATORS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.BinOp) and type(node.op) in operators:
+            return operators[type(node.op)](value(node.left), value(node.right))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return -value(node.operand)
-        raise ValueError(f"{text} is no sum of numbers")
+        raise ValueError(f"{text} is no expression of numbers")
 
     return value(ast.parse(text.strip(), mode="eval").body)
 
 
 def value_of(text: Any, parse: Any) -> Any:
-    """Parses the text of a value; what still has a variable in it is `Unread`."""
+    """Returns the parsed text of a value; `Unread` if a variable of the shell is left in the text."""
     if isinstance(text, list):
         return [value_of(element, parse) for element in text]
     if isinstance(text, Unread):
         return text
     # ${a.b} is no variable of the shell: in Hydra it names another key, which `documents.resolved` looks up later.
-    variable = re.search(r"\$(\{\w+[^\w.]|\w+|\(|\[)", text)
+    variable = re.search(r"\$(\{\w+[^\w.]|\{[!#@]|\w+|\(|\[)", text)
     return Unread(f"{text!r}, which the script does not say") if variable else parse(text)
 
 
 def without_places(value: Any) -> Any:
-    """Returns a value; `Unread`, if a person has to write something in the place of <PATH>."""
+    """Returns a value; `Unread` if it has a placeholder such as <PATH>, which a person must replace."""
     parts = value if isinstance(value, list) else [value]
     places = [part for part in parts if isinstance(part, str) and re.match(rf"<{PLACE}>([\w./-]*)$", part)]
     return Unread(", ".join(map(str, parts))) if places else value

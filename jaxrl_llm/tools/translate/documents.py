@@ -16,24 +16,26 @@ from jaxrl_llm.tools.translate.outcome import Unread
 
 SECTIONS = ("actor_rollout_ref", "worker", "algorithm", "trainer", "critic")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$")
-# ${a.b}, ${.b} of the same section, ${oc.select:a.b,default}, ${oc.env:NAME,default}
+# A reference is ${a.b}, ${.b} of the same section, ${oc.select:a.b,default} or ${oc.env:NAME,default}.
 REFERENCE = re.compile(r"\$\{(oc\.select:|oc\.env:)?([\w.]+)(?:,([^{}]*))?\}")
-FOLDERS = ("", "config/", "configs/", "conf/")  # beside a script, for --config-name without a path
-# Files of veRL itself: the tables have their keys as defaults.
+# Folders beside a script in which --config-name without a path is looked for.
+FOLDERS = ("", "config/", "configs/", "conf/")
+# Names of veRL's own files, whose keys are the defaults of the tables.
 VERL_FILES = re.compile(r"/?(ppo_trainer|ppo_megatron_trainer|_generated_ppo_\w+|default|hydra/.*)")
 VERL_GROUPS = re.compile(
     r"/?(actor|critic|data|ref|rollout|model|reward|reward_model|reward_manager|algorithm|engine|optim|profiler|"
     r"npu_profile|model_engine|distillation|transfer_queue)(/.*)?"
 )
-PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)  # in a file of Hydra: the section that its keys are for
+# A file of Hydra names the section of its keys in this comment.
+PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 
 
 @dataclass
 class DocumentKeys:
-    """The keys of a document or command, and what is to be said of them.
+    """The keys of a document or a command.
 
-    lost: lines that have no effect there; notes: values that are not written there; referred: keys that others name;
-    program: "rloo", if the name of the program that a command starts says so.
+    lost: lines that belong to no key; notes: sentences about values that the file does not say itself; referred: keys
+    whose values other keys take; program: kind of TRL's trainer that the name of the program says, "" if none.
     """
 
     values: dict[str, Any]
@@ -44,63 +46,45 @@ class DocumentKeys:
 
 
 class Loader(yaml.SafeLoader):
-    """Remembers keys that stand twice in a mapping, with different values: the last one counts."""
-
-    def __init__(self, stream: str):
-        super().__init__(stream)
-        self.again: list[str] = []
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[str, Any] = {}
-        for key, value in node.value:
-            name = str(key.value)
-            # Two merges (<<) in a mapping are no repetition.
-            if seen.get(name, value.value) != value.value and key.tag != "tag:yaml.org,2002:merge":
-                self.again.append(f"line {key.start_mark.line + 1}: {name} again, and the last one counts")
-            seen[name] = value.value
-        return super().construct_mapping(node, deep)
+    """Reads 1e-6 as a number, which YAML takes for text."""
 
 
-# YAML takes 1e-6 for text.
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("+-.0123456789"))
 
 
-def parse(path: Path, text: str) -> tuple[dict[Any, Any], list[str]]:
-    """Returns the mapping of a document, and what it says twice. Raises: UserError, if it holds none."""
-    again: list[str] = []
+def parse(path: Path, text: str) -> dict[Any, Any]:
+    """Returns the mapping of a document. Raises: UserError, if it holds none."""
     try:
-        if path.suffix == ".json":
-            document = json.loads(text)
-        else:
-            loader = Loader(text)
-            document, again = loader.get_single_data(), loader.again
+        document = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader)
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be parsed: {' '.join(str(error).split())}") from None
     if not isinstance(document, dict):
-        raise UserError(f"{path} holds no mapping of keys to values: give a config")
-    return document, again
+        raise UserError(f"{path} has no mapping of keys to values: name a config")
+    return document
 
 
 def read_document(path: Path, text: str) -> DocumentKeys:
-    """Returns the keys of a document: a.b of sections, or those of one level."""
-    document, again = parse(path, text)
+    """Returns the keys of a document. A key in sections is called a.b."""
+    document = parse(path, text)
     if "defaults" in document or any(isinstance(document.get(section), dict) for section in SECTIONS):
-        return DocumentKeys(composed(path, document), again)
-    return DocumentKeys({str(key): value for key, value in document.items()}, again)
+        return DocumentKeys(compose_defaults(path, document))
+    return DocumentKeys({str(key): value for key, value in document.items()})
 
 
-def composed(path: Path, document: dict[Any, Any], roots: Sequence[Path] = ()) -> dict[str, Any]:
-    """Returns the keys of a document of Hydra: those of the files in its list `defaults`, then its own.
+def compose_defaults(path: Path, document: dict[Any, Any], roots: Sequence[Path] = ()) -> dict[str, Any]:
+    """Returns the keys of a document of Hydra: keys of the files in its list `defaults`, then its own keys.
 
-    roots: folders of groups. The key "defaults" is the list of the files that are not there.
+    roots: folders of Hydra's groups. The returned key "defaults" lists the files that do not exist.
     """
-    document_keys = with_tools(path, flat({key: value for key, value in document.items() if key != "defaults"}), {})
+    document_keys = with_tools(
+        path, flatten_sections({key: value for key, value in document.items() if key != "defaults"}), {}
+    )
     if not isinstance(document.get("defaults"), list):
         return document_keys
     searched = re.findall(r"(?:file|pkg)://([^\s'\",\]]+)", str(document_keys.get("hydra.searchpath")))
     roots = roots or [path.parent, *(folder / place for place in searched for folder in path.resolve().parents)]
-    # Hydra joins the files in the order of the list. Later ones win, and the document itself is where _self_ stands, or
-    # last.
+    # Hydra joins the files in the order of the list, and a later file wins. _self_ is the document itself, which comes
+    # last if it is not listed.
     keys: dict[str, Any] = {}
     missing = []
     for entry in [*document["defaults"], *(() if "_self_" in document["defaults"] else ("_self_",))]:
@@ -111,50 +95,50 @@ def composed(path: Path, document: dict[Any, Any], roots: Sequence[Path] = ()) -
                 text = file.read_text(encoding="utf-8")
                 header = PACKAGE.search(text)
                 before = _section(section or (header[1] if header else ""), name)
-                inside = composed(file, parse(file, text)[0], roots)
+                inside = compose_defaults(file, parse(file, text), roots)
                 missing += inside.pop("defaults", [])
                 keys |= {f"{before}{key}": value for key, value in inside.items()}
-            # Files of veRL itself are no loss: their keys are the defaults of its table.
+            # veRL's own files are no loss, because their keys are the defaults of its table.
             elif not is_optional and not VERL_FILES.fullmatch(name) and not VERL_GROUPS.fullmatch(name):
                 missing.append(name)
     return keys | {"defaults": missing}
 
 
 def _named(entry: Any) -> list[tuple[str, str, bool]]:
-    """Returns the files of an entry of `defaults`, the section of their keys ("": none), and if they may be absent.
+    """Returns (file, section of its keys or "", whether it may be absent) for each file of an entry of `defaults`.
 
-    entry: "group/file@section", or {"group@section": file}, where `null` takes a file out of the list.
+    entry: "group/file@section", or {"group@section": file}; a file `null` is none.
     """
-    group, options = next(iter(entry.items()), ("", "")) if isinstance(entry, dict) else (entry, "")
+    group, chosen = next(iter(entry.items()), ("", "")) if isinstance(entry, dict) else (entry, "")
     words = str(group).split() or [""]
     group, _, section = words[-1].partition("@")
-    names = [f"{group}/{x}" for x in (options if isinstance(options, list) else [options]) if x not in (None, "null")]
+    names = [f"{group}/{x}" for x in (chosen if isinstance(chosen, list) else [chosen]) if x not in (None, "null")]
     return [(name.rstrip("/").removesuffix(".yaml"), section, "optional" in words[:-1]) for name in names]
 
 
 def _section(section: str, name: str) -> str:
-    """Returns the prefix of a file's keys, which its section or its folder gives."""
+    """Returns the prefix of the keys of a file, from its section or else from its folder."""
     folder = name.strip("/").rpartition("/")[0].replace("/", ".")
     section = {"_global_": "", "_here_": "", "_group_": folder, "": folder}.get(section, section)
     return section.removeprefix("_global_.") + "." * bool(section)
 
 
 def with_tools(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> dict[str, Any]:
-    """Adds the names of the functions in a file of tools of veRL, if it is there."""
+    """Returns the keys with the names of the functions in veRL's file of tools, if this file exists."""
     key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
     name = keys.get(key)
-    file = beside(path, name, written) if isinstance(name, str) and not isinstance(name, Unread) else None
+    file = find_file(path, name, written) if isinstance(name, str) and not isinstance(name, Unread) else None
     if not file:
         return keys
-    listed = parse(*file)[0].get("tools") or []
+    tools = parse(*file).get("tools") or []
     names = [
-        tool["tool_schema"]["function"]["name"] for tool in listed if isinstance(tool, dict) and "tool_schema" in tool
+        tool["tool_schema"]["function"]["name"] for tool in tools if isinstance(tool, dict) and "tool_schema" in tool
     ]
     return keys | {f"{key}.names": names}
 
 
 def with_files(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> DocumentKeys:
-    """Adds the keys of the file that a command names, if it is there. written: files that the script writes itself."""
+    """Returns the keys of a command with those of its config file, if it exists. written: {name: text} of heredocs."""
     keys = with_tools(path, keys, written)
     name, folder = keys.get("--config-name"), keys.get("--config-path", keys.get("--config-dir"))
     names = [keys.get("config")]
@@ -162,18 +146,21 @@ def with_files(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> 
         folders = [f"{folder}/", *FOLDERS] if isinstance(folder, str) and not isinstance(folder, Unread) else FOLDERS
         names += [f"{place}{name.removesuffix('.yaml')}.yaml" for place in folders if not isinstance(name, Unread)]
     for name in names:
-        if isinstance(name, str) and not isinstance(name, Unread) and (file := beside(path, name, written)):
+        if isinstance(name, str) and not isinstance(name, Unread) and (file := find_file(path, name, written)):
             base = read_document(*file)
-            others = {key: x for key, x in keys.items() if key not in ("config", "--config-name", "--config-path")}
-            return DocumentKeys(base.values | others, base.lost)
+            other_keys = {key: x for key, x in keys.items() if key not in ("config", "--config-name", "--config-path")}
+            return DocumentKeys(base.values | other_keys, base.lost)
     return DocumentKeys(keys)
 
 
-def beside(path: Path, name: str, written: Mapping[str, str]) -> tuple[Path, str] | None:
-    """Returns a file that a script names, and its text: written by the script, or beside it, or in a folder above."""
-    # What the script writes first: a file of this name beside it may be of another run.
-    for other, text in written.items():
-        if Path(other).name == Path(name).name:
+def find_file(path: Path, name: str, written: Mapping[str, str]) -> tuple[Path, str] | None:
+    """Returns the path and text of a file that a script names, which it writes or which is in its folder or above.
+
+    None if there is no such file. written: {name: text} of files that the script writes.
+    """
+    # A file that the script writes comes first, because a file of this name on the disk may be of another run.
+    for written_name, text in written.items():
+        if Path(written_name).name == Path(name).name:
             return Path(name), text
     for folder in (*path.resolve().parents, Path()):
         if (folder / name).is_file():
@@ -181,56 +168,56 @@ def beside(path: Path, name: str, written: Mapping[str, str]) -> tuple[Path, str
     return None
 
 
-def flat(document: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_sections(document: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Returns {"a.b": 1} for {"a": {"b": 1}}."""
     flattened: dict[str, Any] = {}
     for key, value in document.items():
         if isinstance(value, dict) and value:
-            flattened |= flat(value, f"{prefix}{key}.")
+            flattened |= flatten_sections(value, f"{prefix}{key}.")
         else:
             flattened[f"{prefix}{key}"] = value
     return flattened
 
 
-def resolved(keys: DocumentKeys) -> DocumentKeys:
-    """Replaces references to other keys by their values. A reference that leads nowhere makes a value `Unread`."""
+def with_references(keys: DocumentKeys) -> DocumentKeys:
+    """Returns the keys with the values of their references. A reference to an unknown key makes a value `Unread`."""
     referred, notes = set[str](), dict.fromkeys(keys.notes)
 
     def referred_value(key: str, match: re.Match[str], depth: int) -> Any:
-        how, name, default = match.groups()
+        kind, name, default = match.groups()
         name = f"{key.rpartition('.')[0]}{name}" if name.startswith(".") else name
-        if how == "oc.env:" and default is not None:
-            # A variable of the environment may be set where the run is started, and then the default is not its value.
+        if kind == "oc.env:" and default is not None:
+            # The environment of the run may set the variable, so the default may not be its value.
             notes[f"{key}: {match[0]} is its default here, {default.strip()}"] = None
-        elif how != "oc.env:" and name in keys.values and depth:
+        elif kind != "oc.env:" and name in keys.values and depth:
             referred.add(name)
             return resolve(name, keys.values[name], depth - 1)
-        return Unread(match[0]) if default is None else scalar(default.strip())
+        return Unread(match[0]) if default is None else parse_scalar(default.strip())
 
     def resolve(key: str, value: Any, depth: int) -> Any:
         if isinstance(value, list):
             elements = [resolve(key, element, depth) for element in value]
-            # A list with an element that is not known is as a whole not known: a rule reads all of it.
+            # A list with an unknown element is unknown, because a rule reads all of the list.
             unread = any(isinstance(element, Unread) for element in elements)
             return Unread(", ".join(map(str, elements))) if unread else elements
         if not isinstance(value, str) or isinstance(value, Unread):
             return value
         while match := REFERENCE.search(value):
-            other = referred_value(key, match, depth)
-            # A value that is one reference keeps its type: a number stays a number.
-            if match[0] == value or isinstance(other, Unread):
-                return other
-            value = value.replace(match[0], "null" if other is None else str(other))
-        # OmegaConf's ??? is a value that the command line must give.
+            reference_value = referred_value(key, match, depth)
+            # A value that is one reference keeps its type, so a number stays a number.
+            if match[0] == value or isinstance(reference_value, Unread):
+                return reference_value
+            value = value.replace(match[0], "null" if reference_value is None else str(reference_value))
+        # In OmegaConf ??? stands for a value that the command line must set.
         return Unread(value) if value == "???" or re.search(r"\$\{[\w.]+[:}]", value) else value
 
-    # The depth ends a circle of keys that name each other.
+    # The depth ends a circle of keys that refer to each other.
     values = {key: resolve(key, value, 5) for key, value in keys.values.items()}
     return replace(keys, values=values, notes=list(notes), referred=referred)
 
 
-def scalar(text: str) -> Any:
-    """Parses a value of a command line, as Hydra and argparse do. "[a, b]" and "{a: 1}" are values too."""
+def parse_scalar(text: str) -> Any:
+    """Returns the parsed value of a command line, which may be a list [a, b] or a mapping {a: 1} as in Hydra."""
     try:
         return yaml.load(text, Loader) if text else ""
     except yaml.YAMLError:

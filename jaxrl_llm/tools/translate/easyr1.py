@@ -7,9 +7,9 @@ from typing import Any
 
 from jaxrl_llm.tools.translate import family, images, ours, verl
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome
-from jaxrl_llm.tools.translate.table import Row, read_rows, system
+from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
 
-ACTOR, MODEL, ROLLOUT = "worker.actor.", "worker.actor.model.", "worker.rollout."
+MODEL = "worker.actor.model."
 OLDER = ("of spring 2025", 2025.3)
 
 
@@ -25,29 +25,14 @@ def filtering(keys: Keys) -> bool:
     return bool(keys["algorithm.online_filtering"])
 
 
+ROWS = read_rows("easyr1")
 FAMILY = family.Family(
-    prompts="data.rollout_batch_size",
-    update=f"{ACTOR}global_batch_size",
-    policy_epochs=f"{ACTOR}ppo_epochs",
-    group=(f"{ROLLOUT}n",),
-    total_steps="trainer.max_steps",
-    policy=ACTOR,
-    mode=f"{ACTOR}loss_type",
-    losses={
-        "default": ("ppo_clip", family.SIDES | {"delta": "clip_ratio_dual"}),
-        "gspo": ("gspo", family.SIDES),
-        "gspo_token": ("gspo", family.SIDES),
-        "cispo": ("cispo", family.SIDES),
-        "sapo": ("sapo", {"tau_positive": "tau_positive", "tau_negative": "tau_negative"}),
-    },
-    mean="loss_avg_mode",
-    # EasyR1 has one coefficient and one estimator; use_kl_loss alone says in which place they are. Those of the loss
-    # had keys of their own in spring 2025.
+    rows=ROWS,
+    losses={"default": "ppo_clip", "gspo": "gspo", "gspo_token": "gspo", "cispo": "cispo", "sapo": "sapo"},
+    # EasyR1 has one coefficient and one estimator, and use_kl_loss says whether they are in the loss or in the reward.
     in_loss=lambda keys: bool(keys["algorithm.use_kl_loss"]) and penalized(keys),
     in_reward=lambda keys: not keys["algorithm.use_kl_loss"] and penalized(keys),
-    loss_penalty=(f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type"),
-    reward_penalty=("algorithm.kl_coef", "algorithm.kl_penalty"),
-    adaptive=("algorithm.kl_type", "algorithm.kl_target", "algorithm.kl_horizon"),
+    total_steps="trainer.max_steps",
 )
 CONDITIONS = FAMILY.conditions() | {
     "penalized": (penalized, "disable_kl is True"),
@@ -55,32 +40,32 @@ CONDITIONS = FAMILY.conditions() | {
     "filtering": (filtering, "online_filtering is False"),
     "adapted": (adapted, "it is off"),
 }
-# Sentences of the table.
+# Sentences that the table names by these constants.
 GREEDY = "an evaluation is one greedy completion for each problem here (jaxrl evaluate samples several)"
 RESIZED = "EasyR1 first resizes to any size, and then to whole tokens, so that a side may differ by one token"
 tower = images.tower(adapted)
 
 
 def pixels(row: Row, value: Any, keys: Keys) -> Outcome:
-    """A limit of the pixels of an image."""
+    """A limit of the pixels of an image; 0 for the limit of the model's image processor."""
     if not value:
         return Outcome("mapped", {row.field: 0}, "the limit of the model's own processor")
     return Outcome("changed", {row.field: int(value)}, row.why)
 
 
 def loss(value: Any, keys: Keys) -> Outcome:
-    """The policy loss, with all its arguments."""
+    """The policy loss, with the level at which gspo has its ratio."""
     outcome = FAMILY.loss(value, keys)
     if outcome.fields.get("loss.name") != "gspo":
         return outcome
-    # Both names have the value of one ratio for a completion, and differ in the gradient only.
+    # Both losses have one ratio for a completion, and differ only in their gradients.
     level = "token" if value == "gspo_token" else "sequence"
     reason = "there also the bound clip_ratio_dual; gspo has none here"
     return Outcome("changed", outcome.fields | {"loss.level": level}, reason)
 
 
 def files(row: Row, value: Any, keys: Keys) -> Outcome:
-    """A file, or a data set of the hub as id@split."""
+    """A data file, or a data set of the hub as id@split."""
     if not value:
         return Outcome("changed", {row.field: "my_data.rows"}, unknown={row.field: "a file with rows"})
     name, _, split = str(value).partition("@")
@@ -88,7 +73,7 @@ def files(row: Row, value: Any, keys: Keys) -> Outcome:
 
 
 def too_long(value: Any, keys: Keys) -> Outcome:
-    """Whether longer prompts are left out."""
+    """Whether prompts above the limit are left out."""
     fields = {"data.overlong": "drop"}
     if value:
         return Outcome("mapped", fields)
@@ -96,7 +81,7 @@ def too_long(value: Any, keys: Keys) -> Outcome:
 
 
 def resampling(value: Any, keys: Keys) -> Outcome:
-    """Groups without signal, replaced by others."""
+    """Whether groups with one total reward are replaced, and how often."""
     batches = int(keys["trainer.max_try_make_batch"])
     reason = (
         f"groups whose mean {keys['algorithm.filter_key']} is outside {keys['algorithm.filter_low']} ... "
@@ -107,22 +92,22 @@ def resampling(value: Any, keys: Keys) -> Outcome:
 
 
 def rewards(value: Any, keys: Keys) -> Outcome:
-    """The file and the name of a reward function, with its arguments; EasyR1's own math.py is like ours."""
+    """The reward function with its arguments. jaxrl_llm has those of EasyR1's examples."""
     file, built_in = (keys.explicit.get(f"worker.reward.{name}") for name in ("reward_function", "compute_score"))
     if not file and built_in in ours.EASYR1_SCORES:
         return Outcome("mapped", ours.reward_fields((ours.EASYR1_SCORES[built_in],)))
     if not file:
-        why = f"the file names {built_in or 'no worker.reward.reward_function'}, which is not here"
-        unknown = {"reward.functions": why, "eval.function": why}
+        reason = f"the file names {built_in or 'no worker.reward.reward_function'}, which is not here"
+        unknown = {"reward.functions": reason, "eval.function": reason}
         return Outcome("changed", ours.reward_fields((ours.ACCURACY,)), unknown=unknown)
     path, _, function = str(file).partition(":")
     named = keys.explicit.get("worker.reward.reward_function_kwargs") or {}
-    arguments = dict(named) | keys.under("worker.reward.reward_function_kwargs.")
+    arguments = dict(named) | keys.prefixed("worker.reward.reward_function_kwargs.")
     return ours.easyr1_reward(path, function or "compute_score", arguments)
 
 
 def around(value: Any, keys: Keys) -> Outcome:
-    """A template around the question."""
+    """The template around a question."""
     return ours.template(str(value)) if value else Outcome("no effect", reason="not in use")
 
 
@@ -138,14 +123,14 @@ critic_path = partial(verl.critic_model, f"{MODEL}model_path")
 
 
 def strategy(row: Row, value: Any, keys: Keys) -> Outcome:
-    """The kind of AdamW."""
+    """The variant of AdamW."""
     if value == "adamw":
         return Outcome("mapped")
     reason = (
         f"{value} rounds parameters and moments to bfloat16; parameters are float32 here, the mean of gradients not"
     )
-    # The nearest thing: of the three, the mean of gradients alone may be bfloat16 here.
+    # Of parameters and both moments, only the first moment can be bfloat16 in jaxrl_llm.
     return Outcome("changed", {row.field: "bfloat16"}, reason)
 
 
-EASYR1 = system("EasyR1", "commit 46c6c21", read_rows("easyr1"), vars(family) | FAMILY.rules() | globals(), verl.base)
+EASYR1 = trainer_table("EasyR1", "commit 46c6c21", ROWS, vars(family) | FAMILY.rules() | globals(), verl.base)

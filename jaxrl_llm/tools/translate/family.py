@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any
 
 from jaxrl_llm.tools.translate import images, ours
 from jaxrl_llm.tools.translate.documents import VERL_FILES
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, not_here
 from jaxrl_llm.tools.translate.table import Row
 
-# Sentences of the tables.
+# Sentences that the tables name by these constants.
 MESH = "placement of parameters on devices: here the mesh (config.mesh), and it changes no number"
 MEMORY = "memory or speed alone: here microbatch, model.remat, model.row_parts and host_memory"
 ENGINE = "of the rollout engine: here the sampler in JAX (configs/grpo_vllm.py has the settings of vLLM)"
@@ -31,16 +32,17 @@ AGGREGATION = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean",
     "seq-mean-token-sum": "sequence_sum",
-    # veRL divides the sums by one length for all, as Dr. GRPO.
+    # veRL divides all sums by one length, as Dr. GRPO does.
     "seq-mean-token-sum-norm": "constant",
-    "token": "token_mean",  # EasyR1
+    "token": "token_mean",  # EasyR1 has the names token and seq.
     "seq": "sequence_mean",
 }
 AFTER_TOOL = "after the answer of a tool, the running return goes on here; there it restarts"
 TO_GO = "every token has the reward minus that of the greedy completion; veRL uses the reward to go"
 IN_REWARD = "in the reward it would be a part of the deviation that advantages are divided by; here in the loss"
-ADVANTAGES = {  # ours, its epsilon (None: it has none), and what differs
-    # veRL's own constants: 1e-6 beside the deviation of a group, 1e-8 where tokens are whitened.
+# {estimator: (name in jaxrl_llm, its epsilon or None if it has none, difference)}
+ADVANTAGES = {
+    # veRL adds 1e-6 to the deviation of a group, and 1e-8 if it whitens tokens.
     "grpo": ("grpo", 1e-6, ""),
     "grpo_vectorized": ("grpo", 1e-6, ""),
     "gae": ("gae", 1e-8, ""),
@@ -53,33 +55,43 @@ ADVANTAGES = {  # ours, its epsilon (None: it has none), and what differs
     "gdpo": ("gdpo", 1e-4, "normalizes each function of reward.functions; there, the keys of the reward's result"),
 }
 SCORED = "the trainer also scores this distribution; there, that of all tokens"
-MACHINES = ("trainer.nnodes", "trainer.n_gpus_per_node")  # their product is the GPUs of a run
-SIDES = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high"}
-Losses: TypeAlias = dict[str, tuple[str, dict[str, str]]]  # name -> ours, and its arguments with the keys that they are
+# The product of these keys is the number of GPUs of a run.
+MACHINES = ("trainer.nnodes", "trainer.n_gpus_per_node")
+SIDES = ("clip_low", "clip_high")
+# The fields that a loss of jaxrl_llm has as arguments.
+ARGUMENTS = {
+    "ppo_clip": (*SIDES, "delta"),
+    "gspo": SIDES,
+    "cispo": SIDES,
+    "gmpo": SIDES,
+    "sapo": ("tau_positive", "tau_negative"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a trainer of the family calls the keys that other keys depend on, and the rules of these keys."""
+    """A trainer of the family: its table, and the rules of keys on which other keys depend.
 
-    prompts: str
-    update: str
-    policy_epochs: str
-    group: tuple[str, ...]  # their product
-    total_steps: str
-    sequences: bool = False  # whether `update` counts sequences, not prompts
-    by_std: str = ""  # whether GRPO divides by the deviation; "": it always does
-    policy: str  # the section of the loss
-    mode: str
-    losses: Losses
-    mean: str  # the last part of the key of the aggregation
-    scale: str = ""  # the length that an aggregation divides by; "": there is no such key
-    has_own_means: bool = False  # whether some losses do not read the aggregation
-    in_loss: Callable[[Keys], bool]  # whether the KL penalty is there
+    losses: {name of a loss: ours}; in_loss, in_reward: whether the KL penalty is there; total_steps: key of the steps
+    of a run; counts_sequences: whether the mini-batch counts sequences, and not prompts.
+    """
+
+    rows: Mapping[str, Row]
+    losses: Mapping[str, str]
+    in_loss: Callable[[Keys], bool]
     in_reward: Callable[[Keys], bool]
-    loss_penalty: tuple[str, str]  # coefficient and estimator
-    reward_penalty: tuple[str, str]
-    adaptive: tuple[str, str, str]  # whether its coefficient adapts, its target and its horizon
+    total_steps: str
+    counts_sequences: bool = False
+
+    @cached_property
+    def keys_of(self) -> dict[str, str]:
+        """The first key of the table for each field that it decides before all others."""
+        return {row.field: key for key, row in reversed([*self.rows.items()])}
+
+    @property
+    def policy(self) -> str:
+        """The section of the policy's loss, with its dot."""
+        return self.rows[self.keys_of["aggregate.mode"]].section
 
     def rules(self) -> dict[str, Any]:
         """Returns the methods that are rules, by their names."""
@@ -95,52 +107,52 @@ class Family:
             ),
             "in_loss": (self.in_loss, "the penalty is not in the loss"),
             "in_reward": (self.in_reward, "the penalty is not in the reward"),
-            "images": (images.shown, images.NONE),
+            "images": (images.has_images, images.NONE),
         }
 
-    # Numbers that several rules need
+    # Numbers that several rules need.
 
     def critic(self, keys: Keys) -> bool:
         return keys["algorithm.adv_estimator"] == "gae"
 
     def group_size(self, keys: Keys) -> int:
-        return math.prod(int(keys[name]) for name in self.group)
+        """Sequences of a prompt."""
+        return math.prod(int(keys[key]) for key, row in self.rows.items() if row.field == "group_size")
+
+    def prompts(self, keys: Keys) -> int:
+        """Prompts of a rollout."""
+        return int(keys[self.keys_of["prompts_per_step"]])
 
     def prompts_per_update(self, keys: Keys) -> int:
-        """Prompts of an optimizer step: a divisor of a rollout's, the nearest one to what the keys say."""
-        target = keys[self.update]
-        if self.sequences:
-            # veRL multiplies its mini-batch by n itself, and so counts prompts. Search-R1's older copy does not.
+        """Prompts of an optimizer step: the divisor of a rollout's prompts that is nearest to what the keys say."""
+        target = keys[self.keys_of["prompts_per_update"]]
+        if self.counts_sequences:
+            # veRL multiplies its mini-batch by n, so the key counts prompts. The older copy in Search-R1 does not.
             target = target / self.group_size(keys)
-        # Updates of a rollout are equal here.
-        return min(divisors(int(keys[self.prompts])), key=lambda x: abs(x - target))
+        # jaxrl_llm splits a rollout into equal updates.
+        return min(divisors(self.prompts(keys)), key=lambda prompts: abs(prompts - target))
 
-    def argument(self, keys: Keys, name: str) -> float:
-        """Returns an argument of the loss. A side of the clip is clip_ratio where it has no key of its own."""
-        value = keys[f"{self.policy}{name}"]
-        return float(keys[f"{self.policy}clip_ratio"] if value is None else value)
-
-    # Rules of batches and steps
+    # Rules of batches and steps.
 
     def mini_batch(self, value: Any, keys: Keys) -> Outcome:
-        """The mini-batch of an optimizer step: in prompts, or in sequences."""
-        per_update, group = self.prompts_per_update(keys), self.group_size(keys)
+        """The mini-batch of an optimizer step, which a trainer counts in prompts or in sequences."""
+        per_update, group_size = self.prompts_per_update(keys), self.group_size(keys)
         fields = {"prompts_per_update": per_update}
-        if self.sequences:
-            reason = f"counts sequences of the rollout, {value} = {value / group:g} prompts with {group} each"
-            if per_update != value / group:
-                reason += f"; {per_update} is the nearest divisor of {keys[self.prompts]} prompts"
-            return Outcome("changed" if group > 1 else "mapped", fields, reason)
+        if self.counts_sequences:
+            reason = f"counts sequences of the rollout, {value} = {value / group_size:g} prompts with {group_size} each"
+            if per_update != value / group_size:
+                reason += f"; {per_update} is the nearest divisor of {self.prompts(keys)} prompts"
+            return Outcome("changed" if group_size > 1 else "mapped", fields, reason)
         if per_update != value:
             reason = f"{value} prompts: {per_update} is the nearest divisor of a rollout's prompts"
             return Outcome("changed", fields, reason)
-        return Outcome("mapped", fields, f"counts prompts, as here: each with {group} sequences")
+        return Outcome("mapped", fields, f"counts prompts, as here: each with {group_size} sequences")
 
     def micro_batch(self, value: Any, keys: Keys, counts: tuple[str, ...] = MACHINES) -> Outcome:
-        """The micro-batch of a GPU, in sequences. Here it is in prompts and over all devices."""
+        """The micro-batch, which is in sequences of a GPU in veRL, and in prompts on all devices in jaxrl_llm."""
         if value is None:
             return Outcome("no effect", reason="not set")
-        # A micro-batch decides about memory alone, so a placeholder for the machines is no reason to end.
+        # A micro-batch only decides about memory, so an unknown number of machines makes no field unknown.
         if blank := next((key for key in counts if not str(keys[key]).isdigit()), ""):
             return Outcome("no effect", reason=f"{blank} = {keys[blank]} is no number; microbatch changes no gradient")
         gpus = math.prod(int(keys[key]) for key in counts)
@@ -153,67 +165,70 @@ class Family:
         return Outcome("changed", {"microbatch": microbatch}, reason)
 
     def micro_batch_of_all(self, value: Any, keys: Keys) -> Outcome:
-        """The micro-batch of all GPUs together."""
+        """The micro-batch of all GPUs together, an older key of veRL."""
         return self.micro_batch(value, keys, ())
 
     def epochs(self, value: Any, keys: Keys) -> Outcome:
-        """Epochs over the data. A set number of steps wins."""
+        """Epochs over the data. If the number of steps is set too, it wins."""
         if keys[self.total_steps]:
             return Outcome("no effect", reason=f"{self.total_steps} is set")
-        # The loader drops the last, smaller batch of each epoch.
-        num_steps = int(value) * (keys.rows // int(keys[self.prompts]))
+        # veRL's loader drops the last, smaller batch of each epoch.
+        num_steps = int(value) * (keys.rows // self.prompts(keys))
         if not num_steps:
             return unknown_steps(f"trainer.total_epochs = {value}: {value} x rows // prompts_per_step")
-        reason = f"{value} epochs of {keys.rows} rows in steps of {keys[self.prompts]} prompts, the last ones dropped"
+        reason = f"{value} epochs of {keys.rows} rows in steps of {self.prompts(keys)} prompts, the last ones dropped"
         return Outcome("changed", {"num_steps": num_steps}, reason)
 
     def warmup_steps(self, row: Row, value: Any, keys: Keys) -> Outcome:
-        """A warm-up in rollouts; here in optimizer steps."""
+        """A warm-up, which is in rollouts in veRL, and in optimizer steps in jaxrl_llm."""
         if value is None or int(value) <= 0:
             return Outcome("no effect", reason="not set")
-        # The scheduler steps once after all updates on a rollout.
-        updates = int(keys[self.prompts]) // self.prompts_per_update(keys) * int(keys[self.policy_epochs])
+        # veRL's scheduler steps once after all updates on a rollout.
+        updates = self.prompts(keys) // self.prompts_per_update(keys) * int(keys[self.keys_of["epochs"]])
         fields = {f"{row.our_section}.warmup_steps": int(value) * updates, f"{row.our_section}.warmup_ratio": 0.0}
         reason = f"counts rollouts: {value} x {updates} optimizer steps"
         return Outcome("mapped" if updates == 1 else "changed", fields, "" if updates == 1 else reason)
 
-    # Rules of the objective
+    # Rules of the objective.
 
     def advantage(self, value: Any, keys: Keys) -> Outcome:
         """The advantage estimator."""
         if value not in ADVANTAGES:
-            why = " (advantage pass_at_k follows another paper, docs/algorithms.md)" * (value == "grpo_passk")
-            return not_here("advantage.name", f"there is no advantage {value!r}{why}; this config keeps grpo")
+            hint = " (advantage pass_at_k follows another paper, docs/algorithms.md)" * (value == "grpo_passk")
+            return not_here("advantage.name", f"there is no advantage {value!r}{hint}; this config keeps grpo")
         name, epsilon, reason = ADVANTAGES[value]
         fields: dict[str, Any] = {"advantage.name": name}
         if name == "grpo":
-            fields["advantage.normalize"] = "group" if not self.by_std or keys[self.by_std] else "none"
+            by_deviation = self.keys_of.get("advantage.normalize")
+            fields["advantage.normalize"] = "group" if not by_deviation or keys[by_deviation] else "none"
             note = "a deviation has ddof = 1 there and here; epsilon is 1e-6 there"
             return Outcome("mapped", fields | {"advantage.epsilon": epsilon}, note)
         if name == "gae":
-            # One gamma and one lambda for advantages and returns there.
+            # veRL has one gamma and one lambda for advantages and returns.
             fields |= {"advantage.normalize": True, "critic.gamma": float(keys["algorithm.gamma"]), "critic.path": ""}
         if epsilon is not None:
             fields["advantage.epsilon"] = epsilon
         return Outcome("changed" if reason else "mapped", fields, reason)
 
     def kl_switch(self, value: Any, keys: Keys) -> Outcome:
-        """The key that switches the penalty on, in the loss if there is a choice."""
+        """The key that switches the KL penalty on, in the loss if the trainer has two places for it."""
         in_loss = self.in_loss(keys)
         if not in_loss and not self.in_reward(keys):
             return Outcome("mapped", {"kl": None})
-        coef, kind = (keys[key] for key in (self.loss_penalty if in_loss else self.reward_penalty))
-        # EasyR1 has one pair of keys for the penalty in the loss and in the reward.
-        coef = float(keys[self.reward_penalty[0]] if coef is None else coef)
-        kind = str(keys[self.reward_penalty[1]] if kind is None else kind)
-        # A + means nothing in a reward, because no gradient flows through the estimator there.
+        coef, kind = (keys[self.keys_of[field]] for field in ("kl.coef", "kl.estimator"))
+        if in_loss:
+            # EasyR1 has one pair of keys for the penalty in the loss and in the reward, and an older pair for the loss.
+            of_loss = (keys[f"{self.policy}kl_loss_{name}"] for name in ("coef", "type"))
+            coef, kind = (own if own is not None else both for own, both in zip(of_loss, (coef, kind), strict=True))
+        coef, kind = float(coef), str(kind)
+        # A + has no effect in a reward, because no gradient flows through a reward.
         estimator, reason = kl_estimator(kind if in_loss else kind.removesuffix("+"))
         if not estimator:
             return Outcome("unsupported", {"kl": None}, reason, unknown={"kl": reason})
         if not coef:
             return Outcome("mapped", {"kl": None}, "its coefficient is 0" * in_loss)
         fields = {"kl.placement": "loss", "kl.coef": coef, "kl.estimator": estimator}
-        # They divide by a deviation of rewards, in which a penalty in the reward would count.
+        # These estimators divide by the deviation of rewards, which a penalty in the reward would change.
         divides = str(keys["algorithm.adv_estimator"]).startswith(("grpo", "reinforce_plus_plus_baseline"))
         if not in_loss and not divides:
             return Outcome("mapped", fields | {"kl.placement": "reward", "kl.estimator": KL[kind.removesuffix("+")]})
@@ -221,7 +236,7 @@ class Family:
         return Outcome("changed" if reason else "mapped", fields, reason)
 
     def kl_in_reward_too(self, value: Any, keys: Keys) -> Outcome:
-        """A key that switches it on in the reward."""
+        """The key that switches the KL penalty in the reward on."""
         if not self.in_loss(keys):
             return self.kl_switch(value, keys)
         if value:
@@ -229,60 +244,56 @@ class Family:
         return Outcome("no effect", reason="the penalty is in the loss")
 
     def kl_part(self, row: Row, value: Any, keys: Keys) -> Outcome:
-        """A coefficient or an estimator of the penalty."""
+        """The coefficient or the estimator of the KL penalty."""
         outcome = self.kl_switch(value, keys)
         if row.field in outcome.fields:
             outcome = replace(outcome, fields={row.field: outcome.fields[row.field]})
-        # What changes is said where it does: at the estimator.
+        # Only the key of the estimator says what changes, so that no sentence is repeated.
         explains = row.field == "kl.estimator" or outcome.kind == "unsupported"
         return outcome if explains else replace(outcome, kind="mapped", reason="")
 
     def kl_adaptive(self, value: Any, keys: Keys) -> Outcome:
-        """An adaptive coefficient."""
-        kind, target, horizon = (keys[key] for key in self.adaptive)
-        # veRL adapts the coefficient of the reward alone.
+        """A key of the adaptive coefficient of the KL penalty."""
+        kind, target, horizon = (keys[key] for key, row in self.rows.items() if row.rule == "kl_adaptive")
+        # veRL adapts only the coefficient of a penalty in the reward.
         if kind != "adaptive" or not self.in_reward(keys) or self.in_loss(keys):
             return Outcome("no effect", reason="the coefficient is fixed")
         fields = {"kl.adaptive.target": float(target), "kl.adaptive.horizon": int(horizon)}
         return Outcome("changed", fields, "adapts to the mean k3 of the tokens of an update")
 
     def loss(self, value: Any, keys: Keys) -> Outcome:
-        """The policy loss, with all its arguments."""
+        """The policy loss. Its arguments have keys of their own."""
         if value not in self.losses:
-            known = ", ".join(self.losses)
-            return not_here("loss.name", f"there is no loss {value!r}: {known}; this config keeps ppo_clip")
-        name, arguments = self.losses[value]
-        fields = {f"loss.{field}": self.argument(keys, key) for field, key in arguments.items()}
-        return Outcome("mapped", {"loss.name": name} | fields)
+            known_losses = ", ".join(self.losses)
+            return not_here("loss.name", f"there is no loss {value!r}: {known_losses}; this config keeps ppo_clip")
+        return Outcome("mapped", {"loss.name": self.losses[value]})
 
     def loss_argument(self, row: Row, value: Any, keys: Keys) -> Outcome:
-        """An argument of the policy loss."""
-        _, arguments = self.losses.get(keys[self.mode], ("", {}))
-        # A key may be an argument of a loss that the file does not take.
-        matching = [field for field, key in arguments.items() if key == row.name]
-        if not matching:
-            return Outcome("no effect", reason=f"the loss {keys[self.mode]} has no such argument here")
-        reason = "the bound of the ratio of tokens with A < 0" if matching == ["delta"] else ""
-        return Outcome("mapped", {f"loss.{matching[0]}": self.argument(keys, row.name)}, reason)
+        """An argument of the policy loss. A side of the clip is clip_ratio if the file does not set it."""
+        loss = keys[self.keys_of["loss.name"]]
+        if row.field.removeprefix("loss.") not in ARGUMENTS.get(self.losses.get(loss, ""), ()):
+            return Outcome("no effect", reason=f"the loss {loss} has no such argument here")
+        number = keys[f"{self.policy}clip_ratio"] if value is None else value
+        return Outcome("mapped", {row.field: float(number)}, row.why)
 
     def old_clip(self, value: Any, keys: Keys) -> Outcome:
-        """clip_ratio, which the keys of the two sides have replaced."""
-        sides = {f"loss.{field}": float(value) for field, name in SIDES.items() if keys[f"{self.policy}{name}"] is None}
-        if sides:
-            return Outcome("mapped", sides)
-        # Its default changes nothing, and where both sides are given veRL does not read it.
-        if value == 0.2 or all(f"{self.policy}{name}" in keys for name in SIDES.values()):
+        """The older key clip_ratio, which clip_ratio_low and clip_ratio_high have replaced."""
+        sides = {f"loss.{side}": f"{self.policy}{side.replace('clip', 'clip_ratio')}" for side in SIDES}
+        if fields := {field: float(value) for field, key in sides.items() if keys[key] is None}:
+            return Outcome("mapped", fields)
+        # The default changes nothing, and veRL does not read the key if both sides are set.
+        if value == 0.2 or all(key in keys for key in sides.values()):
             return Outcome("no effect", reason="clip_ratio_low and clip_ratio_high are read")
         reason = "veRL reads clip_ratio_low and clip_ratio_high, 0.2 by default; before 0.4 it read this key"
         return Outcome("changed", {}, reason)
 
     def aggregation(self, value: Any, keys: Keys) -> Outcome:
-        """The reduction of token losses."""
-        loss = str(keys[self.mode])
+        """The mode in which the losses of tokens become one number."""
+        loss, has_own_means = str(keys[self.keys_of["loss.name"]]), "geo_mean" in self.losses
         fields = {"aggregate.mode": "sequence_mean", "aggregate.constant_length": 0}
-        if self.has_own_means and loss in ("geo_mean", "sapo"):
+        if has_own_means and loss in ("geo_mean", "sapo"):
             return Outcome("changed", fields, f"the loss {loss} has its own mean")
-        if self.has_own_means and loss == "gspo":
+        if has_own_means and loss == "gspo":
             reason = "the loss gspo takes the mean of completions there too, whatever this key says"
             return Outcome("mapped", fields, reason * (AGGREGATION.get(value) != "sequence_mean"))
         if loss.startswith(("gspo", "geo_mean")) and AGGREGATION.get(value) == "token_mean":
@@ -291,17 +302,18 @@ class Family:
         if value not in AGGREGATION:
             return not_here("aggregate.mode", f"there is no aggregation {value!r}; this config keeps token_mean")
         mode = AGGREGATION[value]
-        # veRL without a set length divides by the width of its arrays, which is the limit of a response.
-        length = int((self.scale and keys[self.scale]) or keys["data.max_response_length"]) if mode == "constant" else 0
-        return Outcome("mapped", {"aggregate.mode": mode, "aggregate.constant_length": length})
+        # Without a set length veRL divides by the width of its arrays, which is the limit of a response.
+        scale = self.keys_of.get("aggregate.constant_length")
+        length = int((scale and keys[scale]) or keys["data.max_response_length"])
+        fields = {"aggregate.mode": mode, "aggregate.constant_length": length if mode == "constant" else 0}
+        return Outcome("mapped", fields)
 
     def shared_with_policy(self, row: Row, value: Any, keys: Keys) -> Outcome:
-        """A setting that the critic has of its own: one loop updates both here, with the same batches."""
-        shared = {self.update: "mini-batch", self.policy_epochs: "epochs", f"{self.policy}{self.mean}": "aggregation"}
-        policy, noun = next((key, noun) for key, noun in shared.items() if key.endswith(f".{row.name}"))
+        """A setting of the critic that is the policy's here, because one loop updates both with the same batches."""
+        policy = f"{self.policy}{row.name}"
         if value is None or value == keys[policy]:
-            return Outcome("no effect", reason=f"the critic has the policy's {noun}, as there")
-        return Outcome("changed", {}, f"{value} for the critic there; here it has the policy's {noun}: {keys[policy]}")
+            return Outcome("no effect", reason=f"the critic has the value of {policy}, as there")
+        return Outcome("changed", {}, f"{value} for the critic there; here it has that of {policy}: {keys[policy]}")
 
 
 def divisors(number: int) -> list[int]:
@@ -309,11 +321,11 @@ def divisors(number: int) -> list[int]:
 
 
 def kl_estimator(kind: str) -> tuple[str, str]:
-    """Returns our name of a KL estimator, and what differs in the loss; ("", why) if there is none."""
-    # veRL's straight-through estimators have the value of another estimator and the gradient of k2.
+    """Returns the name of a KL estimator in jaxrl_llm and the difference; ("", reason) if it has none."""
+    # veRL's straight-through estimators, such as k3+, have the value of k3 and the gradient of k2.
     if kind.endswith("+"):
         return "k2", f"{kind} has the value of {kind[:-1]} and the gradient of k2; here it is k2"
-    # k1 in a loss has the gradient of log p, whose mean over samples is 0.
+    # The gradient of k1 in a loss is that of log p, whose mean over samples is 0.
     if kind in KL and KL[kind] == "k1":
         return "k2", f"{kind} is k1, whose gradient in the loss has mean zero; k2 has that of the KL"
     return (KL[kind], "") if kind in KL else ("", f"there is no KL estimator {kind!r}: k1, k2 and k3")
@@ -321,12 +333,13 @@ def kl_estimator(kind: str) -> tuple[str, str]:
 
 def unknown_steps(product: str) -> Outcome:
     """Returns the steps of a file that counts passes over its data. product: formula for the number of steps."""
-    why = f"{product} (or give --rows); 100 is a placeholder"
-    return Outcome("changed", {"num_steps": 100}, "counts passes over the data, here steps", unknown={"num_steps": why})
+    reason = f"{product} (or give --rows); 100 is a placeholder"
+    fields = {"num_steps": 100}
+    return Outcome("changed", fields, "counts passes over the data, here steps", unknown={"num_steps": reason})
 
 
 def warmup_ratio(row: Row, value: Any, keys: Keys) -> Outcome:
-    """A warm-up as a share of the run, which a number of steps replaces."""
+    """A warm-up as a share of the run. If its number of steps is set, the share has no effect."""
     steps = f"{row.section}lr_warmup_steps"
     if int(keys[steps] or 0) > 0:
         return Outcome("no effect", reason=f"{steps} is set")
@@ -334,13 +347,13 @@ def warmup_ratio(row: Row, value: Any, keys: Keys) -> Outcome:
 
 
 def decay(row: Row, value: Any, keys: Keys) -> Outcome:
-    """The schedule after the warm-up."""
+    """The schedule of the learning rate after the warm-up."""
     section = row.our_section
     if value in (None, "constant"):
         return Outcome("mapped", {f"{section}.decay": "constant", f"{section}.end": 0.0})
     if value not in ("cosine", "linear"):
         return not_here(f"{section}.decay", f"there is constant, linear and cosine, not {value}")
-    # Only the cosine has a lowest rate there.
+    # In veRL only the cosine has a lowest rate.
     share = float(keys[f"{row.section}min_lr_ratio"] or 0) if value == "cosine" else 0.0
     return Outcome("mapped", {f"{section}.decay": value, f"{section}.end": _lowest_rate(row, share, keys)})
 
@@ -350,7 +363,7 @@ def _lowest_rate(row: Row, share: float, keys: Keys) -> float:
 
 
 def lowest(row: Row, value: Any, keys: Keys) -> Outcome:
-    """The share of the rate at the end of a cosine decay."""
+    """The share of the learning rate at the end of a cosine decay."""
     if keys[f"{row.section}lr_scheduler_type"] != "cosine":
         return Outcome("no effect", reason="only a cosine has a lowest rate")
     return Outcome("mapped", {row.field: _lowest_rate(row, float(value or 0), keys)})
@@ -401,7 +414,7 @@ def evaluates(value: Any, keys: Keys) -> Outcome:
 
 
 def loggers(value: Any, keys: Keys) -> Outcome:
-    """Where the numbers of a run go, with the project of those that have one."""
+    """Loggers of a run, with the name of the project."""
     logged = keys.explicit.get("trainer.logger") or []
     project = str(keys.explicit.get("trainer.project_name") or "translated")
     return ours.loggers(logged if isinstance(logged, list) else [logged], project)
@@ -417,7 +430,7 @@ def model(value: Any, keys: Keys) -> Outcome:
 
 
 def dtype(value: Any, keys: Keys) -> Outcome:
-    """The dtype in which the model is computed."""
+    """The dtype of the model's activations."""
     low = value in ("bfloat16", "bf16", "float16", "fp16")
     reason = "of activations; parameters and the optimizer are float32 there and here"
     return Outcome("changed", {"model.dtype": "bfloat16" if low else "float32"}, reason)
@@ -427,7 +440,7 @@ OWN_CONFIG = "the defaults here are those of ppo_trainer.yaml"
 
 
 def config_file(row: Row, value: Any, keys: Keys) -> Outcome:
-    """The files that a command or a file is made of. If one is there, its keys stand in its place."""
+    """Other files whose keys a file includes. If such a file is found, its keys have replaced this one."""
     listed = value if isinstance(value, list) else [value]
     absent = [str(name) for name in listed if name and not VERL_FILES.fullmatch(str(name).removesuffix(".yaml"))]
     if not absent:
@@ -437,21 +450,21 @@ def config_file(row: Row, value: Any, keys: Keys) -> Outcome:
 
 
 def top_k(value: Any, keys: Keys) -> Outcome:
-    """The most likely tokens to sample from; -1 and 0: all."""
-    # vLLM's -1, and Hugging Face's 0, both mean all tokens.
+    """Number of the most likely tokens to sample from; -1 and 0 mean all."""
+    # All tokens are -1 in vLLM, and 0 in transformers.
     count = max(int(value or 0), 0)
     return Outcome("changed" if count else "mapped", {"rollout.top_k": count}, SCORED * bool(count))
 
 
 def top_p(value: Any, keys: Keys) -> Outcome:
-    """The probability of the tokens to sample from."""
+    """Probability of the most likely tokens to sample from."""
     return Outcome("changed" if value < 1 else "mapped", {"rollout.top_p": float(value)}, SCORED * (value < 1))
 
 
 def unknown_reward(row: Row, value: Any, keys: Keys) -> Outcome:
-    """A key that the trainer does not have, in a section that decides what is rewarded."""
-    why = "the trainer has no such key, and its section decides what is rewarded"
-    return Outcome("unsupported", reason=why, unknown=dict.fromkeys(row.fields.split(), why))
+    """An unknown key of a section that decides what is rewarded."""
+    reason = "the trainer has no such key, and its section decides what is rewarded"
+    return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(row.fields.split(), reason))
 
 
 def checkpointing(value: Any, keys: Keys) -> Outcome:
@@ -460,29 +473,29 @@ def checkpointing(value: Any, keys: Keys) -> Outcome:
 
 
 def rows_of(section: str, convert: str, value: Any) -> Outcome:
-    """Returns what data files become: a path, or a list. Several files to train on are a mixture."""
-    listed = [str(file) for file in value] if isinstance(value, list) else [str(value)]
-    # One evaluation set decides which checkpoint is best, and only the user knows which.
-    if len(listed) > 1 and section == "data":
-        return mixture(listed, convert)
-    fields = {f"{section}.source": listed[0], f"{section}.convert": convert}
-    if len(listed) > 1:
-        why = f"the one that decides, or a pattern; others are eval.extra_sets: {', '.join(listed)}"
-        return Outcome("changed", fields, f"the first of {len(listed)} files", unknown={f"{section}.source": why})
+    """Returns the source fields of one data file or of several; several files to train on are a mixture."""
+    files = [str(file) for file in value] if isinstance(value, list) else [str(value)]
+    # One evaluation set decides which checkpoint is best, and only the user knows which set.
+    if len(files) > 1 and section == "data":
+        return mixture(files, convert)
+    fields = {f"{section}.source": files[0], f"{section}.convert": convert}
+    if len(files) > 1:
+        task = f"the one that decides, or a pattern; others are eval.extra_sets: {', '.join(files)}"
+        return Outcome("changed", fields, f"the first of {len(files)} files", unknown={f"{section}.source": task})
     return Outcome("mapped", fields)
 
 
 def mixture(sources: list[str], convert: str) -> Outcome:
-    """Returns what several files become: sources that are drawn from by weight."""
+    """Returns a mixture of several files, from which rows are drawn by weight."""
     parts: dict[str, dict[str, Any]] = {}
     for source in sources:
-        # The name of a file, with as many of its folders as tell it from the others: math_train.
+        # The name of a file with as many of its folders as make it unique, such as math_train.
         words = [re.sub(r"\W+", "_", word).strip("_") for word in source.rpartition(".")[0].split("/")]
         names = ["_".join(filter(None, words[-size:])) for size in range(1, len(words) + 1)]
         free = [name for name in names if name.isidentifier() and name not in parts]
         name = free[0] if free else f"source_{len(parts)}"
         parts[name] = dict(source=source, convert=convert, weight=1.0)
-    why = f"the weight of each of {', '.join(parts)}: the number of its rows, to draw them as often as there"
+    task = f"the weight of each of {', '.join(parts)}: the number of its rows, to draw them as often as there"
     reason = "joins the rows of the files there; here each source has a weight"
     fields = {"data.source": "", "data.convert": "", "data.mixture": parts}
-    return Outcome("changed", fields, reason, unknown={"data.mixture": why})
+    return Outcome("changed", fields, reason, unknown={"data.mixture": task})

@@ -1,4 +1,4 @@
-"""Recognizes runs of other trainers with images, and translates the keys about images."""
+"""Recognizes runs with images of other trainers, and has the rules of their keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from jaxrl_llm.tools.translate.documents import flat
+from jaxrl_llm.tools.translate.documents import flatten_sections
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule
 from jaxrl_llm.tools.translate.table import Row
 
@@ -20,8 +20,9 @@ MODELS = (
     "trainer.model",
 )
 ROWS = ("data.train_files", "data.val_files", "dataset_name", "trainer.train_dataset")
-SWITCHES = ("freeze_vision_tower", "limit_images", "image_dir")  # the last parts of keys that a run of text leaves off
-# Names of the families that the package may have, by their module in models/. Those with experts first.
+# Last parts of keys that a run without images leaves off.
+SWITCHES = ("freeze_vision_tower", "limit_images", "image_dir")
+# {module in models/: pattern of the names of its models}. Families with experts come first.
 FAMILIES = {
     "qwen3_vl_moe": r"qwen[-_]?3[-_]?vl.*a\d+b",
     "qwen3_vl": r"qwen[-_]?3[-_]?vl",
@@ -41,12 +42,13 @@ IMAGE_ROWS = re.compile(
 )
 SOUND_MODEL = re.compile(r"omni|minicpm-o", re.IGNORECASE)
 OTHER_ROWS = re.compile(r"video|audio|(?<![a-z])avqa", re.IGNORECASE)
-LIMIT = "the engine refuses a prompt with more images there; here a prompt has all images of its row, and none is cut"
+LIMIT = "the engine refuses a prompt with more images; here a prompt has all images of its row"
 SAME_PIXELS = "of the engine alone; here sampler and learner see the same pixels: data.min_pixels and data.max_pixels"
 NONE = "of images, and this run has none"
 PROCESSOR = "write it into the model's preprocessor_config.json"
 SOUND = "of video or audio, which no model here reads"
-PIXELS = {  # of an image processor
+# {argument of an image processor: field}
+PIXELS = {
     "min_pixels": "data.min_pixels",
     "max_pixels": "data.max_pixels",
     "size.shortest_edge": "data.min_pixels",
@@ -55,23 +57,23 @@ PIXELS = {  # of an image processor
 
 
 def family_of(model: str) -> str:
-    """Returns the family of a model that reads images, by its name; "other" if it is none of FAMILIES, "" if none."""
-    listed = [family for family, pattern in FAMILIES.items() if re.search(pattern, model, re.IGNORECASE)]
-    return listed[0] if listed else "other" if OTHER_MODEL.search(model) else ""
+    """Returns the family in the name of a model that reads images; "other" if unknown, "" for a model of text."""
+    matching = [family for family, pattern in FAMILIES.items() if re.search(pattern, model, re.IGNORECASE)]
+    return matching[0] if matching else "other" if OTHER_MODEL.search(model) else ""
 
 
 def readable() -> list[str]:
-    """Returns the families that the package has."""
+    """Returns the families of models with images that jaxrl_llm has."""
     return sorted(family for family in FAMILIES if find_spec(f"jaxrl_llm.models.{family}"))
 
 
 def unreadable(model: str) -> bool:
-    """Whether a model reads images in a way that no model here does."""
+    """Whether a model reads images, and jaxrl_llm does not have its family."""
     return family_of(model) not in ("", *readable())
 
 
-def evidence(values: Mapping[str, Any]) -> str:
-    """Returns the key and value that show that a run has images; "": it is a run of text."""
+def image_evidence(values: Mapping[str, Any]) -> str:
+    """Returns the key and value that show that a run has images; "" for a run of text."""
 
     def shows(key: str, value: Any) -> Any:
         if key in MODELS:
@@ -81,22 +83,22 @@ def evidence(values: Mapping[str, Any]) -> str:
         is_switch = key.rpartition(".")[2] in SWITCHES or "limit_mm_per_prompt" in key
         return is_switch and value not in (None, False, 0, "", "null")
 
-    # The keys of models first: a model's name shows it better than a data set's.
+    # The keys of models come first, because the name of a model is the stronger evidence.
     ordered = sorted(values.items(), key=lambda pair: pair[0] not in MODELS)
     return next((f"{key} = {value}" for key, value in ordered if shows(key, value)), "")
 
 
 def refusal(values: Mapping[str, Any]) -> str:
-    """Returns why no model here can make the run; "": it can."""
+    """Returns why jaxrl_llm has no model for the run; "" if it has one."""
     for key in MODELS:
         if key in values and unreadable(str(values[key])):
-            return f"{key} = {values[key]} reads images, and the models with images here are {', '.join(readable())}"
+            return f"{key} = {values[key]} reads images, but jaxrl_llm only has {', '.join(readable())}"
     sounding = sound_evidence(values)
-    return f"this run has video or audio ({sounding}), which no model here reads" if sounding else ""
+    return f"this run has video or audio ({sounding}), which no model of jaxrl_llm reads" if sounding else ""
 
 
 def sound_evidence(values: Mapping[str, Any]) -> str:
-    """Returns the key and value that show that a run has video or audio; "": it has none."""
+    """Returns the key and value that show that a run has video or audio; "" if it has none."""
     patterns = dict.fromkeys(ROWS, OTHER_ROWS) | dict.fromkeys(MODELS, SOUND_MODEL)
     sounding = (
         f"{key} = {value}"
@@ -108,43 +110,43 @@ def sound_evidence(values: Mapping[str, Any]) -> str:
 
 
 def note(values: Mapping[str, Any]) -> str:
-    """Returns what a run with images needs, if the name of its model does not say that it reads some; "": nothing."""
-    shown = evidence(values)
-    if not shown or any(family_of(str(values[key])) for key in MODELS if key in values):
+    """Returns a note for a run with images whose model is not known to read images; "" for other runs."""
+    reason = image_evidence(values)
+    if not reason or any(family_of(str(values[key])) for key in MODELS if key in values):
         return ""
-    return f"this run has images ({shown}): model.path must be a model of {', '.join(readable())}"
+    return f"this run has images ({reason}): model.path must be a model of {', '.join(readable())}"
 
 
-def shown(keys: Keys) -> bool:
-    """Whether a run has images. It depends on the name of its model, if that is not in the file."""
-    is_shown = bool(evidence(keys.values))
+def has_images(keys: Keys) -> bool:
+    """Whether a run has images. If the file does not show it, the answer depends on the name of the model."""
+    is_shown = bool(image_evidence(keys.values))
     for key in () if is_shown else MODELS:
-        keys.explicit.ask(key)
+        keys.explicit.record_request(key)
     return is_shown
 
 
 def processor(row: Row, value: Any, keys: Keys) -> Outcome:
-    """Arguments of the image processor: all of them, or its sizes."""
-    arguments = flat({"size": value} if row.name == "size" else value or {})
+    """Arguments of the image processor, or only its sizes."""
+    arguments = flatten_sections({"size": value} if row.name == "size" else value or {})
     fields = {PIXELS[name]: int(x) for name, x in arguments.items() if name in PIXELS}
-    others = [name for name in arguments if name not in PIXELS]
-    if others:
-        return Outcome("unsupported", fields, f"{', '.join(others)}: {PROCESSOR}")
+    unknown_names = [name for name in arguments if name not in PIXELS]
+    if unknown_names:
+        return Outcome("unsupported", fields, f"{', '.join(unknown_names)}: {PROCESSOR}")
     return Outcome("mapped", fields) if fields else Outcome("no effect", reason="not set")
 
 
 def limit(value: Any, keys: Keys) -> Outcome:
-    """The most images of a prompt that the engine takes; 0: any number."""
+    """The largest number of images in a prompt that the engine accepts; 0 if unlimited."""
     return Outcome("changed", {}, LIMIT) if value else Outcome("mapped")
 
 
 def sound(value: Any, keys: Keys) -> Outcome:
-    """A key of video or audio: it does nothing in a run without them."""
+    """A key of video or audio, which has no effect in a run without them."""
     return Outcome("unsupported" if sound_evidence(keys.values) else "no effect", reason=SOUND)
 
 
 def tower(adapted: Callable[[Keys], bool], unread: str = "") -> Rule:
-    """Whether the vision tower is frozen. adapted: whether adapters learn alone; unread: said of True."""
+    """Returns the rule of a frozen vision tower. adapted: whether only adapters learn; unread: reason for True."""
 
     def rule(value: Any, keys: Keys) -> Outcome:
         if adapted(keys):
@@ -157,9 +159,9 @@ def tower(adapted: Callable[[Keys], bool], unread: str = "") -> Rule:
 
 
 def beside_tower(outcome: Outcome, targets: Any, excluded: Any, keys: Keys) -> Outcome:
-    """Says of adapters on all linear kernels that the tower has none here. excluded: modules that have none there."""
+    """Returns the outcome of adapters, changed if the vision tower has adapters too. excluded: modules without them."""
     everywhere = targets in ("all-linear", ["all-linear"])
-    if not everywhere or "visual" in str(excluded) or not shown(keys):
+    if not everywhere or "visual" in str(excluded) or not has_images(keys):
         return outcome
     reason = "; ".join(filter(None, [outcome.reason, "also on the vision tower there; here on layers for text alone"]))
     return replace(outcome, kind="changed", reason=reason)

@@ -1,7 +1,7 @@
-"""Follows a Python script along its syntax tree, and knows what its names hold. It is never run.
+"""Follows the syntax tree of a Python script, and keeps what its names hold. The script is never run.
 
-A value is a literal, a list or dict of values, an `Item`, or `Unread` for all else. An `Item` is an object that may
-reach a trainer. It remembers each call and assignment that touches it and that no table knows: none is lost.
+A value is a literal, a list or dict of values, an `Item`, or else `Unread`. An `Item` is an object that may reach a
+trainer. It records each unknown call and assignment that may change it, so that none is lost.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from jaxrl_llm.tools.translate.arguments import OPERATORS
 from jaxrl_llm.tools.translate.outcome import Unread
 
 
-def words(text: str) -> set[str]:
+def word_set(text: str) -> set[str]:
     return set(text.split())
 
 
-# Packages whose functions are known by their names. A name without a package is one that the script does not set.
-KNOWN = words("trl peft transformers datasets unsloth torch accelerate open_r1 copy argparse dataclasses")
-QUIET_PACKAGES = words("logging logger wandb os json sys time random warnings mlflow swanlab pprint rich")
-PATCHED = ("trl", "transformers", "peft", "unsloth", "open_r1")  # packages whose classes a script may change
-QUIET_ATTRIBUTES = words("use_cache pad_token pad_token_id padding_side truncation_side bos_token_id model_parallel")
+# Packages whose functions are known by their names. A name without a package is a name that the script never sets.
+KNOWN = word_set("trl peft transformers datasets unsloth torch accelerate open_r1 copy argparse dataclasses")
+QUIET_PACKAGES = word_set("logging logger wandb os json sys time random warnings mlflow swanlab pprint rich")
+# Packages whose classes a script may change.
+PATCHED = ("trl", "transformers", "peft", "unsloth", "open_r1")
+QUIET_ATTRIBUTES = word_set("use_cache pad_token pad_token_id padding_side truncation_side bos_token_id model_parallel")
 COMPUTED: dict[type, Callable[..., Any]] = {
     **OPERATORS, ast.USub: operator.neg, ast.Not: operator.not_,
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not,
@@ -36,13 +37,14 @@ COMPUTED: dict[type, Callable[..., Any]] = {
 
 
 @dataclass(eq=False)
-class Item:
+class ScriptObject:
     """An object of a script.
 
     kind: "config", "trainer", "model", "rows", "tokenizer", "adapter", "object" of a class of the script, "class",
-    "function", "parser", "name" of an import, or "part" of another item: who changes it changes that one. value: where
-    it is from; of a part the whole. keys: its arguments. steps: {call: where it stands}. node: its definition or call;
-    of a name whether it is of a package that no table knows.
+    "function", "parser", "name" of an import, or "part" of another item, which changes with its part.
+    value: source of the object, such as the path of a model; for a part its item. keys: {argument: value}.
+    steps: {unknown call that may change the object: its line}. node: definition or call of the object; for a name
+    whether its package is unknown.
     """
 
     kind: str
@@ -52,96 +54,93 @@ class Item:
     node: Any = None
 
 
-def short(node: ast.AST) -> str:
+def snippet(node: ast.AST) -> str:
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def where(node: ast.AST) -> str:
-    return f"line {getattr(node, 'lineno', 0)}: {short(node)}"
+def place_of(node: ast.AST) -> str:
+    return f"line {getattr(node, 'lineno', 0)}: {snippet(node)}"
 
 
-def known(value: Any) -> bool:
-    """Whether a value is a literal, with all that is in it."""
+def is_literal(value: Any) -> bool:
+    """Whether a value and all its elements are literals."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return not isinstance(value, Unread | Item) and all(known(part) for part in parts)
+    return not isinstance(value, Unread | ScriptObject) and all(is_literal(part) for part in parts)
 
 
-def blurred(values: list[Any], why: str) -> Any:
-    """Returns what a name holds that has one of several values."""
-    if all(value is values[0] or (known(value) and value == values[0]) for value in values):
+def merged_value(values: list[Any], reason: str) -> Any:
+    """Returns the value of a name that has one of several values. reason: line that decides which value."""
+    if all(value is values[0] or (is_literal(value) and value == values[0]) for value in values):
         return values[0]
-    kind = next((value.kind for value in values if isinstance(value, Item)), "")
-    return Item(kind, Unread(why), {}, {"if()": why}) if kind else Unread(why)
+    kind = next((value.kind for value in values if isinstance(value, ScriptObject)), "")
+    return ScriptObject(kind, Unread(reason), {}, {"if()": reason}) if kind else Unread(reason)
 
 
 class Interpreter(ABC):
-    """Follows statements in the order in which Python runs them. What a call means is left to who inherits from it."""
+    """Follows statements in the order in which Python runs them. A subclass says what calls mean."""
 
     def __init__(self) -> None:
         self.names: dict[str, Any] = {}
-        self.star = Item("name", "")  # the module all of whose names are imported
-        self.shared: set[str] = set()  # names that a function sets for the whole script
-        self.environment: dict[str, Any] = {}  # variables that the script sets
-        self.lost: list[str] = []  # lines that change what no object of the script holds
-        self.doubt = ""  # the condition of the branch or loop that is followed; "": it is reached for sure
+        self.star = ScriptObject("name", "")  # module of `from module import *`
+        self.shared: set[str] = set()  # names that a function declares global
+        self.environment: dict[str, Any] = {}  # environment variables that the script sets
+        self.lost: list[str] = []  # lines that change a class or module of another package
+        self.doubt = ""  # unknown condition of the block that is followed; "" if the block runs in any case
         self.returned: list[Any] = []
 
     @abstractmethod
     def call(self, node: ast.Call) -> Any:
-        """Returns what a call makes, or notes what it may do to the items that it gets."""
+        """Returns the value of a call, after recording what the call may do to its arguments."""
 
     @abstractmethod
-    def class_of(self, line: ast.ClassDef) -> Item:
-        """Returns a class of the script."""
+    def class_of(self, line: ast.ClassDef) -> ScriptObject:
+        """Returns the item of a class that the script defines."""
 
     def follow(self, body: Sequence[ast.AST], doubt: str = "") -> None:
-        before, self.doubt = self.doubt, doubt or self.doubt
+        outer_doubt, self.doubt = self.doubt, doubt or self.doubt
         for line in body:
             self.statement(line)
-        self.doubt = before
+        self.doubt = outer_doubt
 
     def statement(self, line: ast.AST) -> None:
         match line:
             case ast.Import() | ast.ImportFrom():
                 self.imported(line)
             case ast.FunctionDef(name=name):
-                self.bind(ast.Name(name), Item("function", f"__main__.{name}", node=line))
+                self.bind(ast.Name(name), ScriptObject("function", f"__main__.{name}", node=line))
             case ast.ClassDef(name=name):
                 self.bind(ast.Name(name), self.class_of(line))
-            case ast.Assign(targets=targets, value=value):
+            case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value):
                 result = self.value(value)
-                for target in targets:
+                for target in line.targets if isinstance(line, ast.Assign) else [line.target]:
                     self.bind(target, result)
-            case ast.AnnAssign(target=target, value=ast.expr() as value):
-                self.bind(target, self.value(value))
-            case ast.AugAssign(target=target, value=value):
-                self.touch([self.value(value)], "+=", line)
-                self.bind(target, Unread(where(line)))
             case ast.Return(value=value):
                 self.returned.append(self.value(value) if value else None)
             case ast.If(test=test, body=body, orelse=orelse):
                 holds = self.value(test)
                 main = ast.unparse(test) in ("__name__ == '__main__'", "TYPE_CHECKING")
-                if main or known(holds):
+                if main or is_literal(holds):
                     self.follow(body if main or holds else orelse)
                 else:
-                    self.follow(body, f"line {line.lineno}: if {short(test)}")
-                    self.follow(orelse, f"line {line.lineno}: if not {short(test)}")
+                    self.follow(body, f"line {line.lineno}: if {snippet(test)}")
+                    self.follow(orelse, f"line {line.lineno}: if not {snippet(test)}")
             case ast.For(target=target, iter=over):
                 source = self.value(over)
-                self.bind(target, source if isinstance(source, Item) else Unread(short(over)))
-                self.follow([*line.body, *line.orelse], f"line {line.lineno}: for {short(target)} in {short(over)}")
+                self.bind(target, source if isinstance(source, ScriptObject) else Unread(snippet(over)))
+                self.follow([*line.body, *line.orelse], f"line {line.lineno}: for {snippet(target)} in {snippet(over)}")
             case ast.Global(names=names) | ast.Nonlocal(names=names):
                 self.shared |= set(names)
-            case ast.Delete(targets=targets):
-                for target in targets:
-                    self.bind(target, Unread(where(line)))
+            case ast.AugAssign() | ast.Delete():
+                if isinstance(line, ast.AugAssign):
+                    self.record_change([self.value(line.value)], "+=", line)
+                for target in line.targets if isinstance(line, ast.Delete) else [line.target]:
+                    self.bind(target, Unread(place_of(line)))
             case _:
                 self.parts_of(line)
 
     def parts_of(self, line: ast.AST) -> None:
-        """Follows the expressions and blocks of any other statement. Those that may not run leave doubt."""
+        """Follows the expressions and blocks of any other statement. Blocks that may not run are in doubt."""
         sure = isinstance(line, ast.With | ast.Try)
         for part in ast.iter_child_nodes(line):
             match part:
@@ -152,71 +151,71 @@ class Interpreter(ABC):
                     if target:
                         self.bind(target, result)
                 case ast.ExceptHandler(body=body) | ast.match_case(body=body):
-                    self.follow(body, where(body[0]))
+                    self.follow(body, place_of(body[0]))
                 case ast.stmt():
-                    self.follow([part], "" if sure else where(line))
+                    self.follow([part], "" if sure else place_of(line))
 
     def imported(self, line: ast.Import | ast.ImportFrom) -> None:
-        # A module beside the script is no package, whatever its name is.
-        beside = isinstance(line, ast.ImportFrom) and line.level > 0
+        # A relative import is a module of the user, whatever its name is.
+        is_local = isinstance(line, ast.ImportFrom) and line.level > 0
         for alias in line.names:
             module = line.module if isinstance(line, ast.ImportFrom) else ""
             full = ".".join(filter(None, [module, alias.name]))
             package = full.split(".")[0]
-            foreign = beside or package not in KNOWN | QUIET_PACKAGES
+            foreign = is_local or package not in KNOWN | QUIET_PACKAGES
             if alias.name == "*" and not self.star.node:
-                self.star = Item("name", f"{module}.", node=foreign)
-            # `import a.b` sets the name a.
-            whole = isinstance(line, ast.Import) and not alias.asname
-            name = package if whole else alias.asname or alias.name
-            self.names[name] = Item("name", package if whole else full, node=foreign)
+                self.star = ScriptObject("name", f"{module}.", node=foreign)
+            # `import a.b` binds the name a.
+            binds_package = isinstance(line, ast.Import) and not alias.asname
+            name = package if binds_package else alias.asname or alias.name
+            self.names[name] = ScriptObject("name", package if binds_package else full, node=foreign)
 
     def bind(self, target: ast.expr, value: Any) -> None:
         match target:
             case ast.Name(id=name):
                 old = self.names.get(name, value)
-                self.names[name] = blurred([old, value], self.doubt) if self.doubt else value
+                self.names[name] = merged_value([old, value], self.doubt) if self.doubt else value
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 parts = value if isinstance(value, list) and len(value) == len(targets) else [value] * len(targets)
-                for each, part in zip(targets, parts, strict=True):
-                    self.bind(each, part)
+                for element_target, part in zip(targets, parts, strict=True):
+                    self.bind(element_target, part)
             case ast.Attribute(value=owner, attr=attribute):
                 self.assign(self.value(owner), attribute, value, target)
             case ast.Subscript(value=owner, slice=index):
                 self.assign(self.value(owner), self.value(index), value, target)
 
     def assign(self, owner: Any, name: Any, value: Any, target: ast.expr) -> None:
-        """Sets an attribute of an object, or an entry of a list or dict."""
+        """Sets an attribute of an object, or an entry of a list or dict, whose name or index is `name`."""
         value = Unread(self.doubt) if self.doubt else value
-        name = name if isinstance(name, str) and known(name) else f"**{short(target)}"
+        name = name if isinstance(name, str) and is_literal(name) else f"**{snippet(target)}"
         match owner:
-            case Item(kind="class", value=base) if base:  # a trainer or config of the script's own
-                owner.steps[f"{name}="] = where(target)
-            case Item(kind="config" | "object" | "adapter" | "class"):
+            case ScriptObject(kind="class", value=base) if base:  # a trainer or config that the script defines
+                owner.steps[f"{name}="] = place_of(target)
+            case ScriptObject(kind="config" | "object" | "adapter" | "class"):
                 owner.keys[name] = value
             case dict():
                 owner[name] = value
             case list():
-                owner[:] = [Unread(where(target))]
-            case Item(kind="name", value="os.environ"):
+                owner[:] = [Unread(place_of(target))]
+            case ScriptObject(kind="name", value="os.environ"):
                 self.environment[name] = value
-            case Item(kind="name") if owner.value.startswith(PATCHED):
-                self.lost.append(f"{where(target)} = ...")
+            case ScriptObject(kind="name") if owner.value.startswith(PATCHED):
+                self.lost.append(f"{place_of(target)} = ...")
             case _ if name not in QUIET_ATTRIBUTES:
-                self.touch([owner], f"{name}=" if name.isidentifier() else "entry=", target)
+                self.record_change([owner], f"{name}=" if name.isidentifier() else "entry=", target)
 
-    def touch(self, values: list[Any], name: str, node: ast.AST) -> list[Item]:
-        """Notes on all items among the values that something unknown happens to them. Returns the items."""
-        items: list[Item] = []
+    def record_change(self, values: list[Any], name: str, node: ast.AST) -> list[ScriptObject]:
+        """Records an unknown call or assignment in all items that it may change, and returns these items."""
+        items: list[ScriptObject] = []
         for value in values:
             if isinstance(value, list | dict):
-                items += self.touch(list(value.values() if isinstance(value, dict) else value), name, node)
-            item = value.value if isinstance(value, Item) and value.kind == "part" else value
-            if not isinstance(item, Item) or item.kind in ("name", "function", "class", "parser"):
+                items += self.record_change(list(value.values() if isinstance(value, dict) else value), name, node)
+            item = value.value if isinstance(value, ScriptObject) and value.kind == "part" else value
+            if not isinstance(item, ScriptObject) or item.kind in ("name", "function", "class", "parser"):
                 continue
             if item.kind == "object":
-                item.keys = {key: Unread(where(node)) for key in item.keys}
-            item.steps.setdefault(name, where(node))
+                item.keys = {key: Unread(place_of(node)) for key in item.keys}
+            item.steps.setdefault(name, place_of(node))
             items.append(item)
         return items
 
@@ -225,15 +224,15 @@ class Interpreter(ABC):
             case ast.Constant(value=value):
                 return value
             case ast.Name(id=name):
-                star = Item("name", "") if hasattr(builtins, name) else self.star
-                return self.names.get(name, Item("name", f"{star.value}{name}", node=star.node))
+                star = ScriptObject("name", "") if hasattr(builtins, name) else self.star
+                return self.names.get(name, ScriptObject("name", f"{star.value}{name}", node=star.node))
             case ast.List(elts=elements) | ast.Tuple(elts=elements) | ast.Set(elts=elements):
                 return self.elements(elements)
             case ast.Dict(keys=keys, values=parts):
                 result: dict[str, Any] = {}
                 for key, part in zip(keys, parts, strict=True):
                     name = self.value(key) if key else ""
-                    name = name if isinstance(name, str) and known(name) else f"**{short(node)}"
+                    name = name if isinstance(name, str) and is_literal(name) else f"**{snippet(node)}"
                     result |= {name: self.value(part)} if key else self.unpacked(part)
                 return result
             case ast.Attribute(value=owner):
@@ -242,30 +241,25 @@ class Interpreter(ABC):
                 return self.entry(self.value(owner), self.value(index), node)
             case ast.Call():
                 return self.call(node)
+            case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
+                return self.value(value)
             case ast.JoinedStr(values=parts):
                 texts = [self.value(part) for part in parts]
-                return "".join(map(str, texts)) if known(texts) else Unread(short(node))
+                return "".join(map(str, texts)) if is_literal(texts) else Unread(snippet(node))
             case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.BoolOp():
                 return self.computed(node)
-            case ast.IfExp(test=test, body=body, orelse=orelse):
-                holds = self.value(test)
-                if known(holds):
-                    return self.value(body if holds else orelse)
-                return blurred([self.value(body), self.value(orelse)], short(node))
             case ast.NamedExpr(target=target, value=value):
                 self.bind(target, result := self.value(value))
                 return result
-            case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
-                return self.value(value)
         # Any other expression, such as a comprehension, is followed only for its calls. A lambda is not followed,
         # because it may never run.
         for inside in [] if isinstance(node, ast.Lambda) else ast.walk(node):
             if isinstance(inside, ast.Call):
                 self.value(inside)
-        return Unread(short(node))
+        return Unread(snippet(node))
 
     def elements(self, nodes: list[ast.expr]) -> list[Any]:
-        """Returns the values of a list or of the arguments of a call. Those of an unknown *list are one."""
+        """Returns the values of a list or of the arguments of a call. An unknown *list is one value."""
         values: list[Any] = []
         for node in nodes:
             value = self.value(node.value if isinstance(node, ast.Starred) else node)
@@ -273,12 +267,12 @@ class Interpreter(ABC):
         return values
 
     def unpacked(self, node: ast.expr) -> dict[str, Any]:
-        """Returns the items of **node; of anything but a dict, itself under a name that no key has."""
+        """Returns the entries of **node. An unknown mapping becomes one unread entry, whose name is no key."""
         value = self.value(node)
-        return value if isinstance(value, dict) else {f"**{short(node)}": Unread(short(node))}
+        return value if isinstance(value, dict) else {f"**{snippet(node)}": Unread(snippet(node))}
 
     def arguments(self, node: ast.Call, positional: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Returns the arguments of a call by their names. Those without one are numbered."""
+        """Returns the arguments of a call by their names, or by numbers if they have no names."""
         values = self.elements(node.args)
         names = [*positional[: len(values)], *map(str, range(len(positional), len(values)))]
         arguments = dict(zip(names, values, strict=True))
@@ -287,33 +281,31 @@ class Interpreter(ABC):
         return arguments
 
     def attribute(self, owner: Any, node: ast.Attribute) -> Any:
-        if isinstance(owner, Item) and owner.kind == "name":
-            return Item("name", f"{owner.value}.{node.attr}", node=owner.node)
-        if isinstance(owner, Item) and node.attr in owner.keys:
+        if isinstance(owner, ScriptObject) and owner.kind == "name":
+            return ScriptObject("name", f"{owner.value}.{node.attr}", node=owner.node)
+        if isinstance(owner, ScriptObject) and node.attr in owner.keys:
             return owner.keys[node.attr]
         return self.part(owner, node)
 
     def part(self, owner: Any, node: ast.AST) -> Any:
-        """Returns an attribute of an object."""
-        whole = owner.value if isinstance(owner, Item) and owner.kind == "part" else owner
-        return Item("part", whole, node=node) if isinstance(whole, Item) else Unread(short(node))
+        """Returns a part of an item, such as an attribute of a model."""
+        if not isinstance(owner, ScriptObject):
+            return Unread(snippet(node))
+        return ScriptObject("part", owner.value if owner.kind == "part" else owner, node=node)
 
     def entry(self, owner: Any, index: Any, node: ast.Subscript) -> Any:
-        if isinstance(owner, list | dict) and known(index):
+        if isinstance(owner, list | dict) and is_literal(index):
             try:
                 return owner[index]
             except (KeyError, IndexError, TypeError):
                 pass
-        return owner if isinstance(owner, Item) and owner.kind == "part" else Unread(short(node))
+        return owner if isinstance(owner, ScriptObject) and owner.kind == "part" else Unread(snippet(node))
 
     def computed(self, node: ast.BinOp | ast.UnaryOp | ast.Compare | ast.BoolOp) -> Any:
-        """Returns the result of an operator on literals."""
+        """Returns the result of an operator; `Unread` if an operand is no literal."""
         values = [self.value(part) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
-        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot) and None in values:
-            # An object of the script is not None, whatever else it is.
-            values = ["" if isinstance(x, Item) and x.kind not in ("name", "part") else x for x in values]
-        if not known(values):
-            return Unread(short(node))
+        if not is_literal(values):
+            return Unread(snippet(node))
         try:
             match node:
                 case ast.BinOp(op=op) | ast.UnaryOp(op=op) | ast.Compare(ops=[op]):
@@ -323,4 +315,4 @@ class Interpreter(ABC):
                     return next((value for value in values if bool(value) == is_or), values[-1])
         except (KeyError, TypeError, ValueError, ArithmeticError):
             pass
-        return Unread(short(node))
+        return Unread(snippet(node))

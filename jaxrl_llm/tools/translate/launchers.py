@@ -1,4 +1,4 @@
-"""The programs that start the processes of a training: their flags as keys, and how many processes they are."""
+"""Launchers of training processes: their flags become keys, which say the number of processes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 from jaxrl_llm.tools.translate import arguments
 from jaxrl_llm.tools.translate.arguments import Value
-from jaxrl_llm.tools.translate.documents import beside, read_document
+from jaxrl_llm.tools.translate.documents import find_file, read_document
 from jaxrl_llm.tools.translate.outcome import Keys
 
 TORCH = ("accelerate", "torchrun", "deepspeed")
 MPI = ("mpirun", "mpiexec")
-# torch's launchers come first, because inside srun or mpirun they give the number of processes.
+# torch's launchers come first, because they decide the number of processes inside srun or mpirun.
 LAUNCHERS = (*TORCH, "srun", *MPI)
-# Keys that count all processes. The number of accelerate covers all machines.
+# Keys that count all processes. accelerate's number is for all machines together.
 TOTALS = ("accelerate.num_processes", "num_processes", "world_size", *(f"{name}.np" for name in MPI), "srun.ntasks")
-# Keys whose product counts them: the processes of a machine, and the machines.
+# {launcher: key of the processes of a machine, key of the machines}
 PRODUCTS = {
     "srun": ("srun.ntasks_per_node", "srun.nodes"),
     "torchrun": ("torchrun.nproc_per_node", "torchrun.nnodes"),
     "deepspeed": ("deepspeed.num_gpus", "deepspeed.num_nodes"),
 }
 COUNTS = {*TOTALS, *(key for pair in PRODUCTS.values() for key in pair), "deepspeed.include"}
-# The options that count processes, as the launchers also spell them: -n 4, -n4, -np 4.
+# {launcher: {short option that counts processes: long option}}
 SHORT = {"srun": {"n": "ntasks", "N": "nodes"}} | {name: {"n": "np", "np": "np", "c": "np"} for name in MPI}
 DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(.*)", re.MULTILINE)
 
@@ -51,11 +51,11 @@ def flags(
         return {}
     keys, inherited, names = _numbers(launcher, values), {}, ()
     if launcher == "accelerate" and isinstance(name := keys.get("config_file"), str):
-        file = beside(path, name, files)
+        file = find_file(path, name, files)
         keys["config_file"] = name if file else None
         inherited, names = read_document(*file).values if file else {}, ("num_processes", "num_machines")
     if launcher == "srun":
-        # srun inherits nodes and tasks from the #SBATCH lines. A number of tasks of its own replaces all of theirs.
+        # srun inherits nodes and tasks from the #SBATCH lines, but a number of tasks of its own replaces both.
         names = ("nodes",) if any(key.startswith("ntasks") for key in keys) else ("nodes", "nt")
         inherited = _numbers(launcher, allocated)
     inherited = {key: value for key, value in inherited.items() if key.startswith(names)}
@@ -63,38 +63,38 @@ def flags(
 
 
 def _numbers(launcher: str, values: Sequence[Value]) -> dict[str, Any]:
-    """Returns the flags of a launcher, each with the one word after it."""
+    """Returns the flags of a launcher. A flag has the one word after it as its value."""
     options, _ = arguments.flags([_long(launcher, value) for value in values])
     first = {key: value[0] if isinstance(value, list) else value for key, value in options.items()}
-    # YAML would take torchrun's 1:4 for a number.
+    # YAML would read torchrun's 1:4 as a number.
     return {key: arguments.value_of(x, lambda text: int(text) if text.isdigit() else text) for key, x in first.items()}
 
 
 def _long(launcher: str, value: Value) -> Value:
-    """Returns a short option as a long one: --ntasks=4 for -n4 of srun."""
+    """Returns a short option in its long form, such as --ntasks=4 for srun's -n4."""
     match = re.fullmatch(r"--?([A-Za-z]+)=?(\d*)", value.text)
     name = SHORT.get(launcher, {}).get(match[1]) if match else None
     return Value(f"--{name}={match[2]}".rstrip("="), value.places) if match and name else value
 
 
 def count(keys: Keys) -> int:
-    """Returns the processes that the file starts; 0: it does not say."""
+    """Returns the number of processes that the file starts; 0 if the file does not say it."""
     explicit = keys.explicit
     present = explicit.keys() | keys.unread
     if total := next((explicit[key] for key in TOTALS if key in present and explicit.get(key)), 0):
         return int(total) if str(total).isdigit() else 0
     launcher = next((name for name in PRODUCTS if any(key.startswith(f"{name}.") for key in present)), "")
     per_machine, machines = PRODUCTS.get(launcher, ("", ""))
-    # Tasks are the total, whatever the nodes are. Another option, as --ntasks-per-gpu, needs the cluster to count.
+    # Only the cluster knows the total of options such as --ntasks-per-gpu.
     if any(key.startswith("srun.nt") and key != per_machine for key in present):
         return 0
-    # All GPUs of a machine, or those that it lists: worker-0:0,1@worker-1:0,1.
+    # deepspeed takes all GPUs of a machine, or a list such as worker-0:0,1@worker-1:0,1.
     if launcher == "deepspeed" and per_machine not in present:
-        listed = str(explicit.get("deepspeed.include", ""))
-        return sum(len(part.partition(":")[2].split(",")) for part in listed.split("@") if ":" in part)
+        included = str(explicit.get("deepspeed.include", ""))
+        return sum(len(part.partition(":")[2].split(",")) for part in included.split("@") if ":" in part)
     # srun runs one task on each node if their number is not set.
     if not launcher or (launcher == "srun" and present.isdisjoint((per_machine, machines))):
         return 0
-    # A number that is not known is no number: then the file does not say how many there are.
+    # If one factor is unknown, the file does not say the product.
     counts = [explicit.get(key, 0 if key in keys.unread else 1) for key in (per_machine, machines)]
     return math.prod(counts) if all(isinstance(number, int) for number in counts) else 0

@@ -15,7 +15,8 @@ from jaxrl_llm.recipe.missing import collected
 from jaxrl_llm.structs import Config, Sizes
 from jaxrl_llm.tools.translate import ours
 
-STAND_INS = {  # for what the user must complete, so that all the rest is checked
+# Values for fields that the user must complete, so that all other fields can be checked.
+STAND_INS = {
     "data.source": "arithmetic.train",
     "eval.source": "arithmetic.held_out",
     "data.convert": "",
@@ -29,14 +30,14 @@ STAND_INS = {  # for what the user must complete, so that all the rest is checke
 OF_PAIRS = {"data.source": "arithmetic.pairs", "eval.source": "arithmetic.pairs"}
 
 
-class Linted(NamedTuple):
+class LintResult(NamedTuple):
     """What the checks and the rules say."""
 
     sizes: Sizes | None
-    refused: str  # the first problem of the checks; "": none
+    refused: str  # first problem of the checks; "" if they pass
     findings: list[Finding]
-    blind: dict[str, str]  # {rule that could not look: why}
-    missing: list[str]  # what the run needs and this machine does not have
+    blind: dict[str, str]  # {rule that could not be applied: reason}
+    missing: list[str]  # packages and files that the run needs and this machine does not have
 
 
 def load_text(text: str) -> Config:
@@ -48,29 +49,29 @@ def load_text(text: str) -> Config:
         return load(path)
 
 
-def lint(config: Config, yours: set[str]) -> Linted:
+def lint(config: Config, tasks: set[str]) -> LintResult:
     """Checks a config. Fields in `yours` have a stand-in meanwhile."""
     fields = flatten(config)
-    pairs = "data.rejected_column" in fields  # of `sft`, whose rows are others, and have no mixture
-    stand_ins = STAND_INS | (OF_PAIRS if pairs else {})
-    for name in yours & stand_ins.keys():
+    is_of_pairs = "data.rejected_column" in fields
+    stand_ins = STAND_INS | (OF_PAIRS if is_of_pairs else {})
+    for name in tasks & stand_ins.keys():
         section, field = name.split(".")
         if config[section] is not None:
             config[section][field] = stand_ins[name]
-    # One stand-in has one weight, whatever number of functions the file has.
-    if "reward.functions" in yours:
+    # The stand-in is one function, so the section has one weight.
+    if "reward.functions" in tasks:
         config.reward.weights = (1.0,)
-    # Locked, as `jaxrl train` gets it: a field that does not exist is an error.
+    # The config is locked as in `jaxrl train`, so that an unknown field is an error.
     config.lock()
-    # A package that is not installed here changes nothing of a translation.
+    # A package that is not installed is collected, because a translation does not depend on it.
     with collected() as missing:
         try:
             recipe = recipes.read_either(config)
         except UserError as error:
-            return Linted(None, str(error), [], {}, missing)
+            return LintResult(None, str(error), [], {}, missing)
     try:
-        width, wrong = None if "model.path" in yours else advice.width_of(recipe), {}
+        width, wrong = None if "model.path" in tasks else advice.width_of(recipe), {}
     except UserError as error:
         width, wrong = None, {"learning_rate": str(error)}
     judged = advice.RunSettings(recipe, width)
-    return Linted(recipe.sizes, "", advice.findings(judged), advice.blind(judged) | wrong, missing)
+    return LintResult(recipe.sizes, "", advice.findings(judged), advice.blind(judged) | wrong, missing)

@@ -1,4 +1,4 @@
-"""The names of this package that names of other trainers become: rewards, data formats and adapters."""
+"""What rewards, data sets, adapters and loggers of other trainers become in jaxrl_llm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ SEARCH = "search.exact_match"
 # ANCHORED and AFTER_THOUGHT also read "The final answer is $5$" without a box, as TRL's rewards do.
 ANCHORED = "math.accuracy(anchors=True)"
 AFTER_THOUGHT = "math.accuracy(after='</think>', anchors=True)"
-STAND_IN = "arithmetic.accuracy"  # for a reward function of the user, while the rest of a config is checked
+# Reward function that replaces one of the user while the other fields of a config are checked.
+STAND_IN = "arithmetic.accuracy"
 # Reward functions of TRL and open-r1, by the names that their command lines and scripts use.
 REWARDS = {
     "accuracy": ANCHORED,
@@ -24,14 +25,16 @@ REWARDS = {
     "think_format_reward": "format.think",
     "format": "format.think_answer",
 }
-REGISTRIES = ("trl", "open_r1")  # packages whose functions have these names
-SOLUTION_REWARDS = ("accuracy", "accuracy_reward", "reasoning_accuracy_reward")  # these read the column "solution"
-EASYR1_REWARDS = {"math.py": "easyr1.math", "r1v.py": "easyr1.r1v"}  # the files of its examples that have a counterpart
-
-EASYR1_SCORES = {"math": "easyr1.math", "r1v": "easyr1.r1v"}  # built into EasyR1 of spring 2025
-# Parts of the names of veRL's files, with the function of their data_source.
+# Packages whose functions have the names of REWARDS.
+REGISTRIES = ("trl", "open_r1")
+# Reward functions that read the column "solution".
+SOLUTION_REWARDS = ("accuracy", "accuracy_reward", "reasoning_accuracy_reward")
+# Reward files of EasyR1's examples, and the rewards that were built into EasyR1 in spring 2025.
+EASYR1_REWARDS = {"math.py": "easyr1.math", "r1v.py": "easyr1.r1v"}
+EASYR1_SCORES = {"math": "easyr1.math", "r1v": "easyr1.r1v"}
+# {part of the name of a data file of veRL: reward function of its data_source}
 DATA_SOURCES = {"gsm8k": "gsm8k.accuracy", "geo3k": "easyr1.math", "geometry3k": "easyr1.math"}
-PARQUET = "verl.convert"  # rows of veRL: prompt, reward_model.ground_truth
+PARQUET = "verl.convert"  # converts the columns prompt and reward_model.ground_truth of veRL
 SEARCH_R1_ROWS = "search_r1.convert"
 NO_EVALUATION = {"eval": None, "checkpoint.keep_best": 0}
 LOGGERS = ("mlflow", "tensorboard", "trackio", "wandb")
@@ -39,21 +42,20 @@ FILES = (".parquet", ".json", ".jsonl", ".csv")
 
 
 def rewards(names: list[str], weights: list[float] | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the reward fields for functions by their names in TRL, and the fields that the user must complete.
+    """Returns the reward fields for functions of TRL, and {field: task} of fields that the user must complete.
 
-    A name with dots, such as mymod.rewards.good, stays as it is.
+    names: names of the functions; a name with dots, such as mymod.rewards.good, stays as it is.
     """
-    # A function of the script, or of another package, is the user's, whatever its name is.
+    # A function of the script or of another package belongs to the user, whatever its name is.
     registered = {name: name.rpartition(".")[2] for name in names if name.split(".")[0] in (name, *REGISTRIES)}
-    known = {name: short for name, short in registered.items() if short in REWARDS}
+    known_names = {name: REWARDS[short] for name, short in registered.items() if short in REWARDS}
     names = [name.removeprefix("__main__.") for name in names]
-    functions = tuple(
-        REWARDS[known[name]] if name in known else name if "." in name else f"my_rewards.{name}" for name in names
-    )
+    own_names = {name: name if "." in name else f"my_rewards.{name}" for name in names}
+    functions = tuple((own_names | known_names)[name] for name in names)
     fields = reward_fields(functions, weights)
-    if not set(known.values()).isdisjoint(SOLUTION_REWARDS):
+    if not {registered[name] for name in known_names}.isdisjoint(SOLUTION_REWARDS):
         fields["data.answer_column"] = "solution"
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in known_names]
     if not unknown:
         return fields, {}
     alone = [name for name in unknown if "." not in name]
@@ -65,7 +67,7 @@ def rewards(names: list[str], weights: list[float] | None) -> tuple[dict[str, An
 
 
 def reward_fields(functions: tuple[str, ...], weights: list[float] | None = None) -> dict[str, Any]:
-    """Returns the reward fields for functions by our names."""
+    """Returns the reward fields for functions of jaxrl_llm."""
     return {
         "reward.functions": functions,
         "reward.weights": tuple(map(float, weights)) if weights else (1.0,) * len(functions),
@@ -74,7 +76,7 @@ def reward_fields(functions: tuple[str, ...], weights: list[float] | None = None
 
 
 def reward_model(path: str, reason: str) -> Outcome:
-    """Returns what a reward model becomes. reason: difference from the other trainer."""
+    """Returns the outcome of a reward model. reason: difference from the other trainer."""
     fields = {"reward_model.path": path, "reward_model.weight": 1.0}
     return Outcome(
         "changed", fields, f"{reason}; its tokenizer must number the policy's tokens alike (docs/rewards.md)"
@@ -82,18 +84,18 @@ def reward_model(path: str, reason: str) -> Outcome:
 
 
 def custom_reward(path: str, function: str, arguments: Mapping[str, Any]) -> Outcome:
-    """Returns what a reward function in a file of veRL or EasyR1 becomes: it runs as it is, but must be found."""
-    listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    call = f"my_rewards.{function}({listed})" if listed else f"my_rewards.{function}"
-    why = f"copy {path} to my_rewards.py beside this file; its signature is taken here too (docs/rewards.md)"
-    yours = {"reward.functions": why, "eval.function": "as above"}
-    return Outcome("changed", reward_fields((call,)), f"{path} is not read", yours)
+    """Returns the outcome of a reward function in a file of veRL or EasyR1, which runs unchanged as my_rewards.py."""
+    arguments_text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    call = f"my_rewards.{function}({arguments_text})" if arguments_text else f"my_rewards.{function}"
+    task = f"copy {path} to my_rewards.py beside this file; its signature is taken here too (docs/rewards.md)"
+    tasks = {"reward.functions": task, "eval.function": "as above"}
+    return Outcome("changed", reward_fields((call,)), f"{path} is not read", tasks)
 
 
 def by_data_source(files: Any) -> Outcome:
-    """Returns veRL's own reward, which the column data_source of the rows selects. files: files of training data."""
+    """Returns the outcome of veRL's own reward, which the column data_source selects. files: files of training data."""
     names = [str(file).lower() for file in (files if isinstance(files, list) else [files])]
-    # The rows and their column data_source are not read here, so the name of the file stands for the column.
+    # The translator does not read the column data_source, so the name of the file stands for the column.
     for part, function in DATA_SOURCES.items():
         if all(part in name for name in names):
             reason = "data_source selects a function there, the config here"
@@ -104,7 +106,7 @@ def by_data_source(files: Any) -> Outcome:
 
 
 def easyr1_reward(path: str, function: str, arguments: Mapping[str, Any]) -> Outcome:
-    """Returns what the reward function of a file of EasyR1 becomes."""
+    """Returns the outcome of a reward function of EasyR1."""
     folder, _, file = path.rpartition("/")
     if file not in EASYR1_REWARDS or not folder.endswith(("reward_function", "score_function")):
         return custom_reward(path, function, arguments)
@@ -112,66 +114,68 @@ def easyr1_reward(path: str, function: str, arguments: Mapping[str, Any]) -> Out
 
 
 def dataset(section: str, name: str, split: str) -> Outcome:
-    """Returns what a file or a data set of the hub becomes; section: "data" or "eval".
+    """Returns the outcome of a data file or a data set of the hub. section: "data" or "eval".
 
-    name: name of the file or data set; a data set may have its own split, as owner/name:configuration@split.
+    name: name of the file or data set, which may have its own split, as in owner/name:configuration@split.
     """
     source, function = f"{section}.source", f"{section}.convert"
     if name.endswith(FILES):
         return Outcome("mapped", {source: name, function: ""})
-    # hf download knows neither configurations nor splits.
+    # The command `hf download` knows neither configurations nor splits.
     owned = re.split("[:@]", name)[0]
     fetch = f"hf download {owned} --repo-type dataset --local-dir data/{owned.split('/')[-1]}, and name its files"
     needs = {} if find_spec("datasets") else {source: f"pip install 'jaxrl_llm[hub]', or {fetch}"}
     return Outcome("mapped", {source: name if "@" in name else f"{name}@{split}", function: ""}, "", needs)
 
 
-def column(field: str, value: str, usual: str) -> Outcome:
+def column(field: str, value: str, usual_name: str) -> Outcome:
     """Returns what the name of a column becomes. usual: the name that needs no field."""
-    if value == usual:
+    if value == usual_name:
         return Outcome("no effect", reason="the column has this name here too")
-    # A convert function would make the column itself, and the field do nothing.
+    # A convert function would make the column itself, so that the field would have no effect.
     return Outcome("mapped", {field: value, "data.convert": ""})
 
 
 def template(value: str) -> Outcome:
-    """Returns what a template around the question becomes."""
-    why = f"a copy of {value}, or the template itself"
-    return Outcome("mapped", {"data.format_prompt": value}, "", {"data.format_prompt": why})
+    """Returns the outcome of a template around the question."""
+    task = f"a copy of {value}, or the template itself"
+    return Outcome("mapped", {"data.format_prompt": value}, "", {"data.format_prompt": task})
 
 
 def adapter_targets(targets: Any) -> Outcome:
-    """Returns what the modules with an adapter become: "all-linear", names, or None for PEFT's own choice."""
+    """Returns the outcome of the modules with an adapter: "all-linear", names, or None for PEFT's own choice."""
     reason = ""
     if targets is None:
         targets, reason = ["q_proj", "v_proj"], "PEFT chooses the modules by the model's family; for most, these two"
     # The field is a pattern that is searched in a kernel's name. All linear kernels of our models end in _proj.
-    listed = targets.split(",") if isinstance(targets, str) else list(targets)
-    pattern = "_proj" if listed == ["all-linear"] else "|".join(name.strip(" ,") for name in listed)
-    # argparse keeps the comma of --lora_target_modules q_proj, v_proj.
-    if any("," in name for name in listed):
+    module_names = targets.split(",") if isinstance(targets, str) else list(targets)
+    pattern = "_proj" if module_names == ["all-linear"] else "|".join(name.strip(" ,") for name in module_names)
+    # argparse keeps the comma in `--lora_target_modules q_proj, v_proj`.
+    if any("," in name for name in module_names):
         reason = "PEFT has no module whose name ends with a comma; here the names are read without it"
     return Outcome("changed" if reason else "mapped", {"adapters.targets": pattern}, reason)
 
 
 def lora(rank: int, alpha: float, targets: Any) -> Outcome:
-    """Returns what an adapter becomes whose keys are of one section."""
+    """Returns the outcome of an adapter with its rank, alpha and modules."""
     outcome = adapter_targets(targets)
     fields = {"name": "lora", "rank": int(rank), "alpha": float(alpha), "rs": False, "base_dtype": "", "path": ""}
     return replace(outcome, fields=outcome.fields | {f"adapters.{name}": x for name, x in fields.items()})
 
 
-def loggers(listed: list[str], project: str) -> Outcome:
-    """Returns what the loggers of a run become. project: the name for those that have one."""
-    names = tuple(name for name in listed if name in LOGGERS)
-    others = [name for name in listed if name not in (*LOGGERS, "console", "file", "none", "None", "all")]
-    reason = f"there is no {', '.join(map(str, others))} here" if others else ""
-    kind = "changed" if others else "mapped" if names else "no effect"
-    if not names:
+def loggers(logger_names: list[str], project: str) -> Outcome:
+    """Returns the loggers of a run that jaxrl_llm has too. project: name of the project in these loggers."""
+    known_loggers = tuple(name for name in logger_names if name in LOGGERS)
+    ignored = (*LOGGERS, "console", "file", "none", "None", "all")
+    unknown_loggers = [str(name) for name in logger_names if name not in ignored]
+    reason = f"there is no {', '.join(unknown_loggers)} here" if unknown_loggers else ""
+    kind = "changed" if unknown_loggers else "mapped" if known_loggers else "no effect"
+    if not known_loggers:
         return Outcome(kind, reason=reason or "metrics.jsonl has all numbers")
-    return Outcome(kind, {"log.to": names, "log.project": project * (set(names) != {"tensorboard"})}, reason)
+    has_project = set(known_loggers) != {"tensorboard"}
+    return Outcome(kind, {"log.to": known_loggers, "log.project": project * has_project}, reason)
 
 
 def entropy_bonus(value: Any, keys: Keys) -> Outcome:
-    """The coefficient of an entropy bonus; 0: there is none."""
+    """The coefficient of an entropy bonus; 0 if the run has none."""
     return Outcome("mapped", {"entropy.coef": float(value)} if value else {"entropy": None})

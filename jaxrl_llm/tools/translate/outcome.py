@@ -1,8 +1,8 @@
-"""What a key of another trainer becomes. A table of a system maps each key to a rule, and a rule returns an outcome.
+"""Translates the keys of another trainer. The table of a trainer has a rule for each key, which returns an outcome.
 
-Each field of a translation has an origin: a key that was read, a default of the trainer, or it is unknown. A rule asks
-`Keys` for the values that it needs. If one of them stands in the file and cannot be read, `Keys` remembers it, and all
-fields of the outcome are unknown: no rule can forget to say so.
+The origin of a field is a key of the file, a default of the trainer, or unknown. A rule asks `Keys` for the values that
+it needs. If the file has such a value and it cannot be read, `Keys` records that, and all fields of the outcome become
+unknown. So no rule can forget to say it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxrl_llm.errors import UserError
 Kind: TypeAlias = Literal["mapped", "changed", "unsupported", "no effect"]
 T = TypeVar("T")
 KINDS: tuple[Kind, ...] = ("mapped", "changed", "unsupported", "no effect")
-# No number depends on these: without their value the run is the same one.
+# Fields that change no number of a run, so that the run is the same without their values.
 QUIET_FIELDS = {"microbatch", "model.remat", "log.name"}
 
 
@@ -40,41 +40,42 @@ class Outcome:
     unknown: dict[str, str] = field(default_factory=dict)
 
 
+NO_KEYS = frozenset[str]()
 REFERRED = Outcome("no effect", reason="other keys have its value")
 
 
 class Unread(str):
-    """A value that the file does not say: an expression of a script, or a variable that is not set."""
+    """A value that cannot be read from the file, such as an expression of a script or a variable that is not set."""
 
     __slots__ = ()
 
 
-class Explicit(dict[str, Any]):
-    """The values of a file that can be read. Each key that a rule asks for is remembered, also if it cannot be read."""
+class FileValues(dict[str, Any]):
+    """The readable values of a file. It records each key that a rule asks for, even if the key cannot be read."""
 
     def __init__(self, values: Mapping[str, Any]):
         super().__init__((key, value) for key, value in values.items() if not isinstance(value, Unread))
-        self.requested: dict[Any, None] = {}  # in order
+        self.requested: dict[Any, None] = {}  # keys that rules have asked for, in order
 
-    def ask(self, key: Any) -> None:
+    def record_request(self, key: Any) -> None:
         self.requested[key] = None
 
     def __contains__(self, key: object) -> bool:
-        self.ask(key)
+        self.record_request(key)
         return super().__contains__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.ask(key)
+        self.record_request(key)
         return super().get(key, default)
 
 
 class Keys:
-    """The values of all keys: the explicit ones of the file, and the defaults of the trainer for all others."""
+    """The values of all keys: those of the file, and defaults of the trainer for all other keys."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], *, rows: int, processes: int):
         """rows: number of training rows, 0 if unknown; processes: number of the launcher's processes, 0 if unknown."""
-        self.values = values  # also those that cannot be read
-        self.explicit = Explicit(values)
+        self.values = values  # with the values that cannot be read
+        self.explicit = FileValues(values)
         self.unread = values.keys() - self.explicit.keys()
         self.defaults, self.rows, self.processes = defaults, rows, processes
 
@@ -84,13 +85,13 @@ class Keys:
     def __contains__(self, key: str) -> bool:
         return key in self.explicit
 
-    def under(self, prefix: str) -> dict[str, Any]:
-        """Returns the values of the keys that begin so, without it."""
-        # `in` asks for a key, also for one that cannot be read.
+    def prefixed(self, prefix: str) -> dict[str, Any]:
+        """Returns {rest of the key: value} of the keys that begin with the prefix."""
+        # `key in self` records that a rule asks for the key, even if the key cannot be read.
         return {key.removeprefix(prefix): self[key] for key in self.values if key.startswith(prefix) and key in self}
 
-    def asking(self, compute: Callable[[], T]) -> tuple[T, list[str]]:
-        """Returns a value, and the keys that it asked for and that cannot be read."""
+    def with_unread_keys(self, compute: Callable[[], T]) -> tuple[T, list[str]]:
+        """Returns a computed value, and the keys that the computation asked for and that cannot be read."""
         self.explicit.requested = {}
         return compute(), [key for key in self.explicit.requested if key in self.unread]
 
@@ -99,40 +100,40 @@ Rule: TypeAlias = Callable[[Any, Keys], Outcome]
 
 
 def matches(key: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a key has one of these names."""
+    """Whether a key has one of these names or matches one of these patterns."""
     return key in patterns or any("*" in pattern and fnmatchcase(key, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True)
 class Version:
-    """Versions of a trainer whose defaults were others. Keys that only they have prove that a file is for them."""
+    """Older versions of a trainer that had other defaults. A key that only these versions have proves them."""
 
     name: str
-    proofs: tuple[str, ...]  # names or patterns of keys
-    defaults: dict[str, Any]  # that differ from those of the table
+    proofs: tuple[str, ...]  # names or patterns of keys that only these versions have
+    defaults: dict[str, Any]  # defaults that differ from the table
     newer: tuple[str, ...] = ()  # names or patterns of keys that these versions do not have
 
 
 def first_key(patterns: tuple[str, ...], values: Mapping[str, Any]) -> str:
-    """Returns the first key with a value that has one of these names; "": there is none."""
-    # A file that prints all keys has those of other versions too, as null.
+    """Returns the first key of a file with a value that matches one of the patterns; "" if no key does."""
+    # A generated file lists all keys, and those of other versions are null.
     return next((key for key, value in values.items() if value is not None and matches(key, patterns)), "")
 
 
 @dataclass(frozen=True)
-class System:
-    """A trainer: its keys, and what they become."""
+class TrainerTable:
+    """A trainer: its keys with their rules and defaults."""
 
     name: str
-    version: str  # whose meaning the table follows
-    rules: dict[str, Rule]  # exact keys first, then patterns, the first match wins
-    defaults: dict[str, Any]  # of the keys that have an effect on training, where a file does not say them
-    base: Callable[[Keys], str]  # the config file of ours that the translation changes
-    decides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the fields that a key of the table decides
+    version: str  # version that the table describes
+    rules: dict[str, Rule]  # rules of exact keys first, then of patterns; the first match wins
+    defaults: dict[str, Any]  # defaults of the keys that have an effect on training
+    base: Callable[[Keys], str]  # name of the config of jaxrl_llm that a translation changes
+    decides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # {key: fields that it decides}
     renamed: Mapping[str, str] = field(default_factory=dict)  # {old name of a key: new name}
-    respelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # {old name: {its value: the one now}}
-    older: tuple[Version, ...] = ()  # the first one that a key proves counts
-    absent: tuple[str, ...] = ()  # names or patterns of keys whose defaults hold, but that a file cannot set
+    respelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # {old name: {old value: new value}}
+    older: tuple[Version, ...] = ()  # the first version that a key of the file proves counts
+    absent: tuple[str, ...] = ()  # names or patterns of keys that only later versions can set
 
     def knows(self, key: str) -> bool:
         return self._pattern(self.renamed.get(key, key)) is not None
@@ -146,7 +147,7 @@ class System:
         return next((pattern for pattern in self.rules if "*" in pattern and fnmatchcase(key, pattern)), None)
 
     def rule(self, key: str) -> Rule:
-        """Returns the rule of a key. The rule of a key that the table does not know says so."""
+        """Returns the rule of a key. A key that the table does not have is unsupported."""
         pattern = self._pattern(key)
         if pattern is not None:
             return self.rules[pattern]
@@ -155,35 +156,35 @@ class System:
         reason = f"{self.name} {self.version} has no such key, or this table does not know it{hint}"
         return lambda value, keys: Outcome("unsupported", reason=reason, unknown={key: reason})
 
-    def by_default(self, key: str, keys: Keys) -> dict[str, Any]:
-        """Returns the fields that a key sets with its default."""
-        # The value of another key may be none that the rule takes.
+    def default_fields(self, key: str, keys: Keys) -> dict[str, Any]:
+        """Returns the fields that a key sets if it has its default."""
+        # Another key of the file may have a value that the rule refuses.
         with suppress(TypeError, ValueError, ArithmeticError, AttributeError, IndexError, KeyError):
             return self.rule(key)(self.defaults[key], keys).fields
         return {}
 
-    def decided(self, key: str, keys: Keys) -> list[str]:
+    def decided_fields(self, key: str, keys: Keys) -> list[str]:
         """Returns the fields that a key can decide, whatever its value is."""
-        by_default = self.by_default(key, keys)
-        # A section that is not there by default is there with another value.
-        sections = [name for name, value in by_default.items() if value is None]
-        return list(dict.fromkeys([*sections, *(self.decides.get(self._pattern(key) or "") or by_default)]))
+        default_fields = self.default_fields(key, keys)
+        # A section that is None by default exists with another value of the key.
+        sections = [name for name, value in default_fields.items() if value is None]
+        return list(dict.fromkeys([*sections, *(self.decides.get(self._pattern(key) or "") or default_fields)]))
 
 
 @dataclass(frozen=True)
 class Translation:
     """A translated file: {key: outcome} of its keys, and of the defaults that it leaves as they are."""
 
-    system: System
+    table: TrainerTable
     base: str
     outcomes: dict[str, Outcome]
     defaults: dict[str, Outcome]
-    notes: tuple[str, ...] = ()  # of the version that the file is for
+    notes: tuple[str, ...] = ()  # sentences about the version that the file is for
 
     def fields(self) -> dict[str, Any]:
-        """Returns the fields of our config that the translation sets. A key of the file wins over a default.
+        """Returns the fields of the config that the translation sets. A key of the file wins over a default.
 
-        None is a section that is not there, also if it has fields: these are for who sets it later.
+        None means a config without this section. Its fields are kept for a user who adds the section later.
         """
         fields: dict[str, Any] = {}
         # The file comes last, so that its keys win.
@@ -193,25 +194,25 @@ class Translation:
 
     def yours(self) -> dict[str, str]:
         """Returns the fields that a person must complete, with the reason."""
-        used = self.fields()
-        tasks = {name: why for name, why in self._unfinished("yours").items() if name in used}
+        fields = self.fields()
+        tasks = {name: reason for name, reason in self._unfinished("yours").items() if name in fields}
         return tasks | self._unfinished("unknown")
 
     def unknown(self) -> dict[str, str]:
         """Returns the fields whose value is a placeholder, and the keys without a field that may change the run."""
-        return {name: why for name, why in self._unfinished("unknown").items() if name not in QUIET_FIELDS}
+        return {name: reason for name, reason in self._unfinished("unknown").items() if name not in QUIET_FIELDS}
 
-    def _unfinished(self, what: str) -> dict[str, str]:
-        """Returns what is left to a person in the sections that are there: without evaluations, nothing of theirs."""
+    def _unfinished(self, attribute: str) -> dict[str, str]:
+        """Returns {field: reason} of one attribute of the outcomes, for sections that the config has."""
         unfinished: dict[str, str] = {}
         for outcomes in (self.defaults, self.outcomes):
-            # A field that a key of the file says is complete, whatever a default wanted.
+            # A field that a key of the file sets is complete, even if a default left it to the user.
             complete = {name for x in outcomes.values() for name in x.fields.keys() - x.yours.keys() - x.unknown.keys()}
-            unfinished = {name: why for name, why in unfinished.items() if name not in complete}
+            unfinished = {name: reason for name, reason in unfinished.items() if name not in complete}
             for outcome in outcomes.values():
-                unfinished |= getattr(outcome, what)
+                unfinished |= getattr(outcome, attribute)
         absent = {f"{name}." for name, value in self.fields().items() if value is None and name not in unfinished}
-        return {name: why for name, why in unfinished.items() if not name.startswith(tuple(absent))}
+        return {name: reason for name, reason in unfinished.items() if not name.startswith(tuple(absent))}
 
     def with_kind(self, kind: Kind) -> dict[str, Outcome]:
         """Returns the keys of the file with this kind of outcome."""
@@ -219,7 +220,7 @@ class Translation:
 
 
 def translate(
-    system: System, values: Mapping[str, Any], *, rows: int = 0, processes: int = 0, referred: Set[str] = frozenset()
+    table: TrainerTable, values: Mapping[str, Any], *, rows: int = 0, processes: int = 0, referred: Set[str] = NO_KEYS
 ) -> Translation:
     """Translates the keys of a file.
 
@@ -227,104 +228,102 @@ def translate(
     keys whose values other keys of the file take.
     Raises: UserError, for a value of a wrong type.
     """
-    names = {key: system.renamed.get(key, key) for key in values}
+    names = {key: table.renamed.get(key, key) for key in values}
     current: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    # An old name and a new one are one key. Where a file has both, the trainers read the new one.
+    # An old and a new name are one key. If a file has both names, the trainers read the new one.
     for key in sorted(values, key=lambda key: names[key] == key):
         if values[key] is not None or names[key] not in current:
-            current[names[key]] = system.respelled.get(key, {}).get(str(values[key]), values[key])
+            current[names[key]] = table.respelled.get(key, {}).get(str(values[key]), values[key])
             origins[names[key]] = key
-    system, current, notes = with_its_version(system, values, current)
-    keys = Keys(current, system.defaults, rows=rows, processes=processes)
+    table, current, notes = with_its_version(table, values, current)
+    keys = Keys(current, table.defaults, rows=rows, processes=processes)
     outcomes = {
-        key: _outcome(names[key], current[names[key]], system, keys)
+        key: _outcome(names[key], current[names[key]], table, keys)
         if origins[names[key]] == key
         else Outcome("no effect", reason=f"{origins[names[key]]}, another name of it, is set")
         for key in values
     }
-    # A key of the user's own that only others refer to has done its work once their values are there.
-    outcomes |= {key: REFERRED for key in referred & outcomes.keys() if not system.knows(key)}
-    with_defaults = replace(system, absent=())
+    # A key that the user invented has no effect of its own, because other keys have taken its value.
+    outcomes |= {key: REFERRED for key in referred & outcomes.keys() if not table.knows(key)}
+    with_defaults = replace(table, absent=())
     defaults = {
         key: _outcome(key, current.get(key, value), with_defaults, keys)
-        for key, value in system.defaults.items()
+        for key, value in table.defaults.items()
         if key not in origins
     }
-    return Translation(system, system.base(keys), outcomes, defaults, notes)
+    return Translation(table, table.base(keys), outcomes, defaults, notes)
 
 
 def with_its_version(
-    system: System, values: Mapping[str, Any], current: dict[str, Any]
-) -> tuple[System, dict[str, Any], tuple[str, ...]]:
-    """Returns the system with the defaults of the version that keys of the file prove, its values, and a note of it.
+    table: TrainerTable, values: Mapping[str, Any], current: dict[str, Any]
+) -> tuple[TrainerTable, dict[str, Any], tuple[str, ...]]:
+    """Returns the table with the defaults of the version that keys of the file prove, the values, and a note.
 
-    current: the values of the file by the newest names of their keys. A default is unknown if other keys of the file
-    prove that it is for a later version.
+    current: {newest name of a key: value} of the file. A default is unknown if the file has keys of older and of later
+    versions.
     """
-    for version in system.older:
+    for version in table.older:
         proof, newer = first_key(version.proofs, values), first_key(version.newer, values)
         if not proof:
             continue
         differing = {key: value for key, value in version.defaults.items() if key not in current}
-        listed = ", ".join(f"{key} = {value}" for key, value in differing.items()) or "none that matters"
-        note = f"{proof} is a key of {system.name} {version.name}"
+        defaults = ", ".join(f"{key} = {value}" for key, value in differing.items()) or "none that matters"
+        note = f"{proof} is a key of {table.name} {version.name}"
         if not newer:
-            dated = replace(system, version=version.name, defaults=system.defaults | version.defaults)
-            return dated, current, (f"{note}. Its defaults apply: {listed}",)
-        note += f", and {newer} one of later versions. It is not known which defaults apply: {listed}"
-        unread = {key: Unread(f"{x} {version.name}, then {system.defaults[key]}") for key, x in differing.items()}
-        return system, current | unread, (note,)
-    return system, current, ()
+            dated = replace(table, version=version.name, defaults=table.defaults | version.defaults)
+            return dated, current, (f"{note}. Its defaults apply: {defaults}",)
+        note += f", and {newer} one of later versions. It is not known which defaults apply: {defaults}"
+        unread = {key: Unread(f"{x} {version.name}, then {table.defaults[key]}") for key, x in differing.items()}
+        return table, current | unread, (note,)
+    return table, current, ()
 
 
-def _outcome(key: str, value: Any, system: System, keys: Keys) -> Outcome:
-    """Applies the rule of a key. Raises: UserError, if a value is not of the key's type."""
+def _outcome(key: str, value: Any, table: TrainerTable, keys: Keys) -> Outcome:
+    """Returns the outcome of a key. Raises: UserError, if a value is not of the key's type."""
     if isinstance(value, Unread):
-        return _unread(key, value, system, keys)
+        return _unread(key, value, table, keys)
     try:
-        outcome, unread_keys = keys.asking(lambda: system.rule(key)(value, keys))
-    # What a rule raises for a value that is no number or no list. The user sees the key, not a traceback.
+        outcome, unread_keys = keys.with_unread_keys(lambda: table.rule(key)(value, keys))
+    # A rule raises these errors for a value of a wrong type, and the user must see the key instead of a traceback.
     except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
-        requested = [other for other in keys.explicit.requested if other != key and other in keys.values]
-        others = ", ".join(f"{other} = {keys.values[other]!r}" for other in requested)
-        depends = f", and what it depends on ({others})," if others else ""
+        requested = [name for name in keys.explicit.requested if name != key and name in keys.values]
+        other_values = ", ".join(f"{name} = {keys.values[name]!r}" for name in requested)
+        depends = f", and what it depends on ({other_values})," if other_values else ""
         raise UserError(
-            f"{key} = {value!r} cannot be translated ({error}): give it{depends} a value that {system.name} takes"
+            f"{key} = {value!r} cannot be translated ({error}): give it{depends} a value that {table.name} takes"
         ) from error
-    return _depending(key, outcome, unread_keys, system, keys) if unread_keys else outcome
+    return _depending(key, outcome, unread_keys, table, keys) if unread_keys else outcome
 
 
-def _depending(key: str, outcome: Outcome, unread_keys: list[str], system: System, keys: Keys) -> Outcome:
-    """Returns the outcome of a key that depends on others whose values are not in the file: its fields are unknown."""
-    why = ", ".join(f"{other} = {keys.values[other]}" for other in unread_keys)
-    reason = "; ".join(
-        filter(None, [outcome.reason, f"it depends on {', '.join(unread_keys)}, which the file does not say"])
-    )
-    decided = list(outcome.fields) or system.decided(key, keys)
-    kind = "unsupported" if outcome.kind == "no effect" and decided else outcome.kind
-    return replace(outcome, kind=kind, reason=reason, unknown=outcome.unknown | dict.fromkeys(decided, why))
+def _depending(key: str, outcome: Outcome, unread_keys: list[str], table: TrainerTable, keys: Keys) -> Outcome:
+    """Returns the outcome of a key that depends on keys which cannot be read, so that its fields are unknown."""
+    causes = ", ".join(f"{unread_key} = {keys.values[unread_key]}" for unread_key in unread_keys)
+    depends = f"it depends on {', '.join(unread_keys)}, which the file does not say"
+    reason = "; ".join(filter(None, [outcome.reason, depends]))
+    decided_fields = list(outcome.fields) or table.decided_fields(key, keys)
+    kind = "unsupported" if outcome.kind == "no effect" and decided_fields else outcome.kind
+    return replace(outcome, kind=kind, reason=reason, unknown=outcome.unknown | dict.fromkeys(decided_fields, causes))
 
 
-def _unread(key: str, value: Unread, system: System, keys: Keys) -> Outcome:
-    """Returns the outcome of a key whose value the file does not say: its fields are unknown."""
-    rule = system.rule(key)
-    # Whatever the value is, nothing depends on it.
-    if isinstance(rule, Idle):
+def _unread(key: str, value: Unread, table: TrainerTable, keys: Keys) -> Outcome:
+    """Returns the outcome of a key that cannot be read, so that its fields are unknown."""
+    rule = table.rule(key)
+    # A key without an effect is not unknown, whatever its value is.
+    if isinstance(rule, NoEffect):
         return rule(value, keys)
-    if isinstance(rule, OnlyIf):
-        applies, unread_keys = keys.asking(lambda: rule.applies(keys))
+    if isinstance(rule, Conditional):
+        applies, unread_keys = keys.with_unread_keys(lambda: rule.applies(keys))
         if not applies and not unread_keys:
             return Outcome("no effect", reason=rule.why_not)
-    unknown = dict.fromkeys(system.decided(key, keys) or [key], f"{key} = {value}")
-    return Outcome(
-        "unsupported", system.by_default(key, keys), f"its value is not in the file: {value}", unknown=unknown
-    )
+    unknown = dict.fromkeys(table.decided_fields(key, keys) or [key], f"{key} = {value}")
+    reason = f"its value is not in the file: {value}"
+    return Outcome("unsupported", table.default_fields(key, keys), reason, unknown=unknown)
 
 
 @dataclass(frozen=True)
-class Idle:
-    """The rule of a key that has no effect on the numbers of a run here, whatever its value is."""
+class NoEffect:
+    """The rule of a key that changes no number of a run in jaxrl_llm, whatever its value is."""
 
     reason: str
 
@@ -333,8 +332,8 @@ class Idle:
 
 
 @dataclass(frozen=True)
-class OnlyIf:
-    """Applies a rule if other keys give the key an effect; else it has none, because `why_not`."""
+class Conditional:
+    """The rule of a key that has an effect only if `applies`. why_not: reason if the key has no effect."""
 
     applies: Callable[[Keys], Any]
     rule: Rule
@@ -345,5 +344,5 @@ class OnlyIf:
 
 
 def not_here(name: str, reason: str) -> Outcome:
-    """Returns the outcome of a value that has no counterpart: the field `name` is not what the file says."""
+    """Returns the outcome of a value that jaxrl_llm does not have, so that the field `name` is unknown."""
     return Outcome("unsupported", reason=reason, unknown={name: reason})

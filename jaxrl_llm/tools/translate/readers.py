@@ -1,4 +1,4 @@
-"""Reads a file of another trainer: finds out whose it is, and returns its keys and values."""
+"""Reads a file of another trainer: recognizes the trainer, and returns its keys and values."""
 
 from __future__ import annotations
 
@@ -11,25 +11,33 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import arguments, easyr1, launchers, search_r1, shell, trl, verl
 from jaxrl_llm.tools.translate.arguments import Value
-from jaxrl_llm.tools.translate.documents import SECTIONS, DocumentKeys, read_document, resolved, scalar, with_files
-from jaxrl_llm.tools.translate.outcome import System
+from jaxrl_llm.tools.translate.documents import (
+    SECTIONS,
+    DocumentKeys,
+    parse_scalar,
+    read_document,
+    with_files,
+    with_references,
+)
+from jaxrl_llm.tools.translate.outcome import TrainerTable
 from jaxrl_llm.tools.translate.script import read_script
 from jaxrl_llm.tools.translate.shell import Command
-from jaxrl_llm.tools.translate.shell_grammar import ASSIGNMENT
+from jaxrl_llm.tools.translate.shell_words import ASSIGNMENT
 
 NAME = re.compile(r"[\w./@-]+")
+DOTTED = re.compile(r"[+~]*[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
 MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 SEARCH_R1_KEY = re.compile(
     r"max_turns|do_search|(retriever|reranker)\..*|.*\.(n_agent|state_masking|no_think_rl)|"
     r"data\.(max_start_length|max_obs_length)"
 )
-# The first words of keys of veRL, EasyR1 and Search-R1, and the flags of TRL.
+# First words of the keys of veRL, EasyR1 and Search-R1.
 HYDRA = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
-OVERRIDDEN = {key.split(".")[0] for system in HYDRA for key in system.rules if "." in key}
+OVERRIDDEN = {key.split(".")[0] for table in HYDRA for key in table.rules if "." in key}
 OF_TRL = trl.OF_TRL
 PROGRAMS = {"rloo": "rloo", "dpo": "dpo", "cpo": "simpo", "simpo": "simpo"}
 FLAGS = trl.flags()
-# Modules that start a script, whose name comes later.
+# Modules that start a script, which is a later word of the command.
 STARTERS = ("torch.distributed", *launchers.TORCH)
 
 
@@ -37,10 +45,11 @@ STARTERS = ("torch.distributed", *launchers.TORCH)
 class ForeignConfig:
     """The keys of a file, and the trainer that they are for.
 
-    lost: lines without an effect; notes: values that are not written there; referred: keys that others name.
+    lost: lines that belong to no key; notes: sentences about values that the file does not say itself; referred: keys
+    whose values other keys take.
     """
 
-    system: System
+    table: TrainerTable
     keys: dict[str, Any]
     lost: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -50,36 +59,37 @@ class ForeignConfig:
 def read(path: Path) -> ForeignConfig:
     """Reads a file. Raises: UserError, if it cannot be read or is of none of the trainers."""
     if not path.is_file():
-        raise UserError(f"{path}: no such file; give a config or script of TRL, veRL, EasyR1 or Search-R1")
+        raise UserError(f"{path}: no such file: name a config or script of TRL, veRL, EasyR1 or Search-R1")
     try:
         return _read(path, path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as text ({error}): give a config or a script") from None
+        raise UserError(f"{path} cannot be read as text ({error}): name a config or a script") from None
     except RecursionError:
-        raise UserError(f"{path} refers to itself, or is nested too deeply: give a config or a script") from None
+        raise UserError(f"{path} refers to itself or is nested too deeply: name a config or a script") from None
 
 
 def _read(path: Path, text: str) -> ForeignConfig:
     if path.suffix == ".py":
         kind, values, lost, notes = read_script(path, text)
         return ForeignConfig(trl.dated(OF_TRL[kind], values), values, tuple(lost), tuple(notes))
-    keys = resolved(read_document(path, text)) if path.suffix in (".json", ".yaml", ".yml") else _from_shell(path, text)
+    is_document = path.suffix in (".json", ".yaml", ".yml")
+    keys = with_references(read_document(path, text)) if is_document else _from_shell(path, text)
     values = {key: arguments.without_places(value) for key, value in keys.values.items()}
     # A key becomes a comment of the config, so it must be a name.
     if wrong := next((key for key in values if not NAME.fullmatch(key)), ""):
-        raise UserError(f"{path} has the key {wrong!r}, which is no name: is this a config?")
-    system = detect(path, values, keys.lost)
-    if system in OF_TRL.values():
-        # A document is for a launcher, and its number of processes is a factor of the batch.
+        raise UserError(f"{path} has the key {wrong!r}, which is no name: name a config of another trainer")
+    table = detect(path, values, keys.lost)
+    if table in OF_TRL.values():
+        # A launcher starts a document of TRL, and its unknown number of processes is a factor of the batch.
         if path.suffix != ".sh" and not values.keys() & {"num_processes", "world_size"}:
             values["num_processes"] = None
-        # Most keys are of all trainers of TRL: the name of the program tells them apart.
-        system = trl.dated(OF_TRL.get(keys.program, system), values)
-    return ForeignConfig(system, values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred))
+        # Most keys belong to all trainers of TRL, so the name of the program decides.
+        table = trl.dated(OF_TRL.get(keys.program, table), values)
+    return ForeignConfig(table, values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred))
 
 
-def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> System:
-    """Returns the trainer whose keys these are. Raises: UserError, if it is none, with the first line that is lost."""
+def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> TrainerTable:
+    """Returns the trainer of the keys. lost: lines that belong to no key. Raises: UserError, if no trainer has them."""
     # EasyR1 and Search-R1 are tried first, because they were made from veRL and keep most of its keys.
     if any(key.startswith("worker.") for key in keys):
         return easyr1.EASYR1
@@ -87,33 +97,33 @@ def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> System
         return search_r1.SEARCH_R1
     if any(key.startswith("actor_rollout_ref.") for key in keys):
         return verl.VERL
-    # TRL's keys have no sections. Half of the keys must be known: other programs have learning_rate and seed too.
+    # TRL's keys have no sections. Half of the keys must be known, because other programs have a learning_rate too.
     # If several kinds know as many keys, the kind in the file's name wins, and then GRPO.
     named = sorted(OF_TRL, key=lambda kind: kind not in path.stem)
-    best = max((OF_TRL[kind] for kind in named), key=lambda system: _known(system, keys))
+    best = max((OF_TRL[kind] for kind in named), key=lambda table: _known(table, keys))
     if 2 * _known(best, keys) < max(len(keys), 1):
         some = ", ".join(list(keys)[:3])
-        beside = f"; belongs to no key of the training command: {lost[0]}" if lost else ""
+        first_lost = f"; belongs to no key of the training command: {lost[0]}" if lost else ""
         raise UserError(
-            f"{path} is of none of TRL, veRL, EasyR1 and Search-R1: its keys are {some or 'none'} ...{beside}"
+            f"{path} is no config of TRL, veRL, EasyR1 or Search-R1: its keys are {some or 'none'} ...{first_lost}"
         )
     return best
 
 
-def _known(system: System, keys: dict[str, Any]) -> int:
-    return sum(system.knows(key) or key.startswith(launchers.LAUNCHERS) for key in keys)
+def _known(table: TrainerTable, keys: dict[str, Any]) -> int:
+    return sum(table.knows(key) or key.startswith(launchers.LAUNCHERS) for key in keys)
 
 
 def _from_shell(path: Path, text: str) -> DocumentKeys:
-    """Returns the keys of the training command of a script. What a loop makes of it several times is one command."""
-    # Where a person writes a path, bash would read from a file of this name.
+    """Returns the keys of the one training command of a script."""
+    # bash would read < of a placeholder <PATH> as a redirection.
     text = re.sub(rf"(?<=[\s=])<({arguments.PLACE})>(?=[\s/]|$)", r"\<\1\>", text)
     try:
         script = shell.follow(text)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     allocated = launchers.allocation(text)
-    # Commands are counted by their place in the script, because a command that a loop runs several times is one.
+    # A command that a loop runs several times has one place in the script, and counts once.
     runs: dict[int, list[DocumentKeys]] = {}
     for command in script.commands:
         if keys := _from_command(path, command, script.files, allocated):
@@ -122,48 +132,39 @@ def _from_shell(path: Path, text: str) -> DocumentKeys:
         raise UserError(f"{path} has {len(runs)} training commands: keep one in the file")
     lost = unreached(script, set(runs))
     if not runs:
-        which = f" that is reached ({lost[0]} belongs to none)" if lost else ""
+        first_lost = f" that is reached ({lost[0]} belongs to none)" if lost else ""
         raise UserError(
-            f"{path} has no training command of TRL, veRL, EasyR1 or Search-R1{which}: give a script that has one"
+            f"{path} has no training command of TRL, veRL, EasyR1 or Search-R1{first_lost}: give a script that has one"
         )
     (rounds,) = runs.values()
     lost = dict.fromkeys([word for keys in rounds for word in keys.lost] + lost)
-    # Rounds of a loop share most keys, and `merged` marks the others.
-    return replace(rounds[0], values=arguments.merged([keys.values for keys in rounds]), lost=list(lost))
+    # `merge_rounds` makes keys unread that the rounds of a loop set to different values.
+    values = arguments.merge_rounds([keys.values for keys in rounds])
+    return replace(rounds[0], values=values, lost=list(lost), notes=[*script.notes, *rounds[0].notes])
 
 
-def unreached(script: shell.Walk, training: set[int]) -> list[str]:
-    """Returns the words of a script that look like keys of a trainer, but belong to no command that it reaches.
+def unreached(script: shell.ShellRun, training: set[int]) -> list[str]:
+    """Returns the lines with words that look like keys of a trainer, but belong to no command that runs.
 
-    training: the places of the training command. A command that begins with such a word is what a comment cut off. A
-    word before ) is a pattern of the script's own parser of arguments.
+    training: positions of the training command. A command whose first word is such a key is a part of the training
+    command that a comment has cut off.
     """
     reached = [command for command in script.commands if command.place in training or not _like_keys(command.words[0])]
     places = frozenset().union(*(command.places for command in reached))
-    texts = [
-        "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in w.parts)
-        for w in script.parser.words
-    ]
     found: list[tuple[int, list[str]]] = []
-    for word, written, after in zip(script.parser.words, texts, [*texts[1:], ""], strict=True):
-        is_pattern = written.startswith("-") and script.parser.text[word.at + len(written) :].lstrip(" \"'")[:1] in (
-            ")",
-            "|",
-        )
-        assigned = ASSIGNMENT.match(written)
-        keys = _like_keys(written[assigned.end() if assigned else 0 :])
-        has_value = keys == [written] and "=" not in written and not after.startswith("-")
-        if not is_pattern and word.at not in places:
-            found.append((script.parser.line(word.at), [*keys, after] if has_value and after else keys))
-    for heredoc in (heredoc for heredoc in script.parser.heredocs if heredoc not in script.written):
-        first = script.parser.line(heredoc.at)
+    for word in [word for word in script.lexer.words if word.position not in places]:
+        written = "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in word.parts)
+        match = ASSIGNMENT.match(written)
+        found.append((script.lexer.line(word.position), _like_keys(written[match.end() if match else 0 :])))
+    for heredoc in (heredoc for heredoc in script.lexer.heredocs if heredoc not in script.file_heredocs):
+        first = script.lexer.line(heredoc.position)
         found += [(first + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
     return [f"line {line}: {' '.join(keys)}" for line, keys in found if keys]
 
 
 def _like_keys(text: str) -> list[str]:
     """Returns the words of a text that look like keys of one of the trainers."""
-    dotted = [x for x in text.split() if shell.DOTTED.fullmatch(x) and x.lstrip("+~").split(".")[0] in OVERRIDDEN]
+    dotted = [x for x in text.split() if DOTTED.fullmatch(x) and x.lstrip("+~").split(".")[0] in OVERRIDDEN]
     options = {x: x.removeprefix("--").partition("=")[0] for x in text.split() if x.startswith("--")}
     return dotted + [x for x, name in options.items() if name.replace("-", "_").removeprefix("no_") in FLAGS]
 
@@ -171,41 +172,42 @@ def _like_keys(text: str) -> list[str]:
 def _from_command(
     path: Path, command: Command, files: Mapping[str, str], allocated: Sequence[Value]
 ) -> DocumentKeys | None:
-    """Returns the keys of a command; None, if it starts no training.
+    """Returns the keys of a command; None if it starts no training.
 
-    files: {name: text} that the script writes; allocated: the options of its #SBATCH lines.
+    files: {name: text} of files that the script writes; allocated: options of its #SBATCH lines.
     """
     words = command.words
     start = next((i for i in range(len(words)) if _starts(words, i)), None)
     if start is None:
         return None
-    # The word after -m or trl is the module or the command, and no argument.
+    # The word after -m or trl is a module or a command of trl, and no argument.
     inside = command.values[start + 1 + (words[start] in ("-m", "trl")) :]
-    hydra, rest = arguments.keys_of(inside)
+    hydra, unkeyed = arguments.keys_of(inside)
     if any(key.split(".")[0] in SECTIONS for key in hydra) or "--config-name" in hydra:
-        keys = with_files(path, {key: arguments.value_of(value, scalar) for key, value in hydra.items()}, files)
-        keys.lost += _unkeyed(rest)
-        keys.notes += arguments.again([value.text for value in inside])
-        return resolved(keys)
-    options, rest = arguments.flags(inside)
+        keys = with_files(path, {key: arguments.value_of(value, parse_scalar) for key, value in hydra.items()}, files)
+        keys.lost += _unkeyed(unkeyed)
+        return with_references(keys)
+    options, unkeyed = arguments.flags(inside)
     values: dict[str, Any] = {}
     for key, value in options.items():
-        # TRL's parser makes --no_flag of each flag that is on by default.
+        # TRL's parser adds --no_NAME for each flag that is on by default.
         is_denied = key not in trl.GRPO.rules and key.removeprefix("no_") in trl.GRPO.rules
-        values[key.removeprefix("no_") if is_denied else key] = not is_denied and arguments.value_of(value, scalar)
+        values[key.removeprefix("no_") if is_denied else key] = not is_denied and arguments.value_of(
+            value, parse_scalar
+        )
     program = _program(words[start : start + 2])
-    # alignment-handbook gives the file without a flag, and many programs have commands.
-    documents = [value.text for value in rest if value.text.endswith((".yaml", ".yml", ".json"))]
+    # A program of alignment-handbook takes its config file as an argument without a flag.
+    documents = [value.text for value in unkeyed if value.text.endswith((".yaml", ".yml", ".json"))]
     keys = with_files(path, ({"config": documents[0]} if documents else {}) | values, files)
-    if not any(system.knows(key) for system in OF_TRL.values() for key in keys.values if key != "config" or program):
+    if not any(table.knows(key) for table in OF_TRL.values() for key in keys.values if key != "config" or program):
         return None
     keys.values |= launchers.flags(path, command.values[:start], files, allocated)
-    # These launchers without a flag take all GPUs of the machine, whose number the script does not say.
+    # Without a flag these launchers use all GPUs of the machine, whose number is unknown.
     launcher = {word.rpartition("/")[2] for word in words[: start + 1]} & {"accelerate", "deepspeed", "trl"}
     if launcher and launchers.COUNTS.isdisjoint(keys.values):
         keys.values.setdefault("num_processes", None)
     keys.program = program
-    keys.lost += _unkeyed([value for value in rest if value.text not in (*documents, "train", *PROGRAMS, *OF_TRL)])
+    keys.lost += _unkeyed([value for value in unkeyed if value.text not in (*documents, "train", *PROGRAMS, *OF_TRL)])
     return keys
 
 
@@ -214,7 +216,7 @@ def _unkeyed(values: Sequence[Value]) -> list[str]:
 
 
 def _program(words: list[str]) -> str:
-    """Returns the trainer of TRL that a program is named after; "": none, or GRPO, whose keys are enough."""
+    """Returns the kind of TRL's trainer in the name of a program; "" for GRPO and for other names."""
     name = " ".join(words)
     if "grpo" in name or "online" in name:
         return ""
@@ -222,10 +224,10 @@ def _program(words: list[str]) -> str:
 
 
 def _starts(words: list[str], i: int) -> bool:
-    """Whether the arguments of a training begin after word i. What is after it may hold names of files too."""
-    after = words[i + 1] if i + 1 < len(words) else ""
+    """Whether word i starts a training program, so that its arguments follow."""
+    next_word = words[i + 1] if i + 1 < len(words) else ""
     if words[i] == "trl":
-        return after in OF_TRL
+        return next_word in OF_TRL
     if words[i] == "-m":
-        return MODULE.fullmatch(after) is not None and not after.startswith(STARTERS)
+        return MODULE.fullmatch(next_word) is not None and not next_word.startswith(STARTERS)
     return re.fullmatch(r"[^=]*\.py", words[i]) is not None

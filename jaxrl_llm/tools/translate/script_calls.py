@@ -1,50 +1,64 @@
-"""Meaning of the calls with which a script makes or changes a config, a model, an adapter, rows or a trainer."""
+"""Meanings of the calls with which a script makes or changes a config, a model, an adapter, rows or a trainer."""
 
 from __future__ import annotations
 
 import ast
 import re
+from contextlib import suppress
 from typing import Any
 
-from jaxrl_llm.tools.translate.interpreter import QUIET_PACKAGES, Interpreter, Item, blurred, known, short, where, words
+from jaxrl_llm.tools.translate.interpreter import (
+    QUIET_PACKAGES,
+    Interpreter,
+    ScriptObject,
+    is_literal,
+    merged_value,
+    place_of,
+    snippet,
+    word_set,
+)
 from jaxrl_llm.tools.translate.ours import FILES
 from jaxrl_llm.tools.translate.outcome import Unread
 
 CLASSES = {"GRPO": "grpo", "PPO": "ppo", "RLOO": "rloo", "DPO": "dpo", "CPO": "simpo"}
-# Until TRL 0.8 the trainer of pairs took these arguments, and those of its loss itself.
+# Until TRL 0.8 DPOTrainer took TrainingArguments, and the arguments of its loss.
 CONFIGS = {f"{name}Config": kind for name, kind in CLASSES.items()} | {"TrainingArguments": "dpo"}
 TRAINERS = {f"{name}Trainer": kind for name, kind in CLASSES.items()}
 OTHERS = ("SFTConfig", "KTOConfig", "RewardConfig", "OnlineDPOConfig", "AsyncGRPOConfig", "OnlineDPOTrainer")
 PAIRS = ("args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
-POSITIONAL = {  # arguments of a trainer
+# {kind of a trainer: names of its positional arguments}
+POSITIONAL = {
     **dict.fromkeys(("grpo", "rloo"), ("model", "reward_funcs", "args", "train_dataset")),
     "ppo": ("args", "processing_class", "model", "ref_model", "reward_model", "train_dataset", "value_model"),
     "dpo": ("model", "ref_model", *PAIRS),
     "simpo": ("model", *PAIRS),
 }
-FORMER = {"config": "args", "policy": "model", "ref_policy": "ref_model"}  # arguments of PPO and RLOO until 0.21
-QUIET = words("""
+# {name of an argument of PPO and RLOO until 0.21: its name now}
+FORMER = {"config": "args", "policy": "model", "ref_policy": "ref_model"}
+QUIET = word_set("""
     print len str repr type isinstance id hasattr getattr dir sum max min any all list enumerate zip sorted range
     generate save_pretrained push_to_hub num_parameters state_dict
     print_trainable_parameters get_nb_trainable_parameters gradient_checkpointing_enable enable_input_require_grads
     apply_chat_template encode decode batch_decode convert_tokens_to_ids tokenize info debug warning error log init
     watch log_metrics set_seed PatchFastRL evaluate to_dict to_json_string asdict get_last_checkpoint iter next
     main_process_first set_verbosity
-""")  # functions and methods that leave an object as it is
-SAME = words("""
+""")  # functions and methods that do not change an object
+SAME = word_set("""
     to cuda cpu eval train compile for_training for_inference create_reference_model prepare_model_for_kbit_training
-""")  # return the object
-PARTS = words("parameters named_parameters modules named_modules vars")  # of a model or a config
-READS = words("keys values items copy index count join format")  # methods of lists and dicts
-PARSES = words("parse_args parse_known_args parse_args_into_dataclasses parse_args_and_config")
-QUIET_ROWS = words("shuffle remove_columns with_format set_format to_iterable_dataset flatten_indices cast_column")
-LOADING = words("path name split streaming num_proc cache_dir trust_remote_code token keep_in_memory")  # of rows
-PATHS = ("pretrained_model_name_or_path", "model_name", "path")  # of a model
+""")  # functions and methods that return the object
+PARTS = word_set("parameters named_parameters modules named_modules vars")  # return parts of a model or a config
+READS = word_set("keys values items copy index count join format")  # methods of lists and dicts
+PARSES = word_set("parse_args parse_known_args parse_args_into_dataclasses parse_args_and_config")
+QUIET_ROWS = word_set("shuffle remove_columns with_format set_format to_iterable_dataset flatten_indices cast_column")
+# Arguments of load_dataset that choose no other rows than their names say.
+LOADING = word_set("path name split streaming num_proc cache_dir trust_remote_code token keep_in_memory")
+PATHS = ("pretrained_model_name_or_path", "model_name", "path")  # arguments with the path of a model
 UNSLOTH_LORA = dict(
     r=16, lora_alpha=16, lora_dropout=0, bias="none",
     target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 )  # fmt: skip
-MADE = {  # {class: kind of its object, where it is from, arguments by place}
+# {class: (kind of its object, source of the object, names of positional arguments)}
+MADE = {
     "LoraConfig": ("adapter", None, ("task_type",)),
     "BitsAndBytesConfig": ("object", "BitsAndBytesConfig", ()),
     "ArgumentParser": ("parser", None, ()),
@@ -53,22 +67,22 @@ CASTS = {"float": float, "int": int, "str": str, "bool": bool, "list": list}
 
 
 class TrainingStarts(Exception):
-    """The script begins to train, so that its later statements do not change the run."""
+    """The script calls trainer.train(), so its later statements do not change the run."""
 
 
-def end_of(name: Any) -> str:
+def last_part(name: Any) -> str:
     """Returns the last part of the name of a class or function."""
     return str(name).rpartition(".")[2]
 
 
 def with_split(source: Any, split: Any) -> Any:
-    """Adds the split of a data set of the hub, or of a saved folder, that has none yet. A slice of it is `Unread`."""
+    """Returns a data set with its split, such as owner/name@train. A slice of a split is `Unread`."""
     if isinstance(source, dict):
         return source.get(split, Unread(str(split)))
-    if not known(source) or "/" not in source or "@" in source or source.endswith(FILES):
+    if not is_literal(source) or "/" not in source or "@" in source or source.endswith(FILES):
         return source
-    named = known(split) and re.fullmatch(r"[\w.-]+", str(split))
-    return f"{source}@{split}" if named else Unread(f"{source}, {split}")
+    imported_call = is_literal(split) and re.fullmatch(r"[\w.-]+", str(split))
+    return f"{source}@{split}" if imported_call else Unread(f"{source}, {split}")
 
 
 class ScriptRun(Interpreter):
@@ -76,13 +90,13 @@ class ScriptRun(Interpreter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.items: list[Item] = []  # configs and trainers, in the order in which they are made
+        self.items: list[ScriptObject] = []  # configs and trainers, in the order of their calls
         self.notes: list[str] = []
-        self.depth = 0  # of calls of functions of the script
+        self.depth = 0  # calls of functions of the script inside each other
 
-    def class_of(self, line: ast.ClassDef) -> Item:
-        """Returns a class with the defaults of its fields. value: the trainer or config of TRL that it is made of."""
-        bases = [base for base in map(self.value, line.bases) if isinstance(base, Item)]
+    def class_of(self, line: ast.ClassDef) -> ScriptObject:
+        """Returns a class with the defaults of its fields. value: trainer or config of TRL among its bases, or ""."""
+        bases = [base for base in map(self.value, line.bases) if isinstance(base, ScriptObject)]
         fields = {name: value for base in bases for name, value in base.keys.items()}
         for entry in line.body:
             match entry:
@@ -90,177 +104,167 @@ class ScriptRun(Interpreter):
                     fields[name] = self.value(value) if value else Unread(name)
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     fields[name] = self.value(value)
-        trl_class = next((base for base in bases if end_of(base.value) in CONFIGS | TRAINERS), None)
+        trl_class = next((base for base in bases if last_part(base.value) in CONFIGS | TRAINERS), None)
         if trl_class is None:
-            return Item("class", "", fields, node=line)
-        methods = [entry for entry in line.body if isinstance(entry, ast.FunctionDef)]
-        steps = {f"{x.name}()": f"line {x.lineno}: class {line.name} has its own {x.name}" for x in methods}
-        if trl_class.kind == "name" and trl_class.node:
-            steps[f"{line.name}()"] = f"line {line.lineno}: of {trl_class.value}"
-        return Item("class", trl_class.value, fields, trl_class.steps | steps, line)
+            return ScriptObject("class", "", fields, node=line)
+        # The methods of the class may change anything of the run.
+        steps = {f"{line.name}()": f"line {line.lineno}: class {line.name} is made of {trl_class.value}"}
+        return ScriptObject("class", trl_class.value, fields, trl_class.steps | steps, line)
 
     def entry(self, owner: Any, index: Any, node: ast.Subscript) -> Any:
-        if isinstance(owner, Item) and owner.kind == "rows":
-            return Item("rows", with_split(owner.value, index), {}, dict(owner.steps))
+        if isinstance(owner, ScriptObject) and owner.kind == "rows":
+            return ScriptObject("rows", with_split(owner.value, index), {}, dict(owner.steps))
         return super().entry(owner, index, node)
 
     def call(self, node: ast.Call) -> Any:
         owner = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
         function = self.attribute(owner, node.func) if isinstance(node.func, ast.Attribute) else self.value(node.func)
         match function:
-            case Item(kind="function", node=ast.AST()):
-                return self.inlined(function.node, self.arguments(node), node)
-            case Item(kind="class"):
+            case ScriptObject(kind="function", node=ast.AST()):
+                return self.follow_function(function.node, self.arguments(node), node)
+            case ScriptObject(kind="class"):
                 return self.instance(function, node)
-            case Item(kind="name"):
-                return self.named(function, node)
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else short(node.func)
+            case ScriptObject(kind="name"):
+                return self.imported_call(function, node)
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else snippet(node.func)
         return self.method(owner, name, self.arguments(node), node)
 
     def method(self, owner: Any, name: str, arguments: dict[str, Any], node: ast.Call) -> Any:
-        """Returns what a method of an object makes."""
+        """Returns the value of a call of a method."""
         first = arguments.get("0")
         match owner:
-            case list() if name in ("append", "extend"):
-                added = first if name == "extend" and isinstance(first, list) else [first]
-                owner += [Unread(self.doubt)] if self.doubt else added
-                return None
-            case dict() if name == "update" and isinstance(first, dict | None):
-                added = (first or {}) | {key: value for key, value in arguments.items() if key != "0"}
-                owner |= dict.fromkeys(added, Unread(self.doubt)) if self.doubt else added
-                return None
-            case dict() if name == "get" and known(first):
-                return owner.get(first, arguments.get("1"))
-            case dict() | list() if name not in READS:  # such as pop
+            case list() if name == "append" and not self.doubt:
+                return owner.append(first)
+            case dict() | list() if name not in READS:  # such as pop or update
                 owner.clear()
-                changed = Unread(where(node))
-                return owner.append(changed) if isinstance(owner, list) else owner.update({f"**{short(node)}": changed})
-            case Item(kind="parser"):
-                return self.parsed(owner, name, arguments, node)
-            case Item(kind="trainer") if name == "train":
+                unread = Unread(place_of(node))
+                return owner.append(unread) if isinstance(owner, list) else owner.update({f"**{snippet(node)}": unread})
+            case ScriptObject(kind="parser"):
+                return self.parse_arguments(owner, name, arguments, node)
+            case ScriptObject(kind="trainer") if name == "train":
                 raise TrainingStarts
-            case Item(kind="object"):  # its methods are not followed
-                return self.changed(name, [owner, *arguments.values()], node)
-            case Item(kind="rows"):
-                step = {} if name in QUIET_ROWS | QUIET else {name: where(node)}
-                return Item("rows", owner.value, {}, owner.steps | step)
-        return self.unknown(name, [owner, *arguments.values()], node)
+            case ScriptObject(kind="object"):  # methods of classes of the script are not followed
+                return self.changing_call(name, [owner, *arguments.values()], node)
+            case ScriptObject(kind="rows"):
+                step = {} if name in QUIET_ROWS | QUIET else {name: place_of(node)}
+                return ScriptObject("rows", owner.value, {}, owner.steps | step)
+        return self.unknown_call(name, [owner, *arguments.values()], node)
 
-    def unknown(self, name: str, values: list[Any], node: ast.AST) -> Any:
-        """Returns what a call makes that no table knows: the first item that it gets, with a step more."""
+    def unknown_call(self, name: str, values: list[Any], node: ast.AST) -> Any:
+        """Returns the value of a call that is in no table: the first item among its arguments, with one more step."""
         if name in QUIET:
-            return Unread(short(node))
+            return Unread(snippet(node))
         if name in SAME:
-            return next((value for value in values if isinstance(value, Item)), Unread(short(node)))
+            return next((value for value in values if isinstance(value, ScriptObject)), Unread(snippet(node)))
         if name in PARTS and values:
             return self.part(values[0], node)
-        return self.changed(name, values, node)
+        return self.changing_call(name, values, node)
 
-    def changed(self, name: str, values: list[Any], node: ast.AST) -> Any:
-        """Returns what a call makes that may do anything to the items that it gets."""
-        items = self.touch(values, f"{name}()", node)
-        return items[0] if items else Unread(short(node))
+    def changing_call(self, name: str, values: list[Any], node: ast.AST) -> Any:
+        """Returns the value of a call that may change all items among its arguments."""
+        items = self.record_change(values, f"{name}()", node)
+        return items[0] if items else Unread(snippet(node))
 
-    def named(self, function: Item, node: ast.Call) -> Any:
-        """Returns what a call of an imported name makes, if a table knows it."""
+    def imported_call(self, function: ScriptObject, node: ast.Call) -> Any:
+        """Returns the value of a call of an imported name."""
         *parents, name = function.value.split(".")
         foreign, package = bool(function.node), [*parents, name][0]
         trl_class = next((end for end in TRAINERS if name.endswith(end) and name not in OTHERS), "")
         trl_class = name if name in CONFIGS else trl_class
         if trl_class:
-            item = self.create(trl_class, node)
-            # A class of this kind from elsewhere may do anything in another way.
+            item = self.create_trl_object(trl_class, node)
+            # A trainer of another package may do anything in another way than TRL's.
             if foreign or name != trl_class or (package == "open_r1" and name in TRAINERS):
-                item.steps[f"{name}()"] = where(node)
+                item.steps[f"{name}()"] = place_of(node)
             return item
         if package in QUIET_PACKAGES and not foreign:
-            return Unread(short(node))
+            return Unread(snippet(node))
         if not foreign and (handler := getattr(self, f"call_{name}", None)):
             return handler(parents[-1] if parents else "", node)
         if name in MADE and not foreign:
             kind, value, places = MADE[name]
-            return Item(kind, value, self.arguments(node, places))
+            return ScriptObject(kind, value, self.arguments(node, places))
         arguments = self.arguments(node)
-        if name in CASTS and not foreign and list(arguments) == ["0"] and known(arguments["0"]):
-            try:
+        if name in CASTS and not foreign and is_literal(arguments):
+            with suppress(KeyError, TypeError, ValueError):
                 return CASTS[name](arguments["0"])
-            except (TypeError, ValueError):
-                return Unread(short(node))
-        return (self.changed if foreign else self.unknown)(name, list(arguments.values()), node)
+        return (self.changing_call if foreign else self.unknown_call)(name, list(arguments.values()), node)
 
-    def create(self, name: str, node: ast.Call) -> Item:
-        """Makes a config or a trainer of TRL."""
+    def create_trl_object(self, name: str, node: ast.Call) -> ScriptObject:
+        """Returns a config or a trainer of TRL, and records it."""
         kind = (TRAINERS | CONFIGS)[name]
         arguments = self.arguments(node, POSITIONAL[kind] if name in TRAINERS else ("output_dir",))
         if name in TRAINERS:
             arguments = {FORMER.get(key, key): value for key, value in arguments.items()}
-        self.items.append(Item("trainer" if name in TRAINERS else "config", kind, arguments, node=node))
+        self.items.append(ScriptObject("trainer" if name in TRAINERS else "config", kind, arguments, node=node))
         return self.items[-1]
 
-    def instance(self, of: Item, node: ast.Call) -> Any:
-        """Returns an object of a class of the script. Of a trainer, each method of the class may change the run."""
-        base = end_of(of.value)
+    def instance(self, class_item: ScriptObject, node: ast.Call) -> Any:
+        """Returns an object of a class that the script defines."""
+        base = last_part(class_item.value)
         if base in TRAINERS | CONFIGS:
-            item = self.create(base, node)
-            item.keys = (of.keys if base in CONFIGS else {}) | item.keys
-            item.steps |= of.steps
+            item = self.create_trl_object(base, node)
+            item.keys = (class_item.keys if base in CONFIGS else {}) | item.keys
+            item.steps |= class_item.steps
             return item
-        arguments = self.arguments(node, tuple(of.keys))
-        if any(isinstance(x, ast.FunctionDef) and x.name in ("__init__", "__post_init__") for x in of.node.body):
-            self.changed(f"{of.node.name}()", list(arguments.values()), node)
-            return Item("object", f"__main__.{of.node.name}")
-        keys = of.keys | {name: value for name, value in arguments.items() if name in of.keys}
-        return Item("object", f"__main__.{of.node.name}", keys)
+        arguments = self.arguments(node, tuple(class_item.keys))
+        name = class_item.node.name
+        methods = {entry.name for entry in class_item.node.body if isinstance(entry, ast.FunctionDef)}
+        if methods & {"__init__", "__post_init__"}:
+            self.changing_call(f"{name}()", list(arguments.values()), node)
+            return ScriptObject("object", f"__main__.{name}")
+        keys = class_item.keys | {key: value for key, value in arguments.items() if key in class_item.keys}
+        return ScriptObject("object", f"__main__.{name}", keys)
 
-    def inlined(self, function: Any, arguments: dict[str, Any], node: ast.AST) -> Any:
-        """Follows a function of the script, and returns what it returns."""
+    def follow_function(self, function: Any, arguments: dict[str, Any], node: ast.AST) -> Any:
+        """Follows the body of a function of the script, and returns its value."""
         if self.depth > 8:
-            return self.changed(short(node), list(arguments.values()), node)
-        places = [x.arg for x in [*function.args.posonlyargs, *function.args.args]]
-        named = [x.arg for x in function.args.kwonlyargs]
-        defaults = [*zip(places[::-1], function.args.defaults[::-1], strict=False)]
-        defaults += zip(named, function.args.kw_defaults, strict=True)
-        bound = {name: Unread(name) for name in places + named}
+            return self.changing_call(snippet(node), list(arguments.values()), node)
+        positional_names = [x.arg for x in [*function.args.posonlyargs, *function.args.args]]
+        keyword_names = [x.arg for x in function.args.kwonlyargs]
+        defaults = [*zip(positional_names[::-1], function.args.defaults[::-1], strict=False)]
+        defaults += zip(keyword_names, function.args.kw_defaults, strict=True)
+        bound = {name: Unread(name) for name in positional_names + keyword_names}
         bound |= {name: self.value(default) for name, default in defaults if default}
-        free = [name for name in places if name not in arguments]
+        free = [name for name in positional_names if name not in arguments]
         bound |= {free[int(k)] if k.isdigit() and int(k) < len(free) else k: x for k, x in arguments.items()}
-        before, self.names = self.names, self.names | bound
+        outer_names, self.names = self.names, self.names | bound
         returned, self.returned = self.returned, []
         self.depth += 1
         self.follow(function.body)
         self.depth -= 1
-        before |= {name: self.names[name] for name in self.shared & self.names.keys()}
-        results, self.returned, self.names = self.returned, returned, before
-        return blurred(results, f"{short(node)} has several results") if results else None
+        outer_names |= {name: self.names[name] for name in self.shared & self.names.keys()}
+        results, self.returned, self.names = self.returned, returned, outer_names
+        return merged_value(results, f"{snippet(node)} has several results") if results else None
 
     def call_from_pretrained(self, parent: str, node: ast.Call) -> Any:
-        """A model, tokenizer or processor. Unsloth returns the first two, by default with a base of 4 bits."""
+        """Returns a model, tokenizer or processor. Unsloth returns a model of 4 bits by default, and its tokenizer."""
         arguments = self.arguments(node, ("path",))
         if parent.startswith("Peft"):
-            adapter = Item("adapter", arguments.get("1", arguments.get("model_id")))
-            return self.wrapped(arguments.get("path", arguments.get("model")), adapter, node)
+            adapter = ScriptObject("adapter", arguments.get("1", arguments.get("model_id")))
+            return self.add_adapter(arguments.get("path", arguments.get("model")), adapter, node)
         paths = [arguments.pop(name) for name in PATHS if name in arguments]
-        path = paths[0] if paths and not isinstance(paths[0], Item) else Unread(short(node))
+        path = paths[0] if paths and not isinstance(paths[0], ScriptObject) else Unread(snippet(node))
         if "Tokenizer" in parent or "Processor" in parent:
-            return Item("tokenizer", path, arguments)
+            return ScriptObject("tokenizer", path, arguments)
         if parent.startswith("Fast"):
-            others = any(arguments.get(x) for x in ("load_in_8bit", "load_in_16bit", "full_finetuning"))
-            defaults = {"load_in_4bit": not others, "unsloth": True}
-            return [Item("model", path, defaults | arguments), Item("tokenizer", path)]
-        # The folder of an adapter does not say here what its base is.
+            other_options = any(arguments.get(x) for x in ("load_in_8bit", "load_in_16bit", "full_finetuning"))
+            defaults = {"load_in_4bit": not other_options, "unsloth": True}
+            return [ScriptObject("model", path, defaults | arguments), ScriptObject("tokenizer", path)]
+        # The folder of an adapter is not read, so its base is unknown.
         is_model = "Config" not in parent and not parent.startswith("AutoPeft")
-        return Item("model", path, arguments) if is_model else Unread(short(node))
+        return ScriptObject("model", path, arguments) if is_model else Unread(snippet(node))
 
     def call_get_peft_model(self, parent: str, node: ast.Call) -> Any:
-        """LoRA around a model: PEFT's with a LoraConfig, or Unsloth's with its arguments."""
+        """Returns a model with LoRA, from PEFT's LoraConfig or from Unsloth's arguments."""
         arguments = self.arguments(node, ("model", "peft_config"))
         model = arguments.pop("model", None)
-        unsloth = Item("adapter", None, UNSLOTH_LORA | arguments)
-        return self.wrapped(model, unsloth if parent.startswith("Fast") else arguments.get("peft_config"), node)
+        unsloth = ScriptObject("adapter", None, UNSLOTH_LORA | arguments)
+        return self.add_adapter(model, unsloth if parent.startswith("Fast") else arguments.get("peft_config"), node)
 
-    def wrapped(self, model: Any, adapter: Any, node: ast.Call) -> Any:
-        if not isinstance(model, Item) or model.kind != "model" or self.doubt or "peft_config" in model.keys:
-            return self.unknown("get_peft_model", [model], node)
+    def add_adapter(self, model: Any, adapter: Any, node: ast.Call) -> Any:
+        if not isinstance(model, ScriptObject) or model.kind != "model" or self.doubt or "peft_config" in model.keys:
+            return self.unknown_call("get_peft_model", [model], node)
         model.keys["peft_config"] = adapter
         return model
 
@@ -268,35 +272,34 @@ class ScriptRun(Interpreter):
         """Returns rows by their name: owner/name:configuration@split, or the file of a format."""
         arguments = self.arguments(node, ("path", "name"))
         source, files, configuration = (arguments.get(name) for name in ("path", "data_files", "name"))
-        # load_dataset("json", data_files=...): "json" is a format, the rows are in the file.
-        if known(source) and "/" not in str(source) and isinstance(files, str | dict):
+        # In load_dataset("json", data_files=...) "json" is the format of the file.
+        if is_literal(source) and "/" not in str(source) and isinstance(files, str | dict):
             source = files
-        # data_dir, revision and files of a data set choose other rows.
-        elif not isinstance(source, str) or not known([source, configuration]) or not arguments.keys() <= LOADING:
-            return Item("rows", Unread(short(node)))
+        # Arguments such as data_dir and revision choose other rows.
+        elif not isinstance(source, str) or not is_literal([source, configuration]) or not arguments.keys() <= LOADING:
+            return ScriptObject("rows", Unread(snippet(node)))
         elif configuration:
             source = f"{source}:{configuration}"
-        return Item("rows", with_split(source, arguments["split"]) if "split" in arguments else source)
+        return ScriptObject("rows", with_split(source, arguments["split"]) if "split" in arguments else source)
 
     call_load_from_disk = call_load_dataset
 
     def call_dict(self, parent: str, node: ast.Call) -> Any:
         arguments = self.arguments(node)
-        first = arguments.pop("0", {})
-        return first | arguments if isinstance(first, dict) else Unread(short(node))
+        return Unread(snippet(node)) if "0" in arguments else arguments
 
     def call_field(self, parent: str, node: ast.Call) -> Any:
-        """The default of a field of a dataclass."""
-        return self.arguments(node).get("default", Unread(short(node)))
+        """Returns the default of a field of a dataclass."""
+        return self.arguments(node).get("default", Unread(snippet(node)))
 
-    def call_HfArgumentParser(self, parent: str, node: ast.Call) -> Item:
+    def call_HfArgumentParser(self, parent: str, node: ast.Call) -> ScriptObject:
         classes = self.arguments(node, ("dataclass_types",)).get("dataclass_types")
-        return Item("parser", classes if isinstance(classes, list) else [classes])
+        return ScriptObject("parser", classes if isinstance(classes, list) else [classes])
 
     call_TrlParser = call_HfArgumentParser
 
-    def parsed(self, parser: Item, name: str, arguments: dict[str, Any], node: ast.Call) -> Any:
-        """What a parser returns: the defaults of the options that the script gives it, or of its dataclasses."""
+    def parse_arguments(self, parser: ScriptObject, name: str, arguments: dict[str, Any], node: ast.Call) -> Any:
+        """Returns what a parser returns: defaults of the options that the script adds to it, or of its dataclasses."""
         if name == "add_argument":
             flags = [value for key, value in arguments.items() if key.isdigit() and isinstance(value, str)]
             option = str(arguments.get("dest", next((x for x in flags if x.startswith("--")), (flags or ["-"])[0])))
@@ -306,15 +309,15 @@ class ScriptRun(Interpreter):
         elif name == "set_defaults":
             parser.keys |= arguments
         if name not in PARSES:
-            return Unread(short(node))
-        self.notes.append(f"{where(node)}: an option of the command line has its default here")
+            return Unread(snippet(node))
+        self.notes.append(f"{place_of(node)}: an option of the command line has its default here")
         if parser.value is None:
-            options = Item("object", short(node), parser.keys)
+            options = ScriptObject("object", snippet(node), parser.keys)
             return [options, []] if "known" in name else options
-        classes = [of for of in parser.value if isinstance(of, Item)]
-        return [Unread(short(node)) if of.value else self.instance(of, node) for of in classes]
+        classes = [entry for entry in parser.value if isinstance(entry, ScriptObject)]
+        return [Unread(snippet(node)) if entry.value else self.instance(entry, node) for entry in classes]
 
     def call_get_soft_overlong_punishment(self, parent: str, node: ast.Call) -> Any:
         cache = self.arguments(node, ("max_completion_len", "soft_punish_cache")).get("soft_punish_cache")
         name = f"trl.rewards.get_soft_overlong_punishment({cache})"
-        return Item("function", name) if isinstance(cache, int) else cache
+        return ScriptObject("function", name) if isinstance(cache, int) else cache

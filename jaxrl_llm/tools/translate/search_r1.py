@@ -1,4 +1,4 @@
-"""The rules of Search-R1's own keys. Its table is search_r1.tsv, and else verl.tsv as veRL was in early 2025."""
+"""The rules of Search-R1's own keys. All other keys follow verl.tsv with veRL's defaults of early 2025."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 from jaxrl_llm.tools.translate import family, ours, verl
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome
-from jaxrl_llm.tools.translate.table import Row, read_rows, system
-from jaxrl_llm.tools.translate.verl import ROLLOUT
+from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
 
-# A prompt has n x n_agent episodes, and its veRL of early 2025 does not multiply the mini-batch by them.
-FAMILY = replace(verl.FAMILY, group=(f"{ROLLOUT}n", f"{ROLLOUT}n_agent"), sequences=True)
-
+# A prompt has n x n_agent episodes, and the veRL of early 2025 does not multiply the mini-batch by them.
+ROWS = verl.ROWS | read_rows("search_r1")
+FAMILY = replace(verl.FAMILY, rows=ROWS, counts_sequences=True)
 
 data_files = partial(verl.files, ours.SEARCH_R1_ROWS)
 
@@ -24,11 +23,11 @@ def grouped(value: Any, keys: Keys) -> Outcome:
 
 
 def turns(value: Any, keys: Keys) -> Outcome:
-    """Searches of an episode: after the last one, the policy has one more turn."""
+    """Searches of an episode. After the last search the policy has one more turn."""
     searches, response = int(keys["max_turns"]), int(keys["data.max_response_length"])
     fields = {
         "env.most_searches": searches,
-        # Search-R1 generates once more after max_turns searches, without a search.
+        # After max_turns searches Search-R1 generates one more turn, which cannot search.
         "turns.most": searches + 1,
         "rollout.max_completion_tokens": (searches + 1) * response + searches * int(keys["data.max_obs_length"]),
     }
@@ -37,15 +36,15 @@ def turns(value: Any, keys: Keys) -> Outcome:
 
 
 def turn_limit(row: Row, value: Any, keys: Keys) -> Outcome:
-    """A limit in tokens, which is also a part of the limit of an episode."""
-    # Both limits are factors of the one of an episode, so each key sets that too, from all of them.
-    whole = turns(value, keys).fields["rollout.max_completion_tokens"]
-    fields = {row.field: int(value), "rollout.max_completion_tokens": whole}
+    """A limit of tokens, which also changes the limit of an episode."""
+    # The limit of an episode depends on all limits, so each key sets it too.
+    episode_limit = turns(value, keys).fields["rollout.max_completion_tokens"]
+    fields = {row.field: int(value), "rollout.max_completion_tokens": episode_limit}
     return Outcome("changed" if row.why else "mapped", fields, row.why)
 
 
 def masking(value: Any, keys: Keys) -> Outcome:
-    """Whether what the search finds is left out."""
+    """Whether the loss leaves out the texts that a search finds."""
     if value:
         reason = "also left out of the KL penalty, the critic and the advantages; there, of the policy's loss"
         return Outcome("changed", {}, reason)
@@ -58,14 +57,14 @@ def retriever(value: Any, keys: Keys) -> Outcome:
 
 
 def exact_match(value: Any, keys: Keys) -> Outcome:
-    """The reward, which has no key."""
+    """The reward of Search-R1, which no key of it can change."""
     return Outcome("mapped", ours.reward_fields((ours.SEARCH,)), "exact match of the answer, as there")
 
 
-SEARCH_R1 = system(
+SEARCH_R1 = trainer_table(
     "Search-R1",
     "commit 0789f5e",
-    verl.ROWS | read_rows("search_r1"),
+    ROWS,
     vars(family) | vars(verl) | FAMILY.rules() | globals(),
     lambda keys: f"search_{verl.base(keys)}",
     as_of=0.2,

@@ -1,44 +1,41 @@
-"""Follows a shell script: its variables, arrays, sums, blocks and functions. Nothing is run.
+"""Follows a shell script without running it: its variables, blocks and functions.
 
-The script gets no arguments, and nothing from its environment. A value that it does not say stays as it is written,
-with its $. Where a condition is not known, the commands of all branches count, and a variable that they leave different
-is not known afterwards.
+The script gets no arguments, and no variables from its environment. A value that the script does not say stays as it is
+written, with its $. If a condition is not known, the commands of all branches count, and a variable that the branches
+leave different is not known afterwards.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import dropwhile
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import shell_test
 from jaxrl_llm.tools.translate.arguments import Value
-from jaxrl_llm.tools.translate.shell_grammar import (
-    Chain,
-    Compound,
-    Function,
-    Heredoc,
-    If,
-    Node,
-    Repeat,
-    ShellParser,
-    Simple,
-    Word,
-    assignment,
-)
-from jaxrl_llm.tools.translate.shell_values import Values, Variable, items, joined
+from jaxrl_llm.tools.translate.shell_grammar import Chain, Compound, Function, If, Loop, Node, ShellParser, Simple
+from jaxrl_llm.tools.translate.shell_values import ShellVariables, joined
+from jaxrl_llm.tools.translate.shell_words import Heredoc, Lexer, Part, Word
 
-DOTTED = re.compile(r"[+~]*[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
-SHELLS = re.compile(r"(?:.*/)?(?:bash|sh|zsh)")
-ROUNDS, DEPTH, STEPS = 32, 16, 20_000  # rounds of a loop, calls of functions inside each other, commands of all
+READERS = ("read", "mapfile", "readarray", "printf", "let")  # commands that set variables
+NESTED_SHELL = re.compile(r"eval |(?:.* )?(?:\S*/)?(?:ba|z)?sh -[a-z]*c ", re.DOTALL)
+DEPTH, STEPS = 16, 20_000  # calls of functions inside each other, commands of all
+
+
+class Jump(Exception):
+    """The script runs exit, return, break or continue, which is the text of the exception.
+
+    It ends the loop, the function, the subshell or the branch in doubt that it is in, or else the script.
+    """
 
 
 @dataclass(frozen=True)
 class Command:
-    """The words of a command, expanded; place: position of its first word."""
+    """A command with its expanded words. place: position of its first word in the script."""
 
     values: tuple[Value, ...]
     place: int
@@ -49,46 +46,47 @@ class Command:
 
     @property
     def places(self) -> frozenset[int]:
-        return joined([*self.values]).places
+        return joined(self.values).places
 
 
-def follow(text: str) -> Walk:
+def follow(text: str) -> ShellRun:
     """Follows a script. Raises: UserError, if it cannot be parsed."""
     # A \r in a file from Windows would be a part of the last word of each line.
-    script = Walk(parser=ShellParser(text.replace("\r\n", "\n")))
-    script.block(script.parser.script())
-    return script
+    parser = ShellParser(text.replace("\r\n", "\n"))
+    run = ShellRun(lexer=parser.lexer)
+    nodes = parser.script()
+    with suppress(Jump):
+        run.block(nodes)
+    return run
 
 
 @dataclass(kw_only=True)
-class Walk(Values):
-    """A script that is followed, with its commands and blocks. files: {name: text} of what it writes by heredocs."""
+class ShellRun(ShellVariables):
+    """A script that is followed. files: {name: text} that it writes by heredocs; notes: files that it sources."""
 
-    parser: ShellParser
+    lexer: Lexer
     functions: dict[str, tuple[Node, ...]] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
-    written: list[Heredoc] = field(default_factory=list)  # those of the files
-    local: dict[str, Variable | None] | None = None  # of the function that is followed: what its names were before
+    notes: list[str] = field(default_factory=list)
+    file_heredocs: list[Heredoc] = field(default_factory=list)
+    local_names: set[str] = field(default_factory=set)  # local variables of the function that is followed
     depth: int = 0
     steps: int = 0
-    jump: str = ""  # exit, return, break or continue, until what it leaves has ended
 
-    # Blocks. Each returns whether it succeeds; None: that is not known.
+    # Blocks. Each method returns whether the block succeeds; None if that is not known.
 
     def block(self, nodes: Iterable[Node]) -> bool | None:
         status: bool | None = True
         for node in nodes:
-            if self.jump:
-                return status
             status = self.node(node)
         return status
 
     def node(self, node: Node) -> bool | None:
         self.steps += 1
-        # Loops in loops have 32 rounds each, so the depth alone bounds nothing.
+        # Loops in loops multiply their rounds, so the depth alone bounds nothing.
         if self.steps > STEPS:
-            raise UserError(f"it does not end within {STEPS} commands: is this a script that starts a training?")
+            raise UserError(f"it does not end within {STEPS} commands: give a script that starts a training")
         match node:
             case Simple():
                 return self.simple(node)
@@ -96,26 +94,32 @@ class Walk(Values):
                 return self.chain(node)
             case If():
                 return self.branches(node.branches)
-            case Repeat():
+            case Loop():
                 return self.loop(node)
             case Function():
                 self.functions[node.name] = node.body
                 return True
             case Compound():
-                variables = dict(self.variables)
-                status = self.block(node.body)
-                # A subshell gets copies: what it sets is gone at its end, and an `exit` ends it alone.
-                if node.subshell:
-                    self.variables, self.jump = variables, ""
-                return shell_test.agrees(status, not node.negated)
+                return self.group(node)
+
+    def group(self, node: Compound) -> bool | None:
+        if not node.is_subshell:
+            status = self.block(node.body)
+            return shell_test.negated(status) if node.is_negated else status
+        status, variables = None, dict(self.variables)
+        with suppress(Jump):
+            status = self.block(node.body)
+        self.variables = variables
+        return status
 
     def chain(self, node: Chain) -> bool | None:
-        status: bool | None = True
-        for sign, following in node.links:
+        (_, first), *links = node.links
+        status = self.node(first)
+        for sign, following in links:
             # Whether `a || b` runs b depends on a, which is not known. After `a && b` a script means b to run.
             if status is None and sign == "||":
                 self.in_doubt([(following,), ()])
-            elif sign == "|" or (status is not False if sign == "&&" else status is False):
+            elif status is None or status == (sign == "&&"):
                 status = self.node(following)
         return status
 
@@ -125,158 +129,115 @@ class Walk(Values):
             if status:
                 return self.block(body)
             if status is None:
-                others = [body for _, body in branches[i:]]
-                self.in_doubt([*others, ()] if branches[-1][0] else others)
+                bodies = [body for _, body in branches[i:]]
+                self.in_doubt([*bodies, ()] if branches[-1][0] else bodies)
                 return None
         return True
 
     def in_doubt(self, bodies: Sequence[tuple[Node, ...]]) -> None:
         """Follows blocks of which one or none runs. What they leave different is not known afterwards."""
         # Each branch begins with the variables before all of them, as only one of them runs.
-        before = self.variables
-        ends: list[dict[str, Variable]] = []
+        variables_before, ends = self.variables, list[dict[str, list[Value]]]()
         for body in bodies:
-            self.variables = dict(before)
-            self.block(body)
+            self.variables = dict(variables_before)
             # An `exit` in a branch that may not run does not end the script here.
-            self.jump = ""
+            with suppress(Jump):
+                self.block(body)
             ends.append(self.variables)
-        self.variables = dict(before)
-        for name in {name for variables in ends for name in variables}:
-            values = [variables.get(name, []) for variables in ends]
-            if len({tuple(value.text for value in items(value)) for value in values}) == 1:
-                self.variables[name] = values[0]
-            # An array stays as it was before, and the words that it may get belong to no command.
-            elif not any(isinstance(value, list) and value for value in values):
-                self.variables[name] = Value(f"${{{name}: a branch decides}}")
+        self.variables = dict(variables_before)
+        for name in sorted({name for variables in ends for name in variables}):
+            several = [variables.get(name, []) for variables in ends]
+            # The first elements that the array has after each branch are known, and all later ones are not.
+            alike = [len({value.text for value in values}) == 1 for values in zip(*several, strict=False)]
+            shared = [*alike, False].index(False)
+            is_same = all(len(end_values) == shared for end_values in several)
+            doubt = [Value(f"${{{name}: a branch decides}}")]
+            self.variables[name] = [*several[0][:shared], *([] if is_same else doubt)]
 
-    def loop(self, node: Repeat) -> bool | None:
+    def loop(self, node: Loop) -> bool | None:
         if node.name:
             # All words are expanded before the first round, as bash does.
-            for value in [value for word in node.words for value in self.fields(word)][:ROUNDS]:
-                self.variables[node.name] = value
-                if self.round(node.body):
-                    break
-            return True
-        for _ in range(ROUNDS):
-            status = self.block(node.condition)
-            if status is None:
-                self.in_doubt([node.body, ()])
-            if not status or self.round(node.body):
-                break
+            for value in [value for word in node.words for value in self.fields(word)]:
+                self.variables[node.name] = [value]
+                try:
+                    self.block(node.body)
+                except Jump as jump:
+                    if str(jump) == "break":
+                        break
+                    if str(jump) != "continue":
+                        raise
+        elif self.block(node.condition) is not False:
+            # The second round begins with what the first one may have changed.
+            self.in_doubt([node.body, ()])
+            self.in_doubt([node.body, ()])
         return None
-
-    def round(self, body: tuple[Node, ...]) -> bool:
-        """Follows one round of a loop. Returns whether it was the last one."""
-        self.block(body)
-        last = self.jump not in ("", "continue")
-        # break and continue have done their work; the others go on to what is around the loop.
-        self.jump = self.jump if self.jump in ("return", "exit") else ""
-        return last
 
     # Commands
 
     def simple(self, node: Simple) -> bool | None:
-        words = list(node.words)
-        matches = [assignment(word.parts) for word in words]
-        # NAME=value before a command is set for this command alone, and without one for the script.
-        if all(matches):
-            return self.declare(words)
-        words = words[next(i for i, match in enumerate(matches) if not match) :]
+        # NAME=value before a command is set for this command alone, and without a command for the script.
+        words = list(dropwhile(lambda word: word.assignment, node.words))
+        if not words:
+            return self.declare(node.words)
+        if words[0].parts[:1] and words[0].parts[0].kind == "((":
+            self.forget(re.findall(r"[A-Za-z_]\w*", words[0].parts[0].text))
+            return None
         name = words[0].plain
-        if name == "((":
-            return self.sum_of(words[1].parts[0].text)
         if name in ("[[", "[", "test"):
-            return shell_test.status([self.text(word).text for word in words[1:]], is_pattern=name == "[[")
+            return shell_test.status([name, *(self.text(word).text for word in words[1:])])
         if name in DECLARATIONS:
             return self.declare(words[1:], is_local=name in ("local", "declare", "typeset"))
         values = tuple(value for word in words for value in self.fields(word))
-        return self.command(Command(values, words[0].at), node) if values else True
+        return self.command(Command(values, words[0].position), node) if values else True
 
     def declare(self, words: Sequence[Word], *, is_local: bool = False) -> bool:
         for word in words:
-            match = assignment(word.parts)
-            name = match[1] if match else word.plain
-            if is_local and self.local is not None:
-                # The value before, which `call` puts back.
-                self.local.setdefault(name, self.variables.get(name))
-            if match:
-                self.assign(match, word)
+            if is_local:
+                self.local_names.add(word.assignment[1] if word.assignment else word.plain)
+            self.assign(word)
         return True
 
     def command(self, command: Command, node: Simple) -> bool | None:
         name, *rest = command.words
         if name in ("true", ":", "false"):
             return name != "false"
-        # `exit 1` does not end it here: it stands where arguments are wrong, and a script that ends there trains
-        # nothing.
+        # `exit 1` does not end the script here, because it stands where arguments are wrong.
         if name in ("return", "break", "continue") or (name == "exit" and rest[:1] in ([], ["0"])):
-            self.jump = name
-            return True
-        if name == "let":
-            return [self.sum_of(text) for text in rest][-1] if rest else True
+            raise Jump(name)
         if name == "set" and "--" in rest:
-            self.arguments = list(command.values[rest.index("--") + 2 :])
+            self.variables["@"] = list(command.values[rest.index("--") + 2 :])
         if name == "shift":
-            self.arguments = self.arguments[int(rest[0]) if rest and rest[0].isdigit() else 1 :]
-        if name == "getopts" and not self.arguments:
+            self.variables["@"] = self.variables["@"][int(rest[0]) if rest and rest[0].isdigit() else 1 :]
+        if name == "getopts" and not self.variables["@"]:
             return False  # without options its loop does not begin
         if name == "unset":
             self.variables = {key: value for key, value in self.variables.items() if key not in rest}
-        if name == "read":
-            self.variables |= {key: Value(f"${{{key}: it is read}}") for key in rest if re.fullmatch(r"\w+", key)}
+        if name in READERS:
+            self.forget(key for text in rest for key in re.findall(r"^[A-Za-z_]\w*", text))
         if name in self.functions and self.depth < DEPTH:
             return self.call(self.functions[name], list(command.values[1:]))
-        if (text := _script_of(command.words)) is not None:
-            return self.text_as_script(text, command.places)
+        if name in ("source", "."):
+            self.notes.append(f"{' '.join(command.words)}: the file is not read, and may set variables")
+        if NESTED_SHELL.match(" ".join(command.words)):
+            return None  # The text is a script of its own, which is not followed, so its keys belong to no command.
         if name == "cat" and node.heredoc and node.target:
-            self.files[self.text(node.target).text] = self.text_of(node.heredoc.text, quoted=True).text
-            self.written.append(node.heredoc)
-        # Its status is not known: no command is run.
+            # A double quotation mark has no meaning in a heredoc.
+            text = re.sub(r'(\\?)"', r'\1\1\\"', node.heredoc.text)
+            expanded = self.text_of(text, Part("text", text, is_quoted=True)).text
+            self.files[self.text(node.target).text] = node.heredoc.text if node.heredoc.is_literal else expanded
+            self.file_heredocs.append(node.heredoc)
+        # Its status is not known, because no command is run.
         self.commands.append(command)
         return None
 
-    def nested(self, nodes: Iterable[Node], **state: Any) -> bool | None:
-        """Follows the commands of a function or a text, during which some attributes are others."""
-        before = {name: getattr(self, name) for name in state}
-        vars(self).update(state, depth=self.depth + 1)
-        try:
-            return self.block(nodes)
-        finally:
-            vars(self).update(before, depth=self.depth - 1)
-
     def call(self, body: tuple[Node, ...], arguments: list[Value]) -> bool | None:
-        local: dict[str, Variable | None] = {}
-        status = self.nested(body, arguments=arguments, local=local)
-        self.variables = {name: value for name, value in (self.variables | local).items() if value is not None}
-        # A return has ended the function alone.
-        self.jump = self.jump if self.jump == "exit" else ""
+        """Follows the body of a function, which has arguments and local variables of its own."""
+        status, outer_variables, local_names = None, self.variables, self.local_names
+        self.variables, self.local_names, self.depth = outer_variables | {"@": arguments}, {"@"}, self.depth + 1
+        with suppress(Jump):
+            status = self.block(body)
+        global_variables = {name: value for name, value in self.variables.items() if name not in self.local_names}
+        shadowed = {name: outer_variables[name] for name in self.local_names & outer_variables.keys()}
+        self.variables = global_variables | shadowed
+        self.local_names, self.depth = local_names, self.depth - 1
         return status
-
-    def text_as_script(self, text: str, places: frozenset[int]) -> bool | None:
-        try:
-            return self.nested(ShellParser(text).script(), inside=places) if self.depth < DEPTH else None
-        except UserError:
-            return None  # it is no script, or too long
-
-    def sum_of(self, text: str) -> bool | None:
-        """Follows (( … )): a comparison, or what sets a variable."""
-        text = re.sub(r"([-+])\1\s*$", r"\1=1", text)  # ++ and --
-        if match := re.fullmatch(r"\s*(\w+)\s*([-+*]?)=(?!=)(.*)", text, re.DOTALL):
-            name, sign, value = match.groups()
-            self.variables[name] = self.summed(f"{name} {sign} ({value})" if sign else value)
-            return True
-        if match := re.fullmatch(r"(.*?)(<=|>=|==|!=|<|>)(.*)", text, re.DOTALL):
-            first, second = (self.summed(side).text for side in (match[1], match[3]))
-            return shell_test.compared(first, match[2], second)
-        value = self.summed(text).text
-        return None if "$" in value else value != "0"
-
-
-def _script_of(words: Sequence[str]) -> str | None:
-    """Returns the text of eval, or of `bash -c TEXT`, also behind ssh, srun or docker exec; None: it has none."""
-    if words[0] == "eval":
-        return " ".join(words[1:])
-    shell = next((i for i, word in enumerate(words) if SHELLS.fullmatch(word)), len(words))
-    option = next((i for i in range(shell + 1, len(words) - 1) if re.fullmatch(r"-[a-z]*c", words[i])), None)
-    return None if option is None else words[option + 1]

@@ -27,8 +27,8 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.tools.translate.documents import scalar
-from jaxrl_llm.tools.translate.outcome import Idle, Keys, OnlyIf, Outcome, Rule, System, Version
+from jaxrl_llm.tools.translate.documents import parse_scalar
+from jaxrl_llm.tools.translate.outcome import Conditional, Keys, NoEffect, Outcome, Rule, TrainerTable, Version
 
 CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "int": int,
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def section(self) -> str:
-        """What is before the last part of the key, with its dot."""
+        """The key without its last part, with the dot at its end."""
         return self.key.removesuffix(self.name)
 
     @property
@@ -79,7 +79,7 @@ def read_rows(name: str) -> dict[str, Row]:
     return {key: replace(row, key=key) for row in rows for key in row.key.split(" ")}
 
 
-def system(
+def trainer_table(
     name: str,
     version: str,
     rows: Mapping[str, Row],
@@ -87,12 +87,13 @@ def system(
     base: Callable[[Keys], str],
     *,
     as_of: float = 0.0,
-) -> System:
-    """Returns a trainer.
+) -> TrainerTable:
+    """Returns the table of a trainer, with the rules that its rows name.
 
-    module: the names of its module: functions, sentences and CONDITIONS, {name: (applies, why not)}. It may have OLDER,
-    the name and the last number of the versions to which the column `was` belongs. as_of: the trainer is of this one of
-    them, and has no key of later ones.
+    module: {name: function or sentence} that rows may name, with CONDITIONS as {name: (applies, reason if not)}. OLDER,
+    if present, is the name and the last number of the versions to which the column `was` belongs.
+    base: config of jaxrl_llm that a translation changes; as_of: version of a trainer without later keys, 0.0 for the
+    newest version.
     """
     rows = {key: row for key, row in rows.items() if row.rule != "absent"}
     current = {key: row for key, row in rows.items() if not row.rule.startswith("old ")}
@@ -102,11 +103,11 @@ def system(
     older = Version(
         name_of_older,
         proofs=tuple(key for key, row in rows.items() if row.versions.startswith("-")),
-        defaults={key: scalar(row.was) for key, row in current.items() if row.was},
+        defaults={key: parse_scalar(row.was) for key, row in current.items() if row.was},
         newer=tuple(key for key, first in since.items() if first > last),
     )
-    defaults = {key: scalar(row.default) for key, row in current.items() if row.default}
-    return System(
+    defaults = {key: parse_scalar(row.default) for key, row in current.items() if row.default}
+    return TrainerTable(
         name,
         version,
         {key: _rule(row, module) for key, row in current.items()},
@@ -126,32 +127,32 @@ def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
     if row.why.isupper() and row.why in module:
         row = replace(row, why=module[row.why])
     if word == "idle":
-        rule = Idle(row.why)
+        rule = NoEffect(row.why)
     elif word in CONVERTERS:
-        rule = partial(_same, row, word)
+        rule = partial(_same_meaning, row, word)
     elif word in ("off", "only", "none", "differs"):
-        rule = partial(_fixed, row, word, [*([None, False] * (word == "off")), *map(scalar, arguments)])
+        rule = partial(_no_counterpart, row, word, [*([None, False] * (word == "off")), *map(parse_scalar, arguments)])
     else:
         name, *attribute = word.split(".")
         function: Any = reduce(getattr, attribute, module[name])
         parameters = [*inspect.signature(function).parameters]
-        # A rule may ask for its row, or be made of it.
+        # A function with the one parameter `row` makes a rule, and a rule may take its row as an argument.
         rule = function(row) if parameters == ["row"] else partial(function, row) if "row" in parameters else function
     if condition:
         applies, why_not = module["CONDITIONS"][condition]
-        return OnlyIf(applies, rule, why_not)
+        return Conditional(applies, rule, why_not)
     return rule
 
 
-def _same(row: Row, word: str, value: Any, keys: Keys) -> Outcome:
-    """The value becomes the fields, with the same meaning."""
+def _same_meaning(row: Row, word: str, value: Any, keys: Keys) -> Outcome:
+    """The rule of a key whose value becomes the value of its fields."""
     if (value is None and row.default in ("", "null")) or (word == "count" and not (value and value > 0)):
         return Outcome("no effect", reason="not set")
     return Outcome("mapped", dict.fromkeys(row.fields.split(), CONVERTERS[word](value)), row.why)
 
 
-def _fixed(row: Row, word: str, neutral: list[Any], value: Any, keys: Keys) -> Outcome:
-    """No field has the value. The fields of the row are not what the file says, except at neutral values."""
+def _no_counterpart(row: Row, word: str, neutral: list[Any], value: Any, keys: Keys) -> Outcome:
+    """The rule of a key that has no counterpart. Its fields are unknown, except for neutral values."""
     if value in neutral:
         return Outcome("mapped") if word == "only" else Outcome("no effect", reason="not in use")
     kind = "changed" if word == "differs" else "unsupported"

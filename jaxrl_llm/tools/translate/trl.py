@@ -7,6 +7,7 @@ of the newest version that no key of the file proves may be another one. trl_ver
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,11 @@ from jaxrl_llm.tools.translate import trl_counts as counts
 from jaxrl_llm.tools.translate import trl_objectives as objectives
 from jaxrl_llm.tools.translate import trl_parts as parts
 from jaxrl_llm.tools.translate import trl_rows as rows
-from jaxrl_llm.tools.translate.documents import scalar
-from jaxrl_llm.tools.translate.outcome import Keys, OnlyIf, Outcome, Rule, System, Version
-from jaxrl_llm.tools.translate.table import Row, read_rows, system
+from jaxrl_llm.tools.translate.documents import parse_scalar
+from jaxrl_llm.tools.translate.outcome import Conditional, Keys, Outcome, Rule, TrainerTable, Version
+from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
 
-# Sentences of the tables.
+# Sentences that the tables name by these constants.
 ADAMW = "AdamW is the one optimizer here"
 STOPS = "stop tokens are the model's: generation_config.json"
 ONE_ADAPTER = "one adapter, and its base is the reference"
@@ -34,7 +35,7 @@ CONDITIONS = {
     "evaluating": (rows.evaluates, "eval_strategy is no"),
     "evaluates": (lambda keys: rows.evaluates(keys) and keys["eval_steps"], "eval_strategy is no, or it is not set"),
     "no_dtype": (lambda keys: not keys.explicit.get("dtype"), "the model's dtype is set"),
-    "images": (images.shown, images.NONE),
+    "images": (images.has_images, images.NONE),
     "adapted": (parts.adapted, "use_peft is False"),
     "no_sft_model": (lambda keys: "sft_model_path" not in keys, "of the tokenizer; sft_model_path is the policy"),
     "uses_vllm": (lambda keys: keys["use_vllm"], "rollouts come from the trainer's process, there and here"),
@@ -55,55 +56,56 @@ FIRST_KEYS = {version: first.split() for _, version, _, first, _ in VERSIONS}
 
 
 def older(kind: str) -> tuple[Version, ...]:
-    """Returns the versions of a trainer whose defaults were others."""
+    """Returns the older versions of a trainer that had other defaults."""
     return tuple(
-        Version(name, tuple(proofs.split()), {key: scalar(x) for key, x in (pair.split("=") for pair in pairs.split())})
+        Version(name, tuple(proofs.split()), {key: parse_scalar(x) for key, x in re.findall(r"(\S+)=(\S+)", pairs)})
         for kinds, name, proofs, _, pairs in VERSIONS
         if kind in kinds.split()
     )
 
 
-def dated(trainer: System, values: Mapping[str, Any]) -> System:
-    """Returns a trainer for the version of a file. `vllm_device` is of 0.14 to 0.17: other keys tell them apart."""
-    later = [each for each in trainer.older if not values.keys().isdisjoint(FIRST_KEYS[each.name])]
-    if "vllm_device" in values and later:
-        return replace(trainer, older=(replace(later[0], proofs=(*later[0].proofs, "vllm_device")),))
+def dated(trainer: TrainerTable, values: Mapping[str, Any]) -> TrainerTable:
+    """Returns a trainer for the version of a file. `vllm_device` is a key of 0.14 to 0.17, so other keys decide."""
+    later_versions = [version for version in trainer.older if not values.keys().isdisjoint(FIRST_KEYS[version.name])]
+    if "vllm_device" in values and later_versions:
+        first = later_versions[0]
+        return replace(trainer, older=(replace(first, proofs=(*first.proofs, "vllm_device")),))
     return trainer
 
 
 def noted(row: Row, rule: Rule) -> Rule:
-    """Says of a default that it was another one in earlier versions: the file may be for one of them."""
-    if isinstance(rule, OnlyIf):
+    """Returns a rule which says that the default was another one in earlier versions, for which the file may be."""
+    if isinstance(rule, Conditional):
         return replace(rule, rule=noted(row, rule.rule))
 
     def with_note(value: Any, keys: Keys) -> Outcome:
         outcome = rule(value, keys)
-        newest = row.key not in keys and value == scalar(row.default)
+        newest = row.key not in keys and value == parse_scalar(row.default)
         return replace(outcome, kind="changed", reason=f"{row.default}; {row.was}") if newest else outcome
 
     return with_note
 
 
-def trl_system(kind: str, name: str, version: str, base: str, tables: str) -> System:
-    """Returns a trainer of TRL. Its own tables win over those that stand before them."""
+def trl_table(kind: str, name: str, version: str, base: str, tables: str) -> TrainerTable:
+    """Returns a trainer of TRL. tables: names of its tables; a row of a later table wins."""
     table_rows = {key: row for table in f"trl {tables}".split() for key, row in read_rows(table).items()}
-    trainer = system(f"TRL's {name}", version, table_rows, vars(family) | globals(), lambda keys: base)
+    trainer = trainer_table(f"TRL's {name}", version, table_rows, vars(family) | globals(), lambda keys: base)
     notes = {key: noted(row, trainer.rules[key]) for key, row in table_rows.items() if row.was and key in trainer.rules}
     return replace(trainer, rules=trainer.rules | notes, older=older(kind))
 
 
-GRPO = trl_system("grpo", "GRPO", "1.16.0", "grpo", "trl_grpo")
-RLOO = trl_system("rloo", "RLOO", "1.16.0", "grpo", "trl_grpo trl_episodes trl_rloo")
-PPO = trl_system("ppo", "PPO", "0.29.0", "ppo", "trl_episodes trl_ppo")
+GRPO = trl_table("grpo", "GRPO", "1.16.0", "grpo", "trl_grpo")
+RLOO = trl_table("rloo", "RLOO", "1.16.0", "grpo", "trl_grpo trl_episodes trl_rloo")
+PPO = trl_table("ppo", "PPO", "0.29.0", "ppo", "trl_episodes trl_ppo")
 OPTIMIZER = [key for key, fields in PPO.decides.items() if any(name.startswith("optim.") for name in fields)]
 PPO = replace(PPO, rules=PPO.rules | {key: parts.with_critic(PPO.rules[key]) for key in OPTIMIZER})
-DPO = trl_system("dpo", "DPO", "1.16.0", "dpo", "trl_pairs trl_dpo")
-SIMPO = trl_system("simpo", "SimPO", "1.16.0", "simpo", "trl_pairs trl_simpo")
+DPO = trl_table("dpo", "DPO", "1.16.0", "dpo", "trl_pairs trl_dpo")
+SIMPO = trl_table("simpo", "SimPO", "1.16.0", "simpo", "trl_pairs trl_simpo")
 OF_TRL = {"grpo": GRPO, "ppo": PPO, "rloo": RLOO, "dpo": DPO, "simpo": SIMPO}
 
 
 def flags() -> set[str]:
-    """Returns the keys that decide something, so that a script cannot lose one without a word."""
+    """Returns the keys that decide something. A line of a script with such a key must be read or named."""
     tables = ["trl", "trl_pairs", "trl_episodes", *(f"trl_{kind}" for kind in OF_TRL)]
     listed = [row for table in tables for row in read_rows(table).values()]
     return {row.key for row in listed if row.rule.split(" ")[0] not in ("idle", "off", "none", "absent")} - {"config"}

@@ -1,4 +1,4 @@
-"""What TRL counts, in the words here: completions, optimizer steps, passes over the data and shares of a run.
+"""The rules of TRL's counts: completions, optimizer steps, passes over the data and shares of a run.
 
 `num_generations` is a key of GRPO and RLOO alone, `num_mini_batches` of PPO and of RLOO until 0.21; without both a
 trainer learns from pairs.
@@ -16,7 +16,8 @@ from jaxrl_llm.tools.translate.table import Row
 
 BROKEN = "TRL refuses a rollout that is not of whole groups; in 0.14 the keys counted prompts"
 UNNAMED = "The file names no number of processes: --processes N does"
-NO_WARMUP = Outcome(  # transformers' "constant" ignores the warm-up, "constant_with_warmup" does not
+# The schedule "constant" of transformers ignores the warm-up, and "constant_with_warmup" does not.
+NO_WARMUP = Outcome(
     "mapped",
     {"optim.warmup_ratio": 0.0, "optim.warmup_steps": 0},
     "lr_scheduler_type constant has no warm-up, whatever this key says",
@@ -25,7 +26,7 @@ NOT_SET = Outcome("no effect", reason="not set")
 
 
 def counts_rollouts(keys: Keys) -> bool:
-    """Whether the trainer's counter counts rollouts, which it splits into mini-batches."""
+    """Whether the trainer counts rollouts as steps, and splits them into mini-batches."""
     return "num_mini_batches" in keys.defaults
 
 
@@ -34,86 +35,86 @@ def learns_pairs(keys: Keys) -> bool:
 
 
 def processes(keys: Keys) -> int:
-    """Processes that train, which multiply a batch."""
+    """Number of training processes, which multiplies the batch."""
     return keys.processes or launchers.count(keys) or 1
 
 
-def group(keys: Keys) -> int:
-    """Completions of a prompt."""
+def group_size(keys: Keys) -> int:
+    """Number of completions of a prompt."""
     return int(keys["num_generations"]) if "num_generations" in keys.defaults else 1
 
 
-def per_device(keys: Keys) -> int:
-    """Completions, or pairs, of a process in a forward pass."""
+def device_completions(keys: Keys) -> int:
+    """Number of completions, or of pairs, of a process in a forward pass."""
     count = int(keys["per_device_train_batch_size"])
     # TRL 0.14 counts the prompts of a process. Unsloth makes the batch a whole group.
     if keys.defaults.get("(per_device_counts)") == "prompts":
-        return count * group(keys)
-    return group(keys) if "trainer.model.unsloth" in keys and count % group(keys) else count
+        return count * group_size(keys)
+    return group_size(keys) if "trainer.model.unsloth" in keys and count % group_size(keys) else count
 
 
 def batch(keys: Keys) -> tuple[dict[str, Any], str]:
-    """Returns the batch fields, and how TRL's words make them."""
-    size, count = group(keys), processes(keys)
-    per_update = per_device(keys) * int(keys["gradient_accumulation_steps"]) * count
-    product = f"{per_device(keys)} x {keys['gradient_accumulation_steps']} x {count} = {per_update}"
-    words = "per_device_train_batch_size x gradient_accumulation_steps x processes counts"
-    unnamed = "" if keys.processes or launchers.count(keys) else f". {UNNAMED}"
+    """Returns the fields of the batch, and the sentence that explains them."""
+    completions, process_count = group_size(keys), processes(keys)
+    per_update = device_completions(keys) * int(keys["gradient_accumulation_steps"]) * process_count
+    product = f"{device_completions(keys)} x {keys['gradient_accumulation_steps']} x {process_count} = {per_update}"
+    factors = "per_device_train_batch_size x gradient_accumulation_steps x processes counts"
+    process_note = "" if keys.processes or launchers.count(keys) else f". {UNNAMED}"
     if learns_pairs(keys):
-        return {"prompts_per_step": per_update}, f"{words} pairs: {product} of a step{unnamed}"
+        return {"prompts_per_step": per_update}, f"{factors} pairs: {product} of a step{process_note}"
     if counts_rollouts(keys):
         # num_mini_batches multiplies the rollout in TRL, and does not divide it.
         rollout = per_update * int(keys["num_mini_batches"])
     else:
-        # TRL refuses generation_batch_size and steps_per_generation in one file. With neither key TRL learns once.
-        every = int(keys["steps_per_generation"] or keys["gradient_accumulation_steps"])
-        rollout = int(keys["generation_batch_size"] or per_device(keys) * every * count)
-    # An optimizer step of ours never has more completions than a rollout, and a rollout has whole groups.
+        # TRL refuses both keys in one file. Without either key a rollout is for one optimizer step.
+        steps_per_rollout = int(keys["steps_per_generation"] or keys["gradient_accumulation_steps"])
+        rollout = int(keys["generation_batch_size"] or device_completions(keys) * steps_per_rollout * process_count)
+    # In jaxrl_llm an optimizer step has at most the completions of a rollout, which has whole groups.
     rollout = max(rollout, per_update)
-    prompts = max(1, round(rollout / size))
+    prompts = max(1, round(rollout / completions))
     # The learner splits a rollout into equal updates, so the prompts of an update divide those of a rollout.
-    update = min(divisors(prompts), key=lambda x: abs(x - per_update / size))
-    reason = f"{words} completions: {product} of an optimizer step, {rollout} of a rollout; here prompts, with "
-    reason += f"{size} completions each{unnamed}"
-    if prompts * size != rollout:
+    update_prompts = min(divisors(prompts), key=lambda x: abs(x - per_update / completions))
+    reason = f"{factors} completions: {product} of an optimizer step, {rollout} of a rollout; here prompts, with "
+    reason += f"{completions} completions each{process_note}"
+    if prompts * completions != rollout:
         reason += f". {BROKEN}"
-    elif update * size != per_update:
-        reason += f". They are not whole groups: {prompts} and {update} are the nearest that fit"
-    return {"prompts_per_step": prompts, "prompts_per_update": update, "group_size": size}, reason
+    elif update_prompts * completions != per_update:
+        reason += f". They are not whole groups: {prompts} and {update_prompts} are the nearest that fit"
+    return {"prompts_per_step": prompts, "prompts_per_update": update_prompts, "group_size": completions}, reason
 
 
 def micro(value: Any, keys: Keys) -> Outcome:
-    """The completions of a device, which are also a word of the batch."""
+    """The completions of a device in a forward pass, which are a factor of the batch."""
     fields, reason = batch(keys)
-    # Rounded down to whole groups: more of them would need more memory than the file allows.
-    limit = max(1, int(value) * processes(keys) // group(keys))
+    # The limit is rounded down to whole groups, because more groups would need more memory than the file allows.
+    limit = max(1, int(value) * processes(keys) // group_size(keys))
     update_sizes = divisors(fields.get("prompts_per_update", fields["prompts_per_step"]))
-    # A config alone is for a launcher, and so is what one of these starts.
+    # A launcher starts several processes, and their number multiplies the batch.
     launched = any(key.startswith(("accelerate.", "deepspeed.", "srun.", "mpi")) for key in keys.values)
     launched = launched or keys.values.get("num_processes", 1) is None
-    why = UNNAMED if launched and UNNAMED in reason else BROKEN if BROKEN in reason else ""
-    unknown = dict.fromkeys(fields.keys() - {"group_size"}, why) if why else {}
+    cause = UNNAMED if launched and UNNAMED in reason else BROKEN if BROKEN in reason else ""
+    unknown = {name: cause for name in fields if name != "group_size"} if cause else {}
     microbatch = max(x for x in update_sizes if x <= limit)
     return Outcome("changed", fields | {"microbatch": microbatch}, reason, unknown=unknown)
 
 
 def part_of_batch(row: Row, value: Any, keys: Keys) -> Outcome:
-    """A word of the batch that per_device_train_batch_size explains."""
+    """A factor of the batch, which the key per_device_train_batch_size explains."""
     if value is None:
         return NOT_SET
     fields, _ = batch(keys)
-    shown = {name: fields[name] for name in row.fields.split() if name in fields}
-    return Outcome("changed", shown, "a factor of the batch, as said above")
+    shown_fields = {name: fields[name] for name in row.fields.split() if name in fields}
+    return Outcome("changed", shown_fields, "a factor of the batch, as said above")
 
 
 def optimizer_steps(keys: Keys) -> int:
-    """Optimizer steps on a rollout."""
+    """Number of optimizer steps on a rollout."""
     if learns_pairs(keys):
         return 1
     passes = int(keys["num_ppo_epochs" if "num_ppo_epochs" in keys.defaults else "num_iterations"])
     if counts_rollouts(keys):
         return passes * int(keys["num_mini_batches"])
-    # A rollout of one optimizer step, whatever the batch is.
+    # Without these keys a rollout is for one optimizer step, whatever the batch is.
     if not keys["steps_per_generation"] and not keys["generation_batch_size"]:
         return passes
     fields, _ = batch(keys)
@@ -121,16 +122,16 @@ def optimizer_steps(keys: Keys) -> int:
 
 
 def updates(keys: Keys) -> int:
-    """Steps of TRL's counter on a rollout."""
+    """Number of steps that TRL counts for a rollout."""
     return 1 if counts_rollouts(keys) else optimizer_steps(keys)
 
 
 def rollouts(keys: Keys) -> int:
-    """Steps of the run, as here; 0: the file does not say them."""
+    """Steps of the run, which are rollouts; 0 if the file does not say them."""
     if counts_rollouts(keys):
         episodes = keys["total_episodes"] or float(keys["num_train_epochs"]) * keys.rows
-        # Rounded up, as TRL does it: the last rollout is a whole one.
-        return math.ceil(episodes / (batch(keys)[0]["prompts_per_step"] * group(keys)))
+        # TRL rounds up, because the last rollout is a whole one.
+        return math.ceil(episodes / (batch(keys)[0]["prompts_per_step"] * group_size(keys)))
     # transformers counts optimizer steps, of which a rollout has several.
     if (steps := int(keys["max_steps"] or 0)) > 0:
         return max(1, steps // updates(keys))
@@ -142,7 +143,7 @@ def rollouts(keys: Keys) -> int:
 
 
 def epochs(value: Any, keys: Keys) -> Outcome:
-    """Passes over the data, or all episodes of PPO."""
+    """The length of a run in passes over the data, or in episodes for PPO."""
     if not counts_rollouts(keys) and int(keys["max_steps"] or 0) > 0:
         return Outcome("no effect", reason="max_steps is set")
     passes, prompts = keys["num_train_epochs"], batch(keys)[0]["prompts_per_step"]
@@ -151,12 +152,12 @@ def epochs(value: Any, keys: Keys) -> Outcome:
         amount = f"{keys['total_episodes']} episodes" if by_episodes else f"{passes} passes over {keys.rows} rows"
         return Outcome("changed", {"num_steps": num_steps}, f"{amount}, {prompts} prompts in a step")
     # Until 0.21 RLOO counted a completion as an episode, and as many episodes as rows.
-    share = " // group_size" * (counts_rollouts(keys) and group(keys) > 1)
+    share = " // group_size" * (counts_rollouts(keys) and group_size(keys) > 1)
     return unknown_steps(f"num_train_epochs = {passes}: {passes} x rows // prompts_per_step{share}")
 
 
 def in_rollouts(name: str, value: Any, keys: Keys) -> Outcome:
-    """Returns what a number of optimizer steps, or a share of the run below 1, becomes as a number of rollouts."""
+    """Returns a field in rollouts for a number of optimizer steps, or for a share of the run below 1."""
     per_rollout = updates(keys)
     # transformers takes a number below 1 for a share of all steps.
     if value >= 1:
@@ -165,17 +166,17 @@ def in_rollouts(name: str, value: Any, keys: Keys) -> Outcome:
     if total := rollouts(keys):
         reason = f"a share of the run: {value} x {total} steps"
         return Outcome("changed", {name: max(1, math.ceil(value * total))}, reason)
-    why = f"{value} of all steps (give --rows, or max_steps in the file); 25 is a placeholder"
-    return Outcome("changed", {name: 25}, "a share of the run", unknown={name: why})
+    task = f"{value} of all steps (give --rows, or max_steps in the file); 25 is a placeholder"
+    return Outcome("changed", {name: 25}, "a share of the run", unknown={name: task})
 
 
 def every(row: Row, value: Any, keys: Keys) -> Outcome:
-    """A number of optimizer steps becomes one of rollouts."""
+    """A number of optimizer steps, which becomes a number of rollouts."""
     return in_rollouts(row.field, value, keys) if value and value > 0 else NOT_SET
 
 
 def warmup(value: Any, keys: Keys) -> Outcome:
-    """Optimizer steps, or from TRL 1 on also a share."""
+    """The warm-up in optimizer steps. In TRL 1 a number below 1 is a share of the run."""
     if not value:
         return NOT_SET
     if keys["lr_scheduler_type"] == "constant":
@@ -186,14 +187,14 @@ def warmup(value: Any, keys: Keys) -> Outcome:
     fields = {"optim.warmup_steps": int(value), "optim.warmup_ratio": 0.0}
     if not counts_rollouts(keys):
         return Outcome("mapped", fields, "optimizer steps, as here")
-    # TRL calls the scheduler once after all updates on a rollout; here every optimizer step counts.
+    # TRL steps the scheduler once after all updates on a rollout, and jaxrl_llm after each update.
     per_rollout = optimizer_steps(keys)
     reason = f"counts rollouts: {value} x {per_rollout} optimizer steps"
     return Outcome("changed", fields | {"optim.warmup_steps": int(value) * per_rollout}, reason)
 
 
 def warmup_ratio(value: Any, keys: Keys) -> Outcome:
-    """A share of the optimizer steps."""
+    """The warm-up as a share of the optimizer steps."""
     if value and keys["lr_scheduler_type"] == "constant":
         return NO_WARMUP
     if keys.explicit.get("warmup_steps"):

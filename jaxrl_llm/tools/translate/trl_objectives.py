@@ -1,4 +1,4 @@
-"""What TRL learns by: the loss of a policy or of pairs, the KL penalty, the advantages and the entropy."""
+"""The rules of TRL's objectives: losses of a policy or of pairs, the KL penalty, advantages and entropy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jaxrl_llm.tools.translate.outcome import Keys, Outcome, not_here
 from jaxrl_llm.tools.translate.table import Row
 from jaxrl_llm.tools.translate.trl_counts import optimizer_steps
 
-# dapo divides by the tokens of the whole optimizer step, bnpo by those of a micro-batch: here there is only the first,
-# which no micro-batch changes.
-LOSSES = {  # ours, its aggregation, and what differs
+# {loss: (loss of jaxrl_llm, its aggregation, difference)}. dapo divides by the tokens of an optimizer step, and bnpo by
+# those of a micro-batch. jaxrl_llm has only the first kind, because a micro-batch must not change a gradient.
+LOSSES = {
     "grpo": ("ppo_clip", "sequence_mean", ""),
     "dapo": ("ppo_clip", "token_mean", ""),
     "bnpo": ("ppo_clip", "token_mean", "TRL divides by the tokens of a micro-batch, here by those of the whole step"),
@@ -21,7 +21,7 @@ LOSSES = {  # ours, its aggregation, and what differs
     "sapo": ("sapo", "sequence_mean", ""),
     "vespo": ("vespo", "token_mean", ""),
 }
-# CISPO in TRL has no lower bound: a ratio is at least 1 - 1 = 0.
+# TRL's CISPO has no lower bound of the ratio, which is 1 - clip_low = 0.
 CONSTANTS = {"gspo": {"loss.level": "sequence"}, "cispo": {"loss.clip_low": 1.0}}
 OF_PAIRS = {"aggregate.mode": "sequence_mean", "aggregate.constant_length": 0}
 RATIO = "a ratio for each token here; there one for a completion, the product of them"
@@ -29,9 +29,9 @@ NLL = "TRL divides by the tokens of all chosen completions of a micro-batch, her
 
 
 def loss_name(value: Any, keys: Keys) -> str:
-    """Returns our name of a policy loss; "" if it has none."""
+    """Returns the name of a policy loss in jaxrl_llm; "" if it has none."""
     name = LOSSES[value][0] if value in LOSSES else ""
-    # TRL's GSPO is a level of the clipped loss; here it is a loss of its own.
+    # GSPO is a level of the clipped loss in TRL, and a loss of its own in jaxrl_llm.
     return "gspo" if name == "ppo_clip" and keys["importance_sampling_level"] == "sequence" else name
 
 
@@ -40,22 +40,22 @@ def loss(value: Any, keys: Keys) -> Outcome:
     if value not in LOSSES:
         return not_here("loss.name", f"there is no loss {value!r}: {', '.join(LOSSES)}; this config keeps ppo_clip")
     name, (listed, mode, reason) = loss_name(value, keys), LOSSES[value]
-    # One ratio for a completion has one gradient: a mean of tokens would weigh it by the length.
+    # A mean of tokens would weigh the one ratio of a completion by its length.
     if name != listed and mode == "token_mean":
         mode, reason = "sequence_mean", "one ratio for a completion: the mean of completions, as GSPO's paper"
-    # Dr. GRPO divides by a length that no completion changes: the limit.
+    # Dr. GRPO divides by the limit of a completion.
     length = int(keys["max_completion_length"]) if mode == "constant" else 0
     fields = {"loss.name": name, "aggregate.mode": mode, "aggregate.constant_length": length}
     return Outcome("changed" if reason else "mapped", fields | CONSTANTS.get(name, {}), reason)
 
 
 def level(value: Any, keys: Keys) -> Outcome:
-    """Whether a token or a completion has a ratio, which `loss` has used."""
+    """The level of the importance ratio, which decides the name of the loss."""
     return Outcome("mapped", {"loss.name": loss_name(keys["loss_type"], keys) or "ppo_clip"})
 
 
 def clip_high(value: Any, keys: Keys) -> Outcome:
-    """The upper side of the clip, by default `epsilon`. The value for cispo is the bound of the ratio itself."""
+    """The upper side of the clip, by default `epsilon`. For cispo the key is the bound of the ratio itself."""
     high = float(keys["epsilon"] if value is None else value)
     return Outcome("mapped", {"loss.clip_high": max(high - 1.0, 0.0) if keys["loss_type"] == "cispo" else high})
 
@@ -76,7 +76,7 @@ def rloo_clip(row: Row, value: Any, keys: Keys) -> Outcome:
 
 
 def kl(value: Any, keys: Keys) -> Outcome:
-    """The coefficient of the penalty: in the loss, or RLOO's k1 of the tokens, in the reward of a completion."""
+    """The coefficient of the KL penalty, which is in the loss, or for RLOO in the reward."""
     if not value:
         return Outcome("mapped", {"kl": None})
     if "use_bias_correction_kl" in keys.defaults:
@@ -90,10 +90,10 @@ def kl_estimator(value: Any, keys: Keys) -> Outcome:
 
 
 def scaling(value: Any, keys: Keys) -> Outcome:
-    """What advantages are divided by."""
+    """The deviation by which advantages are divided."""
     if keys["multi_objective_aggregation"] == "normalize_then_sum":
         return Outcome("no effect", reason="multi_objective_aggregation normalizes each reward")
-    # Older files say True or False.
+    # Older versions have True and False.
     normal = {True: "group", False: "none"}.get(value, value)
     fields = {"advantage.name": "grpo", "advantage.normalize": normal, "advantage.epsilon": 1e-4}
     return Outcome("mapped", fields, "a deviation has ddof = 1 and epsilon = 1e-4 there and here")
@@ -113,11 +113,11 @@ def entropy_bonus(value: Any, keys: Keys) -> Outcome:
 
 def truncated(value: Any, keys: Keys) -> Outcome:
     """Whether completions that the limit cut are left out."""
-    # These divide by a number of completions. The others divide by tokens, of which a masked completion has none.
+    # These four divide by a number of completions. All other losses divide by trained tokens.
     by_tokens = "loss_type" in keys.defaults and keys["loss_type"] not in ("grpo", "dr_grpo", "sapo", "luspo")
-    same = not value or by_tokens
+    is_same = not value or by_tokens
     reason = "TRL still divides the loss by the number of all completions, here by that of those with a trained token"
-    return Outcome("mapped" if same else "changed", {"mask.truncated": bool(value)}, "" if same else reason)
+    return Outcome("mapped" if is_same else "changed", {"mask.truncated": bool(value)}, "" if is_same else reason)
 
 
 def top_entropy(value: Any, keys: Keys) -> Outcome:
@@ -133,7 +133,7 @@ def dpo(value: Any, keys: Keys) -> Outcome:
     if not weights.keys() <= {"sigmoid", "sft"} or not weights.get("sigmoid"):
         reason = f"there is sigmoid, alone or with sft, not {' + '.join(names)}; this config keeps dpo"
         return not_here("loss.name", reason)
-    # Older files say the second part by a key of its own.
+    # Older versions have the weight of the second loss in a key of its own.
     nll = weights.get("sft", 0.0) / weights["sigmoid"] or float(keys.explicit.get("rpo_alpha") or 0.0)
     scale = f"the whole loss is divided by {weights['sigmoid']:g}, which AdamW does not see"
     reason = "; ".join([NLL] * bool(nll) + [scale] * (weights["sigmoid"] != 1))
@@ -141,7 +141,7 @@ def dpo(value: Any, keys: Keys) -> Outcome:
 
 
 def nll_coef(value: Any, keys: Keys) -> Outcome:
-    """The weight of the cross-entropy, which `dpo` has used."""
+    """The weight of the cross-entropy in the loss of DPO."""
     fields = dpo(keys["loss_type"], keys).fields
     return Outcome("mapped", {name: x for name, x in fields.items() if name == "loss.nll_coef"})
 

@@ -1,4 +1,4 @@
-"""What TRL trains: the model with its adapters, the optimizer, and what a script does to the objects of a trainer."""
+"""The rules of TRL's model, adapters and optimizer, and of what a script does to the objects of a trainer."""
 
 from __future__ import annotations
 
@@ -13,34 +13,25 @@ from jaxrl_llm.tools.translate.table import Row
 
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 SCHEDULES |= {"cosine_with_min_lr": "cosine"}
-OVERRIDES = {  # methods of a trainer, and what a class of the script may change by them
-    "compute_loss _compute_loss compute_liger_loss dpo_loss cpo_loss simpo_loss": "loss aggregate kl",
-    "_generate_and_score_completions _prepare_inputs _calculate_rewards": "advantage reward rollout kl",
-    "_generate _generate_single_turn": "rollout",
-    "create_optimizer create_scheduler create_optimizer_and_scheduler": "optim",
-    "get_train_dataloader _get_train_sampler": "data",
-    "evaluate prediction_step evaluation_loop get_eval_dataloader": "eval",
-    "log _save_checkpoint save_model": "",
-}
 QUIET_CALLBACKS = re.compile(r"\w*(Wandb|TensorBoard|Trackio|MLflow|Comet|Printer|Progress|LogCompletions|Profil)\w*")
 
 
 def model(value: Any, keys: Keys) -> Outcome:
-    """The policy's model: a name, or an object of the script."""
+    """The policy's model, which is a name or an object of the script."""
     if value and "/" in str(value):
         return model_path(value, keys)
     return Outcome("changed", {"model.path": "my_model"}, unknown={"model.path": "a folder or a hub id"})
 
 
 def own_model(row: Row, value: Any, keys: Keys) -> Outcome:
-    """A tokenizer or a reference, which must be that of the model."""
+    """A tokenizer or a reference model, which must be that of the policy."""
     if value in (None, keys.explicit.get("model_name_or_path"), keys.explicit.get("sft_model_path")):
         return Outcome("no effect", reason="it is that of the model")
     return not_here("model.path", f"{row.why}, not {value}")
 
 
 def dtype(value: Any, keys: Keys) -> Outcome:
-    """The dtype of activations; here parameters are float32. The value may be that of bf16, which is on by default."""
+    """The dtype of activations, from dtype or bf16. In jaxrl_llm parameters are float32."""
     # float16 becomes bfloat16, which takes the same memory and whose gradients need no scaling.
     halves = value in ("bfloat16", "float16")
     low = halves or value == "auto" or keys["bf16"] in (None, True) or keys.explicit.get("fp16")
@@ -50,22 +41,22 @@ def dtype(value: Any, keys: Keys) -> Outcome:
 
 
 def init_kwargs(value: Any, keys: Keys) -> Outcome:
-    """Arguments of from_pretrained."""
+    """Arguments of from_pretrained, with which a trainer loads its model."""
     value = dict(value or {})
     dtype_name = value.pop("torch_dtype", None) or value.pop("dtype", None)
-    others = value.keys() - {"attn_implementation", "use_cache", "device_map"}
-    if others:
-        return not_here("model.path", f"no counterpart: {', '.join(sorted(others))}")
+    unknown_arguments = value.keys() - {"attn_implementation", "use_cache", "device_map"}
+    if unknown_arguments:
+        return not_here("model.path", f"no counterpart: {', '.join(sorted(unknown_arguments))}")
     return dtype(dtype_name, keys) if dtype_name else Outcome("no effect", reason="not set")
 
 
 def adapted(keys: Keys) -> bool:
-    """Whether adapters learn alone: by ModelConfig, or by a LoraConfig around the model or in the trainer."""
+    """Whether only adapters learn, by the keys of ModelConfig or by a LoraConfig of the script."""
     return bool(keys["use_peft"] or keys.explicit.get("trainer.peft_config"))
 
 
 def adapter(value: Any, keys: Keys) -> Outcome:
-    """Whether adapters learn, by the keys of ModelConfig or a LoraConfig, or those of a folder."""
+    """Whether only adapters learn: new ones, or those of a folder."""
     if not adapted(keys):
         return Outcome("no effect", reason="use_peft is False")
     config = keys.explicit.get("trainer.peft_config")
@@ -77,7 +68,7 @@ def adapter(value: Any, keys: Keys) -> Outcome:
 
 
 def plain_adapter(value: Any, keys: Keys) -> Outcome:
-    """What an adapter is that no key changes."""
+    """Properties of an adapter that no key changes."""
     return Outcome("mapped", {"adapters.rs": False, "adapters.base_dtype": "", "adapters.path": ""})
 
 
@@ -88,15 +79,15 @@ def adapter_size(row: Row, value: Any, keys: Keys) -> Outcome:
 
 
 def adapter_targets(value: Any, keys: Keys) -> Outcome:
-    """The modules that have an adapter."""
+    """The modules with an adapter."""
     outcome = ours.adapter_targets(value)
     excluded = keys.explicit.get("trainer.peft_config.exclude_modules")
-    # Rows whose name the file does not say leave no doubt about an adapter: only a remark depends on them.
-    return images.beside_tower(outcome, value, excluded, keys) if images.evidence(keys.values) else outcome
+    # Only a sentence depends on whether the rows have images, so unknown rows make no field unknown.
+    return images.beside_tower(outcome, value, excluded, keys) if images.image_evidence(keys.values) else outcome
 
 
 def quantized(value: Any, keys: Keys) -> Outcome:
-    """The base of adapters in integers. There is one size here, which loses less than 4 bits."""
+    """Whether the base of adapters is quantized. jaxrl_llm has only 8 bits, which lose less than 4 bits."""
     if not value:
         return Outcome("no effect", reason="not in use")
     if not adapted(keys):
@@ -116,20 +107,20 @@ def _lowest_rate(keys: Keys) -> float:
     if keys["lr_scheduler_type"] != "cosine_with_min_lr":
         return 0.0
     arguments = keys.explicit.get("lr_scheduler_kwargs") or {}
-    # transformers takes one of the two: the rate itself, or a share of the highest one.
+    # transformers accepts the lowest rate itself, or its share of the highest rate.
     return float(arguments.get("min_lr", float(keys["learning_rate"]) * arguments.get("min_lr_rate", 0.0)))
 
 
 def schedule_arguments(value: Any, keys: Keys) -> Outcome:
-    """The lowest rate of a cosine, which `schedule` has used. What other arguments do is not here."""
-    others = sorted(dict(value or {}).keys() - {"min_lr", "min_lr_rate"})
-    if others:
-        return not_here("optim.decay", f"no schedule here has {', '.join(others)}")
+    """Arguments of the schedule. jaxrl_llm has the lowest rate of a cosine, and no other argument."""
+    unknown_arguments = sorted(dict(value or {}).keys() - {"min_lr", "min_lr_rate"})
+    if unknown_arguments:
+        return not_here("optim.decay", f"no schedule here has {', '.join(unknown_arguments)}")
     return Outcome("mapped", {"optim.end": _lowest_rate(keys)})
 
 
 def optimizer(value: Any, keys: Keys) -> Outcome:
-    """The optimizer. Variants of AdamW have one update, in different kernels and places."""
+    """The optimizer. Variants of AdamW compute the same update."""
     if value in (None, "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw_32bit"):
         return Outcome("no effect", reason="AdamW, as here")
     if str(value).startswith(("adamw_", "paged_adamw_")):
@@ -138,19 +129,19 @@ def optimizer(value: Any, keys: Keys) -> Outcome:
 
 
 def with_critic(rule: Rule) -> Rule:
-    """Applies a rule of the one optimizer of TRL's PPO to that of the critic too."""
+    """Returns a rule that also sets the critic's optimizer, because TRL's PPO has one optimizer for both models."""
 
-    def both(value: Any, keys: Keys) -> Outcome:
+    def with_critic_fields(value: Any, keys: Keys) -> Outcome:
         outcome = rule(value, keys)
-        # One optimizer holds policy and critic there, so both have its rate and limits here.
+        # In TRL one optimizer updates policy and critic, so both have its rate and limits.
         critic_fields = {f"critic.{name}": x for name, x in outcome.fields.items() if name.startswith("optim.")}
         return replace(outcome, fields=outcome.fields | critic_fields)
 
-    return both
+    return with_critic_fields
 
 
 def saving(value: Any, keys: Keys) -> Outcome:
-    """When checkpoints are saved."""
+    """Whether checkpoints are saved every N steps, every epoch, or never."""
     if value == "steps":
         return Outcome("mapped", {})
     reasons = {"no": "a run here always can resume", "epoch": "here in steps: checkpoint.every"}
@@ -158,21 +149,21 @@ def saving(value: Any, keys: Keys) -> Outcome:
 
 
 def trackers(value: Any, keys: Keys) -> Outcome:
-    """Where numbers are logged, with the project. The default project is the one of transformers."""
+    """Loggers with the name of their project, whose default is that of transformers."""
     listed = [str(name) for name in (value if isinstance(value, list) else [value])]
     projects = [keys.explicit.get(key) for key in ("wandb_project", "project")]
     return ours.loggers(listed, str(next(filter(None, projects), "huggingface")))
 
 
 def launcher_file(value: Any, keys: Keys) -> Outcome:
-    """The file of accelerate."""
+    """The config file of accelerate."""
     if value:
         return Outcome("mapped", {}, "its num_processes is read")
     return Outcome("unsupported", reason="not beside the script or above it: --processes says what it may say")
 
 
 def not_followed(row: Row, value: Any, keys: Keys) -> Outcome:
-    """Something that a script does with an object, or an argument that no table knows."""
+    """An unknown call that may change an object of the script, or an unknown argument of the object."""
     reason = f"not read: {value}"
     unknown = dict.fromkeys(row.fields.split() or [_key_of(value, keys)], reason)
     return Outcome("unsupported", reason=reason, unknown=unknown)
@@ -183,18 +174,17 @@ def _key_of(value: Any, keys: Keys) -> str:
 
 
 def overridden(value: Any, keys: Keys) -> Outcome:
-    """A method of a class of the script, or something that the script does with its trainer."""
-    method, reason = _key_of(value, keys).rpartition(".")[2].rstrip("()="), f"not read: {value}"
-    anything = "loss aggregate kl advantage reward rollout optim data"
-    decided = next((fields for names, fields in OVERRIDES.items() if method in names.split()), anything)
-    if not decided:
-        return Outcome("no effect", reason="it logs and saves")
-    return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(decided.split(), reason))
+    """A trainer class that the script defines, or an unknown call that may change the trainer."""
+    reason = f"not read: {value}"
+    decided = ("loss", "aggregate", "kl", "advantage", "reward", "rollout", "optim", "data")
+    return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(decided, reason))
 
 
 def callbacks(value: Any, keys: Keys) -> Outcome:
-    """Callbacks of the trainer. A callback that only logs or shows progress changes nothing."""
-    others = [str(name) for name in value or [] if not QUIET_CALLBACKS.fullmatch(str(name).rpartition(".")[2])]
-    if not others:
+    """Callbacks of the trainer. A callback that only logs or shows progress has no effect on the run."""
+    unknown_callbacks = [
+        str(name) for name in value or [] if not QUIET_CALLBACKS.fullmatch(str(name).rpartition(".")[2])
+    ]
+    if not unknown_callbacks:
         return Outcome("no effect", reason="they log")
-    return not_here("trainer.callbacks", f"what {', '.join(others)} does is not read")
+    return not_here("trainer.callbacks", f"what {', '.join(unknown_callbacks)} does is not read")

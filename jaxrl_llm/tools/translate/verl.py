@@ -8,41 +8,24 @@ from typing import Any
 
 from jaxrl_llm.tools.translate import family, images, ours
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, not_here
-from jaxrl_llm.tools.translate.table import Row, read_rows, system
+from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 OLDER = ("until 0.3", 0.3)
+ROWS = read_rows("verl")
 FAMILY = family.Family(
-    prompts="data.train_batch_size",
-    update=f"{ACTOR}ppo_mini_batch_size",
-    policy_epochs=f"{ACTOR}ppo_epochs",
-    group=(f"{ROLLOUT}n",),
-    total_steps="trainer.total_training_steps",
-    by_std="algorithm.norm_adv_by_std_in_grpo",
-    policy=ACTOR,
-    mode=f"{ACTOR}policy_loss.loss_mode",
-    losses={
-        "vanilla": ("ppo_clip", family.SIDES | {"delta": "clip_ratio_c"}),
-        "gspo": ("gspo", family.SIDES),
-        "cispo": ("cispo", family.SIDES),
-        "geo_mean": ("gmpo", family.SIDES),
-        "sapo": ("sapo", {"tau_positive": "tau_pos", "tau_negative": "tau_neg"}),
-    },
-    mean="loss_agg_mode",
-    scale=f"{ACTOR}loss_scale_factor",
-    has_own_means=True,
+    rows=ROWS,
+    losses={"vanilla": "ppo_clip", "gspo": "gspo", "cispo": "cispo", "geo_mean": "gmpo", "sapo": "sapo"},
     in_loss=lambda keys: bool(keys[f"{ACTOR}use_kl_loss"]),
     in_reward=lambda keys: bool(keys["algorithm.use_kl_in_reward"]) and not keys[f"{ACTOR}use_kl_loss"],
-    loss_penalty=(f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type"),
-    reward_penalty=("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"),
-    adaptive=("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"),
+    total_steps="trainer.total_training_steps",
 )
-MODE = FAMILY.mode
+MODE = FAMILY.keys_of["loss.name"]
 FILTERED = "data.filter_overlong_prompts"
 OVERLONG = "reward_model.overlong_buffer."
 REWARD_FILE = "custom_reward_function."
 TURNS = f"{ROLLOUT}multi_turn."
-# Sentences of the table.
+# Sentences that the table names by these constants.
 SAME_SEED = "config.seed decides"
 ENVIRONMENT = "tools: write an environment (docs/environments.md)"
 REWARD_WORKERS = "of a reward model, or how rewards are computed"
@@ -85,12 +68,12 @@ data_files = partial(files, ours.PARQUET)
 
 
 def constant_length(value: Any, keys: Keys) -> Outcome:
-    """The length that the sum of a completion is divided by."""
+    """The length by which the sum of the losses of a completion is divided."""
     return Outcome("mapped", {"aggregate.constant_length": int(value or keys["data.max_response_length"])})
 
 
 def truncation(value: Any, keys: Keys) -> Outcome:
-    """What becomes of longer prompts."""
+    """What happens to prompts above the limit."""
     if keys.explicit.get(FILTERED):
         return Outcome("mapped", {"data.overlong": "drop"}, f"{FILTERED} drops a longer prompt before")
     if value == "error":
@@ -101,7 +84,7 @@ def truncation(value: Any, keys: Keys) -> Outcome:
 
 
 def filtered(value: Any, keys: Keys) -> Outcome:
-    """Whether longer prompts are left out."""
+    """Whether prompts above the limit are left out."""
     if value:
         return Outcome("mapped", {"data.overlong": "drop"})
     return Outcome("no effect", reason="data.truncation says what becomes of a longer prompt")
@@ -113,7 +96,7 @@ def normalize(value: Any, keys: Keys) -> Outcome:
 
 
 def resampling(value: Any, keys: Keys) -> Outcome:
-    """Groups without signal, replaced by others."""
+    """Whether groups with one total reward are replaced, and how often."""
     batches = int(keys["algorithm.filter_groups.max_num_gen_batches"] or 0)
     reason = (
         f"at most {batches or 'any number of'} batches there; here, after the first, each round samples only as many "
@@ -123,50 +106,50 @@ def resampling(value: Any, keys: Keys) -> Outcome:
 
 
 def resampled(batches: int | None, reason: str) -> Outcome:
-    """Returns the outcome of a limit of batches; 0 or less: there is none; None: no group is replaced."""
+    """Returns the rounds of resampling. batches: limit, 0 or less if unlimited, None if no group is replaced."""
     if batches is None:
         return Outcome("mapped", {"rollout.resample_rounds": 0})
-    # A data set without a signal would never end without a limit: ten rounds stand for it.
+    # Without a limit a data set without signal would never end, so ten rounds replace it.
     return Outcome("changed", {"rollout.resample_rounds": max(batches - 1, 1) if batches > 0 else 10}, reason)
 
 
 def overlong(value: Any, keys: Keys) -> Outcome:
-    """DAPO's soft penalty for long completions: a switch and a length make one field."""
+    """DAPO's soft penalty for long completions, whose switch and length become one field."""
     on = keys.explicit.get(f"{OVERLONG}enable", False) and f"{OVERLONG}len" in keys
     return Outcome("mapped", {"reward.overlong_tokens": int(keys[f"{OVERLONG}len"]) if on else 0})
 
 
 def overlong_factor(value: Any, keys: Keys) -> Outcome:
-    """The largest penalty."""
+    """The largest penalty for a long completion."""
     if value == 1 or not keys.explicit.get(f"{OVERLONG}enable"):
         return Outcome("mapped", {})
     return Outcome("unsupported", reason=f"the penalty is 1 at the limit here, {value} there")
 
 
 def template_arguments(value: Any, keys: Keys) -> Outcome:
-    """One argument of the chat template: the field holds them all."""
-    return Outcome("mapped", {"data.chat_template_args": keys.under("data.apply_chat_template_kwargs.")})
+    """An argument of the chat template. The field has all arguments together."""
+    return Outcome("mapped", {"data.chat_template_args": keys.prefixed("data.apply_chat_template_kwargs.")})
 
 
 def rewards(value: Any, keys: Keys) -> Outcome:
-    """The reward function in a file with its arguments, or veRL's own by the column data_source."""
+    """The reward function of a file with its arguments, or veRL's own reward by the column data_source."""
     file = keys.explicit.get(f"{REWARD_FILE}path")
     if keys.explicit.get("reward_model.enable"):
         return Outcome("mapped", {"reward.functions": (), "reward.weights": ()}, "veRL takes the reward model alone")
     if not file:
         return ours.by_data_source(keys["data.train_files"])
     name = str(keys.explicit.get(f"{REWARD_FILE}name") or "compute_score")
-    arguments = keys.under(f"{REWARD_FILE}reward_kwargs.") | keys.under(f"reward.{REWARD_FILE}reward_kwargs.")
+    arguments = keys.prefixed(f"{REWARD_FILE}reward_kwargs.") | keys.prefixed(f"reward.{REWARD_FILE}reward_kwargs.")
     return ours.custom_reward(str(file), name, arguments)
 
 
 def reward_model(value: Any, keys: Keys) -> Outcome:
-    """A learned reward."""
+    """The reward model."""
     path = keys.explicit.get("reward_model.model.path")
     if not path:
         return Outcome("unsupported", reason="the file names no folder of the reward model: set reward_model.path")
     outcome = ours.reward_model(str(path), "it reads prompt and completion as the policy does")
-    # veRL takes its score alone, whatever function there is.
+    # With a reward model veRL ignores reward functions.
     return replace(outcome, fields=outcome.fields | {"reward.functions": (), "reward.weights": ()})
 
 
@@ -186,13 +169,13 @@ def correction(value: Any, keys: Keys) -> Outcome:
         return Outcome("no effect", reason="not set")
     if value not in ("token", "sequence"):
         return Outcome("unsupported", reason=f"there is no level {value!r}: token and sequence")
-    # veRL truncates the weights at it, and masks none.
+    # veRL truncates the weights at this threshold, and masks no token.
     high = float(keys["algorithm.rollout_correction.rollout_is_threshold"])
     return Outcome("mapped", {"importance.level": value, "importance.action": "truncate", "importance.high": high})
 
 
 def critic_model(policy: str, value: Any, keys: Keys) -> Outcome:
-    """The model that the critic begins with. policy: the key of the policy's."""
+    """The model that the critic starts from. policy: key of the policy's model."""
     return Outcome("mapped", {"critic.path": "" if value in (None, keys[policy]) else str(value)})
 
 
@@ -200,7 +183,7 @@ critic_path = partial(critic_model, f"{MODEL}path")
 
 
 def adapter(numbers: str, modules: str, value: Any, keys: Keys) -> Outcome:
-    """An adapter. numbers, modules: prefixes of its keys with numbers and of its keys with modules."""
+    """The adapter. numbers: prefix of the keys of its rank and alpha; modules: prefix of the keys of its modules."""
     targets, excluded = keys[f"{modules}target_modules"], keys.explicit.get(f"{modules}exclude_modules")
     outcome = ours.lora(keys[f"{numbers}rank"], keys[f"{numbers}alpha"], targets)
     return images.beside_tower(outcome, targets, excluded, keys)
@@ -210,12 +193,12 @@ lora = partial(adapter, f"{MODEL}lora_", MODEL)
 
 
 def tools(value: Any, keys: Keys) -> Outcome:
-    """Episodes of several turns with tools, which are functions here."""
+    """Episodes of several turns with tools, which are Python functions in jaxrl_llm."""
     if not keys.explicit.get(f"{TURNS}tool_config_path"):
         return not_here("env", f"the file names no tools of its episodes of several turns; {ENVIRONMENT}")
     names = keys.explicit.get(f"{TURNS}tool_config_path.names") or []
     assistant, user = (keys.explicit.get(f"{TURNS}max_{who}_turns") for who in ("assistant", "user"))
-    # The policy has the last word: an episode ends after the turn that follows the last answer.
+    # An episode ends with a turn of the policy, so it has one turn more than answers of tools.
     limits = [int(assistant)] if assistant else []
     limits += [int(user) + 1] if user else []
     tokens = int(keys["data.max_response_length"])
@@ -233,15 +216,15 @@ def tools(value: Any, keys: Keys) -> Outcome:
         "there, and tokens here" + "; there is no limit of turns there" * (not limits)
     )
     task = "write them in my_tools.py beside this file, with types and a docstring (docs/environments.md)"
-    # A class of veRL is no function of a file: what it does is not in what is read.
-    why = f"{task}: they do what the tools of {keys.explicit[f'{TURNS}tool_config_path']} do"
-    return Outcome("changed", fields, reason, unknown={"env.functions": why})
+    # The tools are classes of veRL, whose code is not read.
+    tools_task = f"{task}: they do what the tools of {keys.explicit[f'{TURNS}tool_config_path']} do"
+    return Outcome("changed", fields, reason, unknown={"env.functions": tools_task})
 
 
 def validation(value: Any, keys: Keys) -> Outcome:
-    """Sampling of evaluations."""
+    """A key of how evaluations are sampled."""
     val = f"{ROLLOUT}val_kwargs."
-    # do_sample is False by default there, and temperature 0 is greedy too.
+    # In veRL do_sample is False by default, and temperature 0 is greedy too.
     greedy = not keys.explicit.get(f"{val}do_sample", False) or keys.explicit.get(f"{val}temperature", 0) == 0
     if greedy and keys.explicit.get(f"{val}n", 1) == 1:
         return Outcome("no effect", reason="evaluations are greedy there and here")
@@ -253,5 +236,4 @@ def base(keys: Keys) -> str:
     return "ppo" if FAMILY.critic(keys) else "grpo"
 
 
-ROWS = read_rows("verl")
-VERL = system("veRL", "0.9.1", ROWS, vars(family) | FAMILY.rules() | globals(), base)
+VERL = trainer_table("veRL", "0.9.1", ROWS, vars(family) | FAMILY.rules() | globals(), base)

@@ -18,7 +18,8 @@ from jaxrl_llm.tools.translate.outcome import KINDS, Outcome, Translation
 
 WIDTH = 119
 WRAP = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
-CALLS = ("adapters", "advantage", "env", "loss", "turns")  # sections that are written as one line, if they are new
+# Sections that are written as one line if the base has none or another function.
+CALLS = ("adapters", "advantage", "env", "loss", "turns")
 # Sections that are always written as one line.
 WHOLE = ("reward_model", "kl.refresh", "kl.adaptive", "entropy", "entropy.adaptive")
 ALGORITHM = {
@@ -30,7 +31,7 @@ ALGORITHM = {
     "simpo": "SimPO",
 }
 PAIRS = ("dpo", "simpo")  # configs of `jaxrl sft`
-# Their order of fields is that of a translation.
+# Complete configs, whose order of fields is that of a translation.
 EXPLAINED = ("grpo.py", "ppo.py", "search_grpo.py", "sft.py", "dpo.py", "simpo.py")
 
 
@@ -55,10 +56,10 @@ def get_config() -> ConfigDict:
 def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] = ()) -> str:
     """Returns the text of a config file.
 
-    file: translated file; to: new file; lost: lines of the translated file that belong to no key.
+    file: file of the other trainer; to: new config file; lost: lines of `file` that belong to no key.
     """
-    base, system = translation.base, translation.system
-    fields = _written(translation, flatten(load(base)))
+    base, table = translation.base, translation.table
+    fields = _written_fields(translation, flatten(load(base)))
     body: list[str] = []
     for _, names in groupby(fields, lambda name: name.split(".")[0] if "." in name else ""):
         lines = [line for name in names for line in _lines(translation, name, fields)]
@@ -66,12 +67,12 @@ def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] =
     counts = ", ".join(f"{len(translation.with_kind(kind))} {kind}" for kind in KINDS)
     notice = (
         f"Not measured. Keys of the file: {counts}. A comment names the key that a field is from, and what differs; "
-        f'"default" is a default of {system.name} that the file leaves as it is.'
+        f'"default" is a default of {table.name} that the file leaves as it is.'
     )
     return TEMPLATE.format(
         algorithm=ALGORITHM[base],
         file=_name(file.name),
-        whose=f"{system.name} ({system.version})",
+        whose=f"{table.name} ({table.version})",
         program="sft" if base in PAIRS else "train",
         to=_name(to.as_posix()),
         notice="\n".join(textwrap.wrap(notice, WIDTH)),
@@ -82,17 +83,17 @@ def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] =
 
 
 def _name(path: str) -> str:
-    """Returns a path that can stand in a docstring."""
+    """Returns a path without characters that would end a docstring."""
     return re.sub(r"[^\w./+ -]", "_", path)
 
 
 def literal(value: Any) -> str:
     """Returns a value as Python, in the style of the configs: 1e-6, "text", (1.0,), dict(a=1)."""
     if isinstance(value, str):
-        # The escapes of JSON are those of Python too.
+        # Python reads all escapes of JSON.
         return printable(json.dumps(value, ensure_ascii=False))
     if isinstance(value, float):
-        # 15 digits drop the noise of a product such as 3 * 1e-7, and keep all that a person has written.
+        # 15 digits drop the rounding error of a product such as 3 * 1e-7, and keep all digits of a file.
         text = repr(value) if abs(value) >= 1e-3 or not value else f"{value:.14e}"
         return re.sub(r"\.?0*e([+-])0*(\d)", lambda match: f"e{match[1].strip('+')}{match[2]}", text)
     if isinstance(value, tuple):
@@ -103,94 +104,95 @@ def literal(value: Any) -> str:
     return repr(value)
 
 
-def _written(translation: Translation, base_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields to write, in the order of the complete configs. Defaults that the base has are left out."""
+def _written_fields(translation: Translation, base_fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields to write, in the order of the complete configs, without defaults that the base has too."""
     text = "\n".join((configs.FOLDER / name).read_text(encoding="utf-8") for name in EXPLAINED)
-    # Read from the text: a ConfigDict does not keep the order in which a config sets its fields.
+    # The order comes from the text, because a ConfigDict does not keep the order of its fields.
     order = list(dict.fromkeys(re.findall(r"\bc\.([a-z_]+(?:\.[a-z_0-9]+)*)", text)))
     fields = translation.fields()
     changed = {key: outcome for key, outcome in translation.defaults.items() if outcome.kind == "changed"}
-    shown = {name for outcome in (translation.outcomes | changed).values() for name in outcome.fields}
-    shown |= translation.yours().keys() & fields.keys()
-    shown |= {name for name, value in fields.items() if (name, value) not in base_fields.items()}
+    shown_fields = {name for outcome in (translation.outcomes | changed).values() for name in outcome.fields}
+    shown_fields |= translation.yours().keys() & fields.keys()
+    shown_fields |= {name for name, value in fields.items() if (name, value) not in base_fields.items()}
     new_sections = {
         name.split(".")[0] for name in fields if base_fields.get(name) != fields[name] and name.endswith(".name")
     }
-    # A section is the arguments of one function. Another name makes the fields of the base wrong, so all are written.
-    whole = {_section_in_a_line(name) for name in shown} - {""}
-    shown |= {name for name in fields if name.split(".")[0] in new_sections or _section_in_a_line(name) in whole}
+    # A section has the arguments of one function, so another function needs all fields of the section.
+    new_lines = {_section_in_a_line(name) for name in shown_fields} - {""}
+    new_lines |= new_sections
+    shown_fields |= {x for x in fields if not new_lines.isdisjoint((x.split(".")[0], _section_in_a_line(x)))}
 
-    def place(name: str) -> int:
-        """The place of the last part of the name that the configs mention; of a section that is not there, its end."""
-        places = [
+    def position_of(name: str) -> int:
+        """Returns the position of a field in the order; for a section that is None, the position of its end."""
+        positions = [
             i
-            for i, other in enumerate(order)
-            if f"{name}.".startswith(f"{other}.") or (fields[name] is None and other.startswith(f"{name}."))
+            for i, mentioned in enumerate(order)
+            if f"{name}.".startswith(f"{mentioned}.") or (fields[name] is None and mentioned.startswith(f"{name}."))
         ]
-        return places[-1] if places else len(order)
+        return positions[-1] if positions else len(order)
 
-    ordered = sorted(fields, key=lambda name: (place(name), fields[name] is None))
-    return {name: fields[name] for name in ordered if name in shown}
+    ordered = sorted(fields, key=lambda name: (position_of(name), fields[name] is None))
+    return {name: fields[name] for name in ordered if name in shown_fields}
 
 
 def _section_in_a_line(name: str) -> str:
-    """Returns the section of a field, if it is written as one line; "": it is not."""
+    """Returns the section of a field if it is written as one line, else ""."""
     section = name.rpartition(".")[0]
     return section if section in (*CALLS, *WHOLE) else ""
 
 
 def _lines(translation: Translation, name: str, fields: dict[str, Any]) -> list[str]:
-    """Returns the line of a field with its comments. The first field of a section in a line has the whole section."""
+    """Returns the lines of a field with its comments. For a section in one line, its first field has all lines."""
     section = _section_in_a_line(name)
     names, lines = [name], [f"c.{name} = {literal(fields[name])}"]
-    # A section `turns` with its threads comes with an environment that the base does not have.
+    # A section with `workers` is the section `turns` of an environment that the base does not have.
     if section in WHOLE or not {f"{section}.name", f"{section}.workers"}.isdisjoint(fields):
         # The name of the function comes first, as in our configs.
         names = sorted(
-            (other for other in fields if _section_in_a_line(other) == section),
-            key=lambda other: not other.endswith(".name"),
+            (section_field for section_field in fields if _section_in_a_line(section_field) == section),
+            key=lambda section_field: not section_field.endswith(".name"),
         )
-        lines = _section(section, {other.rpartition(".")[2]: fields[other] for other in names})
-        if name != next(other for other in fields if other in names):
+        lines = _section(section, {section_field.rpartition(".")[2]: fields[section_field] for section_field in names})
+        if name != next(section_field for section_field in fields if section_field in names):
             return []
     comments, explained = _comments(translation, names)
     if name == "data.mixture":
         mixture = fields[name].items()
         return comments + [line for part, inside in mixture for line in _section(f"data.mixture.{part}", inside)]
-    origins = dict.fromkeys(_origin(translation, other) for other in names)
+    origins = dict.fromkeys(_origin(translation, section_field) for section_field in names)
     origin = ", ".join(key for key in origins if key and key not in explained)
-    beside = f"{lines[0]}  # {origin}"
-    if origin and len(lines) == 1 and len(beside) + 4 <= WIDTH:
-        return [*comments, beside]
+    with_origin = f"{lines[0]}  # {origin}"
+    if origin and len(lines) == 1 and len(with_origin) + 4 <= WIDTH:
+        return [*comments, with_origin]
     return [*comments, *(_wrapped(origin) if origin else []), *lines]
 
 
 def _section(name: str, fields: dict[str, Any]) -> list[str]:
-    """Returns the lines of a section that is written as one expression, as the formatter breaks them."""
+    """Returns the lines of a section as one expression, broken as the formatter breaks them."""
     parts = [f"{field}={literal(value)}" for field, value in fields.items()]
-    # The lines are broken here, because the formatter is no dependency of the package.
-    begin, inside = f"c.{name} = ConfigDict(", f"dict({', '.join(parts)})"
-    if len(begin + inside) + 5 <= WIDTH + 1:
-        return [f"{begin}{inside})"]
+    # The lines are broken by hand, because the formatter is no dependency of the package.
+    start, inside = f"c.{name} = ConfigDict(", f"dict({', '.join(parts)})"
+    if len(start + inside) + 5 <= WIDTH + 1:
+        return [f"{start}{inside})"]
     fits = len(inside) + 8 <= WIDTH + 1
     lines = [inside] if fits else ["dict(", *(f"    {part}," for part in parts), ")"]
-    return [begin, *(f"    {line}" for line in lines), ")"]
+    return [start, *(f"    {line}" for line in lines), ")"]
 
 
 def _origin(translation: Translation, name: str) -> str:
-    """Returns the key that sets a field. Among several keys, the key that sets the fewest fields is chosen."""
+    """Returns the key that sets a field; of several keys the one that sets the fewest fields."""
     explicit = [key for key, outcome in translation.outcomes.items() if name in outcome.fields]
     if explicit:
-        # A key that sets many fields, such as the batch size, explains none of them best.
+        # A key that sets many fields, such as the batch size, explains each of them less well.
         return min(explicit, key=lambda key: len(translation.outcomes[key].fields))
-    # Its value is no default, but a placeholder.
+    # The value of a field that is the user's to set is a placeholder, and no default.
     if name in translation.yours():
         return ""
     return "default" if any(name in outcome.fields for outcome in translation.defaults.values()) else ""
 
 
 def _comments(translation: Translation, names: Iterable[str]) -> tuple[list[str], set[str]]:
-    """Returns what is said of the keys whose first field is one of these, and these keys."""
+    """Returns comments on the keys whose first field is one of these names, and the keys that have one."""
 
     def first_here(outcomes: Mapping[str, Outcome], *kinds: str) -> dict[str, str]:
         return {
@@ -200,16 +202,17 @@ def _comments(translation: Translation, names: Iterable[str]) -> tuple[list[str]
         }
 
     explained = first_here(translation.outcomes, "mapped", "changed")
-    said = [f"{line}." for line in listed(explained)]
+    said = [f"{line}." for line in reason_lines(explained)]
     explicit = {name for outcome in translation.outcomes.values() for name in outcome.fields}
     for key, reason in first_here(translation.defaults, "changed").items():
         if next(iter(translation.defaults[key].fields)) not in explicit:
             said.append(f"{key} has its default: {reason}." if "(" not in key else f"{reason.capitalize()}.")
-    yours = translation.yours()
-    said += [f"Yours to set: {yours[name]}." for name in names if name in yours]
+    tasks = translation.yours()
+    said += [f"Yours to set: {tasks[name]}." for name in names if name in tasks]
     if "eval" in names:
-        others = f", and name the problems in eval.source: those of {translation.base}.py are others"
-        said.append(f"To evaluate, set eval.every instead{others * ('eval.source' not in translation.fields())}.")
+        no_source = "eval.source" not in translation.fields()
+        hint = f", and name the problems in eval.source: those of {translation.base}.py are others" * no_source
+        said.append(f"To evaluate, set eval.every instead{hint}.")
     return [line for text in said for line in _wrapped(text)], set(explained)
 
 
@@ -218,20 +221,21 @@ def _wrapped(text: str, first: str = "# ", then: str = "# ", width: int = WIDTH 
 
 
 def _remaining_comments(translation: Translation, lost: Sequence[str], written: Mapping[str, Any]) -> list[str]:
-    """Returns the comment blocks at the end: lines of no key, keys that changed without a field, and all other keys.
+    """Returns the comments at the end: lines that belong to no key, and keys without a line of their own.
 
-    written: the fields that stand in the config.
+    written: fields of the config file.
     """
     reasons = {kind: {key: x.reason for key, x in translation.with_kind(kind).items()} for kind in KINDS}
-    unset = {name: why for name, why in translation.unknown().items() if name not in {*written, *translation.outcomes}}
+    shown_names = {*written, *translation.outcomes}
+    unset_fields = {name: reason for name, reason in translation.unknown().items() if name not in shown_names}
     blocks = {
         "Belong to no key of the training command": [" ".join(line.split()) for line in lost],
-        f"Yours to set; until then they are those of {translation.base}.py": listed(unset),
-        "Changed in meaning": listed(
-            {key: why for key, why in reasons["changed"].items() if not translation.outcomes[key].fields}
+        f"Yours to set; until then they are those of {translation.base}.py": reason_lines(unset_fields),
+        "Changed in meaning": reason_lines(
+            {key: reason for key, reason in reasons["changed"].items() if not translation.outcomes[key].fields}
         ),
-        "Not supported here": listed(reasons["unsupported"]),
-        "No effect on training here": listed(reasons["no effect"]),
+        "Not supported here": reason_lines(reasons["unsupported"]),
+        "No effect on training here": reason_lines(reasons["no effect"]),
     }
     lines = [""]
     for title, entries in blocks.items():
@@ -240,12 +244,12 @@ def _remaining_comments(translation: Translation, lost: Sequence[str], written: 
     return lines if len(lines) > 1 else []
 
 
-def listed(reasons: Mapping[str, str]) -> list[str]:
+def reason_lines(reasons: Mapping[str, str]) -> list[str]:
     """Returns "names: reason" for each reason of {name: reason}."""
-    return [f"{', '.join(names)}: {reason}" for reason, names in grouped(reasons).items()]
+    return [f"{', '.join(names)}: {reason}" for reason, names in names_by_reason(reasons).items()]
 
 
-def grouped(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+def names_by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
     """Returns {reason: names} of {name: reason}."""
     groups: dict[str, list[str]] = {}
     for name, reason in reasons.items():
