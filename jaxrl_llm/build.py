@@ -239,14 +239,23 @@ def make_run(work_directory: WorkDirectory, recipe: Recipe) -> tuple[Session, Pa
         learning.all_device_arrays(recipe.frozen, inputs.base),
         device_memory(sampler_mesh.local_devices[0]),
     )
-    cache_limit = cache_memory(recipe, models, learning, sampler_mesh, states, memory)
+    cache_limit = cache_memory(
+        recipe=recipe, models=models, learning=learning, mesh=sampler_mesh, states=states, memory=memory
+    )
     stream = stream_sizes(recipe, models, sampler_mesh, inputs.dataset.width, cache_limit) if in_trainer else None
     rows = banner.models_table(learning.scorers, learning.learners)
     terms = ["KL"] * bool(recipe.kl) + ["importance weights"] * recipe.weighs
     rows += banner.truncation_table(recipe.rollout.sampling, terms)
     rows += banner.sampler_table(sampler_mesh, recipe.sampler_devices)
     rows += banner.shapes_table(stream, packing.shape_policy.shapes)
-    session = open_run_session(work_directory, recipe, inputs, learning, rows, inputs.dataset.counts())
+    session = open_run_session(
+        work_directory=work_directory,
+        recipe=recipe,
+        inputs=inputs,
+        models=learning,
+        banner_rows=rows,
+        counts=inputs.dataset.counts(),
+    )
     actor = make_actor(work_directory, recipe, inputs, cache_limit)
     reward = recipe.reward
     parts = Parts(
@@ -338,7 +347,7 @@ def make_learning(
 def policy_learner(
     recipe: Recipe | SftRecipe, models: Models, objective: Objective, trained_parameters: LearnerParameters
 ) -> Learner:
-    """Builds the policy's learner. objective: loss to minimize. trained_parameters: what the optimizer changes."""
+    """Builds the policy's learner. objective: loss to minimize. trained_parameters: parameters to optimize."""
     return update.make_learner(
         objective,
         recipe.optimizer,
@@ -365,13 +374,22 @@ def open_run_session(
     mesh, cfg = inputs.models.mesh, inputs.models.model.cfg
     data_rows = Rows({"data.source": counts} | inputs.eval_counts, inputs.dataset.prompt_fingerprint())
     hashes = inputs.input_hashes | work_directory.code_hashes
-    session, start, changes = open_session(work_directory, recipe.plan, models, mesh, hashes, data_rows)
+    session, start, changes = open_session(
+        work_directory=work_directory, plan=recipe.plan, models=models, mesh=mesh, input_hashes=hashes, rows=data_rows
+    )
     if distributed.first():
         settings = advice.RunSettings(recipe, cfg.width, mesh.devices.flat[0].platform)
         banner.print_banner(
             f"jaxrl_llm.{recipe.program}: {work_directory.store.name}",
             [
-                *banner.model_and_data_table(recipe.model.path, mesh, cfg, recipe.sizes, recipe.data, inputs.dataset),
+                *banner.model_and_data_table(
+                    path=recipe.model.path,
+                    mesh=mesh,
+                    model=cfg,
+                    sizes=recipe.sizes,
+                    settings=recipe.data,
+                    dataset=inputs.dataset,
+                ),
                 *banner.problems_table(recipe.eval_sets, inputs.held_out),
                 *banner.totals_table(recipe.sizes),
                 *banner.start_table(start, recipe.num_steps, changes),
@@ -420,7 +438,15 @@ def make_actor(work_directory: WorkDirectory, recipe: Recipe, inputs: Inputs, ca
         weight_check = WeightCheck(engine, inputs.models.model, mesh, collate, rows=rows, bound=bound)
     task = CompletionTask(inputs.tokenizer, reward_fn, inputs.environments)
     length = recipe.rollout.max_completion_tokens
-    source = SampleSource(recipe.sampling_plan, engine, iterator, collate, task, mesh, length)
+    source = SampleSource(
+        sampling_plan=recipe.sampling_plan,
+        engine=engine,
+        prompts=iterator,
+        collate=collate,
+        task=task,
+        mesh=mesh,
+        max_completion_tokens=length,
+    )
     actor = Actor(
         engine,
         source,

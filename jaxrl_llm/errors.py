@@ -96,7 +96,10 @@ def describe(error: BaseException, preferred_file: str = "") -> str:
 
 
 def code_location(error: BaseException, preferred_file: str = "") -> str:
-    """Returns file and line of an exception, such as "rewards.py:7". preferred_file: as for `describe`."""
+    """Returns file and line of an exception, such as "rewards.py:7".
+
+    preferred_file: file whose line is returned if the traceback has one; "" for none.
+    """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     frames = (
         [f for f in frames if f.filename == preferred_file] or [f for f in frames if is_users(f.filename)] or frames

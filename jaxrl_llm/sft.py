@@ -166,7 +166,14 @@ def make_run(work_directory: WorkDirectory, recipe: SftRecipe) -> tuple[Session,
     banner_rows = [("over-long completions dropped", len(answers) - len(trained_rows))]
     if equal_pairs := sum(len(answers[i]) > 1 and answers[i][0] == answers[i][1] for i in trained_rows):
         banner_rows.append(("pairs of equal completions, which have no gradient", equal_pairs))
-    session = open_run_session(work_directory, recipe, inputs, learning, banner_rows, [len(trained_rows)])
+    session = open_run_session(
+        work_directory=work_directory,
+        recipe=recipe,
+        inputs=inputs,
+        models=learning,
+        banner_rows=banner_rows,
+        counts=[len(trained_rows)],
+    )
     session.trainer = parts
     return session, parts
 

@@ -22,7 +22,7 @@ MAX_LOG_RATIO = 20.0  # upper bound of d in k3, which keeps exp(d) and its gradi
 
 
 def k1(logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns -d: unbiased, signed. It suits only the reward: as a loss, its on-policy gradient has mean zero."""
+    """Returns -d: unbiased, signed. It suits only the reward, as a loss its on-policy gradient has mean zero."""
     return logprobs - ref_logprobs
 
 

@@ -29,7 +29,7 @@ def fits(device: Any, head_dim: int, dtype: str, length: int) -> bool:
 
 
 class AttentionLimits(NamedTuple):
-    """Limits of attention, besides causality: which tokens a token sees, and how large a score may be."""
+    """Limits of attention besides causality: the window of tokens that a token sees, and the largest score."""
 
     window: int = 0  # number of tokens that a token sees, itself included; 0 = unlimited
     soft_cap: float = 0.0  # bound of scores: soft_cap * tanh(score / soft_cap); 0 = unbounded

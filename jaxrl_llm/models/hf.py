@@ -61,7 +61,7 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # {name in sa
 
 
 def is_hub_id(path: str) -> bool:
-    """Returns whether `path` is a hub id: of the form org/name, and not an existing local path."""
+    """Returns whether `path` is a hub id, so it has the form org/name, and not an existing local path."""
     return bool(re.fullmatch(r"\w[\w.-]*/[\w.-]+", path)) and not Path(path).expanduser().exists()
 
 
@@ -305,7 +305,7 @@ def _unsupported_family(family: str, settings: dict[str, Any], families: list[st
 
 
 def stored_dtype(folder: Path, family: str = "") -> np.dtype:
-    """Returns the dtype of a folder's weights: that of the embedding, or without weights that of config.json.
+    """Returns the dtype of the embedding in a folder, or the dtype in its config.json if it has no weights.
 
     family: dotted name of a user's function for a model_type that this package lacks, "" = none. Raises: UserError, if
     exports do not support the dtype.
@@ -428,7 +428,14 @@ def load_params(
         # The parts are read one by one, so that the host holds only one of them.
         for index_ranges, replicas in devices.items():
             axes = names.tensor_axes(name, table[name], len(index_ranges) - names.stacked_axes(table[name]))
-            values = _read_part(folder, tensor_files, table[name], index_ranges, dtype, axes)
+            values = _read_part(
+                folder=folder,
+                tensor_files=tensor_files,
+                template=table[name],
+                index_ranges=index_ranges,
+                dtype=dtype,
+                axes=axes,
+            )
             arrays += [jax.device_put(values, device) for device in replicas]
         progress_bar.advance()
         return transform(name, jax.make_array_from_single_device_arrays(shape_leaf.shape, leaf_sharding, arrays))

@@ -80,7 +80,15 @@ def attend_own(
         interpret=interpret,
         name="paged_attention",
     )(
-        _program_pages(table, start, length, page_tokens, pages_of_program, steps, pages.values.shape[1]),
+        _program_pages(
+            table=table,
+            start=start,
+            length=length,
+            page_tokens=page_tokens,
+            pages_of_program=pages_of_program,
+            steps=steps,
+            page_count=pages.values.shape[1],
+        ),
         start,
         length,
         jnp.swapaxes(query, 0, 1),

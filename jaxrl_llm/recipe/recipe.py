@@ -147,7 +147,15 @@ class Settings:
         """Schedule of the session: steps, evaluations, rollbacks, checkpoints and logs."""
         every, patience = (self.eval.every, self.eval.patience) if self.eval else (0, 0)
         most_rollbacks = self.health.rollback.most if self.health.rollback else 0
-        return session.Plan(self.num_steps, every, patience, most_rollbacks, self.checkpoint, self.health, self.log)
+        return session.Plan(
+            steps=self.num_steps,
+            evaluate_every=every,
+            patience=patience,
+            most_rollbacks=most_rollbacks,
+            checkpoint=self.checkpoint,
+            health=self.health,
+            log=self.log,
+        )
 
     @property
     def scheduled_steps(self) -> int:
@@ -379,7 +387,12 @@ class Recipe(Settings):
         """Sampling settings of a step: group size, distribution, rounds that replace groups, greedy companions."""
         rollout, greedy = self.rollout, self.estimator.needs_greedy
         return SamplingPlan(
-            self.group_size, rollout.sampling, rollout.resample_rounds, greedy, self.mask.truncated, rollout.partial
+            group_size=self.group_size,
+            sampling=rollout.sampling,
+            resample_rounds=rollout.resample_rounds,
+            greedy=greedy,
+            masks_truncated=self.mask.truncated,
+            partial=rollout.partial,
         )
 
     def kl_estimator(self, placement: str) -> Callable[[Array, Array], Array] | None:

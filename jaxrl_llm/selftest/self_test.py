@@ -303,8 +303,10 @@ def stop_is_learned(trial: Trial) -> CheckReport:
         findings.append(alarm("S6", "no_stop_token", evidence, "no completion can end", fix, failures="F14"))
     # The index of the last token of each completion is 0 if the engine returns an empty completion.
     last_index = np.maximum(rollouts.completion_mask.sum(axis=-1, keepdims=True) - 1, 0)
-    at_end = lambda x: np.take_along_axis(x, last_index, axis=-1)[..., 0]  # noqa: E731
-    stop_is_trained = np.isin(at_end(rollouts.completions), stops) & at_end(rollouts.loss_mask)
+    last_tokens, last_is_trained = (
+        np.take_along_axis(x, last_index, axis=-1)[..., 0] for x in (rollouts.completions, rollouts.loss_mask)
+    )
+    stop_is_trained = np.isin(last_tokens, stops) & last_is_trained
     is_stopped, count = ~rollouts.truncated, rollouts.truncated.size
     text = f"{is_stopped.sum()} of {count} completions stopped, all by a token that is trained"
     if untrained_stops := int((is_stopped & ~stop_is_trained).sum()):
@@ -499,8 +501,8 @@ def _first_metrics(trial: Trial) -> dict[str, Array] | None:
     @jax.jit
     def metrics(logprobs: Array, batch: Batch) -> dict[str, Array]:
         mask = batch.loss_mask
-        mean = lambda x: jnp.sum(jnp.where(mask, x, 0.0)) / jnp.sum(mask)  # noqa: E731
-        return {name: mean(x) for name, x in loss_fn(logprobs, batch, **batch.columns)[1].items()}
+        values = loss_fn(logprobs, batch, **batch.columns)[1]
+        return {name: jnp.sum(jnp.where(mask, x, 0.0)) / jnp.sum(mask) for name, x in values.items()}
 
     return metrics(trial.policy, replace(trial.batch, packed_index=None))
 

@@ -221,7 +221,14 @@ class Checkpoints:
                     f"config.{field}: the files have other content than when this run started: restore the old "
                     "content, or use another --workdir"
                 )
-        accepted = changes.check(self._folder.parent, fields, self._input_hashes, self._rows, step, notes)
+        accepted = changes.check(
+            workdir=self._folder.parent,
+            fields=fields,
+            hashes=self._input_hashes,
+            rows=self._rows,
+            step=step,
+            notes=notes,
+        )
         self._input_hashes = saved_hashes | self._input_hashes
         return step, accepted
 

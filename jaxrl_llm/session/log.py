@@ -110,7 +110,14 @@ class Log:
         for name in ("metrics", "completions"):
             self._files[name] = self._open_file(name, step if step else -1)  # a new run also rewrites step 0
         settings = self._settings
-        run = loggers.LoggedRun(self._workdir, step, settings.project, self._config, settings.name, settings.tags)
+        run = loggers.LoggedRun(
+            workdir=self._workdir,
+            step=step,
+            project=settings.project,
+            config=self._config,
+            name=settings.name,
+            tags=settings.tags,
+        )
         for name in self._settings.to:
             self._loggers.append(loggers.BackgroundLogger(name, resolve(name, loggers), run, self.print_line))
         if self._terminal and not self._bars:

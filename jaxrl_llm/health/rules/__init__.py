@@ -40,7 +40,7 @@ def _arguments(rule: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def unjudged_rules(records: Sequence[LogRecord]) -> dict[str, str]:
-    """Returns {rule: what the records lack} for the rules that could judge none of the records."""
+    """Returns {rule: missing metrics} for the rules that could judge none of the records."""
     missing = {
         rule.__name__: inputs.missing_input(records) or _metric_with_gaps(inputs, records)
         for rule, inputs in RULES.items()

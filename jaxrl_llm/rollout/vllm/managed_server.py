@@ -30,7 +30,7 @@ class ManagedServer:
         config_args: tuple[str, ...],
         run_args: tuple[str, ...] = (),
     ):
-        """config_args: arguments of vLLM in config.engine.server_args. run_args: those that the run adds."""
+        """config_args: arguments of vLLM in config.engine.server_args. run_args: arguments that the run adds."""
         # A socket is safer than a port, which other users of the host could reach. serve_vllm makes the socket's folder
         # for this user alone.
         uds = Path(tempfile.gettempdir()) / f"jaxrl_llm-{secrets.token_hex(8)}" / "vllm"

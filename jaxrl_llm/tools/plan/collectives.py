@@ -63,10 +63,14 @@ def collectives(text: str, turns: float = 1, hosts: Sequence[int] = ()) -> list[
                 if chain and chain[0] in begun:
                     continue
                 begun.update([chain[0]] if chain else [])
-                if collective := _collective(kind, match[2], bool(match[4]), line, loops, hosts):
+                if collective := _collective(
+                    kind=kind, type_=match[2], started=bool(match[4]), line=line, loops=loops, hosts=hosts
+                ):
                     yield collective
             elif match := SENT.search(line):
-                if collective := _collective(BETWEEN_SLICES, match[1], True, line, loops, hosts):
+                if collective := _collective(
+                    kind=BETWEEN_SLICES, type_=match[1], started=True, line=line, loops=loops, hosts=hosts
+                ):
                     yield collective
             else:
                 for computation, branches in CALLED.findall(line):

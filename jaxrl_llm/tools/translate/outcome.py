@@ -70,7 +70,7 @@ class FileValues(dict[str, Any]):
 
 
 class Keys:
-    """The values of all keys: those of the file, and defaults of the trainer for all other keys."""
+    """Values of all keys: values in the file, and defaults of the trainer for all other keys."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], *, rows: int, processes: int):
         """rows: number of training rows, 0 if unknown; processes: number of the launcher's processes, 0 if unknown."""
