@@ -13,12 +13,17 @@ class ModelSettings:
     """The initial model of a run. configs/grpo.py explains each field."""
 
     path: MayChange[str]  # may change on resume, because a fingerprint checks that the files are the same
+    """Model folder or hub id."""
     dtype: Literal["float32", "bfloat16"]
     """Dtype of activations; parameters and optimizer state are always float32."""
     remat: MayChange[Literal["none", "dots", "full"]]
     """Activations that the backward pass recomputes to save memory: none | dots | full."""
     vision: Literal["learns", "frozen"]
+    """Whether the vision tower of a vision-language model is trained: learns | frozen."""
     family: str = ""  # dotted name of a user's function that reads config.json; "" = a family of this package
+    """Function that reads config.json for a model family that this package lacks, e.g. my.module.function
+    (docs/models.md). "": model_type in config.json names a family of this package.
+    """
 
     row_parts: ClassVar[int] = 1
 

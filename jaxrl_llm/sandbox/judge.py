@@ -151,7 +151,12 @@ class GlobalNames(dict):
 
     def __getitem__(self, name):
         if name in self.variables:
-            (data,) = self.link.ask("variable", name)
+            try:
+                (data,) = self.link.ask("variable", name)
+            except KeyError:
+                # The program has deleted the variable. Python looks for it again in this dict, without this method.
+                self.pop(name, None)
+                raise
             # If the data are unchanged, keep the test's copy, because the test may have changed it.
             if json.dumps(data) != self.variables[name]:
                 self.variables[name] = json.dumps(data)

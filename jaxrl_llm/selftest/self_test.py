@@ -99,7 +99,7 @@ def alarm(
 ) -> Finding:
     """Returns the finding of a check.
 
-    check: id of the check. id: id of the finding. failures: ids of rows in docs/failures.md.
+    check: id of the check. id: id of the finding. failures: ids of rows on the page of failures in the docs.
     """
     source = f"docs/health.md {all_reports}" + (f", docs/failures.md {failures}" if failures else "")
     return Finding(severity=severity, evidence=evidence, cause=cause, fix=fix, reference=source, id=id)

@@ -210,7 +210,7 @@ def ends_the_program(completions, **_):
 
 def test_a_reward_that_ends_the_program_is_named():
     name = "test_own_functions.ends_the_program"
-    words = (f"reward {name}", "SystemExit: 3", Path(__file__).name)
+    words = (name, "SystemExit: 3", Path(__file__).name)
     with closing(RewardFn((name,), (1.0,), 0.0, field="x")) as reward, pytest.raises(UserError) as caught:
         reward([{"prompt": "?"}], [["a"]], [[[1]]])
     assert [word for word in words if word not in str(caught.value)] == []

@@ -613,7 +613,7 @@ def test_evaluation_is_refused_for(refused, monkeypatch, argv, words):
 
 def test_a_run_stops_for_a_reward_that_raises(place, failed):
     (place / "mine.py").write_text("def f(completions, answer):\n    raise ValueError('no\\nunit')\n")
-    failed(train, command(TINY + SMALL + MINE), "reward mine.f", "mine.py:2")
+    failed(train, command(TINY + SMALL + MINE), "mine.f", "mine.py:2")
 
 
 NOT_FINITE = """

@@ -50,7 +50,7 @@ def test_a_wrong_field_of_a_further_set_is_refused_by_its_path(refused, changes,
 
 def test_what_is_no_further_set_is_refused_with_what_to_give(refused):
     config = load("grpo")
-    with refused("config.eval.extra_sets.x", "in a file"):
+    with refused("config.eval.extra_sets.x"):
         override(config, "eval.extra_sets.x.problems", "8")
     with refused("config.eval.extra_sets", "extra_sets.NAME"):
         config.eval.extra_sets = [TRAIN]

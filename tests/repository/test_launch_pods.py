@@ -124,7 +124,7 @@ def test_a_pod_is_not_privileged_and_has_time_and_room_for_a_checkpoint():
     limits = {f"gke-gcsfuse/{name}-limit": "0" for name in ("ephemeral-storage", "memory", "cpu")}
     assert job_of(jobset)["template"]["metadata"]["annotations"] == {"gke-gcsfuse/volumes": "true"} | limits
     signals = (LAUNCH.parent / "jaxrl_llm" / "session" / "signals.py").read_text()
-    seconds = float(next(line for line in signals.splitlines() if line.startswith("SECONDS = ")).split()[2])
+    seconds = float(next(line for line in signals.splitlines() if line.startswith("PREEMPTION_SECONDS = ")).split()[2])
     assert pod_of(jobset)["terminationGracePeriodSeconds"] > 2 * seconds
     assert pod_of(manifest(DISKS[0], "--grace", "99"))["terminationGracePeriodSeconds"] == 99
 

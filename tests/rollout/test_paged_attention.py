@@ -185,7 +185,8 @@ def test_a_kernels_row_depends_on_its_own_tokens_alone(kernel):
     attend = jax.jit(partial(kernel.attend_own, window=40, interpret=True))
     query, pages, table, length = decoding(3, 64, 16, 5, "float32", np.array([80, 0, 33, 17]))
     found = attend(query, pages, table, length)
-    assert np.all(found.total[:, 1] == 0) and np.all(found.top[:, 1] == HIDDEN_SCORE) and np.all(found.out[:, 1] == 0)
+    assert np.all(found.weight_sum[:, 1] == 0) and np.all(found.highest_score[:, 1] == HIDDEN_SCORE)
+    assert np.all(found.weighted_values[:, 1] == 0)
     # Other rows, in another number and order, and other tokens in all pages that row 0 does not see.
     query, table, length = map(np.asarray, (query, table, length))
     seen = np.isin(np.arange(pages.keys.shape[1]), table[0, 2:])[None, :, None, None]

@@ -361,11 +361,11 @@ def test_honest_tests_with_objects_errors_iterators_and_streams_pass():
 def test_no_program_outlives_a_trainer_that_is_killed():
     started = textwrap.dedent("""
         from jaxrl_llm.machine.process import Process
-        from jaxrl_llm.sandbox.program import run
-        from jaxrl_llm.sandbox.program_tests import ProgramLimits, in_python
+        from jaxrl_llm.sandbox.program import run_program
+        from jaxrl_llm.sandbox.program_tests import ProgramLimits, run_python_tests
         program = "import ctypes, time; libc = ctypes.CDLL(None); libc.prctl(1, 0); libc.prctl(15, b'undone'); time.sleep(600)"
-        calls = Process(in_python, program, ["assert True"], ProgramLimits(600.0, 256))
-        run(program, seconds=600.0, memory=256, characters=10)
+        calls = Process(run_python_tests, program, ["assert True"], ProgramLimits(600.0, 256))
+        run_program(program, seconds=600.0, memory=256, characters=10)
     """)
     trainer = subprocess.Popen([sys.executable, "-c", started])
     end = time.monotonic() + 60

@@ -156,8 +156,8 @@ def test_the_lock_of_an_earlier_version_is_taken_over(tmp_path, capsys):
     (tmp_path / "lock").touch()
     with locked(tmp_path):
         pass
-    said = capsys.readouterr().out
-    assert "was of an unknown process" in said and f"{lock.STALE:.0f} s" not in said  # it is taken at once
+    printed = capsys.readouterr().out
+    assert "an unknown process" in printed and f"{lock.STALE:.0f} s" not in printed  # the lock is taken at once
 
 
 @pytest.mark.slow

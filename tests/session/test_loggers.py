@@ -269,8 +269,8 @@ def test_a_logger_that_hangs_neither_delays_a_step_nor_keeps_the_run(tmp_path, c
 
 
 def test_a_logger_without_completions_does_not_seem_to_work_by_them(monkeypatch):
-    monkeypatch.setattr(loggers, "PAUSES", (0.001, 0.001))
-    monkeypatch.setattr(loggers, "CLOSING", 1.0)
+    monkeypatch.setattr(loggers, "RETRY_PAUSES", (0.001, 0.001))
+    monkeypatch.setattr(loggers, "CLOSE_SECONDS", 1.0)
     lines, tries = [], []
 
     class Away:
@@ -281,19 +281,19 @@ def test_a_logger_without_completions_does_not_seem_to_work_by_them(monkeypatch)
         def close(self):
             pass
 
-    background = loggers.Background("away", lambda run: Away(), None, lines.append)
+    background = loggers.BackgroundLogger("away", lambda run: Away(), None, lines.append)
     for step in (1, 2):
         background.write(step, {})
         background.write_samples(step, [])
     end = time.monotonic() + 10
-    while len(tries) < 2 * loggers.TRIES and time.monotonic() < end:
+    while len(tries) < 2 * loggers.MAX_TRIES and time.monotonic() < end:
         time.sleep(0.01)
     background.close()
     assert len(lines) == 2 and "failed" in lines[0] and "2 of its records" in lines[1], lines
 
 
 def test_a_logger_that_fails_after_the_end_is_not_said_to_be_tried_again(monkeypatch):
-    monkeypatch.setattr(loggers, "CLOSING", 0.1)
+    monkeypatch.setattr(loggers, "CLOSE_SECONDS", 0.1)
     lines, failed = [], threading.Event()
 
     def late(run):
@@ -301,7 +301,7 @@ def test_a_logger_that_fails_after_the_end_is_not_said_to_be_tried_again(monkeyp
         failed.set()
         raise OSError("gone")
 
-    background = loggers.Background("late", late, None, lines.append)
+    background = loggers.BackgroundLogger("late", late, None, lines.append)
     background.write(0, {})
     background.close()
     assert failed.wait(5)

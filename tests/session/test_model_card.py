@@ -27,9 +27,9 @@ def test_a_push_that_cannot_work_is_refused_before_anything_is_done(monkeypatch,
     opened("sums", "ORG/NAME")
     opened("lab/a b", "ORG/NAME")
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens
-    opened("lab/sums", "--push-to lab/sums: http://127.0.0.1:9 ")
+    opened("lab/sums", "--push-to lab/sums", "http://127.0.0.1:9")
     online(status=401)
-    opened("lab/sums", "--push-to lab/sums: http://127.0.0.1:", "401")
+    opened("lab/sums", "--push-to lab/sums", "http://127.0.0.1:", "401")
     monkeypatch.setattr(hub, "get_token", lambda: None)
     opened("lab/sums", "--push-to", "HF_TOKEN")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -43,7 +43,7 @@ def test_a_card_that_the_hub_refuses_ends_a_push_in_one_line(tmp_path, monkeypat
     online()
     (tmp_path / "README.md").write_text("A card.")
     monkeypatch.setattr(hub.HfApi, "upload_folder", refuse)
-    with pytest.raises(UserError, match=r"--push-to lab/sums: .* Invalid metadata in README.md. - base_model"):
+    with pytest.raises(UserError, match=r"--push-to lab/sums.* Invalid metadata in README.md. - base_model"):
         hub.push(tmp_path, "lab/sums", "message")
 
 

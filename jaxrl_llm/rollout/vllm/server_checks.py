@@ -60,7 +60,7 @@ def check_model(server: str, config_json: dict[str, Any], model: DecoderConfig) 
         raise UserError(f"vLLM at {server} serves another model ({error}): serve the run's model") from None
     if server_model.vision and model.vision:
         # These fields come from preprocessor_config.json, which a server does not report.
-        vision = replace(server_model.vision, mean=model.vision.pixel_mean, std=model.vision.pixel_std)
+        vision = replace(server_model.vision, pixel_mean=model.vision.pixel_mean, pixel_std=model.vision.pixel_std)
         server_model = replace(server_model, vision=vision)
     pairs = {field.name: (getattr(server_model, field.name), getattr(model, field.name)) for field in fields(model)}
 
