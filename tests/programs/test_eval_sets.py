@@ -55,7 +55,7 @@ def test_what_is_no_further_set_is_refused_with_what_to_give(refused):
     with refused("config.eval.extra_sets", "extra_sets.NAME"):
         config.eval.extra_sets = [TRAIN]
     config.eval.extra_sets.x = 3
-    with refused("config.eval.extra_sets.x is 3", "eval.extra_sets.x.source"):
+    with refused("config.eval.extra_sets.x", "eval.extra_sets.x.source"):
         recipes.read(config)
 
 
