@@ -148,7 +148,7 @@ def test_processes_with_workdirs_of_their_own_end_before_the_first_step(tmp_path
     other = ["--workdir", str(tmp_path / "other")]
     said = end(Processes(2, tmp_path / "config.py", tmp_path / "run", *TINY, other=other))
     assert "error: process 1 does not see " in said
-    assert "which process 0 sees: give a --workdir" in said
+    assert "which process 0 sees" in said and "--workdir" in said
     assert not (tmp_path / "run").exists() and not [*(tmp_path / "other").iterdir()]
 
 

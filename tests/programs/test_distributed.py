@@ -380,7 +380,7 @@ def test_two_processes_go_back_together_and_then_end_together(tmp_path):
     decision = json.loads((tmp_path / "run" / "rollbacks" / "1.json").read_text())
     assert (decision["step"], decision["to"], decision["finding"]["id"]) == (8, 4, "no_signal")
     assert "rollback 1 of at most 1: back to step 4" in processes.outputs[0].read_text()
-    assert "the run has gone back 1 times already" in processes.outputs[0].read_text()
+    assert "config.health.rollback.most = 1" in processes.outputs[0].read_text()
     assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 9))
 
 
