@@ -1,4 +1,7 @@
-"""Launchers of training processes: their flags become keys, which say the number of processes."""
+"""Reads the flags of launchers such as torchrun, accelerate and srun in front of a TRL training command.
+
+The flags become keys such as torchrun.nnodes. They say the number of processes, by which TRL multiplies its batch.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from jaxrl_llm.tools.translate.arguments import Value
 from jaxrl_llm.tools.translate.documents import find_file, read_document
 from jaxrl_llm.tools.translate.outcome import Keys
 
+# Launchers of torch, and of MPI.
 TORCH = ("accelerate", "torchrun", "deepspeed")
 MPI = ("mpirun", "mpiexec")
 # torch's launchers come first, because they decide the number of processes inside srun or mpirun.
@@ -25,9 +29,11 @@ PRODUCTS = {
     "torchrun": ("torchrun.nproc_per_node", "torchrun.nnodes"),
     "deepspeed": ("deepspeed.num_gpus", "deepspeed.num_nodes"),
 }
+# All keys that count processes.
 COUNTS = {*TOTALS, *(key for pair in PRODUCTS.values() for key in pair), "deepspeed.include"}
 # {launcher: {short option that counts processes: long option}}
 SHORT = {"srun": {"n": "ntasks", "N": "nodes"}} | {name: {"n": "np", "np": "np", "c": "np"} for name in MPI}
+# A line of a batch script with options of Slurm.
 DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(.*)", re.MULTILINE)
 
 
@@ -63,7 +69,7 @@ def flags(
 
 
 def _numbers(launcher: str, values: Sequence[Value]) -> dict[str, Any]:
-    """Returns the flags of a launcher. A flag has the one word after it as its value."""
+    """Returns the flags of a launcher with their values. A flag has the one word after it as its value."""
     options, _ = arguments.flags([_long(launcher, value) for value in values])
     first = {key: value[0] if isinstance(value, list) else value for key, value in options.items()}
     # YAML would read torchrun's 1:4 as a number.
