@@ -100,20 +100,20 @@ def refusal(values: Mapping[str, Any]) -> str:
     for key in MODEL_KEYS:
         if key in values and unreadable(str(values[key])):
             return f"{key} = {values[key]} reads images, but jaxrl_llm only has {', '.join(readable())}"
-    sounding = sound_evidence(values)
-    return f"this run has video or audio ({sounding}), which no model of jaxrl_llm reads" if sounding else ""
+    evidence = sound_evidence(values)
+    return f"this run has video or audio ({evidence}), which no model of jaxrl_llm reads" if evidence else ""
 
 
 def sound_evidence(values: Mapping[str, Any]) -> str:
     """Returns the key and value that show that a run has video or audio; "" if it has none."""
     patterns = dict.fromkeys(DATA_KEYS, OTHER_ROWS) | dict.fromkeys(MODEL_KEYS, SOUND_MODEL)
-    sounding = (
+    evidence = (
         f"{key} = {value}"
         for key, value in values.items()
         if (key in patterns and patterns[key].search(str(value)))
         or (key.endswith("use_audio_in_video") and value is True)
     )
-    return next(sounding, "")
+    return next(evidence, "")
 
 
 def note(values: Mapping[str, Any]) -> str:
