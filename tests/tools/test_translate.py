@@ -24,7 +24,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import extras
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.tools.translate import __main__ as program
-from jaxrl_llm.tools.translate import easyr1, lint, ours, readers, search_r1, trl, trl_objectives, verl, writer
+from jaxrl_llm.tools.translate import conversions, easyr1, lint, readers, search_r1, trl, trl_objectives, verl, writer
 from jaxrl_llm.tools.translate.outcome import (
     KINDS,
     QUIET_FIELDS,
@@ -48,7 +48,7 @@ SYSTEMS = {
     "trl_simpo": trl.SIMPO,
 }
 ACTOR = "actor_rollout_ref.actor."
-MODE = verl.MODE
+MODE = verl.LOSS_MODE
 
 VERL = """#!/bin/bash
 set -e
@@ -177,7 +177,7 @@ def keys_of(folder: Path, name: str, text: str) -> dict:
 @pytest.fixture(autouse=True)
 def hub_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `datasets`, a config also says how to install it."""
-    for module in (ours, hub):
+    for module in (conversions, hub):
         monkeypatch.setattr(module, "find_spec", lambda name: True)
 
 
@@ -207,7 +207,7 @@ def written(folder: Path, name: str, text: str, **more: int) -> tuple[Translatio
     c = flatten(config)
     fields = made.fields()
     assert {name for name in differing(fields, c) if not name.startswith("eval.")} <= {"data.mixture"}
-    checked = lint.lint(config, set(made.yours()))
+    checked = lint.lint(config, set(made.user_tasks()))
     assert checked.refused == "" and checked.sizes
     return made, c, text
 
@@ -219,7 +219,7 @@ def differing(expected: dict, config: dict) -> dict:
 
 def differing_kinds(expected: dict[str, str], made: Translation) -> dict:
     """Returns the keys that became something else. The kind "yours" is that of a field which the user must complete."""
-    yours = made.yours()
+    yours = made.user_tasks()
     kinds = {key: made.outcomes[key].kind if kind != "yours" else key in yours for key, kind in expected.items()}
     return {key: kind for key, kind in kinds.items() if kind not in (True, expected[key])}
 
@@ -385,7 +385,7 @@ def test_easyr1_counts_prompts_and_its_script_may_name_a_file_beside_it(tmp_path
     }  # fmt: skip
     assert differing(expected, c) == {}
     kinds = {"worker.rollout.val_override_config": "unsupported", "reward.functions": "yours"}
-    assert differing_kinds(kinds, made) == {} and "num_steps" not in made.yours()
+    assert differing_kinds(kinds, made) == {} and "num_steps" not in made.user_tasks()
     alone = made_of(tmp_path, "elsewhere.sh", script.replace("examples/config.yaml", "not/there.yaml"))
     assert alone.outcomes["config"].kind == "unsupported"
 
@@ -426,7 +426,7 @@ def test_every_estimator_and_loss_has_our_name_and_passes_the_checks():
         assert flatten(config)[field] == name and made.base == ("ppo" if name == "gae" else "grpo"), given
         # TRL's upper bound of cispo is the bound itself.
         assert system is verl.VERL or name != "cispo" or config.loss.clip_high == 4.0
-        assert lint.lint(config, set(made.yours())).refused == "", given
+        assert lint.lint(config, set(made.user_tasks())).refused == "", given
 
 
 @cache
@@ -474,7 +474,7 @@ def test_an_unknown_key_of_any_section_is_unsupported():
 
 def test_epochs_become_steps_once_the_rows_are_known(tmp_path):
     known = made_of(tmp_path, "e.yaml", EASYR1, rows=1000)
-    assert known.fields()["num_steps"] == 3 * (1000 // 64) and "num_steps" not in known.yours()
+    assert known.fields()["num_steps"] == 3 * (1000 // 64) and "num_steps" not in known.user_tasks()
     passes = translate(trl.GRPO, {"num_train_epochs": 2, "per_device_train_batch_size": 8}, rows=100, processes=4)
     assert passes.fields()["prompts_per_step"] == 4 and passes.fields()["num_steps"] == 50
     assert made_of(tmp_path, "simpo.py", TRL_SIMPO_SCRIPT, rows=100).fields()["num_steps"] == 13
@@ -694,7 +694,7 @@ def test_a_run_without_evaluations_keeps_the_problems_for_later(tmp_path, wordin
     wording(next(line for line in text.splitlines() if "eval.every" in line))
     several = "data.val_files=\"['a.parquet','b.parquet']\" algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4"
     made = made_of(tmp_path, "several.sh", f"python -m verl.trainer.main_ppo {several}\n")
-    assert made.fields()["eval.source"] == "a.parquet" and "eval.source" not in made.yours()
+    assert made.fields()["eval.source"] == "a.parquet" and "eval.source" not in made.user_tasks()
 
 
 def test_a_placeholder_says_that_it_is_one(tmp_path):
@@ -966,7 +966,7 @@ def test_what_the_file_does_not_say_is_unknown_and_ends_with_one(tmp_path):
         made = translate(source.table, source.keys)
         assert (sorted(made.unknown()), sorted(unknown)) == (sorted(unknown), sorted(made.unknown())), text
         assert program.run(file, None, 0, 0) == int(bool(unknown)), text
-        assert set(unknown) <= set(made.yours())
+        assert set(unknown) <= set(made.user_tasks())
         written_text = writer.source(made, Path("given.sh"), Path("configs/mine.py"))
         assert all(re.search(rf"\b{field}\b", written_text) for field in unknown), text
 
@@ -1083,7 +1083,7 @@ def test_several_files_to_train_on_are_a_mixture(tmp_path):
         "data.source": "", "data.mixture.train.source": "a/x/train.parquet",
         "data.mixture.b_train.source": "b/train.parquet", "data.mixture.train.convert": "verl.convert",
     }  # fmt: skip
-    assert differing(expected, c) == {} and "data.mixture" in made.yours()
+    assert differing(expected, c) == {} and "data.mixture" in made.user_tasks()
     assert 'c.data.mixture.train = ConfigDict(dict(source="a/x/train.parquet"' in text
 
 
@@ -1105,7 +1105,7 @@ def test_a_part_of_a_split_is_the_users_to_write(tmp_path):
         "load_dataset('c/d', a.name)",
     ):
         made = made_of(tmp_path, "grpo.py", f"GRPOTrainer('a/b', accuracy_reward, GRPOConfig(), {rows})")
-        assert made.outcomes["trainer.train_dataset"].kind == "unsupported" and "data.source" in made.yours()
+        assert made.outcomes["trainer.train_dataset"].kind == "unsupported" and "data.source" in made.user_tasks()
 
 
 def test_no_text_of_a_script_controls_the_terminal(tmp_path, capsys):
@@ -1121,4 +1121,6 @@ def test_no_text_of_a_script_controls_the_terminal(tmp_path, capsys):
 def test_a_reward_function_of_easyr1_is_copied_and_not_rewritten(tmp_path):
     text = "worker: {reward: {reward_function: 'a/score.py:f'}, rollout: {n: 5}}"
     made = made_of(tmp_path, "e.yaml", text)
-    assert made.fields()["reward.functions"] == ("my_rewards.f",) and "a/score.py" in made.yours()["reward.functions"]
+    assert (
+        made.fields()["reward.functions"] == ("my_rewards.f",) and "a/score.py" in made.user_tasks()["reward.functions"]
+    )

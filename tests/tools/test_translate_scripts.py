@@ -121,7 +121,7 @@ def keys_in(text: str) -> set[str]:
     text = re.sub(r"`#[^`]*`", "", text)
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     found = {dotted or flag for line in lines for dotted, flag in KEY.findall(f"{line}\n".replace('"', " "))}
-    return {key.removeprefix("no_") for key in found if "." in key or key in readers.FLAGS}
+    return {key.removeprefix("no_") for key in found if "." in key or key in readers.TRL_FLAGS}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

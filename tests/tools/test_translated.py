@@ -17,7 +17,7 @@ from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.data import hub
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import __main__ as program
-from jaxrl_llm.tools.translate import ours
+from jaxrl_llm.tools.translate import conversions
 from jaxrl_llm.tools.translate.outcome import Translation
 
 FILES = Path(__file__).parent / "translated"
@@ -56,12 +56,12 @@ def translated(tmp_path, monkeypatch, capsys):
             return Translated(2, str(error), {}, {})
         keys = results[0].with_kind("changed") | results[0].with_kind("unsupported")
         said = "\n".join([capsys.readouterr().out, *(f"{key}: {each.reason}" for key, each in keys.items())])
-        return Translated(code, said, flatten(load(to)), results[0].yours())
+        return Translated(code, said, flatten(load(to)), results[0].user_tasks())
 
     monkeypatch.setattr(program, "translate", kept)
     monkeypatch.setattr(program, "print_keys", lambda *args: None)
     # Without `datasets`, a config also says how to install it.
-    for module in (ours, hub):
+    for module in (conversions, hub):
         monkeypatch.setattr(module, "find_spec", lambda name: True)
     return run
 

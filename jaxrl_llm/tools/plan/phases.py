@@ -96,9 +96,7 @@ def make_plan(
     limit = recipe.rollout.max_completion_tokens
     shape = packing(np.full((recipe.prompts_per_step, recipe.group_size), limit), prompts.width).shape[1:]
     apart, sampler_mesh = recipe.sampler_devices > 0, sampler_mesh or mesh
-    room = cache_memory(
-        recipe=recipe, models=models, learning=learning, mesh=sampler_mesh, states=states, memory=memory
-    )
+    room = cache_memory(recipe, models, learning, mesh=sampler_mesh, states=states, memory=memory)
     stream = stream_sizes(recipe, models, sampler_mesh, prompts.width, room)
     sampler = _sampler(models, recipe, sampler_mesh, room)
     # The sampler's copy of the weights: in the dtype and with the sharding of decoding.
@@ -106,9 +104,8 @@ def make_plan(
     copy = copy_shapes(models.model, sampler_mesh, models.mesh, params, in_int8=in_int8)
     cached = page_kind(sampler_mesh, models.model.cfg, recipe.chosen_engine.cache_dtype).token_bytes
     read = device_bytes({name: leaf for name, leaf in copy.items() if name != TOWER})
-    sampled = StepSampling(
-        stream=stream, usage={}, cached=cached, weights=device_bytes(copy), read=read, mesh=sampler_mesh
-    )
+    weights = device_bytes(copy)
+    sampled = StepSampling(stream, usage={}, cached=cached, weights=weights, read=read, mesh=sampler_mesh)
     learning_holds = _holds(device_states(states, recipe.host_memory))
     sampling_holds = sampled.holds(apart=apart) if recipe.chosen_engine.in_trainer else {}
     holds, sums = learning_holds | sampling_holds, (sum(learning_holds.values()), sum(sampling_holds.values()))
@@ -118,9 +115,7 @@ def make_plan(
     lengths = drawn_lengths(recipe.sizes.sequences_per_step, mean or limit / 2, limit)
     usage = expected_usage(stream, lengths, prompt_shards(sampler_mesh), partial=recipe.rollout.partial)
     sampled = replace(sampled, usage=usage)
-    compiler = Compiler(
-        models=models, sizes=recipe.sizes, dump=dump, chip=chip, gathered=sampled.weights, sampled=sampled
-    )
+    compiler = Compiler(models, recipe.sizes, dump=dump, chip=chip, gathered=weights, sampled=sampled)
     for program in _programs(recipe, learning, sampler, shape[1:], prompts):
         if sampled.leaves_out(program):
             continue
@@ -134,15 +129,8 @@ def make_plan(
         phases.append(phase)
     shape_cache.close()
     of_engine = stream if recipe.chosen_engine.in_trainer else None
-    return SlicePlan(
-        recipe=recipe,
-        models=models,
-        holds=holds,
-        phases=phases,
-        tokens=int(lengths.sum()),
-        prompts=prompts,
-        stream=of_engine,
-    )
+    tokens = int(lengths.sum())
+    return SlicePlan(recipe, models, holds=holds, phases=phases, tokens=tokens, prompts=prompts, stream=of_engine)
 
 
 def make_sft_plan(

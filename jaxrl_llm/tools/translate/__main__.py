@@ -17,8 +17,8 @@ DESCRIPTION = (
     "Translates a config of TRL (JSON, YAML, a command line, or a Python script, which is not run), veRL, EasyR1 or "
     "Search-R1 (YAML or a shell script, which is not run) into a config of this package, names every key that has no "
     "counterpart, and checks the result. Exit code 0: the checks pass, and every field has its value; 1: the checks do "
-    "not pass, or the run may be another one here: the file does not say the value of a field, a key is in no table, "
-    "lines belong to no key, or no model here reads what its model reads; 2: the file is no such config."
+    "not pass, or the translated run may differ: the file does not say the value of a field, a key is in no table, "
+    "lines belong to no key, or no model of jaxrl_llm reads what its model reads; 2: the file is no such config."
 )
 
 
@@ -48,7 +48,7 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     translation = translate(source.table, source.keys, rows=rows, processes=processes, referred=source.referred)
     text = writer.source(translation, file, to or Path(f"{file.stem}.py"), source.lost)
     # The checks load the text that is printed or written, so that they find an error of the writer too.
-    linted = lint.lint(lint.load_text(text), set(translation.yours()))
+    linted = lint.lint(lint.load_text(text), set(translation.user_tasks()))
     written = ""
     if to:
         try:
@@ -98,7 +98,7 @@ def print_checks(translation: Translation, linted: lint.LintResult, checks: str)
 
     checks: beginning of the line about the checks.
     """
-    fields, tasks = translation.fields(), translation.yours()
+    fields, tasks = translation.fields(), translation.user_tasks()
     for reason, names in writer.names_by_reason(tasks).items():
         is_key = names[0] in translation.outcomes and names[0] not in fields
         _say(f"{'may change the run' if is_key else 'yours to set'}: {', '.join(names)}: {reason}")
@@ -112,6 +112,7 @@ def print_checks(translation: Translation, linted: lint.LintResult, checks: str)
 
 
 def _say(text: str) -> None:
+    """Prints a line without markup, which the texts of a file could contain by chance."""
     Console(highlight=False, soft_wrap=True, markup=False).print(printable(text))
 
 

@@ -1,4 +1,4 @@
-"""The arguments of a command: keys with values, as Hydra, OmegaConf and argparse read them."""
+"""Reads the arguments of a training command as keys with values, as Hydra, OmegaConf and argparse do."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from jaxrl_llm.tools.translate.outcome import Unread
 OVERRIDE = re.compile(r"[+~]*([\w-]+(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 SHORT_OPTIONS = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 # The pattern matches the text inside <PATH-TO-MODEL> and <your/data>, but not inside the tags <think> and </answer>.
-PLACE = r"(?=[^<>\n]*(?:[A-Z/-]|path|your))[A-Za-z](?:[^<>|&;'\"`\n]*[^\s<>|&;'\"`])?"
+PLACEHOLDER = r"(?=[^<>\n]*(?:[A-Z/-]|path|your))[A-Za-z](?:[^<>|&;'\"`\n]*[^\s<>|&;'\"`])?"
 
 
 def _product(left: Any, right: Any) -> Any:
-    """Returns a product of numbers, because one with a text or a list may take all memory."""
+    """Returns a product of two numbers. Raises: ValueError for a text or a list, whose product may take all memory."""
     if not (isinstance(left, int | float) and isinstance(right, int | float)):
         raise ValueError("it is no product of numbers")
     return left * right
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """Returns a power that a config may have, because 9**9**9 would take for ever."""
+    """Returns a power of small numbers. Raises: ValueError for others, because 9**9**9 would take for ever."""
     if abs(base) > 2**32 or abs(exponent) > 64:
         raise ValueError("the power is too large")
     return base**exponent
 
 
+# {operator of arithmetic in a script or shell: function that computes it}
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: _product, ast.Div: operator.truediv}
 OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _power}
 
 
 @dataclass(frozen=True)
 class Value:
-    """A text of a script. places: positions of the words that the text is made from."""
+    """A text that a shell script computes. places: positions of the words that the text is made from."""
 
     text: str
     places: frozenset[int] = frozenset()
@@ -137,5 +138,5 @@ def value_of(text: Any, parse: Any) -> Any:
 def without_places(value: Any) -> Any:
     """Returns a value; `Unread` if it has a placeholder such as <PATH>, which a person must replace."""
     parts = value if isinstance(value, list) else [value]
-    places = [part for part in parts if isinstance(part, str) and re.match(rf"<{PLACE}>([\w./-]*)$", part)]
-    return Unread(", ".join(map(str, parts))) if places else value
+    placeholders = [part for part in parts if isinstance(part, str) and re.match(rf"<{PLACEHOLDER}>([\w./-]*)$", part)]
+    return Unread(", ".join(map(str, parts))) if placeholders else value

@@ -1,4 +1,8 @@
-"""Reads YAML and JSON of other trainers, with the files that they name and the keys that they refer to."""
+"""Reads configs of other trainers in YAML or JSON, with the files that they include and the keys they refer to.
+
+veRL, EasyR1 and Search-R1 use Hydra or OmegaConf: a file includes other files, and a value may refer to another key.
+TRL has plain files. Each function returns the keys that the rules of a trainer translate.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,9 @@ import yaml
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate.outcome import Unread
 
+# First words of the keys of veRL, EasyR1 and Search-R1.
 SECTIONS = ("actor_rollout_ref", "worker", "algorithm", "trainer", "critic")
+# A number, also in the form 1e-6.
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$")
 # A reference is ${a.b}, ${.b} of the same section, ${oc.select:a.b,default} or ${oc.env:NAME,default}.
 REFERENCE = re.compile(r"\$\{(oc\.select:|oc\.env:)?([\w.]+)(?:,([^{}]*))?\}")
@@ -32,10 +38,10 @@ PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 
 @dataclass
 class DocumentKeys:
-    """The keys of a document or a command.
+    """The keys of a config file, or of a training command, with their values.
 
     lost: lines that belong to no key; notes: sentences about values that the file does not say itself; referred: keys
-    whose values other keys take; program: kind of TRL's trainer that the name of the program says, "" if none.
+    to which other keys refer; program: kind of TRL's trainer that the name of the program says, "" if none.
     """
 
     values: dict[str, Any]
@@ -46,25 +52,25 @@ class DocumentKeys:
 
 
 class Loader(yaml.SafeLoader):
-    """Reads 1e-6 as a number, which YAML takes for text."""
+    """Loads YAML as the other trainers do: 1e-6 is a number, which plain YAML takes for text."""
 
 
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("+-.0123456789"))
 
 
 def parse(path: Path, text: str) -> dict[Any, Any]:
-    """Returns the mapping of a document. Raises: UserError, if it holds none."""
+    """Returns the mapping of a YAML or JSON document. Raises: UserError, if the document is no mapping."""
     try:
         document = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader)
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be parsed: {' '.join(str(error).split())}") from None
     if not isinstance(document, dict):
-        raise UserError(f"{path} has no mapping of keys to values: name a config")
+        raise UserError(f"{path} has no mapping of keys to values: name a config of another trainer")
     return document
 
 
 def read_document(path: Path, text: str) -> DocumentKeys:
-    """Returns the keys of a document. A key in sections is called a.b."""
+    """Returns the keys of a config file. A key b in a section a is called a.b."""
     document = parse(path, text)
     if "defaults" in document or any(isinstance(document.get(section), dict) for section in SECTIONS):
         return DocumentKeys(compose_defaults(path, document))
@@ -169,7 +175,7 @@ def find_file(path: Path, name: str, written: Mapping[str, str]) -> tuple[Path, 
 
 
 def flatten_sections(document: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns {"a.b": 1} for {"a": {"b": 1}}."""
+    """Returns {"a.b": 1} for {"a": {"b": 1}}: the sections of a document become parts of dotted keys."""
     flattened: dict[str, Any] = {}
     for key, value in document.items():
         if isinstance(value, dict) and value:
@@ -184,17 +190,19 @@ def with_references(keys: DocumentKeys) -> DocumentKeys:
     referred, notes = set[str](), dict.fromkeys(keys.notes)
 
     def referred_value(key: str, match: re.Match[str], depth: int) -> Any:
+        """Returns what a reference such as ${a.b} stands for, in the value of `key`."""
         kind, name, default = match.groups()
         name = f"{key.rpartition('.')[0]}{name}" if name.startswith(".") else name
         if kind == "oc.env:" and default is not None:
             # The environment of the run may set the variable, so the default may not be its value.
-            notes[f"{key}: {match[0]} is its default here, {default.strip()}"] = None
+            notes[f"{key}: {match[0]} is taken to be its default, {default.strip()}"] = None
         elif kind != "oc.env:" and name in keys.values and depth:
             referred.add(name)
             return resolve(name, keys.values[name], depth - 1)
         return Unread(match[0]) if default is None else parse_scalar(default.strip())
 
     def resolve(key: str, value: Any, depth: int) -> Any:
+        """Returns the value of a key with its references resolved. depth: references that may follow each other."""
         if isinstance(value, list):
             elements = [resolve(key, element, depth) for element in value]
             # A list with an unknown element is unknown, because a rule reads all of the list.

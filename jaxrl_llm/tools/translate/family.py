@@ -1,4 +1,8 @@
-"""Rules that veRL, EasyR1 and Search-R1 share: the last two began as copies of veRL, with other names."""
+"""Rules that translate the keys which veRL, EasyR1 and Search-R1 share: the last two began as copies of veRL.
+
+A rule gets the value of its key and all `Keys` of the user's file, and returns the `Outcome` in jaxrl_llm. Some rules
+read a key under the name that the trainer gives it, so they are methods of `Family`. TRL's tables use others too.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from jaxrl_llm.tools.translate import images, ours
+from jaxrl_llm.tools.translate import conversions, images
 from jaxrl_llm.tools.translate.documents import VERL_FILES
-from jaxrl_llm.tools.translate.outcome import Keys, Outcome, not_here
+from jaxrl_llm.tools.translate.outcome import Keys, Outcome, unsupported
 from jaxrl_llm.tools.translate.table import Row
 
-# Sentences that the tables name by these constants.
-MESH = "placement of parameters on devices: here the mesh (config.mesh), and it changes no number"
-MEMORY = "memory or speed alone: here microbatch, model.remat, model.row_parts and host_memory"
-ENGINE = "of the rollout engine: here the sampler in JAX (configs/grpo_vllm.py has the settings of vLLM)"
-LOGS = "names and places of logs and files: here --workdir and config.log"
+# Reasons that rows of the tables name by these constants.
+MESH = "placement of parameters on devices: in jaxrl_llm the mesh (config.mesh), and it changes no number"
+MEMORY = "memory or speed alone: in jaxrl_llm microbatch, model.remat, model.row_parts and host_memory"
+ENGINE = "of the rollout engine: jaxrl_llm has a sampler in JAX (configs/grpo_vllm.py has the settings of vLLM)"
+LOGS = "names and places of logs and files: in jaxrl_llm --workdir and config.log"
 LOADER = "how the data set is loaded: it changes no row"
 PROFILE = "a profiler"
 NO_REMOTE_CODE = "no code of a model's folder is run"
@@ -27,7 +31,9 @@ SAME_WORKDIR = "the same --workdir resumes a run"
 MODEL_CONFIG = "the model is as its config.json says: change that"
 OWN_TOKENIZER = "the tokenizer is the model's"
 PROCESSOR, SOUND, SAME_PIXELS = images.PROCESSOR, images.SOUND, images.SAME_PIXELS
+# {KL estimator of veRL: estimator of jaxrl_llm}
 KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
+# {loss_agg_mode of veRL: aggregate.mode of jaxrl_llm}
 AGGREGATION = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean",
@@ -37,10 +43,10 @@ AGGREGATION = {
     "token": "token_mean",  # EasyR1 has the names token and seq.
     "seq": "sequence_mean",
 }
-AFTER_TOOL = "after the answer of a tool, the running return goes on here; there it restarts"
+AFTER_TOOL = "after the answer of a tool, the running return continues in jaxrl_llm; in veRL it restarts"
 TO_GO = "every token has the reward minus that of the greedy completion; veRL uses the reward to go"
-IN_REWARD = "in the reward it would be a part of the deviation that advantages are divided by; here in the loss"
-# {estimator: (name in jaxrl_llm, its epsilon or None if it has none, difference)}
+IN_REWARD = "in the reward it would be a part of the deviation of advantages; jaxrl_llm has it in the loss"
+# {adv_estimator of veRL: (advantage of jaxrl_llm, its epsilon or None if it has none, difference)}
 ADVANTAGES = {
     # veRL adds 1e-6 to the deviation of a group, and 1e-8 if it whitens tokens.
     "grpo": ("grpo", 1e-6, ""),
@@ -52,28 +58,29 @@ ADVANTAGES = {
     "rloo": ("rloo", None, ""),
     "rloo_vectorized": ("rloo", None, ""),
     "opo": ("opo", None, ""),
-    "gdpo": ("gdpo", 1e-4, "normalizes each function of reward.functions; there, the keys of the reward's result"),
+    "gdpo": ("gdpo", 1e-4, "normalizes each function of reward.functions; in veRL, each key of the reward's result"),
 }
-SCORED = "the trainer also scores this distribution; there, that of all tokens"
+SCORED = "jaxrl_llm also scores this distribution; the other trainer scores that of all tokens"
 # The product of these keys is the number of GPUs of a run.
 MACHINES = ("trainer.nnodes", "trainer.n_gpus_per_node")
-SIDES = ("clip_low", "clip_high")
-# The fields that a loss of jaxrl_llm has as arguments.
-ARGUMENTS = {
-    "ppo_clip": (*SIDES, "delta"),
-    "gspo": SIDES,
-    "cispo": SIDES,
-    "gmpo": SIDES,
+CLIP_SIDES = ("clip_low", "clip_high")
+# {loss of jaxrl_llm: its arguments}
+LOSS_ARGUMENTS = {
+    "ppo_clip": (*CLIP_SIDES, "delta"),
+    "gspo": CLIP_SIDES,
+    "cispo": CLIP_SIDES,
+    "gmpo": CLIP_SIDES,
     "sapo": ("tau_positive", "tau_negative"),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A trainer of the family: its table, and the rules of keys on which other keys depend.
+    """veRL, EasyR1 or Search-R1: the rows of its table, and the rules of its keys on which other keys depend.
 
-    losses: {name of a loss: ours}; in_loss, in_reward: whether the KL penalty is there; total_steps: key of the steps
-    of a run; counts_sequences: whether the mini-batch counts sequences, and not prompts.
+    rows: {key: row} of the table; losses: {loss of the trainer: loss of jaxrl_llm}; in_loss, in_reward: whether the KL
+    penalty is in the loss, or in the reward; total_steps: key of the number of steps of a run; counts_sequences:
+    whether the mini-batch counts sequences, and not prompts.
     """
 
     rows: Mapping[str, Row]
@@ -85,20 +92,20 @@ class Family:
 
     @cached_property
     def keys_of(self) -> dict[str, str]:
-        """The first key of the table for each field that it decides before all others."""
+        """{field of jaxrl_llm: first key of the trainer's table that sets it before all other fields}."""
         return {row.field: key for key, row in reversed([*self.rows.items()])}
 
     @property
     def policy(self) -> str:
-        """The section of the policy's loss, with its dot."""
+        """The section of the trainer's keys that has the policy's loss, with its dot."""
         return self.rows[self.keys_of["aggregate.mode"]].section
 
     def rules(self) -> dict[str, Any]:
-        """Returns the methods that are rules, by their names."""
+        """Returns {name: method} of the methods below, so that the rows of a table can name them as rules."""
         return {name: getattr(self, name) for name in dir(type(self)) if not name.startswith("_")}
 
     def conditions(self) -> dict[str, tuple[Callable[[Keys], Any], str]]:
-        """Returns the conditions of a table that need no other keys."""
+        """Returns {name: (condition, reason if it does not hold)} for rows of a table with `if NAME`."""
         return {
             "critic": (self.critic, "there is no critic: algorithm.adv_estimator is not gae"),
             "gamma": (
@@ -110,21 +117,22 @@ class Family:
             "images": (images.has_images, images.NONE),
         }
 
-    # Numbers that several rules need.
+    # Values of the file that several rules need.
 
     def critic(self, keys: Keys) -> bool:
+        """Whether the run has a critic."""
         return keys["algorithm.adv_estimator"] == "gae"
 
     def group_size(self, keys: Keys) -> int:
-        """Sequences of a prompt."""
+        """Returns the number of sequences that are sampled for each prompt."""
         return math.prod(int(keys[key]) for key, row in self.rows.items() if row.field == "group_size")
 
     def prompts(self, keys: Keys) -> int:
-        """Prompts of a rollout."""
+        """Returns the number of prompts of a rollout."""
         return int(keys[self.keys_of["prompts_per_step"]])
 
     def prompts_per_update(self, keys: Keys) -> int:
-        """Prompts of an optimizer step: the divisor of a rollout's prompts that is nearest to what the keys say."""
+        """Returns the prompts of an optimizer step: the divisor of a rollout's prompts nearest to what the keys say."""
         target = keys[self.keys_of["prompts_per_update"]]
         if self.counts_sequences:
             # veRL multiplies its mini-batch by n, so the key counts prompts. The older copy in Search-R1 does not.
@@ -132,10 +140,10 @@ class Family:
         # jaxrl_llm splits a rollout into equal updates.
         return min(divisors(self.prompts(keys)), key=lambda prompts: abs(prompts - target))
 
-    # Rules of batches and steps.
+    # Rules of keys of batches and steps.
 
     def mini_batch(self, value: Any, keys: Keys) -> Outcome:
-        """The mini-batch of an optimizer step, which a trainer counts in prompts or in sequences."""
+        """Translates the mini-batch of an optimizer step, in prompts or sequences, to `prompts_per_update`."""
         per_update, group_size = self.prompts_per_update(keys), self.group_size(keys)
         fields = {"prompts_per_update": per_update}
         if self.counts_sequences:
@@ -146,10 +154,10 @@ class Family:
         if per_update != value:
             reason = f"{value} prompts: {per_update} is the nearest divisor of a rollout's prompts"
             return Outcome("changed", fields, reason)
-        return Outcome("mapped", fields, f"counts prompts, as here: each with {group_size} sequences")
+        return Outcome("mapped", fields, f"counts prompts, as in jaxrl_llm: each with {group_size} sequences")
 
     def micro_batch(self, value: Any, keys: Keys, counts: tuple[str, ...] = MACHINES) -> Outcome:
-        """The micro-batch, which is in sequences of a GPU in veRL, and in prompts on all devices in jaxrl_llm."""
+        """Translates the micro-batch, in sequences of one GPU, to `microbatch`, in prompts on all devices."""
         if value is None:
             return Outcome("no effect", reason="not set")
         # A micro-batch only decides about memory, so an unknown number of machines makes no field unknown.
@@ -161,15 +169,15 @@ class Family:
         limit = max(1, int(value) * gpus // self.group_size(keys))
         microbatch = max(x for x in divisors(self.prompts_per_update(keys)) if x <= limit)
         unit = f"sequences on each of {gpus} GPUs" if counts else "sequences on all GPUs"
-        reason = f"{value} {unit}; here prompts on all devices, and it never changes the gradient"
+        reason = f"{value} {unit}; jaxrl_llm counts prompts on all devices, and it never changes the gradient"
         return Outcome("changed", {"microbatch": microbatch}, reason)
 
     def micro_batch_of_all(self, value: Any, keys: Keys) -> Outcome:
-        """The micro-batch of all GPUs together, an older key of veRL."""
+        """Translates veRL's older `ppo_micro_batch_size`, in sequences of all GPUs, to `microbatch`."""
         return self.micro_batch(value, keys, ())
 
     def epochs(self, value: Any, keys: Keys) -> Outcome:
-        """Epochs over the data. If the number of steps is set too, it wins."""
+        """Translates `total_epochs` to `num_steps`, which the number of steps of the run overrides if it is set."""
         if keys[self.total_steps]:
             return Outcome("no effect", reason=f"{self.total_steps} is set")
         # veRL's loader drops the last, smaller batch of each epoch.
@@ -180,28 +188,28 @@ class Family:
         return Outcome("changed", {"num_steps": num_steps}, reason)
 
     def warmup_steps(self, row: Row, value: Any, keys: Keys) -> Outcome:
-        """A warm-up, which is in rollouts in veRL, and in optimizer steps in jaxrl_llm."""
+        """Translates `lr_warmup_steps`, in rollouts in veRL, to `optim.warmup_steps`, in optimizer steps."""
         if value is None or int(value) <= 0:
             return Outcome("no effect", reason="not set")
         # veRL's scheduler steps once after all updates on a rollout.
         updates = self.prompts(keys) // self.prompts_per_update(keys) * int(keys[self.keys_of["epochs"]])
-        fields = {f"{row.our_section}.warmup_steps": int(value) * updates, f"{row.our_section}.warmup_ratio": 0.0}
+        fields = {f"{row.field_section}.warmup_steps": int(value) * updates, f"{row.field_section}.warmup_ratio": 0.0}
         reason = f"counts rollouts: {value} x {updates} optimizer steps"
         return Outcome("mapped" if updates == 1 else "changed", fields, "" if updates == 1 else reason)
 
-    # Rules of the objective.
+    # Rules of keys of the objective.
 
     def advantage(self, value: Any, keys: Keys) -> Outcome:
-        """The advantage estimator."""
+        """Translates `adv_estimator` to `advantage`, for an estimator that jaxrl_llm has: see ADVANTAGES."""
         if value not in ADVANTAGES:
             hint = " (advantage pass_at_k follows another paper, docs/algorithms.md)" * (value == "grpo_passk")
-            return not_here("advantage.name", f"there is no advantage {value!r}{hint}; this config keeps grpo")
+            return unsupported("advantage.name", f"jaxrl_llm has no advantage {value!r}{hint}; this config keeps grpo")
         name, epsilon, reason = ADVANTAGES[value]
         fields: dict[str, Any] = {"advantage.name": name}
         if name == "grpo":
             by_deviation = self.keys_of.get("advantage.normalize")
             fields["advantage.normalize"] = "group" if not by_deviation or keys[by_deviation] else "none"
-            note = "a deviation has ddof = 1 there and here; epsilon is 1e-6 there"
+            note = "a deviation has ddof = 1 in both trainers; epsilon is 1e-6 in veRL"
             return Outcome("mapped", fields | {"advantage.epsilon": epsilon}, note)
         if name == "gae":
             # veRL has one gamma and one lambda for advantages and returns.
@@ -211,7 +219,7 @@ class Family:
         return Outcome("changed" if reason else "mapped", fields, reason)
 
     def kl_switch(self, value: Any, keys: Keys) -> Outcome:
-        """The key that switches the KL penalty on, in the loss if the trainer has two places for it."""
+        """Translates the key that switches the KL penalty on, such as `use_kl_loss`, to the section `kl`."""
         in_loss = self.in_loss(keys)
         if not in_loss and not self.in_reward(keys):
             return Outcome("mapped", {"kl": None})
@@ -236,15 +244,15 @@ class Family:
         return Outcome("changed" if reason else "mapped", fields, reason)
 
     def kl_in_reward_too(self, value: Any, keys: Keys) -> Outcome:
-        """The key that switches the KL penalty in the reward on."""
+        """Translates veRL's `use_kl_in_reward`, which jaxrl_llm ignores if the penalty is also in the loss."""
         if not self.in_loss(keys):
             return self.kl_switch(value, keys)
         if value:
-            return Outcome("unsupported", reason="the penalty has one place here; the one in the loss is kept")
+            return Outcome("unsupported", reason="jaxrl_llm has one KL penalty: the one in the loss is kept")
         return Outcome("no effect", reason="the penalty is in the loss")
 
     def kl_part(self, row: Row, value: Any, keys: Keys) -> Outcome:
-        """The coefficient or the estimator of the KL penalty."""
+        """Translates the coefficient or the estimator of the KL penalty to `kl.coef` or `kl.estimator`."""
         outcome = self.kl_switch(value, keys)
         if row.field in outcome.fields:
             outcome = replace(outcome, fields={row.field: outcome.fields[row.field]})
@@ -253,7 +261,7 @@ class Family:
         return outcome if explains else replace(outcome, kind="mapped", reason="")
 
     def kl_adaptive(self, value: Any, keys: Keys) -> Outcome:
-        """A key of the adaptive coefficient of the KL penalty."""
+        """Translates the keys of an adaptive KL coefficient, such as its target and horizon, to `kl.adaptive`."""
         kind, target, horizon = (keys[key] for key, row in self.rows.items() if row.rule == "kl_adaptive")
         # veRL adapts only the coefficient of a penalty in the reward.
         if kind != "adaptive" or not self.in_reward(keys) or self.in_loss(keys):
@@ -262,23 +270,25 @@ class Family:
         return Outcome("changed", fields, "adapts to the mean k3 of the tokens of an update")
 
     def loss(self, value: Any, keys: Keys) -> Outcome:
-        """The policy loss. Its arguments have keys of their own."""
+        """Translates the mode of the policy loss to `loss.name`. The arguments of the loss have keys of their own."""
         if value not in self.losses:
             known_losses = ", ".join(self.losses)
-            return not_here("loss.name", f"there is no loss {value!r}: {known_losses}; this config keeps ppo_clip")
+            return unsupported(
+                "loss.name", f"jaxrl_llm has no loss {value!r}: {known_losses}; this config keeps ppo_clip"
+            )
         return Outcome("mapped", {"loss.name": self.losses[value]})
 
     def loss_argument(self, row: Row, value: Any, keys: Keys) -> Outcome:
-        """An argument of the policy loss. A side of the clip is clip_ratio if the file does not set it."""
+        """Translates an argument of the policy loss. A side of the clip is `clip_ratio` if the file does not set it."""
         loss = keys[self.keys_of["loss.name"]]
-        if row.field.removeprefix("loss.") not in ARGUMENTS.get(self.losses.get(loss, ""), ()):
-            return Outcome("no effect", reason=f"the loss {loss} has no such argument here")
+        if row.field.removeprefix("loss.") not in LOSS_ARGUMENTS.get(self.losses.get(loss, ""), ()):
+            return Outcome("no effect", reason=f"the loss {loss} has no such argument in jaxrl_llm")
         number = keys[f"{self.policy}clip_ratio"] if value is None else value
         return Outcome("mapped", {row.field: float(number)}, row.why)
 
     def old_clip(self, value: Any, keys: Keys) -> Outcome:
-        """The older key clip_ratio, which clip_ratio_low and clip_ratio_high have replaced."""
-        sides = {f"loss.{side}": f"{self.policy}{side.replace('clip', 'clip_ratio')}" for side in SIDES}
+        """Translates the older key `clip_ratio`, which `clip_ratio_low` and `clip_ratio_high` have replaced."""
+        sides = {f"loss.{side}": f"{self.policy}{side.replace('clip', 'clip_ratio')}" for side in CLIP_SIDES}
         if fields := {field: float(value) for field, key in sides.items() if keys[key] is None}:
             return Outcome("mapped", fields)
         # The default changes nothing, and veRL does not read the key if both sides are set.
@@ -288,19 +298,21 @@ class Family:
         return Outcome("changed", {}, reason)
 
     def aggregation(self, value: Any, keys: Keys) -> Outcome:
-        """The mode in which the losses of tokens become one number."""
+        """Translates `loss_agg_mode`, how the losses of tokens become one number, to `aggregate`."""
         loss, has_own_means = str(keys[self.keys_of["loss.name"]]), "geo_mean" in self.losses
         fields = {"aggregate.mode": "sequence_mean", "aggregate.constant_length": 0}
         if has_own_means and loss in ("geo_mean", "sapo"):
             return Outcome("changed", fields, f"the loss {loss} has its own mean")
         if has_own_means and loss == "gspo":
-            reason = "the loss gspo takes the mean of completions there too, whatever this key says"
+            reason = "the loss gspo takes the mean of completions in veRL too, whatever this key says"
             return Outcome("mapped", fields, reason * (AGGREGATION.get(value) != "sequence_mean"))
         if loss.startswith(("gspo", "geo_mean")) and AGGREGATION.get(value) == "token_mean":
-            reason = f"{value} would weigh the one ratio of a completion by its length; here the mean of completions"
+            reason = f"{value} would weigh the one ratio of a completion by its length; jaxrl_llm takes their mean"
             return Outcome("changed", fields, reason)
         if value not in AGGREGATION:
-            return not_here("aggregate.mode", f"there is no aggregation {value!r}; this config keeps token_mean")
+            return unsupported(
+                "aggregate.mode", f"jaxrl_llm has no aggregation {value!r}; this config keeps token_mean"
+            )
         mode = AGGREGATION[value]
         # Without a set length veRL divides by the width of its arrays, which is the limit of a response.
         scale = self.keys_of.get("aggregate.constant_length")
@@ -309,119 +321,122 @@ class Family:
         return Outcome("mapped", fields)
 
     def shared_with_policy(self, row: Row, value: Any, keys: Keys) -> Outcome:
-        """A setting of the critic that is the policy's here, because one loop updates both with the same batches."""
+        """Translates a key of the critic's updates: in jaxrl_llm the critic has the batches of the policy."""
         policy = f"{self.policy}{row.name}"
         if value is None or value == keys[policy]:
-            return Outcome("no effect", reason=f"the critic has the value of {policy}, as there")
-        return Outcome("changed", {}, f"{value} for the critic there; here it has that of {policy}: {keys[policy]}")
+            return Outcome("no effect", reason=f"the critic has the value of {policy} in both trainers")
+        reason = f"{value} for the critic; in jaxrl_llm the critic has the value of {policy}: {keys[policy]}"
+        return Outcome("changed", {}, reason)
 
 
 def divisors(number: int) -> list[int]:
+    """Returns the divisors of a number, in rising order."""
     return [x for x in range(1, number + 1) if number % x == 0]
 
 
 def kl_estimator(kind: str) -> tuple[str, str]:
-    """Returns the name of a KL estimator in jaxrl_llm and the difference; ("", reason) if it has none."""
+    """Returns (jaxrl_llm's estimator for a KL in the loss, difference); ("", reason) if jaxrl_llm has none."""
     # veRL's straight-through estimators, such as k3+, have the value of k3 and the gradient of k2.
     if kind.endswith("+"):
-        return "k2", f"{kind} has the value of {kind[:-1]} and the gradient of k2; here it is k2"
+        return "k2", f"{kind} has the value of {kind[:-1]} and the gradient of k2; in jaxrl_llm it is k2"
     # The gradient of k1 in a loss is that of log p, whose mean over samples is 0.
     if kind in KL and KL[kind] == "k1":
         return "k2", f"{kind} is k1, whose gradient in the loss has mean zero; k2 has that of the KL"
-    return (KL[kind], "") if kind in KL else ("", f"there is no KL estimator {kind!r}: k1, k2 and k3")
+    return (KL[kind], "") if kind in KL else ("", f"jaxrl_llm has no KL estimator {kind!r}: k1, k2 and k3")
 
 
 def unknown_steps(product: str) -> Outcome:
-    """Returns the steps of a file that counts passes over its data. product: formula for the number of steps."""
+    """Returns the outcome of epochs over an unknown number of rows. product: formula for the number of steps."""
     reason = f"{product} (or give --rows); 100 is a placeholder"
     fields = {"num_steps": 100}
-    return Outcome("changed", fields, "counts passes over the data, here steps", unknown={"num_steps": reason})
+    return Outcome("changed", fields, "counts epochs; jaxrl_llm counts steps", unknown={"num_steps": reason})
 
 
 def warmup_ratio(row: Row, value: Any, keys: Keys) -> Outcome:
-    """A warm-up as a share of the run. If its number of steps is set, the share has no effect."""
+    """Translates the warm-up as a share of the run to `optim.warmup_ratio`, unless its number of steps is set."""
     steps = f"{row.section}lr_warmup_steps"
     if int(keys[steps] or 0) > 0:
         return Outcome("no effect", reason=f"{steps} is set")
-    return Outcome("mapped", {row.field: float(value or 0), f"{row.our_section}.warmup_steps": 0})
+    return Outcome("mapped", {row.field: float(value or 0), f"{row.field_section}.warmup_steps": 0})
 
 
 def decay(row: Row, value: Any, keys: Keys) -> Outcome:
-    """The schedule of the learning rate after the warm-up."""
-    section = row.our_section
+    """Translates `lr_scheduler_type`, the schedule after the warm-up, to `optim.decay` and `optim.end`."""
+    section = row.field_section
     if value in (None, "constant"):
         return Outcome("mapped", {f"{section}.decay": "constant", f"{section}.end": 0.0})
     if value not in ("cosine", "linear"):
-        return not_here(f"{section}.decay", f"there is constant, linear and cosine, not {value}")
+        return unsupported(f"{section}.decay", f"the decay is constant, linear or cosine, not {value}")
     # In veRL only the cosine has a lowest rate.
     share = float(keys[f"{row.section}min_lr_ratio"] or 0) if value == "cosine" else 0.0
     return Outcome("mapped", {f"{section}.decay": value, f"{section}.end": _lowest_rate(row, share, keys)})
 
 
 def _lowest_rate(row: Row, share: float, keys: Keys) -> float:
+    """Returns the learning rate at the end of a schedule. share: share of the highest rate."""
     return float(keys[f"{row.section}lr"]) * share if share else 0.0
 
 
 def lowest(row: Row, value: Any, keys: Keys) -> Outcome:
-    """The share of the learning rate at the end of a cosine decay."""
+    """Translates `min_lr_ratio`, the share of the learning rate at the end of a cosine, to `optim.end`."""
     if keys[f"{row.section}lr_scheduler_type"] != "cosine":
         return Outcome("no effect", reason="only a cosine has a lowest rate")
     return Outcome("mapped", {row.field: _lowest_rate(row, float(value or 0), keys)})
 
 
 def weight_decay(row: Row, value: Any, keys: Keys) -> Outcome:
-    """Weight decay of AdamW."""
+    """Translates the weight decay of AdamW to `optim.weight_decay`."""
     return Outcome("changed" if value else "mapped", {row.field: float(value)}, row.why * bool(value))
 
 
 def betas(row: Row, value: Any, keys: Keys) -> Outcome:
-    """The decay rates of Adam."""
+    """Translates `betas`, the decay rates of Adam's moments, to `optim.b1` and `optim.b2`."""
     first, second = value
-    return Outcome("mapped", {f"{row.our_section}.b1": float(first), f"{row.our_section}.b2": float(second)})
+    return Outcome("mapped", {f"{row.field_section}.b1": float(first), f"{row.field_section}.b2": float(second)})
 
 
 def column(row: Row, value: Any, keys: Keys) -> Outcome:
-    """The name of a column."""
-    return ours.column(row.field, value, row.field.rpartition(".")[2].removesuffix("_column"))
+    """Translates the name of a column of the data, such as `prompt_key`, to `data.prompt_column`."""
+    return conversions.column(row.field, value, row.field.rpartition(".")[2].removesuffix("_column"))
 
 
 def shuffle(value: Any, keys: Keys) -> Outcome:
-    """Whether the rows are shuffled."""
-    return Outcome("mapped") if value else Outcome("unsupported", reason="rows are shuffled in every pass here")
+    """Translates the key that shuffles the rows, which jaxrl_llm always does."""
+    return Outcome("mapped") if value else Outcome("unsupported", reason="jaxrl_llm shuffles the rows in every pass")
 
 
 def saves(value: Any, keys: Keys) -> Outcome:
-    """Steps between checkpoints."""
+    """Translates `save_freq`, the steps between checkpoints, to `checkpoint.every`."""
     if value and value > 0:
         return Outcome("mapped", {"checkpoint.every": int(value)})
-    return Outcome("changed", {"checkpoint.every": 25}, f"{value} never saves; a run here always can resume")
+    return Outcome("changed", {"checkpoint.every": 25}, f"{value} never saves; a jaxrl_llm run always can resume")
 
 
 def keeps(value: Any, keys: Keys) -> Outcome:
-    """Number of checkpoints to keep."""
+    """Translates EasyR1's `save_limit`, the number of checkpoints to keep, to `checkpoint.keep`."""
     if value and value > 0:
         return Outcome("mapped", {"checkpoint.keep": int(value)})
-    return Outcome("changed", {}, f"{value} keeps all; here the last checkpoint.keep and the best ones are kept")
+    return Outcome("changed", {}, f"{value} keeps all; jaxrl_llm keeps the last checkpoint.keep and the best ones")
 
 
 def evaluates(value: Any, keys: Keys) -> Outcome:
-    """Steps between evaluations, if there are problems to evaluate."""
+    """Translates `test_freq` or `val_freq`, the steps between evaluations, to `eval.every`."""
     # A file without data.val_files evaluates nothing, because the run would take the problems of the config that it
     # begins with. Files whose name cannot be read count as named.
     if not value or value < 0 or "data.val_files" not in keys.values:
-        return Outcome("mapped", ours.NO_EVALUATION)
+        return Outcome("mapped", conversions.NO_EVALUATION)
     return Outcome("mapped", {"eval.every": int(value)})
 
 
 def loggers(value: Any, keys: Keys) -> Outcome:
-    """Loggers of a run, with the name of the project."""
+    """Translates `trainer.logger` and `trainer.project_name` to `log.to` and `log.project`."""
     logged = keys.explicit.get("trainer.logger") or []
     project = str(keys.explicit.get("trainer.project_name") or "translated")
-    return ours.loggers(logged if isinstance(logged, list) else [logged], project)
+    return conversions.loggers(logged if isinstance(logged, list) else [logged], project)
 
 
 def model(value: Any, keys: Keys) -> Outcome:
-    """The policy's model."""
+    """Translates the path of the policy's model to `model.path`."""
     fields = {"model.path": str(value)}
     if images.unreadable(str(value)):
         reason = f"a model of images of another kind than {', '.join(images.readable())}: train refuses it"
@@ -430,50 +445,51 @@ def model(value: Any, keys: Keys) -> Outcome:
 
 
 def dtype(value: Any, keys: Keys) -> Outcome:
-    """The dtype of the model's activations."""
+    """Translates the dtype of the model to `model.dtype`, of its activations."""
     low = value in ("bfloat16", "bf16", "float16", "fp16")
-    reason = "of activations; parameters and the optimizer are float32 there and here"
+    reason = "of activations; parameters and the optimizer are float32 in both trainers"
     return Outcome("changed", {"model.dtype": "bfloat16" if low else "float32"}, reason)
 
 
-OWN_CONFIG = "the defaults here are those of ppo_trainer.yaml"
+# Reason for a file that includes only veRL's own files.
+OWN_CONFIG = "the defaults are those of ppo_trainer.yaml"
 
 
 def config_file(row: Row, value: Any, keys: Keys) -> Outcome:
-    """Other files whose keys a file includes. If such a file is found, its keys have replaced this one."""
+    """Reports config files that a file includes and that are not found; the keys of found files replaced this key."""
     listed = value if isinstance(value, list) else [value]
     absent = [str(name) for name in listed if name and not VERL_FILES.fullmatch(str(name).removesuffix(".yaml"))]
     if not absent:
         return Outcome("no effect", reason=OWN_CONFIG)
-    where = "not beside the script, in config/ there or above it"
-    return not_here(row.key, f"{', '.join(absent)}: {where}: the keys there have their defaults here")
+    where = "not found beside the script, in its config/ or above it"
+    return unsupported(row.key, f"{', '.join(absent)}: {where}: the keys of the file have their defaults")
 
 
 def top_k(value: Any, keys: Keys) -> Outcome:
-    """Number of the most likely tokens to sample from; -1 and 0 mean all."""
+    """Translates `top_k`, the number of most likely tokens to sample from, to `rollout.top_k`; -1 and 0 mean all."""
     # All tokens are -1 in vLLM, and 0 in transformers.
     count = max(int(value or 0), 0)
     return Outcome("changed" if count else "mapped", {"rollout.top_k": count}, SCORED * bool(count))
 
 
 def top_p(value: Any, keys: Keys) -> Outcome:
-    """Probability of the most likely tokens to sample from."""
+    """Translates `top_p`, the probability of the most likely tokens to sample from, to `rollout.top_p`."""
     return Outcome("changed" if value < 1 else "mapped", {"rollout.top_p": float(value)}, SCORED * (value < 1))
 
 
 def unknown_reward(row: Row, value: Any, keys: Keys) -> Outcome:
-    """An unknown key of a section that decides what is rewarded."""
+    """Reports an unknown key of a section that decides what is rewarded, which may change the run."""
     reason = "the trainer has no such key, and its section decides what is rewarded"
     return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(row.fields.split(), reason))
 
 
 def checkpointing(value: Any, keys: Keys) -> Outcome:
-    """Whether the backward pass recomputes activations."""
+    """Translates the switch that recomputes activations in the backward pass to `model.remat`."""
     return Outcome("mapped", {"model.remat": "full" if value else "dots"})
 
 
 def rows_of(section: str, convert: str, value: Any) -> Outcome:
-    """Returns the source fields of one data file or of several; several files to train on are a mixture."""
+    """Returns the source of one data file or of several; several files to train on become a mixture."""
     files = [str(file) for file in value] if isinstance(value, list) else [str(value)]
     # One evaluation set decides which checkpoint is best, and only the user knows which set.
     if len(files) > 1 and section == "data":
@@ -486,16 +502,16 @@ def rows_of(section: str, convert: str, value: Any) -> Outcome:
 
 
 def mixture(sources: list[str], convert: str) -> Outcome:
-    """Returns a mixture of several files, from which rows are drawn by weight."""
+    """Returns a mixture of several files to train on, from which rows are drawn by weight."""
     parts: dict[str, dict[str, Any]] = {}
     for source in sources:
         # The name of a file with as many of its folders as make it unique, such as math_train.
         words = [re.sub(r"\W+", "_", word).strip("_") for word in source.rpartition(".")[0].split("/")]
         names = ["_".join(filter(None, words[-size:])) for size in range(1, len(words) + 1)]
-        free = [name for name in names if name.isidentifier() and name not in parts]
-        name = free[0] if free else f"source_{len(parts)}"
+        unused_names = [name for name in names if name.isidentifier() and name not in parts]
+        name = unused_names[0] if unused_names else f"source_{len(parts)}"
         parts[name] = dict(source=source, convert=convert, weight=1.0)
-    task = f"the weight of each of {', '.join(parts)}: the number of its rows, to draw them as often as there"
-    reason = "joins the rows of the files there; here each source has a weight"
+    task = f"the weight of each of {', '.join(parts)}: the number of its rows, to draw them as often as veRL does"
+    reason = "veRL joins the rows of the files; in jaxrl_llm each source has a weight"
     fields = {"data.source": "", "data.convert": "", "data.mixture": parts}
     return Outcome("changed", fields, reason, unknown={"data.mixture": task})

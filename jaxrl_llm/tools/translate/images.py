@@ -1,4 +1,4 @@
-"""Recognizes runs with images of other trainers, and has the rules of their keys."""
+"""Recognizes configs of other trainers that train on images, and translates their keys of images."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from jaxrl_llm.tools.translate.documents import flatten_sections
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule
 from jaxrl_llm.tools.translate.table import Row
 
-MODELS = (
+# Keys of all trainers that name the policy's model.
+MODEL_KEYS = (
     "actor_rollout_ref.model.path",
     "worker.actor.model.model_path",
     "model_name_or_path",
     "sft_model_path",
     "trainer.model",
 )
-ROWS = ("data.train_files", "data.val_files", "dataset_name", "trainer.train_dataset")
+# Keys of all trainers that name the data.
+DATA_KEYS = ("data.train_files", "data.val_files", "dataset_name", "trainer.train_dataset")
 # Last parts of keys that a run without images leaves off.
 SWITCHES = ("freeze_vision_tower", "limit_images", "image_dir")
 # {module in models/: pattern of the names of its models}. Families with experts come first.
@@ -30,23 +32,27 @@ FAMILIES = {
     "qwen2_vl": r"qwen[-_]?2[-_]?vl",
     "gemma3": r"gemma[-_]?3[-_](4|12|27)b",
 }
+# Names of models that read images, and that jaxrl_llm does not have.
 OTHER_MODEL = re.compile(
     r"(?<![a-z])(vlm?|vision|llava\w*|internvl\w*|paligemma\w*|pixtral|idefics\w*|smolvlm\w*|mllama|molmo\w*|ovis\w*|"
     r"omni|minicpm-[vo]|gemma-?3n|glm-4\.\dv)(?![a-z])",
     re.IGNORECASE,
 )
+# Names of data sets with images.
 IMAGE_ROWS = re.compile(
     r"geometry3k|geo3k|geoqa|multimodal|multi[-_]image|clevr|vqa|mathvista|mmmu|virl39k|mm[-_]eureka|mmk12|refcoco|"
     r"rl-mixed-dataset",
     re.IGNORECASE,
 )
+# Names of models that hear, and of data sets with video or audio.
 SOUND_MODEL = re.compile(r"omni|minicpm-o", re.IGNORECASE)
 OTHER_ROWS = re.compile(r"video|audio|(?<![a-z])avqa", re.IGNORECASE)
-LIMIT = "the engine refuses a prompt with more images; here a prompt has all images of its row"
-SAME_PIXELS = "of the engine alone; here sampler and learner see the same pixels: data.min_pixels and data.max_pixels"
+# Reasons that the translation prints.
+LIMIT = "the engine refuses a prompt with more images; in jaxrl_llm a prompt has all images of its row"
+SAME_PIXELS = "of the engine alone; jaxrl_llm's sampler and learner both have data.min_pixels and data.max_pixels"
 NONE = "of images, and this run has none"
 PROCESSOR = "write it into the model's preprocessor_config.json"
-SOUND = "of video or audio, which no model here reads"
+SOUND = "of video or audio, which no model of jaxrl_llm reads"
 # {argument of an image processor: field}
 PIXELS = {
     "min_pixels": "data.min_pixels",
@@ -76,43 +82,44 @@ def image_evidence(values: Mapping[str, Any]) -> str:
     """Returns the key and value that show that a run has images; "" for a run of text."""
 
     def shows(key: str, value: Any) -> Any:
-        if key in MODELS:
+        """Whether this key with this value shows that the run has images."""
+        if key in MODEL_KEYS:
             return family_of(str(value))
-        if key in ROWS:
+        if key in DATA_KEYS:
             return IMAGE_ROWS.search(str(value)) or OTHER_ROWS.search(str(value))
         is_switch = key.rpartition(".")[2] in SWITCHES or "limit_mm_per_prompt" in key
         return is_switch and value not in (None, False, 0, "", "null")
 
     # The keys of models come first, because the name of a model is the stronger evidence.
-    ordered = sorted(values.items(), key=lambda pair: pair[0] not in MODELS)
+    ordered = sorted(values.items(), key=lambda pair: pair[0] not in MODEL_KEYS)
     return next((f"{key} = {value}" for key, value in ordered if shows(key, value)), "")
 
 
 def refusal(values: Mapping[str, Any]) -> str:
     """Returns why jaxrl_llm has no model for the run; "" if it has one."""
-    for key in MODELS:
+    for key in MODEL_KEYS:
         if key in values and unreadable(str(values[key])):
             return f"{key} = {values[key]} reads images, but jaxrl_llm only has {', '.join(readable())}"
-    sounding = sound_evidence(values)
-    return f"this run has video or audio ({sounding}), which no model of jaxrl_llm reads" if sounding else ""
+    evidence = sound_evidence(values)
+    return f"this run has video or audio ({evidence}), which no model of jaxrl_llm reads" if evidence else ""
 
 
 def sound_evidence(values: Mapping[str, Any]) -> str:
     """Returns the key and value that show that a run has video or audio; "" if it has none."""
-    patterns = dict.fromkeys(ROWS, OTHER_ROWS) | dict.fromkeys(MODELS, SOUND_MODEL)
-    sounding = (
+    patterns = dict.fromkeys(DATA_KEYS, OTHER_ROWS) | dict.fromkeys(MODEL_KEYS, SOUND_MODEL)
+    evidence = (
         f"{key} = {value}"
         for key, value in values.items()
         if (key in patterns and patterns[key].search(str(value)))
         or (key.endswith("use_audio_in_video") and value is True)
     )
-    return next(sounding, "")
+    return next(evidence, "")
 
 
 def note(values: Mapping[str, Any]) -> str:
     """Returns a note for a run with images whose model is not known to read images; "" for other runs."""
     reason = image_evidence(values)
-    if not reason or any(family_of(str(values[key])) for key in MODELS if key in values):
+    if not reason or any(family_of(str(values[key])) for key in MODEL_KEYS if key in values):
         return ""
     return f"this run has images ({reason}): model.path must be a model of {', '.join(readable())}"
 
@@ -120,13 +127,13 @@ def note(values: Mapping[str, Any]) -> str:
 def has_images(keys: Keys) -> bool:
     """Whether a run has images. If the file does not show it, the answer depends on the name of the model."""
     is_shown = bool(image_evidence(keys.values))
-    for key in () if is_shown else MODELS:
+    for key in () if is_shown else MODEL_KEYS:
         keys.explicit.record_request(key)
     return is_shown
 
 
 def processor(row: Row, value: Any, keys: Keys) -> Outcome:
-    """Arguments of the image processor, or only its sizes."""
+    """Translates arguments of the image processor, such as its sizes, to `data.min_pixels` and `data.max_pixels`."""
     arguments = flatten_sections({"size": value} if row.name == "size" else value or {})
     fields = {PIXELS[name]: int(x) for name, x in arguments.items() if name in PIXELS}
     unknown_names = [name for name in arguments if name not in PIXELS]
@@ -136,17 +143,20 @@ def processor(row: Row, value: Any, keys: Keys) -> Outcome:
 
 
 def limit(value: Any, keys: Keys) -> Outcome:
-    """The largest number of images in a prompt that the engine accepts; 0 if unlimited."""
+    """Translates the largest number of images in a prompt that the engine accepts, which jaxrl_llm does not limit."""
     return Outcome("changed", {}, LIMIT) if value else Outcome("mapped")
 
 
 def sound(value: Any, keys: Keys) -> Outcome:
-    """A key of video or audio, which has no effect in a run without them."""
+    """Translates a key of video or audio, which has no effect in a run without them, and else is not supported."""
     return Outcome("unsupported" if sound_evidence(keys.values) else "no effect", reason=SOUND)
 
 
 def tower(adapted: Callable[[Keys], bool], unread: str = "") -> Rule:
-    """Returns the rule of a frozen vision tower. adapted: whether only adapters learn; unread: reason for True."""
+    """Returns the rule of a key that freezes the vision tower, which sets `model.vision`.
+
+    adapted: whether only adapters learn; unread: reason if the other trainer does not read the key, else "".
+    """
 
     def rule(value: Any, keys: Keys) -> Outcome:
         if adapted(keys):
@@ -163,12 +173,12 @@ def beside_tower(outcome: Outcome, targets: Any, excluded: Any, keys: Keys) -> O
     everywhere = targets in ("all-linear", ["all-linear"])
     if not everywhere or "visual" in str(excluded) or not has_images(keys):
         return outcome
-    reason = "; ".join(filter(None, [outcome.reason, "also on the vision tower there; here on layers for text alone"]))
+    reason = "; ".join(filter(None, [outcome.reason, "also on the vision tower; in jaxrl_llm only on layers for text"]))
     return replace(outcome, kind="changed", reason=reason)
 
 
 def excludes(value: Any, keys: Keys) -> Outcome:
-    """Modules without adapters."""
+    """Translates a list of modules without adapters: jaxrl_llm has adapters on layers for text alone."""
     if not value:
         return Outcome("no effect", reason="not set")
     names = [value] if isinstance(value, str) else list(value)

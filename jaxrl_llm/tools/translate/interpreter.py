@@ -1,7 +1,9 @@
-"""Follows the syntax tree of a Python script, and keeps what its names hold. The script is never run.
+"""Interprets the syntax tree of a Python training script, and keeps the values of its names. The script is never run.
 
-A value is a literal, a list or dict of values, an `Item`, or else `Unread`. An `Item` is an object that may reach a
-trainer. It records each unknown call and assignment that may change it, so that none is lost.
+`jaxrl translate` reads the settings of TRL scripts in this way: code of strangers must not run, and it would need TRL
+and a GPU. A value is a literal, a list or dict of values, a `ScriptObject`, or else `Unread`. A `ScriptObject` is an
+object that may reach a trainer. It records each unknown call and assignment that may change it, so that none is lost.
+The base class `Interpreter` follows statements; script_calls.py says what calls of TRL and its companions mean.
 """
 
 from __future__ import annotations
@@ -19,15 +21,19 @@ from jaxrl_llm.tools.translate.outcome import Unread
 
 
 def word_set(text: str) -> set[str]:
+    """Returns the words of a text as a set."""
     return set(text.split())
 
 
-# Packages whose functions are known by their names. A name without a package is a name that the script never sets.
-KNOWN = word_set("trl peft transformers datasets unsloth torch accelerate open_r1 copy argparse dataclasses")
+# Packages whose functions script_calls.py knows by their names.
+KNOWN_PACKAGES = word_set("trl peft transformers datasets unsloth torch accelerate open_r1 copy argparse dataclasses")
+# Packages whose functions change no setting of a training.
 QUIET_PACKAGES = word_set("logging logger wandb os json sys time random warnings mlflow swanlab pprint rich")
-# Packages whose classes a script may change.
-PATCHED = ("trl", "transformers", "peft", "unsloth", "open_r1")
+# Packages whose classes and functions a script may replace, so that the training is another one.
+PATCHED_PACKAGES = ("trl", "transformers", "peft", "unsloth", "open_r1")
+# Attributes of models and tokenizers that change no setting of a training.
 QUIET_ATTRIBUTES = word_set("use_cache pad_token pad_token_id padding_side truncation_side bos_token_id model_parallel")
+# {operator of Python: function that computes it for literals}
 COMPUTED: dict[type, Callable[..., Any]] = {
     **OPERATORS, ast.USub: operator.neg, ast.Not: operator.not_,
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not,
@@ -38,7 +44,7 @@ COMPUTED: dict[type, Callable[..., Any]] = {
 
 @dataclass(eq=False)
 class ScriptObject:
-    """An object of a script.
+    """An object of a training script, such as its config, trainer, model or data set.
 
     kind: "config", "trainer", "model", "rows", "tokenizer", "adapter", "object" of a class of the script, "class",
     "function", "parser", "name" of an import, or "part" of another item, which changes with its part.
@@ -55,11 +61,13 @@ class ScriptObject:
 
 
 def snippet(node: ast.AST) -> str:
+    """Returns the source text of a node, in at most 60 letters."""
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def place_of(node: ast.AST) -> str:
+    """Returns the line and the text of a node, which a report shows."""
     return f"line {getattr(node, 'lineno', 0)}: {snippet(node)}"
 
 
@@ -83,7 +91,7 @@ class Interpreter(ABC):
     def __init__(self) -> None:
         self.names: dict[str, Any] = {}
         self.star = ScriptObject("name", "")  # module of `from module import *`
-        self.shared: set[str] = set()  # names that a function declares global
+        self.global_names: set[str] = set()  # names that a function of the script declares global
         self.environment: dict[str, Any] = {}  # environment variables that the script sets
         self.lost: list[str] = []  # lines that change a class or module of another package
         self.doubt = ""  # unknown condition of the block that is followed; "" if the block runs in any case
@@ -98,12 +106,14 @@ class Interpreter(ABC):
         """Returns the item of a class that the script defines."""
 
     def follow(self, body: Sequence[ast.AST], doubt: str = "") -> None:
+        """Follows statements one after the other. doubt: unknown condition under which they run, or ""."""
         outer_doubt, self.doubt = self.doubt, doubt or self.doubt
         for line in body:
             self.statement(line)
         self.doubt = outer_doubt
 
     def statement(self, line: ast.AST) -> None:
+        """Follows one statement: binds names, follows the branches of conditions, and records changes of objects."""
         match line:
             case ast.Import() | ast.ImportFrom():
                 self.imported(line)
@@ -119,9 +129,9 @@ class Interpreter(ABC):
                 self.returned.append(self.value(value) if value else None)
             case ast.If(test=test, body=body, orelse=orelse):
                 holds = self.value(test)
-                main = ast.unparse(test) in ("__name__ == '__main__'", "TYPE_CHECKING")
-                if main or is_literal(holds):
-                    self.follow(body if main or holds else orelse)
+                is_main = ast.unparse(test) in ("__name__ == '__main__'", "TYPE_CHECKING")
+                if is_main or is_literal(holds):
+                    self.follow(body if is_main or holds else orelse)
                 else:
                     self.follow(body, f"line {line.lineno}: if {snippet(test)}")
                     self.follow(orelse, f"line {line.lineno}: if not {snippet(test)}")
@@ -130,7 +140,7 @@ class Interpreter(ABC):
                 self.bind(target, source if isinstance(source, ScriptObject) else Unread(snippet(over)))
                 self.follow([*line.body, *line.orelse], f"line {line.lineno}: for {snippet(target)} in {snippet(over)}")
             case ast.Global(names=names) | ast.Nonlocal(names=names):
-                self.shared |= set(names)
+                self.global_names |= set(names)
             case ast.AugAssign() | ast.Delete():
                 if isinstance(line, ast.AugAssign):
                     self.record_change([self.value(line.value)], "+=", line)
@@ -140,8 +150,8 @@ class Interpreter(ABC):
                 self.parts_of(line)
 
     def parts_of(self, line: ast.AST) -> None:
-        """Follows the expressions and blocks of any other statement. Blocks that may not run are in doubt."""
-        sure = isinstance(line, ast.With | ast.Try)
+        """Follows the expressions and blocks of any other statement, such as `with`, `try` or `while`."""
+        always_runs = isinstance(line, ast.With | ast.Try)
         for part in ast.iter_child_nodes(line):
             match part:
                 case ast.expr():
@@ -153,16 +163,17 @@ class Interpreter(ABC):
                 case ast.ExceptHandler(body=body) | ast.match_case(body=body):
                     self.follow(body, place_of(body[0]))
                 case ast.stmt():
-                    self.follow([part], "" if sure else place_of(line))
+                    self.follow([part], "" if always_runs else place_of(line))
 
     def imported(self, line: ast.Import | ast.ImportFrom) -> None:
+        """Binds the names of an import to objects of kind "name", which say what was imported."""
         # A relative import is a module of the user, whatever its name is.
         is_local = isinstance(line, ast.ImportFrom) and line.level > 0
         for alias in line.names:
             module = line.module if isinstance(line, ast.ImportFrom) else ""
             full = ".".join(filter(None, [module, alias.name]))
             package = full.split(".")[0]
-            foreign = is_local or package not in KNOWN | QUIET_PACKAGES
+            foreign = is_local or package not in KNOWN_PACKAGES | QUIET_PACKAGES
             if alias.name == "*" and not self.star.node:
                 self.star = ScriptObject("name", f"{module}.", node=foreign)
             # `import a.b` binds the name a.
@@ -171,10 +182,11 @@ class Interpreter(ABC):
             self.names[name] = ScriptObject("name", package if binds_package else full, node=foreign)
 
     def bind(self, target: ast.expr, value: Any) -> None:
+        """Binds a target of an assignment, such as a name, an attribute or a tuple, to a value."""
         match target:
             case ast.Name(id=name):
-                old = self.names.get(name, value)
-                self.names[name] = merged_value([old, value], self.doubt) if self.doubt else value
+                old_value = self.names.get(name, value)
+                self.names[name] = merged_value([old_value, value], self.doubt) if self.doubt else value
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 parts = value if isinstance(value, list) and len(value) == len(targets) else [value] * len(targets)
                 for element_target, part in zip(targets, parts, strict=True):
@@ -199,7 +211,7 @@ class Interpreter(ABC):
                 owner[:] = [Unread(place_of(target))]
             case ScriptObject(kind="name", value="os.environ"):
                 self.environment[name] = value
-            case ScriptObject(kind="name") if owner.value.startswith(PATCHED):
+            case ScriptObject(kind="name") if owner.value.startswith(PATCHED_PACKAGES):
                 self.lost.append(f"{place_of(target)} = ...")
             case _ if name not in QUIET_ATTRIBUTES:
                 self.record_change([owner], f"{name}=" if name.isidentifier() else "entry=", target)
@@ -220,6 +232,7 @@ class Interpreter(ABC):
         return items
 
     def value(self, node: ast.expr) -> Any:
+        """Returns what an expression evaluates to; `Unread` if it cannot be computed without running the script."""
         match node:
             case ast.Constant(value=value):
                 return value
@@ -281,6 +294,7 @@ class Interpreter(ABC):
         return arguments
 
     def attribute(self, owner: Any, node: ast.Attribute) -> Any:
+        """Returns the value of `owner.name`."""
         if isinstance(owner, ScriptObject) and owner.kind == "name":
             return ScriptObject("name", f"{owner.value}.{node.attr}", node=owner.node)
         if isinstance(owner, ScriptObject) and node.attr in owner.keys:
@@ -288,12 +302,13 @@ class Interpreter(ABC):
         return self.part(owner, node)
 
     def part(self, owner: Any, node: ast.AST) -> Any:
-        """Returns a part of an item, such as an attribute of a model."""
+        """Returns a part of an object, such as an attribute of a model, whose changes also change the object."""
         if not isinstance(owner, ScriptObject):
             return Unread(snippet(node))
         return ScriptObject("part", owner.value if owner.kind == "part" else owner, node=node)
 
     def entry(self, owner: Any, index: Any, node: ast.Subscript) -> Any:
+        """Returns the value of `owner[index]`; `Unread` if the owner or the index is unknown."""
         if isinstance(owner, list | dict) and is_literal(index):
             try:
                 return owner[index]

@@ -1,4 +1,7 @@
-"""Launchers of training processes: their flags become keys, which say the number of processes."""
+"""Reads the flags of launchers such as torchrun, accelerate and srun in front of a TRL training command.
+
+The flags become keys such as torchrun.nnodes. They say the number of processes, by which TRL multiplies its batch.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from jaxrl_llm.tools.translate.arguments import Value
 from jaxrl_llm.tools.translate.documents import find_file, read_document
 from jaxrl_llm.tools.translate.outcome import Keys
 
+# Launchers of torch, and of MPI.
 TORCH = ("accelerate", "torchrun", "deepspeed")
 MPI = ("mpirun", "mpiexec")
 # torch's launchers come first, because they decide the number of processes inside srun or mpirun.
@@ -25,9 +29,11 @@ PRODUCTS = {
     "torchrun": ("torchrun.nproc_per_node", "torchrun.nnodes"),
     "deepspeed": ("deepspeed.num_gpus", "deepspeed.num_nodes"),
 }
+# All keys that count processes.
 COUNTS = {*TOTALS, *(key for pair in PRODUCTS.values() for key in pair), "deepspeed.include"}
 # {launcher: {short option that counts processes: long option}}
 SHORT = {"srun": {"n": "ntasks", "N": "nodes"}} | {name: {"n": "np", "np": "np", "c": "np"} for name in MPI}
+# A line of a batch script with options of Slurm.
 DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(.*)", re.MULTILINE)
 
 
@@ -49,25 +55,34 @@ def flags(
     launcher = next((name for name in LAUNCHERS if name in names), "")
     if not launcher:
         return {}
-    keys, inherited, names = _numbers(launcher, values), {}, ()
+    keys = _numbers(launcher, values)
+    # Options of accelerate's config file or of #SBATCH lines, of which names that begin with `inherited_names` apply.
+    inherited: dict[str, Any] = {}
+    inherited_names: tuple[str, ...] = ()
     if launcher == "accelerate" and isinstance(name := keys.get("config_file"), str):
         file = find_file(path, name, files)
         keys["config_file"] = name if file else None
-        inherited, names = read_document(*file).values if file else {}, ("num_processes", "num_machines")
+        inherited = read_document(*file).values if file else {}
+        inherited_names = ("num_processes", "num_machines")
     if launcher == "srun":
         # srun inherits nodes and tasks from the #SBATCH lines, but a number of tasks of its own replaces both.
-        names = ("nodes",) if any(key.startswith("ntasks") for key in keys) else ("nodes", "nt")
+        has_tasks = any(key.startswith("ntasks") for key in keys)
+        inherited_names = ("nodes",) if has_tasks else ("nodes", "nt")
         inherited = _numbers(launcher, allocated)
-    inherited = {key: value for key, value in inherited.items() if key.startswith(names)}
+    inherited = {key: value for key, value in inherited.items() if key.startswith(inherited_names)}
     return {f"{launcher}.{key}": value for key, value in (inherited | keys).items()}
 
 
 def _numbers(launcher: str, values: Sequence[Value]) -> dict[str, Any]:
-    """Returns the flags of a launcher. A flag has the one word after it as its value."""
+    """Returns the flags of a launcher with their values. A flag has the one word after it as its value."""
     options, _ = arguments.flags([_long(launcher, value) for value in values])
-    first = {key: value[0] if isinstance(value, list) else value for key, value in options.items()}
-    # YAML would read torchrun's 1:4 as a number.
-    return {key: arguments.value_of(x, lambda text: int(text) if text.isdigit() else text) for key, x in first.items()}
+    first_words = {key: value[0] if isinstance(value, list) else value for key, value in options.items()}
+
+    def parse_number(text: str) -> int | str:
+        """Returns a whole number, or the text: YAML would read torchrun's 1:4 as a number."""
+        return int(text) if text.isdigit() else text
+
+    return {key: arguments.value_of(word, parse_number) for key, word in first_words.items()}
 
 
 def _long(launcher: str, value: Value) -> Value:

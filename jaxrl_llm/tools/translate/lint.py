@@ -1,4 +1,4 @@
-"""Checks a translated config, and applies the rules of the doctor to it. Uses no device, and reads no data."""
+"""Checks a translated config as `jaxrl train` does, with the doctor's rules, but uses no device and reads no data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.recipe import advice
 from jaxrl_llm.recipe.missing import collected
 from jaxrl_llm.structs import Config, Sizes
-from jaxrl_llm.tools.translate import ours
+from jaxrl_llm.tools.translate import conversions
 
 # Values for fields that the user must complete, so that all other fields can be checked.
 STAND_INS = {
@@ -21,17 +21,18 @@ STAND_INS = {
     "eval.source": "arithmetic.held_out",
     "data.convert": "",
     "eval.convert": "",
-    "reward.functions": (ours.STAND_IN,),
+    "reward.functions": (conversions.STAND_IN,),
     "reward.weights": (1.0,),
-    "eval.function": ours.STAND_IN,
+    "eval.function": conversions.STAND_IN,
     "data.format_prompt": "",
     "env.functions": ("tools.calculate",),
 }
-OF_PAIRS = {"data.source": "arithmetic.pairs", "eval.source": "arithmetic.pairs"}
+# Stand-ins for configs that learn from preference pairs.
+PAIR_STAND_INS = {"data.source": "arithmetic.pairs", "eval.source": "arithmetic.pairs"}
 
 
 class LintResult(NamedTuple):
-    """What the checks and the rules say."""
+    """What the checks of the config and the doctor's rules say."""
 
     sizes: Sizes | None
     refused: str  # first problem of the checks; "" if they pass
@@ -41,7 +42,7 @@ class LintResult(NamedTuple):
 
 
 def load_text(text: str) -> Config:
-    """Runs the text of a config, and returns what it makes."""
+    """Runs the text of a translated config, and returns the config that it makes."""
     # The text is written to a file, because a config is loaded as a module, and its errors name a path.
     with TemporaryDirectory() as folder:
         path = Path(folder) / "translated_config.py"
@@ -50,10 +51,10 @@ def load_text(text: str) -> Config:
 
 
 def lint(config: Config, tasks: set[str]) -> LintResult:
-    """Checks a config. Fields in `yours` have a stand-in meanwhile."""
+    """Checks a translated config. tasks: fields that the user must complete, which get stand-ins during the checks."""
     fields = flatten(config)
-    is_of_pairs = "data.rejected_column" in fields
-    stand_ins = STAND_INS | (OF_PAIRS if is_of_pairs else {})
+    has_pairs = "data.rejected_column" in fields
+    stand_ins = STAND_INS | (PAIR_STAND_INS if has_pairs else {})
     for name in tasks & stand_ins.keys():
         section, field = name.split(".")
         if config[section] is not None:

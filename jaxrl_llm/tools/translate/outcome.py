@@ -1,8 +1,9 @@
-"""Translates the keys of another trainer. The table of a trainer has a rule for each key, which returns an outcome.
+"""Translates the keys of another trainer's config into fields of a jaxrl_llm config.
 
-The origin of a field is a key of the file, a default of the trainer, or unknown. A rule asks `Keys` for the values that
-it needs. If the file has such a value and it cannot be read, `Keys` records that, and all fields of the outcome become
-unknown. So no rule can forget to say it.
+The `TrainerTable` of a trainer, such as TRL's GRPO, has one rule for each key. A rule gets the value of its key and all
+`Keys` of the file, and returns an `Outcome`: the fields that the key becomes, or why it becomes none. The origin of a
+field is a key of the file, a default of the trainer, or unknown. If a rule asks `Keys` for a value that the file has in
+an unreadable form, `Keys` records the request, and all fields of the outcome become unknown. So no rule can forget it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from jaxrl_llm.config.names import closest
 from jaxrl_llm.errors import UserError
 
 Kind: TypeAlias = Literal["mapped", "changed", "unsupported", "no effect"]
-T = TypeVar("T")
+T = TypeVar("T")  # value that `Keys.with_unread_keys` computes
+# All kinds of outcomes, in the order in which they are printed.
 KINDS: tuple[Kind, ...] = ("mapped", "changed", "unsupported", "no effect")
 # Fields that change no number of a run, so that the run is the same without their values.
 QUIET_FIELDS = {"microbatch", "model.remat", "log.name"}
@@ -25,23 +27,24 @@ QUIET_FIELDS = {"microbatch", "model.remat", "log.name"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a key becomes.
+    """What a key of another trainer becomes in jaxrl_llm.
 
-    reason: for "changed", what differs; for "unsupported" and "no effect", why. yours: {field: why} of fields whose
-    value is known, but needs something of a person first, such as a function that must be moved: `train` refuses the
-    config until then. unknown: {field: why} of fields whose value the file does not say, so that the config holds a
-    placeholder: it would train as another run.
+    fields: {field of the jaxrl_llm config: value}. reason: for "changed", what differs; for "unsupported" and "no
+    effect", why. tasks: {field: task} of fields whose value is known, but needs work of the user first, such as a
+    function that must be moved: `train` refuses the config until then. unknown: {field: reason} of fields whose value
+    the file does not say, so that the config holds a placeholder, with which it would train as another run.
     """
 
     kind: Kind
     fields: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
-    yours: dict[str, str] = field(default_factory=dict)
+    tasks: dict[str, str] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
 
 
 NO_KEYS = frozenset[str]()
-REFERRED = Outcome("no effect", reason="other keys have its value")
+# Outcome of a key that the user invented, such as `lr`, for other keys to refer to as ${lr}.
+REFERENCE_ONLY = Outcome("no effect", reason="other keys have its value")
 
 
 class Unread(str):
@@ -58,6 +61,7 @@ class FileValues(dict[str, Any]):
         self.requested: dict[Any, None] = {}  # keys that rules have asked for, in order
 
     def record_request(self, key: Any) -> None:
+        """Records that a rule asks for a key, whether the file has the key or not."""
         self.requested[key] = None
 
     def __contains__(self, key: object) -> bool:
@@ -70,11 +74,11 @@ class FileValues(dict[str, Any]):
 
 
 class Keys:
-    """Values of all keys: values in the file, and defaults of the trainer for all other keys."""
+    """Values of all keys of the other trainer: values in the user's file, and the trainer's defaults for other keys."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], *, rows: int, processes: int):
         """rows: number of training rows, 0 if unknown; processes: number of the launcher's processes, 0 if unknown."""
-        self.values = values  # with the values that cannot be read
+        self.values = values  # values of the file, also those that cannot be read, which are `Unread`
         self.explicit = FileValues(values)
         self.unread = values.keys() - self.explicit.keys()
         self.defaults, self.rows, self.processes = defaults, rows, processes
@@ -86,7 +90,7 @@ class Keys:
         return key in self.explicit
 
     def prefixed(self, prefix: str) -> dict[str, Any]:
-        """Returns {rest of the key: value} of the keys that begin with the prefix."""
+        """Returns {key without the prefix: value} of the keys that begin with the prefix."""
         # `key in self` records that a rule asks for the key, even if the key cannot be read.
         return {key.removeprefix(prefix): self[key] for key in self.values if key.startswith(prefix) and key in self}
 
@@ -100,18 +104,18 @@ Rule: TypeAlias = Callable[[Any, Keys], Outcome]
 
 
 def matches(key: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a key has one of these names or matches one of these patterns."""
+    """Whether a key of a config is one of `patterns`, which are names or have a *."""
     return key in patterns or any("*" in pattern and fnmatchcase(key, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True)
 class Version:
-    """Older versions of a trainer that had other defaults. A key that only these versions have proves them."""
+    """Older versions of another trainer that had other defaults, which apply to a file with a key of `only_keys`."""
 
     name: str
-    proofs: tuple[str, ...]  # names or patterns of keys that only these versions have
+    only_keys: tuple[str, ...]  # names or patterns of keys that no later version has
     defaults: dict[str, Any]  # defaults that differ from the table
-    newer: tuple[str, ...] = ()  # names or patterns of keys that these versions do not have
+    later_keys: tuple[str, ...] = ()  # names or patterns of keys that came after these versions
 
 
 def first_key(patterns: tuple[str, ...], values: Mapping[str, Any]) -> str:
@@ -122,7 +126,7 @@ def first_key(patterns: tuple[str, ...], values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class TrainerTable:
-    """A trainer: its keys with their rules and defaults."""
+    """The translation table of another trainer: the rules and defaults of its keys."""
 
     name: str
     version: str  # version that the table describes
@@ -132,13 +136,15 @@ class TrainerTable:
     decides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # {key: fields that it decides}
     renamed: Mapping[str, str] = field(default_factory=dict)  # {old name of a key: new name}
     respelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # {old name: {old value: new value}}
-    older: tuple[Version, ...] = ()  # the first version that a key of the file proves counts
+    older: tuple[Version, ...] = ()  # the first version that shows in a key of the file applies
     absent: tuple[str, ...] = ()  # names or patterns of keys that only later versions can set
 
     def knows(self, key: str) -> bool:
+        """Whether the table has a key of a file, by its name or by a pattern."""
         return self._pattern(self.renamed.get(key, key)) is not None
 
     def _pattern(self, key: str) -> str | None:
+        """Returns the name or pattern with which the table has a key; None if it does not have the key."""
         if matches(key, self.absent):
             return None
         if key in self.rules:
@@ -147,7 +153,7 @@ class TrainerTable:
         return next((pattern for pattern in self.rules if "*" in pattern and fnmatchcase(key, pattern)), None)
 
     def rule(self, key: str) -> Rule:
-        """Returns the rule of a key. A key that the table does not have is unsupported."""
+        """Returns the rule that translates a key. The rule of a key that the table does not have says "unsupported"."""
         pattern = self._pattern(key)
         if pattern is not None:
             return self.rules[pattern]
@@ -157,14 +163,14 @@ class TrainerTable:
         return lambda value, keys: Outcome("unsupported", reason=reason, unknown={key: reason})
 
     def default_fields(self, key: str, keys: Keys) -> dict[str, Any]:
-        """Returns the fields that a key sets if it has its default."""
+        """Returns the jaxrl_llm fields that a key sets if it has the default of the other trainer."""
         # Another key of the file may have a value that the rule refuses.
         with suppress(TypeError, ValueError, ArithmeticError, AttributeError, IndexError, KeyError):
             return self.rule(key)(self.defaults[key], keys).fields
         return {}
 
     def decided_fields(self, key: str, keys: Keys) -> list[str]:
-        """Returns the fields that a key can decide, whatever its value is."""
+        """Returns the names of the jaxrl_llm fields that a key can set, whatever its value is."""
         default_fields = self.default_fields(key, keys)
         # A section that is None by default exists with another value of the key.
         sections = [name for name, value in default_fields.items() if value is None]
@@ -173,16 +179,16 @@ class TrainerTable:
 
 @dataclass(frozen=True)
 class Translation:
-    """A translated file: {key: outcome} of its keys, and of the defaults that it leaves as they are."""
+    """A translated file. outcomes: {key of the file: outcome}; defaults: {key that the file does not have: outcome}."""
 
     table: TrainerTable
-    base: str
+    base: str  # jaxrl_llm config that the translation changes, such as "grpo"
     outcomes: dict[str, Outcome]
     defaults: dict[str, Outcome]
     notes: tuple[str, ...] = ()  # sentences about the version that the file is for
 
     def fields(self) -> dict[str, Any]:
-        """Returns the fields of the config that the translation sets. A key of the file wins over a default.
+        """Returns the jaxrl_llm fields that the translation sets. A key of the file wins over a default.
 
         None means a config without this section. Its fields are kept for a user who adds the section later.
         """
@@ -192,51 +198,55 @@ class Translation:
             fields |= outcome.fields
         return fields
 
-    def yours(self) -> dict[str, str]:
-        """Returns the fields that a person must complete, with the reason."""
+    def user_tasks(self) -> dict[str, str]:
+        """Returns {field: task or reason} of the fields that the user must complete before the config can be run."""
         fields = self.fields()
-        tasks = {name: reason for name, reason in self._unfinished("yours").items() if name in fields}
+        tasks = {name: reason for name, reason in self._unfinished("tasks").items() if name in fields}
         return tasks | self._unfinished("unknown")
 
     def unknown(self) -> dict[str, str]:
-        """Returns the fields whose value is a placeholder, and the keys without a field that may change the run."""
+        """Returns {name: reason} of fields that hold placeholders, and of unknown keys that may change the run."""
         return {name: reason for name, reason in self._unfinished("unknown").items() if name not in QUIET_FIELDS}
 
-    def _unfinished(self, attribute: str) -> dict[str, str]:
-        """Returns {field: reason} of one attribute of the outcomes, for sections that the config has."""
+    def _unfinished(self, attribute: Literal["tasks", "unknown"]) -> dict[str, str]:
+        """Joins the tasks, or the unknown fields, of all outcomes into one {field: reason}.
+
+        Fields are left out that a key of the file completes, or whose config section is None.
+        """
         unfinished: dict[str, str] = {}
         for outcomes in (self.defaults, self.outcomes):
-            # A field that a key of the file sets is complete, even if a default left it to the user.
-            complete = {name for x in outcomes.values() for name in x.fields.keys() - x.yours.keys() - x.unknown.keys()}
+            # A field that a key of the file sets is complete, even if the outcome of a default left it to the user.
+            complete = {name for x in outcomes.values() for name in x.fields.keys() - x.tasks.keys() - x.unknown.keys()}
             unfinished = {name: reason for name, reason in unfinished.items() if name not in complete}
             for outcome in outcomes.values():
                 unfinished |= getattr(outcome, attribute)
-        absent = {f"{name}." for name, value in self.fields().items() if value is None and name not in unfinished}
-        return {name: reason for name, reason in unfinished.items() if not name.startswith(tuple(absent))}
+        # A section that is None has no fields to complete.
+        sections = tuple(f"{name}." for name, x in self.fields().items() if x is None and name not in unfinished)
+        return {name: reason for name, reason in unfinished.items() if not name.startswith(sections)}
 
     def with_kind(self, kind: Kind) -> dict[str, Outcome]:
-        """Returns the keys of the file with this kind of outcome."""
+        """Returns {key: outcome} of the keys of the file whose outcome is of this kind."""
         return {key: outcome for key, outcome in self.outcomes.items() if outcome.kind == kind}
 
 
 def translate(
     table: TrainerTable, values: Mapping[str, Any], *, rows: int = 0, processes: int = 0, referred: Set[str] = NO_KEYS
 ) -> Translation:
-    """Translates the keys of a file.
+    """Translates the keys of another trainer's file, and the defaults of the keys that it does not have.
 
-    rows: number of training rows, 0 if unknown; processes: number of the launcher's processes, 0 if unknown; referred:
-    keys whose values other keys of the file take.
+    table: table of the trainer; values: {key: value} of the file; rows: number of training rows, 0 if unknown;
+    processes: number of the launcher's processes, 0 if unknown; referred: keys to which other keys of the file refer.
     Raises: UserError, for a value of a wrong type.
     """
-    names = {key: table.renamed.get(key, key) for key in values}
-    current: dict[str, Any] = {}
-    origins: dict[str, str] = {}
+    names = {key: table.renamed.get(key, key) for key in values}  # {key of the file: its name in the newest version}
+    current: dict[str, Any] = {}  # {newest name of a key: value}
+    origins: dict[str, str] = {}  # {newest name of a key: key of the file that has the value}
     # An old and a new name are one key. If a file has both names, the trainers read the new one.
     for key in sorted(values, key=lambda key: names[key] == key):
         if values[key] is not None or names[key] not in current:
             current[names[key]] = table.respelled.get(key, {}).get(str(values[key]), values[key])
             origins[names[key]] = key
-    table, current, notes = with_its_version(table, values, current)
+    table, current, notes = with_file_version(table, values, current)
     keys = Keys(current, table.defaults, rows=rows, processes=processes)
     outcomes = {
         key: _outcome(names[key], current[names[key]], table, keys)
@@ -244,45 +254,48 @@ def translate(
         else Outcome("no effect", reason=f"{origins[names[key]]}, another name of it, is set")
         for key in values
     }
-    # A key that the user invented has no effect of its own, because other keys have taken its value.
-    outcomes |= {key: REFERRED for key in referred & outcomes.keys() if not table.knows(key)}
-    with_defaults = replace(table, absent=())
+    # A key that the table does not have is no error if other keys refer to it, because its value is theirs.
+    outcomes |= {key: REFERENCE_ONLY for key in referred & outcomes.keys() if not table.knows(key)}
+    # Keys of later versions are refused in the file, but their defaults count.
+    default_table = replace(table, absent=())
     defaults = {
-        key: _outcome(key, current.get(key, value), with_defaults, keys)
+        key: _outcome(key, current.get(key, value), default_table, keys)
         for key, value in table.defaults.items()
         if key not in origins
     }
     return Translation(table, table.base(keys), outcomes, defaults, notes)
 
 
-def with_its_version(
+def with_file_version(
     table: TrainerTable, values: Mapping[str, Any], current: dict[str, Any]
 ) -> tuple[TrainerTable, dict[str, Any], tuple[str, ...]]:
-    """Returns the table with the defaults of the version that keys of the file prove, the values, and a note.
+    """Finds the version of the trainer that a file is for, and returns its table, the values, and a note for the user.
 
-    current: {newest name of a key: value} of the file. A default is unknown if the file has keys of older and of later
-    versions.
+    values: {key of the file: value}; current: {newest name of a key: value}. If the file has keys of an older version,
+    the table has the defaults of that version. If it has keys of an older and of a later version, the defaults that
+    differ between them become `Unread` values.
     """
     for version in table.older:
-        proof, newer = first_key(version.proofs, values), first_key(version.newer, values)
-        if not proof:
+        older_key = first_key(version.only_keys, values)
+        later_key = first_key(version.later_keys, values)
+        if not older_key:
             continue
         differing = {key: value for key, value in version.defaults.items() if key not in current}
         defaults = ", ".join(f"{key} = {value}" for key, value in differing.items()) or "none that matters"
-        note = f"{proof} is a key of {table.name} {version.name}"
-        if not newer:
-            dated = replace(table, version=version.name, defaults=table.defaults | version.defaults)
-            return dated, current, (f"{note}. Its defaults apply: {defaults}",)
-        note += f", and {newer} one of later versions. It is not known which defaults apply: {defaults}"
+        note = f"{older_key} is a key of {table.name} {version.name}"
+        if not later_key:
+            older_table = replace(table, version=version.name, defaults=table.defaults | version.defaults)
+            return older_table, current, (f"{note}. Its defaults apply: {defaults}",)
+        note += f", and {later_key} one of later versions. It is not known which defaults apply: {defaults}"
         unread = {key: Unread(f"{x} {version.name}, then {table.defaults[key]}") for key, x in differing.items()}
         return table, current | unread, (note,)
     return table, current, ()
 
 
 def _outcome(key: str, value: Any, table: TrainerTable, keys: Keys) -> Outcome:
-    """Returns the outcome of a key. Raises: UserError, if a value is not of the key's type."""
+    """Returns the outcome of a key of the file or of a default. Raises: UserError, if its value has a wrong type."""
     if isinstance(value, Unread):
-        return _unread(key, value, table, keys)
+        return _unread_outcome(key, value, table, keys)
     try:
         outcome, unread_keys = keys.with_unread_keys(lambda: table.rule(key)(value, keys))
     # A rule raises these errors for a value of a wrong type, and the user must see the key instead of a traceback.
@@ -291,13 +304,15 @@ def _outcome(key: str, value: Any, table: TrainerTable, keys: Keys) -> Outcome:
         other_values = ", ".join(f"{name} = {keys.values[name]!r}" for name in requested)
         depends = f", and what it depends on ({other_values})," if other_values else ""
         raise UserError(
-            f"{key} = {value!r} cannot be translated ({error}): give it{depends} a value that {table.name} takes"
+            f"{key} = {value!r} cannot be translated ({error}): set it{depends} to a value that {table.name} accepts"
         ) from error
-    return _depending(key, outcome, unread_keys, table, keys) if unread_keys else outcome
+    return _with_unknown_fields(key, outcome, unread_keys, table, keys) if unread_keys else outcome
 
 
-def _depending(key: str, outcome: Outcome, unread_keys: list[str], table: TrainerTable, keys: Keys) -> Outcome:
-    """Returns the outcome of a key that depends on keys which cannot be read, so that its fields are unknown."""
+def _with_unknown_fields(
+    key: str, outcome: Outcome, unread_keys: list[str], table: TrainerTable, keys: Keys
+) -> Outcome:
+    """Marks the fields of an outcome as unknown, because its rule asked for keys whose values cannot be read."""
     causes = ", ".join(f"{unread_key} = {keys.values[unread_key]}" for unread_key in unread_keys)
     depends = f"it depends on {', '.join(unread_keys)}, which the file does not say"
     reason = "; ".join(filter(None, [outcome.reason, depends]))
@@ -306,8 +321,8 @@ def _depending(key: str, outcome: Outcome, unread_keys: list[str], table: Traine
     return replace(outcome, kind=kind, reason=reason, unknown=outcome.unknown | dict.fromkeys(decided_fields, causes))
 
 
-def _unread(key: str, value: Unread, table: TrainerTable, keys: Keys) -> Outcome:
-    """Returns the outcome of a key that cannot be read, so that its fields are unknown."""
+def _unread_outcome(key: str, value: Unread, table: TrainerTable, keys: Keys) -> Outcome:
+    """Returns the outcome of a key whose own value cannot be read, so that its fields are unknown."""
     rule = table.rule(key)
     # A key without an effect is not unknown, whatever its value is.
     if isinstance(rule, NoEffect):
@@ -333,7 +348,7 @@ class NoEffect:
 
 @dataclass(frozen=True)
 class Conditional:
-    """The rule of a key that has an effect only if `applies`. why_not: reason if the key has no effect."""
+    """The rule of a key that has an effect only if `applies` says so. why_not: reason if the key has no effect."""
 
     applies: Callable[[Keys], Any]
     rule: Rule
@@ -343,6 +358,6 @@ class Conditional:
         return self.rule(value, keys) if self.applies(keys) else Outcome("no effect", reason=self.why_not)
 
 
-def not_here(name: str, reason: str) -> Outcome:
+def unsupported(name: str, reason: str) -> Outcome:
     """Returns the outcome of a value that jaxrl_llm does not have, so that the field `name` is unknown."""
     return Outcome("unsupported", reason=reason, unknown={name: reason})

@@ -1,4 +1,8 @@
-"""Reads a file of another trainer: recognizes the trainer, and returns its keys and values."""
+"""Reads a config or script of another trainer: recognizes the trainer, and returns the keys with their values.
+
+Keys come from a document (JSON or YAML), from a Python script of TRL, or from the training command of a shell script.
+Variables, loops and functions of the shell script decide the command's arguments, so shell.py interprets the script.
+"""
 
 from __future__ import annotations
 
@@ -24,29 +28,36 @@ from jaxrl_llm.tools.translate.script import read_script
 from jaxrl_llm.tools.translate.shell import Command
 from jaxrl_llm.tools.translate.shell_words import ASSIGNMENT
 
-NAME = re.compile(r"[\w./@-]+")
-DOTTED = re.compile(r"[+~]*[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
+# A key of any trainer.
+KEY = re.compile(r"[\w./@-]+")
+# An argument section.key=value of veRL, EasyR1 or Search-R1.
+SECTION_ARGUMENT = re.compile(r"[+~]*[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
+# A module of Python, as after `python -m`.
 MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+# Keys that only Search-R1 has.
 SEARCH_R1_KEY = re.compile(
     r"max_turns|do_search|(retriever|reranker)\..*|.*\.(n_agent|state_masking|no_think_rl)|"
     r"data\.(max_start_length|max_obs_length)"
 )
-# First words of the keys of veRL, EasyR1 and Search-R1.
-HYDRA = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
-OVERRIDDEN = {key.split(".")[0] for table in HYDRA for key in table.rules if "." in key}
-OF_TRL = trl.OF_TRL
+# Trainers whose keys have sections, as in actor_rollout_ref.actor.optim.lr.
+SECTION_TRAINERS = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
+# First words of these keys, such as actor_rollout_ref.
+FIRST_SECTIONS = {key.split(".")[0] for table in SECTION_TRAINERS for key in table.rules if "." in key}
+TRL_TRAINERS = trl.TRL_TRAINERS
+# {part of the name of a TRL program: key of TRL_TRAINERS}
 PROGRAMS = {"rloo": "rloo", "dpo": "dpo", "cpo": "simpo", "simpo": "simpo"}
-FLAGS = trl.flags()
-# Modules that start a script, which is a later word of the command.
-STARTERS = ("torch.distributed", *launchers.TORCH)
+# TRL's keys that change a run, which are --flags of its command line.
+TRL_FLAGS = trl.flags()
+# Modules that start a training script, which is a later word of the command.
+LAUNCHER_MODULES = ("torch.distributed", *launchers.TORCH)
 
 
 @dataclass(frozen=True)
 class ForeignConfig:
-    """The keys of a file, and the trainer that they are for.
+    """The keys of a config or script, and the table of the trainer that they are for.
 
     lost: lines that belong to no key; notes: sentences about values that the file does not say itself; referred: keys
-    whose values other keys take.
+    to which other keys refer.
     """
 
     table: TrainerTable
@@ -57,7 +68,7 @@ class ForeignConfig:
 
 
 def read(path: Path) -> ForeignConfig:
-    """Reads a file. Raises: UserError, if it cannot be read or is of none of the trainers."""
+    """Reads a config or script of another trainer. Raises: UserError, if it is unreadable or of no known trainer."""
     if not path.is_file():
         raise UserError(f"{path}: no such file: name a config or script of TRL, veRL, EasyR1 or Search-R1")
     try:
@@ -69,22 +80,23 @@ def read(path: Path) -> ForeignConfig:
 
 
 def _read(path: Path, text: str) -> ForeignConfig:
+    """Reads the text of a config or script by the suffix of its path: .py, .json, .yaml, or else a shell script."""
     if path.suffix == ".py":
         kind, values, lost, notes = read_script(path, text)
-        return ForeignConfig(trl.dated(OF_TRL[kind], values), values, tuple(lost), tuple(notes))
+        return ForeignConfig(trl.dated(TRL_TRAINERS[kind], values), values, tuple(lost), tuple(notes))
     is_document = path.suffix in (".json", ".yaml", ".yml")
     keys = with_references(read_document(path, text)) if is_document else _from_shell(path, text)
     values = {key: arguments.without_places(value) for key, value in keys.values.items()}
-    # A key becomes a comment of the config, so it must be a name.
-    if wrong := next((key for key in values if not NAME.fullmatch(key)), ""):
-        raise UserError(f"{path} has the key {wrong!r}, which is no name: name a config of another trainer")
+    # A key becomes a comment of the config, so it must not have other characters, such as line breaks.
+    if wrong := next((key for key in values if not KEY.fullmatch(key)), ""):
+        raise UserError(f"{path}: {wrong!r} is no config key: name a config of TRL, veRL, EasyR1 or Search-R1")
     table = detect(path, values, keys.lost)
-    if table in OF_TRL.values():
+    if table in TRL_TRAINERS.values():
         # A launcher starts a document of TRL, and its unknown number of processes is a factor of the batch.
         if path.suffix != ".sh" and not values.keys() & {"num_processes", "world_size"}:
             values["num_processes"] = None
         # Most keys belong to all trainers of TRL, so the name of the program decides.
-        table = trl.dated(OF_TRL.get(keys.program, table), values)
+        table = trl.dated(TRL_TRAINERS.get(keys.program, table), values)
     return ForeignConfig(table, values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred))
 
 
@@ -99,25 +111,27 @@ def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> Traine
         return verl.VERL
     # TRL's keys have no sections. Half of the keys must be known, because other programs have a learning_rate too.
     # If several kinds know as many keys, the kind in the file's name wins, and then GRPO.
-    named = sorted(OF_TRL, key=lambda kind: kind not in path.stem)
-    best = max((OF_TRL[kind] for kind in named), key=lambda table: _known(table, keys))
-    if 2 * _known(best, keys) < max(len(keys), 1):
-        some = ", ".join(list(keys)[:3])
+    named = sorted(TRL_TRAINERS, key=lambda kind: kind not in path.stem)
+    best = max((TRL_TRAINERS[kind] for kind in named), key=lambda table: _count_known_keys(table, keys))
+    if 2 * _count_known_keys(best, keys) < max(len(keys), 1):
+        first_keys = ", ".join(list(keys)[:3])
         first_lost = f"; belongs to no key of the training command: {lost[0]}" if lost else ""
         raise UserError(
-            f"{path} is no config of TRL, veRL, EasyR1 or Search-R1: its keys are {some or 'none'} ...{first_lost}"
+            f"{path} is not a config of TRL, veRL, EasyR1 or Search-R1: its keys are {first_keys or 'none'} ..."
+            f"{first_lost}. Name a config or script of one of these trainers"
         )
     return best
 
 
-def _known(table: TrainerTable, keys: dict[str, Any]) -> int:
+def _count_known_keys(table: TrainerTable, keys: dict[str, Any]) -> int:
+    """Returns how many keys of a file a trainer's table has."""
     return sum(table.knows(key) or key.startswith(launchers.LAUNCHERS) for key in keys)
 
 
 def _from_shell(path: Path, text: str) -> DocumentKeys:
-    """Returns the keys of the one training command of a script."""
+    """Returns the keys of the one training command of a shell script."""
     # bash would read < of a placeholder <PATH> as a redirection.
-    text = re.sub(rf"(?<=[\s=])<({arguments.PLACE})>(?=[\s/]|$)", r"\<\1\>", text)
+    text = re.sub(rf"(?<=[\s=])<({arguments.PLACEHOLDER})>(?=[\s/]|$)", r"\<\1\>", text)
     try:
         script = shell.follow(text)
     except UserError as error:
@@ -129,12 +143,12 @@ def _from_shell(path: Path, text: str) -> DocumentKeys:
         if keys := _from_command(path, command, script.files, allocated):
             runs.setdefault(command.place, []).append(keys)
     if len(runs) > 1:
-        raise UserError(f"{path} has {len(runs)} training commands: keep one in the file")
+        raise UserError(f"{path} has {len(runs)} training commands: keep one command in the file")
     lost = unreached(script, set(runs))
     if not runs:
         first_lost = f" that is reached ({lost[0]} belongs to none)" if lost else ""
         raise UserError(
-            f"{path} has no training command of TRL, veRL, EasyR1 or Search-R1{first_lost}: give a script that has one"
+            f"{path} has no training command of TRL, veRL, EasyR1 or Search-R1{first_lost}: name a script that has one"
         )
     (rounds,) = runs.values()
     lost = dict.fromkeys([word for keys in rounds for word in keys.lost] + lost)
@@ -144,7 +158,7 @@ def _from_shell(path: Path, text: str) -> DocumentKeys:
 
 
 def unreached(script: shell.ShellRun, training: set[int]) -> list[str]:
-    """Returns the lines with words that look like keys of a trainer, but belong to no command that runs.
+    """Returns the lines of a shell script with words that look like keys, but belong to no command that runs.
 
     training: positions of the training command. A command whose first word is such a key is a part of the training
     command that a comment has cut off.
@@ -153,26 +167,28 @@ def unreached(script: shell.ShellRun, training: set[int]) -> list[str]:
     places = frozenset().union(*(command.places for command in reached))
     found: list[tuple[int, list[str]]] = []
     for word in [word for word in script.lexer.words if word.position not in places]:
-        written = "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in word.parts)
-        match = ASSIGNMENT.match(written)
-        found.append((script.lexer.line(word.position), _like_keys(written[match.end() if match else 0 :])))
+        word_text = "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in word.parts)
+        match = ASSIGNMENT.match(word_text)
+        found.append((script.lexer.line(word.position), _like_keys(word_text[match.end() if match else 0 :])))
     for heredoc in (heredoc for heredoc in script.lexer.heredocs if heredoc not in script.file_heredocs):
-        first = script.lexer.line(heredoc.position)
-        found += [(first + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
+        first_line = script.lexer.line(heredoc.position)
+        found += [(first_line + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
     return [f"line {line}: {' '.join(keys)}" for line, keys in found if keys]
 
 
 def _like_keys(text: str) -> list[str]:
-    """Returns the words of a text that look like keys of one of the trainers."""
-    dotted = [x for x in text.split() if DOTTED.fullmatch(x) and x.lstrip("+~").split(".")[0] in OVERRIDDEN]
-    options = {x: x.removeprefix("--").partition("=")[0] for x in text.split() if x.startswith("--")}
-    return dotted + [x for x, name in options.items() if name.replace("-", "_").removeprefix("no_") in FLAGS]
+    """Returns the words of a text that look like keys of a trainer: section.key=value, or --key."""
+    overrides = [word for word in text.split() if SECTION_ARGUMENT.fullmatch(word)]
+    overrides = [word for word in overrides if word.lstrip("+~").split(".")[0] in FIRST_SECTIONS]
+    options = {word: word.removeprefix("--").partition("=")[0] for word in text.split() if word.startswith("--")}
+    is_flag = {word: name.replace("-", "_").removeprefix("no_") in TRL_FLAGS for word, name in options.items()}
+    return overrides + [word for word in options if is_flag[word]]
 
 
 def _from_command(
     path: Path, command: Command, files: Mapping[str, str], allocated: Sequence[Value]
 ) -> DocumentKeys | None:
-    """Returns the keys of a command; None if it starts no training.
+    """Returns the keys that a command of a shell script passes to a trainer; None if it starts no training.
 
     files: {name: text} of files that the script writes; allocated: options of its #SBATCH lines.
     """
@@ -199,7 +215,8 @@ def _from_command(
     # A program of alignment-handbook takes its config file as an argument without a flag.
     documents = [value.text for value in unkeyed if value.text.endswith((".yaml", ".yml", ".json"))]
     keys = with_files(path, ({"config": documents[0]} if documents else {}) | values, files)
-    if not any(table.knows(key) for table in OF_TRL.values() for key in keys.values if key != "config" or program):
+    trl_keys = [key for key in keys.values if key != "config" or program]
+    if not any(table.knows(key) for table in TRL_TRAINERS.values() for key in trl_keys):
         return None
     keys.values |= launchers.flags(path, command.values[:start], files, allocated)
     # Without a flag these launchers use all GPUs of the machine, whose number is unknown.
@@ -207,16 +224,19 @@ def _from_command(
     if launcher and launchers.COUNTS.isdisjoint(keys.values):
         keys.values.setdefault("num_processes", None)
     keys.program = program
-    keys.lost += _unkeyed([value for value in unkeyed if value.text not in (*documents, "train", *PROGRAMS, *OF_TRL)])
+    known_words = (*documents, "train", *PROGRAMS, *TRL_TRAINERS)
+    keys.lost += _unkeyed([value for value in unkeyed if value.text not in known_words])
     return keys
 
 
 def _unkeyed(values: Sequence[Value]) -> list[str]:
-    return [f"{value.text}: not a key with a value that the script says" for value in values if value.text.strip("- ")]
+    """Returns lines for the report about arguments that are no key with a value."""
+    reason = "not a key with a value that the script says"
+    return [f"{value.text}: {reason}" for value in values if value.text.strip("- ")]
 
 
 def _program(words: list[str]) -> str:
-    """Returns the kind of TRL's trainer in the name of a program; "" for GRPO and for other names."""
+    """Returns the kind of TRL's trainer in a program's name, such as "dpo" of dpo.py; "" for GRPO and other names."""
     name = " ".join(words)
     if "grpo" in name or "online" in name:
         return ""
@@ -224,10 +244,10 @@ def _program(words: list[str]) -> str:
 
 
 def _starts(words: list[str], i: int) -> bool:
-    """Whether word i starts a training program, so that its arguments follow."""
+    """Whether word i of a command starts a training program, so that the words after it are its arguments."""
     next_word = words[i + 1] if i + 1 < len(words) else ""
     if words[i] == "trl":
-        return next_word in OF_TRL
+        return next_word in TRL_TRAINERS
     if words[i] == "-m":
-        return MODULE.fullmatch(next_word) is not None and not next_word.startswith(STARTERS)
+        return MODULE.fullmatch(next_word) is not None and not next_word.startswith(LAUNCHER_MODULES)
     return re.fullmatch(r"[^=]*\.py", words[i]) is not None

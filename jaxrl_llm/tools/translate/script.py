@@ -1,4 +1,7 @@
-"""Reads a Python script of TRL: the keys of its config and of what reaches its trainer. The script is never run."""
+"""Reads the Python script of a TRL training for its settings: keys of its config and of its trainer's arguments.
+
+The script is never run: script_calls.py interprets its syntax tree. The rules in trl*.py translate the keys.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,14 @@ from typing import Any
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate.interpreter import ScriptObject, snippet
 from jaxrl_llm.tools.translate.outcome import Unread
-from jaxrl_llm.tools.translate.script_calls import CONFIGS, OTHERS, POSITIONAL, TRAINERS, ScriptRun, TrainingStarts
+from jaxrl_llm.tools.translate.script_calls import (
+    CONFIGS,
+    POSITIONAL,
+    TRAINERS,
+    UNTRANSLATED_CLASSES,
+    ScriptRun,
+    TrainingStarts,
+)
 
 
 def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], list[str]]:
@@ -25,18 +35,19 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{path} is no Python that can be parsed: {error}") from None
     called = [(_called_name(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    for kinds, noun in ((CONFIGS.keys() - {"TrainingArguments"}, "configs"), (TRAINERS.keys(), "trainers")):
-        lines = [str(line) for name, line in called if name in kinds]
+    for classes, noun in ((CONFIGS.keys() - {"TrainingArguments"}, "configs"), (TRAINERS.keys(), "trainers")):
+        lines = [str(line) for name, line in called if name in classes]
         if len(lines) > 1:
             raise UserError(f"{path} makes {len(lines)} {noun}, at lines {', '.join(lines)}: keep one in the file")
     run = _followed(tree)
     config = next((item for item in run.items if item.kind == "config"), None)
     trainer = next((item for item in run.items if item.kind == "trainer"), None)
     if not trainer and (not config or not any(name in CONFIGS and name != "TrainingArguments" for name, _ in called)):
-        untranslated = next((f"{name}, which is not translated" for name, _ in called if name in OTHERS), "")
+        untranslated_names = [name for name, _ in called if name in UNTRANSLATED_CLASSES]
+        untranslated = f"{untranslated_names[0]}, which is not translated" if untranslated_names else ""
         raise UserError(
             f"{path} makes {untranslated or 'no GRPOConfig, RLOOConfig, PPOConfig, DPOConfig or CPOConfig'}: "
-            "give a script that calls one of these, or its command line in a .sh"
+            "name a script that calls one of these, or its command line in a .sh"
         )
     lost = list(run.lost)
     arguments = dict(trainer.keys) if trainer else {}
@@ -45,7 +56,8 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
         config = args
     elif trainer and args is not None:
         node = _args_node(trainer.node, POSITIONAL[trainer.value].index("args"))
-        lost.append(f"line {node.lineno}: args={snippet(node)} is not made there: give the command line (a .sh)")
+        reason = f"args={snippet(node)} is not made in the script: translate the command line (a .sh)"
+        lost.append(f"line {node.lineno}: {reason}")
     project = run.environment.get("WANDB_PROJECT")
     keys = {"wandb_project": key_value(project)} if project is not None else {}
     if config:
@@ -57,7 +69,7 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
 
 
 def _followed(tree: ast.Module) -> ScriptRun:
-    """Returns the run of a script up to the start of its training."""
+    """Follows a script up to the start of its training, and functions with a trainer that it does not call."""
     run = ScriptRun()
     with suppress(TrainingStarts):
         run.follow(tree.body)
@@ -76,17 +88,17 @@ def _called_name(call: ast.Call) -> str:
 
 
 def _args_node(call: ast.Call, index: int) -> ast.expr:
-    """Returns the argument `args` of a trainer. index: its position; the call itself if it has no such argument."""
+    """Returns the argument `args` of a trainer; the call itself if it has none. index: position of `args`."""
     return next((x.value for x in call.keywords if x.arg == "args"), call.args[index] if call.args[index:] else call)
 
 
 def _steps(prefix: str, item: ScriptObject) -> dict[str, Any]:
-    """Returns keys for the unknown calls that may change an object."""
+    """Returns keys for the unknown calls that may change an object, such as trainer.model.my_function()."""
     return {f"{prefix}.{name}": place for name, place in item.steps.items()}
 
 
 def argument_keys(name: str, value: Any) -> dict[str, Any]:
-    """Returns the keys of an argument of the trainer, with the parts of its object and the calls that change it."""
+    """Returns the keys of an argument of the trainer: its value, its parts, and unknown calls that may change it."""
     if name.endswith("callbacks") and isinstance(value, list):
         return {name: [str(x.value if isinstance(x, ScriptObject) else x).partition("(")[0] for x in value]}
     kind = value.kind if isinstance(value, ScriptObject) else ""
@@ -115,7 +127,7 @@ def argument_keys(name: str, value: Any) -> dict[str, Any]:
 
 
 def key_value(value: Any, *, functions: bool = False) -> Any:
-    """Returns the value of a key. functions: whether the value of a function is its name, and not `Unread`."""
+    """Returns the value of a key; `Unread` if it is not in the script. functions: whether a function has its name."""
     if isinstance(value, ScriptObject):
         if value.kind == "name" and str(value.value).startswith("torch."):
             return str(value.value).removeprefix("torch.")

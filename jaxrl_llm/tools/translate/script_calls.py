@@ -1,4 +1,9 @@
-"""Meanings of the calls with which a script makes or changes a config, a model, an adapter, rows or a trainer."""
+"""Interprets the calls of a TRL training script, to find the settings that reach its trainer. Nothing is run.
+
+`ScriptRun` follows the syntax tree of the script. For each call it returns the object that the call makes (a config,
+model, adapter, data set or trainer), or records that the call may change the objects of its arguments. script.py makes
+keys of these objects, which the rules in trl*.py translate. The tables below list the calls whose effect is known.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import re
 from contextlib import suppress
 from typing import Any
 
+from jaxrl_llm.tools.translate.conversions import FILES
 from jaxrl_llm.tools.translate.interpreter import (
     QUIET_PACKAGES,
     Interpreter,
@@ -17,76 +23,92 @@ from jaxrl_llm.tools.translate.interpreter import (
     snippet,
     word_set,
 )
-from jaxrl_llm.tools.translate.ours import FILES
 from jaxrl_llm.tools.translate.outcome import Unread
 
-CLASSES = {"GRPO": "grpo", "PPO": "ppo", "RLOO": "rloo", "DPO": "dpo", "CPO": "simpo"}
-# Until TRL 0.8 DPOTrainer took TrainingArguments, and the arguments of its loss.
-CONFIGS = {f"{name}Config": kind for name, kind in CLASSES.items()} | {"TrainingArguments": "dpo"}
-TRAINERS = {f"{name}Trainer": kind for name, kind in CLASSES.items()}
-OTHERS = ("SFTConfig", "KTOConfig", "RewardConfig", "OnlineDPOConfig", "AsyncGRPOConfig", "OnlineDPOTrainer")
-PAIRS = ("args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
+# {beginning of the names of TRL's classes: kind of the trainer, a key of trl.TRL_TRAINERS}
+TRAINER_KINDS = {"GRPO": "grpo", "PPO": "ppo", "RLOO": "rloo", "DPO": "dpo", "CPO": "simpo"}
+# {config class of TRL: kind of the trainer}. Until TRL 0.8 DPOTrainer took TrainingArguments.
+CONFIGS = {f"{name}Config": kind for name, kind in TRAINER_KINDS.items()} | {"TrainingArguments": "dpo"}
+# {trainer class of TRL: kind of the trainer}
+TRAINERS = {f"{name}Trainer": kind for name, kind in TRAINER_KINDS.items()}
+# Configs and trainers of TRL that jaxrl_llm does not translate.
+UNTRANSLATED_CLASSES = (
+    "SFTConfig", "KTOConfig", "RewardConfig", "OnlineDPOConfig", "AsyncGRPOConfig", "OnlineDPOTrainer",
+)  # fmt: skip
+# Last positional arguments of trainers that learn from pairs.
+PAIR_ARGUMENTS = ("args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
 # {kind of a trainer: names of its positional arguments}
 POSITIONAL = {
     **dict.fromkeys(("grpo", "rloo"), ("model", "reward_funcs", "args", "train_dataset")),
     "ppo": ("args", "processing_class", "model", "ref_model", "reward_model", "train_dataset", "value_model"),
-    "dpo": ("model", "ref_model", *PAIRS),
-    "simpo": ("model", *PAIRS),
+    "dpo": ("model", "ref_model", *PAIR_ARGUMENTS),
+    "simpo": ("model", *PAIR_ARGUMENTS),
 }
-# {name of an argument of PPO and RLOO until 0.21: its name now}
-FORMER = {"config": "args", "policy": "model", "ref_policy": "ref_model"}
-QUIET = word_set("""
+# {argument of TRL's PPO and RLOO until 0.21: its newer name}
+RENAMED_ARGUMENTS = {"config": "args", "policy": "model", "ref_policy": "ref_model"}
+# Functions and methods that change no object, so that the translation ignores their calls.
+QUIET_CALLS = word_set("""
     print len str repr type isinstance id hasattr getattr dir sum max min any all list enumerate zip sorted range
     generate save_pretrained push_to_hub num_parameters state_dict
     print_trainable_parameters get_nb_trainable_parameters gradient_checkpointing_enable enable_input_require_grads
     apply_chat_template encode decode batch_decode convert_tokens_to_ids tokenize info debug warning error log init
     watch log_metrics set_seed PatchFastRL evaluate to_dict to_json_string asdict get_last_checkpoint iter next
     main_process_first set_verbosity
-""")  # functions and methods that do not change an object
-SAME = word_set("""
+""")
+# Functions and methods that return the object that they are called with.
+IDENTITY_CALLS = word_set("""
     to cuda cpu eval train compile for_training for_inference create_reference_model prepare_model_for_kbit_training
-""")  # functions and methods that return the object
-PARTS = word_set("parameters named_parameters modules named_modules vars")  # return parts of a model or a config
-READS = word_set("keys values items copy index count join format")  # methods of lists and dicts
-PARSES = word_set("parse_args parse_known_args parse_args_into_dataclasses parse_args_and_config")
-QUIET_ROWS = word_set("shuffle remove_columns with_format set_format to_iterable_dataset flatten_indices cast_column")
-# Arguments of load_dataset that choose no other rows than their names say.
-LOADING = word_set("path name split streaming num_proc cache_dir trust_remote_code token keep_in_memory")
-PATHS = ("pretrained_model_name_or_path", "model_name", "path")  # arguments with the path of a model
+""")
+# Functions and methods that return parts of a model or a config.
+PART_CALLS = word_set("parameters named_parameters modules named_modules vars")
+# Methods that do not change their list or dict.
+READING_METHODS = word_set("keys values items copy index count join format")
+# Methods that parse the command line of the script.
+PARSE_METHODS = word_set("parse_args parse_known_args parse_args_into_dataclasses parse_args_and_config")
+# Methods of a data set that change neither which rows it has nor what they say.
+QUIET_ROW_METHODS = word_set(
+    "shuffle remove_columns with_format set_format to_iterable_dataset flatten_indices cast_column"
+)
+# Arguments of load_dataset that the translator understands; any other one, such as revision, may choose other rows.
+LOADING_ARGUMENTS = word_set("path name split streaming num_proc cache_dir trust_remote_code token keep_in_memory")
+# Names of the argument of from_pretrained that has the path of the model.
+PATH_ARGUMENTS = ("pretrained_model_name_or_path", "model_name", "path")
+# Defaults of Unsloth's get_peft_model.
 UNSLOTH_LORA = dict(
     r=16, lora_alpha=16, lora_dropout=0, bias="none",
     target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 )  # fmt: skip
-# {class: (kind of its object, source of the object, names of positional arguments)}
-MADE = {
+# {class of another package: (kind of its object, value of the object, names of its positional arguments)}
+OTHER_CLASSES = {
     "LoraConfig": ("adapter", None, ("task_type",)),
     "BitsAndBytesConfig": ("object", "BitsAndBytesConfig", ()),
     "ArgumentParser": ("parser", None, ()),
 }
+# Conversions of Python that are computed for literals.
 CASTS = {"float": float, "int": int, "str": str, "bool": bool, "list": list}
 
 
 class TrainingStarts(Exception):
-    """The script calls trainer.train(), so its later statements do not change the run."""
+    """Ends the interpretation at the script's call of trainer.train(), as later statements cannot change the run."""
 
 
 def last_part(name: Any) -> str:
-    """Returns the last part of the name of a class or function."""
+    """Returns the last part of a dotted name, such as "GRPOTrainer" of "trl.GRPOTrainer"."""
     return str(name).rpartition(".")[2]
 
 
 def with_split(source: Any, split: Any) -> Any:
-    """Returns a data set with its split, such as owner/name@train. A slice of a split is `Unread`."""
+    """Returns the source of a data set with its split, such as owner/name@train. A slice of a split is `Unread`."""
     if isinstance(source, dict):
         return source.get(split, Unread(str(split)))
     if not is_literal(source) or "/" not in source or "@" in source or source.endswith(FILES):
         return source
-    imported_call = is_literal(split) and re.fullmatch(r"[\w.-]+", str(split))
-    return f"{source}@{split}" if imported_call else Unread(f"{source}, {split}")
+    is_split_name = is_literal(split) and re.fullmatch(r"[\w.-]+", str(split))
+    return f"{source}@{split}" if is_split_name else Unread(f"{source}, {split}")
 
 
 class ScriptRun(Interpreter):
-    """The run of a script, with the objects that reach its trainer."""
+    """Interprets a Python script of TRL, and collects the configs and trainers that it makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,11 +134,13 @@ class ScriptRun(Interpreter):
         return ScriptObject("class", trl_class.value, fields, trl_class.steps | steps, line)
 
     def entry(self, owner: Any, index: Any, node: ast.Subscript) -> Any:
+        """Returns the value of `owner[index]`, where a data set's index is the name of a split."""
         if isinstance(owner, ScriptObject) and owner.kind == "rows":
             return ScriptObject("rows", with_split(owner.value, index), {}, dict(owner.steps))
         return super().entry(owner, index, node)
 
     def call(self, node: ast.Call) -> Any:
+        """Interprets a call by what it calls: a function or class of the script, an imported name or a method."""
         owner = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
         function = self.attribute(owner, node.func) if isinstance(node.func, ast.Attribute) else self.value(node.func)
         match function:
@@ -130,12 +154,12 @@ class ScriptRun(Interpreter):
         return self.method(owner, name, self.arguments(node), node)
 
     def method(self, owner: Any, name: str, arguments: dict[str, Any], node: ast.Call) -> Any:
-        """Returns the value of a call of a method."""
+        """Returns the value of a call of a method, and records how it changes its object."""
         first = arguments.get("0")
         match owner:
             case list() if name == "append" and not self.doubt:
                 return owner.append(first)
-            case dict() | list() if name not in READS:  # such as pop or update
+            case dict() | list() if name not in READING_METHODS:  # such as pop or update
                 owner.clear()
                 unread = Unread(place_of(node))
                 return owner.append(unread) if isinstance(owner, list) else owner.update({f"**{snippet(node)}": unread})
@@ -146,34 +170,35 @@ class ScriptRun(Interpreter):
             case ScriptObject(kind="object"):  # methods of classes of the script are not followed
                 return self.changing_call(name, [owner, *arguments.values()], node)
             case ScriptObject(kind="rows"):
-                step = {} if name in QUIET_ROWS | QUIET else {name: place_of(node)}
+                step = {} if name in QUIET_ROW_METHODS | QUIET_CALLS else {name: place_of(node)}
                 return ScriptObject("rows", owner.value, {}, owner.steps | step)
         return self.unknown_call(name, [owner, *arguments.values()], node)
 
     def unknown_call(self, name: str, values: list[Any], node: ast.AST) -> Any:
-        """Returns the value of a call that is in no table: the first item among its arguments, with one more step."""
-        if name in QUIET:
+        """Interprets a call by its name alone: a quiet call, one that returns its object, or one that may change it."""
+        if name in QUIET_CALLS:
             return Unread(snippet(node))
-        if name in SAME:
+        if name in IDENTITY_CALLS:
             return next((value for value in values if isinstance(value, ScriptObject)), Unread(snippet(node)))
-        if name in PARTS and values:
+        if name in PART_CALLS and values:
             return self.part(values[0], node)
         return self.changing_call(name, values, node)
 
     def changing_call(self, name: str, values: list[Any], node: ast.AST) -> Any:
-        """Returns the value of a call that may change all items among its arguments."""
+        """Returns the first object among `values`, after recording in all of them that the call may change them."""
         items = self.record_change(values, f"{name}()", node)
         return items[0] if items else Unread(snippet(node))
 
     def imported_call(self, function: ScriptObject, node: ast.Call) -> Any:
-        """Returns the value of a call of an imported name."""
+        """Interprets a call of an imported name, such as trl.GRPOConfig(...) or AutoTokenizer.from_pretrained(...)."""
         *parents, name = function.value.split(".")
         foreign, package = bool(function.node), [*parents, name][0]
-        trl_class = next((end for end in TRAINERS if name.endswith(end) and name not in OTHERS), "")
-        trl_class = name if name in CONFIGS else trl_class
+        # A trainer such as UnslothGRPOTrainer ends with the name of TRL's trainer.
+        trl_trainer = next((end for end in TRAINERS if name.endswith(end) and name not in UNTRANSLATED_CLASSES), "")
+        trl_class = name if name in CONFIGS else trl_trainer
         if trl_class:
             item = self.create_trl_object(trl_class, node)
-            # A trainer of another package may do anything in another way than TRL's.
+            # A trainer of another package may do each thing in another way than TRL's trainer.
             if foreign or name != trl_class or (package == "open_r1" and name in TRAINERS):
                 item.steps[f"{name}()"] = place_of(node)
             return item
@@ -181,9 +206,9 @@ class ScriptRun(Interpreter):
             return Unread(snippet(node))
         if not foreign and (handler := getattr(self, f"call_{name}", None)):
             return handler(parents[-1] if parents else "", node)
-        if name in MADE and not foreign:
-            kind, value, places = MADE[name]
-            return ScriptObject(kind, value, self.arguments(node, places))
+        if name in OTHER_CLASSES and not foreign:
+            kind, value, positional_names = OTHER_CLASSES[name]
+            return ScriptObject(kind, value, self.arguments(node, positional_names))
         arguments = self.arguments(node)
         if name in CASTS and not foreign and is_literal(arguments):
             with suppress(KeyError, TypeError, ValueError):
@@ -191,16 +216,16 @@ class ScriptRun(Interpreter):
         return (self.changing_call if foreign else self.unknown_call)(name, list(arguments.values()), node)
 
     def create_trl_object(self, name: str, node: ast.Call) -> ScriptObject:
-        """Returns a config or a trainer of TRL, and records it."""
+        """Returns a config or trainer of TRL with the arguments of its call, and records it in `items`."""
         kind = (TRAINERS | CONFIGS)[name]
         arguments = self.arguments(node, POSITIONAL[kind] if name in TRAINERS else ("output_dir",))
         if name in TRAINERS:
-            arguments = {FORMER.get(key, key): value for key, value in arguments.items()}
+            arguments = {RENAMED_ARGUMENTS.get(key, key): value for key, value in arguments.items()}
         self.items.append(ScriptObject("trainer" if name in TRAINERS else "config", kind, arguments, node=node))
         return self.items[-1]
 
     def instance(self, class_item: ScriptObject, node: ast.Call) -> Any:
-        """Returns an object of a class that the script defines."""
+        """Returns the object that a call of a class of the script makes, such as a subclass of GRPOTrainer."""
         base = last_part(class_item.value)
         if base in TRAINERS | CONFIGS:
             item = self.create_trl_object(base, node)
@@ -217,33 +242,40 @@ class ScriptRun(Interpreter):
         return ScriptObject("object", f"__main__.{name}", keys)
 
     def follow_function(self, function: Any, arguments: dict[str, Any], node: ast.AST) -> Any:
-        """Follows the body of a function of the script, and returns its value."""
+        """Follows the body of a function of the script with its arguments bound, and returns its value."""
         if self.depth > 8:
             return self.changing_call(snippet(node), list(arguments.values()), node)
         positional_names = [x.arg for x in [*function.args.posonlyargs, *function.args.args]]
         keyword_names = [x.arg for x in function.args.kwonlyargs]
         defaults = [*zip(positional_names[::-1], function.args.defaults[::-1], strict=False)]
         defaults += zip(keyword_names, function.args.kw_defaults, strict=True)
-        bound = {name: Unread(name) for name in positional_names + keyword_names}
-        bound |= {name: self.value(default) for name, default in defaults if default}
-        free = [name for name in positional_names if name not in arguments]
-        bound |= {free[int(k)] if k.isdigit() and int(k) < len(free) else k: x for k, x in arguments.items()}
-        outer_names, self.names = self.names, self.names | bound
-        returned, self.returned = self.returned, []
+        parameters = {name: Unread(name) for name in positional_names + keyword_names}
+        parameters |= {name: self.value(default) for name, default in defaults if default}
+        # `Interpreter.arguments` names a positional argument by its number, as the text "0" or "1".
+        unnamed_parameters = [name for name in positional_names if name not in arguments]
+        for name, value in arguments.items():
+            is_position = name.isdigit() and int(name) < len(unnamed_parameters)
+            parameters[unnamed_parameters[int(name)] if is_position else name] = value
+        outer_names, self.names = self.names, self.names | parameters
+        outer_returned, self.returned = self.returned, []
         self.depth += 1
         self.follow(function.body)
         self.depth -= 1
-        outer_names |= {name: self.names[name] for name in self.shared & self.names.keys()}
-        results, self.returned, self.names = self.returned, returned, outer_names
+        # Variables that the function declares global keep their values after the call.
+        outer_names |= {name: self.names[name] for name in self.global_names & self.names.keys()}
+        results, self.returned, self.names = self.returned, outer_returned, outer_names
         return merged_value(results, f"{snippet(node)} has several results") if results else None
 
     def call_from_pretrained(self, parent: str, node: ast.Call) -> Any:
-        """Returns a model, tokenizer or processor. Unsloth returns a model of 4 bits by default, and its tokenizer."""
+        """Interprets from_pretrained: a `ScriptObject` of the model, tokenizer or adapter that it loads.
+
+        parent: class of the call. Unsloth's FastLanguageModel returns a model, in 4 bits by default, and its tokenizer.
+        """
         arguments = self.arguments(node, ("path",))
         if parent.startswith("Peft"):
             adapter = ScriptObject("adapter", arguments.get("1", arguments.get("model_id")))
             return self.add_adapter(arguments.get("path", arguments.get("model")), adapter, node)
-        paths = [arguments.pop(name) for name in PATHS if name in arguments]
+        paths = [arguments.pop(name) for name in PATH_ARGUMENTS if name in arguments]
         path = paths[0] if paths and not isinstance(paths[0], ScriptObject) else Unread(snippet(node))
         if "Tokenizer" in parent or "Processor" in parent:
             return ScriptObject("tokenizer", path, arguments)
@@ -256,27 +288,29 @@ class ScriptRun(Interpreter):
         return ScriptObject("model", path, arguments) if is_model else Unread(snippet(node))
 
     def call_get_peft_model(self, parent: str, node: ast.Call) -> Any:
-        """Returns a model with LoRA, from PEFT's LoraConfig or from Unsloth's arguments."""
+        """Interprets get_peft_model: the model with LoRA, from PEFT's LoraConfig or from Unsloth's arguments."""
         arguments = self.arguments(node, ("model", "peft_config"))
         model = arguments.pop("model", None)
         unsloth = ScriptObject("adapter", None, UNSLOTH_LORA | arguments)
         return self.add_adapter(model, unsloth if parent.startswith("Fast") else arguments.get("peft_config"), node)
 
     def add_adapter(self, model: Any, adapter: Any, node: ast.Call) -> Any:
+        """Returns the model with its adapter as the key peft_config; an unknown call if that cannot be followed."""
         if not isinstance(model, ScriptObject) or model.kind != "model" or self.doubt or "peft_config" in model.keys:
             return self.unknown_call("get_peft_model", [model], node)
         model.keys["peft_config"] = adapter
         return model
 
     def call_load_dataset(self, parent: str, node: ast.Call) -> Any:
-        """Returns rows by their name: owner/name:configuration@split, or the file of a format."""
+        """Interprets load_dataset: rows with their source, owner/name:configuration@split or a data file."""
         arguments = self.arguments(node, ("path", "name"))
         source, files, configuration = (arguments.get(name) for name in ("path", "data_files", "name"))
+        is_understood = arguments.keys() <= LOADING_ARGUMENTS
         # In load_dataset("json", data_files=...) "json" is the format of the file.
         if is_literal(source) and "/" not in str(source) and isinstance(files, str | dict):
             source = files
-        # Arguments such as data_dir and revision choose other rows.
-        elif not isinstance(source, str) or not is_literal([source, configuration]) or not arguments.keys() <= LOADING:
+        # A computed source is unknown, and arguments such as data_dir and revision choose other rows.
+        elif not (isinstance(source, str) and is_literal([source, configuration]) and is_understood):
             return ScriptObject("rows", Unread(snippet(node)))
         elif configuration:
             source = f"{source}:{configuration}"
@@ -285,14 +319,16 @@ class ScriptRun(Interpreter):
     call_load_from_disk = call_load_dataset
 
     def call_dict(self, parent: str, node: ast.Call) -> Any:
+        """Interprets dict(a=1); a dict of another mapping is `Unread`."""
         arguments = self.arguments(node)
         return Unread(snippet(node)) if "0" in arguments else arguments
 
     def call_field(self, parent: str, node: ast.Call) -> Any:
-        """Returns the default of a field of a dataclass."""
+        """Interprets a dataclass's field(default=...): the default."""
         return self.arguments(node).get("default", Unread(snippet(node)))
 
     def call_HfArgumentParser(self, parent: str, node: ast.Call) -> ScriptObject:
+        """Interprets a parser of command lines that fills the dataclasses of its argument."""
         classes = self.arguments(node, ("dataclass_types",)).get("dataclass_types")
         return ScriptObject("parser", classes if isinstance(classes, list) else [classes])
 
@@ -308,9 +344,9 @@ class ScriptRun(Interpreter):
             parser.keys[option.lstrip("-").replace("-", "_")] = arguments.get("default", default)
         elif name == "set_defaults":
             parser.keys |= arguments
-        if name not in PARSES:
+        if name not in PARSE_METHODS:
             return Unread(snippet(node))
-        self.notes.append(f"{place_of(node)}: an option of the command line has its default here")
+        self.notes.append(f"{place_of(node)}: an option of the command line is taken to have its default")
         if parser.value is None:
             options = ScriptObject("object", snippet(node), parser.keys)
             return [options, []] if "known" in name else options
@@ -318,6 +354,7 @@ class ScriptRun(Interpreter):
         return [Unread(snippet(node)) if entry.value else self.instance(entry, node) for entry in classes]
 
     def call_get_soft_overlong_punishment(self, parent: str, node: ast.Call) -> Any:
+        """Interprets TRL's penalty for long completions: a reward function named with its length."""
         cache = self.arguments(node, ("max_completion_len", "soft_punish_cache")).get("soft_punish_cache")
         name = f"trl.rewards.get_soft_overlong_punishment({cache})"
         return ScriptObject("function", name) if isinstance(cache, int) else cache

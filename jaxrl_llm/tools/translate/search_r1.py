@@ -1,4 +1,7 @@
-"""The rules of Search-R1's own keys. All other keys follow verl.tsv with veRL's defaults of early 2025."""
+"""Rules that translate the keys that only Search-R1 has, from search_r1.tsv, into fields of a jaxrl_llm config.
+
+All other keys of Search-R1 are translated by verl.tsv, with veRL's defaults of early 2025.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jaxrl_llm.tools.translate import family, ours, verl
+from jaxrl_llm.tools.translate import conversions, family, verl
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome
 from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
 
@@ -14,16 +17,16 @@ from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
 ROWS = verl.ROWS | read_rows("search_r1")
 FAMILY = replace(verl.FAMILY, rows=ROWS, counts_sequences=True)
 
-data_files = partial(verl.files, ours.SEARCH_R1_ROWS)
+data_files = partial(verl.files, conversions.SEARCH_R1_ROWS)
 
 
 def grouped(value: Any, keys: Keys) -> Outcome:
-    """Episodes of a prompt."""
+    """Translates `rollout.n` and `rollout.n_agent`, whose product is the episodes of a prompt, to `group_size`."""
     return Outcome("mapped", {"group_size": FAMILY.group_size(keys)}, "n x n_agent episodes of a prompt")
 
 
 def turns(value: Any, keys: Keys) -> Outcome:
-    """Searches of an episode. After the last search the policy has one more turn."""
+    """Translates Search-R1's `max_turns`, the searches of an episode, to `env`, `turns` and the limit of an episode."""
     searches, response = int(keys["max_turns"]), int(keys["data.max_response_length"])
     fields = {
         "env.most_searches": searches,
@@ -36,7 +39,7 @@ def turns(value: Any, keys: Keys) -> Outcome:
 
 
 def turn_limit(row: Row, value: Any, keys: Keys) -> Outcome:
-    """A limit of tokens, which also changes the limit of an episode."""
+    """Translates a limit of tokens of one turn, such as `data.max_obs_length`, with the limit of an episode."""
     # The limit of an episode depends on all limits, so each key sets it too.
     episode_limit = turns(value, keys).fields["rollout.max_completion_tokens"]
     fields = {row.field: int(value), "rollout.max_completion_tokens": episode_limit}
@@ -44,21 +47,23 @@ def turn_limit(row: Row, value: Any, keys: Keys) -> Outcome:
 
 
 def masking(value: Any, keys: Keys) -> Outcome:
-    """Whether the loss leaves out the texts that a search finds."""
+    """Translates Search-R1's `state_masking`, whether the loss leaves out the texts that a search returns."""
     if value:
-        reason = "also left out of the KL penalty, the critic and the advantages; there, of the policy's loss"
+        reason = "also left out of the KL penalty, the critic and the advantages; in Search-R1 only of the loss"
         return Outcome("changed", {}, reason)
-    return Outcome("unsupported", reason="what the search finds is never trained on here")
+    return Outcome("unsupported", reason="jaxrl_llm never trains on what the search finds")
 
 
 def retriever(value: Any, keys: Keys) -> Outcome:
-    """The address of the server that searches."""
+    """Translates Search-R1's `retriever.url`, the address of the search server, to `env.url`."""
     return Outcome("mapped", {"env.url": str(value), "env.corpus": ""})
 
 
 def exact_match(value: Any, keys: Keys) -> Outcome:
-    """The reward of Search-R1, which no key of it can change."""
-    return Outcome("mapped", ours.reward_fields((ours.SEARCH,)), "exact match of the answer, as there")
+    """Sets the reward of Search-R1, exact match of the answer, which none of its keys can change."""
+    return Outcome(
+        "mapped", conversions.reward_fields((conversions.SEARCH,)), "exact match of the answer, as in Search-R1"
+    )
 
 
 SEARCH_R1 = trainer_table(

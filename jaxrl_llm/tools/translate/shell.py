@@ -1,8 +1,10 @@
-"""Follows a shell script without running it: its variables, blocks and functions.
+"""Finds the training command of a shell script, with the values of its variables, without running the script.
 
-The script gets no arguments, and no variables from its environment. A value that the script does not say stays as it is
-written, with its $. If a condition is not known, the commands of all branches count, and a variable that the branches
-leave different is not known afterwards.
+Published recipes of veRL, EasyR1, Search-R1 and TRL are shell scripts: variables, branches, loops and functions decide
+the hyperparameters that the training command gets. So the translator interprets the script, and collects its commands
+with expanded words; readers.py makes keys of them. The script gets no arguments, and no variables from its environment.
+An unknown value keeps its text, with its $. If a condition is unknown, the commands of all branches count, and a
+variable whose value depends on the branch is unknown afterwards.
 """
 
 from __future__ import annotations
@@ -20,37 +22,43 @@ from jaxrl_llm.tools.translate.shell_grammar import Chain, Compound, Function, I
 from jaxrl_llm.tools.translate.shell_values import ShellVariables, joined
 from jaxrl_llm.tools.translate.shell_words import Heredoc, Lexer, Part, Word
 
+# Commands that declare variables.
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
-READERS = ("read", "mapfile", "readarray", "printf", "let")  # commands that set variables
+# Commands that set variables to values that the translator does not compute.
+VARIABLE_SETTERS = ("read", "mapfile", "readarray", "printf", "let")
+# A command that runs a text as a script, such as bash -c "…".
 NESTED_SHELL = re.compile(r"eval |(?:.* )?(?:\S*/)?(?:ba|z)?sh -[a-z]*c ", re.DOTALL)
-DEPTH, STEPS = 16, 20_000  # calls of functions inside each other, commands of all
+MAX_DEPTH = 16  # functions that call each other
+MAX_COMMANDS = 20_000  # commands of a script with all rounds of its loops
 
 
 class Jump(Exception):
-    """The script runs exit, return, break or continue, which is the text of the exception.
+    """Raised where the script runs exit, return, break or continue, which is the text of the exception.
 
-    It ends the loop, the function, the subshell or the branch in doubt that it is in, or else the script.
+    The exception ends the loop, the function, the subshell or the branch in doubt that it is in, or else the script.
     """
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command with its expanded words. place: position of its first word in the script."""
+    """A command of the script with its expanded words. place: position of its first word in the script."""
 
     values: tuple[Value, ...]
     place: int
 
     @property
     def words(self) -> list[str]:
+        """Texts of the expanded words."""
         return [value.text for value in self.values]
 
     @property
     def places(self) -> frozenset[int]:
+        """Positions of the words of the script that the command is made from."""
         return joined(self.values).places
 
 
 def follow(text: str) -> ShellRun:
-    """Follows a script. Raises: UserError, if it cannot be parsed."""
+    """Interprets a shell script, and returns its commands and files. Raises: UserError, if it cannot be parsed."""
     # A \r in a file from Windows would be a part of the last word of each line.
     parser = ShellParser(text.replace("\r\n", "\n"))
     run = ShellRun(lexer=parser.lexer)
@@ -62,7 +70,11 @@ def follow(text: str) -> ShellRun:
 
 @dataclass(kw_only=True)
 class ShellRun(ShellVariables):
-    """A script that is followed. files: {name: text} that it writes by heredocs; notes: files that it sources."""
+    """Interprets the nodes of a shell script, and collects what the translation needs.
+
+    commands: all commands that may run; files: {name: text} of files that the script writes by heredocs; notes: files
+    that it sources; steps: number of commands so far.
+    """
 
     lexer: Lexer
     functions: dict[str, tuple[Node, ...]] = field(default_factory=dict)
@@ -74,19 +86,21 @@ class ShellRun(ShellVariables):
     depth: int = 0
     steps: int = 0
 
-    # Blocks. Each method returns whether the block succeeds; None if that is not known.
+    # Methods for blocks. Each returns the status: whether the block succeeds; None if the status is unknown.
 
     def block(self, nodes: Iterable[Node]) -> bool | None:
+        """Follows commands one after the other. Returns the status of the last one."""
         status: bool | None = True
         for node in nodes:
             status = self.node(node)
         return status
 
     def node(self, node: Node) -> bool | None:
+        """Follows one command, block or function definition. Raises: UserError, if the script runs too many."""
         self.steps += 1
-        # Loops in loops multiply their rounds, so the depth alone bounds nothing.
-        if self.steps > STEPS:
-            raise UserError(f"it does not end within {STEPS} commands: give a script that starts a training")
+        # Loops in loops multiply their rounds, so the number of commands needs a limit.
+        if self.steps > MAX_COMMANDS:
+            raise UserError(f"it does not end within {MAX_COMMANDS} commands: name a script that starts a training")
         match node:
             case Simple():
                 return self.simple(node)
@@ -103,6 +117,7 @@ class ShellRun(ShellVariables):
                 return self.group(node)
 
     def group(self, node: Compound) -> bool | None:
+        """Follows { … } or ( … ). A subshell ( … ) does not change the variables of the script."""
         if not node.is_subshell:
             status = self.block(node.body)
             return shell_test.negated(status) if node.is_negated else status
@@ -113,10 +128,11 @@ class ShellRun(ShellVariables):
         return status
 
     def chain(self, node: Chain) -> bool | None:
+        """Follows commands that are joined by && and ||."""
         (_, first), *links = node.links
         status = self.node(first)
         for sign, following in links:
-            # Whether `a || b` runs b depends on a, which is not known. After `a && b` a script means b to run.
+            # If the status of a is unknown, `a || b` may run b, and `a && b` counts as running b.
             if status is None and sign == "||":
                 self.in_doubt([(following,), ()])
             elif status is None or status == (sign == "&&"):
@@ -124,6 +140,7 @@ class ShellRun(ShellVariables):
         return status
 
     def branches(self, branches: Sequence[tuple[tuple[Node, ...], tuple[Node, ...]]]) -> bool | None:
+        """Follows the branch of an `if` or `case` whose condition holds; all branches if a condition is unknown."""
         for i, (condition, body) in enumerate(branches):
             status = self.block(condition)
             if status:
@@ -135,26 +152,32 @@ class ShellRun(ShellVariables):
         return True
 
     def in_doubt(self, bodies: Sequence[tuple[Node, ...]]) -> None:
-        """Follows blocks of which one or none runs. What they leave different is not known afterwards."""
-        # Each branch begins with the variables before all of them, as only one of them runs.
-        variables_before, ends = self.variables, list[dict[str, list[Value]]]()
+        """Follows blocks of which only one runs, but it is unknown which one: the branches of an unknown condition.
+
+        bodies: commands of each block; () if possibly no block runs. A variable is unknown afterwards if its value
+        depends on the block.
+        """
+        # Each branch begins with the variables before all branches, because only one branch runs.
+        variables_before = self.variables
+        variables_after: list[dict[str, list[Value]]] = []  # variables at the end of each branch
         for body in bodies:
             self.variables = dict(variables_before)
-            # An `exit` in a branch that may not run does not end the script here.
+            # An `exit` in a branch that may not run ends the branch alone, and not the script.
             with suppress(Jump):
                 self.block(body)
-            ends.append(self.variables)
+            variables_after.append(self.variables)
         self.variables = dict(variables_before)
-        for name in sorted({name for variables in ends for name in variables}):
-            several = [variables.get(name, []) for variables in ends]
-            # The first elements that the array has after each branch are known, and all later ones are not.
-            alike = [len({value.text for value in values}) == 1 for values in zip(*several, strict=False)]
-            shared = [*alike, False].index(False)
-            is_same = all(len(end_values) == shared for end_values in several)
-            doubt = [Value(f"${{{name}: a branch decides}}")]
-            self.variables[name] = [*several[0][:shared], *([] if is_same else doubt)]
+        for name in sorted({name for variables in variables_after for name in variables}):
+            arrays = [variables.get(name, []) for variables in variables_after]
+            # The first elements that the array has after each branch are known, and all later elements are unknown.
+            equal_elements = [len({value.text for value in values}) == 1 for values in zip(*arrays, strict=False)]
+            shared_count = [*equal_elements, False].index(False)
+            is_same = all(len(array) == shared_count for array in arrays)
+            unknown = [Value(f"${{{name}: a branch decides}}")]
+            self.variables[name] = [*arrays[0][:shared_count], *([] if is_same else unknown)]
 
     def loop(self, node: Loop) -> bool | None:
+        """Follows a `for` loop once for each word, and twice the body of a `while` loop, whose rounds are unknown."""
         if node.name:
             # All words are expanded before the first round, as bash does.
             for value in [value for word in node.words for value in self.fields(word)]:
@@ -167,14 +190,15 @@ class ShellRun(ShellVariables):
                     if str(jump) != "continue":
                         raise
         elif self.block(node.condition) is not False:
-            # The second round begins with what the first one may have changed.
-            self.in_doubt([node.body, ()])
-            self.in_doubt([node.body, ()])
+            # The body is followed twice, because a second round sees variables that the first round has made unknown.
+            for _ in range(2):
+                self.in_doubt([node.body, ()])
         return None
 
-    # Commands
+    # Methods for single commands.
 
     def simple(self, node: Simple) -> bool | None:
+        """Follows a command with its words: a test, a declaration of variables, or a program that is recorded."""
         # NAME=value before a command is set for this command alone, and without a command for the script.
         words = list(dropwhile(lambda word: word.assignment, node.words))
         if not words:
@@ -191,6 +215,7 @@ class ShellRun(ShellVariables):
         return self.command(Command(values, words[0].position), node) if values else True
 
     def declare(self, words: Sequence[Word], *, is_local: bool = False) -> bool:
+        """Sets the variables of words name=value. is_local: they belong to the function that is followed."""
         for word in words:
             if is_local:
                 self.local_names.add(word.assignment[1] if word.assignment else word.plain)
@@ -198,10 +223,14 @@ class ShellRun(ShellVariables):
         return True
 
     def command(self, command: Command, node: Simple) -> bool | None:
+        """Follows the builtins of the shell and functions of the script, and records any other command.
+
+        Returns the status; None if it is unknown, as for each program, because no program is run.
+        """
         name, *rest = command.words
         if name in ("true", ":", "false"):
             return name != "false"
-        # `exit 1` does not end the script here, because it stands where arguments are wrong.
+        # `exit 1` does not end the script, because it mostly stands in a check of arguments, which are not known.
         if name in ("return", "break", "continue") or (name == "exit" and rest[:1] in ([], ["0"])):
             raise Jump(name)
         if name == "set" and "--" in rest:
@@ -212,21 +241,20 @@ class ShellRun(ShellVariables):
             return False  # without options its loop does not begin
         if name == "unset":
             self.variables = {key: value for key, value in self.variables.items() if key not in rest}
-        if name in READERS:
+        if name in VARIABLE_SETTERS:
             self.forget(key for text in rest for key in re.findall(r"^[A-Za-z_]\w*", text))
-        if name in self.functions and self.depth < DEPTH:
+        if name in self.functions and self.depth < MAX_DEPTH:
             return self.call(self.functions[name], list(command.values[1:]))
         if name in ("source", "."):
-            self.notes.append(f"{' '.join(command.words)}: the file is not read, and may set variables")
+            self.notes.append(f"{' '.join(command.words)}: this file is not read, but it may set variables")
         if NESTED_SHELL.match(" ".join(command.words)):
             return None  # The text is a script of its own, which is not followed, so its keys belong to no command.
         if name == "cat" and node.heredoc and node.target:
-            # A double quotation mark has no meaning in a heredoc.
+            # The text is a file that the script writes. A double quotation mark has no meaning in a heredoc.
             text = re.sub(r'(\\?)"', r'\1\1\\"', node.heredoc.text)
             expanded = self.text_of(text, Part("text", text, is_quoted=True)).text
             self.files[self.text(node.target).text] = node.heredoc.text if node.heredoc.is_literal else expanded
             self.file_heredocs.append(node.heredoc)
-        # Its status is not known, because no command is run.
         self.commands.append(command)
         return None
 

@@ -1,4 +1,7 @@
-"""Commands and blocks of a shell script, as far as scripts that start a training use them."""
+"""Parses a shell script into a tree of commands and blocks, as far as scripts that start a training use them.
+
+`jaxrl translate` needs the tree to find the training command of a recipe of another trainer: shell.py interprets it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ CLOSING = ("then", "do", "done", "fi", "esac", "else", "elif", "}")
 
 @dataclass(frozen=True)
 class Simple:
-    """A command. heredoc: lines that it reads; target: file that it writes; both None if it has none."""
+    """A command of one program. heredoc: lines that it reads, or None; target: file that it writes, or None."""
 
     words: tuple[Word, ...]
     heredoc: Heredoc | None = None
@@ -65,7 +68,7 @@ Node: TypeAlias = Simple | Chain | If | Loop | Function | Compound
 
 
 class ShellParser:
-    """Makes nodes of the tokens of a script."""
+    """Parses the tokens of a shell script into nodes. index: position of the next token."""
 
     def __init__(self, text: str):
         self.lexer = Lexer(text)
@@ -91,30 +94,35 @@ class ShellParser:
         return token.plain if isinstance(token, Word) else ""
 
     def take(self) -> Token:
+        """Returns the next token, and moves behind it."""
         self.index += 1
         return self.tokens[self.index - 1] if self.index <= len(self.tokens) else ""
 
     def take_word(self) -> Word:
+        """Returns the next token, which must be a word, and moves behind it."""
         token = self.take()
         return token if isinstance(token, Word) else self.refuse("a word is missing")
 
     def skip(self, *operators: str) -> None:
+        """Moves behind operators such as line breaks."""
         while self.peek() in operators:
             self.index += 1
 
     def expect(self, name: str) -> None:
+        """Moves behind the keyword or operator `name`, which must be next."""
         if name not in (self.keyword(), self.peek()):
             self.refuse(f"{name!r} is missing")
         self.index += 1
 
     def refuse(self, problem: str) -> NoReturn:
+        """Raises a UserError with the line of the script that cannot be parsed."""
         words = [token.position for token in self.tokens[: self.index + 1] if isinstance(token, Word)]
         self.lexer.refuse(problem, words[-1] if words else 0)
 
     # Blocks
 
     def block(self) -> tuple[Node, ...]:
-        """Reads commands up to a keyword or an operator that ends a block."""
+        """Parses commands up to a keyword or an operator that ends a block."""
         nodes: list[Node] = []
         while True:
             self.skip(";", "\n", "&")
@@ -123,12 +131,13 @@ class ShellParser:
             nodes.append(self.chain())
 
     def body(self, end: str) -> tuple[Node, ...]:
-        """Reads commands up to the keyword that ends them, and this keyword."""
+        """Parses commands up to the keyword that ends them, and this keyword."""
         nodes = self.block()
         self.expect(end)
         return nodes
 
     def chain(self) -> Node:
+        """Parses pipelines that are joined by && and ||. A chain before & is a process of its own."""
         links = [("&&", self.pipeline())]
         while (sign := self.peek()) in ("&&", "||"):
             self.index += 1
@@ -138,6 +147,7 @@ class ShellParser:
         return Compound((node,), is_subshell=True) if self.peek() == "&" else node
 
     def pipeline(self) -> Node:
+        """Parses commands that are joined by |."""
         members = [self.command()]
         while self.peek() in ("|", "|&"):
             self.index += 1
@@ -148,6 +158,7 @@ class ShellParser:
         return Compound(processes) if members[1:] else members[0]
 
     def command(self) -> Node:
+        """Parses one command: a block such as `if`, the definition of a function, or a simple command."""
         name = self.keyword()
         if self.peek() == "(":
             self.index += 1
@@ -172,12 +183,14 @@ class ShellParser:
         return self.simple()
 
     def function(self) -> Node:
+        """Parses the definition of a function."""
         self.index += self.keyword() == "function"
         name = self.take_word().plain
         self.skip("(", ")", "\n")
         return Function(name, (self.command(),))
 
     def conditional(self) -> Node:
+        """Parses if … then … elif … else … fi."""
         branches = []
         while self.keyword() in ("if", "elif"):
             self.index += 1
@@ -190,13 +203,14 @@ class ShellParser:
         return If(tuple(branches))
 
     def loop(self) -> Node:
+        """Parses for, while and until."""
         kind = self.take_word().plain
         name, words, condition = "", [], ()
         if kind != "for":
             condition = (Compound(self.block(), is_negated=kind == "until"),)
         else:
             variable = self.take_word()
-            # for ((…)) has no variable, and its rounds are not counted here.
+            # for ((…)) has no variable, and its number of rounds is not computed.
             name, condition = variable.plain, (Simple((variable,)),)
             self.skip("\n")
             if self.keyword() == "in":
@@ -210,7 +224,7 @@ class ShellParser:
         return Loop(self.body("done"), name, tuple(words), condition)
 
     def case(self) -> Node:
-        """Reads `case subject in pattern) block;; esac`, which is `if [[ subject == pattern ]]; then block; fi`."""
+        """Parses `case subject in pattern) block;; esac` as `if [[ subject == pattern ]]; then block; fi`."""
         self.index += 1
         subject, branches = self.take_word(), []
         test, equals = (Word((Part("text", sign),), subject.position) for sign in ("[[", "=="))
@@ -233,7 +247,7 @@ class ShellParser:
             branches.append(((Chain(links),), self.block()))
 
     def test(self) -> Node:
-        """Reads [[ … ]]. A test with operators inside keeps no words, because its status is not known here."""
+        """Parses [[ … ]]. A test with operators such as && keeps no words, because its status is not computed."""
         tokens = [self.take()]
         while not (isinstance(tokens[-1], Word) and tokens[-1].plain == "]]"):
             if self.index >= len(self.tokens):
@@ -243,6 +257,7 @@ class ShellParser:
         return Simple(tuple(words if len(words) == len(tokens) else words[:1]))
 
     def simple(self) -> Node:
+        """Parses the words, heredocs and redirections of a simple command."""
         words: list[Word] = []
         heredoc, target, start = None, None, self.index
         while isinstance(token := self.peek(), Word | Heredoc | Redirection):

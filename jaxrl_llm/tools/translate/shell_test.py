@@ -1,4 +1,7 @@
-"""Status of [ … ] and [[ … ]]; None if it is not known: a text that is not known has a $."""
+"""Computes the status of the tests [ … ] and [[ … ]] of a shell script, which decide what shell.py follows.
+
+The status is None if it is unknown. A text with a $ in it is unknown, because the script does not say the variable.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import operator
 import re
 from fnmatch import fnmatchcase
 
+# {operator of a test: comparison of two numbers, or of two texts}
 COMPARISONS = {"=": operator.eq, "==": operator.eq, "-eq": operator.eq, "!=": operator.ne, "-ne": operator.ne}
 COMPARISONS |= {"-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge}
 
@@ -26,15 +30,16 @@ def status(words: list[str]) -> bool | None:
     return None
 
 
-def negated(known_status: bool | None) -> bool | None:
-    return None if known_status is None else not known_status
+def negated(status: bool | None) -> bool | None:
+    """Returns the opposite of a status; None if the status is unknown."""
+    return None if status is None else not status
 
 
 def compared(first: str, sign: str, second: str, *, is_pattern: bool = False) -> bool | None:
     """Returns whether a comparison holds. is_pattern: the second side is a pattern with * and ?."""
     compare = COMPARISONS.get(sign)
     is_equal = compare is operator.eq
-    # A comparison with the empty text asks whether a variable is set, which is known of one that the script never sets.
+    # A comparison with the empty text asks whether a variable is set. A variable that the script never sets is unset.
     if compare in (operator.eq, operator.ne) and "" in (first, second) and "$" in first + second:
         known_status = is_set(first or second)
         return negated(known_status) if is_equal else known_status
@@ -48,7 +53,7 @@ def compared(first: str, sign: str, second: str, *, is_pattern: bool = False) ->
 
 
 def is_set(text: str) -> bool | None:
-    """Whether a text is not empty. A variable that the script does not set is empty, as in an empty environment."""
+    """Whether a text is not empty; None if unknown. A variable that the script never sets counts as empty."""
     if re.fullmatch(r"\$(\w+|\{\w+\})", text):
         return False
     return None if "$" in text else bool(text)

@@ -1,4 +1,7 @@
-"""Variables of a shell script, and the texts that its words become. What is not known here stays as it is written."""
+"""Expands the words of a shell script with the values of its variables, so that hyperparameters become numbers.
+
+shell.py calls it for each command of a recipe of another trainer. An unknown variable stays as $name in the text.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from jaxrl_llm.tools.translate.shell_words import Lexer, Part, Word
 
 # $name, ${name[index]} and ${name:-default}; ${name:=default} also sets the variable.
 PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|@)(?:\[(\d+|@)\])?(?:(:?[-=])(.*))?", re.DOTALL)
+# A brace expansion {a,b} or {1..3}, which is not computed.
 BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
-LONGEST = 100_000  # characters of a variable, of which each element of an array counts ten more
-# The shell has whole numbers, and rounds a division towards zero.
+MAX_LENGTH = 100_000  # characters of a variable; an element of an array counts ten more
+# Arithmetic of $((…)): the shell has whole numbers, and rounds a division towards zero.
 SHELL_OPERATORS = OPERATORS | {
     ast.Div: lambda dividend, divisor: math.trunc(dividend / divisor),
     ast.Mod: lambda dividend, divisor: int(math.fmod(dividend, divisor)),
@@ -25,7 +29,10 @@ SHELL_OPERATORS = OPERATORS | {
 
 @dataclass
 class ShellVariables:
-    """Variables of a script. A variable is a list of its elements, one if it is no array. "@" has the arguments."""
+    """Variables of a shell script as {name: elements}; a variable that is no array has one element.
+
+    The variable "@" has the arguments of the script, or of the function that is followed.
+    """
 
     variables: dict[str, list[Value]] = field(
         default_factory=lambda: {"HOME": [Value("~")], "PWD": [Value(".")], "@": []}
@@ -46,11 +53,11 @@ class ShellVariables:
             text = self.text(word)
             first = joined([*held_values[:1], Value(text.text[match.end() :], text.places)], "")
             self.variables[name] = [first, *held_values[1:]]
-        if sum(len(value.text) + 10 for value in self.variables[name]) > LONGEST:
-            raise UserError(f"{name} grows without an end: give a script that starts a training")
+        if sum(len(value.text) + 10 for value in self.variables[name]) > MAX_LENGTH:
+            raise UserError(f"{name} grows without an end: name a script that starts a training")
 
     def forget(self, names: Iterable[str]) -> None:
-        """Makes variables unknown."""
+        """Makes variables unknown, such as those that `read` sets."""
         self.variables |= {name: [Value(f"${{{name}: it is not read}}")] for name in names}
 
     def text(self, word: Word) -> Value:
@@ -60,7 +67,7 @@ class ShellVariables:
         )
 
     def fields(self, word: Word) -> list[Value]:
-        """Returns the words that a word becomes. An array or an unquoted variable may become several words or none."""
+        """Returns the fields that a word becomes. An array or an unquoted variable may become several or none."""
         outside_quotes = [part.text if part.kind == "text" and not part.is_quoted else "x" for part in word.parts]
         if BRACES.search("".join(outside_quotes)):
             # "$(" marks a text that is not known.
@@ -83,6 +90,7 @@ class ShellVariables:
         return [*finished, unfinished] if is_begun else finished
 
     def expanded(self, part: Part) -> list[Value]:
+        """Returns the values that a part of a word becomes: a text, a variable, a printed text or a number."""
         if part.kind == "text":
             return [Value(part.text)]
         if part.kind == "arithmetic":
@@ -123,12 +131,12 @@ class ShellVariables:
         return [value]
 
     def text_of(self, text: str, part: Part) -> Value:
-        """Expands a text inside the marks of a part."""
+        """Expands a text inside the marks of a part, such as the default in ${name:-default}."""
         parts = Lexer(text).parts("", is_quoted=part.is_quoted)
         return joined([joined(self.expanded(inner)) for inner in parts], "")
 
     def computed(self, text: str) -> Value:
-        """Returns the result of an arithmetic expression."""
+        """Returns the result of an arithmetic expression $((…)); the expression itself if a variable is unknown."""
         # A result is from all places that its variables are from, and their words belong to its command.
         names = {name: held[0] for name, held in self.variables.items() if len(held) == 1}
         used_values = joined([value for name, value in names.items() if re.search(rf"\b{re.escape(name)}\b", text)])
@@ -142,6 +150,7 @@ class ShellVariables:
 
 
 def joined(values: Iterable[Value], separator: str = " ") -> Value:
+    """Joins values to one value, which is made from the words of all of them."""
     values = list(values)
     places = frozenset[int]().union(*(value.places for value in values))
     return Value(separator.join(value.text for value in values), places)

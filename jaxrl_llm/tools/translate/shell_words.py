@@ -1,4 +1,7 @@
-"""Splits a shell script into words, operators and heredocs."""
+"""Splits a shell script into words, operators and heredocs, which shell_grammar.py parses.
+
+A first step to the training command of a recipe of another trainer, whose keys `jaxrl translate` translates.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,18 @@ from typing import NoReturn, TypeAlias
 
 from jaxrl_llm.errors import UserError
 
+# Characters that end a word outside quotation marks.
 BREAKS = " \t\n;&|<>()"
+# Blanks, continued lines and comments between words.
 BLANKS = re.compile(r"(?:[ \t]|\\\n|#[^\n]*)*")
 OPERATOR = re.compile(r"&&|\|\||;;&|;;|;&|\|&|[;&|()\n]")
 REDIRECTION = re.compile(r"\d*(&>>|&>|<<<|<<-|<<|<&|<>|<|>>|>\||>&|>)(?!\()")
+# name=, name[index]= and name+= at the beginning of a word.
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=")
 # Arithmetic has at most two levels of parentheses inside its own.
 ARITHMETIC = re.compile(r"\(\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\)")
 EXPANSION = r"`(?P<command>(?:\\.|[^`\\])*)`|\$(?P<parameter>\d|\w+|[@*#?$!-])|\\\n"  # $10 is $1 and a 0
+# The next part of a word outside quotation marks, and of a text between double quotation marks.
 PIECE = re.compile(
     rf"{EXPANSION}|\\(?P<escaped>.)|\$?'(?P<single>[^']*)'|(?P<text>[^{BREAKS}}}'\"`$\\]+|[^'`\\])", re.DOTALL
 )
@@ -85,7 +92,7 @@ def _unquoted(parts: tuple[Part, ...]) -> tuple[Part, ...]:
 
 @dataclass
 class Lexer:
-    """Reads a script once, from its beginning to its end. words: all words of the script so far, in their order."""
+    """Reads the text of a script from its beginning to its end. words: all words that were read, in their order."""
 
     text: str
     position: int = 0
@@ -118,6 +125,7 @@ class Lexer:
         return tokens
 
     def word(self) -> Word:
+        """Reads a word, which may be an array name=(…)."""
         start, parts = self.position, []
         if self.text.startswith(("<(", ">("), start):
             parts.append(Part("command", self.nested()))
@@ -174,6 +182,7 @@ class Lexer:
         return text
 
     def heredoc(self, sign: str) -> Heredoc:
+        """Reads the mark of a heredoc, whose lines begin after this line. sign: << or <<-."""
         self.read(BLANKS)
         parts = self.parts(BREAKS)
         mark, is_literal = "".join(part.text for part in parts), any(part.is_quoted for part in parts)
@@ -190,18 +199,21 @@ class Lexer:
             self.position = min(match.end() + 1, len(self.text)) if match else len(self.text)
 
     def read(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Passes over a match that begins here, if one does."""
+        """Moves behind a match of the pattern at the current position, and returns it; None if it does not match."""
         if match := pattern.match(self.text, self.position):
             self.position = match.end()
         return match
 
     def close(self, mark: str, start: int) -> None:
+        """Moves behind a closing mark. Raises: UserError, if it is missing."""
         if not self.text.startswith(mark, self.position):
             self.refuse(f"a quotation or expansion has no {mark}", start)
         self.position += len(mark)
 
     def line(self, position: int) -> int:
+        """Returns the number of the line that has a position of the text."""
         return self.text.count("\n", 0, position) + 1
 
     def refuse(self, problem: str, position: int) -> NoReturn:
-        raise UserError(f"line {self.line(position)}: {problem}: give a shell script that bash can run")
+        """Raises a UserError with the line of the script that bash could not read either."""
+        raise UserError(f"line {self.line(position)}: {problem}: name a shell script that bash can run")

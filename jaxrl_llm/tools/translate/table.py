@@ -1,8 +1,10 @@
-"""Reads the table of a trainer: a file of tab-separated values beside this one, with a row for each key.
+"""Reads the translation table of a trainer, such as verl.tsv: tab-separated values, with a row for each key.
 
-key: its name, or several with blanks between them, or a pattern with *. Exact names come first, then patterns in the
-    order of the file.
-fields: fields of our config that the key decides, the most important one first.
+The columns of such a file are:
+
+key: name of a key of the trainer, or several with blanks between them, or a pattern with *. Exact names come first,
+    then patterns in the order of the file.
+fields: fields of a jaxrl_llm config that the key decides, the most important one first.
 rule: effect of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make it the fields, with the same
     meaning; `count` does so if it is above 0. `idle` has no effect on the numbers of a run, whatever its value is.
     `off` has no counterpart, and needs none with None, False and the values after it; `only` needs none with the values
@@ -13,8 +15,8 @@ rule: effect of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make i
     `if NAME` after all of these: the key has an effect only with that condition.
 default: the trainer's default, as YAML; empty if the key has none, or needs none because it changes no field.
 was: default of the older versions, if another one.
-versions: "0.3-" since version 0.3, "-0.2" until version 0.2. The second kind proves that a file is for the older
-    versions.
+versions: "0.3-" for a key since version 0.3, "-0.2" for a key until version 0.2. A file with a key of the second kind
+    is for the older versions.
 why: difference, or reason why no field has this effect; a word in capitals is a sentence of the module.
 """
 
@@ -30,6 +32,7 @@ from typing import Any
 from jaxrl_llm.tools.translate.documents import parse_scalar
 from jaxrl_llm.tools.translate.outcome import Conditional, Keys, NoEffect, Outcome, Rule, TrainerTable, Version
 
+# {rule in a table: conversion of the value into the value of the fields}
 CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "int": int,
     "count": int,
@@ -43,7 +46,7 @@ CONVERTERS: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table."""
+    """A row of a translation table, with the texts of its columns (see the top of this file)."""
 
     key: str
     fields: str
@@ -60,20 +63,22 @@ class Row:
 
     @property
     def name(self) -> str:
+        """The last part of the key."""
         return self.key.rpartition(".")[2]
 
     @property
     def field(self) -> str:
-        """The first field that the key decides."""
+        """The first field of jaxrl_llm's config that the key decides."""
         return self.fields.split(" ")[0]
 
     @property
-    def our_section(self) -> str:
+    def field_section(self) -> str:
+        """The section of jaxrl_llm's config that has the first field, such as "optim"; "" if it has none."""
         return self.field.rpartition(".")[0]
 
 
 def read_rows(name: str) -> dict[str, Row]:
-    """Returns the rows of a table by their keys."""
+    """Returns {key: row} of the file `name`.tsv. A row with several keys is returned for each of them."""
     lines = (Path(__file__).parent / f"{name}.tsv").read_text(encoding="utf-8").splitlines()[1:]
     rows = [Row(*line.split("\t")) for line in lines if line and not line.startswith("#")]
     return {key: replace(row, key=key) for row in rows for key in row.key.split(" ")}
@@ -88,7 +93,7 @@ def trainer_table(
     *,
     as_of: float = 0.0,
 ) -> TrainerTable:
-    """Returns the table of a trainer, with the rules that its rows name.
+    """Makes the translation table of a trainer from its rows, with the rules that they name.
 
     module: {name: function or sentence} that rows may name, with CONDITIONS as {name: (applies, reason if not)}. OLDER,
     if present, is the name and the last number of the versions to which the column `was` belongs.
@@ -102,9 +107,9 @@ def trainer_table(
     since = {key: float(row.versions[:-1]) for key, row in rows.items() if row.versions.endswith("-")}
     older = Version(
         name_of_older,
-        proofs=tuple(key for key, row in rows.items() if row.versions.startswith("-")),
+        only_keys=tuple(key for key, row in rows.items() if row.versions.startswith("-")),
         defaults={key: parse_scalar(row.was) for key, row in current.items() if row.was},
-        newer=tuple(key for key, first in since.items() if first > last),
+        later_keys=tuple(key for key, first in since.items() if first > last),
     )
     defaults = {key: parse_scalar(row.default) for key, row in current.items() if row.default}
     return TrainerTable(
@@ -116,12 +121,13 @@ def trainer_table(
         decides={key: tuple(row.fields.split()) for key, row in current.items()},
         renamed={key: words[0] for key, words in former.items()},
         respelled={key: dict(word.split("=") for word in words[1:]) for key, words in former.items()},
-        older=(older,) if older.proofs and not as_of else (),
+        older=(older,) if older.only_keys and not as_of else (),
         absent=tuple(key for key, first in since.items() if first > as_of > 0),
     )
 
 
 def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
+    """Returns the rule of a row: a function that makes the outcome of a value. module: as in `trainer_table`."""
     text, _, condition = row.rule.partition(" if ")
     word, *arguments = text.split(" ")
     if row.why.isupper() and row.why in module:
@@ -145,14 +151,14 @@ def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
 
 
 def _same_meaning(row: Row, word: str, value: Any, keys: Keys) -> Outcome:
-    """The rule of a key whose value becomes the value of its fields."""
+    """Translates a key whose value has the same meaning in jaxrl_llm. word: key of CONVERTERS."""
     if (value is None and row.default in ("", "null")) or (word == "count" and not (value and value > 0)):
         return Outcome("no effect", reason="not set")
     return Outcome("mapped", dict.fromkeys(row.fields.split(), CONVERTERS[word](value)), row.why)
 
 
 def _no_counterpart(row: Row, word: str, neutral: list[Any], value: Any, keys: Keys) -> Outcome:
-    """The rule of a key that has no counterpart. Its fields are unknown, except for neutral values."""
+    """Translates a key without a counterpart in jaxrl_llm. Its fields are unknown unless its value is in `neutral`."""
     if value in neutral:
         return Outcome("mapped") if word == "only" else Outcome("no effect", reason="not in use")
     kind = "changed" if word == "differs" else "unsupported"

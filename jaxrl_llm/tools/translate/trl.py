@@ -1,8 +1,10 @@
-"""The five trainers of TRL 1.16 (PPO: trl.experimental 0.29), with older keys and those of alignment-handbook.
+"""Builds the tables that translate configs of TRL's five trainers: GRPO, RLOO, PPO, DPO and SimPO.
 
-trl.tsv has the keys that they share, of ModelConfig and ScriptArguments too, with the arguments of a trainer and what a
-script does to its objects. trl_grpo.tsv and the others have the keys of a trainer; there `was` is a sentence: a default
-of the newest version that no key of the file proves may be another one. trl_versions.tsv has the older versions.
+The keys are those of TRL 1.16 (PPO: trl.experimental 0.29), with older keys and keys of alignment-handbook. trl.tsv has
+the keys that the trainers share, also of ModelConfig and ScriptArguments, with the arguments of a trainer and what a
+script does to its objects. trl_grpo.tsv, trl_dpo.tsv and so on have the keys of one trainer. In these files the column
+`was` is a sentence: it warns of a default that older versions of TRL had otherwise. trl_versions.tsv has the defaults
+of older versions.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from jaxrl_llm.tools.translate.documents import parse_scalar
 from jaxrl_llm.tools.translate.outcome import Conditional, Keys, Outcome, Rule, TrainerTable, Version
 from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
 
-# Sentences that the tables name by these constants.
-ADAMW = "AdamW is the one optimizer here"
+# Reasons that rows of the tables name by these constants.
+ADAMW = "AdamW is the one optimizer of jaxrl_llm"
 STOPS = "stop tokens are the model's: generation_config.json"
 ONE_ADAPTER = "one adapter, and its base is the reference"
 NO_ARGUMENT = "the loss has no such argument"
 
+# {name in the tables: (whether a key has an effect, reason if it has none)}, for rows with `if NAME`.
 CONDITIONS = {
     "by_steps": (lambda keys: not counts.counts_rollouts(keys), "total_episodes decides"),
     "by_epochs": (lambda keys: not (counts.counts_rollouts(keys) and keys["total_episodes"]), "total_episodes is set"),
@@ -38,7 +41,10 @@ CONDITIONS = {
     "images": (images.has_images, images.NONE),
     "adapted": (parts.adapted, "use_peft is False"),
     "no_sft_model": (lambda keys: "sft_model_path" not in keys, "of the tokenizer; sft_model_path is the policy"),
-    "uses_vllm": (lambda keys: keys["use_vllm"], "rollouts come from the trainer's process, there and here"),
+    "uses_vllm": (
+        lambda keys: keys["use_vllm"],
+        "without vLLM rollouts come from the training process, as in jaxrl_llm",
+    ),
     "penalized": (lambda keys: bool(keys["beta"]), "beta is 0: there is no KL penalty"),
     "syncs": (lambda keys: keys["sync_ref_model"] and keys["beta"], "no sync_ref_model, or no reference"),
     "adaptive": (lambda keys: keys["use_adaptive_entropy"], "use_adaptive_entropy is False"),
@@ -50,44 +56,53 @@ CONDITIONS = {
     "cpo": (lambda keys: "gamma_beta_ratio" not in keys.defaults, "of CPOConfig"),
 }
 tower = images.tower(parts.adapted)
-LINES = (Path(__file__).parent / "trl_versions.tsv").read_text(encoding="utf-8").splitlines()[1:]
-VERSIONS = [line.split("\t") for line in LINES if not line.startswith("#")]
-FIRST_KEYS = {version: first.split() for _, version, _, first, _ in VERSIONS}
+# Rows of trl_versions.tsv: older versions of TRL, with the keys that show that a file is for them, and their defaults.
+VERSION_LINES = (Path(__file__).parent / "trl_versions.tsv").read_text(encoding="utf-8").splitlines()[1:]
+VERSIONS = [line.split("\t") for line in VERSION_LINES if not line.startswith("#")]
+# {version of TRL: keys that came with this version, and that earlier versions do not have}
+FIRST_KEYS_OF_VERSION = {version: first_keys.split() for _, version, _, first_keys, _ in VERSIONS}
 
 
 def older(kind: str) -> tuple[Version, ...]:
-    """Returns the older versions of a trainer that had other defaults."""
+    """Returns older versions of a TRL trainer with other defaults. kind: key of `TRL_TRAINERS`, such as "grpo"."""
     return tuple(
-        Version(name, tuple(proofs.split()), {key: parse_scalar(x) for key, x in re.findall(r"(\S+)=(\S+)", pairs)})
-        for kinds, name, proofs, _, pairs in VERSIONS
+        Version(name, tuple(only.split()), {key: parse_scalar(x) for key, x in re.findall(r"(\S+)=(\S+)", defaults)})
+        for kinds, name, only, _, defaults in VERSIONS
         if kind in kinds.split()
     )
 
 
 def dated(trainer: TrainerTable, values: Mapping[str, Any]) -> TrainerTable:
-    """Returns a trainer for the version of a file. `vllm_device` is a key of 0.14 to 0.17, so other keys decide."""
-    later_versions = [version for version in trainer.older if not values.keys().isdisjoint(FIRST_KEYS[version.name])]
+    """Returns a TRL trainer whose older versions fit the keys of a file.
+
+    The key `vllm_device` alone means TRL 0.14. Beside a key that came with 0.15 or 0.16, it means this later version.
+    """
+    later_versions = [
+        version for version in trainer.older if not values.keys().isdisjoint(FIRST_KEYS_OF_VERSION[version.name])
+    ]
     if "vllm_device" in values and later_versions:
-        first = later_versions[0]
-        return replace(trainer, older=(replace(first, proofs=(*first.proofs, "vllm_device")),))
+        newest = later_versions[0]
+        return replace(trainer, older=(replace(newest, only_keys=(*newest.only_keys, "vllm_device")),))
     return trainer
 
 
 def noted(row: Row, rule: Rule) -> Rule:
-    """Returns a rule which says that the default was another one in earlier versions, for which the file may be."""
+    """Returns a key's rule that warns of an unset value: older TRL versions had the default that `row.was` says."""
     if isinstance(rule, Conditional):
         return replace(rule, rule=noted(row, rule.rule))
 
     def with_note(value: Any, keys: Keys) -> Outcome:
         outcome = rule(value, keys)
-        newest = row.key not in keys and value == parse_scalar(row.default)
-        return replace(outcome, kind="changed", reason=f"{row.default}; {row.was}") if newest else outcome
+        has_newest_default = row.key not in keys and value == parse_scalar(row.default)
+        if not has_newest_default:
+            return outcome
+        return replace(outcome, kind="changed", reason=f"{row.default}; {row.was}")
 
     return with_note
 
 
 def trl_table(kind: str, name: str, version: str, base: str, tables: str) -> TrainerTable:
-    """Returns a trainer of TRL. tables: names of its tables; a row of a later table wins."""
+    """Returns the table of a TRL trainer. tables: its .tsv files besides trl.tsv; a row of a later file wins."""
     table_rows = {key: row for table in f"trl {tables}".split() for key, row in read_rows(table).items()}
     trainer = trainer_table(f"TRL's {name}", version, table_rows, vars(family) | globals(), lambda keys: base)
     notes = {key: noted(row, trainer.rules[key]) for key, row in table_rows.items() if row.was and key in trainer.rules}
@@ -97,15 +112,17 @@ def trl_table(kind: str, name: str, version: str, base: str, tables: str) -> Tra
 GRPO = trl_table("grpo", "GRPO", "1.16.0", "grpo", "trl_grpo")
 RLOO = trl_table("rloo", "RLOO", "1.16.0", "grpo", "trl_grpo trl_episodes trl_rloo")
 PPO = trl_table("ppo", "PPO", "0.29.0", "ppo", "trl_episodes trl_ppo")
-OPTIMIZER = [key for key, fields in PPO.decides.items() if any(name.startswith("optim.") for name in fields)]
-PPO = replace(PPO, rules=PPO.rules | {key: parts.with_critic(PPO.rules[key]) for key in OPTIMIZER})
+# Keys that set the optimizer, which in PPO is one for policy and critic.
+OPTIMIZER_KEYS = [key for key, fields in PPO.decides.items() if any(name.startswith("optim.") for name in fields)]
+PPO = replace(PPO, rules=PPO.rules | {key: parts.with_critic(PPO.rules[key]) for key in OPTIMIZER_KEYS})
 DPO = trl_table("dpo", "DPO", "1.16.0", "dpo", "trl_pairs trl_dpo")
 SIMPO = trl_table("simpo", "SimPO", "1.16.0", "simpo", "trl_pairs trl_simpo")
-OF_TRL = {"grpo": GRPO, "ppo": PPO, "rloo": RLOO, "dpo": DPO, "simpo": SIMPO}
+# {kind of a trainer: its table}
+TRL_TRAINERS = {"grpo": GRPO, "ppo": PPO, "rloo": RLOO, "dpo": DPO, "simpo": SIMPO}
 
 
 def flags() -> set[str]:
-    """Returns the keys that decide something. A line of a script with such a key must be read or named."""
-    tables = ["trl", "trl_pairs", "trl_episodes", *(f"trl_{kind}" for kind in OF_TRL)]
+    """Returns the TRL keys that change a run. A shell line with such a key must be translated or reported."""
+    tables = ["trl", "trl_pairs", "trl_episodes", *(f"trl_{kind}" for kind in TRL_TRAINERS)]
     listed = [row for table in tables for row in read_rows(table).values()]
     return {row.key for row in listed if row.rule.split(" ")[0] not in ("idle", "off", "none", "absent")} - {"config"}

@@ -1,7 +1,9 @@
-"""The rules of TRL's counts: completions, optimizer steps, passes over the data and shares of a run.
+"""Rules that translate what TRL counts: the batch, optimizer steps, epochs and the warm-up.
 
-`num_generations` is a key of GRPO and RLOO alone, `num_mini_batches` of PPO and of RLOO until 0.21; without both a
-trainer learns from pairs.
+TRL counts completions of one device, and optimizer steps. jaxrl_llm counts prompts of all devices, and rollouts. Each
+rule gets the value of its key and all `Keys` of the user's file, and returns the `Outcome`. A default shows which
+trainer the file is for: `num_generations` is a key of GRPO and RLOO alone, `num_mini_batches` of PPO and of RLOO until
+0.21. A trainer without both learns from pairs.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from jaxrl_llm.tools.translate.family import divisors, unknown_steps
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome
 from jaxrl_llm.tools.translate.table import Row
 
-BROKEN = "TRL refuses a rollout that is not of whole groups; in 0.14 the keys counted prompts"
-UNNAMED = "The file names no number of processes: --processes N does"
-# The schedule "constant" of transformers ignores the warm-up, and "constant_with_warmup" does not.
+# Reasons that a translation prints.
+NO_WHOLE_GROUPS = "TRL refuses a rollout that is not of whole groups; in 0.14 the keys counted prompts"
+UNKNOWN_PROCESSES = "The file does not say the number of processes: add --processes N"
+# Outcome of a warm-up with the schedule "constant" of transformers, which ignores it, unlike "constant_with_warmup".
 NO_WARMUP = Outcome(
     "mapped",
     {"optim.warmup_ratio": 0.0, "optim.warmup_steps": 0},
@@ -26,26 +29,27 @@ NOT_SET = Outcome("no effect", reason="not set")
 
 
 def counts_rollouts(keys: Keys) -> bool:
-    """Whether the trainer counts rollouts as steps, and splits them into mini-batches."""
+    """Whether the TRL trainer counts rollouts as steps, and splits them into mini-batches: PPO, and RLOO until 0.21."""
     return "num_mini_batches" in keys.defaults
 
 
 def learns_pairs(keys: Keys) -> bool:
+    """Whether the TRL trainer learns from preference pairs, as DPO and CPO do."""
     return "num_generations" not in keys.defaults and not counts_rollouts(keys)
 
 
 def processes(keys: Keys) -> int:
-    """Number of training processes, which multiplies the batch."""
+    """Returns the number of training processes, by which TRL multiplies its batch; 1 if it is unknown."""
     return keys.processes or launchers.count(keys) or 1
 
 
 def group_size(keys: Keys) -> int:
-    """Number of completions of a prompt."""
+    """Returns the number of completions per prompt: TRL's `num_generations`, or 1 for PPO and for pairs."""
     return int(keys["num_generations"]) if "num_generations" in keys.defaults else 1
 
 
 def device_completions(keys: Keys) -> int:
-    """Number of completions, or of pairs, of a process in a forward pass."""
+    """Returns how many completions, or pairs, one process has in a forward pass of TRL."""
     count = int(keys["per_device_train_batch_size"])
     # TRL 0.14 counts the prompts of a process. Unsloth makes the batch a whole group.
     if keys.defaults.get("(per_device_counts)") == "prompts":
@@ -54,12 +58,12 @@ def device_completions(keys: Keys) -> int:
 
 
 def batch(keys: Keys) -> tuple[dict[str, Any], str]:
-    """Returns the fields of the batch, and the sentence that explains them."""
+    """Returns jaxrl_llm's fields of the batch for all batch keys of TRL, and the sentence that explains them."""
     completions, process_count = group_size(keys), processes(keys)
     per_update = device_completions(keys) * int(keys["gradient_accumulation_steps"]) * process_count
     product = f"{device_completions(keys)} x {keys['gradient_accumulation_steps']} x {process_count} = {per_update}"
     factors = "per_device_train_batch_size x gradient_accumulation_steps x processes counts"
-    process_note = "" if keys.processes or launchers.count(keys) else f". {UNNAMED}"
+    process_note = "" if keys.processes or launchers.count(keys) else f". {UNKNOWN_PROCESSES}"
     if learns_pairs(keys):
         return {"prompts_per_step": per_update}, f"{factors} pairs: {product} of a step{process_note}"
     if counts_rollouts(keys):
@@ -69,52 +73,56 @@ def batch(keys: Keys) -> tuple[dict[str, Any], str]:
         # TRL refuses both keys in one file. Without either key a rollout is for one optimizer step.
         steps_per_rollout = int(keys["steps_per_generation"] or keys["gradient_accumulation_steps"])
         rollout = int(keys["generation_batch_size"] or device_completions(keys) * steps_per_rollout * process_count)
-    # In jaxrl_llm an optimizer step has at most the completions of a rollout, which has whole groups.
+    # In jaxrl_llm an optimizer step has at most the completions of one rollout, which has whole groups.
     rollout = max(rollout, per_update)
     prompts = max(1, round(rollout / completions))
     # The learner splits a rollout into equal updates, so the prompts of an update divide those of a rollout.
     update_prompts = min(divisors(prompts), key=lambda x: abs(x - per_update / completions))
-    reason = f"{factors} completions: {product} of an optimizer step, {rollout} of a rollout; here prompts, with "
-    reason += f"{completions} completions each{process_note}"
+    reason = f"{factors} completions: {product} of an optimizer step, {rollout} of a rollout; jaxrl_llm counts "
+    reason += f"prompts, with {completions} completions each{process_note}"
     if prompts * completions != rollout:
-        reason += f". {BROKEN}"
+        reason += f". {NO_WHOLE_GROUPS}"
     elif update_prompts * completions != per_update:
-        reason += f". They are not whole groups: {prompts} and {update_prompts} are the nearest that fit"
+        reason += f". They are not whole groups: {prompts} and {update_prompts} prompts are the nearest that fit"
     return {"prompts_per_step": prompts, "prompts_per_update": update_prompts, "group_size": completions}, reason
 
 
-def micro(value: Any, keys: Keys) -> Outcome:
-    """The completions of a device in a forward pass, which are a factor of the batch."""
+def device_batch_size(value: Any, keys: Keys) -> Outcome:
+    """Translates TRL's `per_device_train_batch_size`: it sets all batch fields, because it is a factor of each."""
     fields, reason = batch(keys)
     # The limit is rounded down to whole groups, because more groups would need more memory than the file allows.
     limit = max(1, int(value) * processes(keys) // group_size(keys))
     update_sizes = divisors(fields.get("prompts_per_update", fields["prompts_per_step"]))
-    # A launcher starts several processes, and their number multiplies the batch.
-    launched = any(key.startswith(("accelerate.", "deepspeed.", "srun.", "mpi")) for key in keys.values)
-    launched = launched or keys.values.get("num_processes", 1) is None
-    cause = UNNAMED if launched and UNNAMED in reason else BROKEN if BROKEN in reason else ""
-    unknown = {name: cause for name in fields if name != "group_size"} if cause else {}
+    # A launcher such as accelerate starts several processes, and their number multiplies the batch.
+    has_launcher = any(key.startswith(("accelerate.", "deepspeed.", "srun.", "mpi")) for key in keys.values)
+    has_launcher = has_launcher or keys.values.get("num_processes", 1) is None
+    unknown_reason = ""
+    if has_launcher and UNKNOWN_PROCESSES in reason:
+        unknown_reason = UNKNOWN_PROCESSES
+    elif NO_WHOLE_GROUPS in reason:
+        unknown_reason = NO_WHOLE_GROUPS
+    unknown = {name: unknown_reason for name in fields if name != "group_size"} if unknown_reason else {}
     microbatch = max(x for x in update_sizes if x <= limit)
     return Outcome("changed", fields | {"microbatch": microbatch}, reason, unknown=unknown)
 
 
-def part_of_batch(row: Row, value: Any, keys: Keys) -> Outcome:
-    """A factor of the batch, which the key per_device_train_batch_size explains."""
+def batch_factor(row: Row, value: Any, keys: Keys) -> Outcome:
+    """Translates the other batch keys of TRL, such as `gradient_accumulation_steps`, each to the fields of its row."""
     if value is None:
         return NOT_SET
     fields, _ = batch(keys)
     shown_fields = {name: fields[name] for name in row.fields.split() if name in fields}
-    return Outcome("changed", shown_fields, "a factor of the batch, as said above")
+    return Outcome("changed", shown_fields, "a factor of the batch: see per_device_train_batch_size")
 
 
 def optimizer_steps(keys: Keys) -> int:
-    """Number of optimizer steps on a rollout."""
+    """Returns the number of optimizer steps that TRL takes on one rollout."""
     if learns_pairs(keys):
         return 1
     passes = int(keys["num_ppo_epochs" if "num_ppo_epochs" in keys.defaults else "num_iterations"])
     if counts_rollouts(keys):
         return passes * int(keys["num_mini_batches"])
-    # Without these keys a rollout is for one optimizer step, whatever the batch is.
+    # Without these keys TRL takes one optimizer step per rollout, whatever the batch is.
     if not keys["steps_per_generation"] and not keys["generation_batch_size"]:
         return passes
     fields, _ = batch(keys)
@@ -122,12 +130,12 @@ def optimizer_steps(keys: Keys) -> int:
 
 
 def updates(keys: Keys) -> int:
-    """Number of steps that TRL counts for a rollout."""
+    """Returns by how much one rollout advances TRL's step counter, which is 1 for a trainer that counts rollouts."""
     return 1 if counts_rollouts(keys) else optimizer_steps(keys)
 
 
 def rollouts(keys: Keys) -> int:
-    """Steps of the run, which are rollouts; 0 if the file does not say them."""
+    """Returns the number of rollouts of the run, which are jaxrl_llm's steps; 0 if the file does not say it."""
     if counts_rollouts(keys):
         episodes = keys["total_episodes"] or float(keys["num_train_epochs"]) * keys.rows
         # TRL rounds up, because the last rollout is a whole one.
@@ -138,12 +146,12 @@ def rollouts(keys: Keys) -> int:
     passes, prompts = float(keys["num_train_epochs"]), batch(keys)[0]["prompts_per_step"]
     if learns_pairs(keys):
         return math.ceil(passes * keys.rows / prompts)
-    # A pass of GRPO drops its last, smaller batch, so the division is of whole steps.
+    # An epoch of GRPO drops its last, smaller batch, so the division rounds down.
     return max(1, math.ceil(passes * (keys.rows // prompts))) if keys.rows else 0
 
 
 def epochs(value: Any, keys: Keys) -> Outcome:
-    """The length of a run in passes over the data, or in episodes for PPO."""
+    """Translates TRL's `num_train_epochs`, or `total_episodes` of PPO and RLOO, to `num_steps`."""
     if not counts_rollouts(keys) and int(keys["max_steps"] or 0) > 0:
         return Outcome("no effect", reason="max_steps is set")
     passes, prompts = keys["num_train_epochs"], batch(keys)[0]["prompts_per_step"]
@@ -151,17 +159,17 @@ def epochs(value: Any, keys: Keys) -> Outcome:
         by_episodes = counts_rollouts(keys) and keys["total_episodes"]
         amount = f"{keys['total_episodes']} episodes" if by_episodes else f"{passes} passes over {keys.rows} rows"
         return Outcome("changed", {"num_steps": num_steps}, f"{amount}, {prompts} prompts in a step")
-    # Until 0.21 RLOO counted a completion as an episode, and as many episodes as rows.
+    # Until 0.21 RLOO counted completions as episodes, and an epoch had as many episodes as rows.
     share = " // group_size" * (counts_rollouts(keys) and group_size(keys) > 1)
     return unknown_steps(f"num_train_epochs = {passes}: {passes} x rows // prompts_per_step{share}")
 
 
 def in_rollouts(name: str, value: Any, keys: Keys) -> Outcome:
-    """Returns a field in rollouts for a number of optimizer steps, or for a share of the run below 1."""
+    """Returns the field `name` in rollouts, for a `value` in TRL's steps, or below 1 as a share of the run."""
     per_rollout = updates(keys)
     # transformers takes a number below 1 for a share of all steps.
     if value >= 1:
-        reason = f"counts optimizer steps, here rollouts with {per_rollout} of them" * (per_rollout > 1)
+        reason = f"counts optimizer steps; jaxrl_llm counts rollouts, of {per_rollout} steps each" * (per_rollout > 1)
         return Outcome("changed" if reason else "mapped", {name: max(1, int(value) // per_rollout)}, reason)
     if total := rollouts(keys):
         reason = f"a share of the run: {value} x {total} steps"
@@ -171,12 +179,12 @@ def in_rollouts(name: str, value: Any, keys: Keys) -> Outcome:
 
 
 def every(row: Row, value: Any, keys: Keys) -> Outcome:
-    """A number of optimizer steps, which becomes a number of rollouts."""
+    """Translates a TRL key in steps (`max_steps`, `save_steps`, `eval_steps`) to a field in rollouts."""
     return in_rollouts(row.field, value, keys) if value and value > 0 else NOT_SET
 
 
 def warmup(value: Any, keys: Keys) -> Outcome:
-    """The warm-up in optimizer steps. In TRL 1 a number below 1 is a share of the run."""
+    """Translates TRL's `warmup_steps` to `optim.warmup_steps`, or below 1 to `optim.warmup_ratio`."""
     if not value:
         return NOT_SET
     if keys["lr_scheduler_type"] == "constant":
@@ -186,7 +194,7 @@ def warmup(value: Any, keys: Keys) -> Outcome:
         return Outcome("mapped", {"optim.warmup_ratio": float(value), "optim.warmup_steps": 0})
     fields = {"optim.warmup_steps": int(value), "optim.warmup_ratio": 0.0}
     if not counts_rollouts(keys):
-        return Outcome("mapped", fields, "optimizer steps, as here")
+        return Outcome("mapped", fields, "optimizer steps, as in jaxrl_llm")
     # TRL steps the scheduler once after all updates on a rollout, and jaxrl_llm after each update.
     per_rollout = optimizer_steps(keys)
     reason = f"counts rollouts: {value} x {per_rollout} optimizer steps"
@@ -194,7 +202,7 @@ def warmup(value: Any, keys: Keys) -> Outcome:
 
 
 def warmup_ratio(value: Any, keys: Keys) -> Outcome:
-    """The warm-up as a share of the optimizer steps."""
+    """Translates TRL's `warmup_ratio`, the warm-up as a share of the optimizer steps, to `optim.warmup_ratio`."""
     if value and keys["lr_scheduler_type"] == "constant":
         return NO_WARMUP
     if keys.explicit.get("warmup_steps"):

@@ -1,82 +1,91 @@
-"""The rules of TRL's objectives: losses of a policy or of pairs, the KL penalty, advantages and entropy."""
+"""Rules that translate TRL's keys of the objective: losses of GRPO, RLOO, DPO and SimPO, KL, advantages, entropy.
+
+Each rule is called with the value of its key in the user's TRL config and with all `Keys` of that config. It returns
+the `Outcome`: fields of a jaxrl_llm config, and why they differ. The tables trl*.tsv name the rule of each key.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from jaxrl_llm.tools.translate import ours
-from jaxrl_llm.tools.translate.outcome import Keys, Outcome, not_here
+from jaxrl_llm.tools.translate import conversions
+from jaxrl_llm.tools.translate.outcome import Keys, Outcome, unsupported
 from jaxrl_llm.tools.translate.table import Row
 from jaxrl_llm.tools.translate.trl_counts import optimizer_steps
 
-# {loss: (loss of jaxrl_llm, its aggregation, difference)}. dapo divides by the tokens of an optimizer step, and bnpo by
-# those of a micro-batch. jaxrl_llm has only the first kind, because a micro-batch must not change a gradient.
+# {loss_type of TRL: (loss of jaxrl_llm, mode of its aggregation, difference)}. TRL's dapo divides by the tokens of an
+# optimizer step, and bnpo by the tokens of a micro-batch. jaxrl_llm always divides by the tokens of the optimizer step,
+# because a micro-batch must not change a gradient.
 LOSSES = {
     "grpo": ("ppo_clip", "sequence_mean", ""),
     "dapo": ("ppo_clip", "token_mean", ""),
-    "bnpo": ("ppo_clip", "token_mean", "TRL divides by the tokens of a micro-batch, here by those of the whole step"),
+    "bnpo": ("ppo_clip", "token_mean", "TRL divides by the tokens of a micro-batch, jaxrl_llm by those of a step"),
     "dr_grpo": ("ppo_clip", "constant", ""),
     "luspo": ("gspo", "sequence_sum", ""),
-    "cispo": ("cispo", "token_mean", "epsilon_high is the upper bound of the ratio there, 1 + clip_high here"),
+    "cispo": ("cispo", "token_mean", "TRL's epsilon_high bounds the ratio itself: it is 1 + clip_high"),
     "sapo": ("sapo", "sequence_mean", ""),
     "vespo": ("vespo", "token_mean", ""),
 }
-# TRL's CISPO has no lower bound of the ratio, which is 1 - clip_low = 0.
-CONSTANTS = {"gspo": {"loss.level": "sequence"}, "cispo": {"loss.clip_low": 1.0}}
-OF_PAIRS = {"aggregate.mode": "sequence_mean", "aggregate.constant_length": 0}
-RATIO = "a ratio for each token here; there one for a completion, the product of them"
-NLL = "TRL divides by the tokens of all chosen completions of a micro-batch, here by those of each completion"
+# {loss of jaxrl_llm: fields that TRL has no key for}. TRL's CISPO has no lower bound of the ratio: 1 - clip_low = 0.
+LOSS_CONSTANTS = {"gspo": {"loss.level": "sequence"}, "cispo": {"loss.clip_low": 1.0}}
+# Fields of every loss over preference pairs: the loss is the mean over the pairs.
+PAIR_AGGREGATION = {"aggregate.mode": "sequence_mean", "aggregate.constant_length": 0}
+# Reasons that a translation prints: how jaxrl_llm differs from TRL.
+TOKEN_RATIOS = "jaxrl_llm has one ratio per token; TRL's RLOO has one per completion, their product"
+NLL_DIVISOR = (
+    "TRL divides the cross-entropy by the tokens of all chosen completions of a micro-batch, jaxrl_llm by the tokens "
+    "of each chosen completion"
+)
 
 
 def loss_name(value: Any, keys: Keys) -> str:
-    """Returns the name of a policy loss in jaxrl_llm; "" if it has none."""
+    """Returns the jaxrl_llm loss for TRL's `loss_type` (`value`) at its ratio level; "" if jaxrl_llm has none."""
     name = LOSSES[value][0] if value in LOSSES else ""
     # GSPO is a level of the clipped loss in TRL, and a loss of its own in jaxrl_llm.
     return "gspo" if name == "ppo_clip" and keys["importance_sampling_level"] == "sequence" else name
 
 
 def loss(value: Any, keys: Keys) -> Outcome:
-    """The policy loss and its aggregation. Its arguments have their own rows."""
+    """Translates TRL's `loss_type` to `loss.name` and `aggregate`. The loss's other arguments have their own keys."""
     if value not in LOSSES:
-        return not_here("loss.name", f"there is no loss {value!r}: {', '.join(LOSSES)}; this config keeps ppo_clip")
+        return unsupported("loss.name", f"there is no loss {value!r}: {', '.join(LOSSES)}; this config keeps ppo_clip")
     name, (listed, mode, reason) = loss_name(value, keys), LOSSES[value]
     # A mean of tokens would weigh the one ratio of a completion by its length.
     if name != listed and mode == "token_mean":
         mode, reason = "sequence_mean", "one ratio for a completion: the mean of completions, as GSPO's paper"
-    # Dr. GRPO divides by the limit of a completion.
+    # Dr. GRPO divides by the longest possible completion.
     length = int(keys["max_completion_length"]) if mode == "constant" else 0
     fields = {"loss.name": name, "aggregate.mode": mode, "aggregate.constant_length": length}
-    return Outcome("changed" if reason else "mapped", fields | CONSTANTS.get(name, {}), reason)
+    return Outcome("changed" if reason else "mapped", fields | LOSS_CONSTANTS.get(name, {}), reason)
 
 
 def level(value: Any, keys: Keys) -> Outcome:
-    """The level of the importance ratio, which decides the name of the loss."""
+    """Translates TRL's `importance_sampling_level` (token or sequence) to `loss.name`, because GSPO is a loss."""
     return Outcome("mapped", {"loss.name": loss_name(keys["loss_type"], keys) or "ppo_clip"})
 
 
 def clip_high(value: Any, keys: Keys) -> Outcome:
-    """The upper side of the clip, by default `epsilon`. For cispo the key is the bound of the ratio itself."""
+    """Translates TRL's `epsilon_high` to `loss.clip_high`; None means `epsilon`. CISPO's key is the ratio's bound."""
     high = float(keys["epsilon"] if value is None else value)
     return Outcome("mapped", {"loss.clip_high": max(high - 1.0, 0.0) if keys["loss_type"] == "cispo" else high})
 
 
 def delta(value: Any, keys: Keys) -> Outcome:
-    """The bound of the ratio of tokens with A < 0."""
+    """Translates TRL's `delta`, the bound of the ratio of tokens with a negative advantage, to `loss.delta`."""
     return Outcome("mapped", {"loss.delta": float(value or 0.0)})
 
 
 def rloo_clip(row: Row, value: Any, keys: Keys) -> Outcome:
-    """A side of RLOO's clip of the ratio."""
-    once = optimizer_steps(keys) == 1
+    """Translates `epsilon` or `epsilon_high` of TRL's RLOO to a side of the clip: `loss.clip_low` or `clip_high`."""
+    has_one_update = optimizer_steps(keys) == 1
     # The ratio of a single update is 1, so a product of ratios has the gradient of their sum.
-    reason = "one update on a rollout: the ratio is 1, and nothing is clipped" if once else RATIO
-    return Outcome(
-        "mapped" if once else "changed", {row.field: float(keys["epsilon"] if value is None else value)}, reason
-    )
+    reason = "one update on a rollout: the ratio is 1, and nothing is clipped" if has_one_update else TOKEN_RATIOS
+    clip_range = float(keys["epsilon"] if value is None else value)
+    return Outcome("mapped" if has_one_update else "changed", {row.field: clip_range}, reason)
 
 
 def kl(value: Any, keys: Keys) -> Outcome:
-    """The coefficient of the KL penalty, which is in the loss, or for RLOO in the reward."""
+    """Translates TRL's `beta` to the section `kl`: a penalty in the loss for GRPO, in the reward for RLOO."""
     if not value:
         return Outcome("mapped", {"kl": None})
     if "use_bias_correction_kl" in keys.defaults:
@@ -85,77 +94,79 @@ def kl(value: Any, keys: Keys) -> Outcome:
 
 
 def kl_estimator(value: Any, keys: Keys) -> Outcome:
-    """Whether the KL of a token is multiplied by its ratio."""
+    """Translates TRL's `use_bias_correction_kl` (multiply a token's KL by its ratio) to `kl.estimator`."""
     return Outcome("mapped", {"kl.estimator": "k3_weighted" if value else "k3"})
 
 
 def scaling(value: Any, keys: Keys) -> Outcome:
-    """The deviation by which advantages are divided."""
+    """Translates TRL's `scale_rewards`, the deviation that divides advantages, to `advantage.normalize`."""
     if keys["multi_objective_aggregation"] == "normalize_then_sum":
         return Outcome("no effect", reason="multi_objective_aggregation normalizes each reward")
-    # Older versions have True and False.
+    # Older versions of TRL have True and False for "group" and "none".
     normal = {True: "group", False: "none"}.get(value, value)
     fields = {"advantage.name": "grpo", "advantage.normalize": normal, "advantage.epsilon": 1e-4}
-    return Outcome("mapped", fields, "a deviation has ddof = 1 and epsilon = 1e-4 there and here")
+    return Outcome("mapped", fields, "a deviation has ddof = 1 and epsilon = 1e-4 in TRL and in jaxrl_llm")
 
 
 def objectives(value: Any, keys: Keys) -> Outcome:
-    """Whether each reward is normalized before they are added."""
+    """Translates TRL's `multi_objective_aggregation`: normalizing each reward before the sum is `gdpo`."""
     normalizes = value == "normalize_then_sum"
     return Outcome("mapped", {"advantage.name": "gdpo", "advantage.epsilon": 1e-4} if normalizes else {})
 
 
 def entropy_bonus(value: Any, keys: Keys) -> Outcome:
-    """The coefficient of an entropy bonus, which may begin at 0 and adapt."""
+    """Translates TRL's `entropy_coef` to `entropy.coef`, also at 0 if `use_adaptive_entropy` adapts the coefficient."""
     adapts = keys["use_adaptive_entropy"]
-    return Outcome("mapped", {"entropy.coef": float(value)}) if adapts else ours.entropy_bonus(value, keys)
+    return Outcome("mapped", {"entropy.coef": float(value)}) if adapts else conversions.entropy_bonus(value, keys)
 
 
 def truncated(value: Any, keys: Keys) -> Outcome:
-    """Whether completions that the limit cut are left out."""
-    # These four divide by a number of completions. All other losses divide by trained tokens.
-    by_tokens = "loss_type" in keys.defaults and keys["loss_type"] not in ("grpo", "dr_grpo", "sapo", "luspo")
-    is_same = not value or by_tokens
-    reason = "TRL still divides the loss by the number of all completions, here by that of those with a trained token"
+    """Translates TRL's `mask_truncated_completions` to `mask.truncated`: completions cut by the limit do not learn."""
+    # TRL's losses grpo, dr_grpo, sapo and luspo divide by the number of completions, all other losses by the number
+    # of trained tokens, which does not count truncated completions.
+    divides_by_tokens = "loss_type" in keys.defaults and keys["loss_type"] not in ("grpo", "dr_grpo", "sapo", "luspo")
+    is_same = not value or divides_by_tokens
+    reason = "TRL divides the loss by the number of all completions, jaxrl_llm by the number of those that learn"
     return Outcome("mapped" if is_same else "changed", {"mask.truncated": bool(value)}, "" if is_same else reason)
 
 
 def top_entropy(value: Any, keys: Keys) -> Outcome:
-    """The share of tokens with the highest entropy that learn."""
-    reason = "the quantile of the whole rollout here, of a micro-batch there"
+    """Translates TRL's `top_entropy_quantile`, the share of high-entropy tokens that learn, to `mask.top_entropy`."""
+    reason = "the quantile is of the whole rollout in jaxrl_llm, and of a micro-batch in TRL"
     return Outcome("changed" if value < 1 else "mapped", {"mask.top_entropy": float(value)}, reason * (value < 1))
 
 
 def dpo(value: Any, keys: Keys) -> Outcome:
-    """The loss of DPO, alone or with the cross-entropy of the chosen completion."""
+    """Translates `loss_type` of TRL's DPO to `loss.name` and `loss.nll_coef`, the weight of a cross-entropy."""
     names = value if isinstance(value, list) else str(value).split(",")
     weights = dict(zip(names, keys.explicit.get("loss_weights") or [1.0] * len(names), strict=True))
     if not weights.keys() <= {"sigmoid", "sft"} or not weights.get("sigmoid"):
-        reason = f"there is sigmoid, alone or with sft, not {' + '.join(names)}; this config keeps dpo"
-        return not_here("loss.name", reason)
-    # Older versions have the weight of the second loss in a key of its own.
-    nll = weights.get("sft", 0.0) / weights["sigmoid"] or float(keys.explicit.get("rpo_alpha") or 0.0)
+        reason = f"DPO has the loss sigmoid, alone or with sft, not {' + '.join(names)}; this config keeps dpo"
+        return unsupported("loss.name", reason)
+    # Older versions of TRL have the weight of the cross-entropy in the key rpo_alpha.
+    nll_coef = weights.get("sft", 0.0) / weights["sigmoid"] or float(keys.explicit.get("rpo_alpha") or 0.0)
     scale = f"the whole loss is divided by {weights['sigmoid']:g}, which AdamW does not see"
-    reason = "; ".join([NLL] * bool(nll) + [scale] * (weights["sigmoid"] != 1))
-    return Outcome("changed" if reason else "mapped", {"loss.name": "dpo", "loss.nll_coef": nll} | OF_PAIRS, reason)
+    reason = "; ".join([NLL_DIVISOR] * bool(nll_coef) + [scale] * (weights["sigmoid"] != 1))
+    fields = {"loss.name": "dpo", "loss.nll_coef": nll_coef}
+    return Outcome("changed" if reason else "mapped", fields | PAIR_AGGREGATION, reason)
 
 
 def nll_coef(value: Any, keys: Keys) -> Outcome:
-    """The weight of the cross-entropy in the loss of DPO."""
+    """Translates `loss_weights` or `rpo_alpha` of TRL's DPO to `loss.nll_coef`, the weight of the cross-entropy."""
     fields = dpo(keys["loss_type"], keys).fields
     return Outcome("mapped", {name: x for name, x in fields.items() if name == "loss.nll_coef"})
 
 
 def simpo(value: Any, keys: Keys) -> Outcome:
-    """The loss of SimPO in CPOConfig or in SimPO's own trainer, with the cross-entropy of the chosen completion."""
+    """Translates `loss_type` of TRL's CPOConfig, or of SimPO's own trainer, to the loss `simpo` over pairs."""
     is_simpo_trainer = "gamma_beta_ratio" in keys.defaults
     if value != ("sigmoid" if is_simpo_trainer else "simpo"):
-        return not_here("loss.name", f"of CPOConfig there is simpo, not {value}; this config keeps simpo")
-    nll = keys["sft_weight" if is_simpo_trainer else "cpo_alpha"]
-    reason = f"{NLL}; TRL's also counts the prompt" * bool(nll)
-    return Outcome("changed" if nll else "mapped", {"loss.name": "simpo"} | OF_PAIRS, reason)
+        return unsupported("loss.name", f"jaxrl_llm has CPOConfig's loss simpo, not {value}; this config keeps simpo")
+    nll_coef = keys["sft_weight" if is_simpo_trainer else "cpo_alpha"]
+    reason = f"{NLL_DIVISOR}; TRL's cross-entropy also counts the prompt" * bool(nll_coef)
+    return Outcome("changed" if nll_coef else "mapped", {"loss.name": "simpo"} | PAIR_AGGREGATION, reason)
 
 
 def margin(value: Any, keys: Keys) -> Outcome:
-    """The margin of SimPO's own trainer, as a share of beta."""
+    """Translates `gamma_beta_ratio` of SimPO's own trainer, its margin as a share of `beta`, to `loss.gamma`."""
     return Outcome("mapped", {"loss.gamma": float(keys["beta"]) * float(value)})

@@ -1,4 +1,7 @@
-"""The rules of TRL's model, adapters and optimizer, and of what a script does to the objects of a trainer."""
+"""Rules that translate TRL's keys of the model, adapters and optimizer, and what a script does to these objects.
+
+Each rule gets the value of its key and all `Keys` of the user's file, and returns the `Outcome` in jaxrl_llm.
+"""
 
 from __future__ import annotations
 
@@ -6,47 +9,50 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from jaxrl_llm.tools.translate import images, ours
+from jaxrl_llm.tools.translate import conversions, images
 from jaxrl_llm.tools.translate.family import model as model_path
-from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule, not_here
+from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule, unsupported
 from jaxrl_llm.tools.translate.table import Row
 
+# {lr_scheduler_type of TRL: optim.decay of jaxrl_llm}
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 SCHEDULES |= {"cosine_with_min_lr": "cosine"}
+# Names of callbacks that only log or show progress.
 QUIET_CALLBACKS = re.compile(r"\w*(Wandb|TensorBoard|Trackio|MLflow|Comet|Printer|Progress|LogCompletions|Profil)\w*")
 
 
 def model(value: Any, keys: Keys) -> Outcome:
-    """The policy's model, which is a name or an object of the script."""
+    """Translates TRL's `model_name_or_path`, or the model that a script makes, to `model.path`."""
     if value and "/" in str(value):
         return model_path(value, keys)
     return Outcome("changed", {"model.path": "my_model"}, unknown={"model.path": "a folder or a hub id"})
 
 
 def own_model(row: Row, value: Any, keys: Keys) -> Outcome:
-    """A tokenizer or a reference model, which must be that of the policy."""
+    """Translates a tokenizer or reference model of TRL, which jaxrl_llm only supports if it is the policy's."""
     if value in (None, keys.explicit.get("model_name_or_path"), keys.explicit.get("sft_model_path")):
         return Outcome("no effect", reason="it is that of the model")
-    return not_here("model.path", f"{row.why}, not {value}")
+    return unsupported("model.path", f"{row.why}, not {value}")
 
 
 def dtype(value: Any, keys: Keys) -> Outcome:
-    """The dtype of activations, from dtype or bf16. In jaxrl_llm parameters are float32."""
+    """Translates TRL's `dtype` or `bf16` to `model.dtype`, of activations: jaxrl_llm's parameters are float32."""
     # float16 becomes bfloat16, which takes the same memory and whose gradients need no scaling.
-    halves = value in ("bfloat16", "float16")
-    low = halves or value == "auto" or keys["bf16"] in (None, True) or keys.explicit.get("fp16")
-    cast_reason = f"{value} parameters there; here float32 ones, and activations of this dtype"
-    reason = cast_reason if halves else "of activations; parameters are float32" * isinstance(value, str)
-    return Outcome("changed" if halves else "mapped", {"model.dtype": "bfloat16" if low else "float32"}, reason)
+    is_half = value in ("bfloat16", "float16")
+    is_low = is_half or value == "auto" or keys["bf16"] in (None, True) or keys.explicit.get("fp16")
+    reason = "of activations; parameters are float32" * isinstance(value, str)
+    if is_half:
+        reason = f"TRL has {value} parameters; jaxrl_llm has float32 parameters, and activations of this dtype"
+    return Outcome("changed" if is_half else "mapped", {"model.dtype": "bfloat16" if is_low else "float32"}, reason)
 
 
 def init_kwargs(value: Any, keys: Keys) -> Outcome:
-    """Arguments of from_pretrained, with which a trainer loads its model."""
+    """Translates TRL's `model_init_kwargs`, the arguments of from_pretrained, of which only the dtype has a field."""
     value = dict(value or {})
     dtype_name = value.pop("torch_dtype", None) or value.pop("dtype", None)
     unknown_arguments = value.keys() - {"attn_implementation", "use_cache", "device_map"}
     if unknown_arguments:
-        return not_here("model.path", f"no counterpart: {', '.join(sorted(unknown_arguments))}")
+        return unsupported("model.path", f"no counterpart: {', '.join(sorted(unknown_arguments))}")
     return dtype(dtype_name, keys) if dtype_name else Outcome("no effect", reason="not set")
 
 
@@ -56,7 +62,7 @@ def adapted(keys: Keys) -> bool:
 
 
 def adapter(value: Any, keys: Keys) -> Outcome:
-    """Whether only adapters learn: new ones, or those of a folder."""
+    """Translates TRL's `use_peft` or the trainer's `peft_config` to `adapters`: new ones, or those of a folder."""
     if not adapted(keys):
         return Outcome("no effect", reason="use_peft is False")
     config = keys.explicit.get("trainer.peft_config")
@@ -64,30 +70,30 @@ def adapter(value: Any, keys: Keys) -> Outcome:
         return Outcome("mapped", {"adapters.name": "lora"})
     unknown = {f"adapters.{name}": f"as in {config}" for name in ("rank", "alpha", "targets", "rs")}
     fields = {"adapters.name": "lora", "adapters.path": str(config)}
-    return Outcome("changed", fields, "goes on with adapters", unknown=unknown)
+    return Outcome("changed", fields, "continues from these adapters", unknown=unknown)
 
 
 def plain_adapter(value: Any, keys: Keys) -> Outcome:
-    """Properties of an adapter that no key changes."""
+    """Sets the fields of `adapters` that no key of TRL changes."""
     return Outcome("mapped", {"adapters.rs": False, "adapters.base_dtype": "", "adapters.path": ""})
 
 
 def adapter_size(row: Row, value: Any, keys: Keys) -> Outcome:
-    """The rank or alpha: in a LoraConfig both are 8 by default, and not as in ModelConfig."""
+    """Translates TRL's `lora_r` or `lora_alpha`, which a script's LoraConfig sets to 8 by default, to `adapters`."""
     number = keys.explicit.get(row.key, 8) if keys.explicit.get("trainer.peft_config") else value
     return Outcome("mapped", {row.field: int(number) if row.name == "lora_r" else float(number)})
 
 
 def adapter_targets(value: Any, keys: Keys) -> Outcome:
-    """The modules with an adapter."""
-    outcome = ours.adapter_targets(value)
+    """Translates TRL's `lora_target_modules` to `adapters.targets`, a pattern of the kernels with an adapter."""
+    outcome = conversions.adapter_targets(value)
     excluded = keys.explicit.get("trainer.peft_config.exclude_modules")
     # Only a sentence depends on whether the rows have images, so unknown rows make no field unknown.
     return images.beside_tower(outcome, value, excluded, keys) if images.image_evidence(keys.values) else outcome
 
 
 def quantized(value: Any, keys: Keys) -> Outcome:
-    """Whether the base of adapters is quantized. jaxrl_llm has only 8 bits, which lose less than 4 bits."""
+    """Translates TRL's `load_in_8bit` and `load_in_4bit` to `adapters.base_dtype`, which in jaxrl_llm is only int8."""
     if not value:
         return Outcome("no effect", reason="not in use")
     if not adapted(keys):
@@ -97,13 +103,14 @@ def quantized(value: Any, keys: Keys) -> Outcome:
 
 
 def schedule(value: Any, keys: Keys) -> Outcome:
-    """The schedule of the learning rate."""
+    """Translates TRL's `lr_scheduler_type` to `optim.decay` and `optim.end`."""
     if value not in SCHEDULES:
-        return not_here("optim.decay", f"there is constant, linear and cosine, not {value}")
+        return unsupported("optim.decay", f"optim.decay is constant, linear or cosine, not {value}")
     return Outcome("mapped", {"optim.decay": SCHEDULES[value], "optim.end": _lowest_rate(keys)})
 
 
 def _lowest_rate(keys: Keys) -> float:
+    """Returns the learning rate at the end of TRL's schedule, which only `cosine_with_min_lr` sets above 0."""
     if keys["lr_scheduler_type"] != "cosine_with_min_lr":
         return 0.0
     arguments = keys.explicit.get("lr_scheduler_kwargs") or {}
@@ -112,28 +119,27 @@ def _lowest_rate(keys: Keys) -> float:
 
 
 def schedule_arguments(value: Any, keys: Keys) -> Outcome:
-    """Arguments of the schedule. jaxrl_llm has the lowest rate of a cosine, and no other argument."""
+    """Translates TRL's `lr_scheduler_kwargs`, of which jaxrl_llm has the lowest rate of a cosine: `optim.end`."""
     unknown_arguments = sorted(dict(value or {}).keys() - {"min_lr", "min_lr_rate"})
     if unknown_arguments:
-        return not_here("optim.decay", f"no schedule here has {', '.join(unknown_arguments)}")
+        return unsupported("optim.decay", f"no schedule of jaxrl_llm has {', '.join(unknown_arguments)}")
     return Outcome("mapped", {"optim.end": _lowest_rate(keys)})
 
 
 def optimizer(value: Any, keys: Keys) -> Outcome:
-    """The optimizer. Variants of AdamW compute the same update."""
+    """Translates TRL's `optim`, whose variants of AdamW all compute the update of jaxrl_llm's optimizer."""
     if value in (None, "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw_32bit"):
-        return Outcome("no effect", reason="AdamW, as here")
+        return Outcome("no effect", reason="AdamW, as in jaxrl_llm")
     if str(value).startswith(("adamw_", "paged_adamw_")):
-        return Outcome("changed", {}, f"AdamW, whose moments are rounded in {value}; here they are float32")
-    return not_here("optim", f"AdamW is the one optimizer here, not {value}")
+        return Outcome("changed", {}, f"AdamW, whose moments are rounded in {value}, and float32 in jaxrl_llm")
+    return unsupported("optim", f"AdamW is the one optimizer of jaxrl_llm, not {value}")
 
 
 def with_critic(rule: Rule) -> Rule:
-    """Returns a rule that also sets the critic's optimizer, because TRL's PPO has one optimizer for both models."""
+    """Makes a rule also set the critic's optimizer, because TRL's PPO has one optimizer for policy and critic."""
 
     def with_critic_fields(value: Any, keys: Keys) -> Outcome:
         outcome = rule(value, keys)
-        # In TRL one optimizer updates policy and critic, so both have its rate and limits.
         critic_fields = {f"critic.{name}": x for name, x in outcome.fields.items() if name.startswith("optim.")}
         return replace(outcome, fields=outcome.fields | critic_fields)
 
@@ -141,50 +147,52 @@ def with_critic(rule: Rule) -> Rule:
 
 
 def saving(value: Any, keys: Keys) -> Outcome:
-    """Whether checkpoints are saved every N steps, every epoch, or never."""
+    """Translates TRL's `save_strategy` (steps, epoch or no): jaxrl_llm always saves, in steps of `checkpoint.every`."""
     if value == "steps":
         return Outcome("mapped", {})
-    reasons = {"no": "a run here always can resume", "epoch": "here in steps: checkpoint.every"}
-    return Outcome("changed", {"checkpoint.every": 25}, reasons.get(str(value), "here every checkpoint.every steps"))
+    reasons = {"no": "a jaxrl_llm run always can resume", "epoch": "jaxrl_llm saves in steps: checkpoint.every"}
+    reason = reasons.get(str(value), "jaxrl_llm saves every checkpoint.every steps")
+    return Outcome("changed", {"checkpoint.every": 25}, reason)
 
 
 def trackers(value: Any, keys: Keys) -> Outcome:
-    """Loggers with the name of their project, whose default is that of transformers."""
+    """Translates TRL's `report_to` to `log.to` and `log.project`; the default project is that of transformers."""
     listed = [str(name) for name in (value if isinstance(value, list) else [value])]
     projects = [keys.explicit.get(key) for key in ("wandb_project", "project")]
-    return ours.loggers(listed, str(next(filter(None, projects), "huggingface")))
+    return conversions.loggers(listed, str(next(filter(None, projects), "huggingface")))
 
 
 def launcher_file(value: Any, keys: Keys) -> Outcome:
-    """The config file of accelerate."""
+    """Translates the config file of accelerate, which only matters for its number of processes."""
     if value:
         return Outcome("mapped", {}, "its num_processes is read")
-    return Outcome("unsupported", reason="not beside the script or above it: --processes says what it may say")
+    return Outcome("unsupported", reason="the file is not beside the script or above it: set --processes")
 
 
 def not_followed(row: Row, value: Any, keys: Keys) -> Outcome:
-    """An unknown call that may change an object of the script, or an unknown argument of the object."""
+    """Reports an unknown call of a script that may change an object, such as the model, or an unknown argument."""
     reason = f"not read: {value}"
     unknown = dict.fromkeys(row.fields.split() or [_key_of(value, keys)], reason)
     return Outcome("unsupported", reason=reason, unknown=unknown)
 
 
 def _key_of(value: Any, keys: Keys) -> str:
+    """Returns the key of the file that has this very value."""
     return next((key for key, x in keys.values.items() if x is value), "trainer")
 
 
 def overridden(value: Any, keys: Keys) -> Outcome:
-    """A trainer class that the script defines, or an unknown call that may change the trainer."""
+    """Reports a trainer class that the script defines, or an unknown call that may change TRL's trainer."""
     reason = f"not read: {value}"
     decided = ("loss", "aggregate", "kl", "advantage", "reward", "rollout", "optim", "data")
     return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(decided, reason))
 
 
 def callbacks(value: Any, keys: Keys) -> Outcome:
-    """Callbacks of the trainer. A callback that only logs or shows progress has no effect on the run."""
+    """Translates the callbacks of TRL's trainer, which have no effect on the run if they only log or show progress."""
     unknown_callbacks = [
         str(name) for name in value or [] if not QUIET_CALLBACKS.fullmatch(str(name).rpartition(".")[2])
     ]
     if not unknown_callbacks:
         return Outcome("no effect", reason="they log")
-    return not_here("trainer.callbacks", f"what {', '.join(unknown_callbacks)} does is not read")
+    return unsupported("trainer.callbacks", f"what {', '.join(unknown_callbacks)} does is not read")

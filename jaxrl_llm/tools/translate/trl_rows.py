@@ -1,4 +1,7 @@
-"""The rules of TRL's rows and rewards: data to train on and to evaluate, and reward functions."""
+"""Rules that translate TRL's keys of the data and the rewards to `data`, `eval`, `reward` and `reward_model`.
+
+Each rule gets the value of its key and all `Keys` of the user's file, and returns the `Outcome` in jaxrl_llm.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,24 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from jaxrl_llm.tools.translate import ours
-from jaxrl_llm.tools.translate.outcome import Keys, Outcome, not_here
+from jaxrl_llm.tools.translate import conversions
+from jaxrl_llm.tools.translate.outcome import Keys, Outcome, unsupported
 from jaxrl_llm.tools.translate.table import Row
 from jaxrl_llm.tools.translate.trl_counts import in_rollouts, learns_pairs
 
+# Fields of a run whose only reward is a reward model.
 NO_FUNCTIONS = {"reward.functions": (), "reward.weights": ()}
-JUDGE = {"eval.function": "a reward function that judges the evaluation, or eval.every = 0"}
+# Task of the user if a reward model is the only reward, because an evaluation needs a function.
+EVALUATION_TASK = {"eval.function": "a reward function that judges the evaluation, or eval.every = 0"}
 NO_REWARD = "the file names no reward function"
-SAME_TEXT = "it reads prompt and completion as the policy does"
+SAME_TEXT = "it reads the same prompt and completion as the policy"
 
 
 def rewards(value: Any, keys: Keys) -> Outcome:
-    """The reward functions by their names. In TRL reward models and the overlong penalty are functions too."""
+    """Translates TRL's `reward_funcs` to `reward`, `reward_model` and `reward.overlong_tokens`."""
     if not value:
         unknown = {"reward.functions": NO_REWARD, "eval.function": NO_REWARD}
-        return Outcome("changed", ours.reward_fields((ours.ACCURACY,)), unknown=unknown)
+        return Outcome("changed", conversions.reward_fields((conversions.ACCURACY,)), unknown=unknown)
     listed = [str(name) for name in (value if isinstance(value, list) else [value])]
     all_weights = keys.explicit.get("reward_weights") or [1.0] * len(listed)
     weight_of = dict(zip(listed, map(float, all_weights), strict=False)) if len(listed) == len(all_weights) else {}
@@ -31,8 +36,10 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     models = [name for name in listed if "/" in name]
     names = [name for name in listed if name not in soft + models]
     if not names and not models:
-        return not_here("reward.functions", "only an overlong penalty: reward.overlong_tokens")
-    fields, tasks = ours.rewards(names, [weight_of.get(name, 1.0) for name in names]) if names else (NO_FUNCTIONS, {})
+        return unsupported("reward.functions", "only an overlong penalty: reward.overlong_tokens")
+    fields, tasks = (
+        conversions.rewards(names, [weight_of.get(name, 1.0) for name in names]) if names else (NO_FUNCTIONS, {})
+    )
     unknown: dict[str, str] = {}
     reasons = ["open-r1's format also asks for a line break at each tag"] if "format" in names else []
     if soft:
@@ -41,12 +48,12 @@ def rewards(value: Any, keys: Keys) -> Outcome:
         fields = fields | {"reward.overlong_tokens": int(tokens[1]) if tokens else 256}
         reasons.append("get_soft_overlong_punishment is reward.overlong_tokens, before rollout.max_completion_tokens")
         if weight_of.get(soft[0], 1.0) != 1:
-            unknown["reward.overlong_tokens"] = f"the penalty has no weight here, and {weight_of[soft[0]]:g} there"
+            unknown["reward.overlong_tokens"] = f"the penalty has weight 1, and {weight_of[soft[0]]:g} in TRL"
     if models:
-        model = ours.reward_model(models[0], SAME_TEXT)
+        model = conversions.reward_model(models[0], SAME_TEXT)
         fields = fields | model.fields | {"reward_model.weight": weight_of.get(models[0], 1.0)}
         reasons.append(model.reason)
-        tasks = tasks if names else JUDGE
+        tasks = tasks if names else EVALUATION_TASK
     if models[1:]:
         unknown["reward_model"] = f"a second reward model has no counterpart: {', '.join(models[1:])}"
     # A convert function makes the answers of the rows itself.
@@ -58,40 +65,40 @@ def rewards(value: Any, keys: Keys) -> Outcome:
 
 
 def reward_model(value: Any, keys: Keys) -> Outcome:
-    """A reward model. It is the only reward of PPO, whose critic starts as the reward model in TRL's scripts."""
-    alone = "reward_funcs" not in keys.defaults
+    """Translates a reward model of TRL to `reward_model`. In PPO it is the only reward, and the critic starts as it."""
+    is_only_reward = "reward_funcs" not in keys.defaults
     if not value:
-        return not_here("reward_model.path", NO_REWARD) if alone else Outcome("no effect", reason="not set")
-    outcome = ours.reward_model(str(value), SAME_TEXT)
-    if alone:
+        return unsupported("reward_model.path", NO_REWARD) if is_only_reward else Outcome("no effect", reason="not set")
+    outcome = conversions.reward_model(str(value), SAME_TEXT)
+    if is_only_reward:
         critic = {"critic.path": keys.explicit.get("trainer.value_model", str(value))}
         reason = f"{outcome.reason}; the critic begins as it"
-        return replace(outcome, fields=outcome.fields | critic | NO_FUNCTIONS, reason=reason, yours=JUDGE)
+        return replace(outcome, fields=outcome.fields | critic | NO_FUNCTIONS, reason=reason, tasks=EVALUATION_TASK)
     if keys.explicit.get("reward_funcs"):
         return outcome
-    return replace(outcome, fields=outcome.fields | NO_FUNCTIONS, yours=JUDGE)
+    return replace(outcome, fields=outcome.fields | NO_FUNCTIONS, tasks=EVALUATION_TASK)
 
 
 def weights(value: Any, keys: Keys) -> Outcome:
-    """The weights of the reward functions."""
+    """Translates TRL's `reward_weights` to `reward.weights` and `reward_model.weight`."""
     if value is None:
         return Outcome("no effect", reason="not set: every function has the weight 1")
     names = keys.explicit.get("reward_funcs")
     count = len(names) if isinstance(names, list) else int(bool(names))
     if len(value) != count:
-        return not_here("reward.weights", f"{len(value)} weights for {count or 'unknown'} functions")
+        return unsupported("reward.weights", f"{len(value)} weights for {count or 'unknown'} functions")
     fields = rewards(names, keys).fields
     weighed = ("reward.weights", "reward_model.weight")
     return Outcome("mapped", {name: x for name, x in fields.items() if name in weighed})
 
 
 def dataset(value: Any, keys: Keys) -> Outcome:
-    """The rows: a data set of the hub, a folder or a file. The code of a script may make the rows too."""
+    """Translates TRL's `dataset_name`, a data set of the hub, a folder or a file, to `data.source`."""
     name, subset = str(value), _configuration(keys)
-    if subset and "/" in name and not name.endswith(ours.FILES):
+    if subset and "/" in name and not name.endswith(conversions.FILES):
         name = f"{name}:{subset}"
-    if name.endswith(ours.FILES) or "/" in name:
-        return ours.dataset("data", name, str(keys.explicit.get("dataset_train_split", "train")))
+    if name.endswith(conversions.FILES) or "/" in name:
+        return conversions.dataset("data", name, str(keys.explicit.get("dataset_train_split", "train")))
     if "dataset_mixer" in keys:
         return Outcome("no effect", reason="dataset_mixer names the rows")
     unknown = {"data.source": "a file, or my_data.rows: a function that returns rows with the column prompt"}
@@ -99,15 +106,16 @@ def dataset(value: Any, keys: Keys) -> Outcome:
 
 
 def mixer(value: Any, keys: Keys) -> Outcome:
-    """The data sets of alignment-handbook as {name: share}. The key dataset_splits names their splits."""
+    """Translates alignment-handbook's `dataset_mixer`, {data set: share}, to `data.source` if it has one data set."""
     shares = dict(value or {})
     train = _splits("train", keys)
     if list(shares.values()) != [1.0] or len(train) != 1:
-        return not_here("data.source", "a mixture, or a part of the rows: data.mixture")
-    return ours.dataset("data", next(iter(shares)), train[0])
+        return unsupported("data.source", "a mixture, or a part of the rows: data.mixture")
+    return conversions.dataset("data", next(iter(shares)), train[0])
 
 
 def _splits(part: str, keys: Keys) -> list[str]:
+    """Returns alignment-handbook's `dataset_splits` whose names contain `part`, which is "train" or "test"."""
     return [str(split) for split in keys.explicit.get("dataset_splits", ["train", "test"]) if part in str(split)]
 
 
@@ -119,17 +127,17 @@ def _configuration(keys: Keys) -> str:
 
 
 def configurations(value: Any, keys: Keys) -> Outcome:
-    """The configuration of a data set of the hub, or a list of configurations."""
+    """Translates `dataset_config` of TRL or `dataset_configs`, whose name becomes a part of `data.source`."""
     if not value:
         return Outcome("no effect", reason="not set")
     if _configuration(keys):
         return Outcome("mapped", dataset(keys["dataset_name"], keys).fields)
-    return not_here("data.source", "one configuration in a source: data.mixture")
+    return unsupported("data.source", "one configuration in a source: data.mixture")
 
 
 def changed_rows(row: Row, value: Any, keys: Keys) -> Outcome:
-    """Calls with which a script changes the rows that it has loaded."""
-    source, convert = f"{row.our_section}.source", f"{row.our_section}.convert"
+    """Translates a script's calls that change its loaded rows: the user must write them as `data.convert`."""
+    source, convert = f"{row.field_section}.source", f"{row.field_section}.convert"
     columns = "prompt, chosen and rejected" if learns_pairs(keys) else "prompt and answer"
     task = f"the script calls {value}: a function of a row that does the same, and makes the columns {columns}"
     unknown = {source: f"the script calls {value}, which may leave rows out"}
@@ -137,32 +145,33 @@ def changed_rows(row: Row, value: Any, keys: Keys) -> Outcome:
 
 
 def prompt_limit(value: Any, keys: Keys) -> Outcome:
-    """The longest prompt."""
-    longer = "no limit there" if value is None else "cuts a longer prompt there"
+    """Translates TRL's `max_prompt_length` to `data.max_prompt_tokens`."""
+    trl_limit = "TRL has no limit" if value is None else "TRL cuts a longer prompt"
     limit = 2048 if value is None else int(value)
-    return Outcome("changed", {"data.max_prompt_tokens": limit}, f"{longer}; a longer prompt is dropped here")
+    return Outcome("changed", {"data.max_prompt_tokens": limit}, f"{trl_limit}; jaxrl_llm drops a longer prompt")
 
 
 def pair_limits(value: Any, keys: Keys) -> Outcome:
-    """The limits of a prompt and of a completion of a pair. TRL cuts a longer pair, and jaxrl_llm drops it."""
+    """Translates TRL's limits of pairs: TRL cuts a pair after `max_length` tokens, and jaxrl_llm drops a longer one."""
     # Without a limit in the file, prompt and completion have this limit each.
     limit = int(keys["max_length"] or 4096)
     fields = {
         "data.max_prompt_tokens": int(keys["max_prompt_length"] or limit),
         "rollout.max_completion_tokens": int(keys.explicit.get("max_completion_length") or limit),
     }
-    limit_reason = f"a pair is cut after {limit} tokens there" if keys["max_length"] else "no limit there"
-    return Outcome("changed", fields, f"{limit_reason}; here both parts have a limit, and a longer pair is dropped")
+    limit_reason = f"TRL cuts a pair after {limit} tokens" if keys["max_length"] else "TRL has no limit"
+    return Outcome("changed", fields, f"{limit_reason}; jaxrl_llm limits each part, and drops a longer pair")
 
 
 def evaluates(keys: Keys) -> bool:
+    """Whether the run of the other trainer evaluates, by TRL's `eval_strategy`."""
     return keys["eval_strategy"] not in ("no", None, False)
 
 
 def evaluation(value: Any, keys: Keys) -> Outcome:
-    """Steps between evaluations of problems or of held-out pairs."""
+    """Translates TRL's `eval_strategy` to the section `eval`, which evaluates problems or held-out pairs."""
     if not evaluates(keys):
-        return Outcome("mapped", ours.NO_EVALUATION)
+        return Outcome("mapped", conversions.NO_EVALUATION)
     # transformers takes logging_steps if eval_steps is not set.
     evaluation_steps = in_rollouts("eval.every", keys["eval_steps"] or keys["logging_steps"], keys)
     held_out = held_out_rows(value, keys)
@@ -170,27 +179,27 @@ def evaluation(value: Any, keys: Keys) -> Outcome:
     pairs = learns_pairs(keys)
     fields |= {"eval.function": "preference"} if pairs else {}
     reason = "the share of held-out pairs in the right order" if pairs else "one greedy completion for each problem"
-    return Outcome("changed", fields, reason, held_out.yours, evaluation_steps.unknown | held_out.unknown)
+    return Outcome("changed", fields, reason, held_out.tasks, evaluation_steps.unknown | held_out.unknown)
 
 
 def held_out_rows(value: Any, keys: Keys) -> Outcome:
-    """The rows to evaluate: an argument of the trainer, or a split of the data set to train on."""
+    """Translates TRL's `eval_dataset`, or the test split of its data set, to `eval.source`."""
     source = str(keys.explicit.get("trainer.eval_dataset") or "")
     name = str(keys.explicit.get("dataset_name") or "")
     if not source and "dataset_mixer" in keys:
         source = f"{next(iter(keys['dataset_mixer']))}@{[*_splits('test', keys), 'test'][0]}"
     # A data file has one split, so only a data set of the hub has rows to evaluate.
-    elif not source and "/" in name and not name.endswith(ours.FILES):
+    elif not source and "/" in name and not name.endswith(conversions.FILES):
         source = name if learns_pairs(keys) or "dataset_test_split" in keys else ""
     if source:
-        outcome = ours.dataset("eval", source, str(keys.explicit.get("dataset_test_split", "test")))
+        outcome = conversions.dataset("eval", source, str(keys.explicit.get("dataset_test_split", "test")))
         return replace(outcome, fields={"eval.source": outcome.fields["eval.source"]})
     task = "the file with what to evaluate; this name is a placeholder"
     return Outcome("mapped", {"eval.source": "data/test.parquet"}, unknown={"eval.source": task})
 
 
 def logs_samples(value: Any, keys: Keys) -> Outcome:
-    """The evaluation of TRL's PPO, which logs samples and no accuracy."""
+    """Translates `eval_strategy` of TRL's PPO, whose evaluation only logs samples and has no accuracy."""
     samples = evaluates(keys)
     reason = "TRL's PPO only logs samples: set eval.every and eval.source for an accuracy" * samples
-    return Outcome("changed" if samples else "mapped", ours.NO_EVALUATION, reason)
+    return Outcome("changed" if samples else "mapped", conversions.NO_EVALUATION, reason)

@@ -1,4 +1,8 @@
-"""The rules of veRL's keys that need code. The table verl.tsv follows veRL 0.9.1, and knows older keys."""
+"""Rules that translate keys of veRL into fields of a jaxrl_llm config, where the table verl.tsv needs code.
+
+The table follows veRL 0.9.1, and has older keys too. A rule gets the value of its key and all `Keys` of the user's
+file, and returns the `Outcome`. family.py has the rules that EasyR1 and Search-R1 share.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jaxrl_llm.tools.translate import family, images, ours
-from jaxrl_llm.tools.translate.outcome import Keys, Outcome, not_here
+from jaxrl_llm.tools.translate import conversions, family, images
+from jaxrl_llm.tools.translate.outcome import Keys, Outcome, unsupported
 from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
 
+# Sections of veRL's keys.
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
-OLDER = ("until 0.3", 0.3)
+OLDER = ("until 0.3", 0.3)  # name and last number of the versions of the column `was`
 ROWS = read_rows("verl")
 FAMILY = family.Family(
     rows=ROWS,
@@ -20,12 +25,13 @@ FAMILY = family.Family(
     in_reward=lambda keys: bool(keys["algorithm.use_kl_in_reward"]) and not keys[f"{ACTOR}use_kl_loss"],
     total_steps="trainer.total_training_steps",
 )
-MODE = FAMILY.keys_of["loss.name"]
+# Keys and sections that several rules read.
+LOSS_MODE = FAMILY.keys_of["loss.name"]
 FILTERED = "data.filter_overlong_prompts"
 OVERLONG = "reward_model.overlong_buffer."
 REWARD_FILE = "custom_reward_function."
 TURNS = f"{ROLLOUT}multi_turn."
-# Sentences that the table names by these constants.
+# Reasons that rows of the table name by these constants.
 SAME_SEED = "config.seed decides"
 ENVIRONMENT = "tools: write an environment (docs/environments.md)"
 REWARD_WORKERS = "of a reward model, or how rewards are computed"
@@ -34,13 +40,16 @@ UNREAD_FREEZE = "nothing in veRL 0.9.1 reads it, so that its tower learns: for t
 
 
 def filtering(keys: Keys) -> bool:
+    """Whether veRL's dynamic sampling replaces groups whose rewards are all equal."""
     return bool(keys["algorithm.filter_groups.enable"])
 
 
 def adapted(keys: Keys) -> bool:
+    """Whether only adapters learn."""
     return bool(keys[f"{MODEL}lora_rank"])
 
 
+# {name in the table: (condition, reason if it does not hold)}, for rows with `if NAME`.
 CONDITIONS = FAMILY.conditions() | {
     "grpo": (lambda keys: str(keys["algorithm.adv_estimator"]).startswith("grpo"), "the estimator is not grpo"),
     "filtering": (filtering, "filter_groups is off"),
@@ -49,7 +58,7 @@ CONDITIONS = FAMILY.conditions() | {
     "length": (
         lambda keys: (
             keys[f"{ACTOR}loss_agg_mode"] == "seq-mean-token-sum-norm"
-            and keys[MODE] not in ("gspo", "geo_mean", "sapo")
+            and keys[LOSS_MODE] not in ("gspo", "geo_mean", "sapo")
         ),
         "loss_agg_mode does not divide by a length",
     ),
@@ -61,100 +70,99 @@ tower = images.tower(adapted, UNREAD_FREEZE)
 
 
 def files(convert: str, row: Row, value: Any, keys: Keys) -> Outcome:
-    return family.rows_of(row.our_section, convert, value)
+    """Translates `data.train_files` or `val_files` to `data` or `eval`. convert: function that converts a row."""
+    return family.rows_of(row.field_section, convert, value)
 
 
-data_files = partial(files, ours.PARQUET)
+data_files = partial(files, conversions.PARQUET)
 
 
 def constant_length(value: Any, keys: Keys) -> Outcome:
-    """The length by which the sum of the losses of a completion is divided."""
+    """Translates `loss_scale_factor`, the divisor of a completion's summed loss, to `aggregate.constant_length`."""
     return Outcome("mapped", {"aggregate.constant_length": int(value or keys["data.max_response_length"])})
 
 
 def truncation(value: Any, keys: Keys) -> Outcome:
-    """What happens to prompts above the limit."""
+    """Translates veRL's `data.truncation`, what happens to prompts above the limit, to `data.overlong`."""
     if keys.explicit.get(FILTERED):
         return Outcome("mapped", {"data.overlong": "drop"}, f"{FILTERED} drops a longer prompt before")
     if value == "error":
         return Outcome("mapped", {"data.overlong": "error"})
-    return Outcome(
-        "changed", {"data.overlong": "drop"}, f"{value} cuts a longer prompt; here it is dropped and counted"
-    )
+    return Outcome("changed", {"data.overlong": "drop"}, f"{value} cuts a longer prompt; jaxrl_llm drops and counts it")
 
 
 def filtered(value: Any, keys: Keys) -> Outcome:
-    """Whether prompts above the limit are left out."""
+    """Translates veRL's `data.filter_overlong_prompts` to `data.overlong`."""
     if value:
         return Outcome("mapped", {"data.overlong": "drop"})
     return Outcome("no effect", reason="data.truncation says what becomes of a longer prompt")
 
 
 def normalize(value: Any, keys: Keys) -> Outcome:
-    """Whether GRPO divides by the deviation of a group."""
+    """Translates `norm_adv_by_std_in_grpo`, whether GRPO divides by a group's deviation, to `advantage.normalize`."""
     return Outcome("mapped", {"advantage.normalize": "group" if value else "none"})
 
 
 def resampling(value: Any, keys: Keys) -> Outcome:
-    """Whether groups with one total reward are replaced, and how often."""
+    """Translates `algorithm.filter_groups`, which replaces groups without signal, to `rollout.resample_rounds`."""
     batches = int(keys["algorithm.filter_groups.max_num_gen_batches"] or 0)
     reason = (
-        f"at most {batches or 'any number of'} batches there; here, after the first, each round samples only as many "
-        "prompts as groups are missing, and what still has no signal stays"
+        f"veRL samples at most {batches or 'any number of'} batches; jaxrl_llm samples, after the first batch, only as "
+        "many prompts as groups are missing, and keeps groups that still have no signal"
     )
     return resampled(batches if filtering(keys) else None, reason)
 
 
 def resampled(batches: int | None, reason: str) -> Outcome:
-    """Returns the rounds of resampling. batches: limit, 0 or less if unlimited, None if no group is replaced."""
+    """Returns `rollout.resample_rounds`. batches: limit, 0 or less if unlimited, None if no group is replaced."""
     if batches is None:
         return Outcome("mapped", {"rollout.resample_rounds": 0})
-    # Without a limit a data set without signal would never end, so ten rounds replace it.
+    # Without a limit, resampling a data set without signal would never end, so the limit is ten rounds.
     return Outcome("changed", {"rollout.resample_rounds": max(batches - 1, 1) if batches > 0 else 10}, reason)
 
 
 def overlong(value: Any, keys: Keys) -> Outcome:
-    """DAPO's soft penalty for long completions, whose switch and length become one field."""
+    """Translates the switch and the length of DAPO's soft penalty for long completions to `reward.overlong_tokens`."""
     on = keys.explicit.get(f"{OVERLONG}enable", False) and f"{OVERLONG}len" in keys
     return Outcome("mapped", {"reward.overlong_tokens": int(keys[f"{OVERLONG}len"]) if on else 0})
 
 
 def overlong_factor(value: Any, keys: Keys) -> Outcome:
-    """The largest penalty for a long completion."""
+    """Translates `overlong_buffer.penalty_factor`, the largest penalty, which is always 1 in jaxrl_llm."""
     if value == 1 or not keys.explicit.get(f"{OVERLONG}enable"):
         return Outcome("mapped", {})
-    return Outcome("unsupported", reason=f"the penalty is 1 at the limit here, {value} there")
+    return Outcome("unsupported", reason=f"the penalty at the limit is 1 in jaxrl_llm, {value} in veRL")
 
 
 def template_arguments(value: Any, keys: Keys) -> Outcome:
-    """An argument of the chat template. The field has all arguments together."""
+    """Translates an argument of the chat template: `data.chat_template_args` has all arguments together."""
     return Outcome("mapped", {"data.chat_template_args": keys.prefixed("data.apply_chat_template_kwargs.")})
 
 
 def rewards(value: Any, keys: Keys) -> Outcome:
-    """The reward function of a file with its arguments, or veRL's own reward by the column data_source."""
+    """Translates veRL's `custom_reward_function`, or its reward by the column data_source, to `reward.functions`."""
     file = keys.explicit.get(f"{REWARD_FILE}path")
     if keys.explicit.get("reward_model.enable"):
-        return Outcome("mapped", {"reward.functions": (), "reward.weights": ()}, "veRL takes the reward model alone")
+        return Outcome("mapped", {"reward.functions": (), "reward.weights": ()}, "veRL uses the reward model alone")
     if not file:
-        return ours.by_data_source(keys["data.train_files"])
+        return conversions.by_data_source(keys["data.train_files"])
     name = str(keys.explicit.get(f"{REWARD_FILE}name") or "compute_score")
     arguments = keys.prefixed(f"{REWARD_FILE}reward_kwargs.") | keys.prefixed(f"reward.{REWARD_FILE}reward_kwargs.")
-    return ours.custom_reward(str(file), name, arguments)
+    return conversions.custom_reward(str(file), name, arguments)
 
 
 def reward_model(value: Any, keys: Keys) -> Outcome:
-    """The reward model."""
+    """Translates veRL's `reward_model.enable` and its path to `reward_model`."""
     path = keys.explicit.get("reward_model.model.path")
     if not path:
         return Outcome("unsupported", reason="the file names no folder of the reward model: set reward_model.path")
-    outcome = ours.reward_model(str(path), "it reads prompt and completion as the policy does")
+    outcome = conversions.reward_model(str(path), "it reads prompt and completion as the policy does")
     # With a reward model veRL ignores reward functions.
     return replace(outcome, fields=outcome.fields | {"reward.functions": (), "reward.weights": ()})
 
 
 def reward_coef(row: Row, value: Any, keys: Keys) -> Outcome:
-    """The coefficient of a KL penalty in the reward."""
+    """Translates `algorithm.kl_ctrl.kl_coef`, the coefficient of a KL penalty in the reward, to `kl.coef`."""
     if FAMILY.in_reward(keys):
         return FAMILY.kl_part(row, value, keys)
     if not FAMILY.in_loss(keys) and value and "algorithm.use_kl_in_reward" not in keys:
@@ -164,18 +172,18 @@ def reward_coef(row: Row, value: Any, keys: Keys) -> Outcome:
 
 
 def correction(value: Any, keys: Keys) -> Outcome:
-    """Importance weights between engine and trainer."""
+    """Translates veRL's `rollout_correction.rollout_is`, weights between engine and trainer, to `importance`."""
     if not value:
         return Outcome("no effect", reason="not set")
     if value not in ("token", "sequence"):
-        return Outcome("unsupported", reason=f"there is no level {value!r}: token and sequence")
+        return Outcome("unsupported", reason=f"jaxrl_llm has no level {value!r}: token and sequence")
     # veRL truncates the weights at this threshold, and masks no token.
     high = float(keys["algorithm.rollout_correction.rollout_is_threshold"])
     return Outcome("mapped", {"importance.level": value, "importance.action": "truncate", "importance.high": high})
 
 
 def critic_model(policy: str, value: Any, keys: Keys) -> Outcome:
-    """The model that the critic starts from. policy: key of the policy's model."""
+    """Translates the model that the critic starts from to `critic.path`. policy: key of the policy's model."""
     return Outcome("mapped", {"critic.path": "" if value in (None, keys[policy]) else str(value)})
 
 
@@ -183,9 +191,9 @@ critic_path = partial(critic_model, f"{MODEL}path")
 
 
 def adapter(numbers: str, modules: str, value: Any, keys: Keys) -> Outcome:
-    """The adapter. numbers: prefix of the keys of its rank and alpha; modules: prefix of the keys of its modules."""
+    """Translates LoRA's keys to `adapters`. numbers: prefix of the keys of rank and alpha; modules: of the modules."""
     targets, excluded = keys[f"{modules}target_modules"], keys.explicit.get(f"{modules}exclude_modules")
-    outcome = ours.lora(keys[f"{numbers}rank"], keys[f"{numbers}alpha"], targets)
+    outcome = conversions.lora(keys[f"{numbers}rank"], keys[f"{numbers}alpha"], targets)
     return images.beside_tower(outcome, targets, excluded, keys)
 
 
@@ -193,9 +201,9 @@ lora = partial(adapter, f"{MODEL}lora_", MODEL)
 
 
 def tools(value: Any, keys: Keys) -> Outcome:
-    """Episodes of several turns with tools, which are Python functions in jaxrl_llm."""
+    """Translates veRL's `rollout.multi_turn`, episodes with tools, to `env` and `turns`: tools are Python functions."""
     if not keys.explicit.get(f"{TURNS}tool_config_path"):
-        return not_here("env", f"the file names no tools of its episodes of several turns; {ENVIRONMENT}")
+        return unsupported("env", f"the file names no tools of its episodes of several turns; {ENVIRONMENT}")
     names = keys.explicit.get(f"{TURNS}tool_config_path.names") or []
     assistant, user = (keys.explicit.get(f"{TURNS}max_{who}_turns") for who in ("assistant", "user"))
     # An episode ends with a turn of the policy, so it has one turn more than answers of tools.
@@ -213,7 +221,7 @@ def tools(value: Any, keys: Keys) -> Outcome:
     }
     reason = (
         "functions as tools, in the form of the model's chat template. max_tool_response_length counts characters "
-        "there, and tokens here" + "; there is no limit of turns there" * (not limits)
+        "in veRL, and tokens in jaxrl_llm" + "; veRL has no limit of turns" * (not limits)
     )
     task = "write them in my_tools.py beside this file, with types and a docstring (docs/environments.md)"
     # The tools are classes of veRL, whose code is not read.
@@ -222,17 +230,18 @@ def tools(value: Any, keys: Keys) -> Outcome:
 
 
 def validation(value: Any, keys: Keys) -> Outcome:
-    """A key of how evaluations are sampled."""
+    """Translates veRL's `rollout.val_kwargs`, how evaluations are sampled: jaxrl_llm's are greedy."""
     val = f"{ROLLOUT}val_kwargs."
     # In veRL do_sample is False by default, and temperature 0 is greedy too.
     greedy = not keys.explicit.get(f"{val}do_sample", False) or keys.explicit.get(f"{val}temperature", 0) == 0
     if greedy and keys.explicit.get(f"{val}n", 1) == 1:
-        return Outcome("no effect", reason="evaluations are greedy there and here")
-    reason = "an evaluation is one greedy completion for each problem here (jaxrl evaluate samples several)"
+        return Outcome("no effect", reason="evaluations are greedy in veRL and in jaxrl_llm")
+    reason = "jaxrl_llm evaluates with one greedy completion per problem (jaxrl evaluate samples several)"
     return Outcome("unsupported", reason=reason)
 
 
 def base(keys: Keys) -> str:
+    """Returns the config of jaxrl_llm that a translation changes."""
     return "ppo" if FAMILY.critic(keys) else "grpo"
 
 

@@ -1,4 +1,7 @@
-"""Writes a translation as a config file of ours: a delta on one complete config, with what changed as comments."""
+"""Writes a translation as a jaxrl_llm config file, which changes one of jaxrl_llm/configs.
+
+Comments name the key that each field is from, what differs from the other trainer, and what the user must complete.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,13 @@ from jaxrl_llm.errors import printable
 from jaxrl_llm.tools.translate.outcome import KINDS, Outcome, Translation
 
 WIDTH = 119
+# Breaks a text into lines between words.
 WRAP = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
 # Sections that are written as one line if the base has none or another function.
 CALLS = ("adapters", "advantage", "env", "loss", "turns")
 # Sections that are always written as one line.
 WHOLE = ("reward_model", "kl.refresh", "kl.adaptive", "entropy", "entropy.adaptive")
+# {config of jaxrl_llm that the file changes: algorithm in its docstring}
 ALGORITHM = {
     "grpo": "GRPO",
     "ppo": "PPO",
@@ -30,7 +35,8 @@ ALGORITHM = {
     "dpo": "DPO",
     "simpo": "SimPO",
 }
-PAIRS = ("dpo", "simpo")  # configs of `jaxrl sft`
+# Configs that learn from pairs, with `jaxrl sft`.
+PAIR_CONFIGS = ("dpo", "simpo")
 # Complete configs, whose order of fields is that of a translation.
 EXPLAINED = ("grpo.py", "ppo.py", "search_grpo.py", "sft.py", "dpo.py", "simpo.py")
 
@@ -54,7 +60,7 @@ def get_config() -> ConfigDict:
 
 
 def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] = ()) -> str:
-    """Returns the text of a config file.
+    """Returns the text of the jaxrl_llm config file of a translation.
 
     file: file of the other trainer; to: new config file; lost: lines of `file` that belong to no key.
     """
@@ -73,7 +79,7 @@ def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] =
         algorithm=ALGORITHM[base],
         file=_name(file.name),
         whose=f"{table.name} ({table.version})",
-        program="sft" if base in PAIRS else "train",
+        program="sft" if base in PAIR_CONFIGS else "train",
         to=_name(to.as_posix()),
         notice="\n".join(textwrap.wrap(notice, WIDTH)),
         base=base,
@@ -112,7 +118,7 @@ def _written_fields(translation: Translation, base_fields: Mapping[str, Any]) ->
     fields = translation.fields()
     changed = {key: outcome for key, outcome in translation.defaults.items() if outcome.kind == "changed"}
     shown_fields = {name for outcome in (translation.outcomes | changed).values() for name in outcome.fields}
-    shown_fields |= translation.yours().keys() & fields.keys()
+    shown_fields |= translation.user_tasks().keys() & fields.keys()
     shown_fields |= {name for name, value in fields.items() if (name, value) not in base_fields.items()}
     new_sections = {
         name.split(".")[0] for name in fields if base_fields.get(name) != fields[name] and name.endswith(".name")
@@ -186,7 +192,7 @@ def _origin(translation: Translation, name: str) -> str:
         # A key that sets many fields, such as the batch size, explains each of them less well.
         return min(explicit, key=lambda key: len(translation.outcomes[key].fields))
     # The value of a field that is the user's to set is a placeholder, and no default.
-    if name in translation.yours():
+    if name in translation.user_tasks():
         return ""
     return "default" if any(name in outcome.fields for outcome in translation.defaults.values()) else ""
 
@@ -194,29 +200,31 @@ def _origin(translation: Translation, name: str) -> str:
 def _comments(translation: Translation, names: Iterable[str]) -> tuple[list[str], set[str]]:
     """Returns comments on the keys whose first field is one of these names, and the keys that have one."""
 
-    def first_here(outcomes: Mapping[str, Outcome], *kinds: str) -> dict[str, str]:
+    def reasons_of_first_fields(outcomes: Mapping[str, Outcome], *kinds: str) -> dict[str, str]:
+        """Returns {key: reason} of outcomes of these kinds whose first field is one of `names`."""
         return {
             key: outcome.reason
             for key, outcome in outcomes.items()
             if outcome.reason and outcome.kind in kinds and next(iter(outcome.fields), "") in names
         }
 
-    explained = first_here(translation.outcomes, "mapped", "changed")
-    said = [f"{line}." for line in reason_lines(explained)]
+    explained = reasons_of_first_fields(translation.outcomes, "mapped", "changed")
+    comments = [f"{line}." for line in reason_lines(explained)]
     explicit = {name for outcome in translation.outcomes.values() for name in outcome.fields}
-    for key, reason in first_here(translation.defaults, "changed").items():
+    for key, reason in reasons_of_first_fields(translation.defaults, "changed").items():
         if next(iter(translation.defaults[key].fields)) not in explicit:
-            said.append(f"{key} has its default: {reason}." if "(" not in key else f"{reason.capitalize()}.")
-    tasks = translation.yours()
-    said += [f"Yours to set: {tasks[name]}." for name in names if name in tasks]
+            comments.append(f"{key} has its default: {reason}." if "(" not in key else f"{reason.capitalize()}.")
+    tasks = translation.user_tasks()
+    comments += [f"Yours to set: {tasks[name]}." for name in names if name in tasks]
     if "eval" in names:
         no_source = "eval.source" not in translation.fields()
         hint = f", and name the problems in eval.source: those of {translation.base}.py are others" * no_source
-        said.append(f"To evaluate, set eval.every instead{hint}.")
-    return [line for text in said for line in _wrapped(text)], set(explained)
+        comments.append(f"To evaluate, set eval.every instead{hint}.")
+    return [line for text in comments for line in _wrapped(text)], set(explained)
 
 
 def _wrapped(text: str, first: str = "# ", then: str = "# ", width: int = WIDTH - 4) -> list[str]:
+    """Returns a comment as lines. first, then: beginning of its first line, and of its other lines."""
     return WRAP(printable(text), width, initial_indent=first, subsequent_indent=then)
 
 
@@ -234,8 +242,8 @@ def _remaining_comments(translation: Translation, lost: Sequence[str], written: 
         "Changed in meaning": reason_lines(
             {key: reason for key, reason in reasons["changed"].items() if not translation.outcomes[key].fields}
         ),
-        "Not supported here": reason_lines(reasons["unsupported"]),
-        "No effect on training here": reason_lines(reasons["no effect"]),
+        "Not supported in jaxrl_llm": reason_lines(reasons["unsupported"]),
+        "No effect on training in jaxrl_llm": reason_lines(reasons["no effect"]),
     }
     lines = [""]
     for title, entries in blocks.items():

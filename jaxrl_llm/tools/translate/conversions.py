@@ -1,4 +1,7 @@
-"""What rewards, data sets, adapters and loggers of other trainers become in jaxrl_llm."""
+"""Translates rewards, data sets, adapters and loggers of any other trainer into fields of a jaxrl_llm config.
+
+The rules of the trainers call these functions, after they have read the names and values from the user's file.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome
 
+# Reward functions of jaxrl_llm.
 ACCURACY = "math.accuracy"
 SEARCH = "search.exact_match"
 # ANCHORED and AFTER_THOUGHT also read "The final answer is $5$" without a box, as TRL's rewards do.
@@ -34,10 +38,14 @@ EASYR1_REWARDS = {"math.py": "easyr1.math", "r1v.py": "easyr1.r1v"}
 EASYR1_SCORES = {"math": "easyr1.math", "r1v": "easyr1.r1v"}
 # {part of the name of a data file of veRL: reward function of its data_source}
 DATA_SOURCES = {"gsm8k": "gsm8k.accuracy", "geo3k": "easyr1.math", "geometry3k": "easyr1.math"}
-PARQUET = "verl.convert"  # converts the columns prompt and reward_model.ground_truth of veRL
+# Functions of jaxrl_llm that convert rows: with veRL's columns prompt and reward_model.ground_truth, or Search-R1's.
+PARQUET = "verl.convert"
 SEARCH_R1_ROWS = "search_r1.convert"
+# Fields of a run that evaluates nothing.
 NO_EVALUATION = {"eval": None, "checkpoint.keep_best": 0}
+# Loggers that jaxrl_llm has.
 LOGGERS = ("mlflow", "tensorboard", "trackio", "wandb")
+# Suffixes of data files.
 FILES = (".parquet", ".json", ".jsonl", ".csv")
 
 
@@ -62,7 +70,7 @@ def rewards(names: list[str], weights: list[float] | None) -> tuple[dict[str, An
     modules = dict.fromkeys(name.rpartition(".")[0] for name in unknown if "." in name)
     tasks = [f"move {', '.join(alone)} to a module my_rewards.py beside this file"] if alone else []
     tasks += [f"{', '.join(modules)} must be a module beside this file, or installed"] if modules else []
-    reason = f"{'; '.join(tasks)}; the signature of TRL is the one here"
+    reason = f"{'; '.join(tasks)}; jaxrl_llm accepts the signature of TRL"
     return fields, {"reward.functions": reason} | ({"eval.function": "as above"} if names[0] in unknown else {})
 
 
@@ -87,7 +95,7 @@ def custom_reward(path: str, function: str, arguments: Mapping[str, Any]) -> Out
     """Returns the outcome of a reward function in a file of veRL or EasyR1, which runs unchanged as my_rewards.py."""
     arguments_text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     call = f"my_rewards.{function}({arguments_text})" if arguments_text else f"my_rewards.{function}"
-    task = f"copy {path} to my_rewards.py beside this file; its signature is taken here too (docs/rewards.md)"
+    task = f"copy {path} to my_rewards.py beside this file; jaxrl_llm accepts its signature (docs/rewards.md)"
     tasks = {"reward.functions": task, "eval.function": "as above"}
     return Outcome("changed", reward_fields((call,)), f"{path} is not read", tasks)
 
@@ -98,15 +106,15 @@ def by_data_source(files: Any) -> Outcome:
     # The translator does not read the column data_source, so the name of the file stands for the column.
     for part, function in DATA_SOURCES.items():
         if all(part in name for name in names):
-            reason = "data_source selects a function there, the config here"
+            reason = "in veRL data_source selects the function, in jaxrl_llm the config"
             return Outcome("changed", reward_fields((function,)), reason)
     fields = reward_fields(("verl.score",)) | {"eval.function": "verl.accuracy"}
-    reason = "data_source selects a function here too, but not all of veRL's: those of mathematics and questions"
+    reason = "data_source selects the function, of which jaxrl_llm has those for mathematics and questions"
     return Outcome("changed", fields, reason)
 
 
 def easyr1_reward(path: str, function: str, arguments: Mapping[str, Any]) -> Outcome:
-    """Returns the outcome of a reward function of EasyR1."""
+    """Returns the outcome of a reward function in a file: jaxrl_llm has the functions of EasyR1's examples."""
     folder, _, file = path.rpartition("/")
     if file not in EASYR1_REWARDS or not folder.endswith(("reward_function", "score_function")):
         return custom_reward(path, function, arguments)
@@ -129,15 +137,15 @@ def dataset(section: str, name: str, split: str) -> Outcome:
 
 
 def column(field: str, value: str, usual_name: str) -> Outcome:
-    """Returns what the name of a column becomes. usual: the name that needs no field."""
+    """Returns the outcome of the name of a column. usual_name: name that needs no field in jaxrl_llm."""
     if value == usual_name:
-        return Outcome("no effect", reason="the column has this name here too")
+        return Outcome("no effect", reason="the column has this name in jaxrl_llm too")
     # A convert function would make the column itself, so that the field would have no effect.
     return Outcome("mapped", {field: value, "data.convert": ""})
 
 
 def template(value: str) -> Outcome:
-    """Returns the outcome of a template around the question."""
+    """Returns the outcome of a template around the question, which the user must copy to `data.format_prompt`."""
     task = f"a copy of {value}, or the template itself"
     return Outcome("mapped", {"data.format_prompt": value}, "", {"data.format_prompt": task})
 
@@ -152,7 +160,7 @@ def adapter_targets(targets: Any) -> Outcome:
     pattern = "_proj" if module_names == ["all-linear"] else "|".join(name.strip(" ,") for name in module_names)
     # argparse keeps the comma in `--lora_target_modules q_proj, v_proj`.
     if any("," in name for name in module_names):
-        reason = "PEFT has no module whose name ends with a comma; here the names are read without it"
+        reason = "PEFT has no module whose name ends with a comma; jaxrl_llm reads the names without it"
     return Outcome("changed" if reason else "mapped", {"adapters.targets": pattern}, reason)
 
 
@@ -168,7 +176,7 @@ def loggers(logger_names: list[str], project: str) -> Outcome:
     known_loggers = tuple(name for name in logger_names if name in LOGGERS)
     ignored = (*LOGGERS, "console", "file", "none", "None", "all")
     unknown_loggers = [str(name) for name in logger_names if name not in ignored]
-    reason = f"there is no {', '.join(unknown_loggers)} here" if unknown_loggers else ""
+    reason = f"jaxrl_llm has no logger {', '.join(unknown_loggers)}" if unknown_loggers else ""
     kind = "changed" if unknown_loggers else "mapped" if known_loggers else "no effect"
     if not known_loggers:
         return Outcome(kind, reason=reason or "metrics.jsonl has all numbers")
@@ -177,5 +185,5 @@ def loggers(logger_names: list[str], project: str) -> Outcome:
 
 
 def entropy_bonus(value: Any, keys: Keys) -> Outcome:
-    """The coefficient of an entropy bonus; 0 if the run has none."""
+    """Translates the coefficient of an entropy bonus (veRL's `entropy_coeff`) to `entropy.coef`; 0 means none."""
     return Outcome("mapped", {"entropy.coef": float(value)} if value else {"entropy": None})
