@@ -40,8 +40,9 @@ from jaxrl_llm.selftest.trial import (
 from jaxrl_llm.structs import Array, Batch, Rollouts
 from jaxrl_llm.tasks import PREFILL
 
-# Bounds of the KL between equal weights in two programs. It is half the squared difference of log-probabilities, which
-# is 1e-6 in float32.
+# A bound such as KL is for float32, and its partner KL_ROUNDED is for other dtypes.
+# Bounds of the KL between equal weights in two programs. The KL is about half the squared difference of
+# log-probabilities, which is 1e-6 in float32.
 KL, KL_ROUNDED = 1e-9, 1e-3
 # Bounds of differences of log-probabilities. float32 bounds the largest difference, which is 3e-6 for the embedded
 # model on a CPU. Other dtypes bound the mean, because rare tokens differ by much more: it is 1.8e-3 in bfloat16 over
@@ -62,7 +63,8 @@ MIN_COMPLETIONS = 16  # number of completions of which at least one should have 
 
 GROUP_CENTERED = ("grpo", "rloo", "gdpo", "pass_at_k")  # estimators whose advantages have mean 0 in each group
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "completion")  # columns that may hold a good answer
-EMPTY_THOUGHT = "<think>\n</think>\n"
+EMPTY_THOUGHT = "<think>\n</think>\n"  # empty reasoning, which some reward functions demand before an answer
+# Forms in which reward functions expect an answer; the check of the reward functions tries all of them.
 ANSWER_FORMS = (
     "{}",
     "\\boxed{{{}}}",
@@ -95,13 +97,13 @@ class CheckReport(NamedTuple):
 
 
 def alarm(
-    all_reports: str, id: str, evidence: str, cause: str, fix: str, *, failures: str = "", severity: str = "error"
+    check: str, id: str, evidence: str, cause: str, fix: str, *, failures: str = "", severity: str = "error"
 ) -> Finding:
     """Returns the finding of a check.
 
-    check: id of the check. id: id of the finding. failures: ids of rows in docs/failures.md.
+    check: id of the check, such as "S1". id: id of the finding. failures: ids in docs/failures.md, such as "F14".
     """
-    source = f"docs/health.md {all_reports}" + (f", docs/failures.md {failures}" if failures else "")
+    source = f"docs/health.md {check}" + (f", docs/failures.md {failures}" if failures else "")
     return Finding(severity=severity, evidence=evidence, cause=cause, fix=fix, reference=source, id=id)
 
 
@@ -146,7 +148,7 @@ def reference_agrees(trial: Trial) -> CheckReport:
     """S1: at step 0 the reference model equals the policy."""
     if "ref_logprobs" not in trial.scores:
         return skipped("the run has no reference model")
-    # The policy is not scored by the reference's program, because a mistake in it would affect both.
+    # The policy is not scored by the reference's program, because a mistake in this program would affect both.
     if trial.full:
         kl = float(trial.gradient("policy", 0)[1]["kl/ref"])
     elif "old_logprobs" in trial.scores:
@@ -540,7 +542,7 @@ def _logprob_gap(trial: Trial, params: Any, sampled: Any) -> float:
 
 
 def _weight_check(trial: Trial) -> CheckReport:
-    """S10 for an engine whose pushes the run itself checks after each step: reports the result of that check."""
+    """S10 for an engine whose pushes the run checks after each step: reports the result of the run's own check."""
     try:
         gap = trial.parts.actor.lease.reclaim()[1]["weight_check/gap"]
     except UserError as error:
