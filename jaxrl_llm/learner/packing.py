@@ -10,9 +10,9 @@ import numpy as np
 from jaxrl_llm.machine.shapes import Shape, ShapePolicy
 from jaxrl_llm.structs import AnyArray, Sizes
 
-# Tokens. Narrower rows are slow, so several short completions share a row of at most this width.
+# Short completions share a row of at most ROW tokens, because narrower rows are slow.
 ROW = 32
-# Tokens. The TPU's attention kernel needs rows of a multiple of this width, and narrower rows save less.
+# The TPU's attention kernel needs rows of a multiple of KERNEL tokens. Rows that are narrower than that save little.
 KERNEL = 128
 
 

@@ -280,10 +280,10 @@ def judge(read_descriptor, write_descriptor, report_descriptor, tests, tolerance
 
 
 def call_test_function(link, number, arguments, named):
-    """Calls a function of a test, because the program asks for the call. Returns (encoded result, no changed arguments).
+    """Calls a function of a test, because the program asks for the call. Returns (encoded result, no changes).
 
     link: link to the process of the program. number: number that the link has given to the function. arguments, named:
-    encoded positional and keyword arguments.
+    encoded positional and keyword arguments, of which no changes are sent back.
     """
     values, named_values = [link.decode(x) for x in arguments], {name: link.decode(x) for name, x in named.items()}
     return link.encode(link.decode(number)(*values, **named_values)), []

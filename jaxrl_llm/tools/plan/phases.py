@@ -134,7 +134,6 @@ def make_plan(
         say(phase)
         phases.append(phase)
     shape_cache.close()
-    of_engine = stream if recipe.chosen_engine.in_trainer else None
     return SlicePlan(
         recipe=recipe,
         models=models,
@@ -142,7 +141,7 @@ def make_plan(
         phases=phases,
         tokens=int(lengths.sum()),
         prompts=prompts,
-        stream=of_engine,
+        stream=stream if recipe.chosen_engine.in_trainer else None,
     )
 
 
