@@ -74,8 +74,8 @@ class Handle:
 
     def __call__(self, *arguments, **named):
         result = call(self.__link, self, "", arguments, named)
-        # Only a class, which begins with a capital letter, builds objects for a test. An object that a function returns
-        # must not stand for a plain value.
+        # Only the call of a class, whose name begins with a capital letter, builds an object for a test. An object that
+        # a function returns must not stand for a plain value.
         if type(result) is Handle and self.__name[:1].isupper():
             object.__setattr__(result, "_Handle__built", True)
         return result
@@ -93,7 +93,7 @@ class Handle:
         self.__link.ask("set", self.__link.encode(self), name, self.__link.encode(value))
 
     def __eq__(self, other_operand):
-        # Two comparisons need no answer of the program: with None, and of an object with itself.
+        # Two comparisons need no answer of the program: an object never equals None, and always equals itself.
         if other_operand is None or (type(other_operand) is Handle and other_operand.__number == self.__number):
             return other_operand is not None
         return refuse_comparison(self, other_operand)

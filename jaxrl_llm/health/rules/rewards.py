@@ -223,7 +223,7 @@ def held_out_falls(history: History) -> Finding | None:
 def _reward_rises_since(history: History, step: int) -> bool:
     """Returns whether the reward is higher than around a step, by more than LITTLE_CHANGE and by more than noise."""
     steps, values = history.column("reward/mean")
-    # The steps around `step` are averaged, because the reward of a single batch is noisy.
+    # Rewards of 8 steps before and after `step` are averaged, because the reward of a single batch is noisy.
     rewards_then, recent_rewards, deviations = (
         values[np.abs(steps - step) <= 8],
         history.recent_values("reward/mean"),
@@ -283,7 +283,8 @@ def kl_alone(history: History) -> Finding | None:
     In a healthy run the reward rises, or at least a fifth of the penalty falls on completions with an advantage, or the
     penalty costs a completion less than KL_COSTS standard deviations of the rewards.
     """
-    # loss/kl is a mean over tokens, but a reward belongs to a completion, so the penalty is multiplied by the length.
+    # `loss/kl` is a mean over tokens, but a reward belongs to a completion. So `costly` multiplies the penalty by the
+    # length of completions.
     penalty_alone, penalty, length = (
         history.recent_mean(name) for name in ("loss/kl_alone", "loss/kl", "completion/length")
     )

@@ -48,7 +48,7 @@ def main() -> None:
         "--pixels", default="", metavar="WxH[xN]", help="size and number of a prompt's images (default: no images)"
     )
     parser.add_argument(
-        "--lengths", type=float, metavar="MEAN", help="mean tokens of a completion, for decoding (default: half of C)"
+        "--lengths", type=float, metavar="MEAN", help="mean tokens of a completion (default: half of the limit)"
     )
     parser.add_argument(
         "--collectives", type=int, default=0, metavar="N", help="also list the N largest collectives of each program"

@@ -48,7 +48,7 @@ def collectives(text: str, turns: float = 1, hosts: Sequence[int] = ()) -> list[
         elif line.startswith("  "):
             lines.append(line)
 
-    begun: set[str] = set()
+    begun: set[str] = set()  # text of channel and chain of each split collective that is counted already
 
     def walk(name: str, loops: tuple[float, ...]) -> Iterator[Collective]:
         for line in computations[name]:
@@ -60,7 +60,7 @@ def collectives(text: str, turns: float = 1, hosts: Sequence[int] = ()) -> list[
                 # The TPU compiler writes a reduce-scatter as a computation that fuses an all-reduce and a slice.
                 kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else match[3]
                 chain = re.search(r"channel_id=\d+.*chain_id=", line)
-                # Later parts of a collective that is split into a chain are not counted again.
+                # Of a collective that the compiler splits into a chain, only the first part is counted.
                 if chain and chain[0] in begun:
                     continue
                 begun.update([chain[0]] if chain else [])

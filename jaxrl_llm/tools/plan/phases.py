@@ -112,7 +112,6 @@ def make_plan(
     learning_holds = _resident_bytes(device_states(states, recipe.host_memory))
     sampling_holds = sampled.holds(apart=apart) if recipe.chosen_engine.in_trainer else {}
     holds, sums = learning_holds | sampling_holds, (sum(learning_holds.values()), sum(sampling_holds.values()))
-    # With chips of its own, the sampler does not share memory with the learners.
     if memory and (max(sums) if apart else sum(sums)) > memory:
         phases.append(Phase("sampling", 1, error="the arrays of sampling alone exceed the memory of a chip"))
         return SlicePlan(recipe=recipe, models=models, holds=holds, phases=phases, tokens=0, prompts=prompts)
