@@ -27,7 +27,10 @@ def minibatches(sizes: Sizes, seed: int, step: int) -> Iterator[AnyArray]:
 
 
 def packed_shapes(group_size: int, limit: int) -> list[Shape]:
-    """Lists the shapes [N, T] of the packed rows of a prompt in a micro-batch, the largest first. limit: C.
+    """Lists the shapes [N, T] of the packed rows of a prompt in a micro-batch, the largest first.
+
+    limit: C, the token limit of completions. The largest shape of each width holds all completions of a group, and each
+    smaller one has half as many rows.
 
     A row has C tokens, or several whole completions if C is small. A shape with 1.5 C tokens leaves less padding at the
     end of rows. If C is large, rows of a quarter of C serve short completions.

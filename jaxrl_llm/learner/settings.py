@@ -69,15 +69,15 @@ class MaskSettings:
 class HostMemory:
     """Which arrays stay in the host's memory while no program uses them."""
 
-    reference: MayChange[bool] = False
-    optimizer: MayChange[bool] = False
+    reference: MayChange[bool] = False  # parameters of the reference, and of all models that never learn
+    optimizer: MayChange[bool] = False  # states of the optimizers
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticSettings:
     """PPO's critic, which learns the values of states."""
 
-    path: str  # model from which the critic starts
+    path: str  # model from which the critic starts; "": the policy's
     gamma: Share  # discount of the lambda-returns that the critic learns
     lam: Share  # lambda of these returns
     clip: NotNegative  # largest change of a value in the loss; 0: no clipping
@@ -89,7 +89,7 @@ class CriticSettings:
 class RouterSettings:
     """The router of a model with experts."""
 
-    balance_coef: NotNegative
+    balance_coef: NotNegative  # coefficient of the load-balance loss
 
 
 @dataclass(frozen=True, kw_only=True)

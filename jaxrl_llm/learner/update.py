@@ -359,7 +359,7 @@ class MetricWeights(NamedTuple):
         return cls(aggregation_weights(loss_mask, mode="token_mean"), completions)
 
     def masked(self, mask: Array) -> MetricWeights:
-        """Returns the weights of the tokens in a mask [B, G, C] and of their completions; 0 for all other ones."""
+        """Returns the weights of the tokens in a mask [B, G, C] and of their completions. All other weights are 0."""
         has_token = jnp.any(mask, axis=-1, keepdims=True)
         return MetricWeights(jnp.where(mask, self.tokens, 0.0), jnp.where(has_token, self.completions, 0.0))
 

@@ -86,6 +86,7 @@ def run_python_tests(
         return [TIMED_OUT] * len(tests)
     limit_arguments: dict[str, Any] = {"seconds": limits.seconds, "memory": limits.memory}
     with tempfile.TemporaryFile() as report, ExitStack() as stack:
+        # One pipe carries calls from the judge to the program, and the other carries answers to the judge.
         (calls, to_program), (answers, to_judge) = (sandbox.open_pipe(stack) for _ in "ca")
         program_text = f"{LINK}{SERVED}serve({calls.fileno()}, {to_judge.fileno()}, {program!r})"
         numbers = answers.fileno(), to_program.fileno(), report.fileno()
