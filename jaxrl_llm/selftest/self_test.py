@@ -101,7 +101,7 @@ def alarm(
 ) -> Finding:
     """Returns the finding of a check.
 
-    check: id of the check, such as "S1". id: id of the finding. failures: ids in docs/failures.md, such as "F14".
+    check: id of the check (S1, S2, ...). id: id of the finding. failures: ids of rows on the page of failures.
     """
     source = f"docs/health.md {check}" + (f", docs/failures.md {failures}" if failures else "")
     return Finding(severity=severity, evidence=evidence, cause=cause, fix=fix, reference=source, id=id)
