@@ -382,8 +382,8 @@ def run_defaults(run: SavedRun, args: argparse.Namespace) -> dict[str, Any]:
     own_task = args.task and is_task(args.task)
     if problems and not (problems.functions or own_task or args.function):
         raise UserError(
-            "the evaluation of the run compared pairs and judged no completion: name a --task, or a --function that "
-            "judges its problems"
+            "the run was evaluated on preference pairs only, so its config names no function that judges "
+            "completions: name a --task, or a --function that judges the completions"
         )
     sequences = run.config["prompts_per_step"] * (run.get("group_size") or 1)  # 1: of a run of sft
     set_defaults = {}

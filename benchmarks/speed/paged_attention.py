@@ -71,7 +71,7 @@ def attend_plain(step: Step, *, window: int, soft_cap: float) -> jax.Array:
 def difference(kernel: Any, step: Step, **settings: Any) -> float:
     """Returns the largest difference between the attention of both forms."""
     found, wanted = jax.jit(partial(kernel, **settings))(step), jax.jit(partial(attend_plain, **settings))(step)
-    return float(jnp.max(jnp.abs(found.out / found.total[..., None] - wanted)))
+    return float(jnp.max(jnp.abs(found.weighted_values / found.weight_sum[..., None] - wanted)))
 
 
 def seconds(function: Any, step: Step, times: int) -> float:

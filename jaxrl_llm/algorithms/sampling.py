@@ -133,8 +133,8 @@ def _invert_cdf(weights: Float[Array, "*n V"], uniform: Float[Array, "*n"]) -> I
 def token_logprobs_and_residuals(logits: Array, token: Array, sampling: Sampling) -> tuple[tuple[Array, Array], PyTree]:
     """Returns log-probability [...] of token [...] and entropy [...] of the sampled distribution, from logits [..., V].
 
-    Also returns residuals for the backward pass: (logits, token, log_total, entropy). With log_total and entropy [...],
-    the backward pass needs two sums over V less, also where it recomputes the logits.
+    Also returns residuals for the backward pass: (logits, token, log_total, entropy). log_total and entropy [...] save
+    the backward pass two sums over V, even if it recomputes the logits.
     """
     masked_logits = mask_logits(logits, sampling, token)
     highest_logit = jnp.max(masked_logits, axis=-1, keepdims=True)

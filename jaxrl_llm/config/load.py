@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 import jaxrl_llm
 from jaxrl_llm import configs
 from jaxrl_llm.config.names import name_of
-from jaxrl_llm.config.sections import Section, problem, sections
+from jaxrl_llm.config.sections import Section, display, required_type, sections
 from jaxrl_llm.config.suggestions import nearest
 from jaxrl_llm.config.user_modules import importing_from
 from jaxrl_llm.errors import Parser, UserError, code_location, describe
@@ -252,7 +252,9 @@ def override(config: Config, name: str, text: str) -> None:
     old_value = section[last]
     if old_value is None or isinstance(old_value, ConfigDict):
         if text.lower() != "none":
-            raise UserError(f"config.{name} {problem(text, old_value, name)}")
+            raise UserError(
+                f"config.{name} = {display(text)}: the value must be {required_type(text, old_value, name)}"
+            )
         section[last] = None
         return
     section[last] = _parse(name, old_value, text)
@@ -269,7 +271,7 @@ def _parse(name: str, old_value: Any, text: str) -> Any:
         value = float(value)
     # Types are compared exactly, because True is an int for isinstance.
     if type(value) is not type(old_value):
-        raise UserError(f"config.{name} {problem(text, old_value, name)}")
+        raise UserError(f"config.{name} = {display(text)}: the value must be {required_type(text, old_value, name)}")
     return value
 
 

@@ -81,10 +81,10 @@ def resolve(name: str, place: Place, field: str = "name") -> Callable[..., Any]:
 
 
 def name_of(function: Any, home: str, field: str) -> str:
-    """Returns a name for a function object that `resolve` finds, also if no module holds it; a name as it is.
+    """Returns a name by which `resolve` finds a function, even if no module holds the function.
 
-    home: name of the module of functions that a config file defines; field: config field with the function.
-    Raises: UserError, if a function has no name.
+    function: function object, or its name, which is returned unchanged. home: name of the module of functions that a
+    config file defines. field: config field with the function. Raises: UserError, if a function has no name.
     """
     if not callable(function):
         return function

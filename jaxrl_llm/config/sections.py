@@ -61,7 +61,9 @@ class Section(ConfigDict):
             else:
                 super().__setitem__(key, value)
         except TypeError:
-            raise UserError(f"config.{path} {problem(value, old_value, path)}") from None
+            raise UserError(
+                f"config.{path} = {display(value)}: the value must be {required_type(value, old_value, path)}"
+            ) from None
 
     def _set_path(self, path: str) -> None:
         """Sets the path of this section, and of all sections in it."""
@@ -119,20 +121,28 @@ def sections(config: Any) -> Section:
     return section
 
 
-def problem(value: Any, old_value: Any, path: str) -> str:
-    """Describes a value of another type than the old one, as the end of an error that begins with the field's name."""
+def display(value: Any) -> str:
+    """Returns at most 80 characters that show a refused value in an error."""
+    if isinstance(value, ConfigDict):
+        return "a section"
+    return value.__qualname__ if isinstance(value, FunctionType) else f"{value!r:.80}"
+
+
+def required_type(value: Any, old_value: Any, path: str) -> str:
+    """Returns the type that a field must keep, with the fix, as the end of an error after "must be".
+
+    value: refused value of another type. old_value: value that the field has. path: path of the field.
+    """
     if old_value is None:
-        return f"is an absent section, which cannot hold {value!r:.80}: set its fields, as {path}.FIELD"
+        return f"a section, which is absent: set its fields, as {path}.FIELD"
     if isinstance(old_value, ConfigDict) and not old_value:
-        return f"is a section, which cannot hold {value!r:.80}: add sections, as {path}.NAME = ConfigDict(dict(...))"
+        return f"a section of sections: add sections, as {path}.NAME = ConfigDict(dict(...))"
     if isinstance(old_value, ConfigDict):
         fields = ", ".join(f"{path}.{key}" for key in old_value)
-        return f"is a section, which cannot hold {value!r:.80}: set one of its fields {fields}"
+        return f"a section: set one of its fields {fields}"
     if isinstance(value, FunctionType) and "<" in value.__qualname__:
-        return "must be the name of a function: define it by def at the top of a module, and set its name"
+        return "the name of a function: define the function by def at the top of a module, and set its name"
     if isinstance(value, FunctionType) and isinstance(old_value, str):
-        return f"must be the name of a function, not the function: use '{value.__module__}.{value.__qualname__}'"
-    shown_value = "a section" if isinstance(value, ConfigDict) else f"{value!r:.80}"
+        return f"the name of a function, not the function: use '{value.__module__}.{value.__qualname__}'"
     example = f", such as {old_value!r}" if not isinstance(old_value, bool) and old_value not in ("", ()) else ""
-    kind = KINDS.get(type(old_value), type(old_value).__name__)
-    return f"is {shown_value}, but must be {kind}{example}"
+    return KINDS.get(type(old_value), type(old_value).__name__) + example

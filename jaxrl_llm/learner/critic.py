@@ -54,9 +54,11 @@ def make_critic(
     model = Decoder(replace(policy_like.cfg, tied_head=True), mesh)
 
     def headless(decoder: PyTree) -> PyTree:
+        """Returns the parameters of a decoder without its vocabulary head."""
         return {name: decoder[name] for name in decoder if name in model.shapes}
 
     def with_readout(decoder: PyTree) -> PyTree:
+        """Returns the parameters of a critic with this decoder, and with a readout of zeros."""
         readout = {"kernel": jnp.zeros((model.cfg.width, 1)), "bias": jnp.zeros(1)}
         return {"decoder": headless(decoder), "readout": readout}
 
@@ -69,7 +71,7 @@ def make_critic(
             first_values["readout"] = hf.load_readout(folder, model)
         return jax.device_put(first_values, sharding.shardings(first_values, mesh))
 
-    # The critic has a readout of its own, so it leaves the tensors of both heads in the file.
+    # The critic has its own readout, so it does not load the tensors of a vocabulary head or of a reward model's head.
     load = partial(hf.load_params, folder, model, mesh, unused=hf.HEADS)
     parameters = shared or LearnerParameters(model.shapes, load, update.ALL_LEARN)
     learner = update.make_learner(

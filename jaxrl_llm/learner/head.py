@@ -23,7 +23,7 @@ from jaxrl_llm.models.attention import hide_tokens, soft_capped
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, PyTree
 
-ROWS_SPEC = sharding.BATCH
+ROWS_SPEC = sharding.BATCH  # sharding of arrays [B, ...], whose rows are split over the devices
 # Logits that a device holds at a time if the kernel is small. In float32 they take 128 MiB.
 LOGITS_AT_ONCE = 2**25
 
@@ -47,6 +47,8 @@ def logprobs(
 
 
 def _forward(model: Decoder, sampling: Sampling, kernel: Array, states: Array, tokens: Array) -> tuple[Any, PyTree]:
+    """Returns the result of `logprobs`, and the arrays that the backward pass needs."""
+
     def on_device(kernel: Array, states: Array, tokens: Array) -> tuple[Any, ...]:
         parts = _chunks(model, kernel, states, tokens)
 
@@ -70,6 +72,11 @@ def _forward(model: Decoder, sampling: Sampling, kernel: Array, states: Array, t
 def _backward(
     model: Decoder, sampling: Sampling, residuals: PyTree, gradients: tuple[Array, Array]
 ) -> tuple[Array, Array, None]:
+    """Returns the gradients of kernel and states; tokens have none.
+
+    residuals: second result of `_forward`. gradients: gradients of log-probabilities and entropies.
+    """
+
     def on_device(kernel: Array, states: Array, tokens: Array, *arrays: Array) -> tuple[Array, Array]:
         *per_token, logits = arrays
 
@@ -105,10 +112,12 @@ logprobs.defvjp(_forward, _backward)
 
 
 def _product(model: Decoder, x: Array, y: Array) -> jax.Array:
+    """Returns a matrix product with the model's precision, in float32."""
     return jnp.matmul(x, y, precision=model.cfg.precision, preferred_element_type=jnp.float32)
 
 
 def _logits(model: Decoder, states: Array, kernel: Array) -> jax.Array:
+    """Returns the logits [..., V] of states [..., D]; -inf for tokens that the model never samples."""
     return hide_tokens(soft_capped(_product(model, states, kernel), model.cfg.final_soft_cap), model.cfg.hidden_tokens)
 
 

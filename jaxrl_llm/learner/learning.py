@@ -76,8 +76,8 @@ def describe_models(
     )
     if start.family and model.cfg.family != start.family:
         raise UserError(
-            f"config.model.family = {start.family!r} has no effect, because this package already supports "
-            f"model_type {model.cfg.family!r} of model.path; set it to ''"
+            f"config.model.family = {start.family!r} has no effect, because the model in model.path has model_type "
+            f"{model.cfg.family!r}, which needs no family of your own; set model.family to ''"
         )
     return Models(
         mesh=mesh,
@@ -90,7 +90,10 @@ def describe_models(
 
 
 def load_frozen_base(models: Models) -> PyTree:
-    """Returns the policy's parameters that do not learn, None if all learn. Raises: UserError, if a file is wrong."""
+    """Loads the policy's parameters that do not learn: the base of adapters, or a frozen vision tower.
+
+    Returns None if all parameters learn. Raises: UserError, if a file of the model cannot be used.
+    """
     if models.adapters:
         return hf.load_base(models.folder, models.model, models.mesh, models.adapters)
     if models.frozen_tower:
@@ -99,12 +102,14 @@ def load_frozen_base(models: Models) -> PyTree:
 
 
 def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree, seed: int) -> LearnerParameters:
-    """Returns the policy's parameters: adapters of `base` learn, or the parameters that params() returns.
+    """Returns the policy's parameters: which of them learn, and their first values.
 
-    base: parameters that do not learn, None if all learn. seed: seed of new adapters.
+    If the policy has adapters, only the adapters learn. params(): returns the first values of the parameters that learn
+    if the policy has no adapters. base: parameters that do not learn, None if all learn. seed: seed of new adapters.
     """
     if not (adapters := models.adapters):
         shapes = models.model.shapes
+        # With a frozen vision tower, `base` holds only the tower, and the text model learns.
         frozen_base = (
             FrozenBase(base, lambda tower, learned: {**learned, **tower}) if models.frozen_tower else ALL_LEARN
         )
@@ -112,6 +117,7 @@ def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree
     place = sharding.shardings(adapters.shapes, models.mesh)
 
     def first_adapters() -> PyTree:
+        """Returns the adapters with which a run begins: those in the folder of the config, or new ones."""
         if path := adapters.kind.path:
             return jax.device_put(peft.load(Path(path).expanduser(), adapters), place)
         # The adapters are made sharded, so that no process holds all of them.
@@ -151,7 +157,7 @@ class Learning:
         return states | ({"reference": self.reference.shapes} if self.reference and moves else {})
 
     def device_shapes(self) -> States:
-        """Returns the shapes and shardings of the states that the devices hold, with a reference that never moves."""
+        """Returns the shapes and shardings of the states on the devices, including a reference that never moves."""
         return self.shapes() | ({"reference": self.reference.shapes} if self.reference else {})
 
     def all_device_arrays(self, frozen: Iterable[str], base: PyTree) -> States:
@@ -169,7 +175,7 @@ class Learning:
         return states | ({"reference": self.reference.copy(states["policy"].params)} if self.reference else {})
 
     def complete_restored(self, states: States, attempt: int) -> States:
-        """Returns the states of a checkpoint, completed by the reference, which it leaves out if that never moves.
+        """Adds to the states of a checkpoint what the checkpoint leaves out, a reference that never moves.
 
         attempt: number of rollbacks of the run if it has just rolled back, else 0. A rollback lowers learning rates.
         """
@@ -243,7 +249,7 @@ class Learning:
     def programs(self, states: States, plain: Batch, batch: Batch, rows: AnyArray, shape: Shape) -> Iterator[Program]:
         """Yields the programs of scoring and updates for packed rows of a shape.
 
-        The other arguments are those of `compile`; they may be shapes.
+        plain: batch before scoring and credit. batch: batch of an update on the prompts `rows`. All may be shapes.
         """
         packed_shape = index_shape(self.sizes.group_size, self.sizes.max_completion_tokens, shape)
         index = jax.ShapeDtypeStruct((len(plain.prompts), *packed_shape), jnp.int32, sharding=plain.prompts.sharding)
@@ -258,9 +264,10 @@ class Learning:
 def make_reference(
     models: Models, policy: Learner, parameters: LearnerParameters, refresh: RefreshSettings | None
 ) -> Reference | None:
-    """Returns the KL anchor, None if it is the base of the policy's new adapters.
+    """Returns the reference of the KL penalty, None if the base of the policy's new adapters is the reference.
 
-    If the anchor never moves, it has the dtypes of a model that never learns.
+    refresh: how the reference follows the policy, None if it never moves. A reference that never moves has the dtypes
+    of a model that never learns.
     """
     model, shapes, moves = models.model, policy.shapes.params, refresh is not None
     if models.adapters and not (moves or models.adapters.kind.path):
@@ -286,9 +293,10 @@ def make_reference(
 
 
 def device_states(states: PyTree, on_host: HostMemory, *, during_updates: bool = False) -> PyTree:
-    """Returns the arrays that stay on the devices while a program uses none of the offloaded arrays.
+    """Returns the states that are on the devices while a program runs that needs no offloaded state.
 
-    during_updates: whether updates run, which need the state of the optimizer.
+    states: all states. on_host: states that are offloaded to the host's memory. during_updates: whether the program is
+    an update, for which the state of the optimizer is on the devices.
     """
     if on_host.reference:
         # Only the learners' states and the base of adapters stay on the devices.

@@ -10,9 +10,9 @@ import numpy as np
 from jaxrl_llm.machine.shapes import Shape, ShapePolicy
 from jaxrl_llm.structs import AnyArray, Sizes
 
-# Tokens. Narrower rows are slow, so several short completions share a row of at most this width.
+# Short completions share a row of at most ROW tokens, because narrower rows are slow.
 ROW = 32
-# Tokens. The TPU's attention kernel needs rows of a multiple of this width, and narrower rows save less.
+# The TPU's attention kernel needs rows of a multiple of KERNEL tokens. Rows that are narrower than that save little.
 KERNEL = 128
 
 
@@ -27,7 +27,10 @@ def minibatches(sizes: Sizes, seed: int, step: int) -> Iterator[AnyArray]:
 
 
 def packed_shapes(group_size: int, limit: int) -> list[Shape]:
-    """Lists the shapes [N, T] of the packed rows of a prompt in a micro-batch, the largest first. limit: C.
+    """Lists the shapes [N, T] of the packed rows of a prompt in a micro-batch, the largest first.
+
+    limit: C, the token limit of completions. The largest shape of each width holds all completions of a group, and each
+    smaller one has half as many rows.
 
     A row has C tokens, or several whole completions if C is small. A shape with 1.5 C tokens leaves less padding at the
     end of rows. If C is large, rows of a quarter of C serve short completions.

@@ -17,8 +17,8 @@ AboveZero = Annotated[float, Field(float, low=0, high=1, exclusive=True)]
 class RefreshSettings:
     """How the reference moves towards the policy."""
 
-    every: AtLeastOne
-    mix: AboveZero = 1.0
+    every: AtLeastOne  # steps between two moves
+    mix: AboveZero = 1.0  # a move makes the reference (1 - mix) reference + mix policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class KlSettings:
 class EntropySettings:
     """The bonus for the entropy of the policy."""
 
-    coef: NotNegative
-    adaptive: Annotated[KeywordArguments, optim.adaptive_entropy] | None = None
+    coef: NotNegative  # coefficient of the bonus, at the start
+    adaptive: Annotated[KeywordArguments, optim.adaptive_entropy] | None = None  # None: the coefficient is constant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,19 +69,19 @@ class MaskSettings:
 class HostMemory:
     """Which arrays stay in the host's memory while no program uses them."""
 
-    reference: MayChange[bool] = False
-    optimizer: MayChange[bool] = False
+    reference: MayChange[bool] = False  # parameters of the reference, and of all models that never learn
+    optimizer: MayChange[bool] = False  # states of the optimizers
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticSettings:
     """PPO's critic, which learns the values of states."""
 
-    path: str
-    gamma: Share
-    lam: Share
-    clip: NotNegative
-    warmup_steps: Count
+    path: str  # model from which the critic starts; "": the policy's
+    gamma: Share  # discount of the lambda-returns that the critic learns
+    lam: Share  # lambda of these returns
+    clip: NotNegative  # largest change of a value in the loss; 0: no clipping
+    warmup_steps: Count  # first steps, in which only the critic learns
     optim: Annotated[KeywordArguments, make_optimizer]
 
 
@@ -89,7 +89,7 @@ class CriticSettings:
 class RouterSettings:
     """The router of a model with experts."""
 
-    balance_coef: NotNegative
+    balance_coef: NotNegative  # coefficient of the load-balance loss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -178,10 +178,10 @@ def make_learner(
 ) -> Learner:
     """Returns the learner of a model.
 
-    shapes: shapes of the parameters that learn. params(): returns their first values. microbatch: prompts of a
-    micro-batch, 0 = all prompts; every value gives the same gradient, to rounding. aggregate: maps the loss mask to the
-    weights of tokens in the loss, as `aggregation_weights` does. base: parameters that do not learn, which updates
-    neither donate nor differentiate.
+    shapes: shapes of the parameters that learn. params(): returns the first values of these parameters. microbatch:
+    prompts of a micro-batch, 0 = all prompts; every value gives the same gradient, to rounding. aggregate: maps the
+    loss mask to the weights of tokens in the loss, as `aggregation_weights` does. base: parameters that do not learn,
+    of which updates compute no gradients.
     """
 
     # Each call makes new arrays, because updates donate them, and a run that rolls back to its start needs them again.
@@ -265,8 +265,8 @@ def make_gradient(
 ) -> GradientFn:
     """Returns `gradient(params, batch, coefs, base) -> gradient, metrics` of a whole batch, for use inside a program.
 
-    microbatch: prompts of a micro-batch, 0 = all prompts. aggregate: argument of `make_learner`. dtype: dtype of the
-    sum over micro-batches. combine: field of `FrozenBase`.
+    microbatch: prompts of a micro-batch, 0 = all prompts. aggregate: maps the loss mask to the weights of tokens in the
+    loss. dtype: dtype of the sum over micro-batches. combine: (frozen, learned) -> all parameters.
     """
 
     def gradient(params: PyTree, batch: Batch, coefs: Metrics, base: PyTree = None) -> tuple[PyTree, Metrics]:
@@ -281,7 +281,7 @@ def make_gradient(
         ) -> tuple[Array, dict[str, Any]]:
             per_token, metrics = objective(combine(base, params), part, coefs)
             total = jnp.sum(jnp.where(part.loss_mask, per_token * weights, 0.0))
-            # Of a prompt's completions, the micro-batch counts only those that it holds.
+            # A micro-batch may hold only some completions of a prompt, and only these count in its metrics.
             metric_weights = metric_weights.masked(part.loss_mask)
             load: Any = metrics.pop(LOAD, None)
             metrics = {name: reduce_metric(name, x, metric_weights) for name, x in metrics.items()}
@@ -312,7 +312,7 @@ def full_batch_load(
 ) -> ExpertLoad | None:
     """Returns the load of experts by a whole batch, which an additional forward pass computes in micro-batches.
 
-    None if the load-balance loss does not need it.
+    Returns None if the batch is a single micro-batch, or if the run has no load-balance loss.
     """
     # The load-balance loss is a product of two means over the whole batch, so a sum over micro-batches would differ.
     count, _ = microbatches.split(batch, microbatch, mesh)
@@ -342,12 +342,12 @@ METRIC_REDUCTIONS = {
 
 
 def reduction_of(metric_name: str) -> MetricReduction:
-    """Returns the reduction of a metric by its name."""
+    """Returns the reduction of a metric, which the end of its name decides."""
     return METRIC_REDUCTIONS.get(metric_name[-4:], SUM)
 
 
 class MetricWeights(NamedTuple):
-    """Weights of trained tokens and their completions in the mean of a metric; 0 for all other ones."""
+    """Weights in the mean of a metric: of trained tokens and of their completions. All other weights are 0."""
 
     tokens: Array  # [B, G, C]
     completions: Array  # [B, G, 1]
@@ -359,7 +359,7 @@ class MetricWeights(NamedTuple):
         return cls(aggregation_weights(loss_mask, mode="token_mean"), completions)
 
     def masked(self, mask: Array) -> MetricWeights:
-        """Returns the weights of the tokens in a mask [B, G, C] and of their completions; 0 for all other ones."""
+        """Returns the weights of the tokens in a mask [B, G, C] and of their completions. All other weights are 0."""
         has_token = jnp.any(mask, axis=-1, keepdims=True)
         return MetricWeights(jnp.where(mask, self.tokens, 0.0), jnp.where(has_token, self.completions, 0.0))
 

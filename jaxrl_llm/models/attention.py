@@ -43,7 +43,7 @@ def attend(
     soft_cap: float = 0.0,
     precision: jax.lax.Precision | None = None,
 ) -> jax.Array:
-    """Returns softmax attention [B, K, N, R, T, h] of a query of this shape to its row and its prompt.
+    """Returns softmax attention [B, K, N, R, T, h] of a query [B, K, N, R, T, h] to its row and its prompt.
 
     row: keys and values [B, K, N, S, h]. prompt: keys and values [B, K, P, h], None without a prompt. soft_cap: bound
     of the scores, which are products of query and key, by soft_cap * tanh(score / soft_cap); 0 = unbounded. Scores and

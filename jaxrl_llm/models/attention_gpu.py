@@ -38,7 +38,7 @@ def attend_gpu(
     mesh: Mesh | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-    """Returns attention [B, K, N, R, T, h] of a query of this shape to its row and its prompt, computed by cuDNN.
+    """Returns attention [B, K, N, R, T, h] of a query [B, K, N, R, T, h] to its row and its prompt, computed by cuDNN.
 
     row: keys and values [B, K, N, T, h]. segment_ids [B, N, T]: number of each token's completion, 0 for padding, where
     the output is 0. visible: masks of the rows. prompt: keys and values [B, K, P, h], None without a prompt.

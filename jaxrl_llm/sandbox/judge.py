@@ -17,9 +17,11 @@ import sys
 
 from jaxrl_llm.sandbox.link import CODES, CONTAINERS, ENDED, STREAMS, TYPES, UNJUDGED, Link, next_item
 
-# Plain types. Tests always get these from this process, even if the program defines the same names.
+# Classes of plain data, of which the link sends copies.
 PLAIN_TYPES = (*(kind for kind, *_ in CODES.values()), *CONTAINERS.values())
+# {name: class}. A test always gets these classes from this process, even if the program defines the same names.
 KNOWN_TYPES = {kind.__name__: kind for kind in (*PLAIN_TYPES, collections.defaultdict)}
+# Names of attributes that plain data have. A Handle has no such attribute unless a test has built its object.
 PLAIN_ATTRIBUTES = {name for kind in (*TYPES, *PLAIN_TYPES) for name in dir(kind)}
 
 
@@ -39,6 +41,7 @@ def make_forwarder(method, answer_type=None):
 
 
 def is_built(value):
+    """Returns whether a value is a Handle whose object the test itself has built from a class of the program."""
     return type(value) is Handle and object.__getattribute__(value, "_Handle__built")
 
 
@@ -71,8 +74,8 @@ class Handle:
 
     def __call__(self, *arguments, **named):
         result = call(self.__link, self, "", arguments, named)
-        # Only a class, which begins with a capital letter, builds objects for a test. An object that a function returns
-        # must not stand for a plain value.
+        # Only the call of a class, whose name begins with a capital letter, builds an object for a test. An object that
+        # a function returns must not stand for a plain value.
         if type(result) is Handle and self.__name[:1].isupper():
             object.__setattr__(result, "_Handle__built", True)
         return result
@@ -90,7 +93,7 @@ class Handle:
         self.__link.ask("set", self.__link.encode(self), name, self.__link.encode(value))
 
     def __eq__(self, other_operand):
-        # Two comparisons need no answer of the program: with None, and of an object with itself.
+        # Two comparisons need no answer of the program: an object never equals None, and always equals itself.
         if other_operand is None or (type(other_operand) is Handle and other_operand.__number == self.__number):
             return other_operand is not None
         return refuse_comparison(self, other_operand)
@@ -187,12 +190,14 @@ def make_signature(parts):
 
 
 def require_type(kind, value):
+    """Returns an answer of the program. Raises: TypeError, if the answer has another type than `kind`."""
     if type(value) is kind:
         return value
     raise TypeError(f"no {kind.__name__}")
 
 
 def iterate(link, iterator):
+    """Yields the items of an iterator of the program. iterator: Handle of the iterator."""
     while following := call(link, iterator, "next", (), {}):
         yield following[0]
 
@@ -262,13 +267,14 @@ def judge(read_descriptor, write_descriptor, report_descriptor, tests, tolerance
                 else:
                     judge_text(link, names, variables, test)
                 passed = True
-        # A wrong answer has no reason, because the program itself did not fail.
+        # The reason of a wrong answer stays "", because the program itself did not fail.
         except AssertionError:
             pass
         except BaseException as error:
             error_reason = "memory" if isinstance(error, MemoryError) else "error"
             link.reason = link.reason or ("" if link.closed else error_reason)
-            # The program cannot use an object of a class that the test defines, and the error may come from this.
+            # The judge has sent the program an object of a class that the test defines, which the program cannot use.
+            # The error may come from this, so the test is unjudged.
             link.unjudged = link.unjudged or (link.sent_object and not link.closed and isinstance(error, Exception))
         if passed and not link.closed:
             # os.write has no buffer, so that the line is in the file even if the next test ends this process.
@@ -279,18 +285,26 @@ def judge(read_descriptor, write_descriptor, report_descriptor, tests, tolerance
 
 
 def call_test_function(link, number, arguments, named):
-    """Calls a function of a test on behalf of the program. number: number of the function in the link."""
+    """Calls a function of a test, because the program asks for the call. Returns (encoded result, no changes).
+
+    link: link to the process of the program. number: number that the link has given to the function. arguments, named:
+    encoded positional and keyword arguments, of which no changes are sent back.
+    """
     values, named_values = [link.decode(x) for x in arguments], {name: link.decode(x) for name, x in named.items()}
     return link.encode(link.decode(number)(*values, **named_values)), []
 
 
 def judge_text(link, names, variables, test):
-    """Runs a test that is Python text. Raises: any exception, if the test does not pass."""
+    """Runs a test that is Python text. Raises: any exception, if the test does not pass.
+
+    link: link to the process of the program. names: {global name of the program: value or Handle}. variables: {global
+    name: encoded value} of the program's plain data. test: Python text.
+    """
     tree = ast.parse(test)
     used_names = {x.id for x in ast.walk(tree) if isinstance(x, ast.Name)}
     modules = {x.value.id for x in ast.walk(tree) if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name)}
-    # If a program defines a name that is also a module's, such as calendar, the test means the module only where it
-    # uses an attribute of the name.
+    # A program may define a name that is also a module's, such as `calendar`. Then a test that reads an attribute, such
+    # as `calendar.monthrange`, means the module. Any other test means the program's own object.
     modules = {
         name for name in used_names if name in sys.stdlib_module_names and (name in modules or name not in names)
     }
@@ -300,12 +314,14 @@ def judge_text(link, names, variables, test):
     variables = {
         name: data for name, data in variables.items() if name in used_names and global_names[name] is names[name]
     }
+    # Only a test that uses variables needs GlobalNames, which asks the program for their content at each use.
     if variables:
         global_names = GlobalNames(link, global_names, variables)
     exec(compile(tree, "test", "exec"), global_names)
 
 
 def import_modules(modules):
+    """Returns {name: module} of the modules of the standard library that this machine has. modules: names."""
     modules_by_name = {}
     for name in modules:
         try:
@@ -317,7 +333,11 @@ def import_modules(modules):
 
 
 def judge_call(names, tolerance, name, method, arguments, expected):
-    """Raises: AssertionError, if the function does not return the expected value."""
+    """Calls a function of the program. Raises: AssertionError, if it does not return the expected value.
+
+    names: {global name of the program: value or Handle}. name: name of the function. method: True for a method of the
+    program's class Solution. tolerance: relative tolerance of floats.
+    """
     returned = (getattr(names["Solution"](), name) if method else names[name])(*arguments)
     # The data set APPS puts a result into a list, so both forms pass.
     assert values_agree(returned, expected, tolerance) or values_agree([returned], expected, tolerance)

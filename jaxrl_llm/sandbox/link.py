@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 # Largest size of a message in bytes.
 MAX_MESSAGE_BYTES = 2**24
 MAX_DEPTH = 100  # largest depth of nested containers
+# Reasons why a test failed for which the program itself is to blame: an exception, or a limit of the sandbox.
 REASONS = ("error", "memory", "disk", "processes", "network", "files")
-# Reason of a test: the program had ended before; the trainer's process knows why.
+# Reason of a test that came after the end of the program. The trainer's process knows why the program has ended.
 ENDED = "gone"
-# Reason of a test: it needs an object that cannot be sent, so no program could pass it in this sandbox.
+# Reason of a test that needs an object which cannot be sent, so that no program could pass the test in this sandbox.
 UNJUDGED = "unjudged"
+# Built-in classes that are sent by their names.
 TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, object)
 
 
@@ -61,9 +63,12 @@ CONTAINERS = {
     "ordered": collections.OrderedDict,
     "counter": collections.Counter,
 }
+# {tag: class} of streams in memory, which are sent as content and position.
 STREAMS = {"text": io.StringIO, "binary": io.BytesIO}
+# Classes whose values a call may change, so that the changed content is sent back.
 MUTABLE_TYPES = (*CONTAINERS.values(), *STREAMS.values(), bytearray)
 TAGS = {kind: tag for tag, kind in CONTAINERS.items()}
+# Plain classes that a program may extend. An object of such a class is sent as its plain content.
 EXTENDABLE_TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 # Exception classes that are sent as themselves. Those that would end a loop, an iterator or the judge are left out.
 EXCEPTION_CLASSES = {
@@ -114,6 +119,7 @@ class Link:
             self.send(self.answer(kind, parts))
 
     def answer(self, kind, parts):
+        """Returns the message that answers a message of this kind: the parts of the result, or the error."""
         try:
             return ["value", *self.handlers[kind](*parts)]
         except LinkClosed:
@@ -122,7 +128,11 @@ class Link:
             return describe_failure(error, self)
 
     def exception_for(self, kind, text, reason, ends_process, arguments):
-        """Returns an exception for an error of the other side, of which `describe_failure` gave the arguments."""
+        """Returns an exception for an error of the other side.
+
+        kind: encoded class. text: text of the error. reason: one of REASONS. ends_process: whether the error would end
+        the other side's process. arguments: encoded arguments of the exception, None if they are not plain.
+        """
         if ends_process or type(text) is not str:
             # The error was not an Exception, so the other side has tried to end its process.
             self.reason, self.closed = "error", True
@@ -277,6 +287,7 @@ def plain_content(value, plain):
 
 
 def describe_failure(error, link):
+    """Returns the message about an exception. `Link.exception_for` makes an exception of it on the other side."""
     ends_process = not isinstance(error, Exception)
     try:
         text, arguments = str(error)[:1000], error.args

@@ -24,19 +24,20 @@ from jaxrl_llm.sandbox import inside
 from jaxrl_llm.sandbox.bubblewrap import ENVIRONMENT, FOLDER, NoSandbox, confined_command, python_path, remedy
 from jaxrl_llm.sandbox.system_calls import seccomp_filter
 
-MAX_FILES, MAX_THREADS = 10_000, 32
+MAX_FILES, MAX_THREADS = 10_000, 32  # most files and threads of a program at a time
 # Seconds between two checks of a running program.
 POLL_SECONDS = 0.1
 # Wall-clock seconds that are allowed for each second of CPU time, because a busy machine is slower.
 CLOCK_FACTOR = 5.0
-# Name of an environment variable, which the processes of reward functions inherit.
+# Name of the environment variable that allows programs without a sandbox. Reward processes inherit the variable.
 UNCONFINED = "JAXRL_LLM_UNCONFINED"
 # With less than 16 MiB, Python cannot start (measured, docs/rewards.md). The upper bounds fit the kernel's integers.
 Mebibytes = Annotated[int, Field(int, low=16, high=2**20)]
 Seconds = Annotated[float, Field(float, low=0, exclusive=True, high=86_400.0)]
 # Why a program failed, found by the last line of its error or by this process. A reason never decides a verdict.
 REASONS = ("error", "memory", "disk", "processes", "network", "files")
-# The error numbers are EFBIG, ENOSPC and EDQUOT; EAGAIN; ENETUNREACH; EROFS.
+# {reason: pattern of the last line of a program's standard error}. The error numbers are EFBIG, ENOSPC and EDQUOT;
+# EAGAIN; ENETUNREACH; EROFS.
 LAST_LINES = {
     "memory": r"MemoryError",
     "disk": r"OSError: \[Errno (27|28|122)\]",
@@ -62,6 +63,7 @@ def allow_unconfined(allowed: bool) -> None:
 
 
 def is_unconfined() -> bool:
+    """Returns whether programs may run without a sandbox."""
     return bool(os.environ.get(UNCONFINED))
 
 
@@ -81,6 +83,7 @@ def check_sandbox() -> None:
 
 @cache
 def _sandbox_problem() -> str:
+    """Returns why this machine cannot confine a process; "" if it can."""
     try:
         check_sandbox()
     except NoSandbox as problem:
@@ -146,7 +149,7 @@ class SandboxProgram(NamedTuple):
                 self.process.wait(seconds)
             return self.process.returncode is not None
         try:
-            # A poll is used, because Popen.wait checks again and again.
+            # A poll is used, because Popen.wait with a time limit would check again and again.
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
             return bool(poll.poll(1000 * seconds))
@@ -158,7 +161,7 @@ class SandboxProgram(NamedTuple):
         with suppress(OSError, ValueError, IndexError):  # The program may end meanwhile.
             pid = self.process.pid
             for _ in () if is_unconfined() else range(2):
-                # bwrap outside has a child, bwrap as process 1, whose child is the program.
+                # The child of bwrap is process 1 of the sandbox, and the child of process 1 is the program.
                 pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
             if len(os.listdir(f"/proc/{pid}/task")) > MAX_THREADS:
                 return "it has too many threads", "processes"
@@ -186,6 +189,7 @@ class SandboxProgram(NamedTuple):
         return timeout if limited else (f"it was ended by signal {signal_number}", "error")
 
     def kill(self) -> None:
+        """Kills the program and all its processes, and waits for their end."""
         if is_unconfined():
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -65,7 +65,7 @@ def run_output_test(
     """
     if time.monotonic() >= limits.deadline:
         return TIMED_OUT
-    # This is enough of a longer output to see that it differs.
+    # Of a longer output, the program's result keeps enough characters to differ from the expected output.
     characters = 2 * len(expected) + EXTRA_CHARACTERS
     result = sandbox.run_program(program, **limits._asdict(), characters=characters, stdin=stdin)
     if result.error:
@@ -86,6 +86,7 @@ def run_python_tests(
         return [TIMED_OUT] * len(tests)
     limit_arguments: dict[str, Any] = {"seconds": limits.seconds, "memory": limits.memory}
     with tempfile.TemporaryFile() as report, ExitStack() as stack:
+        # One pipe carries calls from the judge to the program, and the other carries answers to the judge.
         (calls, to_program), (answers, to_judge) = (sandbox.open_pipe(stack) for _ in "ca")
         program_text = f"{LINK}{SERVED}serve({calls.fileno()}, {to_judge.fileno()}, {program!r})"
         numbers = answers.fileno(), to_program.fileno(), report.fileno()
@@ -140,6 +141,7 @@ def read_verdicts(lines: Sequence[str], count: int, missing_reason: str, end_rea
 
 
 def _outputs_agree(output: str, expected: str, tolerance: float) -> bool:
+    """Returns whether an output equals the expected one, except for spaces at ends and differences of numbers."""
     lines, expected_lines = _lines(output), _lines(expected)
     if lines == expected_lines or not tolerance or len(lines) != len(expected_lines):
         return lines == expected_lines
@@ -153,10 +155,12 @@ def _outputs_agree(output: str, expected: str, tolerance: float) -> bool:
 
 
 def _is_close(tolerance: float, word: str, expected: str) -> bool:
+    """Returns whether two words are equal, or are numbers that differ by at most the tolerance."""
     if word == expected or not FLOAT.fullmatch(expected) or not NUMBER.fullmatch(word):
         return word == expected
     return math.isclose(float(word), float(expected), rel_tol=tolerance, abs_tol=tolerance / 1000)
 
 
 def _lines(text: str) -> list[str]:
+    """Returns the lines of a text without spaces at their ends and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().split("\n")]

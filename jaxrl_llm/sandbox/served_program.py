@@ -43,12 +43,14 @@ def serve(read_descriptor, write_descriptor, program):
         error = problem
 
     def send_names():
+        """Returns the global names of the program with their values. Raises: the error with which the program ended."""
         if error:
             raise error
         defined = [(name, x) for name, x in vars(module).items() if not name.startswith("__")]
         return ([[name, link.encode(x)] for name, x in defined],)
 
     def call_target(target, method, arguments, named):
+        """Calls an object of the program for the judge. Returns the result, and the arguments that may have changed."""
         values, named_values = [link.decode(x) for x in arguments], {name: link.decode(x) for name, x in named.items()}
         result = link.encode(apply_method(link.decode(target), method, values, named_values))
         # A closed stream is skipped, because it has no content.
@@ -75,6 +77,11 @@ def serve(read_descriptor, write_descriptor, program):
 
 
 def apply_method(target, method, arguments, named):
+    """Returns the result of a call that the judge asks for.
+
+    target: object of the program. method: name of its method, of a built-in function that takes it, or "" to call the
+    object itself. arguments, named: positional and keyword arguments.
+    """
     if method == "next":
         return next_item(target)
     if method in ("iter", "str", "repr", "bool"):

@@ -30,7 +30,7 @@ REFUSED_CALLS = {
     # clone3 is refused, because its flags are in memory, which a filter cannot read. The C library then uses clone.
     errno.ENOSYS: {"clone3": (435, 435)},
 }  # fmt: skip
-CLONE = (56, 220)
+CLONE = (56, 220)  # numbers of the call that makes a thread or a process, on x86_64 and aarch64
 # Flag of a clone call that makes a thread.
 THREAD = 0x10000
 ARCHITECTURES = {
@@ -40,7 +40,7 @@ ARCHITECTURES = {
 # Bit that marks the numbers of x32, a second interface of x86_64.
 X32 = 0x40000000
 LOAD, EQUAL, AT_LEAST, BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # operations of classic BPF, the filter's language
-ALLOW, REFUSE = 0x7FFF0000, 0x00050000
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000  # results of the filter; REFUSE is combined with the error number of the call
 
 
 @cache

@@ -40,8 +40,9 @@ from jaxrl_llm.selftest.trial import (
 from jaxrl_llm.structs import Array, Batch, Rollouts
 from jaxrl_llm.tasks import PREFILL
 
-# Bounds of the KL between equal weights in two programs. It is half the squared difference of log-probabilities, which
-# is 1e-6 in float32.
+# A bound such as KL is for float32, and its partner KL_ROUNDED is for other dtypes.
+# Bounds of the KL between equal weights in two programs. The KL is about half the squared difference of
+# log-probabilities, which is 1e-6 in float32.
 KL, KL_ROUNDED = 1e-9, 1e-3
 # Bounds of differences of log-probabilities. float32 bounds the largest difference, which is 3e-6 for the embedded
 # model on a CPU. Other dtypes bound the mean, because rare tokens differ by much more: it is 1.8e-3 in bfloat16 over
@@ -58,11 +59,12 @@ MIN_CHANCE = 1e-4  # probability below which equal samples cannot be chance
 # adapters, by numbers of size ZERO_REPLACEMENT. This changes log-probabilities by far more than rounding.
 WEIGHT_FACTOR, ZERO_REPLACEMENT = 1.05, 0.02
 JUDGED_ROWS = 2  # rows of the data whose answers the reward functions judge
-MIN_COMPLETIONS = 16  # number of completions of which at least one should have stopped
+MIN_COMPLETIONS = 16  # a finding that no completion stops needs at least this many completions
 
 GROUP_CENTERED = ("grpo", "rloo", "gdpo", "pass_at_k")  # estimators whose advantages have mean 0 in each group
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "completion")  # columns that may hold a good answer
-EMPTY_THOUGHT = "<think>\n</think>\n"
+EMPTY_THOUGHT = "<think>\n</think>\n"  # empty reasoning, which some reward functions demand before an answer
+# Forms in which reward functions expect an answer; the check of the reward functions tries all of them.
 ANSWER_FORMS = (
     "{}",
     "\\boxed{{{}}}",
@@ -95,17 +97,18 @@ class CheckReport(NamedTuple):
 
 
 def alarm(
-    all_reports: str, id: str, evidence: str, cause: str, fix: str, *, failures: str = "", severity: str = "error"
+    check: str, id: str, evidence: str, cause: str, fix: str, *, failures: str = "", severity: str = "error"
 ) -> Finding:
     """Returns the finding of a check.
 
-    check: id of the check. id: id of the finding. failures: ids of rows on the page of failures in the docs.
+    check: id of the check (S1, S2, ...). id: id of the finding. failures: ids of rows on the page of failures.
     """
-    source = f"docs/health.md {all_reports}" + (f", docs/failures.md {failures}" if failures else "")
+    source = f"docs/health.md {check}" + (f", docs/failures.md {failures}" if failures else "")
     return Finding(severity=severity, evidence=evidence, cause=cause, fix=fix, reference=source, id=id)
 
 
 Check: TypeAlias = Callable[[Trial], CheckReport]
+# Returns the report of a check that does not apply to a run. text: reason.
 skipped = partial(CheckReport, findings=(), applicable=False)
 NEEDS_FULL = "only `jaxrl doctor --selftest` runs this check, because it compiles further programs"
 
@@ -146,7 +149,7 @@ def reference_agrees(trial: Trial) -> CheckReport:
     """S1: at step 0 the reference model equals the policy."""
     if "ref_logprobs" not in trial.scores:
         return skipped("the run has no reference model")
-    # The policy is not scored by the reference's program, because a mistake in it would affect both.
+    # The policy is not scored by the reference's program, because a mistake in this program would affect both.
     if trial.full:
         kl = float(trial.gradient("policy", 0)[1]["kl/ref"])
     elif "old_logprobs" in trial.scores:
@@ -157,7 +160,8 @@ def reference_agrees(trial: Trial) -> CheckReport:
         return skipped(NEEDS_FULL)
     text = f"KL to the reference {kl:.1e}"
     bound = KL if trial.parts.recipe_summary.dtype == "float32" else KL_ROUNDED
-    # The bound is wider with top-k or top-p, because then the KL is the mean of the difference d instead of d^2 / 2.
+    # With top-k or top-p, the KL is the mean of the difference d of log-probabilities, and not of d^2 / 2. So its bound
+    # is wider in a full trial.
     if abs(kl) <= (np.sqrt(2 * bound) if trial.full and trial.parts.learning.sampling.truncates else bound):
         return CheckReport(text)
     cause = "the reference model has other weights than the policy, or its program computes other numbers"
@@ -212,7 +216,7 @@ def groups_are_whole(trial: Trial) -> CheckReport:
         return CheckReport(f"{text}; the estimator need not have mean 0 in a group", tuple(findings))
     mask = trial.rollouts.loss_mask
     sums = np.where(mask, _to_host(trial.batch.advantages), 0.0).sum(axis=-1)
-    # An estimator may give every token its own advantage, so a completion counts with the mean of its trained tokens.
+    # The advantage of a completion is the mean over its trained tokens, because tokens may have different advantages.
     completion_means = sums / np.maximum(mask.sum(axis=-1), 1)
     mean = float(np.abs(completion_means.mean(axis=1)).max())
     text = f"{text}, mean of their advantages {mean:.1e} at most"
@@ -234,7 +238,7 @@ def reward_sees(trial: Trial) -> CheckReport:
         )
     columns = [name for name in ANSWER_COLUMNS if all(isinstance(row.get(name), str | int | float) for row in rows)]
     answers = [[str(row[name]) for name in columns] for row in rows]
-    # In GSM8K the answer is the text after "####".
+    # The text after "####" is tried too, because it is the answer in GSM8K.
     answers = [[*texts, *(text.split("####")[-1].strip() for text in texts)] for texts in answers]
     texts = [
         ["", *(form.format(answer) for answer in row_answers for form in _answer_forms(row))]
@@ -421,11 +425,12 @@ def samples_differ(trial: Trial) -> CheckReport:
         np.where(mask, trial.other_key_rollouts.completions, 0)[..., compared],
         tokens.shape[1] - 1,
     )
-    # By chance, another completion of a group equals the first one with the probability of the first one.
+    # {what should make completions differ: log-probability that they are equal by chance; False if they differ}.
+    # Another completion of a group equals the first one with the probability of the first one.
     equal = {"members of a group": (tokens == tokens[:, :1]).all() and other_members * logprobs[:, 0].sum()}
     equal["keys"] = np.array_equal(tokens[..., compared], other_key_tokens) and logprobs[..., compared].sum()
     findings = []
-    # If the completions differ, the log-probability is False, which compares as 0 and raises no finding.
+    # A value of False compares as 0, so completions that differ raise no finding.
     for source in [source for source, chance in equal.items() if chance < np.log(MIN_CHANCE)]:
         evidence = f"all completions are the same for different {source}"
         cause, fix = f"the engine uses one key (by chance: e^{equal[source]:.0f})", "draw with the key and the member"
@@ -446,9 +451,9 @@ def push_arrives(trial: Trial) -> CheckReport:
     changed_params = jax.tree.map(_changed_weights, trial.params)
     trial.engine.update_weights(changed_params)
     sampled = trial.sample(TRIAL_KEY, COMPARED_TOKENS)
-    # The run's own weights are restored, whatever this check finds.
+    # The engine gets the run's own weights again, whatever this check finds.
     trial.engine.update_weights(trial.params)
-    # The engine's log-probabilities must equal the trainer's with the pushed weights, and not those with the old ones.
+    # The engine's log-probabilities must equal those of the trainer with the pushed weights, not with the old weights.
     new_gap, old_gap = (_logprob_gap(trial, params, sampled) for params in (changed_params, trial.params))
     text = (
         f"after a push, log-probabilities differ from the new weights by {new_gap:.1e}, from the old by {old_gap:.1e}"
@@ -540,7 +545,7 @@ def _logprob_gap(trial: Trial, params: Any, sampled: Any) -> float:
 
 
 def _weight_check(trial: Trial) -> CheckReport:
-    """S10 for an engine whose pushes the run itself checks after each step: reports the result of that check."""
+    """S10 for an engine whose pushes the run checks after each step: reports the result of the run's own check."""
     try:
         gap = trial.parts.actor.lease.reclaim()[1]["weight_check/gap"]
     except UserError as error:

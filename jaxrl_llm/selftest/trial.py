@@ -31,7 +31,7 @@ from jaxrl_llm.rollout.samples import to_batch
 from jaxrl_llm.rollout.settings import RewardSettings
 from jaxrl_llm.structs import Array, Batch, Prompts, PyTree, Rewards, Rollouts
 
-MIN_PROMPTS, MAX_GROUP = 4, 4  # prompts at least and completions per prompt at most in a full trial
+MIN_PROMPTS, MAX_GROUP = 4, 4  # fewest prompts, and most completions per prompt, of a full trial
 MAX_TOKENS = 256  # tokens per completion: few enough to be cheap, and enough for most completions to stop
 COMPARED_TOKENS = 16  # tokens of the completions that are only compared with other completions
 # The (turn, observation) pairs of an episode as token ids. The observation is None if the episode ended.
@@ -43,7 +43,7 @@ class RecipeSummary(NamedTuple):
     """The fields of a recipe that the self-test needs."""
 
     dtype: str  # dtype of activations
-    gradient_dtype: str
+    gradient_dtype: str  # dtype of the gradients' sum over micro-batches
     in_trainer: bool  # True if the engine computes with the trainer's arithmetic
     own_samples: bool  # True if each step samples with the weights that it starts with
     credit: Credit
@@ -95,20 +95,20 @@ class Trial:
     """Completions of the first prompts with scores and advantages. Host arrays have the rows of all processes."""
 
     parts: SelfTestParts
-    states: States  # states at step 0
+    states: States  # states of the models at step 0
     full: bool  # True to run also the checks that compile programs which the run does not need
     prompts: Prompts  # prompts of this process
     rollouts: Rollouts
     other_key_rollouts: Rollouts  # the first tokens of completions of the same prompts with another key
-    rewards: Rewards  # synthetic rewards
+    rewards: Rewards  # rewards that alternate between 0 and 1, whatever the completions say
     batch: Batch  # arrays on the devices, with advantages from the synthetic rewards
-    scores: dict[str, Array]
+    scores: dict[str, Array]  # columns [B, G, C] of the run's scorers, such as "ref_logprobs", by name
     logprobs: Callable[[PyTree, Batch], Array] | None  # (policy's parameters, batch) -> [B, G, C]; None = no program
-    policy: Array | None  # [B, G, C] log-probabilities of the completions by the trainer, on the devices
+    policy: Array | None  # [B, G, C] `logprobs` of the completions, on the devices; None if `logprobs` is None
     gradients: dict[Any, tuple[PyTree, Metrics]] = field(default_factory=dict)  # gradients computed so far
 
     def episodes(self) -> tuple[Rollouts, list[Dialog]]:
-        """Samples episodes of this process's prompts. Returns them with their turns and observations."""
+        """Samples episodes of this process's prompts. Returns the rollouts, and the turns and observations of each."""
         key = keys.derived(self.parts.learning.seed, TRIAL_KEY)
         assert self.parts.environments
         recorder = Recorder(self.parts.environments, self.prompts.rows, MAX_GROUP)
@@ -178,7 +178,7 @@ def make_trial(parts: SelfTestParts, states: States, *, full: bool) -> Trial:
         other_key_rollouts = _sample(parts, prompts, group_size, TRIAL_KEY - 1, COMPARED_TOKENS)
         rollouts, other_key_rollouts = sharding.gather((sampled, other_key_rollouts), mesh)
         sampled_batch = trial_batch(parts, prompts, sampled, full=full)
-    # The sampler's weights are not in memory while a step scores, unless the engine samples ahead.
+    # A step releases the sampler's weights before it scores, unless the engine samples ahead. So does the trial.
     if recipe.own_samples:
         engine.release()
     scores, logprobs = learning.score(states, sampled_batch), _logprob_program(parts, states, full=full)
@@ -206,27 +206,32 @@ def make_trial(parts: SelfTestParts, states: States, *, full: bool) -> Trial:
 
 @contextmanager
 def _preserve_shapes(shape_cache: ShapeCache) -> Iterator[None]:
-    """Restores the shape policies after the block, so that the run uses the same shapes as without a self-test."""
+    """Restores the state of the shape cache after the block, so that a self-test does not change the run's shapes."""
     saved = shape_cache.policy_states()
     yield
     shape_cache.load_policies(saved)
 
 
 def _sample(parts: SelfTestParts, prompts: Prompts, group: int, key: int, tokens: int) -> Rollouts:
+    """Samples `group` completions per prompt of at most `tokens` tokens. key: number folded into the run's key."""
     limits = np.full((len(prompts.tokens), group), min(tokens, parts.learning.sizes.max_completion_tokens))
     run_key, sampling = keys.derived(parts.learning.seed, key), parts.learning.sampling
     return parts.actor.engine.sample(prompts, run_key, group_size=group, sampling=sampling, max_tokens=limits)
 
 
 def trial_batch(parts: SelfTestParts, prompts: Prompts, rollouts: Rollouts, *, full: bool) -> Batch:
-    """Puts completions of this process on the devices, in packed rows. full: True for the trial's own shapes."""
+    """Packs completions of this process into rows, and puts the batch on the devices.
+
+    full: True to use the largest row shape for completions of this length; False to use the row shape of the run's
+    first step, whose programs are compiled anyway.
+    """
     _, group, limit = rollouts.completions.shape
 
     def packed(lengths: np.ndarray, width: int) -> np.ndarray:
         if full:
             return pack(lengths, limit, packed_shapes(group, limit)[0])
-        # This is the shape of the first step if the completions that are cut here reach the limit there. Then the
-        # program of the first step is compiled already.
+        # The trial samples few tokens. A completion that it cut counts as long as the run's limit, because the first
+        # step, which samples the same prompts, may need rows for such a completion.
         lengths_at_most = np.where(distributed.gather(rollouts.truncated), limit, lengths)
         return pack(lengths, limit, parts.packing(lengths_at_most, width).shape[2:])
 
@@ -234,9 +239,10 @@ def trial_batch(parts: SelfTestParts, prompts: Prompts, rollouts: Rollouts, *, f
 
 
 def _logprob_program(parts: SelfTestParts, states: States, *, full: bool) -> Callable[[PyTree, Batch], Array] | None:
-    """Returns a function (policy's parameters, batch) -> log-probabilities, by a program of the run if possible.
+    """Returns a function (policy's parameters, batch) -> log-probabilities [B, G, C] by the policy.
 
-    Returns None if the run has no such program, unless `full`.
+    The function calls a program that the run compiles anyway. If the run has no program that scores the policy, the
+    result is None, or with full = True a function that calls a new program.
     """
     learning = parts.learning
     # The policy is scored by the reference's program, because two programs round in another order, so that equal

@@ -93,8 +93,8 @@ class StopSignals(Stop):
         self._resources, self._state_lock, self._is_deferring = resources, Lock(), False
 
     def __enter__(self) -> StopSignals:
-        # The handlers are restored after all resources that are opened later have closed. The thread that ends the run
-        # cannot restore them, and ends the process.
+        # The signal handlers are restored after all resources that are opened later have closed. If a signal ends the
+        # run, they are not restored, because only the main thread could do so. The process then exits.
         self._resources.callback(SignalReader(self._on_signal).close)
         return self
 

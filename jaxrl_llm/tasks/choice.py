@@ -28,7 +28,7 @@ FORMS = [
         rf"(?<![\w'’]){LETTER}[)\]\"'”]*[.:!]?$",
     )
 ]
-# A letter is hypothetical after these words, with an "if" in the sentence of "would be", or in a question.
+# A letter is hypothetical if these words stand before it, as in "suppose the answer is B".
 HYPOTHETICAL = re.compile(
     r"(?i)\b(?:if|suppose|supposing|assume|assuming|whether|thought|believed|assumed|guessed|tempting to (?:say|think)"
     r"|(?:may|might|could|would) (?:also )?(?:be|have been|think|say|believe|argue|guess)|first|initial|previous|wrong"
@@ -36,7 +36,9 @@ HYPOTHETICAL = re.compile(
     r"(?: that| it is| it was| is)?(?: the| my| your)?(?: correct| right| final| best| option| choice| answer)*"
     r"[ (\[\"'“]*$"
 )
+# "The answer would be B" is hypothetical if its sentence contains one of these words.
 WOULD = re.compile(r"(?i)\b(?:if|unless|otherwise|in that case)\b|^\W*(?:had|were)\b")
+# A statement that these words follow, as in "the answer is B only if", counts less than an earlier one without them.
 CONDITION = re.compile(r"[)\]\"'”]*,? (?:only )?(?:if|unless|assuming|provided)\b")
 QUESTION = re.compile(r"[)\]\"'”]*\?")
 MAX_MATCHES = 100  # last matches of a form that are examined, so that the time is linear

@@ -36,9 +36,9 @@ def kl_bound(record: LogRecord) -> float:
 
 
 def _weight_statistics(record: LogRecord) -> tuple[float, float] | None:
-    """Returns mean and effective sample size of the importance weights of a step; None if the record lacks one.
+    """Returns mean and effective sample size of a step's importance weights; None if the record lacks one of the two.
 
-    The weights are those before truncation, where the log has these. Other trainers log only the truncated ones.
+    The weights before truncation count if the log has them. Other trainers log only the truncated weights.
     """
     for kind in ("importance/raw_", "importance/"):
         mean, size = record.get(f"{kind}mean"), record.get(f"{kind}ess")
@@ -56,7 +56,7 @@ def _has_far_weights(record: LogRecord) -> bool:
 
 
 def _kl_excess(record: LogRecord) -> float | None:
-    """Returns KL(sampler || trainer) of a step as a multiple of `kl_bound`; None if the record lacks it."""
+    """Returns KL(sampler || trainer) of a step as a multiple of `kl_bound`; None if the record lacks the KL."""
     kl = record.get("importance/kl")
     return None if kl is None else kl / kl_bound(record)
 
@@ -127,8 +127,8 @@ def stale_weights(history: History) -> Finding | None:
     before, which means that the servers' answers did not change.
     """
     gap_names = "weight_check/gap", "weight_check/gap_before"
-    # Only the last records are used, because they have no steps missing and each check is compared with the previous
-    # one.
+    # Only the last records are used, because the history keeps them without gaps, and each check is compared with the
+    # check before.
     checks = [r for r in history.records[-KEPT_WITHOUT_GAP:] if all(r.get(name) is not None for name in gap_names)]
     last_checks = checks[-3:]
     if len(last_checks) < 3 or not all(r["weight_check/gap"] >= r["weight_check/gap_before"] > 0 for r in last_checks):
@@ -191,7 +191,7 @@ def engine_drift(history: History) -> Finding | None:
 
 
 def _off_weight(record: LogRecord) -> float | None:
-    """Returns the distance of the mean importance weight from 1; None if the step's samples are not old."""
+    """Returns the distance of a step's mean importance weight from 1; None if no older weights sampled the step."""
     weight = record.get("importance/mean")
     return abs(weight - 1) if weight is not None and record.get("rollout/lag_p95") else None
 

@@ -175,7 +175,7 @@ def good_fades(history: History) -> Finding | None:
 
     In a healthy run such completions become more likely, except where only hard problems are left.
     """
-    # The median is used, because in a healthy run one batch may have good completions of a new, still unlikely kind.
+    # The median is used, because even in a healthy run one batch may have good completions of a new, unlikely kind.
     best_logprob, logprob = history.best_mean("logprobs/good"), history.recent_median("logprobs/good")
     if not logprob < min(2 * best_logprob, best_logprob - 0.05) or history.fall_strength("logprobs/good") <= 1:
         return None

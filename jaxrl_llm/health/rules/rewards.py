@@ -44,7 +44,7 @@ def no_signal(history: History) -> Finding | None:
     In a healthy run some groups have different rewards until the task is solved. The share of groups without a signal
     has the standard error of a binomial.
     """
-    # veRL logs the share only where it is 1, so a step without the metric is not one without a signal.
+    # veRL logs the share only if it is 1, so a step without this metric may have had a signal.
     if history.trains_nothing or history.misses_recent("groups/no_signal"):
         return None
     share = history.recent_mean("groups/no_signal")
@@ -67,7 +67,7 @@ def no_signal(history: History) -> Finding | None:
 
 
 def _without_signal(history: History) -> tuple[str, str, str]:
-    """Returns what the groups without a signal have in common (text for the evidence), the cause and the remedy."""
+    """Explains groups without a signal. Returns what they have in common (end of the evidence), cause and remedy."""
     solved_share = history.solved_share
     if isnan(solved_share):
         return (
@@ -135,22 +135,23 @@ def reward_collapse(history: History) -> Finding | None:
 def _start_deviation(history: History) -> float:
     """Returns the standard deviation of the rewards at the start of the run.
 
-    Where the log lacks it, or a few extreme rewards inflate it, the deviation is estimated from the noise of the mean
-    rewards, as the mean of SEQUENCES rewards. Other trainers log only the lowest and the highest reward.
+    The log may lack the deviation, and a few extreme rewards may inflate it. Then it is estimated from the noise of the
+    mean rewards: if a mean is over SEQUENCES rewards, its noise is the deviation divided by the root of SEQUENCES.
     """
     measured = history.start_mean("reward/std")
     deviation_of_means = sqrt(SEQUENCES) * history.step_noise("reward/mean").deviation
+    # Logs with `reward/std_bound` hold only the lowest and highest reward, which bound the deviation from above.
     if 0 < measured < ODD_FACTOR * deviation_of_means and isnan(history.start_mean("reward/std_bound")):
         return measured
-    # Without any noise in the means, the level of the reward itself is the unit of a fall.
+    # If the mean rewards have no noise either, a fall is measured in units of the best mean reward.
     return min((x for x in (measured, deviation_of_means) if x > 0), default=abs(history.best_mean("reward/mean")))
 
 
 def _steepest_fall(history: History, since: int) -> tuple[int, bool]:
     """Returns a step before the steepest part of a fall of the reward, and whether this part is most of the fall.
 
-    since: step since which the reward has fallen. If most of the fall is sudden, and entropy, lengths and gradients
-    stay the same, then the data have changed and not the policy.
+    since: step since which the reward has fallen. The caller needs both to tell new data from a damaged policy: if most
+    of the fall is sudden, and entropy, lengths and gradients do not change, the data have changed.
     """
     steps, values = history.column("reward/mean")
     means = _means_of_four(values)
@@ -166,11 +167,15 @@ def _steepest_fall(history: History, since: int) -> tuple[int, bool]:
 
 
 def _means_of_four(values: np.ndarray) -> np.ndarray:
+    """Returns the moving averages over four steps, of which the first is over the first four steps."""
     return np.lib.stride_tricks.sliding_window_view(values, 4).mean(axis=1)
 
 
 def _recovered_before(history: History, since: int, fall: float) -> bool:
-    """Returns whether the reward recovered from an equally deep fall before step `since`, as where problems recur."""
+    """Returns whether the reward has recovered from an equally deep fall before, because hard problems recur.
+
+    since: step of the present fall. fall: depth of the present fall.
+    """
     steps, values = history.column("reward/mean")
     means = _means_of_four(values)[: np.searchsorted(steps, since)]
     fell = np.flatnonzero(np.maximum.accumulate(means) - means > SUDDEN_SHARE * fall)
@@ -185,15 +190,16 @@ def held_out_falls(history: History) -> Finding | None:
     evaluations = [r for r in history.records if r.get("eval/accuracy") is not None and r.get("eval/problems")]
     if len(evaluations) < 3:
         return None
-    # The best evaluation is none of the last two, because these are compared with it.
+    # The last two evaluations cannot be the best one, because they are compared with the best one.
     best_evaluation, last_two = max(evaluations[:-2], key=lambda r: r["eval/accuracy"]), evaluations[-2:]
     best_accuracy, accuracy = best_evaluation["eval/accuracy"], float(np.mean([r["eval/accuracy"] for r in last_two]))
     pooled = min(max((best_accuracy + accuracy) / 2, 0.0), 1.0)
     # The difference of one evaluation and the mean of two has 1 + 1/2 times the variance of one evaluation.
     error = sqrt(pooled * (1 - pooled) / best_evaluation["eval/problems"] * 1.5)
-    # The rule tests once per evaluation. The distance of the last two evaluations tells how many there were.
+    # The rule tests once per evaluation. The log may lack early evaluations, so their number follows from the step and
+    # from the number of steps between the last two.
     evaluation_count = max(last_two[1]["step"] // max(last_two[1]["step"] - last_two[0]["step"], 1), 1)
-    # The best of `looks` evaluations is the most extreme one by choice.
+    # The best of several evaluations is high partly by chance, so the bound grows with the number of evaluations.
     fall = noise.strength(
         best_accuracy - accuracy, error, noise.quantile(evaluation_count, 1e6, choices=evaluation_count)
     )
@@ -217,7 +223,7 @@ def held_out_falls(history: History) -> Finding | None:
 def _reward_rises_since(history: History, step: int) -> bool:
     """Returns whether the reward is higher than around a step, by more than LITTLE_CHANGE and by more than noise."""
     steps, values = history.column("reward/mean")
-    # The steps around `step` are averaged, because the reward of a single batch is noisy.
+    # Rewards of 8 steps before and after `step` are averaged, because the reward of a single batch is noisy.
     rewards_then, recent_rewards, deviations = (
         values[np.abs(steps - step) <= 8],
         history.recent_values("reward/mean"),
@@ -253,7 +259,8 @@ def channels_diverge(history: History) -> Finding | None:
     fallen = min(halved, key=lambda name: changes[name]) if halved else fallen
     if changes[risen] < 0.3 * start_deviation or (changes[fallen] > -0.3 * start_deviation and not halved):
         return None
-    # The rule picks the largest rise and fall of all functions, so the test divides its level by their number.
+    # The rule picks the largest rise and fall among all reward functions, so the test of each is stricter the more
+    # functions the run has.
 
     def rise_strength(name: str) -> float:
         return history.rise_strength(f"reward/{name}", choices=len(metrics))
@@ -276,7 +283,8 @@ def kl_alone(history: History) -> Finding | None:
     In a healthy run the reward rises, or at least a fifth of the penalty falls on completions with an advantage, or the
     penalty costs a completion less than KL_COSTS standard deviations of the rewards.
     """
-    # loss/kl is a mean over tokens, but a reward belongs to a completion, so the penalty is multiplied by the length.
+    # `loss/kl` is a mean over tokens, but a reward belongs to a completion. So `costly` multiplies the penalty by the
+    # length of completions.
     penalty_alone, penalty, length = (
         history.recent_mean(name) for name in ("loss/kl_alone", "loss/kl", "completion/length")
     )

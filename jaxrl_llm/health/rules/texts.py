@@ -122,7 +122,7 @@ def _brief_answers_are_right(history: History) -> bool:
         for one_history in histories
         for name in channel_metrics(history.last_records[-1])
     )
-    # The rises are not tested for noise, because a test would hide the improvement of a small batch.
+    # The rises need not exceed the noise, because with small batches even a real improvement does not.
     rises = [
         one_history.recent_mean("reward/mean") - one_history.start_mean("reward/mean") for one_history in histories
     ]

@@ -140,17 +140,17 @@ class CallPrograms:
         return self.programs.mesh
 
     def prefill(self, cache: Cache | None, prompts: NewPrompts) -> tuple[Cache, AnyArray, AnyArray]:
-        """Runs `programs.prefill`. cache: None for the first prompts of the call."""
+        """Runs prompts and samples the first tokens of their groups. cache: None for the first prompts of the call."""
         if cache is None:
             return self.programs.prefill_first(self.sampling, self.sizes, self.params, prompts, self.key)
         return self.programs.prefill(self.sampling, self.params, cache, prompts, self.key)
 
     def feed(self, cache: Cache, chunks: ObservationChunks) -> Cache:
-        """Runs `programs.feed`."""
+        """Writes chunks of observations into the pages of their sequences."""
         return self.programs.feed(self.params, cache, chunks)
 
     def decode(self, cache: Cache, rows: RoundRows, running_threshold: int) -> tuple[Cache, Sampled]:
-        """Runs `programs.decode`."""
+        """Decodes a round. running_threshold: number of running sequences per device at which the round ends."""
         # The threshold is np.int32 as in `Programs.traced`. A weakly typed Python int would need another program.
         return self.programs.decode(
             self.sampling, self.params, cache, rows, self.checked_tokens, np.int32(running_threshold), self.key

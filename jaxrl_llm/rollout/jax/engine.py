@@ -37,9 +37,9 @@ REMEDY = "set engine.pages, or lower engine.max_sequences or rollout.max_complet
 class Sampler:
     """The in-JAX engine. Its completions depend only on weights, prompts and the caller's random key."""
 
-    # No bound is needed, because every step compares the log-probabilities of sampler and trainer.
+    # A push of weights is not checked, because every step compares the log-probabilities of sampler and trainer.
     max_gap: float | None = None
-    server_count = 1
+    server_count = 1  # the sampler itself
 
     def __init__(
         self,
@@ -104,7 +104,12 @@ class Sampler:
         max_tokens: np.ndarray | None = None,
         report_ended: Callable[[int], None] = lambda count: None,
     ) -> Rollouts:
-        """Samples `group_size` completions or episodes of each prompt. Arguments are those of `Engine.sample`."""
+        """Samples `group_size` completions or episodes of each prompt.
+
+        environments: environments of the episodes, None for completions of a single turn. max_tokens [B, G]: limits of
+        completions of a single turn, None = the run's limit for all. report_ended(count): is called with the number of
+        newly ended completions.
+        """
         limits = np.full((len(prompts.tokens), group_size), self._max_completion_tokens)
         if max_tokens is not None:
             limits = np.minimum(max_tokens, self._max_completion_tokens)
@@ -116,7 +121,10 @@ class Sampler:
     def sample_first(
         self, in_flight: InFlightGroups, key: jax.Array, *, sampling: Sampling, wanted_groups: int
     ) -> FirstCompleteGroups:
-        """Samples until `wanted_groups` groups are complete, as `StreamEngine.sample_first` describes."""
+        """Continues groups until `wanted_groups` of them are complete. Returns all groups, and which are complete.
+
+        in_flight: groups that may have started in an earlier call, with older weights.
+        """
         group_size, episodes = in_flight.has_ended.shape[1], Episodes.from_in_flight(in_flight)
         group_sampling = GroupSampling(group_size, sampling, self._mesh)
         stream = self._stream(
@@ -211,9 +219,10 @@ class Sampler:
             yield Program(phase, name, trace, REMEDY, ())
 
     def _compile_remaining(self, sampling: GroupSampling, sizes: StreamSizes, *, continues_groups: bool) -> None:
-        """Compiles, at the second call of its kind, the programs that the first call did not need.
+        """Compiles, at the second call of these sizes, the programs that the first call did not need.
 
-        So no later step waits for the compiler.
+        So no later step waits for the compiler. continues_groups: whether the call continues completions of an earlier
+        call.
         """
         call = sampling, sizes, continues_groups
         self._call_counts[call] += 1

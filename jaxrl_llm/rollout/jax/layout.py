@@ -17,7 +17,7 @@ from jaxrl_llm.structs import Images, Prompts
 
 
 class Chunk(NamedTuple):
-    """Part of an observation that one program writes into pages: tokens start .. end - 1 of a sequence."""
+    """Part of an observation that one program call writes into pages: tokens start .. end - 1 of a completion."""
 
     member: Member
     start: int
@@ -53,7 +53,10 @@ def new_prompts(
 def _images_of(
     new_groups: list[list[PromptGroup]], first: int, size: int, sizes: StreamSizes, prompts: Prompts
 ) -> Images | None:
-    """Returns the images of `new_prompts`, None if prompts have no images."""
+    """Returns the images [device, row] of new groups, None if prompts have no images.
+
+    new_groups: new groups of each device. first: index of the first group of each device. size: rows of a device.
+    """
     if prompts.images is None or sizes.images is None:
         return None
     images = Images.padding((len(new_groups), size), sizes.prompt_width, sizes.images)
@@ -64,28 +67,32 @@ def _images_of(
 
 
 def split_observations(observations: list[list[tuple[Member, int]]]) -> dict[tuple[int, int], list[list[Chunk]]]:
-    """Splits the tokens that pages lack into chunks. Returns {(round number, width): chunks of each device}.
+    """Splits observations, whose keys and values are not cached yet, into chunks of one program call each.
 
-    observations: for each device, pairs of a sequence and the place at which its observation ends. The chunks of a
-    sequence have increasing round numbers, because a chunk attends to the chunks before it.
+    observations: for each device, pairs of a sequence and the number of its tokens up to the end of the observation.
+    Returns {(round number, width): chunks of each device}. The chunks of a sequence have increasing round numbers,
+    because a chunk attends to the earlier chunks of its sequence.
     """
     small, large = CHUNK_TOKENS
     rounds: dict[tuple[int, int], list[list[Chunk]]] = {}
     for d, pairs in enumerate(observations):
         for member, observation_end in pairs:
-            start, number = member.cached, 0
+            start, round_number = member.cached, 0
             while start < observation_end:
                 width = small if observation_end - start <= MAX_SMALL_CHUNKS * small else large
-                chunks = rounds.setdefault((number, width), [[] for _ in observations])
+                chunks = rounds.setdefault((round_number, width), [[] for _ in observations])
                 chunks[d].append(Chunk(member, start, min(start + width, observation_end)))
-                start, number = start + width, number + 1
+                start, round_number = start + width, round_number + 1
     return rounds
 
 
 def observation_chunks(
     chunks: list[list[Chunk]], rows: int, width: int, *, sizes: StreamSizes, prompts: Prompts, episodes: Episodes
 ) -> ObservationChunks:
-    """Returns the arrays of each device's chunks, for a program of `rows` x `width` tokens."""
+    """Returns the arrays with which one program call writes chunks of observations into the cache.
+
+    chunks: chunks of each device, at most `rows`. width: most tokens of a chunk.
+    """
     axes = len(chunks), rows
     start, count, prompt_place = np.zeros((3, *axes), np.int32)
     tokens, mask = np.zeros((*axes, width), np.int32), np.zeros((*axes, sizes.prompt_width), bool)
@@ -117,9 +124,10 @@ def round_rows(
     limits: np.ndarray,
     first_number: int,
 ) -> RoundRows:
-    """Returns the arrays of a decode round. rows: decoding sequences of each device; limits [N]: turn limits.
+    """Returns the arrays of a decode round.
 
-    first_number: number of this process's first completion.
+    rows: decoding sequences of each device. slots: size of the decode program. limits [N]: number of tokens at which
+    the turn of each completion ends at the latest. first_number: number of this process's first completion.
     """
 
     def zeros(*shape: int) -> np.ndarray:
@@ -157,10 +165,10 @@ def round_rows(
 def cache_indices(
     rows: list[list[Member]], count: int, sizes: StreamSizes, prompts: Prompts, slots: Slots | None = None
 ) -> CacheIndices:
-    """Returns where the sequences of each device read and write, in a program of `count` sequences.
+    """Returns where the sequences of each device read and write in the cache, for a program of `count` sequences.
 
-    rows: sequences of each device. slots: size of the decode program; None for a program that writes observations,
-    whose page table has places in the cache.
+    rows: sequences of each device. slots: size of the decode program, whose page table counts the pages that it reads;
+    None for a program that writes observations, whose page table counts all pages of the cache.
     """
     slots = slots or Slots(count, sizes.pages, sizes.prompts)
     devices = len(rows)
@@ -173,7 +181,7 @@ def cache_indices(
         row_numbers, page_counts = np.arange(len(members)), [len(member.pages) for member in members]
         pages = np.array([page for member in members for page in member.pages], np.int32)
         if slots.pages < sizes.pages:
-            # The program reads copies of these pages, which lie one after the other.
+            # A smaller program reads copies of these pages, which lie one after the other.
             pages = np.arange(len(pages), dtype=np.int32)
         owner = np.repeat(row_numbers, page_counts)
         nth_page = np.concatenate([np.zeros(0, np.int32), *map(np.arange, page_counts)])

@@ -113,7 +113,7 @@ def uniform_numbers(key: Array, number: Array, t: Array) -> jax.Array:
         index = jnp.stack([2 * number, 2 * number + 1]).astype(jnp.uint32)
         words = threefry_2x32(jax.random.key_data(jax.random.fold_in(key, t)), jnp.pad(index, (2, 0)))
         bits = words[:2] ^ words[2:]
-        # 23 random bits behind the exponent of 1.0 are a number in [1, 2).
+        # 23 random bits behind the exponent of 1.0 are a number in [1, 2), from which 1 is subtracted.
         return jax.lax.bitcast_convert_type((bits >> 9) | jnp.uint32(0x3F800000), jnp.float32) - 1
 
     flat = jax.vmap(draw_two)(number.reshape(-1), t.reshape(-1))
@@ -136,7 +136,7 @@ def empty_cache(model: Decoder, mesh: Mesh, sizes: StreamSizes) -> Cache:
 def prefill_first(
     model: Decoder, group_sampling: GroupSampling, sizes: StreamSizes, params: PyTree, prompts: NewPrompts, key: Array
 ) -> tuple[Cache, Array, Array]:
-    """Runs `prefill` for the first prompts of a call, with an empty cache."""
+    """Makes an empty cache, and then does what `prefill` does, for the first prompts of a call."""
     return prefill(model, group_sampling, params, empty_cache(model, group_sampling.mesh, sizes), prompts, key)
 
 
@@ -232,7 +232,7 @@ def decode(
 
 
 def _select_pages(model: Decoder, mesh: Mesh, layers: list[Pages], place: Array) -> list[Pages]:
-    """Returns the pages at `place` [d, n] of each layer as a copy, or `layers` itself if n is the number of pages."""
+    """Returns a copy of the pages at `place` [d, n] of each layer, or `layers` itself if n counts all pages."""
     return layers if place.shape[1] == layers[0].keys.shape[2] else _copy_pages(model, mesh, layers, place)
 
 

@@ -85,7 +85,7 @@ class Scheduler:
     def admit(self, needed_tokens: Callable[[Member], int]) -> list[PromptGroup]:
         """Admits waiting sequences, the oldest first, and returns the groups that are new.
 
-        needed_tokens: argument of `schedule`.
+        needed_tokens(sequence): most tokens of the sequence that are in its pages after the next program.
         """
         new_groups: list[PromptGroup] = []
         while self.waiting and self._fits(self.waiting[0], needed_tokens):
@@ -121,6 +121,7 @@ class Scheduler:
         )
 
     def _pages_for(self, tokens: int) -> int:
+        """Returns the number of pages that hold this many tokens."""
         return -(-tokens // self.page)
 
     def _grow(self, member: Member, tokens: int) -> None:
@@ -132,6 +133,7 @@ class Scheduler:
                 member.pages.append(heapq.heappop(self._free_pages))
 
     def _preempt(self, member: Member) -> None:
+        """Takes the pages of an admitted sequence, which waits and is computed again later."""
         self._free(member)
         self.holders.remove(member)
         # The preempted sequence goes to the front, because it is older than every waiting sequence.
@@ -139,6 +141,7 @@ class Scheduler:
         self.preemptions += 1
 
     def _free(self, member: Member) -> None:
+        """Returns the pages of a sequence to the free pages."""
         for page in member.pages:
             heapq.heappush(self._free_pages, page)
         member.pages, member.cached = [], 0

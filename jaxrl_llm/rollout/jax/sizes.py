@@ -1,4 +1,4 @@
-"""Sizes of the engine's programs and of its key-value cache. They are few, and known before a run starts."""
+"""Sizes of the in-JAX engine's programs and of its key-value cache, which are few and known before a run starts."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class StreamSizes:
     prompts: int  # most prompts in the cache at a time
     page: int  # tokens of a page
     pages: int  # number of pages
-    dtype: str  # field of `PageKind`
-    in_place: bool  # field of `PageKind`
-    observation: int  # field of `PageKind`
+    dtype: str  # dtype of keys and values; "": dtype of the model
+    in_place: bool  # whether a kernel reads the pages in the cache, so that programs need no copies of them
+    observation: int  # most tokens of an environment's observation; 0: no environment
     refills: bool  # whether some groups start only after other groups have ended
     images: ImageSizes | None = None  # sizes of the prompts' images, None if prompts have no images
 

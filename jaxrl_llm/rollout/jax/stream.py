@@ -32,9 +32,9 @@ from jaxrl_llm.rollout.jax.sizes import CHUNK_TOKENS, ROUND_TOKENS, StreamSizes
 from jaxrl_llm.rollout.protocol import Environments
 from jaxrl_llm.structs import AnyArray, Prompts
 
-# Seconds to wait for further answers after the first, because one round serves all answers for the cost of one.
+# Seconds to wait for further answers of tools after the first, because a round for one answer costs as much as for all.
 ANSWER_GRACE_SECONDS = 0.01
-# While other sequences wait, a round returns as soon as one of this many sequences has ended.
+# While other sequences wait for a slot, a decode round ends as soon as one in REFILL_SHARE sequences has ended.
 REFILL_SHARE = 8
 
 
@@ -161,10 +161,10 @@ class Stream:
         return min(max(member.cached, observation_end - 1) + ROUND_TOKENS, max(int(limits[i]), 2) - 1)
 
     def _observation_end(self, member: Member) -> int:
-        """Returns the place behind the observation that comes next in a sequence.
+        """Returns the number of tokens up to the end of the observation that comes next in a sequence.
 
-        0: the next token is one that the policy samples in this call. Tokens that an earlier call sampled count as an
-        observation: the engine writes them into pages without sampling them again.
+        Returns 0 if no observation comes next, because the policy samples the next token in this call. Tokens that an
+        earlier call sampled count as an observation: the engine writes them into pages without sampling them again.
         """
         place = member.cached + 1
         sampled_now = self.episodes.sampled_by_this_call(member.number, place)
@@ -221,6 +221,7 @@ class Stream:
         return cache
 
     def _without_tokens(self, group: PromptGroup) -> list[int]:
+        """Returns the numbers of a group's completions that have no token yet."""
         return [member.number for member in group.members if not self.episodes.lengths[member.number]]
 
     def _feed(self, cache: Cache) -> Cache:

@@ -48,7 +48,7 @@ def main() -> None:
         "--pixels", default="", metavar="WxH[xN]", help="size and number of a prompt's images (default: no images)"
     )
     parser.add_argument(
-        "--lengths", type=float, metavar="MEAN", help="mean tokens of a completion, for decoding (default: half of C)"
+        "--lengths", type=float, metavar="MEAN", help="mean tokens of a completion (default: half of the limit)"
     )
     parser.add_argument(
         "--collectives", type=int, default=0, metavar="N", help="also list the N largest collectives of each program"
@@ -150,7 +150,7 @@ def print_plan(plan: SlicePlan, chip: Chip, args: Namespace, console: Console) -
         if args.collectives and phase.collectives:
             print_collectives(phase, args.collectives, console)
     to_hosts = sum(phase.times * phase.sent_to_hosts for phase in plan.phases)
-    if to_hosts and chip.network:  # of TPUs no speed between hosts is published
+    if to_hosts and chip.network:  # the speed between hosts of TPUs is not published
         console.print(f"of what a GPU sends, {to_hosts / 1e9:,.2f} GB a step go to other hosts")
     if between := sum(phase.times * phase.sent.get(BETWEEN_SLICES, 0) for phase in plan.phases):
         console.print(f"a chip sends {between / 1e9:,.2f} GB a step between slices, which the estimate leaves out")

@@ -1,4 +1,4 @@
-"""The chips of TPU slices, and GPUs as such: their published speeds, and the memory that a program may use."""
+"""TPU chips and GPUs: their published speeds, the memory that a program may use, and devices for compiling."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Chip(NamedTuple):
     ring: float
     network: float = 0.0  # bytes per second that a GPU sends to other hosts; 0 for TPUs, whose speed is not published
     kernels: tuple[str, ...] = ('custom_call_target="tpu_custom_call"',)  # marks of fused kernels in a program's text
-    refuses: bool = True  # whether the compiler refuses programs that do not fit
+    refuses: bool = True  # whether the chip's compiler refuses programs that need more than `memory`
     note: str = ""  # note on this chip for readers of the plan
 
 
@@ -74,7 +74,10 @@ def topology(name: str, slices: int = 1, dump: str = "") -> tuple[Chip, list[Any
 
 
 def _tpu_devices(name: str, slices: int, dump: str) -> list[Any]:
-    """Returns the devices of a TPU topology. Raises: UserError, as `topology`."""
+    """Returns the devices of a TPU topology, for compiling only.
+
+    Raises: UserError, if the TPU compiler is not installed or does not know the topology.
+    """
     kind = name.partition(":")[0]
     if not find_spec("libtpu"):
         raise UserError("--topology needs the TPU compiler, which is not installed: pip install 'jaxrl_llm[tpu]'")
@@ -97,7 +100,7 @@ def _tpu_devices(name: str, slices: int, dump: str) -> list[Any]:
         options["chip_config_name"] = "megacore"
     try:
         description = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
-    # libtpu raises many types of errors, all of which are about the name.
+    # libtpu raises many types of errors, and all of them are about the name of the topology.
     except Exception as error:
         message = str(error).splitlines()[0]
         raise UserError(

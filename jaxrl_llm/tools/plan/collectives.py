@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 KINDS = "all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|ragged-all-to-all|reduce-scatter"
+# Instructions of XLA's text: a collective, a transfer to another TPU slice, and a call of other computations.
 COLLECTIVE = re.compile(rf"%(\S+) = (.*?) ({KINDS})(-start)?\(")
 BETWEEN_SLICES = "between slices"  # kind of transfers over the network between TPU slices
 SENT = re.compile(r"%\S+ = (\(.*\)) send\(.*_xla_megascale_transfer_type=")
@@ -36,7 +37,7 @@ def collectives(text: str, turns: float = 1, hosts: Sequence[int] = ()) -> list[
     """Lists the collectives between chips in the text of a compiled program (`compiled.as_text()`).
 
     turns: turns of each loop that the program itself decides to end, such as the loop over micro-batches.
-    hosts: the number of each chip's host, in the order of the mesh.
+    hosts: number of each chip's host, in the order of the mesh.
     """
     computations: dict[str, list[str]] = {}
     entry, lines = "", []
@@ -47,7 +48,7 @@ def collectives(text: str, turns: float = 1, hosts: Sequence[int] = ()) -> list[
         elif line.startswith("  "):
             lines.append(line)
 
-    begun: set[str] = set()
+    begun: set[str] = set()  # text of channel and chain of each split collective that is counted already
 
     def walk(name: str, loops: tuple[float, ...]) -> Iterator[Collective]:
         for line in computations[name]:
@@ -59,7 +60,7 @@ def collectives(text: str, turns: float = 1, hosts: Sequence[int] = ()) -> list[
                 # The TPU compiler writes a reduce-scatter as a computation that fuses an all-reduce and a slice.
                 kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else match[3]
                 chain = re.search(r"channel_id=\d+.*chain_id=", line)
-                # Later parts of a collective that is split into a chain are not counted again.
+                # Of a collective that the compiler splits into a chain, only the first part is counted.
                 if chain and chain[0] in begun:
                     continue
                 begun.update([chain[0]] if chain else [])
@@ -81,9 +82,10 @@ def collectives(text: str, turns: float = 1, hosts: Sequence[int] = ()) -> list[
 
 
 def trip_count(line: str, condition: list[str], body: list[str]) -> int:
-    """Returns the turns of the loop in this line, from the compiler's note or from its condition, counter < bound.
+    """Returns how often a loop runs, from the compiler's note or from the loop's condition, counter < bound.
 
-    Returns 0 if the program computes the bound: a loop over micro-batches ends when no row is left.
+    line: instruction of the loop. condition, body: lines of its two computations. Returns 0 if the program itself
+    computes the bound, as that of the loop over micro-batches, which ends when no row is left.
     """
     if known := re.search(r'known_trip_count":{"n":"(\d+)"', line):
         return int(known[1])
@@ -104,7 +106,11 @@ def trip_count(line: str, condition: list[str], body: list[str]) -> int:
 def _collective(
     kind: str, type_: str, started: bool, line: str, loops: tuple[float, ...], hosts: Sequence[int]
 ) -> Collective | None:
-    """Returns the collective in a line; None if its groups have one chip, so that nothing is sent."""
+    """Returns the collective of an instruction; None if its groups have one chip, so that nothing is sent.
+
+    type_: text of the type that the instruction returns. started: whether the instruction only starts the collective.
+    loops: trip counts of the loops around it. hosts: number of each chip's host.
+    """
     group = _group(line, len(hosts))
     if len(group) == 1:
         return None
@@ -163,11 +169,13 @@ def _group(line: str, count: int) -> list[int]:
 
 
 def _ordered(shape: str, order: str | None) -> np.ndarray:
+    """Returns the numbers of all chips in the order of the pattern IOTA. shape, order: its two groups."""
     axes = [int(n) for n in shape.split(",")]
     chips = np.arange(math.prod(axes)).reshape(axes)
     return chips.transpose([int(n) for n in order.split(",")] if order else range(len(axes))).ravel()
 
 
 def _bytes(dtype: str, shape: str) -> int:
+    """Returns the bytes of an array. dtype: XLA's name, such as "bf16". shape: sizes of the axes, such as "4,8"."""
     bits = re.search(r"\d+$", dtype)
     return SIZES.get(dtype, int(bits[0]) // 8 if bits else 1) * math.prod(int(n) for n in shape.split(",") if n)

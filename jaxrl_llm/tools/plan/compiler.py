@@ -29,7 +29,7 @@ SAMPLING = ("prompts", "decoding")  # phases of the sampler
 
 @dataclass(frozen=True)
 class Phase:
-    """A program of a step on one chip. Its time is the largest of those for arithmetic, memory and collectives.
+    """What a program of a step costs on one chip. Its time is the largest of arithmetic, memory and collectives.
 
     Traffic between TPU slices takes no time here, because the speed of their network is not published.
     """
@@ -38,19 +38,20 @@ class Phase:
     times: int  # number of times that a step runs the program
     error: str = ""  # reason why the compiler refuses the program; "" if it fits
     compile_seconds: float = 0.0
-    instructions: int = 0
+    instructions: int = 0  # number of instructions in the compiled text
     program: int = 0  # bytes of the program at its peak: arguments, temporaries and results
     beside: int = 0  # bytes of other arrays that are in memory while the program runs
     fused: bool = False  # whether attention is the fused kernel
-    turns: float = 0.0  # turns of the loop over tokens in one run of the program
+    turns: float = 0.0  # for decoding: turns of the loop over tokens in one run of the program; otherwise 0
     tokens: int = 0  # tokens that a step samples with the program
-    flops: float = 0.0
+    flops: float = 0.0  # operations of matrix products in one run of the program
     traffic: float = 0.0  # bytes of weights, optimizer state and KV cache that the program reads and writes
     collectives: tuple[Collective, ...] = ()
     meanwhile: bool = False  # whether the sampler's own chips run the program while other chips score and learn
 
     @property
     def peak(self) -> int:
+        """Bytes that are in memory at the program's peak, with the arrays that it does not use."""
         return self.program + self.beside
 
     @property
@@ -72,9 +73,9 @@ class Phase:
         return sum(collective.to_hosts * collective.times for collective in self.collectives)
 
     def seconds(self, chip: Chip) -> dict[str, float]:
-        """Returns the seconds that each resource needs at the chip's published speeds.
+        """Returns {resource: seconds} of one run of the program at the chip's published speeds.
 
-        network: between the hosts of GPUs.
+        The resource "network", which joins the hosts of GPUs, is left out if its speed is unknown.
         """
         seconds = {
             "arithmetic": self.flops / chip.flops,
@@ -92,7 +93,7 @@ class StepSampling:
     usage: dict[str, Usage]  # usage of each program, by its name
     cached: int  # bytes of a token in the KV cache
     weights: int  # bytes of the sampler's copy of the weights
-    read: int  # bytes of the copy that each decoded token reads, without the vision tower
+    read: int  # bytes of this copy that decoding reads per token: all weights except those of the vision tower
     mesh: Mesh  # mesh of the chips that sample
 
     def holds(self, *, apart: bool) -> dict[str, int]:
@@ -102,7 +103,7 @@ class StepSampling:
         return {f"sampler's copy ({when})": self.weights, f"KV cache ({when})": tokens * self.cached}
 
     def leaves_out(self, program: Program) -> bool:
-        """Returns whether a step is expected never to call this smaller decode program."""
+        """Returns whether a program is one of the smaller decode programs, and a step is expected never to call it."""
         first = decoding_name(self.stream.slots[0])
         return program.phase == "decoding" and program.name not in (first, *self.usage)
 
@@ -128,16 +129,19 @@ class Compiler:
 
     models: Models
     sizes: Sizes
-    dump: Path  # argument of `make_plan`
-    chip: Chip | None
+    dump: Path  # folder in which XLA's compiler for TPUs reports the memory of programs
+    chip: Chip | None  # None if the chip is unknown, so that nothing bounds the memory
     gathered: int  # bytes of the weights that a pass gathers on a chip
     sampled: StepSampling | None = None  # None if the step samples nothing
 
     def measure(self, program: Program, beside: int, parts: int = 1) -> Phase:
-        """Compiles a program, and returns its phase.
+        """Compiles a program, and returns its `Phase`: what it costs, or the error if it does not fit.
 
-        beside: bytes of other arrays in memory; parts: number of micro-batches over which a prompt is spread.
+        beside: bytes of arrays that a chip holds although the program does not use them. parts: number of micro-batches
+        over which the rows of a prompt are spread.
         """
+        # `times` is how often a step runs the program. `turns` is how often one run goes through its inner loop, over
+        # micro-batches or over the tokens of a decode round. The compiler counts such a loop once.
         sizes, chip, usage = self.sizes, self.chip, Usage()
         prompts = sizes.prompts_per_update if program.phase == "update" else sizes.prompts_per_step
         turns = prompts // (sizes.microbatch or prompts) * parts
@@ -148,6 +152,7 @@ class Compiler:
             usage, mesh = self.sampled.usage.get(program.name, usage), self.sampled.mesh
             times, turns = usage.calls, usage.turns / max(usage.calls, 1)
         hosts = [device.process_index for device in mesh.devices.flat]
+        # If the chip's own compiler refuses programs that do not fit, no limit is checked here.
         limit = 0 if chip is None or chip.refuses else int(chip.memory * GIB)
         traced, began = program.trace(), time.perf_counter()
         try:
@@ -171,19 +176,20 @@ class Compiler:
         )
 
     def traffic(self, program: Program, compiled: jax.stages.Compiled, turns: float) -> float:
-        """Returns the bytes that a chip must at least read and write.
+        """Returns the bytes that a chip must at least read and write in one run of a program.
 
-        No activations, and of a scoring model what the layers gather.
+        Activations are not counted. A scoring program counts only the weights that its layers gather from other chips.
         """
         used: Any = compiled.memory_analysis()
         if self.sampled and program.phase == "decoding":
             return self.sampled.traffic(program.name)
         if program.phase == "push":
             return used.argument_size_in_bytes + used.output_size_in_bytes
-        # The cache is argument and result, and a few prompts are written into it.
+        # The KV cache is an argument and a result of the program, which writes only a few prompts into it.
         if program.phase == "prompts":
             return used.argument_size_in_bytes + used.output_size_in_bytes - 2 * used.alias_size_in_bytes
-        # The gathered weights are written and read in each pass: one to score, three to learn, with the recomputed one.
+        # Each pass writes and reads the gathered weights. Scoring has one pass. Learning has three: forward, the
+        # recomputed forward and backward.
         gathered = 2 * self.gathered
         if program.phase == "scoring":
             return turns * gathered
@@ -192,14 +198,15 @@ class Compiler:
 
 
 def allocated(compiled: jax.stages.Compiled, dump: Path) -> int:
-    """Returns the bytes of memory that a program needs on a chip, as the compiler has placed them.
+    """Returns the bytes of memory that a program needs on a chip, according to the compiler.
 
-    Of one that does not say it, the arguments, temporaries and results.
+    If neither JAX nor a report of XLA has this number, returns the sum of arguments, temporaries and results.
+    dump: folder in which XLA's compiler for TPUs reports the memory of programs.
     """
     used: Any = compiled.memory_analysis()
     if hasattr(used, "total_allocation_bytes"):  # JAX 0.12
         return used.total_allocation_bytes
-    # The newest is of this program. The helper functions of JAX are compiled for the CPU.
+    # The newest report is that of this program. Reports with ".cpu_" are about helper functions of JAX.
     reports = [file for file in dump.glob("*memory-usage-report.txt") if ".cpu_" not in file.name]
     text = max(reports, key=lambda file: file.stat().st_mtime).read_text() if reports else ""
     match = re.search(r"Memory Space: default.*?Total bytes[^\d]*([\d,]+)", text, re.DOTALL)

@@ -22,10 +22,11 @@ from jaxrl_llm.rollout.jax.sizes import ROUND_TOKENS, Slots, StreamSizes
 from jaxrl_llm.rollout.jax.stream import Stream
 from jaxrl_llm.structs import AnyArray, Prompts
 
-# Standard deviation of the logarithm of a length, with which the longest of a hundred is six times the median.
+# Standard deviation of the logarithm of a completion's length: the longest of 100 has six times the median length.
 SPREAD = 0.8
-STEPS = 5  # steps of partial rollouts after which continued completions have all lengths
-OTHER, STOP = 0, 1  # ids of a token that continues a completion, and of one that ends it
+# Number of simulated steps with partial rollouts. The last of them continues completions of all lengths, as a run does.
+STEPS = 5
+OTHER, STOP = 0, 1  # ids of the simulated tokens: OTHER continues a completion, STOP ends it
 
 
 def drawn_lengths(count: int, mean: float, limit: int, seed: int = 0) -> np.ndarray:
@@ -52,7 +53,7 @@ def check_mean(mean: float, limit: int) -> None:
 
 @dataclass
 class Usage:
-    """Use of a program in a step."""
+    """How much a step uses a program of the in-JAX engine."""
 
     calls: int = 0
     turns: int = 0  # turns of the loop over tokens, in all calls
@@ -100,7 +101,10 @@ class CountedCalls:
         return cache, Sampled(tokens, np.zeros(tokens.shape, np.float32), count)
 
     def _pages(self, slots: Slots, length: np.ndarray, count: np.ndarray, turns: int) -> int:
-        """Returns the pages that a device reads in these turns."""
+        """Returns the pages that a device reads in the turns of a decode round.
+
+        slots: size of the decode program. length: tokens of the sequences at the start. count: tokens that they sample.
+        """
         if not self.sizes.in_place:
             return turns * slots.pages
         # The kernel also reads the pages of rows that have ended in this round.
@@ -132,9 +136,9 @@ class Endings:
 
 
 def expected_usage(sizes: StreamSizes, lengths: np.ndarray, devices: int, *, partial: bool = False) -> dict[str, Usage]:
-    """Returns how much a step with completions of these lengths [N] uses each program: {name: usage}.
+    """Returns {program: usage} of a step whose completions have these lengths [N].
 
-    partial: the step ends with the groups that are complete first.
+    partial: True for partial rollouts, with which a step ends as soon as enough groups are complete.
     """
     if partial:
         return _usage_of_partial_rollouts(sizes, lengths, devices)
@@ -146,16 +150,19 @@ def expected_usage(sizes: StreamSizes, lengths: np.ndarray, devices: int, *, par
 
 
 def _usage_of_partial_rollouts(sizes: StreamSizes, lengths: np.ndarray, devices: int) -> dict[str, Usage]:
-    """Returns the usage of the last of some steps: in the first, no completion goes on from a step before."""
+    """Simulates STEPS steps with partial rollouts, and returns the usage of the last step.
+
+    The first step is not typical, because it continues no completion of an earlier step.
+    """
     lengths = lengths.reshape(-1, sizes.group_size)
     count, calls = len(lengths), CountedCalls(sizes, lengths)
 
-    def begin(step: int) -> InFlightGroups:
+    def new_groups(step: int) -> InFlightGroups:
         return InFlightGroups.empty(_prompts(step, count, sizes), sizes.group_size, sizes.completion_length, OTHER)
 
-    in_flight = begin(0)
+    in_flight = new_groups(0)
     for step in range(1, STEPS):
-        in_flight = in_flight.concatenate(begin(step))
+        in_flight = in_flight.concatenate(new_groups(step))
         texts = Episodes.from_in_flight(in_flight)
         calls = CountedCalls(sizes, lengths[in_flight.prompts.numbers % count].reshape(-1))
         stream = _stream(calls, devices, in_flight.prompts, texts, wanted_groups=count)
@@ -190,6 +197,6 @@ def _stream(
 
 
 def _prompts(step: int, count: int, sizes: StreamSizes) -> Prompts:
-    """Returns the prompts of a step, without content."""
+    """Returns `count` prompts of zeros, which have the numbers that the prompts of this step would have."""
     tokens = np.zeros((count, sizes.prompt_width), np.int32)
     return Prompts(tokens, np.ones(tokens.shape, bool), [{}] * count, np.arange(count, dtype=np.int32) + step * count)

@@ -30,7 +30,7 @@ def _jaxpr_flops(jaxpr: Any, turns: float) -> float:
             total += _product_flops(ragged.dot_dimension_numbers, equation, ragged.rhs_group_dimensions)
         elif name == "cond":
             branches = params["branches"]
-            # A condition over platforms has a branch for each, of which only the first (TPUs) is compiled.
+            # A condition over platforms has one branch per platform. Only the first, for TPUs, is compiled.
             if params.get("branches_platforms"):
                 branches = branches[:1]
             total += max(_jaxpr_flops(branch.jaxpr, turns) for branch in branches)
@@ -40,6 +40,7 @@ def _jaxpr_flops(jaxpr: Any, turns: float) -> float:
 
 
 def _product_flops(dimensions: Any, equation: Any, groups: Sequence[int] = ()) -> float:
+    """Returns the operations of a matrix product. groups: axes of the second array that count groups of kernels."""
     first, second = (x.aval.shape for x in equation.invars[:2])
     (_, second_contracted), (_, second_batch) = dimensions
     # A product has 2 x (size of the first array) x (axes of the second that are neither contracted nor batch axes).
@@ -48,7 +49,7 @@ def _product_flops(dimensions: Any, equation: Any, groups: Sequence[int] = ()) -
 
 
 def _times(name: str, params: dict[str, Any], turns: float) -> float:
-    """Returns how often an equation runs the programs in it, on all devices."""
+    """Returns how often an equation, such as a loop, runs the programs in it, on all devices together."""
     if name == "scan":
         return params["length"]
     if name == "while":
@@ -67,6 +68,6 @@ def _inner(params: dict[str, Any]) -> Iterator[Any]:
     """Yields the jaxprs in the parameters of an equation."""
     for value in params.values():
         for nested in value if isinstance(value, tuple | list) else (value,):
-            nested = getattr(nested, "jaxpr", nested)  # a ClosedJaxpr holds one
+            nested = getattr(nested, "jaxpr", nested)  # a ClosedJaxpr holds a Jaxpr
             if hasattr(nested, "eqns"):
                 yield nested

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs that XLA compiles for without having them, with their XLA descriptions and published speeds."""
+"""NVIDIA GPUs for which XLA can compile on any machine: descriptions for XLA, and published speeds."""
 
 from __future__ import annotations
 
@@ -91,6 +91,7 @@ GPUS = {
     ),
 }
 BLOCK = 1024  # bytes of a core's shared memory that the system keeps for each block
+# The shape in a topology of GPUs: the number of GPUs of one host, or HOSTSxGPUS.
 SHAPE = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)")
 # A `GpuTargetConfigProto` of XLA, in the text form of protocol buffers.
 TARGET = """

@@ -99,14 +99,14 @@ def make_plan(
     room = cache_memory(recipe, models, learning, mesh=sampler_mesh, states=states, memory=memory)
     stream = stream_sizes(recipe, models, sampler_mesh, prompts.width, room)
     sampler = _sampler(models, recipe, sampler_mesh, room)
-    # The sampler's copy of the weights: in the dtype and with the sharding of decoding.
+    # `copy` is the sampler's copy of the weights, in the dtype and with the sharding of decoding.
     params, in_int8 = policy.all_parameters(policy.shapes), recipe.chosen_engine.in_int8
     copy = copy_shapes(models.model, sampler_mesh, models.mesh, params, in_int8=in_int8)
     cached = page_kind(sampler_mesh, models.model.cfg, recipe.chosen_engine.cache_dtype).token_bytes
     read = device_bytes({name: leaf for name, leaf in copy.items() if name != TOWER})
     weights = device_bytes(copy)
     sampled = StepSampling(stream, usage={}, cached=cached, weights=weights, read=read, mesh=sampler_mesh)
-    learning_holds = _holds(device_states(states, recipe.host_memory))
+    learning_holds = _resident_bytes(device_states(states, recipe.host_memory))
     sampling_holds = sampled.holds(apart=apart) if recipe.chosen_engine.in_trainer else {}
     holds, sums = learning_holds | sampling_holds, (sum(learning_holds.values()), sum(sampling_holds.values()))
     if memory and (max(sums) if apart else sum(sums)) > memory:
@@ -122,7 +122,7 @@ def make_plan(
         on_sampler = apart and program.phase in SAMPLING
         # If the sampler has its own chips, its arrays take no memory of the chips that learn.
         program = program._replace(other_memory=()) if apart else program
-        beside = 0 if on_sampler else _beside(states, program, recipe.host_memory)
+        beside = 0 if on_sampler else _idle_bytes(states, program, recipe.host_memory)
         phase = compiler.measure(program, beside, shape[0])
         phase = replace(phase, meanwhile=on_sampler and recipe.rollout.max_lag > 0)
         say(phase)
@@ -142,7 +142,11 @@ def make_sft_plan(
     say: Callable[[Phase], None] = lambda phase: None,
     chip: Chip | None = None,
 ) -> SlicePlan:
-    """Compiles the programs of a step of `sft`, without its evaluations. Arguments and errors are as in `make_plan`."""
+    """Compiles the programs of a step of `sft`, but not those of its evaluations.
+
+    dump: empty folder in which XLA's compiler for TPUs reports the memory of programs. say: function that gets each
+    phase after it is compiled. Raises: UserError, if model or mesh do not suit the recipe.
+    """
     models, sizes, shape_cache = _models(recipe, mesh), recipe.sizes, ShapeCache()
     base = _base(models)
     learning = sft.make_learning(recipe, models, lambda: None, base, shape_cache)
@@ -154,15 +158,17 @@ def make_sft_plan(
     gathered = device_bytes(copy_shapes(models.model, mesh, mesh, params, in_int8=False))
     compiler, phases = Compiler(models, sizes, dump, chip, gathered), list[Phase]()
     for program in learning.programs(batch, score, rows):
-        phases.append(compiler.measure(program, _beside(states, program, HostMemory())))
+        phases.append(compiler.measure(program, _idle_bytes(states, program, HostMemory())))
         say(phases[-1])
     shape_cache.close()
     tokens = sizes.prompts_per_step * sizes.group_size * sizes.max_completion_tokens
-    return SlicePlan(recipe=recipe, models=models, holds=_holds(states), phases=phases, tokens=tokens, prompts=prompts)
+    return SlicePlan(
+        recipe=recipe, models=models, holds=_resident_bytes(states), phases=phases, tokens=tokens, prompts=prompts
+    )
 
 
 def _models(recipe: Recipe | SftRecipe, mesh: Mesh) -> Models:
-    """Returns the models of a run. Raises: UserError, if model or mesh do not fit."""
+    """Returns the models of a run. Raises: UserError, if model or mesh do not suit the recipe."""
     fit.check_batch_fits_mesh(recipe.sizes, mesh)
     if not recipe.model.path:
         raise UserError("config.model.path = '' must be a model's folder or hub id, because the plan needs its sizes")
@@ -174,7 +180,7 @@ def _models(recipe: Recipe | SftRecipe, mesh: Mesh) -> Models:
 
 
 def plan_meshes(devices: Sequence[Any], recipe: Recipe | SftRecipe) -> tuple[Mesh, Mesh]:
-    """Makes the meshes of trainer and sampler as a run does. Raises: UserError, as `meshes_over`."""
+    """Makes the meshes of trainer and sampler as a run does. Raises: UserError, if they do not fit the devices."""
     mesh, sampler = meshes_over(devices, recipe.sampler_devices, **recipe.mesh)
     if mesh == sampler or mesh.devices.flat[0].platform != "tpu":
         return mesh, sampler
@@ -189,7 +195,8 @@ def plan_meshes(devices: Sequence[Any], recipe: Recipe | SftRecipe) -> tuple[Mes
 def _frozen(models: Models, name: str, start: ModelSettings) -> FrozenModel:
     """Returns a model that never learns, with the shapes of its parameters."""
     model = frozen_model(name, models.other_folders[name], start, models.mesh)
-    params = _placed(model.shapes, model, models.mesh)
+    params = _compute_shapes(model.shapes, model, models.mesh)
+    # A reward model is a decoder and a readout of one score, which every device holds whole.
     if name == "reward_model":
         sharding = NamedSharding(models.mesh, PartitionSpec())
 
@@ -202,7 +209,7 @@ def _frozen(models: Models, name: str, start: ModelSettings) -> FrozenModel:
 
 def _base(models: Models) -> PyTree:
     """Returns the shapes of the parameters that do not learn; None if all parameters learn."""
-    shapes = _placed(models.model.shapes, models.model, models.mesh)
+    shapes = _compute_shapes(models.model.shapes, models.model, models.mesh)
     if not models.adapters:
         return {TOWER: shapes[TOWER]} if models.frozen_tower else None
     shapes = models.adapters.base_shapes(shapes)
@@ -213,15 +220,20 @@ def _base(models: Models) -> PyTree:
     return jax.tree.map(abstract, shapes, shardings(shapes, models.mesh))
 
 
-def _placed(shapes: PyTree, model: Decoder, mesh: Mesh) -> PyTree:
+def _compute_shapes(shapes: PyTree, model: Decoder, mesh: Mesh) -> PyTree:
+    """Returns the shapes of parameters that never learn: in the dtypes of computing, with shardings on the mesh."""
+
     def abstract(x: Any, dtype: Any, placement: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=placement)
 
     return jax.tree.map(abstract, shapes, model.compute_dtypes(shapes), shardings(shapes, mesh))
 
 
-def _beside(states: PyTree, program: Program, on_host: HostMemory) -> int:
-    """Returns the bytes on a chip of arrays that are in memory while a program runs, but that it does not use."""
+def _idle_bytes(states: PyTree, program: Program, on_host: HostMemory) -> int:
+    """Returns the bytes of arrays that a chip holds while a program runs, although the program does not use them.
+
+    states: states of all models, as shapes with shardings. on_host: states that are in the host's memory instead.
+    """
     # Arrays are compared by identity, because two arrays of equal shape are different memory.
     used = {id(x) for x in jax.tree.leaves(program.states)}
     leaves = jax.tree.leaves(device_states(states, on_host, during_updates=program.phase == "update"))
@@ -229,6 +241,7 @@ def _beside(states: PyTree, program: Program, on_host: HostMemory) -> int:
 
 
 def _sampler(models: Models, recipe: Recipe, mesh: Mesh, cache_bytes: int) -> Sampler:
+    """Returns the in-JAX engine, which only compiles here, so that any stop token will do."""
     return Sampler(
         models.model,
         mesh,
@@ -248,7 +261,10 @@ def _sampler(models: Models, recipe: Recipe, mesh: Mesh, cache_bytes: int) -> Sa
 def _programs(
     recipe: Recipe, learning: Learning, sampler: Sampler, shape: tuple[int, int], prompts: PromptSizes
 ) -> Iterator[Program]:
-    """Yields the programs of a step. Another engine samples elsewhere."""
+    """Yields the programs of a step: those of the sampler, if it is the in-JAX engine, then scoring and updates.
+
+    shape: (rows, tokens of a row) into which the completions of a prompt are packed.
+    """
     policy = learning.learners["policy"]
     sampler_programs = sampler.programs(
         policy.all_parameters(policy.shapes),
@@ -262,8 +278,8 @@ def _programs(
     yield from learning_programs(learning, [shape], prompts.width, recipe.credit.weights, prompts.images)
 
 
-def _holds(states: PyTree) -> dict[str, int]:
-    """Returns the bytes on a chip of what stays in memory between programs."""
+def _resident_bytes(states: PyTree) -> dict[str, int]:
+    """Returns {name: bytes on a chip} of the parameters and optimizer states that stay there between programs."""
     holds = {}
     for name, state in states.items():
         if isinstance(state, TrainState):

@@ -1,4 +1,4 @@
-"""Sizes of the prompts of a plan. A plan reads no rows, so that `--pixels` gives the size of their images."""
+"""Sizes of the prompts of a plan. A plan reads no data, so the flag `--pixels` tells the size of a prompt's images."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.structs import ImageSizes
 
+# Value of the flag --pixels: WIDTHxHEIGHT or WIDTHxHEIGHTxCOUNT.
 PIXELS = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?")
 
 
 class PromptSizes(NamedTuple):
     """Sizes of a prompt."""
 
-    width: int  # P, with the tokens of images
+    width: int  # P, the tokens of a prompt, including those of its images
     images: ImageSizes | None = None  # None for prompts of text
     image_tokens: int = 0  # image tokens among `width`
 

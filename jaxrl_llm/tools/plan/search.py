@@ -34,14 +34,14 @@ class Planner:
 
     chip: Chip
     devices: Sequence[Any]
-    dump: Path  # argument of `make_plan`
+    dump: Path  # empty folder in which XLA's compiler for TPUs reports the memory of programs
     console: Console
-    mean: float = 0.0  # argument of `make_plan`
+    mean: float = 0.0  # mean tokens of a completion; 0 = half of the limit
     width: int = 0  # tokens of a prompt; 0 = the limit of the recipe
-    pixels: str = ""  # argument of `prompt_sizes`
+    pixels: str = ""  # WIDTHxHEIGHT[xCOUNT] of a prompt's images; "" = no images
 
     def plan(self, recipe: AnyRecipe, say: Callable[[Phase], None]) -> SlicePlan:
-        """Returns the plan of a recipe. Raises: UserError, as `make_plan` and `prompt_sizes`."""
+        """Returns the plan of a recipe. Raises: UserError, if model, mesh or images do not suit the recipe."""
         prompts = prompt_sizes(recipe, self.width or recipe.data.max_prompt_tokens, self.pixels)
         mesh, sampler = plan_meshes(self.devices, recipe)
         if isinstance(recipe, SftRecipe):
@@ -162,5 +162,5 @@ def _rough_seconds(recipe: AnyRecipe, devices: int, chip: Chip) -> float:
     # Each layer sums the states twice per pass, with 2 bytes per number, sent twice (reduce-scatter and gather).
     if mesh.tensor > 1:
         summed = 2 * 2 * 2 * PASSES[remat] * cfg.layers * cfg.width * tokens / mesh.fsdp
-    # The larger of the two is the time, because the compiler overlaps computing and sending.
+    # The longer of computing and sending is the time, because the compiler overlaps them.
     return max(arithmetic, (gathered + summed) / chip.ring)

@@ -36,8 +36,8 @@ def main() -> None:
     in_bucket = [address for path in args.workdirs if (address := bucket.address(path))]
     if in_bucket and not args.to:
         raise UserError(
-            f"{in_bucket[0]} is in a bucket, in which no page can be written and which --serve cannot follow: add "
-            "--to FILE"
+            f"{in_bucket[0]} is in a bucket, but a report can neither be written to a bucket nor follow it with "
+            "--serve: add --to FILE, with a file on this machine"
         )
     args.workdirs = [*map(bucket.fetch_run, args.workdirs)]
     if args.serve is None:
