@@ -52,9 +52,10 @@ def get_config() -> ConfigDict:
     # unchanged in a run of text.
     c.data.image_column = ""  # column with the images; "": images, or image
     c.data.image_folder = ""  # folder that must contain the image files, and that their paths start from; "": any file
-    # Smallest and largest number of pixels of an image, which is resized to fit. Its tokens count as prompt tokens.
-    # 0: the model's own limits.
+    # Smallest number of pixels of an image; a smaller image is enlarged. 0: the model's own limit.
     c.data.min_pixels = 0
+    # Largest number of pixels of an image; a larger image is reduced. 0: the model's own limit. The tokens of an image
+    # count as prompt tokens.
     c.data.max_pixels = 0
     c.data.max_prompt_tokens = 16
     c.data.overlong = "drop"

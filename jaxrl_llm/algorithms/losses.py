@@ -184,7 +184,7 @@ def old_logprobs(logprobs: Float[Array, "B G C"], batch: Batch) -> Float[Array, 
 
 
 def importance_ratio(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns exp(log_ratio), with log_ratio clipped to +- LARGEST."""
+    """Returns exp(log_ratio), with log_ratio clipped to +- MAX_LOG_RATIO."""
     return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 

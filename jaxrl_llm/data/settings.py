@@ -55,12 +55,10 @@ class DataSettings:
     image_folder: MayChange[str]
     """Folder that must contain the image files, and that their paths start from; "": any file."""
     min_pixels: Count
-    """Smallest and largest number of pixels of an image, which is resized to fit. Its tokens count as prompt tokens. 0:
-    the model's own limits.
-    """
+    """Smallest number of pixels of an image; a smaller image is enlarged. 0: the model's own limit."""
     max_pixels: Count
-    """Smallest and largest number of pixels of an image, which is resized to fit. Its tokens count as prompt tokens. 0:
-    the model's own limits.
+    """Largest number of pixels of an image; a larger image is reduced. 0: the model's own limit. The tokens of an image
+    count as prompt tokens.
     """
 
     mixture: ClassVar[dict[str, SourceSettings]] = {}
