@@ -23,8 +23,8 @@ from jaxrl_llm.session.lock import LOCK
 def check_workdir(workdir: Path, fields: Mapping[str, Any], field_table: Table) -> None:
     """Checks that the work directory can hold a run with these fields of a config.
 
-    known: table of all fields of a config. Raises: UserError, if the directory is not writable, has files of another
-    program, or holds a run of another config.
+    field_table: table of all fields of a config. Raises: UserError, if the directory is not writable, has files of
+    another program, or holds a run of another config.
     """
     check_local("--workdir", str(workdir))
     existing = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())

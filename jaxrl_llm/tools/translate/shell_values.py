@@ -54,7 +54,9 @@ class ShellVariables:
             first = joined([*held_values[:1], Value(text.text[match.end() :], text.places)], "")
             self.variables[name] = [first, *held_values[1:]]
         if sum(len(value.text) + 10 for value in self.variables[name]) > MAX_LENGTH:
-            raise UserError(f"{name} grows without an end: name a script that starts a training")
+            raise UserError(
+                f"the value of the shell variable {name} grows without an end: name a script that starts a training"
+            )
 
     def forget(self, names: Iterable[str]) -> None:
         """Makes variables unknown, such as those that `read` sets."""
