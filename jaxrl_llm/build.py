@@ -520,10 +520,10 @@ def sampled_batches(recipe: Recipe, inputs: Inputs) -> list[dict[str, Any]]:
     """Returns sizes and sampling settings of each batch that the engine samples, as arguments of `Sampler.programs`."""
 
     def prompt_sizes(rows: data.Dataset) -> dict[str, Any]:
-        return dict(width=rows.width, image_sizes=rows.image_sizes)
+        return dict(prompt_width=rows.width, image_sizes=rows.image_sizes)
 
-    training, greedy = prompt_sizes(inputs.dataset), dict(group=1, sampling=Sampling(0.0))
-    sampled = dict(group=recipe.group_size, sampling=recipe.rollout.sampling)
+    training, greedy = prompt_sizes(inputs.dataset), dict(group_size=1, sampling=Sampling(0.0))
+    sampled = dict(group_size=recipe.group_size, sampling=recipe.rollout.sampling)
     batches: list[dict[str, Any]] = [recipe.sampled._asdict() | training | sampled]
     if recipe.estimator.needs_greedy:
         batches.append(dict(prompts=recipe.prompts_per_step) | training | greedy)
