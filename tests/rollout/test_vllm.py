@@ -364,7 +364,7 @@ def test_a_run_killed_in_the_middle_of_a_push_resumes_with_its_server(server, pa
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(max_completion_tokens=64), "32 tokens.* 8 . 64"),
+        (dict(max_completion_tokens=64), "32 tokens.* 8 .*64"),
         (dict(model=replace(MODEL.cfg, norm_eps=1e-5)), "norm_eps = 1e-06.* 1e-05"),
         (dict(dtype="bfloat16"), "config.model.dtype.* 'bfloat16'"),
     ],
