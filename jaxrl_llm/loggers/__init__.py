@@ -223,11 +223,6 @@ class BackgroundLogger:
             pause = min(2 * pause, RETRY_PAUSES[1])
 
 
-def _takes(logger: Logger, call: Call) -> bool:
-    """Returns whether a logger has the method of a call: one of a user need not show completions."""
-    return call[0] != "write_samples" or hasattr(logger, "write_samples")
-
-
 def _accepts(logger: Logger, call: Call) -> bool:
     """Returns whether a logger has the method of a call. A logger of the user need not have write_samples."""
     return call[0] != "write_samples" or hasattr(logger, "write_samples")
