@@ -20,9 +20,9 @@ ROOT = str(FILE.parent.parent)
 class Wording:
     """The messages of one test, in the order in which the test hands them over."""
 
-    def __init__(self, test: str, folder: Path, update: bool) -> None:
+    def __init__(self, test: str, folder: Path, compared: bool) -> None:
         """folder: temporary folder of the test, which the file calls TMP."""
-        self.test, self.folder, self.update = test, folder, update
+        self.test, self.folder, self.compared = test, folder, compared
         self.texts: list[str] = []
 
     def __call__(self, text: str) -> None:
@@ -32,14 +32,15 @@ class Wording:
         text = re.sub(r"(jaxrl_llm/[\w/]+\.py):\d+", r"\1:LINE", text)
         self.texts.append(re.sub(r"0x[0-9a-f]{6,}", "0x…", text))
         # Other versions of Python and of its libraries word their own part of a message differently.
-        if not self.update and sys.version_info[:2] == (3, 11):
+        if self.compared and sys.version_info[:2] == (3, 11):
             stored = dict(enumerate(stored_texts().get(self.test, []))).get(len(self.texts) - 1)
             assert self.texts[-1] == stored, "pytest -n 0 --update-wording accepts a new wording"
 
-    def write(self) -> None:
-        """Replaces the messages of this test in the file."""
-        stored = {test: texts for test, texts in (stored_texts() | {self.test: self.texts}).items() if texts}
-        FILE.write_text(json.dumps(dict(sorted(stored.items())), indent=1, ensure_ascii=False) + "\n")
+    def write(self, stored: bool) -> None:
+        """Replaces the messages of this test in the file, or removes them if they are not to be stored there."""
+        of_tests = stored_texts() | {self.test: self.texts if stored else []}
+        texts = {test: texts for test, texts in sorted(of_tests.items()) if texts}
+        FILE.write_text(json.dumps(texts, indent=1, ensure_ascii=False) + "\n")
         stored_texts.cache_clear()
 
 
