@@ -31,8 +31,6 @@ class Step(NamedTuple):
     pages: Pages  # twice as many as the sequences may need, in any order
     table: Array  # [S, n]
     length: Array  # [S]
-    owner: Array  # [p]
-    start: Array  # [p]
 
 
 def make_step(heads: int, rows: int, r: int, h: int, n: int, page: int, dtype: str, *, in_int8: bool = False) -> Step:
@@ -42,30 +40,25 @@ def make_step(heads: int, rows: int, r: int, h: int, n: int, page: int, dtype: s
     length[0] = n * page
     order = rng.permutation(count)[: rows * n].reshape(rows, n)
     has = np.arange(n)[None] * page < length[:, None]
-    owner, start = np.zeros(count, np.int32), np.zeros(count, np.int32)
-    owner[order[has]], start[order[has]] = np.nonzero(has)[0], np.nonzero(has)[1] * page
     keys = iter(jax.random.split(jax.random.key(0), 3))
     normal = lambda *shape: jax.random.normal(next(keys), shape, dtype)  # noqa: E731
     query = normal(heads, rows, r, h) * jnp.asarray(h**-0.5, dtype)
     pages = Pages.empty((heads, count), page, h, "int8" if in_int8 else dtype)
     pages = pages.from_tokens(KeyValue(normal(heads, count, page, h), normal(heads, count, page, h)))
     table = np.where(has, order, count).astype(np.int32)
-    return Step(query, pages, *map(jnp.asarray, (table, length.astype(np.int32), owner, start)))
+    return Step(query, pages, jnp.asarray(table), jnp.asarray(length.astype(np.int32)))
 
 
 def attend_plain(step: Step, *, window: int, soft_cap: float) -> jax.Array:
-    """Attends to all pages of the pool, as the engine does without a kernel. The prompt is a hidden token."""
-    place = step.start[:, None] + jnp.arange(step.pages.values.shape[2])[None]
-    length = step.length[step.owner][:, None]
-    hide = (place >= length) | (place < length - window if window else False)
+    """Attends to pages as the engine does without a kernel. The prompt is a hidden token."""
     precision = jax.lax.Precision.HIGHEST if step.query.dtype == jnp.float32 else None
     heads, rows, _, h = step.query.shape
     each = jnp.arange(rows)
-    readers = PageReaders(step.table, step.owner, each[None], each)
+    readers = PageReaders(step.table, step.length[:, None] - 1, jnp.ones((rows, 1), bool), each[None], each)
     prompt = Pages.empty((heads, 1), 1, h, step.query.dtype.name)
-    hidden = jnp.where(hide, HIDDEN_SCORE, 0.0)[:, None], jnp.full((1, 1, 1), HIDDEN_SCORE, jnp.float32)
-    settings: Any = dict(soft_cap=soft_cap, precision=precision)
-    return attend(step.query[:, :, None], prompt, step.pages, hidden, readers, **settings)[:, :, 0]
+    hidden = jnp.full((1, 1, 1), HIDDEN_SCORE, jnp.float32)
+    settings: Any = dict(window=window, soft_cap=soft_cap, precision=precision)
+    return attend(step.query[:, :, None], prompt, step.pages, hidden, readers, **settings)[0][:, :, 0]
 
 
 def difference(kernel: Any, step: Step, **settings: Any) -> float:
@@ -105,7 +98,7 @@ def main() -> None:
     sized = partial(make_step, args.heads, page=page, in_int8=args.int8)
 
     def kernel(step: Step, *, window: int, soft_cap: float) -> PartialAttention:
-        return of.attend_own(*step[:4], window, soft_cap, interpret=small)
+        return of.attend_own(*step, window, soft_cap, interpret=small)
 
     grids = ((64,), (1, 3)) if small else ((64, 128), (1, 3, 7, 8))
     # Each case has one: to compile takes most of the time.

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.models.attention import KeyValue, soft_capped
-from jaxrl_llm.structs import Array
+from jaxrl_llm.structs import Array, PyTree
 
 SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)  # smallest divisor of int8 values, for a token of zeros
 # Score of a hidden key. It is finite, because with -inf a page without a visible key would give NaN. The sum of two
@@ -91,8 +91,9 @@ class PartialAttention(NamedTuple):
 class PageReaders(NamedTuple):
     """Which sequences read which pages and prompts, on one device."""
 
-    table: Array  # [S, n] numbers of each sequence's pages, in order; a number out of range is no page
-    owner: Array  # [p] number of the sequence that each page belongs to
+    table: Array  # [S, n] numbers of each sequence's pages, in the order of its tokens; a number out of range: no page
+    places: Array  # [S, T] place of each token in its sequence; a token reads the pages up to its own place
+    is_real: Array  # [S, T] False for tokens whose attention nobody uses
     members: Array  # [e, G] numbers of the sequences that share each prompt
     member: Array  # [S] index of each sequence in `members`, flattened
 
@@ -101,33 +102,73 @@ def attend(
     query: Array,
     prompts: Pages,
     pages: Pages,
-    hidden: tuple[Array, Array],
+    prompt_hidden: Array,
     readers: PageReaders,
+    scores: Array | None = None,
     *,
+    window: int = 0,
     soft_cap: float = 0.0,
     precision: jax.lax.Precision | None = None,
-) -> jax.Array:
-    """Returns attention [K, S, T, R, h], in float32, of a query [K, S, T, R, h] to its prompt and its pages.
+) -> tuple[jax.Array, Array | None]:
+    """Returns attention [K, S, T, R, h], in float32, of a query [K, S, T, R, h] to its prompt and its pages; `scores`.
 
-    hidden: masks of pages [p, T, s] and of prompts [e, G * T or 1, P]: 0, or HIDDEN_SCORE for a hidden token. readers:
-    pages and prompt of each sequence. soft_cap: bound of scores, 0 = unbounded.
+    prompt_hidden [e, G * T or 1, P]: 0, or HIDDEN_SCORE for a hidden prompt token. readers: pages and prompt of each
+    sequence. scores [K, n, S, T * R * s]: memory with any content, which keeps scores between the two loops; None: the
+    second loop computes them again. window: number of tokens that a token sees, 0 = unlimited. soft_cap: bound of
+    scores, 0 = unbounded.
+
+    Both loops run over the columns of the table, from the first page to the last one that a real token sees. So the
+    time follows the tokens that are there, not the width of the table. Memory for scores that this function made itself
+    would have to be cleared, for the whole width and each token.
     """
+    size, columns = pages.keys.shape[3], readers.table.shape[1]
     score_all = partial(score, soft_cap=soft_cap, precision=precision)
-    page_scores = score_all(query[:, readers.owner], pages, hidden[0])
-    prompt_scores = score_all(group_rows(query, readers), prompts, hidden[1])
-    # Prompt and pages share one maximum, so they share one softmax.
-    highest_score = jnp.maximum(
-        member_rows(jnp.max(prompt_scores, axis=-1), readers),
-        combine_pages(jnp.maximum, jnp.max(page_scores, axis=-1), readers),
-    )
     weigh_all = partial(weigh_values, dtype=query.dtype, precision=precision)
-    from_pages = weigh_all(page_scores, highest_score[:, readers.owner], pages)
+    first, end = _visible_columns(readers, window, size)
+
+    def column(j: Array | int) -> tuple[Pages, jax.Array]:
+        """Returns the j-th page of each sequence, and the scores [K, S, T, R, s] of its tokens."""
+        number = jax.lax.dynamic_index_in_dim(readers.table, j, axis=1, keepdims=False)
+        page = pages.take(jnp.minimum(number, pages.keys.shape[1] - 1))
+        key_place, query_place = j * size + jnp.arange(size)[None, None], readers.places[..., None]
+        hidden = key_place > query_place
+        hidden |= key_place <= query_place - window if window else False
+        return page, score_all(query, page, jnp.where(hidden, HIDDEN_SCORE, 0.0))
+
+    def over_columns(step: Callable[[Array | int, PyTree], PyTree], start: PyTree) -> PyTree:
+        return step(0, start) if columns == 1 else jax.lax.fori_loop(first, end, step, start)
+
+    def highest(j: Array | int, so_far: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
+        (highest_score, kept), (_, new) = so_far, column(j)
+        if kept is not None:
+            kept = jax.lax.dynamic_update_index_in_dim(kept, new.reshape(*new.shape[:2], -1), j, axis=1)
+        return jnp.maximum(highest_score, jnp.max(new, axis=-1)), kept
+
+    def add(j: Array | int, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        page, again = column(j)
+        kept = again if scores is None else jax.lax.dynamic_index_in_dim(scores, j, axis=1).reshape(again.shape)
+        return jax.tree.map(jnp.add, sums, weigh_all(kept, highest_score, page))
+
+    # Prompt and pages share one maximum, so they share one softmax. The sums follow the order of the tokens, so their
+    # rounding does not depend on where the scheduler puts pages.
+    prompt_scores = score_all(group_rows(query, readers), prompts, prompt_hidden)
+    highest_score, scores = over_columns(highest, (member_rows(jnp.max(prompt_scores, axis=-1), readers), scores))
     from_prompts = weigh_all(prompt_scores, group_rows(highest_score, readers), prompts)
-    weighted_values, weight_sums = (
-        member_rows(x, readers) + combine_pages(jnp.add, y, readers)
-        for x, y in zip(from_prompts, from_pages, strict=True)
-    )
-    return weighted_values / weight_sums[..., None]
+    zeros = jnp.zeros(query.shape, jnp.float32), jnp.zeros(query.shape[:-1], jnp.float32)
+    from_pages = over_columns(add, zeros)
+    weighted_values, weight_sums = (member_rows(x, readers) + y for x, y in zip(from_prompts, from_pages, strict=True))
+    return weighted_values / weight_sums[..., None], scores
+
+
+def _visible_columns(readers: PageReaders, window: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the first column of the table that a real token sees, and the column after the last one.
+
+    window: number of tokens that a token sees, 0 = unlimited. size: tokens of a page.
+    """
+    columns = readers.table.shape[1]
+    last_place = jnp.max(jnp.where(readers.is_real, readers.places, -1))
+    first_place = jnp.min(jnp.where(readers.is_real, readers.places - window + 1, columns * size)) if window else 0
+    return jnp.maximum(first_place, 0) // size, jnp.minimum(last_place // size + 1, columns)
 
 
 def score(
@@ -163,21 +204,6 @@ def _in_int8(x: Array) -> tuple[jax.Array, jax.Array]:
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1) / 127
     return jnp.round(x / jnp.maximum(scale, SMALLEST_SCALE)[..., None]).astype(jnp.int8), scale
-
-
-def combine_pages(operation: Callable[[Array, Array], Array], x: Array, readers: PageReaders) -> jax.Array:
-    """Combines values x [K, p, ...] of each sequence's pages, by a sum or a maximum, to [K, S, ...]."""
-    count = x.shape[1]
-    identity = 0.0 if operation is jnp.add else 2 * HIDDEN_SCORE
-
-    def page(j: Array | int) -> Array:
-        place = jax.lax.dynamic_index_in_dim(readers.table, j, axis=1, keepdims=False)
-        have = (place < count).reshape(1, -1, *(1,) * (x.ndim - 2))
-        return jnp.where(have, x[:, jnp.minimum(place, count - 1)], identity)
-
-    # The loop follows the order of the tokens, so that rounding does not depend on where the scheduler puts pages. A
-    # gather with one sum over all pages would take a CPU thirty times as long.
-    return jax.lax.fori_loop(1, readers.table.shape[1], lambda j, joined: operation(joined, page(j)), page(0))
 
 
 def group_rows(x: Array, readers: PageReaders) -> jax.Array:

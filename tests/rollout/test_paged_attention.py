@@ -37,40 +37,37 @@ def paged(own, lengths, order, count, dtype="float32"):
     return Pages(jnp.asarray(keys, dtype), jnp.asarray(values, dtype)), jnp.asarray(table, jnp.int32)
 
 
-def reading(table, lengths, pages, window):
-    """What is hidden in pages and prompts, and their readers."""
-    table, lengths, page = np.asarray(table), np.asarray(lengths), pages.keys.shape[3]
-    count = int(table.max())
+def reading(table, lengths, window):
+    """What is hidden in prompts, and the readers."""
+    lengths = np.asarray(lengths)
     rows, groups = len(lengths), len(lengths) // G
-    owner, start = np.zeros(count, int), np.zeros(count, int)
-    for (row, j), at in np.ndenumerate(table):
-        if at < count:
-            owner[at], start[at] = row, j * page
-    place, length = start[:, None] + np.arange(page), lengths[owner][:, None]
-    hide = (place >= length) | (place < length - window if window else False)
     # The last token's place in the text is PROMPT + length - 1.
     first_seen = PROMPT + lengths.reshape(groups, G, 1) - (window or 9999)
-    hidden = (
-        np.where(x, HIDDEN_SCORE, 0.0).astype(np.float32) for x in (hide[:, None], np.arange(PROMPT) < first_seen)
-    )
-    return tuple(hidden), PageReaders(table, owner, np.arange(rows).reshape(groups, G), np.arange(rows))
+    hidden = np.where(np.arange(PROMPT) < first_seen, HIDDEN_SCORE, 0.0).astype(np.float32)
+    members, is_real = np.arange(rows).reshape(groups, G), np.ones((rows, 1), bool)
+    return hidden, PageReaders(np.asarray(table), lengths[:, None] - 1, is_real, members, np.arange(rows))
 
 
 def attend_plain(query, pages, prompt, table, lengths, window=0, soft_cap=0.0):
     """[K, S, R, h] of query [K, S, R, h], by the form that a CPU uses."""
-    plain = partial(attend, soft_cap=soft_cap, precision=jax.lax.Precision.HIGHEST)
-    return jax.jit(plain)(query[:, :, None], prompt, pages, *reading(table, lengths, pages, window))[:, :, 0]
+    plain = partial(attend, window=window, soft_cap=soft_cap, precision=jax.lax.Precision.HIGHEST)
+    hidden, readers = reading(table, lengths, window)
+    k, rows, r, _ = query.shape
+    memory = jnp.full((k, table.shape[1], rows, r * pages.keys.shape[3]), np.nan)  # any content
+    found, kept = (jax.jit(plain)(query[:, :, None], prompt, pages, hidden, readers, x)[0] for x in (None, memory))
+    np.testing.assert_allclose(found, kept, rtol=1e-5, atol=1e-6)  # computed again or kept
+    return found[:, :, 0]
 
 
 def attend_with(kernel, query, pages, prompt, table, lengths, window=0, soft_cap=0.0):
     """The same by a kernel, joined with the prompt."""
-    hidden, readers = reading(table, lengths, pages, window)
+    hidden, readers = reading(table, lengths, window)
 
     @jax.jit
     def joined():
         prompts = partial(attend_prompts, soft_cap=soft_cap, precision=jax.lax.Precision.HIGHEST)
         own = kernel.attend_own(query, pages, table, lengths, window=window, soft_cap=soft_cap, interpret=True)
-        to_prompts = prompts(query[:, :, None], prompt, hidden[1], readers)
+        to_prompts = prompts(query[:, :, None], prompt, hidden, readers)
         return finish(to_prompts, jax.tree.map(lambda x: x[:, :, None], own))[:, :, 0]
 
     return joined()

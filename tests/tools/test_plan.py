@@ -315,7 +315,7 @@ def counted(monkeypatch):
 
     def decoded(self, cache, rows, below):
         cache, sampled = decode(self, cache, rows, below)
-        slots = sizes.Slots(rows.length.shape[1], rows.page_places.shape[1], rows.prompt_places.shape[1])
+        slots = sizes.Slots(rows.length.shape[1], rows.prompt_places.shape[1])
         count, round_ = np.asarray(sampled.count), usage[compiled.decoding_name(slots)]
         round_.calls, round_.turns, round_.tokens = (
             round_.calls + 1, round_.turns + int(count.max()), round_.tokens + int(count.sum())

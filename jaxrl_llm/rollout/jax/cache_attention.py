@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import paged_attention_gpu, paged_attention_tpu
@@ -21,11 +21,10 @@ from jaxrl_llm.structs import AnyArray, Array, PyTree
 
 
 class CacheIndices(NamedTuple):
-    """Where sequences [d, S] read and write their keys and values, in a program that reads e prompts and p pages."""
+    """Where sequences [d, S] read and write their keys and values, in a program that reads e prompts."""
 
-    page_table: AnyArray  # [d, S, n] pages of each sequence in the order of its tokens; p: the sequence has no more
-    page_owner: AnyArray  # [d, p] sequence that holds the page
-    page_start: AnyArray  # [d, p] place of the page's first token in its sequence
+    # [d, S, n] pages of each sequence in the order of its tokens; the number of all pages: the sequence has no more
+    page_table: AnyArray
     prompt_mask: AnyArray  # [d, e, P] True for real tokens of the prompts
     prompt_members: AnyArray  # [d, e, G] sequences of each prompt
     member_index: AnyArray  # [d, S] index of each sequence in `prompt_members`, flattened to e * G
@@ -34,8 +33,16 @@ class CacheIndices(NamedTuple):
     prompt_end: AnyArray = None
 
 
+class LayerCache(NamedTuple):
+    """Keys and values of a layer, as a program reads and writes them."""
+
+    prompts: Pages
+    pages: Pages  # pages of sequences
+    scores: Array | None = None  # memory for scores [d, K, n, S, T * R * s] (`attend`); None: it is not needed
+
+
 class AttentionMask:
-    """Which keys of prompts and pages are hidden from the tokens of sequences, for layers with and without window."""
+    """Which keys of prompts are hidden from the tokens of sequences, for layers with and without window."""
 
     def __init__(self, model: Decoder, indices: CacheIndices, page: int):
         """page: tokens of a page."""
@@ -58,18 +65,6 @@ class AttentionMask:
         """Returns the number of prompt and completion tokens before tokens at `places` [d, S, T] of completions."""
         return self._prompt_tokens[..., None] + places
 
-    def mask_pages(self, places: Array) -> PerLayerKind:
-        """Returns the mask of keys in pages [d, p, T, s], for tokens at `places` [d, S, T] of completions."""
-        indices = self._indices
-        query_place = jnp.take_along_axis(places, indices.page_owner[..., None], axis=1)[..., None]
-        key_place = (indices.page_start[..., None] + jnp.arange(self.page)[None, None])[:, :, None]
-
-        def mask(window: int) -> jax.Array:
-            is_later = key_place > query_place
-            return _as_bias(is_later | (key_place <= query_place - window) if window else is_later)
-
-        return PerLayerKind.for_window(mask, self.window)
-
     def mask_prompts(self, places: Array) -> PerLayerKind:
         """Returns the mask of keys in prompts [d, e, G * T or 1, P], for completion tokens at `places` [d, S, T]."""
         prompt_mask, members = self._indices.prompt_mask, self._indices.prompt_members
@@ -88,65 +83,78 @@ class AttentionMask:
 
 
 def make_attend(
-    model: Decoder,
-    mesh: Mesh,
-    indices: CacheIndices,
-    attention_mask: AttentionMask,
-    *,
-    page: Array,
-    places: Array,
-    in_place: bool,
-) -> Callable[..., tuple[Array, Any]]:
-    """Returns `attend(is_local, query, new keys and values, (prompts, own pages) of a layer)` -> attended, the pages.
+    model: Decoder, mesh: Mesh, indices: CacheIndices, attention_mask: AttentionMask, *, page: Array, places: Array
+) -> Callable[..., tuple[Array, LayerCache]]:
+    """Returns `attend(is_local, query, new keys and values, cache of a layer)` -> attended, cache of the layer.
 
-    `attend` writes the keys and values of tokens at `places` [d, S, T] of completions to `page` [d, S, T]. Then the
-    tokens attend to their prompts and to their own pages. in_place: whether the program reads all pages where they
-    are; otherwise it copies the pages of the table.
+    `attend` writes the keys and values of tokens at `places` [d, S, T] of completions to `page` [d, S, T]; a page out
+    of range means that the token is not real. Then the tokens attend to their prompts and to their own pages.
     """
     cfg = model.cfg
     kernel_of, one_token = partial(_kernel, mesh.devices.flat[0], cfg, attention_mask.page), places.shape[2] == 1
-    page_masks, prompt_masks = attention_mask.mask_pages(places), attention_mask.mask_prompts(places)
+    prompt_masks = attention_mask.mask_prompts(places)
     numerics: dict[str, Any] = dict(soft_cap=cfg.soft_cap, precision=cfg.precision)
 
     def on_device(
-        window: int, query: Array, new: KeyValue, layer: tuple[Pages, Pages], masks: tuple, rows: tuple
-    ) -> tuple[Array, tuple[Pages, Pages]]:
-        query, new, (prompts, pages), (page_mask, prompt_mask), (indices, page, places) = local_part(
-            (query, new, layer, masks, rows)
+        window: int, query: Array, new: KeyValue, layer: LayerCache, prompt_mask: Array, rows: tuple
+    ) -> tuple[Array, LayerCache]:
+        query, new, (prompts, pages, scores), prompt_mask, (indices, page, places) = local_part(
+            (query, new, layer, prompt_mask, rows)
         )
         offset, in_int8 = places % attention_mask.page, pages.key_scale is not None
-        kernel = kernel_of(in_int8=in_int8) if in_place and one_token else None
+        kernel = kernel_of(in_int8=in_int8) if one_token else None
         if kernel is paged_attention_tpu:
             pages = paged_attention_tpu.write_own(pages, page[:, 0], offset[:, 0], new)
         else:
             pages = pages.write(page, offset, new)
         query_by_token = jnp.swapaxes(query, 2, 3)  # [K, S, T, R, h]
-        if in_place:
-            read_pages, table = pages, indices.page_table
-        else:
-            read_pages = pages.take(jnp.minimum(indices.page_table.reshape(-1), pages.keys.shape[1] - 1))
-            table = jnp.arange(indices.page_table.size).reshape(indices.page_table.shape)
-        readers = PageReaders(table, indices.page_owner, indices.prompt_members, indices.member_index)
+        readers = PageReaders(
+            table=indices.page_table,
+            places=places,
+            is_real=page < pages.keys.shape[1],
+            members=indices.prompt_members,
+            member=indices.member_index,
+        )
         if kernel is None:
-            attended = attend(query_by_token, prompts, read_pages, (page_mask, prompt_mask), readers, **numerics)
+            attended, scores = attend(
+                query_by_token, prompts, pages, prompt_mask, readers, scores, window=window, **numerics
+            )
         else:
-            from_pages = kernel.attend_own(query[:, :, :, 0], pages, table, places[:, 0] + 1, window, cfg.soft_cap)
+            from_pages = kernel.attend_own(
+                query[:, :, :, 0], pages, indices.page_table, places[:, 0] + 1, window, cfg.soft_cap
+            )
             from_pages = jax.tree.map(lambda x: x[:, :, None], from_pages)  # adds the axis T = 1
             from_prompts = attend_prompts(query_by_token, prompts, prompt_mask, readers, **numerics)
             attended = finish(from_prompts, from_pages)
         attended = attended.astype(query.dtype)
-        return add_device_axis((jnp.swapaxes(attended, 2, 3), (prompts, pages)))
+        return add_device_axis((jnp.swapaxes(attended, 2, 3), LayerCache(prompts, pages, scores)))
 
     heads, rows = sharding.heads_spec(cfg.kv_heads, mesh), sharding.BATCH
 
-    def attend_on_mesh(is_local: Array | bool, query: Array, new: KeyValue, layer: Any) -> tuple[Array, Any]:
-        masks = page_masks.select(is_local), prompt_masks.select(is_local)
-        # A kernel needs its window as a static number, so it is bound here.
+    def attend_on_mesh(
+        is_local: Array | bool, query: Array, new: KeyValue, layer: LayerCache
+    ) -> tuple[Array, LayerCache]:
+        # The window must be a static number, so it is bound here.
         on_layer = partial(on_device, attention_mask.window if is_local is True else 0)
         run = on_devices(mesh, on_layer, (heads, heads, heads, rows, rows), heads)
-        return run(query, new, layer, masks, (indices, page, places))
+        return run(query, new, layer, prompt_masks.select(is_local), (indices, page, places))
 
     return attend_on_mesh
+
+
+def score_memory(model: Decoder, mesh: Mesh, pages: Pages, indices: CacheIndices) -> jax.Array | None:
+    """Returns memory for the scores of a layer's pages (`attend`), for one token a sequence.
+
+    Returns None if a kernel attends to the pages, or if no sequence has a second page: then scores need no memory.
+    """
+    cfg, page, (d, rows, columns) = model.cfg, pages.keys.shape[-1], indices.page_table.shape
+    in_int8 = pages.key_scale is not None
+    if columns == 1 or _kernel(mesh.devices.flat[0], cfg, page, in_int8=in_int8) is not None:
+        return None
+    shape = d, cfg.kv_heads, columns, rows, cfg.heads // cfg.kv_heads * page
+    return jax.lax.with_sharding_constraint(
+        jnp.zeros(shape, jnp.float32), NamedSharding(mesh, sharding.heads_spec(cfg.kv_heads, mesh))
+    )
 
 
 def page_kind(mesh: Mesh, cfg: DecoderConfig, dtype: str = "") -> PageKind:
@@ -161,7 +169,7 @@ def page_kind(mesh: Mesh, cfg: DecoderConfig, dtype: str = "") -> PageKind:
         dtype=dtype,
         token_bytes=2 * cfg.layers * heads * head_bytes,
         tokens=tokens,
-        in_place=_kernel(device, cfg, tokens or PAGE_TOKENS, in_int8=dtype == "int8") is not None,
+        has_kernel=_kernel(device, cfg, tokens or PAGE_TOKENS, in_int8=dtype == "int8") is not None,
     )
 
 

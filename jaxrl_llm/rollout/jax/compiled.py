@@ -59,11 +59,9 @@ class Programs:
         key = jax.eval_shape(lambda: keys.key(0))
         cache = placed(jax.eval_shape(partial(programs.empty_cache, model, self.mesh, sizes)), self.heads)
 
-        def indices(count: int, pages: int, prompts: int, group: int = sizes.group_size) -> CacheIndices:
+        def indices(count: int, prompts: int, group: int = sizes.group_size) -> CacheIndices:
             return CacheIndices(
                 page_table=ints(count, sizes.max_sequence_pages),
-                page_owner=ints(pages),
-                page_start=ints(pages),
                 prompt_mask=bools(prompts, sizes.prompt_width),
                 prompt_members=ints(prompts, group),
                 member_index=ints(count),
@@ -84,11 +82,7 @@ class Programs:
         for width in sizes.chunk_tokens(continues_groups=continues_groups):
             n = sizes.fed_sequences
             chunks = ObservationChunks(
-                tokens=ints(n, width),
-                start=ints(n),
-                count=ints(n),
-                prompt_place=ints(n),
-                indices=indices(n, n * sizes.max_sequence_pages, n, 1),
+                tokens=ints(n, width), start=ints(n), count=ints(n), prompt_place=ints(n), indices=indices(n, n, 1)
             )
             yield "prompts", feeding_name(n, width), partial(self.feed.trace, weights, cache, chunks)
         for slots in sizes.slots:
@@ -101,7 +95,6 @@ class Programs:
                 known_tokens=ints(slots.count, ROUND_TOKENS),
                 indices=indices(*slots),
                 prompt_places=ints(slots.prompts),
-                page_places=ints(slots.pages),
             )
             checked_tokens = jax.ShapeDtypeStruct((model.cfg.vocab_size,), bool)
             threshold = jax.ShapeDtypeStruct((), np.int32)
@@ -121,7 +114,7 @@ def feeding_name(count: int, width: int) -> str:
 
 def decoding_name(slots: Slots) -> str:
     """Returns the name of the decode program for these slots."""
-    return f"decoding, {slots.count} slots, {slots.pages} pages a device"
+    return f"decoding, {slots.count} slots a device"
 
 
 @dataclass

@@ -102,7 +102,7 @@ def observation_chunks(
         prompt_place[d, n], mask[d, n] = group.place, prompts.mask[group.number]
         tokens[d, n, : count[d, n]] = episodes.tokens[chunk.member.number, chunk.start : chunk.end]
     members = [[chunk.member for chunk in device_chunks] for device_chunks in chunks]
-    indices = copied_page_indices(cache_indices(members, rows, sizes, prompts), sizes.page)
+    indices = cache_indices(members, rows, sizes, prompts)
     # Each sequence reads a prompt of its own, because few members of a group have a chunk at the same time.
     row_numbers = np.tile(np.arange(rows, dtype=np.int32), (len(chunks), 1))
     indices = indices._replace(prompt_mask=mask, prompt_members=row_numbers[..., None], member_index=row_numbers)
@@ -149,7 +149,10 @@ def round_rows(
             limit[d, n] = limits[i] if sampled_now.all() else place + int(np.argmin(sampled_now))
             repeated = episodes.tokens[i, place : min(episodes.lengths[i], limit[d, n], place + ROUND_TOKENS)]
             known_tokens[d, n, : len(repeated)] = repeated
-    prompt_places, page_places = cache_places(rows, sizes, slots)
+    places = np.zeros((len(rows), slots.prompts), np.int32)
+    for d, members in enumerate(rows):
+        for group, e in prompt_places(members, sizes, slots).items():
+            places[d, e] = group.place
     return RoundRows(
         last_token=last_token,
         length=length,
@@ -157,8 +160,7 @@ def round_rows(
         completion_number=completion_number,
         known_tokens=known_tokens,
         indices=cache_indices(rows, slots.count, sizes, prompts, slots),
-        prompt_places=prompt_places,
-        page_places=page_places,
+        prompt_places=places,
     )
 
 
@@ -167,26 +169,20 @@ def cache_indices(
 ) -> CacheIndices:
     """Returns where the sequences of each device read and write in the cache, for a program of `count` sequences.
 
-    rows: sequences of each device. slots: size of the decode program, whose page table counts the pages that it reads;
-    None for a program that writes observations, whose page table counts all pages of the cache.
+    rows: sequences of each device. slots: size of the decode program; None for a program that writes observations.
     """
-    slots = slots or Slots(count, sizes.pages, sizes.prompts)
+    slots = slots or Slots(count, sizes.prompts)
     devices = len(rows)
-    page_table = np.full((devices, count, sizes.max_sequence_pages), slots.pages, np.int32)
-    page_owner, page_start = np.zeros((2, devices, slots.pages), np.int32)
+    page_table = np.full((devices, count, sizes.max_sequence_pages), sizes.pages, np.int32)
     prompt_members = np.zeros((devices, slots.prompts, sizes.group_size), np.int32)
     member_index, prompt_end = np.zeros((devices, count), np.int32), np.zeros((devices, slots.prompts), np.int32)
     prompt_mask = np.zeros((devices, slots.prompts, sizes.prompt_width), bool)
     for d, members in enumerate(rows):
         row_numbers, page_counts = np.arange(len(members)), [len(member.pages) for member in members]
         pages = np.array([page for member in members for page in member.pages], np.int32)
-        if slots.pages < sizes.pages:
-            # A smaller program reads copies of these pages, which lie one after the other.
-            pages = np.arange(len(pages), dtype=np.int32)
         owner = np.repeat(row_numbers, page_counts)
         nth_page = np.concatenate([np.zeros(0, np.int32), *map(np.arange, page_counts)])
         page_table[d, owner, nth_page] = pages
-        page_owner[d, pages], page_start[d, pages] = owner, nth_page * sizes.page
         places = prompt_places(members, sizes, slots)
         place = np.array([places[member.group] for member in members], np.int32)
         g = np.array([member.number % sizes.group_size for member in members], np.int32)
@@ -197,36 +193,11 @@ def cache_indices(
                 prompt_end[d, e] = prompts.images.end[group.number]
     return CacheIndices(
         page_table=page_table,
-        page_owner=page_owner,
-        page_start=page_start,
         prompt_mask=prompt_mask,
         prompt_members=prompt_members,
         member_index=member_index,
         prompt_end=None if prompts.images is None else prompt_end,
     )
-
-
-def copied_page_indices(indices: CacheIndices, page: int) -> CacheIndices:
-    """Returns the indices of a program that copies all pages of the table, one sequence after the other.
-
-    page: tokens of a page.
-    """
-    devices, count, sequence_pages = indices.page_table.shape
-    order = np.arange(count * sequence_pages, dtype=np.int32)
-    owner, start = order // sequence_pages, order % sequence_pages * page
-    return indices._replace(page_owner=np.tile(owner, (devices, 1)), page_start=np.tile(start, (devices, 1)))
-
-
-def cache_places(rows: list[list[Member]], sizes: StreamSizes, slots: Slots) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the places in the cache of the prompts [d, e] and the pages [d, p] that a decode program reads."""
-    prompt = np.zeros((len(rows), slots.prompts), np.int32)
-    page = np.full((len(rows), slots.pages), sizes.pages, np.int32)
-    for d, members in enumerate(rows):
-        for group, e in prompt_places(members, sizes, slots).items():
-            prompt[d, e] = group.place
-        pages = [number for member in members for number in member.pages]
-        page[d, : len(pages)] = pages
-    return prompt, page
 
 
 def prompt_places(members: list[Member], sizes: StreamSizes, slots: Slots) -> dict[PromptGroup, int]:

@@ -23,10 +23,12 @@ from jaxrl_llm.models.paged_attention import Pages
 from jaxrl_llm.rollout.jax.cache_attention import (
     AttentionMask,
     CacheIndices,
+    LayerCache,
     add_device_axis,
     local_part,
     make_attend,
     on_devices,
+    score_memory,
 )
 from jaxrl_llm.rollout.jax.sizes import ROUND_TOKENS, StreamSizes
 from jaxrl_llm.structs import AnyArray, Array, Images, Prompt, PyTree
@@ -68,7 +70,6 @@ class RoundRows(NamedTuple):
     known_tokens: AnyArray  # [d, S, ROUND_TOKENS] tokens sampled before a preemption; -1: the round samples the token
     indices: CacheIndices
     prompt_places: AnyArray  # [d, e] places of the prompts in the cache
-    page_places: AnyArray  # [d, p] places of the pages in the cache
 
 
 class ObservationChunks(NamedTuple):
@@ -78,8 +79,6 @@ class ObservationChunks(NamedTuple):
     start: AnyArray  # [d, S] place of the chunk's first token in its sequence
     count: AnyArray  # [d, S] number of real tokens
     prompt_place: AnyArray  # [d, S] place of the sequence's prompt in the cache
-    # The program copies the prompt and all pages of each sequence. `page_table` has places in the cache; `page_owner`
-    # and `page_start` describe the copies, which lie one sequence after the other.
     indices: CacheIndices
 
 
@@ -189,27 +188,28 @@ def decode(
     """Samples tokens of sequences [d, S]. A sequence stops at its limit, or after a token that the host must check.
 
     checked_tokens [V]: True for the tokens that the host must check. The round ends after ROUND_TOKENS tokens, or when
-    at most `running_threshold` sequences still run on every device. If the program reads fewer prompts or pages than
-    the cache has, it works on copies of them, and writes the pages back.
+    at most `running_threshold` sequences still run on every device. If the program reads fewer prompts than the cache
+    has, it works on copies of them.
     """
     mesh, indices = group_sampling.mesh, rows.indices
-    prompts = _select_pages(model, mesh, cache.prompts, rows.prompt_places)
-    pages = _select_pages(model, mesh, cache.pages, rows.page_places)
-    attention_mask = AttentionMask(model, indices, pages[0].keys.shape[-1])
+    reads_all = rows.prompt_places.shape[1] == cache.prompts[0].keys.shape[2]
+    prompts = cache.prompts if reads_all else _copy_prompts(model, mesh, cache.prompts, rows.prompt_places)
+    attention_mask = AttentionMask(model, indices, cache.pages[0].keys.shape[-1])
+    scores = score_memory(model, mesh, cache.pages[0], indices)
+    layers = [LayerCache(*layer, scores) for layer in zip(prompts, cache.pages, strict=True)]
 
     def continues(loop_state: tuple) -> Array:
         t, running, *_ = loop_state
         return (t < ROUND_TOKENS) & jnp.any(jnp.sum(running, axis=1) > running_threshold)
 
     def step(loop_state: tuple) -> tuple:
-        t, running, token, length, pages, tokens, logprobs = loop_state
+        t, running, token, length, layers, tokens, logprobs = loop_state
         places = (length - 1)[..., None]
         # A row that has stopped writes to a page out of range, which drops the write.
-        page_count = pages[0].keys.shape[2]
+        page_count = layers[0].pages.keys.shape[2]
         page = jnp.take_along_axis(indices.page_table, places // attention_mask.page, axis=2)
         page = jnp.where(running[..., None], page, page_count)
-        attend = make_attend(model, mesh, indices, attention_mask, page=page, places=places, in_place=True)
-        layers = list(zip(prompts, pages, strict=True))
+        attend = make_attend(model, mesh, indices, attention_mask, page=page, places=places)
         positions = attention_mask.rotary_positions(places)
         hidden, layers, _ = model.step(params, token[..., None], positions, layers, attend)
         logits = model.logits(params, hidden[:, :, 0])
@@ -221,42 +221,23 @@ def decode(
         tokens, logprobs = write(tokens, new_token), write(logprobs, logprob)
         token, length = jnp.where(running, new_token, token), length + running
         running &= ~checked_tokens[new_token] & (length < rows.limit)
-        return t + 1, running, token, length, [layer[1] for layer in layers], tokens, logprobs
+        return t + 1, running, token, length, layers, tokens, logprobs
 
     shape = (*rows.length.shape, ROUND_TOKENS)
-    start = jnp.int32(0), rows.length < rows.limit, rows.last_token, rows.length, pages
+    start = jnp.int32(0), rows.length < rows.limit, rows.last_token, rows.length, layers
     start = (*start, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
-    *_, length, pages, tokens, logprobs = jax.lax.while_loop(continues, step, start)
-    written_pages = _write_back(model, mesh, cache.pages, rows.page_places, pages)
-    return cache._replace(pages=written_pages), Sampled(tokens, logprobs, length - rows.length)
+    *_, length, layers, tokens, logprobs = jax.lax.while_loop(continues, step, start)
+    return cache._replace(pages=[layer.pages for layer in layers]), Sampled(tokens, logprobs, length - rows.length)
 
 
-def _select_pages(model: Decoder, mesh: Mesh, layers: list[Pages], place: Array) -> list[Pages]:
-    """Returns a copy of the pages at `place` [d, n] of each layer, or `layers` itself if n counts all pages."""
-    return layers if place.shape[1] == layers[0].keys.shape[2] else _copy_pages(model, mesh, layers, place)
-
-
-def _copy_pages(model: Decoder, mesh: Mesh, layers: list[Pages], place: Array) -> list[Pages]:
-    """Returns a copy of the pages at `place` [d, n] of each layer."""
+def _copy_prompts(model: Decoder, mesh: Mesh, layers: list[Pages], place: Array) -> list[Pages]:
+    """Returns a copy of the prompts at `place` [d, n] of each layer."""
     heads = sharding.heads_spec(model.cfg.kv_heads, mesh)
 
     def copy(layers: list[Pages], place: Array) -> list[Pages]:
         return [add_device_axis(local_part(pages).take(place[0])) for pages in layers]
 
     return on_devices(mesh, copy, (heads, sharding.BATCH), heads)(layers, place)
-
-
-def _write_back(model: Decoder, mesh: Mesh, layers: list[Pages], place: Array, selected: list[Pages]) -> list[Pages]:
-    """Returns `layers` with the pages at `place` [d, n] replaced by `selected`, the result of `_select_pages`."""
-    if place.shape[1] == layers[0].keys.shape[2]:
-        return selected
-    heads = sharding.heads_spec(model.cfg.kv_heads, mesh)
-
-    def write(layers: list[Pages], place: Array, selected: list[Pages]) -> list[Pages]:
-        pairs = zip(layers, selected, strict=True)
-        return [add_device_axis(local_part(pages).replace(place[0], local_part(new))) for pages, new in pairs]
-
-    return on_devices(mesh, write, (heads, sharding.BATCH, heads), heads)(layers, place, selected)
 
 
 def feed(model: Decoder, mesh: Mesh, params: PyTree, cache: Cache, chunks: ObservationChunks) -> Cache:
@@ -268,7 +249,8 @@ def feed(model: Decoder, mesh: Mesh, params: PyTree, cache: Cache, chunks: Obser
     page = jnp.take_along_axis(indices.page_table, jnp.minimum(places // attention_mask.page, last_page), axis=2)
     is_real = jnp.arange(tokens.shape[2])[None, None] < chunks.count[..., None]
     page = jnp.where(is_real, page, cache.pages[0].keys.shape[2])
-    attend = make_attend(model, mesh, indices, attention_mask, page=page, places=places, in_place=False)
-    layers = list(zip(_copy_pages(model, mesh, cache.prompts, chunks.prompt_place), cache.pages, strict=True))
+    attend = make_attend(model, mesh, indices, attention_mask, page=page, places=places)
+    prompts = _copy_prompts(model, mesh, cache.prompts, chunks.prompt_place)
+    layers = [LayerCache(*layer) for layer in zip(prompts, cache.pages, strict=True)]
     _, layers, _ = model.step(params, tokens, attention_mask.rotary_positions(places), layers, attend)
-    return cache._replace(pages=[pages for _, pages in layers])
+    return cache._replace(pages=[layer.pages for layer in layers])

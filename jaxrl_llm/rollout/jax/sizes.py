@@ -25,7 +25,7 @@ class PageKind(NamedTuple):
     dtype: str = ""  # dtype of keys and values; "": dtype of the model
     token_bytes: int = 0  # bytes of a token's keys and values, in all layers, on one device
     tokens: int = 0  # tokens of a page; 0: PAGE_TOKENS, or fewer if completions are short
-    in_place: bool = False  # whether a kernel reads the pages in the cache, so that programs need no copies of them
+    has_kernel: bool = False  # whether a kernel reads the pages of decoding sequences
     observation: int = 0  # most tokens of an environment's observation; 0: no environment
 
 
@@ -33,7 +33,6 @@ class Slots(NamedTuple):
     """Size of a decode program on each device."""
 
     count: int  # sequences
-    pages: int  # pages that the program reads
     prompts: int  # prompts that the program reads
 
 
@@ -49,7 +48,7 @@ class StreamSizes:
     page: int  # tokens of a page
     pages: int  # number of pages
     dtype: str  # dtype of keys and values; "": dtype of the model
-    in_place: bool  # whether a kernel reads the pages in the cache, so that programs need no copies of them
+    has_kernel: bool  # whether a kernel reads the pages of decoding sequences
     observation: int  # most tokens of an environment's observation; 0: no environment
     refills: bool  # whether some groups start only after other groups have ended
     images: ImageSizes | None = None  # sizes of the prompts' images, None if prompts have no images
@@ -66,23 +65,14 @@ class StreamSizes:
         Episodes have a single size. Programs of two sizes differ in the last bits of their results, and the time of
         tools decides how many episodes decode together. A single size keeps the results independent of that time.
         """
-        largest = Slots(self.sequences, self.pages, self.prompts)
-        sizes = [largest]
+        sizes = [Slots(self.sequences, self.prompts)]
         if self.observation:
             return sizes
-        # At first all sequences are short, and most stay short, so most pages are empty.
-        if not self.in_place and (pages := self.pages // 2) >= self.sequences:
-            sizes.append(largest._replace(pages=pages))
-        # If a kernel reads only the pages in use, a very small program saves little time.
-        for times in SMALLER_BY[:1] if self.in_place else SMALLER_BY:
+        # With a kernel, which reads the pages of each sequence alone, a very small program saves little time.
+        for times in SMALLER_BY[:1] if self.has_kernel else SMALLER_BY:
             count = -(-self.sequences // times)
-            pages = (
-                self.pages
-                if self.in_place
-                else min(max(-(-self.pages // times), count, self.max_sequence_pages), self.pages)
-            )
             if count < sizes[-1].count:
-                sizes.append(Slots(count, pages, min(self.prompts, count)))
+                sizes.append(Slots(count, min(self.prompts, count)))
         # Short completions end within few rounds: a further program would start only when they have ended.
         return sizes[: max(self.completion_length // ROUND_TOKENS, 1)]
 
@@ -115,9 +105,9 @@ class StreamSizes:
         """Sequences whose observations one program writes into pages."""
         return max(self.sequences // SMALLER_BY[-1], 1)
 
-    def smallest_slots(self, sequences: int, pages: int) -> Slots:
-        """Returns the smallest decode program that holds this many sequences and pages."""
-        return min(s for s in self.slots if sequences <= s.count and pages <= s.pages)
+    def smallest_slots(self, sequences: int) -> Slots:
+        """Returns the smallest decode program that holds this many sequences."""
+        return min(s for s in self.slots if sequences <= s.count)
 
 
 def cache_bytes(memory: int, resident_arrays: PyTree, *, beside_learning: bool) -> int:
@@ -177,7 +167,7 @@ def sizes_of(
         page=page,
         pages=0,
         dtype=kind.dtype,
-        in_place=kind.in_place,
+        has_kernel=kind.has_kernel,
         observation=kind.observation,
         refills=False,
     )

@@ -89,19 +89,16 @@ class Stream:
             cache = self._prefill(cache, new_groups)
             cache = self._feed(cache)
             rows = [[m for m in s.holders if self._is_decoding(m)] for s in self.schedulers]
-            pages = max(sum(len(m.pages) for m in members) for members in rows)
             some_wait = bool(pending_groups) or any(s.waiting for s in self.schedulers)
             continues = len(self._update_complete_groups()) < (self.wanted_groups or len(self.prompts.tokens))
-            state = [max(map(len, rows)), pages, some_wait, continues]
+            state = [max(map(len, rows)), some_wait, continues]
             # All processes must call the same programs, so the largest numbers of all processes choose them.
-            count, pages, some_wait, continues = sharding.max_over_processes(
-                np.array(state, np.int32), self.mesh
-            ).tolist()
+            count, some_wait, continues = sharding.max_over_processes(np.array(state, np.int32), self.mesh).tolist()
             self._awaited_answers = set(self.episodes.pending_answers)
             if not continues:
                 return self._append_answers()
             if count:
-                cache = self._decode(cache, rows, count, pages, some_wait=bool(some_wait))
+                cache = self._decode(cache, rows, count, some_wait=bool(some_wait))
             elif self.episodes.pending_answers and not self.wanted_groups:
                 wait(self.episodes.pending_answers, return_when=FIRST_COMPLETED)
                 wait(self.episodes.pending_answers, timeout=ANSWER_GRACE_SECONDS)
@@ -255,14 +252,14 @@ class Stream:
                     chunk.member.cached = chunk.end
         return cache
 
-    def _decode(self, cache: Cache, rows: list[list[Member]], count: int, pages: int, *, some_wait: bool) -> Cache:
+    def _decode(self, cache: Cache, rows: list[list[Member]], count: int, *, some_wait: bool) -> Cache:
         """Decodes a round and appends its tokens. rows: decoding sequences of each device of this process.
 
-        count, pages: most sequences, and most of their pages, on a device of any process. some_wait: whether sequences
-        wait for admission in any process.
+        count: most sequences on a device of any process. some_wait: whether sequences wait for admission in any
+        process.
         """
         episodes = self.episodes
-        slots = self.sizes.smallest_slots(count, pages)
+        slots = self.sizes.smallest_slots(count)
         limits = self._turn_limits()
         arrays = round_rows(
             rows,
@@ -273,7 +270,7 @@ class Stream:
             limits=limits,
             first_number=self.first_number,
         )
-        threshold = self._running_threshold(count, pages, some_wait=some_wait)
+        threshold = self._running_threshold(count, some_wait=some_wait)
         cache, sampled = self.programs.decode(cache, sharding.shard_batch(arrays, self.mesh), threshold)
         tokens, logprobs, counts = sharding.to_host(sampled)
         WATCHDOG.report_progress()
@@ -296,15 +293,15 @@ class Stream:
                 member.cached = min(member.cached, int(episodes.lengths[member.number]) - 1)
         return cache
 
-    def _running_threshold(self, count: int, pages: int, *, some_wait: bool) -> int:
+    def _running_threshold(self, count: int, *, some_wait: bool) -> int:
         """Returns the number of running sequences of a device at which a round returns to the host.
 
-        count, pages, some_wait: arguments of `_decode`.
+        count, some_wait: arguments of `_decode`.
         """
         refill_threshold = count - max(count // REFILL_SHARE, 1) if some_wait else 0
         if self.environments:
             # Return when a third of the sequences wait for environments, because most slots would soon be idle.
             return max(refill_threshold, count * 2 // 3)
         # Return when the remaining sequences fit a smaller program, whose rounds are faster.
-        smaller = [s.count for s in self.sizes.slots if s.count < count and pages * s.count <= s.pages * count]
+        smaller = [s.count for s in self.sizes.slots if s.count < count]
         return max(refill_threshold, *smaller, 0)

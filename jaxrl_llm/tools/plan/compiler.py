@@ -113,10 +113,8 @@ class StepSampling:
             return 0.0
         usage, stream = self.usage[name], self.stream
         slots = next(slots for slots in stream.slots if decoding_name(slots) == name)
-        # Each token reads the weights, the prompts and the pages. A smaller program copies prompts and pages first, and
-        # copies pages back at the end.
+        # Each token reads the weights, the prompts and the pages. A smaller program copies prompts first.
         copied = stream.prompt_width * slots.prompts * (slots.prompts < stream.prompts)
-        copied += 2 * stream.page * slots.pages * (slots.pages < stream.pages)
         tokens = (
             usage.turns * slots.prompts * stream.prompt_width + usage.pages * stream.page + usage.calls * 2 * copied
         )

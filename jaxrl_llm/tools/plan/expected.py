@@ -92,24 +92,23 @@ class CountedCalls:
         alive = left[..., None] > turn
         turns = int(np.sum(np.any(alive.sum(axis=1) > running_threshold, axis=0)))
         count = np.minimum(left, turns)
-        page, prompt = np.asarray(rows.page_places), np.asarray(rows.prompt_places)
-        slots = Slots(length.shape[1], page.shape[1], prompt.shape[1])
-        usage = self.usage[decoding_name(slots)]
+        usage = self.usage[decoding_name(Slots(length.shape[1], np.asarray(rows.prompt_places).shape[1]))]
         usage.calls, usage.turns, usage.tokens = usage.calls + 1, usage.turns + turns, usage.tokens + int(count.sum())
-        usage.pages += self._pages(slots, length, count, turns)
+        usage.pages += self._pages(length, count, turns)
         tokens = np.where(length[..., None] + turn == end[..., None] - 1, STOP, OTHER)
         return cache, Sampled(tokens, np.zeros(tokens.shape, np.float32), count)
 
-    def _pages(self, slots: Slots, length: np.ndarray, count: np.ndarray, turns: int) -> int:
+    def _pages(self, length: np.ndarray, count: np.ndarray, turns: int) -> int:
         """Returns the pages that a device reads in the turns of a decode round.
 
-        slots: size of the decode program. length: tokens of the sequences at the start. count: tokens that they sample.
+        length: tokens of the sequences [d, S] at the start. count: tokens that they sample.
         """
-        if not self.sizes.in_place:
-            return turns * slots.pages
-        # The kernel also reads the pages of rows that have ended in this round.
+        # The pages of rows that have ended in this round are read too.
         read = np.minimum(length[..., None] + np.arange(turns), (length + count)[..., None])
-        return int((-(-read // self.sizes.page)).sum(axis=1).max(axis=0).sum())
+        pages = -(-read // self.sizes.page)
+        if not self.sizes.has_kernel:  # as many of each row as the longest one has
+            pages = np.broadcast_to(pages.max(axis=1, keepdims=True), pages.shape)
+        return int(pages.sum(axis=1).max(axis=0).sum())
 
 
 class Endings:

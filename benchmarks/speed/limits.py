@@ -1,0 +1,113 @@
+"""What a generous limit costs: the same tokens are sampled under a near limit and under a far one.
+
+    python -m benchmarks.speed.limits
+
+Each line has the CPU seconds under both limits and their ratio. 1.0 means that the limit costs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import jax
+import numpy as np
+
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.machine.sharding import make_mesh
+from jaxrl_llm.models.config import DecoderConfig
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.rope import default_rope
+from jaxrl_llm.rollout.jax.engine import Sampler
+from jaxrl_llm.structs import Prompts
+
+CONFIG = DecoderConfig(
+    family="qwen2",
+    vocab_size=8192, width=256, layers=6, heads=8, kv_heads=2, head_dim=32, mlp_width=704, max_positions=8192,
+    rope=default_rope(1e4, 32), norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False,
+)  # fmt: skip
+GROUPS, GROUP_SIZE, PROMPT = 8, 8, 16
+TURN, OBSERVATION = 8, 100  # tokens of an episode's turn, and of each of its two observations
+
+
+class TwoObservations:
+    """Environments that answer the first two turns of each episode with OBSERVATION tokens, and end the third."""
+
+    stops = ()
+    turn_tokens = TURN
+
+    def __init__(self) -> None:
+        self.answers = np.zeros(GROUPS * GROUP_SIZE, int)
+
+    def possible_turn_ends(self, vocabulary_size: int) -> np.ndarray:
+        """Returns False for all tokens, because only its length ends a turn."""
+        return np.zeros(vocabulary_size, bool)
+
+    def find_turn_ends(self, turns: Sequence[list[int]]) -> list[int]:
+        """Returns 0 for all turns: no text ends one early."""
+        return [0] * len(turns)
+
+    def answer(self, episode: int, turn: list[int]) -> Future[list[int] | None]:
+        """Returns an observation, or None after the third turn."""
+        answered: Future[list[int] | None] = Future()
+        self.answers[episode] += 1
+        answered.set_result(None if self.answers[episode] > 2 else [1 + episode] * OBSERVATION)
+        return answered
+
+
+def sampling_call(limit: int, tokens: int = 0, *, episodes: bool = False) -> Callable[[], object]:
+    """Returns a function that samples. limit: rollout.max_completion_tokens. tokens: of each completion, 0 = limit."""
+    model, mesh = Decoder(CONFIG), make_mesh(data=1, fsdp=1, tensor=1)
+    sampler = Sampler(
+        model,
+        mesh,
+        max_completion_tokens=limit,
+        stop_ids=(),
+        pad_id=0,
+        observation_tokens=OBSERVATION if episodes else 0,
+    )
+    sampler.update_weights(jax.jit(model.init)(jax.random.key(0)))
+    prompt_tokens = np.random.default_rng(0).integers(1, CONFIG.vocab_size, (GROUPS, PROMPT)).astype(np.int32)
+    prompts = Prompts(prompt_tokens, np.ones_like(prompt_tokens, bool), [], np.arange(GROUPS))
+    call = partial(sampler.sample, prompts, jax.random.key(0), group_size=GROUP_SIZE, sampling=Sampling())
+    if episodes:
+        return lambda: call(environments=TwoObservations())
+    return partial(call, max_tokens=np.full((GROUPS, GROUP_SIZE), tokens or limit))
+
+
+def cpu_seconds(calls: list[Callable[[], object]], times: int) -> list[float]:
+    """Returns the least CPU seconds of each function. They alternate, so other work on the machine hits all of them."""
+    for call in calls * 2:  # an engine compiles its smaller programs in the second call
+        call()
+    least = [float("inf")] * len(calls)
+    for _ in range(times):
+        for i, call in enumerate(calls):
+            began = time.process_time()
+            call()
+            least[i] = min(least[i], time.process_time() - began)
+    return least
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=5, help="calls of each function, of which the fastest counts")
+    parser.add_argument("--far", type=int, default=4096, help="the generous limit on a completion's tokens")
+    args = parser.parse_args()
+    cases = {
+        f"completions of 48 tokens, limit 64 and {args.far}": (sampling_call(64, 48), sampling_call(args.far, 48)),
+        f"two observations of {OBSERVATION} tokens, limit 256 and {args.far}": (
+            sampling_call(256, episodes=True),
+            sampling_call(args.far, episodes=True),
+        ),
+    }
+    print(f"{GROUPS * GROUP_SIZE} sequences, {CONFIG.layers} layers of width {CONFIG.width}; CPU seconds")
+    for name, calls in cases.items():
+        near, far = cpu_seconds(list(calls), args.times)
+        print(f"{name}: {near:.2f} and {far:.2f}, {far / near:.2f} times", flush=True)
+
+
+if __name__ == "__main__":
+    main()
