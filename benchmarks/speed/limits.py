@@ -37,18 +37,18 @@ class TwoObservations:
     """Environments that answer the first two turns of each episode with OBSERVATION tokens, and end the third."""
 
     stops = ()
-    turn_tokens = TURN
+    turn_tokens = OBSERVATION
 
     def __init__(self) -> None:
         self.answers = np.zeros(GROUPS * GROUP_SIZE, int)
 
     def possible_turn_ends(self, vocabulary_size: int) -> np.ndarray:
-        """Returns False for all tokens, because only its length ends a turn."""
+        """Returns False for all tokens, so that a round does not stop for the host to check them."""
         return np.zeros(vocabulary_size, bool)
 
     def find_turn_ends(self, turns: Sequence[list[int]]) -> list[int]:
-        """Returns 0 for all turns: no text ends one early."""
-        return [0] * len(turns)
+        """Returns TURN for turns that have so many tokens, and 0 for shorter ones."""
+        return [TURN * (len(turn) >= TURN) for turn in turns]
 
     def answer(self, episode: int, turn: list[int]) -> Future[list[int] | None]:
         """Returns an observation, or None after the third turn."""

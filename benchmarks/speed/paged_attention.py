@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxrl_llm.models import paged_attention_gpu, paged_attention_tpu
 from jaxrl_llm.models.attention import KeyValue
-from jaxrl_llm.models.paged_attention import HIDDEN_SCORE, PageReaders, Pages, PartialAttention, attend
+from jaxrl_llm.models.paged_attention import HIDDEN_SCORE, LayerCache, PageReaders, Pages, PartialAttention, attend
 from jaxrl_llm.structs import Array
 
 NEAR = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -58,7 +58,7 @@ def attend_plain(step: Step, *, window: int, soft_cap: float) -> jax.Array:
     prompt = Pages.empty((heads, 1), 1, h, step.query.dtype.name)
     hidden = jnp.full((1, 1, 1), HIDDEN_SCORE, jnp.float32)
     settings: Any = dict(window=window, soft_cap=soft_cap, precision=precision)
-    return attend(step.query[:, :, None], prompt, step.pages, hidden, readers, **settings)[0][:, :, 0]
+    return attend(step.query[:, :, None], LayerCache(prompt, step.pages), hidden, readers, **settings)[0][:, :, 0]
 
 
 def difference(kernel: Any, step: Step, **settings: Any) -> float:

@@ -12,7 +12,6 @@ import jax
 from jaxrl_llm.machine.sharding import HOST
 from jaxrl_llm.structs import PyTree
 
-
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # bytes that a Linux container may use, or "max"
 
 

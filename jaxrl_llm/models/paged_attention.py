@@ -98,29 +98,35 @@ class PageReaders(NamedTuple):
     member: Array  # [S] index of each sequence in `members`, flattened
 
 
+class LayerCache(NamedTuple):
+    """Keys and values of a layer, and memory for the scores of its pages. Shapes: see `Pages`."""
+
+    prompts: Pages
+    pages: Pages  # pages of sequences
+    # Memory with any content [K, n, S, T * R * s] that keeps scores while `attend` runs; None: it computes them twice.
+    scores: Array | None = None
+
+
 def attend(
     query: Array,
-    prompts: Pages,
-    pages: Pages,
+    cache: LayerCache,
     prompt_hidden: Array,
     readers: PageReaders,
-    scores: Array | None = None,
     *,
     window: int = 0,
     soft_cap: float = 0.0,
     precision: jax.lax.Precision | None = None,
-) -> tuple[jax.Array, Array | None]:
-    """Returns attention [K, S, T, R, h], in float32, of a query [K, S, T, R, h] to its prompt and its pages; `scores`.
+) -> tuple[jax.Array, LayerCache]:
+    """Returns attention [K, S, T, R, h], in float32, of a query [K, S, T, R, h] to its prompt and its pages; the cache.
 
     prompt_hidden [e, G * T or 1, P]: 0, or HIDDEN_SCORE for a hidden prompt token. readers: pages and prompt of each
-    sequence. scores [K, n, S, T * R * s]: memory with any content, which keeps scores between the two loops; None: the
-    second loop computes them again. window: number of tokens that a token sees, 0 = unlimited. soft_cap: bound of
-    scores, 0 = unbounded.
+    sequence. window: number of tokens that a token sees, 0 = unlimited. soft_cap: bound of scores, 0 = unbounded.
 
     Both loops run over the columns of the table, from the first page to the last one that a real token sees. So the
     time follows the tokens that are there, not the width of the table. Memory for scores that this function made itself
     would have to be cleared, for the whole width and each token.
     """
+    prompts, pages, scores = cache
     size, columns = pages.keys.shape[3], readers.table.shape[1]
     score_all = partial(score, soft_cap=soft_cap, precision=precision)
     weigh_all = partial(weigh_values, dtype=query.dtype, precision=precision)
@@ -157,7 +163,7 @@ def attend(
     zeros = jnp.zeros(query.shape, jnp.float32), jnp.zeros(query.shape[:-1], jnp.float32)
     from_pages = over_columns(add, zeros)
     weighted_values, weight_sums = (member_rows(x, readers) + y for x, y in zip(from_prompts, from_pages, strict=True))
-    return weighted_values / weight_sums[..., None], scores
+    return weighted_values / weight_sums[..., None], cache._replace(scores=scores)
 
 
 def _visible_columns(readers: PageReaders, window: int, size: int) -> tuple[jax.Array, jax.Array]:

@@ -259,6 +259,7 @@ SMALLEST: dict[
     "speed.scaling": small_scaling,
     "health.stability": partial(small_study, "curve"),
     "speed.step": ["--workloads", "tiny", "--trainers", "ours", "--steps", "1", "--out", "FOLDER/step.json"],
+    "speed.limits": ["--times", "1", "--far", "128"],
     "speed.tokenizing": ["--rows", "50"],
 }
 

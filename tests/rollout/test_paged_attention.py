@@ -14,7 +14,15 @@ import pytest
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import paged_attention_gpu, paged_attention_tpu
 from jaxrl_llm.models.attention import KeyValue
-from jaxrl_llm.models.paged_attention import HIDDEN_SCORE, PageReaders, Pages, attend, attend_prompts, finish
+from jaxrl_llm.models.paged_attention import (
+    HIDDEN_SCORE,
+    LayerCache,
+    PageReaders,
+    Pages,
+    attend,
+    attend_prompts,
+    finish,
+)
 
 K, R, H, PAGE, N, PROMPT, G = 2, 3, 16, 8, 3, 5, 2
 LENGTHS = np.array([1, N * PAGE, 9, 16])  # of two groups of two
@@ -54,7 +62,8 @@ def attend_plain(query, pages, prompt, table, lengths, window=0, soft_cap=0.0):
     hidden, readers = reading(table, lengths, window)
     k, rows, r, _ = query.shape
     memory = jnp.full((k, table.shape[1], rows, r * pages.keys.shape[3]), np.nan)  # any content
-    found, kept = (jax.jit(plain)(query[:, :, None], prompt, pages, hidden, readers, x)[0] for x in (None, memory))
+    caches = (LayerCache(prompt, pages, scores) for scores in (None, memory))
+    found, kept = (jax.jit(plain)(query[:, :, None], cache, hidden, readers)[0] for cache in caches)
     np.testing.assert_allclose(found, kept, rtol=1e-5, atol=1e-6)  # computed again or kept
     return found[:, :, 0]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections import deque
 
+import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.machine import memory
 from jaxrl_llm.rollout.jax.scheduler import PromptGroup, Scheduler, least_loaded
 from jaxrl_llm.rollout.jax.sizes import PageKind, cache_bytes, sizes_of
 
@@ -87,6 +89,22 @@ def test_pages_are_as_many_as_completions_need_or_as_memory_holds():
     assert (short.pages, short.sequences, short.refills) == (50, 16, True)
     # The longest completion must have room; and what the config says holds.
     assert bounded(1).pages == 10 and bounded(prompts + 50 * 64_000, pages=70).pages == 70
+
+
+def test_a_cache_begins_small_and_grows_unless_a_kernel_reads_it():
+    plain, with_kernel = (sizes_of(8, 4, 16, 4096, kind=PageKind(has_kernel=kernel)) for kernel in (False, True))
+    assert with_kernel.allocated_pages == with_kernel.pages == plain.pages == 32 * 64
+    grown = [plain.with_room_for(pages).allocated_pages for pages in (1, 128, 129, 513, 2048)]
+    assert plain.allocated_pages == 128 and grown == [128, 128, 512, 2048, 2048]
+
+
+def test_the_memory_of_a_cpu_is_that_of_its_container(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "CONTAINER_LIMIT", tmp_path / "memory.max")
+    machine = memory.device_memory(jax.devices()[0])
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.device_memory(jax.devices()[0]) == machine > 0
+    (tmp_path / "memory.max").write_text("80000\n")
+    assert memory.device_memory(jax.devices()[0]) == 80_000 // len(jax.devices())
 
 
 def test_long_prompts_begin_in_parts():

@@ -15,7 +15,15 @@ from jaxrl_llm.models import paged_attention_gpu, paged_attention_tpu
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder, PerLayerKind
-from jaxrl_llm.models.paged_attention import HIDDEN_SCORE, PageReaders, Pages, attend, attend_prompts, finish
+from jaxrl_llm.models.paged_attention import (
+    HIDDEN_SCORE,
+    LayerCache,
+    PageReaders,
+    Pages,
+    attend,
+    attend_prompts,
+    finish,
+)
 from jaxrl_llm.rollout.jax.sizes import PAGE_TOKENS, PageKind
 from jaxrl_llm.structs import AnyArray, Array, PyTree
 
@@ -31,14 +39,6 @@ class CacheIndices(NamedTuple):
     # [d, e] position of the first completion token; None if that is the number of prompt tokens. An image takes fewer
     # positions than tokens.
     prompt_end: AnyArray = None
-
-
-class LayerCache(NamedTuple):
-    """Keys and values of a layer, as a program reads and writes them."""
-
-    prompts: Pages
-    pages: Pages  # pages of sequences
-    scores: Array | None = None  # memory for scores [d, K, n, S, T * R * s] (`attend`); None: it is not needed
 
 
 class AttentionMask:
@@ -98,9 +98,8 @@ def make_attend(
     def on_device(
         window: int, query: Array, new: KeyValue, layer: LayerCache, prompt_mask: Array, rows: tuple
     ) -> tuple[Array, LayerCache]:
-        query, new, (prompts, pages, scores), prompt_mask, (indices, page, places) = local_part(
-            (query, new, layer, prompt_mask, rows)
-        )
+        query, new, layer, prompt_mask, (indices, page, places) = local_part((query, new, layer, prompt_mask, rows))
+        pages = layer.pages
         offset, in_int8 = places % attention_mask.page, pages.key_scale is not None
         kernel = kernel_of(in_int8=in_int8) if one_token else None
         if kernel is paged_attention_tpu:
@@ -108,6 +107,7 @@ def make_attend(
         else:
             pages = pages.write(page, offset, new)
         query_by_token = jnp.swapaxes(query, 2, 3)  # [K, S, T, R, h]
+        layer = layer._replace(pages=pages)
         readers = PageReaders(
             table=indices.page_table,
             places=places,
@@ -116,18 +116,16 @@ def make_attend(
             member=indices.member_index,
         )
         if kernel is None:
-            attended, scores = attend(
-                query_by_token, prompts, pages, prompt_mask, readers, scores, window=window, **numerics
-            )
+            attended, layer = attend(query_by_token, layer, prompt_mask, readers, window=window, **numerics)
         else:
             from_pages = kernel.attend_own(
                 query[:, :, :, 0], pages, indices.page_table, places[:, 0] + 1, window, cfg.soft_cap
             )
             from_pages = jax.tree.map(lambda x: x[:, :, None], from_pages)  # adds the axis T = 1
-            from_prompts = attend_prompts(query_by_token, prompts, prompt_mask, readers, **numerics)
+            from_prompts = attend_prompts(query_by_token, layer.prompts, prompt_mask, readers, **numerics)
             attended = finish(from_prompts, from_pages)
         attended = attended.astype(query.dtype)
-        return add_device_axis((jnp.swapaxes(attended, 2, 3), LayerCache(prompts, pages, scores)))
+        return add_device_axis((jnp.swapaxes(attended, 2, 3), layer))
 
     heads, rows = sharding.heads_spec(cfg.kv_heads, mesh), sharding.BATCH
 

@@ -38,6 +38,7 @@ class Programs:
         samples = partial(compiled, static_argnums=0, donate_argnums=2)
         self.prefill = samples(partial(programs.prefill, model), out_shardings=prefill_shardings)
         self.decode = samples(partial(programs.decode, model), out_shardings=(heads, rows))
+        self.grow = compiled(programs.grow, static_argnums=0, out_shardings=heads)
         self.feed = compiled(partial(programs.feed, model, mesh), donate_argnums=1, out_shardings=heads)
 
     def traced(
@@ -137,6 +138,10 @@ class CallPrograms:
         if cache is None:
             return self.programs.prefill_first(self.sampling, self.sizes, self.params, prompts, self.key)
         return self.programs.prefill(self.sampling, self.params, cache, prompts, self.key)
+
+    def grow(self, cache: Cache, pages: int) -> Cache:
+        """Gives the cache this many pages on each device."""
+        return self.programs.grow(pages, cache)
 
     def feed(self, cache: Cache, chunks: ObservationChunks) -> Cache:
         """Writes chunks of observations into the pages of their sequences."""

@@ -77,6 +77,9 @@ class Sampler:
         self._device = mesh.local_devices[0] if self._copier.copies_to_other_devices else None
         self._programs = Programs(decoder, mesh)
         self._call_counts: Counter[Hashable] = Counter()  # key: sampling and sizes, which decide the programs of a call
+        self._grown_sizes: dict[
+            StreamSizes, StreamSizes
+        ] = {}  # sizes with the largest cache that a call has had so far
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
         """Casts the weights to the compute dtype and gathers them over fsdp, once per push and not per token."""
@@ -162,7 +165,8 @@ class Sampler:
         prompt_width = prompts.tokens.shape[1]
         images = prompts.images.sizes if prompts.images else None
         group_size = group_sampling.group_size
-        sizes = self._sizes(count * processes, group_size, prompt_width, wanted_groups * processes, images)
+        first_sizes = self._sizes(count * processes, group_size, prompt_width, wanted_groups * processes, images)
+        sizes = self._grown_sizes.get(first_sizes, first_sizes)
         checked_tokens = np.zeros(self._cfg.vocab_size, bool)
         if environments:
             # Completions may use decode programs of several sizes, but episodes need a single size (`StreamSizes`).
@@ -192,6 +196,7 @@ class Sampler:
                 report_ended=report_ended,
             )
             stream.run()
+        self._grown_sizes[first_sizes] = stream.sizes
         return stream
 
     def programs(

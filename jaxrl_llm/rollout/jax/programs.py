@@ -19,11 +19,10 @@ from jaxrl_llm.algorithms.sampling import Sampling, draw_tokens, log_distributio
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.decoder import Decoder, last_state
-from jaxrl_llm.models.paged_attention import Pages
+from jaxrl_llm.models.paged_attention import LayerCache, Pages
 from jaxrl_llm.rollout.jax.cache_attention import (
     AttentionMask,
     CacheIndices,
-    LayerCache,
     add_device_axis,
     local_part,
     make_attend,
@@ -129,7 +128,16 @@ def empty_cache(model: Decoder, mesh: Mesh, sizes: StreamSizes) -> Cache:
             for _ in range(cfg.layers)
         ]
 
-    return Cache(empty(sizes.prompts, sizes.prompt_width), empty(sizes.pages, sizes.page))
+    return Cache(empty(sizes.prompts, sizes.prompt_width), empty(sizes.allocated_pages, sizes.page))
+
+
+def grow(pages: int, cache: Cache) -> Cache:
+    """Returns the cache with this many pages on each device."""
+
+    def grown(x: Array) -> jax.Array:
+        return jnp.pad(x, [(0, pages - x.shape[2] if axis == 2 else 0) for axis in range(x.ndim)])
+
+    return cache._replace(pages=jax.tree.map(grown, cache.pages))
 
 
 def prefill_first(

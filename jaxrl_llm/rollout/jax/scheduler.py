@@ -54,6 +54,7 @@ class Scheduler:
         self._safe_sequences = sizes.pages // sizes.max_sequence_pages
         self.holders: list[Member] = []  # sequences that hold pages, the oldest first
         self.waiting: deque[Member] = deque()  # sequences that wait for admission, the oldest first
+        self.reach = 0  # pages with the numbers 0 .. reach - 1 have been given to sequences
         self.preemptions = 0  # number of times that a sequence has returned its pages early
         self._free_places, self._free_pages = list(range(sizes.prompts)), list(range(sizes.pages))
 
@@ -125,7 +126,9 @@ class Scheduler:
             if not self._free_pages:
                 self._preempt(self.holders[-1])
             else:
+                # The lowest free page, so that the pages in use stay together and the cache can be small.
                 member.pages.append(heapq.heappop(self._free_pages))
+                self.reach = max(self.reach, member.pages[-1] + 1)
 
     def _preempt(self, member: Member) -> None:
         """Takes the pages of an admitted sequence, which waits and is computed again later."""

@@ -10,6 +10,7 @@ from jaxrl_llm.structs import ImageSizes, PyTree
 
 PAGE_TOKENS = 64  # tokens of a page, unless completions are shorter or the platform prescribes another number
 PAGE_ALIGNMENT = 8  # page sizes are multiples of this, the vector width of a CPU
+PAGE_GROWTH = 4  # without a kernel, a cache has this many pages a sequence at first, and grows by this factor
 SMALLER_BY = (4, 16)  # the smaller decode programs have this many times fewer sequences than the largest program
 ROUND_TOKENS = 32  # most tokens that a decode round samples per sequence before the host checks the sequences
 PREFILL_TOKENS = 2**14  # prompt tokens of a prefill on one device: enough to be fast, few enough for the memory
@@ -46,7 +47,8 @@ class StreamSizes:
     sequences: int  # most sequences that hold pages at a time
     prompts: int  # most prompts in the cache at a time
     page: int  # tokens of a page
-    pages: int  # number of pages
+    pages: int  # most pages in use at a time
+    allocated_pages: int  # pages of the cache at first; it grows when the scheduler gives pages beyond them
     dtype: str  # dtype of keys and values; "": dtype of the model
     has_kernel: bool  # whether a kernel reads the pages of decoding sequences
     observation: int  # most tokens of an environment's observation; 0: no environment
@@ -104,6 +106,13 @@ class StreamSizes:
     def fed_sequences(self) -> int:
         """Sequences whose observations one program writes into pages."""
         return max(self.sequences // SMALLER_BY[-1], 1)
+
+    def with_room_for(self, pages: int) -> StreamSizes:
+        """Returns the sizes with a cache that has grown until it has this many pages."""
+        allocated = self.allocated_pages
+        while allocated < pages:
+            allocated = min(allocated * PAGE_GROWTH, self.pages)
+        return replace(self, allocated_pages=allocated)
 
     def smallest_slots(self, sequences: int) -> Slots:
         """Returns the smallest decode program that holds this many sequences."""
@@ -166,6 +175,7 @@ def sizes_of(
         prompts=cached_prompts,
         page=page,
         pages=0,
+        allocated_pages=0,
         dtype=kind.dtype,
         has_kernel=kind.has_kernel,
         observation=kind.observation,
@@ -175,4 +185,7 @@ def sizes_of(
     if cache_bytes and not pages:
         pages = min(cache_bytes // kind.token_bytes - cached_prompts * prompt_width, needed_pages * page) // page
     pages = max(pages or needed_pages, sizes.max_sequence_pages)
-    return replace(sizes, pages=pages, refills=sequences < device_sequences or pages < needed_pages)
+    # The cache is cleared in each call. Where no kernel reads it, that takes longer than to decode short completions.
+    allocated_pages = pages if kind.has_kernel else min(pages, PAGE_GROWTH * sequences)
+    refills = sequences < device_sequences or pages < needed_pages
+    return replace(sizes, pages=pages, allocated_pages=allocated_pages, refills=refills)

@@ -48,6 +48,8 @@ class StreamPrograms(Protocol):
 
     def prefill(self, cache: Cache | None, prompts: NewPrompts) -> tuple[Cache, AnyArray, AnyArray]: ...
 
+    def grow(self, cache: Cache, pages: int) -> Cache: ...
+
     def feed(self, cache: Cache, chunks: ObservationChunks) -> Cache: ...
 
     def decode(self, cache: Cache, rows: RoundRows, running_threshold: int) -> tuple[Cache, Sampled]: ...
@@ -87,7 +89,7 @@ class Stream:
             self.report_ended(self.episodes.count_newly_ended())
             new_groups = self._admit(pending_groups)
             cache = self._prefill(cache, new_groups)
-            cache = self._feed(cache)
+            cache = self._feed(self._grow(cache))
             rows = [[m for m in s.holders if self._is_decoding(m)] for s in self.schedulers]
             some_wait = bool(pending_groups) or any(s.waiting for s in self.schedulers)
             continues = len(self._update_complete_groups()) < (self.wanted_groups or len(self.prompts.tokens))
@@ -216,6 +218,17 @@ class Stream:
             self._end_turns(np.array(changed))
             self._retire_ended()
         return cache
+
+    def _grow(self, cache: Cache) -> Cache:
+        """Enlarges the cache if the schedulers have given pages that it does not have."""
+        if self.sizes.allocated_pages == self.sizes.pages:
+            return cache
+        reach = np.array([max(scheduler.reach for scheduler in self.schedulers)], np.int32)
+        grown = self.sizes.with_room_for(int(sharding.max_over_processes(reach, self.mesh)[0]))
+        if grown == self.sizes:
+            return cache
+        self.sizes = grown
+        return self.programs.grow(cache, grown.allocated_pages)
 
     def _without_tokens(self, group: PromptGroup) -> list[int]:
         """Returns the numbers of a group's completions that have no token yet."""

@@ -78,6 +78,10 @@ class CountedCalls:
         lengths = self._lengths[number[..., None] + np.arange(self.sizes.group_size)]
         return Cache([], []), np.where(lengths == 1, STOP, OTHER), np.zeros(lengths.shape, np.float32)
 
+    def grow(self, cache: Cache, pages: int) -> Cache:
+        """Counts nothing, because a cache grows once in a run."""
+        return cache
+
     def feed(self, cache: Cache, chunks: ObservationChunks) -> Cache:
         """Counts a call that feeds tokens which an earlier step of partial rollouts has sampled."""
         self.usage[feeding_name(*chunks.tokens.shape[1:])].calls += 1
