@@ -39,7 +39,8 @@ class Watchdog:
 
     def report_progress(self) -> None:
         """Marks that the run makes progress."""
-        self._has_progress.set()
+        if not self._has_progress.is_set():  # to set it again would take a lock, for each completion of a round
+            self._has_progress.set()
 
     def report_step(self) -> None:
         """Marks the end of a step."""

@@ -37,9 +37,9 @@ def run(seed: int) -> int:
         while pending and (scheduler := least_loaded(schedulers)):
             scheduler.add(pending.popleft())
         for scheduler in schedulers:
-            oldest = scheduler.holders[:1]
+            oldest = list(scheduler.holders)[:1]
             new = scheduler.schedule(goal)
-            assert scheduler.holders[:1] == oldest or not oldest  # it always goes on
+            assert list(scheduler.holders)[:1] == oldest or not oldest  # it always goes on
             assert not begun.intersection(new)  # a prompt is computed once
             begun.update(new)
             pages = [page for member in scheduler.holders for page in member.pages]

@@ -52,7 +52,7 @@ class Scheduler:
         self.sequences, self.page = sizes.sequences, sizes.page
         # Up to this many sequences can never exhaust the pages, so admission needs no free page in reserve.
         self._safe_sequences = sizes.pages // sizes.max_sequence_pages
-        self.holders: list[Member] = []  # sequences that hold pages, the oldest first
+        self.holders: dict[Member, None] = {}  # sequences that hold pages, the oldest first; a set that keeps its order
         self.waiting: deque[Member] = deque()  # sequences that wait for admission, the oldest first
         self.reach = 0  # pages with the numbers 0 .. reach - 1 have been given to sequences
         self.preemptions = 0  # number of times that a sequence has returned its pages early
@@ -89,7 +89,7 @@ class Scheduler:
             if member.group.place < 0:
                 member.group.place = heapq.heappop(self._free_places)
                 new_groups.append(member.group)
-            self.holders.append(member)
+            self.holders[member] = None
             self._grow(member, needed_tokens(member))
         return new_groups
 
@@ -97,7 +97,7 @@ class Scheduler:
         """Removes an ended sequence and frees its pages. Frees the prompt's place after the group's last sequence."""
         self._free(member)
         if member in self.holders:
-            self.holders.remove(member)
+            del self.holders[member]
         else:
             # The sequence ended with its first token, before its admission.
             self.waiting.remove(member)
@@ -122,9 +122,10 @@ class Scheduler:
 
     def _grow(self, member: Member, tokens: int) -> None:
         """Gives an admitted sequence enough pages for `tokens` tokens. If none is free, preempts the youngest."""
-        while member in self.holders and len(member.pages) < self._pages_for(tokens):
+        needed = self._pages_for(tokens)
+        while len(member.pages) < needed and member in self.holders:
             if not self._free_pages:
-                self._preempt(self.holders[-1])
+                self._preempt(next(reversed(self.holders)))
             else:
                 # The lowest free page, so that the pages in use stay together and the cache can be small.
                 member.pages.append(heapq.heappop(self._free_pages))
@@ -133,7 +134,7 @@ class Scheduler:
     def _preempt(self, member: Member) -> None:
         """Takes the pages of an admitted sequence, which waits and is computed again later."""
         self._free(member)
-        self.holders.remove(member)
+        del self.holders[member]
         # The preempted sequence goes to the front, because it is older than every waiting sequence.
         self.waiting.appendleft(member)
         self.preemptions += 1

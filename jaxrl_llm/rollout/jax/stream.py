@@ -166,6 +166,8 @@ class Stream:
         earlier call sampled count as an observation: the engine writes them into pages without sampling them again.
         """
         place = member.cached + 1
+        if place == self.episodes.lengths[member.number]:  # nearly always: no token behind the cached ones is known
+            return 0
         sampled_now = self.episodes.sampled_by_this_call(member.number, place)
         if not len(sampled_now) or sampled_now[0]:
             return 0
