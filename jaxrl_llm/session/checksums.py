@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import keystr
 
 from jaxrl_llm.machine import sharding
@@ -20,18 +19,26 @@ def checksums(arrays: PyTree) -> dict[str, int]:
     It does not depend on the mesh.
     """
 
-    def on_device(x: Any) -> Any:
-        return x if isinstance(x, np.ndarray) else sharding.move(x, sharding.DEVICE)
+    def in_host_memory(x: Any) -> bool:
+        return isinstance(x, jax.Array) and x.sharding.memory_kind == sharding.HOST
 
-    leaves = jax.tree.leaves_with_path(arrays)
-    # The arrays move one by one, because all arrays that are kept in host memory may not fit on the devices together.
-    return {keystr(path, simple=True, separator="/"): int(_checksum(on_device(leaf))) for path, leaf in leaves}
+    named = jax.tree.leaves_with_path(arrays)
+    leaves = [x for _, x in named]
+    if any(map(in_host_memory, leaves)):
+        # They move one by one, because all arrays that are kept in host memory may not fit on the devices together.
+        sums = [_sums([sharding.move(x, sharding.DEVICE) if in_host_memory(x) else x])[0] for x in leaves]
+    else:
+        sums = _sums(leaves)
+    return {keystr(path, simple=True, separator="/"): int(x) for (path, _), x in zip(named, sums, strict=True)}
 
 
 @jax.jit
-def _checksum(array: jax.Array) -> jax.Array:
-    bits = array if array.dtype == bool else array.view(f"uint{8 * array.dtype.itemsize}")
-    return jnp.sum(bits, dtype=jnp.uint32)
+def _sums(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    def total(array: jax.Array) -> jax.Array:
+        bits = array if array.dtype == bool else array.view(f"uint{8 * array.dtype.itemsize}")
+        return jnp.sum(bits, dtype=jnp.uint32)
+
+    return [total(array) for array in arrays]
 
 
 def changed(arrays: PyTree, saved: Mapping[str, int]) -> list[str]:
