@@ -33,7 +33,7 @@ def packed_shapes(group_size: int, limit: int) -> list[Shape]:
     smaller one has half as many rows.
 
     A row has C tokens, or several whole completions if C is small. A shape with 1.5 C tokens leaves less padding at the
-    end of rows. If C is large, rows of a quarter of C serve short completions.
+    end of rows. If C is large, rows of a quarter of C, of a sixteenth and so on serve short completions.
     """
     completions_per_row = max(
         n for n in range(1, group_size + 1) if group_size % n == 0 and (n == 1 or n * limit <= ROW)
@@ -42,8 +42,10 @@ def packed_shapes(group_size: int, limit: int) -> list[Shape]:
     if completions_per_row == 1 < group_size:
         step = 1 if limit % KERNEL else KERNEL
         widths.append(-(-3 * limit // (2 * step)) * step)
-    if limit >= 4 * KERNEL:
-        widths.append(-(-limit // (4 * KERNEL)) * KERNEL)
+    narrow = limit
+    while narrow >= 2 * KERNEL:
+        narrow = -(-narrow // (4 * KERNEL)) * KERNEL
+        widths.append(narrow)
     shapes: list[Shape] = []
     for width in widths:
         rows = max_rows(group_size, limit, width)
