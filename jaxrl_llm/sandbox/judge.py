@@ -63,20 +63,20 @@ def refuse_comparison(self, other_operand):
 class Handle:
     """Represents, for a test, an object of the program that is not plain data."""
 
-    __slots__ = ("__built", "__items", "__link", "__name", "__number")
+    __slots__ = ("__builds", "__built", "__items", "__link", "__number")
 
-    def __init__(self, link, number, name, built=False):
-        """name: variable or attribute that holds the object; built: whether a test built the object from a class."""
-        values = {"link": link, "number": number, "name": name, "built": built, "items": None}
+    def __init__(self, link, number, builds):
+        """builds: whether the object is a class, and a test calls the class by a name that is usual for classes."""
+        # `built` is True if a test itself has built the object, by the call of such a class.
+        values = {"link": link, "number": number, "builds": builds, "built": False, "items": None}
         for key, value in values.items():
             # object.__setattr__ is used, because this class's __setattr__ sets attributes of the program's object.
             object.__setattr__(self, f"_Handle__{key}", value)
 
     def __call__(self, *arguments, **named):
         result = call(self.__link, self, "", arguments, named)
-        # Only the call of a class, whose name begins with a capital letter, builds an object for a test. An object that
-        # a function returns must not stand for a plain value.
-        if type(result) is Handle and self.__name[:1].isupper():
+        # An object that a function returns must not stand for a plain value, so only the call of a class builds one.
+        if type(result) is Handle and self.__builds:
             object.__setattr__(result, "_Handle__built", True)
         return result
 

@@ -115,7 +115,7 @@ class Link:
                 return parts
             if kind == "error":
                 raise self.exception_for(*parts)
-            # Before it answers, the other side may call a function of this side.
+            # The other side may call a function of this side before it answers.
             self.send(self.answer(kind, parts))
 
     def answer(self, kind, parts):
@@ -219,10 +219,11 @@ class Link:
             if isinstance(value, plain):
                 # An object whose class extends a plain class is sent as plain content.
                 return self.encode(plain_content(value, plain), depth)
-        # The judge sends the names of functions, because decorators of the program may read them. It ignores names that
-        # the program sends.
-        name = getattr(value, "__name__", "") if self.judges else ""
         self.sent_object = self.sent_object or type(value).__module__ == "__main__"
+        if not self.judges:
+            return ["mine", self.number_of(value), issubclass(kind, type)]
+        # The judge sends the names of functions, because decorators of the program may read them.
+        name = getattr(value, "__name__", "")
         return ["mine", self.number_of(value), name if type(name) is str else ""]
 
     def number_of(self, value):
@@ -233,7 +234,10 @@ class Link:
         return self.numbers[id(value)]
 
     def decode(self, data, name="") -> "Any":
-        """Returns the value that the other side has encoded. Raises: ValueError, TypeError, if the data are invalid."""
+        """Returns the value that the other side has encoded. Raises: ValueError, TypeError, if the data are invalid.
+
+        name: variable or attribute of the program that holds the value, "" if none does.
+        """
         if type(data) is not list:
             return data
         tag, parts = data[0], data[1:]
@@ -248,7 +252,9 @@ class Link:
                 return result
             return kind((self.decode(k), self.decode(x)) for k, x in parts)
         if tag == "mine" and type(parts[0]) is int:
-            return self.handle_class(self, parts[0], name if self.judges else parts[1])
+            # The name decides too, because the program chooses what is a class, but the test chooses the names.
+            builds = name[:1].isupper() and parts[1:] == [True]
+            return self.handle_class(self, parts[0], builds if self.judges else parts[1])
         if tag == "yours" and type(parts[0]) is int and 0 <= parts[0] < len(self.objects):
             return self.objects[parts[0]]
         if tag == "type":

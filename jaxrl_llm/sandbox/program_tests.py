@@ -65,7 +65,7 @@ def run_output_test(
     """
     if time.monotonic() >= limits.deadline:
         return TIMED_OUT
-    # Of a longer output, the program's result keeps enough characters to differ from the expected output.
+    # The program's result keeps enough characters of a longer output to differ from the expected output.
     characters = 2 * len(expected) + EXTRA_CHARACTERS
     result = sandbox.run_program(program, **limits._asdict(), characters=characters, stdin=stdin)
     if result.error:

@@ -285,12 +285,20 @@ class Point:
     def twice(self): return 2 * self.x
 def size(tree): return 1 + size(tree.left) if tree else 0
 def near(x): return Point(x)
+def Area(x): return Point(x)
+class Shapes:
+    Area = staticmethod(near)
+    def __call__(self, x): return Point(x)
+SHAPES = Shapes()
 """
 BEYOND_THE_LINK = [  # no program can pass them in the sandbox, and a right one would elsewhere
     "assert Point(1) == Point(1)", "assert (Point(1) + Point(2)).x == 3", "assert Point(1) < Point(2)",
     "assert len({Point(1), Point(1)}) == 1", "class Own(Point): pass\nassert Own(2).twice() == 4",
     "class Tree:\n    left = None\nassert size(Tree()) == 1",
 ]  # fmt: skip
+# No object that a function returns stands for a plain value, whatever the function's name.
+OF_FUNCTIONS = [f"assert {test}" for call in ("near", "Area", "Shapes.Area", "Shapes().Area", "SHAPES")
+                for test in (f"abs({call}(2) - 4.0) < 1e-6", f"{call}(2) == {call}(2)", f"{{{call}(2)}}")]  # fmt: skip
 
 
 def test_a_test_that_no_program_can_pass_in_the_sandbox_has_no_verdict(capsys, monkeypatch, wording):
@@ -304,10 +312,8 @@ def test_a_test_that_no_program_can_pass_in_the_sandbox_has_no_verdict(capsys, m
     assert earned(POINTS, tests=[BEYOND_THE_LINK[0], fails]) == ([0.0], {"unjudged": 1.0})
     assert earned(POINTS, tests=[passes, BEYOND_THE_LINK[0]], partial=True)[0] == [None]
     # A wrong answer that is an object has its verdict.
-    wrong = run_python_tests(
-        POINTS, ["assert near(1) == 1", "assert near(1) == near(1)", "assert Point(1) == 1"], LIMITS
-    )
-    assert [verdict.reason for verdict in wrong] == ["error"] * 3
+    wrong = run_python_tests(POINTS, ["assert near(1) == 1", "assert Point(1) == 1", *OF_FUNCTIONS], LIMITS)
+    assert [verdict.reason for verdict in wrong] == ["error"] * (2 + len(OF_FUNCTIONS))
     assert capsys.readouterr().err == ""  # the first line is enough
 
 
