@@ -1,8 +1,12 @@
-"""The commands of the pages: the parser of each program reads them, and what they name is there. Nothing is run."""
+"""The commands of the pages: the parser of each program reads them, and what they name is there.
+
+The slow test at the end runs the blocks of README and of the tutorials.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import subprocess
@@ -15,7 +19,9 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
+from conftest import QUICK
 from fake_cloud import LAUNCH
+from test_distributed import free_port
 
 from jaxrl_llm import configs
 from jaxrl_llm import recipe as recipes
@@ -27,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md"]
 PAGES += [ROOT / "doctor" / "README.md"]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+SHELLS = ("sh", "bash", "shell", "console")  # languages of blocks
 CODE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)  # within a line of text
 COMMAND = re.compile(r"(jaxrl|jaxrl-doctor|pytest|pip|sbatch|launch/\w+\.\w+) |python [-\w]|--config\.[a-z]")
 # Of a reader's own: what the commands of the pages name.
@@ -39,7 +46,7 @@ def commands(page: Path) -> Iterator[tuple[list[str], bool]]:
     """Yields the words of each command, and whether it stands in a block, as a whole command does."""
     text = page.read_text()
     for language, block in FENCED.findall(text):
-        lines = block.replace("\\\n", " ").splitlines() if language in ("sh", "bash", "shell", "console") else ()
+        lines = block.replace("\\\n", " ").splitlines() if language in SHELLS else ()
         for line in lines:
             yield from ((words, True) for words in split(line))
     for _, span in CODE.findall(FENCED.sub("", text)):
@@ -220,3 +227,72 @@ def test_a_field_that_a_page_names_is_in_a_config(page):
     named = {match[1] for match in matches if match and match[1].partition(".")[0] in tops}
     unknown = {name for name in named - fields() if name.rpartition(".")[0] not in left_out}
     assert {name for name in unknown if Path(name).suffix not in (".json", ".jsonl", ".py")} <= OF_OTHERS | IN_NO_CONFIG
+
+
+# Commands of README and of the tutorials that no test can run here, and why. The test above has parsed them too.
+BY_CI = ".ci/run runs it, as a newcomer would"
+NETWORK = "it installs packages from the network"
+COMPILER = "it needs the TPU compiler, which tests marked tpu have"
+CLOUD = "it needs Google Cloud, for which test_launch_pods has stand-ins"
+INSTALL = "python3 -m venv .venv && .venv/bin/pip install -q --no-compile"
+NOT_RUN = {
+    "README": {
+        f"{INSTALL} -e . -c constraints.txt && .venv/bin/jaxrl train --config configs/grpo.py": BY_CI,
+        f"{INSTALL} -e '.[test]' -c constraints.txt && .venv/bin/pytest": BY_CI,
+        "jaxrl plan --config recipes/qwen2_5_0_5b_gsm8k --topology v5e:2x2": COMPILER,
+    },
+    "start_reward": {
+        "python3 -m venv .venv": NETWORK,
+        ".venv/bin/pip install -e . -c constraints.txt": NETWORK,
+    },
+    "start_tools": {},
+    "start_tpu": {
+        "pip install -e '.[tpu]' -c constraints.txt": NETWORK,
+        "jaxrl plan --config configs/recipes/qwen2_5_7b_gsm8k.py --topology v5e:4x4 "
+        "--config.model.path=jaxrl_llm/assets/qwen2_5_7b": COMPILER,
+        "gcloud storage buckets create gs://BUCKET --location=us-central1 "
+        "--uniform-bucket-level-access --enable-hierarchical-namespace": CLOUD,
+        "launch/tpu_pod.sh --name first --zone us-central1-a --type v5litepod-16 --bucket BUCKET --spot "
+        "-- --config configs/grpo.py": CLOUD,
+    },
+}  # fmt: skip
+LEFT_FILES = {
+    "README": ("runs/sums/hf", "runs/sums/report.html", "best", "mine.py"),
+    "start_tpu": ("runs/rehearsal/hf",),
+}
+# Fields that make the runs of the pages short, and the `jaxrl` of the pages: this checkout, with these fields.
+SHORT = (
+    "num_steps=2 prompts_per_step=4 prompts_per_update=4 group_size=2 eval.problems=8 eval.every=1 kl=none "
+    "optim.warmup_steps=0 rollout.max_completion_tokens=4 reward.timeout=0.0 health.self_test=False"
+)
+JAXRL = f"""#!/bin/sh
+[ "$1" != train ] || set -- "$@" {" ".join(f"--config.{field}" for field in SHORT.split())}
+exec {sys.executable} -m jaxrl_llm.tools "$@"
+"""
+
+
+@pytest.mark.slow
+def test_the_shell_blocks_of_readme_and_the_tutorials_run(tmp_path):
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("start_*.md")]
+    assert {page.stem for page in pages} == {*NOT_RUN}
+    for page in pages:
+        folder = tmp_path / page.stem
+        (folder / "bin").mkdir(parents=True)
+        for file in ROOT.iterdir():
+            if file.name not in (".venv", "runs"):
+                (folder / file.name).symlink_to(file)
+        (folder / "run.sh").write_text((ROOT / "tests/tools/translated/search_r1_grpo.sh").read_text())
+        (folder / "bin" / "jaxrl").write_text(JAXRL)
+        (folder / "bin" / "jaxrl").chmod(0o755)
+        environment = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "XLA_FLAGS": QUICK}
+        environment["PYTHONPATH"] = str(ROOT)
+        text = "".join(block for language, block in FENCED.findall(page.read_text()) if language in SHELLS)
+        lines = [" ".join(line.split("#")[0].split()) for line in text.replace("\\\n", " ").splitlines()]
+        assert NOT_RUN[page.stem].keys() <= {*lines}
+        script = "\n".join(line for line in lines if line not in NOT_RUN[page.stem])
+        script = script.replace(":9000,", f":{free_port()},") + "\nwait"
+        done = subprocess.run(
+            ["bash", "-euxo", "pipefail", "-c", script], cwd=folder, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [name for name in LEFT_FILES.get(page.stem, ()) if not (folder / name).exists()] == []
