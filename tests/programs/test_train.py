@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from huggingface_hub import ModelCard
 from jaxrl_llm import evaluate, sft, train
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.machine.compilation import Compilations, Program
 from jaxrl_llm.tools import export, log
 
 ROOT = Path(__file__).parents[2]
@@ -131,6 +134,26 @@ def test_a_run_ends_with_a_card_and_a_checkpoint_goes_to_a_hub_with_its_own(whol
 def test_running_a_finished_run_again_changes_no_number(whole):
     before = records(whole)
     assert train_here(whole, *TINY, IN_PROCESS, config="configs/grpo.py") == before
+
+
+def test_compile_only_compiles_the_programs_of_the_run_and_writes_no_run(whole, tmp_path, monkeypatch, capsys):
+    compile, from_cache = Program.compile, Counter[str]()
+
+    def count(program: Program, *given: int) -> object:
+        before = compilations.from_cache
+        compiled = compile(program, *given)
+        from_cache[program.phase] += compilations.from_cache - before
+        return compiled
+
+    monkeypatch.setattr(Program, "compile", count)
+    monkeypatch.chdir(tmp_path)
+    with closing(Compilations()) as compilations:
+        call(train, monkeypatch, "--config", str(ROOT / "configs/grpo.py"), "--compile-only", *TINY, IN_PROCESS)
+    # The cache has the programs of the run `whole`: another program than the run's would not be there.
+    assert {phase for phase, count in from_cache.items() if count} >= {"prompts", "decoding", "scoring", "update"}
+    *lines, total = [line for line in capsys.readouterr().out.splitlines() if line.lstrip()[:1].isdigit()]
+    assert len(lines) >= 6 and total.endswith(f"  {len(lines)} programs")
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.slow
