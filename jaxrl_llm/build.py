@@ -539,7 +539,9 @@ def make_evaluation(
 
     The function returns the metrics of all sets that have a reward function.
     """
-    timeout, sequences = recipe.reward.timeout, recipe.sizes.sequences_per_step
+    timeout = recipe.reward.timeout
     tasks = open_tasks(recipe.eval_sets, inputs.tokenizer, inputs.environments, timeout, work_directory.resources)
-    settings = dict(sequences=sequences, mesh=inputs.models.mesh, seed=recipe.seed)
+    # A problem has one greedy completion, so a judge gets about as many completions as in a training step.
+    max_problems = recipe.sizes.sequences_per_step
+    settings = dict(max_problems=max_problems, mesh=inputs.models.mesh, seed=recipe.seed)
     return partial(evaluate_sets, tasks=tasks, datasets=inputs.held_out, **settings)

@@ -22,10 +22,10 @@ from jaxrl_llm.rollout.samples import CompletionTask, SamplingPlan
 GREEDY_PLAN = SamplingPlan(1, Sampling(temperature=0))
 
 
-def whole_batches(sequences: int, problems: int, mesh: Mesh) -> int:
-    """Returns the problems of a batch: min(sequences, problems), rounded up to a multiple of the devices."""
+def whole_batches(max_problems: int, problems: int, mesh: Mesh) -> int:
+    """Returns the problems of a batch: min(max_problems, problems), rounded up to a multiple of the devices."""
     devices = sharding.prompt_shards(mesh)
-    return -(-min(sequences, problems) // devices) * devices
+    return -(-min(max_problems, problems) // devices) * devices
 
 
 def evaluate(
@@ -104,15 +104,18 @@ def evaluate_sets(
     tasks: Mapping[str, CompletionTask],
     datasets: Mapping[str, data.Dataset],
     *,
-    sequences: int,
+    max_problems: int,
     mesh: Mesh,
     seed: int,
 ) -> dict[str, float]:
-    """Returns the metrics of greedy completions of all sets in `tasks`. sequences: most problems of a batch."""
+    """Returns the metrics of greedy completions of all sets in `tasks`.
+
+    max_problems: upper bound of the problems that a judge gets in one batch, before `whole_batches` rounds it up.
+    """
     metrics = dict[str, float]()
     for section, task in tasks.items():
         count = len(datasets[section].rows)
-        batch = whole_batches(sequences, count, mesh)
+        batch = whole_batches(max_problems, count, mesh)
         graded = evaluate(engine, datasets[section], task, batch=batch, seed=seed)
         metrics |= metrics_of(section, mean_score(graded), count)
     return metrics
