@@ -272,7 +272,7 @@ def make_run(work_directory: WorkDirectory, recipe: Recipe) -> tuple[Session, Pa
         recipe_summary=summarize_recipe(recipe, inputs.tools),
         evaluation=make_evaluation(work_directory, recipe, inputs),
         export=partial(inputs.export, work_directory, learning.learners["policy"]),
-        programs=partial(run_programs, recipe, inputs, learning, packing, actor.engine),
+        programs=partial(run_programs, recipe, inputs, learning=learning, packing=packing, engine=actor.engine),
     )
     session.trainer = parts
     if recipe.health.self_test:
@@ -506,7 +506,7 @@ def summarize_recipe(recipe: Recipe, tools: list[dict[str, Any]]) -> RecipeSumma
 def run_programs(
     recipe: Recipe, inputs: Inputs, learning: Learning, packing: Packing, engine: Engine
 ) -> Iterator[Program]:
-    """Yields every program that a run may compile, for `--compile_only`."""
+    """Yields every program that a run may compile, for `--compile-only`."""
     policy = learning.learners["policy"]
     if isinstance(engine, Sampler):
         for batch in sampled_batches(recipe, inputs):

@@ -155,7 +155,8 @@ def make_run(work_directory: WorkDirectory, recipe: SftRecipe) -> tuple[Session,
     tokenizer, length = inputs.tokenizer, recipe.rollout.max_completion_tokens
     answers = tokenize_answers(inputs.dataset, tokenizer, recipe.data, length, inputs.stop_ids)
     trained_rows = [i for i, row in enumerate(answers) if row]
-    collate = partial(make_batch, inputs.dataset, answers, trained_rows, length, tokenizer.pad_token_id)
+    pad_id = tokenizer.pad_token_id
+    collate = partial(make_batch, inputs.dataset, answers, kept_rows=trained_rows, length=length, pad_id=pad_id)
     examples = Examples(order.iterate(len(trained_rows), recipe.prompts_per_step, recipe.seed, collate))
     learning = make_learning(
         recipe, inputs.models, partial(first_params, recipe, inputs), inputs.base, inputs.shape_cache
@@ -267,7 +268,8 @@ def make_pair_evaluation(
             f"config.rollout.max_completion_tokens = {length}: raise the limit, or remove the row"
         )
     count, size = len(answers), recipe.prompts_per_step
-    collate = partial(make_batch, dataset, answers, range(count), length, tokenizer.pad_token_id)
+    pad_id = tokenizer.pad_token_id
+    collate = partial(make_batch, dataset, answers, kept_rows=range(count), length=length, pad_id=pad_id)
     logprobs_of = forward.make_logprob_fn(inputs.models.model, Sampling(), learning.mesh, recipe.sizes.at_once)
     preferred = jax.jit(partial(count_preferred, recipe.loss))
 

@@ -75,10 +75,11 @@ def _column_answers(
 def make_batch(
     dataset: data.Dataset,
     answers: Sequence[tuple[Answer, ...]],
+    indices: Sequence[int],
+    *,
     kept_rows: Sequence[int],
     length: int,
     pad_id: int,
-    indices: Sequence[int],
 ) -> Batch:
     """Makes a Batch with the G completions of each of the rows kept_rows[indices], on the host.
 

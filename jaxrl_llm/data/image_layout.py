@@ -137,8 +137,8 @@ def smaller_sizes(tokens: Sequence[int], patches: Sequence[int]) -> tuple[tuple[
 def patches(image: np.ndarray, form: ImageFormat) -> np.ndarray:
     """Returns the patches [n, 3 patch^2] of pixels [height, width, 3], channel first, in the order of the tower."""
     grid = (image.shape[0] // form.factor, image.shape[1] // form.factor)
-    split = image.reshape(grid[0], form.merge, form.patch, grid[1], form.merge, form.patch, 3)
-    tokens = split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(grid[0] * grid[1], form.merge**2, -1)
+    split = image.reshape((grid[0], form.merge, form.patch, grid[1], form.merge, form.patch, 3))
+    tokens = split.transpose((0, 3, 1, 4, 6, 2, 5)).reshape(grid[0] * grid[1], form.merge**2, -1)
     order = _tower_order(grid, form.window)
     ordered = np.where(order[:, None, None] >= 0, tokens[order], np.zeros((), image.dtype))
     return ordered.reshape(-1, tokens.shape[-1])

@@ -377,7 +377,7 @@ def _all_or_nan(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def _mean(values: np.ndarray) -> float:
-    # For a few numbers this is faster than NumPy.
+    # The sum of a list is faster than NumPy for a few numbers.
     return sum(values.tolist()) / len(values)
 
 

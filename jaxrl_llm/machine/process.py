@@ -66,7 +66,7 @@ def _group_quota(group: Path) -> float:
         return math.inf if quota == "max" else int(quota) / int(period)
     with suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        # In version 1 a quota of -1 means no limit.
+        # A quota of -1 means no limit in version 1 of cgroups.
         return math.inf if int(quota) <= 0 else int(quota) / int(period)
     return math.inf
 

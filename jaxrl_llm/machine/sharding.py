@@ -202,7 +202,7 @@ def _split_by_process(devices: Sequence[Any], count: int, shape: tuple[int, int,
     ordered = sorted(devices, key=lambda d: (_slice_number(d), d.process_index, getattr(d, "coords", None) or (), d.id))
     # [outer data, outer fsdp, 1, inner data, inner fsdp, tensor]; then each mesh axis is (outer, inner).
     blocks = np.array(ordered, dtype=object).reshape(*outer, *inner)
-    return blocks.transpose(0, 3, 1, 4, 2, 5).reshape(shape)
+    return blocks.transpose((0, 3, 1, 4, 2, 5)).reshape(shape)
 
 
 def _slice_number(device: Any) -> int:

@@ -155,11 +155,11 @@ def head_major(query: Array, key: Array, value: Array) -> tuple[jax.Array, KeyVa
     """Reorders projections [B, N, T, heads, h] -> query [B, K, N, R, T, h], keys and values [B, K, N, T, h]."""
     b, n, t, kv_heads, size = key.shape
     # The R query heads of a key head are neighbours in a checkpoint, as `repeat_kv` of transformers expects.
-    query = query.reshape(b, n, t, kv_heads, -1, size).transpose(0, 3, 1, 4, 2, 5)
+    query = query.reshape((b, n, t, kv_heads, -1, size)).transpose((0, 3, 1, 4, 2, 5))
     return query, KeyValue(key.transpose(0, 3, 1, 2, 4), value.transpose(0, 3, 1, 2, 4))
 
 
 def token_major(attended: Array) -> jax.Array:
     """Reorders the output of `attend`: [B, K, N, R, T, h] -> [B, N, T, heads, h]."""
     b, _, n, _, t, size = attended.shape
-    return attended.transpose(0, 2, 4, 1, 3, 5).reshape(b, n, t, -1, size)
+    return attended.transpose((0, 2, 4, 1, 3, 5)).reshape(b, n, t, -1, size)

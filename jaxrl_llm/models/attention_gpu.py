@@ -70,7 +70,7 @@ def _attend(
     prompt_visible = jnp.broadcast_to(prompt_visible, (b, n, t, p))
     visible = jnp.concatenate([row_visible, prompt_visible], axis=-1).reshape(b * n, 1, t, t + p)
     output = jax.nn.dot_product_attention(
-        pad_length(query.transpose(0, 2, 4, 1, 3, 5).reshape(b * n, t, k * r, h), query_padding),
+        pad_length(query.transpose((0, 2, 4, 1, 3, 5)).reshape(b * n, t, k * r, h), query_padding),
         pad_length(row_major(keys, prompt_keys), key_padding),
         pad_length(row_major(values, prompt_values), key_padding),
         # Padded queries see nothing. Their output is cut off below.
@@ -78,6 +78,6 @@ def _attend(
         scale=1.0,  # The query is already scaled.
         implementation=implementation,
     )
-    output = output[:, :t].reshape(b, n, t, k, r, h).transpose(0, 3, 1, 4, 2, 5)
+    output = output[:, :t].reshape((b, n, t, k, r, h)).transpose((0, 3, 1, 4, 2, 5))
     # The output at padding is set to 0, so that padding has no gradient.
     return jnp.where(segment_ids[:, None, :, None, :, None] > 0, output, 0)

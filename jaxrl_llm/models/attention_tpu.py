@@ -131,7 +131,16 @@ def _attend_row(
     k, r, t, h = query.shape
     # All heads have the same mask, which is static: the kernel finds the empty blocks at compile time.
     masks = splash.MultiHeadMask([_RowMask(t, prompt_mask.size, limits.window, limits.max_lookahead)] * (k * r))
-    block_sizes = splash.BlockSizes(block, block, block, block, block, block, block, block)
+    block_sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
     kernel: Any = splash.make_splash_mha_single_device(
         masks, block_sizes=block_sizes, attn_logits_soft_cap=limits.soft_cap or None, interpret=interpret
     )

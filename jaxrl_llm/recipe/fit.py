@@ -32,8 +32,8 @@ def check_one_at_a_time(recipe: Recipe, mesh: Mesh) -> None:
     if not recipe.chosen_engine.in_trainer or not max_lag:
         return
     if recipe.sampler_devices:
-        # On CPUs this hangs, because each process may order its programs with collectives differently. On GPUs and TPUs
-        # this setting is untested.
+        # Several processes would hang on CPUs, because each process may order its programs with collectives
+        # differently. Several processes are untested on GPUs and TPUs.
         if processes > 1:
             raise UserError(
                 f"config.rollout.max_lag = {max_lag} with engine.devices = {recipe.sampler_devices}: {processes} "

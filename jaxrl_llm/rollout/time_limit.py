@@ -50,7 +50,7 @@ class TimeLimit:
                     results.append(function())
                 finally:
                     with ends:
-                        # From here on no error may be raised in this thread, because another thread
+                        # No error may be raised in this thread any more, because another thread
                         # may get its identity.
                         has_ended.append(True)
 

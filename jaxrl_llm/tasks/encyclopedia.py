@@ -18,8 +18,8 @@ from jaxrl_llm.retriever.index import Index
 
 PEOPLE, TOWNS, WORDS, RIVERS = 2_000, 600, 64, 64
 HELD_OUT = 0.2  # share of the people and of the towns
-# Of ten demonstrations of a question, SKILLED search correctly, and CARELESS search only for a person's first name. The
-# remaining demonstrations answer at once, with a guess.
+# Each question has ten demonstrations: SKILLED of them search correctly, CARELESS of them search only for a person's
+# first name, and the remaining demonstrations answer at once, with a guess.
 SKILLED, CARELESS = 3, 1
 EXERCISE_WORDS = 12  # words of an exercise
 

@@ -134,7 +134,7 @@ def self_test_of(config: Config, *, quiet: bool) -> list[CheckReport]:
         config.checkpoint.keep, config.checkpoint.keep_best = 1, 0
         config.log.to, config.log.project = (), ""
     with ExitStack() as resources:
-        # With --json, standard output has the JSON alone.
+        # Standard output must have nothing but the JSON of --json.
         if quiet:
             resources.enter_context(redirect_stdout(sys.stderr))
         workdir = Path(resources.enter_context(TemporaryDirectory()))

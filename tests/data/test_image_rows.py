@@ -472,7 +472,7 @@ def test_a_completion_with_a_placeholder_is_refused(tokenizer, form, monkeypatch
     with refused("row 2", VIDEO):
         sft.tokenize_answers(dataset, tokenizer, replace(settings, source="mine.rows"), 9, ())
     answers = sft.tokenize_answers(replace(dataset, rows=dataset.rows[:1], numbers=[1]), tokenizer, settings, 9, ())
-    batch = sft.make_batch(dataset, answers, [0], 9, tokenizer.pad_token_id, [0])
+    batch = sft.make_batch(dataset, answers, [0], kept_rows=[0], length=9, pad_id=tokenizer.pad_token_id)
     assert (batch.images.patches == data.make_prompts(dataset, [0], 0).images.patches).all()
 
 

@@ -48,7 +48,9 @@ def test_each_turn_is_encoded_alone_and_the_environments_are_not_learned():
     assert answers[0][0].tokens == [*parts[0], *parts[1], *parts[2], tokenizer.eos_token_id]
     assert answers[0][0].learned == [True] * len(parts[0]) + [False] * len(parts[1]) + [True] * (len(parts[2]) + 1)
     assert all(answers[1][0].learned)
-    batch = examples.make_batch(dataset(rows), answers, [0, 1], 64, tokenizer.pad_token_id, [0, 1])
+    batch = examples.make_batch(
+        dataset(rows), answers, [0, 1], kept_rows=[0, 1], length=64, pad_id=tokenizer.pad_token_id
+    )
     assert batch.completion_mask.sum() == sum(len(answer.tokens) for (answer,) in answers)
     assert (batch.completion_mask & ~batch.loss_mask).sum() == len(parts[1])
 

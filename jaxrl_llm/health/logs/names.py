@@ -91,7 +91,7 @@ def _derived(row: dict[str, Any]) -> LogRecord:
         if low is not None and mean is not None and high is not None:
             # This is the deviation of rewards that have only two values, and an upper bound for all others.
             derived["reward/std"] = derived["reward/std_bound"] = math.sqrt(max((high - mean) * (mean - low), 0.0))
-            # For prime-rl nothing follows, because equal means of groups do not imply equal rewards within a group.
+            # The log of prime-rl has means of groups. Equal means do not imply equal rewards within a group.
             derived |= {"groups/no_signal": 1.0} if low == high and place == "critic/score/" else {}
     score, total = row.get("critic/score/mean"), row.get("critic/rewards/mean")
     if score is not None and total is not None:

@@ -118,8 +118,9 @@ def make_attend(
         if kernel is None:
             attended, layer = attend(query_by_token, layer, prompt_mask, readers, window=window, **numerics)
         else:
+            query_of_token, length = query[:, :, :, 0], places[:, 0] + 1
             from_pages = kernel.attend_own(
-                query[:, :, :, 0], pages, indices.page_table, places[:, 0] + 1, window, cfg.soft_cap
+                query_of_token, pages, indices.page_table, length, window=window, soft_cap=cfg.soft_cap
             )
             from_pages = jax.tree.map(lambda x: x[:, :, None], from_pages)  # adds the axis T = 1
             from_prompts = attend_prompts(query_by_token, layer.prompts, prompt_mask, readers, **numerics)

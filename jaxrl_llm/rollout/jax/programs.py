@@ -144,7 +144,8 @@ def prefill_first(
     model: Decoder, group_sampling: GroupSampling, sizes: StreamSizes, params: PyTree, prompts: NewPrompts, key: Array
 ) -> tuple[Cache, Array, Array]:
     """Makes an empty cache, and then does what `prefill` does, for the first prompts of a call."""
-    return prefill(model, group_sampling, params, empty_cache(model, group_sampling.mesh, sizes), prompts, key)
+    cache = empty_cache(model, group_sampling.mesh, sizes)
+    return prefill(model, group_sampling, params, cache=cache, prompts=prompts, key=key)
 
 
 def prefill(

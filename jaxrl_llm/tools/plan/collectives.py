@@ -60,7 +60,7 @@ def collectives(text: str, turns: float = 1, hosts: Sequence[int] = ()) -> list[
                 # The TPU compiler writes a reduce-scatter as a computation that fuses an all-reduce and a slice.
                 kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else match[3]
                 chain = re.search(r"channel_id=\d+.*chain_id=", line)
-                # Of a collective that the compiler splits into a chain, only the first part is counted.
+                # The compiler may split a collective into a chain, of which only the first part is counted.
                 if chain and chain[0] in begun:
                     continue
                 begun.update([chain[0]] if chain else [])

@@ -134,7 +134,7 @@ def strategy(row: Row, value: Any, keys: Keys) -> Outcome:
     if value == "adamw":
         return Outcome("mapped")
     reason = f"{value} rounds parameters and moments to bfloat16; jaxrl_llm rounds only the mean of gradients"
-    # Of parameters and both moments, only the first moment can be bfloat16 in jaxrl_llm.
+    # Only the first moment can be bfloat16 in jaxrl_llm: parameters and the second moment are float32.
     return Outcome("changed", {row.field: "bfloat16"}, reason)
 
 

@@ -367,7 +367,7 @@ def decay(row: Row, value: Any, keys: Keys) -> Outcome:
         return Outcome("mapped", {f"{section}.decay": "constant", f"{section}.end": 0.0})
     if value not in ("cosine", "linear"):
         return unsupported(f"{section}.decay", f"the decay is constant, linear or cosine, not {value}")
-    # In veRL only the cosine has a lowest rate.
+    # Only the cosine of veRL has a lowest rate.
     share = float(keys[f"{row.section}min_lr_ratio"] or 0) if value == "cosine" else 0.0
     return Outcome("mapped", {f"{section}.decay": value, f"{section}.end": _lowest_rate(row, share, keys)})
 

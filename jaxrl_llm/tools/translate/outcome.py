@@ -165,7 +165,7 @@ class TrainerTable:
     def default_fields(self, key: str, keys: Keys) -> dict[str, Any]:
         """Returns the jaxrl_llm fields that a key sets if it has the default of the other trainer."""
         # Another key of the file may have a value that the rule refuses.
-        with suppress(TypeError, ValueError, ArithmeticError, AttributeError, IndexError, KeyError):
+        with suppress(TypeError, ValueError, ArithmeticError, AttributeError, LookupError):
             return self.rule(key)(self.defaults[key], keys).fields
         return {}
 

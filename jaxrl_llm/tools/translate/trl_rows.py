@@ -153,7 +153,7 @@ def prompt_limit(value: Any, keys: Keys) -> Outcome:
 
 def pair_limits(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's limits of pairs: TRL cuts a pair after `max_length` tokens, and jaxrl_llm drops a longer one."""
-    # Without a limit in the file, prompt and completion have this limit each.
+    # Prompt and completion each have this limit if the file sets no limit of their own.
     limit = int(keys["max_length"] or 4096)
     fields = {
         "data.max_prompt_tokens": int(keys["max_prompt_length"] or limit),
