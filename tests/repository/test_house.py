@@ -84,7 +84,7 @@ def test_no_config_value_has_a_hidden_default():
         assert not re.search(r"config(\.\w+)*\.get\(", file.read_text()), file
 
 
-def test_every_file_that_readme_names_is_there_and_it_is_short():
+def test_every_file_that_readme_and_agents_name_is_there_and_readme_is_short():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120
     assert "@@" not in text
@@ -93,6 +93,8 @@ def test_every_file_that_readme_names_is_there_and_it_is_short():
         names = re.split(r"\s{2,}", line)
         for name in re.findall(r"[\w/]+\.py|[\w/]+/(?=\s|$)", names[1] if line.startswith("  ") else ""):
             assert (ROOT / "jaxrl_llm" / name).exists(), name
+    for name in re.findall(r"`([\w/]+\.(?:py|md))`", (ROOT / "AGENTS.md").read_text()):
+        assert (ROOT / name).exists() or (ROOT / "jaxrl_llm" / name).exists(), name
 
 
 LEVELS = (  # of the rooms, the lowest first: imports run down
