@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.algorithms.supervised import ACCURACY_METRIC
@@ -25,9 +24,8 @@ from jaxrl_llm.data.examples import Examples, make_batch, tokenize_answers
 from jaxrl_llm.data.settings import metrics_of
 from jaxrl_llm.errors import UserError, run_main
 from jaxrl_llm.learner import forward, update
-from jaxrl_llm.learner.learning import Models, Reference, make_reference, policy_parameters
-from jaxrl_llm.learner.scorers import Scorer, States, make_scorers
-from jaxrl_llm.learner.update import Learner
+from jaxrl_llm.learner.learning import Models, TrainedModels, make_reference, policy_parameters
+from jaxrl_llm.learner.scorers import States, make_scorers
 from jaxrl_llm.machine import distributed, keys, progress, sharding
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import ShapeCache
@@ -45,33 +43,11 @@ from jaxrl_llm.session.session import Session
 from jaxrl_llm.structs import AnyArray, Array, Batch, Config, PyTree, StatefulPart
 
 
-@dataclass
-class SupervisedLearning:
-    """The scorers and the policy's learner of supervised fine-tuning, which `sft_step` uses."""
+@dataclass(kw_only=True)
+class SupervisedLearning(TrainedModels):
+    """Scoring and updates of a step of `sft`, in which only the policy learns."""
 
-    mesh: Mesh
-    scorers: dict[str, Scorer]
-    policy: Learner
-    reference: Reference | None  # None if the loss needs none, or if the base of new adapters serves as the reference
     shape_cache: ShapeCache
-
-    def shapes(self) -> States:
-        """Returns the states of a checkpoint, as shapes with shardings."""
-        return {"policy": self.policy.shapes}
-
-    def device_shapes(self) -> States:
-        """Returns the states that the devices hold, as shapes with shardings."""
-        return self.shapes() | ({"reference": self.reference.shapes} if self.reference else {})
-
-    def initial_states(self) -> States:
-        """Returns the states at step 0."""
-        policy = self.policy.init()
-        return {"policy": policy} | ({"reference": self.reference.copy(policy.params)} if self.reference else {})
-
-    def complete_restored(self, states: States, attempt: int) -> States:
-        """Adds the reference to the states of a checkpoint, which omits it because it never changes."""
-        reference_state = {"reference": self.reference.load()} if self.reference and "reference" not in states else {}
-        return states | reference_state
 
     def scored(self, states: States, batch: Batch) -> Batch:
         """Returns a batch with the columns that the loss needs, such as ref_logprobs."""
@@ -88,11 +64,11 @@ class SupervisedLearning:
             if program := scorer.program_of(name, states, batch):
                 yield program
         columns = {column: score for scorer in self.scorers.values() for column in scorer.columns}
-        yield self.policy.program_of("", states["policy"], replace(batch, columns=columns), rows)
+        yield self.learners["policy"].program_of("", states["policy"], replace(batch, columns=columns), rows)
 
     def compile(self, states: States, batch: Batch, rows: AnyArray) -> None:
         """Compiles the update, which may take minutes. Raises: UserError, if it does not fit the memory."""
-        self._ensure_compiled(self.policy.program_of("", states["policy"], batch, rows), batch)
+        self._ensure_compiled(self.learners["policy"].program_of("", states["policy"], batch, rows), batch)
 
     def _ensure_compiled(self, program: Program | None, batch: Batch) -> None:
         # This compiles once per phase, because all batches have the same shape.
@@ -132,7 +108,7 @@ def sft_step(session: Session, parts: SftParts, states: States, step: int) -> tu
     learning.compile(states, batch, parts.rows)
     # A signal waits in this block, because the old states are donated and the new states are not committed yet.
     with session.stop.deferred():
-        state, metrics = learning.policy.update(states["policy"], batch, parts.rows)
+        state, metrics = learning.learners["policy"].update(states["policy"], batch, parts.rows)
         states, updates = states | {"policy": state}, [metrics | {"loss/sft": metrics["loss/total"]}]
         updated = session.log.watch(updates)
         tokens = int(examples.completion_mask.sum())
@@ -162,7 +138,7 @@ def make_run(work_directory: WorkDirectory, recipe: SftRecipe) -> tuple[Session,
         recipe, inputs.models, partial(first_params, recipe, inputs), inputs.base, inputs.shape_cache
     )
     rows = np.arange(recipe.prompts_per_step, dtype=np.int32)
-    export = partial(inputs.export, work_directory, learning.policy)
+    export = partial(inputs.export, work_directory, learning.learners["policy"])
     parts = SftParts(examples, learning, rows, make_evaluate(work_directory, recipe, inputs, learning), export)
     banner_rows = [("over-long completions dropped", len(answers) - len(trained_rows))]
     if equal_pairs := sum(len(answers[i]) > 1 and answers[i][0] == answers[i][1] for i in trained_rows):
@@ -204,7 +180,9 @@ def make_learning(
         recipe, models, update.policy_objective(models.model, recipe.loss, Sampling()), trained_parameters
     )
     reference = make_reference(models, policy, trained_parameters, None) if "ref_logprobs" in needed else None
-    return SupervisedLearning(mesh, scorers, policy, reference, shape_cache)
+    return SupervisedLearning(
+        mesh=mesh, scorers=scorers, learners={"policy": policy}, reference=reference, shape_cache=shape_cache
+    )
 
 
 def first_params(recipe: SftRecipe, inputs: Inputs) -> PyTree:
@@ -245,7 +223,7 @@ def make_sampled_evaluation(
     evaluation = make_evaluation(work_directory, recipe, inputs)
 
     def evaluate(states: States) -> dict[str, float]:
-        engine.update_weights(learning.policy.all_parameters(states["policy"]))
+        engine.update_weights(learning.policy(states))
         metrics = evaluation(engine)
         engine.release()  # frees the gathered weights, because updates need their memory
         return metrics
@@ -274,7 +252,7 @@ def make_pair_evaluation(
     preferred = jax.jit(partial(count_preferred, recipe.loss))
 
     def evaluate(states: States) -> dict[str, float]:
-        params, correct_pairs = learning.policy.all_parameters(states["policy"]), 0
+        params, correct_pairs = learning.policy(states), 0
         with progress.task("evaluating pairs", count) as progress_bar:
             for start in range(0, count, size):
                 # All batches have the same shape, so copies of the last pair fill the last batch. They do not count.

@@ -135,20 +135,14 @@ class Reference(NamedTuple):
     refresh: RefreshSettings | None  # None if the reference never moves; then checkpoints leave it out
 
 
-@dataclass
-class Learning:
-    """Scoring, credit and updates of a step of `train`, on the states of all models."""
+@dataclass(kw_only=True)
+class TrainedModels:
+    """The scorers and learners of a run of `train` or `sft`, and the states of their models."""
 
     mesh: Mesh
-    sampling: Sampling
     scorers: dict[str, Scorer]
-    assign_credit: CreditFn
-    kl_in_reward: bool  # whether credit needs the coefficient of the KL penalty
     learners: dict[str, Learner]  # in the order of their updates: critic, then policy
     reference: Reference | None  # None if no scorer needs it, or if it is the base of new adapters
-    on_host: HostMemory
-    sizes: Sizes
-    seed: int
 
     def shapes(self) -> States:
         """Returns the shapes and shardings of the states that a checkpoint holds."""
@@ -159,15 +153,6 @@ class Learning:
     def device_shapes(self) -> States:
         """Returns the shapes and shardings of the states on the devices, including a reference that never moves."""
         return self.shapes() | ({"reference": self.reference.shapes} if self.reference else {})
-
-    def all_device_arrays(self, frozen: Iterable[str], base: PyTree) -> States:
-        """Returns all arrays of models on the devices: the states of the run, and the parameters that never learn.
-
-        frozen: names of the models that never learn. base: parameters of the policy that do not learn, None if all
-        learn.
-        """
-        states = self.device_shapes() | {name: self.scorers[name].params({}) for name in frozen}
-        return states | ({"base": base} if base else {})
 
     def initial_states(self) -> States:
         """Returns the states at step 0."""
@@ -184,11 +169,36 @@ class Learning:
         if attempt:
             learners = self.learners.items()
             states = states | {name: learner.after_rollback(states[name], attempt) for name, learner in learners}
-        return self.offload(states)
+        return states
 
     def policy(self, states: States) -> PyTree:
         """Returns all parameters of the policy, in the form that its model applies."""
         return self.learners["policy"].all_parameters(states["policy"])
+
+
+@dataclass(kw_only=True)
+class Learning(TrainedModels):
+    """Scoring, credit and updates of a step of `train`, on the states of all models."""
+
+    sampling: Sampling
+    assign_credit: CreditFn
+    kl_in_reward: bool  # whether credit needs the coefficient of the KL penalty
+    on_host: HostMemory
+    sizes: Sizes
+    seed: int
+
+    def all_device_arrays(self, frozen: Iterable[str], base: PyTree) -> States:
+        """Returns all arrays of models on the devices: the states of the run, and the parameters that never learn.
+
+        frozen: names of the models that never learn. base: parameters of the policy that do not learn, None if all
+        learn.
+        """
+        states = self.device_shapes() | {name: self.scorers[name].params({}) for name in frozen}
+        return states | ({"base": base} if base else {})
+
+    def complete_restored(self, states: States, attempt: int) -> States:
+        """Completes the states of a checkpoint, and offloads the arrays that `on_host` names."""
+        return self.offload(super().complete_restored(states, attempt))
 
     def score(self, states: States, batch: Batch) -> dict[str, Array]:
         """Returns the columns of all scorers: {name: [B, G, C]}."""

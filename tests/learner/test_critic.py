@@ -16,7 +16,7 @@ from jaxrl_llm import recipe as recipes
 from jaxrl_llm.algorithms import credit, losses
 from jaxrl_llm.config.load import load
 from jaxrl_llm.learner import critic, forward, optim, update
-from jaxrl_llm.learner.learning import Learning
+from jaxrl_llm.learner.learning import TrainedModels
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.recipe import fit
@@ -74,10 +74,11 @@ def test_a_rollback_lowers_the_rate_of_the_critic_too():
         sizes=recipe.sizes,
         backoff=optim.LearningRateBackoff(0.5, 2),
     )
-    run = SimpleNamespace(reference=None, learners={"critic": learner}, offload=lambda states: states)
+    run = SimpleNamespace(reference=None, learners={"critic": learner})
     states = {"critic": learner.init()}
     rates = [
-        learner.coefficients(s["critic"])["learning_rate"] for s in (states, Learning.complete_restored(run, states, 1))
+        learner.coefficients(s["critic"])["learning_rate"]
+        for s in (states, TrainedModels.complete_restored(run, states, 1))
     ]  # pyright: ignore[reportArgumentType]
     assert rates == pytest.approx([0.3, 0.3 * 0.5 / 3])  # with a warm-up of two updates
 

@@ -154,7 +154,7 @@ def make_sft_plan(
     batch, score = example_shapes(sizes, prompts.width, prompts.images, mesh)
     rows: Any = jax.ShapeDtypeStruct((sizes.prompts_per_step,), jnp.int32)
     # The gathered weights of the layers are as large as a copy of the weights for decoding.
-    params = learning.policy.all_parameters(learning.policy.shapes)
+    params = learning.policy(states)
     gathered = device_bytes(copy_shapes(models.model, mesh, mesh, params, in_int8=False))
     compiler, phases = Compiler(models, sizes, dump, chip, gathered), list[Phase]()
     for program in learning.programs(batch, score, rows):
