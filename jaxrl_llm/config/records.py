@@ -3,13 +3,15 @@
 A record is a frozen dataclass with a field for each field of its section. A field may also be a section:
 `Annotated[Call, module]` names a function of a module, `Annotated[KeywordArguments, function]` holds the keyword
 arguments of a function, another record has fields of its own, `dict[str, record]` has sections of any names, and
-`X | None = None` is a section that may be absent.
+`X | None = None` is a section that may be absent. A field with init=False is a setting that the config of another
+program has; without it, the default holds.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, is_dataclass
 from functools import cache
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -55,11 +57,16 @@ class SectionKind(NamedTuple):
     several: bool = False  # whether the field is a dict of such sections
 
 
+def _config_fields(record: type) -> list[dataclasses.Field[Any]]:
+    """Returns the fields of a record that a config has."""
+    return [record_field for record_field in dataclasses.fields(record) if record_field.init]
+
+
 @cache
 def _sections(record: type) -> dict[str, SectionKind]:
     """Returns {field of a record that is a section: its kind}."""
     hints = get_type_hints(record, include_extras=True)
-    kinds = {record_field.name: _section_of(hints[record_field.name]) for record_field in fields(record)}
+    kinds = {record_field.name: _section_of(hints[record_field.name]) for record_field in _config_fields(record)}
     return {name: kind for name, kind in kinds.items() if kind}
 
 
@@ -92,7 +99,7 @@ def table(record: type, values: Mapping[str, Any], section: str = "") -> Table:
     """
     prefix, inner_sections = f"{section}." if section else "", _sections(record)
     hints, whole_table = get_type_hints(record, include_extras=True), Table({}, {}, {}, set())
-    for record_field in fields(record):
+    for record_field in _config_fields(record):
         path, value = prefix + record_field.name, values.get(record_field.name, {})
         if record_field.name not in inner_sections:
             allowed = field_of(hints[record_field.name])
@@ -144,7 +151,7 @@ def present(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
 def read(record: type[T], values: Mapping[str, Any]) -> T:
     """Returns the checked values of a config, or of a section of one, as a frozen record."""
     inner_sections = _sections(record)
-    names = {record_field.name for record_field in fields(record)}  # pyright: ignore[reportArgumentType]
+    names = {record_field.name for record_field in _config_fields(record)}
     return record(**{name: _read_field(inner_sections.get(name), x) for name, x in values.items() if name in names})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange, Positive
 from jaxrl_llm.data.formats import Columns
@@ -61,11 +61,15 @@ class DataSettings:
     count as prompt tokens.
     """
 
-    mixture: ClassVar[dict[str, SourceSettings]] = {}
-    completion_column: ClassVar[str] = ""  # column of the text that `sft` learns
-    rejected_column: ClassVar[str] = ""  # column of the worse completion of a preference pair
-    skip: ClassVar[float] = 0.0  # probability that a curriculum skips a prompt whose last visit had no signal
-    order_column: ClassVar[str] = ""  # column of numbers by which each epoch is sorted; "" = epochs are shuffled
+    mixture: dict[str, SourceSettings] = field(default_factory=dict, init=False)
+    completion_column: str = field(default="", init=False)  # column of the text that `sft` learns
+    rejected_column: str = field(default="", init=False)  # column of the worse completion of a preference pair
+    order_column: str = field(default="", init=False)  # column of numbers by which `train` sorts an epoch
+
+    @property
+    def skip(self) -> float:
+        """Probability that a curriculum skips a prompt without signal; 0 if the run has no curriculum."""
+        return 0.0
 
     @property
     def columns(self) -> Columns:

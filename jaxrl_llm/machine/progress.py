@@ -165,5 +165,6 @@ class Display:
         sys.stdout.flush()
 
 
+# The display is global, because a process has one standard output, which all tasks share.
 DISPLAY = Display()
 task = DISPLAY.task

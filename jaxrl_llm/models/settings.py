@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange
 
@@ -25,14 +25,14 @@ class ModelSettings:
     (docs/models.md). "": model_type in config.json names a family of this package.
     """
 
-    row_parts: ClassVar[int] = 1
+    row_parts: int = field(default=1, init=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupModelSettings(ModelSettings):
     """The initial model of a run that scores, and learns from, several completions of a prompt."""
 
-    row_parts: MayChange[AtLeastOne] = field()  # pyright: ignore[reportIncompatibleVariableOverride]
+    row_parts: MayChange[AtLeastOne] = field()
     """Parts in which the completions of a prompt are scored and learned from, one after the other. More parts need less
     memory and one more forward pass. The number of parts changes no gradient.
     """

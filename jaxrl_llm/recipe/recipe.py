@@ -49,7 +49,7 @@ class CurriculumSettings:
 class PromptsSettings(DataSettings):
     """The section `data` of `train`."""
 
-    mixture: dict[str, SourceSettings] = field(default_factory=dict)  # pyright: ignore[reportIncompatibleVariableOverride]
+    mixture: dict[str, SourceSettings] = field(default_factory=dict)
     """Several sources instead of data.source, which must then be "". Each has a name and the fields of this example:
     c.data.mixture.math = ConfigDict(dict(source="math.parquet", convert="", weight=2.0)). Prompts are drawn in
     proportion to the weights.
@@ -58,13 +58,13 @@ class PromptsSettings(DataSettings):
     """Curriculum that skips prompts without signal. dict(skip=0.9): probability to skip a prompt whose completions all
     had the same reward at its last visit. None: no curriculum.
     """
-    order_column: str = ""  # pyright: ignore[reportIncompatibleVariableOverride]
+    order_column: str = ""
     """Column of numbers, such as a difficulty, that sorts the prompts of an epoch, smallest first. In a mixture each
     source is sorted. "": prompts are shuffled.
     """
 
     @property
-    def skip(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def skip(self) -> float:
         """Probability of skipping a prompt without signal; 0 if the run has no curriculum."""
         return self.curriculum.skip if self.curriculum else 0.0
 
@@ -73,8 +73,8 @@ class PromptsSettings(DataSettings):
 class ExamplesSettings(DataSettings):
     """The section `data` of `sft`."""
 
-    completion_column: str = field()  # pyright: ignore[reportIncompatibleVariableOverride]
-    rejected_column: str = ""  # pyright: ignore[reportIncompatibleVariableOverride]
+    completion_column: str = field()
+    rejected_column: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +114,8 @@ class Settings:
     adapters: Annotated[Call, adapter_kinds] | None = None
 
     program: ClassVar[str]
-    env: ClassVar[Call | None] = None
-    turns: ClassVar[KeywordArguments | None] = None
+    env: Call | None = field(default=None, init=False)
+    turns: KeywordArguments | None = field(default=None, init=False)
 
     @property
     def rl(self) -> Recipe | None:
@@ -274,8 +274,8 @@ class Recipe(Settings):
     critic: learner.CriticSettings | None = None
     teachers: dict[str, learner.FrozenSettings] = field(default_factory=dict)
     reward_model: learner.RewardModelSettings | None = None
-    env: Annotated[Call, tasks.ENVIRONMENTS] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    turns: Annotated[KeywordArguments, EnvironmentPool] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    env: Annotated[Call, tasks.ENVIRONMENTS] | None = None
+    turns: Annotated[KeywordArguments, EnvironmentPool] | None = None
 
     program: ClassVar[str] = "train"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config.names import split_call
@@ -60,14 +60,14 @@ class JudgeSettings:
     True is for machines that grant no namespaces: such code can do all that the trainer's user can (docs/rewards.md).
     """
 
-    functions: ClassVar[tuple[str, ...]] = ()
+    functions: tuple[str, ...] = field(default=(), init=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings(JudgeSettings):
     """Section `reward`: the reward functions of a run, and the penalty for overlong completions."""
 
-    functions: tuple = field()  # pyright: ignore[reportIncompatibleVariableOverride]
+    functions: tuple = field()
     """Reward functions: names of this package, or my.module.function with TRL's signature. A name may have arguments,
     as in "gsm8k.accuracy(method='flexible')" (docs/rewards.md).
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, Field, MayChange
 
@@ -33,7 +33,7 @@ class HealthSettings:
     stop: MayChange[tuple[str, ...]]
     """Health rules (docs/health.md) whose finding ends the run. Findings of all other rules are only reported."""
 
-    rollback: ClassVar[RollbackSettings | None] = None
+    rollback: RollbackSettings | None = field(default=None, init=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class ActingHealthSettings(HealthSettings):
     """
     self_test: MayChange[bool]
     """True: a new run tests itself at step 0 (docs/health.md). The test changes no number of the run."""
-    rollback: RollbackSettings | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    rollback: RollbackSettings | None = None
     """Rollback to a checkpoint. dict(rules=("reward_collapse",), most=3, learning_rate=0.5, warmup_steps=5): at a
     finding of these rules the run restores a checkpoint before it and continues with other samples of the same prompts,
     at most `most` times. learning_rate: factor of the rate at each rollback. warmup_steps: updates of a new warm-up.
@@ -85,14 +85,14 @@ class LogSettings:
     profile: MayChange[str]
     """Steps to trace into WORKDIR/profile, as "3:5"; "": none."""
 
-    completions_every: ClassVar[int] = 0
+    completions_every: int = field(default=0, init=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesLogSettings(LogSettings):
     """The log settings of a run that samples completions."""
 
-    completions_every: MayChange[Count] = field()  # pyright: ignore[reportIncompatibleVariableOverride]
+    completions_every: MayChange[Count] = field()
     """Steps between samples on the console, in completions.jsonl and in the loggers; the first and the last step are
     always included. 0: no samples.
     """
