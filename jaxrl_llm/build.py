@@ -38,7 +38,7 @@ from jaxrl_llm.learner.packing import Packing
 from jaxrl_llm.learner.programs import compile_all, learning_programs
 from jaxrl_llm.learner.scorers import FrozenModel, States, load_frozen, make_frozen_scorer, make_scorers
 from jaxrl_llm.learner.update import Learner, LearnerParameters, Objective
-from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine import distributed, meshes
 from jaxrl_llm.machine.compilation import Program, compute_deterministically
 from jaxrl_llm.machine.distributed import agreement
 from jaxrl_llm.machine.hang import WATCHDOG
@@ -171,7 +171,7 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
 
     find() -> folder of the policy's model. Raises: UserError, naming the config field that does not fit.
     """
-    mesh, sampler_mesh = sharding.make_meshes(recipe.sampler_devices, **recipe.mesh)
+    mesh, sampler_mesh = meshes.make_meshes(recipe.sampler_devices, **recipe.mesh)
     fit.check_batch_fits_mesh(recipe.sizes, mesh)
     folder = find()
     models = describe_models(recipe.model, recipe.adapters, recipe.other_paths, mesh, folder)

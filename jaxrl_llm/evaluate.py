@@ -25,7 +25,7 @@ from jaxrl_llm.data.image_format import read_format
 from jaxrl_llm.data.rows import check_source, is_task
 from jaxrl_llm.data.settings import DataSettings, EvalSet, set_name
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
-from jaxrl_llm.machine import extras, sharding
+from jaxrl_llm.machine import extras, meshes
 from jaxrl_llm.machine.compilation import enable_compilation_cache
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.names import FAMILIES
@@ -99,7 +99,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
     Returns the graded completions and the problems. Raises: UserError, naming the flag that does not fit.
     """
     environment = episode_settings(args, run)
-    mesh = sharding.make_mesh(**(run.mesh if run else dict(data=1, fsdp=-1, tensor=1)))
+    mesh = meshes.make_mesh(**(run.mesh if run else dict(data=1, fsdp=-1, tensor=1)))
     with ExitStack() as resources:
         folder = resources.enter_context(run.model_folder(step)) if run else hf.find_checkpoint(args.model, "--model")
         model = hf.load_model(folder, mesh, family=args.family, dtype=args.dtype)

@@ -26,7 +26,7 @@ from jaxrl_llm.errors import UserError, run_main
 from jaxrl_llm.learner import forward, update
 from jaxrl_llm.learner.learning import Models, TrainedModels, make_reference, policy_parameters
 from jaxrl_llm.learner.scorers import States, make_scorers
-from jaxrl_llm.machine import distributed, keys, progress, sharding
+from jaxrl_llm.machine import distributed, keys, progress, sharding, transfers
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import ShapeCache
 from jaxrl_llm.models import hf
@@ -103,7 +103,7 @@ def sft_step(session: Session, parts: SftParts, states: States, step: int) -> tu
     """Runs one update on the next examples. Donates the given states."""
     timer, learning = session.log.timer(), parts.learning
     examples = parts.examples.next()
-    batch = learning.scored(states, sharding.shard_batch(examples, learning.mesh))
+    batch = learning.scored(states, transfers.shard_batch(examples, learning.mesh))
     # Compilation stays outside of `deferred`, because it may take minutes in which a signal must work.
     learning.compile(states, batch, parts.rows)
     # A signal waits in this block, because the old states are donated and the new states are not committed yet.
@@ -257,7 +257,7 @@ def make_pair_evaluation(
             for start in range(0, count, size):
                 # All batches have the same shape, so copies of the last pair fill the last batch. They do not count.
                 rows = [min(i, count - 1) for i in range(start, start + size)]
-                batch = sharding.shard_batch(collate(rows[distributed.part(size)]), learning.mesh)
+                batch = transfers.shard_batch(collate(rows[distributed.part(size)]), learning.mesh)
                 batch = learning.scored(states, batch)
                 correct_pairs += int(preferred(logprobs_of(params, batch), batch, min(size, count - start)))
                 progress_bar.advance(min(size, count - start))

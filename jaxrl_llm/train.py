@@ -11,7 +11,7 @@ from jaxrl_llm.build import COMPILE_ONLY, Parts, build, compile_only
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.errors import run_main
 from jaxrl_llm.machine import distributed
-from jaxrl_llm.machine.sharding import shard_batch
+from jaxrl_llm.machine.transfers import shard_batch
 from jaxrl_llm.rollout.actor import WeightLease
 from jaxrl_llm.rollout.samples import to_batch
 from jaxrl_llm.session import loop

@@ -20,7 +20,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config import records
 from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.packing import pack
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes, sharding, transfers
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.rope import default_rope
@@ -50,7 +50,7 @@ def log_of(workdir: Path, config: ConfigDict) -> Log:
 
 def mesh_of(shape: tuple[int, int, int]) -> jax.sharding.Mesh:
     """A mesh of these sizes of data, fsdp and tensor."""
-    return sharding.make_mesh(**dict(zip(sharding.AXES, shape, strict=True)))
+    return meshes.make_mesh(**dict(zip(meshes.AXES, shape, strict=True)))
 
 
 def alarmed(completions: list, **_: object) -> list[float]:
@@ -134,8 +134,8 @@ def one_update(
     whole = batch()
     if packed:
         whole = replace(whole, packed_index=pack(whole.completion_mask.sum(axis=-1), C, packed))
-    state, metrics = step(state, sharding.shard_batch(whole, mesh), jnp.arange(B))
-    return sharding.to_host(state.params), sharding.to_host(metrics)
+    state, metrics = step(state, transfers.shard_batch(whole, mesh), jnp.arange(B))
+    return transfers.to_host(state.params), transfers.to_host(metrics)
 
 
 def collapsed(tokens: np.ndarray, grids: list[tuple[int, int]], image_token: int) -> list[int]:

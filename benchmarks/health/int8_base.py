@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.adapters import merge_adapters
 from jaxrl_llm.session.saved_run import SavedRun
@@ -23,7 +23,7 @@ from jaxrl_llm.structs import Prompt
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workdir", type=Path)
-    workdir, mesh = parser.parse_args().workdir, sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    workdir, mesh = parser.parse_args().workdir, meshes.make_mesh(data=1, fsdp=1, tensor=1)
     run = SavedRun(workdir)
     step = run.find("last")
     with run.model_folder(step) as folder:

@@ -19,7 +19,7 @@ import jaxrl_llm
 from jaxrl_llm.algorithms import losses
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward, optim, update
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes, transfers
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.structs import Batch, Prompts
@@ -33,7 +33,7 @@ def measure(dtype: str, length: int, *, prompts: int, scored: int) -> tuple[dict
 
     prompts: in the batch; scored: so many of them at a time.
     """
-    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    mesh = meshes.make_mesh(data=1, fsdp=1, tensor=1)
     folder = Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic"
     model = hf.load_model(folder, mesh, dtype=dtype, remat="dots")
     params = hf.load_params(folder, model, mesh)
@@ -46,7 +46,7 @@ def measure(dtype: str, length: int, *, prompts: int, scored: int) -> tuple[dict
     mask = drawn.loss_mask
     advantages = np.broadcast_to(rng.normal(size=(prompts, GROUP, 1)), mask.shape).astype(np.float32)
     batch = Batch(tokens, given.mask, drawn.completions, mask, mask, advantages, sampler_logprobs=drawn.logprobs)
-    batch = sharding.shard_batch(batch, mesh)
+    batch = transfers.shard_batch(batch, mesh)
     old = forward.make_logprob_fn(model, Sampling(), mesh, microbatch=scored)(params, batch)
     gaps = np.abs(np.asarray(old) - drawn.logprobs)
     batch = replace(batch, old_logprobs=old)

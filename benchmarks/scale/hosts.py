@@ -50,7 +50,7 @@ def in_processes(count: int, *words: str) -> Any:
 
 def measure(place: str) -> dict[str, float]:
     """Returns the median seconds of each exchange."""
-    from jaxrl_llm.machine import distributed, sharding
+    from jaxrl_llm.machine import distributed, meshes, transfers
 
     def seconds(act: Callable[[], object]) -> float:
         times = []
@@ -62,14 +62,14 @@ def measure(place: str) -> dict[str, float]:
         return statistics.median(times)
 
     with distributed.join_processes(place):
-        mesh, rows = sharding.make_mesh(data=-1, fsdp=1, tensor=1), np.zeros((1, ROWS), np.uint8)
+        mesh, rows = meshes.make_mesh(data=-1, fsdp=1, tensor=1), np.zeros((1, ROWS), np.uint8)
         return {
             "exchange of a number": seconds(lambda: distributed.exchange(1.0)),
             "barrier": seconds(lambda: distributed.wait("barrier")),
             "gather of 64 KiB each": seconds(lambda: distributed.gather(rows)),
-            "the same by the devices": seconds(lambda: sharding.gather(rows, mesh)),
+            "the same by the devices": seconds(lambda: transfers.gather(rows, mesh)),
             "largest of 100 numbers, by the devices": seconds(
-                lambda: sharding.max_over_processes(np.arange(100), mesh)
+                lambda: transfers.max_over_processes(np.arange(100), mesh)
             ),
         }
 

@@ -28,7 +28,7 @@ def main() -> None:
     with TemporaryDirectory() as made:
         from jaxrl_llm import recipe as recipes
         from jaxrl_llm.config.load import load
-        from jaxrl_llm.machine.sharding import make_mesh
+        from jaxrl_llm.machine.meshes import make_mesh
         from jaxrl_llm.tools.plan.phases import make_plan
         from jaxrl_llm.tools.plan.prompts import PromptSizes
 

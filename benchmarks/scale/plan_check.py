@@ -98,7 +98,7 @@ def main() -> None:
         from jaxrl_llm import recipe as recipes
         from jaxrl_llm.config.load import load
         from jaxrl_llm.machine.compilation import Program
-        from jaxrl_llm.machine.sharding import mesh_over
+        from jaxrl_llm.machine.meshes import mesh_over
         from jaxrl_llm.tools.plan import phases
         from jaxrl_llm.tools.plan.chips import topology
         from jaxrl_llm.tools.plan.prompts import PromptSizes

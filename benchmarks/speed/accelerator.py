@@ -30,7 +30,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config import load as configs
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import hf, hf_export, new_model
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.structs import Prompt, Prompts
@@ -70,7 +70,7 @@ def parity(families: Iterable[str]) -> dict[str, Any]:
 
     It is infinite if a greedy token differs.
     """
-    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    mesh = meshes.make_mesh(data=1, fsdp=1, tensor=1)
     differences = {name: _parity_of(REFERENCES / name, mesh) for name in families}
     return {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "parity": differences}
 

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import hf, hf_export, new_model
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.environments import EnvironmentPool
@@ -98,7 +98,7 @@ def main() -> None:
         "--vllm", action="store_true", help="also over a vLLM server; it needs launch/vllm_cpu.sh --install"
     )
     with_vllm = parser.parse_args().vllm
-    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    mesh = meshes.make_mesh(data=1, fsdp=1, tensor=1)
     with TemporaryDirectory() as made:
         folder = Path(made)
         new_model.write_folder(folder / "new", SIZES, [{"prompt": "0123456789+<>,", "text": "0"}], "text")

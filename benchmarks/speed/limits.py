@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.machine.sharding import make_mesh
+from jaxrl_llm.machine.meshes import make_mesh
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.rope import default_rope

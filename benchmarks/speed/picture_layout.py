@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward
 from jaxrl_llm.learner.microbatches import map_reduce
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Batch, Images, ImageSizes
@@ -146,7 +146,7 @@ def main() -> None:
         print(line, flush=True)
     # Of the small model, which is the last.
     batch = cut(make_batch(model.cfg.vocab_size, 8, args.group, args.tokens))
-    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    mesh = meshes.make_mesh(data=1, fsdp=1, tensor=1)
     program = jax.jit(partial(summed, model, mesh))
     sizes = [batch, replace(batch, images=replace(batch.images, smaller=()))]
     ours, one = (seconds(program, params, x, args.repetitions) for x in sizes)

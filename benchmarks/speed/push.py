@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.speed.step import environment, make_model
 from benchmarks.speed.workloads import WORKLOADS
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.protocol import EngineInputs
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
@@ -40,7 +40,7 @@ ARGUMENTS = ("--enforce-eager", "--no-enable-chunked-prefill", "--skip-tokenizer
 def measure(folder: Path, workdir: Path, push: str, times: int) -> tuple[int, list[float]]:
     """Bytes of a model, and seconds of each of so many pushes after a first."""
     model = hf.load_model(folder)
-    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    mesh = meshes.make_mesh(data=1, fsdp=1, tensor=1)
     params = hf.load_params(folder, model, mesh)
     python = str(environment("vllm"))
     server = ManagedServer(

@@ -23,7 +23,7 @@ from jaxrl_llm.learner.packing import Packing, index_shape, minibatches, packed_
 from jaxrl_llm.learner.scorers import Scorer, States
 from jaxrl_llm.learner.settings import HostMemory, RefreshSettings
 from jaxrl_llm.learner.update import ALL_LEARN, FrozenBase, Learner, LearnerParameters
-from jaxrl_llm.machine import keys, sharding
+from jaxrl_llm.machine import keys, sharding, transfers
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import LEARNING, MAX_SHAPES, RATES, Shape, ShapeCache, abstract
 from jaxrl_llm.models import hf, peft
@@ -228,16 +228,16 @@ class Learning(TrainedModels):
         """Finishes the updates of `step`: moves the reference if that is due, and offloads. Returns the new states."""
         refresh = self.reference and self.reference.refresh
         if refresh and step % refresh.every == 0:
-            reference = sharding.move(states["reference"], sharding.DEVICE)
+            reference = transfers.move(states["reference"], transfers.DEVICE)
             states = states | {"reference": move_reference(states["policy"].params, reference, refresh.mix)}
         return self.offload(states)
 
     def offload(self, states: States) -> States:
         """Moves the arrays that `on_host` names to the host's memory. Scorers and learners move them back for use."""
         if self.on_host.reference and "reference" in states:
-            states = states | {"reference": sharding.move(states["reference"], sharding.HOST)}
+            states = states | {"reference": transfers.move(states["reference"], transfers.HOST)}
         if self.on_host.optimizer:
-            opt_states = {name: sharding.move(states[name].opt_state, sharding.HOST) for name in self.learners}
+            opt_states = {name: transfers.move(states[name].opt_state, transfers.HOST) for name in self.learners}
             states = states | {name: replace(states[name], opt_state=x) for name, x in opt_states.items()}
         return states
 

@@ -16,7 +16,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
 from jaxrl_llm.learner.forward import REMEDY
 from jaxrl_llm.learner.update import FrozenBase
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import transfers
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder
@@ -54,7 +54,7 @@ class Scorer(NamedTuple):
     def score(self, states: States, batch: Batch) -> dict[str, jax.Array]:
         """Returns the columns of a batch: {name: [B, G, C]}."""
         # Parameters in the host's memory move to the devices for this call only.
-        return self.program(sharding.move(self.params(states), sharding.DEVICE), batch)
+        return self.program(transfers.move(self.params(states), transfers.DEVICE), batch)
 
     def program_of(self, text: str, states: States, batch: Batch) -> Program | None:
         """Returns the program of `score` for batches of this shape, None if `score` runs no program.
@@ -146,7 +146,7 @@ def load_frozen(
     if scores:
         readout = jax.device_put(hf.load_readout(folder, model), NamedSharding(mesh, PartitionSpec()))
         params = {"decoder": params, "readout": readout}
-    return FrozenModel(model, sharding.move(params, sharding.HOST) if on_host else params)
+    return FrozenModel(model, transfers.move(params, transfers.HOST) if on_host else params)
 
 
 def frozen_model(section: str, folder: Path, policy_settings: ModelSettings, mesh: Mesh) -> Decoder:

@@ -22,7 +22,7 @@ from jaxrl_llm.learner import microbatches
 from jaxrl_llm.learner.forward import REMEDY, completion_logprobs_and_load
 from jaxrl_llm.learner.microbatches import Microbatch
 from jaxrl_llm.learner.optim import SKIPS, LearningRateBackoff, Optimizer
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import sharding, transfers
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN, Program
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Array, Batch, PyTree, TrainState
@@ -76,7 +76,7 @@ class Learner:
 
     def update(self, state: TrainState, batch: Batch, rows: Array) -> tuple[TrainState, Metrics]:
         """Runs one optimizer step on the prompts batch[rows]. Donates the state. Also returns metrics."""
-        state, metrics = self.update_step(sharding.move(state, sharding.DEVICE), batch, rows, self.base.params)
+        state, metrics = self.update_step(transfers.move(state, transfers.DEVICE), batch, rows, self.base.params)
         return state, {f"{self.prefix}{name}": x for name, x in metrics.items()}
 
     def after_rollback(self, state: TrainState, rollbacks: int) -> TrainState:

@@ -103,6 +103,6 @@ def print_stacks() -> None:
     faulthandler.dump_traceback(sys.stderr)
 
 
-# The watchdog is global, because a process hangs as a whole: threads and callbacks that know no run report progress too,
-# such as those of the compiler and of reward functions.
+# The watchdog is global, because a process hangs as a whole: threads and callbacks that know no run report progress
+# too, such as those of the compiler and of reward functions.
 WATCHDOG = Watchdog()

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm.machine.sharding import HOST
+from jaxrl_llm.machine.transfers import HOST
 from jaxrl_llm.structs import PyTree
 
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # bytes that a Linux container may use, or "max"

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import transfers
 from jaxrl_llm.machine.compilation import COMPILER
 from jaxrl_llm.structs import PartState, PyTree
 
@@ -191,7 +191,7 @@ def abstract(tree: PyTree) -> PyTree:
         # JAX moves an uncommitted array to the devices of the other arguments, so its placement must not bind the
         # program.
         is_committed = isinstance(x, jax.Array) and x.committed
-        device_sharding = x.sharding.with_memory_kind(sharding.DEVICE) if is_committed else None
+        device_sharding = x.sharding.with_memory_kind(transfers.DEVICE) if is_committed else None
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device_sharding)
 
     return jax.tree.map(describe, tree)

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jaxrl_llm.machine import disk, distributed, progress, sharding
+from jaxrl_llm.machine import disk, distributed, progress, sharding, transfers
 from jaxrl_llm.models import adapters, names
 from jaxrl_llm.models.hf import stored_dtype, tensor_table
 from jaxrl_llm.models.names import TensorNames
@@ -120,9 +120,9 @@ def tensors(params: PyTree, table: TensorNames, dtype: Any) -> Iterator[tuple[st
         template, remaining_names = table[name], iter(names.tensor_names(table[name], leaf.shape))
         # Small parameters are sliced on the host, because slicing on a device compiles a program for each shape.
         on_host = not adapters.is_kernel(leaf) and leaf.nbytes <= HOST_BYTES
-        parameter: Any = sharding.gather_to_host(leaf) if on_host else leaf
+        parameter: Any = transfers.gather_to_host(leaf) if on_host else leaf
         for i in range(leaf.shape[0] if names.stacked_axes(template) else 1):
-            host_values = sharding.gather_to_host(
+            host_values = transfers.gather_to_host(
                 _layer_of(parameter, i) if names.stacked_axes(template) else parameter
             )
             # One layer holds all its experts, which are separate tensors in most checkpoints.

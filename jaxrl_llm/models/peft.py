@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.machine import disk, distributed, sharding
+from jaxrl_llm.machine import disk, distributed, transfers
 from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.models.adapters import Adapters, PeftForm
 from jaxrl_llm.structs import PyTree
@@ -51,7 +51,7 @@ def save(folder: Path, params: PyTree, adapters: Adapters, base: str) -> None:
     the base model, for adapter_config.json. Raises: UserError, if the disk write fails.
     """
     # Gathering a sharded array needs all processes.
-    on_host = jax.tree.map(sharding.gather_to_host, params)
+    on_host = jax.tree.map(transfers.gather_to_host, params)
     if distributed.first():
         with disk.replacing(folder) as unfinished:
             (unfinished / SETTINGS_FILE).write_text(json.dumps(settings(adapters, base), indent=2) + "\n")

@@ -22,7 +22,7 @@ from jaxrl_llm.data.settings import DataSettings, EvalSet, EvalSettings, SourceS
 from jaxrl_llm.learner import optim
 from jaxrl_llm.learner import settings as learner
 from jaxrl_llm.learner.optim import Coefficient, LearningRateBackoff, Optimizer, make_optimizer
-from jaxrl_llm.machine.sharding import make_mesh
+from jaxrl_llm.machine.meshes import make_mesh
 from jaxrl_llm.models import adapter_kinds
 from jaxrl_llm.models.settings import GroupModelSettings, ModelSettings, NewModelSettings
 from jaxrl_llm.rollout import engines

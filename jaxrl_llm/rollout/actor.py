@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.data.curriculum import Curriculum, from_text, to_text
-from jaxrl_llm.machine import distributed, keys, sharding
+from jaxrl_llm.machine import distributed, keys, transfers
 from jaxrl_llm.rollout.in_flight import InFlightGroups
 from jaxrl_llm.rollout.prefetch import Prefetcher
 from jaxrl_llm.rollout.protocol import Engine
@@ -98,7 +98,7 @@ class Actor:
         batches = zip(arrays[: len(metrics)], metrics, notes["replaced"] if metrics else [], strict=True)
         sampled = [self._source.from_checkpoint(*batch) for batch in batches]
         for in_flight_arrays in arrays[len(metrics) :]:
-            in_flight_arrays = sharding.to_host(in_flight_arrays)
+            in_flight_arrays = transfers.to_host(in_flight_arrays)
             self._in_flight = InFlightGroups.from_checkpoint(in_flight_arrays, self._source.collate)
         self._source.in_flight = self._in_flight
         self._restored = [
@@ -186,7 +186,7 @@ class Actor:
         notes |= {"visits": to_text(self._visits)} if self._visits is not None else {}
         arrays = [self._source.to_checkpoint(samples) for samples in complete_batches]
         if in_flight:
-            arrays.append(sharding.shard_batch(in_flight.to_checkpoint(), self._source.mesh))
+            arrays.append(transfers.shard_batch(in_flight.to_checkpoint(), self._source.mesh))
         return PartState(notes, arrays)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
-from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine import distributed, transfers
 from jaxrl_llm.rollout.environments import EnvironmentBatch, EnvironmentPool
 from jaxrl_llm.rollout.grading import Completions, GradedCompletions, RewardFn
 from jaxrl_llm.rollout.in_flight import FirstCompleteGroups, InFlightGroups, StreamEngine
@@ -243,14 +243,14 @@ class SampleSource:
         """Returns the arrays, on the devices, that a checkpoint keeps of a batch that no update has used."""
         greedy = {"greedy": samples.greedy.rollouts} if samples.greedy else {}
         arrays = {"numbers": samples.prompts.numbers, "rollouts": samples.rollouts} | greedy
-        return sharding.shard_batch(arrays, self.mesh)
+        return transfers.shard_batch(arrays, self.mesh)
 
     def from_checkpoint(self, arrays: dict[str, Any], metrics: dict[str, Any], replaced_rows: list[int]) -> Samples:
         """Returns the batch of `to_checkpoint`, and starts its grading. A checkpoint holds dataclasses as dicts.
 
         A checkpoint has no texts and no rewards, because both follow from the data rows and the tokens.
         """
-        arrays = sharding.to_host(arrays)
+        arrays = transfers.to_host(arrays)
         prompts = self.collate(arrays["numbers"])
         rollouts, *greedy = (Rollouts(**arrays[name]) for name in ("rollouts", "greedy") if name in arrays)
         samples = replace(self._start_grading(prompts, rollouts), metrics=metrics, replaced_rows=replaced_rows)
@@ -360,7 +360,7 @@ def _apply_replacement(
     names = sorted({*rollouts.episodes, *fresh.rollouts.episodes})
     old_values = rollouts.measured(names), graded.rewards
     new_values = fresh.rollouts.measured(names), fresh.wait_for_grades().rewards
-    rollouts, rewards = sharding.put_groups(old_values, new_values, replaced_groups, fresh_groups, mesh)
+    rollouts, rewards = transfers.put_groups(old_values, new_values, replaced_groups, fresh_groups, mesh)
     part = distributed.part(len(rollouts.truncated) * distributed.count())
     local_groups = replaced_groups[(part.start <= replaced_groups) & (replaced_groups < part.stop)] - part.start
     if not len(local_groups):

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.forward import make_logprob_fn
-from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine import distributed, sharding, transfers
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Batch, Collate, PyTree, Rollouts
@@ -70,7 +70,7 @@ class WeightCheck:
         prompts = self._prompts
         completions = answer.completions, answer.completion_mask, answer.loss_mask
         batch = Batch(prompts.tokens, prompts.mask, *completions, images=prompts.images)
-        trainer_logprobs = sharding.to_host(self._score(params, sharding.shard_batch(batch, self._mesh)))
+        trainer_logprobs = transfers.to_host(self._score(params, transfers.shard_batch(batch, self._mesh)))
         mask, previous = answer.loss_mask, self._previous
         self._previous = answer, trainer_logprobs
         gaps = np.where(mask, np.abs(answer.logprobs - trainer_logprobs), 0.0)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import sharding, transfers
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import placed
 from jaxrl_llm.models import adapters
@@ -88,7 +88,7 @@ class WeightCopier:
         if not self.copies_to_other_devices:
             return tree
         # Wait for the move, so that the trainer's devices hold only one part of the copy at a time.
-        return jax.block_until_ready(jax.tree.map(sharding.copy_to_mesh, tree, shardings))
+        return jax.block_until_ready(jax.tree.map(transfers.copy_to_mesh, tree, shardings))
 
 
 def _shardings(model: Decoder, mesh: Mesh, *, in_int8: bool) -> tuple[PyTree, PyTree]:

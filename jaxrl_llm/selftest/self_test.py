@@ -25,7 +25,7 @@ from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.health.history import History
 from jaxrl_llm.health.rules.environment import tool_down
 from jaxrl_llm.learner.scorers import States
-from jaxrl_llm.machine import progress, sharding
+from jaxrl_llm.machine import progress, sharding, transfers
 from jaxrl_llm.rollout.routing import routing_agreement
 from jaxrl_llm.selftest.trial import (
     COMPARED_TOKENS,
@@ -492,7 +492,7 @@ def _changed_weights(weights: Array) -> Array:
 
 def _to_host(x: Array) -> np.ndarray:
     """Copies an array [B, ...] from the devices to the host, with the rows of all processes."""
-    return sharding.gather_to_host(x)
+    return transfers.gather_to_host(x)
 
 
 def _first_metrics(trial: Trial) -> dict[str, Array] | None:
@@ -540,7 +540,7 @@ def _logprob_gap(trial: Trial, params: Any, sampled: Any) -> float:
     trainer_logprobs = _to_host(
         trial.logprobs(params, trial_batch(trial.parts, trial.prompts, sampled, full=trial.full))
     )
-    mask, sampler_logprobs = sharding.gather((sampled.loss_mask, sampled.logprobs), trial.parts.learning.mesh)
+    mask, sampler_logprobs = transfers.gather((sampled.loss_mask, sampled.logprobs), trial.parts.learning.mesh)
     return float(np.abs(np.where(mask, trainer_logprobs - sampler_logprobs, 0.0)).max())
 
 

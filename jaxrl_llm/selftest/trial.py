@@ -19,7 +19,7 @@ from jaxrl_llm.learner.forward import make_logprob_fn
 from jaxrl_llm.learner.learning import Learning
 from jaxrl_llm.learner.packing import Packing, pack, packed_shapes
 from jaxrl_llm.learner.scorers import States
-from jaxrl_llm.machine import distributed, keys, sharding
+from jaxrl_llm.machine import distributed, keys, sharding, transfers
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.machine.shapes import ShapeCache
 from jaxrl_llm.models.decoder import Decoder
@@ -147,7 +147,7 @@ class Trial:
                 _, group, limit = self.rollouts.completions.shape
                 lengths = self.rollouts.completion_mask.sum(axis=-1)
                 index = pack(lengths, limit, packed_shapes(group, limit)[-1])[distributed.part(len(lengths))]
-                index = sharding.shard_batch(index, self.parts.learning.mesh)
+                index = transfers.shard_batch(index, self.parts.learning.mesh)
             learner, state = self.parts.learning.learners[name], self.states[name]
             out_shardings = jax.tree.map(lambda x: x.sharding, state.params), None
             program = jax.jit(
@@ -176,7 +176,7 @@ def make_trial(parts: SelfTestParts, states: States, *, full: bool) -> Trial:
     with _preserve_shapes(parts.shape_cache):
         sampled = _sample(parts, prompts, group_size, TRIAL_KEY, MAX_TOKENS)
         other_key_rollouts = _sample(parts, prompts, group_size, TRIAL_KEY - 1, COMPARED_TOKENS)
-        rollouts, other_key_rollouts = sharding.gather((sampled, other_key_rollouts), mesh)
+        rollouts, other_key_rollouts = transfers.gather((sampled, other_key_rollouts), mesh)
         sampled_batch = trial_batch(parts, prompts, sampled, full=full)
     # A step releases the sampler's weights before it scores, unless the engine samples ahead. So does the trial.
     if recipe.own_samples:
@@ -185,7 +185,7 @@ def make_trial(parts: SelfTestParts, states: States, *, full: bool) -> Trial:
     policy = logprobs(params, sampled_batch) if logprobs else None
     rewards = _synthetic_rewards(recipe.credit, count, group_size)
     local_rewards = jax.tree.map(lambda x: x[distributed.part(count)], rewards)
-    placed_rewards = sharding.shard_batch(local_rewards, mesh)
+    placed_rewards = transfers.shard_batch(local_rewards, mesh)
     batch, _ = learning.assign_credit(sampled_batch, scores, placed_rewards, learning.coefficients(states))
     if recipe.own_samples:
         engine.update_weights(params)
@@ -235,7 +235,7 @@ def trial_batch(parts: SelfTestParts, prompts: Prompts, rollouts: Rollouts, *, f
         lengths_at_most = np.where(distributed.gather(rollouts.truncated), limit, lengths)
         return pack(lengths, limit, parts.packing(lengths_at_most, width).shape[2:])
 
-    return sharding.shard_batch(to_batch(prompts, rollouts, rollouts.loss_mask, packed), parts.learning.mesh)
+    return transfers.shard_batch(to_batch(prompts, rollouts, rollouts.loss_mask, packed), parts.learning.mesh)
 
 
 def _logprob_program(parts: SelfTestParts, states: States, *, full: bool) -> Callable[[PyTree, Batch], Array] | None:

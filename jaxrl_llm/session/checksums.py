@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import transfers
 from jaxrl_llm.structs import PyTree
 
 
@@ -20,13 +20,13 @@ def checksums(arrays: PyTree) -> dict[str, int]:
     """
 
     def in_host_memory(x: Any) -> bool:
-        return isinstance(x, jax.Array) and x.sharding.memory_kind == sharding.HOST
+        return isinstance(x, jax.Array) and x.sharding.memory_kind == transfers.HOST
 
     named = jax.tree.leaves_with_path(arrays)
     leaves = [x for _, x in named]
     if any(map(in_host_memory, leaves)):
         # They move one by one, because all arrays that are kept in host memory may not fit on the devices together.
-        sums = [_sums([sharding.move(x, sharding.DEVICE) if in_host_memory(x) else x])[0] for x in leaves]
+        sums = [_sums([transfers.move(x, transfers.DEVICE) if in_host_memory(x) else x])[0] for x in leaves]
     else:
         sums = _sums(leaves)
     return {keystr(path, simple=True, separator="/"): int(x) for (path, _), x in zip(named, sums, strict=True)}

@@ -31,7 +31,7 @@ from jaxrl_llm.data.settings import accuracies_of, set_name
 from jaxrl_llm.errors import printable
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.health.history import History
-from jaxrl_llm.machine import disk, distributed, progress, sharding
+from jaxrl_llm.machine import disk, distributed, progress, transfers
 from jaxrl_llm.rollout.samples import Samples
 from jaxrl_llm.session import json_lines
 from jaxrl_llm.session.record import Record, Timer
@@ -255,7 +255,7 @@ class Log:
         """Waits for the numbers of a step and writes them, in the thread of the log."""
         written = self._write_numbers({"step": record.step} | record.summary())
         if record.samples and self._shows_completions(record.step):
-            self._write_sample(record.step, record.samples, sharding.to_host(record.rewards))
+            self._write_sample(record.step, record.samples, transfers.to_host(record.rewards))
         return written
 
     def _shows_completions(self, step: int) -> bool:

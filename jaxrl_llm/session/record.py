@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxrl_llm.learner.update import TRAINED
-from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine import distributed, transfers
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.rollout.samples import Samples
@@ -77,7 +77,7 @@ class Record:
         all completions.
         """
         self._finish_timing()
-        updates, metrics = sharding.to_host((self.updates, self.metrics))
+        updates, metrics = transfers.to_host((self.updates, self.metrics))
         record = {k: v for k, v in metrics.items() if not (k.startswith("reward/") and np.isnan(v))}
         if self.samples:
             record |= (

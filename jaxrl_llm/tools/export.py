@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jaxrl_llm.errors import Parser, UserError, run_main
-from jaxrl_llm.machine import bucket, sharding
+from jaxrl_llm.machine import bucket, meshes
 from jaxrl_llm.models import hf, hf_export, peft
 from jaxrl_llm.session import model_card
 from jaxrl_llm.session.lock import locked
@@ -68,7 +68,7 @@ def save(run: SavedRun, step: int, to: Path, *, adapter: bool) -> None:
             adapters = hf.load_model(folder, family=run.family).adapters(run.adapters)
             peft.save(to, run.params(step), adapters, run.config["model"]["path"])
         elif run.has_partial_checkpoints:  # the base has the dtype of the run
-            mesh = sharding.make_mesh(data=1, fsdp=-1, tensor=1)
+            mesh = meshes.make_mesh(data=1, fsdp=-1, tensor=1)
             model = hf.load_model(folder, mesh, family=run.family, dtype=run.config["model"]["dtype"])
             hf_export.save(to, run.policy(step, folder, model, mesh), folder, family=run.family)
         else:

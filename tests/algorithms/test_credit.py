@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl_llm.algorithms import advantages, credit, kl
 from jaxrl_llm.config.names import own_name, required_inputs, resolve
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes
 from jaxrl_llm.session.record import Record, Timer, rollout_metrics, standard_error, update_metrics
 from jaxrl_llm.structs import Batch, Rewards, Rollouts
 
@@ -60,7 +60,7 @@ def assign(
         updates=updates,
     )
     scores = {"old_logprobs": PENALTY, "ref_logprobs": 0 * PENALTY}
-    made = credit.make_credit(replace(rule, **changes), sharding.make_mesh(data=1, fsdp=1, tensor=1))
+    made = credit.make_credit(replace(rule, **changes), meshes.make_mesh(data=1, fsdp=1, tensor=1))
     return made(batch, scores, rewards, {"kl/coef": jnp.float32(1.0)})
 
 

@@ -18,7 +18,7 @@ from jaxrl_llm.algorithms import kl, losses
 from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.algorithms.sampling import Sampling, log_distribution, token_logprobs_and_residuals
 from jaxrl_llm.learner import learning, optim, update
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import transfers
 from jaxrl_llm.session.record import update_metrics
 from jaxrl_llm.structs import Batch
 
@@ -71,7 +71,7 @@ def gradients(case: str, shape=(1, 1, 1), microbatch: int = 0) -> list[tuple]:
         fill = lambda x, y=filler: np.where(batch.loss_mask, x, y).astype(np.float32)  # noqa: E731
         filled = replace(batch, **{name: jax.tree.map(fill, getattr(batch, name)) for name in named})
         with TABLE():
-            made.append(sharding.to_host(of(params, sharding.shard_batch(filled, mesh), COEFS)))
+            made.append(transfers.to_host(of(params, transfers.shard_batch(filled, mesh), COEFS)))
     return made
 
 
@@ -264,7 +264,7 @@ def test_a_mixed_reference_lies_so_far_between():
 def test_good_completions_and_a_penalty_without_an_advantage_have_metrics():
     x, batch = random_batch()
     sign = np.random.default_rng(2).integers(-1, 2, x.shape).astype(np.float32)
-    _, metrics = sharding.to_host(objective(x, replace(batch, advantages=sign), {"kl/coef": 0.3}, kl=kl.k3))
+    _, metrics = transfers.to_host(objective(x, replace(batch, advantages=sign), {"kl/coef": 0.3}, kl=kl.k3))
     np.testing.assert_array_equal(metrics["tokens/good"], sign > 0)
     assert not metrics["logprobs/good"][sign <= 0].any()
     np.testing.assert_array_equal(metrics["loss/kl_alone"], np.where(sign == 0, metrics["loss/kl"], 0.0))

@@ -25,7 +25,7 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.learner import update
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import transfers
 from jaxrl_llm.models import hf
 from jaxrl_llm.structs import Batch
 from jaxrl_llm.tasks import arithmetic
@@ -83,7 +83,7 @@ def gradient_of_table(loss, shape, microbatch, monkeypatch):
     params = {"table": np.random.default_rng(3).normal(-1, 1, batch.loss_mask.shape).astype(np.float32)}
     objective = update.policy_objective(None, partial(getattr(supervised, loss), nll_coef=0.5), Sampling())
     gradient = jax.jit(update.make_gradient(objective, mesh, microbatch, aggregate=MEAN, dtype="float32"))
-    return sharding.to_host(gradient(params, sharding.shard_batch(batch, mesh), {}))
+    return transfers.to_host(gradient(params, transfers.shard_batch(batch, mesh), {}))
 
 
 @pytest.mark.parametrize("loss", ["dpo", "simpo"])

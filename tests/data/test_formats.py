@@ -20,7 +20,7 @@ from jaxrl_llm.data import columns, formats, hub
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import check_source, is_task, load_rows
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout import grading
 from jaxrl_llm.session.banner import model_and_data_table, problems_table
@@ -369,7 +369,7 @@ def test_prompts_of_verl_and_problems_of_easyr1_are_used_as_they_are(tmp_path, a
         said = [f"\\boxed{{{right}}}"] * 4  # right for the first row
         judged = grading.call_reward("f", bound("math.accuracy"), dataset.rows, said, [[1]] * 4)
         assert judged.values == [1.0, 0.0, 0.0, 0.0]
-    mesh, model = sharding.make_mesh(data=1, fsdp=1, tensor=1), hf.load_model(Path(recipe.model.path)).cfg
+    mesh, model = meshes.make_mesh(data=1, fsdp=1, tensor=1), hf.load_model(Path(recipe.model.path)).cfg
     table = model_and_data_table(recipe.model.path, mesh, model, recipe.sizes, recipe.data, prompts)
     assert "'reward_model' holds the answer, as in veRL" in str(table)
     assert "'problem' is the user's message, as in EasyR1" in str(problems_table(recipe.eval_sets, held_out))

@@ -23,7 +23,7 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.data.rows import check_source, load_rows
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.grading import call_reward
 from jaxrl_llm.rollout.jax.sizes import sizes_of
@@ -268,7 +268,7 @@ def held_out(config, tokenizer) -> data.Dataset:
 def table_of():
     """Returns the banner of a run whose problems are its prompts."""
     config = load("grpo")
-    model, mesh = hf.load_model(Path(config.model.path)).cfg, sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    model, mesh = hf.load_model(Path(config.model.path)).cfg, meshes.make_mesh(data=1, fsdp=1, tensor=1)
 
     def table(rows: data.Dataset, **changes) -> list:
         c = config.copy_and_resolve_references()

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.health.rounding import measure
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes, sharding, transfers
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.rope import default_rope
@@ -54,7 +54,7 @@ def gradient_errors() -> dict[str, float]:
 
         return jax.jit(jax.grad(loss))(sharp(model))
 
-    exact, rounded = (sharding.to_host(gradients(dtype)) for dtype in ("float32", "bfloat16"))
+    exact, rounded = (transfers.to_host(gradients(dtype)) for dtype in ("float32", "bfloat16"))
     error = jax.tree.map(lambda x, y: float(np.linalg.norm(x - y) / np.linalg.norm(x)), exact, rounded)
     return {sharding.path_name(path): e for path, e in jax.tree_util.tree_leaves_with_path(error)}
 
@@ -79,6 +79,6 @@ def test_a_policy_that_did_not_move_is_not_clipped_by_programs_that_round():
 
 def test_a_model_that_never_learns_computes_the_same_bits_from_bfloat16():
     model, batch = Decoder(replace(CONFIG, dtype="bfloat16", tied_head=True)), random_batch(8, 4, 8, 16)
-    score = forward.make_logprob_fn(model, Sampling(), sharding.make_mesh(data=1, fsdp=4, tensor=2), 4)
+    score = forward.make_logprob_fn(model, Sampling(), meshes.make_mesh(data=1, fsdp=4, tensor=2), 4)
     params = sharp(model)
     np.testing.assert_array_equal(score(model.cast_for_compute(params), batch), score(params, batch))

@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms import credit, losses
 from jaxrl_llm.config.load import load
 from jaxrl_llm.learner import critic, forward, optim, update
 from jaxrl_llm.learner.learning import TrainedModels
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import sharding, transfers
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.recipe import fit
 from jaxrl_llm.structs import Batch, PyTree
@@ -109,7 +109,7 @@ def critic_gradients(shape=(1, 1, 1), microbatch=0) -> list[tuple]:
         rng = np.random.default_rng(0)
         old, returns = np.where(trained, rng.normal(size=(2, *trained.shape)), filler).astype(np.float32)
         filled = replace(batch, loss_mask=trained, values=old, returns=returns)
-        made.append(sharding.to_host(gradient(params, sharding.shard_batch(filled, mesh), {})))
+        made.append(transfers.to_host(gradient(params, transfers.shard_batch(filled, mesh), {})))
     return made
 
 

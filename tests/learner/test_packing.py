@@ -14,7 +14,7 @@ import tiny
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward, microbatches, packing, update
 from jaxrl_llm.learner.packing import Packing, packed_shapes
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import sharding, transfers
 from jaxrl_llm.machine.shapes import ShapePolicy
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.rope import default_rope
@@ -137,7 +137,7 @@ def test_scores_do_not_depend_on_packing_the_mesh_or_the_micro_batch():
     params = jax.device_put(params, sharding.shardings(params, mesh))
     packed = dataclasses.replace(batch, packed_index=pack(batch.completion_mask.sum(axis=-1), tiny.C))
     assert packed.packed_index.shape[2] < tiny.G
-    found = score(params, sharding.shard_batch(packed, mesh))
+    found = score(params, transfers.shard_batch(packed, mesh))
     np.testing.assert_allclose(found, whole, atol=1e-5 * np.abs(whole).max())
 
 

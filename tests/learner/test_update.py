@@ -16,7 +16,7 @@ from jaxrl_llm.algorithms.kl import k3
 from jaxrl_llm.algorithms.sampling import Sampling, log_distribution
 from jaxrl_llm.learner import forward, head, optim, update
 from jaxrl_llm.learner.packing import pack
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import sharding, transfers
 from jaxrl_llm.models import rope
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import Batch, Prompt, PyTree
@@ -57,7 +57,7 @@ def with_gradients(scores, params):
         return sum(jnp.sum(x * w) for x, w in zip(scored, weights, strict=True)), scored
 
     gradient, scored = jax.jit(jax.grad(total, has_aux=True))(params)
-    return sharding.to_host((scored, gradient))
+    return transfers.to_host((scored, gradient))
 
 
 @cache
@@ -81,7 +81,7 @@ def test_grouped_scores_and_gradients_equal_flat_ones(family, shape, parts, rows
     batch, mesh = packed(tiny.batch(), rows) if rows else tiny.batch(), tiny.mesh_of(shape)
     model = Decoder(dataclasses.replace(tiny.CONFIGS[family], row_parts=parts, remat="full"), mesh)
     params = jax.device_put(params, sharding.shardings(params, mesh))
-    batch = sharding.shard_batch(batch, mesh)
+    batch = transfers.shard_batch(batch, mesh)
     scores = lambda p: forward.completion_logprobs(model, p, batch, Sampling(temperature=0.7))  # noqa: E731
     for ours, theirs in zip(with_gradients(scores, params), flat(family), strict=True):
         assert_close(ours, theirs)
@@ -124,7 +124,7 @@ def test_the_head_in_chunks_has_the_gradients_of_the_plain_head(shape, width, ti
         total = lambda *x: sum(jnp.sum(x * w) for x, w in zip(scores(*x), weights, strict=True))  # noqa: E731
         return jax.jit(lambda *x: (scores(*x), jax.grad(total, argnums=(0, 1))(*x)))(*arguments)
 
-    placed = jax.device_put(params, sharding.shardings(params, mesh)), sharding.shard_batch(states, mesh)
+    placed = jax.device_put(params, sharding.shardings(params, mesh)), transfers.shard_batch(states, mesh)
     ours, theirs = values_and_gradients(chunked, *placed), values_and_gradients(plain, params, states)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), ours, theirs)
 
@@ -151,7 +151,7 @@ def test_fsdp_gathers_weights_and_leaves_every_device_its_own_prompts():
         params = jax.tree.map(of, model.shapes, sharding.shardings(model.shapes, mesh))
         completions = np.zeros((16, 4, 32), np.int32)
         mask = completions == 0
-        batch = sharding.shard_batch(Batch(completions[:, 0, :8], mask[:, 0, :8], completions, mask, mask), mesh)
+        batch = transfers.shard_batch(Batch(completions[:, 0, :8], mask[:, 0, :8], completions, mask, mask), mesh)
         loss = lambda p, b, model=model: jnp.sum(forward.completion_logprobs(model, p, b, Sampling())[0])  # noqa: E731
         sizes[shape] = jax.jit(loss).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
     assert sizes[1, 8, 1] < 1.3 * sizes[8, 1, 1], sizes
@@ -189,8 +189,8 @@ def updates() -> list[tuple]:
     empty = dataclasses.replace(usual, loss_mask=usual.loss_mask & False, rewards=REWARDS * np.nan)
     made = [(jax.tree.map(lambda x: x.sharding, state), None)]
     for batch in (usual, not_finite, empty, usual):
-        state, metrics = step(state, sharding.shard_batch(batch, mesh), jnp.arange(tiny.B))
-        made.append(sharding.to_host((state, metrics)))
+        state, metrics = step(state, transfers.shard_batch(batch, mesh), jnp.arange(tiny.B))
+        made.append(transfers.to_host((state, metrics)))
     return [*made, (state, None)]
 
 

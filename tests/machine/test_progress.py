@@ -16,7 +16,7 @@ import jaxrl_llm
 from jaxrl_llm.data import encoding
 from jaxrl_llm.machine import distributed, progress
 from jaxrl_llm.machine.compilation import COMPILER, Program
-from jaxrl_llm.machine.sharding import make_mesh
+from jaxrl_llm.machine.meshes import make_mesh
 from jaxrl_llm.models import hf, hf_export
 
 MODEL = Path(jaxrl_llm.__file__).parent / "assets" / "arithmetic"

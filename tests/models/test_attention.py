@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes, sharding
 from jaxrl_llm.models import attention_gpu, attention_tpu
 from jaxrl_llm.models.attention import KeyValue, Visible, attend, causal_mask, prompt_visibility
 from jaxrl_llm.models.attention_gpu import attend_gpu
@@ -197,7 +197,7 @@ def test_on_a_gpu_score_and_gradient_lower_to_cudnn(monkeypatch):
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
     monkeypatch.setattr(fused_attention_stablehlo, "is_cuda_compute_capability_equal", lambda _: False)
     monkeypatch.setattr(attention_gpu, "fits", lambda *_: True)
-    traced = traced_gradient_of_score(sharding.make_mesh(data=2, fsdp=1, tensor=2), b=4, g=4, p=250, t=100)
+    traced = traced_gradient_of_score(meshes.make_mesh(data=2, fsdp=1, tensor=2), b=4, g=4, p=250, t=100)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaScaleBiasSoftmax(" in text
     assert "__cudnn$fmhaScaleBiasSoftmaxBackward(" in text
@@ -214,7 +214,7 @@ def test_score_and_gradient_compile_for_a_tpu_without_a_score_matrix(topology, o
     from jax.experimental import topologies
 
     devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
-    mesh = Mesh(devices.reshape(1, 2, 2), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = Mesh(devices.reshape(1, 2, 2), meshes.AXES, axis_types=(AxisType.Auto,) * 3)
     text = traced_gradient_of_score(mesh, b=4, g=4, p=256, t=1024, **own).lower().compile().as_text()
     calls = re.findall(r"%(splash_\w+)[^\n]* custom-call\(", text)
     assert any("fwd" in name for name in calls), calls

@@ -25,7 +25,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.learner import forward, update
 from jaxrl_llm.learner.packing import pack
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes, sharding, transfers
 from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
 from jaxrl_llm.models import experts, grouped, hf
 from jaxrl_llm.models.config import Mixture
@@ -161,7 +161,7 @@ def test_gradients_of_experts_in_bfloat16_are_summed_over_devices_in_float32():
 
     mesh, alone = tiny.mesh_of((2, 4, 1)), program(None)
     each = [alone(x[i : i + 1], weights[i : i + 1]) for i in range(8)]
-    summed = program(mesh)(*sharding.shard_batch((x, weights), mesh))
+    summed = program(mesh)(*transfers.shard_batch((x, weights), mesh))
     for name in ("gate", "up", "down"):
         exact = sum(np.asarray(of_device[name]["kernel"][...], np.float64) for of_device in each)
         assert np.linalg.norm(summed[name]["kernel"][...] - exact) < 1e-5 * np.linalg.norm(exact), name
@@ -218,9 +218,9 @@ def gradients(shape=(1, 1, 1), microbatch=0, packed=(), **changes) -> dict[float
     whole = tiny.batch()
     if packed:
         whole = replace(whole, packed_index=pack(whole.completion_mask.sum(axis=-1), tiny.C, packed))
-    placed = jax.device_put(params, sharding.shardings(params, mesh)), sharding.shard_batch(whole, mesh)
+    placed = jax.device_put(params, sharding.shardings(params, mesh)), transfers.shard_batch(whole, mesh)
     coefs = {x: {"kl/coef": 0.1, "router/balance_coef": x} for x in (0.0, 0.1, 1000.0)}
-    return {x: sharding.to_host(of(*placed, c)) for x, c in coefs.items()}
+    return {x: transfers.to_host(of(*placed, c)) for x, c in coefs.items()}
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_sampler_and_trainer_agree_on_log_probabilities_and_experts():
     given = Prompts(*tiny.prompts(), [], np.arange(tiny.B))
     rollouts = sampler.sample(given, jax.random.key(0), group_size=tiny.G, sampling=Sampling())
     batch = Batch(*tiny.prompts(), rollouts.completions, rollouts.completion_mask, rollouts.loss_mask)
-    batch = sharding.shard_batch(batch, mesh)
+    batch = transfers.shard_batch(batch, mesh)
     scored, _ = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))(params, batch)
     np.testing.assert_allclose(rollouts.logprobs, scored, atol=1e-5 * np.abs(scored).max())
     assert routing.routing_agreement(model, params, batch, mesh) == 1.0
@@ -328,7 +328,7 @@ def test_operations_and_parameters_are_those_of_the_chosen_experts():
 def test_a_layer_compiles_for_a_tpu_without_a_copy_of_its_rows_for_each_expert():
     from jaxrl_llm.tools.plan.chips import topology
 
-    mesh = sharding.mesh_over(topology("v5e:2x2")[1], data=1, fsdp=2, tensor=2)
+    mesh = meshes.mesh_over(topology("v5e:2x2")[1], data=1, fsdp=2, tensor=2)
     model = Decoder(replace(CONFIG, mixture=Mixture(32, 4, True), width=512, mlp_width=256, dtype="bfloat16"), mesh)
     given = jax.ShapeDtypeStruct((8, 1, 2048, 512), jnp.bfloat16, sharding=jax.NamedSharding(mesh, sharding.BATCH))
     params = jax.tree.map(

@@ -18,7 +18,7 @@ from test_hf import REFERENCES, check_logits
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import load
 from jaxrl_llm.learner.learning import describe_models
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import hf, hf_export, names
 from jaxrl_llm.train import steps
 
@@ -96,7 +96,7 @@ def own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("family", ["my_families.seed_oss", "my_named.seed_oss"])
 def test_an_own_family_has_the_logits_of_transformers_and_its_tensor_names(own, tmp_path, family):
-    tensors, mesh = load_file(own / "model.safetensors"), sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    tensors, mesh = load_file(own / "model.safetensors"), meshes.make_mesh(data=1, fsdp=1, tensor=1)
     if family.startswith("my_named"):
         tensors = {name.replace("model.", "transformer."): tensor for name, tensor in tensors.items()}
         save_file(tensors, own / "model.safetensors", {"format": "pt"})
@@ -134,4 +134,4 @@ def test_an_own_family_beside_a_model_type_of_the_package_is_refused(own, refuse
     config.model.family = "my_families.seed_oss"
     recipe = recipes.read(config)
     with refused("config.model.family", "'qwen2'"):
-        describe_models(recipe.model, None, {}, sharding.make_mesh(data=1, fsdp=1, tensor=1), Path(config.model.path))
+        describe_models(recipe.model, None, {}, meshes.make_mesh(data=1, fsdp=1, tensor=1), Path(config.model.path))

@@ -33,7 +33,7 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward, head
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes, sharding, transfers
 from jaxrl_llm.models import hf, hf_export, names, rope
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.jax.engine import Sampler
@@ -64,14 +64,14 @@ class Loaded(NamedTuple):
 
 @pytest.fixture(scope="module")
 def mesh():
-    return sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    return meshes.make_mesh(data=1, fsdp=1, tensor=1)
 
 
 @cache
 def load_reference(name: str) -> Loaded:
     folder = REFERENCES / name
     model, stored = hf.load_model(folder), dict(np.load(folder / "reference.npz"))
-    return Loaded(folder, model, hf.load_params(folder, model, sharding.make_mesh(data=1, fsdp=1, tensor=1)), stored)
+    return Loaded(folder, model, hf.load_params(folder, model, meshes.make_mesh(data=1, fsdp=1, tensor=1)), stored)
 
 
 @pytest.fixture(params=NAMES)
@@ -176,7 +176,7 @@ def load(folder, mesh):
 
 
 def assert_trees_equal(one, other):
-    jax.tree.map(np.testing.assert_array_equal, sharding.to_host(one), sharding.to_host(other))
+    jax.tree.map(np.testing.assert_array_equal, transfers.to_host(one), transfers.to_host(other))
 
 
 # ---- the same function as transformers
@@ -207,7 +207,7 @@ def test_group_native_logprobs_equal_the_flat_forward(loaded, monkeypatch):
     mask = np.arange(width) < np.array([[5, 1], [2, 5], [3, 4], [5, 2]])[..., None]
     monkeypatch.setattr(head, "tokens_at_once", lambda *_: 2 * len(rows) * group)  # the head in three parts
     score = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling(temperature=0.7)))
-    logprobs, entropy = sharding.to_host(score(params, Batch(prompts, prompt_mask, completions, mask, mask)))
+    logprobs, entropy = transfers.to_host(score(params, Batch(prompts, prompt_mask, completions, mask, mask)))
 
     flat, flat_mask = np.zeros((len(rows), group, 12), np.int32), np.zeros((len(rows), group, 12), bool)
     for b, g in np.ndindex(len(rows), group):
@@ -531,7 +531,7 @@ ODD_VOCABULARY = {"embed/embedding": P(None, "fsdp"), "head/kernel": P("fsdp", N
 
 @families("qwen2_untied", "llama", "gemma3_text", "qwen3_moe")
 def test_loading_onto_a_mesh_gives_the_same_arrays_in_the_expected_shards(loaded):
-    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    mesh = meshes.make_mesh(data=2, fsdp=2, tensor=2)
     params = hf.load_params(loaded.folder, loaded.model, mesh)
     specs = SPECS | (ODD_VOCABULARY if loaded.name == "qwen2_untied" else {})
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -544,7 +544,7 @@ def test_loading_onto_a_mesh_gives_the_same_arrays_in_the_expected_shards(loaded
 
 @families("gemma3_text", "qwen3_moe")
 def test_a_model_that_never_learns_is_loaded_in_the_dtype_of_its_products(loaded):
-    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    mesh = meshes.make_mesh(data=2, fsdp=2, tensor=2)
     model = hf.load_model(loaded.folder, mesh, dtype="bfloat16")
     params = hf.load_params(loaded.folder, model, mesh, learns=False)
     assert_trees_equal(params, model.cast_for_compute(hf.load_params(loaded.folder, model, mesh)))
@@ -554,10 +554,10 @@ def test_a_model_that_never_learns_is_loaded_in_the_dtype_of_its_products(loaded
 
 def test_a_model_on_a_mesh_gives_the_logits_of_transformers():
     folder = REFERENCES / "qwen2_untied"
-    wide = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    wide = meshes.make_mesh(data=2, fsdp=2, tensor=2)
     model, params = load(folder, wide)
     stored = np.load(folder / "reference.npz")
-    batch = sharding.shard_batch((stored["tokens_left"], stored["mask_left"]), wide)
+    batch = transfers.shard_batch((stored["tokens_left"], stored["mask_left"]), wide)
     logits = np.asarray(flat_forward(model)(params, *batch))[stored["mask_left"]]
     np.testing.assert_allclose(logits, stored["logits_left"], rtol=0, atol=TOLERANCE)
 

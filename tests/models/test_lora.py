@@ -27,7 +27,7 @@ from jaxrl_llm.config import load as configs
 from jaxrl_llm.configs.ppo import with_critic
 from jaxrl_llm.learner import optim, update
 from jaxrl_llm.learner.packing import pack
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import sharding, transfers
 from jaxrl_llm.models import hf, hf_export, names, peft
 from jaxrl_llm.models.adapters import Adapters, merge_adapters, quantize_int8
 from jaxrl_llm.models.decoder import Decoder
@@ -160,8 +160,8 @@ def one_update(shape: tuple[int, int, int] = (1, 1, 1), microbatch: int = 0, pac
     learner, lora = learner_of(Decoder(tiny.CONFIG, mesh), base, tiny.optimizer(weight_decay=0.1), microbatch)
     if packed:
         whole = dataclasses.replace(whole, packed_index=pack(whole.completion_mask.sum(axis=-1), tiny.C, packed))
-    state, metrics = learner.update(learner.init(), sharding.shard_batch(whole, mesh), jnp.arange(tiny.B))
-    return state.params, metrics["grad_norm"], sharding.to_host(base), lora
+    state, metrics = learner.update(learner.init(), transfers.shard_batch(whole, mesh), jnp.arange(tiny.B))
+    return state.params, metrics["grad_norm"], transfers.to_host(base), lora
 
 
 ON_A_MESH = (2, 2, 2), 4, (1, 10)
@@ -182,9 +182,9 @@ def test_micro_batches_of_packed_rows_on_a_mesh_change_no_adapter():
     one, other = one_update(), one_update(*ON_A_MESH)
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), one[0], drawn(one[3]))
     assert min(jax.tree.leaves(moved)) > 1e-5  # all of them learn
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), one[0], sharding.to_host(other[0]))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), one[0], transfers.to_host(other[0]))
     np.testing.assert_allclose(one[1], other[1], rtol=1e-4)  # a norm of float32 sums in another order
-    jax.tree.map(np.testing.assert_array_equal, other[2], sharding.to_host(tiny.model_and_params()[1]))  # the base
+    jax.tree.map(np.testing.assert_array_equal, other[2], transfers.to_host(tiny.model_and_params()[1]))  # the base
 
 
 def test_adapters_are_sharded_as_their_kernels_and_saved_whole(tmp_path):
@@ -193,7 +193,7 @@ def test_adapters_are_sharded_as_their_kernels_and_saved_whole(tmp_path):
     assert specs == {"lora_a": jax.P(None, "tensor", None), "lora_b": jax.P(None, None, "fsdp")}
     assert adapters["layers"]["attention"]["query"]["lora_a"].sharding.spec == jax.P(None, "fsdp", None)
     peft.save(tmp_path / "adapter", adapters, lora, "base")
-    jax.tree.map(np.testing.assert_array_equal, peft.load(tmp_path / "adapter", lora), sharding.to_host(adapters))
+    jax.tree.map(np.testing.assert_array_equal, peft.load(tmp_path / "adapter", lora), transfers.to_host(adapters))
 
 
 @pytest.mark.slow
@@ -292,7 +292,7 @@ def test_the_folders_of_a_run_are_base_plus_adapters(whole):
         model = hf.load_model(folder, mesh)
         base, lora = hf.load_params(folder, model, mesh), model.adapters(run.adapters)
         adapters = run.params(2)
-        expected = by_hand(sharding.to_host(base), adapters, lora.kind.scale)
+        expected = by_hand(transfers.to_host(base), adapters, lora.kind.scale)
         jax.tree.map(close, hf.load_params(whole / "hf", model, mesh), expected)
         jax.tree.map(np.testing.assert_array_equal, peft.load(whole / "adapter", lora), adapters)
         read = run.policy(2, folder, model, mesh)
@@ -312,7 +312,7 @@ def test_a_run_with_a_base_in_int8_is_resumed_and_saves_what_it_sampled_from(who
     run, mesh = SavedRun(tmp_path / "run"), tiny.mesh_of((1, 1, 1))
     with run.model_folder(2) as folder:
         model = hf.load_model(folder, mesh)
-        base = sharding.to_host(merge_adapters(hf.load_base(folder, model, mesh, model.adapters(run.adapters))))
+        base = transfers.to_host(merge_adapters(hf.load_base(folder, model, mesh, model.adapters(run.adapters))))
         expected = by_hand(base, run.params(2), run.adapters.scale)
         jax.tree.map(close, hf.load_params(tmp_path / "run" / "hf", model, mesh), expected)
 
@@ -532,4 +532,6 @@ def test_peft_loads_the_adapters_and_computes_the_same_logits(changes, tmp_path)
     assert np.abs(ours - theirs).max() < 1e-5 * size
     assert np.abs(exported - theirs).max() < 1e-5 * size
     adapted.save_pretrained(tmp_path / "saved_by_peft")
-    jax.tree.map(np.testing.assert_array_equal, peft.load(tmp_path / "saved_by_peft", lora), sharding.to_host(adapters))
+    jax.tree.map(
+        np.testing.assert_array_equal, peft.load(tmp_path / "saved_by_peft", lora), transfers.to_host(adapters)
+    )

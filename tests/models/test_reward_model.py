@@ -26,7 +26,7 @@ from jaxrl_llm.config import load as config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import critic, scorers
 from jaxrl_llm.learner.packing import pack
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import sharding, transfers
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder, last_state
 from jaxrl_llm.structs import Batch, Prompt, PyTree, Rewards
@@ -78,7 +78,7 @@ def test_the_score_is_that_of_the_last_token_of_the_text_in_every_layout():
         placed = jax.device_put(params, sharding.shardings(params, mesh))
         frozen = scorers.FrozenModel(Decoder(replace(tiny.CONFIG, row_parts=parts), mesh), placed)
         scorer = scorers.make_frozen_scorer("reward_model", frozen, 0, Sampling(), mesh)
-        found = np.asarray(scorer.score({}, sharding.shard_batch(batch, mesh))["reward_model_scores"])
+        found = np.asarray(scorer.score({}, transfers.shard_batch(batch, mesh))["reward_model_scores"])
         np.testing.assert_allclose(last_score(found, batch.completion_mask), expected, rtol=2e-4, atol=2e-4)
 
 

@@ -25,7 +25,7 @@ from test_hf import REFERENCES
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import image_format, image_layout
 from jaxrl_llm.learner import forward
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import sharding, transfers
 from jaxrl_llm.models import attention_tpu, hf, hf_export, names, peft, vision
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import Lora
@@ -231,7 +231,7 @@ def test_a_mesh_parts_of_rows_and_recomputing_change_no_number(loaded):
     split = {name for name, x in kernels.items() if not x.sharding.is_fully_replicated}
     assert split == {name for name in kernels if name.endswith("kernel")}
     model = Decoder(replace(loaded.model.cfg, row_parts=2, remat="full"), mesh)
-    (_, there), other = scored(model)(params, sharding.shard_batch(loaded.batch(), mesh))
+    (_, there), other = scored(model)(params, transfers.shard_batch(loaded.batch(), mesh))
     close(there, here, 1e-5)
     close(other, gradient, 1e-5)
 

@@ -14,7 +14,7 @@ from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.config.names import own_files
 from jaxrl_llm.config.records import Table
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes
 from jaxrl_llm.machine.distributed import agreement
 from jaxrl_llm.session.checkpoint import MODELS, Checkpoints
 from jaxrl_llm.session.workdir import check_workdir
@@ -156,7 +156,7 @@ LAGGING = """
 import os, sys, time
 from pathlib import Path
 from ml_collections import ConfigDict
-from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine import distributed, meshes
 from jaxrl_llm.session.checkpoint import Checkpoints
 from jaxrl_llm.machine.distributed import agreement
 
@@ -180,7 +180,7 @@ with distributed.join_processes(address):
         agreement.check_shared(workdir)
         until = time.monotonic() + seconds
     config = ConfigDict(dict(every=1, keep=2, keep_best=0))
-    checkpoints = Checkpoints(workdir / "checkpoints", {}, config, sharding.make_mesh(data=-1, fsdp=1, tensor=1))
+    checkpoints = Checkpoints(workdir / "checkpoints", {}, config, meshes.make_mesh(data=-1, fsdp=1, tensor=1))
     print("restores", checkpoints.check_beginning({})[0])
     checkpoints.close()
 """
@@ -188,7 +188,7 @@ with distributed.join_processes(address):
 
 def lagging(tmp_path: Path, *arguments: str) -> tuple[list[int], list[str]]:
     """Opens checkpoints 1 and 2 in two processes, of which the second one lags behind. Returns codes and outputs."""
-    config, mesh = ConfigDict(dict(every=1, keep=2, keep_best=0)), sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    config, mesh = ConfigDict(dict(every=1, keep=2, keep_best=0)), meshes.make_mesh(data=1, fsdp=1, tensor=1)
     with closing(Checkpoints(tmp_path / "checkpoints", {}, config, mesh)) as made:
         for step in (1, 2):
             made.save(step, {MODELS: PartState({}, {"w": jnp.zeros(2)})})

@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 
 from jaxrl_llm import train
 from jaxrl_llm.config.load import load, override, parse_arguments
-from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine import distributed, meshes
 from jaxrl_llm.machine.distributed import joining
 from jaxrl_llm.rollout.vllm import engine
 from jaxrl_llm.session.checkpoint import Checkpoints
@@ -126,7 +126,7 @@ def check_same(workdir: Path, other: Path) -> None:
 def run_alone(config: str, workdir: Path, *fields: str, mesh: tuple[int, int, int] = (DEVICES, 1, 1)) -> Path:
     """Trains in this process, on as many devices, and returns the workdir."""
     c = load(ROOT / "configs" / f"{config}.py")
-    sizes = [f"mesh.{name}={size}" for name, size in zip(sharding.AXES, mesh, strict=True)]
+    sizes = [f"mesh.{name}={size}" for name, size in zip(meshes.AXES, mesh, strict=True)]
     for field in (*TINY, *CONFIGS[config], *fields, *sizes, IN_PROCESS):
         override(c, *field.split("=", 1))
     list(train.steps(c, workdir))
@@ -244,7 +244,7 @@ EXCHANGES = """
 import json, sys
 from types import SimpleNamespace
 import numpy as np
-from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine import distributed, meshes, transfers
 from jaxrl_llm.machine.distributed import store
 from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.rollout.samples import Samples, apply_replacements, resample_groups
@@ -254,7 +254,7 @@ B, G, C, sent = 8, 2, int(sys.argv[2]), []
 exchanged = store._exchange
 store._exchange = lambda value, channel: sent.append(len(value)) or exchanged(value, channel)
 with distributed.join_processes(sys.argv[1]):
-    mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
+    mesh = meshes.make_mesh(data=-1, fsdp=1, tensor=1)
     part = distributed.part(B)
 
     def collate(numbers):
@@ -273,12 +273,12 @@ with distributed.join_processes(sys.argv[1]):
     decoder = SimpleNamespace(batch_decode=lambda ids, **_: [str(tokens[0]) for tokens in ids])
     samples, replaced = resample_groups(sampled(0, [True] + [False] * 7), fresh.__getitem__, collate, 3)
     whole = apply_replacements(samples, decoder, mesh)
-    rows = sharding.gather(whole.rollouts.completions, mesh)
+    rows = transfers.gather(whole.rollouts.completions, mesh)
     assert (rows == rows[:, :1, :1]).all() and (rows[part] == whole.rollouts.versions).all()
     assert (whole.rollouts.logprobs == rows[part]).all() and whole.rollouts.completion_mask.all()
     assert [text[0] for text in whole.wait_for_grades().texts] == [str(n) for n in rows[part][:, 0, 0]]
     assert (whole.prompts.numbers == rows[part][:, 0, 0]).all() and not whole.no_signal.any()
-    largest = sharding.max_over_processes(np.arange(3) * (1 - 2 * distributed.index()), mesh).tolist()
+    largest = transfers.max_over_processes(np.arange(3) * (1 - 2 * distributed.index()), mesh).tolist()
     print("found", json.dumps([rows[:, 0, 0].tolist(), replaced, largest, len(sent), sum(sent)]), flush=True)
 """
 
@@ -456,7 +456,7 @@ def test_a_process_has_whole_prompts_and_every_process_orders_its_devices_alike(
         for column in range(4)
     ]
     for shape, rows in {(1, 4, 4): 1, (1, 8, 2): 2, (2, 4, 2): 2, (4, 4, 1): 4}.items():
-        placed = sharding._split_by_process(chips[::-1], 4, shape).reshape(-1, shape[-1])
+        placed = meshes._split_by_process(chips[::-1], 4, shape).reshape(-1, shape[-1])
         for process in range(4):
             own = placed[process * rows : (process + 1) * rows].ravel()
             assert {chip.process_index for chip in own} == {process}
@@ -468,7 +468,7 @@ def test_a_process_has_whole_prompts_and_every_process_orders_its_devices_alike(
 
 def test_only_the_data_axis_goes_over_several_slices(refused):
     chips = [chip(10 * s + i, 1 - s, [i, 0, 0], s) for s in range(2) for i in range(4)]
-    placed = sharding._split_by_process(chips, 2, (2, 4, 1))
+    placed = meshes._split_by_process(chips, 2, (2, 4, 1))
     assert [[c.slice_index for c in row.ravel()] for row in placed] == [[0] * 4, [1] * 4]
     with refused("mesh.data"):
-        sharding._split_by_process(chips, 2, (1, 8, 1))
+        meshes._split_by_process(chips, 2, (1, 8, 1))

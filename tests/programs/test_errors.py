@@ -24,7 +24,7 @@ from jaxrl_llm.config import load as configs
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.configs import FOLDER
 from jaxrl_llm.errors import UserError, run_main
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import hf
 from jaxrl_llm.structs import Config
 from jaxrl_llm.tools import serve_vllm
@@ -387,7 +387,7 @@ def test_processes_that_do_not_know_of_each_other_are_refused(refused, monkeypat
     with refused("--distributed"), build(config_of(""), "run"):
         pass
     with refused("--distributed"):
-        sharding.make_mesh(data=1, fsdp=1, tensor=1)
+        meshes.make_mesh(data=1, fsdp=1, tensor=1)
 
 
 def test_rows_and_models_in_a_store_that_is_not_read_are_refused(place, refused):
@@ -403,7 +403,7 @@ def test_rows_and_models_in_a_store_that_is_not_read_are_refused(place, refused)
 })  # fmt: skip
 def test_a_mesh_is_refused(refused, sizes, words):
     with refused(words):
-        sharding.make_mesh(**dict(zip(sharding.AXES, sizes, strict=True)))
+        meshes.make_mesh(**dict(zip(meshes.AXES, sizes, strict=True)))
 
 
 @table("config text field", {
@@ -558,7 +558,7 @@ def test_a_model_is_refused(place, refused, spoil, words):
         folder = hf.find_checkpoint("./model")
         model, tokenizer = hf.load_model(folder), hf.load_tokenizer(folder)
         hf.stop_ids(folder, tokenizer)
-        hf.load_params(folder, model, sharding.make_mesh(data=1, fsdp=1, tensor=1))
+        hf.load_params(folder, model, meshes.make_mesh(data=1, fsdp=1, tensor=1))
 
 
 @table("spoil words", {

@@ -15,6 +15,7 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.data import columns, examples
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.machine.compilation import Program
+from jaxrl_llm.machine.meshes import make_mesh
 from jaxrl_llm.models import hf, new_model
 from jaxrl_llm.structs import Prompt
 from jaxrl_llm.tasks import encyclopedia
@@ -77,7 +78,7 @@ def test_the_loss_is_that_of_the_policys_tokens_and_a_run_compiles_one_update(tm
     monkeypatch.setattr(Program, "compile", lambda program: compiled.append(program.name) or compile(program))
     records = list(sft.steps(config(str(tmp_path / "rows.jsonl"), **small), tmp_path / "run"))
     assert compiled == ["the update"]
-    mesh = sft.sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    mesh = make_mesh(data=1, fsdp=1, tensor=1)
     model, tokenizer = hf.load_model(FOLDER, mesh), hf.load_tokenizer(FOLDER)
     recipe = recipes.read_sft(config())
     ((answer,),) = examples.tokenize_answers(

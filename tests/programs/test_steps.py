@@ -19,7 +19,7 @@ from jaxrl_llm.build import build
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.learning import Learning
-from jaxrl_llm.machine import keys, sharding
+from jaxrl_llm.machine import keys, meshes
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
 from jaxrl_llm.rollout.samples import Samples
@@ -244,7 +244,7 @@ def test_the_device_scores_before_the_step_waits_for_rewards():
         return SimpleNamespace(rewards=Rewards(np.zeros((2, 2), np.float32), {}))
 
     learning = SimpleNamespace(
-        mesh=sharding.make_mesh(data=1, fsdp=1, tensor=1), coefficients=lambda _: {},
+        mesh=meshes.make_mesh(data=1, fsdp=1, tensor=1), coefficients=lambda _: {},
         score=lambda *_: begun.append("scores"), assign_credit=lambda *_: begun.append("credit") or ({}, {}),
     )  # fmt: skip
     session = SimpleNamespace(

@@ -340,11 +340,11 @@ def test_the_trained_folder_says_the_same_in_transformers_as_in_the_sampler(whol
 
     from jaxrl_llm.algorithms.sampling import Sampling
     from jaxrl_llm.data import prompts as data
-    from jaxrl_llm.machine import sharding
+    from jaxrl_llm.machine import meshes
     from jaxrl_llm.models import hf
     from jaxrl_llm.rollout.jax.engine import Sampler
 
-    folder, mesh = whole / "hf", sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    folder, mesh = whole / "hf", meshes.make_mesh(data=1, fsdp=1, tensor=1)
     model, tokenizer = hf.load_model(folder), hf.load_tokenizer(folder)
     rows = data.load_rows("arithmetic.held_out").rows[:200]
     dataset = data.tokenize(rows, tokenizer, max_prompt_tokens=16, overlong="error")

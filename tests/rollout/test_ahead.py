@@ -27,7 +27,7 @@ from safetensors.numpy import load_file
 from jaxrl_llm.algorithms.importance import make_importance_weights
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes, sharding
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.names import DENSE
@@ -238,7 +238,7 @@ def test_automatic_correction_weighs_what_older_weights_or_another_engine_drew(o
 @pytest.fixture(scope="module")
 def params():
     model = hf.load_model(ARITHMETIC)
-    return hf.load_params(ARITHMETIC, model, sharding.make_mesh(data=1, fsdp=2, tensor=2))
+    return hf.load_params(ARITHMETIC, model, meshes.make_mesh(data=1, fsdp=2, tensor=2))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
@@ -313,7 +313,7 @@ class Server:
 
 
 def test_the_weight_check_tells_a_push_that_arrived_from_one_that_did_not(wording):
-    mesh = sharding.make_mesh(data=2, fsdp=1, tensor=1)
+    mesh = meshes.make_mesh(data=2, fsdp=1, tensor=1)
     model, params = tiny.model_and_params()
     params = jax.device_put(params, sharding.shardings(params, mesh))
     nudge: Callable = lambda by, tree: jax.tree.map(lambda x: x * (1 + by), tree)  # noqa: E731
@@ -338,7 +338,7 @@ def test_the_weight_check_tells_a_push_that_arrived_from_one_that_did_not(wordin
 
 
 def test_the_weight_check_asks_for_tokens_of_which_the_model_is_not_sure():
-    mesh = sharding.make_mesh(data=2, fsdp=1, tensor=1)
+    mesh = meshes.make_mesh(data=2, fsdp=1, tensor=1)
     model, params = tiny.model_and_params()
     params = jax.device_put(params, sharding.shardings(params, mesh))
     server = Server(model, mesh)
@@ -353,7 +353,7 @@ def test_the_weight_check_asks_for_tokens_of_which_the_model_is_not_sure():
 
 def test_in_bfloat16_the_weight_check_bounds_greedy_tokens_and_the_mean(monkeypatch, wording):
     model = SimpleNamespace(cfg=SimpleNamespace(dtype="bfloat16"))
-    mesh, shape = sharding.make_mesh(data=1, fsdp=1, tensor=1), (4, 5, 3)
+    mesh, shape = meshes.make_mesh(data=1, fsdp=1, tensor=1), (4, 5, 3)
     collate = lambda numbers: Prompts(np.ones((4, 2), np.int32), np.ones((4, 2), bool), [], numbers)  # noqa: E731
     monkeypatch.setattr(weight_check, "make_logprob_fn", lambda *_, **__: lambda params, batch: np.zeros(shape))
     check = WeightCheck(SimpleNamespace(server_count=1), model, mesh, collate, rows=4, bound=0.5)
@@ -375,7 +375,7 @@ def test_in_bfloat16_the_weight_check_bounds_greedy_tokens_and_the_mean(monkeypa
 @pytest.mark.parametrize("rows", [1, 3, 9])
 def test_the_weight_check_asks_the_same_rows_again_where_the_data_set_has_few(rows: int):
     asked: list[int] = []
-    model, mesh = SimpleNamespace(cfg=SimpleNamespace(dtype="float32")), sharding.make_mesh(data=2, fsdp=2, tensor=1)
+    model, mesh = SimpleNamespace(cfg=SimpleNamespace(dtype="float32")), meshes.make_mesh(data=2, fsdp=2, tensor=1)
     WeightCheck(SimpleNamespace(server_count=1), model, mesh, asked.extend, rows=rows, bound=1e-3)
     assert len(asked) == 4
     assert set(asked) == set(range(min(rows, 4)))

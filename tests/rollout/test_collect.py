@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine import distributed, meshes, transfers
 from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.rollout.samples import (
     CompletionTask,
@@ -110,7 +110,7 @@ def source(truncated: np.ndarray, plan: SamplingPlan, environments: Any = None) 
         return Rollouts(zeros, mask, mask, zeros.astype(np.float32), truncated, zeros)
 
     task = CompletionTask(None, SimpleNamespace(start=lambda grade: grade), environments)
-    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    mesh = meshes.make_mesh(data=1, fsdp=1, tensor=1)
     prompts = iter([sampled(0, [True] * B).prompts])
     return SampleSource(plan, SimpleNamespace(sample=sample), prompts, collate, task, mesh, C)
 
@@ -138,7 +138,7 @@ def test_metrics_of_environments_of_another_process_alone_are_0_here(monkeypatch
     batch = SimpleNamespace(truncated=one > 1, metrics=lambda: {"turns": one, "bought": one})
     environments = SimpleNamespace(start_batch=lambda rows, group: batch)
     made = source(one > 1, SamplingPlan(G, Sampling(), greedy=True), environments)
-    kept = sharding.to_host(made.to_checkpoint(made.sample(jax.random.key(0))))
+    kept = transfers.to_host(made.to_checkpoint(made.sample(jax.random.key(0))))
     for rollouts in (kept["rollouts"], kept["greedy"]):
         assert {name: x.mean() for name, x in rollouts.episodes.items()} == {"bought": 1, "sold": 0, "turns": 1}
     assert episode_metrics(kept["rollouts"])[0][0] == {"bought": 1, "sold": 0, "turns": 1}

@@ -21,7 +21,7 @@ from jaxrl_llm.build import build
 from jaxrl_llm.config.load import load
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.learner.forward import make_logprob_fn
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import transfers
 from jaxrl_llm.models import hf, new_model
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.jax.engine import Sampler
@@ -118,7 +118,7 @@ def trainer_logprobs(rollouts, temperature: float) -> np.ndarray:
     )  # fmt: skip
     program = make_logprob_fn(model, Sampling(temperature), mesh, microbatch=0)
     params = hf.load_params(FOLDER, model, mesh)
-    return np.asarray(program(params, sharding.shard_batch(batch, mesh)))
+    return np.asarray(program(params, transfers.shard_batch(batch, mesh)))
 
 
 def test_an_episode_has_turns_and_observations_that_are_not_trained_on():

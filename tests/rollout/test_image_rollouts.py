@@ -23,7 +23,7 @@ from jaxrl_llm.data.image_format import ImageFormat
 from jaxrl_llm.learner import forward
 from jaxrl_llm.learner.microbatches import Microbatch, map_reduce
 from jaxrl_llm.learner.packing import pack, packed_shapes
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import transfers
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.jax import sizes as engine_sizes
 from jaxrl_llm.rollout.jax.engine import Sampler
@@ -133,7 +133,7 @@ def test_packed_rows_micro_batches_and_meshes_change_no_log_probability(loaded):
     batch = replace(batch, images=images, packed_index=pack(lengths, LENGTH, packed_shapes(GROUP, LENGTH)[0]))
     model = hf.load_model(loaded.folder, mesh)
     score = forward.make_logprob_fn(model, Sampling(), mesh, 2)
-    scored = score(hf.load_params(loaded.folder, model, mesh), sharding.shard_batch(batch, mesh))
+    scored = score(hf.load_params(loaded.folder, model, mesh), transfers.shard_batch(batch, mesh))
     real = batch.completion_mask
     np.testing.assert_allclose(np.asarray(scored)[real], rollouts.logprobs[at][real], atol=2e-5)
 
@@ -158,7 +158,7 @@ def test_a_micro_batch_runs_with_the_smallest_size_that_holds_its_prompts():
     counts = {}
     for mesh, microbatch in ((tiny.mesh_of((1, 1, 1)), 1), (tiny.mesh_of((2, 1, 1)), 2)):
         found = jax.jit(partial(map_reduce, visit=visit, microbatch=microbatch, mesh=mesh))(
-            sharding.shard_batch(batch, mesh)
+            transfers.shard_batch(batch, mesh)
         )
         counts[mesh.size, microbatch] = {width: int(count) for width, count in found.items() if count}
     assert counts == {(1, 1): {32: 1, 22: 2, 10: 1}, (2, 2): {32: 1, 22: 1}}

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import paged_attention_gpu, paged_attention_tpu
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.paged_attention import (
@@ -238,7 +238,7 @@ def test_the_kernel_compiles_for_a_tpu_without_a_copy_of_the_pages(topology, r, 
     from jaxrl_llm.tools.plan import chips
 
     rows, n, count = 64, 8, 1024
-    mesh = sharding.mesh_over(chips.topology(topology)[1][:1], data=1, fsdp=1, tensor=1)
+    mesh = meshes.mesh_over(chips.topology(topology)[1][:1], data=1, fsdp=1, tensor=1)
     of = partial(jax.ShapeDtypeStruct, sharding=jax.NamedSharding(mesh, jax.P()))
     pages = Pages(of((K, count, h, size), dtype), of((K, count, size, h), dtype))
     token = KeyValue(*[of((K, rows, 1, h), dtype)] * 2)

@@ -17,7 +17,7 @@ from test_steps import numbers, written
 from test_steps import tiny as small_config
 
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes, sharding
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.actor import Actor
 from jaxrl_llm.rollout.jax.engine import Sampler
@@ -41,13 +41,13 @@ def sampled(mesh: jax.sharding.Mesh, trainer: jax.sharding.Mesh) -> Rollouts:
 
 
 def test_completions_of_devices_beside_the_trainers_are_those_of_a_shared_mesh():
-    alone = sharding.make_meshes(4, data=1, fsdp=-1, tensor=1)[1]
+    alone = meshes.make_meshes(4, data=1, fsdp=-1, tensor=1)[1]
     assert (alone.devices.shape, [d.id for d in alone.devices.flat]) == ((4, 1, 1), [4, 5, 6, 7])
     sizes = dict(data=1, fsdp=-1, tensor=2)
-    trainer, mesh = sharding.make_meshes(4, **sizes)
+    trainer, mesh = meshes.make_meshes(4, **sizes)
     assert (mesh.devices.shape, [d.id for d in mesh.devices.flat]) == ((2, 1, 2), [4, 5, 6, 7])
     assert [d.id for d in trainer.devices.flat] == [0, 1, 2, 3]
-    shared = sharding.mesh_over(jax.devices()[:4], **sizes)
+    shared = meshes.mesh_over(jax.devices()[:4], **sizes)
     jax.tree.map(np.testing.assert_array_equal, sampled(mesh, trainer), sampled(shared, shared))
 
 
@@ -112,12 +112,12 @@ class Chip:
 
 def test_each_process_gives_its_last_devices(refused):
     devices: Any = [Chip(i, i // 4) for i in range(8)]
-    trainer, mesh = sharding.meshes_over(devices, 4, data=-1, fsdp=1, tensor=2)
+    trainer, mesh = meshes.meshes_over(devices, 4, data=-1, fsdp=1, tensor=2)
     assert [d.id for d in trainer.devices.flat] == [0, 1, 4, 5]
     assert [d.id for d in mesh.devices.flat] == [2, 3, 6, 7] and mesh.shape["tensor"] == 2
-    assert sharding.meshes_over(devices, 2, data=-1, fsdp=3, tensor=1)[1].shape["data"] == 2
+    assert meshes.meshes_over(devices, 2, data=-1, fsdp=3, tensor=1)[1].shape["data"] == 2
     with refused("engine.devices = 3"):
-        sharding.meshes_over(devices, 3, data=-1, fsdp=1, tensor=1)
+        meshes.meshes_over(devices, 3, data=-1, fsdp=1, tensor=1)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.environments import EnvironmentPool
@@ -163,7 +163,7 @@ def server(tmp_path_factory) -> Iterator[ManagedServer]:
 
 @pytest.fixture(scope="module")
 def params() -> PyTree:
-    return hf.load_params(FOLDER, MODEL, sharding.make_mesh(data=1, fsdp=2, tensor=2))
+    return hf.load_params(FOLDER, MODEL, meshes.make_mesh(data=1, fsdp=2, tensor=2))
 
 
 def nudged(params: PyTree, by: float) -> PyTree:
@@ -178,7 +178,7 @@ def prompts():
 
 @cache
 def scorer(model: Decoder, sampling: Sampling) -> Callable[[PyTree, Batch], jax.Array]:
-    return forward.make_logprob_fn(model, sampling, sharding.make_mesh(data=1, fsdp=2, tensor=2), 0)
+    return forward.make_logprob_fn(model, sampling, meshes.make_mesh(data=1, fsdp=2, tensor=2), 0)
 
 
 def gap(
@@ -226,7 +226,7 @@ def test_what_is_sampled_is_what_the_trainer_scores_whatever_was_pushed(server, 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text"])
 def test_a_server_samples_from_pushed_weights_of_every_family(name, prompts, tmp_path):
     folder = random_model(tmp_path / "source", name, SERVED)
-    model, mesh = hf.load_model(folder), sharding.make_mesh(data=1, fsdp=2, tensor=2)
+    model, mesh = hf.load_model(folder), meshes.make_mesh(data=1, fsdp=2, tensor=2)
     params = jax.tree.map(lambda x: x * 3, hf.load_params(folder, model, mesh))  # so that the softmax is not flat
     with (
         serving(tmp_path / "vllm.log", folder=folder) as live,
@@ -239,7 +239,7 @@ def test_a_server_samples_from_pushed_weights_of_every_family(name, prompts, tmp
 def test_a_server_samples_from_the_exported_folder_of_a_model_with_experts(prompts, tmp_path):
     """It takes no push of experts on a CPU, and says so."""
     source = random_model(tmp_path / "source", "qwen3_moe", SERVED)
-    model, mesh = hf.load_model(source), sharding.make_mesh(data=1, fsdp=2, tensor=2)
+    model, mesh = hf.load_model(source), meshes.make_mesh(data=1, fsdp=2, tensor=2)
     params = jax.tree.map(lambda x: x * 3, hf.load_params(source, model, mesh))
     hf_export.save(tmp_path / "exported", params, source)
     with (

@@ -25,7 +25,7 @@ import pytest
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.protocol import EngineInputs
@@ -88,7 +88,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def params():
-    return hf.load_params(FOLDER, MODEL, sharding.make_mesh(data=1, fsdp=1, tensor=1))
+    return hf.load_params(FOLDER, MODEL, meshes.make_mesh(data=1, fsdp=1, tensor=1))
 
 
 @contextmanager
@@ -178,7 +178,7 @@ def test_the_weight_check_asks_every_server_that_samples(params, tmp_path, monke
     collate = lambda numbers: Prompts(rows[numbers], rows[numbers] > 0, [{}] * len(numbers), np.asarray(numbers))  # noqa: E731
     with connected(tmp_path, monkeypatch, *servers) as engine:
         engine.update_weights(params, 1)
-        WeightCheck(engine, MODEL, sharding.make_mesh(data=1, fsdp=1, tensor=1), collate, rows=16, bound=1.0).ask()
+        WeightCheck(engine, MODEL, meshes.make_mesh(data=1, fsdp=1, tensor=1), collate, rows=16, bound=1.0).ask()
     assert all(server.asked[GENERATE] for server in servers)
 
 

@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.image_format import read_format
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import hf, hf_export
 from jaxrl_llm.rollout.vllm.images import server_arguments
 from jaxrl_llm.structs import ImageLimits
@@ -78,7 +78,7 @@ def model_folder(folder: Path, family: str = "qwen2_5_vl") -> Path:
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_images_are_sampled_as_scored_also_after_a_push_of_the_tower(family, tmp_path, monkeypatch):
     folder = model_folder(tmp_path / "model", family)
-    mesh, tokenizer, form = sharding.make_mesh(data=1, fsdp=2, tensor=2), hf.load_tokenizer(folder), read_format(folder)
+    mesh, tokenizer, form = meshes.make_mesh(data=1, fsdp=2, tensor=2), hf.load_tokenizer(folder), read_format(folder)
     assert form
     model = hf.load_model(folder, mesh)
     params = hf.load_params(folder, model, mesh)
@@ -116,7 +116,7 @@ def test_a_server_that_makes_other_tokens_of_an_image_is_refused(tmp_path, monke
     tokenizer = hf.load_tokenizer(folder)
     form = read_format(folder, min_pixels=0, max_pixels=28 * 28 * 16)
     assert form
-    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1)
+    mesh = meshes.make_mesh(data=1, fsdp=1, tensor=1)
     model = hf.load_model(folder, mesh)
     dataset = read([{"problem": "<image>?", "images": [pillow(140, 140)]}], tokenizer, form, monkeypatch)
     prompts = data.make_prompts(dataset, [0], tokenizer.pad_token_id)

@@ -18,7 +18,7 @@ from test_steps import tiny
 from jaxrl_llm import build
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.data import order
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import hf
 from jaxrl_llm.session import changes, checkpoint, model_card, workdir
 from jaxrl_llm.session.changes import Rows
@@ -114,7 +114,7 @@ def test_a_chat_template_writes_the_day_on_which_a_resumed_run_began(tmp_path, m
     assert len(set(inputs.input_hashes.values())) == 3
 
 
-KEEP, MESH = ConfigDict(dict(every=1, keep=2, keep_best=0)), sharding.make_mesh(data=1, fsdp=1, tensor=1)
+KEEP, MESH = ConfigDict(dict(every=1, keep=2, keep_best=0)), meshes.make_mesh(data=1, fsdp=1, tensor=1)
 HASHES = {"model.path": "m", "data.source": "old", "eval.source": "e"}
 
 

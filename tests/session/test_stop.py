@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import disk
-from jaxrl_llm.machine.sharding import make_mesh
+from jaxrl_llm.machine.meshes import make_mesh
 from jaxrl_llm.session.checkpoint import MODELS, SAMPLES, Checkpoints, has_checkpoint, kept_steps
 from jaxrl_llm.session.checksums import checksums
 from jaxrl_llm.session.signals import SaveOnInterrupt

@@ -24,7 +24,7 @@ from jaxrl_llm import build, sft
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.learner.settings import HostMemory
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import transfers
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.rollout.jax import compiled, layout, programs, sizes, stream
 from jaxrl_llm.tools.plan import chips, expected, phases
@@ -174,7 +174,7 @@ def test_a_plan_of_sft_has_the_programs_of_a_run(plan, tmp_path, monkeypatch):
     with build.opened_run(config, tmp_path, recipes.read_sft, sft.make_run, shared=False) as (_, parts):
         learning, examples = parts.learning, parts.examples.next()
         states = learning.initial_states()
-        batch = learning.scored(states, sharding.shard_batch(examples, learning.mesh))
+        batch = learning.scored(states, transfers.shard_batch(examples, learning.mesh))
         learning.compile(states, batch, parts.rows)
         width = batch.prompt.tokens.shape[1]
 

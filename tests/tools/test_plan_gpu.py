@@ -16,7 +16,7 @@ from test_collectives import CONFIG, PARTS, SIZES, lower, parameter_bytes, sent,
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import load as configs
 from jaxrl_llm.machine.compilation import Program
-from jaxrl_llm.machine.sharding import mesh_over
+from jaxrl_llm.machine.meshes import mesh_over
 from jaxrl_llm.models import paged_attention_gpu
 from jaxrl_llm.models.paged_attention import Pages
 from jaxrl_llm.tools.plan import chips

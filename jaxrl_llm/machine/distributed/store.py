@@ -1,7 +1,7 @@
 """Exchanges small values between processes through the key-value store of JAX's coordination service.
 
 The devices are not used, because all processes must run device programs in the same order, but a thread that samples
-ahead or writes the log may exchange values at any time. Large arrays go through the devices (`sharding.gather`),
+ahead or writes the log may exchange values at any time. Large arrays go through the devices (`transfers.gather`),
 because process 0 serves the store and would have to send the arrays to every process.
 """
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine import transfers
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.rollout.episodes import ENDED, IN_TURN, Episodes
 from jaxrl_llm.rollout.jax.layout import (
@@ -95,7 +95,7 @@ class Stream:
             continues = len(self._update_complete_groups()) < (self.wanted_groups or len(self.prompts.tokens))
             state = [max(map(len, rows)), some_wait, continues]
             # All processes must call the same programs, so the largest numbers of all processes choose them.
-            count, some_wait, continues = sharding.max_over_processes(np.array(state, np.int32), self.mesh).tolist()
+            count, some_wait, continues = transfers.max_over_processes(np.array(state, np.int32), self.mesh).tolist()
             self._awaited_answers = set(self.episodes.pending_answers)
             if not continues:
                 return self._append_answers()
@@ -192,7 +192,7 @@ class Stream:
         if cache is not None and not self.sizes.refills:
             # Return early, because all groups have started and no process has a prompt to run.
             return cache
-        count = sharding.max_over_processes(np.array([max(map(len, new_groups))], np.int32), self.mesh)[0]
+        count = transfers.max_over_processes(np.array([max(map(len, new_groups))], np.int32), self.mesh)[0]
         first, changed = 0, list[int]()
         while cache is None or first < count:
             # All later prompts run in programs of one size. Rows of two sizes may differ in their last bits, and the
@@ -207,8 +207,8 @@ class Stream:
                 first_number=self.first_number,
                 pad=self.pad_id,
             )
-            cache, *sampled = self.programs.prefill(cache, sharding.shard_batch(arrays, self.mesh))
-            first_tokens, logprobs = sharding.to_host(tuple(sampled))
+            cache, *sampled = self.programs.prefill(cache, transfers.shard_batch(arrays, self.mesh))
+            first_tokens, logprobs = transfers.to_host(tuple(sampled))
             WATCHDOG.report_progress()
             for d, n, group in enumerate_items(new_groups, first, size):
                 for i in self._without_tokens(group):
@@ -226,7 +226,7 @@ class Stream:
         if self.sizes.allocated_pages == self.sizes.pages:
             return cache
         reach = np.array([max(scheduler.reach for scheduler in self.schedulers)], np.int32)
-        grown = self.sizes.with_room_for(int(sharding.max_over_processes(reach, self.mesh)[0]))
+        grown = self.sizes.with_room_for(int(transfers.max_over_processes(reach, self.mesh)[0]))
         if grown == self.sizes:
             return cache
         self.sizes = grown
@@ -252,7 +252,7 @@ class Stream:
         counts = np.zeros((self.sizes.completion_length // max(CHUNK_TOKENS) + 4, len(CHUNK_TOKENS)), np.int32)
         for (number, width), chunks in rounds.items():
             counts[number, CHUNK_TOKENS.index(width)] = max(map(len, chunks))
-        counts = sharding.max_over_processes(counts.ravel(), self.mesh).reshape(counts.shape)
+        counts = transfers.max_over_processes(counts.ravel(), self.mesh).reshape(counts.shape)
         rows = self.sizes.fed_sequences
         for number, width_index in np.argwhere(counts).tolist():
             width = CHUNK_TOKENS[width_index]
@@ -262,7 +262,7 @@ class Stream:
                 arrays = observation_chunks(
                     part, rows, width, sizes=self.sizes, prompts=self.prompts, episodes=self.episodes
                 )
-                cache = self.programs.feed(cache, sharding.shard_batch(arrays, self.mesh))
+                cache = self.programs.feed(cache, transfers.shard_batch(arrays, self.mesh))
                 for chunk in (chunk for device_chunks in part for chunk in device_chunks):
                     chunk.member.cached = chunk.end
         return cache
@@ -286,8 +286,8 @@ class Stream:
             first_number=self.first_number,
         )
         threshold = self._running_threshold(count, some_wait=some_wait)
-        cache, sampled = self.programs.decode(cache, sharding.shard_batch(arrays, self.mesh), threshold)
-        tokens, logprobs, counts = sharding.to_host(sampled)
+        cache, sampled = self.programs.decode(cache, transfers.shard_batch(arrays, self.mesh), threshold)
+        tokens, logprobs, counts = transfers.to_host(sampled)
         WATCHDOG.report_progress()
         self.computed_tokens += int(counts.sum())
         self.slot_steps += counts.size * int(counts.max())

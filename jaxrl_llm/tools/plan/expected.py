@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.machine.sharding import mesh_over
+from jaxrl_llm.machine.meshes import mesh_over
 from jaxrl_llm.rollout.episodes import ENDED, Episodes
 from jaxrl_llm.rollout.in_flight import InFlightGroups
 from jaxrl_llm.rollout.jax.compiled import decoding_name, feeding_name, prompts_name

@@ -21,8 +21,9 @@ from jaxrl_llm.learner.scorers import FrozenModel, frozen_model
 from jaxrl_llm.learner.settings import HostMemory
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.memory import device_bytes
+from jaxrl_llm.machine.meshes import AXES, meshes_over
 from jaxrl_llm.machine.shapes import ShapeCache
-from jaxrl_llm.machine.sharding import AXES, meshes_over, prompt_shards, shardings
+from jaxrl_llm.machine.sharding import prompt_shards, shardings
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.decoder import TOWER, Decoder
 from jaxrl_llm.models.settings import ModelSettings
