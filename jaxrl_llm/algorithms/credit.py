@@ -52,7 +52,9 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
         weights = weights | {"reward_model": credit.model_weight}
     batch_sharding = NamedSharding(mesh, sharding.BATCH)
 
-    @jax.jit
+    # The output shardings are explicit, because the compiler would otherwise write equal shardings in another form, and
+    # the update would be another program than the one that is compiled ahead.
+    @partial(jax.jit, out_shardings=(batch_sharding, None))
     def assign(batch: Batch, scores: Columns, rewards: Rewards, coefs: Columns) -> tuple[Columns, Columns]:
         total, channels = rewards.total, rewards.channels
         if credit.model_weight is not None:
@@ -104,7 +106,7 @@ def make_credit(credit: Credit, mesh: Mesh) -> CreditFn:
             metrics |= {"critic/explained_variance": explained_variance(scores["values"], returns, mask)}
         if credit.top_entropy < 1:
             columns["policy_mask"] = high_entropy_mask(scores["entropy"], mask, share=credit.top_entropy)
-        return jax.lax.with_sharding_constraint(columns, batch_sharding), metrics
+        return columns, metrics
 
     def assign_credit(batch: Batch, scores: Columns, rewards: Rewards, coefs: Columns) -> tuple[Batch, Columns]:
         # Packed rows are left out, because credit does not read them and each of their shapes would compile a program.

@@ -170,11 +170,13 @@ def score_in_microbatches(per_token: Callable[[PyTree, Batch], PyTree], mesh: Me
 
     per_token(params, batch): returns one or more arrays [B, G, C].
     """
+    place = NamedSharding(mesh, sharding.BATCH)
 
-    @partial(jax.jit, compiler_options=ROUND_AS_WRITTEN)
+    # The output shardings are explicit for the reason of `make_credit`: the update reads these arrays too.
+    @partial(jax.jit, compiler_options=ROUND_AS_WRITTEN, out_shardings=place)
     def score(params: PyTree, batch: Batch) -> PyTree:
         # `map_reduce` traces a visit twice. As a jitted function, `per_token` is traced only once, and then inlined.
-        run, place = jax.jit(per_token, inline=True), NamedSharding(mesh, sharding.BATCH)
+        run = jax.jit(per_token, inline=True)
 
         def visit(part: Microbatch) -> PyTree:
             return jax.lax.with_sharding_constraint(part.spread(run(params, part.batch)), place)

@@ -282,8 +282,11 @@ def make_reference(
     model, shapes, moves = models.model, policy.shapes.params, refresh is not None
     if models.adapters and not (moves or models.adapters.kind.path):
         return None
+    # The output shardings of copies are explicit, because the compiler would otherwise write equal shardings in another
+    # form, and scoring would be another program than the one that is compiled ahead.
+    place = jax.tree.map(lambda x: x.sharding, shapes)
     if models.adapters:
-        copy_all = jax.jit(lambda adapters: jax.tree.map(jnp.copy, adapters))
+        copy_all = jax.jit(lambda adapters: jax.tree.map(jnp.copy, adapters), out_shardings=place)
         return Reference(copy_all, parameters.params, shapes, refresh)
     if not moves:
 
@@ -293,7 +296,7 @@ def make_reference(
         shapes = jax.tree.map(with_dtype, shapes, model.compute_dtypes(shapes))
 
     # Arrays that keep their dtype are copied too, because the first update donates the policy's parameters.
-    @jax.jit
+    @partial(jax.jit, out_shardings=place)
     def copy(params: PyTree) -> PyTree:
         copied = jax.tree.map(jnp.copy, params)
         return copied if moves else model.cast_for_compute(copied)
