@@ -20,7 +20,8 @@ from jaxrl_llm.config.load import with_names
 from jaxrl_llm.config.schema import check_call
 from jaxrl_llm.data import columns
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollout.grading import RewardFn, call_reward
+from jaxrl_llm.rollout.grading import RewardFn
+from jaxrl_llm.rollout.reward_calls import call_reward
 from jaxrl_llm.tasks import REWARDS
 from jaxrl_llm.tasks import math as maths
 from jaxrl_llm.tasks.signatures import adapted

@@ -14,7 +14,7 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.columns import check, check_completions, column_requirements
 from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import load_rows
-from jaxrl_llm.rollout import grading
+from jaxrl_llm.rollout import reward_calls
 from jaxrl_llm.tasks import is_empty
 from jaxrl_llm.tasks.signatures import bound
 
@@ -143,7 +143,7 @@ def test_the_rewards_of_the_package_have_no_verdict_where_a_row_says_nothing():
         usual |= {"data_source": "gsm8k", "numbers": [1], "target": 1, "tests": None, "inputs": None, "outputs": None}
         for column in columns[:2]:
             rows = [usual | {column: x} for x in empty]
-            values = grading.call_reward(function, bound(function), rows, completions, [[1]] * 7).values
+            values = reward_calls.call_reward(function, bound(function), rows, completions, [[1]] * 7).values
             if not np.isnan(values).all():
                 wrong[function, column] = values
     assert wrong == {}
@@ -159,7 +159,7 @@ def test_answers_of_any_type_of_number_are_judged():
     for function, (i, kinds) in functions.items():
         rows = [{"prompt": "1", "answer": x} for x in kinds]
         completions = [[{"role": "assistant", "content": said[i]}]] * len(rows)
-        values = grading.call_reward(function, bound(function), rows, completions, [[1]] * len(rows)).values
+        values = reward_calls.call_reward(function, bound(function), rows, completions, [[1]] * len(rows)).values
         if values != [1.0] * len(rows):
             wrong[function] = values
     assert wrong == {}

@@ -22,7 +22,7 @@ from jaxrl_llm.data.formats import Columns
 from jaxrl_llm.data.rows import check_source, is_task, load_rows
 from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import hf
-from jaxrl_llm.rollout import grading
+from jaxrl_llm.rollout import reward_calls
 from jaxrl_llm.session.banner import model_and_data_table, problems_table
 from jaxrl_llm.tasks import PREFILL
 from jaxrl_llm.tasks.signatures import bound
@@ -138,11 +138,11 @@ def test_a_function_of_verl_gets_the_ground_truth_with_its_own_type(tmp_path, mo
     dataset = data.read(str(tmp_path / "x.jsonl"), arithmetic, max_prompt_tokens=16, overlong="error")
     for name in ("of_verl_truths.one", "of_verl_truths.batch"):
         assert columns.check(dataset, [name], "data").notes == ()
-        judged = grading.call_reward("f", bound(name), dataset.rows, ["3"], [[1]])
+        judged = reward_calls.call_reward("f", bound(name), dataset.rows, ["3"], [[1]])
         assert (judged.values, judged.metrics["length"]) == ([1.0], len(repr(truth)))
         # An answer that somebody has named is the ground truth.
         (row,) = load_rows(str(tmp_path / "x.jsonl"), columns=Columns(answer_column="ability")).rows
-        assert grading.call_reward("f", bound(name), [row], ["3"], [[1]]).metrics["length"] == len(repr("math"))
+        assert reward_calls.call_reward("f", bound(name), [row], ["3"], [[1]]).metrics["length"] == len(repr("math"))
 
 
 def test_a_row_without_a_ground_truth_is_refused_for_a_function_of_verl(tmp_path, monkeypatch, refused):
@@ -212,10 +212,10 @@ def test_a_thought_that_the_prompt_opens_is_a_part_of_the_answer(tokenizer, monk
     monkeypatch.setattr(tokenizer, "chat_template", THINKING)
     assert data.tokenize(rows[:1], tokenizer, max_prompt_tokens=99, overlong="error").notes == ()
     said = ["a</think>\\boxed{3}"] * 5
-    judged = lambda name: grading.call_reward("f", bound(name), made.rows, said, [[1]] * 5).values  # noqa: E731
+    judged = lambda name: reward_calls.call_reward("f", bound(name), made.rows, said, [[1]] * 5).values  # noqa: E731
     assert judged("format.think") == [1, 1, 1, 1, 0]
     assert judged("easyr1.math") == pytest.approx([1, 1, 1, 1, 0.9])
-    closed = grading.call_reward(
+    closed = reward_calls.call_reward(
         "f", bound("math.accuracy(after='</think>')"), made.rows[:2], ["\\boxed{3}"] * 2, [[1]] * 2
     )
     assert closed.values == [0, 1]
@@ -367,7 +367,7 @@ def test_prompts_of_verl_and_problems_of_easyr1_are_used_as_they_are(tmp_path, a
     prompts, held_out = columns.check_all(recipe.data, recipe.eval_sets, functions, *loaded, episodes=False)
     for dataset, right in ((prompts, "1"), (held_out["eval"], "2")):
         said = [f"\\boxed{{{right}}}"] * 4  # right for the first row
-        judged = grading.call_reward("f", bound("math.accuracy"), dataset.rows, said, [[1]] * 4)
+        judged = reward_calls.call_reward("f", bound("math.accuracy"), dataset.rows, said, [[1]] * 4)
         assert judged.values == [1.0, 0.0, 0.0, 0.0]
     mesh, model = meshes.make_mesh(data=1, fsdp=1, tensor=1), hf.load_model(Path(recipe.model.path)).cfg
     table = model_and_data_table(recipe.model.path, mesh, model, recipe.sizes, recipe.data, prompts)

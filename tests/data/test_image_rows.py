@@ -31,7 +31,7 @@ from jaxrl_llm.data.image_columns import chat_text, printable_value
 from jaxrl_llm.data.image_format import read_format
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, new_model
-from jaxrl_llm.rollout import grading, scores
+from jaxrl_llm.rollout import grading, reward_calls, scores
 from jaxrl_llm.structs import Rewards
 from jaxrl_llm.tools.report import samples
 
@@ -454,7 +454,7 @@ def test_a_reward_that_fails_shows_no_bytes():
         raise ValueError("no")
 
     with pytest.raises(UserError, match=r"'images': \['<[\d,]+ bytes>'\]") as caught:
-        grading.call_reward("broken", broken, [{"prompt": ASKED, "images": [GOOD]}], ["x"], [[1]])
+        reward_calls.call_reward("broken", broken, [{"prompt": ASKED, "images": [GOOD]}], ["x"], [[1]])
     assert "PNG" not in str(caught.value)
 
 

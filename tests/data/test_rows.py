@@ -25,8 +25,8 @@ from jaxrl_llm.data.rows import check_source, load_rows
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import meshes
 from jaxrl_llm.models import hf
-from jaxrl_llm.rollout.grading import call_reward
 from jaxrl_llm.rollout.jax.sizes import sizes_of
+from jaxrl_llm.rollout.reward_calls import call_reward
 from jaxrl_llm.session.banner import model_and_data_table, models_table, problems_table, shapes_table, truncation_table
 from jaxrl_llm.tasks import verl
 

@@ -17,7 +17,8 @@ from jaxrl_llm.config.load import load
 from jaxrl_llm.config.names import bind
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.models import hf
-from jaxrl_llm.rollout.grading import RewardFn, call_reward
+from jaxrl_llm.rollout.grading import RewardFn
+from jaxrl_llm.rollout.reward_calls import call_reward
 from jaxrl_llm.tasks import REWARDS, search, verl
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollout import grading
+from jaxrl_llm.rollout import reward_calls
 from jaxrl_llm.rollout.grading import Completions, RewardFn
 from jaxrl_llm.tasks import countdown
 
@@ -46,7 +46,7 @@ def score(*names: str, weights: tuple[float, ...] = (), timeout: float = 60.0) -
 
 def call(function: Any) -> list[float]:
     rows = [row for row in CHATS for _ in range(2)]
-    return grading.call_reward("mine.f", function, rows, [*TEXTS[0], *TEXTS[1]], [*IDS[0], *IDS[1]]).values
+    return reward_calls.call_reward("mine.f", function, rows, [*TEXTS[0], *TEXTS[1]], [*IDS[0], *IDS[1]]).values
 
 
 def right(prompts, completions, answer, **kwargs):  # as in TRL's documentation
@@ -238,6 +238,14 @@ def test_no_file_of_a_task_imports_jax():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_the_process_of_a_reward_does_not_import_jax():
+    with closing(RewardFn(("arithmetic.accuracy",), (1.0,), 60.0)) as judge:
+        judge(*BATCH)
+        process = judge._processes["arithmetic.accuracy"]
+        process.send_call(eval, "'jax' in __import__('sys').modules")
+        assert process.receive_result(60) is False
+
+
 def in_jax(values: Any, dtype: str = "float32") -> Any:
     import jax  # not in the processes of rewards, which import this file
 
@@ -310,7 +318,7 @@ def test_the_completion_that_makes_a_quick_function_raise_is_found(monkeypatch, 
     def slow_alone(completions):
         return (slow if len(completions) == 1 else quick)(completions)
 
-    monkeypatch.setattr(grading, "SEARCH_SECONDS", 0.05)
+    monkeypatch.setattr(reward_calls, "SEARCH_SECONDS", 0.05)
     each, batch = ("'4'", "'four'"), ("4 completions", "'2'")
     # Only a quick function is called again.
     for function, said, counts in (

@@ -10,7 +10,8 @@ import pytest
 
 from jaxrl_llm.config.names import bind
 from jaxrl_llm.config.schema import check_call
-from jaxrl_llm.rollout.grading import RewardFn, call_reward
+from jaxrl_llm.rollout.grading import RewardFn
+from jaxrl_llm.rollout.reward_calls import call_reward
 from jaxrl_llm.rollout.settings import RewardSettings
 from jaxrl_llm.tasks import REWARDS, easyr1, length, repetition, verl
 
