@@ -166,8 +166,9 @@ def _checked(source: str, number: int, row: Any) -> Row:
         )
     if isinstance(prompt, str):
         return row
-    is_arrow = source.endswith(".parquet") or hub.names_one(source)
-    if is_arrow and any(None in message.values() or "tool_calls" in message for message in prompt):
+    has_nulls = any(None in message.values() or "tool_calls" in message for message in prompt)
+    # The source is looked at last, because that reads the disk for each row.
+    if has_nulls and (source.endswith(".parquet") or hub.names_one(source)):
         # Arrow gives every message, and all arguments of its calls, each key that another message has.
         prompt = [_without_nulls(message) for message in prompt]
     # A row whose prompt is unchanged is returned without a copy, because most rows are like this.

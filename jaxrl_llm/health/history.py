@@ -9,7 +9,7 @@ from math import exp, inf, isnan, log, nan
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from scipy.special import bdtrc
+import scipy
 
 from . import noise
 from .finding import LogRecord
@@ -280,7 +280,8 @@ class History:
         """
         recent = self.column(name).values[-self.recent_steps :]
         # bdtrc(k, n, p) is P(X > k), so k = count - 1 gives P(X >= count).
-        tail = bdtrc(int((recent > bound).sum()) - 1, len(recent), chance_above) if (recent > bound).any() else 1.0
+        above = int((recent > bound).sum())
+        tail = scipy.special.bdtrc(above - 1, len(recent), chance_above) if above else 1.0
         return tail < noise.level(self.records[-1]["step"])
 
     def _strength(

@@ -12,7 +12,7 @@ from math import ceil, inf, log
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import ndtri, stdtrit
+import scipy  # imports scipy.special at its first use, which takes half a second
 
 RATE = 5e-3  # largest probability that noise makes a rule fire in a run of any length
 # Share of a window's values that a trimmed mean drops on each side, so that a few odd batches do not count.
@@ -45,7 +45,7 @@ def step_noise(steps: np.ndarray, values: np.ndarray) -> Noise:
     if count < 2:
         return Noise(inf, 1.0)
     share = count / len(differences)
-    edge = ndtri((1 + share) / 2)
+    edge = scipy.special.ndtri((1 + share) / 2)
     # The mean square of the small differences is divided by its expectation for normal values. Without this division
     # the noise would be too small, and rules would fire too often.
     expected_square = 1 - 2 * edge * np.exp(-(edge**2) / 2) / np.sqrt(2 * np.pi) / share  # E[z^2] for |z| <= edge
@@ -69,7 +69,7 @@ def quantile(look_number: int, freedom: float, *, choices: float = 1) -> float:
     freedom: degrees of freedom. choices: number of windows or metrics from which the rule picks the most extreme one;
     each gets an equal part of the level.
     """
-    return float(-stdtrit(min(freedom, 1e6), level(max(look_number, 1)) / choices))
+    return float(-scipy.special.stdtrit(min(freedom, 1e6), level(max(look_number, 1)) / choices))
 
 
 def center(values: np.ndarray) -> float:

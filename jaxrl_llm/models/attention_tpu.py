@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import Mesh
 
 from jaxrl_llm.models.attention import KeyValue, empty_prompt, shard_kernel
@@ -37,54 +34,6 @@ class AttentionLimits(NamedTuple):
     # Only for rows without a prompt.
     last_visible: Array | None = None
     max_lookahead: int = 0
-
-
-@dataclass(frozen=True)
-class _RowMask(splash.Mask):
-    """The mask of one row for splash attention: queries [T] of the row, keys [T + P] of the row and of its prompt.
-
-    A query sees its completion up to itself, and the whole prompt. Segment ids cannot express this, because the kernel
-    compares them for equality, and the prompt belongs to every completion. The kernel skips blocks that `__getitem__`
-    leaves empty; `__getitem__` shows all keys that a query may see, wherever its completion starts. In the other blocks
-    the kernel calls `mask_function` with the values of `q_sequence`, which at run time also hold the starts.
-    """
-
-    length: int  # T, padded to blocks
-    prompt: int  # P, padded to blocks; with a window, a prompt's last token is at P - 1
-    window: int  # number of tokens that a token sees; 0 = unlimited
-    # Largest distance from a query to a later key that it sees. If it is above 0, the row has no prompt, and
-    # `mask_function` gets the first and the last key that the query sees.
-    max_lookahead: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.length, self.length + self.prompt
-
-    @property
-    def q_sequence(self) -> np.ndarray:
-        return np.arange(self.length, dtype=np.int32)
-
-    def mask_function(self, query: Any, key: Any) -> Any:
-        start, index = query >> INDEX_BITS, query & (2**INDEX_BITS - 1)
-        if self.max_lookahead:
-            return (start <= key) & (key <= index)
-        return self._is_visible(start, index - start, index, key)
-
-    def _is_visible(self, start: Any, position: Any, index: Any, key: Any) -> Any:
-        """Returns whether a query sees a key.
-
-        start: first index of the query's completion in the row. position: index of the query in its completion. index,
-        key: indices of query and key in the row.
-        """
-        in_completion, in_prompt = (start <= key) & (key <= index), key >= self.length
-        if self.window:
-            in_completion = in_completion & (key > index - self.window)
-            in_prompt = in_prompt & (key - self.shape[1] > position - self.window)
-        return in_completion | in_prompt
-
-    def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray:
-        index, key = self.q_sequence[block[0], None], np.arange(self.shape[1])[None, block[1]]
-        return self._is_visible(0, 0, index, key) | (index < key) & (key <= index + self.max_lookahead)
 
 
 def attend_tpu(
@@ -127,10 +76,16 @@ def _attend_row(
     row: tuple[Array, ...], prompt: tuple[Array, ...], *, block: int, limits: AttentionLimits, interpret: bool
 ) -> jax.Array:
     """Returns attention [K, R, T, h] of one row with its prompt, both padded to blocks."""
+    # Imported here, because Pallas's compiler for TPUs takes a third of a second, which other platforms need not wait.
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    from jaxrl_llm.models.splash_mask import RowMask
+
     (query, keys, values, segment_ids, *last_visible), (prompt_keys, prompt_values, prompt_mask) = row, prompt
     k, r, t, h = query.shape
     # All heads have the same mask, which is static: the kernel finds the empty blocks at compile time.
-    masks = splash.MultiHeadMask([_RowMask(t, prompt_mask.size, limits.window, limits.max_lookahead)] * (k * r))
+    mask = RowMask(t, prompt_mask.size, limits.window, limits.max_lookahead, INDEX_BITS)
+    masks = splash.MultiHeadMask([mask] * (k * r))
     block_sizes = splash.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -155,7 +110,7 @@ def _attend_row(
         end = jnp.maximum(last_visible[0], token_index)
         start = jnp.maximum(start, token_index - limits.window + 1) if limits.window else start
     mask_infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
-    # The starts of completions are known only at run time, so they replace the static q_sequence of `_RowMask`.
+    # The starts of completions are known only at run time, so they replace the static q_sequence of `RowMask`.
     kernel = type(kernel)(
         *(mask_info._replace(q_sequence=start << INDEX_BITS | end) for mask_info in mask_infos), **kernel.kwargs
     )

@@ -26,6 +26,7 @@ SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)  # smallest divisor of int8 
 # Score of a hidden key. It is finite, because with -inf a page without a visible key would give NaN. The sum of two
 # such scores is finite too.
 HIDDEN_SCORE = float(jnp.finfo(jnp.float32).min) / 4
+LANES = 128  # width of a TPU's registers, and tokens of a page there
 
 
 class Pages(NamedTuple):

@@ -19,11 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl_llm.models.attention import KeyValue, soft_capped
-from jaxrl_llm.models.paged_attention import HIDDEN_SCORE, Pages, PartialAttention, first_visible
+from jaxrl_llm.models.paged_attention import HIDDEN_SCORE, LANES, Pages, PartialAttention, first_visible
 from jaxrl_llm.structs import Array
 
 MAX_PAGES_OF_PROGRAM = 8  # largest number of pages of a program
-LANES, SUBLANES = 128, 16  # smallest tile of memory for bfloat16
+SUBLANES = 16  # smallest tile of memory for bfloat16, with LANES
 # Bytes for the pages of two programs, one that computes and one whose pages are copied; half of the compiler's limit.
 COPY_BYTES = 8 * 2**20
 

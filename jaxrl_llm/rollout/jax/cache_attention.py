@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.models import paged_attention_gpu, paged_attention_tpu
 from jaxrl_llm.models.attention import KeyValue
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder, PerLayerKind
 from jaxrl_llm.models.paged_attention import (
     HIDDEN_SCORE,
+    LANES,
     LayerCache,
     PageReaders,
     Pages,
@@ -102,8 +102,8 @@ def make_attend(
         pages = layer.pages
         offset, in_int8 = places % attention_mask.page, pages.key_scale is not None
         kernel = kernel_of(in_int8=in_int8) if one_token else None
-        if kernel is paged_attention_tpu:
-            pages = paged_attention_tpu.write_own(pages, page[:, 0], offset[:, 0], new)
+        if hasattr(kernel, "write_own"):
+            pages = kernel.write_own(pages, page[:, 0], offset[:, 0], new)
         else:
             pages = pages.write(page, offset, new)
         query_by_token = jnp.swapaxes(query, 2, 3)  # [K, S, T, R, h]
@@ -162,7 +162,7 @@ def page_kind(mesh: Mesh, cfg: DecoderConfig, dtype: str = "") -> PageKind:
     heads = cfg.kv_heads // (1 if sharding.heads_spec(cfg.kv_heads, mesh)[1] is None else tensor)
     # Integers have one float32 scale for each token and head, which takes four bytes.
     head_bytes = cfg.head_dim + 4 if dtype else cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
-    tokens = paged_attention_tpu.LANES if device.platform == "tpu" else 0
+    tokens = LANES if device.platform == "tpu" else 0
     return PageKind(
         devices=sharding.prompt_shards(mesh),
         dtype=dtype,
@@ -177,8 +177,14 @@ def _kernel(device: Any, cfg: DecoderConfig, page: int, *, in_int8: bool) -> Any
 
     page: tokens of a page.
     """
-    kernels = [paged_attention_gpu] if in_int8 else [paged_attention_tpu, paged_attention_gpu]
-    return next((kernel for kernel in kernels if kernel.fits(device, cfg.head_dim, cfg.dtype, page)), None)
+    # Only the module of the platform is imported, because Pallas's compilers take a third of a second each.
+    if device.platform == "gpu":
+        from jaxrl_llm.models import paged_attention_gpu as kernel
+    elif device.platform == "tpu" and not in_int8:
+        from jaxrl_llm.models import paged_attention_tpu as kernel
+    else:
+        return None
+    return kernel if kernel.fits(device, cfg.head_dim, cfg.dtype, page) else None
 
 
 def _as_bias(is_hidden: Array) -> jax.Array:
