@@ -27,6 +27,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))  # CI gives one f
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XDG_CACHE_HOME"] = str(CACHE.parent)  # no file of a test in the cache of the user
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):  # each started process would compile 2,000 modules, for 6 seconds
+    os.environ["PYTHONPYCACHEPREFIX"] = str(CACHE.parent / "bytecode")
 
 for number in (signal.SIGINT, signal.SIGHUP):  # ignored in what nohup and a shell's & start, and in its children
     if signal.getsignal(number) is signal.SIG_IGN:
