@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 from fake_bucket import BucketServer
 from test_distributed import free_port
-from test_train import ROOT, TINY, call, records, train_here
+from test_train import ROOT, TINY, call, records, run_here, train_here
 
 from jaxrl_llm.tools import doctor, export, log
 
 SHORT = [
     *TINY, "--config.epochs=1", "--config.microbatch=0", "--config.eval=none",
     "--config.checkpoint.every=1", "--config.reward.timeout=0.0", "--config.log.to=()",
+    "--config.kl=none", "--config.prompts_per_update=8", "--config.checkpoint.keep_best=0",  # few programs
 ]  # fmt: skip
 MOMENTS = (
     r"PUT .*/config\.json",  # before the run is one
@@ -69,17 +70,16 @@ def said(cache: Path) -> str:
     return "\n".join(file.read_text() for file in sorted(cache.glob("*.out")))
 
 
-def killed_at_each_moment(
-    server: BucketServer, folder: Path, cache: Path, moments: tuple[str, ...], count: int
+def kill_at_each_moment(
+    server: BucketServer, folder: Path, cache: Path, moments: tuple[str, ...], count: int = 1
 ) -> None:
-    """Starts a run until it ends, and kills it at these moments."""
-    killer, path = Killer(server), f"gs://bucket/{folder.name}"
+    """Starts a run again and again, and kills it at these moments."""
+    killer = Killer(server)
     for number, moment in enumerate(moments, 1):
         killer.processes, killer.pattern = [], moment
-        killer.processes += start(path, cache, count)
+        killer.processes += start(f"gs://bucket/{folder.name}", cache, count)
         assert [process.wait(600) for process in killer.processes] == [-signal.SIGKILL] * count, said(cache)
         assert killer.killed == number, said(cache)
-    assert [process.wait(600) for process in start(path, cache, count)] == [0] * count, said(cache)
 
 
 def check_equal(folder: Path, whole: Path) -> None:
@@ -104,8 +104,12 @@ def whole(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_in_a_bucket_killed_at_five_moments_is_the_undisturbed_one(cloud, bucket_server, whole, tmp_path):
-    killed_at_each_moment(bucket_server, cloud, tmp_path / "cache", MOMENTS, 1)
+def test_a_run_in_a_bucket_killed_at_five_moments_is_the_undisturbed_one(
+    cloud, bucket_server, whole, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kill_at_each_moment(bucket_server, cloud, tmp_path / "killed", MOMENTS)
+    run_here(f"gs://bucket/{cloud.name}", *SHORT, config="configs/grpo.py")
     assert records(cloud) == records(whole)
     check_equal(cloud, whole)
     assert completions(cloud) == completions(whole)
@@ -115,7 +119,11 @@ def test_a_run_in_a_bucket_killed_at_five_moments_is_the_undisturbed_one(cloud, 
 
 @pytest.mark.slow
 def test_two_processes_with_a_run_in_a_bucket_resume_after_a_kill(cloud, bucket_server, whole, tmp_path):
-    killed_at_each_moment(bucket_server, cloud, tmp_path / "cache", (MOMENTS[1], MOMENTS[2]), 2)
+    """They go on from checkpoint 1. Checkpoint 2 is whole but for what makes it count."""
+    cache = tmp_path / "cache"
+    kill_at_each_moment(bucket_server, cloud, cache, (r"PUT .*/checkpoints/2/commit_success\.txt",), 2)
+    assert [process.wait(600) for process in start(f"gs://bucket/{cloud.name}", cache, 2)] == [0, 0], said(cache)
+    assert "after step 1 of 4, resumed" in said(cache)
     check_equal(cloud, whole)
     assert (cloud / "hf" / "config.json").is_file()
 
@@ -124,7 +132,7 @@ def test_two_processes_with_a_run_in_a_bucket_resume_after_a_kill(cloud, bucket_
 def test_the_tools_read_a_run_in_a_bucket(cloud, whole, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = f"gs://bucket/{cloud.name}"
-    assert [process.wait(600) for process in start(path, tmp_path / "run_cache")] == [0], said(tmp_path / "run_cache")
+    run_here(path, *SHORT, config="configs/grpo.py")
     assert records(cloud) == records(whole)
     call(export, monkeypatch, path, "--to", str(tmp_path / "exported"))
     weights = [(run / "model.safetensors").read_bytes() for run in (tmp_path / "exported", whole / "hf", cloud / "hf")]

@@ -52,11 +52,16 @@ def call(program, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     program.main()
 
 
-def train_here(workdir: Path, *flags: str, config: str) -> list[dict]:
-    """Runs `jaxrl train` in this process, because a new one takes time, and returns its records."""
+def run_here(workdir: Path | str, *flags: str, config: str) -> None:
+    """Runs `jaxrl train` in this process, because a new one takes time. The workdir may be in a bucket."""
     given = parse_arguments("train", "", ["--config", str(ROOT / config), "--workdir", str(workdir), *flags])
     for _ in train.steps(given.config, given.workdir):
         pass
+
+
+def train_here(workdir: Path, *flags: str, config: str) -> list[dict]:
+    """Runs `jaxrl train` in this process, and returns its records."""
+    run_here(workdir, *flags, config=config)
     return records(workdir)
 
 
