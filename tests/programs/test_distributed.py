@@ -36,6 +36,8 @@ TINY = (
     "mesh.fsdp=1", "health.self_test=False",
 )  # fmt: skip
 IN_PROCESS = "reward.timeout=0.0"  # rewards
+NO_EVALUATION = ("eval=none", "checkpoint.keep_best=0")
+FEW_PROGRAMS = (*NO_EVALUATION, "kl=none", "epochs=1", "prompts_per_update=8")
 CONFIGS = {
     "grpo": ("epochs=2",),
     "ppo": ("group_size=1", "critic.warmup_steps=1", "critic.optim.warmup_steps=0", "kl.adaptive.target=0.01"),
@@ -141,7 +143,7 @@ CURRICULUM = (
 
 @pytest.mark.slow
 def test_two_processes_with_episodes_have_the_numbers_of_one(tmp_path):
-    run(2, "search_grpo", tmp_path / "two")
+    run(2, "search_grpo", tmp_path / "two", IN_PROCESS)
     check_same(tmp_path / "two", run_alone("search_grpo", tmp_path / "one"))
 
 
@@ -162,7 +164,7 @@ def test_two_processes_that_sample_on_own_devices_have_the_numbers_of_one(tmp_pa
 def test_another_mesh_goes_on_after_a_kill_of_one_process_and_a_signal(tmp_path):
     config, fields = (
         ROOT / "configs" / "grpo.py",
-        (*TINY, *CONFIGS["grpo"], "num_steps=4", "schedule_steps=4", IN_PROCESS),
+        (*TINY, *CONFIGS["grpo"], *NO_EVALUATION, "num_steps=4", "schedule_steps=4", IN_PROCESS),
     )
     killed = Processes(2, config, tmp_path / "run", *fields)
     killed.wait_for("step 1/4")
@@ -173,8 +175,9 @@ def test_another_mesh_goes_on_after_a_kill_of_one_process_and_a_signal(tmp_path)
     two.each[1].send_signal(signal.SIGTERM)
     assert two.end(60) == [0] * 2, two.said()
     assert "stopped by SIGTERM in process 1" in two.outputs[0].read_text()
-    run_alone("grpo", tmp_path / "run", "num_steps=4", "schedule_steps=4", mesh=(1, 2, 2))
-    check_same(tmp_path / "run", run_alone("grpo", tmp_path / "alone", "num_steps=4", "schedule_steps=4"))
+    four = (*NO_EVALUATION, "num_steps=4", "schedule_steps=4")
+    run_alone("grpo", tmp_path / "run", *four, mesh=(1, 2, 2))
+    check_same(tmp_path / "run", run_alone("grpo", tmp_path / "alone", *four))
 
 
 KILLS = int(os.environ.get("KILLS", "1"))
@@ -225,8 +228,8 @@ def test_a_process_that_sleeps_for_ever_or_fails_ends_all_and_no_step_is_lost(tm
     """The heartbeats of one that sleeps go on: without the watchdog the others wait for ever."""
     (tmp_path / "own.py").write_text(OWN_REWARD)
     (tmp_path / "config.py").write_text((ROOT / "configs" / "grpo.py").read_text())
-    fields = (*TINY, "reward.functions=('own.reward',)", "reward.weights=(1.0,)", "reward.timeout=0.0", "eval=none")
-    fields += ("checkpoint.keep_best=0", "health.hang_minutes=0.4", "num_steps=5", "schedule_steps=5")
+    fields = (*TINY, *FEW_PROGRAMS, IN_PROCESS, "reward.functions=('own.reward',)", "reward.weights=(1.0,)")
+    fields += ("health.hang_minutes=0.4", "num_steps=5", "schedule_steps=5")
     processes = Processes(2, tmp_path / "config.py", tmp_path / "run", *fields, last={"HANGS": "1"})
     assert processes.end(200) == [75, 75], processes.said()
     said = [output.read_text() for output in processes.outputs]
@@ -374,8 +377,8 @@ def test_processes_end_long_before_they_miss_the_heartbeat_of_a_killed_one(words
 def test_two_processes_go_back_together_and_then_end_together(tmp_path):
     never = ("num_steps=20", "reward.functions=arithmetic.accuracy", "reward.weights=1.0", "optim.learning_rate=1e-9")
     act = ("health.rollback.rules=no_signal,", "health.rollback.most=1", "checkpoint.every=4", "checkpoint.keep=4")
-    no_signal = ("eval=none", "checkpoint.keep_best=0", "epochs=1", "rollout.temperature=0.001")
-    processes = Processes(2, ROOT / "configs" / "grpo.py", tmp_path / "run", *TINY, *never, *act, *no_signal)
+    fields = (*TINY, *FEW_PROGRAMS, *never, *act, "rollout.temperature=0.001")
+    processes = Processes(2, ROOT / "configs" / "grpo.py", tmp_path / "run", *fields)
     assert processes.end() == [3, 3], processes.said()
     decision = json.loads((tmp_path / "run" / "rollbacks" / "1.json").read_text())
     assert (decision["step"], decision["to"], decision["finding"]["id"]) == (8, 4, "no_signal")

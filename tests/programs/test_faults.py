@@ -47,6 +47,8 @@ SHORT = [
     "--config.num_steps=4", "--config.eval=none", "--config.checkpoint.every=1", "--config.mesh.data=1",
     "--config.epochs=1", "--config.prompts_per_update=8", "--config.microbatch=0", "--config.optim.warmup_steps=0",
 ]  # fmt: skip
+# Few programs, and no processes of rewards.
+FEW = ["--config.kl=none", "--config.reward.timeout=0.0"]
 FAILS = ["--config.reward.functions=mine.fails_at_the_third", "--config.reward.weights=1."]
 
 
@@ -94,10 +96,11 @@ def test_an_error_right_after_a_save_leaves_that_checkpoint_whole(mine):
 
 @pytest.mark.slow
 def test_a_second_start_is_refused_and_the_first_run_goes_on(tmp_path):
-    first = start(tmp_path / "run", "--config.num_steps=500")
+    fields = ["--config.kl=none", "--config.num_steps=500"]
+    first = start(tmp_path / "run", *fields)
     until(first, "step   1/500")
     with pytest.raises(UserError, match=f"--workdir {tmp_path / 'run'} is in use by process {first.pid} on "):
-        train_here(tmp_path / "run", *TINY, *SHORT, "--config.num_steps=500", config="configs/grpo.py")
+        train_here(tmp_path / "run", *TINY, *SHORT, *fields, config="configs/grpo.py")
     assert first.poll() is None
     first.send_signal(signal.SIGINT)
     out, error = first.communicate(timeout=60)
@@ -112,7 +115,7 @@ def test_a_second_start_is_refused_and_the_first_run_goes_on(tmp_path):
 
 @pytest.mark.slow
 def test_a_closed_pipe_ends_the_run_with_a_checkpoint(tmp_path):
-    process = start(tmp_path / "run", "--config.num_steps=500")
+    process = start(tmp_path / "run", *FEW, "--config.num_steps=500")
     until(process, "step   1/500")
     process.stdout.close()
     assert process.wait(timeout=60) == 0
@@ -129,7 +132,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(tmp_path
     if mounted.returncode:
         pytest.skip("no mounts here")
     try:
-        process = start(workdir, "--config.num_steps=500")
+        process = start(workdir, *FEW, "--config.num_steps=500")
         until(process, "step   5/500")  # by then the checkpoint of step 2 is whole: that of step 4 waited for it
         fill(workdir / "filler")
         _, error = process.communicate(timeout=60)
@@ -139,7 +142,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(tmp_path
         (workdir / "filler").unlink()
         before = log_of(workdir)
         last = max(int(name) for name in checkpoints(workdir) if name.isdigit())
-        result = run(workdir, *TINY, *SHORT, f"--config.num_steps={last + 1}")
+        result = run(workdir, *TINY, *SHORT, *FEW, f"--config.num_steps={last + 1}")
         assert (result.returncode, result.stderr) == (0, "")
         kept = [line for line in before.splitlines() if line.endswith("}") and json.loads(line)["step"] <= last]
         assert log_of(workdir).splitlines()[: len(kept)] == kept

@@ -61,7 +61,7 @@ def written(workdir: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_the_steps_that_a_config_names_are_traced(tmp_path, capsys):
-    list(steps(tiny(num_steps=3, **{"log.profile": "2:2", "eval": None}), tmp_path / "run"))
+    list(steps(tiny(num_steps=3, **SHORT, **{"log.profile": "2:2"}), tmp_path / "run"))
     assert str(tmp_path / "run" / "profile") in capsys.readouterr().out
     (trace,) = (tmp_path / "run" / "profile").rglob("*.xplane.pb")
     (perfetto,) = (tmp_path / "run" / "profile").rglob("perfetto_trace.json.gz")
@@ -218,7 +218,7 @@ def test_a_reference_and_an_optimizer_in_the_hosts_memory_change_no_number(tmp_p
 
 @pytest.mark.slow
 def test_a_run_whose_workdir_vanishes_ends_and_goes_on_when_it_is_back(tmp_path):
-    fields = {"num_steps": 3, "schedule_steps": 3, "eval": None}
+    fields = SHORT | {"num_steps": 3, "schedule_steps": 3}
 
     def run() -> None:
         for record in steps(tiny(**fields), tmp_path / "run"):
