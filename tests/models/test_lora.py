@@ -274,18 +274,6 @@ def test_the_kl_of_the_first_step_is_exactly_0_and_a_checkpoint_holds_no_base(wh
     assert size < (whole / "hf" / "model.safetensors").stat().st_size
 
 
-@pytest.mark.slow
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(whole, tmp_path):
-    """As after a kill between two checkpoints: only the older one is there, and the log goes on behind it."""
-    shutil.copytree(whole, tmp_path / "run")
-    for name in ("checkpoints/2", "hf", "adapter"):
-        shutil.rmtree(tmp_path / "run" / name)
-    run_of(config_of(), tmp_path / "run")
-    assert numbers(tmp_path / "run") == numbers(whole)
-    for file in ("hf/model.safetensors", "adapter/adapter_model.safetensors"):
-        assert (tmp_path / "run" / file).read_bytes() == (whole / file).read_bytes()
-
-
 def test_the_folders_of_a_run_are_base_plus_adapters(whole):
     run, mesh = SavedRun(whole), tiny.mesh_of((1, 1, 1))
     with run.model_folder(2) as folder:

@@ -139,8 +139,7 @@ def test_a_run_goes_on_bit_for_bit_with_the_groups_that_were_on_their_way(short_
     whole = list(steps(config, tmp_path / "whole"))
     assert sum(record["rollout/carried"] > 0 for record in whole) > 2
     assert max(record["rollout/lag_p95"] for record in whole) > 1
-    for stop in (1, 3):
-        with closing(steps(config, tmp_path / "run")) as run:
-            next(record for record in run if record["step"] == stop)
+    with closing(steps(config, tmp_path / "run")) as run:
+        next(record for record in run if record["step"] == 2)
     list(steps(config, tmp_path / "run"))
     assert numbers(written(tmp_path / "run")) == numbers(whole)

@@ -8,7 +8,6 @@ import io
 import json
 import pickle
 import re
-import shutil
 import subprocess
 import sys
 from functools import cache
@@ -207,19 +206,6 @@ def test_tower_and_text_learn_and_samples_name_their_images(whole):
         seen, source = (Image.open(io.BytesIO(x)) for x in (base64.b64decode(url.partition("base64,")[2]), image))
         difference = np.abs(np.subtract(np.asarray(seen), np.asarray(source.convert("RGB")), dtype=np.float32))
         assert seen.size == source.size and difference.mean() < 10
-
-
-@pytest.mark.slow
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(whole, tmp_path):
-    """As after a kill between two checkpoints: only the older one is there, and the log goes on behind it."""
-    shutil.copytree(whole, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
-    shutil.rmtree(tmp_path / "run" / "hf")
-    run(tmp_path / "run")
-    assert numbers(tmp_path / "run") == numbers(whole)
-    assert (tmp_path / "run" / "completions.jsonl").read_text() == (whole / "completions.jsonl").read_text()
-    files = [(folder / "hf" / "model.safetensors").read_bytes() for folder in (whole, tmp_path / "run")]
-    assert files[0] == files[1]
 
 
 def test_a_frozen_tower_stays_as_it_is(tmp_path):
