@@ -76,7 +76,10 @@ SHORTER = {
         "c.num_steps = 30":
             "c.num_steps = c.log.completions_every = 6; c.prompts_per_step = c.prompts_per_update = 8",
     },
-    "kaggle_v5e_8": {"(10, 10, 20)": "(3, 6, 6)", "problems = 500": "problems = 50", "_every = 10": "_every = 6"},
+    "kaggle_v5e_8": {
+        "(10, 10, 20)": "(3, 3, 6)", "problems = 500": "problems = 20; c.prompts_per_step = 8",
+        "_every = 10": '_every = 6; configs["grpo"].prompts_per_update = 8',
+    },
 }  # fmt: skip
 
 
