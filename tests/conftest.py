@@ -50,7 +50,8 @@ def pytest_addoption(parser):
 
 
 # The files that take longest begin first, so that no process is left with one of them at the end.
-LONG = ("image_rollouts", "vision", "lora", "sampler", "image_task", "train", "plan", "attacks", "steps", "update")
+LONG = ("vllm", "published", "distributed", "image_rollouts", "vision", "lora", "sampler", "image_task", "train")
+LONG += ("plan", "attacks", "steps", "update")
 
 
 def pytest_collection_modifyitems(config, items):
