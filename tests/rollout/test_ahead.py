@@ -245,7 +245,7 @@ def params():
 def test_weights_are_offered_as_the_checkpoint_they_came_from(params, dtype, tmp_path):
     offer = weights.WeightFile(tmp_path / "offer", dtype, DENSE)
     offer.write(params)
-    found, want = load_file(offer.source["path"]), load_file(ARITHMETIC / "model.safetensors")
+    found, want = load_file(offer.source("server")["path"]), load_file(ARITHMETIC / "model.safetensors")
     assert set(found) == set(want)
     for name, tensor in want.items():
         np.testing.assert_array_equal(found[name].astype(np.float32), tensor.astype(dtype).astype(np.float32))
@@ -286,7 +286,7 @@ def test_weights_that_are_not_finite_or_do_not_fit_are_not_offered(params, tmp_p
 def test_weights_over_http_are_for_the_bearer_of_the_token_alone(params, tmp_path):
     offer = weights.WeightFile(tmp_path / "offer", np.float32, DENSE, address="127.0.0.1")
     offer.write(params)
-    url, token = offer.source["url"], offer.source["token"]
+    url, token = offer.source("server").values()
 
     def get(url: str, token: str) -> bytes:
         request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
@@ -396,7 +396,7 @@ def test_weights_that_cannot_be_written_end_the_run_in_one_line(params, tmp_path
 
 def test_a_push_says_by_name_that_the_servers_caches_are_dropped():
     asked = []
-    weights.pull(lambda path, body=None: asked.append(path), SimpleNamespace(source={}), "tag")
+    weights.pull(lambda path, body=None: asked.append(path), {}, "tag")
     assert asked[0].partition("?")[0] == "/pause"
     assert set(asked[0].partition("?")[2].split("&")) == {"mode=keep", "clear_cache=true"}
     assert asked[-1] == "/resume"

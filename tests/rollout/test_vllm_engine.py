@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
-from threading import Thread, Timer
+from threading import Event, Thread, Timer
 from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
@@ -25,11 +26,11 @@ import pytest
 
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.machine import meshes
+from jaxrl_llm.machine import distributed, meshes
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout import engines
 from jaxrl_llm.rollout.protocol import EngineInputs
-from jaxrl_llm.rollout.vllm import address, engine, weights
+from jaxrl_llm.rollout.vllm import address, connection, engine, weights
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.weight_check import WeightCheck
 from jaxrl_llm.structs import Prompts
@@ -108,8 +109,8 @@ def connected(
         return httpx.Client(base_url=server, transport=httpx.MockTransport(named[server]), **options)
 
     monkeypatch.setattr(address, "client", client)
-    monkeypatch.setattr(engine, "SHORT_TIMEOUT", 0.3)
-    monkeypatch.setattr(engine, "RETRY_PAUSES", (0.02, 0.05))
+    monkeypatch.setattr(connection, "SHORT_TIMEOUT", 0.3)
+    monkeypatch.setattr(connection, "RETRY_PAUSES", (0.02, 0.05))
     made = VllmEngine(
         tuple(named), EngineInputs(model or MODEL, None, FOLDER, folder, 4, length, (1,), 0), run="test",
         weights_dir=str(folder), push_address="", concurrency=concurrency, timeout=5.0, patience=patience,
@@ -266,7 +267,7 @@ def test_a_server_of_the_runs_model_is_accepted_in_every_family(params, tmp_path
     server.config_json = json.loads(AutoConfig.from_pretrained(folder.parent).to_json_string(use_diff=False))
     family = import_module(f"jaxrl_llm.models.{raw['model_type']}")
     with connected(tmp_path, monkeypatch, server, model=SimpleNamespace(cfg=family.decoder_config(raw))) as engine:
-        engine._check_server("http://server0")
+        engine._servers[0].check()
 
 
 def test_a_server_without_tls_at_an_address_with_it_is_refused_at_once(params, tmp_path, monkeypatch):
@@ -363,11 +364,8 @@ def test_a_turn_goes_on_where_the_server_alone_sees_a_stop_string(params, tmp_pa
     assert rollouts.loss_mask.sum() == 4 and not rollouts.truncated.any()
 
 
-def pull(source: dict[str, str] | None) -> None:
-    """Takes the weights from the trainer; without a source it hangs for a second."""
-    if not source:
-        time.sleep(1)
-        return
+def pull(source: dict[str, str]) -> None:
+    """Takes the weights from the trainer."""
     with address.open_weights(source["url"], source["token"], 5.0) as response:
         response.read()
 
@@ -383,7 +381,7 @@ def listening(server: Server) -> Iterator[str]:
             if self.path == GENERATE and server.asked[GENERATE] == 1:
                 time.sleep(3)
             if self.path == "/update_weights" and hasattr(server, "pulls"):
-                pull(server.pulls)
+                server.pulls()
             text = answer.content
             if self.path == "/metrics":
                 tokens = server.asked["/metrics"] * server.works
@@ -407,24 +405,69 @@ def listening(server: Server) -> Iterator[str]:
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_push_may_last_for_longer_than_a_time_out_while_bytes_are_sent(params, tmp_path, monkeypatch, works):
-    monkeypatch.setattr(engine, "SHORT_TIMEOUT", 0.5)
-    monkeypatch.setattr(engine, "RETRY_PAUSES", (0.02, 0.05))
+    monkeypatch.setattr(connection, "SHORT_TIMEOUT", 0.5)
+    monkeypatch.setattr(connection, "RETRY_PAUSES", (0.02, 0.05))
     monkeypatch.setattr(weights, "BLOCK", 2**16)
     whole, server = weights.WeightServer.send, Server(4)
     server.works = False
 
-    def slowly(self: Any, source: Any, sink: Any) -> None:
-        whole(self, SimpleNamespace(read=lambda size: time.sleep(0.04) or source.read(size)), sink)
+    def slowly(self: Any, vllm: str, source: Any, sink: Any) -> None:
+        whole(self, vllm, SimpleNamespace(read=lambda size: time.sleep(0.04) or source.read(size)), sink)
 
     monkeypatch.setattr(weights.WeightServer, "send", slowly)
     inputs = EngineInputs(MODEL, None, FOLDER, tmp_path, 4, 4, (1,), 0)
     settings = dict(run="test", weights_dir=str(tmp_path), push_address="127.0.0.1", concurrency=2, patience=0.2)
     with listening(server) as url, closing(VllmEngine((url,), inputs, timeout=0.3, **settings)) as client:
-        server.pulls = client._weight_file.source if works else None
+        server.pulls = partial(pull, client._weight_file.source(url)) if works else partial(time.sleep, 1)
         with nullcontext() if works else pytest.raises(UserError, match="/update_weights"):
             client.update_weights(params, 1)
         assert server.version.endswith(":1") == works
     assert server.asked["/update_weights"] == 1 or not works
+
+
+def test_each_process_starts_a_server_with_a_log_and_weights_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(distributed, "count", lambda: 2)
+    inputs = EngineInputs(MODEL, None, FOLDER, tmp_path, 4, 4, (1,), 0)
+    settings = dict(weights_dir=str(tmp_path), push_address="", concurrency=2, timeout=5.0, patience=5.0, max_gap=0.0)
+    logs, folders = [], set()
+    for index in range(2):
+        monkeypatch.setattr(distributed, "index", lambda index=index: index)
+
+        def start(folder: Path, *, log: Path, **_: Any) -> Any:
+            logs.append(log.name)
+            return SimpleNamespace(url="http://server", stop=lambda: None)
+
+        with closing(engine.start(inputs, managed=start, servers=(), **settings)) as made:
+            folders.add(made._weight_file.folder)
+    assert logs == ["vllm-0.log", "vllm-1.log"] and len(folders) == 2
+
+
+def test_a_silent_server_is_lost_while_another_one_receives_bytes(params, tmp_path, monkeypatch):
+    monkeypatch.setattr(connection, "SHORT_TIMEOUT", 0.5)
+    monkeypatch.setattr(connection, "RETRY_PAUSES", (0.02, 0.05))
+    monkeypatch.setattr(weights, "BLOCK", 2**13)
+    whole, silent, slow, was_lost, test_ends = weights.WeightServer.send, Server(4), Server(4), [], Event()
+    silent.works = slow.works = False
+
+    def send(self: Any, vllm: str, source: Any, sink: Any) -> None:
+        """Takes eight seconds, or ends soon after the silent server is lost."""
+        is_lost = made._pushes[made._servers[0]].done
+        whole(self, vllm, SimpleNamespace(read=lambda n: (is_lost() or time.sleep(0.02), source.read(n))[1]), sink)
+        was_lost.append(is_lost())
+
+    monkeypatch.setattr(weights.WeightServer, "send", send)
+    inputs = EngineInputs(MODEL, None, FOLDER, tmp_path, 4, 4, (1,), 0)
+    settings = dict(run="test", weights_dir=str(tmp_path), push_address="127.0.0.1", concurrency=2, patience=0.2)
+    with (
+        listening(silent) as silent_url,
+        listening(slow) as slow_url,
+        closing(VllmEngine((silent_url, slow_url), inputs, timeout=0.3, **settings)) as made,
+    ):
+        silent.pulls, slow.pulls = test_ends.wait, partial(pull, made._weight_file.source(slow_url))
+        made.update_weights(params, 1)
+        assert was_lost == [True]
+        assert slow.version.endswith(":1") and silent.version == "default"
+        test_ends.set()
 
 
 @pytest.mark.parametrize("writes", [True, False])
@@ -447,8 +490,8 @@ def test_a_managed_server_may_start_for_as_long_as_its_log_grows(params, tmp_pat
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_time_out_drops_a_request_only_if_no_token_comes(params, tmp_path, monkeypatch, capsys, works):
-    monkeypatch.setattr(engine, "SHORT_TIMEOUT", 1.0)
-    monkeypatch.setattr(engine, "RETRY_PAUSES", (0.02, 0.05))
+    monkeypatch.setattr(connection, "SHORT_TIMEOUT", 1.0)
+    monkeypatch.setattr(connection, "RETRY_PAUSES", (0.02, 0.05))
     server = Server(4)
     server.works = works
     inputs = EngineInputs(MODEL, None, FOLDER, tmp_path, 4, 4, (1,), 0)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache, partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -26,21 +25,15 @@ from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.models import names
 from jaxrl_llm.rollout.episodes import IN_TURN, Episodes
 from jaxrl_llm.rollout.protocol import EngineInputs, Environments
-from jaxrl_llm.rollout.vllm import address, weights
+from jaxrl_llm.rollout.vllm import connection, weights
+from jaxrl_llm.rollout.vllm.address import FOLDER
 from jaxrl_llm.rollout.vllm.answers import Completion, Unavailable, read_choices, reading_answer
+from jaxrl_llm.rollout.vllm.connection import ServerConnection
 from jaxrl_llm.rollout.vllm.images import check_images, server_arguments, server_prompt
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
-from jaxrl_llm.rollout.vllm.server_checks import check_model, check_settings
 from jaxrl_llm.rollout.weight_check import MAX_GAP
 from jaxrl_llm.structs import Prompts, PyTree, Rollouts
 
-# Seconds: timeout of short requests, and longest wait for a server's lock.
-SHORT_TIMEOUT = 10.0
-# Seconds: the first and the longest pause before a retry. Each retry doubles the pause.
-RETRY_PAUSES = (0.5, 5.0)
-RETRY_STATUSES = (408, 429)  # HTTP statuses of a proxy that may accept the request later
-# Lines of /metrics that count a server's prompt and completion tokens.
-TOKEN_COUNTERS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total\b.*", re.MULTILINE)
 MIN_LOGIT_BIAS = -100.0  # the lowest logit bias that vLLM accepts
 T = TypeVar("T")
 
@@ -129,43 +122,33 @@ class VllmEngine:
         Raises: UserError, if the file of weights cannot be made.
         """
         self.max_gap = max_gap
-        self._servers = tuple(server.rstrip("/") for server in servers)
         self.server_count = len(servers)
-        model = inputs.model.cfg
-        self._tag_prefix = f"jaxrl_llm:{run}:"
-        self._tensor_names = names.family_table(model.family)
-        self._weight_file = weights.WeightFile(
-            Path(weights_dir) / f"{address.FOLDER}{run}", model.dtype, self._tensor_names, address=push_address
-        )
-        self._max_completion_tokens, self._max_prompt_tokens = inputs.max_completion_tokens, inputs.max_prompt_tokens
+        self._model = inputs.model.cfg
+        self._max_completion_tokens = inputs.max_completion_tokens
         self._stop_ids, self._pad_id, self._patience, self._managed = inputs.stop_ids, inputs.pad_id, patience, managed
-        self._model = model
+        self._weight_file = weights.WeightFile(
+            Path(weights_dir) / f"{FOLDER}{run}",
+            self._model.dtype,
+            names.family_table(self._model.family),
+            address=push_address,
+        )
+        self._closed = Event()
         max_requests = concurrency * len(servers)
         limits = httpx.Limits(max_connections=max_requests + len(servers), max_keepalive_connections=max_requests)
-        # pool=None lets a request wait for a free connection without a limit.
-        timeouts = httpx.Timeout(timeout, connect=5.0, pool=None)
-        self._timeout, self._noted_slow = timeout, set[str]()
-        self._clients = {
-            server: address.client(server, limits, partial(self._is_working, server), timeout=timeouts)
-            for server in self._servers
-        }
-        # The monitors are separate clients, because a client whose read timed out asks the monitor.
-        self._monitors = {server: address.client(server, timeout=SHORT_TIMEOUT) for server in self._servers}
+        self._servers = [
+            ServerConnection(
+                url, inputs, self._weight_file, run=run, limits=limits, timeout=timeout, engine_closed=self._closed
+            )
+            for url in servers
+        ]
         # One more thread per server, so that a push to an unavailable server takes no thread from requests.
         self._request_threads = ThreadPoolExecutor(max_requests + len(servers))
         # The lock lets one thread parse JSON at a time, because parsed answers take much memory.
         self._json_lock = Lock()
-        self._locks = {server: Lock() for server in self._servers}
-        # Server -> version of its weights, for checked servers without an unfinished push.
-        self._ready_versions: dict[str, int] = {}
         # Server -> job of the last push to it.
-        self._pushes: dict[str, Future[None]] = {}
+        self._pushes: dict[ServerConnection, Future[None]] = {}
         # Servers without the weights of the last push.
-        self._unavailable: set[str] = set()
-        self._tensor_shapes: dict[str, list[int]] = {}
-        self._version, self._closed = 0, Event()
-        # Whether any server has answered since the run started.
-        self._has_answered = False
+        self._unavailable: set[ServerConnection] = set()
 
     def sample(
         self,
@@ -222,7 +205,7 @@ class VllmEngine:
             report_ended(len(job.result()))
         answers = [job.result() for job in jobs]
         tokens, logprobs = np.full(shape, self._pad_id, np.int32), np.zeros(shape, np.float32)
-        versions = np.full(shape, self._version, np.int32)
+        versions = np.full(shape, self._weight_file.version, np.int32)
         mask, truncated = np.zeros(shape, bool), np.zeros(shape[:2], bool)
         for (b, _, members, _), completions in zip(parts, answers, strict=True):
             for completion in completions:
@@ -255,7 +238,7 @@ class VllmEngine:
         episodes = Episodes.empty(
             np.full(local_prompts * group_size, self._max_completion_tokens), self._max_completion_tokens, self._pad_id
         )
-        versions = np.full(episodes.tokens.shape, self._version, np.int32)
+        versions = np.full(episodes.tokens.shape, self._weight_file.version, np.int32)
         body, prompt_of = self._sampling_params(sampling), cache(partial(server_prompt, prompts))
         # The server ends a turn at these strings too, so that it does not sample more. It must decode text for that.
         body |= {"stop": list(environments.stops), "include_stop_str_in_output": True, "detokenize": True}
@@ -306,26 +289,26 @@ class VllmEngine:
         expanded: tokens of the request as the trainer has them, with all tokens of images.
         """
 
-        def request_once(server: str) -> list[Completion]:
+        def request_once(server: ServerConnection) -> list[Completion]:
             path = "/inference/v1/generate"
-            answer = self.request(server, "POST", path, request)
+            answer = server.request("POST", path, request)
             WATCHDOG.report_progress()
             with self._json_lock, reading_answer(path):
                 body = answer.json()
                 if "content_parts" in request and (server_tokens := body.get("prompt_token_ids") or []) != expanded:
                     raise UserError(
-                        f"vLLM at {server} turns a prompt with images into {len(server_tokens)} tokens that differ "
+                        f"vLLM at {server.url} turns a prompt with images into {len(server_tokens)} tokens that differ "
                         f"from the trainer's {len(expanded)}: start it with the run's model, and with the argument "
                         "--mm-processor-kwargs of docs/vllm.md"
                     )
-                self._check_versions(body["choices"])
-                return read_choices(server, body["choices"], request["sampling_params"], self._model.vocab_size)
+                self._check_versions(server, body["choices"])
+                return read_choices(server.url, body["choices"], request["sampling_params"], self._model.vocab_size)
 
         # Each prompt has a server that it asks first, so that the server's prefix cache serves all turns of the prompt.
         servers = [server for server in self._servers if server not in self._unavailable]
         return self._retry(request_once, islice(cycle(servers), b % len(servers), None))
 
-    def _check_versions(self, choices: list[dict[str, Any]]) -> None:
+    def _check_versions(self, server: ServerConnection, choices: list[dict[str, Any]]) -> None:
         """Checks that the last pushed weights sampled all tokens.
 
         Raises: Unavailable, if other weights sampled a token; UserError, if vLLM is too old to report the weights.
@@ -336,43 +319,26 @@ class VllmEngine:
                     "config.engine: the vLLM server does not report the weights that sampled a token; use vLLM 0.32 or "
                     "newer"
                 )
-            if any(self._version_of(span["version"]) != self._version for span in spans):
+            if any(server.version_of(span["version"]) != self._weight_file.version for span in spans):
                 raise Unavailable("a completion came from other weights than those of the last push")
-
-    def _version_of(self, tag: str) -> int:
-        """Returns the version in a weight tag, -1 if no run has pushed these weights.
-
-        Raises: UserError, if the weights are of another run.
-        """
-        if tag.startswith("jaxrl_llm:") and not tag.startswith(self._tag_prefix):
-            raise UserError(
-                f"config.engine.servers: the vLLM server serves another run ({tag}); start one server per run. If that "
-                "run has ended, free the server: curl -X POST SERVER/update_weight_version "
-                """-H 'content-type: application/json' -d '{"new_version": "default"}'"""
-            )
-        return int(tag.removeprefix(self._tag_prefix)) if tag.startswith(self._tag_prefix) else -1
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
         """Pushes the parameters to all servers. Returns when one server has them and no available server lacks them."""
-        self._tensor_shapes = {
-            name: list(shape) for name, shape in names.tensor_shapes(params, self._tensor_names).items()
-        }
-        # Write the weights before the version changes. `_push_to` reads the version first, so it never pushes old
-        # weights under a new version.
-        self._weight_file.write(params)
-        self._version = version
+        self._weight_file.write(params, version)
         for server in self._servers:
             # A push that still waits for its server will push these weights when the server answers.
             if server not in self._pushes or self._pushes[server].done():
-                self._pushes[server] = self._request_threads.submit(self._retry, self._push_to, cycle([server]))
+                self._pushes[server] = self._request_threads.submit(self._retry, ServerConnection.push, cycle([server]))
         with progress.task("waiting until vLLM has the weights"):
             # The wait may take minutes while a server starts.
             self._wait_for_pushes()
-        unavailable = {server for server in self._servers if self._ready_versions.get(server) != version}
-        for server in sorted(unavailable - self._unavailable):
-            print(f"note: vLLM at {server} is unavailable: the other servers sample until it answers again", flush=True)
-        for server in sorted(self._unavailable - unavailable):
-            print(f"note: vLLM at {server} is available again", flush=True)
+        unavailable = {server for server in self._servers if server.ready_version != version}
+        for server in self._servers:
+            if server in unavailable - self._unavailable:
+                others = "the other servers sample until it answers again"
+                print(f"note: vLLM at {server.url} is unavailable: {others}", flush=True)
+            elif server in self._unavailable - unavailable:
+                print(f"note: vLLM at {server.url} is available again", flush=True)
         self._unavailable = unavailable
 
     def _wait_for_pushes(self) -> None:
@@ -382,17 +348,18 @@ class VllmEngine:
         """
         pending = set(self._pushes.values())
         while pending:
-            some_ready = self._version in self._ready_versions.values()
-            finished, pending = wait(
-                pending, timeout=SHORT_TIMEOUT if some_ready else None, return_when=FIRST_COMPLETED
-            )
+            timeout = connection.SHORT_TIMEOUT if self._is_some_server_ready() else None
+            finished, pending = wait(pending, timeout=timeout, return_when=FIRST_COMPLETED)
             if not finished:
                 return
             for job in finished:
                 error = job.exception()
-                all_unavailable = not pending and self._version not in self._ready_versions.values()
+                all_unavailable = not pending and not self._is_some_server_ready()
                 if error and (all_unavailable or not isinstance(error, ServerLost)):
                     raise error
+
+    def _is_some_server_ready(self) -> bool:
+        return any(server.ready_version == self._weight_file.version for server in self._servers)
 
     def release(self) -> None:
         """Does nothing: the servers manage their own memory."""
@@ -403,159 +370,39 @@ class VllmEngine:
         self._closed.set()
         self._request_threads.shutdown(wait=False, cancel_futures=True)
         for server in () if self._managed else self._servers:
-            with suppress(Unavailable, UserError), self._exclusive(server):
-                if self._server_version(server) >= 0:
-                    self.request(server, "POST", "/abort_requests", {}, timeout=SHORT_TIMEOUT)
-                    self.request(
-                        server, "POST", "/update_weight_version", {"new_version": "default"}, timeout=SHORT_TIMEOUT
-                    )
+            with suppress(Unavailable, UserError):
+                server.free()
         if self._managed:
             self._managed.stop()
-        for client in (*self._clients.values(), *self._monitors.values()):
-            client.close()
+        for server in self._servers:
+            server.close()
         self._weight_file.close()
 
-    def _retry(self, action: Callable[[str], T], servers: Iterable[str]) -> T:
+    def _retry(self, action: Callable[[ServerConnection], T], servers: Iterable[ServerConnection]) -> T:
         """Returns action(server). On Unavailable, tries the next of the endless `servers`.
 
         Raises: ServerLost, after `patience` seconds without success.
         """
-        end, pause = 0.0, RETRY_PAUSES[0]
+        end, pause = 0.0, connection.RETRY_PAUSES[0]
         for server in servers:
             try:
                 if end:
                     # A retry pushes first, because the server may have lost its weights.
-                    self._push_to(server)
+                    server.push()
                 return action(server)
             except Unavailable as error:
                 end = end or time.monotonic() + self._patience
                 if self._managed:
                     self._managed.check()
                     # A managed server loads and compiles before its first answer. Wait as long as its log grows.
-                    if not self._has_answered and self._managed.has_log_grown():
+                    if not server.has_answered and self._managed.has_log_grown():
                         WATCHDOG.report_progress()
                         end = time.monotonic() + self._patience
                 if time.monotonic() > end or self._closed.wait(pause):
                     remedy = f"see {self._managed.log}" if self._managed else "see its log and restart it"
                     raise ServerLost(
-                        f"config.engine.patience = {self._patience:g} seconds have passed, and vLLM at {server} still "
-                        f"fails ({error}): {remedy}; the same command resumes the run"
+                        f"config.engine.patience = {self._patience:g} seconds have passed, and vLLM at {server.url} "
+                        f"still fails ({error}): {remedy}; the same command resumes the run"
                     ) from None
-                pause = min(2 * pause, RETRY_PAUSES[1])
+                pause = min(2 * pause, connection.RETRY_PAUSES[1])
         raise AssertionError("servers is endless")
-
-    def _push_to(self, server: str) -> None:
-        """Pushes the current weights to a server, unless it has them."""
-
-        def post(path: str, body: Any = None) -> httpx.Response:
-            return self.request(server, "POST", path, body)
-
-        with self._exclusive(server):
-            server_version = self._server_version(server)
-            # A fresh server has been restarted, or has an unfinished push.
-            is_fresh = server_version < 0 or server not in self._ready_versions
-            # Read the version before the push: the file may be newer than this version, but never older.
-            version = self._version
-            if server_version == version and not is_fresh:
-                return
-            # Mark the server as not ready, so that after a failed push the next push checks it again.
-            self._ready_versions.pop(server, None)
-            if is_fresh:
-                self._check_server(server)
-                # A trainer that was killed during a push has left the server paused.
-                post("/resume")
-                post("/collective_rpc", {"method": "forget_push"})
-                post("/init_weight_transfer_engine", {"init_info": {"tensors": self._tensor_shapes}})
-            weights.pull(post, self._weight_file, f"{self._tag_prefix}{version}")
-            self._ready_versions[server] = version
-
-    @contextmanager
-    def _exclusive(self, server: str) -> Iterator[None]:
-        """Holds the lock of a server. Raises: Unavailable, if another thread holds it for SHORT_TIMEOUT seconds."""
-        if not self._locks[server].acquire(timeout=SHORT_TIMEOUT):
-            raise Unavailable("another request still waits for it")
-        try:
-            yield
-        finally:
-            self._locks[server].release()
-
-    def _server_version(self, server: str) -> int:
-        """Returns the weight version that a server reports, -1 if no run has pushed its weights."""
-        path = "/weight_info"
-        answer = self.request(server, "GET", path, timeout=SHORT_TIMEOUT)
-        with reading_answer(path):
-            number = self._version_of(answer.json()["weight_version"])
-        self._has_answered = True
-        return number
-
-    def _check_server(self, server: str) -> None:
-        """Raises: UserError, if a server's settings or its model do not fit the run."""
-        path = "/server_info?config_format=json"
-        answer = self.request(server, "GET", path)
-        with reading_answer(path):
-            check_settings(
-                server,
-                answer.json()["vllm_config"],
-                self._model.dtype,
-                self._max_prompt_tokens,
-                self._max_completion_tokens,
-            )
-        path = "/collective_rpc"
-        answer = self.request(server, "POST", path, {"method": "config_json"})
-        with reading_answer(path):
-            check_model(server, answer.json()["results"][0], self._model)
-
-    def _is_working(self, server: str) -> bool:
-        """Returns whether a server computes tokens, or any server loads weights, within SHORT_TIMEOUT seconds.
-
-        If so, the request that timed out only takes long.
-        """
-        first_counts, end, sent_before = None, time.monotonic() + SHORT_TIMEOUT, self._weight_file.sent
-        with suppress(httpx.TransportError, RuntimeError):  # RuntimeError: the client was closed
-            while time.monotonic() < end and not self._closed.is_set():
-                if self._weight_file.sent != sent_before:
-                    WATCHDOG.report_progress()
-                    return True
-                counts = TOKEN_COUNTERS.findall(self._monitors[server].get("/metrics").text)
-                first_counts = counts if first_counts is None else first_counts
-                if counts != first_counts:
-                    WATCHDOG.report_progress()
-                    if server not in self._noted_slow:
-                        self._noted_slow.add(server)
-                        print(f"note: vLLM at {server} needs more than {self._timeout:g} s for an answer", flush=True)
-                    return True
-                self._closed.wait(RETRY_PAUSES[0])
-        return False
-
-    def request(self, server: str, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        """Returns a server's answer with status 200. Raises: Unavailable, if a retry may help; UserError, if not."""
-
-        def send() -> httpx.Response:
-            return self._clients[server].request(method, path, json=body, **options)
-
-        try:
-            try:
-                answer = send()
-            except httpx.RemoteProtocolError:
-                # The server has closed this idle connection, so send the request on a new one.
-                answer = send()
-        except httpx.ReadTimeout:
-            seconds = options.get("timeout", self._timeout)
-            raise Unavailable(f"neither an answer nor a new token for {seconds:g} s at {path}") from None
-        except (httpx.TransportError, RuntimeError) as error:
-            if "[SSL: " in str(error):
-                raise UserError(
-                    f"config.engine.servers: {server}: {error}; use http:// for a server without TLS, or https:// with "
-                    "a certificate that this host trusts"
-                ) from None
-            # httpx raises RuntimeError if the client was closed.
-            raise Unavailable(f"{type(error).__name__} {error} at {path}") from None
-        if answer.status_code == 200:
-            return answer
-        message = " ".join(answer.text[:400].split())
-        if answer.status_code == 404:
-            raise UserError(f"vLLM at {server} has no {path}: start it with jaxrl serve-vllm and vLLM 0.32")
-        # vLLM answers 500 if `vllm.receive` refuses a push, whose text starts with this word. A retry would fail too.
-        if "refused: " in message or (answer.status_code < 500 and answer.status_code not in RETRY_STATUSES):
-            raise UserError(f"vLLM at {server} refuses {path}: {message}")
-        raise Unavailable(f"{answer.status_code} {message} at {path}")

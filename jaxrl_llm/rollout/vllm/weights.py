@@ -8,8 +8,10 @@ import secrets
 import shutil
 import stat
 import struct
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase
 from pathlib import Path
@@ -47,6 +49,7 @@ class WeightFile:
         Raises: UserError, if the folder cannot be made, is open to other users, or the address is not of this host.
         """
         self.folder, self._dtype, self._table = folder, np.dtype(dtype), table
+        self.version, self.tensor_shapes = 0, dict[str, list[int]]()
         sweep(folder.parent)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,8 +71,10 @@ class WeightFile:
             self._lock.acquire()
         self._server = WeightServer(folder / WEIGHTS, address) if address else None
 
-    def write(self, params: PyTree) -> None:
+    def write(self, params: PyTree, version: int = 0) -> None:
         """Replaces the weights, one tensor at a time, so that the devices hold no second copy.
+
+        The version changes after the file, so that a push that reads the version first never has older weights.
 
         Raises: UserError, if a tensor is not finite, if the disk is full, or if the folder has vanished.
         """
@@ -80,13 +85,14 @@ class WeightFile:
                 f"config.engine.weights_dir = {str(self.folder.parent)!r}: the weights cannot be written ({error}); "
                 "free space, or choose a folder that no other program cleans; the same command resumes the run"
             ) from None
+        self.version = version
 
     def _write(self, params: PyTree) -> None:
         file = self.folder / WEIGHTS
         # Remove the old file first, to make room for the new one.
         file.unlink(missing_ok=True)
-        shapes = names.tensor_shapes(params, self._table).values()
-        size = sum(math.prod(shape) for shape in shapes) * self._dtype.itemsize
+        self.tensor_shapes = {name: list(shape) for name, shape in names.tensor_shapes(params, self._table).items()}
+        size = sum(map(math.prod, self.tensor_shapes.values())) * self._dtype.itemsize
         free = shutil.disk_usage(self.folder).free
         if size > free:
             raise UserError(
@@ -96,15 +102,13 @@ class WeightFile:
         with file.open("wb") as out:
             write_stream(out, params, self._table, self._dtype)
 
-    @property
-    def source(self) -> dict[str, str]:
-        """The location of the file, as servers expect it: a path, or a URL with its token."""
-        return self._server.source if self._server else {"path": str(self.folder / WEIGHTS)}
+    def source(self, vllm: str) -> dict[str, str]:
+        """Returns the location of the file for the vLLM server `vllm`: a path, or a URL with the server's token."""
+        return self._server.source(vllm) if self._server else {"path": str(self.folder / WEIGHTS)}
 
-    @property
-    def sent(self) -> int:
-        """Bytes sent to all servers over HTTP since the start."""
-        return self._server.sent if self._server else 0
+    def sent(self, vllm: str) -> int:
+        """Returns the bytes sent over HTTP to the vLLM server `vllm` since the start."""
+        return self._server.sent[vllm] if self._server else 0
 
     def close(self) -> None:
         if self._server:
@@ -151,24 +155,27 @@ def write_stream(file: BinaryIO, params: PyTree, table: TensorNames, dtype: Any)
 
 
 class WeightServer:
-    """Serves a single file over HTTP to clients that have the token."""
+    """Serves a single file over HTTP to vLLM servers, each of which has a token of its own."""
 
     def __init__(self, file: Path, address: str):
-        token, send = secrets.token_urlsafe(32), self.send
-        self.sent = 0
+        tokens, send = dict[str, str](), self.send
+        # vLLM server -> bytes sent to it, because the bytes of one server must not hide the silence of another.
+        self.sent = Counter[str]()
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 authorization = self.headers.get("Authorization", "")
                 # Compare in constant time, because the time must not reveal how much of a token is right.
-                if self.path != "/weights" or not secrets.compare_digest(authorization, f"Bearer {token}"):
+                is_right = partial(secrets.compare_digest, authorization.encode())
+                vllm = [vllm for vllm, token in list(tokens.items()) if is_right(f"Bearer {token}".encode())]
+                if self.path != "/weights" or not vllm:
                     self.send_error(403)
                     return
                 with file.open("rb") as source:
                     self.send_response(200)
                     self.send_header("Content-Length", str(file.stat().st_size))
                     self.end_headers()
-                    send(source, self.wfile)
+                    send(vllm[0], source, self.wfile)
 
             # Log nothing, because a line for each request would clutter the trainer's terminal.
             def log_message(self, format: str, *args: Any) -> None:
@@ -183,21 +190,25 @@ class WeightServer:
                 "servers can reach"
             ) from None
         Thread(target=self._server.serve_forever, daemon=True).start()
-        self.source = {"url": f"http://{address}:{self._server.server_port}/weights", "token": token}
+        self._url, self._tokens = f"http://{address}:{self._server.server_port}/weights", tokens
 
-    def send(self, source: BinaryIO, sink: BufferedIOBase) -> None:
-        """Copies a file and counts its bytes, which shows that a slow push still makes progress."""
+    def source(self, vllm: str) -> dict[str, str]:
+        """Returns the URL of the file, and the token of the vLLM server `vllm`."""
+        return {"url": self._url, "token": self._tokens.setdefault(vllm, secrets.token_urlsafe(32))}
+
+    def send(self, vllm: str, source: BinaryIO, sink: BufferedIOBase) -> None:
+        """Copies a file and counts its bytes, which shows that a slow push to a vLLM server still makes progress."""
         while block := source.read(BLOCK):
             sink.write(block)
-            self.sent += len(block)
+            self.sent[vllm] += len(block)
 
     def shutdown(self) -> None:
         self._server.shutdown()
         self._server.server_close()
 
 
-def pull(post: Callable[..., Any], offer: WeightFile, tag: str) -> None:
-    """Makes a server load the weights of `offer`, with this version tag, between two of its steps.
+def pull(post: Callable[..., Any], source: dict[str, str], tag: str) -> None:
+    """Makes a server load the weights at `source`, with this version tag, between two of its steps.
 
     If the server refuses the weights, it keeps the old ones. If its answer is lost, it may use the new weights under
     the old version until the next push. In both cases post(path, body) raises.
@@ -205,7 +216,7 @@ def pull(post: Callable[..., Any], offer: WeightFile, tag: str) -> None:
     post(PAUSE)
     try:
         post("/start_weight_update")
-        post("/update_weights", {"update_info": offer.source})
+        post("/update_weights", {"update_info": source})
         post("/finish_weight_update", {"weight_version": tag})
     finally:
         # Resume in any case. The server's weights are complete, either the old or the new ones.
