@@ -49,6 +49,8 @@ FIXED = (
     "--weight-transfer-config",
     '{"backend": "pull"}',
 )
+# With `python -m MODULE` instead, Python would import the API server in each process that vLLM starts.
+LAUNCHER = "from vllm.entrypoints.launchers.api_server.entry import main; main()"
 ENVIRONMENT = dict(
     VLLM_SERVER_DEV_MODE="1",  # adds the route for weight pushes
     VLLM_NO_USAGE_STATS="1",
@@ -121,8 +123,8 @@ def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subproc
         args.uds.unlink(missing_ok=True)
     command = [
         args.python,
-        "-m",
-        "vllm.entrypoints.launchers.api_server.entry",
+        "-c",
+        LAUNCHER,
         "--model",
         args.model,
         *address,
