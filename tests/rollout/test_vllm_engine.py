@@ -399,8 +399,10 @@ def listening(server: Server) -> Iterator[str]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
         Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}).start()
-        yield f"http://127.0.0.1:{http.server_port}"
-        http.shutdown()
+        try:
+            yield f"http://127.0.0.1:{http.server_port}"
+        finally:
+            http.shutdown()  # its thread would keep a failed test from ending
 
 
 @pytest.mark.parametrize("works", [True, False])
