@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -35,14 +35,16 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import meshes
-from jaxrl_llm.models import hf, hf_export
+from jaxrl_llm.models import hf, hf_export, names
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.environments import EnvironmentPool
 from jaxrl_llm.rollout.protocol import EngineInputs
 from jaxrl_llm.rollout.samples import CompletionTask
-from jaxrl_llm.rollout.vllm import address, weights
+from jaxrl_llm.rollout.vllm import address, connection, weights
+from jaxrl_llm.rollout.vllm.connection import ServerConnection
 from jaxrl_llm.rollout.vllm.engine import VllmEngine
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
+from jaxrl_llm.rollout.vllm.server_checks import check_model
 from jaxrl_llm.structs import Batch, PyTree, Rollouts
 from jaxrl_llm.tasks import arithmetic
 from jaxrl_llm.tools.serve_vllm import shared_memory
@@ -222,35 +224,63 @@ def test_what_is_sampled_is_what_the_trainer_scores_whatever_was_pushed(server, 
         assert same(again, other) < 0.9
 
 
-# Without mistral: vLLM and this package build it from the parts of llama, and each server takes 40 s to start.
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text"])
-def test_a_server_samples_from_pushed_weights_of_every_family(name, prompts, tmp_path):
-    folder = random_model(tmp_path / "source", name, SERVED)
-    model, mesh = hf.load_model(folder), meshes.make_mesh(data=1, fsdp=2, tensor=2)
-    params = jax.tree.map(lambda x: x * 3, hf.load_params(folder, model, mesh))  # so that the softmax is not flat
-    with (
-        serving(tmp_path / "vllm.log", folder=folder) as live,
-        connected(live, tmp_path=tmp_path, model=model.cfg) as engine,
-    ):
-        engine.update_weights(params, 1)
-        assert gap(params, prompts, sample(engine, prompts, group_size=2), model=model) < 1e-3
+# Without mistral: vLLM and this package build it from the parts of llama.
+FAMILIES = ["llama", "gemma2", "gemma3_text", "qwen3_moe"]
 
 
-def test_a_server_samples_from_the_exported_folder_of_a_model_with_experts(prompts, tmp_path):
-    """It takes no push of experts on a CPU, and says so."""
-    source = random_model(tmp_path / "source", "qwen3_moe", SERVED)
-    model, mesh = hf.load_model(source), meshes.make_mesh(data=1, fsdp=2, tensor=2)
-    params = jax.tree.map(lambda x: x * 3, hf.load_params(source, model, mesh))
-    hf_export.save(tmp_path / "exported", params, source)
-    with (
-        serving(tmp_path / "vllm.log", folder=tmp_path / "exported") as live,
-        connected(live, tmp_path=tmp_path, model=model.cfg) as engine,
-    ):
-        wait_for(lambda: healthy(live))
-        engine.request(live.url, "POST", "/update_weight_version", {"new_version": "jaxrl_llm:test:0"})
-        assert gap(params, prompts, sample(engine, prompts, group_size=2), model=model) < 1e-3
-        with pytest.raises(UserError, match="experts"):
-            engine.update_weights(params, 1)
+def job(folder: Path, pushed: weights.WeightFile, prompts, dtype: str = "float32") -> dict[str, Any]:
+    """What vllm_in_process.py is asked for."""
+    return {
+        "model": str(folder), "dtype": dtype, "max_model_len": 32, "tensors": pushed.tensor_shapes,
+        "source": pushed.source("in process"),
+        "prompts": [tokens[mask].tolist() for tokens, mask in zip(prompts.tokens, prompts.mask, strict=True)],
+        "sampling": {"n": 2, "max_tokens": LENGTH, "seed": 1, "stop_token_ids": STOPS, "ignore_eos": True},
+    }  # fmt: skip
+
+
+def rollouts_of(completions: list[list[list[tuple[int, float]]]]) -> SimpleNamespace:
+    tokens, logprobs = np.full((B, 2, LENGTH), PAD), np.zeros((B, 2, LENGTH), np.float32)
+    mask = np.zeros((B, 2, LENGTH), bool)
+    for b, i in np.ndindex(B, 2):
+        part = b, i, slice(len(completions[b][i]))
+        tokens[part], logprobs[part], mask[part] = *zip(*completions[b][i], strict=True), True
+    return SimpleNamespace(completions=tokens, completion_mask=mask, loss_mask=mask, logprobs=logprobs)
+
+
+def test_vllm_samples_from_pushed_weights_of_every_family_and_dtype(params, prompts, tmp_path):
+    """All in one process of vLLM, because a server of each would take most of its time to start.
+
+    vLLM takes no push of experts on a CPU, and says so; it gets their weights as an exported folder.
+    """
+    jobs, trees, models, mesh = [], [], [], meshes.make_mesh(data=1, fsdp=2, tensor=2)
+    for name in FAMILIES:
+        folder = random_model(tmp_path / name / "source", name, SERVED)
+        models.append(hf.load_model(folder))
+        trees.append(jax.tree.map(lambda x: x * 3, hf.load_params(folder, models[-1], mesh)))  # no flat softmax
+        table = names.family_table(models[-1].cfg.family)
+        pushed = weights.WeightFile(tmp_path / f"{address.FOLDER}{name}", np.float32, table)
+        pushed.write(trees[-1])
+        if models[-1].cfg.mixture:
+            hf_export.save(tmp_path / name / "exported", trees[-1], folder)
+            folder = tmp_path / name / "exported"
+        jobs.append(job(folder, pushed, prompts))
+    nudged_params = nudged(params, 0.02)
+    pushed = weights.WeightFile(tmp_path / f"{address.FOLDER}bfloat16", "bfloat16", names.family_table("qwen2"))
+    pushed.write(nudged_params)
+    jobs.append(job(FOLDER, pushed, prompts, "bfloat16"))
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    script = Path(__file__).with_name("vllm_in_process.py")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([PYTHON, script, tmp_path / "jobs.json", tmp_path / "answers.json"], env=environment, check=True)
+    *answers, rounded = json.loads((tmp_path / "answers.json").read_text())
+    for name, model, tree, answer in zip(FAMILIES, models, trees, answers, strict=True):
+        check_model("in process", answer["config_json"], model.cfg)
+        assert re.search("refused: .*experts" if model.cfg.mixture else "^$", answer["refusal"])
+        assert gap(tree, prompts, rollouts_of(answer["completions"]), model=model) < 1e-3, name
+    right, wrong = (
+        gap(tree, prompts, rollouts_of(rounded["completions"]), of=np.mean) for tree in (nudged_params, params)
+    )
+    assert right < 0.05 < wrong / 3, (right, wrong)
 
 
 def test_episodes_of_several_turns_are_sampled_as_the_trainer_scores_them(server, params, prompts, tmp_path):
@@ -316,11 +346,11 @@ def downloads(monkeypatch) -> list[int]:
     """The downloads of pushed weights, each with the bytes sent. The connection of the first one breaks halfway."""
     whole, sent = weights.WeightServer.send, []
 
-    def send(self, source, sink):
+    def send(self, vllm, source, sink):
         size = os.fstat(source.fileno()).st_size
         sent.append(size if sent else size // 2)
         if len(sent) > 1:
-            return whole(self, source, sink)
+            return whole(self, vllm, source, sink)
         sink.write(source.read(size // 2))
         sink.flush()
         sink.close()
@@ -389,40 +419,6 @@ def test_a_server_whose_worker_is_killed_in_requests_comes_back_and_loses_none(s
         assert (rollouts.versions == 6).all()
 
 
-def test_two_servers_share_the_requests_and_one_serves_on_when_the_other_dies(server, params, prompts, tmp_path):
-    pushed, answered = nudged(params, 0.01), []
-    with serving(tmp_path / "vllm.log") as other:
-        wait_for(lambda: healthy(other))
-        with connected(server, other, tmp_path=tmp_path) as engine:
-            request = engine.request
-
-            def noted(url: str, method: str, path: str, *body: object, **options: Any) -> Any:
-                answer = request(url, method, path, *body, **options)
-                answered.extend([url] if path == "/inference/v1/generate" else [])
-                return answer
-
-            engine.request = noted
-            engine.update_weights(pushed, 3)
-            assert gap(pushed, prompts, sample(engine, prompts)) < 1e-4
-            assert [answered.count(url) for url in (server.url, other.url)] == [B / 2, B / 2]
-            answered.clear()
-            os.killpg(vllm_group(other), signal.SIGKILL)
-            rollouts = sample(engine, prompts)
-            assert gap(pushed, prompts, rollouts) < 1e-4
-            assert (rollouts.versions == 3).all()
-            assert answered.count(server.url) == B  # the other takes longer than that to come back
-            answered.clear()
-            engine.update_weights(params, 4)  # the other is away: it misses them, unless it is back already
-            assert gap(params, prompts, sample(engine, prompts)) < 1e-4
-            assert len(answered) == B
-            wait_for(lambda: healthy(other))
-            wait_for(engine._pushes[other.url].done)
-            answered.clear()
-            engine.update_weights(nudged(params, 0.02), 5)
-            assert gap(nudged(params, 0.02), prompts, sample(engine, prompts)) < 1e-4
-            assert answered.count(other.url) == B / 2, "it was started again, and had the next weights"
-
-
 def stop(group: int, seconds: float) -> None:
     """Stops the processes of a server for some seconds."""
     stopped = list(processes(group))
@@ -444,7 +440,7 @@ def before_push(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> 
 
         return call
 
-    monkeypatch.setattr(weights, "pull", lambda post, offer, tag: pull(acting(post), offer, tag))
+    monkeypatch.setattr(weights, "pull", lambda post, *source_and_tag: pull(acting(post), *source_and_tag))
     return called
 
 
@@ -462,22 +458,24 @@ def test_a_server_killed_in_the_middle_of_a_push_comes_back_and_gets_it(server, 
         assert (rollouts.versions == 2).all()
 
 
-def test_a_server_that_hangs_for_longer_than_a_timeout_is_waited_for(server, params, prompts, tmp_path):
-    with connected(server, tmp_path=tmp_path, timeout=5.0) as engine:
+def test_a_server_that_hangs_for_longer_than_a_timeout_is_waited_for(server, params, prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr(connection, "SHORT_TIMEOUT", 2.0)
+    with connected(server, tmp_path=tmp_path, timeout=2.0) as engine:
         engine.update_weights(params, 9)
         group = vllm_group(server)
-        stop(group, 20)
+        stop(group, 8)
         began = time.monotonic()
         assert gap(params, prompts, sample(engine, prompts)) < 1e-4
-        assert time.monotonic() - began > 15
+        assert time.monotonic() - began > 6
         assert vllm_group(server) == group
 
 
 def test_a_server_that_hangs_in_a_push_gets_it_when_it_is_back(server, params, prompts, tmp_path, monkeypatch):
-    with connected(server, tmp_path=tmp_path, timeout=5.0) as engine:
+    monkeypatch.setattr(connection, "SHORT_TIMEOUT", 2.0)
+    with connected(server, tmp_path=tmp_path, timeout=2.0) as engine:
         engine.update_weights(nudged(params, 0.02), 1)
         group = vllm_group(server)
-        stopped = before_push(monkeypatch, lambda: stop(group, 12))
+        stopped = before_push(monkeypatch, lambda: stop(group, 6))
         engine.update_weights(params, 2)
         assert stopped
         assert vllm_group(server) == group
@@ -518,29 +516,6 @@ def test_a_server_whose_weights_somebody_took_away_gets_them_again(server, param
 def segments() -> set[str]:
     """The shared memory of vLLM's processes."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "vllm_"))}
-
-
-def test_two_workers_share_a_download_and_survive_a_refused_push(params, prompts, tmp_path, monkeypatch, downloads):
-    """Weights are sliced and cast for each worker. A failed download, or a wrong tensor, changes none of them."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    with (
-        serving(tmp_path / "log", "--tensor-parallel-size", "2", dtype="bfloat16") as server,
-        connected(server, tmp_path=tmp_path, dtype="bfloat16", push_address="127.0.0.1") as engine,
-    ):
-        pushed = nudged(params, 0.02)
-        engine.update_weights(pushed, 1)
-        group = vllm_group(server)
-        assert len(downloads) == 2
-        right, wrong = (gap(tree, prompts, sample(engine, prompts), of=np.mean) for tree in (pushed, params))
-        assert right < 0.05 < wrong / 3, (right, wrong)
-        spoiled = jax.tree.map(lambda x: x.at[(-1,) * x.ndim].set(1e39), params)  # infinite in bfloat16
-        with monkeypatch.context() as unchecked:
-            unchecked.setattr(weights.np, "isfinite", np.ones_like)
-            with pytest.raises(UserError, match=r"refused: .* is not finite"):
-                engine.update_weights(spoiled, 2)
-        engine.update_weights(params, 3)
-        assert gap(params, prompts, sample(engine, prompts), of=np.mean) < 0.05
-        assert (len(downloads), vllm_group(server)) == (4, group)
 
 
 def test_a_run_killed_with_its_server_resumes_ahead_and_learns_without_torch(tmp_path):
@@ -596,12 +571,46 @@ def test_a_run_killed_while_its_server_lives_on_resumes_with_it(server, tmp_path
     assert ask(server, "get", "/weight_info").json()["weight_version"] == "default"
 
 
-def test_two_processes_with_a_server_each_sample_what_one_process_does(server, tmp_path):
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Iterator[ManagedServer]:
+    """A second server, which has two workers. The last test kills it."""
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+            log = tmp_path_factory.mktemp("pair") / "vllm.log"
+            live = stack.enter_context(serving(log, "--tensor-parallel-size", "2"))
+        yield live
+
+
+def test_two_workers_share_a_download_and_survive_a_refused_push(
+    pair, params, prompts, tmp_path, monkeypatch, downloads
+):
+    """Weights are sliced for each worker. A failed download, or a wrong tensor, changes none of them."""
+    with connected(pair, tmp_path=tmp_path, push_address="127.0.0.1") as engine:
+        pushed = nudged(params, 0.02)
+        engine.update_weights(pushed, 1)
+        group = vllm_group(pair)
+        assert len(downloads) == 2
+        assert gap(pushed, prompts, sample(engine, prompts)) < 1e-4
+        spoiled = jax.tree.map(lambda x: x.at[(-1,) * x.ndim].set(np.inf), params)
+        with monkeypatch.context() as unchecked:
+            unchecked.setattr(weights.np, "isfinite", np.ones_like)
+            with pytest.raises(UserError, match=r"refused: .* is not finite"):
+                engine.update_weights(spoiled, 2)
+        engine.update_weights(params, 3)
+        assert gap(params, prompts, sample(engine, prompts)) < 1e-4
+        assert (len(downloads), vllm_group(pair)) == (4, group)
+
+
+def test_two_processes_with_a_server_each_sample_what_one_process_does(server, pair, tmp_path):
     steps, config = {}, ROOT / "configs" / "grpo_vllm.py"
-    fields = (*FEW_STEPS, *CONFIGS["grpo"], "log.completions_every=1", f"engine.weights_dir={tmp_path}")
-    for count, shared in ((1, ("engine.managed=false", f"engine.servers={server.url}")), (2, ())):
+    fields = (*FEW_STEPS, *CONFIGS["grpo"], "log.completions_every=1", "engine.managed=false")
+    fields += (f"engine.weights_dir={tmp_path}",)
+    for index, each in enumerate((server, pair)):
+        (tmp_path / f"socket{index}").symlink_to(each.url.removeprefix(address.UNIX))
+    for count, servers in ((1, server.url), (2, f"{address.UNIX}{tmp_path}/socket{{process}}")):
         workdir = tmp_path / f"run{count}"
-        processes = Processes(count, config, workdir, *fields, *shared)
+        processes = Processes(count, config, workdir, *fields, f"engine.servers={servers}")
         assert processes.end() == [0] * count, processes.said()
         steps[count] = [step for step in records(workdir) if "reward/mean" in step]
     for one, two in zip(steps[1], steps[2], strict=True):
@@ -609,4 +618,31 @@ def test_two_processes_with_a_server_each_sample_what_one_process_does(server, t
         # The same seeds for the same prompts. The batch of a server moves rounding, and that now and then a token.
         assert two["reward/mean"] == pytest.approx(one["reward/mean"], abs=0.05)
         assert two["completion/length"] == pytest.approx(one["completion/length"], rel=0.05)
-    assert sorted(file.name for file in (tmp_path / "run2").glob("vllm*.log")) == ["vllm-0.log", "vllm-1.log"]
+
+
+def test_two_servers_share_the_requests_and_one_serves_on_when_the_other_dies(
+    server, pair, params, prompts, tmp_path, monkeypatch
+):
+    pushed, answered, request = nudged(params, 0.01), [], ServerConnection.request
+
+    def noted(server: ServerConnection, method: str, path: str, *body: object, **options: Any) -> httpx.Response:
+        answer = request(server, method, path, *body, **options)
+        answered.extend([server.url] if path == "/inference/v1/generate" else [])
+        return answer
+
+    monkeypatch.setattr(ServerConnection, "request", noted)
+    wait_for(lambda: healthy(pair))
+    with connected(server, pair, tmp_path=tmp_path) as engine:
+        engine.update_weights(pushed, 3)
+        assert gap(pushed, prompts, sample(engine, prompts)) < 1e-4
+        assert [answered.count(url) for url in (server.url, pair.url)] == [B / 2, B / 2]
+        answered.clear()
+        os.killpg(vllm_group(pair), signal.SIGKILL)
+        rollouts = sample(engine, prompts)
+        assert gap(pushed, prompts, rollouts) < 1e-4
+        assert (rollouts.versions == 3).all()
+        assert answered.count(server.url) == B  # the other takes longer than that to come back
+        answered.clear()
+        engine.update_weights(params, 4)  # the other is away: it misses them, unless it is back already
+        assert gap(params, prompts, sample(engine, prompts)) < 1e-4
+        assert len(answered) == B
