@@ -166,7 +166,7 @@ def unreached(script: shell.ShellRun, training: set[int]) -> list[str]:
     reached = [command for command in script.commands if command.place in training or not _like_keys(command.words[0])]
     places = frozenset().union(*(command.places for command in reached))
     found: list[tuple[int, list[str]]] = []
-    for word in [word for word in script.lexer.words if word.position not in places]:
+    for word in [word for word in script.lexer.words if word.position not in places | script.patterns]:
         word_text = "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in word.parts)
         match = ASSIGNMENT.match(word_text)
         found.append((script.lexer.line(word.position), _like_keys(word_text[match.end() if match else 0 :])))

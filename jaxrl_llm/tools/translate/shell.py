@@ -1,27 +1,28 @@
 """Finds the training command of a shell script, with the values of its variables, without running the script.
 
 Published recipes of veRL, EasyR1, Search-R1 and TRL are shell scripts: variables, branches, loops and functions decide
-the hyperparameters that the training command gets. So the translator interprets the script, and collects its commands
-with expanded words; readers.py makes keys of them. The script gets no arguments, and no variables from its environment.
-An unknown value keeps its text, with its $. If a condition is unknown, the commands of all branches count, and a
-variable whose value depends on the branch is unknown afterwards.
+the hyperparameters that the training command gets. So the translator follows the tokens of the script, and collects its
+commands with expanded words; readers.py makes keys of them. The script gets no arguments, and no variables from its
+environment. An unknown value keeps its text, with its $. If a condition is unknown, the commands of all branches count,
+and a variable whose value depends on the branch is unknown afterwards.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import dropwhile
+from typing import NoReturn, TypeAlias
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import shell_test
 from jaxrl_llm.tools.translate.arguments import Value
-from jaxrl_llm.tools.translate.shell_grammar import Chain, Compound, Function, If, Loop, Node, ShellParser, Simple
-from jaxrl_llm.tools.translate.shell_values import ShellVariables, joined
-from jaxrl_llm.tools.translate.shell_words import Heredoc, Lexer, Part, Word
+from jaxrl_llm.tools.translate.shell_values import ShellVariables, Variables, joined, merged
+from jaxrl_llm.tools.translate.shell_words import Heredoc, Lexer, Part, Redirection, Token, Word
 
+# Keywords that end a block.
+CLOSING = ("then", "do", "done", "fi", "esac", "else", "elif", "}")
 # Commands that declare variables.
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 # Commands that set variables to values that the translator does not compute.
@@ -30,13 +31,8 @@ VARIABLE_SETTERS = ("read", "mapfile", "readarray", "printf", "let")
 NESTED_SHELL = re.compile(r"eval |(?:.* )?(?:\S*/)?(?:ba|z)?sh -[a-z]*c ", re.DOTALL)
 MAX_DEPTH = 16  # functions that call each other
 MAX_COMMANDS = 20_000  # commands of a script with all rounds of its loops
-
-
-class Jump(Exception):
-    """Raised where the script runs exit, return, break or continue, which is the text of the exception.
-
-    The exception ends the loop, the function, the subshell or the branch in doubt that it is in, or else the script.
-    """
+# Whether a command or block succeeds; None if that is unknown, as for each program, because no program is run.
+Status: TypeAlias = bool | None
 
 
 @dataclass(frozen=True)
@@ -57,164 +53,345 @@ class Command:
         return joined(self.values).places
 
 
+@dataclass
+class Choice:
+    """Blocks of which at most one runs, such as the branches of `if`.
+
+    before: variables before all blocks; after: variables after each block that may run, if a condition is unknown;
+    is_decided: whether a block has run, so that no later block runs; status: status of this block.
+    """
+
+    before: Variables
+    after: list[Variables] = field(default_factory=list)
+    is_decided: bool = False
+    status: Status = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no block has run yet, or may have run."""
+        return not self.is_decided and not self.after
+
+
 def follow(text: str) -> ShellRun:
-    """Interprets a shell script, and returns its commands and files. Raises: UserError, if it cannot be parsed."""
+    """Follows a shell script, and returns its commands and files. Raises: UserError, if it cannot be parsed."""
     # A \r in a file from Windows would be a part of the last word of each line.
-    parser = ShellParser(text.replace("\r\n", "\n"))
-    run = ShellRun(lexer=parser.lexer)
-    nodes = parser.script()
-    with suppress(Jump):
-        run.block(nodes)
+    lexer = Lexer(text.replace("\r\n", "\n"))
+    run = ShellRun(lexer=lexer, tokens=lexer.tokens())
+    run.block()
+    if run.peek():
+        run.refuse(f"{run.keyword() or run.peek()!r} closes no block")
     return run
 
 
 @dataclass(kw_only=True)
 class ShellRun(ShellVariables):
-    """Interprets the nodes of a shell script, and collects what the translation needs.
+    """Follows the tokens of a shell script, and collects what the translation needs.
 
+    index: position of the next token; halted: why the commands at this position do not run: a branch that is not
+    taken, or exit, return, break or continue before them; "" if they run. functions: {name: index of its body};
     commands: all commands that may run; files: {name: text} of files that the script writes by heredocs; notes: files
-    that it sources; steps: number of commands so far.
+    that it sources; patterns: positions of the patterns of `case`; steps: number of commands so far.
     """
 
     lexer: Lexer
-    functions: dict[str, tuple[Node, ...]] = field(default_factory=dict)
+    tokens: list[Token]
+    index: int = 0
+    halted: str = ""
+    functions: dict[str, int] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     file_heredocs: list[Heredoc] = field(default_factory=list)
+    patterns: set[int] = field(default_factory=set)
     local_names: set[str] = field(default_factory=set)  # local variables of the function that is followed
     depth: int = 0
     steps: int = 0
 
-    # Methods for blocks. Each returns the status: whether the block succeeds; None if the status is unknown.
+    # Tokens
 
-    def block(self, nodes: Iterable[Node]) -> bool | None:
-        """Follows commands one after the other. Returns the status of the last one."""
-        status: bool | None = True
-        for node in nodes:
-            status = self.node(node)
+    def peek(self) -> Token:
+        """Returns the next token; "" at the end."""
+        return self.tokens[self.index] if self.index < len(self.tokens) else ""
+
+    def keyword(self) -> str:
+        """Returns the plain text of the next token; "" if that is no word."""
+        token = self.peek()
+        return token.plain if isinstance(token, Word) else ""
+
+    def take_word(self) -> Word:
+        """Returns the next token, which must be a word, and moves behind it."""
+        token = self.peek()
+        self.index += 1
+        return token if isinstance(token, Word) else self.refuse("a word is missing")
+
+    def skip(self, *operators: str) -> None:
+        """Moves behind operators such as line breaks."""
+        while self.peek() in operators:
+            self.index += 1
+
+    def expect(self, name: str) -> None:
+        """Moves behind the keyword or operator `name`, which must be next."""
+        if name not in (self.keyword(), self.peek()):
+            self.refuse(f"{name!r} is missing")
+        self.index += 1
+
+    def refuse(self, problem: str) -> NoReturn:
+        """Raises a UserError with the line of the script that cannot be parsed."""
+        words = [token.position for token in self.tokens[: self.index + 1] if isinstance(token, Word)]
+        self.lexer.refuse(problem, words[-1] if words else 0)
+
+    # Blocks, each of which moves behind its tokens and returns its status
+
+    def block(self) -> Status:
+        """Follows commands up to a keyword or an operator that ends a block. Returns the status of the last one."""
+        status: Status = True
+        while True:
+            self.skip(";", "\n", "&")
+            if self.peek() in ("", ")", ";;", ";&", ";;&") or self.keyword() in CLOSING:
+                return status
+            status = self.chain()
+
+    def body(self, end: str) -> Status:
+        """Follows commands up to the keyword that ends them, and moves behind this keyword."""
+        status = self.block()
+        self.expect(end)
         return status
 
-    def node(self, node: Node) -> bool | None:
-        """Follows one command, block or function definition. Raises: UserError, if the script runs too many."""
+    def chain(self) -> Status:
+        """Follows pipelines that are joined by && and ||. A chain before & is a process of its own."""
+        before = dict(self.variables), self.halted
+        status = self.pipeline()
+        while (sign := self.peek()) in ("&&", "||"):
+            self.index += 1
+            self.skip("\n")
+            choice = Choice(self.variables)
+            self.branch(choice, status if sign == "&&" else shell_test.negated(status), self.pipeline)
+            status = status if choice.is_open else self.chosen(choice)
+        if self.peek() == "&":
+            self.variables, self.halted = before
+        return status
+
+    def pipeline(self) -> Status:
+        """Follows commands that are joined by |, each of which is a process of its own."""
+        before = dict(self.variables), self.halted
+        status = self.command()
+        while self.peek() in ("|", "|&"):
+            self.variables, self.halted = before
+            self.index += 1
+            self.skip("\n")
+            status, _ = self.apart(self.command, self.variables)
+        return status
+
+    def apart(self, follow: Callable[[], Status], variables: Variables) -> tuple[Status, Variables]:
+        """Follows a block that leaves nothing behind. Returns its status, and its variables after it."""
+        outer = self.variables, self.halted
+        self.variables = dict(variables)
+        status, after = follow(), self.variables
+        self.variables, self.halted = outer
+        return status, after
+
+    def passed(self, follow: Callable[[], Status]) -> None:
+        """Moves behind a block that does not run."""
+        outer, self.halted = self.halted, self.halted or "the branch is not taken"
+        follow()
+        self.halted = outer
+
+    def branch(self, choice: Choice, holds: Status, follow: Callable[[], Status]) -> None:
+        """Follows a block of a choice if its condition holds, or moves behind it. If that is unknown, it may run."""
+        if self.halted or choice.is_decided or (choice.is_open and holds is False):
+            self.passed(follow)
+        elif choice.is_open and holds:
+            choice.is_decided, choice.status = True, follow()
+        else:
+            # An `exit` in a block that may not run ends the block alone, and not the script.
+            _, after = self.apart(follow, choice.before)
+            choice.after.append(after)
+
+    def chosen(self, choice: Choice, *, has_else: bool = False) -> Status:
+        """Returns the status of a choice. A variable becomes unknown if its value depends on the block that runs."""
+        if not choice.after:
+            return choice.status
+        self.variables = merged([*choice.after, *([] if has_else else [choice.before])])
+        return None
+
+    def command(self) -> Status:
+        """Follows one command: a block such as `if`, the definition of a function, or a simple command."""
         self.steps += 1
         # Loops in loops multiply their rounds, so the number of commands needs a limit.
         if self.steps > MAX_COMMANDS:
             raise UserError(f"it does not end within {MAX_COMMANDS} commands: name a script that starts a training")
-        match node:
-            case Simple():
-                return self.simple(node)
-            case Chain():
-                return self.chain(node)
-            case If():
-                return self.branches(node.branches)
-            case Loop():
-                return self.loop(node)
-            case Function():
-                self.functions[node.name] = node.body
-                return True
-            case Compound():
-                return self.group(node)
+        name = self.keyword()
+        if name == "function" or (name and self.tokens[self.index + 1 : self.index + 3] == ["(", ")"]):
+            return self.function()
+        match name or self.peek():
+            case "if":
+                return self.conditional()
+            case "for":
+                return self.for_loop()
+            case "while" | "until":
+                self.index += 1
+                status = self.body("do")
+                return self.unknown_rounds(status if name == "while" else shell_test.negated(status))
+            case "case":
+                return self.case()
+            case "[[":
+                return self.test()
+            case "{":
+                self.index += 1
+                return self.body("}")
+            case "(":
+                self.index += 1
+                status, _ = self.apart(lambda: self.body(")"), self.variables)
+                return status
+            case "!":
+                self.index += 1
+                return shell_test.negated(self.command())
+        return self.simple()
 
-    def group(self, node: Compound) -> bool | None:
-        """Follows { … } or ( … ). A subshell ( … ) does not change the variables of the script."""
-        if not node.is_subshell:
-            status = self.block(node.body)
-            return shell_test.negated(status) if node.is_negated else status
-        status, variables = None, dict(self.variables)
-        with suppress(Jump):
-            status = self.block(node.body)
-        self.variables = variables
-        return status
-
-    def chain(self, node: Chain) -> bool | None:
-        """Follows commands that are joined by && and ||."""
-        (_, first), *links = node.links
-        status = self.node(first)
-        for sign, following in links:
-            # If the status of a is unknown, `a || b` may run b, and `a && b` counts as running b.
-            if status is None and sign == "||":
-                self.in_doubt([(following,), ()])
-            elif status is None or status == (sign == "&&"):
-                status = self.node(following)
-        return status
-
-    def branches(self, branches: Sequence[tuple[tuple[Node, ...], tuple[Node, ...]]]) -> bool | None:
-        """Follows the branch of an `if` or `case` whose condition holds; all branches if a condition is unknown."""
-        for i, (condition, body) in enumerate(branches):
-            status = self.block(condition)
-            if status:
-                return self.block(body)
-            if status is None:
-                bodies = [body for _, body in branches[i:]]
-                self.in_doubt([*bodies, ()] if branches[-1][0] else bodies)
-                return None
+    def function(self) -> Status:
+        """Moves behind the definition of a function, whose body is followed where it is called."""
+        self.index += self.keyword() == "function"
+        name = self.take_word().plain
+        self.skip("(", ")", "\n")
+        # A definition in a branch that is not taken does not count.
+        if not self.halted:
+            self.functions[name] = self.index
+        self.passed(self.command)
         return True
 
-    def in_doubt(self, bodies: Sequence[tuple[Node, ...]]) -> None:
-        """Follows blocks of which only one runs, but it is unknown which one: the branches of an unknown condition.
+    def conditional(self) -> Status:
+        """Follows if … then … elif … else … fi."""
+        choice, keyword = Choice(self.variables), ""
+        while self.keyword() in ("if", "elif", "else"):
+            keyword = self.take_word().plain
+            holds: Status = True
+            if keyword != "else":
+                # Behind a branch that has run or may run, no condition is evaluated.
+                holds = self.block() if choice.is_open else self.passed(self.block)
+                self.expect("then")
+            self.branch(choice, holds, self.block)
+        self.expect("fi")
+        return self.chosen(choice, has_else=keyword == "else")
 
-        bodies: commands of each block; () if possibly no block runs. A variable is unknown afterwards if its value
-        depends on the block.
-        """
-        # Each branch begins with the variables before all branches, because only one branch runs.
-        variables_before = self.variables
-        variables_after: list[dict[str, list[Value]]] = []  # variables at the end of each branch
-        for body in bodies:
-            self.variables = dict(variables_before)
-            # An `exit` in a branch that may not run ends the branch alone, and not the script.
-            with suppress(Jump):
-                self.block(body)
-            variables_after.append(self.variables)
-        self.variables = dict(variables_before)
-        for name in sorted({name for variables in variables_after for name in variables}):
-            arrays = [variables.get(name, []) for variables in variables_after]
-            # The first elements that the array has after each branch are known, and all later elements are unknown.
-            equal_elements = [len({value.text for value in values}) == 1 for values in zip(*arrays, strict=False)]
-            shared_count = [*equal_elements, False].index(False)
-            is_same = all(len(array) == shared_count for array in arrays)
-            unknown = [Value(f"${{{name}: a branch decides}}")]
-            self.variables[name] = [*arrays[0][:shared_count], *([] if is_same else unknown)]
-
-    def loop(self, node: Loop) -> bool | None:
-        """Follows a `for` loop once for each word, and twice the body of a `while` loop, whose rounds are unknown."""
-        if node.name:
-            # All words are expanded before the first round, as bash does.
-            for value in [value for word in node.words for value in self.fields(word)]:
-                self.variables[node.name] = [value]
-                try:
-                    self.block(node.body)
-                except Jump as jump:
-                    if str(jump) == "break":
-                        break
-                    if str(jump) != "continue":
-                        raise
-        elif self.block(node.condition) is not False:
-            # The body is followed twice, because a second round sees variables that the first round has made unknown.
-            for _ in range(2):
-                self.in_doubt([node.body, ()])
+    def for_loop(self) -> Status:
+        """Follows a `for` loop once for each word. The number of rounds of `for ((…))` is unknown."""
+        self.index += 1
+        variable, values = self.take_word(), list(self.variables["@"])
+        self.skip("\n")
+        if self.keyword() == "in":
+            self.index += 1
+            values.clear()
+            while isinstance(word := self.peek(), Word):
+                self.index += 1
+                values += [] if self.halted else self.fields(word)
+        self.skip(";", "\n")
+        self.expect("do")
+        if not variable.plain:
+            self.arithmetic(variable)
+            return self.unknown_rounds(None)
+        body = self.index
+        for value in values if not self.halted else ():
+            self.index = body
+            self.variables[variable.plain] = [value]
+            self.block()
+            if self.halted == "continue":
+                self.halted = ""
+            if self.halted:
+                break
+        if self.index == body:
+            self.passed(self.block)
+        if self.halted == "break":
+            self.halted = ""
+        self.expect("done")
         return None
 
-    # Methods for single commands.
+    def unknown_rounds(self, holds: Status) -> Status:
+        """Follows the body of a loop twice. A second round sees variables that the first round has made unknown."""
+        body = self.index
+        for _ in range(2):
+            self.index = body
+            choice = Choice(self.variables)
+            self.branch(choice, holds and None, self.block)
+            self.chosen(choice)
+        self.expect("done")
+        return None
 
-    def simple(self, node: Simple) -> bool | None:
-        """Follows a command with its words: a test, a declaration of variables, or a program that is recorded."""
-        # NAME=value before a command is set for this command alone, and without a command for the script.
-        words = list(dropwhile(lambda word: word.assignment, node.words))
-        if not words:
-            return self.declare(node.words)
-        if words[0].parts[:1] and words[0].parts[0].kind == "((":
-            self.forget(re.findall(r"[A-Za-z_]\w*", words[0].parts[0].text))
+    def case(self) -> Status:
+        """Follows `case subject in pattern) block;; esac`."""
+        self.index += 1
+        subject, choice = self.take_word(), Choice(self.variables)
+        self.skip("\n")
+        self.expect("in")
+        while True:
+            self.skip("\n", "(", ";;")
+            if self.keyword() == "esac" or not self.peek():
+                self.expect("esac")
+                return self.chosen(choice)
+            patterns = [self.take_word()]
+            while self.peek() == "|":
+                self.index += 1
+                patterns.append(self.take_word())
+            self.expect(")")
+            # A pattern is no word of a command, although --rate) looks like a flag.
+            self.patterns |= {pattern.position for pattern in patterns}
+            tests = [] if self.halted else [["[[", self.text(subject).text, "==", self.text(x).text] for x in patterns]
+            statuses = [shell_test.status(test) for test in tests]
+            self.branch(choice, True if True in statuses else None if None in statuses else False, self.block)
+
+    # Single commands
+
+    def test(self) -> Status:
+        """Follows [[ … ]]. The status of a test with operators such as && is not computed."""
+        start = self.index
+        while self.keyword() != "]]":
+            if not self.peek():
+                self.refuse("']]' is missing")
+            self.index += 1
+        words = self.tokens[start : self.index]
+        self.index += 1
+        texts = [self.text(word).text for word in words if isinstance(word, Word) and not self.halted]
+        return shell_test.status(texts) if len(texts) == len(words) else None
+
+    def simple(self) -> Status:
+        """Follows the words, heredocs and redirections of a command: variables, a test or a program."""
+        words: list[Word] = []
+        heredoc, target, start = None, None, self.index
+        while isinstance(token := self.peek(), Word | Heredoc | Redirection):
+            self.index += 1
+            if isinstance(token, Word):
+                words.append(token)
+            elif isinstance(token, Heredoc):
+                heredoc = token
+            else:
+                file = self.take_word()
+                # A number before the sign means another output, such as 2> for errors.
+                target = file if token in (">", ">>", ">|") else target
+        if self.index == start:
+            self.refuse(f"a command is missing before {self.peek()!r}")
+        if self.halted:
             return None
-        name = words[0].plain
-        if name in ("[[", "[", "test"):
-            return shell_test.status([name, *(self.text(word).text for word in words[1:])])
+        # NAME=value before a command is set for this command alone, and without a command for the script.
+        program = list(dropwhile(lambda word: word.assignment, words))
+        if not program:
+            return self.declare(words)
+        if program[0].parts[:1] and program[0].parts[0].kind == "((":
+            return self.arithmetic(program[0])
+        name = program[0].plain
+        if name in ("[", "test"):
+            return shell_test.status([name, *(self.text(word).text for word in program[1:])])
         if name in DECLARATIONS:
-            return self.declare(words[1:], is_local=name in ("local", "declare", "typeset"))
-        values = tuple(value for word in words for value in self.fields(word))
-        return self.command(Command(values, words[0].position), node) if values else True
+            return self.declare(program[1:], is_local=name in ("local", "declare", "typeset"))
+        if heredoc and target and name == "cat":
+            self.write_file(heredoc, target)
+        values = tuple(value for word in program for value in self.fields(word))
+        return self.run(Command(values, program[0].position)) if values else True
 
-    def declare(self, words: Sequence[Word], *, is_local: bool = False) -> bool:
+    def arithmetic(self, word: Word) -> Status:
+        """Makes the variables of ((…)) unknown, which is not computed."""
+        self.forget(re.findall(r"[A-Za-z_]\w*", word.parts[0].text))
+        return None
+
+    def declare(self, words: Sequence[Word], *, is_local: bool = False) -> Status:
         """Sets the variables of words name=value. is_local: they belong to the function that is followed."""
         for word in words:
             if is_local:
@@ -222,50 +399,53 @@ class ShellRun(ShellVariables):
             self.assign(word)
         return True
 
-    def command(self, command: Command, node: Simple) -> bool | None:
-        """Follows the builtins of the shell and functions of the script, and records any other command.
+    def write_file(self, heredoc: Heredoc, target: Word) -> None:
+        """Keeps the text of a file that the script writes by `cat > file << EOF`."""
+        # A double quotation mark has no meaning in a heredoc.
+        text = re.sub(r'(\\?)"', r'\1\1\\"', heredoc.text)
+        expanded = self.text_of(text, Part("text", text, is_quoted=True)).text
+        self.files[self.text(target).text] = heredoc.text if heredoc.is_literal else expanded
+        self.file_heredocs.append(heredoc)
 
-        Returns the status; None if it is unknown, as for each program, because no program is run.
-        """
+    def run(self, command: Command) -> Status:
+        """Follows the builtins of the shell and functions of the script, and records any other command."""
         name, *rest = command.words
         if name in ("true", ":", "false"):
             return name != "false"
-        # `exit 1` does not end the script, because it mostly stands in a check of arguments, which are not known.
-        if name in ("return", "break", "continue") or (name == "exit" and rest[:1] in ([], ["0"])):
-            raise Jump(name)
-        if name == "set" and "--" in rest:
-            self.variables["@"] = list(command.values[rest.index("--") + 2 :])
-        if name == "shift":
-            self.variables["@"] = self.variables["@"][int(rest[0]) if rest and rest[0].isdigit() else 1 :]
-        if name == "getopts" and not self.variables["@"]:
-            return False  # without options its loop does not begin
-        if name == "unset":
-            self.variables = {key: value for key, value in self.variables.items() if key not in rest}
-        if name in VARIABLE_SETTERS:
-            self.forget(key for text in rest for key in re.findall(r"^[A-Za-z_]\w*", text))
         if name in self.functions and self.depth < MAX_DEPTH:
             return self.call(self.functions[name], list(command.values[1:]))
-        if name in ("source", "."):
-            self.notes.append(f"{' '.join(command.words)}: this file is not read, but it may set variables")
         if NESTED_SHELL.match(" ".join(command.words)):
             return None  # The text is a script of its own, which is not followed, so its keys belong to no command.
-        if name == "cat" and node.heredoc and node.target:
-            # The text is a file that the script writes. A double quotation mark has no meaning in a heredoc.
-            text = re.sub(r'(\\?)"', r'\1\1\\"', node.heredoc.text)
-            expanded = self.text_of(text, Part("text", text, is_quoted=True)).text
-            self.files[self.text(node.target).text] = node.heredoc.text if node.heredoc.is_literal else expanded
-            self.file_heredocs.append(node.heredoc)
+        # `exit 1` does not end the script, because it mostly stands in a check of arguments, which are not known.
+        if name in ("return", "break", "continue") or (name == "exit" and rest[:1] in ([], ["0"])):
+            self.halted = name
+        elif name == "set" and "--" in rest:
+            self.variables["@"] = list(command.values[rest.index("--") + 2 :])
+        elif name == "shift":
+            self.variables["@"] = self.variables["@"][int(rest[0]) if rest and rest[0].isdigit() else 1 :]
+        elif name == "getopts" and not self.variables["@"]:
+            return False  # without options its loop does not begin
+        elif name == "unset":
+            self.variables = {key: value for key, value in self.variables.items() if key not in rest}
+        elif name in VARIABLE_SETTERS:
+            self.forget(key for text in rest for key in re.findall(r"^[A-Za-z_]\w*", text))
+        elif name in ("source", "."):
+            self.notes.append(f"{' '.join(command.words)}: this file is not read, but it may set variables")
         self.commands.append(command)
         return None
 
-    def call(self, body: tuple[Node, ...], arguments: list[Value]) -> bool | None:
+    def call(self, body: int, arguments: list[Value]) -> Status:
         """Follows the body of a function, which has arguments and local variables of its own."""
-        status, outer_variables, local_names = None, self.variables, self.local_names
-        self.variables, self.local_names, self.depth = outer_variables | {"@": arguments}, {"@"}, self.depth + 1
-        with suppress(Jump):
-            status = self.block(body)
-        global_variables = {name: value for name, value in self.variables.items() if name not in self.local_names}
-        shadowed = {name: outer_variables[name] for name in self.local_names & outer_variables.keys()}
-        self.variables = global_variables | shadowed
-        self.local_names, self.depth = local_names, self.depth - 1
+        outer = self.index, self.variables, self.local_names
+        self.index, self.variables, self.local_names = body, self.variables | {"@": arguments}, {"@"}
+        self.depth += 1
+        status = self.command()
+        self.depth -= 1
+        if self.halted == "return":
+            self.halted = ""
+        changed, local_names = self.variables, self.local_names
+        self.index, self.variables, self.local_names = outer
+        self.variables = {name: value for name, value in changed.items() if name not in local_names} | {
+            name: value for name, value in self.variables.items() if name in local_names
+        }
         return status

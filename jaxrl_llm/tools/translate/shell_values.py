@@ -8,8 +8,9 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate.arguments import OPERATORS, Value, calculated
@@ -19,6 +20,8 @@ from jaxrl_llm.tools.translate.shell_words import Lexer, Part, Word
 PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|@)(?:\[(\d+|@)\])?(?:(:?[-=])(.*))?", re.DOTALL)
 # A brace expansion {a,b} or {1..3}, which is not computed.
 BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
+# {name: elements} of variables; a variable that is no array has one element
+Variables: TypeAlias = dict[str, list[Value]]
 MAX_LENGTH = 100_000  # characters of a variable; an element of an array counts ten more
 # Arithmetic of $((…)): the shell has whole numbers, and rounds a division towards zero.
 SHELL_OPERATORS = OPERATORS | {
@@ -29,14 +32,12 @@ SHELL_OPERATORS = OPERATORS | {
 
 @dataclass
 class ShellVariables:
-    """Variables of a shell script as {name: elements}; a variable that is no array has one element.
+    """Variables of a shell script.
 
     The variable "@" has the arguments of the script, or of the function that is followed.
     """
 
-    variables: dict[str, list[Value]] = field(
-        default_factory=lambda: {"HOME": [Value("~")], "PWD": [Value(".")], "@": []}
-    )
+    variables: Variables = field(default_factory=lambda: {"HOME": [Value("~")], "PWD": [Value(".")], "@": []})
 
     def assign(self, word: Word) -> None:
         """Sets the variable of a word name=value, name+=value or name=(…)."""
@@ -156,6 +157,20 @@ def joined(values: Iterable[Value], separator: str = " ") -> Value:
     values = list(values)
     places = frozenset[int]().union(*(value.places for value in values))
     return Value(separator.join(value.text for value in values), places)
+
+
+def merged(states: Sequence[Variables]) -> Variables:
+    """Returns variables of which it is unknown which of several states they have."""
+    variables: Variables = {}
+    for name in sorted({name for state in states for name in state}):
+        arrays = [state.get(name, []) for state in states]
+        # The first elements that the array has in each state are known, and all later elements are unknown.
+        equal_elements = [len({value.text for value in values}) == 1 for values in zip(*arrays, strict=False)]
+        shared_count = [*equal_elements, False].index(False)
+        is_same = all(len(array) == shared_count for array in arrays)
+        unknown = [Value(f"${{{name}: a branch decides}}")]
+        variables[name] = [*arrays[0][:shared_count], *([] if is_same else unknown)]
+    return variables
 
 
 def _split(text: str) -> list[str]:
