@@ -5,9 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
 from jaxrl_llm.recipe.advice import print_config
 from jaxrl_llm.tools.translate import images, lint, readers, writer
@@ -77,20 +74,17 @@ def print_first(source: readers.ForeignConfig, translation: Translation, refusal
 
 
 def print_keys(translation: Translation, file: Path) -> None:
-    """Prints a table of the keys that are mapped, changed, unsupported and without effect."""
-    table = translation.table
-    summary = Table(title=f"{file.name}: {len(translation.outcomes)} keys of {table.name} ({table.version})")
-    summary.add_column("", no_wrap=True)
-    summary.add_column("keys", justify="right")
-    summary.add_column("which")
+    """Prints the keys that are mapped, changed, unsupported and without effect."""
+    _say(f"{file.name}: {len(translation.outcomes)} keys of {translation.table.name} ({translation.table.version})")
     for kind in KINDS:
         outcomes = translation.with_kind(kind)
+        _say(f"{kind}: {len(outcomes)}")
         if kind in ("mapped", "changed"):
             lines = [f"{key} -> {', '.join(outcome.fields) or 'nothing to set'}" for key, outcome in outcomes.items()]
         else:
             lines = writer.reason_lines({key: outcome.reason for key, outcome in outcomes.items()})
-        summary.add_row(kind, str(len(outcomes)), printable("\n".join(lines)))
-    Console(highlight=False, markup=False, width=120).print(summary)
+        for line in lines:
+            _say(f"  {line}")
 
 
 def print_checks(translation: Translation, linted: lint.LintResult, checks: str) -> None:
@@ -112,8 +106,8 @@ def print_checks(translation: Translation, linted: lint.LintResult, checks: str)
 
 
 def _say(text: str) -> None:
-    """Prints a line without markup, which the texts of a file could contain by chance."""
-    Console(highlight=False, soft_wrap=True, markup=False).print(printable(text))
+    """Prints a line of a text that a file may contain, without characters that control the terminal."""
+    print(printable(text))
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def resampling(value: Any, keys: Keys) -> Outcome:
 
 def rewards(value: Any, keys: Keys) -> Outcome:
     """Translates EasyR1's `reward_function` to `reward.functions`. jaxrl_llm has those of EasyR1's examples."""
-    file, built_in = (keys.explicit.get(f"worker.reward.{name}") for name in ("reward_function", "compute_score"))
+    file, built_in = (keys.get(f"worker.reward.{name}") for name in ("reward_function", "compute_score"))
     if not file and built_in in conversions.EASYR1_SCORES:
         return Outcome("mapped", conversions.reward_fields((conversions.EASYR1_SCORES[built_in],)))
     if not file:
@@ -108,14 +108,14 @@ def rewards(value: Any, keys: Keys) -> Outcome:
         unknown = {"reward.functions": reason, "eval.function": reason}
         return Outcome("changed", conversions.reward_fields((conversions.ACCURACY,)), unknown=unknown)
     path, _, function = str(file).partition(":")
-    named = keys.explicit.get("worker.reward.reward_function_kwargs") or {}
+    named = keys.get("worker.reward.reward_function_kwargs") or {}
     arguments = dict(named) | keys.prefixed("worker.reward.reward_function_kwargs.")
     return conversions.easyr1_reward(path, function or "compute_score", arguments)
 
 
 def around(value: Any, keys: Keys) -> Outcome:
     """Translates EasyR1's `format_prompt`, the template around a question, to `data.format_prompt`."""
-    return conversions.template(str(value)) if value else Outcome("no effect", reason="not in use")
+    return conversions.template(str(value))
 
 
 def model(value: Any, keys: Keys) -> Outcome:

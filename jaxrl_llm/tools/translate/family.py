@@ -31,6 +31,7 @@ SAME_WORKDIR = "the same --workdir resumes a run"
 MODEL_CONFIG = "the model is as its config.json says: change that"
 OWN_TOKENIZER = "the tokenizer is the model's"
 PROCESSOR, SOUND, SAME_PIXELS = images.PROCESSOR, images.SOUND, images.SAME_PIXELS
+TOO_MANY_IMAGES = images.TOO_MANY_IMAGES
 # {KL estimator of veRL: estimator of jaxrl_llm}
 KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
 # {loss_agg_mode of veRL: aggregate.mode of jaxrl_llm}
@@ -158,8 +159,6 @@ class Family:
 
     def micro_batch(self, value: Any, keys: Keys, counts: tuple[str, ...] = MACHINES) -> Outcome:
         """Translates the micro-batch, in sequences of one GPU, to `microbatch`, in prompts on all devices."""
-        if value is None:
-            return Outcome("no effect", reason="not set")
         # A micro-batch only decides about memory, so an unknown number of machines makes no field unknown.
         if blank := next((key for key in counts if not str(keys[key]).isdigit()), ""):
             return Outcome("no effect", reason=f"{blank} = {keys[blank]} is no number; microbatch changes no gradient")
@@ -189,7 +188,7 @@ class Family:
 
     def warmup_steps(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates `lr_warmup_steps`, in rollouts in veRL, to `optim.warmup_steps`, in optimizer steps."""
-        if value is None or int(value) <= 0:
+        if int(value) < 0:
             return Outcome("no effect", reason="not set")
         # veRL's scheduler steps once after all updates on a rollout.
         updates = self.prompts(keys) // self.prompts_per_update(keys) * int(keys[self.keys_of["epochs"]])
@@ -384,11 +383,6 @@ def lowest(row: Row, value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", {row.field: _lowest_rate(row, float(value or 0), keys)})
 
 
-def weight_decay(row: Row, value: Any, keys: Keys) -> Outcome:
-    """Translates the weight decay of AdamW to `optim.weight_decay`."""
-    return Outcome("changed" if value else "mapped", {row.field: float(value)}, row.why * bool(value))
-
-
 def betas(row: Row, value: Any, keys: Keys) -> Outcome:
     """Translates `betas`, the decay rates of Adam's moments, to `optim.b1` and `optim.b2`."""
     first, second = value
@@ -398,11 +392,6 @@ def betas(row: Row, value: Any, keys: Keys) -> Outcome:
 def column(row: Row, value: Any, keys: Keys) -> Outcome:
     """Translates the name of a column of the data, such as `prompt_key`, to `data.prompt_column`."""
     return conversions.column(row.field, value, row.field.rpartition(".")[2].removesuffix("_column"))
-
-
-def shuffle(value: Any, keys: Keys) -> Outcome:
-    """Translates the key that shuffles the rows, which jaxrl_llm always does."""
-    return Outcome("mapped") if value else Outcome("unsupported", reason="jaxrl_llm shuffles the rows in every pass")
 
 
 def saves(value: Any, keys: Keys) -> Outcome:
@@ -430,8 +419,8 @@ def evaluates(value: Any, keys: Keys) -> Outcome:
 
 def loggers(value: Any, keys: Keys) -> Outcome:
     """Translates `trainer.logger` and `trainer.project_name` to `log.to` and `log.project`."""
-    logged = keys.explicit.get("trainer.logger") or []
-    project = str(keys.explicit.get("trainer.project_name") or "translated")
+    logged = keys.get("trainer.logger") or []
+    project = str(keys.get("trainer.project_name") or "translated")
     return conversions.loggers(logged if isinstance(logged, list) else [logged], project)
 
 
@@ -442,13 +431,6 @@ def model(value: Any, keys: Keys) -> Outcome:
         reason = f"a model of images of another kind than {', '.join(images.readable())}: train refuses it"
         return Outcome("unsupported", fields, reason)
     return Outcome("mapped", fields)
-
-
-def dtype(value: Any, keys: Keys) -> Outcome:
-    """Translates the dtype of the model to `model.dtype`, of its activations."""
-    low = value in ("bfloat16", "bf16", "float16", "fp16")
-    reason = "of activations; parameters and the optimizer are float32 in both trainers"
-    return Outcome("changed", {"model.dtype": "bfloat16" if low else "float32"}, reason)
 
 
 # Reason for a file that includes only veRL's own files.
@@ -465,27 +447,10 @@ def config_file(row: Row, value: Any, keys: Keys) -> Outcome:
     return unsupported(row.key, f"{', '.join(absent)}: {where}: the keys of the file have their defaults")
 
 
-def top_k(value: Any, keys: Keys) -> Outcome:
-    """Translates `top_k`, the number of most likely tokens to sample from, to `rollout.top_k`; -1 and 0 mean all."""
-    # All tokens are -1 in vLLM, and 0 in transformers.
-    count = max(int(value or 0), 0)
-    return Outcome("changed" if count else "mapped", {"rollout.top_k": count}, SCORED * bool(count))
-
-
-def top_p(value: Any, keys: Keys) -> Outcome:
-    """Translates `top_p`, the probability of the most likely tokens to sample from, to `rollout.top_p`."""
-    return Outcome("changed" if value < 1 else "mapped", {"rollout.top_p": float(value)}, SCORED * (value < 1))
-
-
 def unknown_reward(row: Row, value: Any, keys: Keys) -> Outcome:
     """Reports an unknown key of a section that decides what is rewarded, which may change the run."""
     reason = "the trainer has no such key, and its section decides what is rewarded"
     return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(row.fields.split(), reason))
-
-
-def checkpointing(value: Any, keys: Keys) -> Outcome:
-    """Translates the switch that recomputes activations in the backward pass to `model.remat`."""
-    return Outcome("mapped", {"model.remat": "full" if value else "dots"})
 
 
 def rows_of(section: str, convert: str, value: Any) -> Outcome:

@@ -48,7 +48,7 @@ IMAGE_ROWS = re.compile(
 SOUND_MODEL = re.compile(r"omni|minicpm-o", re.IGNORECASE)
 OTHER_ROWS = re.compile(r"video|audio|(?<![a-z])avqa", re.IGNORECASE)
 # Reasons that the translation prints.
-LIMIT = "the engine refuses a prompt with more images; in jaxrl_llm a prompt has all images of its row"
+TOO_MANY_IMAGES = "the engine refuses a prompt with more images; in jaxrl_llm a prompt has all images of its row"
 SAME_PIXELS = "of the engine alone; jaxrl_llm's sampler and learner both have data.min_pixels and data.max_pixels"
 NONE = "of images, and this run has none"
 PROCESSOR = "write it into the model's preprocessor_config.json"
@@ -128,7 +128,7 @@ def has_images(keys: Keys) -> bool:
     """Whether a run has images. If the file does not show it, the answer depends on the name of the model."""
     is_shown = bool(image_evidence(keys.values))
     for key in () if is_shown else MODEL_KEYS:
-        keys.explicit.record_request(key)
+        keys.get(key)
     return is_shown
 
 
@@ -140,11 +140,6 @@ def processor(row: Row, value: Any, keys: Keys) -> Outcome:
     if unknown_names:
         return Outcome("unsupported", fields, f"{', '.join(unknown_names)}: {PROCESSOR}")
     return Outcome("mapped", fields) if fields else Outcome("no effect", reason="not set")
-
-
-def limit(value: Any, keys: Keys) -> Outcome:
-    """Translates the largest number of images in a prompt that the engine accepts, which jaxrl_llm does not limit."""
-    return Outcome("changed", {}, LIMIT) if value else Outcome("mapped")
 
 
 def sound(value: Any, keys: Keys) -> Outcome:
@@ -179,8 +174,6 @@ def beside_tower(outcome: Outcome, targets: Any, excluded: Any, keys: Keys) -> O
 
 def excludes(value: Any, keys: Keys) -> Outcome:
     """Translates a list of modules without adapters: jaxrl_llm has adapters on layers for text alone."""
-    if not value:
-        return Outcome("no effect", reason="not set")
     names = [value] if isinstance(value, str) else list(value)
     if all(re.search(r"visual|vision_tower|vision_model", str(name)) for name in names):
         return Outcome("mapped", reason="adapters are on layers for text")

@@ -53,41 +53,28 @@ class Unread(str):
     __slots__ = ()
 
 
-class FileValues(dict[str, Any]):
-    """The readable values of a file. It records each key that a rule asks for, even if the key cannot be read."""
-
-    def __init__(self, values: Mapping[str, Any]):
-        super().__init__((key, value) for key, value in values.items() if not isinstance(value, Unread))
-        self.requested: dict[Any, None] = {}  # keys that rules have asked for, in order
-
-    def record_request(self, key: Any) -> None:
-        """Records that a rule asks for a key, whether the file has the key or not."""
-        self.requested[key] = None
-
-    def __contains__(self, key: object) -> bool:
-        self.record_request(key)
-        return super().__contains__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.record_request(key)
-        return super().get(key, default)
-
-
 class Keys:
-    """Values of all keys of the other trainer: values in the user's file, and the trainer's defaults for other keys."""
+    """Values of all keys of the other trainer: values in the user's file, and the trainer's defaults for other keys.
+
+    It records each key that a rule asks for, even if the file has the key in a form that cannot be read.
+    """
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], *, rows: int, processes: int):
         """rows: number of training rows, 0 if unknown; processes: number of the launcher's processes, 0 if unknown."""
         self.values = values  # values of the file, also those that cannot be read, which are `Unread`
-        self.explicit = FileValues(values)
-        self.unread = values.keys() - self.explicit.keys()
         self.defaults, self.rows, self.processes = defaults, rows, processes
+        self.requested: dict[str, None] = {}  # keys that rules have asked for, in order
 
     def __getitem__(self, key: str) -> Any:
-        return self.explicit[key] if key in self.explicit else self.defaults[key]
+        return self.get(key) if key in self else self.defaults[key]
 
     def __contains__(self, key: str) -> bool:
-        return key in self.explicit
+        self.requested[key] = None
+        return key in self.values and not isinstance(self.values[key], Unread)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Returns the readable value of a key in the file; `default` if it has none."""
+        return self.values[key] if key in self else default
 
     def prefixed(self, prefix: str) -> dict[str, Any]:
         """Returns {key without the prefix: value} of the keys that begin with the prefix."""
@@ -96,8 +83,8 @@ class Keys:
 
     def with_unread_keys(self, compute: Callable[[], T]) -> tuple[T, list[str]]:
         """Returns a computed value, and the keys that the computation asked for and that cannot be read."""
-        self.explicit.requested = {}
-        return compute(), [key for key in self.explicit.requested if key in self.unread]
+        self.requested = {}
+        return compute(), [key for key in self.requested if isinstance(self.values.get(key), Unread)]
 
 
 Rule: TypeAlias = Callable[[Any, Keys], Outcome]
@@ -300,7 +287,7 @@ def _outcome(key: str, value: Any, table: TrainerTable, keys: Keys) -> Outcome:
         outcome, unread_keys = keys.with_unread_keys(lambda: table.rule(key)(value, keys))
     # A rule raises these errors for a value of a wrong type, and the user must see the key instead of a traceback.
     except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
-        requested = [name for name in keys.explicit.requested if name != key and name in keys.values]
+        requested = [name for name in keys.requested if name != key and name in keys.values]
         other_values = ", ".join(f"{name} = {keys.values[name]!r}" for name in requested)
         depends = f", and what it depends on ({other_values})," if other_values else ""
         raise UserError(

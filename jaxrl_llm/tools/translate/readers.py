@@ -136,11 +136,10 @@ def _from_shell(path: Path, text: str) -> DocumentKeys:
         script = shell.follow(text)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    allocated = launchers.allocation(text)
     # A command that a loop runs several times has one place in the script, and counts once.
     runs: dict[int, list[DocumentKeys]] = {}
     for command in script.commands:
-        if keys := _from_command(path, command, script.files, allocated):
+        if keys := _from_command(path, command, script.files):
             runs.setdefault(command.place, []).append(keys)
     if len(runs) > 1:
         raise UserError(f"{path} has {len(runs)} training commands: keep one command in the file")
@@ -185,12 +184,10 @@ def _like_keys(text: str) -> list[str]:
     return overrides + [word for word in options if is_flag[word]]
 
 
-def _from_command(
-    path: Path, command: Command, files: Mapping[str, str], allocated: Sequence[Value]
-) -> DocumentKeys | None:
+def _from_command(path: Path, command: Command, files: Mapping[str, str]) -> DocumentKeys | None:
     """Returns the keys that a command of a shell script passes to a trainer; None if it starts no training.
 
-    files: {name: text} of files that the script writes; allocated: options of its #SBATCH lines.
+    files: {name: text} of files that the script writes.
     """
     words = command.words
     start = next((i for i in range(len(words)) if _starts(words, i)), None)
@@ -218,11 +215,8 @@ def _from_command(
     trl_keys = [key for key in keys.values if key != "config" or program]
     if not any(table.knows(key) for table in TRL_TRAINERS.values() for key in trl_keys):
         return None
-    keys.values |= launchers.flags(path, command.values[:start], files, allocated)
-    # Without a flag these launchers use all GPUs of the machine, whose number is unknown.
-    launcher = {word.rpartition("/")[2] for word in words[: start + 1]} & {"accelerate", "deepspeed", "trl"}
-    if launcher and launchers.COUNTS.isdisjoint(keys.values):
-        keys.values.setdefault("num_processes", None)
+    for key, value in launchers.flags(path, command.values[: start + 1], files).items():
+        keys.values.setdefault(key, value)
     keys.program = program
     known_words = (*documents, "train", *PROGRAMS, *TRL_TRAINERS)
     keys.lost += _unkeyed([value for value in unkeyed if value.text not in known_words])

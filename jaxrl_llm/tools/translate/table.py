@@ -6,12 +6,15 @@ key: name of a key of the trainer, or several with blanks between them, or a pat
     then patterns in the order of the file.
 fields: fields of a jaxrl_llm config that the key decides, the most important one first.
 rule: effect of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make it the fields, with the same
-    meaning; `count` does so if it is above 0. `idle` has no effect on the numbers of a run, whatever its value is.
+    meaning; `count` does so if it is above 0, and `natural` makes a negative number 0. With values after the word, any
+    other value means something else (`why`). `choose` makes the fields the word B for the value A, of the words A=B
+    after it. `idle` has no effect on the numbers of a run, whatever its value is.
     `off` has no counterpart, and needs none with None, False and the values after it; `only` needs none with the values
     after it. `none` has no counterpart, and `differs` none that is a field. Fields of these rows are not what the file
     says.
     `absent` takes a row of another table out. `old KEY` is an earlier name of KEY; the words A=B after it say how its
-    values are spelled now. Any other word is a function of the trainer's module: a rule, or what makes one of a row.
+    values are spelled now. Any other word is a function of the trainer's module: a rule, or what makes one of a row. With a ? behind it,
+    None, False, 0 and an empty value have no effect.
     `if NAME` after all of these: the key has an effect only with that condition.
 default: the trainer's default, as YAML; empty if the key has none, or needs none because it changes no field.
 was: default of the older versions, if another one.
@@ -36,6 +39,7 @@ from jaxrl_llm.tools.translate.outcome import Conditional, Keys, NoEffect, Outco
 CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "int": int,
     "count": int,
+    "natural": lambda value: max(int(value or 0), 0),
     "float": float,
     "bool": bool,
     "text": str,
@@ -135,26 +139,49 @@ def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
     if word == "idle":
         rule = NoEffect(row.why)
     elif word in CONVERTERS:
-        rule = partial(_same_meaning, row, word)
+        rule = partial(_same_meaning, row, word, [*map(parse_scalar, arguments)])
+    elif word == "choose":
+        rule = partial(_chosen, row, dict(pair.split("=") for pair in arguments))
     elif word in ("off", "only", "none", "differs"):
         rule = partial(_no_counterpart, row, word, [*([None, False] * (word == "off")), *map(parse_scalar, arguments)])
     else:
-        name, *attribute = word.split(".")
+        name, *attribute = word.removesuffix("?").split(".")
         function: Any = reduce(getattr, attribute, module[name])
         parameters = [*inspect.signature(function).parameters]
         # A function with the one parameter `row` makes a rule, and a rule may take its row as an argument.
         rule = function(row) if parameters == ["row"] else partial(function, row) if "row" in parameters else function
+    if word.endswith("?"):
+        rule = partial(_if_set, rule)
     if condition:
         applies, why_not = module["CONDITIONS"][condition]
         return Conditional(applies, rule, why_not)
     return rule
 
 
-def _same_meaning(row: Row, word: str, value: Any, keys: Keys) -> Outcome:
-    """Translates a key whose value has the same meaning in jaxrl_llm. word: key of CONVERTERS."""
+def _if_set(rule: Rule, value: Any, keys: Keys) -> Outcome:
+    """Translates a key by its rule, if it has a value."""
+    return rule(value, keys) if value else Outcome("no effect", reason="not set")
+
+
+def _chosen(row: Row, words: Mapping[str, str], value: Any, keys: Keys) -> Outcome:
+    """Translates a key whose values have other names in jaxrl_llm. words: {value: its name in jaxrl_llm}."""
+    if str(value) not in words:
+        reason = f"it is one of {', '.join(words)}, not {value}"
+        return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(row.fields.split(), reason))
+    return Outcome("changed" if row.why else "mapped", dict.fromkeys(row.fields.split(), words[str(value)]), row.why)
+
+
+def _same_meaning(row: Row, word: str, neutral: list[Any], value: Any, keys: Keys) -> Outcome:
+    """Translates a key whose value has the same meaning in jaxrl_llm, or if `neutral` is not empty, its values alone.
+
+    word: key of CONVERTERS.
+    """
     if (value is None and row.default in ("", "null")) or (word == "count" and not (value and value > 0)):
         return Outcome("no effect", reason="not set")
-    return Outcome("mapped", dict.fromkeys(row.fields.split(), CONVERTERS[word](value)), row.why)
+    converted = CONVERTERS[word](value)
+    differs = bool(neutral) and converted not in neutral
+    reason = row.why if differs or not neutral else ""
+    return Outcome("changed" if differs else "mapped", dict.fromkeys(row.fields.split(), converted), reason)
 
 
 def _no_counterpart(row: Row, word: str, neutral: list[Any], value: Any, keys: Keys) -> Outcome:

@@ -37,7 +37,7 @@ CONDITIONS = {
     "saves": (lambda keys: keys["save_strategy"] == "steps", "save_strategy is not steps"),
     "evaluating": (rows.evaluates, "eval_strategy is no"),
     "evaluates": (lambda keys: rows.evaluates(keys) and keys["eval_steps"], "eval_strategy is no, or it is not set"),
-    "no_dtype": (lambda keys: not keys.explicit.get("dtype"), "the model's dtype is set"),
+    "no_dtype": (lambda keys: not keys.get("dtype"), "the model's dtype is set"),
     "images": (images.has_images, images.NONE),
     "adapted": (parts.adapted, "use_peft is False"),
     "no_sft_model": (lambda keys: "sft_model_path" not in keys, "of the tokenizer; sft_model_path is the policy"),

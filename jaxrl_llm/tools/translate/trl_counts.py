@@ -25,7 +25,6 @@ NO_WARMUP = Outcome(
     {"optim.warmup_ratio": 0.0, "optim.warmup_steps": 0},
     "lr_scheduler_type constant has no warm-up, whatever this key says",
 )
-NOT_SET = Outcome("no effect", reason="not set")
 
 
 def counts_rollouts(keys: Keys) -> bool:
@@ -94,7 +93,7 @@ def device_batch_size(value: Any, keys: Keys) -> Outcome:
     limit = max(1, int(value) * processes(keys) // group_size(keys))
     update_sizes = divisors(fields.get("prompts_per_update", fields["prompts_per_step"]))
     # A launcher such as accelerate starts several processes, and their number multiplies the batch.
-    has_launcher = any(key.startswith(("accelerate.", "deepspeed.", "srun.", "mpi")) for key in keys.values)
+    has_launcher = any(key.startswith(("accelerate.", "deepspeed.")) for key in keys.values)
     has_launcher = has_launcher or keys.values.get("num_processes", 1) is None
     unknown_reason = ""
     if has_launcher and UNKNOWN_PROCESSES in reason:
@@ -108,8 +107,6 @@ def device_batch_size(value: Any, keys: Keys) -> Outcome:
 
 def batch_factor(row: Row, value: Any, keys: Keys) -> Outcome:
     """Translates the other batch keys of TRL, such as `gradient_accumulation_steps`, each to the fields of its row."""
-    if value is None:
-        return NOT_SET
     fields, _ = batch(keys)
     shown_fields = {name: fields[name] for name in row.fields.split() if name in fields}
     return Outcome("changed", shown_fields, "a factor of the batch: see per_device_train_batch_size")
@@ -180,13 +177,11 @@ def in_rollouts(name: str, value: Any, keys: Keys) -> Outcome:
 
 def every(row: Row, value: Any, keys: Keys) -> Outcome:
     """Translates a TRL key in steps (`max_steps`, `save_steps`, `eval_steps`) to a field in rollouts."""
-    return in_rollouts(row.field, value, keys) if value and value > 0 else NOT_SET
+    return in_rollouts(row.field, value, keys) if value and value > 0 else Outcome("no effect", reason="not set")
 
 
 def warmup(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `warmup_steps` to `optim.warmup_steps`, or below 1 to `optim.warmup_ratio`."""
-    if not value:
-        return NOT_SET
     if keys["lr_scheduler_type"] == "constant":
         return NO_WARMUP
     # transformers 5 has one key for both: below 1 it is a share.
@@ -205,6 +200,6 @@ def warmup_ratio(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `warmup_ratio`, the warm-up as a share of the optimizer steps, to `optim.warmup_ratio`."""
     if value and keys["lr_scheduler_type"] == "constant":
         return NO_WARMUP
-    if keys.explicit.get("warmup_steps"):
+    if keys.get("warmup_steps"):
         return Outcome("no effect", reason="warmup_steps is set")
     return Outcome("mapped", {"optim.warmup_ratio": float(value or 0), "optim.warmup_steps": 0})

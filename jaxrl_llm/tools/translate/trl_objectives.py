@@ -93,11 +93,6 @@ def kl(value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", {"kl.placement": "reward", "kl.coef": float(value), "kl.estimator": "k1"})
 
 
-def kl_estimator(value: Any, keys: Keys) -> Outcome:
-    """Translates TRL's `use_bias_correction_kl` (multiply a token's KL by its ratio) to `kl.estimator`."""
-    return Outcome("mapped", {"kl.estimator": "k3_weighted" if value else "k3"})
-
-
 def scaling(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `scale_rewards`, the deviation that divides advantages, to `advantage.normalize`."""
     if keys["multi_objective_aggregation"] == "normalize_then_sum":
@@ -130,21 +125,15 @@ def truncated(value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped" if is_same else "changed", {"mask.truncated": bool(value)}, "" if is_same else reason)
 
 
-def top_entropy(value: Any, keys: Keys) -> Outcome:
-    """Translates TRL's `top_entropy_quantile`, the share of high-entropy tokens that learn, to `mask.top_entropy`."""
-    reason = "the quantile is of the whole rollout in jaxrl_llm, and of a micro-batch in TRL"
-    return Outcome("changed" if value < 1 else "mapped", {"mask.top_entropy": float(value)}, reason * (value < 1))
-
-
 def dpo(value: Any, keys: Keys) -> Outcome:
     """Translates `loss_type` of TRL's DPO to `loss.name` and `loss.nll_coef`, the weight of a cross-entropy."""
     names = value if isinstance(value, list) else str(value).split(",")
-    weights = dict(zip(names, keys.explicit.get("loss_weights") or [1.0] * len(names), strict=True))
+    weights = dict(zip(names, keys.get("loss_weights") or [1.0] * len(names), strict=True))
     if not weights.keys() <= {"sigmoid", "sft"} or not weights.get("sigmoid"):
         reason = f"DPO has the loss sigmoid, alone or with sft, not {' + '.join(names)}; this config keeps dpo"
         return unsupported("loss.name", reason)
     # Older versions of TRL have the weight of the cross-entropy in the key rpo_alpha.
-    nll_coef = weights.get("sft", 0.0) / weights["sigmoid"] or float(keys.explicit.get("rpo_alpha") or 0.0)
+    nll_coef = weights.get("sft", 0.0) / weights["sigmoid"] or float(keys.get("rpo_alpha") or 0.0)
     scale = f"the whole loss is divided by {weights['sigmoid']:g}, which AdamW does not see"
     reason = "; ".join([NLL_DIVISOR] * bool(nll_coef) + [scale] * (weights["sigmoid"] != 1))
     fields = {"loss.name": "dpo", "loss.nll_coef": nll_coef}

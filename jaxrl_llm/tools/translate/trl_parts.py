@@ -30,7 +30,7 @@ def model(value: Any, keys: Keys) -> Outcome:
 
 def own_model(row: Row, value: Any, keys: Keys) -> Outcome:
     """Translates a tokenizer or reference model of TRL, which jaxrl_llm only supports if it is the policy's."""
-    if value in (None, keys.explicit.get("model_name_or_path"), keys.explicit.get("sft_model_path")):
+    if value in (None, keys.get("model_name_or_path"), keys.get("sft_model_path")):
         return Outcome("no effect", reason="it is that of the model")
     return unsupported("model.path", f"{row.why}, not {value}")
 
@@ -39,7 +39,7 @@ def dtype(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `dtype` or `bf16` to `model.dtype`, of activations: jaxrl_llm's parameters are float32."""
     # float16 becomes bfloat16, which takes the same memory and whose gradients need no scaling.
     is_half = value in ("bfloat16", "float16")
-    is_low = is_half or value == "auto" or keys["bf16"] in (None, True) or keys.explicit.get("fp16")
+    is_low = is_half or value == "auto" or keys["bf16"] in (None, True) or keys.get("fp16")
     reason = "of activations; parameters are float32" * isinstance(value, str)
     if is_half:
         reason = f"TRL has {value} parameters; jaxrl_llm has float32 parameters, and activations of this dtype"
@@ -48,24 +48,24 @@ def dtype(value: Any, keys: Keys) -> Outcome:
 
 def init_kwargs(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `model_init_kwargs`, the arguments of from_pretrained, of which only the dtype has a field."""
-    value = dict(value or {})
+    value = dict(value)
     dtype_name = value.pop("torch_dtype", None) or value.pop("dtype", None)
     unknown_arguments = value.keys() - {"attn_implementation", "use_cache", "device_map"}
     if unknown_arguments:
         return unsupported("model.path", f"no counterpart: {', '.join(sorted(unknown_arguments))}")
-    return dtype(dtype_name, keys) if dtype_name else Outcome("no effect", reason="not set")
+    return dtype(dtype_name, keys) if dtype_name else Outcome("no effect", reason="how the model is loaded")
 
 
 def adapted(keys: Keys) -> bool:
     """Whether only adapters learn, by the keys of ModelConfig or by a LoraConfig of the script."""
-    return bool(keys["use_peft"] or keys.explicit.get("trainer.peft_config"))
+    return bool(keys["use_peft"] or keys.get("trainer.peft_config"))
 
 
 def adapter(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `use_peft` or the trainer's `peft_config` to `adapters`: new ones, or those of a folder."""
     if not adapted(keys):
         return Outcome("no effect", reason="use_peft is False")
-    config = keys.explicit.get("trainer.peft_config")
+    config = keys.get("trainer.peft_config")
     if config in (None, "LoraConfig"):
         return Outcome("mapped", {"adapters.name": "lora"})
     unknown = {f"adapters.{name}": f"as in {config}" for name in ("rank", "alpha", "targets", "rs")}
@@ -80,22 +80,20 @@ def plain_adapter(value: Any, keys: Keys) -> Outcome:
 
 def adapter_size(row: Row, value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `lora_r` or `lora_alpha`, which a script's LoraConfig sets to 8 by default, to `adapters`."""
-    number = keys.explicit.get(row.key, 8) if keys.explicit.get("trainer.peft_config") else value
+    number = keys.get(row.key, 8) if keys.get("trainer.peft_config") else value
     return Outcome("mapped", {row.field: int(number) if row.name == "lora_r" else float(number)})
 
 
 def adapter_targets(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `lora_target_modules` to `adapters.targets`, a pattern of the kernels with an adapter."""
     outcome = conversions.adapter_targets(value)
-    excluded = keys.explicit.get("trainer.peft_config.exclude_modules")
+    excluded = keys.get("trainer.peft_config.exclude_modules")
     # Only a sentence depends on whether the rows have images, so unknown rows make no field unknown.
     return images.beside_tower(outcome, value, excluded, keys) if images.image_evidence(keys.values) else outcome
 
 
 def quantized(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `load_in_8bit` and `load_in_4bit` to `adapters.base_dtype`, which in jaxrl_llm is only int8."""
-    if not value:
-        return Outcome("no effect", reason="not in use")
     if not adapted(keys):
         return Outcome("unsupported", reason="only the base of adapters is quantized: set use_peft")
     reason = "8 bits with a scale for each output of a kernel; embedding and head stay as they are"
@@ -113,7 +111,7 @@ def _lowest_rate(keys: Keys) -> float:
     """Returns the learning rate at the end of TRL's schedule, which only `cosine_with_min_lr` sets above 0."""
     if keys["lr_scheduler_type"] != "cosine_with_min_lr":
         return 0.0
-    arguments = keys.explicit.get("lr_scheduler_kwargs") or {}
+    arguments = keys.get("lr_scheduler_kwargs") or {}
     # transformers accepts the lowest rate itself, or its share of the highest rate.
     return float(arguments.get("min_lr", float(keys["learning_rate"]) * arguments.get("min_lr_rate", 0.0)))
 
@@ -158,7 +156,7 @@ def saving(value: Any, keys: Keys) -> Outcome:
 def trackers(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `report_to` to `log.to` and `log.project`; the default project is that of transformers."""
     listed = [str(name) for name in (value if isinstance(value, list) else [value])]
-    projects = [keys.explicit.get(key) for key in ("wandb_project", "project")]
+    projects = [keys.get(key) for key in ("wandb_project", "project")]
     return conversions.loggers(listed, str(next(filter(None, projects), "huggingface")))
 
 

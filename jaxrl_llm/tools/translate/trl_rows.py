@@ -28,7 +28,7 @@ def rewards(value: Any, keys: Keys) -> Outcome:
         unknown = {"reward.functions": NO_REWARD, "eval.function": NO_REWARD}
         return Outcome("changed", conversions.reward_fields((conversions.ACCURACY,)), unknown=unknown)
     listed = [str(name) for name in (value if isinstance(value, list) else [value])]
-    all_weights = keys.explicit.get("reward_weights") or [1.0] * len(listed)
+    all_weights = keys.get("reward_weights") or [1.0] * len(listed)
     weight_of = dict(zip(listed, map(float, all_weights), strict=False)) if len(listed) == len(all_weights) else {}
     # The penalty for long completions is a reward function in TRL, and a field in jaxrl_llm.
     soft = [name for name in listed if "soft_overlong" in name]
@@ -71,19 +71,17 @@ def reward_model(value: Any, keys: Keys) -> Outcome:
         return unsupported("reward_model.path", NO_REWARD) if is_only_reward else Outcome("no effect", reason="not set")
     outcome = conversions.reward_model(str(value), SAME_TEXT)
     if is_only_reward:
-        critic = {"critic.path": keys.explicit.get("trainer.value_model", str(value))}
+        critic = {"critic.path": keys.get("trainer.value_model", str(value))}
         reason = f"{outcome.reason}; the critic begins as it"
         return replace(outcome, fields=outcome.fields | critic | NO_FUNCTIONS, reason=reason, tasks=EVALUATION_TASK)
-    if keys.explicit.get("reward_funcs"):
+    if keys.get("reward_funcs"):
         return outcome
     return replace(outcome, fields=outcome.fields | NO_FUNCTIONS, tasks=EVALUATION_TASK)
 
 
 def weights(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `reward_weights` to `reward.weights` and `reward_model.weight`."""
-    if value is None:
-        return Outcome("no effect", reason="not set: every function has the weight 1")
-    names = keys.explicit.get("reward_funcs")
+    names = keys.get("reward_funcs")
     count = len(names) if isinstance(names, list) else int(bool(names))
     if len(value) != count:
         return unsupported("reward.weights", f"{len(value)} weights for {count or 'unknown'} functions")
@@ -98,7 +96,7 @@ def dataset(value: Any, keys: Keys) -> Outcome:
     if subset and "/" in name and not name.endswith(conversions.FILES):
         name = f"{name}:{subset}"
     if name.endswith(conversions.FILES) or "/" in name:
-        return conversions.dataset("data", name, str(keys.explicit.get("dataset_train_split", "train")))
+        return conversions.dataset("data", name, str(keys.get("dataset_train_split", "train")))
     if "dataset_mixer" in keys:
         return Outcome("no effect", reason="dataset_mixer names the rows")
     unknown = {"data.source": "a file, or my_data.rows: a function that returns rows with the column prompt"}
@@ -116,20 +114,18 @@ def mixer(value: Any, keys: Keys) -> Outcome:
 
 def _splits(part: str, keys: Keys) -> list[str]:
     """Returns alignment-handbook's `dataset_splits` whose names contain `part`, which is "train" or "test"."""
-    return [str(split) for split in keys.explicit.get("dataset_splits", ["train", "test"]) if part in str(split)]
+    return [str(split) for split in keys.get("dataset_splits", ["train", "test"]) if part in str(split)]
 
 
 def _configuration(keys: Keys) -> str:
     """Returns the configuration of a data set of the hub; "" if the file has none or several."""
-    names = keys.explicit.get("dataset_config") or keys.explicit.get("dataset_configs") or ""
+    names = keys.get("dataset_config") or keys.get("dataset_configs") or ""
     listed = names if isinstance(names, list) else [names]
     return str(listed[0]) if len(listed) == 1 else ""
 
 
 def configurations(value: Any, keys: Keys) -> Outcome:
     """Translates `dataset_config` of TRL or `dataset_configs`, whose name becomes a part of `data.source`."""
-    if not value:
-        return Outcome("no effect", reason="not set")
     if _configuration(keys):
         return Outcome("mapped", dataset(keys["dataset_name"], keys).fields)
     return unsupported("data.source", "one configuration in a source: data.mixture")
@@ -157,7 +153,7 @@ def pair_limits(value: Any, keys: Keys) -> Outcome:
     limit = int(keys["max_length"] or 4096)
     fields = {
         "data.max_prompt_tokens": int(keys["max_prompt_length"] or limit),
-        "rollout.max_completion_tokens": int(keys.explicit.get("max_completion_length") or limit),
+        "rollout.max_completion_tokens": int(keys.get("max_completion_length") or limit),
     }
     limit_reason = f"TRL cuts a pair after {limit} tokens" if keys["max_length"] else "TRL has no limit"
     return Outcome("changed", fields, f"{limit_reason}; jaxrl_llm limits each part, and drops a longer pair")
@@ -184,15 +180,15 @@ def evaluation(value: Any, keys: Keys) -> Outcome:
 
 def held_out_rows(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `eval_dataset`, or the test split of its data set, to `eval.source`."""
-    source = str(keys.explicit.get("trainer.eval_dataset") or "")
-    name = str(keys.explicit.get("dataset_name") or "")
+    source = str(keys.get("trainer.eval_dataset") or "")
+    name = str(keys.get("dataset_name") or "")
     if not source and "dataset_mixer" in keys:
         source = f"{next(iter(keys['dataset_mixer']))}@{[*_splits('test', keys), 'test'][0]}"
     # A data file has one split, so only a data set of the hub has rows to evaluate.
     elif not source and "/" in name and not name.endswith(conversions.FILES):
         source = name if learns_pairs(keys) or "dataset_test_split" in keys else ""
     if source:
-        outcome = conversions.dataset("eval", source, str(keys.explicit.get("dataset_test_split", "test")))
+        outcome = conversions.dataset("eval", source, str(keys.get("dataset_test_split", "test")))
         return replace(outcome, fields={"eval.source": outcome.fields["eval.source"]})
     task = "the file with what to evaluate; this name is a placeholder"
     return Outcome("mapped", {"eval.source": "data/test.parquet"}, unknown={"eval.source": task})

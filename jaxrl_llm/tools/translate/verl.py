@@ -62,9 +62,9 @@ CONDITIONS = FAMILY.conditions() | {
         ),
         "loss_agg_mode does not divide by a length",
     ),
-    "turns": (lambda keys: keys.explicit.get(f"{TURNS}enable"), "an episode has one turn"),
-    "rewarded": (lambda keys: keys.explicit.get("reward_model.enable"), "it is off"),
-    "reward_file": (lambda keys: keys.explicit.get(f"{REWARD_FILE}path"), "no path"),
+    "turns": (lambda keys: keys.get(f"{TURNS}enable"), "an episode has one turn"),
+    "rewarded": (lambda keys: keys.get("reward_model.enable"), "it is off"),
+    "reward_file": (lambda keys: keys.get(f"{REWARD_FILE}path"), "no path"),
 }
 tower = images.tower(adapted, UNREAD_FREEZE)
 
@@ -84,7 +84,7 @@ def constant_length(value: Any, keys: Keys) -> Outcome:
 
 def truncation(value: Any, keys: Keys) -> Outcome:
     """Translates veRL's `data.truncation`, what happens to prompts above the limit, to `data.overlong`."""
-    if keys.explicit.get(FILTERED):
+    if keys.get(FILTERED):
         return Outcome("mapped", {"data.overlong": "drop"}, f"{FILTERED} drops a longer prompt before")
     if value == "error":
         return Outcome("mapped", {"data.overlong": "error"})
@@ -96,11 +96,6 @@ def filtered(value: Any, keys: Keys) -> Outcome:
     if value:
         return Outcome("mapped", {"data.overlong": "drop"})
     return Outcome("no effect", reason="data.truncation says what becomes of a longer prompt")
-
-
-def normalize(value: Any, keys: Keys) -> Outcome:
-    """Translates `norm_adv_by_std_in_grpo`, whether GRPO divides by a group's deviation, to `advantage.normalize`."""
-    return Outcome("mapped", {"advantage.normalize": "group" if value else "none"})
 
 
 def resampling(value: Any, keys: Keys) -> Outcome:
@@ -123,13 +118,13 @@ def resampled(batches: int | None, reason: str) -> Outcome:
 
 def overlong(value: Any, keys: Keys) -> Outcome:
     """Translates the switch and the length of DAPO's soft penalty for long completions to `reward.overlong_tokens`."""
-    on = keys.explicit.get(f"{OVERLONG}enable", False) and f"{OVERLONG}len" in keys
+    on = keys.get(f"{OVERLONG}enable", False) and f"{OVERLONG}len" in keys
     return Outcome("mapped", {"reward.overlong_tokens": int(keys[f"{OVERLONG}len"]) if on else 0})
 
 
 def overlong_factor(value: Any, keys: Keys) -> Outcome:
     """Translates `overlong_buffer.penalty_factor`, the largest penalty, which is always 1 in jaxrl_llm."""
-    if value == 1 or not keys.explicit.get(f"{OVERLONG}enable"):
+    if value == 1 or not keys.get(f"{OVERLONG}enable"):
         return Outcome("mapped", {})
     return Outcome("unsupported", reason=f"the penalty at the limit is 1 in jaxrl_llm, {value} in veRL")
 
@@ -141,19 +136,19 @@ def template_arguments(value: Any, keys: Keys) -> Outcome:
 
 def rewards(value: Any, keys: Keys) -> Outcome:
     """Translates veRL's `custom_reward_function`, or its reward by the column data_source, to `reward.functions`."""
-    file = keys.explicit.get(f"{REWARD_FILE}path")
-    if keys.explicit.get("reward_model.enable"):
+    file = keys.get(f"{REWARD_FILE}path")
+    if keys.get("reward_model.enable"):
         return Outcome("mapped", {"reward.functions": (), "reward.weights": ()}, "veRL uses the reward model alone")
     if not file:
         return conversions.by_data_source(keys["data.train_files"])
-    name = str(keys.explicit.get(f"{REWARD_FILE}name") or "compute_score")
+    name = str(keys.get(f"{REWARD_FILE}name") or "compute_score")
     arguments = keys.prefixed(f"{REWARD_FILE}reward_kwargs.") | keys.prefixed(f"reward.{REWARD_FILE}reward_kwargs.")
     return conversions.custom_reward(str(file), name, arguments)
 
 
 def reward_model(value: Any, keys: Keys) -> Outcome:
     """Translates veRL's `reward_model.enable` and its path to `reward_model`."""
-    path = keys.explicit.get("reward_model.model.path")
+    path = keys.get("reward_model.model.path")
     if not path:
         return Outcome("unsupported", reason="the file names no folder of the reward model: set reward_model.path")
     outcome = conversions.reward_model(str(path), "it reads prompt and completion as the policy does")
@@ -173,8 +168,6 @@ def reward_coef(row: Row, value: Any, keys: Keys) -> Outcome:
 
 def correction(value: Any, keys: Keys) -> Outcome:
     """Translates veRL's `rollout_correction.rollout_is`, weights between engine and trainer, to `importance`."""
-    if not value:
-        return Outcome("no effect", reason="not set")
     if value not in ("token", "sequence"):
         return Outcome("unsupported", reason=f"jaxrl_llm has no level {value!r}: token and sequence")
     # veRL truncates the weights at this threshold, and masks no token.
@@ -192,7 +185,7 @@ critic_path = partial(critic_model, f"{MODEL}path")
 
 def adapter(numbers: str, modules: str, value: Any, keys: Keys) -> Outcome:
     """Translates LoRA's keys to `adapters`. numbers: prefix of the keys of rank and alpha; modules: of the modules."""
-    targets, excluded = keys[f"{modules}target_modules"], keys.explicit.get(f"{modules}exclude_modules")
+    targets, excluded = keys[f"{modules}target_modules"], keys.get(f"{modules}exclude_modules")
     outcome = conversions.lora(keys[f"{numbers}rank"], keys[f"{numbers}alpha"], targets)
     return images.beside_tower(outcome, targets, excluded, keys)
 
@@ -202,10 +195,10 @@ lora = partial(adapter, f"{MODEL}lora_", MODEL)
 
 def tools(value: Any, keys: Keys) -> Outcome:
     """Translates veRL's `rollout.multi_turn`, episodes with tools, to `env` and `turns`: tools are Python functions."""
-    if not keys.explicit.get(f"{TURNS}tool_config_path"):
+    if not keys.get(f"{TURNS}tool_config_path"):
         return unsupported("env", f"the file names no tools of its episodes of several turns; {ENVIRONMENT}")
-    names = keys.explicit.get(f"{TURNS}tool_config_path.names") or []
-    assistant, user = (keys.explicit.get(f"{TURNS}max_{who}_turns") for who in ("assistant", "user"))
+    names = keys.get(f"{TURNS}tool_config_path.names") or []
+    assistant, user = (keys.get(f"{TURNS}max_{who}_turns") for who in ("assistant", "user"))
     # An episode ends with a turn of the policy, so it has one turn more than answers of tools.
     limits = [int(assistant)] if assistant else []
     limits += [int(user) + 1] if user else []
@@ -215,7 +208,7 @@ def tools(value: Any, keys: Keys) -> Outcome:
         "env.functions": tuple(f"my_tools.{name}" for name in names) or ("my_tools.tool",),
         "turns.most": min(limits, default=100),
         "turns.tokens": tokens,
-        "turns.observation_tokens": min(int(keys.explicit.get(f"{TURNS}max_tool_response_length") or 256), tokens),
+        "turns.observation_tokens": min(int(keys.get(f"{TURNS}max_tool_response_length") or 256), tokens),
         "turns.workers": 16,
         "turns.timeout": 60.0,
     }
@@ -225,7 +218,7 @@ def tools(value: Any, keys: Keys) -> Outcome:
     )
     task = "write them in my_tools.py beside this file, with types and a docstring (docs/environments.md)"
     # The tools are classes of veRL, whose code is not read.
-    tools_task = f"{task}: they do what the tools of {keys.explicit[f'{TURNS}tool_config_path']} do"
+    tools_task = f"{task}: they do what the tools of {keys[f'{TURNS}tool_config_path']} do"
     return Outcome("changed", fields, reason, unknown={"env.functions": tools_task})
 
 
@@ -233,8 +226,8 @@ def validation(value: Any, keys: Keys) -> Outcome:
     """Translates veRL's `rollout.val_kwargs`, how evaluations are sampled: jaxrl_llm's are greedy."""
     val = f"{ROLLOUT}val_kwargs."
     # In veRL do_sample is False by default, and temperature 0 is greedy too.
-    greedy = not keys.explicit.get(f"{val}do_sample", False) or keys.explicit.get(f"{val}temperature", 0) == 0
-    if greedy and keys.explicit.get(f"{val}n", 1) == 1:
+    greedy = not keys.get(f"{val}do_sample", False) or keys.get(f"{val}temperature", 0) == 0
+    if greedy and keys.get(f"{val}n", 1) == 1:
         return Outcome("no effect", reason="evaluations are greedy in veRL and in jaxrl_llm")
     reason = "jaxrl_llm evaluates with one greedy completion per problem (jaxrl evaluate samples several)"
     return Outcome("unsupported", reason=reason)

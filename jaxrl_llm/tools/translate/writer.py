@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -22,9 +22,9 @@ from jaxrl_llm.tools.translate.outcome import KINDS, Outcome, Translation
 WIDTH = 119
 # Breaks a text into lines between words.
 WRAP = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
-# Sections that are written as one line if the base has none or another function.
+# Sections that are the arguments of one function, or of an environment.
 CALLS = ("adapters", "advantage", "env", "loss", "turns")
-# Sections that are always written as one line.
+# Sections that no config of jaxrl_llm has by default.
 WHOLE = ("reward_model", "kl.refresh", "kl.adaptive", "entropy", "entropy.adaptive")
 # {config of jaxrl_llm that the file changes: algorithm in its docstring}
 ALGORITHM = {
@@ -120,13 +120,9 @@ def _written_fields(translation: Translation, base_fields: Mapping[str, Any]) ->
     shown_fields = {name for outcome in (translation.outcomes | changed).values() for name in outcome.fields}
     shown_fields |= translation.user_tasks().keys() & fields.keys()
     shown_fields |= {name for name, value in fields.items() if (name, value) not in base_fields.items()}
-    new_sections = {
-        name.split(".")[0] for name in fields if base_fields.get(name) != fields[name] and name.endswith(".name")
-    }
-    # A section has the arguments of one function, so another function needs all fields of the section.
-    new_lines = {_section_in_a_line(name) for name in shown_fields} - {""}
-    new_lines |= new_sections
-    shown_fields |= {x for x in fields if not new_lines.isdisjoint((x.split(".")[0], _section_in_a_line(x)))}
+    # A section has the arguments of one function, so a section that is made anew needs all its fields.
+    sections = {name.rpartition(".")[0] for name in shown_fields}
+    shown_fields |= {x for x in fields if x.rpartition(".")[0] in sections and _is_made(x.rpartition(".")[0], fields)}
 
     def position_of(name: str) -> int:
         """Returns the position of a field in the order; for a section that is None, the position of its end."""
@@ -137,52 +133,38 @@ def _written_fields(translation: Translation, base_fields: Mapping[str, Any]) ->
         ]
         return positions[-1] if positions else len(order)
 
-    ordered = sorted(fields, key=lambda name: (position_of(name), fields[name] is None))
+    def order_of(name: str) -> tuple[int, bool, str, bool]:
+        """Returns the key of a field in the order: in a section the name of its function comes first."""
+        return position_of(name), fields[name] is None, name.rpartition(".")[0], not name.endswith(".name")
+
+    ordered = sorted(fields, key=order_of)
     return {name: fields[name] for name in ordered if name in shown_fields}
 
 
-def _section_in_a_line(name: str) -> str:
-    """Returns the section of a field if it is written as one line, else ""."""
-    section = name.rpartition(".")[0]
-    return section if section in (*CALLS, *WHOLE) else ""
+def _is_made(section: str, fields: Mapping[str, Any]) -> bool:
+    """Whether the file makes a section anew, because the base has none or that of another function."""
+    # A section with `workers` is the section `turns` of an environment that the base does not have.
+    has_function = not fields.keys().isdisjoint((f"{section}.name", f"{section}.workers"))
+    return section in WHOLE or (section in CALLS and has_function)
 
 
 def _lines(translation: Translation, name: str, fields: dict[str, Any]) -> list[str]:
-    """Returns the lines of a field with its comments. For a section in one line, its first field has all lines."""
-    section = _section_in_a_line(name)
-    names, lines = [name], [f"c.{name} = {literal(fields[name])}"]
-    # A section with `workers` is the section `turns` of an environment that the base does not have.
-    if section in WHOLE or not {f"{section}.name", f"{section}.workers"}.isdisjoint(fields):
-        # The name of the function comes first, as in our configs.
-        names = sorted(
-            (section_field for section_field in fields if _section_in_a_line(section_field) == section),
-            key=lambda section_field: not section_field.endswith(".name"),
-        )
-        lines = _section(section, {section_field.rpartition(".")[2]: fields[section_field] for section_field in names})
-        if name != next(section_field for section_field in fields if section_field in names):
-            return []
-    comments, explained = _comments(translation, names)
+    """Returns the lines of a field with its comments, and of its section if that begins with the field."""
+    section = name.rpartition(".")[0]
+    is_first = name == next(x for x in fields if x.rpartition(".")[0] == section)
+    made = [f"c.{section} = ConfigDict()"] if is_first and _is_made(section, fields) else []
+    comments, explained = _comments(translation, name)
     if name == "data.mixture":
-        mixture = fields[name].items()
-        return comments + [line for part, inside in mixture for line in _section(f"data.mixture.{part}", inside)]
-    origins = dict.fromkeys(_origin(translation, section_field) for section_field in names)
-    origin = ", ".join(key for key in origins if key and key not in explained)
-    with_origin = f"{lines[0]}  # {origin}"
-    if origin and len(lines) == 1 and len(with_origin) + 4 <= WIDTH:
-        return [*comments, with_origin]
-    return [*comments, *(_wrapped(origin) if origin else []), *lines]
-
-
-def _section(name: str, fields: dict[str, Any]) -> list[str]:
-    """Returns the lines of a section as one expression, broken as the formatter breaks them."""
-    parts = [f"{field}={literal(value)}" for field, value in fields.items()]
-    # The lines are broken by hand, because the formatter is no dependency of the package.
-    start, inside = f"c.{name} = ConfigDict(", f"dict({', '.join(parts)})"
-    if len(start + inside) + 5 <= WIDTH + 1:
-        return [f"{start}{inside})"]
-    fits = len(inside) + 8 <= WIDTH + 1
-    lines = [inside] if fits else ["dict(", *(f"    {part}," for part in parts), ")"]
-    return [start, *(f"    {line}" for line in lines), ")"]
+        for part, inside in fields[name].items():
+            made += [f"c.{name}.{part} = ConfigDict()"]
+            made += [f"c.{name}.{part}.{key} = {literal(value)}" for key, value in inside.items()]
+        return [*comments, *made]
+    origin, line = _origin(translation, name), f"c.{name} = {literal(fields[name])}"
+    if not origin or origin in explained:
+        return [*made, *comments, line]
+    with_origin = f"{line}  # {origin}"
+    fits = len(with_origin) + 4 <= WIDTH
+    return [*made, *comments, *([with_origin] if fits else [*_wrapped(origin), line])]
 
 
 def _origin(translation: Translation, name: str) -> str:
@@ -197,15 +179,15 @@ def _origin(translation: Translation, name: str) -> str:
     return "default" if any(name in outcome.fields for outcome in translation.defaults.values()) else ""
 
 
-def _comments(translation: Translation, names: Iterable[str]) -> tuple[list[str], set[str]]:
-    """Returns comments on the keys whose first field is one of these names, and the keys that have one."""
+def _comments(translation: Translation, name: str) -> tuple[list[str], set[str]]:
+    """Returns comments on the keys whose first field is `name`, and the keys that have one."""
 
     def reasons_of_first_fields(outcomes: Mapping[str, Outcome], *kinds: str) -> dict[str, str]:
-        """Returns {key: reason} of outcomes of these kinds whose first field is one of `names`."""
+        """Returns {key: reason} of outcomes of these kinds whose first field is `name`."""
         return {
             key: outcome.reason
             for key, outcome in outcomes.items()
-            if outcome.reason and outcome.kind in kinds and next(iter(outcome.fields), "") in names
+            if outcome.reason and outcome.kind in kinds and next(iter(outcome.fields), "") == name
         }
 
     explained = reasons_of_first_fields(translation.outcomes, "mapped", "changed")
@@ -215,8 +197,8 @@ def _comments(translation: Translation, names: Iterable[str]) -> tuple[list[str]
         if next(iter(translation.defaults[key].fields)) not in explicit:
             comments.append(f"{key} has its default: {reason}." if "(" not in key else f"{reason.capitalize()}.")
     tasks = translation.user_tasks()
-    comments += [f"Yours to set: {tasks[name]}." for name in names if name in tasks]
-    if "eval" in names:
+    comments += [f"Yours to set: {tasks[name]}."] if name in tasks else []
+    if name == "eval":
         no_source = "eval.source" not in translation.fields()
         hint = f", and name the problems in eval.source: those of {translation.base}.py are others" * no_source
         comments.append(f"To evaluate, set eval.every instead{hint}.")
