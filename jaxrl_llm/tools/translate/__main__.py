@@ -38,10 +38,8 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     source = readers.read(file)
     if processes and not source.table.name.startswith("TRL"):
         raise UserError(f"--processes: the batch of {source.table.name} does not depend on it: leave it out")
-    if to and (to.suffix != ".py" or to.exists()):
-        raise UserError(f"--to {to}: must be a new file that ends with .py" + (", but it exists" * to.exists()))
-    if to and not to.parent.is_dir():
-        raise UserError(f"--to {to}: the folder {to.parent} does not exist: create it first")
+    if to and to.suffix != ".py":
+        raise UserError(f"--to {to}: must be a new file that ends with .py")
     translation = translate(source.table, source.keys, rows=rows, processes=processes, referred=source.referred)
     text = writer.source(translation, file, to or Path(f"{file.stem}.py"), source.lost)
     # The checks load the text that is printed or written, so that they find an error of the writer too.
@@ -49,9 +47,10 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     written = ""
     if to:
         try:
-            to.write_text(text, encoding="utf-8")
+            with to.open("x", encoding="utf-8") as config:
+                config.write(text)
         except OSError as error:
-            raise UserError(f"--to {to} cannot be written ({error.strerror}): name a file in another folder") from None
+            raise UserError(f"--to {to} cannot be written ({error.strerror}): name a new file in a folder") from None
         written = f"{to} is written{' and complete' * (not translation.unknown())}; "
     else:
         print(text)

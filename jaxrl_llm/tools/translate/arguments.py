@@ -6,7 +6,6 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_llm.tools.translate.outcome import Unread
@@ -37,24 +36,13 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: _product, a
 OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _power}
 
 
-@dataclass(frozen=True)
-class Value:
-    """A text that a shell script computes. places: positions of the words that the text is made from."""
-
-    text: str
-    places: frozenset[int] = frozenset()
-
-    def __add__(self, other: Value) -> Value:
-        return Value(self.text + other.text, self.places | other.places)
-
-
-def keys_of(command: Sequence[Value]) -> tuple[dict[str, str], list[Value]]:
+def keys_of(command: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Returns the arguments key=value of a command with its flags as "--flag", and the words that are neither."""
     keys: dict[str, str] = {}
-    unkeyed: list[Value] = []
+    unkeyed: list[str] = []
     option = ""
-    for value in command:
-        word = SHORT_OPTIONS.get(value.text, value.text)
+    for text in command:
+        word = SHORT_OPTIONS.get(text, text)
         flag = "--" * word.startswith("--")
         if match := OVERRIDE.fullmatch(word.removeprefix("--")):
             keys[flag + match[1]] = match[2]
@@ -63,28 +51,27 @@ def keys_of(command: Sequence[Value]) -> tuple[dict[str, str], list[Value]]:
         elif option in SHORT_OPTIONS.values():
             keys[option] = word
         else:
-            unkeyed.append(value)
+            unkeyed.append(text)
         option = word if flag and not match else ""
     return keys, unkeyed
 
 
-def flags(values: Sequence[Value]) -> tuple[dict[str, Any], list[Value]]:
+def flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Returns the --key value arguments, with _ for - in the keys, and the words before the first key.
 
     A key without a value is "True".
     """
     options: dict[str, Any] = {}
-    unkeyed: list[Value] = []
+    unkeyed: list[str] = []
     key = ""
-    for value in values:
-        word = value.text
+    for word in words:
         if word.startswith("--") and word != "--":
             key, sign, text = word.removeprefix("--").partition("=")
             # transformers accepts - and _ in the names of its flags.
             key = key.replace("-", "_")
             options[key] = text if sign else "True"
         elif not key:
-            unkeyed.append(value)
+            unkeyed.append(word)
         elif options[key] == "True":
             options[key] = word
         else:

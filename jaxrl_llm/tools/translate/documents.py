@@ -132,8 +132,7 @@ def _section(section: str, name: str) -> str:
 def with_tools(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> dict[str, Any]:
     """Returns the keys with the names of the functions in veRL's file of tools, if this file exists."""
     key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
-    name = keys.get(key)
-    file = find_file(path, name, written) if isinstance(name, str) and not isinstance(name, Unread) else None
+    file = find_file(path, str(keys[key]), written) if key in keys else None
     if not file:
         return keys
     tools = parse(*file).get("tools") or []
@@ -146,16 +145,15 @@ def with_tools(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> 
 def with_files(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> DocumentKeys:
     """Returns the keys of a command with those of its config file, if it exists. written: {name: text} of heredocs."""
     keys = with_tools(path, keys, written)
-    name, folder = keys.get("--config-name"), keys.get("--config-path", keys.get("--config-dir"))
-    names = [keys.get("config")]
+    name, folder = keys.get("--config-name"), keys.get("--config-path", keys.get("--config-dir", "."))
+    names = [keys["config"]] if "config" in keys else []
     if isinstance(name, str) and not VERL_FILES.fullmatch(name.removesuffix(".yaml")):
-        folders = [f"{folder}/", *FOLDERS] if isinstance(folder, str) and not isinstance(folder, Unread) else FOLDERS
-        names += [f"{place}{name.removesuffix('.yaml')}.yaml" for place in folders if not isinstance(name, Unread)]
-    for name in names:
-        if isinstance(name, str) and not isinstance(name, Unread) and (file := find_file(path, name, written)):
-            base = read_document(*file)
-            other_keys = {key: x for key, x in keys.items() if key not in ("config", "--config-name", "--config-path")}
-            return DocumentKeys(base.values | other_keys, base.lost)
+        names += [f"{place}{name.removesuffix('.yaml')}.yaml" for place in (f"{folder}/", *FOLDERS)]
+    # No file has the text of an unread value as its name.
+    if file := next(filter(None, (find_file(path, str(name), written) for name in names)), None):
+        base = read_document(*file)
+        other_keys = {key: x for key, x in keys.items() if key not in ("config", "--config-name", "--config-path")}
+        return DocumentKeys(base.values | other_keys, base.lost)
     return DocumentKeys(keys)
 
 

@@ -16,19 +16,9 @@ MODEL = "worker.actor.model."
 OLDER = ("of spring 2025", 2025.3)  # name and last date of the versions of the column `was`
 
 
-def penalized(keys: Keys) -> bool:
-    """Whether EasyR1's run has a KL penalty."""
-    return not keys["algorithm.disable_kl"]
-
-
 def adapted(keys: Keys) -> bool:
     """Whether only adapters learn."""
     return bool(keys[f"{MODEL}lora.rank"])
-
-
-def filtering(keys: Keys) -> bool:
-    """Whether EasyR1 replaces groups without signal."""
-    return bool(keys["algorithm.online_filtering"])
 
 
 ROWS = read_rows("easyr1")
@@ -36,17 +26,11 @@ FAMILY = family.Family(
     rows=ROWS,
     losses={"default": "ppo_clip", "gspo": "gspo", "gspo_token": "gspo", "cispo": "cispo", "sapo": "sapo"},
     # EasyR1 has one coefficient and one estimator, and use_kl_loss says whether they are in the loss or in the reward.
-    in_loss=lambda keys: bool(keys["algorithm.use_kl_loss"]) and penalized(keys),
-    in_reward=lambda keys: not keys["algorithm.use_kl_loss"] and penalized(keys),
+    in_loss=lambda keys: bool(keys["algorithm.use_kl_loss"] and not keys["algorithm.disable_kl"]),
+    in_reward=lambda keys: not keys["algorithm.use_kl_loss"] and not keys["algorithm.disable_kl"],
     total_steps="trainer.max_steps",
 )
-# {name in the table: (condition, reason if it does not hold)}, for rows with `if NAME`.
-CONDITIONS = FAMILY.conditions() | {
-    "penalized": (penalized, "disable_kl is True"),
-    "unpenalized": (lambda keys: not penalized(keys), "there is a penalty"),
-    "filtering": (filtering, "online_filtering is False"),
-    "adapted": (adapted, "it is off"),
-}
+CONDITIONS = FAMILY.conditions()
 # Reasons that rows of the table name by these constants.
 GREEDY = "jaxrl_llm evaluates with one greedy completion per problem (jaxrl evaluate samples several)"
 RESIZED = "EasyR1 first resizes to any size, and then to whole tokens, so that a side may differ by one token"
@@ -95,7 +79,7 @@ def resampling(value: Any, keys: Keys) -> Outcome:
         f"{keys['algorithm.filter_low']} ... {keys['algorithm.filter_high']}; jaxrl_llm leaves out groups with equal "
         "rewards, and keeps groups that still have no signal after the last round"
     )
-    return verl.resampled(batches if filtering(keys) else None, reason)
+    return verl.resampled(batches if keys["algorithm.online_filtering"] else None, reason)
 
 
 def rewards(value: Any, keys: Keys) -> Outcome:

@@ -108,11 +108,6 @@ class Family:
     def conditions(self) -> dict[str, tuple[Callable[[Keys], Any], str]]:
         """Returns {name: (condition, reason if it does not hold)} for rows of a table with `if NAME`."""
         return {
-            "critic": (self.critic, "there is no critic: algorithm.adv_estimator is not gae"),
-            "gamma": (
-                lambda keys: keys["algorithm.adv_estimator"] in ("gae", "reinforce_plus_plus"),
-                "the estimator has no gamma",
-            ),
             "in_loss": (self.in_loss, "the penalty is not in the loss"),
             "in_reward": (self.in_reward, "the penalty is not in the reward"),
             "images": (images.has_images, images.NONE),
@@ -188,7 +183,7 @@ class Family:
 
     def warmup_steps(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates `lr_warmup_steps`, in rollouts in veRL, to `optim.warmup_steps`, in optimizer steps."""
-        if int(value) < 0:
+        if int(value) <= 0:
             return Outcome("no effect", reason="not set")
         # veRL's scheduler steps once after all updates on a rollout.
         updates = self.prompts(keys) // self.prompts_per_update(keys) * int(keys[self.keys_of["epochs"]])
@@ -427,8 +422,8 @@ def loggers(value: Any, keys: Keys) -> Outcome:
 def model(value: Any, keys: Keys) -> Outcome:
     """Translates the path of the policy's model to `model.path`."""
     fields = {"model.path": str(value)}
-    if images.unreadable(str(value)):
-        reason = f"a model of images of another kind than {', '.join(images.readable())}: train refuses it"
+    if images.family_of(str(value)) == "other":
+        reason = f"a model of images of another kind than {images.READABLE}: train refuses it"
         return Outcome("unsupported", fields, reason)
     return Outcome("mapped", fields)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 from jaxrl_llm.tools.translate.documents import flatten_sections
@@ -32,21 +31,23 @@ FAMILIES = {
     "qwen2_vl": r"qwen[-_]?2[-_]?vl",
     "gemma3": r"gemma[-_]?3[-_](4|12|27)b",
 }
+READABLE = ", ".join(sorted(FAMILIES))
 # Names of models that read images, and that jaxrl_llm does not have.
 OTHER_MODEL = re.compile(
     r"(?<![a-z])(vlm?|vision|llava\w*|internvl\w*|paligemma\w*|pixtral|idefics\w*|smolvlm\w*|mllama|molmo\w*|ovis\w*|"
     r"omni|minicpm-[vo]|gemma-?3n|glm-4\.\dv)(?![a-z])",
     re.IGNORECASE,
 )
-# Names of data sets with images.
+IMAGE_MODEL = re.compile("|".join([*FAMILIES.values(), OTHER_MODEL.pattern]), re.IGNORECASE)
+# Names of data sets with video or audio, and with images.
+SOUND_ROWS = re.compile(r"video|audio|(?<![a-z])avqa", re.IGNORECASE)
 IMAGE_ROWS = re.compile(
     r"geometry3k|geo3k|geoqa|multimodal|multi[-_]image|clevr|vqa|mathvista|mmmu|virl39k|mm[-_]eureka|mmk12|refcoco|"
-    r"rl-mixed-dataset",
+    r"rl-mixed-dataset|" + SOUND_ROWS.pattern,
     re.IGNORECASE,
 )
-# Names of models that hear, and of data sets with video or audio.
+# Names of models that hear.
 SOUND_MODEL = re.compile(r"omni|minicpm-o", re.IGNORECASE)
-OTHER_ROWS = re.compile(r"video|audio|(?<![a-z])avqa", re.IGNORECASE)
 # Reasons that the translation prints.
 TOO_MANY_IMAGES = "the engine refuses a prompt with more images; in jaxrl_llm a prompt has all images of its row"
 SAME_PIXELS = "of the engine alone; jaxrl_llm's sampler and learner both have data.min_pixels and data.max_pixels"
@@ -68,52 +69,34 @@ def family_of(model: str) -> str:
     return matching[0] if matching else "other" if OTHER_MODEL.search(model) else ""
 
 
-def readable() -> list[str]:
-    """Returns the families of models with images that jaxrl_llm has."""
-    return sorted(family for family in FAMILIES if find_spec(f"jaxrl_llm.models.{family}"))
-
-
-def unreadable(model: str) -> bool:
-    """Whether a model reads images, and jaxrl_llm does not have its family."""
-    return family_of(model) not in ("", *readable())
+def evidence(values: Mapping[str, Any], models: re.Pattern[str], rows: re.Pattern[str]) -> str:
+    """Returns the key and value of the first model or data set whose name matches its pattern; "" if none does."""
+    # The keys of models come first, because the name of a model is the stronger evidence.
+    patterns = dict.fromkeys(MODEL_KEYS, models) | dict.fromkeys(DATA_KEYS, rows)
+    found = (key for key, pattern in patterns.items() if key in values and pattern.search(str(values[key])))
+    return next((f"{key} = {values[key]}" for key in found), "")
 
 
 def image_evidence(values: Mapping[str, Any]) -> str:
     """Returns the key and value that show that a run has images; "" for a run of text."""
+    switches = (key for key in values if key.rpartition(".")[2] in SWITCHES or "limit_mm_per_prompt" in key)
+    switched_on = (f"{key} = {values[key]}" for key in switches if values[key] not in (None, False, 0, "", "null"))
+    return evidence(values, IMAGE_MODEL, IMAGE_ROWS) or next(switched_on, "")
 
-    def shows(key: str, value: Any) -> Any:
-        """Whether this key with this value shows that the run has images."""
-        if key in MODEL_KEYS:
-            return family_of(str(value))
-        if key in DATA_KEYS:
-            return IMAGE_ROWS.search(str(value)) or OTHER_ROWS.search(str(value))
-        is_switch = key.rpartition(".")[2] in SWITCHES or "limit_mm_per_prompt" in key
-        return is_switch and value not in (None, False, 0, "", "null")
 
-    # The keys of models come first, because the name of a model is the stronger evidence.
-    ordered = sorted(values.items(), key=lambda pair: pair[0] not in MODEL_KEYS)
-    return next((f"{key} = {value}" for key, value in ordered if shows(key, value)), "")
+def sound_evidence(values: Mapping[str, Any]) -> str:
+    """Returns the key and value that show that a run has video or audio; "" if it has none."""
+    audio = (f"{key} = True" for key, value in values.items() if key.endswith("use_audio_in_video") and value is True)
+    return evidence(values, SOUND_MODEL, SOUND_ROWS) or next(audio, "")
 
 
 def refusal(values: Mapping[str, Any]) -> str:
     """Returns why jaxrl_llm has no model for the run; "" if it has one."""
     for key in MODEL_KEYS:
-        if key in values and unreadable(str(values[key])):
-            return f"{key} = {values[key]} reads images, but jaxrl_llm only has {', '.join(readable())}"
-    evidence = sound_evidence(values)
-    return f"this run has video or audio ({evidence}), which no model of jaxrl_llm reads" if evidence else ""
-
-
-def sound_evidence(values: Mapping[str, Any]) -> str:
-    """Returns the key and value that show that a run has video or audio; "" if it has none."""
-    patterns = dict.fromkeys(DATA_KEYS, OTHER_ROWS) | dict.fromkeys(MODEL_KEYS, SOUND_MODEL)
-    evidence = (
-        f"{key} = {value}"
-        for key, value in values.items()
-        if (key in patterns and patterns[key].search(str(value)))
-        or (key.endswith("use_audio_in_video") and value is True)
-    )
-    return next(evidence, "")
+        if family_of(str(values.get(key, ""))) == "other":
+            return f"{key} = {values[key]} reads images, but jaxrl_llm only has {READABLE}"
+    reason = sound_evidence(values)
+    return f"this run has video or audio ({reason}), which no model of jaxrl_llm reads" if reason else ""
 
 
 def note(values: Mapping[str, Any]) -> str:
@@ -121,14 +104,14 @@ def note(values: Mapping[str, Any]) -> str:
     reason = image_evidence(values)
     if not reason or any(family_of(str(values[key])) for key in MODEL_KEYS if key in values):
         return ""
-    return f"this run has images ({reason}): model.path must be a model of {', '.join(readable())}"
+    return f"this run has images ({reason}): model.path must be a model of {READABLE}"
 
 
 def has_images(keys: Keys) -> bool:
     """Whether a run has images. If the file does not show it, the answer depends on the name of the model."""
     is_shown = bool(image_evidence(keys.values))
     for key in () if is_shown else MODEL_KEYS:
-        keys.get(key)
+        keys.get(key)  # records that the answer depends on the key
     return is_shown
 
 

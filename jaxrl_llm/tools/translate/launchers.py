@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.tools.translate import arguments
-from jaxrl_llm.tools.translate.arguments import Value
 from jaxrl_llm.tools.translate.documents import find_file, read_document
 from jaxrl_llm.tools.translate.outcome import Keys
 
@@ -29,18 +28,18 @@ PRODUCTS = {
 COUNTS = {*TOTALS, *(key for pair in PRODUCTS.values() for key in pair), "deepspeed.include"}
 
 
-def flags(path: Path, values: Sequence[Value], files: Mapping[str, str]) -> dict[str, Any]:
+def flags(path: Path, words: Sequence[str], files: Mapping[str, str]) -> dict[str, Any]:
     """Returns the flags of a launcher as keys, such as torchrun.nnodes, with accelerate's numbers in its config file.
 
-    values: words up to the program of the training; files: {name: text} of files that the shell script writes.
+    words: words up to the program of the training; files: {name: text} of files that the shell script writes.
     """
-    words = [value.text.rpartition("/")[2] for value in values]
-    names = ["torchrun" if word.startswith("torch.distributed") else word.split(".")[0] for word in words]
+    names = [word.rpartition("/")[2] for word in words]
+    names = ["torchrun" if name.startswith("torch.distributed") else name.split(".")[0] for name in names]
     launcher = next((name for name in LAUNCHERS if name in names), "")
     if not launcher:
         # None is an unknown number.
         return {} if STARTERS.isdisjoint(names) else {"num_processes": None}
-    options, _ = arguments.flags(values[:-1])
+    options, _ = arguments.flags(words[:-1])
     # A flag has the one word after it as its value.
     first_words = {key: value[0] if isinstance(value, list) else value for key, value in options.items()}
     keys = {key: arguments.value_of(word, parse_number) for key, word in first_words.items()}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from jaxrl_llm.config.names import closest
@@ -314,10 +315,11 @@ def _unread_outcome(key: str, value: Unread, table: TrainerTable, keys: Keys) ->
     # A key without an effect is not unknown, whatever its value is.
     if isinstance(rule, NoEffect):
         return rule(value, keys)
-    if isinstance(rule, Conditional):
-        applies, unread_keys = keys.with_unread_keys(lambda: rule.applies(keys))
+    while isinstance(rule, Conditional):
+        applies, unread_keys = keys.with_unread_keys(partial(rule.applies, keys))
         if not applies and not unread_keys:
             return Outcome("no effect", reason=rule.why_not)
+        rule = rule.rule
     unknown = dict.fromkeys(table.decided_fields(key, keys) or [key], f"{key} = {value}")
     reason = f"its value is not in the file: {value}"
     return Outcome("unsupported", table.default_fields(key, keys), reason, unknown=unknown)

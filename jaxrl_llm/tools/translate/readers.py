@@ -7,14 +7,13 @@ Variables, loops and functions of the shell script decide the command's argument
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import arguments, easyr1, launchers, search_r1, shell, trl, verl
-from jaxrl_llm.tools.translate.arguments import Value
 from jaxrl_llm.tools.translate.documents import (
     SECTIONS,
     DocumentKeys,
@@ -49,7 +48,7 @@ PROGRAMS = {"rloo": "rloo", "dpo": "dpo", "cpo": "simpo", "simpo": "simpo"}
 # TRL's keys that change a run, which are --flags of its command line.
 TRL_FLAGS = trl.flags()
 # Modules that start a training script, which is a later word of the command.
-LAUNCHER_MODULES = ("torch.distributed", *launchers.TORCH)
+LAUNCHER_MODULES = ("torch.distributed", *launchers.LAUNCHERS)
 
 
 @dataclass(frozen=True)
@@ -140,10 +139,12 @@ def _from_shell(path: Path, text: str) -> DocumentKeys:
     runs: dict[int, list[DocumentKeys]] = {}
     for command in script.commands:
         if keys := _from_command(path, command, script.files):
-            runs.setdefault(command.place, []).append(keys)
+            runs.setdefault(command.positions[0], []).append(keys)
     if len(runs) > 1:
         raise UserError(f"{path} has {len(runs)} training commands: keep one command in the file")
-    lost = unreached(script, set(runs))
+    lost = unreached(
+        script, {key.removeprefix("--") for rounds in runs.values() for keys in rounds for key in keys.values}
+    )
     if not runs:
         first_lost = f" that is reached ({lost[0]} belongs to none)" if lost else ""
         raise UserError(
@@ -156,19 +157,20 @@ def _from_shell(path: Path, text: str) -> DocumentKeys:
     return replace(rounds[0], values=values, lost=list(lost), notes=[*script.notes, *rounds[0].notes])
 
 
-def unreached(script: shell.ShellRun, training: set[int]) -> list[str]:
+def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
     """Returns the lines of a shell script with words that look like keys, but belong to no command that runs.
 
-    training: positions of the training command. A command whose first word is such a key is a part of the training
-    command that a comment has cut off.
+    keys: keys of the training command. A command whose first word is such a key is a part of the training command that
+    a comment has cut off.
     """
-    reached = [command for command in script.commands if command.place in training or not _like_keys(command.words[0])]
-    places = frozenset().union(*(command.places for command in reached))
+    whole = [command for command in script.commands if not _like_keys(command.words[0])]
+    reached = script.patterns.union(*(command.positions for command in whole))
     found: list[tuple[int, list[str]]] = []
-    for word in [word for word in script.lexer.words if word.position not in places | script.patterns]:
+    for word in [word for word in script.lexer.words if word.position not in reached]:
         word_text = "".join(part.text if part.kind == "text" else f"${{{part.text}}}" for part in word.parts)
         match = ASSIGNMENT.match(word_text)
-        found.append((script.lexer.line(word.position), _like_keys(word_text[match.end() if match else 0 :])))
+        like_keys = _like_keys(word_text[match.end() if match else 0 :])
+        found.append((script.lexer.line(word.position), [text for text in like_keys if _name(text) not in keys]))
     for heredoc in (heredoc for heredoc in script.lexer.heredocs if heredoc not in script.file_heredocs):
         first_line = script.lexer.line(heredoc.position)
         found += [(first_line + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
@@ -178,10 +180,14 @@ def unreached(script: shell.ShellRun, training: set[int]) -> list[str]:
 def _like_keys(text: str) -> list[str]:
     """Returns the words of a text that look like keys of a trainer: section.key=value, or --key."""
     overrides = [word for word in text.split() if SECTION_ARGUMENT.fullmatch(word)]
-    overrides = [word for word in overrides if word.lstrip("+~").split(".")[0] in FIRST_SECTIONS]
-    options = {word: word.removeprefix("--").partition("=")[0] for word in text.split() if word.startswith("--")}
-    is_flag = {word: name.replace("-", "_").removeprefix("no_") in TRL_FLAGS for word, name in options.items()}
-    return overrides + [word for word in options if is_flag[word]]
+    overrides = [word for word in overrides if _name(word).split(".")[0] in FIRST_SECTIONS]
+    return overrides + [word for word in text.split() if word.startswith("--") and _name(word) in TRL_FLAGS]
+
+
+def _name(word: str) -> str:
+    """Returns the key of a word section.key=value or --key."""
+    key = word.lstrip("+~").partition("=")[0]
+    return key.removeprefix("--").replace("-", "_").removeprefix("no_") if key.startswith("--") else key
 
 
 def _from_command(path: Path, command: Command, files: Mapping[str, str]) -> DocumentKeys | None:
@@ -194,7 +200,7 @@ def _from_command(path: Path, command: Command, files: Mapping[str, str]) -> Doc
     if start is None:
         return None
     # The word after -m or trl is a module or a command of trl, and no argument.
-    inside = command.values[start + 1 + (words[start] in ("-m", "trl")) :]
+    inside = words[start + 1 + (words[start] in ("-m", "trl")) :]
     hydra, unkeyed = arguments.keys_of(inside)
     if any(key.split(".")[0] in SECTIONS for key in hydra) or "--config-name" in hydra:
         keys = with_files(path, {key: arguments.value_of(value, parse_scalar) for key, value in hydra.items()}, files)
@@ -210,23 +216,23 @@ def _from_command(path: Path, command: Command, files: Mapping[str, str]) -> Doc
         )
     program = _program(words[start : start + 2])
     # A program of alignment-handbook takes its config file as an argument without a flag.
-    documents = [value.text for value in unkeyed if value.text.endswith((".yaml", ".yml", ".json"))]
+    documents = [word for word in unkeyed if word.endswith((".yaml", ".yml", ".json"))]
     keys = with_files(path, ({"config": documents[0]} if documents else {}) | values, files)
     trl_keys = [key for key in keys.values if key != "config" or program]
     if not any(table.knows(key) for table in TRL_TRAINERS.values() for key in trl_keys):
         return None
-    for key, value in launchers.flags(path, command.values[: start + 1], files).items():
+    for key, value in launchers.flags(path, words[: start + 1], files).items():
         keys.values.setdefault(key, value)
     keys.program = program
     known_words = (*documents, "train", *PROGRAMS, *TRL_TRAINERS)
-    keys.lost += _unkeyed([value for value in unkeyed if value.text not in known_words])
+    keys.lost += _unkeyed([word for word in unkeyed if word not in known_words])
     return keys
 
 
-def _unkeyed(values: Sequence[Value]) -> list[str]:
+def _unkeyed(words: Sequence[str]) -> list[str]:
     """Returns lines for the report about arguments that are no key with a value."""
     reason = "not a key with a value that the script says"
-    return [f"{value.text}: {reason}" for value in values if value.text.strip("- ")]
+    return [f"{word}: {reason}" for word in words if word.strip("- ")]
 
 
 def _program(words: list[str]) -> str:

@@ -17,8 +17,7 @@ from typing import NoReturn, TypeAlias
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import shell_test
-from jaxrl_llm.tools.translate.arguments import Value
-from jaxrl_llm.tools.translate.shell_values import ShellVariables, Variables, joined, merged
+from jaxrl_llm.tools.translate.shell_values import ShellVariables, Variables, merged
 from jaxrl_llm.tools.translate.shell_words import Heredoc, Lexer, Part, Redirection, Token, Word
 
 # Keywords that end a block.
@@ -37,20 +36,10 @@ Status: TypeAlias = bool | None
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the script with its expanded words. place: position of its first word in the script."""
+    """A command of the script with its expanded words. positions: positions of its words in the script."""
 
-    values: tuple[Value, ...]
-    place: int
-
-    @property
-    def words(self) -> list[str]:
-        """Texts of the expanded words."""
-        return [value.text for value in self.values]
-
-    @property
-    def places(self) -> frozenset[int]:
-        """Positions of the words of the script that the command is made from."""
-        return joined(self.values).places
+    words: list[str]
+    positions: tuple[int, ...]
 
 
 @dataclass
@@ -334,7 +323,7 @@ class ShellRun(ShellVariables):
             self.expect(")")
             # A pattern is no word of a command, although --rate) looks like a flag.
             self.patterns |= {pattern.position for pattern in patterns}
-            tests = [] if self.halted else [["[[", self.text(subject).text, "==", self.text(x).text] for x in patterns]
+            tests = [] if self.halted else [["[[", self.text(subject), "==", self.text(x)] for x in patterns]
             statuses = [shell_test.status(test) for test in tests]
             self.branch(choice, True if True in statuses else None if None in statuses else False, self.block)
 
@@ -349,7 +338,7 @@ class ShellRun(ShellVariables):
             self.index += 1
         words = self.tokens[start : self.index]
         self.index += 1
-        texts = [self.text(word).text for word in words if isinstance(word, Word) and not self.halted]
+        texts = [self.text(word) for word in words if isinstance(word, Word) and not self.halted]
         return shell_test.status(texts) if len(texts) == len(words) else None
 
     def simple(self) -> Status:
@@ -378,13 +367,13 @@ class ShellRun(ShellVariables):
             return self.arithmetic(program[0])
         name = program[0].plain
         if name in ("[", "test"):
-            return shell_test.status([name, *(self.text(word).text for word in program[1:])])
+            return shell_test.status([name, *map(self.text, program[1:])])
         if name in DECLARATIONS:
             return self.declare(program[1:], is_local=name in ("local", "declare", "typeset"))
         if heredoc and target and name == "cat":
             self.write_file(heredoc, target)
-        values = tuple(value for word in program for value in self.fields(word))
-        return self.run(Command(values, program[0].position)) if values else True
+        texts = [text for word in program for text in self.fields(word)]
+        return self.run(Command(texts, tuple(word.position for word in program))) if texts else True
 
     def arithmetic(self, word: Word) -> Status:
         """Makes the variables of ((…)) unknown, which is not computed."""
@@ -403,8 +392,8 @@ class ShellRun(ShellVariables):
         """Keeps the text of a file that the script writes by `cat > file << EOF`."""
         # A double quotation mark has no meaning in a heredoc.
         text = re.sub(r'(\\?)"', r'\1\1\\"', heredoc.text)
-        expanded = self.text_of(text, Part("text", text, is_quoted=True)).text
-        self.files[self.text(target).text] = heredoc.text if heredoc.is_literal else expanded
+        expanded = self.text_of(text, Part("text", text, is_quoted=True))
+        self.files[self.text(target)] = heredoc.text if heredoc.is_literal else expanded
         self.file_heredocs.append(heredoc)
 
     def run(self, command: Command) -> Status:
@@ -413,14 +402,14 @@ class ShellRun(ShellVariables):
         if name in ("true", ":", "false"):
             return name != "false"
         if name in self.functions and self.depth < MAX_DEPTH:
-            return self.call(self.functions[name], list(command.values[1:]))
+            return self.call(self.functions[name], rest)
         if NESTED_SHELL.match(" ".join(command.words)):
             return None  # The text is a script of its own, which is not followed, so its keys belong to no command.
         # `exit 1` does not end the script, because it mostly stands in a check of arguments, which are not known.
         if name in ("return", "break", "continue") or (name == "exit" and rest[:1] in ([], ["0"])):
             self.halted = name
         elif name == "set" and "--" in rest:
-            self.variables["@"] = list(command.values[rest.index("--") + 2 :])
+            self.variables["@"] = rest[rest.index("--") + 1 :]
         elif name == "shift":
             self.variables["@"] = self.variables["@"][int(rest[0]) if rest and rest[0].isdigit() else 1 :]
         elif name == "getopts" and not self.variables["@"]:
@@ -434,7 +423,7 @@ class ShellRun(ShellVariables):
         self.commands.append(command)
         return None
 
-    def call(self, body: int, arguments: list[Value]) -> Status:
+    def call(self, body: int, arguments: list[str]) -> Status:
         """Follows the body of a function, which has arguments and local variables of its own."""
         outer = self.index, self.variables, self.local_names
         self.index, self.variables, self.local_names = body, self.variables | {"@": arguments}, {"@"}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tools.translate.arguments import OPERATORS, Value, calculated
+from jaxrl_llm.tools.translate.arguments import OPERATORS, calculated
 from jaxrl_llm.tools.translate.shell_words import Lexer, Part, Word
 
 # $name, ${name[index]} and ${name:-default}; ${name:=default} also sets the variable.
@@ -21,7 +21,7 @@ PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|@)(?:\[(\d+|@)\])?(?:(:?[-=])(.*))?",
 # A brace expansion {a,b} or {1..3}, which is not computed.
 BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
 # {name: elements} of variables; a variable that is no array has one element
-Variables: TypeAlias = dict[str, list[Value]]
+Variables: TypeAlias = dict[str, list[str]]
 MAX_LENGTH = 100_000  # characters of a variable; an element of an array counts ten more
 # Arithmetic of $((…)): the shell has whole numbers, and rounds a division towards zero.
 SHELL_OPERATORS = OPERATORS | {
@@ -37,7 +37,7 @@ class ShellVariables:
     The variable "@" has the arguments of the script, or of the function that is followed.
     """
 
-    variables: Variables = field(default_factory=lambda: {"HOME": [Value("~")], "PWD": [Value(".")], "@": []})
+    variables: Variables = field(default_factory=lambda: {"HOME": ["~"], "PWD": ["."], "@": []})
 
     def assign(self, word: Word) -> None:
         """Sets the variable of a word name=value, name+=value or name=(…)."""
@@ -45,118 +45,101 @@ class ShellVariables:
         if not match:
             return
         name, index, appends = match.groups()
-        held_values = self.variables.get(name, []) if appends else []
+        values = self.variables.get(name, []) if appends else []
         if index:
             self.forget([name])
         elif word.array is not None:
-            self.variables[name] = [*held_values, *(value for element in word.array for value in self.fields(element))]
+            self.variables[name] = [*values, *(value for element in word.array for value in self.fields(element))]
         else:
-            text = self.text(word)
-            first = joined([*held_values[:1], Value(text.text[match.end() :], text.places)], "")
-            self.variables[name] = [first, *held_values[1:]]
-        if sum(len(value.text) + 10 for value in self.variables[name]) > MAX_LENGTH:
+            self.variables[name] = ["".join(values[:1]) + self.text(word)[match.end() :], *values[1:]]
+        if sum(len(value) + 10 for value in self.variables[name]) > MAX_LENGTH:
             raise UserError(
                 f"the value of the shell variable {name} grows without an end: name a script that starts a training"
             )
 
     def forget(self, names: Iterable[str]) -> None:
         """Makes variables unknown, such as those that `read` sets."""
-        self.variables |= {name: [Value(f"${{{name}: it is not read}}")] for name in names}
+        self.variables |= {name: [f"${{{name}: it is not read}}"] for name in names}
 
-    def text(self, word: Word) -> Value:
+    def text(self, word: Word) -> str:
         """Returns a word as one text, which is not split."""
-        return joined(
-            [Value("", frozenset({word.position})), *(joined(self.expanded(part)) for part in word.parts)], ""
-        )
+        return "".join(" ".join(self.expanded(part)) for part in word.parts)
 
-    def fields(self, word: Word) -> list[Value]:
+    def fields(self, word: Word) -> list[str]:
         """Returns the fields that a word becomes. An array or an unquoted variable may become several or none."""
         outside_quotes = [part.text if part.kind == "text" and not part.is_quoted else "x" for part in word.parts]
         if BRACES.search("".join(outside_quotes)):
             # "$(" marks a text that is not known.
-            expanded_value = self.text(word)
-            return [Value(f"{expanded_value.text.replace('{', '$({', 1)})", expanded_value.places)]
-        finished: list[Value] = []
-        empty = unfinished = Value("", frozenset({word.position}))
-        is_begun = False
+            return [f"{self.text(word).replace('{', '$({', 1)})"]
+        fields: list[str] = []
         for part in word.parts:
-            expansion = self.expanded(part)
+            expansion = list(self.expanded(part))
             if part.kind == "parameter" and not part.is_quoted and "IFS" in self.variables:
                 # IFS may split the value at other characters than blanks.
-                expansion = [Value(f"$({part.text}: IFS is set)")]
+                expansion = [f"$({part.text}: IFS is set)"]
             elif not part.is_quoted:
-                expansion = [Value(text, value.places) for value in expansion for text in _split(value.text)]
+                expansion = [text for value in expansion for text in _split(value)]
             # The first field joins the text before it, and only the last field joins the text after it, as in bash.
-            for i, piece in enumerate(expansion):
-                finished += [unfinished] if i else []
-                unfinished, is_begun = (empty if i else unfinished) + piece, True
-        return [*finished, unfinished] if is_begun else finished
+            if fields and expansion:
+                fields[-1] += expansion.pop(0)
+            fields += expansion
+        return fields
 
-    def expanded(self, part: Part) -> list[Value]:
+    def expanded(self, part: Part) -> list[str]:
         """Returns the values that a part of a word becomes: a text, a variable, a printed text or a number."""
         if part.kind == "text":
-            return [Value(part.text)]
+            return [part.text]
         if part.kind == "arithmetic":
             return [self.computed(part.text)]
         return self.printed(part.text) if part.kind == "command" else self.parameter(part)
 
-    def printed(self, text: str) -> list[Value]:
+    def printed(self, text: str) -> list[str]:
         """Returns what $(…) prints: nothing of a comment, or "." for a folder of the script."""
         if text.lstrip().startswith("#") or not text.strip():
             return []
         # The folder of the script is where files are looked for.
         if text.strip() == "pwd" or ("dirname" in text and re.search(r"\$\{?0|BASH_SOURCE", text)):
-            return [Value(".")]
-        return [Value(f"$({' '.join(text.split())})")]
+            return ["."]
+        return [f"$({' '.join(text.split())})"]
 
-    def parameter(self, part: Part) -> list[Value]:
+    def parameter(self, part: Part) -> list[str]:
         """Returns what $name or ${…} is: all elements of an array, one of them, or a default."""
         if part.text == "#":
-            return [Value(str(len(self.variables["@"])))]
-        as_written = [Value(f"${part.text}" if re.fullmatch(r"\w+", part.text) else f"${{{part.text}}}")]
+            return [str(len(self.variables["@"]))]
+        as_written = [f"${part.text}" if re.fullmatch(r"\w+", part.text) else f"${{{part.text}}}"]
         match = PARAMETER.fullmatch(part.text)
         if not match:
             return as_written
         name, index, sign, default = match.groups()
-        is_array = "@" in (name, index)
-        held_values = self.variables.get("@" if name.isdigit() else name)
-        if held_values is not None and not is_array:
+        values = self.variables.get("@" if name.isdigit() else name)
+        if values is not None and "@" not in (name, index):
             # The first argument has the number 1, and $0 is the script.
             position = int(name) - 1 if name.isdigit() else int(index or 0)
-            held_values = held_values[max(position, 0) : position + 1] or None
+            values = values[max(position, 0) : position + 1] or None
         # A colon makes an empty text count as not set.
-        if held_values is not None and (not sign or sign[0] != ":" or any(value.text for value in held_values)):
-            return held_values
+        if values is not None and (not sign or sign[0] != ":" or any(values)):
+            return values
         if not sign:
             return as_written
         value = self.text_of(default, part)
         self.variables |= {name: [value]} if sign[-1] == "=" else {}
         return [value]
 
-    def text_of(self, text: str, part: Part) -> Value:
+    def text_of(self, text: str, part: Part) -> str:
         """Expands a text inside the marks of a part, such as the default in ${name:-default}."""
         parts = Lexer(text).parts("", is_quoted=part.is_quoted)
-        return joined([joined(self.expanded(inner)) for inner in parts], "")
+        return "".join(" ".join(self.expanded(inner)) for inner in parts)
 
-    def computed(self, text: str) -> Value:
+    def computed(self, text: str) -> str:
         """Returns the result of an arithmetic expression $((…)); the expression itself if a variable is unknown."""
-        # A result is from all places that its variables are from, and their words belong to its command.
-        names = {name: held[0] for name, held in self.variables.items() if len(held) == 1}
-        used_values = joined([value for name, value in names.items() if re.search(rf"\b{re.escape(name)}\b", text)])
-        inside = self.text_of(text, Part("arithmetic", text, is_quoted=True)).text
+        names = {name: values[0] for name, values in self.variables.items() if len(values) == 1}
+        inside = self.text_of(text, Part("arithmetic", text, is_quoted=True))
         try:
-            total = calculated(inside, {name: value.text for name, value in names.items()}, SHELL_OPERATORS)
+            total = calculated(inside, names, SHELL_OPERATORS)
         except (ValueError, KeyError, SyntaxError, ArithmeticError, RecursionError):
-            return Value(f"$(({inside.replace(' ', '')}))")
+            return f"$(({inside.replace(' ', '')}))"
         # The shell wraps larger numbers around.
-        return Value(str(total) if abs(total) < 2**63 else f"$(({inside}))", used_values.places)
-
-
-def joined(values: Iterable[Value], separator: str = " ") -> Value:
-    """Joins values to one value, which is made from the words of all of them."""
-    values = list(values)
-    places = frozenset[int]().union(*(value.places for value in values))
-    return Value(separator.join(value.text for value in values), places)
+        return str(total) if abs(total) < 2**63 else f"$(({inside}))"
 
 
 def merged(states: Sequence[Variables]) -> Variables:
@@ -165,11 +148,10 @@ def merged(states: Sequence[Variables]) -> Variables:
     for name in sorted({name for state in states for name in state}):
         arrays = [state.get(name, []) for state in states]
         # The first elements that the array has in each state are known, and all later elements are unknown.
-        equal_elements = [len({value.text for value in values}) == 1 for values in zip(*arrays, strict=False)]
+        equal_elements = [len(set(values)) == 1 for values in zip(*arrays, strict=False)]
         shared_count = [*equal_elements, False].index(False)
         is_same = all(len(array) == shared_count for array in arrays)
-        unknown = [Value(f"${{{name}: a branch decides}}")]
-        variables[name] = [*arrays[0][:shared_count], *([] if is_same else unknown)]
+        variables[name] = [*arrays[0][:shared_count], *([] if is_same else [f"${{{name}: a branch decides}}"])]
     return variables
 
 

@@ -13,9 +13,11 @@ rule: effect of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make i
     after it. `none` has no counterpart, and `differs` none that is a field. Fields of these rows are not what the file
     says.
     `absent` takes a row of another table out. `old KEY` is an earlier name of KEY; the words A=B after it say how its
-    values are spelled now. Any other word is a function of the trainer's module: a rule, or what makes one of a row. With a ? behind it,
-    None, False, 0 and an empty value have no effect.
-    `if NAME` after all of these: the key has an effect only with that condition.
+    values are spelled now. Any other word is a function of the trainer's module: a rule, or what makes one of a row.
+    With a ? behind the function, None, False, 0 and an empty value have no effect.
+    `if CONDITION` after all of these, once or several times: the key has an effect only with that condition. KEY is
+    a key that is set, KEY=A,B one with a value of these, KEY!=A,B one with another value, and any other word is a name
+    of the module's CONDITIONS.
 default: the trainer's default, as YAML; empty if the key has none, or needs none because it changes no field.
 was: default of the older versions, if another one.
 versions: "0.3-" for a key since version 0.3, "-0.2" for a key until version 0.2. A file with a key of the second kind
@@ -26,6 +28,7 @@ why: difference, or reason why no field has this effect; a word in capitals is a
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -132,7 +135,7 @@ def trainer_table(
 
 def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
     """Returns the rule of a row: a function that makes the outcome of a value. module: as in `trainer_table`."""
-    text, _, condition = row.rule.partition(" if ")
+    text, *conditions = row.rule.split(" if ")
     word, *arguments = text.split(" ")
     if row.why.isupper() and row.why in module:
         row = replace(row, why=module[row.why])
@@ -152,10 +155,22 @@ def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
         rule = function(row) if parameters == ["row"] else partial(function, row) if "row" in parameters else function
     if word.endswith("?"):
         rule = partial(_if_set, rule)
-    if condition:
-        applies, why_not = module["CONDITIONS"][condition]
-        return Conditional(applies, rule, why_not)
+    for condition in conditions:
+        applies, why_not = module["CONDITIONS"].get(condition) or _condition(condition)
+        rule = Conditional(applies, rule, why_not)
     return rule
+
+
+def _condition(text: str) -> tuple[Callable[[Keys], Any], str]:
+    """Returns whether a condition on a key holds, such as KEY=A,B, and the reason if it does not hold."""
+    key, sign, words = re.split(r"(!?=|$)", text, maxsplit=1)
+
+    def holds(keys: Keys) -> Any:
+        """Whether the key has one of the values, or any other value after !=."""
+        value = keys.get(key, keys.defaults.get(key))
+        return (str(value) in words.split(",")) == (sign == "=") if sign else value
+
+    return holds, f"it is read only if {text}"
 
 
 def _if_set(rule: Rule, value: Any, keys: Keys) -> Outcome:

@@ -28,32 +28,14 @@ from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
 ADAMW = "AdamW is the one optimizer of jaxrl_llm"
 STOPS = "stop tokens are the model's: generation_config.json"
 ONE_ADAPTER = "one adapter, and its base is the reference"
-NO_ARGUMENT = "the loss has no such argument"
 
 # {name in the tables: (whether a key has an effect, reason if it has none)}, for rows with `if NAME`.
 CONDITIONS = {
     "by_steps": (lambda keys: not counts.counts_rollouts(keys), "total_episodes decides"),
     "by_epochs": (lambda keys: not (counts.counts_rollouts(keys) and keys["total_episodes"]), "total_episodes is set"),
-    "saves": (lambda keys: keys["save_strategy"] == "steps", "save_strategy is not steps"),
-    "evaluating": (rows.evaluates, "eval_strategy is no"),
-    "evaluates": (lambda keys: rows.evaluates(keys) and keys["eval_steps"], "eval_strategy is no, or it is not set"),
-    "no_dtype": (lambda keys: not keys.get("dtype"), "the model's dtype is set"),
     "images": (images.has_images, images.NONE),
     "adapted": (parts.adapted, "use_peft is False"),
-    "no_sft_model": (lambda keys: "sft_model_path" not in keys, "of the tokenizer; sft_model_path is the policy"),
-    "uses_vllm": (
-        lambda keys: keys["use_vllm"],
-        "without vLLM rollouts come from the training process, as in jaxrl_llm",
-    ),
-    "penalized": (lambda keys: bool(keys["beta"]), "beta is 0: there is no KL penalty"),
-    "syncs": (lambda keys: keys["sync_ref_model"] and keys["beta"], "no sync_ref_model, or no reference"),
-    "adaptive": (lambda keys: keys["use_adaptive_entropy"], "use_adaptive_entropy is False"),
-    "clips": (lambda keys: keys["loss_type"] not in ("sapo", "vespo"), NO_ARGUMENT),
-    "two_sided": (lambda keys: keys["loss_type"] not in ("cispo", "sapo", "vespo"), NO_ARGUMENT),
-    "clipped": (lambda keys: objectives.loss_name(keys["loss_type"], keys) == "ppo_clip", NO_ARGUMENT),
-    "sapo": (lambda keys: keys["loss_type"] == "sapo", NO_ARGUMENT),
-    "vespo": (lambda keys: keys["loss_type"] == "vespo", NO_ARGUMENT),
-    "cpo": (lambda keys: "gamma_beta_ratio" not in keys.defaults, "of CPOConfig"),
+    "clipped": (lambda keys: objectives.loss_name(keys["loss_type"], keys) == "ppo_clip", "the loss does not clip"),
 }
 tower = images.tower(parts.adapted)
 # Rows of trl_versions.tsv: older versions of TRL, with the keys that show that a file is for them, and their defaults.

@@ -93,6 +93,11 @@ def kl(value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", {"kl.placement": "reward", "kl.coef": float(value), "kl.estimator": "k1"})
 
 
+def kl_estimator(value: Any, keys: Keys) -> Outcome:
+    """Translates TRL's `use_bias_correction_kl` (multiply a token's KL by its ratio) to `kl.estimator`."""
+    return Outcome("mapped", {"kl.estimator": "k3_weighted" if value else "k3"})
+
+
 def scaling(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `scale_rewards`, the deviation that divides advantages, to `advantage.normalize`."""
     if keys["multi_objective_aggregation"] == "normalize_then_sum":

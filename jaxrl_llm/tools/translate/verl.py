@@ -39,33 +39,12 @@ STARTS = "how veRL starts its processes"
 UNREAD_FREEZE = "nothing in veRL 0.9.1 reads it, so that its tower learns: for the same run set 'learns'"
 
 
-def filtering(keys: Keys) -> bool:
-    """Whether veRL's dynamic sampling replaces groups whose rewards are all equal."""
-    return bool(keys["algorithm.filter_groups.enable"])
-
-
 def adapted(keys: Keys) -> bool:
     """Whether only adapters learn."""
     return bool(keys[f"{MODEL}lora_rank"])
 
 
-# {name in the table: (condition, reason if it does not hold)}, for rows with `if NAME`.
-CONDITIONS = FAMILY.conditions() | {
-    "grpo": (lambda keys: str(keys["algorithm.adv_estimator"]).startswith("grpo"), "the estimator is not grpo"),
-    "filtering": (filtering, "filter_groups is off"),
-    "adapted": (adapted, "lora_rank is 0"),
-    "corrected": (lambda keys: bool(keys["algorithm.rollout_correction.rollout_is"]), "it is off"),
-    "length": (
-        lambda keys: (
-            keys[f"{ACTOR}loss_agg_mode"] == "seq-mean-token-sum-norm"
-            and keys[LOSS_MODE] not in ("gspo", "geo_mean", "sapo")
-        ),
-        "loss_agg_mode does not divide by a length",
-    ),
-    "turns": (lambda keys: keys.get(f"{TURNS}enable"), "an episode has one turn"),
-    "rewarded": (lambda keys: keys.get("reward_model.enable"), "it is off"),
-    "reward_file": (lambda keys: keys.get(f"{REWARD_FILE}path"), "no path"),
-}
+CONDITIONS = FAMILY.conditions()
 tower = images.tower(adapted, UNREAD_FREEZE)
 
 
@@ -105,7 +84,7 @@ def resampling(value: Any, keys: Keys) -> Outcome:
         f"veRL samples at most {batches or 'any number of'} batches; jaxrl_llm samples, after the first batch, only as "
         "many prompts as groups are missing, and keeps groups that still have no signal"
     )
-    return resampled(batches if filtering(keys) else None, reason)
+    return resampled(batches if keys["algorithm.filter_groups.enable"] else None, reason)
 
 
 def resampled(batches: int | None, reason: str) -> Outcome:
