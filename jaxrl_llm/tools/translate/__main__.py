@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
-from jaxrl_llm.recipe.advice import print_config
-from jaxrl_llm.tools.translate import images, lint, readers, writer
+from jaxrl_llm.tools.translate import images, readers, writer
 from jaxrl_llm.tools.translate.outcome import KINDS, Translation, translate
 
 DESCRIPTION = (
@@ -42,8 +41,6 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
         raise UserError(f"--to {to}: must be a new file that ends with .py")
     translation = translate(source.table, source.keys, rows=rows, processes=processes, referred=source.referred)
     text = writer.source(translation, file, to or Path(f"{file.stem}.py"), source.lost)
-    # The checks load the text that is printed or written, so that they find an error of the writer too.
-    linted = lint.lint(lint.load_text(text), set(translation.user_tasks()))
     written = ""
     if to:
         try:
@@ -57,9 +54,15 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     refusal = images.refusal(source.keys)
     print_first(source, translation, refusal)
     print_keys(translation, file)
-    print_checks(translation, linted, f"{written}the checks {'of all but the model ' * bool(refusal)}")
+    print_tasks(translation)
+    # The checks import JAX, which takes longer than the translation that is printed above.
+    from jaxrl_llm.tools.translate import lint
+
+    passes = lint.check(
+        text, translation.user_tasks(), f"{written}the checks {'of all but the model ' * bool(refusal)}"
+    )
     # A task such as moving a function does not count, because `train` refuses the config until it is done.
-    return int(bool(linted.refused or refusal or source.lost or translation.unknown()))
+    return int(bool(not passes or refusal or source.lost or translation.unknown()))
 
 
 def print_first(source: readers.ForeignConfig, translation: Translation, refusal: str) -> None:
@@ -86,22 +89,12 @@ def print_keys(translation: Translation, file: Path) -> None:
             _say(f"  {line}")
 
 
-def print_checks(translation: Translation, linted: lint.LintResult, checks: str) -> None:
-    """Prints what the checks and the rules of the doctor say, and what is left to the user.
-
-    checks: beginning of the line about the checks.
-    """
+def print_tasks(translation: Translation) -> None:
+    """Prints what is left to the user."""
     fields, tasks = translation.fields(), translation.user_tasks()
     for reason, names in writer.names_by_reason(tasks).items():
         is_key = names[0] in translation.outcomes and names[0] not in fields
         _say(f"{'may change the run' if is_key else 'yours to set'}: {', '.join(names)}: {reason}")
-    if linted.sizes:
-        _say(f"{checks}pass{', with stand-ins for what is yours to set' * bool(tasks)}")
-        print_config(linted.sizes, linted.findings, linted.blind)
-    else:
-        _say(f"{checks}refuse the config: {linted.refused}")
-    for line in linted.missing:
-        _say(f"not on this machine, so not checked: {line}")
 
 
 def _say(text: str) -> None:

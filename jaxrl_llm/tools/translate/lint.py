@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config.load import flatten, load
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, printable
 from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.recipe import advice
 from jaxrl_llm.recipe.missing import collected
@@ -39,6 +40,22 @@ class LintResult(NamedTuple):
     findings: list[Finding]
     blind: dict[str, str]  # {rule that could not be applied: reason}
     missing: list[str]  # packages and files that the run needs and this machine does not have
+
+
+def check(text: str, tasks: Mapping[str, str], subject: str) -> bool:
+    """Checks the text of a translated config, prints the result, and returns whether the checks pass.
+
+    tasks: {field that the user must complete: task}; subject: beginning of the line about the checks.
+    """
+    linted = lint(load_text(text), set(tasks))
+    if linted.sizes:
+        print(printable(f"{subject}pass{', with stand-ins for what is yours to set' * bool(tasks)}"))
+        advice.print_config(linted.sizes, linted.findings, linted.blind)
+    else:
+        print(printable(f"{subject}refuse the config: {linted.refused}"))
+    for line in linted.missing:
+        print(printable(f"not on this machine, so not checked: {line}"))
+    return not linted.refused
 
 
 def load_text(text: str) -> Config:

@@ -19,7 +19,7 @@ from jaxrl_llm.tools.translate import family, images
 from jaxrl_llm.tools.translate import trl_counts as counts
 from jaxrl_llm.tools.translate import trl_objectives as objectives
 from jaxrl_llm.tools.translate import trl_parts as parts
-from jaxrl_llm.tools.translate import trl_rows as rows
+from jaxrl_llm.tools.translate import trl_rows as rows  # noqa: F401 (trl.tsv names its functions)
 from jaxrl_llm.tools.translate.documents import parse_scalar
 from jaxrl_llm.tools.translate.outcome import Conditional, Keys, Outcome, Rule, TrainerTable, Version
 from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table

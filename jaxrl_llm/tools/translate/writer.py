@@ -37,7 +37,7 @@ ALGORITHM = {
 }
 # Configs that learn from pairs, with `jaxrl sft`.
 PAIR_CONFIGS = ("dpo", "simpo")
-# Complete configs, whose order of fields is that of a translation.
+# Complete configs, whose order of sections is that of a translation.
 EXPLAINED = ("grpo.py", "ppo.py", "search_grpo.py", "sft.py", "dpo.py", "simpo.py")
 
 
@@ -111,10 +111,10 @@ def literal(value: Any) -> str:
 
 
 def _written_fields(translation: Translation, base_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields to write, in the order of the complete configs, without defaults that the base has too."""
+    """Returns the fields to write, with sections as in the complete configs, without defaults that the base has too."""
     text = "\n".join((configs.FOLDER / name).read_text(encoding="utf-8") for name in EXPLAINED)
     # The order comes from the text, because a ConfigDict does not keep the order of its fields.
-    order = list(dict.fromkeys(re.findall(r"\bc\.([a-z_]+(?:\.[a-z_0-9]+)*)", text)))
+    order = list(dict.fromkeys(re.findall(r"\bc\.([a-z_]+)", text)))
     fields = translation.fields()
     changed = {key: outcome for key, outcome in translation.defaults.items() if outcome.kind == "changed"}
     shown_fields = {name for outcome in (translation.outcomes | changed).values() for name in outcome.fields}
@@ -124,21 +124,13 @@ def _written_fields(translation: Translation, base_fields: Mapping[str, Any]) ->
     sections = {name.rpartition(".")[0] for name in shown_fields}
     shown_fields |= {x for x in fields if x.rpartition(".")[0] in sections and _is_made(x.rpartition(".")[0], fields)}
 
-    def position_of(name: str) -> int:
-        """Returns the position of a field in the order; for a section that is None, the position of its end."""
-        positions = [
-            i
-            for i, mentioned in enumerate(order)
-            if f"{name}.".startswith(f"{mentioned}.") or (fields[name] is None and mentioned.startswith(f"{name}."))
-        ]
-        return positions[-1] if positions else len(order)
+    def position_of(name: str) -> tuple[int, bool, bool]:
+        """Returns the place of a field: in its section the name of the function is first, and that it is None last."""
+        section = name.split(".")[0]
+        place = order.index(section) if section in order else len(order)
+        return place, fields[name] is None, not name.endswith(".name")
 
-    def order_of(name: str) -> tuple[int, bool, str, bool]:
-        """Returns the key of a field in the order: in a section the name of its function comes first."""
-        return position_of(name), fields[name] is None, name.rpartition(".")[0], not name.endswith(".name")
-
-    ordered = sorted(fields, key=order_of)
-    return {name: fields[name] for name in ordered if name in shown_fields}
+    return {name: fields[name] for name in sorted(fields, key=position_of) if name in shown_fields}
 
 
 def _is_made(section: str, fields: Mapping[str, Any]) -> bool:
