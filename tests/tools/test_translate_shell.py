@@ -114,6 +114,7 @@ TOLD = [
     "A=(8)\nif grep -q x y; then A=(9); fi\nrun k=${A[0]}", "set -- 8 9\nif grep -q x y; then shift; fi\nrun k=$1",
     "K=8\nwhile read line; do K=9; done < x\nrun k=$K", "K=8\nprintf -v K 9\nrun k=$K", "A=$(echo 8)\nrun k=$A",
     "CMD='run k=8'\neval \"$CMD\"", "eval run k=8", "bash -c 'run k=8'", "select n in 8 9; do run k=$n; done",
+    "K=8\n[ -f x ] && K=9\nrun k=$K", "K=8\ngrep -q x y && K=9 || K=7\nrun k=$K",
     "run k=$((9**9**9))", "run k=$((2**70))", "mapfile -t K < x\nrun k=${K[0]}",
 ]  # fmt: skip
 RUN = """run() { printf 'RUN' ; for word in "$@"; do printf '\\037%s' "$word"; done; printf '\\036'; } >&9
@@ -142,18 +143,18 @@ def test_a_value_that_the_script_does_not_say_is_unread():
     for value in UNREAD:
         script = f"if grep -q x y; then DOUBT=1; fi\nrun 'k={{a}}' l={value} m=1"
         run = next(one for one in shell.follow(script).commands if one.words[0] == "run")
-        keys, left = arguments.keys_of(run.values[1:])
+        keys, left = arguments.keys_of(run.words[1:])
         read = {key: arguments.value_of(text, str) for key, text in keys.items()}
         assert left == [] and read["k"] == "{a}" and read["m"] == "1" and isinstance(read["l"], Unread), value
 
 
 def test_the_arguments_of_a_command_are_keys_and_the_rest_is_named():
     words = re.findall(r"\S+", "a.b=1 +c=2 --d=3 -cn x --config-path y --e z q@r=1")
-    keys, left = arguments.keys_of([arguments.Value(word) for word in words])
+    keys, left = arguments.keys_of(words)
     assert keys == {"a.b": "1", "c": "2", "--d": "3", "--config-name": "x", "--config-path": "y", "--e": "True"}
-    assert [value.text for value in left] == ["z", "q@r=1"]
-    flags, left = arguments.flags([arguments.Value(word) for word in re.findall(r"\S+", "x --a-b 1 --c --d=x --e 1 2")])
-    assert flags == {"a_b": "1", "c": "True", "d": "x", "e": ["1", "2"]} and [value.text for value in left] == ["x"]
+    assert left == ["z", "q@r=1"]
+    flags, left = arguments.flags(re.findall(r"\S+", "x --a-b 1 --c --d=x --e 1 2"))
+    assert flags == {"a_b": "1", "c": "True", "d": "x", "e": ["1", "2"]} and left == ["x"]
 
 
 VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=a/b"
@@ -179,7 +180,7 @@ LOST = {
     "an array that is not used, and a part of it in a variable": (
         f'A=(data.seed=1)\nB="trainer.nnodes=2 trainer.save_freq=3"\nC=(data.seed=4)\n{VERL} "${{C[@]}}"',
         {"data.seed": 4},
-        ["line 1: data.seed=1", "line 2: trainer.nnodes=2 trainer.save_freq=3"],
+        ["line 2: trainer.nnodes=2 trainer.save_freq=3"],  # the key of line 1 has its value from line 3
     ),
     "a branch that is not taken, and one that may be": (
         f'A=()\nif [ 1 = 2 ]; then A+=(data.seed=1); fi\nif grep -q x y; then A+=(data.seed=2); fi\n{VERL} "${{A[@]}}"',

@@ -33,7 +33,7 @@ def _power(base: Any, exponent: Any) -> Any:
 
 # {operator of arithmetic in a script or shell: function that computes it}
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: _product, ast.Div: operator.truediv}
-OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _power}
+OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _power, ast.USub: operator.neg}
 
 
 def keys_of(command: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -102,10 +102,9 @@ def calculated(
         # A variable in an expression of the shell may hold an expression itself.
         if isinstance(node, ast.Name):
             return value(ast.parse(str(names[node.id]).strip(), mode="eval").body)
-        if isinstance(node, ast.BinOp) and type(node.op) in operators:
-            return operators[type(node.op)](value(node.left), value(node.right))
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return -value(node.operand)
+        if isinstance(node, ast.BinOp | ast.UnaryOp):
+            operands = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+            return operators[type(node.op)](*map(value, operands))
         raise ValueError(f"{text} is no expression of numbers")
 
     return value(ast.parse(text.strip(), mode="eval").body)

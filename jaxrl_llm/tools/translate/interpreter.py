@@ -35,7 +35,7 @@ PATCHED_PACKAGES = ("trl", "transformers", "peft", "unsloth", "open_r1")
 QUIET_ATTRIBUTES = word_set("use_cache pad_token pad_token_id padding_side truncation_side bos_token_id model_parallel")
 # {operator of Python: function that computes it for literals}
 COMPUTED: dict[type, Callable[..., Any]] = {
-    **OPERATORS, ast.USub: operator.neg, ast.Not: operator.not_,
+    **OPERATORS, ast.Not: operator.not_,
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not,
     ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
     ast.In: lambda x, y: x in y, ast.NotIn: lambda x, y: x not in y,

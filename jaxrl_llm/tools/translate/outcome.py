@@ -101,15 +101,20 @@ class Version:
     """Older versions of another trainer that had other defaults, which apply to a file with a key of `only_keys`."""
 
     name: str
-    only_keys: tuple[str, ...]  # names or patterns of keys that no later version has
+    only_keys: tuple[str, ...]  # names or patterns of keys that no later version has, or A+B for two keys
     defaults: dict[str, Any]  # defaults that differ from the table
     later_keys: tuple[str, ...] = ()  # names or patterns of keys that came after these versions
 
 
 def first_key(patterns: tuple[str, ...], values: Mapping[str, Any]) -> str:
-    """Returns the first key of a file with a value that matches one of the patterns; "" if no key does."""
+    """Returns the key of a file that matches the first possible pattern; "" if none does. A+B matches two keys."""
     # A generated file lists all keys, and those of other versions are null.
-    return next((key for key, value in values.items() if value is not None and matches(key, patterns)), "")
+    present = [key for key, value in values.items() if value is not None]
+    for pattern in patterns:
+        matching = [next((key for key in present if matches(key, (part,))), "") for part in pattern.split("+")]
+        if all(matching):
+            return matching[0]
+    return ""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def _read(path: Path, text: str) -> ForeignConfig:
     """Reads the text of a config or script by the suffix of its path: .py, .json, .yaml, or else a shell script."""
     if path.suffix == ".py":
         kind, values, lost, notes = read_script(path, text)
-        return ForeignConfig(trl.dated(TRL_TRAINERS[kind], values), values, tuple(lost), tuple(notes))
+        return ForeignConfig(TRL_TRAINERS[kind], values, tuple(lost), tuple(notes))
     is_document = path.suffix in (".json", ".yaml", ".yml")
     keys = with_references(read_document(path, text)) if is_document else _from_shell(path, text)
     values = {key: arguments.without_places(value) for key, value in keys.values.items()}
@@ -95,7 +95,7 @@ def _read(path: Path, text: str) -> ForeignConfig:
         if path.suffix != ".sh" and not values.keys() & {"num_processes", "world_size"}:
             values["num_processes"] = None
         # Most keys belong to all trainers of TRL, so the name of the program decides.
-        table = trl.dated(TRL_TRAINERS.get(keys.program, table), values)
+        table = TRL_TRAINERS.get(keys.program, table)
     return ForeignConfig(table, values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred))
 
 

@@ -155,7 +155,8 @@ def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
         rule = function(row) if parameters == ["row"] else partial(function, row) if "row" in parameters else function
     if word.endswith("?"):
         rule = partial(_if_set, rule)
-    for condition in conditions:
+    # The first condition is asked first, so that a key which decides nothing makes no field unknown.
+    for condition in reversed(conditions):
         applies, why_not = module["CONDITIONS"].get(condition) or _condition(condition)
         rule = Conditional(applies, rule, why_not)
     return rule

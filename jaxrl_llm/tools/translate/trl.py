@@ -10,7 +10,6 @@ of older versions.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,31 +40,15 @@ tower = images.tower(parts.adapted)
 # Rows of trl_versions.tsv: older versions of TRL, with the keys that show that a file is for them, and their defaults.
 VERSION_LINES = (Path(__file__).parent / "trl_versions.tsv").read_text(encoding="utf-8").splitlines()[1:]
 VERSIONS = [line.split("\t") for line in VERSION_LINES if not line.startswith("#")]
-# {version of TRL: keys that came with this version, and that earlier versions do not have}
-FIRST_KEYS_OF_VERSION = {version: first_keys.split() for _, version, _, first_keys, _ in VERSIONS}
 
 
 def older(kind: str) -> tuple[Version, ...]:
     """Returns older versions of a TRL trainer with other defaults. kind: key of `TRL_TRAINERS`, such as "grpo"."""
     return tuple(
         Version(name, tuple(only.split()), {key: parse_scalar(x) for key, x in re.findall(r"(\S+)=(\S+)", defaults)})
-        for kinds, name, only, _, defaults in VERSIONS
+        for kinds, name, only, defaults in VERSIONS
         if kind in kinds.split()
     )
-
-
-def dated(trainer: TrainerTable, values: Mapping[str, Any]) -> TrainerTable:
-    """Returns a TRL trainer whose older versions fit the keys of a file.
-
-    The key `vllm_device` alone means TRL 0.14. Beside a key that came with 0.15 or 0.16, it means this later version.
-    """
-    later_versions = [
-        version for version in trainer.older if not values.keys().isdisjoint(FIRST_KEYS_OF_VERSION[version.name])
-    ]
-    if "vllm_device" in values and later_versions:
-        newest = later_versions[0]
-        return replace(trainer, older=(replace(newest, only_keys=(*newest.only_keys, "vllm_device")),))
-    return trainer
 
 
 def noted(row: Row, rule: Rule) -> Rule:

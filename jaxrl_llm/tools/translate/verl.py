@@ -101,13 +101,6 @@ def overlong(value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", {"reward.overlong_tokens": int(keys[f"{OVERLONG}len"]) if on else 0})
 
 
-def overlong_factor(value: Any, keys: Keys) -> Outcome:
-    """Translates `overlong_buffer.penalty_factor`, the largest penalty, which is always 1 in jaxrl_llm."""
-    if value == 1 or not keys.get(f"{OVERLONG}enable"):
-        return Outcome("mapped", {})
-    return Outcome("unsupported", reason=f"the penalty at the limit is 1 in jaxrl_llm, {value} in veRL")
-
-
 def template_arguments(value: Any, keys: Keys) -> Outcome:
     """Translates an argument of the chat template: `data.chat_template_args` has all arguments together."""
     return Outcome("mapped", {"data.chat_template_args": keys.prefixed("data.apply_chat_template_kwargs.")})
