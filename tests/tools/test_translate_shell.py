@@ -44,6 +44,7 @@ FORMS = [
     ("[ -n \"$M\" ] || M=default\n[[ -z ${N} ]] && N=other\nrun k=$M l=$N", ["k=default", "l=other"]),
     ("if [ $# -lt 2 ]; then\n echo usage\n exit 1\nfi\nrun k=1", ["k=1"]),
     ("M=a\nwhile [[ $# -gt 0 ]]; do case $1 in --m) M=$2; shift 2;; *) break;; esac; done\nrun k=$M", ["k=a"]),
+    ("K=8\nwhile getopts k: o; do case $o in k) K=$OPTARG;; esac; done\nrun k=$K", ["k=8"]),
     ("A=b\ncase $A in a) K=1;; b|c) K=2;; *) K=3;; esac\nrun k=$K", ["k=2"]),
     ("case \"${E:-x}\" in\n  (x)\n    K=1 ;;\nesac\nrun k=$K", ["k=1"]),
     ("A=()\nfor f in a b; do A+=(k=$f); done\nrun \"${A[@]}\"", ["k=a", "k=b"]),
@@ -115,6 +116,7 @@ TOLD = [
     "K=8\nwhile read line; do K=9; done < x\nrun k=$K", "K=8\nprintf -v K 9\nrun k=$K", "A=$(echo 8)\nrun k=$A",
     "CMD='run k=8'\neval \"$CMD\"", "eval run k=8", "bash -c 'run k=8'", "select n in 8 9; do run k=$n; done",
     "K=8\n[ -f x ] && K=9\nrun k=$K", "K=8\ngrep -q x y && K=9 || K=7\nrun k=$K",
+    "K=8\nunset K\nrun k=${K:-9}",
     "run k=$((9**9**9))", "run k=$((2**70))", "mapfile -t K < x\nrun k=${K[0]}",
 ]  # fmt: skip
 RUN = """run() { printf 'RUN' ; for word in "$@"; do printf '\\037%s' "$word"; done; printf '\\036'; } >&9

@@ -144,12 +144,6 @@ def column(field: str, value: str, usual_name: str) -> Outcome:
     return Outcome("mapped", {field: value, "data.convert": ""})
 
 
-def template(value: str) -> Outcome:
-    """Returns the outcome of a template around the question, which the user must copy to `data.format_prompt`."""
-    task = f"a copy of {value}, or the template itself"
-    return Outcome("mapped", {"data.format_prompt": value}, "", {"data.format_prompt": task})
-
-
 def adapter_targets(targets: Any) -> Outcome:
     """Returns the outcome of the modules with an adapter: "all-linear", names, or None for PEFT's own choice."""
     reason = ""

@@ -30,18 +30,10 @@ FAMILY = family.Family(
     in_reward=lambda keys: not keys["algorithm.use_kl_loss"] and not keys["algorithm.disable_kl"],
     total_steps="trainer.max_steps",
 )
-CONDITIONS = FAMILY.conditions()
 # Reasons that rows of the table name by these constants.
 GREEDY = "jaxrl_llm evaluates with one greedy completion per problem (jaxrl evaluate samples several)"
 RESIZED = "EasyR1 first resizes to any size, and then to whole tokens, so that a side may differ by one token"
 tower = images.tower(adapted)
-
-
-def pixels(row: Row, value: Any, keys: Keys) -> Outcome:
-    """Translates EasyR1's `min_pixels` or `max_pixels` of an image; 0 is the model's own limit."""
-    if not value:
-        return Outcome("mapped", {row.field: 0}, "the limit of the model's own processor")
-    return Outcome("changed", {row.field: int(value)}, row.why)
 
 
 def loss(value: Any, keys: Keys) -> Outcome:
@@ -99,7 +91,8 @@ def rewards(value: Any, keys: Keys) -> Outcome:
 
 def around(value: Any, keys: Keys) -> Outcome:
     """Translates EasyR1's `format_prompt`, the template around a question, to `data.format_prompt`."""
-    return conversions.template(str(value))
+    task = f"a copy of {value}, or the template itself"
+    return Outcome("mapped", {"data.format_prompt": str(value)}, tasks={"data.format_prompt": task})
 
 
 def model(value: Any, keys: Keys) -> Outcome:

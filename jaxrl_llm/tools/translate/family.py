@@ -31,7 +31,6 @@ SAME_WORKDIR = "the same --workdir resumes a run"
 MODEL_CONFIG = "the model is as its config.json says: change that"
 OWN_TOKENIZER = "the tokenizer is the model's"
 PROCESSOR, SOUND, SAME_PIXELS = images.PROCESSOR, images.SOUND, images.SAME_PIXELS
-TOO_MANY_IMAGES = images.TOO_MANY_IMAGES
 # {KL estimator of veRL: estimator of jaxrl_llm}
 KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
 # {loss_agg_mode of veRL: aggregate.mode of jaxrl_llm}
@@ -105,14 +104,6 @@ class Family:
         """Returns {name: method} of the methods below, so that the rows of a table can name them as rules."""
         return {name: getattr(self, name) for name in dir(type(self)) if not name.startswith("_")}
 
-    def conditions(self) -> dict[str, tuple[Callable[[Keys], Any], str]]:
-        """Returns {name: (condition, reason if it does not hold)} for rows of a table with `if NAME`."""
-        return {
-            "in_loss": (self.in_loss, "the penalty is not in the loss"),
-            "in_reward": (self.in_reward, "the penalty is not in the reward"),
-            "images": (images.has_images, images.NONE),
-        }
-
     # Values of the file that several rules need.
 
     def critic(self, keys: Keys) -> bool:
@@ -141,16 +132,14 @@ class Family:
     def mini_batch(self, value: Any, keys: Keys) -> Outcome:
         """Translates the mini-batch of an optimizer step, in prompts or sequences, to `prompts_per_update`."""
         per_update, group_size = self.prompts_per_update(keys), self.group_size(keys)
-        fields = {"prompts_per_update": per_update}
+        target, reason = value, f"counts prompts, as in jaxrl_llm: each with {group_size} sequences"
         if self.counts_sequences:
-            reason = f"counts sequences of the rollout, {value} = {value / group_size:g} prompts with {group_size} each"
-            if per_update != value / group_size:
-                reason += f"; {per_update} is the nearest divisor of {self.prompts(keys)} prompts"
-            return Outcome("changed" if group_size > 1 else "mapped", fields, reason)
-        if per_update != value:
-            reason = f"{value} prompts: {per_update} is the nearest divisor of a rollout's prompts"
-            return Outcome("changed", fields, reason)
-        return Outcome("mapped", fields, f"counts prompts, as in jaxrl_llm: each with {group_size} sequences")
+            target = value / group_size
+            reason = f"counts sequences of the rollout, {value} = {target:g} prompts with {group_size} each"
+        if per_update != target:
+            reason += f"; {per_update} is the nearest divisor of {self.prompts(keys)} prompts"
+        kind = "mapped" if per_update == target == value else "changed"
+        return Outcome(kind, {"prompts_per_update": per_update}, reason)
 
     def micro_batch(self, value: Any, keys: Keys, counts: tuple[str, ...] = MACHINES) -> Outcome:
         """Translates the micro-batch, in sequences of one GPU, to `microbatch`, in prompts on all devices."""
@@ -346,36 +335,11 @@ def unknown_steps(product: str) -> Outcome:
     return Outcome("changed", fields, "counts epochs; jaxrl_llm counts steps", unknown={"num_steps": reason})
 
 
-def warmup_ratio(row: Row, value: Any, keys: Keys) -> Outcome:
-    """Translates the warm-up as a share of the run to `optim.warmup_ratio`, unless its number of steps is set."""
-    steps = f"{row.section}lr_warmup_steps"
-    if int(keys[steps] or 0) > 0:
-        return Outcome("no effect", reason=f"{steps} is set")
-    return Outcome("mapped", {row.field: float(value or 0), f"{row.field_section}.warmup_steps": 0})
-
-
-def decay(row: Row, value: Any, keys: Keys) -> Outcome:
-    """Translates `lr_scheduler_type`, the schedule after the warm-up, to `optim.decay` and `optim.end`."""
-    section = row.field_section
-    if value in (None, "constant"):
-        return Outcome("mapped", {f"{section}.decay": "constant", f"{section}.end": 0.0})
-    if value not in ("cosine", "linear"):
-        return unsupported(f"{section}.decay", f"the decay is constant, linear or cosine, not {value}")
-    # Only the cosine of veRL has a lowest rate.
-    share = float(keys[f"{row.section}min_lr_ratio"] or 0) if value == "cosine" else 0.0
-    return Outcome("mapped", {f"{section}.decay": value, f"{section}.end": _lowest_rate(row, share, keys)})
-
-
-def _lowest_rate(row: Row, share: float, keys: Keys) -> float:
-    """Returns the learning rate at the end of a schedule. share: share of the highest rate."""
-    return float(keys[f"{row.section}lr"]) * share if share else 0.0
-
-
 def lowest(row: Row, value: Any, keys: Keys) -> Outcome:
     """Translates `min_lr_ratio`, the share of the learning rate at the end of a cosine, to `optim.end`."""
-    if keys[f"{row.section}lr_scheduler_type"] != "cosine":
-        return Outcome("no effect", reason="only a cosine has a lowest rate")
-    return Outcome("mapped", {row.field: _lowest_rate(row, float(value or 0), keys)})
+    # In veRL only the cosine has a lowest rate.
+    share = float(value or 0) if keys[f"{row.section}lr_scheduler_type"] == "cosine" else 0.0
+    return Outcome("mapped", {row.field: float(keys[f"{row.section}lr"]) * share if share else 0.0})
 
 
 def betas(row: Row, value: Any, keys: Keys) -> Outcome:
@@ -448,8 +412,17 @@ def unknown_reward(row: Row, value: Any, keys: Keys) -> Outcome:
     return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(row.fields.split(), reason))
 
 
-def rows_of(section: str, convert: str, value: Any) -> Outcome:
-    """Returns the source of one data file or of several; several files to train on become a mixture."""
+def checkpointing(value: Any, keys: Keys) -> Outcome:
+    """Translates the switch that recomputes activations in the backward pass to `model.remat`."""
+    return Outcome("mapped", {"model.remat": "full" if value else "dots"})
+
+
+def rows_of(convert: str, row: Row, value: Any, keys: Keys) -> Outcome:
+    """Translates one data file or several to `data.source` or `eval.source`; several to train on become a mixture.
+
+    convert: function that converts a row.
+    """
+    section = row.field_section
     files = [str(file) for file in value] if isinstance(value, list) else [str(value)]
     # One evaluation set decides which checkpoint is best, and only the user knows which set.
     if len(files) > 1 and section == "data":

@@ -49,9 +49,8 @@ IMAGE_ROWS = re.compile(
 # Names of models that hear.
 SOUND_MODEL = re.compile(r"omni|minicpm-o", re.IGNORECASE)
 # Reasons that the translation prints.
-TOO_MANY_IMAGES = "the engine refuses a prompt with more images; in jaxrl_llm a prompt has all images of its row"
+LIMIT = "the engine refuses a prompt with more images; in jaxrl_llm a prompt has all images of its row"
 SAME_PIXELS = "of the engine alone; jaxrl_llm's sampler and learner both have data.min_pixels and data.max_pixels"
-NONE = "of images, and this run has none"
 PROCESSOR = "write it into the model's preprocessor_config.json"
 SOUND = "of video or audio, which no model of jaxrl_llm reads"
 # {argument of an image processor: field}
@@ -115,6 +114,10 @@ def has_images(keys: Keys) -> bool:
     return is_shown
 
 
+# Condition of keys that have an effect only in a run with images, and the reason if they have none.
+HAS_IMAGES = (has_images, "of images, and this run has none")
+
+
 def processor(row: Row, value: Any, keys: Keys) -> Outcome:
     """Translates arguments of the image processor, such as its sizes, to `data.min_pixels` and `data.max_pixels`."""
     arguments = flatten_sections({"size": value} if row.name == "size" else value or {})
@@ -123,6 +126,11 @@ def processor(row: Row, value: Any, keys: Keys) -> Outcome:
     if unknown_names:
         return Outcome("unsupported", fields, f"{', '.join(unknown_names)}: {PROCESSOR}")
     return Outcome("mapped", fields) if fields else Outcome("no effect", reason="not set")
+
+
+def limit(value: Any, keys: Keys) -> Outcome:
+    """Translates the largest number of images in a prompt that the engine accepts, which jaxrl_llm does not limit."""
+    return Outcome("changed", {}, LIMIT) if value else Outcome("mapped")
 
 
 def sound(value: Any, keys: Keys) -> Outcome:

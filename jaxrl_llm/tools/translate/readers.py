@@ -13,15 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tools.translate import arguments, easyr1, launchers, search_r1, shell, trl, verl
-from jaxrl_llm.tools.translate.documents import (
-    SECTIONS,
-    DocumentKeys,
-    parse_scalar,
-    read_document,
-    with_files,
-    with_references,
-)
+from jaxrl_llm.tools.translate import arguments, documents, easyr1, launchers, search_r1, shell, trl, verl
 from jaxrl_llm.tools.translate.outcome import TrainerTable
 from jaxrl_llm.tools.translate.script import read_script
 from jaxrl_llm.tools.translate.shell import Command
@@ -84,7 +76,7 @@ def _read(path: Path, text: str) -> ForeignConfig:
         kind, values, lost, notes = read_script(path, text)
         return ForeignConfig(TRL_TRAINERS[kind], values, tuple(lost), tuple(notes))
     is_document = path.suffix in (".json", ".yaml", ".yml")
-    keys = with_references(read_document(path, text)) if is_document else _from_shell(path, text)
+    keys = documents.with_references(documents.read_document(path, text)) if is_document else _from_shell(path, text)
     values = {key: arguments.without_places(value) for key, value in keys.values.items()}
     # A key becomes a comment of the config, so it must not have other characters, such as line breaks.
     if wrong := next((key for key in values if not KEY.fullmatch(key)), ""):
@@ -127,7 +119,7 @@ def _count_known_keys(table: TrainerTable, keys: dict[str, Any]) -> int:
     return sum(table.knows(key) or key.startswith(launchers.LAUNCHERS) for key in keys)
 
 
-def _from_shell(path: Path, text: str) -> DocumentKeys:
+def _from_shell(path: Path, text: str) -> documents.DocumentKeys:
     """Returns the keys of the one training command of a shell script."""
     # bash would read < of a placeholder <PATH> as a redirection.
     text = re.sub(rf"(?<=[\s=])<({arguments.PLACEHOLDER})>(?=[\s/]|$)", r"\<\1\>", text)
@@ -136,7 +128,7 @@ def _from_shell(path: Path, text: str) -> DocumentKeys:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     # A command that a loop runs several times has one place in the script, and counts once.
-    runs: dict[int, list[DocumentKeys]] = {}
+    runs: dict[int, list[documents.DocumentKeys]] = {}
     for command in script.commands:
         if keys := _from_command(path, command, script.files):
             runs.setdefault(command.positions[0], []).append(keys)
@@ -190,7 +182,7 @@ def _name(word: str) -> str:
     return key.removeprefix("--").replace("-", "_").removeprefix("no_") if key.startswith("--") else key
 
 
-def _from_command(path: Path, command: Command, files: Mapping[str, str]) -> DocumentKeys | None:
+def _from_command(path: Path, command: Command, files: Mapping[str, str]) -> documents.DocumentKeys | None:
     """Returns the keys that a command of a shell script passes to a trainer; None if it starts no training.
 
     files: {name: text} of files that the script writes.
@@ -202,29 +194,31 @@ def _from_command(path: Path, command: Command, files: Mapping[str, str]) -> Doc
     # The word after -m or trl is a module or a command of trl, and no argument.
     inside = words[start + 1 + (words[start] in ("-m", "trl")) :]
     hydra, unkeyed = arguments.keys_of(inside)
-    if any(key.split(".")[0] in SECTIONS for key in hydra) or "--config-name" in hydra:
-        keys = with_files(path, {key: arguments.value_of(value, parse_scalar) for key, value in hydra.items()}, files)
+    if any(key.split(".")[0] in documents.SECTIONS for key in hydra) or "--config-name" in hydra:
+        keys = documents.with_files(
+            path, {key: arguments.value_of(value, documents.parse_scalar) for key, value in hydra.items()}, files
+        )
         keys.lost += _unkeyed(unkeyed)
-        return with_references(keys)
+        return documents.with_references(keys)
     options, unkeyed = arguments.flags(inside)
     values: dict[str, Any] = {}
     for key, value in options.items():
         # TRL's parser adds --no_NAME for each flag that is on by default.
         is_denied = key not in trl.GRPO.rules and key.removeprefix("no_") in trl.GRPO.rules
         values[key.removeprefix("no_") if is_denied else key] = not is_denied and arguments.value_of(
-            value, parse_scalar
+            value, documents.parse_scalar
         )
     program = _program(words[start : start + 2])
     # A program of alignment-handbook takes its config file as an argument without a flag.
-    documents = [word for word in unkeyed if word.endswith((".yaml", ".yml", ".json"))]
-    keys = with_files(path, ({"config": documents[0]} if documents else {}) | values, files)
+    config_files = [word for word in unkeyed if word.endswith((".yaml", ".yml", ".json"))]
+    keys = documents.with_files(path, ({"config": config_files[0]} if config_files else {}) | values, files)
     trl_keys = [key for key in keys.values if key != "config" or program]
     if not any(table.knows(key) for table in TRL_TRAINERS.values() for key in trl_keys):
         return None
     for key, value in launchers.flags(path, words[: start + 1], files).items():
         keys.values.setdefault(key, value)
     keys.program = program
-    known_words = (*documents, "train", *PROGRAMS, *TRL_TRAINERS)
+    known_words = (*config_files, "train", *PROGRAMS, *TRL_TRAINERS)
     keys.lost += _unkeyed([word for word in unkeyed if word not in known_words])
     return keys
 

@@ -11,16 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.tools.translate import script_calls
 from jaxrl_llm.tools.translate.interpreter import ScriptObject, snippet
 from jaxrl_llm.tools.translate.outcome import Unread
-from jaxrl_llm.tools.translate.script_calls import (
-    CONFIGS,
-    POSITIONAL,
-    TRAINERS,
-    UNTRANSLATED_CLASSES,
-    ScriptRun,
-    TrainingStarts,
-)
 
 
 def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], list[str]]:
@@ -35,15 +28,20 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{path} is no Python that can be parsed: {error}") from None
     called = [(_called_name(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    for classes, noun in ((CONFIGS.keys() - {"TrainingArguments"}, "configs"), (TRAINERS.keys(), "trainers")):
+    for classes, noun in (
+        (script_calls.CONFIGS.keys() - {"TrainingArguments"}, "configs"),
+        (script_calls.TRAINERS.keys(), "trainers"),
+    ):
         lines = [str(line) for name, line in called if name in classes]
         if len(lines) > 1:
             raise UserError(f"{path} makes {len(lines)} {noun}, at lines {', '.join(lines)}: keep one in the file")
     run = _followed(tree)
     config = next((item for item in run.items if item.kind == "config"), None)
     trainer = next((item for item in run.items if item.kind == "trainer"), None)
-    if not trainer and (not config or not any(name in CONFIGS and name != "TrainingArguments" for name, _ in called)):
-        untranslated_names = [name for name, _ in called if name in UNTRANSLATED_CLASSES]
+    if not trainer and (
+        not config or not any(name in script_calls.CONFIGS and name != "TrainingArguments" for name, _ in called)
+    ):
+        untranslated_names = [name for name, _ in called if name in script_calls.UNTRANSLATED_CLASSES]
         untranslated = f"{untranslated_names[0]}, which is not translated" if untranslated_names else ""
         raise UserError(
             f"{path} makes {untranslated or 'no GRPOConfig, RLOOConfig, PPOConfig, DPOConfig or CPOConfig'}: "
@@ -55,7 +53,7 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
     if isinstance(args, ScriptObject) and args.kind == "config":
         config = args
     elif trainer and args is not None:
-        node = _args_node(trainer.node, POSITIONAL[trainer.value].index("args"))
+        node = _args_node(trainer.node, script_calls.POSITIONAL[trainer.value].index("args"))
         reason = f"args={snippet(node)} is not made in the script: translate the command line (a .sh)"
         lost.append(f"line {node.lineno}: {reason}")
     project = run.environment.get("WANDB_PROJECT")
@@ -68,16 +66,19 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
     return str((trainer or config).value), keys, lost, run.notes  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def _followed(tree: ast.Module) -> ScriptRun:
+def _followed(tree: ast.Module) -> script_calls.ScriptRun:
     """Follows a script up to the start of its training, and functions with a trainer that it does not call."""
-    run = ScriptRun()
-    with suppress(TrainingStarts):
+    run = script_calls.ScriptRun()
+    with suppress(script_calls.TrainingStarts):
         run.follow(tree.body)
     for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
         makes = {_called_name(node) for node in ast.walk(function) if isinstance(node, ast.Call)}
         # A function that the script does not call gets unknown arguments from a library such as fire.
-        if not any(item.kind == "trainer" for item in run.items) and makes & (CONFIGS | TRAINERS).keys():
-            with suppress(TrainingStarts):
+        if (
+            not any(item.kind == "trainer" for item in run.items)
+            and makes & (script_calls.CONFIGS | script_calls.TRAINERS).keys()
+        ):
+            with suppress(script_calls.TrainingStarts):
                 run.follow_function(function, {}, function)
     return run
 

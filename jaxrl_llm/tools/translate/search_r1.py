@@ -17,7 +17,7 @@ from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
 ROWS = verl.ROWS | read_rows("search_r1")
 FAMILY = replace(verl.FAMILY, rows=ROWS, counts_sequences=True)
 
-data_files = partial(verl.files, conversions.SEARCH_R1_ROWS)
+data_files = partial(family.rows_of, conversions.SEARCH_R1_ROWS)
 
 
 def grouped(value: Any, keys: Keys) -> Outcome:
@@ -52,11 +52,6 @@ def masking(value: Any, keys: Keys) -> Outcome:
         reason = "also left out of the KL penalty, the critic and the advantages; in Search-R1 only of the loss"
         return Outcome("changed", {}, reason)
     return Outcome("unsupported", reason="jaxrl_llm never trains on what the search finds")
-
-
-def retriever(value: Any, keys: Keys) -> Outcome:
-    """Translates Search-R1's `retriever.url`, the address of the search server, to `env.url`."""
-    return Outcome("mapped", {"env.url": str(value), "env.corpus": ""})
 
 
 def exact_match(value: Any, keys: Keys) -> Outcome:

@@ -25,7 +25,7 @@ CLOSING = ("then", "do", "done", "fi", "esac", "else", "elif", "}")
 # Commands that declare variables.
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 # Commands that set variables to values that the translator does not compute.
-VARIABLE_SETTERS = ("read", "mapfile", "readarray", "printf", "let")
+VARIABLE_SETTERS = ("read", "mapfile", "readarray", "printf", "let", "unset")
 # A command that runs a text as a script, such as bash -c "…".
 NESTED_SHELL = re.compile(r"eval |(?:.* )?(?:\S*/)?(?:ba|z)?sh -[a-z]*c ", re.DOTALL)
 MAX_DEPTH = 16  # functions that call each other
@@ -414,8 +414,6 @@ class ShellRun(ShellVariables):
             self.variables["@"] = self.variables["@"][int(rest[0]) if rest and rest[0].isdigit() else 1 :]
         elif name == "getopts" and not self.variables["@"]:
             return False  # without options its loop does not begin
-        elif name == "unset":
-            self.variables = {key: value for key, value in self.variables.items() if key not in rest}
         elif name in VARIABLE_SETTERS:
             self.forget(key for text in rest for key in re.findall(r"^[A-Za-z_]\w*", text))
         elif name in ("source", "."):

@@ -4,7 +4,8 @@ The columns of such a file are:
 
 key: name of a key of the trainer, or several with blanks between them, or a pattern with *. Exact names come first,
     then patterns in the order of the file.
-fields: fields of a jaxrl_llm config that the key decides, the most important one first.
+fields: fields of a jaxrl_llm config that the key decides, the most important one first. FIELD=VALUE has this value if
+    the key decides the others.
 rule: effect of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make it the fields, with the same
     meaning; `count` does so if it is above 0, and `natural` makes a negative number 0. With values after the word, any
     other value means something else (`why`). `choose` makes the fields the word B for the value A, of the words A=B
@@ -13,11 +14,11 @@ rule: effect of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make i
     after it. `none` has no counterpart, and `differs` none that is a field. Fields of these rows are not what the file
     says.
     `absent` takes a row of another table out. `old KEY` is an earlier name of KEY; the words A=B after it say how its
-    values are spelled now. Any other word is a function of the trainer's module: a rule, or what makes one of a row.
-    With a ? behind the function, None, False, 0 and an empty value have no effect.
+    values are spelled now. Any other word is a function of the trainer's module, which is the rule.
+    With a ? behind the word, None, False, 0 and an empty value have no effect.
     `if CONDITION` after all of these, once or several times: the key has an effect only with that condition. KEY is
-    a key that is set, KEY=A,B one with a value of these, KEY!=A,B one with another value, and any other word is a name
-    of the module's CONDITIONS.
+    a key that is set, KEY=A,B one with a value of these, KEY!=A,B one with another value, and a word in capitals is a
+    condition of the module with its reason.
 default: the trainer's default, as YAML; empty if the key has none, or needs none because it changes no field.
 was: default of the older versions, if another one.
 versions: "0.3-" for a key since version 0.3, "-0.2" for a key until version 0.2. A file with a key of the second kind
@@ -74,6 +75,16 @@ class Row:
         return self.key.rpartition(".")[2]
 
     @property
+    def field_names(self) -> list[str]:
+        """Names of all fields of jaxrl_llm's config that the key decides."""
+        return [field.partition("=")[0] for field in self.fields.split()]
+
+    def fields_with(self, value: Any) -> dict[str, Any]:
+        """Returns {field: value}, with the values that the row gives to fields."""
+        pairs = [field.partition("=") for field in self.fields.split()]
+        return {name: parse_scalar(constant) if sign else value for name, sign, constant in pairs}
+
+    @property
     def field(self) -> str:
         """The first field of jaxrl_llm's config that the key decides."""
         return self.fields.split(" ")[0]
@@ -102,8 +113,8 @@ def trainer_table(
 ) -> TrainerTable:
     """Makes the translation table of a trainer from its rows, with the rules that they name.
 
-    module: {name: function or sentence} that rows may name, with CONDITIONS as {name: (applies, reason if not)}. OLDER,
-    if present, is the name and the last number of the versions to which the column `was` belongs.
+    module: {name: function, condition or sentence} that rows may name. OLDER, if present, is the name and the last
+    number of the versions to which the column `was` belongs.
     base: config of jaxrl_llm that a translation changes; as_of: version of a trainer without later keys, 0.0 for the
     newest version.
     """
@@ -125,7 +136,7 @@ def trainer_table(
         {key: _rule(row, module) for key, row in current.items()},
         defaults | (older.defaults if as_of else {}),
         base,
-        decides={key: tuple(row.fields.split()) for key, row in current.items()},
+        decides={key: tuple(row.field_names) for key, row in current.items()},
         renamed={key: words[0] for key, words in former.items()},
         respelled={key: dict(word.split("=") for word in words[1:]) for key, words in former.items()},
         older=(older,) if older.only_keys and not as_of else (),
@@ -137,6 +148,7 @@ def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
     """Returns the rule of a row: a function that makes the outcome of a value. module: as in `trainer_table`."""
     text, *conditions = row.rule.split(" if ")
     word, *arguments = text.split(" ")
+    word, optional, _ = word.partition("?")
     if row.why.isupper() and row.why in module:
         row = replace(row, why=module[row.why])
     if word == "idle":
@@ -148,18 +160,24 @@ def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
     elif word in ("off", "only", "none", "differs"):
         rule = partial(_no_counterpart, row, word, [*([None, False] * (word == "off")), *map(parse_scalar, arguments)])
     else:
-        name, *attribute = word.removesuffix("?").split(".")
-        function: Any = reduce(getattr, attribute, module[name])
-        parameters = [*inspect.signature(function).parameters]
-        # A function with the one parameter `row` makes a rule, and a rule may take its row as an argument.
-        rule = function(row) if parameters == ["row"] else partial(function, row) if "row" in parameters else function
-    if word.endswith("?"):
+        function = _named(word, module)
+        parameters = inspect.signature(function).parameters
+        # A rule may take its row as an argument.
+        rule = partial(function, row) if "row" in parameters else function
+    if optional:
         rule = partial(_if_set, rule)
     # The first condition is asked first, so that a key which decides nothing makes no field unknown.
     for condition in reversed(conditions):
-        applies, why_not = module["CONDITIONS"].get(condition) or _condition(condition)
+        is_name = condition.rpartition(".")[2].isupper()
+        applies, why_not = _named(condition, module) if is_name else _condition(condition)
         rule = Conditional(applies, rule, why_not)
     return rule
+
+
+def _named(word: str, module: Mapping[str, Any]) -> Any:
+    """Returns what a word such as images.HAS_IMAGES is in a module."""
+    name, *attributes = word.split(".")
+    return reduce(getattr, attributes, module[name])
 
 
 def _condition(text: str) -> tuple[Callable[[Keys], Any], str]:
@@ -183,8 +201,8 @@ def _chosen(row: Row, words: Mapping[str, str], value: Any, keys: Keys) -> Outco
     """Translates a key whose values have other names in jaxrl_llm. words: {value: its name in jaxrl_llm}."""
     if str(value) not in words:
         reason = f"it is one of {', '.join(words)}, not {value}"
-        return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(row.fields.split(), reason))
-    return Outcome("changed" if row.why else "mapped", dict.fromkeys(row.fields.split(), words[str(value)]), row.why)
+        return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(row.field_names, reason))
+    return Outcome("changed" if row.why else "mapped", row.fields_with(words[str(value)]), row.why)
 
 
 def _same_meaning(row: Row, word: str, neutral: list[Any], value: Any, keys: Keys) -> Outcome:
@@ -197,7 +215,7 @@ def _same_meaning(row: Row, word: str, neutral: list[Any], value: Any, keys: Key
     converted = CONVERTERS[word](value)
     differs = bool(neutral) and converted not in neutral
     reason = row.why if differs or not neutral else ""
-    return Outcome("changed" if differs else "mapped", dict.fromkeys(row.fields.split(), converted), reason)
+    return Outcome("changed" if differs else "mapped", row.fields_with(converted), reason)
 
 
 def _no_counterpart(row: Row, word: str, neutral: list[Any], value: Any, keys: Keys) -> Outcome:
@@ -205,4 +223,4 @@ def _no_counterpart(row: Row, word: str, neutral: list[Any], value: Any, keys: K
     if value in neutral:
         return Outcome("mapped") if word == "only" else Outcome("no effect", reason="not in use")
     kind = "changed" if word == "differs" else "unsupported"
-    return Outcome(kind, reason=row.why, unknown=dict.fromkeys(row.fields.split(), row.why))
+    return Outcome(kind, reason=row.why, unknown=dict.fromkeys(row.field_names, row.why))

@@ -14,11 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.tools.translate import family, images
-from jaxrl_llm.tools.translate import trl_counts as counts
-from jaxrl_llm.tools.translate import trl_objectives as objectives
-from jaxrl_llm.tools.translate import trl_parts as parts
-from jaxrl_llm.tools.translate import trl_rows as rows  # noqa: F401 (trl.tsv names its functions)
+from jaxrl_llm.tools.translate import family, images, trl_counts, trl_objectives, trl_parts, trl_rows  # noqa: F401 (tables name trl_rows)
 from jaxrl_llm.tools.translate.documents import parse_scalar
 from jaxrl_llm.tools.translate.outcome import Conditional, Keys, Outcome, Rule, TrainerTable, Version
 from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
@@ -28,15 +24,7 @@ ADAMW = "AdamW is the one optimizer of jaxrl_llm"
 STOPS = "stop tokens are the model's: generation_config.json"
 ONE_ADAPTER = "one adapter, and its base is the reference"
 
-# {name in the tables: (whether a key has an effect, reason if it has none)}, for rows with `if NAME`.
-CONDITIONS = {
-    "by_steps": (lambda keys: not counts.counts_rollouts(keys), "total_episodes decides"),
-    "by_epochs": (lambda keys: not (counts.counts_rollouts(keys) and keys["total_episodes"]), "total_episodes is set"),
-    "images": (images.has_images, images.NONE),
-    "adapted": (parts.adapted, "use_peft is False"),
-    "clipped": (lambda keys: objectives.loss_name(keys["loss_type"], keys) == "ppo_clip", "the loss does not clip"),
-}
-tower = images.tower(parts.adapted)
+tower = images.tower(trl_parts.adapted)
 # Rows of trl_versions.tsv: older versions of TRL, with the keys that show that a file is for them, and their defaults.
 VERSION_LINES = (Path(__file__).parent / "trl_versions.tsv").read_text(encoding="utf-8").splitlines()[1:]
 VERSIONS = [line.split("\t") for line in VERSION_LINES if not line.startswith("#")]
@@ -79,7 +67,7 @@ RLOO = trl_table("rloo", "RLOO", "1.16.0", "grpo", "trl_grpo trl_episodes trl_rl
 PPO = trl_table("ppo", "PPO", "0.29.0", "ppo", "trl_episodes trl_ppo")
 # Keys that set the optimizer, which in PPO is one for policy and critic.
 OPTIMIZER_KEYS = [key for key, fields in PPO.decides.items() if any(name.startswith("optim.") for name in fields)]
-PPO = replace(PPO, rules=PPO.rules | {key: parts.with_critic(PPO.rules[key]) for key in OPTIMIZER_KEYS})
+PPO = replace(PPO, rules=PPO.rules | {key: trl_parts.with_critic(PPO.rules[key]) for key in OPTIMIZER_KEYS})
 DPO = trl_table("dpo", "DPO", "1.16.0", "dpo", "trl_pairs trl_dpo")
 SIMPO = trl_table("simpo", "SimPO", "1.16.0", "simpo", "trl_pairs trl_simpo")
 # {kind of a trainer: its table}

@@ -98,16 +98,6 @@ def kl_estimator(value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", {"kl.estimator": "k3_weighted" if value else "k3"})
 
 
-def scaling(value: Any, keys: Keys) -> Outcome:
-    """Translates TRL's `scale_rewards`, the deviation that divides advantages, to `advantage.normalize`."""
-    if keys["multi_objective_aggregation"] == "normalize_then_sum":
-        return Outcome("no effect", reason="multi_objective_aggregation normalizes each reward")
-    # Older versions of TRL have True and False for "group" and "none".
-    normal = {True: "group", False: "none"}.get(value, value)
-    fields = {"advantage.name": "grpo", "advantage.normalize": normal, "advantage.epsilon": 1e-4}
-    return Outcome("mapped", fields, "a deviation has ddof = 1 and epsilon = 1e-4 in TRL and in jaxrl_llm")
-
-
 def objectives(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `multi_objective_aggregation`: normalizing each reward before the sum is `gdpo`."""
     normalizes = value == "normalize_then_sum"

@@ -61,6 +61,10 @@ def adapted(keys: Keys) -> bool:
     return bool(keys["use_peft"] or keys.get("trainer.peft_config"))
 
 
+# Condition of keys of adapters, and the reason if they have no effect.
+ADAPTED = (adapted, "use_peft is False")
+
+
 def adapter(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `use_peft` or the trainer's `peft_config` to `adapters`: new ones, or those of a folder."""
     if not adapted(keys):
@@ -71,11 +75,6 @@ def adapter(value: Any, keys: Keys) -> Outcome:
     unknown = {f"adapters.{name}": f"as in {config}" for name in ("rank", "alpha", "targets", "rs")}
     fields = {"adapters.name": "lora", "adapters.path": str(config)}
     return Outcome("changed", fields, "continues from these adapters", unknown=unknown)
-
-
-def plain_adapter(value: Any, keys: Keys) -> Outcome:
-    """Sets the fields of `adapters` that no key of TRL changes."""
-    return Outcome("mapped", {"adapters.rs": False, "adapters.base_dtype": "", "adapters.path": ""})
 
 
 def adapter_size(row: Row, value: Any, keys: Keys) -> Outcome:
@@ -142,15 +141,6 @@ def with_critic(rule: Rule) -> Rule:
         return replace(outcome, fields=outcome.fields | critic_fields)
 
     return with_critic_fields
-
-
-def saving(value: Any, keys: Keys) -> Outcome:
-    """Translates TRL's `save_strategy` (steps, epoch or no): jaxrl_llm always saves, in steps of `checkpoint.every`."""
-    if value == "steps":
-        return Outcome("mapped", {})
-    reasons = {"no": "a jaxrl_llm run always can resume", "epoch": "jaxrl_llm saves in steps: checkpoint.every"}
-    reason = reasons.get(str(value), "jaxrl_llm saves every checkpoint.every steps")
-    return Outcome("changed", {"checkpoint.every": 25}, reason)
 
 
 def trackers(value: Any, keys: Keys) -> Outcome:

@@ -44,16 +44,10 @@ def adapted(keys: Keys) -> bool:
     return bool(keys[f"{MODEL}lora_rank"])
 
 
-CONDITIONS = FAMILY.conditions()
 tower = images.tower(adapted, UNREAD_FREEZE)
 
 
-def files(convert: str, row: Row, value: Any, keys: Keys) -> Outcome:
-    """Translates `data.train_files` or `val_files` to `data` or `eval`. convert: function that converts a row."""
-    return family.rows_of(row.field_section, convert, value)
-
-
-data_files = partial(files, conversions.PARQUET)
+data_files = partial(family.rows_of, conversions.PARQUET)
 
 
 def constant_length(value: Any, keys: Keys) -> Outcome:
@@ -68,13 +62,6 @@ def truncation(value: Any, keys: Keys) -> Outcome:
     if value == "error":
         return Outcome("mapped", {"data.overlong": "error"})
     return Outcome("changed", {"data.overlong": "drop"}, f"{value} cuts a longer prompt; jaxrl_llm drops and counts it")
-
-
-def filtered(value: Any, keys: Keys) -> Outcome:
-    """Translates veRL's `data.filter_overlong_prompts` to `data.overlong`."""
-    if value:
-        return Outcome("mapped", {"data.overlong": "drop"})
-    return Outcome("no effect", reason="data.truncation says what becomes of a longer prompt")
 
 
 def resampling(value: Any, keys: Keys) -> Outcome:
@@ -136,15 +123,6 @@ def reward_coef(row: Row, value: Any, keys: Keys) -> Outcome:
         reason = "veRL needs use_kl_in_reward for it since 0.4; until 0.3 this file had the penalty in the reward"
         return Outcome("changed", {}, reason)
     return Outcome("no effect", reason="the penalty is not in the reward")
-
-
-def correction(value: Any, keys: Keys) -> Outcome:
-    """Translates veRL's `rollout_correction.rollout_is`, weights between engine and trainer, to `importance`."""
-    if value not in ("token", "sequence"):
-        return Outcome("unsupported", reason=f"jaxrl_llm has no level {value!r}: token and sequence")
-    # veRL truncates the weights at this threshold, and masks no token.
-    high = float(keys["algorithm.rollout_correction.rollout_is_threshold"])
-    return Outcome("mapped", {"importance.level": value, "importance.action": "truncate", "importance.high": high})
 
 
 def critic_model(policy: str, value: Any, keys: Keys) -> Outcome:

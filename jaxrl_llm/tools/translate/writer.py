@@ -149,14 +149,22 @@ def _lines(translation: Translation, name: str, fields: dict[str, Any]) -> list[
     if name == "data.mixture":
         for part, inside in fields[name].items():
             made += [f"c.{name}.{part} = ConfigDict()"]
-            made += [f"c.{name}.{part}.{key} = {literal(value)}" for key, value in inside.items()]
+            made += [line for key, value in inside.items() for line in _assignment(f"{name}.{part}.{key}", value)]
         return [*comments, *made]
-    origin, line = _origin(translation, name), f"c.{name} = {literal(fields[name])}"
+    origin, lines = _origin(translation, name), _assignment(name, fields[name])
     if not origin or origin in explained:
-        return [*made, *comments, line]
-    with_origin = f"{line}  # {origin}"
-    fits = len(with_origin) + 4 <= WIDTH
-    return [*made, *comments, *([with_origin] if fits else [*_wrapped(origin), line])]
+        return [*made, *comments, *lines]
+    with_origin = f"{lines[0]}  # {origin}"
+    fits = len(lines) == 1 and len(with_origin) + 4 <= WIDTH
+    return [*made, *comments, *([with_origin] if fits else [*_wrapped(origin), *lines])]
+
+
+def _assignment(name: str, value: Any) -> list[str]:
+    """Returns the lines that set a field. A text that does not fit beside its name gets lines of its own."""
+    start, text = f"c.{name} = ", literal(value)
+    # The lines are broken by hand as the formatter does, because it is no dependency of the package.
+    is_broken = isinstance(value, str) and len(start + text) + 4 > WIDTH + 1 and len(text) + 8 <= WIDTH + 1
+    return [f"{start}(", f"    {text}", ")"] if is_broken else [start + text]
 
 
 def _origin(translation: Translation, name: str) -> str:
