@@ -207,6 +207,11 @@ LOST = {
         {"data.seed": 1},
         [],
     ),
+    "another training command in a text": (
+        f"{VERL} data.seed=1\nCMD='{VERL} data.seed=2'\neval $CMD",
+        {"data.seed": 1},
+        [f"eval {VERL} data.seed=2"],
+    ),
     "another command has its own": (f"pip install data.x==1\npython prep.py data.seed=3\n{VERL}", {}, []),
     "what is behind exit": (f"{VERL}\nexit\npython x.py \\\n data.seed=1", {}, ["line 4: data.seed=1"]),
     "ray": (

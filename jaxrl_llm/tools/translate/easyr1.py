@@ -16,11 +16,6 @@ MODEL = "worker.actor.model."
 OLDER = ("of spring 2025", 2025.3)  # name and last date of the versions of the column `was`
 
 
-def adapted(keys: Keys) -> bool:
-    """Whether only adapters learn."""
-    return bool(keys[f"{MODEL}lora.rank"])
-
-
 ROWS = read_rows("easyr1")
 FAMILY = family.Family(
     rows=ROWS,
@@ -33,7 +28,7 @@ FAMILY = family.Family(
 # Reasons that rows of the table name by these constants.
 GREEDY = "jaxrl_llm evaluates with one greedy completion per problem (jaxrl evaluate samples several)"
 RESIZED = "EasyR1 first resizes to any size, and then to whole tokens, so that a side may differ by one token"
-tower = images.tower(adapted)
+tower = images.tower(lambda keys: bool(keys[f"{MODEL}lora.rank"]))
 
 
 def loss(value: Any, keys: Keys) -> Outcome:

@@ -106,10 +106,6 @@ class Family:
 
     # Values of the file that several rules need.
 
-    def critic(self, keys: Keys) -> bool:
-        """Whether the run has a critic."""
-        return keys["algorithm.adv_estimator"] == "gae"
-
     def group_size(self, keys: Keys) -> int:
         """Returns the number of sequences that are sampled for each prompt."""
         return math.prod(int(keys[key]) for key, row in self.rows.items() if row.field == "group_size")

@@ -150,7 +150,7 @@ def _from_shell(path: Path, text: str) -> documents.DocumentKeys:
 
 
 def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
-    """Returns the lines of a shell script with words that look like keys, but belong to no command that runs.
+    """Returns the lines of a shell script with words that look like keys, but belong to no command that is followed.
 
     keys: keys of the training command. A command whose first word is such a key is a part of the training command that
     a comment has cut off.
@@ -166,7 +166,8 @@ def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
     for heredoc in (heredoc for heredoc in script.lexer.heredocs if heredoc not in script.file_heredocs):
         first_line = script.lexer.line(heredoc.position)
         found += [(first_line + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
-    return [f"line {line}: {' '.join(keys)}" for line, keys in found if keys]
+    lines = [f"line {line}: {' '.join(words)}" for line, words in found if words]
+    return lines + [text for text in script.nested_scripts if _like_keys(text)]
 
 
 def _like_keys(text: str) -> list[str]:

@@ -78,12 +78,6 @@ UNSLOTH_LORA = dict(
     r=16, lora_alpha=16, lora_dropout=0, bias="none",
     target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 )  # fmt: skip
-# {class of another package: (kind of its object, value of the object, names of its positional arguments)}
-OTHER_CLASSES = {
-    "LoraConfig": ("adapter", None, ("task_type",)),
-    "BitsAndBytesConfig": ("object", "BitsAndBytesConfig", ()),
-    "ArgumentParser": ("parser", None, ()),
-}
 # Conversions of Python that are computed for literals.
 CASTS = {"float": float, "int": int, "str": str, "bool": bool, "list": list}
 
@@ -206,9 +200,6 @@ class ScriptRun(Interpreter):
             return Unread(snippet(node))
         if not foreign and (handler := getattr(self, f"call_{name}", None)):
             return handler(parents[-1] if parents else "", node)
-        if name in OTHER_CLASSES and not foreign:
-            kind, value, positional_names = OTHER_CLASSES[name]
-            return ScriptObject(kind, value, self.arguments(node, positional_names))
         arguments = self.arguments(node)
         if name in CASTS and not foreign and is_literal(arguments):
             with suppress(KeyError, TypeError, ValueError):
@@ -286,6 +277,18 @@ class ScriptRun(Interpreter):
         # The folder of an adapter is not read, so its base is unknown.
         is_model = "Config" not in parent and not parent.startswith("AutoPeft")
         return ScriptObject("model", path, arguments) if is_model else Unread(snippet(node))
+
+    def call_LoraConfig(self, parent: str, node: ast.Call) -> ScriptObject:
+        """Interprets PEFT's LoraConfig: an adapter."""
+        return ScriptObject("adapter", None, self.arguments(node, ("task_type",)))
+
+    def call_BitsAndBytesConfig(self, parent: str, node: ast.Call) -> ScriptObject:
+        """Interprets BitsAndBytesConfig: an object whose attributes say how a model is quantized."""
+        return ScriptObject("object", "BitsAndBytesConfig", self.arguments(node))
+
+    def call_ArgumentParser(self, parent: str, node: ast.Call) -> ScriptObject:
+        """Interprets argparse's parser of the command line."""
+        return ScriptObject("parser", None, self.arguments(node))
 
     def call_get_peft_model(self, parent: str, node: ast.Call) -> Any:
         """Interprets get_peft_model: the model with LoRA, from PEFT's LoraConfig or from Unsloth's arguments."""

@@ -79,7 +79,8 @@ class ShellRun(ShellVariables):
     index: position of the next token; halted: why the commands at this position do not run: a branch that is not
     taken, or exit, return, break or continue before them; "" if they run. functions: {name: index of its body};
     commands: all commands that may run; files: {name: text} of files that the script writes by heredocs; notes: files
-    that it sources; patterns: positions of the patterns of `case`; steps: number of commands so far.
+    that it sources; nested_scripts: texts that it runs as scripts, which are not followed; patterns: positions of the
+    patterns of `case`; steps: number of commands so far.
     """
 
     lexer: Lexer
@@ -90,6 +91,7 @@ class ShellRun(ShellVariables):
     commands: list[Command] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    nested_scripts: list[str] = field(default_factory=list)
     file_heredocs: list[Heredoc] = field(default_factory=list)
     patterns: set[int] = field(default_factory=set)
     local_names: set[str] = field(default_factory=set)  # local variables of the function that is followed
@@ -403,8 +405,9 @@ class ShellRun(ShellVariables):
             return name != "false"
         if name in self.functions and self.depth < MAX_DEPTH:
             return self.call(self.functions[name], rest)
-        if NESTED_SHELL.match(" ".join(command.words)):
-            return None  # The text is a script of its own, which is not followed, so its keys belong to no command.
+        if NESTED_SHELL.match(text := " ".join(command.words)):
+            self.nested_scripts.append(text)
+            return None
         # `exit 1` does not end the script, because it mostly stands in a check of arguments, which are not known.
         if name in ("return", "break", "continue") or (name == "exit" and rest[:1] in ([], ["0"])):
             self.halted = name

@@ -76,8 +76,8 @@ class Row:
 
     @property
     def field_names(self) -> list[str]:
-        """Names of all fields of jaxrl_llm's config that the key decides."""
-        return [field.partition("=")[0] for field in self.fields.split()]
+        """Names of the fields of jaxrl_llm's config whose values the key decides."""
+        return [field for field in self.fields.split() if "=" not in field]
 
     def fields_with(self, value: Any) -> dict[str, Any]:
         """Returns {field: value}, with the values that the row gives to fields."""

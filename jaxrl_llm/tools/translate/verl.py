@@ -39,12 +39,7 @@ STARTS = "how veRL starts its processes"
 UNREAD_FREEZE = "nothing in veRL 0.9.1 reads it, so that its tower learns: for the same run set 'learns'"
 
 
-def adapted(keys: Keys) -> bool:
-    """Whether only adapters learn."""
-    return bool(keys[f"{MODEL}lora_rank"])
-
-
-tower = images.tower(adapted, UNREAD_FREEZE)
+tower = images.tower(lambda keys: bool(keys[f"{MODEL}lora_rank"]), UNREAD_FREEZE)
 
 
 data_files = partial(family.rows_of, conversions.PARQUET)
@@ -185,7 +180,7 @@ def validation(value: Any, keys: Keys) -> Outcome:
 
 def base(keys: Keys) -> str:
     """Returns the config of jaxrl_llm that a translation changes."""
-    return "ppo" if FAMILY.critic(keys) else "grpo"
+    return "ppo" if keys["algorithm.adv_estimator"] == "gae" else "grpo"
 
 
 VERL = trainer_table("veRL", "0.9.1", ROWS, vars(family) | FAMILY.rules() | globals(), base)

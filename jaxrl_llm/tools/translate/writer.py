@@ -26,22 +26,13 @@ WRAP = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
 CALLS = ("adapters", "advantage", "env", "loss", "turns")
 # Sections that no config of jaxrl_llm has by default.
 WHOLE = ("reward_model", "kl.refresh", "kl.adaptive", "entropy", "entropy.adaptive")
-# {config of jaxrl_llm that the file changes: algorithm in its docstring}
-ALGORITHM = {
-    "grpo": "GRPO",
-    "ppo": "PPO",
-    "search_grpo": "GRPO with a search tool",
-    "search_ppo": "PPO with a search tool",
-    "dpo": "DPO",
-    "simpo": "SimPO",
-}
 # Configs that learn from pairs, with `jaxrl sft`.
 PAIR_CONFIGS = ("dpo", "simpo")
 # Complete configs, whose order of sections is that of a translation.
 EXPLAINED = ("grpo.py", "ppo.py", "search_grpo.py", "sft.py", "dpo.py", "simpo.py")
 
 
-TEMPLATE = '''"""{algorithm}, translated from {file} of {whose}.
+TEMPLATE = '''"""The config {base}.py with the settings of {file}, a file of {whose}.
 
 jaxrl {program} --config {to}
 
@@ -76,7 +67,6 @@ def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] =
         f'"default" is a default of {table.name} that the file leaves as it is.'
     )
     return TEMPLATE.format(
-        algorithm=ALGORITHM[base],
         file=_name(file.name),
         whose=f"{table.name} ({table.version})",
         program="sft" if base in PAIR_CONFIGS else "train",
@@ -163,7 +153,8 @@ def _assignment(name: str, value: Any) -> list[str]:
     """Returns the lines that set a field. A text that does not fit beside its name gets lines of its own."""
     start, text = f"c.{name} = ", literal(value)
     # The lines are broken by hand as the formatter does, because it is no dependency of the package.
-    is_broken = isinstance(value, str) and len(start + text) + 4 > WIDTH + 1 and len(text) + 8 <= WIDTH + 1
+    fits_broken = max(len(start) + 5, len(text) + 8) <= WIDTH + 1 < len(start + text) + 4
+    is_broken = isinstance(value, str) and fits_broken
     return [f"{start}(", f"    {text}", ")"] if is_broken else [start + text]
 
 
