@@ -90,13 +90,6 @@ def around(value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", {"data.format_prompt": str(value)}, tasks={"data.format_prompt": task})
 
 
-def model(value: Any, keys: Keys) -> Outcome:
-    """Translates EasyR1's `model_path` to `model.path`."""
-    if value:
-        return family.model(value, keys)
-    return Outcome("changed", {"model.path": "my_model"}, unknown={"model.path": "a folder or a hub id"})
-
-
 lora = partial(verl.adapter, f"{MODEL}lora.", f"{MODEL}lora.")
 critic_path = partial(verl.critic_model, f"{MODEL}model_path")
 

@@ -381,6 +381,8 @@ def loggers(value: Any, keys: Keys) -> Outcome:
 
 def model(value: Any, keys: Keys) -> Outcome:
     """Translates the path of the policy's model to `model.path`."""
+    if not value:
+        return Outcome("changed", {"model.path": "my_model"}, unknown={"model.path": "a folder or a hub id"})
     fields = {"model.path": str(value)}
     if images.family_of(str(value)) == "other":
         reason = f"a model of images of another kind than {images.READABLE}: train refuses it"

@@ -221,6 +221,6 @@ def _same_meaning(row: Row, word: str, neutral: list[Any], value: Any, keys: Key
 def _no_counterpart(row: Row, word: str, neutral: list[Any], value: Any, keys: Keys) -> Outcome:
     """Translates a key without a counterpart in jaxrl_llm. Its fields are unknown unless its value is in `neutral`."""
     if value in neutral:
-        return Outcome("mapped") if word == "only" else Outcome("no effect", reason="not in use")
+        return Outcome("no effect", reason="not in use") if word == "off" else Outcome("mapped")
     kind = "changed" if word == "differs" else "unsupported"
     return Outcome(kind, reason=row.why, unknown=dict.fromkeys(row.field_names, row.why))

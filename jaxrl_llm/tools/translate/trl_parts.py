@@ -23,9 +23,8 @@ QUIET_CALLBACKS = re.compile(r"\w*(Wandb|TensorBoard|Trackio|MLflow|Comet|Printe
 
 def model(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `model_name_or_path`, or the model that a script makes, to `model.path`."""
-    if value and "/" in str(value):
-        return model_path(value, keys)
-    return Outcome("changed", {"model.path": "my_model"}, unknown={"model.path": "a folder or a hub id"})
+    # A name without a slash is no hub id, and may be a variable of the script.
+    return model_path(value if "/" in str(value) else "", keys)
 
 
 def own_model(row: Row, value: Any, keys: Keys) -> Outcome:
