@@ -99,6 +99,10 @@ AS_BASH = [  # further forms, which bash itself follows beside us
     'f() { local A; A=2; run k=$A; }\nA=1\nf\nrun k=$A',
     'f() { for x in 1 2; do return; done; run k=0; }\nf; run k=$x',
     'x=1\n( x=2; run k=$x )\nrun k=$x',
+    'for a in 1 2; do run k=$a; break; for b in 3 4; do run k=$b; done; run k=5; done\nrun k=$a',
+    'for a in 1 2; do if [ $a = 1 ]; then continue; fi; for b in 3 4; do run k=$a$b; done; done',
+    'f() { for a in 1 2; do return; done; run k=0; }\nf; for b in 3; do run k=$b; done',
+    'case 2 in 1) A=3;; 2) A=4; run k=$A;; *) run k=5;; esac; run k=$A', 'A=1 | true\nA=2 &\nrun k=${A:-3}',
 ]  # fmt: skip
 # Forms of bash that are not followed: the number of samples, or the line, is the user's to look at.
 TOLD = [
@@ -116,7 +120,10 @@ TOLD = [
     "K=8\nwhile read line; do K=9; done < x\nrun k=$K", "K=8\nprintf -v K 9\nrun k=$K", "A=$(echo 8)\nrun k=$A",
     "CMD='run k=8'\neval \"$CMD\"", "eval run k=8", "bash -c 'run k=8'", "select n in 8 9; do run k=$n; done",
     "K=8\n[ -f x ] && K=9\nrun k=$K", "K=8\ngrep -q x y && K=9 || K=7\nrun k=$K",
-    "K=8\nunset K\nrun k=${K:-9}",
+    "K=8\nunset K\nrun k=${K:-9}", "for x in 8 9; do K=$x; if grep -q x y; then break; fi; done\nrun k=$K",
+    "f() { if grep -q x y; then K=9; return; fi; K=8; }\nf\nrun k=$K",
+    "f() { for x in 1; do grep -q x y && return; done; K=8; }\nK=9\nf\nrun k=$K",
+    "A=()\nfor x in 8 9; do grep -q x y && continue; A+=(k=$x); done\nrun ${A[@]}",
     "run k=$((9**9**9))", "run k=$((2**70))", "mapfile -t K < x\nrun k=${K[0]}",
 ]  # fmt: skip
 RUN = """run() { printf 'RUN' ; for word in "$@"; do printf '\\037%s' "$word"; done; printf '\\036'; } >&9

@@ -28,6 +28,7 @@ DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 VARIABLE_SETTERS = ("read", "mapfile", "readarray", "printf", "let", "unset")
 # A command that runs a text as a script, such as bash -c "…".
 NESTED_SHELL = re.compile(r"eval |(?:.* )?(?:\S*/)?(?:ba|z)?sh -[a-z]*c ", re.DOTALL)
+NAME = r"[A-Za-z_]\w*"  # name of a variable
 MAX_DEPTH = 16  # functions that call each other
 MAX_COMMANDS = 20_000  # commands of a script with all rounds of its loops
 # Whether a command or block succeeds; None if that is unknown, as for each program, because no program is run.
@@ -80,7 +81,8 @@ class ShellRun(ShellVariables):
     taken, or exit, return, break or continue before them; "" if they run. functions: {name: index of its body};
     commands: all commands that may run; files: {name: text} of files that the script writes by heredocs; notes: files
     that it sources; nested_scripts: texts that it runs as scripts, which are not followed; patterns: positions of the
-    patterns of `case`; steps: number of commands so far.
+    patterns of `case`; doubts: number of blocks around the index that may not run; departures: variables where such a
+    block leaves its loop or function; steps: number of commands so far.
     """
 
     lexer: Lexer
@@ -95,6 +97,8 @@ class ShellRun(ShellVariables):
     file_heredocs: list[Heredoc] = field(default_factory=list)
     patterns: set[int] = field(default_factory=set)
     local_names: set[str] = field(default_factory=set)  # local variables of the function that is followed
+    doubts: int = 0
+    departures: list[Variables] = field(default_factory=list)
     depth: int = 0
     steps: int = 0
 
@@ -195,7 +199,9 @@ class ShellRun(ShellVariables):
             choice.is_decided, choice.status = True, follow()
         else:
             # An `exit` in a block that may not run ends the block alone, and not the script.
+            self.doubts += 1
             _, after = self.apart(follow, choice.before)
+            self.doubts -= 1
             choice.after.append(after)
 
     def chosen(self, choice: Choice, *, has_else: bool = False) -> Status:
@@ -204,6 +210,12 @@ class ShellRun(ShellVariables):
             return choice.status
         self.variables = merged([*choice.after, *([] if has_else else [choice.before])])
         return None
+
+    def meet(self) -> None:
+        """Joins the variables at the end of a loop or function with those where a block that may run has left it."""
+        self.variables = merged([self.variables, *self.departures])
+        # In a function, a `return` in a loop also leaves the commands after the loop.
+        self.departures = self.departures if self.depth else []
 
     def command(self) -> Status:
         """Follows one command: a block such as `if`, the definition of a function, or a simple command."""
@@ -278,10 +290,14 @@ class ShellRun(ShellVariables):
         self.skip(";", "\n")
         self.expect("do")
         if not variable.plain:
-            self.arithmetic(variable)
+            self.forget(re.findall(NAME, variable.parts[0].text) if not self.halted else ())
             return self.unknown_rounds(None)
         body = self.index
-        for value in values if not self.halted else ():
+        if self.halted or not values:
+            self.passed(self.block)
+            self.expect("done")
+            return None
+        for value in values:
             self.index = body
             self.variables[variable.plain] = [value]
             self.block()
@@ -289,10 +305,9 @@ class ShellRun(ShellVariables):
                 self.halted = ""
             if self.halted:
                 break
-        if self.index == body:
-            self.passed(self.block)
         if self.halted == "break":
             self.halted = ""
+        self.meet()
         self.expect("done")
         return None
 
@@ -302,8 +317,9 @@ class ShellRun(ShellVariables):
         for _ in range(2):
             self.index = body
             choice = Choice(self.variables)
-            self.branch(choice, holds and None, self.block)
+            self.branch(choice, False if holds is False else None, self.block)
             self.chosen(choice)
+        self.meet()
         self.expect("done")
         return None
 
@@ -366,7 +382,9 @@ class ShellRun(ShellVariables):
         if not program:
             return self.declare(words)
         if program[0].parts[:1] and program[0].parts[0].kind == "((":
-            return self.arithmetic(program[0])
+            # The variables of ((…)) are unknown afterwards, because it is not computed.
+            self.forget(re.findall(NAME, program[0].parts[0].text))
+            return None
         name = program[0].plain
         if name in ("[", "test"):
             return shell_test.status([name, *map(self.text, program[1:])])
@@ -376,11 +394,6 @@ class ShellRun(ShellVariables):
             self.write_file(heredoc, target)
         texts = [text for word in program for text in self.fields(word)]
         return self.run(Command(texts, tuple(word.position for word in program))) if texts else True
-
-    def arithmetic(self, word: Word) -> Status:
-        """Makes the variables of ((…)) unknown, which is not computed."""
-        self.forget(re.findall(r"[A-Za-z_]\w*", word.parts[0].text))
-        return None
 
     def declare(self, words: Sequence[Word], *, is_local: bool = False) -> Status:
         """Sets the variables of words name=value. is_local: they belong to the function that is followed."""
@@ -411,6 +424,9 @@ class ShellRun(ShellVariables):
         # `exit 1` does not end the script, because it mostly stands in a check of arguments, which are not known.
         if name in ("return", "break", "continue") or (name == "exit" and rest[:1] in ([], ["0"])):
             self.halted = name
+            # `return 1` is a failure, after which the training does not matter.
+            if self.doubts and name != "exit" and rest[:1] in ([], ["0"]):
+                self.departures.append(dict(self.variables))
         elif name == "set" and "--" in rest:
             self.variables["@"] = rest[rest.index("--") + 1 :]
         elif name == "shift":
@@ -418,7 +434,7 @@ class ShellRun(ShellVariables):
         elif name == "getopts" and not self.variables["@"]:
             return False  # without options its loop does not begin
         elif name in VARIABLE_SETTERS:
-            self.forget(key for text in rest for key in re.findall(r"^[A-Za-z_]\w*", text))
+            self.forget(match[0] for text in rest if (match := re.match(NAME, text)))
         elif name in ("source", "."):
             self.notes.append(f"{' '.join(command.words)}: this file is not read, but it may set variables")
         self.commands.append(command)
@@ -426,15 +442,18 @@ class ShellRun(ShellVariables):
 
     def call(self, body: int, arguments: list[str]) -> Status:
         """Follows the body of a function, which has arguments and local variables of its own."""
-        outer = self.index, self.variables, self.local_names
+        outer, departures = (self.index, self.variables, self.local_names), self.departures
         self.index, self.variables, self.local_names = body, self.variables | {"@": arguments}, {"@"}
+        self.departures = []
         self.depth += 1
         status = self.command()
+        self.meet()
         self.depth -= 1
         if self.halted == "return":
             self.halted = ""
         changed, local_names = self.variables, self.local_names
         self.index, self.variables, self.local_names = outer
+        self.departures = departures
         self.variables = {name: value for name, value in changed.items() if name not in local_names} | {
             name: value for name, value in self.variables.items() if name in local_names
         }
