@@ -1,4 +1,4 @@
-"""Splits a shell script into words, operators and heredocs, which shell_grammar.py parses.
+"""Splits a shell script into words, operators and heredocs, which shell.py follows.
 
 A first step to the training command of a recipe of another trainer, whose keys `jaxrl translate` translates.
 """
