@@ -102,7 +102,7 @@ def make_attend(
         pages = layer.pages
         offset, in_int8 = places % attention_mask.page, pages.key_scale is not None
         kernel = kernel_of(in_int8=in_int8) if one_token else None
-        if hasattr(kernel, "write_own"):
+        if kernel is not None and hasattr(kernel, "write_own"):
             pages = kernel.write_own(pages, page[:, 0], offset[:, 0], new)
         else:
             pages = pages.write(page, offset, new)
