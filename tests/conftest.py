@@ -50,8 +50,8 @@ def pytest_addoption(parser):
 
 
 # The files that take longest begin first, so that no process is left with one of them at the end.
-LONG = ("vllm", "published", "distributed", "image_rollouts", "vision", "lora", "sampler", "image_task", "train")
-LONG += ("plan", "attacks", "steps", "update")
+LONG = ("vllm", "published", "distributed", "vision", "lora", "translate", "sampler", "image_rollouts", "update")
+LONG += ("plan", "experts", "episodes", "hf", "preferences", "self_test", "train", "errors", "partial")
 
 
 def pytest_collection_modifyitems(config, items):
