@@ -130,7 +130,7 @@ def test_no_later_step_compiles_and_a_resumed_run_takes_the_same_shapes(cheap, t
     try:
         whole, shapes_used = steps(tmp_path / "whole", 18)
         late = {key: n for key, n in compiled.items() if key[0] >= 3}
-        assert not late, late
+        assert late.keys() <= {(10, "jit(_sums)")}, late  # the first checkpoint
         assert sum(n for (_, name), n in compiled.items() if name == "jit(decode)") >= 2  # of several sizes
         steps(tmp_path / "parts", 11)  # its last checkpoint is of step 10
         resumed, again = steps(tmp_path / "parts", 18)

@@ -122,7 +122,7 @@ def check_same(workdir: Path, other: Path) -> None:
         assert one == pytest.approx(two, rel=1e-4, abs=1e-6, nan_ok=True)
     one, two = (load_file(at / "hf" / "model.safetensors") for at in (workdir, other))
     for name in one:
-        np.testing.assert_allclose(one[name], two[name], rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(one[name], two[name], rtol=1e-4, atol=3e-5, err_msg=name)
 
 
 def run_alone(config: str, workdir: Path, *fields: str, mesh: tuple[int, int, int] = (DEVICES, 1, 1)) -> Path:
