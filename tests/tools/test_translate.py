@@ -1081,6 +1081,20 @@ def test_a_launcher_whose_processes_are_not_read_leaves_the_batch_unknown(tmp_pa
         assert made_of(tmp_path, "run.sh", f"{launch} {TRAIN}\n", processes=4).unknown() == {}, launch
 
 
+def test_an_unknown_variable_behind_a_value_is_told_and_is_no_value(tmp_path, capsys):
+    command = "trl grpo --dataset_name a/b --reward_funcs accuracy_reward --max_steps 9 --learning_rate 2e-6"
+    for words in ("--model_name_or_path m/n $MORE --beta 0.1", "--beta 0.1 --model_name_or_path m/n ${MORE}"):
+        made = made_of(tmp_path, "run.sh", f"{command} {words}\n")
+        assert (made.fields()["model.path"], made.fields()["kl.coef"]) == ("m/n", 0.1)
+        assert program.run(tmp_path / "run.sh", None, 0, 0) == 1 and "MORE" in capsys.readouterr().out, words
+
+
+def test_the_project_of_a_tracker_is_that_of_the_environment(tmp_path):
+    command = "trl grpo --model_name_or_path m/n --reward_funcs accuracy_reward --max_steps 9 --report_to wandb"
+    for before in ("export WANDB_PROJECT=sums\n", "WANDB_PROJECT=sums ", "WANDB_PROJECT=other\nWANDB_PROJECT=sums "):
+        assert made_of(tmp_path, "run.sh", f"{before}{command}\n").fields()["log.project"] == "sums"
+
+
 def test_several_files_to_train_on_are_a_mixture(tmp_path):
     script = VERL.replace(
         'data.train_files="$ROOT/train.parquet"', """data.train_files="['a/x/train.parquet','b/train.parquet']" """

@@ -12,6 +12,8 @@ from jaxrl_llm.tools.translate.outcome import Unread
 
 # An argument key=value of Hydra and OmegaConf, and the short options of Hydra.
 OVERRIDE = re.compile(r"[+~]*([\w-]+(?:\.[\w-]+)*)=(.*)", re.DOTALL)
+# A word that is nothing but a variable of the shell whose value the script does not say.
+UNKNOWN_VARIABLE = re.compile(r"\$(\w+|\{[^}]+\})")
 SHORT_OPTIONS = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 # The pattern matches the text inside <PATH-TO-MODEL> and <your/data>, but not inside the tags <think> and </answer>.
 PLACEHOLDER = r"(?=[^<>\n]*(?:[A-Z/-]|path|your))[A-Za-z](?:[^<>|&;'\"`\n]*[^\s<>|&;'\"`])?"
@@ -57,9 +59,10 @@ def keys_of(command: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the --key value arguments, with _ for - in the keys, and the words before the first key.
+    """Returns the --key value arguments, with _ for - in the keys, and the words that belong to no key.
 
-    A key without a value is "True".
+    These are the words before the first key, and unknown variables behind a value: they may hold further options. A
+    key without a value is "True".
     """
     options: dict[str, Any] = {}
     unkeyed: list[str] = []
@@ -74,6 +77,8 @@ def flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             unkeyed.append(word)
         elif options[key] == "True":
             options[key] = word
+        elif UNKNOWN_VARIABLE.fullmatch(word):
+            unkeyed.append(word)
         else:
             # A second word after a key makes a list, as nargs="+" does.
             options[key] = [*(options[key] if isinstance(options[key], list) else [options[key]]), word]

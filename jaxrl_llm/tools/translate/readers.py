@@ -209,6 +209,8 @@ def _from_command(path: Path, command: Command, files: Mapping[str, str]) -> doc
         values[key.removeprefix("no_") if is_denied else key] = not is_denied and arguments.value_of(
             value, documents.parse_scalar
         )
+    if "report_to" in values and (project := command.variables.get("WANDB_PROJECT")):
+        values["wandb_project"] = arguments.value_of(" ".join(project), documents.parse_scalar)
     program = _program(words[start : start + 2])
     # A program of alignment-handbook takes its config file as an argument without a flag.
     config_files = [word for word in unkeyed if word.endswith((".yaml", ".yml", ".json"))]

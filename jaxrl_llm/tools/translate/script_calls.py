@@ -157,6 +157,8 @@ class ScriptRun(Interpreter):
                 owner.clear()
                 unread = Unread(place_of(node))
                 return owner.append(unread) if isinstance(owner, list) else owner.update({f"**{snippet(node)}": unread})
+            case ScriptObject(kind="name", value="os.environ") if name == "setdefault":
+                return self.environment.setdefault(str(first), arguments.get("1"))
             case ScriptObject(kind="parser"):
                 return self.parse_arguments(owner, name, arguments, node)
             case ScriptObject(kind="trainer") if name == "train":

@@ -37,10 +37,14 @@ Status: TypeAlias = bool | None
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the script with its expanded words. positions: positions of its words in the script."""
+    """A command of the script with its expanded words.
+
+    positions: positions of its words in the script. variables: those that it sees, also NAME=value before it.
+    """
 
     words: list[str]
     positions: tuple[int, ...]
+    variables: Variables
 
 
 @dataclass
@@ -393,7 +397,11 @@ class ShellRun(ShellVariables):
         if heredoc and target and name == "cat":
             self.write_file(heredoc, target)
         texts = [text for word in program for text in self.fields(word)]
-        return self.run(Command(texts, tuple(word.position for word in program))) if texts else True
+        if not texts:
+            return True
+        own_variables = words[: len(words) - len(program)]
+        _, variables = self.apart(lambda: self.declare(own_variables), self.variables)
+        return self.run(Command(texts, tuple(word.position for word in program), variables))
 
     def declare(self, words: Sequence[Word], *, is_local: bool = False) -> Status:
         """Sets the variables of words name=value. is_local: they belong to the function that is followed."""
