@@ -224,6 +224,10 @@ PATCHES: dict[str, dict[str, Any]] = {
     },
     "scale.hosts": {"COUNTS": (2, 3), "LENGTHS": {}},
     "scale.lora_memory": {"WORKLOADS": {"even": WORKLOADS["tiny"]}, "CASES": lambda cases: cases[:1]},
+    "speed.limits": {
+        "CONFIG": lambda config: replace(config, layers=1, width=32, heads=2, kv_heads=1, mlp_width=8, vocab_size=64),
+        **dict(GROUPS=2, GROUP_SIZE=2),
+    },
     "speed.picture_layout": {"MODELS": {"small": ((32, 1, 2, 1, 8), (1, 16, 2, 8), 64)}, "GRID": (8, 8)},
     "health.rescue": {
         **dict(STEPS=2, AT=1),
