@@ -129,6 +129,12 @@ def test_attention_by_pages_is_one_softmax_over_the_prompt_and_the_own_tokens(wi
     np.testing.assert_array_equal(found, other)  # where the pages are changes no bit
 
 
+def test_pages_that_a_window_hides_from_all_sequences_change_no_number(monkeypatch):
+    monkeypatch.setitem(globals(), "LENGTHS", np.array([24, 20, 19, 18]))
+    order = np.arange(len(LENGTHS) * N).reshape(-1, N)
+    np.testing.assert_allclose(with_prompts(*text(), order, 20, window=3), dense(*text(), 3, 0.0), atol=1e-5)
+
+
 def decoding(r, h, size, n, dtype, lengths):
     """Query [K, S, R, h], pages, table and lengths of a decode step."""
     rows, count = len(lengths), 2 * len(lengths) * n

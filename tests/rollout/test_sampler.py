@@ -333,6 +333,15 @@ def test_pages_bounds_and_preemptions_change_no_token(config, bounds):
     same(whole(config), found.rollouts)
 
 
+def test_a_cache_that_grows_changes_no_token(monkeypatch):
+    grown, grow = [], compiled.CallPrograms.grow
+    monkeypatch.setattr(compiled.CallPrograms, "grow", lambda *call: grown.append(call[2]) or grow(*call))
+    with small_pages():
+        rollouts = steady(stops=())  # all completions reach their limits
+    assert grown == [6 * tiny.B * tiny.G]  # from 4 pages of each completion to all
+    same(steady(stops=()), rollouts)
+
+
 def test_a_device_holds_its_share_of_the_keys_and_values_and_no_more():
     assert bounded(tiny.CONFIG, **ALL_DEVICES).shares == {1 / 8}
 

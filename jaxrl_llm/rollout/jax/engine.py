@@ -77,9 +77,8 @@ class Sampler:
         self._device = mesh.local_devices[0] if self._copier.copies_to_other_devices else None
         self._programs = Programs(decoder, mesh)
         self._call_counts: Counter[Hashable] = Counter()  # key: sampling and sizes, which decide the programs of a call
-        self._grown_sizes: dict[
-            StreamSizes, StreamSizes
-        ] = {}  # sizes with the largest cache that a call has had so far
+        # {sizes of a call: the same with the largest cache that such a call has had so far}
+        self._grown_sizes: dict[StreamSizes, StreamSizes] = {}
 
     def update_weights(self, params: PyTree, version: int = 0) -> None:
         """Casts the weights to the compute dtype and gathers them over fsdp, once per push and not per token."""
