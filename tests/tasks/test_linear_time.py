@@ -13,7 +13,7 @@ from jaxrl_llm.tasks.number_game import GUESS
 from jaxrl_llm.tasks.search import Search
 from jaxrl_llm.tasks.tools import Tools
 
-LENGTH, SECONDS = 32_000, 0.025  # characters, and of the CPU
+LENGTH = 32_000  # characters
 FUNCTIONS = [
     "math.accuracy", "math.accuracy(anchors=True)", "math.accuracy(after='</think>')", "math.is_boxed",
     "gsm8k.accuracy", "gsm8k.accuracy(method='flexible')", "gsm8k.has_mark", "choice.accuracy", "choice.is_given",
@@ -36,22 +36,29 @@ COLUMNS = {"answer": ["2"], "numbers": [[1, 2]], "target": [3], "turns": None, "
 
 
 def seconds(function, *arguments) -> float:
-    began = time.process_time()
+    """Returns the processor time of this thread alone; others may still compile for earlier tests."""
+    began = time.thread_time()
     function(*arguments)
-    return time.process_time() - began
+    return time.thread_time() - began
 
 
 def slow(function, prefixes=("",)) -> list[str]:
-    """Returns the repetitions for which the function takes too long."""
+    """Returns the repetitions of which four times as many take more than eight times as long."""
     texts = [prefix + (unit * LENGTH)[:LENGTH] for prefix in prefixes for unit in UNITS]
     return [text[:60] for text in texts if is_slow(function, text)]
 
 
 def is_slow(function, text: str) -> bool:
-    # The best of five, because the first call compiles patterns, and threads of earlier tests may still compile.
+    # Linear time is 4 times as long, and quadratic time 16 times, on every processor. A few milliseconds say nothing.
+    # The best of five, because the first call compiles patterns and a busy machine disturbs any of them.
+    whole, quarter = float("inf"), float("inf")
     for wait in (0, 0, 0.1, 0.5, 2):
         time.sleep(wait)
-        if seconds(function, text) <= SECONDS:
+        whole = min(whole, seconds(function, text))
+        if whole <= 0.005:
+            return False
+        quarter = min(quarter, seconds(function, text[: len(text) // 4]))
+        if whole <= 8 * quarter:
             return False
     return True
 
