@@ -41,9 +41,9 @@ def test_a_calculator_computes(expression, result):
     ],
 )  # fmt: skip
 def test_what_a_calculator_cannot_compute_is_an_observation_and_takes_no_time(expression):
-    began = time.process_time()
+    began = time.thread_time()
     assert said(expression).startswith("<result>error: ")
-    assert time.process_time() - began < 1
+    assert time.thread_time() - began < 1
 
 
 def test_a_turn_without_an_expression_ends_the_episode():
