@@ -193,7 +193,7 @@ def load(work_directory: WorkDirectory, recipe: Recipe | SftRecipe, find: Callab
     fit.check_positions(recipe, model.cfg, dataset, *sets.values())
     for name, other_folder in models.other_folders.items():
         cfg = hf.load_model(other_folder, family=recipe.model.family).cfg
-        fit.check_other_model(f"{name}.path", cfg, model.cfg, has_images=dataset.image_sizes is not None)
+        fit.check_other_model(f"{name}.path", cfg, model.cfg, has_images=dataset.sizes.images is not None)
         fit.check_positions(recipe, cfg, dataset, whose=f"those of config.{name}.path,")
     stop_ids = hf.stop_ids(folder, tokenizer)
     dataset = data.check_turn_end(dataset, tokenizer, recipe.data.template_args(tools), stop_ids)
@@ -513,22 +513,18 @@ def run_programs(
             params = policy.all_parameters(policy.shapes)
             yield from engine.programs(params, **batch)
     shapes, dataset = packing.shape_policy.shapes, inputs.dataset
-    yield from learning_programs(learning, shapes, dataset.width, recipe.credit.weights, dataset.image_sizes)
+    yield from learning_programs(learning, shapes, dataset.sizes, recipe.credit.weights)
 
 
 def sampled_batches(recipe: Recipe, inputs: Inputs) -> list[dict[str, Any]]:
     """Returns sizes and sampling settings of each batch that the engine samples, as arguments of `Sampler.programs`."""
-
-    def prompt_sizes(rows: data.Dataset) -> dict[str, Any]:
-        return dict(prompt_width=rows.width, image_sizes=rows.image_sizes)
-
-    training, greedy = prompt_sizes(inputs.dataset), dict(group_size=1, sampling=Sampling(0.0))
+    training, greedy = dict(prompt_sizes=inputs.dataset.sizes), dict(group_size=1, sampling=Sampling(0.0))
     sampled = dict(group_size=recipe.group_size, sampling=recipe.rollout.sampling)
     batches: list[dict[str, Any]] = [recipe.sampled._asdict() | training | sampled]
     if recipe.estimator.needs_greedy:
         batches.append(dict(prompts=recipe.prompts_per_step) | training | greedy)
     for problems in inputs.held_out.values():
-        batches.append(dict(prompts=len(problems.rows)) | prompt_sizes(problems) | greedy)
+        batches.append(dict(prompts=len(problems.rows), prompt_sizes=problems.sizes) | greedy)
     return batches
 
 

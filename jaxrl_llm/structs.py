@@ -24,6 +24,8 @@ else:
     Array = jax.Array | np.ndarray  # functions also take NumPy arrays; type checkers see jax.Array, for its operators
 AnyArray: TypeAlias = Any  # in records: jax.Array on the device, np.ndarray on the host, or None
 PyTree: TypeAlias = Any
+# P and N that hold many of the prompts of a data set, the largest first. N is 0 without images.
+SmallerSizes: TypeAlias = tuple[tuple[int, int], ...]
 Config: TypeAlias = Any  # an ml_collections.ConfigDict: its fields have no static types
 
 
@@ -41,12 +43,11 @@ class Images:
     columns: AnyArray  # [B, M] int32, where in the prompt each token of an image stands; P: nowhere
     positions: AnyArray  # [B, 3, P] int32, of the prompt's tokens: time, row, column
     end: AnyArray  # [B] int32, position of the first completion token
-    smaller: tuple[tuple[int, int], ...] = field(default=(), metadata=dict(static=True))  # of `ImageSizes`
 
     @property
     def sizes(self) -> ImageSizes:
         count, numbers = self.patches.shape[-2:]
-        return ImageSizes(count, numbers, self.columns.shape[-1], self.smaller)
+        return ImageSizes(count, numbers, self.columns.shape[-1])
 
     @classmethod
     def padding(cls, lead: tuple[int, ...], width: int, sizes: ImageSizes) -> Images:
@@ -59,7 +60,6 @@ class Images:
             columns=np.full((*lead, m), width, np.int32),
             positions=np.zeros((*lead, 3, width), np.int32),
             end=np.zeros(lead, np.int32),
-            smaller=sizes.smaller,
         )
 
     @classmethod
@@ -75,7 +75,14 @@ class ImageSizes(NamedTuple):
     patches: int  # N
     numbers: int  # F
     tokens: int  # M
-    smaller: tuple[tuple[int, int], ...] = ()  # P and N that hold many of the prompts, the largest first
+
+
+class PromptSizes(NamedTuple):
+    """The sizes to which the prompts of a data set are padded."""
+
+    width: int  # P
+    images: ImageSizes | None = None  # None if no prompt has an image
+    smaller: SmallerSizes = ()
 
 
 class ImageLimits(NamedTuple):
@@ -109,6 +116,17 @@ class Prompt(NamedTuple):
             )
         return Prompt(self.tokens[:, first:], self.mask[:, first:], images)
 
+    def count_sizes(self, smaller: SmallerSizes) -> Array:
+        """Returns, for each prompt [B] with padding on the left, the number of smaller sizes that hold it."""
+        length, patches = self.tokens.shape[1] - self.mask.argmax(axis=1), 0
+        if self.images is not None:
+            is_patch = self.images.segments > 0
+            patches = (is_patch * np.arange(1, is_patch.shape[1] + 1)[None]).max(axis=1)
+        count = 0 * length
+        for width, limit in smaller:
+            count += (length <= width) & (patches <= limit)
+        return count
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -120,6 +138,22 @@ class Prompts:
     numbers: np.ndarray  # [B] int32, indices of these rows in the data set
     sources: list[str] = field(default_factory=list)  # B names of mixture sources, or [] without a mixture
     images: Images | None = None  # NumPy arrays; None if the model reads texts only
+    smaller: SmallerSizes = ()  # smaller sizes that hold many prompts of the data set
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompts with their masks and images, as a model reads them."""
+        return Prompt(self.tokens, self.mask, self.images)
+
+    @property
+    def sizes(self) -> PromptSizes:
+        return PromptSizes(self.tokens.shape[1], self.images and self.images.sizes, self.smaller)
+
+    @property
+    def computed_tokens(self) -> np.ndarray:
+        """Tokens [B], with padding, of the smallest size that holds each prompt."""
+        widths = np.array([self.tokens.shape[1], *(width for width, _ in self.smaller)])
+        return widths[self.prompt.count_sizes(self.smaller)]
 
     def joined(self, later_prompts: Prompts) -> Prompts:
         """Returns these prompts followed by `later_prompts`."""
@@ -129,15 +163,21 @@ class Prompts:
         )
         images = jax.tree.map(lambda *parts: np.concatenate(parts), self.images, later_prompts.images)
         rows, sources = self.rows + later_prompts.rows, self.sources + later_prompts.sources
-        return Prompts(tokens, mask, rows, numbers, sources=sources, images=images)
+        return replace(self, tokens=tokens, mask=mask, rows=rows, numbers=numbers, sources=sources, images=images)
 
     def take(self, indices: list[int]) -> Prompts:
         """Returns the prompts at these indices of the batch."""
         sources = [self.sources[i] for i in indices] if self.sources else []
+        tokens, mask, numbers = self.tokens[indices], self.mask[indices], self.numbers[indices]
         rows, images = [self.rows[i] for i in indices], jax.tree.map(lambda x: x[indices], self.images)
-        return Prompts(
-            self.tokens[indices], self.mask[indices], rows, self.numbers[indices], sources=sources, images=images
-        )
+        return replace(self, tokens=tokens, mask=mask, rows=rows, numbers=numbers, sources=sources, images=images)
+
+    def narrowed(self, number: int) -> Prompts:
+        """Returns these prompts cut to the smaller size of this number, which must hold them; 0 = as they are."""
+        if not number:
+            return self
+        tokens, mask, images = self.prompt.narrowed(*self.smaller[number - 1])
+        return replace(self, tokens=tokens, mask=mask, images=images)
 
 
 Collate: TypeAlias = Callable[[Any], Prompts]  # indices of rows in the data set -> their prompts
@@ -194,6 +234,7 @@ class Batch:
     columns: dict[str, AnyArray] = field(default_factory=dict)  # {name: [B, G, C]}, further scores that the loss needs
     packed_index: AnyArray = None  # [B, E, N, T] int32, from `packing.pack`; None if each completion is a row
     images: Images | None = None  # None if the model reads texts only
+    smaller: SmallerSizes = field(default=(), metadata=dict(static=True))  # of `Prompts`
 
     @property
     def prompt(self) -> Prompt:

@@ -30,10 +30,10 @@ def main() -> None:
         from jaxrl_llm.config.load import load
         from jaxrl_llm.machine.meshes import make_mesh
         from jaxrl_llm.tools.plan.phases import make_plan
-        from jaxrl_llm.tools.plan.prompts import PromptSizes
+        from jaxrl_llm.tools.plan.prompts import PlannedPrompt
 
         workload, folder = WORKLOADS["even"], Path(made) / "model"
-        prompts = PromptSizes(workload.prompt_tokens)
+        prompts = PlannedPrompt(workload.prompt_tokens)
         write(workload, folder)
         for case in CASES:
             peaks: dict[str, dict[str, int]] = {"update": {}, "step": {}}

@@ -101,7 +101,7 @@ def main() -> None:
         from jaxrl_llm.machine.meshes import mesh_over
         from jaxrl_llm.tools.plan import phases
         from jaxrl_llm.tools.plan.chips import topology
-        from jaxrl_llm.tools.plan.prompts import PromptSizes
+        from jaxrl_llm.tools.plan.prompts import PlannedPrompt
 
         wrong, seen, compile = 0, {}, Program.compile
 
@@ -117,7 +117,7 @@ def main() -> None:
             config.update_from_flattened_dict(USUAL | {"model.path": str(folder)} | fields)
             seen.clear()
             plan = phases.make_plan(
-                recipes.read(config), mesh_over(devices, **config.mesh), PromptSizes(WIDTH), dump, chip=chip
+                recipes.read(config), mesh_over(devices, **config.mesh), PlannedPrompt(WIDTH), dump, chip=chip
             )
             peaks, differ = [], []
             for phase in plan.phases:

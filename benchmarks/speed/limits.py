@@ -2,12 +2,18 @@
 
     python -m benchmarks.speed.limits
 
-Each line has the CPU seconds under both limits and their ratio. 1.0 means that the limit costs nothing.
+Each line has the CPU seconds under both limits and their ratio. 1.0 means that the limit costs nothing. The last line
+compares two runs: one has 400 short prompts, and in the other run one of the 400 is long. It has the median CPU seconds
+of a step and the largest memory of each run.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,7 +22,9 @@ from functools import partial
 import jax
 import numpy as np
 
+from jaxrl_llm import train
 from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.config.load import load
 from jaxrl_llm.machine.meshes import make_mesh
 from jaxrl_llm.models.config import DecoderConfig
 from jaxrl_llm.models.decoder import Decoder
@@ -30,6 +38,7 @@ CONFIG = DecoderConfig(
     rope=default_rope(1e4, 32), norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False,
 )  # fmt: skip
 GROUPS, GROUP_SIZE, PROMPT = 8, 8, 16
+PROMPTS, LONG, RUN_STEPS = 400, 256, 40
 TURN, OBSERVATION = 8, 100  # tokens of an episode's turn, and of each of its two observations
 
 
@@ -91,11 +100,47 @@ def cpu_seconds(calls: list[Callable[[], object]], times: int) -> list[float]:
     return least
 
 
+def short_rows() -> list[dict[str, str]]:
+    """Returns problems of the embedded task, whose prompts have about 8 tokens."""
+    return [{"prompt": f"{i % 89 + 10}+{i % 83 + 10}", "answer": str(i % 89 + i % 83 + 20)} for i in range(PROMPTS)]
+
+
+def rows_with_a_long_one() -> list[dict[str, str]]:
+    """Returns `short_rows`, of which one has LONG tokens."""
+    *rows, last = short_rows()
+    return [*rows, last | {"prompt": "0" * (LONG - len(last["prompt"])) + last["prompt"]}]
+
+
+def print_run(source: str) -> None:
+    """Prints the median CPU seconds of a step of GRPO on the rows of `source`, and the largest memory in MB."""
+    config = load("configs/grpo.py")
+    config.data.update(source=f"benchmarks.speed.limits.{source}", max_prompt_tokens=LONG)
+    config.update(num_steps=RUN_STEPS, prompts_per_step=16, prompts_per_update=16, eval=None)
+    seconds = []
+    with tempfile.TemporaryDirectory() as workdir:
+        began = time.process_time()
+        for _ in train.steps(config, workdir):
+            seconds.append(time.process_time() - began)
+            began = time.process_time()
+    print(float(np.median(seconds)), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def measured_run(source: str) -> tuple[float, float]:
+    """Returns what `print_run` prints in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.speed.limits", "--run", source]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    seconds, memory = map(float, printed.splitlines()[-1].split())
+    return seconds, memory
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=5, help="calls of each function, of which the fastest counts")
     parser.add_argument("--far", type=int, default=4096, help="the generous limit on a completion's tokens")
+    parser.add_argument("--run", help="print the seconds and the memory of one of the two runs only")
     args = parser.parse_args()
+    if args.run:
+        return print_run(args.run)
     cases = {
         f"completions of 48 tokens, limit 64 and {args.far}": (sampling_call(64, 48), sampling_call(args.far, 48)),
         f"two observations of {OBSERVATION} tokens, limit 256 and {args.far}": (
@@ -107,6 +152,11 @@ def main() -> None:
     for name, calls in cases.items():
         near, far = cpu_seconds(list(calls), args.times)
         print(f"{name}: {near:.2f} and {far:.2f}, {far / near:.2f} times", flush=True)
+    (short, memory), (long, long_memory) = map(measured_run, ("short_rows", "rows_with_a_long_one"))
+    print(
+        f"a step on {PROMPTS} prompts of 8 tokens, and with one of {LONG}: {short:.2f} and {long:.2f}, "
+        f"{long / short:.2f} times; {memory:.0f} and {long_memory:.0f} MB, {long_memory / memory:.2f} times"
+    )
 
 
 if __name__ == "__main__":

@@ -16,11 +16,6 @@ import numpy as np
 from jaxrl_llm.data.image_format import Grid, ImageFormat
 from jaxrl_llm.structs import Images, ImageSizes
 
-SHARES = (0.9, 0.5)  # shares of the prompts that smaller sizes hold
-# A smaller size has at most this share of the tokens and patches of the next larger one, because each size compiles the
-# whole model again.
-SMALLER = 0.75
-
 
 class Layout(NamedTuple):
     """Positions and patches of the images of one prompt of T tokens. n: its patches with padding; m: n / merge^2."""
@@ -111,27 +106,9 @@ def patch_count(grids: Sequence[Grid], form: ImageFormat) -> int:
     return sum(-(-rows // window) * -(-columns // window) for rows, columns in grids) * (window * form.merge) ** 2
 
 
-def image_sizes(patches: int, form: ImageFormat, smaller: tuple[tuple[int, int], ...] = ()) -> ImageSizes:
-    """Returns the sizes of the images of a batch.
-
-    patches: N, patches of a prompt at most; smaller: result of `smaller_sizes`.
-    """
-    return ImageSizes(patches, 3 * form.patch**2, patches // form.merge**2, smaller)
-
-
-def smaller_sizes(tokens: Sequence[int], patches: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Returns sizes (P, N) that hold 90 % of the prompts, and 50 % of them, if each is clearly smaller than the last.
-
-    tokens, patches: numbers of each prompt.
-    """
-    last_size, sizes = (max(tokens), max(patches)), []
-    for share in SHARES:
-        size = tuple(int(np.quantile(x, share, method="inverted_cdf")) for x in (tokens, patches))
-        # Tokens and patches are added up, because a patch costs about as much as a token.
-        if sum(size) <= SMALLER * sum(last_size):
-            last_size = size
-            sizes.append(size)
-    return tuple(sizes)
+def image_sizes(patches: int, form: ImageFormat) -> ImageSizes:
+    """Returns the sizes of the images of a batch. patches: N, patches of a prompt at most."""
+    return ImageSizes(patches, 3 * form.patch**2, patches // form.merge**2)
 
 
 def patches(image: np.ndarray, form: ImageFormat) -> np.ndarray:

@@ -65,11 +65,10 @@ class RowImages:
         """N: largest number of patches of a prompt."""
         return max(self.patches_of_rows, default=0)
 
-    def sizes(self, lengths: Sequence[int]) -> ImageSizes:
-        """Returns the sizes of the images of a batch. lengths: tokens of each prompt of the data set."""
-        return image_layout.image_sizes(
-            self.patches, self.form, image_layout.smaller_sizes(lengths, self.patches_of_rows)
-        )
+    @property
+    def sizes(self) -> ImageSizes:
+        """Sizes of the images of a batch."""
+        return image_layout.image_sizes(self.patches, self.form)
 
     @property
     def tokens(self) -> int:

@@ -19,11 +19,12 @@ from jaxrl_llm.data.image_columns import is_pillow
 from jaxrl_llm.data.image_format import ImageFormat
 from jaxrl_llm.data.image_rows import RowImages
 from jaxrl_llm.data.prompt_notes import notes_of
+from jaxrl_llm.data.prompt_sizes import smaller_sizes
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.data.settings import EVAL, DataSettings, EvalSet
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import distributed
-from jaxrl_llm.structs import AnyArray, ImageSizes, Prompts
+from jaxrl_llm.structs import AnyArray, Prompts, PromptSizes
 from jaxrl_llm.tasks import PREFILL
 
 Turn: TypeAlias = dict[str, str]
@@ -79,9 +80,12 @@ class Dataset:
         return self._prompt_digest().hexdigest()
 
     @cached_property
-    def image_sizes(self) -> ImageSizes | None:
-        """Sizes of the images of a batch; None if no prompt has an image."""
-        return self.images.sizes(list(map(len, self.ids))) if self.images and self.images.count else None
+    def sizes(self) -> PromptSizes:
+        """Sizes to which the prompts of a batch are padded."""
+        lengths = list(map(len, self.ids))
+        if not (self.images and self.images.count):
+            return PromptSizes(self.width, None, smaller_sizes(lengths, [0] * len(lengths)))
+        return PromptSizes(self.width, self.images.sizes, smaller_sizes(lengths, self.images.patches_of_rows))
 
     def counts(self) -> list[int]:
         """Returns the number of rows, or of the rows of each source of a mixture."""
@@ -406,10 +410,10 @@ def make_prompts(dataset: Dataset, indices: Sequence[int], pad_id: int) -> Promp
         tokens[b, dataset.width - length :] = dataset.ids[i]
         mask[b, dataset.width - length :] = True
     sources = [name for i in indices for name, rows in dataset.parts.items() if i in rows]
-    sizes = dataset.image_sizes
-    images = dataset.images.batch(indices, tokens, mask, sizes) if dataset.images and sizes else None
-    rows = [dataset.rows[i] for i in indices]
-    return Prompts(tokens, mask, rows, np.asarray(indices, np.int32), sources=sources, images=images)
+    _, image_sizes, smaller = dataset.sizes
+    images = dataset.images.batch(indices, tokens, mask, image_sizes) if dataset.images and image_sizes else None
+    rows, numbers = [dataset.rows[i] for i in indices], np.asarray(indices, np.int32)
+    return Prompts(tokens, mask, rows, numbers, sources=sources, images=images, smaller=smaller)
 
 
 def all_prompts(dataset: Dataset, pad_id: int) -> Prompts:

@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.machine import sharding
-from jaxrl_llm.structs import Array, Batch, Prompt, PyTree
+from jaxrl_llm.structs import Array, Batch, PyTree
 
 
 class Microbatch(NamedTuple):
@@ -51,32 +51,24 @@ def map_reduce(
 
 
 def visit_smallest_size(part: Microbatch, visit: Callable[[Microbatch], PyTree]) -> PyTree:
-    """Returns visit(part) with the prompts cut to the smallest of the batch's image sizes that holds them.
+    """Returns visit(part) with the prompts cut to the smallest of the batch's sizes that holds them.
 
     Only prompts with completions in the micro-batch count.
     """
-    prompt = part.batch.prompt
-    if prompt.images is None or not prompt.images.smaller:
+    prompt, smaller = part.batch.prompt, part.batch.smaller
+    if not smaller:
         return visit(part)
 
     def narrowed(width: int, patches: int) -> PyTree:
         tokens, mask, images = prompt.narrowed(width, patches)
-        return visit(part._replace(batch=replace(part.batch, prompts=tokens, prompt_mask=mask, images=images)))
+        narrow = replace(part.batch, prompts=tokens, prompt_mask=mask, images=images, smaller=())
+        return visit(part._replace(batch=narrow))
 
-    full_size = prompt.tokens.shape[1], prompt.images.sizes.patches
-    branches = [partial(narrowed, *size) for size in (full_size, *prompt.images.smaller)]
+    full_size = prompt.tokens.shape[1], prompt.images.sizes.patches if prompt.images is not None else 0
+    branches = [partial(narrowed, *size) for size in (full_size, *smaller)]
     has_tokens = jnp.any(part.batch.completion_mask, axis=(1, 2))
     # The minimum is over all devices, because they must run the same branch.
-    return jax.lax.switch(jnp.min(smaller_sizes_of(prompt), where=has_tokens, initial=len(branches) - 1), branches)
-
-
-def smaller_sizes_of(prompt: Prompt) -> jax.Array:
-    """Returns, for each prompt [B], the number of smaller image sizes that hold it."""
-    assert prompt.images is not None
-    first = jnp.argmax(prompt.mask, axis=1)
-    last = jnp.max(jnp.where(prompt.images.segments > 0, 1 + jnp.arange(prompt.images.sizes.patches), 0), axis=1)
-    holds = [(first >= prompt.tokens.shape[1] - width) & (last <= patches) for width, patches in prompt.images.smaller]
-    return sum(holds, jnp.zeros(len(prompt.mask), jnp.int32))
+    return jax.lax.switch(jnp.min(prompt.count_sizes(smaller), where=has_tokens, initial=len(smaller)), branches)
 
 
 def split(batch: Batch, microbatch: int, mesh: Mesh) -> tuple[int | Array, Callable[[Array | int], Microbatch]]:
@@ -102,10 +94,10 @@ def split(batch: Batch, microbatch: int, mesh: Mesh) -> tuple[int | Array, Calla
         has_rows = by_device(jnp.any(packed >= 0, axis=(2, 3))).reshape(devices, -1)
         count = -(-jnp.max(jnp.sum(has_rows, axis=1)) // device_prompts_at_once)
     sort_key: Array = ~has_rows
-    if batch.images is not None and batch.images.smaller:
-        # Prompts of one image size run together, so that their micro-batches can be cut to that size.
-        size = jnp.repeat(by_device(smaller_sizes_of(batch.prompt)), parts, axis=1)
-        sort_key = jnp.where(has_rows, size, 1 + len(batch.images.smaller))
+    if batch.smaller:
+        # Prompts of one size run together, so that their micro-batches can be cut to that size.
+        size = jnp.repeat(by_device(batch.prompt.count_sizes(batch.smaller)), parts, axis=1)
+        sort_key = jnp.where(has_rows, size, 1 + len(batch.smaller))
     # The parts with tokens come first, in order, on each device.
     order = jnp.argsort(sort_key, axis=1, stable=True)
     order = jnp.pad(order, ((0, 0), (0, -order.shape[1] % device_prompts_at_once)))

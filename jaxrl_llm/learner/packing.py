@@ -70,7 +70,8 @@ class Packing:
     """Packs the completions of each step into rows, whose shape it chooses from few allowed shapes."""
 
     def __init__(self, shape_policy: ShapePolicy, seconds: Callable[[Shape, int, np.ndarray], float], limit: int):
-        """seconds(shape, P, parts): estimated time of scoring and updates, with parts [B] micro-batches of each prompt.
+        """seconds(shape, mean tokens of a prompt, parts): estimated time of scoring and updates, with parts [B]
+        micro-batches of each prompt.
 
         limit: C.
         """

@@ -15,7 +15,7 @@ from jaxrl_llm.learner.learning import Learning
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import Shape, placed
-from jaxrl_llm.structs import Batch, Images, ImageSizes, Rewards, Sizes
+from jaxrl_llm.structs import Batch, Images, PromptSizes, Rewards, Sizes
 
 
 def compile_all(programs: Iterable[Program], say: Callable[[str], None]) -> None:
@@ -33,31 +33,28 @@ def compile_all(programs: Iterable[Program], say: Callable[[str], None]) -> None
     say(f"{sum(seconds.values()):7.1f}s  {len(seconds)} programs")
 
 
-def example_shapes(sizes: Sizes, width: int, image_sizes: ImageSizes | None, mesh: Mesh) -> tuple[Batch, Any]:
-    """Returns the shapes of a batch with completions, and of a column of scores [B, G, C]. width: P."""
+def example_shapes(sizes: Sizes, prompt_sizes: PromptSizes, mesh: Mesh) -> tuple[Batch, Any]:
+    """Returns the shapes of a batch with completions, and of a column of scores [B, G, C]."""
     place, shape_of = NamedSharding(mesh, sharding.BATCH), jax.ShapeDtypeStruct
     b, g, c = sizes.prompts_per_step, sizes.group_size, sizes.max_completion_tokens
     tokens, mask, score = (shape_of((b, g, c), dtype) for dtype in (jnp.int32, bool, jnp.float32))
+    width, image_sizes, smaller = prompt_sizes
     images = Images.shapes((b,), width, image_sizes) if image_sizes else None
-    batch = Batch(shape_of((b, width), jnp.int32), shape_of((b, width), bool), tokens, mask, mask, images=images)
+    prompts, prompt_mask = shape_of((b, width), jnp.int32), shape_of((b, width), bool)
+    batch = Batch(prompts, prompt_mask, tokens, mask, mask, images=images, smaller=smaller)
     return placed((batch, score), place)
 
 
 def learning_programs(
-    learning: Learning,
-    shapes: Iterable[Shape],
-    width: int,
-    channels: Iterable[str],
-    image_sizes: ImageSizes | None = None,
+    learning: Learning, shapes: Iterable[Shape], prompt_sizes: PromptSizes, channels: Iterable[str]
 ) -> Iterator[Program]:
     """Yields the programs of scoring and learning, for packed rows of each of `shapes`.
 
-    width: P. channels: names of the reward functions. image_sizes: sizes of the prompts' images, None if prompts have
-    no images.
+    channels: names of the reward functions.
     """
     sizes, shape_of = learning.sizes, jax.ShapeDtypeStruct
     b, g = sizes.prompts_per_step, sizes.group_size
-    examples, score = example_shapes(sizes, width, image_sizes, learning.mesh)
+    examples, score = example_shapes(sizes, prompt_sizes, learning.mesh)
     plain = replace(examples, sampler_logprobs=score)
     total = shape_of((b, g), jnp.float32)
     rewards = Rewards(total, dict.fromkeys(channels, total), shape_of((b, 1), jnp.float32), shape_of((b, 1), jnp.int32))

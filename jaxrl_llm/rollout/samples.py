@@ -381,11 +381,13 @@ def to_batch(
 ) -> Batch:
     """Returns the batch of scoring and updates, on the host.
 
-    trained: loss mask [B, G, C]. pack(lengths [B, G], P): returns packed_index [B, E, N, T].
+    trained: loss mask [B, G, C]. pack(lengths [B, G], mean of the computed tokens of a prompt): returns packed_index
+    [B, E, N, T].
     """
     # The lengths of all processes decide the shape of the packed rows.
-    lengths = distributed.gather(rollouts.completion_mask.sum(axis=-1))
-    packed_index = pack(lengths, prompts.tokens.shape[1])[distributed.part(len(lengths))]
+    lengths = rollouts.completion_mask.sum(axis=-1)
+    lengths = distributed.gather(np.concatenate([lengths, prompts.computed_tokens[:, None]], axis=1))
+    packed_index = pack(lengths[:, :-1], round(lengths[:, -1].mean()))[distributed.part(len(lengths))]
     return Batch(
         prompts.tokens,
         prompts.mask,
@@ -395,4 +397,5 @@ def to_batch(
         sampler_logprobs=rollouts.logprobs,
         packed_index=packed_index,
         images=prompts.images,
+        smaller=prompts.smaller,
     )

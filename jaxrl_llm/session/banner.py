@@ -178,7 +178,10 @@ def totals_table(sizes: Sizes) -> list[tuple[str, int]]:
 
 def _describe_size(dataset: Dataset, convert: str) -> str:
     refused = f", {dataset.refused:,} dropped by {convert}" if dataset.refused else ""
-    return f"{len(dataset.rows):,} of at most {dataset.width} tokens{refused}"
+    smaller = [f"{width:,}" for width, _ in dataset.sizes.smaller]
+    padded = f", padded to {dataset.width:,} or {' or '.join(smaller)}" if smaller else ""
+    mean = np.mean([len(tokens) for tokens in dataset.ids])
+    return f"{len(dataset.rows):,} of {mean:.0f} tokens on average and at most {dataset.width}{padded}{refused}"
 
 
 def models_table(scorers: Mapping[str, Scorer], learners: Mapping[str, Learner]) -> list[tuple[str, str]]:

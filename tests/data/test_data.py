@@ -20,6 +20,7 @@ from jaxrl_llm.config.names import resolve
 from jaxrl_llm.data import order
 from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.encoding import encode
+from jaxrl_llm.data.prompt_sizes import smaller_sizes
 from jaxrl_llm.data.rows import load_rows
 from jaxrl_llm.machine.distributed import processes
 from jaxrl_llm.models import hf, new_model
@@ -194,3 +195,15 @@ def test_processes_evaluate_each_row_once_and_fill_the_last_part(tokenizer, monk
         monkeypatch.setattr(processes.global_state, "process_id", process)
         rows += [row["prompt"] for row in data.all_prompts(dataset, 0).rows]
     assert rows == ["0", "1", "2", "3", "4", "4"][: 5 if count == 1 else 6]
+
+
+def test_smaller_sizes_hold_many_prompts_and_are_clearly_smaller():
+    tokens, patches = [300] * 6 + [500] * 3 + [2000], [256] * 6 + [256, 1024, 1024] + [4096]
+    assert smaller_sizes(tokens, patches) == ((500, 1024), (300, 256))
+    # One size for all, and sizes that save too little.
+    assert smaller_sizes([300] * 10, [256] * 10) == ()
+    assert smaller_sizes([300] * 9 + [400], [256] * 9 + [300]) == ()
+    assert smaller_sizes([8] * 9 + [32], [0] * 10) == ()
+    # One long prompt in many, and at most two smaller sizes.
+    assert smaller_sizes([8] * 399 + [256], [0] * 400) == ((8, 0),)
+    assert smaller_sizes([100] * 110 + [200] * 75 + [400] * 14 + [900], [0] * 200) == ((400, 0), (200, 0))

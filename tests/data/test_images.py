@@ -252,11 +252,3 @@ def test_formats_are_read_from_the_folders_of_both_versions(tmp_path, refused):
         image_format.read_format(without_size, max_pixels=100, min_pixels=10)
     with refused("preprocessor_config.json"):
         image_format.read_format(write(tmp_path / "none", config))
-
-
-def test_smaller_sizes_hold_many_prompts_and_are_clearly_smaller():
-    tokens, patches = [300] * 6 + [500] * 3 + [2000], [256] * 6 + [256, 1024, 1024] + [4096]
-    assert image_layout.smaller_sizes(tokens, patches) == ((500, 1024), (300, 256))
-    # One size for all, and sizes that save too little.
-    assert image_layout.smaller_sizes([300] * 10, [256] * 10) == ()
-    assert image_layout.smaller_sizes([300] * 9 + [400], [256] * 9 + [300]) == ()

@@ -130,12 +130,13 @@ def test_a_group_in_parts_needs_less_memory():
     assert in_parts < 0.4 * whole, (in_parts, whole)
 
 
-def test_scores_do_not_depend_on_packing_the_mesh_or_the_micro_batch():
+def test_scores_do_not_depend_on_packing_mesh_micro_batch_or_sizes_of_prompts():
     (model, params), batch, mesh = tiny.model_and_params(), tiny.batch(), tiny.mesh_of((2, 2, 2))
     whole, _ = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling()))(params, batch)
     score = forward.make_logprob_fn(Decoder(tiny.CONFIG, mesh), Sampling(), mesh, 4)
     params = jax.device_put(params, sharding.shardings(params, mesh))
-    packed = dataclasses.replace(batch, packed_index=pack(batch.completion_mask.sum(axis=-1), tiny.C))
+    index, sizes = pack(batch.completion_mask.sum(axis=-1), tiny.C), ((5, 0), (3, 0))
+    packed = dataclasses.replace(batch, packed_index=index, smaller=sizes)
     assert packed.packed_index.shape[2] < tiny.G
     found = score(params, transfers.shard_batch(packed, mesh))
     np.testing.assert_allclose(found, whole, atol=1e-5 * np.abs(whole).max())

@@ -174,7 +174,8 @@ REWARDS = np.full((tiny.B, tiny.G), -0.5, np.float32)
 def updates() -> list[tuple]:
     """States and metrics after updates on a usual batch, on NaN, on no trained token, and on the usual batch again.
 
-    The mesh has two axes, and the prompts run in micro-batches of packed rows: a group is in several of them.
+    The mesh has two axes, and the prompts run in micro-batches of packed rows: a group is in several of them. Half of
+    the micro-batches are cut to a smaller size.
     """
     mesh = tiny.mesh_of((1, 4, 2))
     _, params = tiny.model_and_params()
@@ -183,7 +184,7 @@ def updates() -> list[tuple]:
     coefficient = optim.adaptive_kl(0.1, 32, target=1.0, horizon=100)
     adamw = tiny.optimizer(weight_decay=0.1, coefficients={"kl/coef": coefficient})
     state, step = tiny.updater(objective, adamw, params, mesh, microbatch=4)
-    usual = dataclasses.replace(packed(tiny.batch(), (1, 10)), rewards=REWARDS)
+    usual = dataclasses.replace(packed(tiny.batch(), (1, 10)), rewards=REWARDS, smaller=((5, 0),))
     third = np.arange(tiny.B)[:, None, None] == 3
     not_finite = dataclasses.replace(usual, advantages=np.where(third, np.nan, usual.advantages))
     empty = dataclasses.replace(usual, loss_mask=usual.loss_mask & False, rewards=REWARDS * np.nan)
@@ -194,7 +195,7 @@ def updates() -> list[tuple]:
     return [*made, (state, None)]
 
 
-def test_mesh_and_micro_batches_of_packed_rows_change_no_update(updates):
+def test_mesh_micro_batches_of_packed_rows_and_sizes_change_no_update(updates):
     params, metrics = tiny.one_update()
     _, (state, found), *_ = updates
     assert_same_update((state.params, {name: found[name] for name in metrics}), (params, metrics))

@@ -46,7 +46,7 @@ parameters = cache(partial(tiny.model_and_params, scale=3.0))
 
 def sample(
     sampling=KINDS[0], *, length=12, stops=(3, 4), mesh=(1, 1, 1), most=0, pages=0, config=tiny.CONFIG,
-    environments=None, in_int8=False, cache_dtype="", limits=None, again=lambda call: None,
+    environments=None, in_int8=False, cache_dtype="", limits=None, again=lambda call: None, prompts=None,
 ):  # fmt: skip
     """Completions of a new sampler; `again` gets the call of the sampler, for another one with the same programs."""
     (model, params), mesh = parameters(config), tiny.mesh_of(mesh)
@@ -54,7 +54,8 @@ def sample(
     bounds |= dict(in_int8=in_int8, cache_dtype=cache_dtype, observation_tokens=length if environments else 0)
     sampler = Sampler(model, mesh, stop_ids=stops, pad_id=0, **bounds)
     sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)))
-    prompts, fixed = Prompts(*tiny.prompts(), [], np.arange(tiny.B)), dict(group_size=tiny.G, sampling=sampling)
+    prompts = prompts or Prompts(*tiny.prompts(), [], np.arange(tiny.B))
+    fixed = dict(group_size=tiny.G, sampling=sampling)
     call = partial(sampler.sample, prompts, jax.random.key(0), **fixed, environments=environments, max_tokens=limits)
     rollouts = call()
     again(call)
@@ -340,6 +341,21 @@ def test_a_cache_that_grows_changes_no_token(monkeypatch):
         rollouts = steady(stops=())  # all completions reach their limits
     assert grown == [6 * tiny.B * tiny.G]  # from 4 pages of each completion to all
     same(steady(stops=()), rollouts)
+
+
+@pytest.mark.parametrize("widths", [(20, tiny.P, 4), (20,)], ids=["the width of the prompts", "too wide"])
+def test_prompts_are_cut_to_the_smallest_size_that_holds_them(widths, monkeypatch):
+    computed, prefill = [], compiled.CallPrograms.prefill
+    see = lambda call, cache, new: computed.append(new.tokens.shape[-1]) or prefill(call, cache, new)  # noqa: E731
+    monkeypatch.setattr(compiled.CallPrograms, "prefill", see)
+    tokens, mask = (np.pad(x, ((0, 0), (30, 0))) for x in tiny.prompts())
+    wide = Prompts(tokens, mask, [], np.arange(tiny.B), smaller=tuple((width, 0) for width in widths))
+    rollouts = steady(prompts=wide)
+    smallest = min(width for width in widths if width >= tiny.P)
+    assert set(computed) == {smallest}
+    if smallest == tiny.P:
+        np.testing.assert_array_equal(rollouts.logprobs, whole().logprobs)
+    same(whole(), rollouts)
 
 
 def test_a_device_holds_its_share_of_the_keys_and_values_and_no_more():

@@ -35,7 +35,7 @@ from jaxrl_llm.tools.plan.expected import Endings, Usage, drawn_lengths, expecte
 from jaxrl_llm.tools.plan.flops import flops
 from jaxrl_llm.tools.plan.gpus import GPUS, allowed_memory
 from jaxrl_llm.tools.plan.phases import make_plan, make_sft_plan
-from jaxrl_llm.tools.plan.prompts import PromptSizes
+from jaxrl_llm.tools.plan.prompts import PlannedPrompt
 from jaxrl_llm.tools.plan.search import Planner, candidates, largest
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,7 @@ def plan(tmp_path_factory):
     config = configs.load(ROOT / "configs" / "grpo.py")
     config.update_from_flattened_dict({"microbatch": 16, "mesh.tensor": 2, "engine.max_sequences": 256})
     mesh = tiny.mesh_of((1, 4, 2))
-    return make_plan(recipes.read(config), mesh, PromptSizes(8), tmp_path_factory.mktemp("dump"))
+    return make_plan(recipes.read(config), mesh, PlannedPrompt(8), tmp_path_factory.mktemp("dump"))
 
 
 def test_a_plan_has_every_program_of_a_step_and_how_often_it_runs(plan):
@@ -129,7 +129,7 @@ def test_a_sampler_on_chips_of_its_own_has_nothing_beside_it(compilers, tmp_path
     mesh, sampler = phases.plan_meshes(jax.devices(), recipe)
     shapes = dict(data=1, fsdp=4, tensor=1), dict(data=4, fsdp=1, tensor=1)
     assert (dict(mesh.shape), dict(sampler.shape)) == shapes
-    apart = make_plan(recipe, mesh, PromptSizes(8), tmp_path, sampler_mesh=sampler, chip=V5E)
+    apart = make_plan(recipe, mesh, PlannedPrompt(8), tmp_path, sampler_mesh=sampler, chip=V5E)
     assert {(compiler.sampled.mesh, compiler.models.mesh, compiler.chip) for compiler in compilers} == {
         (sampler, mesh, V5E)
     }
@@ -145,7 +145,7 @@ def test_a_sampler_on_chips_of_its_own_has_nothing_beside_it(compilers, tmp_path
 
 def test_what_is_in_the_hosts_memory_is_on_no_chip_but_where_it_is_used(plan, compilers, tmp_path):
     recipe = replace(plan.recipe, host_memory=HostMemory(reference=True, optimizer=True))
-    moved = make_plan(recipe, plan.models.mesh, PromptSizes(8), tmp_path)
+    moved = make_plan(recipe, plan.models.mesh, PlannedPrompt(8), tmp_path)
     by = {phase.name.split(",")[0]: phase.beside for phase in moved.phases}
     assert by["decoding"] == by["prompts"] == pytest.approx(moved.holds["policy parameters"], abs=64)
     assert by["scoring of reference"] == pytest.approx(moved.holds["policy parameters"], abs=64)
@@ -185,7 +185,7 @@ def test_a_plan_of_sft_has_the_programs_of_a_run(plan, tmp_path, monkeypatch):
         return Phase(program.name, 1, beside=beside)
 
     monkeypatch.setattr(Compiler, "measure", measure_scoring)
-    of_dpo = make_sft_plan(recipes.read_sft(config), tiny.mesh_of((1, 4, 2)), PromptSizes(width), tmp_path)
+    of_dpo = make_sft_plan(recipes.read_sft(config), tiny.mesh_of((1, 4, 2)), PlannedPrompt(width), tmp_path)
     assert [shapes_of(program) for program in planned] == ran
     assert [phase.name for phase in of_dpo.phases] == ["scoring of reference", "the update"]
     # The same model on the same mesh as in the plan of GRPO, and no sampler.
@@ -202,7 +202,7 @@ def test_a_plan_of_sft_has_the_programs_of_a_run(plan, tmp_path, monkeypatch):
     assert phase.program and phase.traffic and not phase.error
     config = configs.load(ROOT / "configs" / "sft.py")
     config.update_from_flattened_dict(fields | {"model.path": str(ROOT / "jaxrl_llm" / "assets" / "arithmetic")})
-    of_sft = make_sft_plan(recipes.read_sft(config), tiny.mesh_of((1, 4, 2)), PromptSizes(width), tmp_path)
+    of_sft = make_sft_plan(recipes.read_sft(config), tiny.mesh_of((1, 4, 2)), PlannedPrompt(width), tmp_path)
     assert [phase.name for phase in of_sft.phases] == ["the update"]
 
 
@@ -228,7 +228,7 @@ def test_a_search_compiles_nothing_that_cannot_fit_and_tries_meshes_that_suit(tm
     found = list(candidates(recipe, 16))
     assert {(c.mesh.fsdp, c.mesh.tensor) for c in found} == {(16, 1), (8, 2)}  # the model has 2 heads of keys
     assert all(c.prompts_per_update % c.microbatch == 0 and c.microbatch % c.mesh.fsdp == 0 for c in found)
-    small = make_plan(recipe, tiny.mesh_of((1, 4, 2)), PromptSizes(8), tmp_path, chip=V5E._replace(memory=2**-10))
+    small = make_plan(recipe, tiny.mesh_of((1, 4, 2)), PlannedPrompt(8), tmp_path, chip=V5E._replace(memory=2**-10))
     assert [phase.name for phase in small.phases] == ["sampling"] and not small.fits(V5E)
 
 

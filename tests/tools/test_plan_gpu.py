@@ -24,7 +24,7 @@ from jaxrl_llm.tools.plan.chips import GPU_KERNELS
 from jaxrl_llm.tools.plan.collectives import collectives
 from jaxrl_llm.tools.plan.gpus import GPUS
 from jaxrl_llm.tools.plan.phases import make_plan
-from jaxrl_llm.tools.plan.prompts import PromptSizes
+from jaxrl_llm.tools.plan.prompts import PlannedPrompt
 
 ROOT = Path(__file__).parents[2]
 EIGHT = (1, 8, 1)
@@ -56,7 +56,7 @@ def planned(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Program, "compile", remember)
         mesh = mesh_over(devices, **config.mesh)
-        plan = make_plan(recipes.read(config), mesh, PromptSizes(8), tmp_path_factory.mktemp("dump"), chip=chip)
+        plan = make_plan(recipes.read(config), mesh, PlannedPrompt(8), tmp_path_factory.mktemp("dump"), chip=chip)
     return plan, compiled
 
 

@@ -11,7 +11,7 @@ import tiny
 from jaxrl_llm import build
 from jaxrl_llm import recipe as recipes
 from jaxrl_llm.config import load as configs
-from jaxrl_llm.data import image_layout
+from jaxrl_llm.data import prompt_sizes
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.memory import device_bytes
 from jaxrl_llm.models.decoder import TOWER
@@ -23,7 +23,7 @@ from jaxrl_llm.tools.plan.__main__ import image_line
 from jaxrl_llm.tools.plan.compiler import Compiler, Phase, StepSampling
 from jaxrl_llm.tools.plan.flops import flops
 from jaxrl_llm.tools.plan.phases import SlicePlan
-from jaxrl_llm.tools.plan.prompts import PromptSizes, prompt_sizes
+from jaxrl_llm.tools.plan.prompts import PlannedPrompt, planned_prompt
 
 ROOT = Path(__file__).parents[2]
 LARGEST = "84x28x2"  # images of a prompt of configs/pictures.py with the most patches
@@ -46,7 +46,7 @@ class Planned(NamedTuple):
 def planned(monkeypatch, tmp_path):
     """Returns the plan of a recipe and its programs, of which none is compiled."""
 
-    def make(recipe: Recipe, prompts: PromptSizes) -> Planned:
+    def make(recipe: Recipe, prompts: PlannedPrompt) -> Planned:
         programs, samplings = list[Program](), list[StepSampling]()
 
         def measure(compiler: Compiler, program: Program, beside: int, parts: int) -> Phase:
@@ -69,29 +69,29 @@ def shapes_of(program: Program) -> list[str]:
 @pytest.mark.slow
 def test_the_programs_of_a_plan_are_those_of_a_run(planned, tmp_path, monkeypatch):
     # A plan has prompts of one size.
-    monkeypatch.setattr(image_layout, "SHARES", ())
+    monkeypatch.setattr(prompt_sizes, "SHARES", ())
     fields = dict(zip(("mesh.data", "mesh.fsdp", "mesh.tensor"), MESH, strict=True))
     config = configs.load(ROOT / "configs" / "pictures.py")
     config.update_from_flattened_dict(fields)
     with build.opened_run(config, tmp_path, recipes.read, build.make_run, shared=False) as (_, parts):
-        width, images = parts.dataset.width, parts.dataset.image_sizes
+        width, images = parts.dataset.width, parts.dataset.sizes.images
         run = [(program.name, shapes_of(program)) for program in parts.programs()]
     recipe = recipe_of(**fields)
-    prompts = prompt_sizes(recipe, width, LARGEST)
+    prompts = planned_prompt(recipe, width, LARGEST)
     assert prompts.images == images
     programs = planned(recipe, prompts).programs
     assert {program.phase for program in programs} == {"push", "prompts", "decoding", "scoring", "update"}
     for program in programs:
         assert (program.name, shapes_of(program)) in run
     # Without images they are others.
-    text = {program.phase: shapes_of(program) for program in planned(recipe, PromptSizes(width)).programs}
+    text = {program.phase: shapes_of(program) for program in planned(recipe, PlannedPrompt(width)).programs}
     for program in programs:
         assert program.phase in ("push", "decoding") or text[program.phase] != shapes_of(program)
 
 
 def test_the_operations_of_the_tower_are_those_of_its_patches(planned):
     recipe = recipe_of()
-    few, many = (prompt_sizes(recipe, 64, pixels) for pixels in ("56x56", "112x112"))
+    few, many = (planned_prompt(recipe, 64, pixels) for pixels in ("56x56", "112x112"))
     assert few.images and many.images and many.images.patches == 4 * few.images.patches
     of_small, of_large = (planned(recipe, prompts) for prompts in (few, many))
     assert image_line(of_small.plan) == "prompts of 64 tokens, 4 of them of images of 16 patches"
@@ -113,7 +113,7 @@ def test_the_operations_of_the_tower_are_those_of_its_patches(planned):
 
 
 def test_a_plan_for_texts_says_so_and_a_token_of_decoding_reads_no_tower(planned):
-    plan, _, sampled = planned(recipe_of(), PromptSizes(16))
+    plan, _, sampled = planned(recipe_of(), PlannedPrompt(16))
     assert image_line(plan) == "prompts of 16 tokens of text: --pixels plans for images"
     mesh, model = plan.models.mesh, plan.models.model
     copy = copy_shapes(model, mesh, mesh, model.shapes, in_int8=False)
@@ -134,9 +134,9 @@ def test_images_are_resized_as_the_recipe_and_the_folder_say(recipe, model, expe
     tokens, patches, numbers = expected
     # Smaller ones are enlarged to the limit.
     for pixels in ("512x512", "100x100"):
-        prompts = prompt_sizes(made, 512, pixels)
-        assert prompts == PromptSizes(512, ImageSizes(patches, numbers, patches // 4), tokens)
-    assert prompt_sizes(made, 1024, "512x512x2").image_tokens == 2 * tokens
+        prompts = planned_prompt(made, 512, pixels)
+        assert prompts == PlannedPrompt(512, ImageSizes(patches, numbers, patches // 4), tokens)
+    assert planned_prompt(made, 1024, "512x512x2").image_tokens == 2 * tokens
 
 
 WRONG = ("512", "0x28", "28x28x0", "-28x28", "28x28x2x2", "28x9999", "112x112", "84x28x6")
@@ -145,4 +145,4 @@ WRONG = ("512", "0x28", "28x28x0", "-28x28", "28x28x2x2", "28x9999", "112x112", 
 @pytest.mark.parametrize("pixels", WRONG)
 def test_wrong_pixels_are_refused(pixels, refused):
     with refused(f"--pixels {pixels}"):
-        prompt_sizes(recipe_of(), 16, pixels)
+        planned_prompt(recipe_of(), 16, pixels)

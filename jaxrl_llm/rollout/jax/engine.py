@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.machine import distributed, sharding
+from jaxrl_llm.machine import distributed, sharding, transfers
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import abstract
 from jaxrl_llm.models.decoder import Decoder
@@ -29,7 +29,7 @@ from jaxrl_llm.rollout.jax.sizes import StreamSizes, sequence_limit, sizes_of
 from jaxrl_llm.rollout.jax.stream import Stream
 from jaxrl_llm.rollout.protocol import Environments
 from jaxrl_llm.rollout.weights import WeightCopier, sampling_decoder
-from jaxrl_llm.structs import ImageSizes, Prompts, PyTree, Rollouts
+from jaxrl_llm.structs import Prompts, PromptSizes, PyTree, Rollouts
 
 REMEDY = "set engine.pages, or lower engine.max_sequences or rollout.max_completion_tokens"  # advice if memory is short
 
@@ -160,11 +160,9 @@ class Sampler:
         report_ended: Callable[[int], None] = lambda count: None,
     ) -> Stream:
         """Samples the completions into `episodes`, and returns the finished stream."""
-        count, processes = len(prompts.tokens), distributed.count()
-        prompt_width = prompts.tokens.shape[1]
-        images = prompts.images.sizes if prompts.images else None
-        group_size = group_sampling.group_size
-        first_sizes = self._sizes(count * processes, group_size, prompt_width, wanted_groups * processes, images)
+        count, processes, group_size = len(prompts.tokens), distributed.count(), group_sampling.group_size
+        prompts = self._narrowed(prompts)
+        first_sizes = self._sizes(count * processes, group_size, prompts.sizes, wanted_groups * processes)
         sizes = self._grown_sizes.get(first_sizes, first_sizes)
         checked_tokens = np.zeros(self._cfg.vocab_size, bool)
         if environments:
@@ -202,21 +200,20 @@ class Sampler:
         self,
         params: PyTree,
         prompts: int,
-        prompt_width: int,
+        prompt_sizes: PromptSizes,
         group_size: int,
         sampling: Sampling,
         *,
         wanted_groups: int = 0,
-        image_sizes: ImageSizes | None = None,
     ) -> Iterator[Program]:
         """Yields each program for calls of these sizes, the largest program of a phase first.
 
         params: pushed parameters, or their shapes. wanted_groups: groups with which `sample_first` ends; 0 = calls of
-        `sample`. image_sizes: sizes of the prompts' images, None if prompts have no images.
+        `sample`.
         """
         yield from self._copier.programs(params)
         group_sampling = GroupSampling(group_size, sampling, self._mesh)
-        sizes = self._sizes(prompts, group_size, prompt_width, wanted_groups, image_sizes)
+        sizes = self._sizes(prompts, group_size, prompt_sizes, wanted_groups)
         weights = self._copier.shapes(params)
         traced = self._programs.traced(group_sampling, sizes, weights, continues_groups=wanted_groups > 0)
         for phase, name, trace in traced:
@@ -235,18 +232,24 @@ class Sampler:
             for phase, name, trace in traced:
                 Program(phase, name, trace, REMEDY, ()).compile()
 
-    def _sizes(
-        self, prompts: int, group_size: int, prompt_width: int, wanted_groups: int, images: ImageSizes | None
-    ) -> StreamSizes:
+    def _narrowed(self, prompts: Prompts) -> Prompts:
+        """Returns the prompts cut to the smallest of their sizes that holds the prompts of all processes."""
+        if not prompts.smaller:
+            return prompts
+        number = prompts.prompt.count_sizes(prompts.smaller).min()
+        # The prompt that the fewest sizes hold decides, and the minimum is the negative maximum.
+        return prompts.narrowed(-int(transfers.max_over_processes(np.array([-number], np.int32), self._mesh)[0]))
+
+    def _sizes(self, prompts: int, group_size: int, prompt_sizes: PromptSizes, wanted_groups: int) -> StreamSizes:
         """Returns the sizes of a call. wanted_groups: complete groups with which the call ends, 0 = all groups."""
         sizes = sizes_of(
             prompts,
             group_size,
-            prompt_width,
+            prompt_sizes.width,
             self._max_completion_tokens,
             max_sequences=sequence_limit(self._max_sequences, wanted_groups * group_size),
             pages=self._pages,
             cache_bytes=self._cache_bytes,
             kind=self._page_kind,
         )
-        return replace(sizes, images=images)
+        return replace(sizes, images=prompt_sizes.images)

@@ -24,7 +24,7 @@ from jaxrl_llm.tools.plan.collectives import BETWEEN_SLICES
 from jaxrl_llm.tools.plan.compiler import Phase
 from jaxrl_llm.tools.plan.expected import check_mean
 from jaxrl_llm.tools.plan.phases import SlicePlan
-from jaxrl_llm.tools.plan.prompts import prompt_sizes
+from jaxrl_llm.tools.plan.prompts import planned_prompt
 from jaxrl_llm.tools.plan.search import Planner, fastest, largest
 
 DESCRIPTION = (
@@ -85,7 +85,7 @@ def main() -> None:
         override(config, field, str(value))
         return recipes.read_either(config)
 
-    prompt_sizes(recipe, args.prompt_tokens or recipe.data.max_prompt_tokens, args.pixels)
+    planned_prompt(recipe, args.prompt_tokens or recipe.data.max_prompt_tokens, args.pixels)
     with TemporaryDirectory() as dump:
         chip, devices = topology(args.topology, args.slices, dump)
         console = Console(stderr=args.json, width=150, highlight=False)

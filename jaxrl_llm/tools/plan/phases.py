@@ -33,11 +33,11 @@ from jaxrl_llm.rollout.jax.cache_attention import page_kind
 from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.sizes import StreamSizes
 from jaxrl_llm.rollout.weights import copy_shapes
-from jaxrl_llm.structs import PyTree, TrainState
+from jaxrl_llm.structs import PromptSizes, PyTree, TrainState
 from jaxrl_llm.tools.plan.chips import GIB, Chip
 from jaxrl_llm.tools.plan.compiler import SAMPLING, Compiler, Phase, StepSampling
 from jaxrl_llm.tools.plan.expected import drawn_lengths, expected_usage
-from jaxrl_llm.tools.plan.prompts import PromptSizes
+from jaxrl_llm.tools.plan.prompts import PlannedPrompt
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SlicePlan:
     holds: dict[str, int]  # bytes on a chip of parameters, optimizer and other arrays, by name
     phases: list[Phase]
     tokens: int  # tokens of the completions of a step; for sft the largest number that its examples can have
-    prompts: PromptSizes
+    prompts: PlannedPrompt
     stream: StreamSizes | None = None  # sizes of the in-JAX engine on a chip; None for another engine and for sft
 
     def seconds(self, chip: Chip) -> float:
@@ -66,7 +66,7 @@ class SlicePlan:
 def make_plan(
     recipe: Recipe,
     mesh: Mesh,
-    prompts: PromptSizes,
+    prompts: PlannedPrompt,
     dump: Path,
     mean: float = 0.0,
     *,
@@ -117,7 +117,7 @@ def make_plan(
     usage = expected_usage(stream, lengths, prompt_shards(sampler_mesh), partial=recipe.rollout.partial)
     sampled = replace(sampled, usage=usage)
     compiler = Compiler(models, recipe.sizes, dump=dump, chip=chip, gathered=weights, sampled=sampled)
-    for program in _programs(recipe, learning, sampler, shape[1:], prompts):
+    for program in _programs(recipe, learning, sampler, shape[1:], prompts.sizes):
         if sampled.leaves_out(program):
             continue
         on_sampler = apart and program.phase in SAMPLING
@@ -137,7 +137,7 @@ def make_plan(
 def make_sft_plan(
     recipe: SftRecipe,
     mesh: Mesh,
-    prompts: PromptSizes,
+    prompts: PlannedPrompt,
     dump: Path,
     *,
     say: Callable[[Phase], None] = lambda phase: None,
@@ -152,7 +152,7 @@ def make_sft_plan(
     base = _base(models)
     learning = sft.make_learning(recipe, models, lambda: None, base, shape_cache)
     states = learning.device_shapes() | ({"base": base} if base else {})
-    batch, score = example_shapes(sizes, prompts.width, prompts.images, mesh)
+    batch, score = example_shapes(sizes, prompts.sizes, mesh)
     rows: Any = jax.ShapeDtypeStruct((sizes.prompts_per_step,), jnp.int32)
     # The gathered weights of the layers are as large as a copy of the weights for decoding.
     params = learning.policy(states)
@@ -260,7 +260,7 @@ def _sampler(models: Models, recipe: Recipe, mesh: Mesh, cache_bytes: int) -> Sa
 
 
 def _programs(
-    recipe: Recipe, learning: Learning, sampler: Sampler, shape: tuple[int, int], prompts: PromptSizes
+    recipe: Recipe, learning: Learning, sampler: Sampler, shape: tuple[int, int], prompt_sizes: PromptSizes
 ) -> Iterator[Program]:
     """Yields the programs of a step: those of the sampler, if it is the in-JAX engine, then scoring and updates.
 
@@ -270,13 +270,12 @@ def _programs(
     sampler_programs = sampler.programs(
         policy.all_parameters(policy.shapes),
         **recipe.sampled._asdict(),
-        prompt_width=prompts.width,
+        prompt_sizes=prompt_sizes,
         group_size=recipe.group_size,
         sampling=learning.sampling,
-        image_sizes=prompts.images,
     )
     yield from sampler_programs if recipe.chosen_engine.in_trainer else ()
-    yield from learning_programs(learning, [shape], prompts.width, recipe.credit.weights, prompts.images)
+    yield from learning_programs(learning, [shape], prompt_sizes, recipe.credit.weights)
 
 
 def _resident_bytes(states: PyTree) -> dict[str, int]:

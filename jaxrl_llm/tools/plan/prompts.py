@@ -10,27 +10,31 @@ from jaxrl_llm.data.image_format import read_format
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
-from jaxrl_llm.structs import ImageSizes
+from jaxrl_llm.structs import ImageSizes, PromptSizes
 
 # Value of the flag --pixels: WIDTHxHEIGHT or WIDTHxHEIGHTxCOUNT.
 PIXELS = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?")
 
 
-class PromptSizes(NamedTuple):
-    """Sizes of a prompt."""
+class PlannedPrompt(NamedTuple):
+    """A prompt of a plan, in which all prompts have the same size."""
 
     width: int  # P, the tokens of a prompt, including those of its images
     images: ImageSizes | None = None  # None for prompts of text
     image_tokens: int = 0  # image tokens among `width`
 
+    @property
+    def sizes(self) -> PromptSizes:
+        return PromptSizes(self.width, self.images)
 
-def prompt_sizes(recipe: Recipe | SftRecipe, width: int, pixels: str) -> PromptSizes:
+
+def planned_prompt(recipe: Recipe | SftRecipe, width: int, pixels: str) -> PlannedPrompt:
     """Returns the sizes of prompts of `width` tokens. pixels: WIDTHxHEIGHT[xCOUNT] of their images, "" for text.
 
     Raises: UserError, if `pixels` is no valid size, the model reads no images, or the images exceed the prompt.
     """
     if not pixels:
-        return PromptSizes(width)
+        return PlannedPrompt(width)
     if not (match := PIXELS.fullmatch(pixels)):
         raise UserError(
             f"--pixels {pixels} must be WIDTHxHEIGHT or WIDTHxHEIGHTxCOUNT of the images of a prompt, for example "
@@ -56,4 +60,4 @@ def prompt_sizes(recipe: Recipe | SftRecipe, width: int, pixels: str) -> PromptS
             "--prompt-tokens, or lower config.data.max_pixels"
         )
     patches = image_layout.patch_count([grid] * count, form)
-    return PromptSizes(width, image_layout.image_sizes(patches, form), tokens)
+    return PlannedPrompt(width, image_layout.image_sizes(patches, form), tokens)

@@ -20,7 +20,7 @@ from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.tools.plan.chips import GIB, Chip
 from jaxrl_llm.tools.plan.compiler import Phase
 from jaxrl_llm.tools.plan.phases import SlicePlan, make_plan, make_sft_plan, plan_meshes
-from jaxrl_llm.tools.plan.prompts import prompt_sizes
+from jaxrl_llm.tools.plan.prompts import planned_prompt
 
 # Cost of an update in forward passes, by remat. A backward pass costs two forward passes, and full recomputation one.
 PASSES = {"none": 3.0, "dots": 3.2, "full": 4.0}
@@ -42,7 +42,7 @@ class Planner:
 
     def plan(self, recipe: AnyRecipe, say: Callable[[Phase], None]) -> SlicePlan:
         """Returns the plan of a recipe. Raises: UserError, if model, mesh or images do not suit the recipe."""
-        prompts = prompt_sizes(recipe, self.width or recipe.data.max_prompt_tokens, self.pixels)
+        prompts = planned_prompt(recipe, self.width or recipe.data.max_prompt_tokens, self.pixels)
         mesh, sampler = plan_meshes(self.devices, recipe)
         if isinstance(recipe, SftRecipe):
             return make_sft_plan(recipe, mesh, prompts, self.dump, say=say, chip=self.chip)
