@@ -124,8 +124,8 @@ def healthy(server: ManagedServer) -> bool:
     return False
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
-    """What a condition comes to, when it is something."""
+def wait_for(condition: Callable[[], Any], seconds: float = 600) -> Any:
+    """What a condition comes to, when it is something. A start of vLLM takes half a minute of a quiet machine."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, "waited in vain"
