@@ -155,6 +155,7 @@ def sample(args: argparse.Namespace, run: SavedRun | None, step: int) -> tuple[G
             max_sequences=batch * args.samples,
             observation_tokens=environments.observation_tokens if environments else 0,
         )
+        resources.enter_context(closing(engine))
         frozen = partial(hf.load_params, learns=False)
         engine.update_weights(run.policy(step, folder, model, mesh) if run else frozen(folder, model, mesh))
         weights = [1.0] + [0.0] * (len(args.function) - 1)  # the first function judges

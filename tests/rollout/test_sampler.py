@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import count
+from threading import Event, Timer
 from typing import Any, NamedTuple
 
 import jax
@@ -356,6 +357,37 @@ def test_prompts_are_cut_to_the_smallest_size_that_holds_them(widths, monkeypatc
     if smallest == tiny.P:
         np.testing.assert_array_equal(rollouts.logprobs, whole().logprobs)
     same(whole(), rollouts)
+
+
+def test_a_call_waits_for_a_program_in_work_and_compiles_one_that_waits_itself():
+    started, goes_on, compiled_in = Event(), Event(), []
+
+    def compile(name: str) -> None:
+        started.set()
+        assert goes_on.wait(60)
+        compiled_in.append(name)
+
+    ahead = compiled.CompiledAhead()
+    ahead.wait("known")  # a call has compiled it
+    ahead.start([(name, partial(compile, name)) for name in ("known", "in work", "waiting", "later")])
+    assert started.wait(60)
+    ahead.wait("waiting")
+    Timer(0.2, goes_on.set).start()
+    ahead.wait("in work")
+    assert "in work" in compiled_in
+    ahead.start([("later", partial(compile, "later"))])  # is there already
+    ahead.wait("later")
+    ahead.close()
+    assert set(compiled_in) <= {"in work", "later"} and len(compiled_in) == len(set(compiled_in))
+
+
+def test_a_program_that_does_not_fit_is_told_by_the_next_call():
+    ahead = compiled.CompiledAhead()
+    ahead.start([("too large", partial(int, "no number"))])
+    ahead._thread.submit(int).result()
+    with pytest.raises(ValueError, match="no number"):
+        ahead.wait("another")
+    ahead.close()
 
 
 def test_a_device_holds_its_share_of_the_keys_and_values_and_no_more():

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.machine import keys, sharding
-from jaxrl_llm.machine.compilation import ROUND_AS_WRITTEN
+from jaxrl_llm.machine.compilation import COMPILER, ROUND_AS_WRITTEN
 from jaxrl_llm.machine.shapes import placed
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.jax import programs
@@ -118,11 +120,44 @@ def decoding_name(slots: Slots) -> str:
     return f"decoding, {slots.count} slots a device"
 
 
+class CompiledAhead:
+    """The programs that a background thread compiles before a call needs them."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=COMPILER)
+        self._jobs: dict[Hashable, Future[Any]] = {}  # compilations that no call has needed so far
+        self._needed: set[Hashable] = set()  # programs that a call has needed, and therefore compiled
+
+    def start(self, programs: Iterable[tuple[Hashable, Callable[[], Any]]]) -> None:
+        """Starts to compile the programs that no call has needed so far. programs: key, and function that compiles."""
+        for key, compile in programs:
+            if key not in self._needed and key not in self._jobs:
+                self._jobs[key] = self._thread.submit(compile)
+
+    def wait(self, key: Hashable) -> None:
+        """Waits for a program that the thread compiles now. A program that has to wait is left to the caller.
+
+        Raises: UserError, if this program or an earlier one does not fit the memory of a device.
+        """
+        self._needed.add(key)
+        job = self._jobs.pop(key, None)
+        if job and not job.cancel():
+            job.result()
+        for other in self._jobs.values():
+            if other.done():
+                other.result()
+
+    def close(self) -> None:
+        """Cancels waiting compilations, and does not wait for a running one: after SIGTERM a run has only seconds."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
 @dataclass
 class CallPrograms:
     """The programs with the weights and the key of one call. All processes must call them in the same order."""
 
     programs: Programs
+    compiled_ahead: CompiledAhead
     sampling: GroupSampling
     sizes: StreamSizes
     params: PyTree
@@ -135,6 +170,7 @@ class CallPrograms:
 
     def prefill(self, cache: Cache | None, prompts: NewPrompts) -> tuple[Cache, AnyArray, AnyArray]:
         """Runs prompts and samples the first tokens of their groups. cache: None for the first prompts of the call."""
+        self._wait(prompts_name(prompts.tokens.shape[1], self.sizes, first=cache is None))
         if cache is None:
             return self.programs.prefill_first(self.sampling, self.sizes, self.params, prompts, self.key)
         return self.programs.prefill(self.sampling, self.params, cache, prompts, self.key)
@@ -145,11 +181,16 @@ class CallPrograms:
 
     def feed(self, cache: Cache, chunks: ObservationChunks) -> Cache:
         """Writes chunks of observations into the pages of their sequences."""
+        self._wait(feeding_name(*chunks.tokens.shape[1:]))
         return self.programs.feed(self.params, cache, chunks)
 
     def decode(self, cache: Cache, rows: RoundRows, running_threshold: int) -> tuple[Cache, Sampled]:
         """Decodes a round. running_threshold: number of running sequences per device at which the round ends."""
+        self._wait(decoding_name(Slots(rows.length.shape[1], rows.prompt_places.shape[1])))
         # The threshold is np.int32 as in `Programs.traced`. A weakly typed Python int would need another program.
         return self.programs.decode(
             self.sampling, self.params, cache, rows, self.checked_tokens, np.int32(running_threshold), self.key
         )
+
+    def _wait(self, name: str) -> None:
+        self.compiled_ahead.wait((self.sampling, self.sizes, name))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.episodes import ENDED, Episodes
 from jaxrl_llm.rollout.in_flight import FirstCompleteGroups, InFlightGroups
 from jaxrl_llm.rollout.jax.cache_attention import page_kind
-from jaxrl_llm.rollout.jax.compiled import CallPrograms, Programs
+from jaxrl_llm.rollout.jax.compiled import CallPrograms, CompiledAhead, Programs
 from jaxrl_llm.rollout.jax.programs import GroupSampling
 from jaxrl_llm.rollout.jax.scheduler import Scheduler
 from jaxrl_llm.rollout.jax.sizes import StreamSizes, sequence_limit, sizes_of
@@ -75,7 +76,7 @@ class Sampler:
         self._copier = WeightCopier(decoder, mesh, trainer_mesh, in_int8=in_int8)
         # Device for arrays outside of the mesh, such as random keys; None = JAX's default device.
         self._device = mesh.local_devices[0] if self._copier.copies_to_other_devices else None
-        self._programs = Programs(decoder, mesh)
+        self._programs, self._compiled_ahead = Programs(decoder, mesh), CompiledAhead()
         self._call_counts: Counter[Hashable] = Counter()  # key: sampling and sizes, which decide the programs of a call
         # {sizes of a call: the same with the largest cache that such a call has had so far}
         self._grown_sizes: dict[StreamSizes, StreamSizes] = {}
@@ -93,7 +94,8 @@ class Sampler:
             self._params = None
 
     def close(self) -> None:
-        """Does nothing, because the sampler starts no thread and no process."""
+        """Ends the compilation of programs that no call has needed."""
+        self._compiled_ahead.close()
 
     def sample(
         self,
@@ -161,6 +163,7 @@ class Sampler:
     ) -> Stream:
         """Samples the completions into `episodes`, and returns the finished stream."""
         count, processes, group_size = len(prompts.tokens), distributed.count(), group_sampling.group_size
+        widest_sizes = self._sizes(count * processes, group_size, prompts.sizes, wanted_groups * processes)
         prompts = self._narrowed(prompts)
         first_sizes = self._sizes(count * processes, group_size, prompts.sizes, wanted_groups * processes)
         sizes = self._grown_sizes.get(first_sizes, first_sizes)
@@ -171,10 +174,13 @@ class Sampler:
             checked_tokens = environments.possible_turn_ends(self._cfg.vocab_size)
         checked_tokens[list(self._stop_ids)] = True
         with jax.default_device(self._device):
-            self._compile_remaining(group_sampling, sizes, continues_groups=wanted_groups > 0)
+            # The widest sizes too, so that a run whose first long prompt comes late learns early if it does not fit.
+            for future_sizes in dict.fromkeys((sizes, widest_sizes)):
+                self._compile_remaining(group_sampling, future_sizes, continues_groups=wanted_groups > 0)
             stream = Stream(
                 programs=CallPrograms(
                     programs=self._programs,
+                    compiled_ahead=self._compiled_ahead,
                     sampling=group_sampling,
                     sizes=sizes,
                     params=self._params,
@@ -220,17 +226,21 @@ class Sampler:
             yield Program(phase, name, trace, REMEDY, ())
 
     def _compile_remaining(self, sampling: GroupSampling, sizes: StreamSizes, *, continues_groups: bool) -> None:
-        """Compiles, at the second call of these sizes, the programs that the first call did not need.
+        """Compiles in the background, from the second call of these sizes on, the programs that the first did not need.
 
-        So no later step waits for the compiler. continues_groups: whether the call continues completions of an earlier
-        call.
+        So hardly any later step waits for the compiler. continues_groups: whether the call continues completions of an
+        earlier call.
         """
         call = sampling, sizes, continues_groups
         self._call_counts[call] += 1
         if self._call_counts[call] == 2:
             traced = self._programs.traced(sampling, sizes, abstract(self._params), continues_groups=continues_groups)
-            for phase, name, trace in traced:
-                Program(phase, name, trace, REMEDY, ()).compile()
+            programs = (Program(phase, name, trace, REMEDY, ()) for phase, name, trace in traced)
+            self._compiled_ahead.start(((sampling, sizes, x.name), partial(self._compile, x)) for x in programs)
+
+    def _compile(self, program: Program) -> None:
+        with jax.default_device(self._device):  # which each thread sets for itself
+            program.compile()
 
     def _narrowed(self, prompts: Prompts) -> Prompts:
         """Returns the prompts cut to the smallest of their sizes that holds the prompts of all processes."""
