@@ -334,9 +334,10 @@ def make_packing(models: Models, learning: Learning, shape_cache: ShapeCache) ->
     def seconds(shape: Shape, prompt_tokens: int, parts: np.ndarray) -> float:
         rows, width = shape
         matrix_flops = 2 * active_parameters * (prompt_tokens + rows * width)
-        attention_flops = 4 * cfg.layers * cfg.heads * cfg.head_dim * rows * width * (width + prompt_tokens)
-        flops = microbatch * (matrix_flops + attention_flops)
-        microbatch_seconds = flops / rates.flops / devices + parameters * itemsize / rates.bandwidth
+        pairs = cfg.layers * cfg.heads * rows * width * (width + prompt_tokens)
+        flops = matrix_flops + 4 * cfg.head_dim * pairs
+        computing = microbatch * (flops / rates.flops + pairs / rates.scores) / devices
+        microbatch_seconds = computing + parameters * itemsize / rates.bandwidth
         microbatches = math.ceil(parts.reshape(shards, -1).sum(axis=1).max() / (microbatch // shards))
         return forward_passes * microbatches * microbatch_seconds
 

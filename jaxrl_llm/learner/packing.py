@@ -14,6 +14,8 @@ from jaxrl_llm.structs import AnyArray, Sizes
 ROW = 32
 # The TPU's attention kernel needs rows of a multiple of KERNEL tokens. Rows that are narrower than that save little.
 KERNEL = 128
+# The first step takes a shape that does not hold every batch if it takes at most this share of the time.
+FIRST_SHARE = 0.5
 
 
 def minibatches(sizes: Sizes, seed: int, step: int) -> Iterator[AnyArray]:
@@ -88,8 +90,12 @@ class Packing:
             count, width = shape
             return self._seconds(shape, prompt_tokens, -(-rows[width] // count)) if width in rows else math.inf
 
-        self.shape_policy.start_call(min((s for s in self.shape_policy.shapes if s[1] >= self._limit), key=seconds))
-        # No later shape is larger than the first shape, so a run that fits the memory in its first step always fits.
+        holds_every_batch = min((s for s in self.shape_policy.shapes if s[1] >= self._limit), key=seconds)
+        fastest = min(self.shape_policy.shapes, key=seconds)
+        # Under a generous limit, the first step is fast already. The other shape is then compiled beside it.
+        is_much_faster = seconds(fastest) < FIRST_SHARE * seconds(holds_every_batch)
+        self.shape_policy.start_call(holds_every_batch, *([fastest] if is_much_faster else []))
+        # No later shape is larger than the first shapes, so a run whose first programs fit the memory always fits.
         largest = max(math.prod(shape) for shape in self.shape_policy.first_calls)
         self.shape_policy.add_shapes(lambda shapes: min(seconds(s) for s in shapes if math.prod(s) <= largest))
         return pack(lengths, self._limit, min(self.shape_policy.usable_shapes(), key=seconds))

@@ -36,11 +36,12 @@ class Rates(NamedTuple):
     """Rough speeds of a device, which only decide when a smaller shape saves time."""
 
     flops: float  # floating-point operations per second
+    scores: float  # pairs of a query and a key per second, in addition to their products
     bandwidth: float  # bytes of weights that are read per second
     compile: float  # seconds to compile a forward pass; an update takes three times as long
 
 
-RATES = {"cpu": Rates(7e10, 2e10, 4.0), "gpu": Rates(3e14, 2e12, 30.0), "tpu": Rates(1e14, 7e11, 60.0)}
+RATES = {"cpu": Rates(7e10, 2e8, 2e10, 4.0), "gpu": Rates(3e14, 2e12, 2e12, 30.0), "tpu": Rates(1e14, 5e11, 7e11, 60.0)}
 
 
 @dataclass

@@ -89,6 +89,16 @@ def test_a_step_takes_the_cheapest_shape_and_orders_a_smaller_one_once_it_pays()
     assert changes[0] > 2  # the first order: padding has cost as much as compiling
 
 
+def test_a_generous_limit_makes_not_even_the_first_step_slow():
+    limit, shapes = 4096, packed_shapes(8, 4096)
+    work = lambda shape, _, parts: parts.sum() * shape[0] * shape[1] ** 2  # noqa: E731
+    shape_policy = ShapePolicy(tuple(shapes), compile_seconds=1e15, limit=3)
+    pack_next, short = Packing(shape_policy, work, limit), np.full((2, 8), 16)
+    seen = [pack_next(np.where(step == 1, 1000, short), 8).shape[2:] for step in range(3)]
+    assert seen[0] == seen[2] == (1, 128)
+    assert seen[1][1] >= limit and set(shape_policy.first_calls) == {seen[0], seen[1]}
+
+
 def test_no_later_shape_is_larger_than_the_first():
     shapes = packed_shapes(8, LIMIT)
     work = lambda shape, _, parts: parts.sum() * (1000 + shape[0] * shape[1]) / 100  # noqa: E731

@@ -97,7 +97,7 @@ def ragged_config(steps: int):
 @pytest.fixture
 def cheap(monkeypatch):
     """Rates at which smaller shapes pay within a few steps."""
-    rates = {"cpu": Rates(flops=1e9, bandwidth=1e8, compile=1.0)}
+    rates = {"cpu": Rates(flops=1e9, scores=1e12, bandwidth=1e8, compile=1.0)}
     for module in (shapes, learning):
         monkeypatch.setattr(module, "RATES", rates)
 
