@@ -162,9 +162,13 @@ def get_config() -> ConfigDict:
     c.rollout.max_lag = 0  # steps that sampling may run ahead of learning; 0: sampling and learning take turns
     # Most rounds of fresh prompts that replace groups whose completions all have the same reward (DAPO). 0: none.
     c.rollout.resample_rounds = 0
-    # True: partial rollouts. A step takes the first prompts_per_step groups that are complete, and the other groups
-    # continue in the next step with its weights. So no step waits for the longest completion. In-JAX engine only.
-    c.rollout.partial = False
+    # Partial rollouts: groups that are open beyond the prompts_per_step groups of a step. A step takes the groups that
+    # are complete first, and the next step continues the others with its weights. So no step waits for the longest
+    # completion. At most prompts_per_step; 0: none. In-JAX engine only.
+    c.rollout.partial = 0
+    # Partial rollouts: most steps from the one that begins a group to the one that learns from it; a step waits for a
+    # group that is so old. 0: no bound.
+    c.rollout.max_age = 4
 
     # Rollout engine: name is jax, vllm (configs/grpo_vllm.py explains its fields) or my.module.function; the other
     # fields are its arguments.

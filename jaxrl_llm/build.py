@@ -106,6 +106,10 @@ class Parts:
         """Waits until the engine has received the last weights. Raises: UserError, if the engine has other weights."""
         self.actor.lease.reclaim()
 
+    def unlearned_text(self) -> str:
+        """Describes the groups in flight, from which no step learns if the run ends now; "" without such groups."""
+        return self.actor.unlearned_text()
+
     def evaluate(self, states: States) -> dict[str, float]:
         """Returns the metrics of an evaluation by the engine, whose last pushed weights equal those of `states`."""
         self.actor.wait_for_weights()
@@ -227,6 +231,7 @@ def make_run(work_directory: WorkDirectory, recipe: Recipe) -> tuple[Session, Pa
     fit.check_sampling(recipe, models.model.cfg)
     in_trainer = recipe.chosen_engine.in_trainer
     fit.check_one_at_a_time(recipe, models.mesh)
+    fit.check_partial(recipe)
 
     def load_other(name: str) -> FrozenModel:
         folder, on_host = models.other_folders[name], recipe.host_memory.reference

@@ -98,6 +98,10 @@ class SftParts:
     def wait_until_idle(self) -> None:
         """Returns immediately, because no other thread uses the states."""
 
+    def unlearned_text(self) -> str:
+        """Returns "", because no example is left behind."""
+        return ""
+
 
 def sft_step(session: Session, parts: SftParts, states: States, step: int) -> tuple[States, Record]:
     """Runs one update on the next examples. Donates the given states."""

@@ -21,6 +21,11 @@ KINDS = {
     tuple: "a tuple",
     dict: "a section",
 }
+# {path of a field that was True or False in earlier versions: what its value must be now}
+FORMER_SWITCHES = {
+    "rollout.partial": "the number of groups that are open beyond prompts_per_step: 0 in place of False, "
+    "prompts_per_step in place of True"
+}
 # Fields of text that also take a function object (`load.with_names`).
 EVAL_FUNCTION = re.compile(r"eval\.(extra_sets\.[^.]+\.)?function")
 
@@ -44,6 +49,8 @@ class Section(ConfigDict):
         if "." in key:
             raise UserError(f"config.{self._path or 'FIELD'}: the name {key!r} of a section must have no dot")
         old_value = self.get(key)
+        if type(value) is bool and type(old_value) is int:  # ml_collections would store the bool, as it is an int
+            raise UserError(f"config.{path} = {value}: the value must be {required_type(value, old_value, path)}")
         named = (str, Mapping, ConfigDict, FieldReference, FunctionType, type(None))
         if key == "source" and (not isinstance(value, named) or (isinstance(old_value, str) and is_mapping(value))):
             value = memory.keep(value, path)
@@ -144,5 +151,7 @@ def required_type(value: Any, old_value: Any, path: str) -> str:
         return "the name of a function: define the function by def at the top of a module, and set its name"
     if isinstance(value, FunctionType) and isinstance(old_value, str):
         return f"the name of a function, not the function: use '{value.__module__}.{value.__qualname__}'"
+    if path in FORMER_SWITCHES:
+        return FORMER_SWITCHES[path]
     example = f", such as {old_value!r}" if not isinstance(old_value, bool) and old_value not in ("", ()) else ""
     return KINDS.get(type(old_value), type(old_value).__name__) + example

@@ -190,11 +190,11 @@ def check_loss(recipe: Recipe) -> None:
     # A loss of the user may correct for older weights itself.
     package_loss = own_name(recipe.loss.function, losses)
     if package_loss and (rollout.max_lag or rollout.partial) and importance.action == "none":
-        field, disabled = ("partial", False) if rollout.partial else ("max_lag", 0)
+        field = "partial" if rollout.partial else "max_lag"
         raise UserError(
             f"config.importance.action = 'none' with rollout.{field} = {getattr(rollout, field)}: older weights sample "
             f"some tokens, and loss {loss!r} does not correct for them; set importance.action = 'auto', or "
-            f"rollout.{field} = {disabled}"
+            f"rollout.{field} = 0"
         )
 
 
@@ -336,15 +336,22 @@ def check_rollout(recipe: Recipe) -> None:
 
 def check_partial(recipe: Recipe) -> None:
     """Checks that unfinished completions can continue in a later step."""
+    count = recipe.rollout.partial
     if not recipe.chosen_engine.in_trainer:
         raise UserError(
-            f"config.rollout.partial = True: engine.name = {recipe.engine.name!r} cannot stop while some groups are "
-            "unfinished; set partial = False, or engine.name = 'jax'"
+            f"config.rollout.partial = {count}: engine.name = {recipe.engine.name!r} cannot stop while some groups are "
+            "unfinished; set partial = 0, or engine.name = 'jax'"
         )
     if rounds := recipe.rollout.resample_rounds:
         raise UserError(
-            f"config.rollout.partial = True with resample_rounds = {rounds}: partial rollouts cannot replace groups; "
-            "set partial = False, or resample_rounds = 0"
+            f"config.rollout.partial = {count} with resample_rounds = {rounds}: partial rollouts cannot replace "
+            "groups; set partial = 0, or resample_rounds = 0"
+        )
+    # So the groups that have reached rollout.max_age always fit into one batch.
+    if count > recipe.prompts_per_step:
+        raise UserError(
+            f"config.rollout.partial = {count} must be at most prompts_per_step = {recipe.prompts_per_step}, because a "
+            "step learns from only so many groups: lower partial"
         )
 
 

@@ -48,6 +48,16 @@ def check_one_at_a_time(recipe: Recipe, mesh: Mesh) -> None:
         )
 
 
+def check_partial(recipe: Recipe) -> None:
+    """Checks that all processes can have equally many open groups. Raises: UserError, naming the field."""
+    count, processes = recipe.rollout.partial, distributed.count()
+    if count % processes:
+        raise UserError(
+            f"config.rollout.partial = {count} must be a multiple of the {processes} processes of the run, because "
+            "each process continues its own groups: change partial"
+        )
+
+
 def check_vocabulary(model: DecoderConfig, tokenizer: Any, *datasets: Dataset) -> None:
     """Checks that the tokenizer fits the model. Raises: UserError, for a token that the model does not have."""
     largest = max(int(tokens.max()) for dataset in datasets for tokens in dataset.ids)

@@ -344,9 +344,9 @@ class Recipe(Settings):
 
     @property
     def sampled(self) -> SampledGroups:
-        """Numbers of groups: in flight in the engine, and in a batch of the step."""
-        count = self.prompts_per_step
-        return SampledGroups(2 * count, count) if self.rollout.partial else SampledGroups(count)
+        """Numbers of groups: open in the engine, and in a batch of the step."""
+        count, partial_groups = self.prompts_per_step, self.rollout.partial
+        return SampledGroups(count + partial_groups, count) if partial_groups else SampledGroups(count)
 
     @property
     def exact(self) -> bool:
@@ -393,6 +393,7 @@ class Recipe(Settings):
             greedy=greedy,
             masks_truncated=self.mask.truncated,
             partial=rollout.partial,
+            max_age=rollout.max_age,
         )
 
     def kl_estimator(self, placement: str) -> Callable[[Array, Array], Array] | None:

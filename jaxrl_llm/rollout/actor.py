@@ -189,6 +189,17 @@ class Actor:
             arrays.append(transfers.shard_batch(in_flight.to_checkpoint(), self._source.mesh))
         return PartState(notes, arrays)
 
+    def unlearned_text(self) -> str:
+        """Describes the groups in flight, from which no step learns if the run ends now; "" without such groups.
+
+        All processes must call it.
+        """
+        if not self._in_flight:
+            return ""
+        tokens = distributed.gather(self._in_flight.rollouts.loss_mask.sum(axis=(1, 2)))
+        groups = np.count_nonzero(tokens)
+        return f"never learned from: {groups:,} groups in flight, with {tokens.sum():,} tokens" if groups else ""
+
     def close(self) -> None:
         """Starts no further push and no further batch."""
         self._prefetcher.close()

@@ -20,6 +20,7 @@ class InFlightGroups(NamedTuple):
     rollouts: Rollouts  # [n, G, C]
     has_ended: np.ndarray  # [n, G] bool, True for completions that have ended
     is_turn_start: np.ndarray  # [n, G, C] bool, True at the first token of each turn, even if it is not sampled yet
+    ages: np.ndarray  # [n] int32, steps since the step that sampled the group's first token; 0 without a token
     environments: EnvironmentBatch | None = None  # None for single turns, or before a resumed run has opened them
 
     @classmethod
@@ -36,26 +37,41 @@ class InFlightGroups(NamedTuple):
             versions=false.astype(np.int32),
         )
         is_turn_start = np.broadcast_to(np.arange(length) == 0, false.shape)
-        return cls(prompts, rollouts, np.zeros((n, group_size), bool), is_turn_start)
+        return cls(prompts, rollouts, np.zeros((n, group_size), bool), is_turn_start, np.zeros(n, np.int32))
 
     @property
-    def arrays(self) -> tuple[Rollouts, np.ndarray, np.ndarray]:
-        """The fields whose arrays have an entry for each completion."""
-        return self.rollouts, self.has_ended, self.is_turn_start
+    def arrays(self) -> dict[str, Any]:
+        """The fields that hold arrays with an entry for each group."""
+        return {name: getattr(self, name) for name in ("rollouts", "has_ended", "is_turn_start", "ages")}
+
+    @property
+    def has_begun(self) -> np.ndarray:
+        """True for groups [n] that have a token."""
+        return self.rollouts.completion_mask.any(axis=(1, 2))
+
+    def due_groups(self, max_age: int) -> list[int]:
+        """Returns the groups that the next batch must have, because they are `max_age` steps old. 0 = no bound."""
+        return np.flatnonzero(self.ages >= max_age).tolist() if max_age else []
+
+    def one_step_later(self) -> InFlightGroups:
+        """Returns the groups as the next step finds them: each group with a token is one step older."""
+        return self._replace(ages=self.ages + self.has_begun.astype(np.int32))
 
     def concatenate(self, later: InFlightGroups) -> InFlightGroups:
         """Returns these groups followed by `later`. Either both have environments or neither has."""
+        if not len(later.ages):
+            return self  # because `later` has no environments if it has no groups
         names = sorted({*self.rollouts.episodes, *later.rollouts.episodes})
-        parts = [(part.rollouts.measured(names), part.has_ended, part.is_turn_start) for part in (self, later)]
-        rollouts, has_ended, is_turn_start = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+        parts = [part.arrays | {"rollouts": part.rollouts.measured(names)} for part in (self, later)]
         environments = self.environments and later.environments and self.environments.concatenate(later.environments)
-        return InFlightGroups(self.prompts.joined(later.prompts), rollouts, has_ended, is_turn_start, environments)
+        arrays = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+        return self._replace(prompts=self.prompts.joined(later.prompts), environments=environments, **arrays)
 
     def take(self, groups: list[int]) -> InFlightGroups:
         """Returns the groups with these indices."""
         environments = self.environments and self.environments.take(groups)
-        rollouts, has_ended, is_turn_start = jax.tree.map(lambda x: x[groups], self.arrays)
-        return InFlightGroups(self.prompts.take(groups), rollouts, has_ended, is_turn_start, environments)
+        arrays = jax.tree.map(lambda x: x[groups], self.arrays)
+        return self._replace(prompts=self.prompts.take(groups), environments=environments, **arrays)
 
     def answered_turns(self) -> list[list[list[int]]]:
         """Returns for each completion the tokens of its turns that an observation follows; [] if it has ended."""
@@ -76,31 +92,41 @@ class InFlightGroups(NamedTuple):
 
     def to_checkpoint(self) -> dict[str, Any]:
         """Returns the arrays that a checkpoint keeps. Their names are those of existing checkpoints."""
-        rollouts, has_ended, is_turn_start = self.arrays
-        return {"numbers": self.prompts.numbers, "rollouts": rollouts, "ended": has_ended, "begins": is_turn_start}
+        arrays = {"numbers": self.prompts.numbers, "rollouts": self.rollouts, "ended": self.has_ended}
+        return arrays | {"begins": self.is_turn_start, "ages": self.ages}
 
     @classmethod
     def from_checkpoint(cls, arrays: dict[str, Any], collate: Collate) -> InFlightGroups:
         """Returns the groups of `to_checkpoint`, without environments. A checkpoint holds dataclasses as dicts."""
-        return cls(collate(arrays["numbers"]), Rollouts(**arrays["rollouts"]), arrays["ended"], arrays["begins"])
+        rollouts, *others = Rollouts(**arrays["rollouts"]), arrays["ended"], arrays["begins"], arrays["ages"]
+        return cls(collate(arrays["numbers"]), rollouts, *others)
 
 
 class FirstCompleteGroups(NamedTuple):
     """What a call has sampled until the wanted number of groups was complete."""
 
     in_flight: InFlightGroups  # all groups of the call
-    complete_groups: list[int]  # indices of the complete groups, in the order in which they became complete
-    idle_share: float  # share of decode slots and steps that computed no sequence
+    # Indices of the wanted complete groups: the required groups, then the others in the order of their completion.
+    complete_groups: list[int]
+    computed_tokens: int  # tokens that the slots of the decode programs computed
+    slot_steps: int  # tokens that these slots could have computed; 0 if the call decoded nothing
 
 
 class StreamEngine(Protocol):
     """An engine that can end a call when some groups are complete."""
 
     def sample_first(
-        self, in_flight: InFlightGroups, key: jax.Array, *, sampling: Sampling, wanted_groups: int
+        self,
+        in_flight: InFlightGroups,
+        key: jax.Array,
+        *,
+        sampling: Sampling,
+        wanted_groups: int,
+        required_groups: list[int],
     ) -> FirstCompleteGroups:
         """Samples until `wanted_groups` groups are complete, in episodes with the environments of `in_flight`.
 
-        Only counts of tokens decide which groups complete first, and how far the other groups get; time never does.
+        required_groups: groups that must be among the complete ones, at most `wanted_groups`. Only counts of tokens
+        decide which groups complete first, and how far the other groups get; time never does.
         """
         ...

@@ -147,10 +147,16 @@ class CompletionTask:
         key: Array,
         sampling: Sampling,
         wanted_groups: int,
+        required_groups: list[int],
         channel: str,
     ) -> FirstCompleteGroups:
-        """Samples until `wanted_groups` groups are complete. channel: argument of `align_metrics`."""
-        first = engine.sample_first(in_flight, key, sampling=sampling, wanted_groups=wanted_groups)
+        """Samples until `wanted_groups` groups are complete, `required_groups` among them.
+
+        channel: argument of `align_metrics`.
+        """
+        first = engine.sample_first(
+            in_flight, key, sampling=sampling, wanted_groups=wanted_groups, required_groups=required_groups
+        )
         if not (batch := in_flight.environments):
             return first
         rollouts = _with_episode_metrics(first.in_flight.rollouts, batch, channel)
@@ -196,8 +202,10 @@ class SamplingPlan(NamedTuple):
     resample_rounds: int = 0  # most rounds of fresh prompts that replace groups without a signal
     greedy: bool = False  # whether to sample the greedy completion too
     masks_truncated: bool = False  # whether truncated completions are left out of training
-    # Whether the first complete groups are the batch. Then the next call continues the other groups.
-    partial: bool = False
+    # Groups of all processes that are open beyond a batch: the batch is the groups that are complete first, and the
+    # next call continues the others. 0 = the batch is all groups.
+    partial: int = 0
+    max_age: int = 0  # steps after which a group must be in the batch; 0 = no bound
 
 
 @dataclass
@@ -265,21 +273,25 @@ class SampleSource:
         """Samples until as many groups are complete as a batch has. The next call continues the other groups."""
         plan, task = self.sampling_plan, self.task
         start_groups = partial(task.start_groups, group_size=plan.group_size, length=self.max_completion_tokens)
-        # The first call starts two batches, so that a new group can start whenever a group is complete.
+        # The first call takes the prompts of two batches, because it opens `partial` groups more than a batch has.
         in_flight = task.open_environments(self.in_flight) if self.in_flight else start_groups(next(self.prompts))
         wanted_groups = len(in_flight.has_ended)
         in_flight = in_flight.concatenate(start_groups(next(self.prompts)))
-        carried = in_flight.rollouts.completion_mask.any(axis=(1, 2))
-        engine = cast(StreamEngine, self.engine)
+        # The groups behind the open ones have no token yet. They wait for a later call.
+        open_count = wanted_groups + plan.partial // distributed.count()
+        in_flight, waiting = in_flight.split([*range(open_count)])
         first = task.sample_first(
-            engine, in_flight, key, sampling=plan.sampling, wanted_groups=wanted_groups, channel=SAMPLING
+            cast(StreamEngine, self.engine),
+            in_flight,
+            key,
+            sampling=plan.sampling,
+            wanted_groups=wanted_groups,
+            required_groups=in_flight.due_groups(plan.max_age),
+            channel=SAMPLING,
         )
-        batch, self.in_flight = first.in_flight.split(first.complete_groups)
-        local_metrics = {
-            "rollout/carried": carried[first.complete_groups],
-            "rollout/idle_slots": np.array([first.idle_share], np.float32),
-        }
-        metrics = {name: distributed.gather(values, SAMPLING).mean() for name, values in local_metrics.items()}
+        batch, in_flight = first.in_flight.split(first.complete_groups)
+        self.in_flight = in_flight.one_step_later().concatenate(waiting)
+        metrics = partial_metrics(batch.ages, in_flight.has_begun, first)
         samples = self._start_grading(batch.prompts, batch.rollouts)
         return replace(samples, in_flight=self.in_flight, metrics=metrics)
 
@@ -292,6 +304,23 @@ class SampleSource:
     def _start_grading(self, prompts: Prompts, rollouts: Rollouts) -> Samples:
         wait_for_grades = self.task.score.start(partial(self.task.completions, prompts, rollouts))
         return Samples(prompts, rollouts, wait_for_grades, masks_truncated=self.sampling_plan.masks_truncated)
+
+
+def partial_metrics(ages: np.ndarray, has_begun: np.ndarray, first: FirstCompleteGroups) -> dict[str, Any]:
+    """Returns the metrics of a step of partial rollouts, over the groups of all processes.
+
+    ages: of the groups in the batch, in steps. has_begun: True for the groups behind the batch that have a token.
+    """
+    slots = np.array([[first.computed_tokens, first.slot_steps]])
+    ages, has_begun, slots = (distributed.gather(x, SAMPLING) for x in (ages, has_begun, slots))
+    computed_tokens, slot_steps = slots.sum(axis=0)
+    return {
+        "rollout/age": ages.mean(),
+        "rollout/age_max": ages.max(),
+        "rollout/carried": (ages > 0).mean(),
+        "rollout/in_flight": has_begun.sum(),
+        # If all groups of the batch were already complete, no slot was there that could be idle.
+    } | ({"rollout/idle_slots": 1 - computed_tokens / slot_steps} if slot_steps else {})
 
 
 def resample_groups(

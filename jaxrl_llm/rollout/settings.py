@@ -29,9 +29,14 @@ class RolloutSettings(LengthSettings):
     """Steps that sampling may run ahead of learning; 0: sampling and learning take turns."""
     resample_rounds: Count
     """Most rounds of fresh prompts that replace groups whose completions all have the same reward (DAPO). 0: none."""
-    partial: bool
-    """True: partial rollouts. A step takes the first prompts_per_step groups that are complete, and the other groups
-    continue in the next step with its weights. So no step waits for the longest completion. In-JAX engine only.
+    partial: Count
+    """Partial rollouts: groups that are open beyond the prompts_per_step groups of a step. A step takes the groups that
+    are complete first, and the next step continues the others with its weights. So no step waits for the longest
+    completion. At most prompts_per_step; 0: none. In-JAX engine only.
+    """
+    max_age: Count
+    """Partial rollouts: most steps from the one that begins a group to the one that learns from it; a step waits for a
+    group that is so old. 0: no bound.
     """
     temperature: Annotated[float, Field(float, low=1e-4)]  # smaller ones overflow
     """Sampling temperature; log-probabilities in training use it too, as top_k and top_p."""

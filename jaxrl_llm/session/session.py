@@ -59,6 +59,13 @@ class Trainer(Protocol):
         """Waits until only the main thread uses the states. Raises: UserError, if work of another thread has failed."""
         ...
 
+    def unlearned_text(self) -> str:
+        """Describes what has been sampled, and is never learned from if the run ends now; "" if there is nothing.
+
+        All processes must call it.
+        """
+        ...
+
     def evaluate(self, states: States, /) -> dict[str, float]:
         """Returns the metrics of an evaluation. The best checkpoint is the one with the largest eval/accuracy."""
         ...
@@ -236,6 +243,8 @@ class Session:
             best = f"{max(self.checkpoints.accuracies.values()):.1%}"
             self.log.print_line(f"early stop: {self.plan.patience} evaluations were not better than {best}")
         self.trainer.wait_until_idle()
+        if unlearned_text := self.trainer.unlearned_text():
+            self.log.print_line(unlearned_text)
         with self.stop.deferred():
             with progress.task("writing the last checkpoint"):
                 self.checkpoints.tidy()

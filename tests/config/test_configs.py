@@ -165,7 +165,7 @@ def test_a_program_gets_the_file_of_a_shipped_config(monkeypatch):
 @pytest.mark.parametrize(("section", "name", "value"), [
     ("", "num_steps", "three"), ("optim", "end", "x"), ("model", "dtype", 16), ("data", "convert", 16),
     ("health", "self_test", "no"), ("kl", "coef", ConfigDict()), ("", "mesh", 8), ("model", "row_parts", "x"),
-    ("loss", "name", json.loads),
+    ("loss", "name", json.loads), ("rollout", "partial", True), ("rollout", "partial", False),
 ])  # fmt: skip
 def test_a_value_of_another_type_is_refused_where_a_script_sets_it(refused, section, name, value):
     c = grpo.get_config() if section else config.load("grpo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -96,6 +97,21 @@ FAILURES = [  # changes of a healthy record, step by step, and the findings
 
 def test_a_rule_fires_on_its_failure_and_on_nothing_else():
     assert [(changes, found) for changes, found in FAILURES if ids(*changes) != found] == []
+
+
+@pytest.mark.parametrize(("rule", "numbers"), [
+    ("stale_samples", {"importance/mean": 0.8}),
+    ("sampler_mismatch", {"importance/raw_mean": 3.0, "importance/raw_ess": 0.9}),
+])  # fmt: skip
+@pytest.mark.parametrize(("ages", "fields"), [
+    ({"rollout/lag_p95": 2.0}, {"max_lag"}),
+    ({"rollout/lag_p95": 2.0, "rollout/age_max": 2.0}, {"partial", "max_age"}),
+    ({"rollout/lag_p95": 3.0, "rollout/age_max": 2.0}, {"max_lag", "partial", "max_age"}),
+])  # fmt: skip
+def test_the_remedy_for_old_samples_names_the_fields_that_made_them_old(rule, numbers, ages, fields):
+    history = History(HEALTHY | numbers | ages | {"step": step} for step in range(1, 9))
+    (finding,) = (x for x in rules.findings(history, BOUNDS) if x.id == rule)
+    assert {*re.findall(r"rollout\.(\w+)", finding.fix)} == fields
 
 
 @pytest.mark.parametrize(("failed", "empty", "severity"), [(1.4, 0.1, "error"), (0.1, 1.4, "warning")])

@@ -180,6 +180,23 @@ def test_another_mesh_goes_on_after_a_kill_of_one_process_and_a_signal(tmp_path)
     check_same(tmp_path / "run", run_alone("grpo", tmp_path / "alone", *four))
 
 
+@pytest.mark.slow
+def test_two_processes_continue_the_groups_in_flight_of_each_after_a_kill(tmp_path):
+    fields = (*TINY, *FEW_PROGRAMS, "rollout.partial=4", "rollout.max_age=1", "num_steps=5")
+    fields += ("schedule_steps=5", "checkpoint.every=1", IN_PROCESS)
+    config, at = ROOT / "configs" / "grpo.py", tmp_path
+    whole = Processes(2, config, at / "whole", *fields)
+    assert whole.end() == [0] * 2, whole.said()
+    killed = Processes(2, config, at / "killed", *fields)
+    killed.wait_for("step 2/5")
+    killed.each[1].kill()
+    assert all(code != 0 for code in killed.end(60)), killed.said()
+    resumed = Processes(2, config, at / "killed", *fields)
+    assert resumed.end() == [0] * 2, resumed.said()
+    assert records(at / "killed") == records(at / "whole")
+    assert {record["rollout/age_max"] for record in records(at / "whole")} == {0, 1}
+
+
 KILLS = int(os.environ.get("KILLS", "1"))
 
 

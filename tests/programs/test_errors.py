@@ -212,7 +212,7 @@ WRONG = {  # config -> changed fields -> field that the line names
         "rollout.temperature=0.005": "rollout.temperature",  # vLLM samples at 0.01 then
         "rollout.temperature=2.5": "rollout.temperature",  # vLLM refuses each request
         "rollout.max_lag=1 rollout.resample_rounds=1 num_steps=3 reward.timeout=0.": "reward.timeout",
-        "rollout.partial=True num_steps=3": "rollout.partial",  # partial rollouts
+        "rollout.partial=2 num_steps=3": "rollout.partial",  # partial rollouts
     },
     "sft": {
         "model.hidden_size=132": "model.hidden_size",  # heads of an odd size
@@ -272,8 +272,9 @@ COMPLETE_BUT = {  # change of configs/grpo.py -> field that the line names
     "c.rollout.resample_rounds = 1": "rollout.resample_rounds",
     "c.advantage.name = 'jaxrl_llm.algorithms.advantages.grpo'; c.group_size = 1": "group_size",
     "c.group_size = 1; c.rollout.resample_rounds = 1; c.advantage = dict(name='remax')": "rollout.resample_rounds",
-    "c.rollout.partial = True; c.rollout.resample_rounds = 1": "rollout.partial",
-    "c.rollout.partial = True; c.importance.action = 'none'": "importance.action",
+    "c.rollout.partial = 65": "rollout.partial",
+    "c.rollout.partial = 4; c.rollout.resample_rounds = 1": "rollout.partial",
+    "c.rollout.partial = 4; c.importance.action = 'none'": "importance.action",
     "c.loss = dict(name='ppo_clip', clip_low='a')": "loss.clip_low",
 }  # fmt: skip
 

@@ -227,8 +227,9 @@ def wait_for_step(workdir: Path, step: int, process: subprocess.Popen) -> None:
 COMBINED = {
     "adapters and episodes that go on in later steps, sampled ahead": (
         ["c = search_grpo.get_config()", "c.adapters = lora.get_config().adapters"],
-        ["rollout.partial=True", "rollout.max_lag=1", "rollout.temperature=1.5", "checkpoint.every=1", "mesh.data=1",
-         "rollout.max_completion_tokens=96", "eval=none", "epochs=1", "prompts_per_update=8", "microbatch=0"],
+        ["rollout.partial=5", "rollout.max_age=2", "rollout.max_lag=1", "rollout.temperature=1.5",
+         "checkpoint.every=1", "mesh.data=1", "rollout.max_completion_tokens=96", "eval=none", "epochs=1",
+         "prompts_per_update=8", "microbatch=0"],
         {"rollout/lag", "rollout/carried"},
     ),
     "a critic, a moving reference and an adaptive coefficient": (

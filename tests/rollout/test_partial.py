@@ -1,10 +1,11 @@
-"""Partial rollouts: a step takes the groups that are complete first, and the others go on."""
+"""Partial rollouts: a step takes the groups that are complete first, and the next step continues the others."""
 
 from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,14 +15,16 @@ import tiny
 from test_steps import SHORT, numbers, written
 from test_steps import tiny as small_config
 
+from benchmarks.speed.partial import DrawnEngine, make_source, prompts_of, sampled_steps
 from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import sharding
+from jaxrl_llm.recipe import fit
 from jaxrl_llm.rollout.environments import EnvironmentPool
-from jaxrl_llm.rollout.in_flight import InFlightGroups
+from jaxrl_llm.rollout.in_flight import FirstCompleteGroups, InFlightGroups
 from jaxrl_llm.rollout.jax import compiled, layout, programs, sizes, stream
 from jaxrl_llm.rollout.jax.engine import Sampler
-from jaxrl_llm.rollout.samples import CompletionTask
+from jaxrl_llm.rollout.samples import CompletionTask, partial_metrics
 from jaxrl_llm.structs import Batch, Prompts
 from jaxrl_llm.tasks.protocol import Reply
 from jaxrl_llm.train import steps
@@ -38,7 +41,10 @@ def short_rounds(monkeypatch):
 
 
 def calls(config, mesh=(1, 1, 1), count: int = 4) -> tuple[list[tuple[InFlightGroups, list[int]]], InFlightGroups]:
-    """Calls until 3 of 6 groups are complete, `count` times, with fresh prompts in place of those that are complete."""
+    """Calls until 3 of 6 groups are complete, `count` times, with fresh prompts in place of those that are complete.
+
+    Each call requires the last group of those that an earlier call has begun.
+    """
     model, params = tiny.model_and_params(config, scale=3.0)
     mesh = tiny.mesh_of(mesh)
     sampler = Sampler(model, mesh, max_completion_tokens=LENGTH, stop_ids=(3, 4), pad_id=0)
@@ -51,8 +57,10 @@ def calls(config, mesh=(1, 1, 1), count: int = 4) -> tuple[list[tuple[InFlightGr
         sampler.update_weights(jax.device_put(params, sharding.shardings(params, mesh)), version)
         in_flight = in_flight.concatenate(fresh([(3 * version + b) % tiny.B for b in (3, 4, 5)]))
         key = jax.random.key(version)
-        in_flight, complete, idle = sampler.sample_first(in_flight, key, sampling=Sampling(1.3), wanted_groups=WANTED)
-        assert 0 < idle < 1
+        wanted = dict(wanted_groups=WANTED, required_groups=[2])
+        first = sampler.sample_first(in_flight, key, sampling=Sampling(1.3), **wanted)
+        assert 0 < first.computed_tokens < first.slot_steps
+        in_flight, complete = first.in_flight, first.complete_groups
         taken.append((in_flight, complete))
         _, in_flight = in_flight.split(complete)
     return taken, in_flight
@@ -66,7 +74,12 @@ def test_completions_that_go_on_have_the_log_probabilities_of_the_whole(config, 
     score = jax.jit(partial(forward.completion_logprobs, model, sampling=Sampling(1.3)))
     carried = 0
     for in_flight, complete in taken:
-        assert len(complete) == WANTED and in_flight.has_ended[complete].all() and not in_flight.has_ended.all()
+        assert (
+            len({*complete}) == WANTED
+            and complete[0] == 2
+            and in_flight.has_ended[complete].all()
+            and not in_flight.has_ended.all()
+        )
         r = in_flight.rollouts
         batch = Batch(in_flight.prompts.tokens, in_flight.prompts.mask, r.completions, r.completion_mask, r.loss_mask)
         scored, _ = score(params, batch)
@@ -112,8 +125,11 @@ def batches_of_episodes(delay: float, *, resumed: bool, count: int = 4) -> list[
                 in_flight = InFlightGroups.from_checkpoint(arrays | {"rollouts": vars(arrays["rollouts"])}, collate)
             in_flight = task.open_environments(in_flight).concatenate(task.open_environments(later))
             key = jax.random.key(call)
-            in_flight, complete, _ = task.sample_first(engine, in_flight, key, Sampling(1.5), 4, "test")
-            batch, in_flight = in_flight.split(complete)
+            due = in_flight.due_groups(2)
+            first = task.sample_first(engine, in_flight, key, Sampling(1.5), 4, due, "test")
+            assert {*due} <= {*first.complete_groups}
+            batch, in_flight = first.in_flight.split(first.complete_groups)
+            in_flight = in_flight.one_step_later()
             arrays = batch.to_checkpoint()
             arrays["rollouts"].episodes.pop("seconds")
             taken.append(arrays)
@@ -131,14 +147,99 @@ def test_episodes_go_on_alike_whatever_tools_take_and_after_a_resume(short_round
     assert sum(carried[1:]) > 20
 
 
+GROUP_SIZE, LIMIT, BATCH = 2, 200, 6
+
+
+def drawn_source(seed: int, *, partial: int, max_age: int):
+    """Returns a source of samples that runs no model, and the length [N, G] of each completion."""
+    random = np.random.default_rng(seed)
+    lengths = np.exp(random.normal(3, 1.5, (97, GROUP_SIZE))).clip(1, LIMIT).round().astype(np.int32)
+    # With so few sequences at a time, some open groups have no token when a call ends.
+    engine = DrawnEngine(lengths, LIMIT, devices=1 + seed % 2, max_sequences=2 * (seed % 2))
+    return make_source(engine, BATCH, GROUP_SIZE, LIMIT, partial=partial, max_age=max_age), lengths
+
+
+SETTINGS = [(open_groups, max_age) for open_groups in (1, 3, 6) for max_age in (0, 1, 2)]
+
+
+def test_age_and_number_of_open_groups_stay_within_their_bounds():
+    oldest = dict.fromkeys((0, 1, 2), 0)
+    for seed, (open_groups, max_age) in enumerate(SETTINGS):
+        source, lengths = drawn_source(seed, partial=open_groups, max_age=max_age)
+        begun_steps, trained = dict[int, int](), list[int]()
+        for step, samples in enumerate(sampled_steps(source, 12), 1):
+            in_flight, rollouts, numbers = source.in_flight, samples.rollouts, samples.prompts.numbers
+            open_numbers = in_flight.prompts.numbers[in_flight.has_begun]
+            for number in [*numbers, *open_numbers]:
+                begun_steps.setdefault(int(number), step)
+            trained += numbers.tolist()
+            np.testing.assert_array_equal(rollouts.completion_mask.sum(axis=-1), lengths[numbers % 97])
+            ages = step - np.array([begun_steps[number] for number in numbers.tolist()])
+            # The oldest token is as old as its group.
+            np.testing.assert_array_equal(step - 1 - rollouts.versions[:, :, 0].min(axis=1), ages)
+            metrics = {"age": ages.mean(), "age_max": ages.max(), "carried": (ages > 0).mean()}
+            metrics = {f"rollout/{name}": value for name, value in metrics.items()}
+            assert samples.metrics | metrics | {"rollout/in_flight": len(open_numbers)} == samples.metrics
+            assert len(numbers) == BATCH and len(open_numbers) <= open_groups
+            assert not max_age or ages.max() <= max_age
+            oldest[max_age] = max(oldest[max_age], int(ages.max()))
+        # Each prompt is trained on once, and no prompt is skipped.
+        every = sorted(trained + source.in_flight.prompts.numbers.tolist())
+        assert every == list(range(len(every)))
+    assert oldest[0] > 2 and (oldest[1], oldest[2]) == (1, 2)
+
+
+def test_a_checkpoint_of_the_groups_in_flight_changes_no_later_batch():
+    for seed, (open_groups, max_age) in enumerate(SETTINGS[1::3]):
+        whole, resumed = (drawn_source(seed, partial=open_groups, max_age=max_age)[0] for _ in range(2))
+        for one, two in zip(sampled_steps(whole, 8), sampled_steps(resumed, 8), strict=True):
+            jax.tree.map(np.testing.assert_array_equal, (one.rollouts, one.metrics), (two.rollouts, two.metrics))
+            arrays = resumed.in_flight.to_checkpoint()
+            arrays |= {"rollouts": vars(arrays["rollouts"])}
+            resumed.in_flight = InFlightGroups.from_checkpoint(arrays, prompts_of)
+
+
+def test_without_a_bound_the_first_complete_of_two_batches_are_the_batch():
+    """This holds with as many open groups beyond a batch as a batch has."""
+    source, _ = drawn_source(1, partial=BATCH, max_age=0)
+    engine, prompts = source.engine, make_source(source.engine, BATCH, GROUP_SIZE, LIMIT, partial=0, max_age=0).prompts
+    fresh = lambda: InFlightGroups.empty(next(prompts), GROUP_SIZE, LIMIT, 0)  # noqa: E731
+    in_flight = fresh()
+    for samples in sampled_steps(source, 8):
+        in_flight = in_flight.concatenate(fresh())
+        key, wanted = jax.random.key(0), dict(wanted_groups=BATCH, required_groups=[])
+        first = engine.sample_first(in_flight, key, sampling=Sampling(), **wanted)
+        batch, in_flight = first.in_flight.split(first.complete_groups)
+        assert batch.prompts.numbers.tolist() == samples.prompts.numbers.tolist()
+        jax.tree.map(np.testing.assert_array_equal, batch.rollouts, samples.rollouts)
+
+
+def test_a_call_that_decodes_nothing_has_no_idle_slots():
+    decoded, nothing = (FirstCompleteGroups(None, [], *tokens) for tokens in ((3, 4), (0, 0)))
+    ages, has_begun = np.array([0, 2]), np.array([True])
+    assert partial_metrics(ages, has_begun, decoded)["rollout/idle_slots"] == 0.25
+    assert "rollout/idle_slots" not in partial_metrics(ages, has_begun, nothing)
+
+
+def test_processes_that_cannot_share_the_open_groups_are_refused(monkeypatch, refused):
+    monkeypatch.setattr(fit.distributed, "count", lambda: 2)
+    check = lambda count: fit.check_partial(SimpleNamespace(rollout=SimpleNamespace(partial=count)))  # noqa: E731
+    check(4)
+    with refused("config.rollout.partial = 3"):
+        check(3)
+
+
 @pytest.mark.slow
-def test_a_run_goes_on_bit_for_bit_with_the_groups_that_were_on_their_way(short_rounds, tmp_path):
+def test_a_run_goes_on_bit_for_bit_with_the_groups_that_were_on_their_way(short_rounds, tmp_path, capsys):
     """Completions often need more than a round, and weights are older by a lag."""
-    changes = {"rollout.partial": True, "rollout.max_completion_tokens": 12, "num_steps": 5, "rollout.max_lag": 1}
-    config = small_config(**SHORT | changes)
+    changes = {"rollout.partial": 6, "rollout.max_completion_tokens": 12, "num_steps": 5, "rollout.max_lag": 1}
+    config = small_config(**SHORT | changes | {"rollout.max_age": 1})
     whole = list(steps(config, tmp_path / "whole"))
     assert sum(record["rollout/carried"] > 0 for record in whole) > 2
     assert max(record["rollout/lag_p95"] for record in whole) > 1
+    assert {record["rollout/age_max"] for record in whole} == {0, 1}
+    lost = int(whole[-1]["rollout/in_flight"])
+    assert 0 < lost <= 6 and f" {lost} groups in flight" in capsys.readouterr().out
     with closing(steps(config, tmp_path / "run")) as run:
         next(record for record in run if record["step"] == 2)
     list(steps(config, tmp_path / "run"))

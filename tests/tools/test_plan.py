@@ -344,6 +344,18 @@ def test_the_expected_calls_are_those_of_the_real_stream(bounds, episodes, count
     assert {name: replace(count, pages=0) for name, count in usage.items()} == counted
 
 
+def test_a_plan_with_more_open_groups_or_a_later_bound_decodes_less():
+    lengths = drawn_lengths(16 * 4, 40, 400)
+
+    def turns(partial: int, max_age: int) -> int:
+        of_stream = sizes.sizes_of(16 + partial, 4, 8, 400, max_sequences=16 * 4)
+        usage = expected_usage(of_stream, lengths, 1, partial=partial, max_age=max_age)
+        return sum(program.turns for program in usage.values())
+
+    assert turns(0, 0) > turns(4, 0) > turns(16, 0)
+    assert turns(16, 1) > turns(16, 0)
+
+
 @pytest.mark.parametrize(
     ("topology", "slices", "words"),
     [

@@ -47,6 +47,16 @@ def _weight_statistics(record: LogRecord) -> tuple[float, float] | None:
     return None
 
 
+def _younger_samples(record: LogRecord) -> str:
+    """Returns the settings with which samples are younger, as the beginning of a remedy."""
+    oldest_group = record.get("rollout/age_max")  # only partial rollouts have it
+    if oldest_group is None:
+        return "lower rollout.max_lag"
+    # Without a lag, no token is older than its group.
+    lag = "rollout.max_lag, " if record["rollout/lag_p95"] > oldest_group else ""
+    return f"lower {lag}rollout.partial or rollout.max_age"
+
+
 def _has_far_weights(record: LogRecord) -> bool:
     """Returns whether the importance weights of a step are so far from 1 that no correction helps."""
     statistics = _weight_statistics(record)
@@ -111,7 +121,7 @@ def sampler_mismatch(history: History) -> Finding | None:
         cause="the tokens were sampled with weights that are too old"
         if lag_p95
         else "the engine computes other log-probabilities than the trainer for the same tokens",
-        fix="lower rollout.max_lag, set rollout.partial = False, or lower optim.learning_rate"
+        fix=f"{_younger_samples(record)}, or lower optim.learning_rate"
         if lag_p95
         else "set model.dtype to the dtype of the engine, and importance.action = 'truncate'",
         reference="arXiv 2505.24298, 2510.18855",
@@ -211,7 +221,7 @@ def stale_samples(history: History) -> Finding | None:
         f"weight is {record['importance/mean']:.2f} instead of 1",
         cause="the tokens were sampled by a policy that is too old, so the importance correction discards a part of "
         "them",
-        fix="lower rollout.max_lag, or set rollout.partial = False",
+        fix=_younger_samples(record),
         reference="arXiv 2505.24298",
     )
 

@@ -7,7 +7,7 @@ sizes are known before a run starts (`rollout.jax.sizes`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -123,11 +123,18 @@ class Sampler:
         return episodes.rollouts(group_size, np.full(episodes.tokens.shape, self._version, np.int32))
 
     def sample_first(
-        self, in_flight: InFlightGroups, key: jax.Array, *, sampling: Sampling, wanted_groups: int
+        self,
+        in_flight: InFlightGroups,
+        key: jax.Array,
+        *,
+        sampling: Sampling,
+        wanted_groups: int,
+        required_groups: list[int],
     ) -> FirstCompleteGroups:
         """Continues groups until `wanted_groups` of them are complete. Returns all groups, and which are complete.
 
-        in_flight: groups that may have started in an earlier call, with older weights.
+        in_flight: groups that may have started in an earlier call, with older weights. required_groups: groups that
+        must be among the complete ones.
         """
         group_size, episodes = in_flight.has_ended.shape[1], Episodes.from_in_flight(in_flight)
         group_sampling = GroupSampling(group_size, sampling, self._mesh)
@@ -138,6 +145,7 @@ class Sampler:
             episodes,
             environments=in_flight.environments,
             wanted_groups=wanted_groups,
+            required_groups=required_groups,
         )
         sampled_earlier = np.arange(self._max_completion_tokens) < episodes.earlier_lengths[:, None]
         earlier_versions = in_flight.rollouts.versions.reshape(sampled_earlier.shape)
@@ -147,8 +155,7 @@ class Sampler:
         in_flight = in_flight._replace(
             rollouts=episodes.rollouts(group_size, versions), has_ended=has_ended, is_turn_start=is_turn_start
         )
-        idle_share = 1 - stream.computed_tokens / max(stream.slot_steps, 1)
-        return FirstCompleteGroups(in_flight, stream.complete_groups[:wanted_groups], idle_share)
+        return FirstCompleteGroups(in_flight, stream.first_groups(), stream.computed_tokens, stream.slot_steps)
 
     def _stream(
         self,
@@ -159,6 +166,7 @@ class Sampler:
         *,
         environments: Environments | None = None,
         wanted_groups: int = 0,
+        required_groups: Sequence[int] = (),
         report_ended: Callable[[int], None] = lambda count: None,
     ) -> Stream:
         """Samples the completions into `episodes`, and returns the finished stream."""
@@ -196,6 +204,7 @@ class Sampler:
                 pad_id=self._pad_id,
                 environments=environments,
                 wanted_groups=wanted_groups,
+                required_groups=[*required_groups],
                 report_ended=report_ended,
             )
             stream.run()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -69,6 +69,7 @@ class Stream:
     environments: Environments | None = None  # None if completions have a single turn
     # Number of complete groups with which the call ends. 0 = all groups; then no group started in an earlier call.
     wanted_groups: int = 0
+    required_groups: list[int] = field(default_factory=list)  # numbers of the groups that `wanted_groups` must include
     report_ended: Callable[[int], None] = lambda count: None  # gets the number of newly ended completions
 
     def __post_init__(self) -> None:
@@ -92,7 +93,9 @@ class Stream:
             cache = self._feed(self._grow(cache))
             rows = [[m for m in s.holders if self._is_decoding(m)] for s in self.schedulers]
             some_wait = bool(pending_groups) or any(s.waiting for s in self.schedulers)
-            continues = len(self._update_complete_groups()) < (self.wanted_groups or len(self.prompts.tokens))
+            complete_count = len(self._update_complete_groups())
+            continues = complete_count < (self.wanted_groups or len(self.prompts.tokens))
+            continues |= bool(self._incomplete[self.required_groups].any())
             state = [max(map(len, rows)), some_wait, continues]
             # All processes must call the same programs, so the largest numbers of all processes choose them.
             count, some_wait, continues = transfers.max_over_processes(np.array(state, np.int32), self.mesh).tolist()
@@ -104,6 +107,10 @@ class Stream:
             elif self.episodes.pending_answers and not self.wanted_groups:
                 wait(self.episodes.pending_answers, return_when=FIRST_COMPLETED)
                 wait(self.episodes.pending_answers, timeout=ANSWER_GRACE_SECONDS)
+
+    def first_groups(self) -> list[int]:
+        """Returns the required groups, and then those that were complete first, until there are `wanted_groups`."""
+        return sorted(self.complete_groups, key=lambda group: group not in self.required_groups)[: self.wanted_groups]
 
     def _append_answers(self) -> None:
         """Appends the observations that have arrived.

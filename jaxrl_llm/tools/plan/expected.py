@@ -138,13 +138,15 @@ class Endings:
         return ended
 
 
-def expected_usage(sizes: StreamSizes, lengths: np.ndarray, devices: int, *, partial: bool = False) -> dict[str, Usage]:
+def expected_usage(
+    sizes: StreamSizes, lengths: np.ndarray, devices: int, *, partial: int = 0, max_age: int = 0
+) -> dict[str, Usage]:
     """Returns {program: usage} of a step whose completions have these lengths [N].
 
-    partial: True for partial rollouts, with which a step ends as soon as enough groups are complete.
+    partial, max_age: fields of the config section `rollout`, for partial rollouts.
     """
     if partial:
-        return _usage_of_partial_rollouts(sizes, lengths, devices)
+        return _usage_of_partial_rollouts(sizes, lengths, devices, partial, max_age)
     calls = CountedCalls(sizes, lengths)
     texts = Episodes.empty(np.full(len(lengths), sizes.completion_length), sizes.completion_length, OTHER)
     environments = Endings(sizes.completion_length) if sizes.observation else None
@@ -152,7 +154,9 @@ def expected_usage(sizes: StreamSizes, lengths: np.ndarray, devices: int, *, par
     return dict(calls.usage)
 
 
-def _usage_of_partial_rollouts(sizes: StreamSizes, lengths: np.ndarray, devices: int) -> dict[str, Usage]:
+def _usage_of_partial_rollouts(
+    sizes: StreamSizes, lengths: np.ndarray, devices: int, partial: int, max_age: int
+) -> dict[str, Usage]:
     """Simulates STEPS steps with partial rollouts, and returns the usage of the last step.
 
     The first step is not typical, because it continues no completion of an earlier step.
@@ -165,15 +169,17 @@ def _usage_of_partial_rollouts(sizes: StreamSizes, lengths: np.ndarray, devices:
 
     in_flight = new_groups(0)
     for step in range(1, STEPS):
-        in_flight = in_flight.concatenate(new_groups(step))
+        in_flight, waiting = in_flight.concatenate(new_groups(step)).split([*range(count + partial)])
         texts = Episodes.from_in_flight(in_flight)
         calls = CountedCalls(sizes, lengths[in_flight.prompts.numbers % count].reshape(-1))
-        stream = _stream(calls, devices, in_flight.prompts, texts, wanted_groups=count)
+        due_groups = in_flight.due_groups(max_age)
+        stream = _stream(calls, devices, in_flight.prompts, texts, wanted_groups=count, required_groups=due_groups)
         stream.run()
         ended = (texts.states == ENDED).reshape(-1, sizes.group_size)
         rollouts = texts.rollouts(sizes.group_size, np.zeros(texts.tokens.shape, np.int32))
         in_flight = in_flight._replace(rollouts=rollouts, has_ended=ended)
-        _, in_flight = in_flight.split(stream.complete_groups[:count])
+        _, in_flight = in_flight.split(stream.first_groups())
+        in_flight = in_flight.one_step_later().concatenate(waiting)
     return dict(calls.usage)
 
 
@@ -184,6 +190,7 @@ def _stream(
     texts: Episodes,
     environments: Endings | None = None,
     wanted_groups: int = 0,
+    required_groups: Sequence[int] = (),
 ) -> Stream:
     schedulers = [Scheduler(calls.sizes) for _ in range(devices)]
     return Stream(
@@ -196,6 +203,7 @@ def _stream(
         pad_id=OTHER,
         environments=environments,
         wanted_groups=wanted_groups,
+        required_groups=[*required_groups],
     )
 
 

@@ -114,7 +114,8 @@ def make_plan(
         phases.append(Phase("sampling", 1, error="the arrays of sampling alone exceed the memory of a chip"))
         return SlicePlan(recipe=recipe, models=models, holds=holds, phases=phases, tokens=0, prompts=prompts)
     lengths = drawn_lengths(recipe.sizes.sequences_per_step, mean or limit / 2, limit)
-    usage = expected_usage(stream, lengths, prompt_shards(sampler_mesh), partial=recipe.rollout.partial)
+    partial, max_age = recipe.rollout.partial, recipe.rollout.max_age
+    usage = expected_usage(stream, lengths, prompt_shards(sampler_mesh), partial=partial, max_age=max_age)
     sampled = replace(sampled, usage=usage)
     compiler = Compiler(models, recipe.sizes, dump=dump, chip=chip, gathered=weights, sampled=sampled)
     for program in _programs(recipe, learning, sampler, shape[1:], prompts.sizes):
