@@ -251,8 +251,7 @@ def test_turns_and_arguments_of_environments_are_refused(section, value, field, 
 
 def test_every_program_of_episodes_is_known_beforehand():
     model = parts()[1]
-    size = prompts().tokens.shape
-    made = list(sampler().programs(model.shapes, *size, 4, Sampling(1.5)))
+    made = list(sampler().programs(model.shapes, len(prompts().tokens), prompts().sizes, 4, Sampling(1.5)))
     names = [program.name for program in made]
     # Observations of at most 40 tokens need no program for 128.
     assert [name.split(",")[0] for name in names][-3:] == ["prompts", "observations", "decoding"]
