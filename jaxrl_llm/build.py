@@ -306,16 +306,8 @@ def make_learning(
     for name in recipe.frozen:
         scorers[name] = make_frozen_scorer(name, load_other(name), sizes.microbatch, sampling, mesh)
     aggregate = partial(losses.aggregation_weights, **recipe.aggregate)
-    objective = update.policy_objective(
-        models.model,
-        recipe.loss,
-        recipe.rollout.sampling,
-        kl=recipe.kl_estimator("loss"),
-        kl_weighted=recipe.kl_weighted,
-        correct=recipe.importance_weights,
-        off_policy=recipe.mask.off_policy,
-    )
-    policy = policy_learner(recipe, models, objective, trained_parameters)
+    objective = make_objective(recipe, models.model)
+    policy = policy_learner(recipe, models.mesh, objective, trained_parameters)
     learners = {"policy": replace(policy, frozen_steps=sizes.critic_steps)}
     if critic := recipe.critic:
         shared = trained_parameters if models.adapters and not critic.path else None
@@ -349,14 +341,27 @@ def make_learning(
     )
 
 
+def make_objective(recipe: Recipe, model: Decoder) -> Objective:
+    """Builds the loss of the policy."""
+    return update.policy_objective(
+        model,
+        recipe.loss,
+        recipe.rollout.sampling,
+        kl=recipe.kl_estimator("loss"),
+        kl_weighted=recipe.kl_weighted,
+        correct=recipe.importance_weights,
+        off_policy=recipe.mask.off_policy,
+    )
+
+
 def policy_learner(
-    recipe: Recipe | SftRecipe, models: Models, objective: Objective, trained_parameters: LearnerParameters
+    recipe: Recipe | SftRecipe, mesh: Mesh, objective: Objective, trained_parameters: LearnerParameters
 ) -> Learner:
     """Builds the policy's learner. objective: loss to minimize. trained_parameters: parameters to optimize."""
     return update.make_learner(
         objective,
         recipe.optimizer,
-        mesh=models.mesh,
+        mesh=mesh,
         microbatch=recipe.microbatch,
         aggregate=partial(losses.aggregation_weights, **recipe.aggregate),
         **trained_parameters._asdict(),

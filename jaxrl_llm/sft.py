@@ -180,9 +180,8 @@ def make_learning(
     scorers = make_scorers(
         models.model, Sampling(), mesh, needed, microbatch=at_once, exact=False, base=trained_parameters.base
     )
-    policy = policy_learner(
-        recipe, models, update.policy_objective(models.model, recipe.loss, Sampling()), trained_parameters
-    )
+    objective = update.policy_objective(models.model, recipe.loss, Sampling())
+    policy = policy_learner(recipe, mesh, objective, trained_parameters)
     reference = make_reference(models, policy, trained_parameters, None) if "ref_logprobs" in needed else None
     return SupervisedLearning(
         mesh=mesh, scorers=scorers, learners={"policy": policy}, reference=reference, shape_cache=shape_cache

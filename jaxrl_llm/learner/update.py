@@ -55,6 +55,8 @@ class Learner:
     init: Callable[[], TrainState]  # returns the state at step 0
     coefficients: Callable[[TrainState], Metrics]  # state -> coefficients of the next update
     gradient: Callable[[int], GradientFn]  # (prompts of a micro-batch) -> gradient function of an update, not jitted
+    objective: Objective  # loss per token, which updates minimize
+    aggregate: Callable[[Array], Array]  # loss mask -> weights of the tokens in the loss
     prefix: str = ""  # prefix of its metric names
     frozen_steps: int = 0  # number of first steps of the run without updates of this learner
     backoff: LearningRateBackoff | None = (
@@ -203,7 +205,7 @@ def make_learner(
 
     step = make_update_step(gradient(microbatch), optimizer, mesh, placed)
     coefs = jax.jit(partial(coefficients, optimizer))
-    return Learner(step, states, init, coefs, gradient, backoff=optimizer.backoff, base=base)
+    return Learner(step, states, init, coefs, gradient, objective, aggregate, backoff=optimizer.backoff, base=base)
 
 
 def make_update_step(gradient: GradientFn, optimizer: Optimizer, mesh: Mesh, placed: TrainState) -> jax.stages.Wrapped:

@@ -156,6 +156,13 @@ def fetch_run(workdir: Path, field: str = "WORKDIR") -> Path:
     return folder
 
 
+def download_folder(path: str, folder: Path, field: str) -> None:
+    """Copies a folder with all its files from a bucket into a new folder. field: flag that the path comes from."""
+    fs = file_system(field, path)
+    with bucket_errors(field, path), progress.task(f"fetching {path}"):
+        fs.get(f"{path}/", f"{folder}/", recursive=True)
+
+
 def local_folder(path: str, use: str) -> Path:
     """Returns the cache folder for files of a run in a bucket, whose name is that of the run. use: such as "read"."""
     return user_cache.home() / use / hashlib.sha256(path.encode()).hexdigest()[:16] / PurePosixPath(path).name

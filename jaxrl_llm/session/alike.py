@@ -1,10 +1,12 @@
-"""Checks that all processes of a run start with the same config, code and versions."""
+"""Checks that all processes of a run start with the same config, code and versions, and names the machine of a run."""
 
 from __future__ import annotations
 
 import hashlib
 import platform
+import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,16 @@ from jaxrl_llm.machine.distributed import agreement
 VERSIONS = {"JAX": jax.__version__, "Python": platform.python_version(), "jaxrl_llm": jaxrl_llm.__version__}
 # JAX's settings that change the programs.
 FLAGS = "jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable"
+
+
+def machine() -> dict[str, str]:
+    """Returns what decides the rounding of a run besides its config: versions, processor and number of devices."""
+    kind = jax.devices()[0].device_kind
+    if jax.default_backend() == "cpu":  # XLA compiles for the instructions of the processor
+        with suppress(OSError):
+            model = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+            kind = model[1] if model else platform.machine()
+    return VERSIONS | {"processor": kind, "devices": f"{jax.device_count()}"}
 
 
 def check(fields: Mapping[str, Any]) -> None:

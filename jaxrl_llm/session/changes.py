@@ -21,6 +21,14 @@ CODE = "code of "  # prefix of the key of a function's hash
 NOT_COMPARED = (".source", ".convert", "log.to")
 
 
+class ChangedInputs(UserError):
+    """A run has other models, rows or code than at its start. `change`: what has changed, without a remedy."""
+
+    def __init__(self, change: str, remedy: str):
+        super().__init__(f"{change}: {remedy}")
+        self.change = change
+
+
 class Rows(NamedTuple):
     """The properties of the rows that a checkpoint holds, because the position in the data depends on them."""
 
@@ -73,7 +81,8 @@ def check(
     """Returns the changes of rows and code since a checkpoint.
 
     fields: flat fields of the config. hashes: hashes of rows and code now. rows: rows now. notes: notes of the
-    checkpoint of `step`, with the entries "began_with" and "rows". Raises: UserError, unless the config accepts them.
+    checkpoint of `step`, with the entries "began_with" and "rows". Raises: ChangedInputs, unless the config accepts
+    the changes.
     """
     saved_hashes, saved_counts = notes["began_with"], notes["rows"]["counts"]
     changed = [key for key in hashes if is_acceptable(key) and saved_hashes.get(key, hashes[key]) != hashes[key]]
@@ -89,10 +98,10 @@ def check(
         for key in changed
     ]
     if changes and fields["checkpoint.accept"] != acceptance_token(hashes):
-        raise UserError(
-            f"{' and '.join(map(str, changes))}{_describe_fields(workdir, fields, changed)}: restore the old rows or "
-            f"code, or use another --workdir, or resume with the new ones: "
-            f"--config.checkpoint.accept={acceptance_token(hashes)}"
+        raise ChangedInputs(
+            f"{' and '.join(map(str, changes))}{_describe_fields(workdir, fields, changed)}",
+            "restore the old rows or code, or use another --workdir, or resume with the new ones: "
+            f"--config.checkpoint.accept={acceptance_token(hashes)}",
         )
     return changes
 

@@ -27,8 +27,8 @@ from jaxrl_llm.errors import PeerLost, UserError
 from jaxrl_llm.machine import bucket, disk, distributed
 from jaxrl_llm.machine.distributed import agreement
 from jaxrl_llm.machine.sharding import BATCH
-from jaxrl_llm.session import changes
-from jaxrl_llm.session.changes import Change, Rows, is_acceptable
+from jaxrl_llm.session import alike, changes
+from jaxrl_llm.session.changes import Change, ChangedInputs, Rows, is_acceptable
 from jaxrl_llm.session.checksums import changed, checksums
 from jaxrl_llm.session.settings import CheckpointSettings
 from jaxrl_llm.structs import PartState, PyTree
@@ -122,7 +122,7 @@ class Checkpoints:
 
     def check_room(self, state: PyTree, num_steps: int) -> None:
         """Raises: UserError, if the disk has less free space than the checkpoints of `state` need at the same time."""
-        if self._in_bucket:
+        if self._in_bucket or not self._settings.keep:  # a replay keeps none
             return
         checkpoint_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
         settings, saves = self._settings, num_steps // self._settings.every
@@ -147,6 +147,7 @@ class Checkpoints:
         Raises: UserError, if the previous save failed.
         """
         notes = {"format": FORMAT, "attempt": attempt, "began_with": self._input_hashes, "rows": self._rows._asdict()}
+        notes["machine"] = alike.machine()
         notes["parts"] = {name: part.notes for name, part in parts.items()}
         notes["checksums"] = {name: checksums(part.arrays) for name, part in parts.items()}
         items: dict[str, Any] = {name: ocp.args.StandardSave(x.arrays) for name, x in parts.items() if x.arrays}
@@ -213,15 +214,25 @@ class Checkpoints:
         if step is None:
             return 0, []
         notes = read_notes(self._manager, step)
+        accepted = self.check_inputs(fields, step, notes)
+        self._input_hashes = notes["began_with"] | self._input_hashes
+        return step, accepted
+
+    def check_inputs(self, fields: Mapping[str, Any], step: int, notes: Mapping[str, Any]) -> list[Change]:
+        """Returns the changed rows and code since a checkpoint, which the config accepts.
+
+        fields: flat fields of the config. notes: notes of the checkpoint of `step`. Raises: ChangedInputs, if the run
+        began with another model, or with rows or code that the config does not accept.
+        """
         saved_hashes = notes["began_with"]
         for field, digest in self._input_hashes.items():
             # A field that is new in the config has no hash to compare.
             if not is_acceptable(field) and saved_hashes.get(field, digest) != digest:
-                raise UserError(
-                    f"config.{field}: the files have other content than when this run started: restore the old "
-                    "content, or use another --workdir"
+                raise ChangedInputs(
+                    f"config.{field}: the files have other content than when this run started",
+                    "restore the old content, or use another --workdir",
                 )
-        accepted = changes.check(
+        return changes.check(
             workdir=self._folder.parent,
             fields=fields,
             hashes=self._input_hashes,
@@ -229,8 +240,6 @@ class Checkpoints:
             step=step,
             notes=notes,
         )
-        self._input_hashes = saved_hashes | self._input_hashes
-        return step, accepted
 
     def go_back(self, step: int) -> None:
         """Deletes the checkpoints after `step`, because the run repeats these steps.

@@ -162,9 +162,22 @@ class SavedRun:
         """Returns a section of the run's config as a record. Fields that the record lacks are ignored."""
         return records.read(record, self.config[name])
 
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, the oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def folder(self, step: int) -> Path:
+        """Returns the folder of a checkpoint."""
+        return self._folder / str(step)
+
+    def notes(self, step: int) -> dict[str, Any]:
+        """Returns the notes of a checkpoint. Raises: UserError, if another version made it, or it cannot be read."""
+        return checkpoint.read_notes(self._manager, step)
+
     def input_hashes(self, step: int) -> dict[str, str]:
         """Returns the hashes of the models and data with which the run started, by config field."""
-        return checkpoint.read_notes(self._manager, step)["began_with"]
+        return self.notes(step)["began_with"]
 
     @contextmanager
     def model_folder(self, step: int) -> Iterator[Path]:

@@ -19,6 +19,7 @@ PROGRAMS = {
     "evaluate": ("jaxrl_llm.evaluate", "the accuracy of a model or of a run"),
     "doctor": ("jaxrl_llm.tools.doctor", "finds problems of a config or of a run"),
     "report": ("jaxrl_llm.tools.report.__main__", "an HTML page about runs"),
+    "replay": ("jaxrl_llm.tools.replay.__main__", "makes a step of a run again, and shows what is in it"),
     "log": ("jaxrl_llm.tools.log", "sends the log of a run to a tracker later"),
     "plan": ("jaxrl_llm.tools.plan.__main__", "checks whether a run fits a TPU slice or GPUs; runs on a CPU"),
     "export": ("jaxrl_llm.tools.export", "a checkpoint as a Hugging Face folder"),

@@ -1,0 +1,108 @@
+"""Makes a step of a run again: `jaxrl replay --run DIR --step N`.
+
+It restores the newest checkpoint before the step, runs the steps from there in a temporary directory, and compares the
+step with the run's own line of metrics.jsonl. The folder of the run stays unchanged. Exit codes: 0: all values are
+equal; 1: a value differs; 2: the step cannot be made again.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from importlib import import_module
+from pathlib import Path
+
+from jaxrl_llm.errors import Parser, UserError, printable, run_main
+from jaxrl_llm.machine import bucket
+from jaxrl_llm.tools.replay import step_file
+from jaxrl_llm.tools.replay.record import StepRecord, WhatIf
+from jaxrl_llm.tools.replay.steps import ABSOLUTE, RELATIVE, compared_names, step
+
+DIFFERS = 1  # exit code if a value differs
+# Metrics of updates that --change compares.
+COMPARED = ("grad_norm", "update_norm", "clip/fraction", "importance/mean", "loss/total", "kl/coef", "learning_rate")
+
+
+def main() -> None:
+    args = parse()
+    if args.source:
+        record = step_file.load(args.source)
+    else:
+        changes = dict(change.split("=", 1) for change in args.change)
+        record = step(args.run, args.step, with_gradient=bool(args.to or args.export), changes=changes)
+    print("\n".join(map(printable, verdict(record) + comparison(record.what_if))), flush=True)
+    if args.export:
+        step_file.save(record, args.export)
+        print(f"wrote {args.export}")
+    if args.to:
+        write_page(record, args.to)
+        print(f"wrote {args.to}")
+    sys.exit(DIFFERS * bool(record.differences))
+
+
+def parse() -> Namespace:
+    """Returns the arguments of the command line. Raises: UserError, for arguments that do not fit together."""
+    parser = Parser("jaxrl_llm.tools.replay", description=__doc__)
+    parser.add_argument(
+        "--run", type=Path, metavar="DIR", help="work directory of a run of train, which may be running"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="step to make again, from 1")
+    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="file of --export, instead of a run")
+    parser.add_argument("--to", type=Path, metavar="FILE.html", help="also write a page about the step")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="also write the arrays of the step as safetensors")
+    parser.add_argument(
+        "--change",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="also make the updates with this value of a config field, on the same samples, and compare them",
+    )
+    args = parser.parse_args()
+    if bool(args.source) == bool(args.run) or bool(args.run) != (args.step is not None):
+        raise UserError("use either --run DIR with --step N, or --from FILE alone")
+    if args.source and (args.change or args.export):
+        raise UserError("--change and --export need the weights of the run: use them with --run DIR --step N")
+    for change in args.change:
+        if "=" not in change:
+            raise UserError(f"--change {change}: must be FIELD=VALUE, such as loss.clip_high=0.28")
+    for flag in ("to", "export"):
+        bucket.check_output(f"--{flag}", getattr(args, flag))
+    return args
+
+
+def verdict(record: StepRecord) -> list[str]:
+    """Returns lines that say whether the replayed step equals the run's record, and which values differ."""
+    count, different = len(compared_names(record.logged, record.metrics)), record.differences
+    measure = "bit for bit" if record.exact else f"within {RELATIVE:g} of their size, or {ABSOLUTE:g}"
+    lines = [f"note: {note}" for note in record.notes]
+    if not different:
+        return [*lines, f"equal: all {count} values of step {record.step} are those of the run's log, {measure}"]
+    width = max(map(len, different))
+    lines.append(f"different: {len(different)} of {count} values of step {record.step} are not those of the run's log")
+    return lines + [f"  {name:{width}}  logged {logged}, now {now}" for name, (logged, now) in different.items()]
+
+
+def comparison(what_if: WhatIf | None) -> list[str]:
+    """Returns a table of the updates with the run's settings and with other ones; [] without a comparison."""
+    if not what_if:
+        return []
+    own, other = what_if.own, what_if.other
+    rows = [(name, own.metrics[name], other.metrics.get(name)) for name in COMPARED if name in own.metrics]
+    rows.append(("KL of the policy after the updates", own.kl_after, other.kl_after))
+    changes = ", ".join(f"{name} = {value}" for name, value in what_if.changes.items())
+    lines = [f"the updates on the same samples with {changes}:", f"  {'':36}{'run':>12}{'changed':>12}"]
+    for name, *values in rows:
+        lines.append(f"  {name:36}" + "".join(f"{'–' if x is None else format(x, '.5g'):>12}" for x in values))
+    return [*lines, f"  {'cosine of the two updates':36}{what_if.cosine:12.6f}"]
+
+
+def write_page(record: StepRecord, file: Path) -> None:
+    """Writes the page of a step. Raises: UserError, if the file cannot be written."""
+    try:
+        file.write_text(import_module("jaxrl_llm.tools.replay.page").render(record), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--to {file} cannot be written ({error.strerror}): use another file") from error
+
+
+if __name__ == "__main__":
+    run_main(main)

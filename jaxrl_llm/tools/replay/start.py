@@ -1,0 +1,178 @@
+"""Finds the checkpoint from which a step can be made again, and restores it in a temporary work directory."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from jaxrl_llm import recipe as recipes
+from jaxrl_llm.build import Parts, make_run, opened_run
+from jaxrl_llm.config.load import flatten
+from jaxrl_llm.config.names import resolve, split_call
+from jaxrl_llm.errors import UserError, check_local
+from jaxrl_llm.machine import bucket, disk
+from jaxrl_llm.recipe.recipe import Recipe
+from jaxrl_llm.rollout.actor import WeightLease
+from jaxrl_llm.session import alike, changes, checkpoint, json_lines
+from jaxrl_llm.session.changes import Change, ChangedInputs
+from jaxrl_llm.session.opening import WorkDirectory
+from jaxrl_llm.session.rollback import Decision, Rollbacks
+from jaxrl_llm.session.saved_run import SavedRun
+from jaxrl_llm.session.session import Session
+from jaxrl_llm.tasks import REWARDS
+from jaxrl_llm.tools.report.runs import read_config
+
+JUDGE = "jaxrl_llm.tasks.judge"  # module of rewards that ask a server
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayStart:
+    """The point of a run from which a step is made again."""
+
+    run: str  # folder or address of the run
+    folder: Path  # local folder with config and log
+    step: int  # step to make again
+    start: int  # step of the checkpoint; 0 = the start of the run
+    decisions: list[Decision]  # rollbacks of the run before it made the step
+    logged: dict[str, Any]  # line of the step in metrics.jsonl
+    saved: SavedRun | None  # the run's checkpoints, None if it has none
+    notes: dict[str, Any] | None  # notes of a checkpoint, which tell models, rows, code and machine of the run
+
+    def announcement(self) -> str:
+        """Returns one line that says how many steps will run."""
+        count = self.step - self.start
+        origin = f"the checkpoint of step {self.start}" if self.start else "the start of the run"
+        return f"step {self.step} of {self.run}: running {count} step{'s' * (count > 1)} from {origin}"
+
+    def other_machine(self) -> str:
+        """Returns the differences between the machine of the run and this one, such as "JAX 0.10.1, now 0.10.2"."""
+        then, now = (self.notes or {}).get("machine", {}), alike.machine()
+        return ", ".join(f"{name} {then[name]}, now {now.get(name)}" for name in then if then[name] != now.get(name))
+
+
+def find_start(run: Path, step: int) -> ReplayStart:
+    """Finds the newest checkpoint before a step. Reads the run's folder, and writes nothing into it.
+
+    Raises: UserError, if the folder holds no run, the run has not made the step, or the step cannot be made again.
+    """
+    check_local("--run", str(run))
+    address = bucket.address(run)
+    folder = bucket.fetch_run(run, "--run")
+    records = {record["step"]: record for record in json_lines.read(folder / "metrics.jsonl")}
+    check_repeatable(folder)
+    last = max(records, default=0)
+    if not 1 <= step <= last or step not in records:
+        made = f"its last step is {last}" if last else "it has made no step yet"
+        raise UserError(f"--step {step}: {address or run} has no such step; {made}: use a step from 1 to {last}")
+    checkpoints = (bucket.as_path(address) if address else run) / "checkpoints"
+    saved = SavedRun(run) if checkpoint.has_checkpoint(checkpoints) else None
+    steps, decisions = saved.steps if saved else [], Rollbacks(folder).read()
+    start, count = choose_start(step, steps, decisions, changes.read(folder))
+    # The first checkpoint after the step was saved by the process that made the step.
+    later_steps = [kept for kept in steps if kept >= step] or steps[-1:]
+    return ReplayStart(
+        run=address or str(run),
+        folder=folder,
+        step=step,
+        start=start,
+        decisions=decisions[:count],
+        logged=records[step],
+        saved=saved,
+        notes=saved.notes(later_steps[0]) if saved else None,
+    )
+
+
+def check_repeatable(folder: Path) -> None:
+    """Raises: UserError, if the run in a folder samples or judges with a server, or samples nothing."""
+    config = read_config(folder)
+    if not hasattr(config, "group_size"):
+        raise UserError(f"--run {folder} is a run of sft, which samples nothing: use a run of train")
+    if config.engine.name == "vllm":
+        raise UserError(
+            "config.engine.name = 'vllm': the samples of a vLLM server cannot be made again: replay a run with engine "
+            "'jax'"
+        )
+    for text in config.reward.functions:
+        function = resolve(split_call(text)[0], REWARDS, "config.reward.functions")
+        if function.__module__ == JUDGE:
+            raise UserError(
+                f"config.reward.functions: the verdicts of {text} come from a server, and cannot be made again: replay "
+                "a run without a judge"
+            )
+
+
+def choose_start(
+    step: int, kept: Sequence[int], decisions: Sequence[Decision], accepted: Sequence[Change]
+) -> tuple[int, int]:
+    """Returns the step of the checkpoint to restore, 0 = the start of the run, and the rollbacks before `step`.
+
+    kept: steps of the checkpoints. decisions: rollbacks of the run. accepted: changes of rows and code in the run.
+    Raises: UserError, if no checkpoint is left from which the step can be made again.
+    """
+    later = [change for change in accepted if change.after_step >= step]
+    if later:
+        raise UserError(f"--step {step}: {later[0]} after step {later[0].after_step}: replay a later step")
+    # The log has the lines of the last attempt: a rollback to a step before this one has made its line anew.
+    count = max((i for i, decision in enumerate(decisions, 1) if decision.to < step), default=0)
+    # The steps up to here were made with other samples, rows or code.
+    oldest = max([decision.to for decision in decisions[:count]] + [change.after_step for change in accepted] + [0])
+    usable = [saved for saved in ({0, *kept} if not oldest else kept) if oldest <= saved < step]
+    if not usable:
+        raise UserError(
+            f"--step {step}: the run needs its checkpoint of step {oldest} or a later one before step {step}, because "
+            f"it rolled back or changed rows or code there, but keeps {', '.join(map(str, kept)) or 'none'}: replay a "
+            "later step, and raise config.checkpoint.keep in the next run"
+        )
+    return max(usable), count
+
+
+@contextmanager
+def restored_run(start: ReplayStart) -> Iterator[tuple[Session, Parts, WeightLease]]:
+    """Yields the run of a replay in a temporary work directory, restored at its start. Prints nothing.
+
+    Raises: UserError, if models, rows or code have changed since the run, or this machine cannot run it.
+    """
+    config = read_config(start.folder)
+    # The replay ends with the step, so that nothing is sampled for later steps, and it uses no logger.
+    config.num_steps, config.log.to, config.log.project, config.log.profile = start.step, (), "", ""
+    with TemporaryDirectory(prefix="jaxrl-replay-") as temporary, redirect_stdout(io.StringIO()):
+        workdir = Path(temporary)
+        copy_run(start, workdir)
+        try:
+            with opened_run(config, workdir, recipes.read, make_quiet_run) as (session, parts):
+                if start.notes and not start.start:
+                    session.checkpoints.check_inputs(flatten(config), start.start, start.notes)
+                lease = session.restore()
+                session.stop.finish = lambda: None  # a replay that is interrupted saves nothing
+                yield session, parts, lease
+        except ChangedInputs as error:
+            raise UserError(f"--step {start.step}: {error.change}: restore it to replay the step") from None
+
+
+def copy_run(start: ReplayStart, workdir: Path) -> None:
+    """Makes a work directory that resumes the run at the start of a replay. It links to the checkpoint, to read it."""
+    checkpoints, rollbacks = workdir / "checkpoints", workdir / "rollbacks"
+    shutil.copyfile(start.folder / "config.json", workdir / "config.json")
+    checkpoints.mkdir()
+    if start.start and start.saved:
+        folder = start.saved.folder(start.start)
+        if address := bucket.address(str(folder)):
+            bucket.download_folder(address, checkpoints / str(start.start), "--run")
+        else:
+            (checkpoints / str(start.start)).symlink_to(folder.absolute(), target_is_directory=True)
+    rollbacks.mkdir()
+    for number, decision in enumerate(start.decisions, 1):
+        disk.replace(rollbacks / f"{number}.json", json.dumps(asdict(decision)))
+
+
+def make_quiet_run(work_directory: WorkDirectory, recipe: Recipe) -> tuple[Session, Parts]:
+    """Builds the run of a replay, which tests nothing and saves no checkpoint."""
+    health = replace(recipe.health, self_test=False)
+    return make_run(work_directory, replace(recipe, health=health, checkpoint=replace(recipe.checkpoint, keep=0)))

@@ -1,0 +1,286 @@
+"""Replay: a step of a run made again, whose record must be the run's own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_rollback import NO_EVALUATION, add_rules, back
+from test_steps import SHORT, tiny
+
+from jaxrl_llm.config.load import load
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.session import alike
+from jaxrl_llm.session.changes import Change
+from jaxrl_llm.session.inputs import Inputs
+from jaxrl_llm.session.rollback import Decision
+from jaxrl_llm.tools import replay
+from jaxrl_llm.tools.replay import __main__ as program
+from jaxrl_llm.tools.replay import step_file
+from jaxrl_llm.tools.replay.record import WhatIf
+from jaxrl_llm.tools.replay.start import choose_start, find_start
+from jaxrl_llm.tools.replay.steps import differences
+from jaxrl_llm.tools.replay.what_if import read_changes
+from jaxrl_llm.tools.report.runs import read_config
+from jaxrl_llm.train import steps
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """All files of a folder with their content and time of change."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """Returns the exit code of `jaxrl replay`."""
+    monkeypatch.setattr(sys, "argv", ["jaxrl replay", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    return int(ended.value.code or 0)
+
+
+def token_mean(record: replay.StepRecord, column: str) -> float:
+    return float(record.columns[column][record.loss_mask].mean(dtype=np.float64))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """The workdir of a run of three steps with an update each."""
+    workdir = tmp_path_factory.mktemp("replay") / "run"
+    list(steps(tiny(**SHORT, **{"num_steps": 3, "reward.weights": (1.0, 1.0)}), workdir))
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def record(run) -> replay.StepRecord:
+    before = contents(run)
+    lines: list[str] = []
+    record = replay.step(run, 3, show=lines.append)
+    assert len(lines) == 1 and "running 1 step from the checkpoint of step 2" in lines[0]
+    assert contents(run) == before
+    return record
+
+
+def test_a_replayed_step_equals_the_record_of_the_run(run, record):
+    assert (record.differences, record.exact, record.step) == ({}, True, 3)
+    assert record.logged == json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    compared = set(record.metrics) & set(record.logged) - {"step"}
+    assert {"reward/mean", "grad_norm", "entropy", "completion/compressed"} <= compared
+
+
+def test_means_over_the_tokens_of_a_replay_are_the_logged_metrics(record):
+    logged = record.logged
+    for column, metric in {"entropy": "entropy", "gap": "sampler/gap_mean", "ratio": "ratio/mean"}.items():
+        assert token_mean(record, column) == pytest.approx(logged[metric], abs=5e-6)
+    assert np.nanmean(record.rewards) == pytest.approx(logged["reward/mean"], abs=1e-6)
+    assert record.completion_mask.sum(axis=-1).mean() == pytest.approx(logged["completion/length"])
+    assert record.truncated.mean() == pytest.approx(logged["completion/truncated"])
+    gap = np.abs(record.columns["logprobs"] - record.columns["sampler_logprobs"])
+    np.testing.assert_allclose(record.columns["gap"], np.where(record.loss_mask, gap, 0), atol=1e-6)
+
+
+def test_the_gradients_of_the_completions_add_up_to_that_of_the_step(record):
+    norm, cosine = record.gradient["norm"], record.gradient["cosine"]
+    # The scalar product of a sum with the whole gradient is the whole gradient's squared norm only if they are equal.
+    assert float((norm * cosine).sum()) == pytest.approx(record.logged["grad_norm"], rel=1e-5)
+    assert (np.abs(cosine) <= 1 + 1e-6).all()
+    learns = (record.advantages != 0).any(axis=-1)
+    assert (norm[learns] > 0).all() and (norm[~learns] == 0).all() and learns.any()
+
+
+def test_the_program_names_a_value_that_differs_and_exits_with_1(record, monkeypatch, capsys):
+    made = record
+    monkeypatch.setattr(program, "step", lambda run, number, **given: made)
+    assert call(monkeypatch, "--run", "runs/mine", "--step", 3) == 0
+    logged = record.logged | {"reward/mean": 0.123}
+    made = replace(record, logged=logged, differences=differences(logged, record.metrics, exact=True))
+    assert call(monkeypatch, "--run", "runs/mine", "--step", 3) == 1
+    named = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert len(named) == 1 and "reward/mean" in named[0] and "0.123" in named[0]
+
+
+def test_only_values_of_the_step_itself_are_compared_and_rounding_elsewhere():
+    logged = {"step": 2, "reward/mean": 0.5, "kl/ref": None, "time/step": 1.0, "eval/accuracy": 0.25, "entropy": 0.1}
+    replayed = {"reward/mean": 0.5, "kl/ref": None, "time/step": 2.0, "entropy": 0.1 + 1e-7}
+    assert differences(logged, replayed, exact=True) == {"entropy": (0.1, 0.1 + 1e-7)}
+    assert differences(logged, replayed, exact=False) == {}
+    assert differences(logged, replayed | {"entropy": 0.2}, exact=False) == {"entropy": (0.1, 0.2)}
+    assert differences(logged, replayed | {"entropy": None}, exact=False) == {"entropy": (0.1, None)}
+
+
+def test_a_step_in_a_file_is_the_step_that_was_exported(record, tmp_path, monkeypatch):
+    file = tmp_path / "step.safetensors"
+    step_file.save(record, file)
+    loaded = step_file.load(file)
+    for field in fields(record):
+        one, other = getattr(record, field.name), getattr(loaded, field.name)
+        if field.name in step_file.TABLES or isinstance(one, np.ndarray):
+            assert jax.tree.map(lambda x: x.dtype, one) == jax.tree.map(lambda x: x.dtype, other), field.name
+            jax.tree.map(np.testing.assert_array_equal, one, other)
+        elif field.name != "config":  # which has lists in place of tuples
+            assert one == other, field.name
+    assert call(monkeypatch, "--from", file) == 0
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(UserError, match="--from"):
+        step_file.load(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ("rollout.temperature=0.9", "samples"), ("mask.truncated=True", "samples"), ("seed=1", "samples"),
+        ("loss.clip_hihg=0.3", "clip_high"),
+        ("advantage.name=remax", "greedy"),
+    ],
+)  # fmt: skip
+def test_a_change_of_the_samples_or_without_its_inputs_is_refused(run, change, word):
+    with pytest.raises(UserError, match=word):
+        read_changes(run, dict([change.split("=")]))
+
+
+@pytest.mark.parametrize("step", [0, 4])
+def test_a_step_that_the_run_has_not_made_is_refused(run, step):
+    with pytest.raises(UserError, match=f"--step {step}"):
+        replay.step(run, step)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_step_with_other_rows_than_the_run_had_is_refused(run, step, monkeypatch):
+    before = contents(run)
+    hashes = Inputs.input_hashes.func
+    monkeypatch.setattr(Inputs, "input_hashes", property(lambda inputs: hashes(inputs) | {"data.source": "other"}))
+    with pytest.raises(UserError, match=f"--step {step}: config.data.source") as refused:
+        replay.step(run, step, show=lambda line: None)
+    assert "checkpoint.accept" not in str(refused.value)
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("engine.name", "vllm"), ("reward.functions", ("arithmetic.accuracy", "judge.score(url='http://x')")),
+        ("group_size", None),
+    ],
+)  # fmt: skip
+def test_a_run_whose_samples_cannot_be_made_again_is_refused(run, field, value, tmp_path):
+    shutil.copy(run / "metrics.jsonl", tmp_path)
+    config = read_config(run)
+    if value is None:
+        del config[field]
+    else:
+        config.update_from_flattened_dict({field: value})
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    with pytest.raises(UserError, match="--run" if value is None else field):
+        replay.step(tmp_path, 2)
+
+
+def test_a_replay_on_another_machine_names_what_differs(run):
+    start = find_start(run, 2)
+    assert start.notes and start.notes["machine"] == alike.machine() and start.other_machine() == ""
+    machine = alike.machine() | {"JAX": "0.1"}
+    other = replace(start, notes=start.notes | {"machine": machine})
+    assert other.other_machine() == f"JAX 0.1, now {jax.__version__}"
+    assert replace(start, notes={}).other_machine() == replace(start, notes=None).other_machine() == ""
+
+
+def test_the_start_of_a_replay_is_the_newest_checkpoint_of_its_attempt():
+    assert choose_start(5, [2, 4, 5], [], []) == (4, 0)
+    assert choose_start(2, [2, 4], [], []) == (0, 0)
+    back = [Decision(9, 4, {}), Decision(12, 6, {})]
+    assert choose_start(4, [2, 4, 6, 8], back, []) == (2, 0)  # made before both rollbacks
+    assert choose_start(6, [2, 4, 6, 8], back, []) == (4, 1)
+    assert choose_start(9, [2, 4, 6, 8], back, []) == (8, 2)
+    with pytest.raises(UserError, match="--step 6"):  # its attempt began at step 4
+        choose_start(6, [2, 6, 8], back, [])
+    change = Change(4, "data.source", "a", "b", [1], [2])
+    assert choose_start(5, [2, 4], [], [change]) == (4, 0)
+    for step, kept in ((4, [2]), (6, [2])):  # made with the old rows; made with the new rows from a lost checkpoint
+        with pytest.raises(UserError, match=f"--step {step}"):
+            choose_start(step, kept, [], [change])
+
+
+SMALL = {
+    "num_steps": 3, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4, "mesh.fsdp": 1, "log.to": (),
+    "checkpoint.every": 1, "checkpoint.keep": 9, "checkpoint.keep_best": 0, "eval": None, "health.self_test": False,
+    "log.completions_every": 0, "optim.warmup_steps": 1, "reward.timeout": 0.0,
+}  # fmt: skip
+RUNS: dict[str, tuple[str, dict[str, object]]] = {  # shipped config, and what differs from SMALL
+    "two epochs by minibatches": ("grpo", {"prompts_per_update": 4, "epochs": 2, "microbatch": 2}),
+    "a critic": ("ppo", {"prompts_per_update": 4, "critic.warmup_steps": 1}),
+    "resampling": ("dapo", {"rollout.resample_rounds": 2}),
+    "adapters": ("lora", {}),
+    "episodes": ("search_grpo", {}),
+    "images": ("pictures", {}),
+    "a lag and partial rollouts": ("grpo", {"rollout.max_lag": 1, "rollout.partial": True}),
+    "eight devices": ("grpo", {"mesh.data": 4, "mesh.tensor": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RUNS)
+def test_steps_of_all_kinds_of_runs_are_made_again_bit_for_bit(kind, tmp_path):
+    name, changes = RUNS[kind]
+    config = load(name)
+    config.update_from_flattened_dict(SMALL | changes)
+    list(steps(config, tmp_path / "run"))
+    own_value = {"kl.coef": f"{config.kl.coef}"} if config.kl else {"optim.clip_norm": f"{config.optim.clip_norm}"}
+    record = replay.step(tmp_path / "run", 3, changes=own_value)
+    assert record.what_if and record.what_if.own.metrics == record.what_if.other.metrics
+    assert {name: record.logged[name] for name in record.what_if.own.metrics} == record.what_if.own.metrics
+    assert (record.differences, record.exact) == ({}, True)
+    assert token_mean(record, "entropy") == pytest.approx(record.logged["entropy"], abs=5e-6)
+    assert ("values" in record.columns, bool(record.images)) == (kind == "a critic", kind == "images")
+    norm, cosine, updates = *record.gradient.values(), config.prompts_per_step // config.prompts_per_update
+    if config.epochs == 1:  # the logged norm is the mean over the updates
+        assert float((norm * cosine).sum()) / updates == pytest.approx(record.logged["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_change_to_the_own_value_is_the_update_of_the_run_and_others_are_not(tmp_path):
+    """Four updates on a rollout, of which the later ones clip."""
+    changes = {"num_steps": 2, "prompts_per_update": 4, "epochs": 2, "reward.weights": (1.0, 1.0)}
+    list(steps(tiny(**SHORT, **changes | {"optim.learning_rate": 3e-3}), tmp_path / "run"))
+
+    def outcome(**changed: str) -> WhatIf:
+        made = replay.step(tmp_path / "run", 2, with_gradient=False, changes=changed).what_if
+        assert made
+        return made
+
+    same, logged = (
+        outcome(**{"loss.clip_high": "0.2"}),
+        json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]),
+    )
+    assert same.own.metrics == same.other.metrics and same.own.kl_after == same.other.kl_after > 0
+    assert same.cosine == 1.0
+    assert {name: logged[name] for name in same.own.metrics} == same.own.metrics
+    assert same.own.metrics["clip/fraction"] > 0
+    np.testing.assert_array_equal(same.own.gradient["norm"], same.other.gradient["norm"])
+    wide = outcome(**{"loss.clip_high": "50.0", "optim.clip_norm": "0.0"})
+    assert wide.other.metrics["clip/fraction"] < wide.own.metrics["clip/fraction"]
+    assert wide.own.metrics == same.own.metrics and 0 < wide.cosine < 1
+
+
+@pytest.mark.slow
+def test_a_run_in_a_bucket_is_replayed(cloud):
+    address = f"gs://bucket/{cloud.name}"
+    list(steps(tiny(**SHORT, num_steps=2), address))
+    before = contents(cloud)
+    record = replay.step(address, 2, with_gradient=False)
+    assert (record.differences, record.run, record.gradient) == ({}, address, {})
+    assert contents(cloud) == before
+
+
+@pytest.mark.slow
+def test_steps_around_a_rollback_are_made_again_bit_for_bit(tmp_path, monkeypatch):
+    """Step 2 was made before the rollback to step 2, and step 3 after it, at a lower rate."""
+    add_rules(monkeypatch)
+    list(steps(back(**NO_EVALUATION, **{"checkpoint.keep": 20}), tmp_path / "run"))
+    for step in (2, 3):
+        record = replay.step(tmp_path / "run", step, with_gradient=False)
+        assert (record.differences, record.step) == ({}, step)
