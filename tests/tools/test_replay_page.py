@@ -343,20 +343,28 @@ def test_a_token_shows_its_numbers_on_hover_click_and_keys(record, tab, file, wi
     assert f"[{b}, {g}, 3]" in tab.run(NUMBERS)
     tab.press("Escape")
     assert not tab.run(NUMBERS)
+    tab.mouse("article [data-t='3']", click=True)
+    assert tab.run(NUMBERS)
+    tab.mouse("article h4", click=True)
+    assert not tab.run(NUMBERS)
 
 
 @pytest.mark.slow
 def test_keys_change_the_color_and_the_completion(record, tab, file):
     show(tab, file, 1280)
     ids = tab.run("[...document.querySelectorAll('article')].map((article) => article.id)")
-    background = f"getComputedStyle({DRAWN}).backgroundColor"
-    colors = [tab.run(background)]
+    b, g = (int(x) - 1 for x in ids[0].removeprefix("c").split("-"))
+    levels = "[...document.querySelector('article').querySelectorAll('[data-t]')].map(({style}) => style.cssText)"
+    columns = record.columns | {"ratio": np.log(np.where(record.loss_mask, record.columns["ratio"], 1))}
+    columns |= {"clipped": np.maximum(record.columns["clipped"], record.columns["masked"])}
     for key, quantity in enumerate(("ratio", "kl", "entropy", "gap", "clipped"), start=2):
         tab.press(str(key))
         tab.wait(f"document.documentElement.dataset.shown === '{quantity}'")
         assert tab.run("document.querySelectorAll('[data-meaning]:not([hidden])').length") == 1
-        colors.append(tab.run(background))
-    assert len(set(colors)) >= 4
+        strongest = 1.0 if quantity == "clipped" else page.scale(columns[quantity][record.loss_mask])
+        expected = np.minimum(np.abs(columns[quantity][b, g][record.completion_mask[b, g]]) / strongest, 1)
+        shown = [float(style.removeprefix("--level:").strip(" ;")) for style in tab.run(levels)]
+        assert shown == pytest.approx(expected.tolist(), abs=0.011)
     for keys, position in (("j", 0), ("j", 1), ("j", 2), ("k", 1)):
         tab.press(keys)
         assert tab.run("location.hash") == f"#{ids[position]}"
@@ -377,7 +385,8 @@ def test_the_search_finds_a_text_across_tokens(record, tab, file):
     found = sum(query in text for text in texts)
     assert tab.run("document.getElementById('found').innerText").startswith(f"{found} of {len(texts)} ")
     assert tab.run("document.querySelectorAll('article:not([hidden])').length") == found
-    tab.wait("document.querySelectorAll('article:not([hidden]) .hit').length >= 2")
+    visible = "[...document.querySelectorAll('article:not([hidden])')]"
+    tab.wait(f"{visible}.every((article) => article.querySelectorAll('.hit').length >= 2)")
 
 
 @pytest.mark.slow
