@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-import jinja2
 from plotly.offline import get_plotlyjs
 
 import jaxrl_llm
@@ -14,8 +13,8 @@ from jaxrl_llm.session import changes
 from jaxrl_llm.session.rollback import Rollbacks
 from jaxrl_llm.tools.report import completions, curves, tables
 from jaxrl_llm.tools.report.runs import FILES, Reader, ReportedRun, read_all
+from jaxrl_llm.tools.report.templates import script_json, template
 
-ASSETS = Path(jaxrl_llm.__file__).parent / "assets" / "report"
 PLOTLY = "/plotly.js"  # path of plotly on the server
 
 
@@ -33,7 +32,7 @@ def render(workdirs: Sequence[Path], *, live: str = "", readers: dict[Path, Read
         title=", ".join(run.name for run in runs),
         cards=[card(run) for run in runs],
         plots=plots,
-        figures=_script_json("[" + ",".join(plot.figure for plot in plots) + "]"),
+        figures=script_json("[" + ",".join(plot.figure for plot in plots) + "]"),
         thinned=curves.thinned(runs),
         batch=tables.batch_table(runs),
         difference=tables.config_difference(runs),
@@ -81,25 +80,6 @@ def card(run: ReportedRun) -> list[tuple[str, str]]:
         rows.append((f"step {rollback.step:,}", f"rolled back to step {rollback.to:,}: {rollback.finding['id']}"))
     rows += [(f"step {change.after_step:,}", f"accepted: {change}") for change in changes.read(run.workdir)]
     return [*rows, ("last record", _time((run.workdir / FILES[1]).stat().st_mtime))]
-
-
-def template(name: str) -> jinja2.Template:
-    """Returns a template of `assets/report/`."""
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(ASSETS),
-        # Text is escaped, because prompts and completions may hold HTML.
-        autoescape=True,
-        # With StrictUndefined, a wrong name in a template is an error, and not an empty place on the page.
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    ).get_template(name)
-
-
-def _script_json(text: str) -> str:
-    """Escapes JSON for a <script> element."""
-    # Text of a policy may hold "</script>", which would end the element.
-    return text.replace("<", "\\u003c")
 
 
 def _time(seconds: float) -> str:

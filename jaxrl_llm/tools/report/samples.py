@@ -14,7 +14,7 @@ from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.rollout.grading import GradedCompletions
 from jaxrl_llm.rollout.scores import Measurements, channel_text, result_lines
 from jaxrl_llm.tools.report.completions import cut
-from jaxrl_llm.tools.report.page import template
+from jaxrl_llm.tools.report.templates import template
 
 MOST = 100  # problems on the page
 SHOWN = 8  # completions of a problem on the page

@@ -1,0 +1,190 @@
+"""Renders a replayed step as one HTML file, in which the numbers of each token can be read."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import jaxrl_llm
+from jaxrl_llm.tools.replay.record import StepRecord
+from jaxrl_llm.tools.report.completions import cut
+from jaxrl_llm.tools.report.templates import script_json, template
+
+TOP = 5  # completions in the list of those that made the update
+START = 140  # characters of a completion in that list
+REPEATS = 8  # equal tokens of a prompt above which only their number is shown, such as the tokens of an image
+PERCENTILE = 99  # of the absolute values of the trained tokens, at which a color is strongest
+# Columns of numbers per token -> metrics that are their means over the trained tokens. Each column colors the tokens.
+METRICS = {"ratio": "ratio/mean", "kl": "kl/ref", "entropy": "entropy", "gap": "sampler/gap_mean"}
+METRICS |= {"clipped": "clip/fraction"}
+
+
+class Fact(NamedTuple):
+    """A number of a completion."""
+
+    label: str
+    text: str
+    note: str = ""
+    bar: float = 0.0  # length of a bar from 0 to 1; negative if the completion pulls against the update
+
+
+class ShownCompletion(NamedTuple):
+    place: tuple[int, int]  # indices of the prompt and of the completion in the arrays
+    facts: list[Fact]
+    start: str  # first characters of the text
+
+
+class ShownGroup(NamedTuple):
+    number: int  # of the prompt, from 1
+    note: str
+    prompt: str
+    columns: dict[str, str]  # further columns of the row
+    completions: list[ShownCompletion]
+
+
+def render(record: StepRecord) -> str:
+    """Returns the page of a step."""
+    sizes = contributions(record)
+    # The first shares are those of the step, and the second ones those of the step with other settings.
+    gradients = [record.gradient, *([record.what_if.other.gradient] if record.what_if else [])]
+    shares = [update_shares(gradient) for gradient in gradients] if record.gradient else []
+    order = np.argsort(-sizes.sum(axis=1), kind="stable").tolist()
+    groups = [group_of(record, b, np.argsort(-sizes[b], kind="stable"), shares) for b in order]
+    completions = [completion for group in groups for completion in group.completions]
+    data, arrays = pack(record, [completion.place for completion in completions])
+    text = template("replay.html").render(
+        record=record,
+        version=jaxrl_llm.__version__,
+        means=means(record),
+        data=data,
+        groups=groups,
+        completions=completions,
+        # By share and not by norm, because other gradients may cancel a large one.
+        top=sorted(completions, key=lambda x: -shares[0][x.place])[:TOP] if shares else [],
+        json=script_json(json.dumps(data, allow_nan=False)),
+        arrays=arrays,
+    )
+    # The text of a token may be half of a surrogate pair, which UTF-8 cannot hold.
+    return text.encode(errors="replace").decode()
+
+
+def contributions(record: StepRecord) -> np.ndarray:
+    """Returns the gradient norms of the completions [B, G], or without gradients the sums of |advantage|."""
+    if record.gradient:
+        return np.nan_to_num(record.gradient["norm"])
+    return np.abs(record.advantages).sum(axis=-1, where=record.loss_mask)
+
+
+def update_shares(gradient: dict[str, np.ndarray]) -> np.ndarray:
+    """Returns the shares of the completions in the step's gradient [B, G], which sum to 1.
+
+    A share is the length of a completion's gradient along the step's gradient, relative to the latter's norm. It is
+    negative for a completion that pulls against the update. gradient: see `StepRecord.gradient`.
+    """
+    along = np.nan_to_num(gradient["norm"].astype(np.float64) * gradient["cosine"])
+    return along / (along.sum() or 1.0)
+
+
+def means(record: StepRecord) -> dict[str, float]:
+    """Returns the means over the tokens and completions of the page, by the names of the metrics that they equal."""
+    arrays = {METRICS[name]: x[record.loss_mask] for name, x in record.columns.items() if name in METRICS}
+    rewards = {"mean": record.rewards, **record.channels}
+    arrays |= {f"reward/{name}": x[~np.isnan(x)] for name, x in rewards.items()}
+    arrays |= {"completion/length": record.completion_mask.sum(axis=-1), "completion/truncated": record.truncated}
+    return {metric: float(np.mean(x, dtype=np.float64)) for metric, x in arrays.items() if x.size}
+
+
+def group_of(record: StepRecord, b: int, order: np.ndarray, shares: list[np.ndarray]) -> ShownGroup:
+    """Returns what the page shows of prompt b. order: its completions [G]; shares: see `update_shares`."""
+    judged = record.rewards[b][~np.isnan(record.rewards[b])]
+    note = f"mean reward {judged.mean():.3g}" if len(judged) else "no verdict"
+    return ShownGroup(
+        number=b + 1,
+        note=f"{note}, {shares[0][b].sum():.1%} of the update" if shares else note,
+        prompt=prompt_text(record, b),
+        columns={name: cut(str(x)) for name, x in record.rows[b].items() if name not in ("prompt", "reasons")},
+        completions=[completion_of(record, b, g, shares) for g in order.tolist()],
+    )
+
+
+def completion_of(record: StepRecord, b: int, g: int, shares: list[np.ndarray]) -> ShownCompletion:
+    """Returns what the page shows of completion g of prompt b, except its tokens. shares: see `update_shares`."""
+    mask, trained = record.completion_mask[b, g], record.loss_mask[b, g]
+    # A row may have the reasons of its rewards: {reward function: [G] texts}.
+    reasons = record.rows[b].get("reasons", {})
+    scores = {name: float(x[b, g]) for name, x in {"reward": record.rewards, **record.channels}.items()}
+    facts = [
+        Fact(name, "no verdict" if np.isnan(x) else f"{x:.4g}", reasons[name][g] if name in reasons else "")
+        for name, x in scores.items()
+    ]
+    facts += [Fact("advantage", f"{record.advantages[b, g][trained].mean():.3g}")] if trained.any() else []
+    observed = int(mask.sum() - trained.sum())
+    facts.append(Fact("tokens", f"{trained.sum():,}", f"and {observed:,} of the environment" if observed else ""))
+    if record.gradient and (norm := float(record.gradient["norm"][b, g])) > 0:
+        facts += [
+            Fact("gradient norm", f"{norm:.3g}", bar=norm / float(np.nanmax(record.gradient["norm"]))),
+            Fact("cosine", f"{record.gradient['cosine'][b, g]:.2f}"),
+        ]
+    facts += [
+        Fact(label, f"{share[b, g]:.1%}", bar=share[b, g] / (np.abs(share).max() or 1.0))
+        for label, share in zip(("share of update", "share if changed"), shares, strict=False)
+    ]
+    texts = texts_of(record, record.completions[b, g][mask][:START])
+    return ShownCompletion((b, g), facts, "".join(texts)[:START])
+
+
+def texts_of(record: StepRecord, tokens: np.ndarray) -> list[str]:
+    """Returns the texts of tokens [n]."""
+    return [record.token_texts[i] for i in np.searchsorted(record.token_ids, tokens)]
+
+
+def prompt_text(record: StepRecord, b: int) -> str:
+    """Returns the text of a prompt. Of many equal tokens in a row, it has one and their number."""
+    runs = [(text, len([*run])) for text, run in groupby(texts_of(record, record.prompts[b][record.prompt_mask[b]]))]
+    return cut("".join(text * count if count <= REPEATS else f"{text} × {count} " for text, count in runs))
+
+
+def pack(record: StepRecord, places: list[tuple[int, int]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the data of the page's script, and by name its arrays over all tokens, compressed.
+
+    places: indices of the completions in the order of the page.
+    """
+    b, g = np.transpose(places)
+    mask = record.completion_mask[b, g]
+    trained = record.loss_mask[b, g][mask]
+    columns = {"advantage": record.advantages, **record.columns, "lag": record.step - 1 - record.versions}
+    if "masked" in columns:
+        columns.setdefault("clipped", np.zeros_like(columns["masked"]))
+    arrays = {name: np.where(trained, x[b, g][mask], 1.0 if name == "ratio" else 0.0) for name, x in columns.items()}
+    # Half precision holds three digits. A ratio is stored as its logarithm, because most ratios are nearly 1.
+    arrays |= {"ratio": np.log(arrays["ratio"])} if "ratio" in arrays else {}
+    fits = {name: np.nanmax(np.abs(x), initial=0) < np.finfo(np.float16).max for name, x in arrays.items()}
+    arrays = {name: x.astype(np.float16 if fits[name] else np.float32) for name, x in arrays.items()}
+    scales = {name: scale(arrays[name][trained]) for name in ("advantage", *METRICS) if name in arrays}
+    tokens = np.searchsorted(record.token_ids, record.completions[b, g][mask])
+    arrays |= {"token": tokens.astype(np.uint32), "trained": trained.astype(np.uint8)}
+    sizes = mask.sum(axis=-1)
+    data = {
+        "step": record.step,
+        "places": places,
+        "starts": (sizes.cumsum() - sizes).tolist(),
+        "sizes": sizes.tolist(),
+        "ids": record.token_ids,
+        "texts": record.token_texts,
+        "types": {name: x.dtype.name for name, x in arrays.items()},
+        "scales": scales | ({"clipped": 1.0} if "clipped" in scales else {}),
+    }
+    # Level 1 is the fastest, and numbers of a model are hardly smaller at a higher level.
+    return data, {name: base64.b64encode(zlib.compress(x.tobytes(), level=1)).decode() for name, x in arrays.items()}
+
+
+def scale(values: np.ndarray) -> float:
+    """Returns the absolute value of `values` [n] at which a color is strongest; 0 if all are 0."""
+    sizes = np.abs(values[np.isfinite(values)].astype(np.float64))
+    # A percentile of 0 would hide rare values.
+    return float(np.percentile(sizes, PERCENTILE) or sizes.max()) if sizes.size else 0.0
