@@ -48,7 +48,8 @@ class ScriptObject:
 
     kind: "config", "trainer", "model", "rows", "tokenizer", "adapter", "object" of a class of the script, "class",
     "function", "parser", "name" of an import, or "part" of another item, which changes with its part.
-    value: source of the object, such as the path of a model; for a part its item. keys: {argument: value}.
+    value: source of the object, such as the path of a model; for a part its item. keys: {argument: value}; for a name
+    whether Unsloth was imported before it.
     steps: {unknown call that may change the object: its line}. node: definition or call of the object; for a name
     whether its package is unknown.
     """
@@ -93,6 +94,7 @@ class Interpreter(ABC):
         self.star = ScriptObject("name", "")  # module of `from module import *`
         self.global_names: set[str] = set()  # names that a function of the script declares global
         self.environment: dict[str, Any] = {}  # environment variables that the script sets
+        self.unsloth: Any = None  # whether Unsloth has replaced the classes of TRL; `Unread` if a condition decides
         self.lost: list[str] = []  # lines that change a class or module of another package
         self.doubt = ""  # unknown condition of the block that is followed; "" if the block runs in any case
         self.returned: list[Any] = []
@@ -173,13 +175,17 @@ class Interpreter(ABC):
             module = line.module if isinstance(line, ast.ImportFrom) else ""
             full = ".".join(filter(None, [module, alias.name]))
             package = full.split(".")[0]
+            if package == "unsloth":
+                self.unsloth = Unread(self.doubt) if self.doubt else True
             foreign = is_local or package not in KNOWN_PACKAGES | QUIET_PACKAGES
             if alias.name == "*" and not self.star.node:
                 self.star = ScriptObject("name", f"{module}.", node=foreign)
             # `import a.b` binds the name a.
             binds_package = isinstance(line, ast.Import) and not alias.asname
             name = package if binds_package else alias.asname or alias.name
-            self.names[name] = ScriptObject("name", package if binds_package else full, node=foreign)
+            # A name that was imported before Unsloth keeps TRL's own class.
+            keys = {} if binds_package else {"unsloth": self.unsloth}
+            self.names[name] = ScriptObject("name", package if binds_package else full, keys, node=foreign)
 
     def bind(self, target: ast.expr, value: Any) -> None:
         """Binds a target of an assignment, such as a name, an attribute or a tuple, to a value."""
@@ -246,7 +252,11 @@ class Interpreter(ABC):
                 for key, part in zip(keys, parts, strict=True):
                     name = self.value(key) if key else ""
                     name = name if isinstance(name, str) and is_literal(name) else f"**{snippet(node)}"
-                    result |= {name: self.value(part)} if key else self.unpacked(part)
+                    entries = {name: self.value(part)} if key else self.unpacked(part)
+                    # An unknown mapping may change all entries before it.
+                    if not key and any(entry.startswith("**") for entry in entries):
+                        result = dict.fromkeys(result, Unread(snippet(part)))
+                    result |= entries
                 return result
             case ast.Attribute(value=owner):
                 return self.attribute(self.value(owner), node)

@@ -102,7 +102,7 @@ class Version:
 
     name: str
     only_keys: tuple[str, ...]  # names or patterns of keys that no later version has, or A+B for two keys
-    defaults: dict[str, Any]  # defaults that differ from the table
+    defaults: dict[str, Any]  # defaults that differ from the table; `Unread` if the key does not say which one applies
     later_keys: tuple[str, ...] = ()  # names or patterns of keys that came after these versions
 
 
@@ -130,6 +130,7 @@ class TrainerTable:
     renamed: Mapping[str, str] = field(default_factory=dict)  # {old name of a key: new name}
     respelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # {old name: {old value: new value}}
     older: tuple[Version, ...] = ()  # the first version that shows in a key of the file applies
+    patches: tuple[Version, ...] = ()  # each that shows in a key of the file applies too, such as Unsloth's defaults
     absent: tuple[str, ...] = ()  # names or patterns of keys that only later versions can set
 
     def knows(self, key: str) -> bool:
@@ -253,7 +254,7 @@ def translate(
     default_table = replace(table, absent=())
     defaults = {
         key: _outcome(key, current.get(key, value), default_table, keys)
-        for key, value in table.defaults.items()
+        for key, value in (table.defaults | current).items()
         if key not in origins
     }
     return Translation(table, table.base(keys), outcomes, defaults, notes)
@@ -268,21 +269,28 @@ def with_file_version(
     the table has the defaults of that version. If it has keys of an older and of a later version, the defaults that
     differ between them become `Unread` values.
     """
-    for version in table.older:
-        older_key = first_key(version.only_keys, values)
-        later_key = first_key(version.later_keys, values)
-        if not older_key:
-            continue
-        differing = {key: value for key, value in version.defaults.items() if key not in current}
-        defaults = ", ".join(f"{key} = {value}" for key, value in differing.items()) or "none that matters"
-        note = f"{older_key} is a key of {table.name} {version.name}"
-        if not later_key:
-            older_table = replace(table, version=version.name, defaults=table.defaults | version.defaults)
-            return older_table, current, (f"{note}. Its defaults apply: {defaults}",)
-        note += f", and {later_key} one of later versions. It is not known which defaults apply: {defaults}"
-        unread = {key: Unread(f"{x} {version.name}, then {table.defaults[key]}") for key, x in differing.items()}
-        return table, current | unread, (note,)
-    return table, current, ()
+    older = [version for version in table.older if first_key(version.only_keys, values)][:1]
+    notes: list[str] = []
+    for version in (*older, *(patch for patch in table.patches if first_key(patch.only_keys, values))):
+        older_key, later_key = first_key(version.only_keys, values), first_key(version.later_keys, values)
+        differing = {
+            key: value
+            for key, value in version.defaults.items()
+            if key not in current and value != table.defaults.get(key)
+        }
+        known = {key: value for key, value in differing.items() if not isinstance(value, Unread)}
+        listed = ", ".join(f"{key} = {value}" for key, value in known.items()) or "none that matters"
+        note = f"{older_key} shows that the file is for {table.name} {version.name}"
+        if known and (later_key or isinstance(values[older_key], Unread)):
+            doubt = f"{later_key} that it is for later ones" if later_key else f"it depends on: {values[older_key]}"
+            notes.append(f"{note}, and {doubt}. It is not known which defaults apply: {listed}")
+            differing |= {key: Unread(f"{x} {version.name}, else {table.defaults.get(key)}") for key, x in known.items()}
+        elif version.name:
+            name = version.name if version in older else f"{table.version} {version.name}"
+            table = replace(table, version=name, defaults=table.defaults | known)
+            notes.append(f"{note}. Its defaults apply: {listed}")
+        current = current | {key: value for key, value in differing.items() if isinstance(value, Unread)}
+    return table, current, tuple(notes)
 
 
 def _outcome(key: str, value: Any, table: TrainerTable, keys: Keys) -> Outcome:

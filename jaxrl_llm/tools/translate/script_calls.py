@@ -52,7 +52,7 @@ QUIET_CALLS = word_set("""
     generate save_pretrained push_to_hub num_parameters state_dict
     print_trainable_parameters get_nb_trainable_parameters gradient_checkpointing_enable enable_input_require_grads
     apply_chat_template encode decode batch_decode convert_tokens_to_ids tokenize info debug warning error log init
-    watch log_metrics set_seed PatchFastRL evaluate to_dict to_json_string asdict get_last_checkpoint iter next
+    watch log_metrics set_seed PatchFastRL evaluate to_dict to_json_string get_last_checkpoint iter next
     main_process_first set_verbosity
 """)
 # Functions and methods that return the object that they are called with.
@@ -153,10 +153,10 @@ class ScriptRun(Interpreter):
         match owner:
             case list() if name == "append" and not self.doubt:
                 return owner.append(first)
-            case dict() | list() if name not in READING_METHODS:  # such as pop or update
-                owner.clear()
-                unread = Unread(place_of(node))
-                return owner.append(unread) if isinstance(owner, list) else owner.update({f"**{snippet(node)}": unread})
+            case list() if name not in READING_METHODS:  # such as insert
+                owner[:] = [Unread(place_of(node))]
+            case dict() if name not in READING_METHODS:
+                return self.changed_entries(owner, name, arguments, node)
             case ScriptObject(kind="name", value="os.environ") if name == "setdefault":
                 return self.environment.setdefault(str(first), arguments.get("1"))
             case ScriptObject(kind="parser"):
@@ -169,6 +169,16 @@ class ScriptRun(Interpreter):
                 step = {} if name in QUIET_ROW_METHODS | QUIET_CALLS else {name: place_of(node)}
                 return ScriptObject("rows", owner.value, {}, owner.steps | step)
         return self.unknown_call(name, [owner, *arguments.values()], node)
+
+    def changed_entries(self, owner: dict[str, Any], name: str, arguments: dict[str, Any], node: ast.Call) -> Any:
+        """Returns the value of a method that changes a dict. After an unknown change all its entries are unknown."""
+        unread, first = Unread(place_of(node)), arguments.pop("0", {})
+        has_unknown_entries = bool(self.doubt) or any(key.startswith("**") for key in owner)
+        if name in ("pop", "setdefault") and isinstance(first, str) and not self.doubt:
+            return getattr(owner, name)(first, unread if has_unknown_entries else arguments.get("1"))
+        if name != "update" or not isinstance(first, dict) or self.doubt:
+            first = dict.fromkeys([*owner, *arguments, f"**{snippet(node)}"], unread)
+        return owner.update(arguments | first)
 
     def unknown_call(self, name: str, values: list[Any], node: ast.AST) -> Any:
         """Interprets a call by its name alone: a quiet call, one that returns its object, or one that may change it."""
@@ -194,6 +204,8 @@ class ScriptRun(Interpreter):
         trl_class = name if name in CONFIGS else trl_trainer
         if trl_class:
             item = self.create_trl_object(trl_class, node)
+            unsloth = function.keys.get("unsloth", self.unsloth)
+            item.keys |= {"unsloth": unsloth} if item.kind == "config" and unsloth else {}
             # A trainer of another package may do each thing in another way than TRL's trainer.
             if foreign or name != trl_class or (package == "open_r1" and name in TRAINERS):
                 item.steps[f"{name}()"] = place_of(node)
@@ -324,9 +336,19 @@ class ScriptRun(Interpreter):
     call_load_from_disk = call_load_dataset
 
     def call_dict(self, parent: str, node: ast.Call) -> Any:
-        """Interprets dict(a=1); a dict of another mapping is `Unread`."""
+        """Interprets dict(mapping, a=1); a dict of pairs is `Unread`."""
         arguments = self.arguments(node)
-        return Unread(snippet(node)) if "0" in arguments else arguments
+        mapping = arguments.pop("0", {})
+        return mapping | arguments if isinstance(mapping, dict) else Unread(snippet(node))
+
+    def call_asdict(self, parent: str, node: ast.Call) -> Any:
+        """Interprets asdict(object) and vars(object) of an object of the script: its fields."""
+        item = self.arguments(node).get("0")
+        if isinstance(item, ScriptObject) and item.kind == "object" and item.keys:
+            return item.keys
+        return self.part(item, node)
+
+    call_vars = call_asdict
 
     def call_field(self, parent: str, node: ast.Call) -> Any:
         """Interprets a dataclass's field(default=...): the default."""

@@ -19,6 +19,7 @@ from jaxrl_llm.tools.translate.table import Row
 # Reasons that a translation prints.
 NO_WHOLE_GROUPS = "TRL refuses a rollout that is not of whole groups; in 0.14 the keys counted prompts"
 UNKNOWN_PROCESSES = "The file does not say the number of processes: add --processes N"
+UNSLOTH_GROUPS = "Unsloth until autumn 2025 made a batch of a process whole groups"
 # Outcome of a warm-up with the schedule "constant" of transformers, which ignores it, unlike "constant_with_warmup".
 NO_WARMUP = Outcome(
     "mapped",
@@ -50,10 +51,12 @@ def group_size(keys: Keys) -> int:
 def device_completions(keys: Keys) -> int:
     """Returns how many completions, or pairs, one process has in a forward pass of TRL."""
     count = int(keys["per_device_train_batch_size"])
-    # TRL 0.14 counts the prompts of a process. Unsloth makes the batch a whole group.
+    # TRL 0.14 counts the prompts of a process.
     if keys.defaults.get("(per_device_counts)") == "prompts":
         return count * group_size(keys)
-    return group_size(keys) if "trainer.model.unsloth" in keys and count % group_size(keys) else count
+    # Unsloth makes a batch without whole groups one group.
+    product = count * int(keys["gradient_accumulation_steps"]) * processes(keys)
+    return group_size(keys) if product % group_size(keys) and "unsloth" in keys else count
 
 
 def batch(keys: Keys) -> tuple[dict[str, Any], str]:
@@ -100,6 +103,8 @@ def device_batch_size(value: Any, keys: Keys) -> Outcome:
         unknown_reason = UNKNOWN_PROCESSES
     elif NO_WHOLE_GROUPS in reason:
         unknown_reason = NO_WHOLE_GROUPS
+    elif "unsloth" in keys and int(value) % group_size(keys):
+        unknown_reason = UNSLOTH_GROUPS if int(value) == device_completions(keys) else ""
     unknown = {name: unknown_reason for name in fields if name != "group_size"} if unknown_reason else {}
     microbatch = max(x for x in update_sizes if x <= limit)
     return Outcome("changed", fields | {"microbatch": microbatch}, reason, unknown=unknown)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.tools.translate import conversions
-from jaxrl_llm.tools.translate.outcome import Keys, Outcome, unsupported
+from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Unread, unsupported
 from jaxrl_llm.tools.translate.table import Row
 from jaxrl_llm.tools.translate.trl_counts import in_rollouts, learns_pairs
 
@@ -28,8 +28,13 @@ def rewards(value: Any, keys: Keys) -> Outcome:
         unknown = {"reward.functions": NO_REWARD, "eval.function": NO_REWARD}
         return Outcome("changed", conversions.reward_fields((conversions.ACCURACY,)), unknown=unknown)
     listed = [str(name) for name in (value if isinstance(value, list) else [value])]
-    all_weights = keys.get("reward_weights") or [1.0] * len(listed)
-    weight_of = dict(zip(listed, map(float, all_weights), strict=False)) if len(listed) == len(all_weights) else {}
+    # Weights that cannot be read make no other field unknown, so `keys` need not record the request.
+    given_weights = keys.values.get("reward_weights") or [1.0] * len(listed)
+    unread_weights = isinstance(given_weights, Unread)
+    unknown = {"reward.weights": f"reward_weights = {given_weights}"} if unread_weights else {}
+    all_weights = given_weights if isinstance(given_weights, list) else [given_weights]
+    is_weighed = len(listed) == len(all_weights) and not unread_weights
+    weight_of = dict(zip(listed, map(float, all_weights), strict=True)) if is_weighed else {}
     # The penalty for long completions is a reward function in TRL, and a field in jaxrl_llm.
     soft = [name for name in listed if "soft_overlong" in name]
     # TRL accepts reward models among the functions. The name of a model has a slash.
@@ -40,7 +45,6 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     fields, tasks = (
         conversions.rewards(names, [weight_of.get(name, 1.0) for name in names]) if names else (NO_FUNCTIONS, {})
     )
-    unknown: dict[str, str] = {}
     reasons = ["open-r1's format also asks for a line break at each tag"] if "format" in names else []
     if soft:
         # On TRL's command line the penalty has 256 tokens.
