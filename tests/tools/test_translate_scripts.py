@@ -292,7 +292,7 @@ PATCHED = [  # what a script imports, arguments of its config, fields, and what 
     (CLASSES + UNSLOTH, "num_generations=8", OF_TRL, []),  # the names keep TRL's own classes
     (f"try:\n    {UNSLOTH}except ImportError:\n    pass\n{CLASSES}", "num_generations=4", SURE, UNSURE),
     (f"if build():\n    {UNSLOTH}{CLASSES}", "num_generations=4", {},
-     [*UNSURE, *BATCH, "optim.learning_rate", "optim.warmup_ratio", "optim.warmup_steps", "seed"]),
+     [*UNSURE, *BATCH, "optim", "optim.learning_rate", "optim.warmup_ratio", "optim.warmup_steps", "seed"]),
 ]  # fmt: skip
 
 

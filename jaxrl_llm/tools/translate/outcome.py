@@ -284,7 +284,9 @@ def with_file_version(
         if known and (later_key or isinstance(values[older_key], Unread)):
             doubt = f"{later_key} that it is for later ones" if later_key else f"it depends on: {values[older_key]}"
             notes.append(f"{note}, and {doubt}. It is not known which defaults apply: {listed}")
-            differing |= {key: Unread(f"{x} {version.name}, else {table.defaults.get(key)}") for key, x in known.items()}
+            differing |= {
+                key: Unread(f"{x} {version.name}, else {table.defaults.get(key)}") for key, x in known.items()
+            }
         elif version.name:
             name = version.name if version in older else f"{table.version} {version.name}"
             table = replace(table, version=name, defaults=table.defaults | known)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tools.translate import arguments, documents, easyr1, launchers, search_r1, shell, trl, verl
+from jaxrl_llm.tools.translate import arguments, documents, easyr1, launchers, script_calls, search_r1, shell, trl, verl
 from jaxrl_llm.tools.translate.outcome import TrainerTable
 from jaxrl_llm.tools.translate.script import read_script
 from jaxrl_llm.tools.translate.shell import Command
@@ -39,6 +39,10 @@ TRL_TRAINERS = trl.TRL_TRAINERS
 PROGRAMS = {"rloo": "rloo", "dpo": "dpo", "cpo": "simpo", "simpo": "simpo"}
 # TRL's keys that change a run, which are --flags of its command line.
 TRL_FLAGS = trl.flags()
+# Python code that makes a config of TRL, as in `python -c "$CODE"`.
+MAKES_CONFIG = re.compile(rf"\b({'|'.join(script_calls.CONFIGS)})\(")
+# Beginning of the key of a flag, such as --config-name or accelerate.num_processes.
+LAUNCHER_KEY = re.compile(rf"--|({'|'.join(launchers.LAUNCHERS)})\.")
 # Modules that start a training script, which is a later word of the command.
 LAUNCHER_MODULES = ("torch.distributed", *launchers.LAUNCHERS)
 
@@ -135,8 +139,12 @@ def _from_shell(path: Path, text: str) -> documents.DocumentKeys:
     if len(runs) > 1:
         raise UserError(f"{path} has {len(runs)} training commands: keep one command in the file")
     lost = unreached(
-        script, {key.removeprefix("--") for rounds in runs.values() for keys in rounds for key in keys.values}
+        script, {re.sub(LAUNCHER_KEY, "", key) for rounds in runs.values() for keys in rounds for key in keys.values}
     )
+    code = (text for command in script.commands for text in (*command.words, *script.files.values()))
+    if not runs and (program := next(filter(MAKES_CONFIG.search, code), "")):
+        kind, values, of_program, notes = read_script(Path(f"the Python code in {path}"), program)
+        return documents.DocumentKeys(values, of_program, [*script.notes, *notes], program=kind)
     if not runs:
         first_lost = f" that is reached ({lost[0]} belongs to none)" if lost else ""
         raise UserError(
@@ -163,7 +171,7 @@ def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
         match = ASSIGNMENT.match(word_text)
         like_keys = _like_keys(word_text[match.end() if match else 0 :])
         found.append((script.lexer.line(word.position), [text for text in like_keys if _name(text) not in keys]))
-    for heredoc in (heredoc for heredoc in script.lexer.heredocs if heredoc not in script.file_heredocs):
+    for heredoc in (heredoc for heredoc in script.lexer.heredocs if heredoc not in script.followed_heredocs):
         first_line = script.lexer.line(heredoc.position)
         found += [(first_line + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
     lines = [f"line {line}: {' '.join(words)}" for line, words in found if words]
