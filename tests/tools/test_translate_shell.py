@@ -59,7 +59,6 @@ FORMS = [
     ("run k='${a.b}' l=\\${c.d}", ["k=${a.b}", "l=${c.d}"]),
     ("set -- a b\nrun k=$1 l=$2", ["k=a", "l=b"]), ("run k=1\nexit 0\nrun k=2", ["k=1"]),
     # an option whose value is not known does not hide the options beside it
-    ("O='k=1 l=$(date +%s) m=2'\nrun $O", ["k=1", "l=$(date", "+%s)", "m=2"]),
     ('O="k=1 l=$(date \'+%s %N\') m=$(a (b c))"\nrun $O n=3', ["k=1", "l=$(date '+%s %N')", "m=$(a (b c))", "n=3"]),
     ('H=($(hosts))\nO="k=${H[0]} l=${H:0} m=2"\nrun $O', ["k=$(hosts)", "l=${H:0}", "m=2"]),
     # the text of a heredoc in a variable

@@ -69,7 +69,7 @@ def print_first(source: readers.ForeignConfig, translation: Translation, refusal
     """Prints the version of the file, why the run may be another one, and notes on its values."""
     lines = [f"version: {note}" for note in translation.notes]
     lines += [f"not supported: {refusal}: train refuses the config"] if refusal else []
-    lines += [f"belongs to no key of the training command: {line}" for line in source.lost]
+    lines += [f"not read as a setting: {line}" for line in source.lost]
     lines += [f"note: {note}" for note in (*source.notes, images.note(source.keys)) if note]
     for line in lines:
         _say(line)

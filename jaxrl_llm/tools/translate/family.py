@@ -43,6 +43,11 @@ AGGREGATION = {
     "token": "token_mean",  # EasyR1 has the names token and seq.
     "seq": "sequence_mean",
 }
+# AdamW does not see the factor, but the clipping by the norm of the gradient does.
+SUM_OF_MICRO_BATCH = (
+    "jaxrl_llm and veRL since 0.7.1 take the mean of the sequences; until 0.7.0 veRL summed those of a micro-batch, so "
+    "its gradient was that many times larger, and optim.clip_norm clips it more"
+)
 AFTER_TOOL = "after the answer of a tool, the running return continues in jaxrl_llm; in veRL it restarts"
 TO_GO = "every token has the reward minus that of the greedy completion; veRL uses the reward to go"
 IN_REWARD = "in the reward it would be a part of the deviation of advantages; jaxrl_llm has it in the loss"
@@ -296,8 +301,9 @@ class Family:
         # Without a set length veRL divides by the width of its arrays, which is the limit of a response.
         scale = self.keys_of.get("aggregate.constant_length")
         length = int((scale and keys[scale]) or keys["data.max_response_length"])
-        fields = {"aggregate.mode": mode, "aggregate.constant_length": length if mode == "constant" else 0}
-        return Outcome("mapped", fields)
+        if mode == "constant":
+            return Outcome("changed", {"aggregate.mode": mode, "aggregate.constant_length": length}, SUM_OF_MICRO_BATCH)
+        return Outcome("mapped", {"aggregate.mode": mode, "aggregate.constant_length": 0})
 
     def shared_with_policy(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates a key of the critic's updates: in jaxrl_llm the critic has the batches of the policy."""
@@ -365,10 +371,11 @@ def keeps(value: Any, keys: Keys) -> Outcome:
 
 def evaluates(value: Any, keys: Keys) -> Outcome:
     """Translates `test_freq` or `val_freq`, the steps between evaluations, to `eval.every`."""
-    # A file without data.val_files evaluates nothing, because the run would take the problems of the config that it
-    # begins with. Files whose name cannot be read count as named.
-    if not value or value < 0 or "data.val_files" not in keys.values:
+    if not value or value < 0:
         return Outcome("mapped", conversions.NO_EVALUATION)
+    # Files whose name cannot be read count as named.
+    if "data.val_files" not in keys.values:
+        return Outcome("changed", conversions.NO_EVALUATION, "the file names no problems: data.val_files")
     return Outcome("mapped", {"eval.every": int(value)})
 
 
@@ -391,7 +398,7 @@ def model(value: Any, keys: Keys) -> Outcome:
 
 
 # Reason for a file that includes only veRL's own files.
-OWN_CONFIG = "the defaults are those of ppo_trainer.yaml"
+OWN_CONFIG = "its keys are the defaults of the table"
 
 
 def config_file(row: Row, value: Any, keys: Keys) -> Outcome:
@@ -406,7 +413,7 @@ def config_file(row: Row, value: Any, keys: Keys) -> Outcome:
 
 def unknown_reward(row: Row, value: Any, keys: Keys) -> Outcome:
     """Reports an unknown key of a section that decides what is rewarded, which may change the run."""
-    reason = "the trainer has no such key, and its section decides what is rewarded"
+    reason = "the table does not know the key, and its section decides what is rewarded"
     return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(row.fields.split(), reason))
 
 

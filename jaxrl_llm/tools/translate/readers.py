@@ -110,7 +110,7 @@ def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> Traine
     best = max((TRL_TRAINERS[kind] for kind in named), key=lambda table: _count_known_keys(table, keys))
     if 2 * _count_known_keys(best, keys) < max(len(keys), 1):
         first_keys = ", ".join(list(keys)[:3])
-        first_lost = f"; belongs to no key of the training command: {lost[0]}" if lost else ""
+        first_lost = f"; not read as a setting: {lost[0]}" if lost else ""
         raise UserError(
             f"{path} is not a config of TRL, veRL, EasyR1 or Search-R1: its keys are {first_keys or 'none'} ..."
             f"{first_lost}. Name a config or script of one of these trainers"

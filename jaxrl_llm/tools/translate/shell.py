@@ -18,7 +18,7 @@ from typing import NoReturn, TypeAlias
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import shell_test
 from jaxrl_llm.tools.translate.shell_values import ShellVariables, Variables, merged
-from jaxrl_llm.tools.translate.shell_words import Heredoc, Lexer, Part, Redirection, Token, Word
+from jaxrl_llm.tools.translate.shell_words import Heredoc, Lexer, Redirection, Token, Word
 
 # Keywords that end a block.
 CLOSING = ("then", "do", "done", "fi", "esac", "else", "elif", "}")
@@ -84,9 +84,10 @@ class ShellRun(ShellVariables):
     index: position of the next token; halted: why the commands at this position do not run: a branch that is not
     taken, or exit, return, break or continue before them; "" if they run. functions: {name: index of its body};
     commands: all commands that may run; files: {name: text} of files that the script writes, and of other heredocs;
-    followed_heredocs: heredocs whose text is that of a file or variable; notes: files that it sources; nested_scripts: texts that it runs as scripts, which are not followed; patterns: positions of the
-    patterns of `case`; doubts: number of blocks around the index that may not run; departures: variables where such a
-    block leaves its loop or function; steps: number of commands so far.
+    followed_heredocs: heredocs whose text is that of a file or variable; notes: files that it sources; nested_scripts:
+    texts that it runs as scripts, which are not followed; patterns: positions of the patterns of `case`; doubts: number
+    of blocks around the index that may not run; departures: variables where such a block leaves its loop or function;
+    steps: number of commands so far.
     """
 
     lexer: Lexer

@@ -39,6 +39,8 @@ from typing import Any
 from jaxrl_llm.tools.translate.documents import parse_scalar
 from jaxrl_llm.tools.translate.outcome import Conditional, Keys, NoEffect, Outcome, Rule, TrainerTable, Version
 
+# Reason of a key whose value is None, False, 0 or empty.
+NOT_IN_USE = "not in use"
 # {rule in a table: conversion of the value into the value of the fields}
 CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "int": int,
@@ -169,7 +171,7 @@ def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
     # The first condition is asked first, so that a key which decides nothing makes no field unknown.
     for condition in reversed(conditions):
         is_name = condition.rpartition(".")[2].isupper()
-        applies, why_not = _named(condition, module) if is_name else _condition(condition)
+        applies, why_not = _named(condition, module) if is_name else _condition(condition, row.key)
         rule = Conditional(applies, rule, why_not)
     return rule
 
@@ -180,21 +182,22 @@ def _named(word: str, module: Mapping[str, Any]) -> Any:
     return reduce(getattr, attributes, module[name])
 
 
-def _condition(text: str) -> tuple[Callable[[Keys], Any], str]:
+def _condition(text: str, own_key: str) -> tuple[Callable[[Keys], Any], str]:
     """Returns whether a condition on a key holds, such as KEY=A,B, and the reason if it does not hold."""
     key, sign, words = re.split(r"(!?=|$)", text, maxsplit=1)
+    reason = NOT_IN_USE if key == own_key else f"it is read only if {text}"
 
     def holds(keys: Keys) -> Any:
         """Whether the key has one of the values, or any other value after !=."""
         value = keys.get(key, keys.defaults.get(key))
         return (str(value) in words.split(",")) == (sign == "=") if sign else value
 
-    return holds, f"it is read only if {text}"
+    return holds, reason
 
 
 def _if_set(rule: Rule, value: Any, keys: Keys) -> Outcome:
     """Translates a key by its rule, if it has a value."""
-    return rule(value, keys) if value else Outcome("no effect", reason="not set")
+    return rule(value, keys) if value else Outcome("no effect", reason=NOT_IN_USE)
 
 
 def _chosen(row: Row, words: Mapping[str, str], value: Any, keys: Keys) -> Outcome:
@@ -211,7 +214,7 @@ def _same_meaning(row: Row, word: str, neutral: list[Any], value: Any, keys: Key
     word: key of CONVERTERS.
     """
     if (value is None and row.default in ("", "null")) or (word == "count" and not (value and value > 0)):
-        return Outcome("no effect", reason="not set")
+        return Outcome("no effect", reason=NOT_IN_USE)
     converted = CONVERTERS[word](value)
     differs = bool(neutral) and converted not in neutral
     reason = row.why if differs or not neutral else ""
@@ -221,6 +224,7 @@ def _same_meaning(row: Row, word: str, neutral: list[Any], value: Any, keys: Key
 def _no_counterpart(row: Row, word: str, neutral: list[Any], value: Any, keys: Keys) -> Outcome:
     """Translates a key without a counterpart in jaxrl_llm. Its fields are unknown unless its value is in `neutral`."""
     if value in neutral:
-        return Outcome("no effect", reason="not in use") if word == "off" else Outcome("mapped")
+        reason = f"{value} needs no field in jaxrl_llm" if value else NOT_IN_USE
+        return Outcome("no effect", reason=reason) if word == "off" else Outcome("mapped")
     kind = "changed" if word == "differs" else "unsupported"
     return Outcome(kind, reason=row.why, unknown=dict.fromkeys(row.field_names, row.why))

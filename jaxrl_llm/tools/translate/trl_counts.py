@@ -38,6 +38,10 @@ def learns_pairs(keys: Keys) -> bool:
     return "num_generations" not in keys.defaults and not counts_rollouts(keys)
 
 
+# Condition of keys that count optimizer steps, and the reason if the trainer does not read them.
+COUNTS_STEPS = (lambda keys: not counts_rollouts(keys), "total_episodes and num_train_epochs decide")
+
+
 def processes(keys: Keys) -> int:
     """Returns the number of training processes, by which TRL multiplies its batch; 1 if it is unknown."""
     return keys.processes or launchers.count(keys) or 1

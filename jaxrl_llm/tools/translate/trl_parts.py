@@ -61,13 +61,13 @@ def adapted(keys: Keys) -> bool:
 
 
 # Condition of keys of adapters, and the reason if they have no effect.
-ADAPTED = (adapted, "use_peft is False")
+ADAPTED = (adapted, "this run has no adapters")
 
 
 def adapter(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `use_peft` or the trainer's `peft_config` to `adapters`: new ones, or those of a folder."""
     if not adapted(keys):
-        return Outcome("no effect", reason="use_peft is False")
+        return Outcome("no effect", reason=ADAPTED[1])
     config = keys.get("trainer.peft_config")
     if config in (None, "LoraConfig"):
         return Outcome("mapped", {"adapters.name": "lora"})
@@ -152,7 +152,7 @@ def trackers(value: Any, keys: Keys) -> Outcome:
 def launcher_file(value: Any, keys: Keys) -> Outcome:
     """Translates the config file of accelerate, which only matters for its number of processes."""
     if value:
-        return Outcome("mapped", {}, "its num_processes is read")
+        return Outcome("mapped", {}, "its num_processes is read, if it has one")
     return Outcome("unsupported", reason="the file is not beside the script or above it: set --processes")
 
 

@@ -210,7 +210,7 @@ def _remaining_comments(translation: Translation, lost: Sequence[str], written: 
     shown_names = {*written, *translation.outcomes}
     unset_fields = {name: reason for name, reason in translation.unknown().items() if name not in shown_names}
     blocks = {
-        "Belong to no key of the training command": [" ".join(line.split()) for line in lost],
+        "Not read as settings": [" ".join(line.split()) for line in lost],
         f"Yours to set; until then they are those of {translation.base}.py": reason_lines(unset_fields),
         "Changed in meaning": reason_lines(
             {key: reason for key, reason in reasons["changed"].items() if not translation.outcomes[key].fields}
