@@ -12,32 +12,19 @@ from importlib.util import find_spec
 from typing import Any
 
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome
+from jaxrl_llm.tools.translate.table import read_names
 
 # Reward functions of jaxrl_llm.
 ACCURACY = "math.accuracy"
 SEARCH = "search.exact_match"
-# ANCHORED and AFTER_THOUGHT also read "The final answer is $5$" without a box, as TRL's rewards do.
-ANCHORED = "math.accuracy(anchors=True)"
-AFTER_THOUGHT = "math.accuracy(after='</think>', anchors=True)"
 # Reward function that replaces one of the user while the other fields of a config are checked.
 STAND_IN = "arithmetic.accuracy"
-# Reward functions of TRL and open-r1, by the names that their command lines and scripts use.
-REWARDS = {
-    "accuracy": ANCHORED,
-    "accuracy_reward": ANCHORED,
-    "reasoning_accuracy_reward": AFTER_THOUGHT,
-    "think_format_reward": "format.think",
-    "format": "format.think_answer",
-}
+# {reward function of TRL and open-r1: (that of jaxrl_llm, column of the answer or "")}
+REWARDS = read_names("trl_rewards")
 # Packages whose functions have the names of REWARDS.
 REGISTRIES = ("trl", "open_r1")
-# Reward functions that read the column "solution".
-SOLUTION_REWARDS = ("accuracy", "accuracy_reward", "reasoning_accuracy_reward")
-# Reward files of EasyR1's examples, and the rewards that were built into EasyR1 in spring 2025.
-EASYR1_REWARDS = {"math.py": "easyr1.math", "r1v.py": "easyr1.r1v"}
-EASYR1_SCORES = {"math": "easyr1.math", "r1v": "easyr1.r1v"}
-# {part of the name of a data file of veRL: reward function of its data_source}
-DATA_SOURCES = {"gsm8k": "gsm8k.accuracy", "geo3k": "easyr1.math", "geometry3k": "easyr1.math"}
+# {name in EasyR1 or part of the name of a data file of veRL: reward function of jaxrl_llm}
+EASYR1_REWARDS, EASYR1_SCORES, DATA_SOURCES = map(read_names, ("easyr1_files", "easyr1_scores", "data_sources"))
 # Functions of jaxrl_llm that convert rows: with veRL's columns prompt and reward_model.ground_truth, or Search-R1's.
 PARQUET = "verl.convert"
 SEARCH_R1_ROWS = "search_r1.convert"
@@ -56,13 +43,13 @@ def rewards(names: list[str], weights: list[float] | None) -> tuple[dict[str, An
     """
     # A function of the script or of another package belongs to the user, whatever its name is.
     registered = {name: name.rpartition(".")[2] for name in names if name.split(".")[0] in (name, *REGISTRIES)}
-    known_names = {name: REWARDS[short] for name, short in registered.items() if short in REWARDS}
+    known_names = {name: REWARDS[short][0] for name, short in registered.items() if short in REWARDS}
     names = [name.removeprefix("__main__.") for name in names]
     own_names = {name: name if "." in name else f"my_rewards.{name}" for name in names}
     functions = tuple((own_names | known_names)[name] for name in names)
     fields = reward_fields(functions, weights)
-    if not {registered[name] for name in known_names}.isdisjoint(SOLUTION_REWARDS):
-        fields["data.answer_column"] = "solution"
+    if columns := {REWARDS[registered[name]][1] for name in known_names} - {""}:
+        fields["data.answer_column"] = columns.pop()
     unknown = [name for name in names if name not in known_names]
     if not unknown:
         return fields, {}

@@ -16,67 +16,21 @@ from typing import Any
 from jaxrl_llm.tools.translate import conversions, images
 from jaxrl_llm.tools.translate.documents import VERL_FILES
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, unsupported
-from jaxrl_llm.tools.translate.table import Row
+from jaxrl_llm.tools.translate.table import Row, read_names
 
-# Reasons that rows of the tables name by these constants.
-MESH = "placement of parameters on devices: in jaxrl_llm the mesh (config.mesh), and it changes no number"
-MEMORY = "memory or speed alone: in jaxrl_llm microbatch, model.remat, model.row_parts and host_memory"
-ENGINE = "of the rollout engine: jaxrl_llm has a sampler in JAX (configs/grpo_vllm.py has the settings of vLLM)"
-LOGS = "names and places of logs and files: in jaxrl_llm --workdir and config.log"
-LOADER = "how the data set is loaded: it changes no row"
-PROFILE = "a profiler"
-NO_REMOTE_CODE = "no code of a model's folder is run"
-ALL_DEVICES = "all devices that a run finds"
-SAME_WORKDIR = "the same --workdir resumes a run"
-MODEL_CONFIG = "the model is as its config.json says: change that"
-OWN_TOKENIZER = "the tokenizer is the model's"
-PROCESSOR, SOUND, SAME_PIXELS = images.PROCESSOR, images.SOUND, images.SAME_PIXELS
-# {KL estimator of veRL: estimator of jaxrl_llm}
-KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
-# {loss_agg_mode of veRL: aggregate.mode of jaxrl_llm}
-AGGREGATION = {
-    "token-mean": "token_mean",
-    "seq-mean-token-mean": "sequence_mean",
-    "seq-mean-token-sum": "sequence_sum",
-    # veRL divides all sums by one length, as Dr. GRPO does.
-    "seq-mean-token-sum-norm": "constant",
-    "token": "token_mean",  # EasyR1 has the names token and seq.
-    "seq": "sequence_mean",
-}
+# {name in another trainer: name in jaxrl_llm}
+KL, AGGREGATION, LOSS_ARGUMENTS = map(read_names, ("kl", "aggregation", "loss_arguments"))
+# {adv_estimator of veRL: (advantage of jaxrl_llm, its epsilon or None if it has none, difference)}
+ADVANTAGES = read_names("advantages")
 # AdamW does not see the factor, but the clipping by the norm of the gradient does.
 SUM_OF_MICRO_BATCH = (
     "jaxrl_llm and veRL since 0.7.1 take the mean of the sequences; until 0.7.0 veRL summed those of a micro-batch, so "
     "its gradient was that many times larger, and optim.clip_norm clips it more"
 )
-AFTER_TOOL = "after the answer of a tool, the running return continues in jaxrl_llm; in veRL it restarts"
-TO_GO = "every token has the reward minus that of the greedy completion; veRL uses the reward to go"
 IN_REWARD = "in the reward it would be a part of the deviation of advantages; jaxrl_llm has it in the loss"
-# {adv_estimator of veRL: (advantage of jaxrl_llm, its epsilon or None if it has none, difference)}
-ADVANTAGES = {
-    # veRL adds 1e-6 to the deviation of a group, and 1e-8 if it whitens tokens.
-    "grpo": ("grpo", 1e-6, ""),
-    "grpo_vectorized": ("grpo", 1e-6, ""),
-    "gae": ("gae", 1e-8, ""),
-    "reinforce_plus_plus": ("reinforce_pp", 1e-8, AFTER_TOOL),
-    "reinforce_plus_plus_baseline": ("reinforce_pp_baseline", 1e-8, AFTER_TOOL),
-    "remax": ("remax", None, TO_GO),
-    "rloo": ("rloo", None, ""),
-    "rloo_vectorized": ("rloo", None, ""),
-    "opo": ("opo", None, ""),
-    "gdpo": ("gdpo", 1e-4, "normalizes each function of reward.functions; in veRL, each key of the reward's result"),
-}
-SCORED = "jaxrl_llm also scores this distribution; the other trainer scores that of all tokens"
 # The product of these keys is the number of GPUs of a run.
 MACHINES = ("trainer.nnodes", "trainer.n_gpus_per_node")
 CLIP_SIDES = ("clip_low", "clip_high")
-# {loss of jaxrl_llm: its arguments}
-LOSS_ARGUMENTS = {
-    "ppo_clip": (*CLIP_SIDES, "delta"),
-    "gspo": CLIP_SIDES,
-    "cispo": CLIP_SIDES,
-    "gmpo": CLIP_SIDES,
-    "sapo": ("tau_positive", "tau_negative"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)

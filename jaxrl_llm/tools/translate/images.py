@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxrl_llm.tools.translate.documents import flatten_sections
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule
-from jaxrl_llm.tools.translate.table import Row
+from jaxrl_llm.tools.translate.table import SENTENCES, Row, read_names
 
 # Keys of all trainers that name the policy's model.
 MODEL_KEYS = (
@@ -23,14 +23,7 @@ MODEL_KEYS = (
 DATA_KEYS = ("data.train_files", "data.val_files", "dataset_name", "trainer.train_dataset")
 # Last parts of keys that a run without images leaves off.
 SWITCHES = ("freeze_vision_tower", "limit_images", "image_dir")
-# {module in models/: pattern of the names of its models}. Families with experts come first.
-FAMILIES = {
-    "qwen3_vl_moe": r"qwen[-_]?3[-_]?vl.*a\d+b",
-    "qwen3_vl": r"qwen[-_]?3[-_]?vl",
-    "qwen2_5_vl": r"qwen[-_]?2[-_.]?5[-_]?vl",
-    "qwen2_vl": r"qwen[-_]?2[-_]?vl",
-    "gemma3": r"gemma[-_]?3[-_](4|12|27)b",
-}
+FAMILIES = read_names("image_families")  # {module in models/: pattern of the names of its models}
 READABLE = ", ".join(sorted(FAMILIES))
 # Names of models that read images, and that jaxrl_llm does not have.
 OTHER_MODEL = re.compile(
@@ -48,18 +41,7 @@ IMAGE_ROWS = re.compile(
 )
 # Names of models that hear.
 SOUND_MODEL = re.compile(r"omni|minicpm-o", re.IGNORECASE)
-# Reasons that the translation prints.
-LIMIT = "the engine refuses a prompt with more images; in jaxrl_llm a prompt has all images of its row"
-SAME_PIXELS = "of the engine alone; jaxrl_llm's sampler and learner both have data.min_pixels and data.max_pixels"
-PROCESSOR = "write it into the model's preprocessor_config.json"
-SOUND = "of video or audio, which no model of jaxrl_llm reads"
-# {argument of an image processor: field}
-PIXELS = {
-    "min_pixels": "data.min_pixels",
-    "max_pixels": "data.max_pixels",
-    "size.shortest_edge": "data.min_pixels",
-    "size.longest_edge": "data.max_pixels",
-}
+PIXELS = read_names("pixels")  # {argument of an image processor: field}
 
 
 def family_of(model: str) -> str:
@@ -124,18 +106,18 @@ def processor(row: Row, value: Any, keys: Keys) -> Outcome:
     fields = {PIXELS[name]: int(x) for name, x in arguments.items() if name in PIXELS}
     unknown_names = [name for name in arguments if name not in PIXELS]
     if unknown_names:
-        return Outcome("unsupported", fields, f"{', '.join(unknown_names)}: {PROCESSOR}")
+        return Outcome("unsupported", fields, f"{', '.join(unknown_names)}: {SENTENCES['PROCESSOR']}")
     return Outcome("mapped", fields) if fields else Outcome("no effect", reason="not set")
 
 
 def limit(value: Any, keys: Keys) -> Outcome:
     """Translates the largest number of images in a prompt that the engine accepts, which jaxrl_llm does not limit."""
-    return Outcome("changed", {}, LIMIT) if value else Outcome("mapped")
+    return Outcome("changed", {}, SENTENCES["LIMIT"]) if value else Outcome("mapped")
 
 
 def sound(value: Any, keys: Keys) -> Outcome:
     """Translates a key of video or audio, which has no effect in a run without them, and else is not supported."""
-    return Outcome("unsupported" if sound_evidence(keys.values) else "no effect", reason=SOUND)
+    return Outcome("unsupported" if sound_evidence(keys.values) else "no effect", reason=SENTENCES["SOUND"])
 
 
 def tower(adapted: Callable[[Keys], bool], unread: str = "") -> Rule:

@@ -23,7 +23,7 @@ default: the trainer's default, as YAML; empty if the key has none, or needs non
 was: default of the older versions, if another one.
 versions: "0.3-" for a key since version 0.3, "-0.2" for a key until version 0.2. A file with a key of the second kind
     is for the older versions.
-why: difference, or reason why no field has this effect; a word in capitals is a sentence of the module.
+why: difference, or reason why no field has this effect; a word in capitals is one of sentences.tsv.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ from typing import Any
 from jaxrl_llm.tools.translate.documents import parse_scalar
 from jaxrl_llm.tools.translate.outcome import Conditional, Keys, NoEffect, Outcome, Rule, TrainerTable, Version
 
+FOLDER = Path(__file__).parent
+# {name of a sentence: sentence}, which rows name as their reason
+SENTENCES = dict(line.split("\t") for line in (FOLDER / "sentences.tsv").read_text(encoding="utf-8").splitlines())
 # Reason of a key whose value is None, False, 0 or empty.
 NOT_IN_USE = "not in use"
 # {rule in a table: conversion of the value into the value of the fields}
@@ -99,9 +102,17 @@ class Row:
 
 def read_rows(name: str) -> dict[str, Row]:
     """Returns {key: row} of the file `name`.tsv. A row with several keys is returned for each of them."""
-    lines = (Path(__file__).parent / f"{name}.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    lines = (FOLDER / f"{name}.tsv").read_text(encoding="utf-8").splitlines()[1:]
     rows = [Row(*line.split("\t")) for line in lines if line and not line.startswith("#")]
     return {key: replace(row, key=key) for row in rows for key in row.key.split(" ")}
+
+
+def read_names(section: str) -> dict[str, Any]:
+    """Returns {name: its name in jaxrl_llm} of a section of names.tsv; of several columns a list."""
+    lines = (FOLDER / "names.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    rows = [line.split("\t")[1:] for line in lines if line.startswith(f"{section}\t")]
+    parsed = {name: [x if " " in x else parse_scalar(x) for x in columns] for name, *columns in rows}
+    return {name: columns[0] if len(columns) == 1 else columns for name, columns in parsed.items()}
 
 
 def trainer_table(
@@ -115,7 +126,7 @@ def trainer_table(
 ) -> TrainerTable:
     """Makes the translation table of a trainer from its rows, with the rules that they name.
 
-    module: {name: function, condition or sentence} that rows may name. OLDER, if present, is the name and the last
+    module: {name: function, or condition} that rows may name. OLDER, if present, is the name and the last
     number of the versions to which the column `was` belongs.
     base: config of jaxrl_llm that a translation changes; as_of: version of a trainer without later keys, 0.0 for the
     newest version.
@@ -151,8 +162,7 @@ def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
     text, *conditions = row.rule.split(" if ")
     word, *arguments = text.split(" ")
     word, optional, _ = word.partition("?")
-    if row.why.isupper() and row.why in module:
-        row = replace(row, why=module[row.why])
+    row = replace(row, why=SENTENCES.get(row.why, row.why))
     if word == "idle":
         rule = NoEffect(row.why)
     elif word in CONVERTERS:

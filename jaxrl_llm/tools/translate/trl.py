@@ -20,11 +20,6 @@ from jaxrl_llm.tools.translate.documents import parse_scalar
 from jaxrl_llm.tools.translate.outcome import Conditional, Keys, Outcome, Rule, TrainerTable, Unread, Version
 from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
 
-# Reasons that rows of the tables name by these constants.
-ADAMW = "AdamW is the one optimizer of jaxrl_llm"
-STOPS = "stop tokens are the model's: generation_config.json"
-ONE_ADAPTER = "one adapter, and its base is the reference"
-
 tower = images.tower(trl_parts.adapted)
 # Rows of trl_versions.tsv: older versions of TRL, with the keys that show that a file is for them, and their defaults.
 VERSION_LINES = (Path(__file__).parent / "trl_versions.tsv").read_text(encoding="utf-8").splitlines()[1:]

@@ -10,22 +10,13 @@ from typing import Any
 
 from jaxrl_llm.tools.translate import conversions
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, unsupported
-from jaxrl_llm.tools.translate.table import Row
+from jaxrl_llm.tools.translate.table import Row, read_names
 from jaxrl_llm.tools.translate.trl_counts import optimizer_steps
 
 # {loss_type of TRL: (loss of jaxrl_llm, mode of its aggregation, difference)}. TRL's dapo divides by the tokens of an
 # optimizer step, and bnpo by the tokens of a micro-batch. jaxrl_llm always divides by the tokens of the optimizer step,
 # because a micro-batch must not change a gradient.
-LOSSES = {
-    "grpo": ("ppo_clip", "sequence_mean", ""),
-    "dapo": ("ppo_clip", "token_mean", ""),
-    "bnpo": ("ppo_clip", "token_mean", "TRL divides by the tokens of a micro-batch, jaxrl_llm by those of a step"),
-    "dr_grpo": ("ppo_clip", "constant", ""),
-    "luspo": ("gspo", "sequence_sum", ""),
-    "cispo": ("cispo", "token_mean", "TRL's epsilon_high bounds the ratio itself: it is 1 + clip_high"),
-    "sapo": ("sapo", "sequence_mean", ""),
-    "vespo": ("vespo", "token_mean", ""),
-}
+LOSSES = read_names("trl_losses")
 # {loss of jaxrl_llm: fields that TRL has no key for}. TRL's CISPO has no lower bound of the ratio: 1 - clip_low = 0.
 LOSS_CONSTANTS = {"gspo": {"loss.level": "sequence"}, "cispo": {"loss.clip_low": 1.0}}
 # Fields of every loss over preference pairs: the loss is the mean over the pairs.

@@ -12,11 +12,10 @@ from typing import Any
 from jaxrl_llm.tools.translate import conversions, images
 from jaxrl_llm.tools.translate.family import model as model_path
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule, unsupported
-from jaxrl_llm.tools.translate.table import Row
+from jaxrl_llm.tools.translate.table import Row, read_names
 
 # {lr_scheduler_type of TRL: optim.decay of jaxrl_llm}
-SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
-SCHEDULES |= {"cosine_with_min_lr": "cosine"}
+SCHEDULES = read_names("trl_schedules")
 # Names of callbacks that only log or show progress.
 QUIET_CALLBACKS = re.compile(r"\w*(Wandb|TensorBoard|Trackio|MLflow|Comet|Printer|Progress|LogCompletions|Profil)\w*")
 
