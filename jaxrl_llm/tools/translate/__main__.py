@@ -8,18 +8,11 @@ from pathlib import Path
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
 from jaxrl_llm.tools.translate import images, readers, writer
 from jaxrl_llm.tools.translate.outcome import KINDS, Translation, translate
-
-DESCRIPTION = (
-    "Translates a config of TRL (JSON, YAML, a command line, or a Python script, which is not run), veRL, EasyR1 or "
-    "Search-R1 (YAML or a shell script, which is not run) into a config of this package, names every key that has no "
-    "counterpart, and checks the result. Exit code 0: the checks pass, and every field has its value; 1: the checks do "
-    "not pass, or the translated run may differ: the file does not say the value of a field, a key is in no table, "
-    "lines belong to no key, or no model of jaxrl_llm reads what its model reads; 2: the file is no such config."
-)
+from jaxrl_llm.tools.translate.table import SENTENCES
 
 
 def main() -> None:
-    parser = Parser("jaxrl_llm.tools.translate", description=DESCRIPTION)
+    parser = Parser("jaxrl_llm.tools.translate", description=SENTENCES["DESCRIPTION"])
     parser.add_argument("file", type=Path, metavar="FILE", help="the config or script")
     parser.add_argument("--to", type=Path, metavar="FILE", help="a new file, in any folder (default: print the config)")
     parser.add_argument("--rows", type=int, default=0, help="number of training rows, which makes steps of epochs")

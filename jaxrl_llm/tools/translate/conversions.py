@@ -17,8 +17,6 @@ from jaxrl_llm.tools.translate.table import read_names
 # Reward functions of jaxrl_llm.
 ACCURACY = "math.accuracy"
 SEARCH = "search.exact_match"
-# Reward function that replaces one of the user while the other fields of a config are checked.
-STAND_IN = "arithmetic.accuracy"
 # {reward function of TRL and open-r1: (that of jaxrl_llm, column of the answer or "")}
 REWARDS = read_names("trl_rewards")
 # Packages whose functions have the names of REWARDS.

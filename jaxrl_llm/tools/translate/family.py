@@ -16,18 +16,12 @@ from typing import Any
 from jaxrl_llm.tools.translate import conversions, images
 from jaxrl_llm.tools.translate.documents import VERL_FILES
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, unsupported
-from jaxrl_llm.tools.translate.table import Row, read_names
+from jaxrl_llm.tools.translate.table import SENTENCES, Row, read_names
 
 # {name in another trainer: name in jaxrl_llm}
 KL, AGGREGATION, LOSS_ARGUMENTS = map(read_names, ("kl", "aggregation", "loss_arguments"))
 # {adv_estimator of veRL: (advantage of jaxrl_llm, its epsilon or None if it has none, difference)}
 ADVANTAGES = read_names("advantages")
-# AdamW does not see the factor, but the clipping by the norm of the gradient does.
-SUM_OF_MICRO_BATCH = (
-    "jaxrl_llm and veRL since 0.7.1 take the mean of the sequences; until 0.7.0 veRL summed those of a micro-batch, so "
-    "its gradient was that many times larger, and optim.clip_norm clips it more"
-)
-IN_REWARD = "in the reward it would be a part of the deviation of advantages; jaxrl_llm has it in the loss"
 # The product of these keys is the number of GPUs of a run.
 MACHINES = ("trainer.nnodes", "trainer.n_gpus_per_node")
 CLIP_SIDES = ("clip_low", "clip_high")
@@ -178,7 +172,7 @@ class Family:
         divides = str(keys["algorithm.adv_estimator"]).startswith(("grpo", "reinforce_plus_plus_baseline"))
         if not in_loss and not divides:
             return Outcome("mapped", fields | {"kl.placement": "reward", "kl.estimator": KL[kind.removesuffix("+")]})
-        reason = reason if in_loss else IN_REWARD
+        reason = reason if in_loss else SENTENCES["IN_REWARD"]
         return Outcome("changed" if reason else "mapped", fields, reason)
 
     def kl_in_reward_too(self, value: Any, keys: Keys) -> Outcome:
@@ -256,7 +250,11 @@ class Family:
         scale = self.keys_of.get("aggregate.constant_length")
         length = int((scale and keys[scale]) or keys["data.max_response_length"])
         if mode == "constant":
-            return Outcome("changed", {"aggregate.mode": mode, "aggregate.constant_length": length}, SUM_OF_MICRO_BATCH)
+            return Outcome(
+                "changed",
+                {"aggregate.mode": mode, "aggregate.constant_length": length},
+                SENTENCES["SUM_OF_MICRO_BATCH"],
+            )
         return Outcome("mapped", {"aggregate.mode": mode, "aggregate.constant_length": 0})
 
     def shared_with_policy(self, row: Row, value: Any, keys: Keys) -> Outcome:

@@ -9,45 +9,21 @@ from typing import Any
 
 from jaxrl_llm.tools.translate.documents import flatten_sections
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule
-from jaxrl_llm.tools.translate.table import SENTENCES, Row, read_names
+from jaxrl_llm.tools.translate.table import SENTENCES, WORDS, Row, read_names
 
-# Keys of all trainers that name the policy's model.
-MODEL_KEYS = (
-    "actor_rollout_ref.model.path",
-    "worker.actor.model.model_path",
-    "model_name_or_path",
-    "sft_model_path",
-    "trainer.model",
-)
-# Keys of all trainers that name the data.
-DATA_KEYS = ("data.train_files", "data.val_files", "dataset_name", "trainer.train_dataset")
-# Last parts of keys that a run without images leaves off.
-SWITCHES = ("freeze_vision_tower", "limit_images", "image_dir")
+MODEL_KEYS, DATA_KEYS = WORDS["model_keys"], WORDS["data_keys"]
 FAMILIES = read_names("image_families")  # {module in models/: pattern of the names of its models}
 READABLE = ", ".join(sorted(FAMILIES))
-# Names of models that read images, and that jaxrl_llm does not have.
-OTHER_MODEL = re.compile(
-    r"(?<![a-z])(vlm?|vision|llava\w*|internvl\w*|paligemma\w*|pixtral|idefics\w*|smolvlm\w*|mllama|molmo\w*|ovis\w*|"
-    r"omni|minicpm-[vo]|gemma-?3n|glm-4\.\dv)(?![a-z])",
-    re.IGNORECASE,
-)
-IMAGE_MODEL = re.compile("|".join([*FAMILIES.values(), OTHER_MODEL.pattern]), re.IGNORECASE)
-# Names of data sets with video or audio, and with images.
-SOUND_ROWS = re.compile(r"video|audio|(?<![a-z])avqa", re.IGNORECASE)
-IMAGE_ROWS = re.compile(
-    r"geometry3k|geo3k|geoqa|multimodal|multi[-_]image|clevr|vqa|mathvista|mmmu|virl39k|mm[-_]eureka|mmk12|refcoco|"
-    r"rl-mixed-dataset|" + SOUND_ROWS.pattern,
-    re.IGNORECASE,
-)
-# Names of models that hear.
-SOUND_MODEL = re.compile(r"omni|minicpm-o", re.IGNORECASE)
+# {kind of models or rows: pattern of their names}
+PATTERNS = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in read_names("image_patterns").items()}
+IMAGE_MODEL = re.compile("|".join([*FAMILIES.values(), PATTERNS["other_model"].pattern]), re.IGNORECASE)
 PIXELS = read_names("pixels")  # {argument of an image processor: field}
 
 
 def family_of(model: str) -> str:
     """Returns the family in the name of a model that reads images; "other" if unknown, "" for a model of text."""
     matching = [family for family, pattern in FAMILIES.items() if re.search(pattern, model, re.IGNORECASE)]
-    return matching[0] if matching else "other" if OTHER_MODEL.search(model) else ""
+    return matching[0] if matching else "other" if PATTERNS["other_model"].search(model) else ""
 
 
 def evidence(values: Mapping[str, Any], models: re.Pattern[str], rows: re.Pattern[str]) -> str:
@@ -60,15 +36,17 @@ def evidence(values: Mapping[str, Any], models: re.Pattern[str], rows: re.Patter
 
 def image_evidence(values: Mapping[str, Any]) -> str:
     """Returns the key and value that show that a run has images; "" for a run of text."""
-    switches = (key for key in values if key.rpartition(".")[2] in SWITCHES or "limit_mm_per_prompt" in key)
+    switches = (
+        key for key in values if key.rpartition(".")[2] in WORDS["image_switches"] or "limit_mm_per_prompt" in key
+    )
     switched_on = (f"{key} = {values[key]}" for key in switches if values[key] not in (None, False, 0, "", "null"))
-    return evidence(values, IMAGE_MODEL, IMAGE_ROWS) or next(switched_on, "")
+    return evidence(values, IMAGE_MODEL, PATTERNS["image_rows"]) or next(switched_on, "")
 
 
 def sound_evidence(values: Mapping[str, Any]) -> str:
     """Returns the key and value that show that a run has video or audio; "" if it has none."""
     audio = (f"{key} = True" for key, value in values.items() if key.endswith("use_audio_in_video") and value is True)
-    return evidence(values, SOUND_MODEL, SOUND_ROWS) or next(audio, "")
+    return evidence(values, PATTERNS["sound_model"], PATTERNS["sound_rows"]) or next(audio, "")
 
 
 def refusal(values: Mapping[str, Any]) -> str:

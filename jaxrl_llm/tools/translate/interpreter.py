@@ -18,21 +18,8 @@ from typing import Any
 
 from jaxrl_llm.tools.translate.arguments import OPERATORS
 from jaxrl_llm.tools.translate.outcome import Unread
+from jaxrl_llm.tools.translate.table import WORDS
 
-
-def word_set(text: str) -> set[str]:
-    """Returns the words of a text as a set."""
-    return set(text.split())
-
-
-# Packages whose functions script_calls.py knows by their names.
-KNOWN_PACKAGES = word_set("trl peft transformers datasets unsloth torch accelerate open_r1 copy argparse dataclasses")
-# Packages whose functions change no setting of a training.
-QUIET_PACKAGES = word_set("logging logger wandb os json sys time random warnings mlflow swanlab pprint rich")
-# Packages whose classes and functions a script may replace, so that the training is another one.
-PATCHED_PACKAGES = ("trl", "transformers", "peft", "unsloth", "open_r1")
-# Attributes of models and tokenizers that change no setting of a training.
-QUIET_ATTRIBUTES = word_set("use_cache pad_token pad_token_id padding_side truncation_side bos_token_id model_parallel")
 # {operator of Python: function that computes it for literals}
 COMPUTED: dict[type, Callable[..., Any]] = {
     **OPERATORS, ast.Not: operator.not_,
@@ -177,7 +164,7 @@ class Interpreter(ABC):
             package = full.split(".")[0]
             if package == "unsloth":
                 self.unsloth = Unread(self.doubt) if self.doubt else True
-            foreign = is_local or package not in KNOWN_PACKAGES | QUIET_PACKAGES
+            foreign = is_local or package not in (*WORDS["known_packages"], *WORDS["quiet_packages"])
             if alias.name == "*" and not self.star.node:
                 self.star = ScriptObject("name", f"{module}.", node=foreign)
             # `import a.b` binds the name a.
@@ -217,9 +204,9 @@ class Interpreter(ABC):
                 owner[:] = [Unread(place_of(target))]
             case ScriptObject(kind="name", value="os.environ"):
                 self.environment[name] = value
-            case ScriptObject(kind="name") if owner.value.startswith(PATCHED_PACKAGES):
+            case ScriptObject(kind="name") if owner.value.startswith(tuple(WORDS["patched_packages"])):
                 self.lost.append(f"{place_of(target)} = ...")
-            case _ if name not in QUIET_ATTRIBUTES:
+            case _ if name not in WORDS["quiet_attributes"]:
                 self.record_change([owner], f"{name}=" if name.isidentifier() else "entry=", target)
 
     def record_change(self, values: list[Any], name: str, node: ast.AST) -> list[ScriptObject]:
@@ -294,7 +281,7 @@ class Interpreter(ABC):
         value = self.value(node)
         return value if isinstance(value, dict) else {f"**{snippet(node)}": Unread(snippet(node))}
 
-    def arguments(self, node: ast.Call, positional: tuple[str, ...] = ()) -> dict[str, Any]:
+    def arguments(self, node: ast.Call, positional: Sequence[str] = ()) -> dict[str, Any]:
         """Returns the arguments of a call by their names, or by numbers if they have no names."""
         values = self.elements(node.args)
         names = [*positional[: len(values)], *map(str, range(len(positional), len(values)))]

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import arguments, documents, easyr1, launchers, script_calls, search_r1, shell, trl, verl
-from jaxrl_llm.tools.translate.outcome import TrainerTable
+from jaxrl_llm.tools.translate.outcome import TrainerTable, matches
 from jaxrl_llm.tools.translate.script import read_script
 from jaxrl_llm.tools.translate.shell import Command
 from jaxrl_llm.tools.translate.shell_words import ASSIGNMENT
@@ -25,11 +25,6 @@ KEY = re.compile(r"[\w./@-]+")
 SECTION_ARGUMENT = re.compile(r"[+~]*[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
 # A module of Python, as after `python -m`.
 MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
-# Keys that only Search-R1 has.
-SEARCH_R1_KEY = re.compile(
-    r"max_turns|do_search|(retriever|reranker)\..*|.*\.(n_agent|state_masking|no_think_rl)|"
-    r"data\.(max_start_length|max_obs_length)"
-)
 # Trainers whose keys have sections, as in actor_rollout_ref.actor.optim.lr.
 SECTION_TRAINERS = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
 # First words of these keys, such as actor_rollout_ref.
@@ -100,7 +95,7 @@ def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> Traine
     # EasyR1 and Search-R1 are tried first, because they were made from veRL and keep most of its keys.
     if any(key.startswith("worker.") for key in keys):
         return easyr1.EASYR1
-    if any(SEARCH_R1_KEY.fullmatch(key) for key in keys):
+    if any(matches(key, search_r1.OWN_KEYS) for key in keys):
         return search_r1.SEARCH_R1
     if any(key.startswith("actor_rollout_ref.") for key in keys):
         return verl.VERL

@@ -14,6 +14,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import script_calls
 from jaxrl_llm.tools.translate.interpreter import ScriptObject, snippet
 from jaxrl_llm.tools.translate.outcome import Unread
+from jaxrl_llm.tools.translate.table import WORDS
 
 
 def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], list[str]]:
@@ -41,7 +42,7 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
     if not trainer and (
         not config or not any(name in script_calls.CONFIGS and name != "TrainingArguments" for name, _ in called)
     ):
-        untranslated_names = [name for name, _ in called if name in script_calls.UNTRANSLATED_CLASSES]
+        untranslated_names = [name for name, _ in called if name in WORDS["untranslated_classes"]]
         untranslated = f"{untranslated_names[0]}, which is not translated" if untranslated_names else ""
         raise UserError(
             f"{path} makes {untranslated or 'no GRPOConfig, RLOOConfig, PPOConfig, DPOConfig or CPOConfig'}: "
@@ -53,7 +54,7 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
     if isinstance(args, ScriptObject) and args.kind == "config":
         config = args
     elif trainer and args is not None:
-        node = _args_node(trainer.node, script_calls.POSITIONAL[trainer.value].index("args"))
+        node = _args_node(trainer.node, WORDS[f"{trainer.value}_arguments"].index("args"))
         reason = f"args={snippet(node)} is not made in the script: translate the command line (a .sh)"
         lost.append(f"line {node.lineno}: {reason}")
     project = run.environment.get("WANDB_PROJECT")

@@ -15,6 +15,8 @@ from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
 
 # A prompt has n x n_agent episodes, and the veRL of early 2025 does not multiply the mini-batch by them.
 ROWS = verl.ROWS | read_rows("search_r1")
+# Names and patterns of the keys that only Search-R1 has; `reward` is a default of the table.
+OWN_KEYS = tuple(read_rows("search_r1").keys() - verl.ROWS.keys() - {"reward"})
 FAMILY = replace(verl.FAMILY, rows=ROWS, counts_sequences=True)
 
 data_files = partial(family.rows_of, conversions.SEARCH_R1_ROWS)

@@ -40,8 +40,18 @@ from jaxrl_llm.tools.translate.documents import parse_scalar
 from jaxrl_llm.tools.translate.outcome import Conditional, Keys, NoEffect, Outcome, Rule, TrainerTable, Version
 
 FOLDER = Path(__file__).parent
+
+
+def read_columns(name: str) -> list[list[str]]:
+    """Returns the columns of each row of the file `name`.tsv."""
+    lines = (FOLDER / f"{name}.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    return [line.split("\t") for line in lines if line and not line.startswith("#")]
+
+
 # {name of a sentence: sentence}, which rows name as their reason
-SENTENCES = dict(line.split("\t") for line in (FOLDER / "sentences.tsv").read_text(encoding="utf-8").splitlines())
+SENTENCES = dict(read_columns("sentences"))
+# {name of words: words}
+WORDS = {name: words.split(" ") for name, words in read_columns("words")}
 # Reason of a key whose value is None, False, 0 or empty.
 NOT_IN_USE = "not in use"
 # {rule in a table: conversion of the value into the value of the fields}
@@ -102,15 +112,13 @@ class Row:
 
 def read_rows(name: str) -> dict[str, Row]:
     """Returns {key: row} of the file `name`.tsv. A row with several keys is returned for each of them."""
-    lines = (FOLDER / f"{name}.tsv").read_text(encoding="utf-8").splitlines()[1:]
-    rows = [Row(*line.split("\t")) for line in lines if line and not line.startswith("#")]
+    rows = [Row(*columns) for columns in read_columns(name)]
     return {key: replace(row, key=key) for row in rows for key in row.key.split(" ")}
 
 
 def read_names(section: str) -> dict[str, Any]:
     """Returns {name: its name in jaxrl_llm} of a section of names.tsv; of several columns a list."""
-    lines = (FOLDER / "names.tsv").read_text(encoding="utf-8").splitlines()[1:]
-    rows = [line.split("\t")[1:] for line in lines if line.startswith(f"{section}\t")]
+    rows = [columns for start, *columns in read_columns("names") if start == section]
     parsed = {name: [x if " " in x else parse_scalar(x) for x in columns] for name, *columns in rows}
     return {name: columns[0] if len(columns) == 1 else columns for name, columns in parsed.items()}
 

@@ -12,22 +12,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.tools.translate import family, images, trl_counts, trl_objectives, trl_parts, trl_rows  # noqa: F401 (tables name trl_rows)
 from jaxrl_llm.tools.translate.documents import parse_scalar
 from jaxrl_llm.tools.translate.outcome import Conditional, Keys, Outcome, Rule, TrainerTable, Unread, Version
-from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
+from jaxrl_llm.tools.translate.table import Row, read_columns, read_rows, trainer_table
 
 tower = images.tower(trl_parts.adapted)
 # Rows of trl_versions.tsv: older versions of TRL, with the keys that show that a file is for them, and their defaults.
-VERSION_LINES = (Path(__file__).parent / "trl_versions.tsv").read_text(encoding="utf-8").splitlines()[1:]
+VERSIONS = read_columns("trl_versions")
 # Fields that keys of other classes than TRL's config decide: those of the trainer, of ModelConfig and ScriptArguments.
 NOT_OF_CONFIG = re.compile(
     r"model\.path|adapters|reward\.functions|reward_model|data\.(source|convert|prompt_column)|eval\.source"
 )
-VERSIONS = [line.split("\t") for line in VERSION_LINES if not line.startswith("#")]
 
 
 def versions(kind: str) -> list[Version]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl_llm.tools.translate import conversions
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, unsupported
-from jaxrl_llm.tools.translate.table import Row, read_names
+from jaxrl_llm.tools.translate.table import SENTENCES, Row, read_names
 from jaxrl_llm.tools.translate.trl_counts import optimizer_steps
 
 # {loss_type of TRL: (loss of jaxrl_llm, mode of its aggregation, difference)}. TRL's dapo divides by the tokens of an
@@ -21,12 +21,6 @@ LOSSES = read_names("trl_losses")
 LOSS_CONSTANTS = {"gspo": {"loss.level": "sequence"}, "cispo": {"loss.clip_low": 1.0}}
 # Fields of every loss over preference pairs: the loss is the mean over the pairs.
 PAIR_AGGREGATION = {"aggregate.mode": "sequence_mean", "aggregate.constant_length": 0}
-# Reasons that a translation prints: how jaxrl_llm differs from TRL.
-TOKEN_RATIOS = "jaxrl_llm has one ratio per token; TRL's RLOO has one per completion, their product"
-NLL_DIVISOR = (
-    "TRL divides the cross-entropy by the tokens of all chosen completions of a micro-batch, jaxrl_llm by the tokens "
-    "of each chosen completion"
-)
 
 
 def loss_name(value: Any, keys: Keys) -> str:
@@ -70,7 +64,11 @@ def rloo_clip(row: Row, value: Any, keys: Keys) -> Outcome:
     """Translates `epsilon` or `epsilon_high` of TRL's RLOO to a side of the clip: `loss.clip_low` or `clip_high`."""
     has_one_update = optimizer_steps(keys) == 1
     # The ratio of a single update is 1, so a product of ratios has the gradient of their sum.
-    reason = "one update on a rollout: the ratio is 1, and nothing is clipped" if has_one_update else TOKEN_RATIOS
+    reason = (
+        "one update on a rollout: the ratio is 1, and nothing is clipped"
+        if has_one_update
+        else SENTENCES["TOKEN_RATIOS"]
+    )
     clip_range = float(keys["epsilon"] if value is None else value)
     return Outcome("mapped" if has_one_update else "changed", {row.field: clip_range}, reason)
 
@@ -121,7 +119,7 @@ def dpo(value: Any, keys: Keys) -> Outcome:
     # Older versions of TRL have the weight of the cross-entropy in the key rpo_alpha.
     nll_coef = weights.get("sft", 0.0) / weights["sigmoid"] or float(keys.get("rpo_alpha") or 0.0)
     scale = f"the whole loss is divided by {weights['sigmoid']:g}, which AdamW does not see"
-    reason = "; ".join([NLL_DIVISOR] * bool(nll_coef) + [scale] * (weights["sigmoid"] != 1))
+    reason = "; ".join([SENTENCES["NLL_DIVISOR"]] * bool(nll_coef) + [scale] * (weights["sigmoid"] != 1))
     fields = {"loss.name": "dpo", "loss.nll_coef": nll_coef}
     return Outcome("changed" if reason else "mapped", fields | PAIR_AGGREGATION, reason)
 
@@ -138,7 +136,7 @@ def simpo(value: Any, keys: Keys) -> Outcome:
     if value != ("sigmoid" if is_simpo_trainer else "simpo"):
         return unsupported("loss.name", f"jaxrl_llm has CPOConfig's loss simpo, not {value}; this config keeps simpo")
     nll_coef = keys["sft_weight" if is_simpo_trainer else "cpo_alpha"]
-    reason = f"{NLL_DIVISOR}; TRL's cross-entropy also counts the prompt" * bool(nll_coef)
+    reason = f"{SENTENCES['NLL_DIVISOR']}; TRL's cross-entropy also counts the prompt" * bool(nll_coef)
     return Outcome("changed" if nll_coef else "mapped", {"loss.name": "simpo"} | PAIR_AGGREGATION, reason)
 
 

@@ -55,10 +55,7 @@ def truncation(value: Any, keys: Keys) -> Outcome:
 def resampling(value: Any, keys: Keys) -> Outcome:
     """Translates `algorithm.filter_groups`, which replaces groups without signal, to `rollout.resample_rounds`."""
     batches = int(keys["algorithm.filter_groups.max_num_gen_batches"] or 0)
-    reason = (
-        f"veRL samples at most {batches or 'any number of'} batches; jaxrl_llm samples, after the first batch, only as "
-        "many prompts as groups are missing, and keeps groups that still have no signal"
-    )
+    reason = SENTENCES["VERL_RESAMPLES"].format(batches or "any number of")
     return resampled(batches if keys["algorithm.filter_groups.enable"] else None, reason)
 
 
@@ -152,10 +149,7 @@ def tools(value: Any, keys: Keys) -> Outcome:
         "turns.workers": 16,
         "turns.timeout": 60.0,
     }
-    reason = (
-        "functions as tools, in the form of the model's chat template. max_tool_response_length counts characters "
-        "in veRL, and tokens in jaxrl_llm" + "; veRL has no limit of turns" * (not limits)
-    )
+    reason = SENTENCES["TOOLS"] + "; veRL has no limit of turns" * (not limits)
     task = "write them in my_tools.py beside this file, with types and a docstring (docs/environments.md)"
     # The tools are classes of veRL, whose code is not read.
     tools_task = f"{task}: they do what the tools of {keys[f'{TURNS}tool_config_path']} do"

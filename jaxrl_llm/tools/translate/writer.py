@@ -32,22 +32,8 @@ PAIR_CONFIGS = ("dpo", "simpo")
 EXPLAINED = ("grpo.py", "ppo.py", "search_grpo.py", "sft.py", "dpo.py", "simpo.py")
 
 
-TEMPLATE = '''"""The config {base}.py with the settings of {file}, a file of {whose}.
-
-jaxrl {program} --config {to}
-
-{notice}
-"""
-
-from ml_collections import ConfigDict
-
-from jaxrl_llm.configs import {base}  # it explains the fields, or names the config that does
-
-
-def get_config() -> ConfigDict:
-    c = {base}.get_config()
-{body}    return c
-{comments}'''
+# Text of a config file, with names in braces for what differs.
+TEMPLATE = (Path(__file__).parent / "written_config.txt").read_text(encoding="utf-8")
 
 
 def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] = ()) -> str:
