@@ -16,9 +16,7 @@ def main() -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="the config or script")
     parser.add_argument("--to", type=Path, metavar="FILE", help="a new file, in any folder (default: print the config)")
     parser.add_argument("--rows", type=int, default=0, help="number of training rows, which makes steps of epochs")
-    parser.add_argument(
-        "--processes", type=int, default=0, help="number of TRL's processes, which multiplies its batch"
-    )
+    parser.add_argument("--processes", type=int, default=0, help="processes of TRL, which multiply its batch")
     args = parser.parse_args()
     if min(args.rows, args.processes) < 0:
         raise UserError("--rows and --processes must be 0 (unknown) or more")
@@ -51,9 +49,8 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     # The checks import JAX, which takes longer than the translation that is printed above.
     from jaxrl_llm.tools.translate import lint
 
-    passes = lint.check(
-        text, translation.user_tasks(), f"{written}the checks {'of all but the model ' * bool(refusal)}"
-    )
+    subject = f"{written}the checks {'of all but the model ' * bool(refusal)}"
+    passes = lint.check(text, translation.user_tasks(), subject)
     # A task such as moving a function does not count, because `train` refuses the config until it is done.
     return int(bool(not passes or refusal or source.lost or translation.unknown()))
 

@@ -71,9 +71,7 @@ def reward_fields(functions: tuple[str, ...], weights: list[float] | None = None
 def reward_model(path: str, reason: str) -> Outcome:
     """Returns the outcome of a reward model. reason: difference from the other trainer."""
     fields = {"reward_model.path": path, "reward_model.weight": 1.0}
-    return Outcome(
-        "changed", fields, f"{reason}; its tokenizer must number the policy's tokens alike (docs/rewards.md)"
-    )
+    return Outcome("changed", fields, f"{reason}; its tokenizer must have the policy's token ids (docs/rewards.md)")
 
 
 def custom_reward(path: str, function: str, arguments: Mapping[str, Any]) -> Outcome:

@@ -204,10 +204,7 @@ class Family:
     def loss(self, value: Any, keys: Keys) -> Outcome:
         """Translates the mode of the policy loss to `loss.name`. The arguments of the loss have keys of their own."""
         if value not in self.losses:
-            known_losses = ", ".join(self.losses)
-            return unsupported(
-                "loss.name", f"jaxrl_llm has no loss {value!r}: {known_losses}; this config keeps ppo_clip"
-            )
+            return unsupported("loss.name", f"jaxrl_llm has no loss {value!r}: {', '.join(self.losses)}")
         return Outcome("mapped", {"loss.name": self.losses[value]})
 
     def loss_argument(self, row: Row, value: Any, keys: Keys) -> Outcome:
@@ -242,20 +239,14 @@ class Family:
             reason = f"{value} would weigh the one ratio of a completion by its length; jaxrl_llm takes their mean"
             return Outcome("changed", fields, reason)
         if value not in AGGREGATION:
-            return unsupported(
-                "aggregate.mode", f"jaxrl_llm has no aggregation {value!r}; this config keeps token_mean"
-            )
+            return unsupported("aggregate.mode", f"jaxrl_llm has no aggregation {value!r}")
         mode = AGGREGATION[value]
         # Without a set length veRL divides by the width of its arrays, which is the limit of a response.
         scale = self.keys_of.get("aggregate.constant_length")
         length = int((scale and keys[scale]) or keys["data.max_response_length"])
-        if mode == "constant":
-            return Outcome(
-                "changed",
-                {"aggregate.mode": mode, "aggregate.constant_length": length},
-                SENTENCES["SUM_OF_MICRO_BATCH"],
-            )
-        return Outcome("mapped", {"aggregate.mode": mode, "aggregate.constant_length": 0})
+        is_sum = mode == "constant"
+        fields = {"aggregate.mode": mode, "aggregate.constant_length": length * is_sum}
+        return Outcome("changed" if is_sum else "mapped", fields, SENTENCES["SUM_OF_MICRO_BATCH"] * is_sum)
 
     def shared_with_policy(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates a key of the critic's updates: in jaxrl_llm the critic has the batches of the policy."""
@@ -361,17 +352,6 @@ def config_file(row: Row, value: Any, keys: Keys) -> Outcome:
         return Outcome("no effect", reason=OWN_CONFIG)
     where = "not found beside the script, in its config/ or above it"
     return unsupported(row.key, f"{', '.join(absent)}: {where}: the keys of the file have their defaults")
-
-
-def unknown_reward(row: Row, value: Any, keys: Keys) -> Outcome:
-    """Reports an unknown key of a section that decides what is rewarded, which may change the run."""
-    reason = "the table does not know the key, and its section decides what is rewarded"
-    return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(row.fields.split(), reason))
-
-
-def checkpointing(value: Any, keys: Keys) -> Outcome:
-    """Translates the switch that recomputes activations in the backward pass to `model.remat`."""
-    return Outcome("mapped", {"model.remat": "full" if value else "dots"})
 
 
 def rows_of(convert: str, row: Row, value: Any, keys: Keys) -> Outcome:

@@ -36,9 +36,8 @@ def evidence(values: Mapping[str, Any], models: re.Pattern[str], rows: re.Patter
 
 def image_evidence(values: Mapping[str, Any]) -> str:
     """Returns the key and value that show that a run has images; "" for a run of text."""
-    switches = (
-        key for key in values if key.rpartition(".")[2] in WORDS["image_switches"] or "limit_mm_per_prompt" in key
-    )
+    names = (*WORDS["image_switches"], "limit_mm_per_prompt")
+    switches = (key for key in values if key.endswith(names) or "limit_mm_per_prompt." in key)
     switched_on = (f"{key} = {values[key]}" for key in switches if values[key] not in (None, False, 0, "", "null"))
     return evidence(values, IMAGE_MODEL, PATTERNS["image_rows"]) or next(switched_on, "")
 
@@ -76,6 +75,7 @@ def has_images(keys: Keys) -> bool:
 
 # Condition of keys that have an effect only in a run with images, and the reason if they have none.
 HAS_IMAGES = (has_images, "of images, and this run has none")
+HAS_SOUND = (lambda keys: sound_evidence(keys.values), "of video or audio, and this run has none")
 
 
 def processor(row: Row, value: Any, keys: Keys) -> Outcome:
@@ -86,16 +86,6 @@ def processor(row: Row, value: Any, keys: Keys) -> Outcome:
     if unknown_names:
         return Outcome("unsupported", fields, f"{', '.join(unknown_names)}: {SENTENCES['PROCESSOR']}")
     return Outcome("mapped", fields) if fields else Outcome("no effect", reason="not set")
-
-
-def limit(value: Any, keys: Keys) -> Outcome:
-    """Translates the largest number of images in a prompt that the engine accepts, which jaxrl_llm does not limit."""
-    return Outcome("changed", {}, SENTENCES["LIMIT"]) if value else Outcome("mapped")
-
-
-def sound(value: Any, keys: Keys) -> Outcome:
-    """Translates a key of video or audio, which has no effect in a run without them, and else is not supported."""
-    return Outcome("unsupported" if sound_evidence(keys.values) else "no effect", reason=SENTENCES["SOUND"])
 
 
 def tower(adapted: Callable[[Keys], bool], unread: str = "") -> Rule:

@@ -243,11 +243,9 @@ def translate(
     table, current, notes = with_file_version(table, values, current)
     keys = Keys(current, table.defaults, rows=rows, processes=processes)
     outcomes = {
-        key: _outcome(names[key], current[names[key]], table, keys)
-        if origins[names[key]] == key
-        else Outcome("no effect", reason=f"{origins[names[key]]}, another name of it, is set")
-        for key in values
+        key: Outcome("no effect", reason=f"{origins[names[key]]}, another name of it, is set") for key in values
     }
+    outcomes |= {key: _outcome(name, current[name], table, keys) for name, key in origins.items()}
     # A key that the table does not have is no error if other keys refer to it, because its value is theirs.
     outcomes |= {key: REFERENCE_ONLY for key in referred & outcomes.keys() if not table.knows(key)}
     # Keys of later versions are refused in the file, but their defaults count.
@@ -273,25 +271,19 @@ def with_file_version(
     notes: list[str] = []
     for version in (*older, *(patch for patch in table.patches if first_key(patch.only_keys, values))):
         older_key, later_key = first_key(version.only_keys, values), first_key(version.later_keys, values)
-        differing = {
-            key: value
-            for key, value in version.defaults.items()
-            if key not in current and value != table.defaults.get(key)
-        }
-        known = {key: value for key, value in differing.items() if not isinstance(value, Unread)}
+        own = {key: x for key, x in version.defaults.items() if key not in current and x != table.defaults.get(key)}
+        known = {key: value for key, value in own.items() if not isinstance(value, Unread)}
         listed = ", ".join(f"{key} = {value}" for key, value in known.items()) or "none that matters"
         note = f"{older_key} shows that the file is for {table.name} {version.name}"
         if known and (later_key or isinstance(values[older_key], Unread)):
             doubt = f"{later_key} that it is for later ones" if later_key else f"it depends on: {values[older_key]}"
             notes.append(f"{note}, and {doubt}. It is not known which defaults apply: {listed}")
-            differing |= {
-                key: Unread(f"{x} {version.name}, else {table.defaults.get(key)}") for key, x in known.items()
-            }
+            own |= {key: Unread(f"{x} {version.name}, else {table.defaults.get(key)}") for key, x in known.items()}
         elif version.name:
             name = version.name if version in older else f"{table.version} {version.name}"
             table = replace(table, version=name, defaults=table.defaults | known)
             notes.append(f"{note}. Its defaults apply: {listed}")
-        current = current | {key: value for key, value in differing.items() if isinstance(value, Unread)}
+        current = current | {key: value for key, value in own.items() if isinstance(value, Unread)}
     return table, current, tuple(notes)
 
 
@@ -362,6 +354,6 @@ class Conditional:
         return self.rule(value, keys) if self.applies(keys) else Outcome("no effect", reason=self.why_not)
 
 
-def unsupported(name: str, reason: str) -> Outcome:
-    """Returns the outcome of a value that jaxrl_llm does not have, so that the field `name` is unknown."""
-    return Outcome("unsupported", reason=reason, unknown={name: reason})
+def unsupported(name: str, reason: str, *other_names: str) -> Outcome:
+    """Returns the outcome of a value that jaxrl_llm does not have, so that the named fields are unknown."""
+    return Outcome("unsupported", reason=reason, unknown=dict.fromkeys((name, *other_names), reason))

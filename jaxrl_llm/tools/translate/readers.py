@@ -133,9 +133,8 @@ def _from_shell(path: Path, text: str) -> documents.DocumentKeys:
             runs.setdefault(command.positions[0], []).append(keys)
     if len(runs) > 1:
         raise UserError(f"{path} has {len(runs)} training commands: keep one command in the file")
-    lost = unreached(
-        script, {re.sub(LAUNCHER_KEY, "", key) for rounds in runs.values() for keys in rounds for key in keys.values}
-    )
+    found_keys = [key for rounds in runs.values() for keys in rounds for key in keys.values]
+    lost = unreached(script, {LAUNCHER_KEY.sub("", key) for key in found_keys})
     code = (text for command in script.commands for text in (*command.words, *script.files.values()))
     if not runs and (program := next(filter(MAKES_CONFIG.search, code), "")):
         kind, values, of_program, notes = read_script(Path(f"the Python code in {path}"), program)
@@ -199,9 +198,7 @@ def _from_command(path: Path, command: Command, files: Mapping[str, str]) -> doc
     inside = words[start + 1 + (words[start] in ("-m", "trl")) :]
     hydra, unkeyed = arguments.keys_of(inside)
     if any(key.split(".")[0] in documents.SECTIONS for key in hydra) or "--config-name" in hydra:
-        keys = documents.with_files(
-            path, {key: arguments.value_of(value, documents.parse_scalar) for key, value in hydra.items()}, files
-        )
+        keys = documents.with_files(path, {key: arguments.value_of(value) for key, value in hydra.items()}, files)
         keys.lost += _unkeyed(unkeyed)
         return documents.with_references(keys)
     options, unkeyed = arguments.flags(inside)
@@ -209,11 +206,9 @@ def _from_command(path: Path, command: Command, files: Mapping[str, str]) -> doc
     for key, value in options.items():
         # TRL's parser adds --no_NAME for each flag that is on by default.
         is_denied = key not in trl.GRPO.rules and key.removeprefix("no_") in trl.GRPO.rules
-        values[key.removeprefix("no_") if is_denied else key] = not is_denied and arguments.value_of(
-            value, documents.parse_scalar
-        )
+        values[key.removeprefix("no_") if is_denied else key] = not is_denied and arguments.value_of(value)
     if "report_to" in values and (project := command.variables.get("WANDB_PROJECT")):
-        values["wandb_project"] = arguments.value_of(" ".join(project), documents.parse_scalar)
+        values["wandb_project"] = arguments.value_of(" ".join(project))
     program = _program(words[start : start + 2])
     # A program of alignment-handbook takes its config file as an argument without a flag.
     config_files = [word for word in unkeyed if word.endswith((".yaml", ".yml", ".json"))]

@@ -30,6 +30,9 @@ UNSLOTH_LORA = dict(
     r=16, lora_alpha=16, lora_dropout=0, bias="none",
     target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 )  # fmt: skip
+# {class of PEFT, transformers or argparse: (kind of the object that it makes, its value)}
+MADE = {"LoraConfig": ("adapter", None), "BitsAndBytesConfig": ("object", "BitsAndBytesConfig")}
+MADE |= {"ArgumentParser": ("parser", None)}
 # Conversions of Python that are computed for literals.
 CASTS = {"float": float, "int": int, "str": str, "bool": bool, "list": list}
 
@@ -152,9 +155,8 @@ class ScriptRun(Interpreter):
         *parents, name = function.value.split(".")
         foreign, package = bool(function.node), [*parents, name][0]
         # A trainer such as UnslothGRPOTrainer ends with the name of TRL's trainer.
-        trl_trainer = next(
-            (end for end in TRAINERS if name.endswith(end) and name not in WORDS["untranslated_classes"]), ""
-        )
+        ends = [end for end in TRAINERS if name.endswith(end)]
+        trl_trainer = ends[0] if ends and name not in WORDS["untranslated_classes"] else ""
         trl_class = name if name in CONFIGS else trl_trainer
         if trl_class:
             item = self.create_trl_object(trl_class, node)
@@ -169,6 +171,8 @@ class ScriptRun(Interpreter):
         if not foreign and (handler := getattr(self, f"call_{name}", None)):
             return handler(parents[-1] if parents else "", node)
         arguments = self.arguments(node)
+        if name in MADE and not foreign:
+            return ScriptObject(*MADE[name], arguments)
         if name in CASTS and not foreign and is_literal(arguments):
             with suppress(KeyError, TypeError, ValueError):
                 return CASTS[name](arguments["0"])
@@ -245,18 +249,6 @@ class ScriptRun(Interpreter):
         # The folder of an adapter is not read, so its base is unknown.
         is_model = "Config" not in parent and not parent.startswith("AutoPeft")
         return ScriptObject("model", path, arguments) if is_model else Unread(snippet(node))
-
-    def call_LoraConfig(self, parent: str, node: ast.Call) -> ScriptObject:
-        """Interprets PEFT's LoraConfig: an adapter."""
-        return ScriptObject("adapter", None, self.arguments(node, ("task_type",)))
-
-    def call_BitsAndBytesConfig(self, parent: str, node: ast.Call) -> ScriptObject:
-        """Interprets BitsAndBytesConfig: an object whose attributes say how a model is quantized."""
-        return ScriptObject("object", "BitsAndBytesConfig", self.arguments(node))
-
-    def call_ArgumentParser(self, parent: str, node: ast.Call) -> ScriptObject:
-        """Interprets argparse's parser of the command line."""
-        return ScriptObject("parser", None, self.arguments(node))
 
     def call_get_peft_model(self, parent: str, node: ast.Call) -> Any:
         """Interprets get_peft_model: the model with LoRA, from PEFT's LoraConfig or from Unsloth's arguments."""

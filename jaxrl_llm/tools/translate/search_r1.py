@@ -58,9 +58,7 @@ def masking(value: Any, keys: Keys) -> Outcome:
 
 def exact_match(value: Any, keys: Keys) -> Outcome:
     """Sets the reward of Search-R1, exact match of the answer, which none of its keys can change."""
-    return Outcome(
-        "mapped", conversions.reward_fields((conversions.SEARCH,)), "exact match of the answer, as in Search-R1"
-    )
+    return Outcome("mapped", conversions.reward_fields((conversions.SEARCH,)), "exact match, as in Search-R1")
 
 
 SEARCH_R1 = trainer_table(

@@ -469,7 +469,7 @@ class ShellRun(ShellVariables):
         changed, local_names = self.variables, self.local_names
         self.index, self.variables, self.local_names = outer
         self.departures = departures
-        self.variables = {name: value for name, value in changed.items() if name not in local_names} | {
-            name: value for name, value in self.variables.items() if name in local_names
-        }
+        # Local variables have their former values again, or none.
+        outer_values = {name: value for name, value in self.variables.items() if name in local_names}
+        self.variables = {name: x for name, x in changed.items() if name not in local_names} | outer_values
         return status

@@ -55,9 +55,7 @@ class ShellVariables:
         else:
             self.variables[name] = ["".join(values[:1]) + self.text(word)[match.end() :], *values[1:]]
         if sum(len(value) + 10 for value in self.variables[name]) > MAX_LENGTH:
-            raise UserError(
-                f"the value of the shell variable {name} grows without an end: name a script that starts a training"
-            )
+            raise UserError(f"the variable {name} grows without an end: name a script that starts a training")
 
     def forget(self, names: Iterable[str]) -> None:
         """Makes variables unknown, such as those that `read` sets."""

@@ -23,9 +23,7 @@ tower = images.tower(trl_parts.adapted)
 # Rows of trl_versions.tsv: older versions of TRL, with the keys that show that a file is for them, and their defaults.
 VERSIONS = read_columns("trl_versions")
 # Fields that keys of other classes than TRL's config decide: those of the trainer, of ModelConfig and ScriptArguments.
-NOT_OF_CONFIG = re.compile(
-    r"model\.path|adapters|reward\.functions|reward_model|data\.(source|convert|prompt_column)|eval\.source"
-)
+NOT_OF_CONFIG = re.compile(r"model\.path|adapters|reward(_model|\.f)|data\.(source|convert|prompt_column)|eval\.source")
 
 
 def versions(kind: str) -> list[Version]:
@@ -50,11 +48,10 @@ def unpacked(table_rows: Mapping[str, Row], trainer: TrainerTable) -> Version:
         rule = trainer.rules.get(key)
         while isinstance(rule, Conditional) and rule.applies(newest):
             rule = rule.rule
-        if rule and not isinstance(rule, Conditional) and row.field and re.fullmatch(r"\w+", key):
+        is_of_config = row.field and not NOT_OF_CONFIG.match(row.field) and re.fullmatch(r"\w+", key)
+        if rule and not isinstance(rule, Conditional) and is_of_config:
             may_be_set[key] = Unread(f"{row.default or None}, or what a mapping of the config says, which is not read")
-    return Version(
-        "", ("[*][*]*",), {key: x for key, x in may_be_set.items() if not NOT_OF_CONFIG.match(table_rows[key].field)}
-    )
+    return Version("", ("[*][*]*",), may_be_set)
 
 
 def noted(row: Row, rule: Rule) -> Rule:

@@ -21,11 +21,8 @@ NO_WHOLE_GROUPS = "TRL refuses a rollout that is not of whole groups; in 0.14 th
 UNKNOWN_PROCESSES = "The file does not say the number of processes: add --processes N"
 UNSLOTH_GROUPS = "Unsloth until autumn 2025 made a batch of a process whole groups"
 # Outcome of a warm-up with the schedule "constant" of transformers, which ignores it, unlike "constant_with_warmup".
-NO_WARMUP = Outcome(
-    "mapped",
-    {"optim.warmup_ratio": 0.0, "optim.warmup_steps": 0},
-    "lr_scheduler_type constant has no warm-up, whatever this key says",
-)
+NO_WARMUP_FIELDS = {"optim.warmup_ratio": 0.0, "optim.warmup_steps": 0}
+NO_WARMUP = Outcome("mapped", NO_WARMUP_FIELDS, "lr_scheduler_type constant has no warm-up, whatever this key says")
 
 
 def counts_rollouts(keys: Keys) -> bool:
@@ -195,7 +192,7 @@ def warmup(value: Any, keys: Keys) -> Outcome:
         return NO_WARMUP
     # transformers 5 has one key for both: below 1 it is a share.
     if value < 1:
-        return Outcome("mapped", {"optim.warmup_ratio": float(value), "optim.warmup_steps": 0})
+        return Outcome("mapped", NO_WARMUP_FIELDS | {"optim.warmup_ratio": float(value)})
     fields = {"optim.warmup_steps": int(value), "optim.warmup_ratio": 0.0}
     if not counts_rollouts(keys):
         return Outcome("mapped", fields, "optimizer steps, as in jaxrl_llm")

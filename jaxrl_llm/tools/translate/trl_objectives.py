@@ -64,11 +64,7 @@ def rloo_clip(row: Row, value: Any, keys: Keys) -> Outcome:
     """Translates `epsilon` or `epsilon_high` of TRL's RLOO to a side of the clip: `loss.clip_low` or `clip_high`."""
     has_one_update = optimizer_steps(keys) == 1
     # The ratio of a single update is 1, so a product of ratios has the gradient of their sum.
-    reason = (
-        "one update on a rollout: the ratio is 1, and nothing is clipped"
-        if has_one_update
-        else SENTENCES["TOKEN_RATIOS"]
-    )
+    reason = SENTENCES["ONE_UPDATE" if has_one_update else "TOKEN_RATIOS"]
     clip_range = float(keys["epsilon"] if value is None else value)
     return Outcome("mapped" if has_one_update else "changed", {row.field: clip_range}, reason)
 

@@ -157,28 +157,15 @@ def launcher_file(value: Any, keys: Keys) -> Outcome:
 
 def not_followed(row: Row, value: Any, keys: Keys) -> Outcome:
     """Reports an unknown call of a script that may change an object, such as the model, or an unknown argument."""
-    reason = f"not read: {value}"
-    unknown = dict.fromkeys(row.fields.split() or [_key_of(value, keys)], reason)
-    return Outcome("unsupported", reason=reason, unknown=unknown)
-
-
-def _key_of(value: Any, keys: Keys) -> str:
-    """Returns the key of the file that has this very value."""
-    return next((key for key, x in keys.values.items() if x is value), "trainer")
-
-
-def overridden(value: Any, keys: Keys) -> Outcome:
-    """Reports a trainer class that the script defines, or an unknown call that may change TRL's trainer."""
-    reason = f"not read: {value}"
-    decided = ("loss", "aggregate", "kl", "advantage", "reward", "rollout", "optim", "data")
-    return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(decided, reason))
+    # The row of a pattern does not say which key of the file has this very value.
+    key = next((key for key, x in keys.values.items() if x is value), "trainer")
+    return unsupported(row.field or key, f"not read: {value}", *row.field_names)
 
 
 def callbacks(value: Any, keys: Keys) -> Outcome:
     """Translates the callbacks of TRL's trainer, which have no effect on the run if they only log or show progress."""
-    unknown_callbacks = [
-        str(name) for name in value or [] if not QUIET_CALLBACKS.fullmatch(str(name).rpartition(".")[2])
-    ]
+    names = [str(name) for name in value or []]
+    unknown_callbacks = [name for name in names if not QUIET_CALLBACKS.fullmatch(name.rpartition(".")[2])]
     if not unknown_callbacks:
         return Outcome("no effect", reason="they log")
     return unsupported("trainer.callbacks", f"what {', '.join(unknown_callbacks)} does is not read")

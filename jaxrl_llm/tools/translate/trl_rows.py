@@ -42,9 +42,8 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     names = [name for name in listed if name not in soft + models]
     if not names and not models:
         return unsupported("reward.functions", "only an overlong penalty: reward.overlong_tokens")
-    fields, tasks = (
-        conversions.rewards(names, [weight_of.get(name, 1.0) for name in names]) if names else (NO_FUNCTIONS, {})
-    )
+    weights_of_names = [weight_of.get(name, 1.0) for name in names]
+    fields, tasks = conversions.rewards(names, weights_of_names) if names else (NO_FUNCTIONS, {})
     reasons = ["open-r1's format also asks for a line break at each tag"] if "format" in names else []
     if soft:
         # On TRL's command line the penalty has 256 tokens.

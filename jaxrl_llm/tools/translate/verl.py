@@ -38,11 +38,6 @@ tower = images.tower(lambda keys: bool(keys[f"{MODEL}lora_rank"]), SENTENCES["UN
 data_files = partial(family.rows_of, conversions.PARQUET)
 
 
-def constant_length(value: Any, keys: Keys) -> Outcome:
-    """Translates `loss_scale_factor`, the divisor of a completion's summed loss, to `aggregate.constant_length`."""
-    return Outcome("mapped", {"aggregate.constant_length": int(value or keys["data.max_response_length"])})
-
-
 def truncation(value: Any, keys: Keys) -> Outcome:
     """Translates veRL's `data.truncation`, what happens to prompts above the limit, to `data.overlong`."""
     if keys.get(FILTERED):
@@ -131,9 +126,7 @@ lora = partial(adapter, f"{MODEL}lora_", MODEL)
 def tools(value: Any, keys: Keys) -> Outcome:
     """Translates veRL's `rollout.multi_turn`, episodes with tools, to `env` and `turns`: tools are Python functions."""
     if not keys.get(f"{TURNS}tool_config_path"):
-        return unsupported(
-            "env", f"the file names no tools of its episodes of several turns; {SENTENCES['ENVIRONMENT']}"
-        )
+        return unsupported("env", f"episodes of several turns without a file of tools; {SENTENCES['ENVIRONMENT']}")
     names = keys.get(f"{TURNS}tool_config_path.names") or []
     assistant, user = (keys.get(f"{TURNS}max_{who}_turns") for who in ("assistant", "user"))
     # An episode ends with a turn of the policy, so it has one turn more than answers of tools.
