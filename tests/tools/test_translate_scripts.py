@@ -195,6 +195,8 @@ OBJECTS = [  # what a script does before it trains, the fields that it decides, 
     # the tokenizer
     ("tok.chat_template = 'x'", {}, ["model.path"]), ("tok = AutoTokenizer.from_pretrained('c/d')", {}, ["model.path"]),
     ("tok.pad_token = tok.eos_token", {}, []),
+    ("from vllm import SamplingParams\nSamplingParams(stop=[tok.eos_token])", {}, []),
+    ("from vllm import serve\nserve(tok)", {}, ["model.path"]),
     # arguments
     ("args.beta = 0.1", {"kl.coef": 0.1}, []),
     ("if os.environ.get('KL'):\n    args.beta = 0.1", {}, ["kl"]),

@@ -14,18 +14,14 @@ from typing import Any
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome
 from jaxrl_llm.tools.translate.table import read_names
 
-# Reward functions of jaxrl_llm.
+# A reward function of jaxrl_llm.
 ACCURACY = "math.accuracy"
-SEARCH = "search.exact_match"
 # {reward function of TRL and open-r1: (that of jaxrl_llm, column of the answer or "")}
 REWARDS = read_names("trl_rewards")
 # Packages whose functions have the names of REWARDS.
 REGISTRIES = ("trl", "open_r1")
 # {name in EasyR1 or part of the name of a data file of veRL: reward function of jaxrl_llm}
 EASYR1_REWARDS, EASYR1_SCORES, DATA_SOURCES = map(read_names, ("easyr1_files", "easyr1_scores", "data_sources"))
-# Functions of jaxrl_llm that convert rows: with veRL's columns prompt and reward_model.ground_truth, or Search-R1's.
-PARQUET = "verl.convert"
-SEARCH_R1_ROWS = "search_r1.convert"
 # Fields of a run that evaluates nothing.
 NO_EVALUATION = {"eval": None, "checkpoint.keep_best": 0}
 # Loggers that jaxrl_llm has.
@@ -117,14 +113,6 @@ def dataset(section: str, name: str, split: str) -> Outcome:
     fetch = f"hf download {owned} --repo-type dataset --local-dir data/{owned.split('/')[-1]}, and name its files"
     needs = {} if find_spec("datasets") else {source: f"pip install 'jaxrl_llm[hub]', or {fetch}"}
     return Outcome("mapped", {source: name if "@" in name else f"{name}@{split}", function: ""}, "", needs)
-
-
-def column(field: str, value: str, usual_name: str) -> Outcome:
-    """Returns the outcome of the name of a column. usual_name: name that needs no field in jaxrl_llm."""
-    if value == usual_name:
-        return Outcome("no effect", reason="the column has this name in jaxrl_llm too")
-    # A convert function would make the column itself, so that the field would have no effect.
-    return Outcome("mapped", {field: value, "data.convert": ""})
 
 
 def adapter_targets(targets: Any) -> Outcome:

@@ -295,7 +295,10 @@ def betas(row: Row, value: Any, keys: Keys) -> Outcome:
 
 def column(row: Row, value: Any, keys: Keys) -> Outcome:
     """Translates the name of a column of the data, such as `prompt_key`, to `data.prompt_column`."""
-    return conversions.column(row.field, value, row.field.rpartition(".")[2].removesuffix("_column"))
+    if row.field == f"data.{value}_column":
+        return Outcome("no effect", reason="the column has this name in jaxrl_llm too")
+    # A convert function would make the column itself, so that the field would have no effect.
+    return Outcome("mapped", {row.field: value, "data.convert": ""})
 
 
 def saves(value: Any, keys: Keys) -> Outcome:

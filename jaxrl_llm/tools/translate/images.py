@@ -36,8 +36,7 @@ def evidence(values: Mapping[str, Any], models: re.Pattern[str], rows: re.Patter
 
 def image_evidence(values: Mapping[str, Any]) -> str:
     """Returns the key and value that show that a run has images; "" for a run of text."""
-    names = (*WORDS["image_switches"], "limit_mm_per_prompt")
-    switches = (key for key in values if key.endswith(names) or "limit_mm_per_prompt." in key)
+    switches = (key for key in values if any(name in key for name in WORDS["image_switches"]))
     switched_on = (f"{key} = {values[key]}" for key in switches if values[key] not in (None, False, 0, "", "null"))
     return evidence(values, IMAGE_MODEL, PATTERNS["image_rows"]) or next(switched_on, "")
 

@@ -300,7 +300,7 @@ class Interpreter(ABC):
 
     def part(self, owner: Any, node: ast.AST) -> Any:
         """Returns a part of an object, such as an attribute of a model, whose changes also change the object."""
-        if not isinstance(owner, ScriptObject):
+        if not isinstance(owner, ScriptObject) or getattr(node, "attr", "") in WORDS["plain_attributes"]:
             return Unread(snippet(node))
         return ScriptObject("part", owner.value if owner.kind == "part" else owner, node=node)
 

@@ -43,7 +43,6 @@ class Outcome:
     unknown: dict[str, str] = field(default_factory=dict)
 
 
-NO_KEYS = frozenset[str]()
 # Outcome of a key that the user invented, such as `lr`, for other keys to refer to as ${lr}.
 REFERENCE_ONLY = Outcome("no effect", reason="other keys have its value")
 
@@ -224,7 +223,12 @@ class Translation:
 
 
 def translate(
-    table: TrainerTable, values: Mapping[str, Any], *, rows: int = 0, processes: int = 0, referred: Set[str] = NO_KEYS
+    table: TrainerTable,
+    values: Mapping[str, Any],
+    *,
+    rows: int = 0,
+    processes: int = 0,
+    referred: Set[str] = frozenset(),
 ) -> Translation:
     """Translates the keys of another trainer's file, and the defaults of the keys that it does not have.
 
@@ -320,8 +324,6 @@ def _unread_outcome(key: str, value: Unread, table: TrainerTable, keys: Keys) ->
     """Returns the outcome of a key whose own value cannot be read, so that its fields are unknown."""
     rule = table.rule(key)
     # A key without an effect is not unknown, whatever its value is.
-    if isinstance(rule, NoEffect):
-        return rule(value, keys)
     while isinstance(rule, Conditional):
         applies, unread_keys = keys.with_unread_keys(partial(rule.applies, keys))
         if not applies and not unread_keys:
@@ -330,16 +332,6 @@ def _unread_outcome(key: str, value: Unread, table: TrainerTable, keys: Keys) ->
     unknown = dict.fromkeys(table.decided_fields(key, keys) or [key], f"{key} = {value}")
     reason = f"its value is not in the file: {value}"
     return Outcome("unsupported", table.default_fields(key, keys), reason, unknown=unknown)
-
-
-@dataclass(frozen=True)
-class NoEffect:
-    """The rule of a key that changes no number of a run in jaxrl_llm, whatever its value is."""
-
-    reason: str
-
-    def __call__(self, value: Any, keys: Keys) -> Outcome:
-        return Outcome("no effect", reason=self.reason)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 from jaxrl_llm.tools.translate.conversions import FILES
 from jaxrl_llm.tools.translate.interpreter import Interpreter, ScriptObject, is_literal, merged_value, place_of, snippet
 from jaxrl_llm.tools.translate.outcome import Unread
-from jaxrl_llm.tools.translate.table import WORDS
+from jaxrl_llm.tools.translate.table import WORDS, read_names
 
 # {beginning of the names of TRL's classes: kind of the trainer, a key of trl.TRL_TRAINERS}
 TRAINER_KINDS = {"GRPO": "grpo", "PPO": "ppo", "RLOO": "rloo", "DPO": "dpo", "CPO": "simpo"}
@@ -25,14 +25,9 @@ CONFIGS = {f"{name}Config": kind for name, kind in TRAINER_KINDS.items()} | {"Tr
 TRAINERS = {f"{name}Trainer": kind for name, kind in TRAINER_KINDS.items()}
 # {argument of TRL's PPO and RLOO until 0.21: its newer name}
 RENAMED_ARGUMENTS = {"config": "args", "policy": "model", "ref_policy": "ref_model"}
-# Defaults of Unsloth's get_peft_model.
-UNSLOTH_LORA = dict(
-    r=16, lora_alpha=16, lora_dropout=0, bias="none",
-    target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-)  # fmt: skip
 # {class of PEFT, transformers or argparse: (kind of the object that it makes, its value)}
-MADE = {"LoraConfig": ("adapter", None), "BitsAndBytesConfig": ("object", "BitsAndBytesConfig")}
-MADE |= {"ArgumentParser": ("parser", None)}
+MADE: dict[str, tuple[str, Any]] = {"LoraConfig": ("adapter", None), "ArgumentParser": ("parser", None)}
+MADE |= {"BitsAndBytesConfig": ("object", "BitsAndBytesConfig")}
 # Conversions of Python that are computed for literals.
 CASTS = {"float": float, "int": int, "str": str, "bool": bool, "list": list}
 
@@ -254,7 +249,7 @@ class ScriptRun(Interpreter):
         """Interprets get_peft_model: the model with LoRA, from PEFT's LoraConfig or from Unsloth's arguments."""
         arguments = self.arguments(node, ("model", "peft_config"))
         model = arguments.pop("model", None)
-        unsloth = ScriptObject("adapter", None, UNSLOTH_LORA | arguments)
+        unsloth = ScriptObject("adapter", None, read_names("unsloth_lora") | arguments)
         return self.add_adapter(model, unsloth if parent.startswith("Fast") else arguments.get("peft_config"), node)
 
     def add_adapter(self, model: Any, adapter: Any, node: ast.Call) -> Any:

@@ -298,21 +298,18 @@ class ShellRun(ShellVariables):
             self.forget(re.findall(NAME, variable.parts[0].text) if not self.halted else ())
             return self.unknown_rounds(None)
         body = self.index
-        if self.halted or not values:
-            self.passed(self.block)
-            self.expect("done")
-            return None
-        for value in values:
+        for value in () if self.halted else values:
             self.index = body
             self.variables[variable.plain] = [value]
             self.block()
-            if self.halted == "continue":
-                self.halted = ""
+            self.halted = "" if self.halted == "continue" else self.halted
             if self.halted:
                 break
-        if self.halted == "break":
-            self.halted = ""
-        self.meet()
+        if self.index == body:
+            self.passed(self.block)  # there is no round
+        else:
+            self.halted = "" if self.halted == "break" else self.halted
+            self.meet()
         self.expect("done")
         return None
 

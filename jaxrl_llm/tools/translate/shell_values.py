@@ -26,10 +26,7 @@ FIELD = re.compile(r"(?:\$\((?:[^()]|\([^()]{0,200}\)){0,400}\)|\$\{[^{}]{0,400}
 Variables: TypeAlias = dict[str, list[str]]
 MAX_LENGTH = 100_000  # characters of a variable; an element of an array counts ten more
 # Arithmetic of $((…)): the shell has whole numbers, and rounds a division towards zero.
-SHELL_OPERATORS = OPERATORS | {
-    ast.Div: lambda dividend, divisor: math.trunc(dividend / divisor),
-    ast.Mod: lambda dividend, divisor: int(math.fmod(dividend, divisor)),
-}
+SHELL_OPERATORS = OPERATORS | {ast.Div: lambda a, b: math.trunc(a / b), ast.Mod: lambda a, b: int(math.fmod(a, b))}
 
 
 @dataclass

@@ -9,10 +9,11 @@ fields: fields of a jaxrl_llm config that the key decides, the most important on
 rule: effect of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make it the fields, with the same
     meaning; `count` does so if it is above 0, and `natural` makes a negative number 0. With values after the word, any
     other value means something else (`why`). `choose` makes the fields the word B for the value A, of the words A=B
-    after it. `idle` has no effect on the numbers of a run, whatever its value is.
+    after it; the word *=B is for all other values. `idle` has no effect on the numbers of a run, whatever its value is.
     `off` has no counterpart, and needs none with None, False and the values after it; `only` needs none with the values
     after it. `none` has no counterpart, and `differs` none that is a field. Fields of these rows are not what the file
     says.
+    `of KEY` makes the fields what they are by the rule of KEY, which reads this key too.
     `absent` takes a row of another table out. `old KEY` is an earlier name of KEY; the words A=B after it say how its
     values are spelled now. Any other word is a function of the trainer's module, which is the rule.
     With a ? behind the word, None, False, 0 and an empty value have no effect.
@@ -37,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.tools.translate.documents import parse_scalar
-from jaxrl_llm.tools.translate.outcome import Conditional, Keys, NoEffect, Outcome, Rule, TrainerTable, Version
+from jaxrl_llm.tools.translate.outcome import Conditional, Keys, Outcome, Rule, TrainerTable, Version
 
 FOLDER = Path(__file__).parent
 
@@ -55,16 +56,8 @@ WORDS = {name: words.split(" ") for name, words in read_columns("words")}
 # Reason of a key whose value is None, False, 0 or empty.
 NOT_IN_USE = "not in use"
 # {rule in a table: conversion of the value into the value of the fields}
-CONVERTERS: dict[str, Callable[[Any], Any]] = {
-    "int": int,
-    "count": int,
-    "natural": lambda value: max(int(value or 0), 0),
-    "float": float,
-    "bool": bool,
-    "text": str,
-    "dict": dict,
-    "any": lambda value: value,
-}
+CONVERTERS: dict[str, Callable[[Any], Any]] = {"int": int, "count": int, "float": float, "bool": bool, "text": str}
+CONVERTERS |= {"dict": dict, "any": lambda value: value, "natural": lambda value: max(int(value or 0), 0)}
 
 
 @dataclass(frozen=True)
@@ -97,7 +90,9 @@ class Row:
     def fields_with(self, value: Any) -> dict[str, Any]:
         """Returns {field: value}, with the values that the row gives to fields."""
         pairs = [field.partition("=") for field in self.fields.split()]
-        return {name: parse_scalar(constant) if sign else value for name, sign, constant in pairs}
+        values = {name: parse_scalar(text) if sign else value for name, sign, text in pairs}
+        # A list of a config is a tuple.
+        return {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
 
     @property
     def field(self) -> str:
@@ -151,10 +146,12 @@ def trainer_table(
         later_keys=tuple(key for key, first in since.items() if first > last),
     )
     defaults = {key: parse_scalar(row.default) for key, row in current.items() if row.default}
+    rules: dict[str, Rule] = {}
+    rules |= {key: _rule(row, module, rules) for key, row in current.items()}
     return TrainerTable(
         name,
         version,
-        {key: _rule(row, module) for key, row in current.items()},
+        rules,
         defaults | (older.defaults if as_of else {}),
         base,
         decides={key: tuple(row.field_names) for key, row in current.items()},
@@ -165,18 +162,23 @@ def trainer_table(
     )
 
 
-def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
-    """Returns the rule of a row: a function that makes the outcome of a value. module: as in `trainer_table`."""
+def _rule(row: Row, module: Mapping[str, Any], rules: dict[str, Rule]) -> Rule:
+    """Returns the rule of a row: a function that makes the outcome of a value.
+
+    module: as in `trainer_table`; rules: rules of all keys, which are complete when the rule is called.
+    """
     text, *conditions = row.rule.split(" if ")
     word, *arguments = text.split(" ")
     word, optional, _ = word.partition("?")
     row = replace(row, why=SENTENCES.get(row.why, row.why))
     if word == "idle":
-        rule = NoEffect(row.why)
+        rule = Conditional(lambda keys: False, lambda value, keys: Outcome("no effect"), row.why)
     elif word in CONVERTERS:
         rule = partial(_same_meaning, row, word, [*map(parse_scalar, arguments)])
     elif word == "choose":
         rule = partial(_chosen, row, dict(pair.split("=") for pair in arguments))
+    elif word == "of":
+        rule = partial(_part_of, row, rules, arguments[0])
     elif word in ("off", "only", "none", "differs"):
         rule = partial(_no_counterpart, row, word, [*([None, False] * (word == "off")), *map(parse_scalar, arguments)])
     else:
@@ -218,12 +220,20 @@ def _if_set(rule: Rule, value: Any, keys: Keys) -> Outcome:
     return rule(value, keys) if value else Outcome("no effect", reason=NOT_IN_USE)
 
 
+def _part_of(row: Row, rules: dict[str, Rule], whole: str, value: Any, keys: Keys) -> Outcome:
+    """Translates a key whose fields are a part of those of the key `whole`, whose rule reads this key too."""
+    outcome = rules[whole](keys[whole], keys)
+    own, unknown = ({x: y[x] for x in row.field_names if x in y} for y in (outcome.fields, outcome.unknown))
+    return Outcome("changed" if row.why else "mapped", own, row.why, unknown=unknown)
+
+
 def _chosen(row: Row, words: Mapping[str, str], value: Any, keys: Keys) -> Outcome:
     """Translates a key whose values have other names in jaxrl_llm. words: {value: its name in jaxrl_llm}."""
-    if str(value) not in words:
+    ours = words.get(str(value)) or words.get("*")
+    if not ours:
         reason = f"it is one of {', '.join(words)}, not {value}"
         return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(row.field_names, reason))
-    return Outcome("changed" if row.why else "mapped", row.fields_with(words[str(value)]), row.why)
+    return Outcome("changed" if row.why else "mapped", row.fields_with(ours), row.why)
 
 
 def _same_meaning(row: Row, word: str, neutral: list[Any], value: Any, keys: Keys) -> Outcome:

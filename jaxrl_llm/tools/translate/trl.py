@@ -62,9 +62,8 @@ def noted(row: Row, rule: Rule) -> Rule:
     def with_note(value: Any, keys: Keys) -> Outcome:
         outcome = rule(value, keys)
         has_newest_default = row.key not in keys and value == parse_scalar(row.default)
-        if not has_newest_default:
-            return outcome
-        return replace(outcome, kind="changed", reason=f"{row.default}; {row.was}")
+        note = f"{row.default}; {row.was}"
+        return replace(outcome, kind="changed", reason=note) if has_newest_default else outcome
 
     return with_note
 

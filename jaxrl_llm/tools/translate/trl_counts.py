@@ -99,23 +99,13 @@ def device_batch_size(value: Any, keys: Keys) -> Outcome:
     # A launcher such as accelerate starts several processes, and their number multiplies the batch.
     has_launcher = any(key.startswith(("accelerate.", "deepspeed.")) for key in keys.values)
     has_launcher = has_launcher or keys.values.get("num_processes", 1) is None
-    unknown_reason = ""
-    if has_launcher and UNKNOWN_PROCESSES in reason:
-        unknown_reason = UNKNOWN_PROCESSES
-    elif NO_WHOLE_GROUPS in reason:
-        unknown_reason = NO_WHOLE_GROUPS
-    elif "unsloth" in keys and int(value) % group_size(keys):
-        unknown_reason = UNSLOTH_GROUPS if int(value) == device_completions(keys) else ""
-    unknown = {name: unknown_reason for name in fields if name != "group_size"} if unknown_reason else {}
+    unknown_reasons = [UNKNOWN_PROCESSES] * (has_launcher and UNKNOWN_PROCESSES in reason)
+    unknown_reasons += [NO_WHOLE_GROUPS] * (NO_WHOLE_GROUPS in reason)
+    is_doubtful = "unsloth" in keys and int(value) % group_size(keys) and int(value) == device_completions(keys)
+    unknown_reasons += [UNSLOTH_GROUPS] * bool(is_doubtful)
+    unknown = {name: unknown_reasons[0] for name in fields if unknown_reasons and name != "group_size"}
     microbatch = max(x for x in update_sizes if x <= limit)
     return Outcome("changed", fields | {"microbatch": microbatch}, reason, unknown=unknown)
-
-
-def batch_factor(row: Row, value: Any, keys: Keys) -> Outcome:
-    """Translates the other batch keys of TRL, such as `gradient_accumulation_steps`, each to the fields of its row."""
-    fields, _ = batch(keys)
-    shown_fields = {name: fields[name] for name in row.fields.split() if name in fields}
-    return Outcome("changed", shown_fields, "a factor of the batch: see per_device_train_batch_size")
 
 
 def optimizer_steps(keys: Keys) -> int:

@@ -44,11 +44,6 @@ def loss(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed" if reason else "mapped", fields | LOSS_CONSTANTS.get(name, {}), reason)
 
 
-def level(value: Any, keys: Keys) -> Outcome:
-    """Translates TRL's `importance_sampling_level` (token or sequence) to `loss.name`, because GSPO is a loss."""
-    return Outcome("mapped", {"loss.name": loss_name(keys["loss_type"], keys) or "ppo_clip"})
-
-
 def clip_high(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `epsilon_high` to `loss.clip_high`; None means `epsilon`. CISPO's key is the ratio's bound."""
     high = float(keys["epsilon"] if value is None else value)
@@ -76,11 +71,6 @@ def kl(value: Any, keys: Keys) -> Outcome:
     if "use_bias_correction_kl" in keys.defaults:
         return Outcome("mapped", {"kl.placement": "loss", "kl.coef": float(value)}, "k3 in the loss")
     return Outcome("mapped", {"kl.placement": "reward", "kl.coef": float(value), "kl.estimator": "k1"})
-
-
-def kl_estimator(value: Any, keys: Keys) -> Outcome:
-    """Translates TRL's `use_bias_correction_kl` (multiply a token's KL by its ratio) to `kl.estimator`."""
-    return Outcome("mapped", {"kl.estimator": "k3_weighted" if value else "k3"})
 
 
 def objectives(value: Any, keys: Keys) -> Outcome:
@@ -118,12 +108,6 @@ def dpo(value: Any, keys: Keys) -> Outcome:
     reason = "; ".join([SENTENCES["NLL_DIVISOR"]] * bool(nll_coef) + [scale] * (weights["sigmoid"] != 1))
     fields = {"loss.name": "dpo", "loss.nll_coef": nll_coef}
     return Outcome("changed" if reason else "mapped", fields | PAIR_AGGREGATION, reason)
-
-
-def nll_coef(value: Any, keys: Keys) -> Outcome:
-    """Translates `loss_weights` or `rpo_alpha` of TRL's DPO to `loss.nll_coef`, the weight of the cross-entropy."""
-    fields = dpo(keys["loss_type"], keys).fields
-    return Outcome("mapped", {name: x for name, x in fields.items() if name == "loss.nll_coef"})
 
 
 def simpo(value: Any, keys: Keys) -> Outcome:

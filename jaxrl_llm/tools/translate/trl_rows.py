@@ -30,10 +30,9 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     listed = [str(name) for name in (value if isinstance(value, list) else [value])]
     # Weights that cannot be read make no other field unknown, so `keys` need not record the request.
     given_weights = keys.values.get("reward_weights") or [1.0] * len(listed)
-    unread_weights = isinstance(given_weights, Unread)
-    unknown = {"reward.weights": f"reward_weights = {given_weights}"} if unread_weights else {}
     all_weights = given_weights if isinstance(given_weights, list) else [given_weights]
-    is_weighed = len(listed) == len(all_weights) and not unread_weights
+    is_weighed = len(listed) == len(all_weights) and not isinstance(given_weights, Unread)
+    unknown = {} if is_weighed else {"reward.weights": f"reward_weights = {given_weights} for {len(listed)} functions"}
     weight_of = dict(zip(listed, map(float, all_weights), strict=True)) if is_weighed else {}
     # The penalty for long completions is a reward function in TRL, and a field in jaxrl_llm.
     soft = [name for name in listed if "soft_overlong" in name]
@@ -80,17 +79,6 @@ def reward_model(value: Any, keys: Keys) -> Outcome:
     if keys.get("reward_funcs"):
         return outcome
     return replace(outcome, fields=outcome.fields | NO_FUNCTIONS, tasks=EVALUATION_TASK)
-
-
-def weights(value: Any, keys: Keys) -> Outcome:
-    """Translates TRL's `reward_weights` to `reward.weights` and `reward_model.weight`."""
-    names = keys.get("reward_funcs")
-    count = len(names) if isinstance(names, list) else int(bool(names))
-    if len(value) != count:
-        return unsupported("reward.weights", f"{len(value)} weights for {count or 'unknown'} functions")
-    fields = rewards(names, keys).fields
-    weighed = ("reward.weights", "reward_model.weight")
-    return Outcome("mapped", {name: x for name, x in fields.items() if name in weighed})
 
 
 def dataset(value: Any, keys: Keys) -> Outcome:

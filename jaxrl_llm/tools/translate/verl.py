@@ -35,7 +35,7 @@ TURNS = f"{ROLLOUT}multi_turn."
 tower = images.tower(lambda keys: bool(keys[f"{MODEL}lora_rank"]), SENTENCES["UNREAD_FREEZE"])
 
 
-data_files = partial(family.rows_of, conversions.PARQUET)
+data_files = partial(family.rows_of, "verl.convert")
 
 
 def truncation(value: Any, keys: Keys) -> Outcome:

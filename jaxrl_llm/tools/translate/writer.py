@@ -18,7 +18,7 @@ from jaxrl_llm import configs
 from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.errors import printable
 from jaxrl_llm.tools.translate.outcome import KINDS, Outcome, Translation
-from jaxrl_llm.tools.translate.table import WORDS
+from jaxrl_llm.tools.translate.table import SENTENCES, WORDS
 
 WIDTH = 119
 # Breaks a text into lines between words.
@@ -39,10 +39,7 @@ def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] =
         lines = [line for name in names for line in _lines(translation, name, fields)]
         body += [""] * bool(lines and body) + lines
     counts = ", ".join(f"{len(translation.with_kind(kind))} {kind}" for kind in KINDS)
-    notice = (
-        f"Not measured. Keys of the file: {counts}. A comment names the key that a field is from, and what differs; "
-        f'"default" is a default of {table.name} that the file leaves as it is.'
-    )
+    notice = SENTENCES["NOTICE"].format(counts, table.name)
     return TEMPLATE.format(
         file=_name(file.name),
         whose=f"{table.name} ({table.version})",
