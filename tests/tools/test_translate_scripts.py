@@ -328,6 +328,10 @@ MAPPINGS = [  # lines that make a mapping of settings, fields of a config with i
      {}, True),
     ("kwargs = dict(seed=4, x=1)\nx = kwargs.pop('x')\nkwargs.update({'epsilon': 0.3}, num_iterations=x)",
      {"seed": 4, "loss.clip_low": 0.3, "epochs": 1}, False),
+    ("kwargs = dict(seed=3)\nkwargs.update(dict(seed=3), seed=4)", {"seed": 4}, False),
+    ("kwargs = dict(seed=4)\nif build():\n    kwargs.pop('seed', None)", {}, True),
+    ("@dataclass\nclass C:\n    seed: int = 4\nc = C()\nkwargs = asdict(c)\nkwargs.update(seed=5)\n"
+     "kwargs['seed'] = c.seed", {"seed": 4}, False),
     ("kwargs = dict({'seed': 4})\nkwargs.setdefault('seed', 5)", {"seed": 4}, False),
 ]  # fmt: skip
 

@@ -123,12 +123,12 @@ class ScriptRun(Interpreter):
     def changed_entries(self, owner: dict[str, Any], name: str, arguments: dict[str, Any], node: ast.Call) -> Any:
         """Returns the value of a method that changes a dict. After an unknown change all its entries are unknown."""
         unread, first = Unread(place_of(node)), arguments.pop("0", {})
-        has_unknown_entries = bool(self.doubt) or any(key.startswith("**") for key in owner)
+        has_unknown_entries = any(key.startswith("**") for key in owner)
         if name in ("pop", "setdefault") and isinstance(first, str) and not self.doubt:
             return getattr(owner, name)(first, unread if has_unknown_entries else arguments.get("1"))
-        if name != "update" or not isinstance(first, dict) or self.doubt:
-            first = dict.fromkeys([*owner, *arguments, f"**{snippet(node)}"], unread)
-        return owner.update(arguments | first)
+        if name == "update" and isinstance(first, dict) and not self.doubt:
+            return owner.update(first | arguments)
+        return owner.update(dict.fromkeys([*owner, *filter(str.isidentifier, arguments), f"**{snippet(node)}"], unread))
 
     def unknown_call(self, name: str, values: list[Any], node: ast.AST) -> Any:
         """Interprets a call by its name alone: a quiet call, one that returns its object, or one that may change it."""
@@ -286,7 +286,7 @@ class ScriptRun(Interpreter):
         """Interprets asdict(object) and vars(object) of an object of the script: its fields."""
         item = self.arguments(node).get("0")
         if isinstance(item, ScriptObject) and item.kind == "object" and item.keys:
-            return item.keys
+            return dict(item.keys) if "asdict" in snippet(node) else item.keys
         return self.part(item, node)
 
     call_vars = call_asdict

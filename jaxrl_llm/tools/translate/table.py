@@ -129,7 +129,7 @@ def trainer_table(
 ) -> TrainerTable:
     """Makes the translation table of a trainer from its rows, with the rules that they name.
 
-    module: {name: function, or condition} that rows may name. OLDER, if present, is the name and the last
+    module: {name: function or condition} that rows may name. OLDER, if present, is the name and the last
     number of the versions to which the column `was` belongs.
     base: config of jaxrl_llm that a translation changes; as_of: version of a trainer without later keys, 0.0 for the
     newest version.
