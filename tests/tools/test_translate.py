@@ -816,6 +816,8 @@ MEANINGS = [
         ("easyr1", "worker.actor.loss_avg_mode", "seq", "sequence_mean", 0),
         ("trl_grpo", "loss_type", "grpo", "sequence_mean", 0), ("trl_grpo", "loss_type", "bnpo", "token_mean", 0),
         ("trl_grpo", "loss_type", "dr_grpo", "constant", 512), ("trl_grpo", "loss_type", "luspo", "sequence_sum", 0))),
+    *(("trl_grpo", dict(beta=0.1, **given), {}, {"kl.estimator": ours})
+      for given, ours in (({}, "k3_weighted"), (dict(use_bias_correction_kl=False), "k3"))),
     # which veRL until 0.7.0 summed over the sequences of a micro-batch
     ("verl", {f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm"}, {f"{ACTOR}loss_agg_mode": "changed"}, {}),
     ("verl", {f"{ACTOR}loss_agg_mode": "seq-mean-token-sum"}, {f"{ACTOR}loss_agg_mode": "mapped"}, {}),
