@@ -816,6 +816,11 @@ MEANINGS = [
         ("easyr1", "worker.actor.loss_avg_mode", "seq", "sequence_mean", 0),
         ("trl_grpo", "loss_type", "grpo", "sequence_mean", 0), ("trl_grpo", "loss_type", "bnpo", "token_mean", 0),
         ("trl_grpo", "loss_type", "dr_grpo", "constant", 512), ("trl_grpo", "loss_type", "luspo", "sequence_sum", 0))),
+    *(("trl_grpo", dict(beta=0.1, **given), {}, {"kl.estimator": ours})
+      for given, ours in (({}, "k3_weighted"), (dict(use_bias_correction_kl=False), "k3"))),
+    # which veRL until 0.7.0 summed over the sequences of a micro-batch
+    ("verl", {f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm"}, {f"{ACTOR}loss_agg_mode": "changed"}, {}),
+    ("verl", {f"{ACTOR}loss_agg_mode": "seq-mean-token-sum"}, {f"{ACTOR}loss_agg_mode": "mapped"}, {}),
     # losses of pairs that are not here
     *(("trl_dpo", {"loss_type": loss, "max_steps": 10}, {"loss_type": "unsupported"}, {"loss.name": None})
       for loss in ("hinge", ["sigmoid", "hinge"], ["sft"])),
@@ -1006,6 +1011,35 @@ def test_a_key_that_cannot_be_read_is_unknown_or_decides_nothing(name):
             if decides and not any(f"{key} = args.x" in why for why in unknown.values()):
                 wrong.append((key, context))
     assert wrong == []
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_the_reason_of_a_key_is_true_for_its_file(name):
+    system = SYSTEMS[name]
+    wrong = []
+    for context in CONTEXTS.get(name, [{}]):
+        for key in {*system.rules, *system.defaults} - context.keys():
+            for value in (True, 0, "dapo"):
+                with contextlib.suppress(UserError, KeyError):
+                    made = translate(system, context | {key: value})
+                    reason = made.outcomes[key].reason
+                    values = system.defaults | made.table.defaults | context | {key: value}
+                    of_others = re.search(r"read only if (\S+?)(!?=|$)", reason)
+                    # A key is not off because of itself, and what is on is in use.
+                    circular = of_others and of_others[1] == key
+                    states = re.findall(r"(\S+) is (set|False|True)", reason)
+                    untrue = [
+                        (k, x) for k, x in states if k in values and str(bool(values[k])) != x.replace("set", "True")
+                    ]
+                    if circular or untrue or (reason == "not in use" and value not in (None, False, 0)):
+                        wrong.append((key, value, reason))
+    assert wrong == []
+
+
+def test_flags_of_a_launcher_in_a_variable_are_not_named_as_lost(tmp_path):
+    script = "ARGS='--num_processes 4 --machine_rank 0'\naccelerate launch $ARGS " + TRAIN
+    made_of(tmp_path, "run.sh", script)
+    assert readers.read(tmp_path / "run.sh").lost == ()
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

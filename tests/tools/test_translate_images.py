@@ -150,7 +150,7 @@ def test_every_script_of_easyr1_with_images_is_a_complete_config(name, tmp_path)
     assert differing(expected | fields, c) == {}
     # Of the keys of images only those of video do nothing.
     silent = made.with_kind("no effect")
-    assert {key for key, one in silent.items() if one.reason in (images.HAS_IMAGES[1], images.SOUND)} == {
+    assert {key for key, one in silent.items() if one.reason in (images.HAS_IMAGES[1], images.HAS_SOUND[1])} == {
         "data.video_key", "data.video_fps"
     }  # fmt: skip
     assert not {"data.image_key", "data.min_pixels", "data.max_pixels", f"{ROLLOUT}.limit_images"} & set(silent)

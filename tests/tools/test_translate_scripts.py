@@ -195,6 +195,8 @@ OBJECTS = [  # what a script does before it trains, the fields that it decides, 
     # the tokenizer
     ("tok.chat_template = 'x'", {}, ["model.path"]), ("tok = AutoTokenizer.from_pretrained('c/d')", {}, ["model.path"]),
     ("tok.pad_token = tok.eos_token", {}, []),
+    ("from vllm import SamplingParams\nSamplingParams(stop=[tok.eos_token])", {}, []),
+    ("from vllm import serve\nserve(tok)", {}, ["model.path"]),
     # arguments
     ("args.beta = 0.1", {"kl.coef": 0.1}, []),
     ("if os.environ.get('KL'):\n    args.beta = 0.1", {}, ["kl"]),
@@ -265,7 +267,8 @@ def test_a_batch_that_a_script_does_not_say_hides_no_other_field(tmp_path):
         "from unsloth import FastLanguageModel\nfrom trl import GRPOConfig, GRPOTrainer\n"
         "cfg = yaml.safe_load(open('run.yaml'))\nmodel, tok = FastLanguageModel.from_pretrained('a/b')\n"
         "model = FastLanguageModel.get_peft_model(model, r=cfg['rank'])\n"
-        "args = GRPOConfig(max_steps=250, save_steps=125, per_device_train_batch_size=cfg['batch'])\n"
+        "args = GRPOConfig(max_steps=250, save_steps=125, beta=0, weight_decay=0, "
+        "per_device_train_batch_size=cfg['batch'])\n"
         "GRPOTrainer(model, accuracy_reward, args, 'c/d', processing_class=tok).train()\n"
     )
     source = readers.read(path)
@@ -273,6 +276,76 @@ def test_a_batch_that_a_script_does_not_say_hides_no_other_field(tmp_path):
     assert sorted(made.unknown()) == ["adapters.rank", "prompts_per_step", "prompts_per_update"]
     fields = {"adapters.name": "lora", "adapters.base_dtype": "int8", "num_steps": 250, "checkpoint.every": 125}
     assert {name: made.fields()[name] for name in fields} == fields
+
+
+UNSLOTH, CLASSES = "from unsloth import FastLanguageModel\n", "from trl import GRPOConfig, GRPOTrainer\n"
+SURE = {"seed": 3407, "optim.learning_rate": 5e-5, "optim.warmup_ratio": 0.1}
+UNSURE = ["kl", "optim.weight_decay"]  # defaults that versions of Unsloth have otherwise
+OF_TRL = {"seed": 42, "optim.learning_rate": 1e-6, "optim.warmup_ratio": 0.0, "optim.weight_decay": 0.0, "kl": None}
+BATCH = ["prompts_per_step", "prompts_per_update"]
+PATCHED = [  # what a script imports, arguments of its config, fields, and what is unknown
+    (UNSLOTH + CLASSES, "num_generations=4", SURE | {"prompts_per_update": 2}, UNSURE),
+    (f"import unsloth, trl\n{CLASSES}", "num_generations=4, beta=0.1, weight_decay=0", SURE | {"kl.coef": 0.1}, []),
+    (UNSLOTH + CLASSES, "num_generations=2, seed=1", {"seed": 1, "prompts_per_update": 4}, UNSURE),
+    (UNSLOTH + CLASSES, "num_generations=3", {"prompts_per_step": 2, "group_size": 3}, UNSURE),  # the batch of 4 is 3
+    (UNSLOTH + CLASSES, "num_generations=8", {}, UNSURE + BATCH),
+    (UNSLOTH + CLASSES, "max_prompt_length=9", {"seed": 3407, "rollout.max_completion_tokens": 256}, UNSURE + BATCH),
+    (CLASSES, "num_generations=8", OF_TRL, []),
+    (CLASSES + UNSLOTH, "num_generations=8", OF_TRL, []),  # the names keep TRL's own classes
+    (f"try:\n    {UNSLOTH}except ImportError:\n    pass\n{CLASSES}", "num_generations=4", SURE, UNSURE),
+    (f"if build():\n    {UNSLOTH}{CLASSES}", "num_generations=4", {},
+     [*UNSURE, *BATCH, "optim", "optim.learning_rate", "optim.warmup_ratio", "optim.warmup_steps", "seed"]),
+]  # fmt: skip
+
+
+def made_by(folder, imports: str, arguments: str, lines: str = ""):
+    (path := folder / "grpo.py").write_text(
+        f"{imports}from trl.rewards import accuracy_reward\n{lines}args = GRPOConfig({arguments}, max_steps=9)\n"
+        "GRPOTrainer('a/b', accuracy_reward, args, 'c/d').train()"
+    )
+    source = readers.read(path)
+    return translate(source.table, source.keys)
+
+
+@pytest.mark.parametrize(("imports", "arguments", "fields", "unknown"), PATCHED)
+def test_unsloth_changes_the_defaults_of_a_config_that_is_imported_after_it(
+    imports, arguments, fields, unknown, tmp_path
+):
+    made = made_by(tmp_path, imports, arguments)
+    assert sorted(made.unknown()) == sorted(unknown)
+    assert {name: made.fields().get(name) for name in fields} == fields
+
+
+MAPPINGS = [  # lines that make a mapping of settings, fields of a config with it, and whether the others are unknown
+    ("kwargs = build()", {}, True), ("kwargs = {'seed': 4} | build()", {}, True),
+    ("kwargs = dict(build())", {}, True), ("kwargs = {**build(), 'seed': 4}", {"seed": 4}, True),
+    ("kwargs = {'seed': 4, **build()}", {}, True), ("kwargs = asdict(build())", {}, True),
+    ("kwargs = dict(seed=4)\nkwargs.update(build())", {}, True), ("kwargs = vars(parser.parse_args())", {}, True),
+    ("kwargs = build()\nkwargs.pop('seed')", {}, True), ("kwargs = {**build()}\nkwargs.pop('seed', None)", {}, True),
+    ("@dataclass\nclass C:\n    seed: int = 4\n    x: int = 1\nkwargs = asdict(C())\nkwargs.pop('x')",
+     {"seed": 4}, False),
+    ("@dataclass\nclass C:\n    seed: int = 4\n    def __post_init__(self): self.seed = 5\nkwargs = asdict(C())",
+     {}, True),
+    ("kwargs = dict(seed=4, x=1)\nx = kwargs.pop('x')\nkwargs.update({'epsilon': 0.3}, num_iterations=x)",
+     {"seed": 4, "loss.clip_low": 0.3, "epochs": 1}, False),
+    ("kwargs = dict(seed=3)\nkwargs.update(dict(seed=3), seed=4)", {"seed": 4}, False),
+    ("kwargs = dict(seed=4)\nif build():\n    kwargs.pop('seed', None)", {}, True),
+    ("@dataclass\nclass C:\n    seed: int = 4\nc = C()\nkwargs = asdict(c)\nkwargs.update(seed=5)\n"
+     "kwargs['seed'] = c.seed", {"seed": 4}, False),
+    ("kwargs = dict({'seed': 4})\nkwargs.setdefault('seed', 5)", {"seed": 4}, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lines", "fields", "unknown"), MAPPINGS)
+def test_a_mapping_that_is_not_read_leaves_all_settings_of_a_config_unknown(lines, fields, unknown, tmp_path):
+    made = made_by(
+        tmp_path, f"from dataclasses import asdict, dataclass\n{CLASSES}", "**kwargs, beta=0.1", f"{lines}\n"
+    )
+    assert {name: made.fields()[name] for name in fields} == fields and made.fields()["kl.coef"] == 0.1
+    of_config = {"optim.learning_rate", "optim.decay", "prompts_per_step", "group_size", "rollout.temperature", "eval"}
+    of_config |= {"seed", "reward.weights", "loss.name", "loss.clip_low"} - fields.keys()
+    assert bool(made.unknown()) == unknown and (not unknown or of_config <= made.unknown().keys())
+    assert made.unknown().keys().isdisjoint({"model.path", "data.source", "reward.functions", "kl", "adapters.name"})
 
 
 def test_arguments_of_an_old_trainer_of_pairs_are_keys(tmp_path):

@@ -58,6 +58,14 @@ FORMS = [
     ("A=$(pwd)\nB=\"$(cd \"$(dirname \"${BASH_SOURCE[0]}\")\" && pwd)\"\nrun k=$A/x l=$B/y", ["k=./x", "l=./y"]),
     ("run k='${a.b}' l=\\${c.d}", ["k=${a.b}", "l=${c.d}"]),
     ("set -- a b\nrun k=$1 l=$2", ["k=a", "l=b"]), ("run k=1\nexit 0\nrun k=2", ["k=1"]),
+    # an option whose value is not known does not hide the options beside it
+    ('O="k=1 l=$(date \'+%s %N\') m=$(a (b c))"\nrun $O n=3', ["k=1", "l=$(date '+%s %N')", "m=$(a (b c))", "n=3"]),
+    ('H=($(hosts))\nO="k=${H[0]} l=${H:0} m=2"\nrun $O', ["k=$(hosts)", "l=${H:0}", "m=2"]),
+    # the text of a heredoc in a variable
+    ("A=1\nread -r -d '' O <<EOF\nk=$A \\\n  l=2\nm=3\nEOF\nrun $O", ["k=1", "l=2", "m=3"]),
+    ("read -rd '' O <<'EOF' || true\nk=$A\nEOF\nrun $O", ["k=$A"]),
+    ("O=$(cat <<-EOF\n\tk=1\n\tl=2\n\tEOF\n)\nrun $O m=3", ["k=1", "l=2", "m=3"]),
+    ("O=$(cat << 'EOF'\nk=$A (\nEOF\n)\nrun \"$O\"", ["k=$A ("]),
     ("X=$(date)\nif [ -f y ]; then K=1; else K=1; fi\nrun k=$K", ["k=1"]),
     ("trap 'kill 1' EXIT\n[ -d x ] && rm x\nrun k=1", ["k=1"]),
 ]  # fmt: skip
@@ -256,6 +264,30 @@ def test_a_form_of_bash_that_is_not_followed_is_told(tmp_path):
 def test_a_quoted_mark_of_a_heredoc_keeps_its_text():
     files = shell.follow('A=1\ncat > a << EOF\n"$A"\nEOF\ncat > b << \'EOF\'\n"$A"\nEOF\n').files
     assert files == {"a": '"1"\n', "b": '"$A"\n'}
+
+
+def test_a_file_of_a_variable_has_its_text_and_grows_behind_two_marks(tmp_path):
+    script = "read -r -d '' A <<'EOF'\nmodel_name_or_path: a/b\nbeta: 0.2\nEOF\necho \"$A\" > x.yaml\n"
+    script += "printf '%s\\n' 'max_steps: 7' >> x.yaml\ncat >> x.yaml <<EOF\nseed: 3\nEOF\n"
+    (path := tmp_path / "run.sh").write_text(f"{script}trl grpo --config x.yaml --reward_funcs accuracy_reward\n")
+    source = readers.read(path)
+    expected = {"model_name_or_path": "a/b", "beta": 0.2, "max_steps": 7, "seed": 3}
+    assert expected.items() <= source.keys.items() and source.lost == ()
+
+
+CODE = """from trl import GRPOConfig, GRPOTrainer
+GRPOTrainer('a/b', accuracy_reward, GRPOConfig(max_steps=9, beta=$B), 'c/d').train()
+"""
+
+
+def test_python_code_inside_a_script_is_read(tmp_path):
+    path = tmp_path / "run.sh"
+    for script in (f"B=0.1\npython3 - <<EOF\n{CODE}EOF\n", f'B=0.1\npython -c "{CODE}"\n',
+                   f"read -r -d '' CODE <<'EOF'\n{CODE.replace('$B', '0.1')}EOF\npython -c \"$CODE\"\n"):  # fmt: skip
+        path.write_text(script)
+        source = readers.read(path)
+        made = translate(source.table, source.keys)
+        assert (made.fields()["kl.coef"], made.fields()["num_steps"], source.lost) == (0.1, 9, ()), script
 
 
 def test_a_file_that_a_script_sources_is_in_a_note(tmp_path):

@@ -8,24 +8,15 @@ from pathlib import Path
 from jaxrl_llm.errors import Parser, UserError, printable, run_main
 from jaxrl_llm.tools.translate import images, readers, writer
 from jaxrl_llm.tools.translate.outcome import KINDS, Translation, translate
-
-DESCRIPTION = (
-    "Translates a config of TRL (JSON, YAML, a command line, or a Python script, which is not run), veRL, EasyR1 or "
-    "Search-R1 (YAML or a shell script, which is not run) into a config of this package, names every key that has no "
-    "counterpart, and checks the result. Exit code 0: the checks pass, and every field has its value; 1: the checks do "
-    "not pass, or the translated run may differ: the file does not say the value of a field, a key is in no table, "
-    "lines belong to no key, or no model of jaxrl_llm reads what its model reads; 2: the file is no such config."
-)
+from jaxrl_llm.tools.translate.table import SENTENCES
 
 
 def main() -> None:
-    parser = Parser("jaxrl_llm.tools.translate", description=DESCRIPTION)
+    parser = Parser("jaxrl_llm.tools.translate", description=SENTENCES["DESCRIPTION"])
     parser.add_argument("file", type=Path, metavar="FILE", help="the config or script")
     parser.add_argument("--to", type=Path, metavar="FILE", help="a new file, in any folder (default: print the config)")
     parser.add_argument("--rows", type=int, default=0, help="number of training rows, which makes steps of epochs")
-    parser.add_argument(
-        "--processes", type=int, default=0, help="number of TRL's processes, which multiplies its batch"
-    )
+    parser.add_argument("--processes", type=int, default=0, help="processes of TRL, which multiply its batch")
     args = parser.parse_args()
     if min(args.rows, args.processes) < 0:
         raise UserError("--rows and --processes must be 0 (unknown) or more")
@@ -58,9 +49,8 @@ def run(file: Path, to: Path | None, rows: int, processes: int) -> int:
     # The checks import JAX, which takes longer than the translation that is printed above.
     from jaxrl_llm.tools.translate import lint
 
-    passes = lint.check(
-        text, translation.user_tasks(), f"{written}the checks {'of all but the model ' * bool(refusal)}"
-    )
+    subject = f"{written}the checks {'of all but the model ' * bool(refusal)}"
+    passes = lint.check(text, translation.user_tasks(), subject)
     # A task such as moving a function does not count, because `train` refuses the config until it is done.
     return int(bool(not passes or refusal or source.lost or translation.unknown()))
 
@@ -69,7 +59,7 @@ def print_first(source: readers.ForeignConfig, translation: Translation, refusal
     """Prints the version of the file, why the run may be another one, and notes on its values."""
     lines = [f"version: {note}" for note in translation.notes]
     lines += [f"not supported: {refusal}: train refuses the config"] if refusal else []
-    lines += [f"belongs to no key of the training command: {line}" for line in source.lost]
+    lines += [f"not read as a setting: {line}" for line in source.lost]
     lines += [f"note: {note}" for note in (*source.notes, images.note(source.keys)) if note]
     for line in lines:
         _say(line)

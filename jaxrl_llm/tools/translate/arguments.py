@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxrl_llm.tools.translate.documents import parse_scalar
 from jaxrl_llm.tools.translate.outcome import Unread
 
 # An argument key=value of Hydra and OmegaConf, and the short options of Hydra.
@@ -115,7 +116,7 @@ def calculated(
     return value(ast.parse(text.strip(), mode="eval").body)
 
 
-def value_of(text: Any, parse: Any) -> Any:
+def value_of(text: Any, parse: Callable[[str], Any] = parse_scalar) -> Any:
     """Returns the parsed text of a value; `Unread` if a variable of the shell is left in the text."""
     if isinstance(text, list):
         return [value_of(element, parse) for element in text]

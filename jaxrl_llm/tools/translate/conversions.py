@@ -12,35 +12,16 @@ from importlib.util import find_spec
 from typing import Any
 
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome
+from jaxrl_llm.tools.translate.table import read_names
 
-# Reward functions of jaxrl_llm.
+# A reward function of jaxrl_llm.
 ACCURACY = "math.accuracy"
-SEARCH = "search.exact_match"
-# ANCHORED and AFTER_THOUGHT also read "The final answer is $5$" without a box, as TRL's rewards do.
-ANCHORED = "math.accuracy(anchors=True)"
-AFTER_THOUGHT = "math.accuracy(after='</think>', anchors=True)"
-# Reward function that replaces one of the user while the other fields of a config are checked.
-STAND_IN = "arithmetic.accuracy"
-# Reward functions of TRL and open-r1, by the names that their command lines and scripts use.
-REWARDS = {
-    "accuracy": ANCHORED,
-    "accuracy_reward": ANCHORED,
-    "reasoning_accuracy_reward": AFTER_THOUGHT,
-    "think_format_reward": "format.think",
-    "format": "format.think_answer",
-}
+# {reward function of TRL and open-r1: (that of jaxrl_llm, column of the answer or "")}
+REWARDS = read_names("trl_rewards")
 # Packages whose functions have the names of REWARDS.
 REGISTRIES = ("trl", "open_r1")
-# Reward functions that read the column "solution".
-SOLUTION_REWARDS = ("accuracy", "accuracy_reward", "reasoning_accuracy_reward")
-# Reward files of EasyR1's examples, and the rewards that were built into EasyR1 in spring 2025.
-EASYR1_REWARDS = {"math.py": "easyr1.math", "r1v.py": "easyr1.r1v"}
-EASYR1_SCORES = {"math": "easyr1.math", "r1v": "easyr1.r1v"}
-# {part of the name of a data file of veRL: reward function of its data_source}
-DATA_SOURCES = {"gsm8k": "gsm8k.accuracy", "geo3k": "easyr1.math", "geometry3k": "easyr1.math"}
-# Functions of jaxrl_llm that convert rows: with veRL's columns prompt and reward_model.ground_truth, or Search-R1's.
-PARQUET = "verl.convert"
-SEARCH_R1_ROWS = "search_r1.convert"
+# {name in EasyR1 or part of the name of a data file of veRL: reward function of jaxrl_llm}
+EASYR1_REWARDS, EASYR1_SCORES, DATA_SOURCES = map(read_names, ("easyr1_files", "easyr1_scores", "data_sources"))
 # Fields of a run that evaluates nothing.
 NO_EVALUATION = {"eval": None, "checkpoint.keep_best": 0}
 # Loggers that jaxrl_llm has.
@@ -56,13 +37,13 @@ def rewards(names: list[str], weights: list[float] | None) -> tuple[dict[str, An
     """
     # A function of the script or of another package belongs to the user, whatever its name is.
     registered = {name: name.rpartition(".")[2] for name in names if name.split(".")[0] in (name, *REGISTRIES)}
-    known_names = {name: REWARDS[short] for name, short in registered.items() if short in REWARDS}
+    known_names = {name: REWARDS[short][0] for name, short in registered.items() if short in REWARDS}
     names = [name.removeprefix("__main__.") for name in names]
     own_names = {name: name if "." in name else f"my_rewards.{name}" for name in names}
     functions = tuple((own_names | known_names)[name] for name in names)
     fields = reward_fields(functions, weights)
-    if not {registered[name] for name in known_names}.isdisjoint(SOLUTION_REWARDS):
-        fields["data.answer_column"] = "solution"
+    if columns := {REWARDS[registered[name]][1] for name in known_names} - {""}:
+        fields["data.answer_column"] = columns.pop()
     unknown = [name for name in names if name not in known_names]
     if not unknown:
         return fields, {}
@@ -86,9 +67,7 @@ def reward_fields(functions: tuple[str, ...], weights: list[float] | None = None
 def reward_model(path: str, reason: str) -> Outcome:
     """Returns the outcome of a reward model. reason: difference from the other trainer."""
     fields = {"reward_model.path": path, "reward_model.weight": 1.0}
-    return Outcome(
-        "changed", fields, f"{reason}; its tokenizer must number the policy's tokens alike (docs/rewards.md)"
-    )
+    return Outcome("changed", fields, f"{reason}; its tokenizer must have the policy's token ids (docs/rewards.md)")
 
 
 def custom_reward(path: str, function: str, arguments: Mapping[str, Any]) -> Outcome:
@@ -134,14 +113,6 @@ def dataset(section: str, name: str, split: str) -> Outcome:
     fetch = f"hf download {owned} --repo-type dataset --local-dir data/{owned.split('/')[-1]}, and name its files"
     needs = {} if find_spec("datasets") else {source: f"pip install 'jaxrl_llm[hub]', or {fetch}"}
     return Outcome("mapped", {source: name if "@" in name else f"{name}@{split}", function: ""}, "", needs)
-
-
-def column(field: str, value: str, usual_name: str) -> Outcome:
-    """Returns the outcome of the name of a column. usual_name: name that needs no field in jaxrl_llm."""
-    if value == usual_name:
-        return Outcome("no effect", reason="the column has this name in jaxrl_llm too")
-    # A convert function would make the column itself, so that the field would have no effect.
-    return Outcome("mapped", {field: value, "data.convert": ""})
 
 
 def adapter_targets(targets: Any) -> Outcome:

@@ -82,9 +82,8 @@ def compose_defaults(path: Path, document: dict[Any, Any], roots: Sequence[Path]
 
     roots: folders of Hydra's groups. The returned key "defaults" lists the files that do not exist.
     """
-    document_keys = with_tools(
-        path, flatten_sections({key: value for key, value in document.items() if key != "defaults"}), {}
-    )
+    own_sections = {key: value for key, value in document.items() if key != "defaults"}
+    document_keys = with_tools(path, flatten_sections(own_sections), {})
     if not isinstance(document.get("defaults"), list):
         return document_keys
     searched = re.findall(r"(?:file|pkg)://([^\s'\",\]]+)", str(document_keys.get("hydra.searchpath")))
@@ -136,9 +135,8 @@ def with_tools(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> 
     if not file:
         return keys
     tools = parse(*file).get("tools") or []
-    names = [
-        tool["tool_schema"]["function"]["name"] for tool in tools if isinstance(tool, dict) and "tool_schema" in tool
-    ]
+    schemas = [tool["tool_schema"] for tool in tools if isinstance(tool, dict) and "tool_schema" in tool]
+    names = [schema["function"]["name"] for schema in schemas]
     return keys | {f"{key}.names": names}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl_llm.tools.translate import conversions, family, images, verl
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome
-from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
+from jaxrl_llm.tools.translate.table import SENTENCES, Row, read_names, read_rows, trainer_table
 
 MODEL = "worker.actor.model."
 OLDER = ("of spring 2025", 2025.3)  # name and last date of the versions of the column `was`
@@ -19,15 +19,12 @@ OLDER = ("of spring 2025", 2025.3)  # name and last date of the versions of the 
 ROWS = read_rows("easyr1")
 FAMILY = family.Family(
     rows=ROWS,
-    losses={"default": "ppo_clip", "gspo": "gspo", "gspo_token": "gspo", "cispo": "cispo", "sapo": "sapo"},
+    losses=read_names("easyr1_losses"),
     # EasyR1 has one coefficient and one estimator, and use_kl_loss says whether they are in the loss or in the reward.
     in_loss=lambda keys: bool(keys["algorithm.use_kl_loss"] and not keys["algorithm.disable_kl"]),
     in_reward=lambda keys: not keys["algorithm.use_kl_loss"] and not keys["algorithm.disable_kl"],
     total_steps="trainer.max_steps",
 )
-# Reasons that rows of the table name by these constants.
-GREEDY = "jaxrl_llm evaluates with one greedy completion per problem (jaxrl evaluate samples several)"
-RESIZED = "EasyR1 first resizes to any size, and then to whole tokens, so that a side may differ by one token"
 tower = images.tower(lambda keys: bool(keys[f"{MODEL}lora.rank"]))
 
 
@@ -61,11 +58,7 @@ def too_long(value: Any, keys: Keys) -> Outcome:
 def resampling(value: Any, keys: Keys) -> Outcome:
     """Translates EasyR1's `online_filtering`, which replaces groups without signal, to `rollout.resample_rounds`."""
     batches = int(keys["trainer.max_try_make_batch"])
-    reason = (
-        f"EasyR1 leaves out groups whose mean {keys['algorithm.filter_key']} is outside "
-        f"{keys['algorithm.filter_low']} ... {keys['algorithm.filter_high']}; jaxrl_llm leaves out groups with equal "
-        "rewards, and keeps groups that still have no signal after the last round"
-    )
+    reason = SENTENCES["EASYR1_RESAMPLES"].format(*(keys[f"algorithm.filter_{x}"] for x in ("key", "low", "high")))
     return verl.resampled(batches if keys["algorithm.online_filtering"] else None, reason)
 
 

@@ -16,62 +16,15 @@ from typing import Any
 from jaxrl_llm.tools.translate import conversions, images
 from jaxrl_llm.tools.translate.documents import VERL_FILES
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, unsupported
-from jaxrl_llm.tools.translate.table import Row
+from jaxrl_llm.tools.translate.table import SENTENCES, Row, read_names
 
-# Reasons that rows of the tables name by these constants.
-MESH = "placement of parameters on devices: in jaxrl_llm the mesh (config.mesh), and it changes no number"
-MEMORY = "memory or speed alone: in jaxrl_llm microbatch, model.remat, model.row_parts and host_memory"
-ENGINE = "of the rollout engine: jaxrl_llm has a sampler in JAX (configs/grpo_vllm.py has the settings of vLLM)"
-LOGS = "names and places of logs and files: in jaxrl_llm --workdir and config.log"
-LOADER = "how the data set is loaded: it changes no row"
-PROFILE = "a profiler"
-NO_REMOTE_CODE = "no code of a model's folder is run"
-ALL_DEVICES = "all devices that a run finds"
-SAME_WORKDIR = "the same --workdir resumes a run"
-MODEL_CONFIG = "the model is as its config.json says: change that"
-OWN_TOKENIZER = "the tokenizer is the model's"
-PROCESSOR, SOUND, SAME_PIXELS = images.PROCESSOR, images.SOUND, images.SAME_PIXELS
-# {KL estimator of veRL: estimator of jaxrl_llm}
-KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
-# {loss_agg_mode of veRL: aggregate.mode of jaxrl_llm}
-AGGREGATION = {
-    "token-mean": "token_mean",
-    "seq-mean-token-mean": "sequence_mean",
-    "seq-mean-token-sum": "sequence_sum",
-    # veRL divides all sums by one length, as Dr. GRPO does.
-    "seq-mean-token-sum-norm": "constant",
-    "token": "token_mean",  # EasyR1 has the names token and seq.
-    "seq": "sequence_mean",
-}
-AFTER_TOOL = "after the answer of a tool, the running return continues in jaxrl_llm; in veRL it restarts"
-TO_GO = "every token has the reward minus that of the greedy completion; veRL uses the reward to go"
-IN_REWARD = "in the reward it would be a part of the deviation of advantages; jaxrl_llm has it in the loss"
+# {name in another trainer: name in jaxrl_llm}
+KL, AGGREGATION, LOSS_ARGUMENTS = map(read_names, ("kl", "aggregation", "loss_arguments"))
 # {adv_estimator of veRL: (advantage of jaxrl_llm, its epsilon or None if it has none, difference)}
-ADVANTAGES = {
-    # veRL adds 1e-6 to the deviation of a group, and 1e-8 if it whitens tokens.
-    "grpo": ("grpo", 1e-6, ""),
-    "grpo_vectorized": ("grpo", 1e-6, ""),
-    "gae": ("gae", 1e-8, ""),
-    "reinforce_plus_plus": ("reinforce_pp", 1e-8, AFTER_TOOL),
-    "reinforce_plus_plus_baseline": ("reinforce_pp_baseline", 1e-8, AFTER_TOOL),
-    "remax": ("remax", None, TO_GO),
-    "rloo": ("rloo", None, ""),
-    "rloo_vectorized": ("rloo", None, ""),
-    "opo": ("opo", None, ""),
-    "gdpo": ("gdpo", 1e-4, "normalizes each function of reward.functions; in veRL, each key of the reward's result"),
-}
-SCORED = "jaxrl_llm also scores this distribution; the other trainer scores that of all tokens"
+ADVANTAGES = read_names("advantages")
 # The product of these keys is the number of GPUs of a run.
 MACHINES = ("trainer.nnodes", "trainer.n_gpus_per_node")
 CLIP_SIDES = ("clip_low", "clip_high")
-# {loss of jaxrl_llm: its arguments}
-LOSS_ARGUMENTS = {
-    "ppo_clip": (*CLIP_SIDES, "delta"),
-    "gspo": CLIP_SIDES,
-    "cispo": CLIP_SIDES,
-    "gmpo": CLIP_SIDES,
-    "sapo": ("tau_positive", "tau_negative"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +172,7 @@ class Family:
         divides = str(keys["algorithm.adv_estimator"]).startswith(("grpo", "reinforce_plus_plus_baseline"))
         if not in_loss and not divides:
             return Outcome("mapped", fields | {"kl.placement": "reward", "kl.estimator": KL[kind.removesuffix("+")]})
-        reason = reason if in_loss else IN_REWARD
+        reason = reason if in_loss else SENTENCES["IN_REWARD"]
         return Outcome("changed" if reason else "mapped", fields, reason)
 
     def kl_in_reward_too(self, value: Any, keys: Keys) -> Outcome:
@@ -251,10 +204,7 @@ class Family:
     def loss(self, value: Any, keys: Keys) -> Outcome:
         """Translates the mode of the policy loss to `loss.name`. The arguments of the loss have keys of their own."""
         if value not in self.losses:
-            known_losses = ", ".join(self.losses)
-            return unsupported(
-                "loss.name", f"jaxrl_llm has no loss {value!r}: {known_losses}; this config keeps ppo_clip"
-            )
+            return unsupported("loss.name", f"jaxrl_llm has no loss {value!r}: {', '.join(self.losses)}")
         return Outcome("mapped", {"loss.name": self.losses[value]})
 
     def loss_argument(self, row: Row, value: Any, keys: Keys) -> Outcome:
@@ -289,15 +239,14 @@ class Family:
             reason = f"{value} would weigh the one ratio of a completion by its length; jaxrl_llm takes their mean"
             return Outcome("changed", fields, reason)
         if value not in AGGREGATION:
-            return unsupported(
-                "aggregate.mode", f"jaxrl_llm has no aggregation {value!r}; this config keeps token_mean"
-            )
+            return unsupported("aggregate.mode", f"jaxrl_llm has no aggregation {value!r}")
         mode = AGGREGATION[value]
         # Without a set length veRL divides by the width of its arrays, which is the limit of a response.
         scale = self.keys_of.get("aggregate.constant_length")
         length = int((scale and keys[scale]) or keys["data.max_response_length"])
-        fields = {"aggregate.mode": mode, "aggregate.constant_length": length if mode == "constant" else 0}
-        return Outcome("mapped", fields)
+        is_sum = mode == "constant"
+        fields = {"aggregate.mode": mode, "aggregate.constant_length": length * is_sum}
+        return Outcome("changed" if is_sum else "mapped", fields, SENTENCES["SUM_OF_MICRO_BATCH"] * is_sum)
 
     def shared_with_policy(self, row: Row, value: Any, keys: Keys) -> Outcome:
         """Translates a key of the critic's updates: in jaxrl_llm the critic has the batches of the policy."""
@@ -346,7 +295,10 @@ def betas(row: Row, value: Any, keys: Keys) -> Outcome:
 
 def column(row: Row, value: Any, keys: Keys) -> Outcome:
     """Translates the name of a column of the data, such as `prompt_key`, to `data.prompt_column`."""
-    return conversions.column(row.field, value, row.field.rpartition(".")[2].removesuffix("_column"))
+    if row.field == f"data.{value}_column":
+        return Outcome("no effect", reason="the column has this name in jaxrl_llm too")
+    # A convert function would make the column itself, so that the field would have no effect.
+    return Outcome("mapped", {row.field: value, "data.convert": ""})
 
 
 def saves(value: Any, keys: Keys) -> Outcome:
@@ -365,10 +317,11 @@ def keeps(value: Any, keys: Keys) -> Outcome:
 
 def evaluates(value: Any, keys: Keys) -> Outcome:
     """Translates `test_freq` or `val_freq`, the steps between evaluations, to `eval.every`."""
-    # A file without data.val_files evaluates nothing, because the run would take the problems of the config that it
-    # begins with. Files whose name cannot be read count as named.
-    if not value or value < 0 or "data.val_files" not in keys.values:
+    if not value or value < 0:
         return Outcome("mapped", conversions.NO_EVALUATION)
+    # Files whose name cannot be read count as named.
+    if "data.val_files" not in keys.values:
+        return Outcome("changed", conversions.NO_EVALUATION, "the file names no problems: data.val_files")
     return Outcome("mapped", {"eval.every": int(value)})
 
 
@@ -391,7 +344,7 @@ def model(value: Any, keys: Keys) -> Outcome:
 
 
 # Reason for a file that includes only veRL's own files.
-OWN_CONFIG = "the defaults are those of ppo_trainer.yaml"
+OWN_CONFIG = "its keys are the defaults of the table"
 
 
 def config_file(row: Row, value: Any, keys: Keys) -> Outcome:
@@ -402,17 +355,6 @@ def config_file(row: Row, value: Any, keys: Keys) -> Outcome:
         return Outcome("no effect", reason=OWN_CONFIG)
     where = "not found beside the script, in its config/ or above it"
     return unsupported(row.key, f"{', '.join(absent)}: {where}: the keys of the file have their defaults")
-
-
-def unknown_reward(row: Row, value: Any, keys: Keys) -> Outcome:
-    """Reports an unknown key of a section that decides what is rewarded, which may change the run."""
-    reason = "the trainer has no such key, and its section decides what is rewarded"
-    return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(row.fields.split(), reason))
-
-
-def checkpointing(value: Any, keys: Keys) -> Outcome:
-    """Translates the switch that recomputes activations in the backward pass to `model.remat`."""
-    return Outcome("mapped", {"model.remat": "full" if value else "dots"})
 
 
 def rows_of(convert: str, row: Row, value: Any, keys: Keys) -> Outcome:

@@ -9,63 +9,21 @@ from typing import Any
 
 from jaxrl_llm.tools.translate.documents import flatten_sections
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule
-from jaxrl_llm.tools.translate.table import Row
+from jaxrl_llm.tools.translate.table import SENTENCES, WORDS, Row, read_names
 
-# Keys of all trainers that name the policy's model.
-MODEL_KEYS = (
-    "actor_rollout_ref.model.path",
-    "worker.actor.model.model_path",
-    "model_name_or_path",
-    "sft_model_path",
-    "trainer.model",
-)
-# Keys of all trainers that name the data.
-DATA_KEYS = ("data.train_files", "data.val_files", "dataset_name", "trainer.train_dataset")
-# Last parts of keys that a run without images leaves off.
-SWITCHES = ("freeze_vision_tower", "limit_images", "image_dir")
-# {module in models/: pattern of the names of its models}. Families with experts come first.
-FAMILIES = {
-    "qwen3_vl_moe": r"qwen[-_]?3[-_]?vl.*a\d+b",
-    "qwen3_vl": r"qwen[-_]?3[-_]?vl",
-    "qwen2_5_vl": r"qwen[-_]?2[-_.]?5[-_]?vl",
-    "qwen2_vl": r"qwen[-_]?2[-_]?vl",
-    "gemma3": r"gemma[-_]?3[-_](4|12|27)b",
-}
+MODEL_KEYS, DATA_KEYS = WORDS["model_keys"], WORDS["data_keys"]
+FAMILIES = read_names("image_families")  # {module in models/: pattern of the names of its models}
 READABLE = ", ".join(sorted(FAMILIES))
-# Names of models that read images, and that jaxrl_llm does not have.
-OTHER_MODEL = re.compile(
-    r"(?<![a-z])(vlm?|vision|llava\w*|internvl\w*|paligemma\w*|pixtral|idefics\w*|smolvlm\w*|mllama|molmo\w*|ovis\w*|"
-    r"omni|minicpm-[vo]|gemma-?3n|glm-4\.\dv)(?![a-z])",
-    re.IGNORECASE,
-)
-IMAGE_MODEL = re.compile("|".join([*FAMILIES.values(), OTHER_MODEL.pattern]), re.IGNORECASE)
-# Names of data sets with video or audio, and with images.
-SOUND_ROWS = re.compile(r"video|audio|(?<![a-z])avqa", re.IGNORECASE)
-IMAGE_ROWS = re.compile(
-    r"geometry3k|geo3k|geoqa|multimodal|multi[-_]image|clevr|vqa|mathvista|mmmu|virl39k|mm[-_]eureka|mmk12|refcoco|"
-    r"rl-mixed-dataset|" + SOUND_ROWS.pattern,
-    re.IGNORECASE,
-)
-# Names of models that hear.
-SOUND_MODEL = re.compile(r"omni|minicpm-o", re.IGNORECASE)
-# Reasons that the translation prints.
-LIMIT = "the engine refuses a prompt with more images; in jaxrl_llm a prompt has all images of its row"
-SAME_PIXELS = "of the engine alone; jaxrl_llm's sampler and learner both have data.min_pixels and data.max_pixels"
-PROCESSOR = "write it into the model's preprocessor_config.json"
-SOUND = "of video or audio, which no model of jaxrl_llm reads"
-# {argument of an image processor: field}
-PIXELS = {
-    "min_pixels": "data.min_pixels",
-    "max_pixels": "data.max_pixels",
-    "size.shortest_edge": "data.min_pixels",
-    "size.longest_edge": "data.max_pixels",
-}
+# {kind of models or rows: pattern of their names}
+PATTERNS = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in read_names("image_patterns").items()}
+IMAGE_MODEL = re.compile("|".join([*FAMILIES.values(), PATTERNS["other_model"].pattern]), re.IGNORECASE)
+PIXELS = read_names("pixels")  # {argument of an image processor: field}
 
 
 def family_of(model: str) -> str:
     """Returns the family in the name of a model that reads images; "other" if unknown, "" for a model of text."""
     matching = [family for family, pattern in FAMILIES.items() if re.search(pattern, model, re.IGNORECASE)]
-    return matching[0] if matching else "other" if OTHER_MODEL.search(model) else ""
+    return matching[0] if matching else "other" if PATTERNS["other_model"].search(model) else ""
 
 
 def evidence(values: Mapping[str, Any], models: re.Pattern[str], rows: re.Pattern[str]) -> str:
@@ -78,15 +36,15 @@ def evidence(values: Mapping[str, Any], models: re.Pattern[str], rows: re.Patter
 
 def image_evidence(values: Mapping[str, Any]) -> str:
     """Returns the key and value that show that a run has images; "" for a run of text."""
-    switches = (key for key in values if key.rpartition(".")[2] in SWITCHES or "limit_mm_per_prompt" in key)
+    switches = (key for key in values if any(name in key for name in WORDS["image_switches"]))
     switched_on = (f"{key} = {values[key]}" for key in switches if values[key] not in (None, False, 0, "", "null"))
-    return evidence(values, IMAGE_MODEL, IMAGE_ROWS) or next(switched_on, "")
+    return evidence(values, IMAGE_MODEL, PATTERNS["image_rows"]) or next(switched_on, "")
 
 
 def sound_evidence(values: Mapping[str, Any]) -> str:
     """Returns the key and value that show that a run has video or audio; "" if it has none."""
     audio = (f"{key} = True" for key, value in values.items() if key.endswith("use_audio_in_video") and value is True)
-    return evidence(values, SOUND_MODEL, SOUND_ROWS) or next(audio, "")
+    return evidence(values, PATTERNS["sound_model"], PATTERNS["sound_rows"]) or next(audio, "")
 
 
 def refusal(values: Mapping[str, Any]) -> str:
@@ -116,6 +74,7 @@ def has_images(keys: Keys) -> bool:
 
 # Condition of keys that have an effect only in a run with images, and the reason if they have none.
 HAS_IMAGES = (has_images, "of images, and this run has none")
+HAS_SOUND = (lambda keys: sound_evidence(keys.values), "of video or audio, and this run has none")
 
 
 def processor(row: Row, value: Any, keys: Keys) -> Outcome:
@@ -124,18 +83,8 @@ def processor(row: Row, value: Any, keys: Keys) -> Outcome:
     fields = {PIXELS[name]: int(x) for name, x in arguments.items() if name in PIXELS}
     unknown_names = [name for name in arguments if name not in PIXELS]
     if unknown_names:
-        return Outcome("unsupported", fields, f"{', '.join(unknown_names)}: {PROCESSOR}")
+        return Outcome("unsupported", fields, f"{', '.join(unknown_names)}: {SENTENCES['PROCESSOR']}")
     return Outcome("mapped", fields) if fields else Outcome("no effect", reason="not set")
-
-
-def limit(value: Any, keys: Keys) -> Outcome:
-    """Translates the largest number of images in a prompt that the engine accepts, which jaxrl_llm does not limit."""
-    return Outcome("changed", {}, LIMIT) if value else Outcome("mapped")
-
-
-def sound(value: Any, keys: Keys) -> Outcome:
-    """Translates a key of video or audio, which has no effect in a run without them, and else is not supported."""
-    return Outcome("unsupported" if sound_evidence(keys.values) else "no effect", reason=SOUND)
 
 
 def tower(adapted: Callable[[Keys], bool], unread: str = "") -> Rule:

@@ -18,21 +18,8 @@ from typing import Any
 
 from jaxrl_llm.tools.translate.arguments import OPERATORS
 from jaxrl_llm.tools.translate.outcome import Unread
+from jaxrl_llm.tools.translate.table import WORDS
 
-
-def word_set(text: str) -> set[str]:
-    """Returns the words of a text as a set."""
-    return set(text.split())
-
-
-# Packages whose functions script_calls.py knows by their names.
-KNOWN_PACKAGES = word_set("trl peft transformers datasets unsloth torch accelerate open_r1 copy argparse dataclasses")
-# Packages whose functions change no setting of a training.
-QUIET_PACKAGES = word_set("logging logger wandb os json sys time random warnings mlflow swanlab pprint rich")
-# Packages whose classes and functions a script may replace, so that the training is another one.
-PATCHED_PACKAGES = ("trl", "transformers", "peft", "unsloth", "open_r1")
-# Attributes of models and tokenizers that change no setting of a training.
-QUIET_ATTRIBUTES = word_set("use_cache pad_token pad_token_id padding_side truncation_side bos_token_id model_parallel")
 # {operator of Python: function that computes it for literals}
 COMPUTED: dict[type, Callable[..., Any]] = {
     **OPERATORS, ast.Not: operator.not_,
@@ -48,7 +35,8 @@ class ScriptObject:
 
     kind: "config", "trainer", "model", "rows", "tokenizer", "adapter", "object" of a class of the script, "class",
     "function", "parser", "name" of an import, or "part" of another item, which changes with its part.
-    value: source of the object, such as the path of a model; for a part its item. keys: {argument: value}.
+    value: source of the object, such as the path of a model; for a part its item. keys: {argument: value}; for a name
+    whether Unsloth was imported before it.
     steps: {unknown call that may change the object: its line}. node: definition or call of the object; for a name
     whether its package is unknown.
     """
@@ -93,6 +81,7 @@ class Interpreter(ABC):
         self.star = ScriptObject("name", "")  # module of `from module import *`
         self.global_names: set[str] = set()  # names that a function of the script declares global
         self.environment: dict[str, Any] = {}  # environment variables that the script sets
+        self.unsloth: Any = None  # whether Unsloth has replaced the classes of TRL; `Unread` if a condition decides
         self.lost: list[str] = []  # lines that change a class or module of another package
         self.doubt = ""  # unknown condition of the block that is followed; "" if the block runs in any case
         self.returned: list[Any] = []
@@ -173,13 +162,17 @@ class Interpreter(ABC):
             module = line.module if isinstance(line, ast.ImportFrom) else ""
             full = ".".join(filter(None, [module, alias.name]))
             package = full.split(".")[0]
-            foreign = is_local or package not in KNOWN_PACKAGES | QUIET_PACKAGES
+            if package == "unsloth":
+                self.unsloth = Unread(self.doubt) if self.doubt else True
+            foreign = is_local or package not in (*WORDS["known_packages"], *WORDS["quiet_packages"])
             if alias.name == "*" and not self.star.node:
                 self.star = ScriptObject("name", f"{module}.", node=foreign)
             # `import a.b` binds the name a.
             binds_package = isinstance(line, ast.Import) and not alias.asname
             name = package if binds_package else alias.asname or alias.name
-            self.names[name] = ScriptObject("name", package if binds_package else full, node=foreign)
+            # A name that was imported before Unsloth keeps TRL's own class.
+            keys = {} if binds_package else {"unsloth": self.unsloth}
+            self.names[name] = ScriptObject("name", package if binds_package else full, keys, node=foreign)
 
     def bind(self, target: ast.expr, value: Any) -> None:
         """Binds a target of an assignment, such as a name, an attribute or a tuple, to a value."""
@@ -211,9 +204,9 @@ class Interpreter(ABC):
                 owner[:] = [Unread(place_of(target))]
             case ScriptObject(kind="name", value="os.environ"):
                 self.environment[name] = value
-            case ScriptObject(kind="name") if owner.value.startswith(PATCHED_PACKAGES):
+            case ScriptObject(kind="name") if owner.value.startswith(tuple(WORDS["patched_packages"])):
                 self.lost.append(f"{place_of(target)} = ...")
-            case _ if name not in QUIET_ATTRIBUTES:
+            case _ if name not in WORDS["quiet_attributes"]:
                 self.record_change([owner], f"{name}=" if name.isidentifier() else "entry=", target)
 
     def record_change(self, values: list[Any], name: str, node: ast.AST) -> list[ScriptObject]:
@@ -246,7 +239,11 @@ class Interpreter(ABC):
                 for key, part in zip(keys, parts, strict=True):
                     name = self.value(key) if key else ""
                     name = name if isinstance(name, str) and is_literal(name) else f"**{snippet(node)}"
-                    result |= {name: self.value(part)} if key else self.unpacked(part)
+                    entries = {name: self.value(part)} if key else self.unpacked(part)
+                    # An unknown mapping may change all entries before it.
+                    if not key and any(entry.startswith("**") for entry in entries):
+                        result = dict.fromkeys(result, Unread(snippet(part)))
+                    result |= entries
                 return result
             case ast.Attribute(value=owner):
                 return self.attribute(self.value(owner), node)
@@ -284,7 +281,7 @@ class Interpreter(ABC):
         value = self.value(node)
         return value if isinstance(value, dict) else {f"**{snippet(node)}": Unread(snippet(node))}
 
-    def arguments(self, node: ast.Call, positional: tuple[str, ...] = ()) -> dict[str, Any]:
+    def arguments(self, node: ast.Call, positional: Sequence[str] = ()) -> dict[str, Any]:
         """Returns the arguments of a call by their names, or by numbers if they have no names."""
         values = self.elements(node.args)
         names = [*positional[: len(values)], *map(str, range(len(positional), len(values)))]
@@ -303,7 +300,7 @@ class Interpreter(ABC):
 
     def part(self, owner: Any, node: ast.AST) -> Any:
         """Returns a part of an object, such as an attribute of a model, whose changes also change the object."""
-        if not isinstance(owner, ScriptObject):
+        if not isinstance(owner, ScriptObject) or getattr(node, "attr", "") in WORDS["plain_attributes"]:
             return Unread(snippet(node))
         return ScriptObject("part", owner.value if owner.kind == "part" else owner, node=node)
 

@@ -13,6 +13,7 @@ from typing import Any
 from jaxrl_llm.tools.translate import arguments
 from jaxrl_llm.tools.translate.documents import find_file, read_document
 from jaxrl_llm.tools.translate.outcome import Keys
+from jaxrl_llm.tools.translate.table import WORDS
 
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
 # Programs that start several processes if no flag of a launcher says their number: Slurm's and MPI's are not read.
@@ -20,10 +21,7 @@ STARTERS = {"accelerate", "deepspeed", "trl", "srun", "mpirun", "mpiexec"}
 # Keys that count all processes. accelerate's number is for all machines together.
 TOTALS = ("accelerate.num_processes", "num_processes", "world_size")
 # {launcher: key of the processes of a machine, key of the machines}
-PRODUCTS = {
-    "torchrun": ("torchrun.nproc_per_node", "torchrun.nnodes"),
-    "deepspeed": ("deepspeed.num_gpus", "deepspeed.num_nodes"),
-}
+PRODUCTS = {launcher: WORDS[f"{launcher}_counts"] for launcher in ("torchrun", "deepspeed")}
 # All keys that count processes.
 COUNTS = {*TOTALS, *(key for pair in PRODUCTS.values() for key in pair), "deepspeed.include"}
 

@@ -14,22 +14,7 @@ from jaxrl_llm.health.finding import Finding
 from jaxrl_llm.recipe import advice
 from jaxrl_llm.recipe.missing import collected
 from jaxrl_llm.structs import Config, Sizes
-from jaxrl_llm.tools.translate import conversions
-
-# Values for fields that the user must complete, so that all other fields can be checked.
-STAND_INS = {
-    "data.source": "arithmetic.train",
-    "eval.source": "arithmetic.held_out",
-    "data.convert": "",
-    "eval.convert": "",
-    "reward.functions": (conversions.STAND_IN,),
-    "reward.weights": (1.0,),
-    "eval.function": conversions.STAND_IN,
-    "data.format_prompt": "",
-    "env.functions": ("tools.calculate",),
-}
-# Stand-ins for configs that learn from preference pairs.
-PAIR_STAND_INS = {"data.source": "arithmetic.pairs", "eval.source": "arithmetic.pairs"}
+from jaxrl_llm.tools.translate.table import read_names
 
 
 class LintResult(NamedTuple):
@@ -71,11 +56,12 @@ def lint(config: Config, tasks: set[str]) -> LintResult:
     """Checks a translated config. tasks: fields that the user must complete, which get stand-ins during the checks."""
     fields = flatten(config)
     has_pairs = "data.rejected_column" in fields
-    stand_ins = STAND_INS | (PAIR_STAND_INS if has_pairs else {})
+    stand_ins = read_names("stand_ins") | (read_names("pair_stand_ins") if has_pairs else {})
     for name in tasks & stand_ins.keys():
         section, field = name.split(".")
         if config[section] is not None:
-            config[section][field] = stand_ins[name]
+            value = stand_ins[name]
+            config[section][field] = tuple(value) if isinstance(value, list) else value
     # The stand-in is one function, so the section has one weight.
     if "reward.functions" in tasks:
         config.reward.weights = (1.0,)

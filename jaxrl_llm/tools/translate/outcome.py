@@ -43,7 +43,6 @@ class Outcome:
     unknown: dict[str, str] = field(default_factory=dict)
 
 
-NO_KEYS = frozenset[str]()
 # Outcome of a key that the user invented, such as `lr`, for other keys to refer to as ${lr}.
 REFERENCE_ONLY = Outcome("no effect", reason="other keys have its value")
 
@@ -102,7 +101,7 @@ class Version:
 
     name: str
     only_keys: tuple[str, ...]  # names or patterns of keys that no later version has, or A+B for two keys
-    defaults: dict[str, Any]  # defaults that differ from the table
+    defaults: dict[str, Any]  # defaults that differ from the table; `Unread` if the key does not say which one applies
     later_keys: tuple[str, ...] = ()  # names or patterns of keys that came after these versions
 
 
@@ -130,6 +129,7 @@ class TrainerTable:
     renamed: Mapping[str, str] = field(default_factory=dict)  # {old name of a key: new name}
     respelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # {old name: {old value: new value}}
     older: tuple[Version, ...] = ()  # the first version that shows in a key of the file applies
+    patches: tuple[Version, ...] = ()  # each that shows in a key of the file applies too, such as Unsloth's defaults
     absent: tuple[str, ...] = ()  # names or patterns of keys that only later versions can set
 
     def knows(self, key: str) -> bool:
@@ -223,7 +223,12 @@ class Translation:
 
 
 def translate(
-    table: TrainerTable, values: Mapping[str, Any], *, rows: int = 0, processes: int = 0, referred: Set[str] = NO_KEYS
+    table: TrainerTable,
+    values: Mapping[str, Any],
+    *,
+    rows: int = 0,
+    processes: int = 0,
+    referred: Set[str] = frozenset(),
 ) -> Translation:
     """Translates the keys of another trainer's file, and the defaults of the keys that it does not have.
 
@@ -242,18 +247,16 @@ def translate(
     table, current, notes = with_file_version(table, values, current)
     keys = Keys(current, table.defaults, rows=rows, processes=processes)
     outcomes = {
-        key: _outcome(names[key], current[names[key]], table, keys)
-        if origins[names[key]] == key
-        else Outcome("no effect", reason=f"{origins[names[key]]}, another name of it, is set")
-        for key in values
+        key: Outcome("no effect", reason=f"{origins[names[key]]}, another name of it, is set") for key in values
     }
+    outcomes |= {key: _outcome(name, current[name], table, keys) for name, key in origins.items()}
     # A key that the table does not have is no error if other keys refer to it, because its value is theirs.
     outcomes |= {key: REFERENCE_ONLY for key in referred & outcomes.keys() if not table.knows(key)}
     # Keys of later versions are refused in the file, but their defaults count.
     default_table = replace(table, absent=())
     defaults = {
         key: _outcome(key, current.get(key, value), default_table, keys)
-        for key, value in table.defaults.items()
+        for key, value in (table.defaults | current).items()
         if key not in origins
     }
     return Translation(table, table.base(keys), outcomes, defaults, notes)
@@ -268,21 +271,25 @@ def with_file_version(
     the table has the defaults of that version. If it has keys of an older and of a later version, the defaults that
     differ between them become `Unread` values.
     """
-    for version in table.older:
-        older_key = first_key(version.only_keys, values)
-        later_key = first_key(version.later_keys, values)
-        if not older_key:
-            continue
-        differing = {key: value for key, value in version.defaults.items() if key not in current}
-        defaults = ", ".join(f"{key} = {value}" for key, value in differing.items()) or "none that matters"
-        note = f"{older_key} is a key of {table.name} {version.name}"
-        if not later_key:
-            older_table = replace(table, version=version.name, defaults=table.defaults | version.defaults)
-            return older_table, current, (f"{note}. Its defaults apply: {defaults}",)
-        note += f", and {later_key} one of later versions. It is not known which defaults apply: {defaults}"
-        unread = {key: Unread(f"{x} {version.name}, then {table.defaults[key]}") for key, x in differing.items()}
-        return table, current | unread, (note,)
-    return table, current, ()
+    older = [version for version in table.older if first_key(version.only_keys, values)][:1]
+    notes: list[str] = []
+    for version in (*older, *(patch for patch in table.patches if first_key(patch.only_keys, values))):
+        older_key, later_key = first_key(version.only_keys, values), first_key(version.later_keys, values)
+        own = {key: x for key, x in version.defaults.items() if key not in current and x != table.defaults.get(key)}
+        known = {key: value for key, value in version.defaults.items() if not isinstance(value, Unread)}
+        listed = ", ".join(f"{key} = {known[key]}" for key in own if key in known) or "none that matters"
+        note = f"{older_key} shows that the file is for {table.name} {version.name}"
+        # A key of an older version proves it by its presence, whatever its value is.
+        if known and (later_key or (version not in older and isinstance(values[older_key], Unread))):
+            doubt = f"{later_key} that it is for later ones" if later_key else f"it depends on: {values[older_key]}"
+            notes.append(f"{note}, and {doubt}. It is not known which defaults apply: {listed}")
+            own = {key: Unread(f"{x} {version.name}, else {table.defaults.get(key)}") for key, x in own.items()}
+        elif version.name:
+            name = version.name if version in older else f"{table.version} {version.name}"
+            table = replace(table, version=name, defaults=table.defaults | known)
+            notes.append(f"{note}. Its defaults apply: {listed}")
+        current = current | {key: value for key, value in own.items() if isinstance(value, Unread)}
+    return table, current, tuple(notes)
 
 
 def _outcome(key: str, value: Any, table: TrainerTable, keys: Keys) -> Outcome:
@@ -318,8 +325,6 @@ def _unread_outcome(key: str, value: Unread, table: TrainerTable, keys: Keys) ->
     """Returns the outcome of a key whose own value cannot be read, so that its fields are unknown."""
     rule = table.rule(key)
     # A key without an effect is not unknown, whatever its value is.
-    if isinstance(rule, NoEffect):
-        return rule(value, keys)
     while isinstance(rule, Conditional):
         applies, unread_keys = keys.with_unread_keys(partial(rule.applies, keys))
         if not applies and not unread_keys:
@@ -328,16 +333,6 @@ def _unread_outcome(key: str, value: Unread, table: TrainerTable, keys: Keys) ->
     unknown = dict.fromkeys(table.decided_fields(key, keys) or [key], f"{key} = {value}")
     reason = f"its value is not in the file: {value}"
     return Outcome("unsupported", table.default_fields(key, keys), reason, unknown=unknown)
-
-
-@dataclass(frozen=True)
-class NoEffect:
-    """The rule of a key that changes no number of a run in jaxrl_llm, whatever its value is."""
-
-    reason: str
-
-    def __call__(self, value: Any, keys: Keys) -> Outcome:
-        return Outcome("no effect", reason=self.reason)
 
 
 @dataclass(frozen=True)
@@ -352,6 +347,6 @@ class Conditional:
         return self.rule(value, keys) if self.applies(keys) else Outcome("no effect", reason=self.why_not)
 
 
-def unsupported(name: str, reason: str) -> Outcome:
-    """Returns the outcome of a value that jaxrl_llm does not have, so that the field `name` is unknown."""
-    return Outcome("unsupported", reason=reason, unknown={name: reason})
+def unsupported(name: str, reason: str, *other_names: str) -> Outcome:
+    """Returns the outcome of a value that jaxrl_llm does not have, so that the named fields are unknown."""
+    return Outcome("unsupported", reason=reason, unknown=dict.fromkeys((name, *other_names), reason))

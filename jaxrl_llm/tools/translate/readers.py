@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tools.translate import arguments, documents, easyr1, launchers, search_r1, shell, trl, verl
-from jaxrl_llm.tools.translate.outcome import TrainerTable
+from jaxrl_llm.tools.translate import arguments, documents, easyr1, launchers, script_calls, search_r1, shell, trl, verl
+from jaxrl_llm.tools.translate.outcome import TrainerTable, matches
 from jaxrl_llm.tools.translate.script import read_script
 from jaxrl_llm.tools.translate.shell import Command
 from jaxrl_llm.tools.translate.shell_words import ASSIGNMENT
@@ -25,20 +25,18 @@ KEY = re.compile(r"[\w./@-]+")
 SECTION_ARGUMENT = re.compile(r"[+~]*[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
 # A module of Python, as after `python -m`.
 MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
-# Keys that only Search-R1 has.
-SEARCH_R1_KEY = re.compile(
-    r"max_turns|do_search|(retriever|reranker)\..*|.*\.(n_agent|state_masking|no_think_rl)|"
-    r"data\.(max_start_length|max_obs_length)"
-)
 # Trainers whose keys have sections, as in actor_rollout_ref.actor.optim.lr.
 SECTION_TRAINERS = (verl.VERL, easyr1.EASYR1, search_r1.SEARCH_R1)
 # First words of these keys, such as actor_rollout_ref.
 FIRST_SECTIONS = {key.split(".")[0] for table in SECTION_TRAINERS for key in table.rules if "." in key}
-TRL_TRAINERS = trl.TRL_TRAINERS
-# {part of the name of a TRL program: key of TRL_TRAINERS}
+# {part of the name of a TRL program: key of trl.TRL_TRAINERS}
 PROGRAMS = {"rloo": "rloo", "dpo": "dpo", "cpo": "simpo", "simpo": "simpo"}
 # TRL's keys that change a run, which are --flags of its command line.
 TRL_FLAGS = trl.flags()
+# Python code that makes a config of TRL, as in `python -c "$CODE"`.
+MAKES_CONFIG = re.compile(rf"\b({'|'.join(script_calls.CONFIGS)})\(")
+# Beginning of the key of a flag, such as --config-name or accelerate.num_processes.
+LAUNCHER_KEY = re.compile(rf"--|({'|'.join(launchers.LAUNCHERS)})\.")
 # Modules that start a training script, which is a later word of the command.
 LAUNCHER_MODULES = ("torch.distributed", *launchers.LAUNCHERS)
 
@@ -74,7 +72,7 @@ def _read(path: Path, text: str) -> ForeignConfig:
     """Reads the text of a config or script by the suffix of its path: .py, .json, .yaml, or else a shell script."""
     if path.suffix == ".py":
         kind, values, lost, notes = read_script(path, text)
-        return ForeignConfig(TRL_TRAINERS[kind], values, tuple(lost), tuple(notes))
+        return ForeignConfig(trl.TRL_TRAINERS[kind], values, tuple(lost), tuple(notes))
     is_document = path.suffix in (".json", ".yaml", ".yml")
     keys = documents.with_references(documents.read_document(path, text)) if is_document else _from_shell(path, text)
     values = {key: arguments.without_places(value) for key, value in keys.values.items()}
@@ -82,12 +80,12 @@ def _read(path: Path, text: str) -> ForeignConfig:
     if wrong := next((key for key in values if not KEY.fullmatch(key)), ""):
         raise UserError(f"{path}: {wrong!r} is no config key: name a config of TRL, veRL, EasyR1 or Search-R1")
     table = detect(path, values, keys.lost)
-    if table in TRL_TRAINERS.values():
+    if table in trl.TRL_TRAINERS.values():
         # A launcher starts a document of TRL, and its unknown number of processes is a factor of the batch.
         if path.suffix != ".sh" and not values.keys() & {"num_processes", "world_size"}:
             values["num_processes"] = None
         # Most keys belong to all trainers of TRL, so the name of the program decides.
-        table = TRL_TRAINERS.get(keys.program, table)
+        table = trl.TRL_TRAINERS.get(keys.program, table)
     return ForeignConfig(table, values, tuple(keys.lost), tuple(keys.notes), frozenset(keys.referred))
 
 
@@ -96,17 +94,17 @@ def detect(path: Path, keys: dict[str, Any], lost: Sequence[str] = ()) -> Traine
     # EasyR1 and Search-R1 are tried first, because they were made from veRL and keep most of its keys.
     if any(key.startswith("worker.") for key in keys):
         return easyr1.EASYR1
-    if any(SEARCH_R1_KEY.fullmatch(key) for key in keys):
+    if any(matches(key, search_r1.OWN_KEYS) for key in keys):
         return search_r1.SEARCH_R1
     if any(key.startswith("actor_rollout_ref.") for key in keys):
         return verl.VERL
     # TRL's keys have no sections. Half of the keys must be known, because other programs have a learning_rate too.
     # If several kinds know as many keys, the kind in the file's name wins, and then GRPO.
-    named = sorted(TRL_TRAINERS, key=lambda kind: kind not in path.stem)
-    best = max((TRL_TRAINERS[kind] for kind in named), key=lambda table: _count_known_keys(table, keys))
+    named = sorted(trl.TRL_TRAINERS, key=lambda kind: kind not in path.stem)
+    best = max((trl.TRL_TRAINERS[kind] for kind in named), key=lambda table: _count_known_keys(table, keys))
     if 2 * _count_known_keys(best, keys) < max(len(keys), 1):
         first_keys = ", ".join(list(keys)[:3])
-        first_lost = f"; belongs to no key of the training command: {lost[0]}" if lost else ""
+        first_lost = f"; not read as a setting: {lost[0]}" if lost else ""
         raise UserError(
             f"{path} is not a config of TRL, veRL, EasyR1 or Search-R1: its keys are {first_keys or 'none'} ..."
             f"{first_lost}. Name a config or script of one of these trainers"
@@ -134,15 +132,17 @@ def _from_shell(path: Path, text: str) -> documents.DocumentKeys:
             runs.setdefault(command.positions[0], []).append(keys)
     if len(runs) > 1:
         raise UserError(f"{path} has {len(runs)} training commands: keep one command in the file")
-    lost = unreached(
-        script, {key.removeprefix("--") for rounds in runs.values() for keys in rounds for key in keys.values}
-    )
-    if not runs:
+    rounds = next(iter(runs.values()), [])
+    lost = unreached(script, {LAUNCHER_KEY.sub("", key) for keys in rounds for key in keys.values})
+    code = (text for command in script.commands for text in (*command.words, *script.files.values()))
+    if not rounds and (program := next(filter(MAKES_CONFIG.search, code), "")):
+        kind, values, of_program, notes = read_script(Path(f"the Python code in {path}"), program)
+        return documents.DocumentKeys(values, of_program, [*script.notes, *notes], program=kind)
+    if not rounds:
         first_lost = f" that is reached ({lost[0]} belongs to none)" if lost else ""
         raise UserError(
             f"{path} has no training command of TRL, veRL, EasyR1 or Search-R1{first_lost}: name a script that has one"
         )
-    (rounds,) = runs.values()
     lost = dict.fromkeys([word for keys in rounds for word in keys.lost] + lost)
     # `merge_rounds` makes keys unread that the rounds of a loop set to different values.
     values = arguments.merge_rounds([keys.values for keys in rounds])
@@ -163,7 +163,7 @@ def unreached(script: shell.ShellRun, keys: Collection[str]) -> list[str]:
         match = ASSIGNMENT.match(word_text)
         like_keys = _like_keys(word_text[match.end() if match else 0 :])
         found.append((script.lexer.line(word.position), [text for text in like_keys if _name(text) not in keys]))
-    for heredoc in (heredoc for heredoc in script.lexer.heredocs if heredoc not in script.file_heredocs):
+    for heredoc in (heredoc for heredoc in script.lexer.heredocs if heredoc not in script.followed_heredocs):
         first_line = script.lexer.line(heredoc.position)
         found += [(first_line + i, _like_keys(line)) for i, line in enumerate(heredoc.text.splitlines())]
     lines = [f"line {line}: {' '.join(words)}" for line, words in found if words]
@@ -196,9 +196,7 @@ def _from_command(path: Path, command: Command, files: Mapping[str, str]) -> doc
     inside = words[start + 1 + (words[start] in ("-m", "trl")) :]
     hydra, unkeyed = arguments.keys_of(inside)
     if any(key.split(".")[0] in documents.SECTIONS for key in hydra) or "--config-name" in hydra:
-        keys = documents.with_files(
-            path, {key: arguments.value_of(value, documents.parse_scalar) for key, value in hydra.items()}, files
-        )
+        keys = documents.with_files(path, {key: arguments.value_of(value) for key, value in hydra.items()}, files)
         keys.lost += _unkeyed(unkeyed)
         return documents.with_references(keys)
     options, unkeyed = arguments.flags(inside)
@@ -206,30 +204,27 @@ def _from_command(path: Path, command: Command, files: Mapping[str, str]) -> doc
     for key, value in options.items():
         # TRL's parser adds --no_NAME for each flag that is on by default.
         is_denied = key not in trl.GRPO.rules and key.removeprefix("no_") in trl.GRPO.rules
-        values[key.removeprefix("no_") if is_denied else key] = not is_denied and arguments.value_of(
-            value, documents.parse_scalar
-        )
+        values[key.removeprefix("no_") if is_denied else key] = not is_denied and arguments.value_of(value)
     if "report_to" in values and (project := command.variables.get("WANDB_PROJECT")):
-        values["wandb_project"] = arguments.value_of(" ".join(project), documents.parse_scalar)
+        values["wandb_project"] = arguments.value_of(" ".join(project))
     program = _program(words[start : start + 2])
     # A program of alignment-handbook takes its config file as an argument without a flag.
     config_files = [word for word in unkeyed if word.endswith((".yaml", ".yml", ".json"))]
     keys = documents.with_files(path, ({"config": config_files[0]} if config_files else {}) | values, files)
     trl_keys = [key for key in keys.values if key != "config" or program]
-    if not any(table.knows(key) for table in TRL_TRAINERS.values() for key in trl_keys):
+    if not any(table.knows(key) for table in trl.TRL_TRAINERS.values() for key in trl_keys):
         return None
     for key, value in launchers.flags(path, words[: start + 1], files).items():
         keys.values.setdefault(key, value)
     keys.program = program
-    known_words = (*config_files, "train", *PROGRAMS, *TRL_TRAINERS)
+    known_words = (*config_files, "train", *PROGRAMS, *trl.TRL_TRAINERS)
     keys.lost += _unkeyed([word for word in unkeyed if word not in known_words])
     return keys
 
 
 def _unkeyed(words: Sequence[str]) -> list[str]:
     """Returns lines for the report about arguments that are no key with a value."""
-    reason = "not a key with a value that the script says"
-    return [f"{word}: {reason}" for word in words if word.strip("- ")]
+    return [f"{word}: not a key with a value that the script says" for word in words if word.strip("- ")]
 
 
 def _program(words: list[str]) -> str:
@@ -244,7 +239,7 @@ def _starts(words: list[str], i: int) -> bool:
     """Whether word i of a command starts a training program, so that the words after it are its arguments."""
     next_word = words[i + 1] if i + 1 < len(words) else ""
     if words[i] == "trl":
-        return next_word in TRL_TRAINERS
+        return next_word in trl.TRL_TRAINERS
     if words[i] == "-m":
         return MODULE.fullmatch(next_word) is not None and not next_word.startswith(LAUNCHER_MODULES)
     return re.fullmatch(r"[^=]*\.py", words[i]) is not None

@@ -14,6 +14,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import script_calls
 from jaxrl_llm.tools.translate.interpreter import ScriptObject, snippet
 from jaxrl_llm.tools.translate.outcome import Unread
+from jaxrl_llm.tools.translate.table import WORDS
 
 
 def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], list[str]]:
@@ -28,24 +29,21 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{path} is no Python that can be parsed: {error}") from None
     called = [(_called_name(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    for classes, noun in (
-        (script_calls.CONFIGS.keys() - {"TrainingArguments"}, "configs"),
-        (script_calls.TRAINERS.keys(), "trainers"),
-    ):
+    own_configs = script_calls.CONFIGS.keys() - {"TrainingArguments"}
+    for noun, classes in dict(configs=own_configs, trainers=script_calls.TRAINERS).items():
         lines = [str(line) for name, line in called if name in classes]
         if len(lines) > 1:
             raise UserError(f"{path} makes {len(lines)} {noun}, at lines {', '.join(lines)}: keep one in the file")
     run = _followed(tree)
-    config = next((item for item in run.items if item.kind == "config"), None)
+    configs = (item for item in run.items if item.kind == "config")
+    config = next((item for item in configs if _called_name(item.node) != "TrainingArguments"), None)
     trainer = next((item for item in run.items if item.kind == "trainer"), None)
-    if not trainer and (
-        not config or not any(name in script_calls.CONFIGS and name != "TrainingArguments" for name, _ in called)
-    ):
-        untranslated_names = [name for name, _ in called if name in script_calls.UNTRANSLATED_CLASSES]
-        untranslated = f"{untranslated_names[0]}, which is not translated" if untranslated_names else ""
+    if not trainer and not config:
+        other = (name for name, _ in called if name in WORDS["untranslated_classes"])
+        untranslated = ", ".join(f"{name}, which is not translated" for name in other)
+        listed = ", ".join(sorted(own_configs))
         raise UserError(
-            f"{path} makes {untranslated or 'no GRPOConfig, RLOOConfig, PPOConfig, DPOConfig or CPOConfig'}: "
-            "name a script that calls one of these, or its command line in a .sh"
+            f"{path} makes {untranslated or 'no config'}: name a script that calls one of {listed}, or a .sh"
         )
     lost = list(run.lost)
     arguments = dict(trainer.keys) if trainer else {}
@@ -53,7 +51,7 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
     if isinstance(args, ScriptObject) and args.kind == "config":
         config = args
     elif trainer and args is not None:
-        node = _args_node(trainer.node, script_calls.POSITIONAL[trainer.value].index("args"))
+        node = _args_node(trainer.node, WORDS[f"{trainer.value}_arguments"].index("args"))
         reason = f"args={snippet(node)} is not made in the script: translate the command line (a .sh)"
         lost.append(f"line {node.lineno}: {reason}")
     project = run.environment.get("WANDB_PROJECT")
@@ -74,10 +72,8 @@ def _followed(tree: ast.Module) -> script_calls.ScriptRun:
     for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
         makes = {_called_name(node) for node in ast.walk(function) if isinstance(node, ast.Call)}
         # A function that the script does not call gets unknown arguments from a library such as fire.
-        if (
-            not any(item.kind == "trainer" for item in run.items)
-            and makes & (script_calls.CONFIGS | script_calls.TRAINERS).keys()
-        ):
+        is_needed = not any(item.kind == "trainer" for item in run.items)
+        if is_needed and makes & (script_calls.CONFIGS | script_calls.TRAINERS).keys():
             with suppress(script_calls.TrainingStarts):
                 run.follow_function(function, {}, function)
     return run

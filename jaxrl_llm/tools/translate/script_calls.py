@@ -13,17 +13,9 @@ from contextlib import suppress
 from typing import Any
 
 from jaxrl_llm.tools.translate.conversions import FILES
-from jaxrl_llm.tools.translate.interpreter import (
-    QUIET_PACKAGES,
-    Interpreter,
-    ScriptObject,
-    is_literal,
-    merged_value,
-    place_of,
-    snippet,
-    word_set,
-)
+from jaxrl_llm.tools.translate.interpreter import Interpreter, ScriptObject, is_literal, merged_value, place_of, snippet
 from jaxrl_llm.tools.translate.outcome import Unread
+from jaxrl_llm.tools.translate.table import WORDS, read_names
 
 # {beginning of the names of TRL's classes: kind of the trainer, a key of trl.TRL_TRAINERS}
 TRAINER_KINDS = {"GRPO": "grpo", "PPO": "ppo", "RLOO": "rloo", "DPO": "dpo", "CPO": "simpo"}
@@ -31,53 +23,11 @@ TRAINER_KINDS = {"GRPO": "grpo", "PPO": "ppo", "RLOO": "rloo", "DPO": "dpo", "CP
 CONFIGS = {f"{name}Config": kind for name, kind in TRAINER_KINDS.items()} | {"TrainingArguments": "dpo"}
 # {trainer class of TRL: kind of the trainer}
 TRAINERS = {f"{name}Trainer": kind for name, kind in TRAINER_KINDS.items()}
-# Configs and trainers of TRL that jaxrl_llm does not translate.
-UNTRANSLATED_CLASSES = (
-    "SFTConfig", "KTOConfig", "RewardConfig", "OnlineDPOConfig", "AsyncGRPOConfig", "OnlineDPOTrainer",
-)  # fmt: skip
-# Last positional arguments of trainers that learn from pairs.
-PAIR_ARGUMENTS = ("args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
-# {kind of a trainer: names of its positional arguments}
-POSITIONAL = {
-    **dict.fromkeys(("grpo", "rloo"), ("model", "reward_funcs", "args", "train_dataset")),
-    "ppo": ("args", "processing_class", "model", "ref_model", "reward_model", "train_dataset", "value_model"),
-    "dpo": ("model", "ref_model", *PAIR_ARGUMENTS),
-    "simpo": ("model", *PAIR_ARGUMENTS),
-}
 # {argument of TRL's PPO and RLOO until 0.21: its newer name}
 RENAMED_ARGUMENTS = {"config": "args", "policy": "model", "ref_policy": "ref_model"}
-# Functions and methods that change no object, so that the translation ignores their calls.
-QUIET_CALLS = word_set("""
-    print len str repr type isinstance id hasattr getattr dir sum max min any all list enumerate zip sorted range
-    generate save_pretrained push_to_hub num_parameters state_dict
-    print_trainable_parameters get_nb_trainable_parameters gradient_checkpointing_enable enable_input_require_grads
-    apply_chat_template encode decode batch_decode convert_tokens_to_ids tokenize info debug warning error log init
-    watch log_metrics set_seed PatchFastRL evaluate to_dict to_json_string asdict get_last_checkpoint iter next
-    main_process_first set_verbosity
-""")
-# Functions and methods that return the object that they are called with.
-IDENTITY_CALLS = word_set("""
-    to cuda cpu eval train compile for_training for_inference create_reference_model prepare_model_for_kbit_training
-""")
-# Functions and methods that return parts of a model or a config.
-PART_CALLS = word_set("parameters named_parameters modules named_modules vars")
-# Methods that do not change their list or dict.
-READING_METHODS = word_set("keys values items copy index count join format")
-# Methods that parse the command line of the script.
-PARSE_METHODS = word_set("parse_args parse_known_args parse_args_into_dataclasses parse_args_and_config")
-# Methods of a data set that change neither which rows it has nor what they say.
-QUIET_ROW_METHODS = word_set(
-    "shuffle remove_columns with_format set_format to_iterable_dataset flatten_indices cast_column"
-)
-# Arguments of load_dataset that the translator understands; any other one, such as revision, may choose other rows.
-LOADING_ARGUMENTS = word_set("path name split streaming num_proc cache_dir trust_remote_code token keep_in_memory")
-# Names of the argument of from_pretrained that has the path of the model.
-PATH_ARGUMENTS = ("pretrained_model_name_or_path", "model_name", "path")
-# Defaults of Unsloth's get_peft_model.
-UNSLOTH_LORA = dict(
-    r=16, lora_alpha=16, lora_dropout=0, bias="none",
-    target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-)  # fmt: skip
+# {class of PEFT, transformers or argparse: (kind of the object that it makes, its value)}
+MADE: dict[str, tuple[str, Any]] = {"LoraConfig": ("adapter", None), "ArgumentParser": ("parser", None)}
+MADE |= {"BitsAndBytesConfig": ("object", "BitsAndBytesConfig")}
 # Conversions of Python that are computed for literals.
 CASTS = {"float": float, "int": int, "str": str, "bool": bool, "list": list}
 
@@ -153,10 +103,10 @@ class ScriptRun(Interpreter):
         match owner:
             case list() if name == "append" and not self.doubt:
                 return owner.append(first)
-            case dict() | list() if name not in READING_METHODS:  # such as pop or update
-                owner.clear()
-                unread = Unread(place_of(node))
-                return owner.append(unread) if isinstance(owner, list) else owner.update({f"**{snippet(node)}": unread})
+            case list() if name not in WORDS["reading_methods"]:  # such as insert
+                owner[:] = [Unread(place_of(node))]
+            case dict() if name not in WORDS["reading_methods"]:
+                return self.changed_entries(owner, name, arguments, node)
             case ScriptObject(kind="name", value="os.environ") if name == "setdefault":
                 return self.environment.setdefault(str(first), arguments.get("1"))
             case ScriptObject(kind="parser"):
@@ -166,17 +116,27 @@ class ScriptRun(Interpreter):
             case ScriptObject(kind="object"):  # methods of classes of the script are not followed
                 return self.changing_call(name, [owner, *arguments.values()], node)
             case ScriptObject(kind="rows"):
-                step = {} if name in QUIET_ROW_METHODS | QUIET_CALLS else {name: place_of(node)}
+                step = {} if name in (*WORDS["quiet_row_methods"], *WORDS["quiet_calls"]) else {name: place_of(node)}
                 return ScriptObject("rows", owner.value, {}, owner.steps | step)
         return self.unknown_call(name, [owner, *arguments.values()], node)
 
+    def changed_entries(self, owner: dict[str, Any], name: str, arguments: dict[str, Any], node: ast.Call) -> Any:
+        """Returns the value of a method that changes a dict. After an unknown change all its entries are unknown."""
+        unread, first = Unread(place_of(node)), arguments.pop("0", {})
+        has_unknown_entries = any(key.startswith("**") for key in owner)
+        if name in ("pop", "setdefault") and isinstance(first, str) and not self.doubt:
+            return getattr(owner, name)(first, unread if has_unknown_entries else arguments.get("1"))
+        if name == "update" and isinstance(first, dict) and not self.doubt:
+            return owner.update(first | arguments)
+        return owner.update(dict.fromkeys([*owner, *filter(str.isidentifier, arguments), f"**{snippet(node)}"], unread))
+
     def unknown_call(self, name: str, values: list[Any], node: ast.AST) -> Any:
         """Interprets a call by its name alone: a quiet call, one that returns its object, or one that may change it."""
-        if name in QUIET_CALLS:
+        if name in WORDS["quiet_calls"]:
             return Unread(snippet(node))
-        if name in IDENTITY_CALLS:
+        if name in WORDS["identity_calls"]:
             return next((value for value in values if isinstance(value, ScriptObject)), Unread(snippet(node)))
-        if name in PART_CALLS and values:
+        if name in WORDS["part_calls"] and values:
             return self.part(values[0], node)
         return self.changing_call(name, values, node)
 
@@ -190,19 +150,24 @@ class ScriptRun(Interpreter):
         *parents, name = function.value.split(".")
         foreign, package = bool(function.node), [*parents, name][0]
         # A trainer such as UnslothGRPOTrainer ends with the name of TRL's trainer.
-        trl_trainer = next((end for end in TRAINERS if name.endswith(end) and name not in UNTRANSLATED_CLASSES), "")
+        ends = [end for end in TRAINERS if name.endswith(end)]
+        trl_trainer = ends[0] if ends and name not in WORDS["untranslated_classes"] else ""
         trl_class = name if name in CONFIGS else trl_trainer
         if trl_class:
             item = self.create_trl_object(trl_class, node)
+            unsloth = function.keys.get("unsloth", self.unsloth)
+            item.keys |= {"unsloth": unsloth} if item.kind == "config" and unsloth else {}
             # A trainer of another package may do each thing in another way than TRL's trainer.
             if foreign or name != trl_class or (package == "open_r1" and name in TRAINERS):
                 item.steps[f"{name}()"] = place_of(node)
             return item
-        if package in QUIET_PACKAGES and not foreign:
+        if package in WORDS["quiet_packages"] and not foreign:
             return Unread(snippet(node))
         if not foreign and (handler := getattr(self, f"call_{name}", None)):
             return handler(parents[-1] if parents else "", node)
         arguments = self.arguments(node)
+        if name in MADE and not foreign:
+            return ScriptObject(*MADE[name], arguments)
         if name in CASTS and not foreign and is_literal(arguments):
             with suppress(KeyError, TypeError, ValueError):
                 return CASTS[name](arguments["0"])
@@ -211,7 +176,7 @@ class ScriptRun(Interpreter):
     def create_trl_object(self, name: str, node: ast.Call) -> ScriptObject:
         """Returns a config or trainer of TRL with the arguments of its call, and records it in `items`."""
         kind = (TRAINERS | CONFIGS)[name]
-        arguments = self.arguments(node, POSITIONAL[kind] if name in TRAINERS else ("output_dir",))
+        arguments = self.arguments(node, WORDS[f"{kind}_arguments"] if name in TRAINERS else ("output_dir",))
         if name in TRAINERS:
             arguments = {RENAMED_ARGUMENTS.get(key, key): value for key, value in arguments.items()}
         self.items.append(ScriptObject("trainer" if name in TRAINERS else "config", kind, arguments, node=node))
@@ -268,7 +233,7 @@ class ScriptRun(Interpreter):
         if parent.startswith("Peft"):
             adapter = ScriptObject("adapter", arguments.get("1", arguments.get("model_id")))
             return self.add_adapter(arguments.get("path", arguments.get("model")), adapter, node)
-        paths = [arguments.pop(name) for name in PATH_ARGUMENTS if name in arguments]
+        paths = [arguments.pop(name) for name in WORDS["path_arguments"] if name in arguments]
         path = paths[0] if paths and not isinstance(paths[0], ScriptObject) else Unread(snippet(node))
         if "Tokenizer" in parent or "Processor" in parent:
             return ScriptObject("tokenizer", path, arguments)
@@ -280,23 +245,11 @@ class ScriptRun(Interpreter):
         is_model = "Config" not in parent and not parent.startswith("AutoPeft")
         return ScriptObject("model", path, arguments) if is_model else Unread(snippet(node))
 
-    def call_LoraConfig(self, parent: str, node: ast.Call) -> ScriptObject:
-        """Interprets PEFT's LoraConfig: an adapter."""
-        return ScriptObject("adapter", None, self.arguments(node, ("task_type",)))
-
-    def call_BitsAndBytesConfig(self, parent: str, node: ast.Call) -> ScriptObject:
-        """Interprets BitsAndBytesConfig: an object whose attributes say how a model is quantized."""
-        return ScriptObject("object", "BitsAndBytesConfig", self.arguments(node))
-
-    def call_ArgumentParser(self, parent: str, node: ast.Call) -> ScriptObject:
-        """Interprets argparse's parser of the command line."""
-        return ScriptObject("parser", None, self.arguments(node))
-
     def call_get_peft_model(self, parent: str, node: ast.Call) -> Any:
         """Interprets get_peft_model: the model with LoRA, from PEFT's LoraConfig or from Unsloth's arguments."""
         arguments = self.arguments(node, ("model", "peft_config"))
         model = arguments.pop("model", None)
-        unsloth = ScriptObject("adapter", None, UNSLOTH_LORA | arguments)
+        unsloth = ScriptObject("adapter", None, read_names("unsloth_lora") | arguments)
         return self.add_adapter(model, unsloth if parent.startswith("Fast") else arguments.get("peft_config"), node)
 
     def add_adapter(self, model: Any, adapter: Any, node: ast.Call) -> Any:
@@ -310,7 +263,7 @@ class ScriptRun(Interpreter):
         """Interprets load_dataset: rows with their source, owner/name:configuration@split or a data file."""
         arguments = self.arguments(node, ("path", "name"))
         source, files, configuration = (arguments.get(name) for name in ("path", "data_files", "name"))
-        is_understood = arguments.keys() <= LOADING_ARGUMENTS
+        is_understood = arguments.keys() <= set(WORDS["loading_arguments"])
         # In load_dataset("json", data_files=...) "json" is the format of the file.
         if is_literal(source) and "/" not in str(source) and isinstance(files, str | dict):
             source = files
@@ -324,9 +277,19 @@ class ScriptRun(Interpreter):
     call_load_from_disk = call_load_dataset
 
     def call_dict(self, parent: str, node: ast.Call) -> Any:
-        """Interprets dict(a=1); a dict of another mapping is `Unread`."""
+        """Interprets dict(mapping, a=1); a dict of pairs is `Unread`."""
         arguments = self.arguments(node)
-        return Unread(snippet(node)) if "0" in arguments else arguments
+        mapping = arguments.pop("0", {})
+        return mapping | arguments if isinstance(mapping, dict) else Unread(snippet(node))
+
+    def call_asdict(self, parent: str, node: ast.Call) -> Any:
+        """Interprets asdict(object) and vars(object) of an object of the script: its fields."""
+        item = self.arguments(node).get("0")
+        if isinstance(item, ScriptObject) and item.kind == "object" and item.keys:
+            return dict(item.keys) if "asdict" in snippet(node) else item.keys
+        return self.part(item, node)
+
+    call_vars = call_asdict
 
     def call_field(self, parent: str, node: ast.Call) -> Any:
         """Interprets a dataclass's field(default=...): the default."""
@@ -349,7 +312,7 @@ class ScriptRun(Interpreter):
             parser.keys[option.lstrip("-").replace("-", "_")] = arguments.get("default", default)
         elif name == "set_defaults":
             parser.keys |= arguments
-        if name not in PARSE_METHODS:
+        if name not in WORDS["parse_methods"]:
             return Unread(snippet(node))
         self.notes.append(f"{place_of(node)}: an option of the command line is taken to have its default")
         if parser.value is None:

@@ -9,15 +9,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jaxrl_llm.tools.translate import conversions, family, verl
+from jaxrl_llm.tools.translate import family, verl
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome
 from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
 
 # A prompt has n x n_agent episodes, and the veRL of early 2025 does not multiply the mini-batch by them.
 ROWS = verl.ROWS | read_rows("search_r1")
+# Names and patterns of the keys that only Search-R1 has; `reward` is a default of the table.
+OWN_KEYS = tuple(read_rows("search_r1").keys() - verl.ROWS.keys() - {"reward"})
 FAMILY = replace(verl.FAMILY, rows=ROWS, counts_sequences=True)
 
-data_files = partial(family.rows_of, conversions.SEARCH_R1_ROWS)
+data_files = partial(family.rows_of, "search_r1.convert")
 
 
 def grouped(value: Any, keys: Keys) -> Outcome:
@@ -54,18 +56,10 @@ def masking(value: Any, keys: Keys) -> Outcome:
     return Outcome("unsupported", reason="jaxrl_llm never trains on what the search finds")
 
 
-def exact_match(value: Any, keys: Keys) -> Outcome:
-    """Sets the reward of Search-R1, exact match of the answer, which none of its keys can change."""
-    return Outcome(
-        "mapped", conversions.reward_fields((conversions.SEARCH,)), "exact match of the answer, as in Search-R1"
-    )
+def base(keys: Keys) -> str:
+    """Returns the config of jaxrl_llm that a translation changes."""
+    return f"search_{verl.base(keys)}"
 
 
-SEARCH_R1 = trainer_table(
-    "Search-R1",
-    "commit 0789f5e",
-    ROWS,
-    vars(family) | vars(verl) | FAMILY.rules() | globals(),
-    lambda keys: f"search_{verl.base(keys)}",
-    as_of=0.2,
-)
+RULES = vars(family) | vars(verl) | FAMILY.rules() | globals()
+SEARCH_R1 = trainer_table("Search-R1", "commit 0789f5e", ROWS, RULES, base, as_of=0.2)

@@ -18,7 +18,7 @@ from typing import NoReturn, TypeAlias
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import shell_test
 from jaxrl_llm.tools.translate.shell_values import ShellVariables, Variables, merged
-from jaxrl_llm.tools.translate.shell_words import Heredoc, Lexer, Part, Redirection, Token, Word
+from jaxrl_llm.tools.translate.shell_words import Heredoc, Lexer, Redirection, Token, Word
 
 # Keywords that end a block.
 CLOSING = ("then", "do", "done", "fi", "esac", "else", "elif", "}")
@@ -83,10 +83,11 @@ class ShellRun(ShellVariables):
 
     index: position of the next token; halted: why the commands at this position do not run: a branch that is not
     taken, or exit, return, break or continue before them; "" if they run. functions: {name: index of its body};
-    commands: all commands that may run; files: {name: text} of files that the script writes by heredocs; notes: files
-    that it sources; nested_scripts: texts that it runs as scripts, which are not followed; patterns: positions of the
-    patterns of `case`; doubts: number of blocks around the index that may not run; departures: variables where such a
-    block leaves its loop or function; steps: number of commands so far.
+    commands: all commands that may run; files: {name: text} of files that the script writes, and of other heredocs;
+    followed_heredocs: heredocs whose text is that of a file or variable; notes: files that it sources; nested_scripts:
+    texts that it runs as scripts, which are not followed; patterns: positions of the patterns of `case`; doubts: number
+    of blocks around the index that may not run; departures: variables where such a block leaves its loop or function;
+    steps: number of commands so far.
     """
 
     lexer: Lexer
@@ -98,7 +99,7 @@ class ShellRun(ShellVariables):
     files: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     nested_scripts: list[str] = field(default_factory=list)
-    file_heredocs: list[Heredoc] = field(default_factory=list)
+    followed_heredocs: list[Heredoc] = field(default_factory=list)
     patterns: set[int] = field(default_factory=set)
     local_names: set[str] = field(default_factory=set)  # local variables of the function that is followed
     doubts: int = 0
@@ -297,21 +298,18 @@ class ShellRun(ShellVariables):
             self.forget(re.findall(NAME, variable.parts[0].text) if not self.halted else ())
             return self.unknown_rounds(None)
         body = self.index
-        if self.halted or not values:
-            self.passed(self.block)
-            self.expect("done")
-            return None
-        for value in values:
+        for value in () if self.halted else values:
             self.index = body
             self.variables[variable.plain] = [value]
             self.block()
-            if self.halted == "continue":
-                self.halted = ""
+            self.halted = "" if self.halted == "continue" else self.halted
             if self.halted:
                 break
-        if self.halted == "break":
-            self.halted = ""
-        self.meet()
+        if self.index == body:
+            self.passed(self.block)  # there is no round
+        else:
+            self.halted = "" if self.halted == "break" else self.halted
+            self.meet()
         self.expect("done")
         return None
 
@@ -366,7 +364,7 @@ class ShellRun(ShellVariables):
     def simple(self) -> Status:
         """Follows the words, heredocs and redirections of a command: variables, a test or a program."""
         words: list[Word] = []
-        heredoc, target, start = None, None, self.index
+        heredoc, output, start = None, "", self.index
         while isinstance(token := self.peek(), Word | Heredoc | Redirection):
             self.index += 1
             if isinstance(token, Word):
@@ -376,7 +374,7 @@ class ShellRun(ShellVariables):
             else:
                 file = self.take_word()
                 # A number before the sign means another output, such as 2> for errors.
-                target = file if token in (">", ">>", ">|") else target
+                output = f"{token}{self.text(file)}" if token in (">", ">>", ">|") and not self.halted else output
         if self.index == start:
             self.refuse(f"a command is missing before {self.peek()!r}")
         if self.halted:
@@ -394,14 +392,14 @@ class ShellRun(ShellVariables):
             return shell_test.status([name, *map(self.text, program[1:])])
         if name in DECLARATIONS:
             return self.declare(program[1:], is_local=name in ("local", "declare", "typeset"))
-        if heredoc and target and name == "cat":
-            self.write_file(heredoc, target)
         texts = [text for word in program for text in self.fields(word)]
         if not texts:
             return True
         own_variables = words[: len(words) - len(program)]
         _, variables = self.apart(lambda: self.declare(own_variables), self.variables)
-        return self.run(Command(texts, tuple(word.position for word in program), variables))
+        status = self.run(Command(texts, tuple(word.position for word in program), variables))
+        self.keep_text(texts, heredoc, output)
+        return status
 
     def declare(self, words: Sequence[Word], *, is_local: bool = False) -> Status:
         """Sets the variables of words name=value. is_local: they belong to the function that is followed."""
@@ -411,13 +409,19 @@ class ShellRun(ShellVariables):
             self.assign(word)
         return True
 
-    def write_file(self, heredoc: Heredoc, target: Word) -> None:
-        """Keeps the text of a file that the script writes by `cat > file << EOF`."""
-        # A double quotation mark has no meaning in a heredoc.
-        text = re.sub(r'(\\?)"', r'\1\1\\"', heredoc.text)
-        expanded = self.text_of(text, Part("text", text, is_quoted=True))
-        self.files[self.text(target)] = heredoc.text if heredoc.is_literal else expanded
-        self.file_heredocs.append(heredoc)
+    def keep_text(self, words: list[str], heredoc: Heredoc | None, output: str) -> None:
+        """Keeps the text of a heredoc, and of a file that `cat` or `echo` writes. output: > or >> with the file."""
+        printed_words = [word for word in words[1:] if not re.fullmatch(r"-[neE]+|%s(\\n)?", word)]
+        text = self.heredoc_text(heredoc) if heredoc else " ".join(printed_words) + "\n"
+        writes = bool(output) and words[0] in (("cat",) if heredoc else ("echo", "printf"))
+        # `read -d ''` reads all lines, and `read` without it the first one.
+        reads = heredoc is not None and words[0] == "read" and any(re.fullmatch("-r?d", word) for word in words)
+        if reads:
+            self.variables[words[-1]] = [text.strip()]
+        if writes or (heredoc and not reads):
+            name = output.lstrip(">|").strip() if writes else f"heredoc {len(self.files)}"
+            self.files[name] = self.files.get(name, "") * output.startswith(">>") + text
+        self.followed_heredocs += [heredoc] if heredoc and (reads or writes) else []
 
     def run(self, command: Command) -> Status:
         """Follows the builtins of the shell and functions of the script, and records any other command."""
@@ -462,7 +466,7 @@ class ShellRun(ShellVariables):
         changed, local_names = self.variables, self.local_names
         self.index, self.variables, self.local_names = outer
         self.departures = departures
-        self.variables = {name: value for name, value in changed.items() if name not in local_names} | {
-            name: value for name, value in self.variables.items() if name in local_names
-        }
+        # Local variables have their former values again, or none.
+        outer_values = {name: value for name, value in self.variables.items() if name in local_names}
+        self.variables = {name: x for name, x in changed.items() if name not in local_names} | outer_values
         return status

@@ -14,20 +14,19 @@ from typing import TypeAlias
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate.arguments import OPERATORS, calculated
-from jaxrl_llm.tools.translate.shell_words import Lexer, Part, Word
+from jaxrl_llm.tools.translate.shell_words import Heredoc, Lexer, Part, Word
 
 # $name, ${name[index]} and ${name:-default}; ${name:=default} also sets the variable.
 PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|@)(?:\[(\d+|@)\])?(?:(:?[-=])(.*))?", re.DOTALL)
 # A brace expansion {a,b} or {1..3}, which is not computed.
 BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
+# A field of an unquoted value, which ends at a blank outside $(date +%s) and ${NODES[0]}. The counts bound the time.
+FIELD = re.compile(r"(?:\$\((?:[^()]|\([^()]{0,200}\)){0,400}\)|\$\{[^{}]{0,400}\}|[^ \t\n])+")
 # {name: elements} of variables; a variable that is no array has one element
 Variables: TypeAlias = dict[str, list[str]]
 MAX_LENGTH = 100_000  # characters of a variable; an element of an array counts ten more
 # Arithmetic of $((…)): the shell has whole numbers, and rounds a division towards zero.
-SHELL_OPERATORS = OPERATORS | {
-    ast.Div: lambda dividend, divisor: math.trunc(dividend / divisor),
-    ast.Mod: lambda dividend, divisor: int(math.fmod(dividend, divisor)),
-}
+SHELL_OPERATORS = OPERATORS | {ast.Div: lambda a, b: math.trunc(a / b), ast.Mod: lambda a, b: int(math.fmod(a, b))}
 
 
 @dataclass
@@ -53,9 +52,7 @@ class ShellVariables:
         else:
             self.variables[name] = ["".join(values[:1]) + self.text(word)[match.end() :], *values[1:]]
         if sum(len(value) + 10 for value in self.variables[name]) > MAX_LENGTH:
-            raise UserError(
-                f"the value of the shell variable {name} grows without an end: name a script that starts a training"
-            )
+            raise UserError(f"the variable {name} grows without an end: name a script that starts a training")
 
     def forget(self, names: Iterable[str]) -> None:
         """Makes variables unknown, such as those that `read` sets."""
@@ -78,7 +75,7 @@ class ShellVariables:
                 # IFS may split the value at other characters than blanks.
                 expansion = [f"$({part.text}: IFS is set)"]
             elif not part.is_quoted:
-                expansion = [text for value in expansion for text in _split(value)]
+                expansion = [text for value in expansion for text in FIELD.findall(value)]
             # The first field joins the text before it, and only the last field joins the text after it, as in bash.
             if fields and expansion:
                 fields[-1] += expansion.pop(0)
@@ -100,6 +97,9 @@ class ShellVariables:
         # The folder of the script is where files are looked for.
         if text.strip() == "pwd" or ("dirname" in text and re.search(r"\$\{?0|BASH_SOURCE", text)):
             return ["."]
+        if re.match(r"cat\s*<<", text.strip()):
+            *_, heredoc = (token for token in Lexer(f"{text}\n").tokens() if isinstance(token, Heredoc))
+            return [self.heredoc_text(heredoc).rstrip("\n")]
         return [f"$({' '.join(text.split())})"]
 
     def parameter(self, part: Part) -> list[str]:
@@ -130,6 +130,12 @@ class ShellVariables:
         parts = Lexer(text).parts("", is_quoted=part.is_quoted)
         return "".join(" ".join(self.expanded(inner)) for inner in parts)
 
+    def heredoc_text(self, heredoc: Heredoc) -> str:
+        """Returns the text of a heredoc, whose variables are expanded if its mark is not quoted."""
+        # A double quotation mark has no meaning in a heredoc.
+        quoted = re.sub(r'(\\?)"', r'\1\1\\"', heredoc.text)
+        return heredoc.text if heredoc.is_literal else self.text_of(quoted, Part("text", quoted, is_quoted=True))
+
     def computed(self, text: str) -> str:
         """Returns the result of an arithmetic expression $((…)); the expression itself if a variable is unknown."""
         names = {name: values[0] for name, values in self.variables.items() if len(values) == 1}
@@ -153,8 +159,3 @@ def merged(states: Sequence[Variables]) -> Variables:
         is_same = all(len(array) == shared_count for array in arrays)
         variables[name] = [*arrays[0][:shared_count], *([] if is_same else [f"${{{name}: a branch decides}}"])]
     return variables
-
-
-def _split(text: str) -> list[str]:
-    """Splits a value at blanks, but not what is left to expand, such as $(date +%s)."""
-    return [text] if re.search(r"\$[({]", text) and " " in text else re.findall(r"[^ \t\n]+", text)

@@ -9,10 +9,11 @@ fields: fields of a jaxrl_llm config that the key decides, the most important on
 rule: effect of a value. `int`, `float`, `bool`, `text`, `dict` and `any` make it the fields, with the same
     meaning; `count` does so if it is above 0, and `natural` makes a negative number 0. With values after the word, any
     other value means something else (`why`). `choose` makes the fields the word B for the value A, of the words A=B
-    after it. `idle` has no effect on the numbers of a run, whatever its value is.
+    after it; the word *=B is for all other values. `idle` has no effect on the numbers of a run, whatever its value is.
     `off` has no counterpart, and needs none with None, False and the values after it; `only` needs none with the values
     after it. `none` has no counterpart, and `differs` none that is a field. Fields of these rows are not what the file
     says.
+    `of KEY` makes the fields what they are by the rule of KEY, which reads this key too.
     `absent` takes a row of another table out. `old KEY` is an earlier name of KEY; the words A=B after it say how its
     values are spelled now. Any other word is a function of the trainer's module, which is the rule.
     With a ? behind the word, None, False, 0 and an empty value have no effect.
@@ -23,7 +24,7 @@ default: the trainer's default, as YAML; empty if the key has none, or needs non
 was: default of the older versions, if another one.
 versions: "0.3-" for a key since version 0.3, "-0.2" for a key until version 0.2. A file with a key of the second kind
     is for the older versions.
-why: difference, or reason why no field has this effect; a word in capitals is a sentence of the module.
+why: difference, or reason why no field has this effect; a word in capitals is one of sentences.tsv.
 """
 
 from __future__ import annotations
@@ -37,19 +38,26 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.tools.translate.documents import parse_scalar
-from jaxrl_llm.tools.translate.outcome import Conditional, Keys, NoEffect, Outcome, Rule, TrainerTable, Version
+from jaxrl_llm.tools.translate.outcome import Conditional, Keys, Outcome, Rule, TrainerTable, Version
 
+FOLDER = Path(__file__).parent
+
+
+def read_columns(name: str) -> list[list[str]]:
+    """Returns the columns of each row of the file `name`.tsv."""
+    lines = (FOLDER / f"{name}.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    return [line.split("\t") for line in lines if line and not line.startswith("#")]
+
+
+# {name of a sentence: sentence}, which rows name as their reason
+SENTENCES = dict(read_columns("sentences"))
+# {name of words: words}
+WORDS = {name: words.split(" ") for name, words in read_columns("words")}
+# Reason of a key whose value is None, False, 0 or empty.
+NOT_IN_USE = "not in use"
 # {rule in a table: conversion of the value into the value of the fields}
-CONVERTERS: dict[str, Callable[[Any], Any]] = {
-    "int": int,
-    "count": int,
-    "natural": lambda value: max(int(value or 0), 0),
-    "float": float,
-    "bool": bool,
-    "text": str,
-    "dict": dict,
-    "any": lambda value: value,
-}
+CONVERTERS: dict[str, Callable[[Any], Any]] = {"int": int, "count": int, "float": float, "bool": bool, "text": str}
+CONVERTERS |= {"dict": dict, "any": lambda value: value, "natural": lambda value: max(int(value or 0), 0)}
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,9 @@ class Row:
     def fields_with(self, value: Any) -> dict[str, Any]:
         """Returns {field: value}, with the values that the row gives to fields."""
         pairs = [field.partition("=") for field in self.fields.split()]
-        return {name: parse_scalar(constant) if sign else value for name, sign, constant in pairs}
+        values = {name: parse_scalar(text) if sign else value for name, sign, text in pairs}
+        # A list of a config is a tuple.
+        return {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
 
     @property
     def field(self) -> str:
@@ -97,9 +107,15 @@ class Row:
 
 def read_rows(name: str) -> dict[str, Row]:
     """Returns {key: row} of the file `name`.tsv. A row with several keys is returned for each of them."""
-    lines = (Path(__file__).parent / f"{name}.tsv").read_text(encoding="utf-8").splitlines()[1:]
-    rows = [Row(*line.split("\t")) for line in lines if line and not line.startswith("#")]
+    rows = [Row(*columns) for columns in read_columns(name)]
     return {key: replace(row, key=key) for row in rows for key in row.key.split(" ")}
+
+
+def read_names(section: str) -> dict[str, Any]:
+    """Returns {name: its name in jaxrl_llm} of a section of names.tsv; of several columns a list."""
+    rows = [columns for start, *columns in read_columns("names") if start == section]
+    parsed = {name: [x if " " in x else parse_scalar(x) for x in columns] for name, *columns in rows}
+    return {name: columns[0] if len(columns) == 1 else columns for name, columns in parsed.items()}
 
 
 def trainer_table(
@@ -113,7 +129,7 @@ def trainer_table(
 ) -> TrainerTable:
     """Makes the translation table of a trainer from its rows, with the rules that they name.
 
-    module: {name: function, condition or sentence} that rows may name. OLDER, if present, is the name and the last
+    module: {name: function or condition} that rows may name. OLDER, if present, is the name and the last
     number of the versions to which the column `was` belongs.
     base: config of jaxrl_llm that a translation changes; as_of: version of a trainer without later keys, 0.0 for the
     newest version.
@@ -130,10 +146,12 @@ def trainer_table(
         later_keys=tuple(key for key, first in since.items() if first > last),
     )
     defaults = {key: parse_scalar(row.default) for key, row in current.items() if row.default}
+    rules: dict[str, Rule] = {}
+    rules |= {key: _rule(row, module, rules) for key, row in current.items()}
     return TrainerTable(
         name,
         version,
-        {key: _rule(row, module) for key, row in current.items()},
+        rules,
         defaults | (older.defaults if as_of else {}),
         base,
         decides={key: tuple(row.field_names) for key, row in current.items()},
@@ -144,19 +162,23 @@ def trainer_table(
     )
 
 
-def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
-    """Returns the rule of a row: a function that makes the outcome of a value. module: as in `trainer_table`."""
+def _rule(row: Row, module: Mapping[str, Any], rules: dict[str, Rule]) -> Rule:
+    """Returns the rule of a row: a function that makes the outcome of a value.
+
+    module: as in `trainer_table`; rules: rules of all keys, which are complete when the rule is called.
+    """
     text, *conditions = row.rule.split(" if ")
     word, *arguments = text.split(" ")
     word, optional, _ = word.partition("?")
-    if row.why.isupper() and row.why in module:
-        row = replace(row, why=module[row.why])
+    row = replace(row, why=SENTENCES.get(row.why, row.why))
     if word == "idle":
-        rule = NoEffect(row.why)
+        rule = Conditional(lambda keys: False, lambda value, keys: Outcome("no effect"), row.why)
     elif word in CONVERTERS:
         rule = partial(_same_meaning, row, word, [*map(parse_scalar, arguments)])
     elif word == "choose":
         rule = partial(_chosen, row, dict(pair.split("=") for pair in arguments))
+    elif word == "of":
+        rule = partial(_part_of, row, rules, arguments[0])
     elif word in ("off", "only", "none", "differs"):
         rule = partial(_no_counterpart, row, word, [*([None, False] * (word == "off")), *map(parse_scalar, arguments)])
     else:
@@ -169,7 +191,7 @@ def _rule(row: Row, module: Mapping[str, Any]) -> Rule:
     # The first condition is asked first, so that a key which decides nothing makes no field unknown.
     for condition in reversed(conditions):
         is_name = condition.rpartition(".")[2].isupper()
-        applies, why_not = _named(condition, module) if is_name else _condition(condition)
+        applies, why_not = _named(condition, module) if is_name else _condition(condition, row.key)
         rule = Conditional(applies, rule, why_not)
     return rule
 
@@ -180,29 +202,38 @@ def _named(word: str, module: Mapping[str, Any]) -> Any:
     return reduce(getattr, attributes, module[name])
 
 
-def _condition(text: str) -> tuple[Callable[[Keys], Any], str]:
+def _condition(text: str, own_key: str) -> tuple[Callable[[Keys], Any], str]:
     """Returns whether a condition on a key holds, such as KEY=A,B, and the reason if it does not hold."""
     key, sign, words = re.split(r"(!?=|$)", text, maxsplit=1)
+    reason = NOT_IN_USE if key == own_key else f"it is read only if {text}"
 
     def holds(keys: Keys) -> Any:
         """Whether the key has one of the values, or any other value after !=."""
         value = keys.get(key, keys.defaults.get(key))
         return (str(value) in words.split(",")) == (sign == "=") if sign else value
 
-    return holds, f"it is read only if {text}"
+    return holds, reason
 
 
 def _if_set(rule: Rule, value: Any, keys: Keys) -> Outcome:
     """Translates a key by its rule, if it has a value."""
-    return rule(value, keys) if value else Outcome("no effect", reason="not set")
+    return rule(value, keys) if value else Outcome("no effect", reason=NOT_IN_USE)
+
+
+def _part_of(row: Row, rules: dict[str, Rule], whole: str, value: Any, keys: Keys) -> Outcome:
+    """Translates a key whose fields are a part of those of the key `whole`, whose rule reads this key too."""
+    outcome = rules[whole](keys[whole], keys)
+    own, unknown = ({x: y[x] for x in row.field_names if x in y} for y in (outcome.fields, outcome.unknown))
+    return Outcome("changed" if row.why else "mapped", own, row.why, unknown=unknown)
 
 
 def _chosen(row: Row, words: Mapping[str, str], value: Any, keys: Keys) -> Outcome:
     """Translates a key whose values have other names in jaxrl_llm. words: {value: its name in jaxrl_llm}."""
-    if str(value) not in words:
+    ours = words.get(str(value)) or words.get("*")
+    if not ours:
         reason = f"it is one of {', '.join(words)}, not {value}"
         return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(row.field_names, reason))
-    return Outcome("changed" if row.why else "mapped", row.fields_with(words[str(value)]), row.why)
+    return Outcome("changed" if row.why else "mapped", row.fields_with(ours), row.why)
 
 
 def _same_meaning(row: Row, word: str, neutral: list[Any], value: Any, keys: Keys) -> Outcome:
@@ -211,7 +242,7 @@ def _same_meaning(row: Row, word: str, neutral: list[Any], value: Any, keys: Key
     word: key of CONVERTERS.
     """
     if (value is None and row.default in ("", "null")) or (word == "count" and not (value and value > 0)):
-        return Outcome("no effect", reason="not set")
+        return Outcome("no effect", reason=NOT_IN_USE)
     converted = CONVERTERS[word](value)
     differs = bool(neutral) and converted not in neutral
     reason = row.why if differs or not neutral else ""
@@ -221,6 +252,7 @@ def _same_meaning(row: Row, word: str, neutral: list[Any], value: Any, keys: Key
 def _no_counterpart(row: Row, word: str, neutral: list[Any], value: Any, keys: Keys) -> Outcome:
     """Translates a key without a counterpart in jaxrl_llm. Its fields are unknown unless its value is in `neutral`."""
     if value in neutral:
-        return Outcome("no effect", reason="not in use") if word == "off" else Outcome("mapped")
+        reason = f"{value} needs no field in jaxrl_llm" if value else NOT_IN_USE
+        return Outcome("no effect", reason=reason) if word == "off" else Outcome("mapped")
     kind = "changed" if word == "differs" else "unsupported"
     return Outcome(kind, reason=row.why, unknown=dict.fromkeys(row.field_names, row.why))

@@ -10,33 +10,48 @@ of older versions.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.tools.translate import family, images, trl_counts, trl_objectives, trl_parts, trl_rows  # noqa: F401 (tables name trl_rows)
 from jaxrl_llm.tools.translate.documents import parse_scalar
-from jaxrl_llm.tools.translate.outcome import Conditional, Keys, Outcome, Rule, TrainerTable, Version
-from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
-
-# Reasons that rows of the tables name by these constants.
-ADAMW = "AdamW is the one optimizer of jaxrl_llm"
-STOPS = "stop tokens are the model's: generation_config.json"
-ONE_ADAPTER = "one adapter, and its base is the reference"
+from jaxrl_llm.tools.translate.outcome import Conditional, Keys, Outcome, Rule, TrainerTable, Unread, Version
+from jaxrl_llm.tools.translate.table import Row, read_columns, read_rows, trainer_table
 
 tower = images.tower(trl_parts.adapted)
 # Rows of trl_versions.tsv: older versions of TRL, with the keys that show that a file is for them, and their defaults.
-VERSION_LINES = (Path(__file__).parent / "trl_versions.tsv").read_text(encoding="utf-8").splitlines()[1:]
-VERSIONS = [line.split("\t") for line in VERSION_LINES if not line.startswith("#")]
+VERSIONS = read_columns("trl_versions")
+# Fields that keys of other classes than TRL's config decide: those of the trainer, of ModelConfig and ScriptArguments.
+NOT_OF_CONFIG = re.compile(r"model\.path|adapters|reward(_model|\.f)|data\.(source|convert|prompt_column)|eval\.source")
 
 
-def older(kind: str) -> tuple[Version, ...]:
-    """Returns older versions of a TRL trainer with other defaults. kind: key of `TRL_TRAINERS`, such as "grpo"."""
-    return tuple(
-        Version(name, tuple(only.split()), {key: parse_scalar(x) for key, x in re.findall(r"(\S+)=(\S+)", defaults)})
-        for kinds, name, only, defaults in VERSIONS
+def versions(kind: str) -> list[Version]:
+    """Returns versions of a TRL trainer with other defaults. kind: key of `TRL_TRAINERS`, such as "grpo"."""
+    return [
+        Version(
+            name,
+            tuple(only.split()),
+            {key: parse_scalar(x) for key, x in re.findall(r"(\S+)=(\S+)", defaults)}
+            | {key: Unread(x) for key, x in re.findall(r"(\w+): ([^;]+)", unsure)},
+        )
+        for kinds, name, only, defaults, unsure in VERSIONS
         if kind in kinds.split()
-    )
+    ]
+
+
+def unpacked(table_rows: Mapping[str, Row], trainer: TrainerTable) -> Version:
+    """Returns the defaults of a file with GRPOConfig(**mapping) whose mapping is not read: each may be another one."""
+    newest = Keys({}, trainer.defaults, rows=0, processes=0)
+    may_be_set: dict[str, Any] = {}
+    for key, row in table_rows.items():
+        rule = trainer.rules.get(key)
+        while isinstance(rule, Conditional) and rule.applies(newest):
+            rule = rule.rule
+        is_of_config = row.field and not NOT_OF_CONFIG.match(row.field) and re.fullmatch(r"\w+", key)
+        if rule and not isinstance(rule, Conditional) and is_of_config:
+            may_be_set[key] = Unread(f"{row.default or None}, or what a mapping of the config says, which is not read")
+    return Version("", ("[*][*]*",), may_be_set)
 
 
 def noted(row: Row, rule: Rule) -> Rule:
@@ -47,9 +62,8 @@ def noted(row: Row, rule: Rule) -> Rule:
     def with_note(value: Any, keys: Keys) -> Outcome:
         outcome = rule(value, keys)
         has_newest_default = row.key not in keys and value == parse_scalar(row.default)
-        if not has_newest_default:
-            return outcome
-        return replace(outcome, kind="changed", reason=f"{row.default}; {row.was}")
+        note = f"{row.default}; {row.was}"
+        return replace(outcome, kind="changed", reason=note) if has_newest_default else outcome
 
     return with_note
 
@@ -59,7 +73,9 @@ def trl_table(kind: str, name: str, version: str, base: str, tables: str) -> Tra
     table_rows = {key: row for table in f"trl {tables}".split() for key, row in read_rows(table).items()}
     trainer = trainer_table(f"TRL's {name}", version, table_rows, vars(family) | globals(), lambda keys: base)
     notes = {key: noted(row, trainer.rules[key]) for key, row in table_rows.items() if row.was and key in trainer.rules}
-    return replace(trainer, rules=trainer.rules | notes, older=older(kind))
+    patches = [version for version in versions(kind) if version.name.startswith("with ")]
+    older = tuple(version for version in versions(kind) if version not in patches)
+    return replace(trainer, rules=trainer.rules | notes, older=older, patches=(*patches, unpacked(table_rows, trainer)))
 
 
 GRPO = trl_table("grpo", "GRPO", "1.16.0", "grpo", "trl_grpo")

@@ -19,12 +19,10 @@ from jaxrl_llm.tools.translate.table import Row
 # Reasons that a translation prints.
 NO_WHOLE_GROUPS = "TRL refuses a rollout that is not of whole groups; in 0.14 the keys counted prompts"
 UNKNOWN_PROCESSES = "The file does not say the number of processes: add --processes N"
+UNSLOTH_GROUPS = "Unsloth until autumn 2025 made a batch of a process whole groups"
 # Outcome of a warm-up with the schedule "constant" of transformers, which ignores it, unlike "constant_with_warmup".
-NO_WARMUP = Outcome(
-    "mapped",
-    {"optim.warmup_ratio": 0.0, "optim.warmup_steps": 0},
-    "lr_scheduler_type constant has no warm-up, whatever this key says",
-)
+NO_WARMUP_FIELDS = {"optim.warmup_ratio": 0.0, "optim.warmup_steps": 0}
+NO_WARMUP = Outcome("mapped", NO_WARMUP_FIELDS, "lr_scheduler_type constant has no warm-up, whatever this key says")
 
 
 def counts_rollouts(keys: Keys) -> bool:
@@ -35,6 +33,10 @@ def counts_rollouts(keys: Keys) -> bool:
 def learns_pairs(keys: Keys) -> bool:
     """Whether the TRL trainer learns from preference pairs, as DPO and CPO do."""
     return "num_generations" not in keys.defaults and not counts_rollouts(keys)
+
+
+# Condition of keys that count optimizer steps, and the reason if the trainer does not read them.
+COUNTS_STEPS = (lambda keys: not counts_rollouts(keys), "total_episodes and num_train_epochs decide")
 
 
 def processes(keys: Keys) -> int:
@@ -50,10 +52,12 @@ def group_size(keys: Keys) -> int:
 def device_completions(keys: Keys) -> int:
     """Returns how many completions, or pairs, one process has in a forward pass of TRL."""
     count = int(keys["per_device_train_batch_size"])
-    # TRL 0.14 counts the prompts of a process. Unsloth makes the batch a whole group.
+    # TRL 0.14 counts the prompts of a process.
     if keys.defaults.get("(per_device_counts)") == "prompts":
         return count * group_size(keys)
-    return group_size(keys) if "trainer.model.unsloth" in keys and count % group_size(keys) else count
+    # Unsloth makes a batch without whole groups one group.
+    product = count * int(keys["gradient_accumulation_steps"]) * processes(keys)
+    return group_size(keys) if product % group_size(keys) and "unsloth" in keys else count
 
 
 def batch(keys: Keys) -> tuple[dict[str, Any], str]:
@@ -95,21 +99,13 @@ def device_batch_size(value: Any, keys: Keys) -> Outcome:
     # A launcher such as accelerate starts several processes, and their number multiplies the batch.
     has_launcher = any(key.startswith(("accelerate.", "deepspeed.")) for key in keys.values)
     has_launcher = has_launcher or keys.values.get("num_processes", 1) is None
-    unknown_reason = ""
-    if has_launcher and UNKNOWN_PROCESSES in reason:
-        unknown_reason = UNKNOWN_PROCESSES
-    elif NO_WHOLE_GROUPS in reason:
-        unknown_reason = NO_WHOLE_GROUPS
-    unknown = {name: unknown_reason for name in fields if name != "group_size"} if unknown_reason else {}
+    unknown_reasons = [UNKNOWN_PROCESSES] * (has_launcher and UNKNOWN_PROCESSES in reason)
+    unknown_reasons += [NO_WHOLE_GROUPS] * (NO_WHOLE_GROUPS in reason)
+    is_doubtful = "unsloth" in keys and int(value) % group_size(keys) and int(value) == device_completions(keys)
+    unknown_reasons += [UNSLOTH_GROUPS] * bool(is_doubtful)
+    unknown = {name: unknown_reasons[0] for name in fields if unknown_reasons and name != "group_size"}
     microbatch = max(x for x in update_sizes if x <= limit)
     return Outcome("changed", fields | {"microbatch": microbatch}, reason, unknown=unknown)
-
-
-def batch_factor(row: Row, value: Any, keys: Keys) -> Outcome:
-    """Translates the other batch keys of TRL, such as `gradient_accumulation_steps`, each to the fields of its row."""
-    fields, _ = batch(keys)
-    shown_fields = {name: fields[name] for name in row.fields.split() if name in fields}
-    return Outcome("changed", shown_fields, "a factor of the batch: see per_device_train_batch_size")
 
 
 def optimizer_steps(keys: Keys) -> int:
@@ -186,7 +182,7 @@ def warmup(value: Any, keys: Keys) -> Outcome:
         return NO_WARMUP
     # transformers 5 has one key for both: below 1 it is a share.
     if value < 1:
-        return Outcome("mapped", {"optim.warmup_ratio": float(value), "optim.warmup_steps": 0})
+        return Outcome("mapped", NO_WARMUP_FIELDS | {"optim.warmup_ratio": float(value)})
     fields = {"optim.warmup_steps": int(value), "optim.warmup_ratio": 0.0}
     if not counts_rollouts(keys):
         return Outcome("mapped", fields, "optimizer steps, as in jaxrl_llm")

@@ -10,32 +10,17 @@ from typing import Any
 
 from jaxrl_llm.tools.translate import conversions
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, unsupported
-from jaxrl_llm.tools.translate.table import Row
+from jaxrl_llm.tools.translate.table import SENTENCES, Row, read_names
 from jaxrl_llm.tools.translate.trl_counts import optimizer_steps
 
 # {loss_type of TRL: (loss of jaxrl_llm, mode of its aggregation, difference)}. TRL's dapo divides by the tokens of an
 # optimizer step, and bnpo by the tokens of a micro-batch. jaxrl_llm always divides by the tokens of the optimizer step,
 # because a micro-batch must not change a gradient.
-LOSSES = {
-    "grpo": ("ppo_clip", "sequence_mean", ""),
-    "dapo": ("ppo_clip", "token_mean", ""),
-    "bnpo": ("ppo_clip", "token_mean", "TRL divides by the tokens of a micro-batch, jaxrl_llm by those of a step"),
-    "dr_grpo": ("ppo_clip", "constant", ""),
-    "luspo": ("gspo", "sequence_sum", ""),
-    "cispo": ("cispo", "token_mean", "TRL's epsilon_high bounds the ratio itself: it is 1 + clip_high"),
-    "sapo": ("sapo", "sequence_mean", ""),
-    "vespo": ("vespo", "token_mean", ""),
-}
+LOSSES = read_names("trl_losses")
 # {loss of jaxrl_llm: fields that TRL has no key for}. TRL's CISPO has no lower bound of the ratio: 1 - clip_low = 0.
 LOSS_CONSTANTS = {"gspo": {"loss.level": "sequence"}, "cispo": {"loss.clip_low": 1.0}}
 # Fields of every loss over preference pairs: the loss is the mean over the pairs.
 PAIR_AGGREGATION = {"aggregate.mode": "sequence_mean", "aggregate.constant_length": 0}
-# Reasons that a translation prints: how jaxrl_llm differs from TRL.
-TOKEN_RATIOS = "jaxrl_llm has one ratio per token; TRL's RLOO has one per completion, their product"
-NLL_DIVISOR = (
-    "TRL divides the cross-entropy by the tokens of all chosen completions of a micro-batch, jaxrl_llm by the tokens "
-    "of each chosen completion"
-)
 
 
 def loss_name(value: Any, keys: Keys) -> str:
@@ -59,11 +44,6 @@ def loss(value: Any, keys: Keys) -> Outcome:
     return Outcome("changed" if reason else "mapped", fields | LOSS_CONSTANTS.get(name, {}), reason)
 
 
-def level(value: Any, keys: Keys) -> Outcome:
-    """Translates TRL's `importance_sampling_level` (token or sequence) to `loss.name`, because GSPO is a loss."""
-    return Outcome("mapped", {"loss.name": loss_name(keys["loss_type"], keys) or "ppo_clip"})
-
-
 def clip_high(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `epsilon_high` to `loss.clip_high`; None means `epsilon`. CISPO's key is the ratio's bound."""
     high = float(keys["epsilon"] if value is None else value)
@@ -79,7 +59,7 @@ def rloo_clip(row: Row, value: Any, keys: Keys) -> Outcome:
     """Translates `epsilon` or `epsilon_high` of TRL's RLOO to a side of the clip: `loss.clip_low` or `clip_high`."""
     has_one_update = optimizer_steps(keys) == 1
     # The ratio of a single update is 1, so a product of ratios has the gradient of their sum.
-    reason = "one update on a rollout: the ratio is 1, and nothing is clipped" if has_one_update else TOKEN_RATIOS
+    reason = SENTENCES["ONE_UPDATE" if has_one_update else "TOKEN_RATIOS"]
     clip_range = float(keys["epsilon"] if value is None else value)
     return Outcome("mapped" if has_one_update else "changed", {row.field: clip_range}, reason)
 
@@ -91,11 +71,6 @@ def kl(value: Any, keys: Keys) -> Outcome:
     if "use_bias_correction_kl" in keys.defaults:
         return Outcome("mapped", {"kl.placement": "loss", "kl.coef": float(value)}, "k3 in the loss")
     return Outcome("mapped", {"kl.placement": "reward", "kl.coef": float(value), "kl.estimator": "k1"})
-
-
-def kl_estimator(value: Any, keys: Keys) -> Outcome:
-    """Translates TRL's `use_bias_correction_kl` (multiply a token's KL by its ratio) to `kl.estimator`."""
-    return Outcome("mapped", {"kl.estimator": "k3_weighted" if value else "k3"})
 
 
 def objectives(value: Any, keys: Keys) -> Outcome:
@@ -130,15 +105,9 @@ def dpo(value: Any, keys: Keys) -> Outcome:
     # Older versions of TRL have the weight of the cross-entropy in the key rpo_alpha.
     nll_coef = weights.get("sft", 0.0) / weights["sigmoid"] or float(keys.get("rpo_alpha") or 0.0)
     scale = f"the whole loss is divided by {weights['sigmoid']:g}, which AdamW does not see"
-    reason = "; ".join([NLL_DIVISOR] * bool(nll_coef) + [scale] * (weights["sigmoid"] != 1))
+    reason = "; ".join([SENTENCES["NLL_DIVISOR"]] * bool(nll_coef) + [scale] * (weights["sigmoid"] != 1))
     fields = {"loss.name": "dpo", "loss.nll_coef": nll_coef}
     return Outcome("changed" if reason else "mapped", fields | PAIR_AGGREGATION, reason)
-
-
-def nll_coef(value: Any, keys: Keys) -> Outcome:
-    """Translates `loss_weights` or `rpo_alpha` of TRL's DPO to `loss.nll_coef`, the weight of the cross-entropy."""
-    fields = dpo(keys["loss_type"], keys).fields
-    return Outcome("mapped", {name: x for name, x in fields.items() if name == "loss.nll_coef"})
 
 
 def simpo(value: Any, keys: Keys) -> Outcome:
@@ -147,7 +116,7 @@ def simpo(value: Any, keys: Keys) -> Outcome:
     if value != ("sigmoid" if is_simpo_trainer else "simpo"):
         return unsupported("loss.name", f"jaxrl_llm has CPOConfig's loss simpo, not {value}; this config keeps simpo")
     nll_coef = keys["sft_weight" if is_simpo_trainer else "cpo_alpha"]
-    reason = f"{NLL_DIVISOR}; TRL's cross-entropy also counts the prompt" * bool(nll_coef)
+    reason = f"{SENTENCES['NLL_DIVISOR']}; TRL's cross-entropy also counts the prompt" * bool(nll_coef)
     return Outcome("changed" if nll_coef else "mapped", {"loss.name": "simpo"} | PAIR_AGGREGATION, reason)
 
 

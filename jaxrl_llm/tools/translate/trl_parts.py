@@ -12,11 +12,10 @@ from typing import Any
 from jaxrl_llm.tools.translate import conversions, images
 from jaxrl_llm.tools.translate.family import model as model_path
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Rule, unsupported
-from jaxrl_llm.tools.translate.table import Row
+from jaxrl_llm.tools.translate.table import Row, read_names
 
 # {lr_scheduler_type of TRL: optim.decay of jaxrl_llm}
-SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
-SCHEDULES |= {"cosine_with_min_lr": "cosine"}
+SCHEDULES = read_names("trl_schedules")
 # Names of callbacks that only log or show progress.
 QUIET_CALLBACKS = re.compile(r"\w*(Wandb|TensorBoard|Trackio|MLflow|Comet|Printer|Progress|LogCompletions|Profil)\w*")
 
@@ -61,13 +60,13 @@ def adapted(keys: Keys) -> bool:
 
 
 # Condition of keys of adapters, and the reason if they have no effect.
-ADAPTED = (adapted, "use_peft is False")
+ADAPTED = (adapted, "this run has no adapters")
 
 
 def adapter(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `use_peft` or the trainer's `peft_config` to `adapters`: new ones, or those of a folder."""
     if not adapted(keys):
-        return Outcome("no effect", reason="use_peft is False")
+        return Outcome("no effect", reason=ADAPTED[1])
     config = keys.get("trainer.peft_config")
     if config in (None, "LoraConfig"):
         return Outcome("mapped", {"adapters.name": "lora"})
@@ -152,34 +151,21 @@ def trackers(value: Any, keys: Keys) -> Outcome:
 def launcher_file(value: Any, keys: Keys) -> Outcome:
     """Translates the config file of accelerate, which only matters for its number of processes."""
     if value:
-        return Outcome("mapped", {}, "its num_processes is read")
+        return Outcome("mapped", {}, "its num_processes is read, if it has one")
     return Outcome("unsupported", reason="the file is not beside the script or above it: set --processes")
 
 
 def not_followed(row: Row, value: Any, keys: Keys) -> Outcome:
     """Reports an unknown call of a script that may change an object, such as the model, or an unknown argument."""
-    reason = f"not read: {value}"
-    unknown = dict.fromkeys(row.fields.split() or [_key_of(value, keys)], reason)
-    return Outcome("unsupported", reason=reason, unknown=unknown)
-
-
-def _key_of(value: Any, keys: Keys) -> str:
-    """Returns the key of the file that has this very value."""
-    return next((key for key, x in keys.values.items() if x is value), "trainer")
-
-
-def overridden(value: Any, keys: Keys) -> Outcome:
-    """Reports a trainer class that the script defines, or an unknown call that may change TRL's trainer."""
-    reason = f"not read: {value}"
-    decided = ("loss", "aggregate", "kl", "advantage", "reward", "rollout", "optim", "data")
-    return Outcome("unsupported", reason=reason, unknown=dict.fromkeys(decided, reason))
+    # The row of a pattern does not say which key of the file has this very value.
+    key = next((key for key, x in keys.values.items() if x is value), "trainer")
+    return unsupported(row.field or key, f"not read: {value}", *row.field_names)
 
 
 def callbacks(value: Any, keys: Keys) -> Outcome:
     """Translates the callbacks of TRL's trainer, which have no effect on the run if they only log or show progress."""
-    unknown_callbacks = [
-        str(name) for name in value or [] if not QUIET_CALLBACKS.fullmatch(str(name).rpartition(".")[2])
-    ]
+    names = [str(name) for name in value or []]
+    unknown_callbacks = [name for name in names if not QUIET_CALLBACKS.fullmatch(name.rpartition(".")[2])]
     if not unknown_callbacks:
         return Outcome("no effect", reason="they log")
     return unsupported("trainer.callbacks", f"what {', '.join(unknown_callbacks)} does is not read")

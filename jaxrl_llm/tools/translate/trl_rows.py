@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.tools.translate import conversions
-from jaxrl_llm.tools.translate.outcome import Keys, Outcome, unsupported
+from jaxrl_llm.tools.translate.outcome import Keys, Outcome, Unread, unsupported
 from jaxrl_llm.tools.translate.table import Row
 from jaxrl_llm.tools.translate.trl_counts import in_rollouts, learns_pairs
 
@@ -28,8 +28,12 @@ def rewards(value: Any, keys: Keys) -> Outcome:
         unknown = {"reward.functions": NO_REWARD, "eval.function": NO_REWARD}
         return Outcome("changed", conversions.reward_fields((conversions.ACCURACY,)), unknown=unknown)
     listed = [str(name) for name in (value if isinstance(value, list) else [value])]
-    all_weights = keys.get("reward_weights") or [1.0] * len(listed)
-    weight_of = dict(zip(listed, map(float, all_weights), strict=False)) if len(listed) == len(all_weights) else {}
+    # Weights that cannot be read make no other field unknown, so `keys` need not record the request.
+    given_weights = keys.values.get("reward_weights") or [1.0] * len(listed)
+    all_weights = given_weights if isinstance(given_weights, list) else [given_weights]
+    is_weighed = len(listed) == len(all_weights) and not isinstance(given_weights, Unread)
+    unknown = {} if is_weighed else {"reward.weights": f"reward_weights = {given_weights} for {len(listed)} functions"}
+    weight_of = dict(zip(listed, map(float, all_weights), strict=True)) if is_weighed else {}
     # The penalty for long completions is a reward function in TRL, and a field in jaxrl_llm.
     soft = [name for name in listed if "soft_overlong" in name]
     # TRL accepts reward models among the functions. The name of a model has a slash.
@@ -37,10 +41,8 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     names = [name for name in listed if name not in soft + models]
     if not names and not models:
         return unsupported("reward.functions", "only an overlong penalty: reward.overlong_tokens")
-    fields, tasks = (
-        conversions.rewards(names, [weight_of.get(name, 1.0) for name in names]) if names else (NO_FUNCTIONS, {})
-    )
-    unknown: dict[str, str] = {}
+    weights_of_names = [weight_of.get(name, 1.0) for name in names]
+    fields, tasks = conversions.rewards(names, weights_of_names) if names else (NO_FUNCTIONS, {})
     reasons = ["open-r1's format also asks for a line break at each tag"] if "format" in names else []
     if soft:
         # On TRL's command line the penalty has 256 tokens.
@@ -77,17 +79,6 @@ def reward_model(value: Any, keys: Keys) -> Outcome:
     if keys.get("reward_funcs"):
         return outcome
     return replace(outcome, fields=outcome.fields | NO_FUNCTIONS, tasks=EVALUATION_TASK)
-
-
-def weights(value: Any, keys: Keys) -> Outcome:
-    """Translates TRL's `reward_weights` to `reward.weights` and `reward_model.weight`."""
-    names = keys.get("reward_funcs")
-    count = len(names) if isinstance(names, list) else int(bool(names))
-    if len(value) != count:
-        return unsupported("reward.weights", f"{len(value)} weights for {count or 'unknown'} functions")
-    fields = rewards(names, keys).fields
-    weighed = ("reward.weights", "reward_model.weight")
-    return Outcome("mapped", {name: x for name, x in fields.items() if name in weighed})
 
 
 def dataset(value: Any, keys: Keys) -> Outcome:

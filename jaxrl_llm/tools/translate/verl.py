@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxrl_llm.tools.translate import conversions, family, images
 from jaxrl_llm.tools.translate.outcome import Keys, Outcome, unsupported
-from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
+from jaxrl_llm.tools.translate.table import SENTENCES, Row, read_names, read_rows, trainer_table
 
 # Sections of veRL's keys.
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
@@ -20,7 +20,7 @@ OLDER = ("until 0.3", 0.3)  # name and last number of the versions of the column
 ROWS = read_rows("verl")
 FAMILY = family.Family(
     rows=ROWS,
-    losses={"vanilla": "ppo_clip", "gspo": "gspo", "cispo": "cispo", "geo_mean": "gmpo", "sapo": "sapo"},
+    losses=read_names("verl_losses"),
     in_loss=lambda keys: bool(keys[f"{ACTOR}use_kl_loss"]),
     in_reward=lambda keys: bool(keys["algorithm.use_kl_in_reward"]) and not keys[f"{ACTOR}use_kl_loss"],
     total_steps="trainer.total_training_steps",
@@ -31,23 +31,11 @@ FILTERED = "data.filter_overlong_prompts"
 OVERLONG = "reward_model.overlong_buffer."
 REWARD_FILE = "custom_reward_function."
 TURNS = f"{ROLLOUT}multi_turn."
-# Reasons that rows of the table name by these constants.
-SAME_SEED = "config.seed decides"
-ENVIRONMENT = "tools: write an environment (docs/environments.md)"
-REWARD_WORKERS = "of a reward model, or how rewards are computed"
-STARTS = "how veRL starts its processes"
-UNREAD_FREEZE = "nothing in veRL 0.9.1 reads it, so that its tower learns: for the same run set 'learns'"
+
+tower = images.tower(lambda keys: bool(keys[f"{MODEL}lora_rank"]), SENTENCES["UNREAD_FREEZE"])
 
 
-tower = images.tower(lambda keys: bool(keys[f"{MODEL}lora_rank"]), UNREAD_FREEZE)
-
-
-data_files = partial(family.rows_of, conversions.PARQUET)
-
-
-def constant_length(value: Any, keys: Keys) -> Outcome:
-    """Translates `loss_scale_factor`, the divisor of a completion's summed loss, to `aggregate.constant_length`."""
-    return Outcome("mapped", {"aggregate.constant_length": int(value or keys["data.max_response_length"])})
+data_files = partial(family.rows_of, "verl.convert")
 
 
 def truncation(value: Any, keys: Keys) -> Outcome:
@@ -62,10 +50,7 @@ def truncation(value: Any, keys: Keys) -> Outcome:
 def resampling(value: Any, keys: Keys) -> Outcome:
     """Translates `algorithm.filter_groups`, which replaces groups without signal, to `rollout.resample_rounds`."""
     batches = int(keys["algorithm.filter_groups.max_num_gen_batches"] or 0)
-    reason = (
-        f"veRL samples at most {batches or 'any number of'} batches; jaxrl_llm samples, after the first batch, only as "
-        "many prompts as groups are missing, and keeps groups that still have no signal"
-    )
+    reason = SENTENCES["VERL_RESAMPLES"].format(batches or "any number of")
     return resampled(batches if keys["algorithm.filter_groups.enable"] else None, reason)
 
 
@@ -141,7 +126,7 @@ lora = partial(adapter, f"{MODEL}lora_", MODEL)
 def tools(value: Any, keys: Keys) -> Outcome:
     """Translates veRL's `rollout.multi_turn`, episodes with tools, to `env` and `turns`: tools are Python functions."""
     if not keys.get(f"{TURNS}tool_config_path"):
-        return unsupported("env", f"the file names no tools of its episodes of several turns; {ENVIRONMENT}")
+        return unsupported("env", f"episodes of several turns without a file of tools; {SENTENCES['ENVIRONMENT']}")
     names = keys.get(f"{TURNS}tool_config_path.names") or []
     assistant, user = (keys.get(f"{TURNS}max_{who}_turns") for who in ("assistant", "user"))
     # An episode ends with a turn of the policy, so it has one turn more than answers of tools.
@@ -157,10 +142,7 @@ def tools(value: Any, keys: Keys) -> Outcome:
         "turns.workers": 16,
         "turns.timeout": 60.0,
     }
-    reason = (
-        "functions as tools, in the form of the model's chat template. max_tool_response_length counts characters "
-        "in veRL, and tokens in jaxrl_llm" + "; veRL has no limit of turns" * (not limits)
-    )
+    reason = SENTENCES["TOOLS"] + "; veRL has no limit of turns" * (not limits)
     task = "write them in my_tools.py beside this file, with types and a docstring (docs/environments.md)"
     # The tools are classes of veRL, whose code is not read.
     tools_task = f"{task}: they do what the tools of {keys[f'{TURNS}tool_config_path']} do"

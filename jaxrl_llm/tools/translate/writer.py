@@ -18,36 +18,13 @@ from jaxrl_llm import configs
 from jaxrl_llm.config.load import flatten, load
 from jaxrl_llm.errors import printable
 from jaxrl_llm.tools.translate.outcome import KINDS, Outcome, Translation
+from jaxrl_llm.tools.translate.table import SENTENCES, WORDS
 
 WIDTH = 119
 # Breaks a text into lines between words.
 WRAP = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
-# Sections that are the arguments of one function, or of an environment.
-CALLS = ("adapters", "advantage", "env", "loss", "turns")
-# Sections that no config of jaxrl_llm has by default.
-WHOLE = ("reward_model", "kl.refresh", "kl.adaptive", "entropy", "entropy.adaptive")
-# Configs that learn from pairs, with `jaxrl sft`.
-PAIR_CONFIGS = ("dpo", "simpo")
-# Complete configs, whose order of sections is that of a translation.
-EXPLAINED = ("grpo.py", "ppo.py", "search_grpo.py", "sft.py", "dpo.py", "simpo.py")
-
-
-TEMPLATE = '''"""The config {base}.py with the settings of {file}, a file of {whose}.
-
-jaxrl {program} --config {to}
-
-{notice}
-"""
-
-from ml_collections import ConfigDict
-
-from jaxrl_llm.configs import {base}  # it explains the fields, or names the config that does
-
-
-def get_config() -> ConfigDict:
-    c = {base}.get_config()
-{body}    return c
-{comments}'''
+# Text of a config file, with names in braces for what differs.
+TEMPLATE = (Path(__file__).parent / "written_config.txt").read_text(encoding="utf-8")
 
 
 def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] = ()) -> str:
@@ -62,14 +39,11 @@ def source(translation: Translation, file: Path, to: Path, lost: Sequence[str] =
         lines = [line for name in names for line in _lines(translation, name, fields)]
         body += [""] * bool(lines and body) + lines
     counts = ", ".join(f"{len(translation.with_kind(kind))} {kind}" for kind in KINDS)
-    notice = (
-        f"Not measured. Keys of the file: {counts}. A comment names the key that a field is from, and what differs; "
-        f'"default" is a default of {table.name} that the file leaves as it is.'
-    )
+    notice = SENTENCES["NOTICE"].format(counts, table.name)
     return TEMPLATE.format(
         file=_name(file.name),
         whose=f"{table.name} ({table.version})",
-        program="sft" if base in PAIR_CONFIGS else "train",
+        program="sft" if base in WORDS["pair_configs"] else "train",
         to=_name(to.as_posix()),
         notice="\n".join(textwrap.wrap(notice, WIDTH)),
         base=base,
@@ -102,7 +76,7 @@ def literal(value: Any) -> str:
 
 def _written_fields(translation: Translation, base_fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields to write, with sections as in the complete configs, without defaults that the base has too."""
-    text = "\n".join((configs.FOLDER / name).read_text(encoding="utf-8") for name in EXPLAINED)
+    text = "\n".join((configs.FOLDER / name).read_text(encoding="utf-8") for name in WORDS["explained"])
     # The order comes from the text, because a ConfigDict does not keep the order of its fields.
     order = list(dict.fromkeys(re.findall(r"\bc\.([a-z_]+)", text)))
     fields = translation.fields()
@@ -127,7 +101,7 @@ def _is_made(section: str, fields: Mapping[str, Any]) -> bool:
     """Whether the file makes a section anew, because the base has none or that of another function."""
     # A section with `workers` is the section `turns` of an environment that the base does not have.
     has_function = not fields.keys().isdisjoint((f"{section}.name", f"{section}.workers"))
-    return section in WHOLE or (section in CALLS and has_function)
+    return section in WORDS["whole"] or (section in WORDS["calls"] and has_function)
 
 
 def _lines(translation: Translation, name: str, fields: dict[str, Any]) -> list[str]:
@@ -175,11 +149,8 @@ def _comments(translation: Translation, name: str) -> tuple[list[str], set[str]]
 
     def reasons_of_first_fields(outcomes: Mapping[str, Outcome], *kinds: str) -> dict[str, str]:
         """Returns {key: reason} of outcomes of these kinds whose first field is `name`."""
-        return {
-            key: outcome.reason
-            for key, outcome in outcomes.items()
-            if outcome.reason and outcome.kind in kinds and next(iter(outcome.fields), "") == name
-        }
+        of_field = {key: one for key, one in outcomes.items() if next(iter(one.fields), "") == name}
+        return {key: one.reason for key, one in of_field.items() if one.reason and one.kind in kinds}
 
     explained = reasons_of_first_fields(translation.outcomes, "mapped", "changed")
     comments = [f"{line}." for line in reason_lines(explained)]
@@ -209,12 +180,11 @@ def _remaining_comments(translation: Translation, lost: Sequence[str], written: 
     reasons = {kind: {key: x.reason for key, x in translation.with_kind(kind).items()} for kind in KINDS}
     shown_names = {*written, *translation.outcomes}
     unset_fields = {name: reason for name, reason in translation.unknown().items() if name not in shown_names}
+    without_field = {key: x for key, x in reasons["changed"].items() if not translation.outcomes[key].fields}
     blocks = {
-        "Belong to no key of the training command": [" ".join(line.split()) for line in lost],
+        "Not read as settings": [" ".join(line.split()) for line in lost],
         f"Yours to set; until then they are those of {translation.base}.py": reason_lines(unset_fields),
-        "Changed in meaning": reason_lines(
-            {key: reason for key, reason in reasons["changed"].items() if not translation.outcomes[key].fields}
-        ),
+        "Changed in meaning": reason_lines(without_field),
         "Not supported in jaxrl_llm": reason_lines(reasons["unsupported"]),
         "No effect on training in jaxrl_llm": reason_lines(reasons["no effect"]),
     }
