@@ -38,7 +38,7 @@ CONFIG = DecoderConfig(
     rope=default_rope(1e4, 32), norm_eps=1e-6, tied_head=True, qkv_bias=True, qk_norm=False,
 )  # fmt: skip
 GROUPS, GROUP_SIZE, PROMPT = 8, 8, 16
-PROMPTS, LONG, RUN_STEPS = 400, 256, 40
+PROMPTS, LONG = 400, 256
 TURN, OBSERVATION = 8, 100  # tokens of an episode's turn, and of each of its two observations
 
 
@@ -111,11 +111,11 @@ def rows_with_a_long_one() -> list[dict[str, str]]:
     return [*rows, last | {"prompt": "0" * (LONG - len(last["prompt"])) + last["prompt"]}]
 
 
-def print_run(source: str) -> None:
+def print_run(source: str, steps: int) -> None:
     """Prints the median CPU seconds of a step of GRPO on the rows of `source`, and the largest memory in MB."""
     config = load("configs/grpo.py")
     config.data.update(source=f"benchmarks.speed.limits.{source}", max_prompt_tokens=LONG)
-    config.update(num_steps=RUN_STEPS, prompts_per_step=16, prompts_per_update=16, eval=None)
+    config.update(num_steps=steps, prompts_per_step=16, prompts_per_update=16, eval=None)
     seconds = []
     with tempfile.TemporaryDirectory() as workdir:
         began = time.process_time()
@@ -125,9 +125,9 @@ def print_run(source: str) -> None:
     print(float(np.median(seconds)), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
 
-def measured_run(source: str) -> tuple[float, float]:
+def measured_run(source: str, steps: int) -> tuple[float, float]:
     """Returns what `print_run` prints in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.speed.limits", "--run", source]
+    command = [sys.executable, "-m", "benchmarks.speed.limits", "--run", source, "--steps", f"{steps}"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     seconds, memory = map(float, printed.splitlines()[-1].split())
     return seconds, memory
@@ -138,9 +138,10 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=5, help="calls of each function, of which the fastest counts")
     parser.add_argument("--far", type=int, default=4096, help="the generous limit on a completion's tokens")
     parser.add_argument("--run", help="print the seconds and the memory of one of the two runs only")
+    parser.add_argument("--steps", type=int, default=40, help="steps of these runs")
     args = parser.parse_args()
     if args.run:
-        return print_run(args.run)
+        return print_run(args.run, args.steps)
     cases = {
         f"completions of 48 tokens, limit 64 and {args.far}": (sampling_call(64, 48), sampling_call(args.far, 48)),
         f"two observations of {OBSERVATION} tokens, limit 256 and {args.far}": (
@@ -152,7 +153,8 @@ def main() -> None:
     for name, calls in cases.items():
         near, far = cpu_seconds(list(calls), args.times)
         print(f"{name}: {near:.2f} and {far:.2f}, {far / near:.2f} times", flush=True)
-    (short, memory), (long, long_memory) = map(measured_run, ("short_rows", "rows_with_a_long_one"))
+    sources = "short_rows", "rows_with_a_long_one"
+    (short, memory), (long, long_memory) = (measured_run(source, args.steps) for source in sources)
     print(
         f"a step on {PROMPTS} prompts of 8 tokens, and with one of {LONG}: {short:.2f} and {long:.2f}, "
         f"{long / short:.2f} times; {memory:.0f} and {long_memory:.0f} MB, {long_memory / memory:.2f} times"

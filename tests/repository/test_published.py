@@ -263,7 +263,8 @@ SMALLEST: dict[
     "speed.scaling": small_scaling,
     "health.stability": partial(small_study, "curve"),
     "speed.step": ["--workloads", "tiny", "--trainers", "ours", "--steps", "1", "--out", "FOLDER/step.json"],
-    "speed.limits": ["--times", "1", "--far", "128"],
+    "speed.limits": ["--times", "1", "--far", "128", "--steps", "1"],
+    "speed.partial": ["--batch", "8", "--group-size", "2", "--limit", "64", "--mean", "20", "--steps", "5"],
     "speed.tokenizing": ["--rows", "50"],
 }
 
