@@ -217,7 +217,7 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {  # shipped config, and what d
     "adapters": ("lora", {}),
     "episodes": ("search_grpo", {}),
     "images": ("pictures", {}),
-    "a lag and partial rollouts": ("grpo", {"rollout.max_lag": 1, "rollout.partial": True}),
+    "a lag and partial rollouts": ("grpo", {"rollout.max_lag": 1, "rollout.partial": 4}),
     "eight devices": ("grpo", {"mesh.data": 4, "mesh.tensor": 2}),
 }
 

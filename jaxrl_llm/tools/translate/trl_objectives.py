@@ -73,6 +73,11 @@ def kl(value: Any, keys: Keys) -> Outcome:
     return Outcome("mapped", {"kl.placement": "reward", "kl.coef": float(value), "kl.estimator": "k1"})
 
 
+def kl_estimator(value: Any, keys: Keys) -> Outcome:
+    """Translates TRL's `use_bias_correction_kl`: whether the KL of a token is multiplied by its ratio."""
+    return Outcome("mapped", {"kl.estimator": "k3_weighted" if value else "k3"})
+
+
 def objectives(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `multi_objective_aggregation`: normalizing each reward before the sum is `gdpo`."""
     normalizes = value == "normalize_then_sum"
