@@ -181,7 +181,7 @@ def _describe_size(dataset: Dataset, convert: str) -> str:
     smaller = [f"{width:,}" for width, _ in dataset.sizes.smaller]
     padded = f", padded to {dataset.width:,} or {' or '.join(smaller)}" if smaller else ""
     mean = np.mean([len(tokens) for tokens in dataset.ids])
-    return f"{len(dataset.rows):,} of {mean:.0f} tokens on average and at most {dataset.width}{padded}{refused}"
+    return f"{len(dataset.rows):,} of at most {dataset.width:,} tokens, {mean:.0f} on average{padded}{refused}"
 
 
 def models_table(scorers: Mapping[str, Scorer], learners: Mapping[str, Learner]) -> list[tuple[str, str]]:

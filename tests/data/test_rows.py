@@ -302,12 +302,12 @@ def test_the_banner_counts_dropped_rows_and_tells_when_a_step_needs_more(table_o
         return [row for row in table_of(made, **changes) if row[0] in ("prompts", "problems", "")]
 
     assert shown(9000, 12) == [
-        ("prompts", "9,000 of at most 3 tokens, 12 dropped by data.convert, 4 over-long dropped"),
-        ("problems", "9,000 of at most 3 tokens, 12 dropped by eval.convert"),
+        ("prompts", "9,000 of at most 3 tokens, 3 on average, 12 dropped by data.convert, 4 over-long dropped"),
+        ("problems", "9,000 of at most 3 tokens, 3 on average, 12 dropped by eval.convert"),
         ("", "from arithmetic.held_out, judged by arithmetic.accuracy"),
     ]
     assert [name for name, _ in shown(63, 0)] == ["prompts", "", "problems", ""]
-    assert shown(64, 0, eval=None) == [("prompts", "64 of at most 3 tokens, 4 over-long dropped")]
+    assert shown(64, 0, eval=None) == [("prompts", "64 of at most 3 tokens, 3 on average, 4 over-long dropped")]
 
 
 def test_the_banner_says_which_rows_lack_a_column_and_which_prompts_are_equal(table_of):
