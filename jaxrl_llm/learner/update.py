@@ -205,7 +205,17 @@ def make_learner(
 
     step = make_update_step(gradient(microbatch), optimizer, mesh, placed)
     coefs = jax.jit(partial(coefficients, optimizer))
-    return Learner(step, states, init, coefs, gradient, objective, aggregate, backoff=optimizer.backoff, base=base)
+    return Learner(
+        update_step=step,
+        shapes=states,
+        init=init,
+        coefficients=coefs,
+        gradient=gradient,
+        objective=objective,
+        aggregate=aggregate,
+        backoff=optimizer.backoff,
+        base=base,
+    )
 
 
 def make_update_step(gradient: GradientFn, optimizer: Optimizer, mesh: Mesh, placed: TrainState) -> jax.stages.Wrapped:

@@ -309,7 +309,8 @@ class SampleSource:
 def partial_metrics(ages: np.ndarray, has_begun: np.ndarray, first: FirstCompleteGroups) -> dict[str, Any]:
     """Returns the metrics of a step of partial rollouts, over the groups of all processes.
 
-    ages: of the groups in the batch, in steps. has_begun: True for the groups behind the batch that have a token.
+    ages: steps since the begin of each group in the batch. has_begun: True for the groups behind the batch that have
+    a token.
     """
     slots = np.array([[first.computed_tokens, first.slot_steps]])
     ages, has_begun, slots = (distributed.gather(x, SAMPLING) for x in (ages, has_begun, slots))

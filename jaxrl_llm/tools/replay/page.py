@@ -84,7 +84,7 @@ def update_shares(gradient: dict[str, np.ndarray]) -> np.ndarray:
     """Returns the shares of the completions in the step's gradient [B, G], which sum to 1.
 
     A share is the length of a completion's gradient along the step's gradient, relative to the latter's norm. It is
-    negative for a completion that pulls against the update. gradient: see `StepRecord.gradient`.
+    negative for a completion that pulls against the update. gradient: a table like `StepRecord.gradient`.
     """
     along = np.nan_to_num(gradient["norm"].astype(np.float64) * gradient["cosine"])
     return along / (along.sum() or 1.0)
@@ -100,7 +100,7 @@ def means(record: StepRecord) -> dict[str, float]:
 
 
 def group_of(record: StepRecord, b: int, order: np.ndarray, shares: list[np.ndarray]) -> ShownGroup:
-    """Returns what the page shows of prompt b. order: its completions [G]; shares: see `update_shares`."""
+    """Returns what the page shows of prompt b. order: its completions [G]; shares: results of `update_shares`."""
     judged = record.rewards[b][~np.isnan(record.rewards[b])]
     note = f"mean reward {judged.mean():.3g}" if len(judged) else "no verdict"
     return ShownGroup(
@@ -113,7 +113,7 @@ def group_of(record: StepRecord, b: int, order: np.ndarray, shares: list[np.ndar
 
 
 def completion_of(record: StepRecord, b: int, g: int, shares: list[np.ndarray]) -> ShownCompletion:
-    """Returns what the page shows of completion g of prompt b, except its tokens. shares: see `update_shares`."""
+    """Returns what the page shows of completion g of prompt b but its tokens. shares: results of `update_shares`."""
     mask, trained = record.completion_mask[b, g], record.loss_mask[b, g]
     # A row may have the reasons of its rewards: {reward function: [G] texts}.
     reasons = record.rows[b].get("reasons", {})

@@ -39,7 +39,7 @@ Status: TypeAlias = bool | None
 class Command:
     """A command of the script with its expanded words.
 
-    positions: positions of its words in the script. variables: those that it sees, also NAME=value before it.
+    positions: positions of its words in the script. variables: the variables that it sees, also NAME=value before it.
     """
 
     words: list[str]

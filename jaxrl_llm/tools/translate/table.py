@@ -165,7 +165,7 @@ def trainer_table(
 def _rule(row: Row, module: Mapping[str, Any], rules: dict[str, Rule]) -> Rule:
     """Returns the rule of a row: a function that makes the outcome of a value.
 
-    module: as in `trainer_table`; rules: rules of all keys, which are complete when the rule is called.
+    module: argument of `trainer_table`; rules: rules of all keys, which are complete when the rule is called.
     """
     text, *conditions = row.rule.split(" if ")
     word, *arguments = text.split(" ")
