@@ -18,7 +18,7 @@ from jaxrl_llm.learner.settings import CriticSettings
 from jaxrl_llm.learner.update import Learner, LearnerParameters
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.models import hf
-from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.decoder import Decoder, decoder_of
 from jaxrl_llm.models.settings import ModelSettings
 from jaxrl_llm.structs import Array, Batch, PyTree, Sizes
 
@@ -51,7 +51,7 @@ def make_critic(
         row_parts=policy_settings.row_parts,
     )
     # With a tied head the parameter tree has no head, which a critic does not need.
-    model = Decoder(replace(policy_like.cfg, tied_head=True), mesh)
+    model = decoder_of(replace(policy_like.cfg, tied_head=True), mesh)
 
     def headless(decoder: PyTree) -> PyTree:
         """Returns the parameters of a decoder without its vocabulary head."""

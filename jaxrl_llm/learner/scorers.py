@@ -19,7 +19,7 @@ from jaxrl_llm.learner.update import FrozenBase
 from jaxrl_llm.machine import transfers
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.models import hf
-from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.decoder import Decoder, decoder_of
 from jaxrl_llm.models.settings import ModelSettings
 from jaxrl_llm.structs import Batch, PyTree
 
@@ -155,7 +155,7 @@ def frozen_model(section: str, folder: Path, policy_settings: ModelSettings, mes
         folder, mesh, family=policy_settings.family, dtype=policy_settings.dtype, row_parts=policy_settings.row_parts
     )
     # With a tied head the parameter tree has no head, which a reward model does not have.
-    return Decoder(replace(model.cfg, tied_head=True), mesh) if section == "reward_model" else model
+    return decoder_of(replace(model.cfg, tied_head=True), mesh) if section == "reward_model" else model
 
 
 def make_frozen_scorer(section: str, frozen: FrozenModel, microbatch: int, sampling: Sampling, mesh: Mesh) -> Scorer:

@@ -7,7 +7,7 @@ a group attend to one copy of the keys and values of their prompt.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -71,6 +71,12 @@ class PerLayerKind(NamedTuple):
         if self.full is self.local or isinstance(is_local, bool):
             return self.local if is_local is True else self.full
         return jax.tree.map(lambda full, in_local: jnp.where(is_local, in_local, full), self.full, self.local)
+
+
+@lru_cache(maxsize=16)
+def decoder_of(cfg: DecoderConfig, mesh: Mesh | None) -> Decoder:
+    """Returns the decoder of a config on a mesh: always the same object, so that runs in one process share programs."""
+    return Decoder(cfg, mesh)
 
 
 class Decoder:

@@ -22,7 +22,7 @@ from jaxrl_llm.machine import bucket, progress, sharding
 from jaxrl_llm.models import names
 from jaxrl_llm.models.adapters import Adapters, quantize_int8
 from jaxrl_llm.models.config import DecoderConfig
-from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.decoder import Decoder, decoder_of
 from jaxrl_llm.models.names import TensorNames
 from jaxrl_llm.structs import PyTree
 
@@ -180,7 +180,7 @@ def load_model(
     if cfg.vision:
         mean, std = read_pixel_scale(folder)
         cfg = replace(cfg, vision=replace(cfg.vision, pixel_mean=mean, pixel_std=std))
-    return Decoder(cfg, mesh)
+    return decoder_of(cfg, mesh)
 
 
 def family_of(folder: Path, user_function: str = "") -> str:

@@ -17,7 +17,7 @@ from jaxrl_llm.machine import sharding, transfers
 from jaxrl_llm.machine.compilation import Program
 from jaxrl_llm.machine.shapes import placed
 from jaxrl_llm.models import adapters
-from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.decoder import Decoder, decoder_of
 from jaxrl_llm.structs import Array, PyTree
 
 # Advice if the copy does not fit the memory.
@@ -26,7 +26,7 @@ REMEDY = "raise mesh.tensor, which divides the sampler's copy of the weights (me
 
 def sampling_decoder(model: Decoder, mesh: Mesh) -> Decoder:
     """Returns the decoder that computes with the sampler's copy. On a CPU, the copy's kernels are transposed."""
-    return Decoder(replace(model.cfg, transposed=mesh.devices.flat[0].platform == "cpu"), mesh)
+    return decoder_of(replace(model.cfg, transposed=mesh.devices.flat[0].platform == "cpu"), mesh)
 
 
 def copy_shapes(model: Decoder, mesh: Mesh, trainer_mesh: Mesh, params: PyTree, *, in_int8: bool) -> PyTree:

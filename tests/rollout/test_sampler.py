@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache, partial
 from itertools import count
 from threading import Event, Timer
@@ -28,6 +28,7 @@ from jaxrl_llm.algorithms.sampling import (
 )
 from jaxrl_llm.learner import forward
 from jaxrl_llm.machine import sharding
+from jaxrl_llm.machine.compilation import Compilations
 from jaxrl_llm.models import adapters
 from jaxrl_llm.rollout import weights
 from jaxrl_llm.rollout.jax import compiled, layout, programs, sizes, stream
@@ -132,6 +133,14 @@ def same(one: Rollouts, other: Rollouts) -> None:
 def test_tokens_are_drawn_from_the_trainers_softmax_by_their_own_numbers():
     check_draws(whole(), WARM)
     np.testing.assert_allclose(whole().logprobs, score(whole(), WARM)[0], atol=1e-5)
+
+
+def test_a_second_sampler_of_a_model_compiles_no_program_of_it_again():
+    first = sample(WARM, length=8)
+    with closing(Compilations()) as made:
+        second = sample(WARM, length=8)
+    assert not made.programs.keys() & {"jit(prefill_first)", "jit(decode)"}, made.programs
+    np.testing.assert_array_equal(first.completions, second.completions)
 
 
 def test_a_copy_in_int8_samples_from_the_rounded_weights():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -21,6 +21,12 @@ from jaxrl_llm.rollout.jax.cache_attention import CacheIndices
 from jaxrl_llm.rollout.jax.programs import Cache, GroupSampling, NewPrompts, ObservationChunks, RoundRows, Sampled
 from jaxrl_llm.rollout.jax.sizes import ROUND_TOKENS, Slots, StreamSizes
 from jaxrl_llm.structs import AnyArray, Images, PyTree
+
+
+@lru_cache(maxsize=4)
+def programs_of(model: Decoder, mesh: Mesh) -> Programs:
+    """Returns the programs of a model on a mesh. A second run in this process does not trace them again."""
+    return Programs(model, mesh)
 
 
 class Programs:

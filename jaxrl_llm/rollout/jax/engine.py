@@ -23,7 +23,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.episodes import ENDED, Episodes
 from jaxrl_llm.rollout.in_flight import FirstCompleteGroups, InFlightGroups
 from jaxrl_llm.rollout.jax.cache_attention import page_kind
-from jaxrl_llm.rollout.jax.compiled import CallPrograms, CompiledAhead, Programs
+from jaxrl_llm.rollout.jax.compiled import CallPrograms, CompiledAhead, programs_of
 from jaxrl_llm.rollout.jax.programs import GroupSampling
 from jaxrl_llm.rollout.jax.scheduler import Scheduler
 from jaxrl_llm.rollout.jax.sizes import StreamSizes, sequence_limit, sizes_of
@@ -76,7 +76,7 @@ class Sampler:
         self._copier = WeightCopier(decoder, mesh, trainer_mesh, in_int8=in_int8)
         # Device for arrays outside of the mesh, such as random keys; None = JAX's default device.
         self._device = mesh.local_devices[0] if self._copier.copies_to_other_devices else None
-        self._programs, self._compiled_ahead = Programs(decoder, mesh), CompiledAhead()
+        self._programs, self._compiled_ahead = programs_of(decoder, mesh), CompiledAhead()
         self._call_counts: Counter[Hashable] = Counter()  # key: sampling and sizes, which decide the programs of a call
         # {sizes of a call: the same with the largest cache that such a call has had so far}
         self._grown_sizes: dict[StreamSizes, StreamSizes] = {}
