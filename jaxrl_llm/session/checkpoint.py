@@ -42,6 +42,7 @@ NOTES = "notes"  # name of the JSON file of a checkpoint
 COMMIT = 6 * 3600
 COMMITTED = "commit_success.txt"  # Orbax's mark of a complete checkpoint in a bucket, where no folder can be renamed
 DELETED = ".deleted"  # suffix of the folder in which checkpoints wait for their deletion
+MIN_SLICE_BYTES = 2**22  # fewest bytes of an array that each device with a copy of it saves
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -85,6 +86,7 @@ class Checkpoints:
             temporary_path_class=_committed_after(check_lock) if self._in_bucket else None,
         )
         quieten_orbax()
+        save_small_arrays_whole()
         self._folder = folder if self._in_bucket else folder.absolute()
         self._deleted = self._folder.with_name(self._folder.name + DELETED)
         self._removal: Thread | None = None
@@ -465,6 +467,15 @@ def _reason(error: Exception) -> str:
         if os.strerror(number) in message:
             return os.strerror(number)
     return message[:200] or type(error).__name__
+
+
+def save_small_arrays_whole() -> None:
+    """Lets Orbax divide only large arrays among the devices that hold copies: it compiles a program for each division.
+
+    The start of a small run on four devices took 5 of 36 seconds for such programs.
+    """
+    handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES)
+    ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
 
 
 def quieten_orbax() -> None:

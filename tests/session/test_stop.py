@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import disk
+from jaxrl_llm.machine.compilation import Compilations
 from jaxrl_llm.machine.meshes import make_mesh
 from jaxrl_llm.session.checkpoint import MODELS, SAMPLES, Checkpoints, has_checkpoint, kept_steps
 from jaxrl_llm.session.checksums import checksums
@@ -393,3 +394,13 @@ def test_room_for_the_checkpoints_of_the_whole_run_is_asked_for(tmp_path, monkey
         asks_for(4 - len(there))
     checkpoints.close()
     assert has_checkpoint(tmp_path)
+
+
+def test_a_save_of_small_arrays_on_several_devices_compiles_none_of_them(tmp_path):
+    mesh = make_mesh(data=-1, fsdp=1, tensor=1)
+    place = NamedSharding(mesh, PartitionSpec())
+    arrays = {str(rows): jax.device_put(np.ones((8 * rows, 3), np.float32), place) for rows in range(1, 6)}
+    with closing(Checkpoints(tmp_path / "checkpoints", {}, KEEP, mesh)) as checkpoints, closing(Compilations()) as made:
+        checkpoints.save(1, {MODELS: PartState({}, arrays)})
+        checkpoints.wait()
+    assert made.programs.total() == 1, made.programs  # that of the checksums
