@@ -26,7 +26,7 @@ Chat: TypeAlias = list[dict[str, Any]]
 CHUNK = 4096  # prompts per tokenizer call, enough for its threads with little memory
 CLOCK = re.compile(r"strftime_now\s*\(")  # call by which a chat template reads today's date
 DATE = re.compile(CLOCK.pattern + r"""\s*(["'])(.*?)\1\s*\)""")  # such a call with a literal format
-MIN_CACHED = 2**20  # minimum number of characters for storing token ids in the user's cache folder
+MIN_CACHED = 2**18  # minimum number of characters for storing token ids in the user's cache folder
 # Unpaired surrogates are valid JSON escapes, but tokenizers refuse them.
 UNPAIRED_SURROGATE = re.compile("[\ud800-\udfff]")
 ANSWER = "(an-answer)"  # placeholder for the text of an answer in a chat
