@@ -28,6 +28,10 @@ from jaxrl_llm.session.log import Log
 from jaxrl_llm.session.settings import SamplesLogSettings
 from jaxrl_llm.structs import Batch, PyTree
 
+# A model like that of configs/grpo.py with two layers of 64, for runs that a test makes:
+# jaxrl sft --config configs/sft.py --config.model.hidden_size=64 --config.model.num_hidden_layers=2
+#     --config.model.intermediate_size=192 --config.num_steps=500 --config.optim.learning_rate=3e-3
+SMALL = Path(__file__).parent / "references" / "small"
 CONFIG = DecoderConfig(
     family="qwen2",
     vocab_size=32, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_width=64, max_positions=64,

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from conftest import QUICK
 from safetensors.numpy import load_file
+from tiny import SMALL
 
 from jaxrl_llm import train
 from jaxrl_llm.config.load import load, override, parse_arguments
@@ -30,10 +31,11 @@ from jaxrl_llm.rollout.vllm import engine
 from jaxrl_llm.session.checkpoint import Checkpoints
 
 ROOT = Path(__file__).parents[2]
+ASSETS = ROOT / "jaxrl_llm/assets"
 TINY = (
     "num_steps=3", "optim.warmup_steps=1", "optim.decay=constant", "prompts_per_step=8", "prompts_per_update=4",
     "group_size=4", "eval.every=3", "eval.problems=20", "checkpoint.every=1", "log.to=()", "mesh.data=-1",
-    "mesh.fsdp=1", "health.self_test=False",
+    "mesh.fsdp=1", "health.self_test=False", f"model.path={SMALL}",
 )  # fmt: skip
 IN_PROCESS = "reward.timeout=0.0"  # rewards
 NO_EVALUATION = ("eval=none", "checkpoint.keep_best=0")
@@ -41,7 +43,7 @@ FEW_PROGRAMS = (*NO_EVALUATION, "kl=none", "epochs=1", "prompts_per_update=8")
 CONFIGS = {
     "grpo": ("epochs=2",),
     "ppo": ("group_size=1", "critic.warmup_steps=1", "critic.optim.warmup_steps=0", "kl.adaptive.target=0.01"),
-    "search_grpo": ("rollout.max_completion_tokens=128",),
+    "search_grpo": ("group_size=2", "rollout.max_completion_tokens=128", f"model.path={ASSETS}/encyclopedia"),
 }
 PAIRS = [(a, b) for a in range(4) for b in range(4)]
 DEVICES = 4  # of all processes together

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
+from tiny import SMALL
 
 from jaxrl_llm.build import build
 from jaxrl_llm.config import load as configs
@@ -40,7 +41,7 @@ def tiny(**changes) -> ConfigDict:
         "num_steps": 4, "prompts_per_step": 8, "prompts_per_update": 8, "group_size": 4, "optim.warmup_steps": 1,
         "optim.decay": "constant", "eval.every": 2, "eval.problems": 16, "checkpoint.every": 1, "checkpoint.keep": 9,
         "log.to": (), "log.completions_every": 0, "mesh.fsdp": 1, "rollout.max_completion_tokens": 6,
-        "health.self_test": False,
+        "health.self_test": False, "model.path": str(SMALL),
     }  # fmt: skip
     c.update_from_flattened_dict(small | changes)
     return c

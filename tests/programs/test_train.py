@@ -17,20 +17,23 @@ from pathlib import Path
 import pytest
 from fake_hub import online  # noqa: F401 (a fixture)
 from huggingface_hub import ModelCard
+from tiny import SMALL
 
 from jaxrl_llm import evaluate, sft, train
 from jaxrl_llm.config.load import parse_arguments
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine.compilation import Compilations, Program
+from jaxrl_llm.rollout.jax.compiled import programs_of
 from jaxrl_llm.tools import export, log
 
 ROOT = Path(__file__).parents[2]
+ASSETS = ROOT / "jaxrl_llm/assets"
 TINY = [
     "--config.num_steps=4", "--config.optim.warmup_steps=2", "--config.optim.decay=constant",
     "--config.prompts_per_step=8", "--config.prompts_per_update=4", "--config.epochs=2",
     "--config.microbatch=2", "--config.group_size=4", "--config.eval.every=2", "--config.eval.problems=32",
     "--config.checkpoint.every=2", "--config.log.completions_every=2", "--config.mesh.data=2", "--config.mesh.fsdp=1",
-    "--config.health.self_test=False",
+    "--config.health.self_test=False", f"--config.model.path={SMALL}",
 ]  # fmt: skip
 
 
@@ -152,6 +155,7 @@ def test_compile_only_compiles_the_programs_of_the_run_and_writes_no_run(whole, 
 
     monkeypatch.setattr(Program, "compile", count)
     monkeypatch.chdir(tmp_path)
+    programs_of.cache_clear()  # the run `whole` has compiled the sampler's programs in this process
     with closing(Compilations()) as compilations:
         call(train, monkeypatch, "--config", str(ROOT / "configs/grpo.py"), "--compile-only", *TINY, IN_PROCESS)
     # The cache has the programs of the run `whole`: another program than the run's would not be there.
@@ -227,7 +231,8 @@ def wait_for_step(workdir: Path, step: int, process: subprocess.Popen) -> None:
 COMBINED = {
     "adapters and episodes that go on in later steps, sampled ahead": (
         ["c = search_grpo.get_config()", "c.adapters = lora.get_config().adapters"],
-        ["rollout.partial=5", "rollout.max_age=2", "rollout.max_lag=1", "rollout.temperature=1.5",
+        [f"model.path={ASSETS}/encyclopedia",
+         "group_size=2", "rollout.partial=5", "rollout.max_age=2", "rollout.max_lag=1", "rollout.temperature=1.5",
          "checkpoint.every=1", "mesh.data=1", "rollout.max_completion_tokens=96", "eval=none", "epochs=1",
          "prompts_per_update=8", "microbatch=0"],
         {"rollout/lag", "rollout/carried"},
@@ -243,8 +248,9 @@ COMBINED = {
          "part = lambda name, weight: dict(source=f'digits_in_pictures.{name}', convert='', weight=weight)",
          "c.data.source, c.data.mixture = '', ConfigDict(dict(one=part('train', 1.0), two=part('held_out', 2.0)))",
          "c.advantage = gdpo.get_config().advantage"],
-        ["rollout.max_lag=1", "rollout.resample_rounds=2", "checkpoint.every=1", "eval.every=5", "eval.problems=8",
-         "epochs=1", "eval.function=tests.tiny.alarmed", "reward.weights=(1.0,0.5)",
+        [f"model.path={ASSETS}/pictures",
+         "rollout.max_lag=1", "rollout.resample_rounds=2", "checkpoint.every=1", "eval.every=5", "eval.problems=8",
+         "epochs=1", "prompts_per_step=4", "eval.function=tests.tiny.alarmed", "reward.weights=(1.0,0.5)",
          "reward.functions=('digits_in_pictures.accuracy','tests.tiny.alarmed')"],
         {"rollout/lag", "groups/replaced"},
     ),

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import jax
 import pytest
 from conftest import QUICK
+from tiny import SMALL
 
 from benchmarks.real import tasks
 from benchmarks.speed import accelerator
@@ -132,7 +133,7 @@ def test_every_command_that_is_shown_is_one_that_its_program_accepts():
 
 TINY = {
     "num_steps": 2, "optim.warmup_steps": 0, "prompts_per_step": 4, "prompts_per_update": 4, "group_size": 2,
-    "eval.problems": 8, "mesh.fsdp": 1, "health.self_test": False,
+    "eval.problems": 8, "mesh.fsdp": 1, "health.self_test": False, "model.path": str(SMALL),
 }  # fmt: skip
 FLAGS = tuple(f"--config.{name}={value}" for name, value in TINY.items())
 
