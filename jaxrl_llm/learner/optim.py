@@ -252,7 +252,7 @@ def make_optimizer(
             1.0, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=has_weight_decay, mu_dtype=momentum_dtype
         )
     )
-    # After max_consecutive_errors, optax would apply a non-finite gradient, so the limit is out of reach.
+    # optax would apply a non-finite gradient after max_consecutive_errors, so the limit is out of reach.
     transform = optax.apply_if_finite(optax.chain(*transforms), max_consecutive_errors=2**31 - 1)
     rate = backoff.with_backoff(rate) if backoff else rate
     return Optimizer(transform, {"learning_rate": rate} | dict(coefficients or {}), gradient_dtype, skips, backoff)

@@ -154,7 +154,7 @@ def frozen_model(section: str, folder: Path, policy_settings: ModelSettings, mes
     model = hf.load_model(
         folder, mesh, family=policy_settings.family, dtype=policy_settings.dtype, row_parts=policy_settings.row_parts
     )
-    # With a tied head the parameter tree has no head, which a reward model does not have.
+    # The parameter tree of a tied head has no head, which a reward model does not have.
     return Decoder(replace(model.cfg, tied_head=True), mesh) if section == "reward_model" else model
 
 

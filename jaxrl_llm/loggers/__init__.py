@@ -154,7 +154,7 @@ class BackgroundLogger:
                 if self._calls and self._calls[0] is call:
                     self._calls.popleft()
                     self._dropped_calls += not sent
-            # After the deadline `close` has reported the lost calls, so no further call may be sent.
+            # `close` reports the lost calls at the deadline, so no call may be sent after it.
             if time.monotonic() > self._deadline:
                 return
         if logger:
@@ -215,7 +215,7 @@ class BackgroundLogger:
                 self._is_failing = False
                 return None
             with self._changed:
-                # At the end each call gets one try, because pauses would use up the time of the other calls.
+                # Each call gets one try at the end, because pauses would use up the time of the other calls.
                 if self._deadline < math.inf:
                     return None
                 # The pause waits on the condition instead of sleeping, so that `close` can end it.

@@ -212,7 +212,7 @@ def with_references(keys: DocumentKeys) -> DocumentKeys:
             if match[0] == value or isinstance(reference_value, Unread):
                 return reference_value
             value = value.replace(match[0], "null" if reference_value is None else str(reference_value))
-        # In OmegaConf ??? stands for a value that the command line must set.
+        # OmegaConf writes ??? for a value that the command line must set.
         return Unread(value) if value == "???" or re.search(r"\$\{[\w.]+[:}]", value) else value
 
     # The depth ends a circle of keys that refer to each other.

@@ -241,7 +241,7 @@ class Family:
         if value not in AGGREGATION:
             return unsupported("aggregate.mode", f"jaxrl_llm has no aggregation {value!r}")
         mode = AGGREGATION[value]
-        # Without a set length veRL divides by the width of its arrays, which is the limit of a response.
+        # If no length is set, veRL divides by the width of its arrays, which is the limit of a response.
         scale = self.keys_of.get("aggregate.constant_length")
         length = int((scale and keys[scale]) or keys["data.max_response_length"])
         is_sum = mode == "constant"
@@ -282,7 +282,7 @@ def unknown_steps(product: str) -> Outcome:
 
 def lowest(row: Row, value: Any, keys: Keys) -> Outcome:
     """Translates `min_lr_ratio`, the share of the learning rate at the end of a cosine, to `optim.end`."""
-    # In veRL only the cosine has a lowest rate.
+    # veRL has a lowest rate for the cosine alone.
     share = float(value or 0) if keys[f"{row.section}lr_scheduler_type"] == "cosine" else 0.0
     return Outcome("mapped", {row.field: float(keys[f"{row.section}lr"]) * share if share else 0.0})
 

@@ -264,7 +264,7 @@ class ScriptRun(Interpreter):
         arguments = self.arguments(node, ("path", "name"))
         source, files, configuration = (arguments.get(name) for name in ("path", "data_files", "name"))
         is_understood = arguments.keys() <= set(WORDS["loading_arguments"])
-        # In load_dataset("json", data_files=...) "json" is the format of the file.
+        # load_dataset("json", data_files=...) has the format of the file as its path.
         if is_literal(source) and "/" not in str(source) and isinstance(files, str | dict):
             source = files
         # A computed source is unknown, and arguments such as data_dir and revision choose other rows.

@@ -32,7 +32,7 @@ def turns(value: Any, keys: Keys) -> Outcome:
     searches, response = int(keys["max_turns"]), int(keys["data.max_response_length"])
     fields = {
         "env.most_searches": searches,
-        # After max_turns searches Search-R1 generates one more turn, which cannot search.
+        # Search-R1 generates one more turn after max_turns searches, which cannot search.
         "turns.most": searches + 1,
         "rollout.max_completion_tokens": (searches + 1) * response + searches * int(keys["data.max_obs_length"]),
     }

@@ -45,7 +45,7 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     fields, tasks = conversions.rewards(names, weights_of_names) if names else (NO_FUNCTIONS, {})
     reasons = ["open-r1's format also asks for a line break at each tag"] if "format" in names else []
     if soft:
-        # On TRL's command line the penalty has 256 tokens.
+        # The penalty of TRL's command line has 256 tokens.
         tokens = re.search(r"\((\d+)\)", soft[0])
         fields = fields | {"reward.overlong_tokens": int(tokens[1]) if tokens else 256}
         reasons.append("get_soft_overlong_punishment is reward.overlong_tokens, before rollout.max_completion_tokens")
