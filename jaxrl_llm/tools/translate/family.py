@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partialmethod
 from typing import Any
 
 from jaxrl_llm.tools.translate import conversions, images
@@ -104,9 +104,8 @@ class Family:
         reason = f"{value} {unit}; jaxrl_llm counts prompts on all devices, and it never changes the gradient"
         return Outcome("changed", {"microbatch": microbatch}, reason)
 
-    def micro_batch_of_all(self, value: Any, keys: Keys) -> Outcome:
-        """Translates veRL's older `ppo_micro_batch_size`, in sequences of all GPUs, to `microbatch`."""
-        return self.micro_batch(value, keys, ())
+    # The rule of veRL's older `ppo_micro_batch_size`, in sequences of all GPUs.
+    micro_batch_of_all = partialmethod(micro_batch, counts=())
 
     def epochs(self, value: Any, keys: Keys) -> Outcome:
         """Translates `total_epochs` to `num_steps`, which the number of steps of the run overrides if it is set."""

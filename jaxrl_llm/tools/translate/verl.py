@@ -134,13 +134,10 @@ def tools(value: Any, keys: Keys) -> Outcome:
     limits += [int(user) + 1] if user else []
     tokens = int(keys["data.max_response_length"])
     fields = {
-        "env.name": "tools.Tools",
         "env.functions": tuple(f"my_tools.{name}" for name in names) or ("my_tools.tool",),
         "turns.most": min(limits, default=100),
         "turns.tokens": tokens,
         "turns.observation_tokens": min(int(keys.get(f"{TURNS}max_tool_response_length") or 256), tokens),
-        "turns.workers": 16,
-        "turns.timeout": 60.0,
     }
     reason = SENTENCES["TOOLS"] + "; veRL has no limit of turns" * (not limits)
     task = "write them in my_tools.py beside this file, with types and a docstring (docs/environments.md)"
