@@ -15,6 +15,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
 from jaxrl_llm.learner.forward import REMEDY
+from jaxrl_llm.learner.settings import column_of
 from jaxrl_llm.learner.update import FrozenBase
 from jaxrl_llm.machine import transfers
 from jaxrl_llm.machine.compilation import Program
@@ -24,17 +25,6 @@ from jaxrl_llm.models.settings import ModelSettings
 from jaxrl_llm.structs import Batch, PyTree
 
 States: TypeAlias = dict[str, PyTree]  # {learner: TrainState}, and "reference": parameters
-
-
-# Columns [B, G, C] that policy and reference compute before the first update of a step. An advantage estimator or a
-# loss gets a column as an argument of this name. The critic computes `values`; `column_of` names the columns of other
-# models.
-COLUMNS = ("old_logprobs", "entropy", "ref_logprobs")
-
-
-def column_of(section: str) -> str:
-    """Returns the column of a model that never learns. section: `reward_model` or `teachers.NAME`."""
-    return "reward_model_scores" if section == "reward_model" else f"{section.removeprefix('teachers.')}_logprobs"
 
 
 class FrozenModel(NamedTuple):

@@ -15,7 +15,7 @@ from jaxrl_llm.data.settings import PREFERENCE
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.rules import RULES
 from jaxrl_llm.learner.optim import SKIPS
-from jaxrl_llm.learner.scorers import COLUMNS, column_of
+from jaxrl_llm.learner.settings import COLUMNS, column_of
 from jaxrl_llm.models.adapters import AdapterKind
 from jaxrl_llm.recipe.missing import tried
 from jaxrl_llm.recipe.no_effect import check_no_effect
