@@ -20,7 +20,7 @@ OWN_KEYS = tuple(read_rows("search_r1").keys() - verl.ROWS.keys() - {"reward"})
 FAMILY = replace(verl.FAMILY, rows=ROWS, counts_sequences=True)
 
 # {scores of the format in main_ppo_format: reward function}
-FORMAT_REWARDS = {(0.2, 0.1, 0.0): "search.with_format", (0.0, 0.0, 0.0): "search.exact_match"}
+FORMAT_REWARDS = {"0.2, 0.1, 0.0": "search.with_format", "0.0, 0.0, 0.0": "search.exact_match"}
 
 data_files = partial(family.rows_of, "search_r1.convert")
 
@@ -54,7 +54,7 @@ def turn_limit(row: Row, value: Any, keys: Keys) -> Outcome:
 def format_scores(row: Row, value: Any, keys: Keys) -> Outcome:
     """Translates the scores of `main_ppo_format`: jaxrl_llm has those of Search-R1 v0.3, or exact match without any."""
     names = ("structure_format_score", "final_format_score", "retrieval_score")
-    function = FORMAT_REWARDS.get(tuple(float(keys.get(f"{row.section}{name}") or 0) for name in names))
+    function = FORMAT_REWARDS.get(", ".join(str(float(keys.get(f"{row.section}{name}") or 0)) for name in names))
     if not function:
         return unsupported(row.field, "search.with_format has 0.2, 0.1 and 0", *row.field_names)
     return Outcome("mapped", {"reward.functions": (function,), "eval.function": function})
