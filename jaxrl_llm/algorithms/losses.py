@@ -179,7 +179,7 @@ def topr(logprobs: Float[Array, "B G C"], batch: Batch) -> tuple[Array, Metrics]
 
 def old_logprobs(logprobs: Float[Array, "B G C"], batch: Batch) -> Float[Array, "B G C"]:
     """Returns batch.old_logprobs. If it is None, the old policy is the current one, and the ratio is 1."""
-    # With a stopped gradient, the ratio is 1, but its gradient is that of the log-probability.
+    # A stopped gradient makes the ratio 1, and its gradient that of the log-probability.
     return jax.lax.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
 
 

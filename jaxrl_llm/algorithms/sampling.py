@@ -105,7 +105,7 @@ def draw_tokens(
     log-probabilities [...]. It samples a block of tokens, then a token in the block: one float32 sum over the whole
     vocabulary would lose the tail. It never samples a token of probability zero.
     """
-    # With blocks of about sqrt(V) tokens, both levels sum equally few numbers, and lose equally few bits.
+    # Blocks have about sqrt(V) tokens, so that both levels sum equally few numbers, and lose equally few bits.
     block_size = min(1 << (math.isqrt(masked_logits.shape[-1]).bit_length() - 1), MAX_BLOCK)
     highest_logit = jnp.max(masked_logits, axis=-1, keepdims=True)
     padded = jnp.pad(

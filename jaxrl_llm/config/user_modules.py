@@ -52,7 +52,7 @@ def own_file(name: str, attribute: str) -> Path | None:
     # A file that cannot be compiled counts as one that defines the attribute, because it may define anything.
     with suppress(SyntaxError, ValueError):
         code = compile(file.read_bytes(), file, "exec")
-        # After `from x import *`, which may define any name, ("*",) is a constant of the code.
+        # `from x import *` may define any name; it leaves ("*",) as a constant of the code.
         return file if attribute in code.co_names or ("*",) in code.co_consts else None
     return file
 

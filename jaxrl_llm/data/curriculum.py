@@ -10,14 +10,17 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import grain
 import numpy as np
 
 from jaxrl_llm.data import order
 from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.data.settings import DataSettings
 from jaxrl_llm.machine import distributed
+
+if TYPE_CHECKING:  # it takes a second, which a check of a config need not wait for
+    import grain
 
 
 class Curriculum:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import grain
 import numpy as np
 
 from jaxrl_llm.data import columns, encoding
@@ -14,6 +13,9 @@ from jaxrl_llm.data import prompts as data
 from jaxrl_llm.data.settings import DataSettings
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Batch, PartState
+
+if TYPE_CHECKING:  # it takes a second, which a check of a config need not wait for
+    import grain
 
 
 class Answer(NamedTuple):

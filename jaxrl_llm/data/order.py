@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grain
 import numpy as np
 
 from jaxrl_llm.machine import distributed
+
+if TYPE_CHECKING:  # it takes a second, which a check of a config need not wait for
+    import grain
 
 Collate = Callable[[Sequence[int]], Any]  # row numbers -> batch
 MAX_ROWS = 2**53  # rows of an endless order; a float represents all whole numbers up to this one
@@ -23,6 +25,8 @@ def iterate(
     A batch is `collate(numbers)` of this process's part of the row numbers. `get_state()` of the iterator is a small
     dict, and `set_state` moves another iterator to the same position.
     """
+    import grain
+
     # The order is finite, because Grain computes length / batch as floats, which overflows for an endless order and
     # batch = 1.
     numbers = _epoch(range(size), seed, values).repeat(MAX_ROWS // size)
@@ -33,6 +37,8 @@ def iterate(
 
 def _epoch(rows: range, seed: int, values: np.ndarray | None) -> grain.MapDataset:
     """Returns the numbers of rows in the order of an epoch, sorted by `values` [N] of all rows; None = shuffled."""
+    import grain
+
     if values is None:
         # Grain shuffles a repeated order anew in each epoch, so that each epoch draws every row once.
         return grain.MapDataset.range(rows.start, rows.stop).seed(seed).shuffle()
@@ -58,6 +64,8 @@ def mix(
     offered. Sources take turns in a fixed order. If a row is not drawn, the next row of the same source replaces it, so
     that the proportions stay.
     """
+    import grain
+
     # Grain divides by the smallest weight and rounds down, so shares are whole numbers of which the smallest is SHARES.
     smallest = min(weights.values())
     shares = [round(SHARES * weights[name] / smallest) for name in parts]

@@ -337,7 +337,7 @@ def _object(path: Path, where: str, row: Any) -> Row:
 def _read_csv(path: Path, content: bytes) -> list[Row]:
     """Reads CSV with all values as text, so that an answer "007" keeps its zeros."""
     try:
-        # With newline="" the csv module sees the line ends, which may be part of a quoted text.
+        # newline="" shows the csv module the line ends, which may be part of a quoted text.
         rows = list(csv.DictReader(io.StringIO(content.decode(), newline=""), strict=True))
     except (ValueError, csv.Error) as error:
         raise UserError(f"{path} cannot be read as CSV in UTF-8 ({error}): convert it to .jsonl") from None

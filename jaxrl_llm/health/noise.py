@@ -86,5 +86,5 @@ def strength(difference: float, error: float, allowed: float) -> float:
     error: standard error of the difference. allowed: number of standard errors that noise may reach.
     """
     bound = error * allowed
-    # Without noise, any change is infinitely strong, and no change is 0 instead of 0 / 0.
+    # If there is no noise, any change is infinitely strong, and no change is 0 instead of 0 / 0.
     return difference / bound if bound else np.sign(difference) * inf if difference else 0.0

@@ -50,7 +50,7 @@ def make_critic(
         remat=policy_settings.remat,
         row_parts=policy_settings.row_parts,
     )
-    # With a tied head the parameter tree has no head, which a critic does not need.
+    # The parameter tree of a tied head has no head, which a critic does not need.
     model = decoder_of(replace(policy_like.cfg, tied_head=True), mesh)
 
     def headless(decoder: PyTree) -> PyTree:

@@ -109,7 +109,7 @@ def policy_parameters(models: Models, params: Callable[[], PyTree], base: PyTree
     """
     if not (adapters := models.adapters):
         shapes = models.model.shapes
-        # With a frozen vision tower, `base` holds only the tower, and the text model learns.
+        # If the vision tower is frozen, `base` holds only the tower, and the text model learns.
         frozen_base = (
             FrozenBase(base, lambda tower, learned: {**learned, **tower}) if models.frozen_tower else ALL_LEARN
         )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, Field, NotNegative, Positive, Share
 from jaxrl_llm.errors import UserError
@@ -15,6 +14,9 @@ from jaxrl_llm.health import noise
 from jaxrl_llm.health.rules.bounds import MEAN_WEIGHT, SAMPLE_SIZE, SPIKE_FACTOR
 from jaxrl_llm.machine.sharding import path_name
 from jaxrl_llm.structs import Array, PyTree
+
+if TYPE_CHECKING:  # it takes a second, which a check of a config need not wait for
+    import optax
 
 Decay: TypeAlias = Literal["constant", "linear", "cosine"]
 Momentum: TypeAlias = Annotated[float, Field(float, low=0, high=0.9999)]
@@ -49,6 +51,8 @@ def schedule(peak: float, *, decay: Decay, end: float, total_steps: int, warmup:
     decay: "constant" stays at `peak`; "linear" and "cosine" end at `end`. Step i of the warm-up has the rate
     peak * (i + 1) / (warmup + 1), so the rate of the first step is above 0.
     """
+    import optax
+
     decay_steps = max(total_steps - warmup, 1)
     if decay == "constant":
         decay_schedule = optax.constant_schedule(peak)
@@ -243,6 +247,8 @@ def make_optimizer(
     mean of squared gradients stays in float32, because in bfloat16 a b2 close to 1 would add nothing to it.
     gradient_dtype: dtype of the gradients' sum over micro-batches.
     """
+    import optax
+
     warmup = count_warmup(total_steps, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio)
     rate = scheduled(learning_rate, decay=decay, end=end, total_steps=total_steps, warmup=warmup)
     transforms = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
@@ -252,7 +258,7 @@ def make_optimizer(
             1.0, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=has_weight_decay, mu_dtype=momentum_dtype
         )
     )
-    # After max_consecutive_errors, optax would apply a non-finite gradient, so the limit is out of reach.
+    # optax would apply a non-finite gradient after max_consecutive_errors, so the limit is out of reach.
     transform = optax.apply_if_finite(optax.chain(*transforms), max_consecutive_errors=2**31 - 1)
     rate = backoff.with_backoff(rate) if backoff else rate
     return Optimizer(transform, {"learning_rate": rate} | dict(coefficients or {}), gradient_dtype, skips, backoff)

@@ -92,7 +92,7 @@ class Packing:
 
         holds_every_batch = min((s for s in self.shape_policy.shapes if s[1] >= self._limit), key=seconds)
         fastest = min(self.shape_policy.shapes, key=seconds)
-        # Under a generous limit, the first step is fast already. The other shape is then compiled beside it.
+        # A generous limit makes the first step fast already. The other shape is then compiled beside it.
         is_much_faster = seconds(fastest) < FIRST_SHARE * seconds(holds_every_batch)
         self.shape_policy.start_call(holds_every_batch, *([fastest] if is_much_faster else []))
         # No later shape is larger than the first shapes, so a run whose first programs fit the memory always fits.

@@ -15,6 +15,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner import forward
 from jaxrl_llm.learner.forward import REMEDY
+from jaxrl_llm.learner.settings import column_of
 from jaxrl_llm.learner.update import FrozenBase
 from jaxrl_llm.machine import transfers
 from jaxrl_llm.machine.compilation import Program
@@ -24,17 +25,6 @@ from jaxrl_llm.models.settings import ModelSettings
 from jaxrl_llm.structs import Batch, PyTree
 
 States: TypeAlias = dict[str, PyTree]  # {learner: TrainState}, and "reference": parameters
-
-
-# Columns [B, G, C] that policy and reference compute before the first update of a step. An advantage estimator or a
-# loss gets a column as an argument of this name. The critic computes `values`; `column_of` names the columns of other
-# models.
-COLUMNS = ("old_logprobs", "entropy", "ref_logprobs")
-
-
-def column_of(section: str) -> str:
-    """Returns the column of a model that never learns. section: `reward_model` or `teachers.NAME`."""
-    return "reward_model_scores" if section == "reward_model" else f"{section.removeprefix('teachers.')}_logprobs"
 
 
 class FrozenModel(NamedTuple):
@@ -154,7 +144,7 @@ def frozen_model(section: str, folder: Path, policy_settings: ModelSettings, mes
     model = hf.load_model(
         folder, mesh, family=policy_settings.family, dtype=policy_settings.dtype, row_parts=policy_settings.row_parts
     )
-    # With a tied head the parameter tree has no head, which a reward model does not have.
+    # The parameter tree of a tied head has no head, which a reward model does not have.
     return decoder_of(replace(model.cfg, tied_head=True), mesh) if section == "reward_model" else model
 
 

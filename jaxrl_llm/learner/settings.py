@@ -11,6 +11,15 @@ from jaxrl_llm.learner import optim
 from jaxrl_llm.learner.optim import Decay, make_optimizer
 
 AboveZero = Annotated[float, Field(float, low=0, high=1, exclusive=True)]
+# Columns [B, G, C] that policy and reference compute before the first update of a step. An advantage estimator or a
+# loss gets a column as an argument of this name. The critic computes `values`; `column_of` names the columns of other
+# models.
+COLUMNS = ("old_logprobs", "entropy", "ref_logprobs")
+
+
+def column_of(section: str) -> str:
+    """Returns the column of a model that never learns. section: `reward_model` or `teachers.NAME`."""
+    return "reward_model_scores" if section == "reward_model" else f"{section.removeprefix('teachers.')}_logprobs"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -251,7 +251,7 @@ def make_update_step(gradient: GradientFn, optimizer: Optimizer, mesh: Mesh, pla
         }
         if batch.rewards is not None and {"kl/ref", "kl/coef"} <= metrics.keys():
             length = metrics[TRAINED] / jnp.maximum(jnp.sum(jnp.any(batch.loss_mask, axis=-1)), 1)
-            # Without any reward the mean is NaN, which must not reach this metric.
+            # The mean of no rewards is NaN, which must not reach this metric.
             reward = jnp.maximum(jnp.nan_to_num(jnp.nanmean(jnp.abs(batch.rewards))), 1e-6)
             metrics |= {"kl/to_reward": coefs["kl/coef"] * metrics["kl/ref"] * length / reward}
         # A skipped update must not advance a schedule or an adaptive coefficient.

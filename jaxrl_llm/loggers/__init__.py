@@ -87,7 +87,7 @@ class BackgroundLogger:
         # A call is removed only after the logger has taken it, so the calls that remain at the end are lost.
         self._calls: deque[Call] = deque(maxlen=MAX_WAITING_CALLS)
         self._changed = Condition()
-        self._is_failing = False  # since the last call that it took
+        self._failing_method = ""  # method of the logger that has failed since its last success; "" = none
         self._call_start = math.inf  # time.monotonic() when the current call began
         self._hang_reported = False
         self._deadline = math.inf  # time.monotonic() until which calls are retried
@@ -138,7 +138,7 @@ class BackgroundLogger:
             self._changed.notify()
 
     def _send_calls(self) -> None:
-        logger = self._retry(lambda: self._make_logger(self._run))
+        logger = self._retry("make", lambda: self._make_logger(self._run))
         while logger:
             with self._changed:
                 self._changed.wait_for(lambda: self._calls or self._deadline < math.inf)
@@ -148,23 +148,23 @@ class BackgroundLogger:
                 # a step that writes must not wait.
                 call = self._calls[0]
             is_refused = partial(self._is_refused, logger, call)
-            sent = not _accepts(logger, call) or self._retry(partial(_send, logger, call), is_refused)
+            sent = not _accepts(logger, call) or self._retry(call[0], partial(_send, logger, call), is_refused)
             with self._changed:
                 # `_add_call` may have dropped this call meanwhile, and has counted it then.
                 if self._calls and self._calls[0] is call:
                     self._calls.popleft()
                     self._dropped_calls += not sent
-            # After the deadline `close` has reported the lost calls, so no further call may be sent.
+            # `close` reports the lost calls at the deadline, so no call may be sent after it.
             if time.monotonic() > self._deadline:
                 return
         if logger:
-            # A successful close does not show that the logger takes records again.
-            self._retry(lambda: (logger.close(),), shows_recovery=False)
+            self._retry("close", lambda: (logger.close(),))
 
     def _is_refused(self, logger: Logger, call: Call, tries: int) -> bool:
         """Returns whether the logger refuses this call only: it takes another waiting call, so the server works."""
         with self._changed:
-            other_calls = [other for other in self._calls if other is not call and _accepts(logger, other)]
+            # A call of another method shows nothing: it may do nothing in this logger.
+            other_calls = [other for other in self._calls if other is not call and other[0] == call[0]]
         if not other_calls:
             return False
         # Each time another call is tried, because a second refused call must not make a working server look dead.
@@ -180,16 +180,12 @@ class BackgroundLogger:
         return True
 
     def _retry(
-        self,
-        action: Callable[[], T],
-        is_refused: Callable[[int], bool] = lambda tries: False,
-        *,
-        shows_recovery: bool = True,
+        self, method: str, action: Callable[[], T], is_refused: Callable[[int], bool] = lambda tries: False
     ) -> T | None:
         """Calls action() until it succeeds, and returns its result; None if it is refused or the run ends before.
 
-        is_refused(tries): called after MAX_TRIES tries; True to give up. shows_recovery: True if a success shows that
-        the logger works again.
+        method: name of what the action does. A logger works again if the method that failed succeeds.
+        is_refused(tries): called after MAX_TRIES tries; True to give up.
         """
         pause, tries = RETRY_PAUSES[0], 0
         while True:
@@ -200,22 +196,23 @@ class BackgroundLogger:
             except Exception as error:
                 tries += 1
                 # Only the first error of an outage is reported.
-                if not self._is_failing and time.monotonic() < self._deadline:
+                if not self._failing_method and time.monotonic() < self._deadline:
                     message = " ".join(summarize_error(error).split())[:300]
                     self._print_line(f"warning: {self._name} failed and is tried again: {message}")
-                self._is_failing = True
+                self._failing_method = self._failing_method or method
             else:
-                if shows_recovery and (self._is_failing or self._hang_reported):
+                if self._failing_method == method or (self._hang_reported and not self._failing_method):
                     self._print_line(f"{self._name} works again")
-                self._is_failing = self._hang_reported = False
+                    self._failing_method = ""
+                self._hang_reported = False
                 return result
             finally:
                 self._call_start = math.inf
             if tries >= MAX_TRIES and is_refused(tries):
-                self._is_failing = False
+                self._failing_method = ""
                 return None
             with self._changed:
-                # At the end each call gets one try, because pauses would use up the time of the other calls.
+                # Each call gets one try at the end, because pauses would use up the time of the other calls.
                 if self._deadline < math.inf:
                     return None
                 # The pause waits on the condition instead of sleeping, so that `close` can end it.

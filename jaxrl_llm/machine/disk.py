@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(cannot_write(folder, error.strerror or str(error))) from error
+        raise UserError(cannot_write(folder, error.strerror or str(error), error.errno)) from error
 
 
 @contextmanager
@@ -50,12 +51,14 @@ def replace(file: Path, text: str) -> None:
     os.replace(partial, file)
 
 
-def cannot_write(folder: Path, reason: str) -> str:
-    """Returns the error message for a folder in which a write has failed.
+def cannot_write(folder: Path, reason: str, number: int | None = None) -> str:
+    """Returns the error message for a folder in which a write has failed. number: errno of the failure, None = unknown.
 
     The message omits the free space, so that two failed writes on one full disk give equal messages.
     """
-    return f"{folder} cannot be written ({reason}): free disk space; the same command resumes from the last checkpoint"
+    is_full = number in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    remedy = "free disk space" if is_full else "check the folder and your rights on it, or use another one"
+    return f"{folder} cannot be written ({reason}): {remedy}; the same command resumes from the last checkpoint"
 
 
 def free(folder: Path) -> int:

@@ -12,18 +12,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from qwix import QArray, dequantize, quantize
 
 from jaxrl_llm.config.schema import Pattern
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import sharding
 from jaxrl_llm.structs import AnyArray, Array, PyTree
 
-BaseKernel: TypeAlias = AnyArray | QArray  # a kernel of the base model, in floats or in int8
+if TYPE_CHECKING:  # it takes a second, which a check of a config need not wait for
+    from qwix import QArray
+
+BaseKernel: TypeAlias = "AnyArray | QArray"  # a kernel of the base model, in floats or in int8
 ArrayInit: TypeAlias = Callable[[Array], jax.Array]  # (random key) -> initial values in float32
 
 
@@ -159,16 +161,22 @@ def make_adapters(kind: AdapterKind, kernels: Mapping[str, tuple[int, ...]], tab
 
 def quantize_int8(kernel: AnyArray) -> QArray:
     """Rounds a kernel [L, D, E] to int8, with one float32 scale for each output [L, 1, E]: its largest |W| / 127."""
+    from qwix import quantize
+
     return quantize(kernel.astype(jnp.float32), jnp.int8, channelwise_axes=(0, 2))
 
 
 def as_array(kernel: BaseKernel) -> jax.Array:
     """Returns a base kernel as an ordinary array; an int8 kernel becomes float32."""
+    from qwix import QArray, dequantize
+
     return dequantize(kernel) if isinstance(kernel, QArray) else kernel
 
 
 def is_kernel(x: Any) -> bool:
     """Returns whether x is a kernel that consists of several arrays: an adapted or an int8 kernel."""
+    from qwix import QArray
+
     return isinstance(x, AdaptedKernel | QArray)
 
 

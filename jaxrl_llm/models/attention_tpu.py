@@ -115,8 +115,8 @@ def _attend_row(
         *(mask_info._replace(q_sequence=start << INDEX_BITS | end) for mask_info in mask_infos), **kernel.kwargs
     )
 
-    # With a window, move the padding of a prompt from its end to its start. The index of a key then tells its distance
-    # from the completion, which a static mask needs.
+    # If attention has a window, move the padding of a prompt from its end to its start. The index of a key then tells
+    # its distance from the completion, which a static mask needs.
     if limits.window and prompt_mask.size:
         padding = jnp.argmax(prompt_mask[::-1])
         prompt_keys, prompt_values = (jnp.roll(x, padding, axis=1) for x in (prompt_keys, prompt_values))

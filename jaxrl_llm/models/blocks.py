@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str, Callable[[Array], jax.Array]] = {  # {name in config.json
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
-# From this many rows on, the product with a transposed kernel needs no barrier: the direct form is fast enough.
+# The product of this many rows with a transposed kernel needs no barrier: the direct form is fast enough.
 MATERIALIZED_ROWS = 128
 
 

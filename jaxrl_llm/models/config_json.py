@@ -64,7 +64,7 @@ def make_decoder_config(settings: ConfigJson, **family_fields: Any) -> DecoderCo
             "rotary embedding: restore the file"
         )
     rope_config, max_positions = rope.rope_settings(settings), settings["max_position_embeddings"]
-    # In older files without head_dim, the heads divide the width.
+    # Older files have no head_dim: the heads divide the width.
     head_dim = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
     common_fields = {
         "family": settings["model_type"],
@@ -72,7 +72,7 @@ def make_decoder_config(settings: ConfigJson, **family_fields: Any) -> DecoderCo
         "width": settings["hidden_size"],
         "layers": settings["num_hidden_layers"],
         "heads": settings["num_attention_heads"],
-        # Without num_key_value_heads, every query head has its own keys, as in Llama 1.
+        # If num_key_value_heads is missing, every query head has its own keys, as in Llama 1.
         "kv_heads": settings.get("num_key_value_heads") or settings["num_attention_heads"],
         "head_dim": head_dim,
         "mlp_width": settings["intermediate_size"],

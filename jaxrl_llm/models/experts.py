@@ -156,5 +156,5 @@ _cast_with_gradient.defvjp(_cast_forward, _cast_backward)
 
 
 def _permute_rows(rows: Array, order: Array) -> jax.Array:
-    # With unique_indices, the gradient is a permutation too, and not a slower scatter-add.
+    # unique_indices makes the gradient a permutation too, and not a slower scatter-add.
     return rows.at[order].get(unique_indices=True)

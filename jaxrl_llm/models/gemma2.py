@@ -22,7 +22,7 @@ def decoder_config(hf: dict[str, Any]) -> DecoderConfig:
         "soft_cap": get_soft_cap(hf, "attn_logit_softcapping", 50.0),
         "final_soft_cap": get_soft_cap(hf, "final_logit_softcapping", 30.0),
     }
-    # In files without layer_types, which older versions of transformers wrote, the even layers are local.
+    # Older versions of transformers wrote files without layer_types, in which the even layers are local.
     fields |= config_json.window_fields(settings, [i % 2 == 0 for i in range(settings["num_hidden_layers"])])
     return config_json.make_decoder_config(settings, **fields)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -22,9 +22,11 @@ from jaxrl_llm.machine import bucket, progress, sharding
 from jaxrl_llm.models import names
 from jaxrl_llm.models.adapters import Adapters, quantize_int8
 from jaxrl_llm.models.config import DecoderConfig
-from jaxrl_llm.models.decoder import Decoder, decoder_of
 from jaxrl_llm.models.names import TensorNames
 from jaxrl_llm.structs import PyTree
+
+if TYPE_CHECKING:  # it takes a second, which a check of a config need not wait for
+    from jaxrl_llm.models.decoder import Decoder
 
 DESCRIPTION_ENDINGS, WEIGHT_ENDINGS = (
     (".json", ".jinja", ".txt", ".model"),
@@ -180,6 +182,8 @@ def load_model(
     if cfg.vision:
         mean, std = read_pixel_scale(folder)
         cfg = replace(cfg, vision=replace(cfg.vision, pixel_mean=mean, pixel_std=std))
+    from jaxrl_llm.models.decoder import decoder_of
+
     return decoder_of(cfg, mesh)
 
 

@@ -52,7 +52,7 @@ DENSE = {
 }
 # Names of a decoder with norms also after attention and MLP.
 GEMMA = DENSE | {
-    # In families without post-norms, the tensor of this name is the norm before the MLP.
+    # Families without post-norms call the norm before the MLP by this name.
     "layers/attention_post_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
     "layers/mlp_norm/scale": "model.layers.{}.pre_feedforward_layernorm.weight",
     "layers/mlp_post_norm/scale": "model.layers.{}.post_feedforward_layernorm.weight",

@@ -153,7 +153,7 @@ def _train_tokenizer(texts: list[str], max_tokens: int, image_tokens: tuple[str,
     special_tokens = [PAD, USER, ASSISTANT, END, *image_tokens]
     # use_regex is False, because it would split by GPT-2's expression, and SPLIT_PATTERN is Qwen2's.
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    # At first the tokenizer has no merges: each byte that occurs in the texts is a token, and other bytes have none.
+    # The new tokenizer has no merges: each byte that occurs in the texts is a token, and other bytes have none.
     characters = {c for piece, _ in byte_level.pre_tokenize_str("".join(sorted(set("".join(texts))))) for c in piece}
     # Sort the bytes, so that the same texts give the same ids in every process.
     vocabulary = {token: i for i, token in enumerate([*special_tokens, *sorted(characters)])}
@@ -167,6 +167,6 @@ def _train_tokenizer(texts: list[str], max_tokens: int, image_tokens: tuple[str,
             vocab_size=max_tokens, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False
         )
         tokenizer.train_from_iterator(texts, trainer)
-    # Without training, the special tokens are only entries of the vocabulary, so mark them as special here.
+    # A tokenizer that is not trained has the special tokens as entries of its vocabulary, so mark them as special here.
     tokenizer.add_special_tokens(special_tokens)
     return tokenizer

@@ -276,5 +276,5 @@ def combine(first: PartialAttention, second: PartialAttention) -> PartialAttenti
 
 
 def _compute_once(x: Array) -> jax.Array:
-    # Without the barrier, the compiler for CPUs would recompute x for each element of the results that use x.
+    # If the barrier were missing, the compiler for CPUs would recompute x for each element of the results that use x.
     return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)

@@ -25,7 +25,7 @@ class RowMask(splash.Mask):
     # Largest distance from a query to a later key that it sees. If it is above 0, the row has no prompt, and
     # `mask_function` gets the first and the last key that the query sees.
     max_lookahead: int
-    # At run time a query is one int32: the low `index_bits` hold its index in the row, the bits above the start of its
+    # A query at run time is one int32: the low `index_bits` hold its index in the row, the bits above the start of its
     # completion.
     index_bits: int
 

@@ -143,7 +143,7 @@ def check_tower(config: VisionConfig, settings: config_json.ConfigJson, width_ke
             f"config.json: hidden_act in vision_config is {config.activation!r}, but only "
             f"{', '.join(map(repr, TOWER_ACTIVATIONS))} are supported: use another checkpoint"
         )
-    # With a rotary embedding, rows and columns each rotate half of a head's pairs, so the head size is a multiple of 4.
+    # A rotary embedding rotates half of a head's pairs by row and half by column, so the head size is a multiple of 4.
     if config.width % config.heads or (config.head_dim % 4 and not config.siglip):
         raise UserError(
             f"config.json: {width_key} in vision_config is {config.width}, but must be {config.heads} heads times "

@@ -188,7 +188,7 @@ def schedule(settings: RunSettings) -> Iterator[Finding]:
     run_is_longer = recipe.num_steps > recipe.schedule_steps
     yield Finding(
         "note",
-        f"warm-up and decay cover {recipe.schedule_steps} steps, the first value of num_steps, but num_steps is now "
+        f"warm-up and decay cover {recipe.schedule_steps} steps (config.schedule_steps), but num_steps is "
         f"{recipe.num_steps}",
         f"later steps have the learning rate {final_rate:g}" if run_is_longer else "the run ends before the decay does",
     )

@@ -15,7 +15,7 @@ from jaxrl_llm.data.settings import PREFERENCE
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.health.rules import RULES
 from jaxrl_llm.learner.optim import SKIPS
-from jaxrl_llm.learner.scorers import COLUMNS, column_of
+from jaxrl_llm.learner.settings import COLUMNS, column_of
 from jaxrl_llm.models.adapters import AdapterKind
 from jaxrl_llm.recipe.missing import tried
 from jaxrl_llm.recipe.no_effect import check_no_effect
@@ -347,7 +347,7 @@ def check_partial(recipe: Recipe) -> None:
             f"config.rollout.partial = {count} with resample_rounds = {rounds}: partial rollouts cannot replace "
             "groups; set partial = 0, or resample_rounds = 0"
         )
-    # So the groups that have reached rollout.max_age always fit into one batch.
+    # The bound lets all groups that have reached rollout.max_age fit into one batch.
     if count > recipe.prompts_per_step:
         raise UserError(
             f"config.rollout.partial = {count} must be at most prompts_per_step = {recipe.prompts_per_step}, because a "

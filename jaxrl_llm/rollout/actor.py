@@ -225,7 +225,7 @@ class Actor:
             attempt = [2**32 - self._attempt] if self._attempt else []
             samples = self._source.sample(keys.derived(self._seed, *attempt, step))
         if not self._lag:
-            # With a lag the engine keeps its weights, because one push may serve several batches.
+            # If the run has a lag, the engine keeps its weights, because one push may serve several batches.
             self.engine.release()
         curriculum_metrics = self._curriculum.metrics() if self._curriculum else {}
         return replace(samples, position=self._data_position(), metrics=samples.metrics | curriculum_metrics)

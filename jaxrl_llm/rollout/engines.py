@@ -8,10 +8,8 @@ from urllib.parse import urlsplit
 
 from jaxrl_llm.config.schema import AtLeastOne, Count, MayChange, NotNegative, Positive
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollout.jax.engine import Sampler
 from jaxrl_llm.rollout.jax.sizes import sequence_limit
 from jaxrl_llm.rollout.protocol import Engine, EngineChoice, EngineInputs
-from jaxrl_llm.rollout.vllm import engine as servers_of_vllm
 from jaxrl_llm.rollout.vllm.address import LOOPBACK, check_python
 from jaxrl_llm.rollout.vllm.managed_server import ManagedServer
 
@@ -50,6 +48,9 @@ def jax_engine(
     """
 
     def start(inputs: EngineInputs) -> Engine:
+        # The models take a second to import, which a check of a config need not wait for.
+        from jaxrl_llm.rollout.jax.engine import Sampler
+
         return Sampler(
             inputs.model,
             inputs.sampler_mesh or inputs.mesh,
@@ -108,7 +109,13 @@ def vllm(
     server = partial(ManagedServer, python, config_args=server_args) if managed else None
     pushes = dict(push_address=push_address, weights_dir=weights_dir, max_gap=max_gap)
     requests = dict(concurrency=concurrency, timeout=timeout, patience=patience)
-    start = partial(servers_of_vllm.start, managed=server, servers=servers, **pushes, **requests)
+
+    def start(inputs: EngineInputs) -> Engine:
+        # The client takes a second to import, which a check of a config need not wait for.
+        from jaxrl_llm.rollout.vllm import engine as servers_of_vllm
+
+        return servers_of_vllm.start(inputs, managed=server, servers=servers, **pushes, **requests)
+
     return EngineChoice(start, temperatures=VLLM_TEMPERATURES, check=check)
 
 

@@ -120,7 +120,7 @@ class RewardFn:
             try:
                 answers[name] = call_reward(name, bound(text), *batch)
             except SystemExit as error:
-                # Without this error, SystemExit would end the trainer silently.
+                # This error replaces SystemExit, which would end the trainer silently.
                 raise UserError(
                     f"reward function {name} has ended the program ({describe(error)}); it must return or raise"
                 ) from error

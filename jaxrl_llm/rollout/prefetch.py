@@ -96,7 +96,7 @@ class Prefetcher(Generic[T]):
         return self._sample(step)
 
     def _run(self, function: Callable[[], R]) -> R:
-        # After a failed push, a later job would sample from old weights.
+        # A job after a failed push would sample from old weights.
         if self._failure:
             raise self._failure
         try:

@@ -7,15 +7,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.sampling import Sampling
-from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.structs import ImageLimits, Prompts, PyTree, Rollouts
+
+if TYPE_CHECKING:  # it takes a second, which a check of a config need not wait for
+    from jaxrl_llm.models.decoder import Decoder
 
 
 class Environments(Protocol):

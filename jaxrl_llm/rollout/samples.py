@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -21,6 +20,9 @@ from jaxrl_llm.rollout.grading import Completions, GradedCompletions, RewardFn
 from jaxrl_llm.rollout.in_flight import FirstCompleteGroups, InFlightGroups, StreamEngine
 from jaxrl_llm.rollout.protocol import Engine
 from jaxrl_llm.structs import Array, Batch, Collate, Prompts, Rewards, Rollouts
+
+if TYPE_CHECKING:  # it takes a second, which a check of a config need not wait for
+    import grain
 
 SAMPLING = "sampling"  # channel on which the sampling threads of all processes exchange values
 

@@ -160,8 +160,8 @@ def reference_agrees(trial: Trial) -> CheckReport:
         return skipped(NEEDS_FULL)
     text = f"KL to the reference {kl:.1e}"
     bound = KL if trial.parts.recipe_summary.dtype == "float32" else KL_ROUNDED
-    # With top-k or top-p, the KL is the mean of the difference d of log-probabilities, and not of d^2 / 2. So its bound
-    # is wider in a full trial.
+    # If top-k or top-p is set, the KL is the mean of the difference d of log-probabilities, and not of d^2 / 2. So its
+    # bound is wider in a full trial.
     if abs(kl) <= (np.sqrt(2 * bound) if trial.full and trial.parts.learning.sampling.truncates else bound):
         return CheckReport(text)
     cause = "the reference model has other weights than the policy, or its program computes other numbers"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -15,8 +15,6 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.data.prompts import Dataset
 from jaxrl_llm.data.settings import DataSettings, EvalSet, set_name
 from jaxrl_llm.errors import printable
-from jaxrl_llm.learner.scorers import Scorer
-from jaxrl_llm.learner.update import Learner
 from jaxrl_llm.machine.shapes import MAX_SHAPES, Shape
 from jaxrl_llm.models.adapters import Adapters
 from jaxrl_llm.models.config import DecoderConfig
@@ -25,6 +23,10 @@ from jaxrl_llm.rollout.settings import JudgeSettings
 from jaxrl_llm.session.changes import Change
 from jaxrl_llm.session.settings import HealthSettings
 from jaxrl_llm.structs import Sizes
+
+if TYPE_CHECKING:  # it takes a second, which a check of a config need not wait for
+    from jaxrl_llm.learner.scorers import Scorer
+    from jaxrl_llm.learner.update import Learner
 
 
 def print_banner(title: str, rows: list[tuple[str, Any]], *, lines: Sequence[str] = ()) -> None:
@@ -101,7 +103,7 @@ def shortened_warmups(warmups: Mapping[str, tuple[int, int]]) -> list[str]:
     """Returns a note for each warm-up that is longer than the run. warmups: section -> (configured, actual steps)."""
     return [
         f"note: config.{section}.warmup_steps = {configured_steps} does not fit into this run: the warm-up lasts "
-        f"{actual_steps} steps"
+        f"{actual_steps} step{'s' * (actual_steps != 1)}"
         for section, (configured_steps, actual_steps) in warmups.items()
         if configured_steps > actual_steps
     ]

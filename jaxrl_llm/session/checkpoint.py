@@ -37,6 +37,9 @@ NO_ROWS = Rows({}, "")
 FORMAT = 3  # version of the checkpoint format, which grows with each change that older versions cannot read
 MODELS, SAMPLES = "models", "samples"  # names of the parts that have arrays
 NOTES = "notes"  # name of the JSON file of a checkpoint
+# Empty file beside the folder of checkpoints that says that one was complete. It tells a run that has lost its
+# checkpoints from a run that was killed before its first one.
+SAVED = "checkpoints.saved"
 # Seconds after which a save in the background fails, and with it the run. Orbax's 20 minutes are too few for a slow
 # bucket, and it measures them by the clock of the host, which may be set forward.
 COMMIT = 6 * 3600
@@ -90,6 +93,7 @@ class Checkpoints:
         self._folder = folder if self._in_bucket else folder.absolute()
         self._deleted = self._folder.with_name(self._folder.name + DELETED)
         self._removal: Thread | None = None
+        self._is_marked = False  # whether this process has written the file SAVED
         self._start_removal()
         arrays = ocp.StandardCheckpointHandler()
         handlers = {MODELS: arrays, SAMPLES: arrays, NOTES: ocp.JsonCheckpointHandler()}
@@ -181,6 +185,9 @@ class Checkpoints:
         """Waits until all saves are on the disk. Raises: UserError, if a save failed."""
         with self._saving():
             self._manager.wait_until_finished()
+            if not self._is_marked and distributed.first() and self._manager.latest_step() is not None:
+                (self._folder.parent / SAVED).write_text("")
+                self._is_marked = True
         self._start_removal()
 
     def _start_removal(self) -> None:

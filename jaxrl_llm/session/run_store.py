@@ -99,7 +99,7 @@ class RunBucket(RunFolder):
                 self._download()
                 with self.naming_workdir():
                     check()
-                # Before each upload the bucket is asked, because the log of this run must not reach another run.
+                # Each upload asks the bucket first, because the log of this run must not reach another run.
                 self.check_lock = lambda: lock.check(ask_bucket=True)
                 try:
                     yield lock.check

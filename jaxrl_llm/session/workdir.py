@@ -16,7 +16,7 @@ from jaxrl_llm.errors import UserError, check_local
 from jaxrl_llm.machine import disk, distributed
 from jaxrl_llm.machine.distributed import agreement
 from jaxrl_llm.session import json_lines
-from jaxrl_llm.session.checkpoint import has_checkpoint
+from jaxrl_llm.session.checkpoint import SAVED, has_checkpoint
 from jaxrl_llm.session.lock import LOCK
 
 
@@ -87,18 +87,18 @@ def check_log(workdir: Path, start: int, checkpoint_every: int) -> None:
     """Checks that the checkpoints of a run have not vanished.
 
     start: step of the newest checkpoint, 0 without one. checkpoint_every: steps between checkpoints. Prints a note if
-    the run may have lost its checkpoints. Raises: UserError, if `start` is 0 although a checkpoint must be complete.
+    the run had no checkpoint yet. Raises: UserError, if `start` is 0 although a checkpoint was complete.
     """
     last_step = max((record["step"] for record in json_lines.read(workdir / "metrics.jsonl")), default=0)
     if start or not last_step:
         return
-    # The second save waits until the first is complete, and the log gets the step of the second save before that. A
-    # model is exported after the last save is complete.
-    exported = [name for name in ("hf", "adapter") if (workdir / name).exists()]
-    if last_step > 2 * checkpoint_every or exported:
+    marks = [name for name in ("hf", "adapter", SAVED) if (workdir / name).exists()]
+    # Runs of earlier versions lack SAVED. Their second save waited until the first was complete, and the log had the
+    # step of the second save before that. They exported a model after the last save was complete.
+    if marks or last_step > 2 * checkpoint_every:
         raise UserError(
             f"--workdir {workdir} has a log of {last_step} steps, but no checkpoint: restore its folder checkpoints, "
-            f"or remove {' and '.join(['metrics.jsonl', *exported])} to start a new run"
+            f"or remove {', '.join(['metrics.jsonl', *marks])} to start a new run"
         )
     print(
         f"note: {workdir} has a log of {last_step} steps, but no checkpoint: the run starts again at step 1", flush=True

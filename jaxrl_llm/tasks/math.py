@@ -245,7 +245,7 @@ def _equal(box: str, answer: str) -> bool:
     are_equal = partial(verify, timeout_seconds=None, allow_set_relation_comp=True)
     if are_equal(answer_values, box_values):
         return not _differ_below(SMALL, *map(_numbers, (answer_values[0], box_values[0])))
-    # For SymPy √(1/n) differs from 1/√n, because n may be negative, so roots are split for a second comparison.
+    # SymPy takes √(1/n) and 1/√n as different, because n may be negative, so roots are split for a second comparison.
     split = [[_with_split_roots(value) for value in values] for values in (answer_values, box_values)]
     return split != [answer_values, box_values] and are_equal(split[0], split[1])
 

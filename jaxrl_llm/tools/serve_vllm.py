@@ -33,7 +33,7 @@ from jaxrl_llm.errors import Parser, UserError, run_main
 from jaxrl_llm.rollout.vllm.address import LOOPBACK, UNIX, check_python, client, is_private
 
 ARGUMENTS = ("--host", "--port", "--uds", "--model", "--dtype")  # arguments of this command that vLLM must not get
-# With these arguments a server samples with the settings of a request, not with those of generation_config.json, and
+# These arguments make a server sample with the settings of a request, not with those of generation_config.json, and
 # its log-probabilities are those of the sampled distribution, after temperature and top-p.
 FIXED = (
     "--served-model-name",
@@ -49,7 +49,7 @@ FIXED = (
     "--weight-transfer-config",
     '{"backend": "pull"}',
 )
-# With `python -m MODULE` instead, Python would import the API server in each process that vLLM starts.
+# `python -m MODULE` would import the API server in each process that vLLM starts.
 LAUNCHER = "from vllm.entrypoints.launchers.api_server.entry import main; main()"
 ENVIRONMENT = dict(
     VLLM_SERVER_DEV_MODE="1",  # adds the route for weight pushes
@@ -142,7 +142,7 @@ def start(args: argparse.Namespace, extra: list[str], temporary: str) -> subproc
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        # In its own session, vLLM is a process group that `end` can end, and Ctrl-C reaches only this program.
+        # A session of its own makes vLLM a process group that `end` can end, and Ctrl-C reaches only this program.
         start_new_session=True,
     )
 

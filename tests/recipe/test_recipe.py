@@ -14,7 +14,7 @@ from jaxrl_llm.algorithms import kl
 from jaxrl_llm.algorithms.traits import Trait, declares
 from jaxrl_llm.build import opened_run
 from jaxrl_llm.config import load, records
-from jaxrl_llm.learner.scorers import column_of
+from jaxrl_llm.learner.settings import column_of
 from jaxrl_llm.recipe import read, read_either
 from jaxrl_llm.recipe.recipe import Recipe, SftRecipe
 from jaxrl_llm.rollout.actor import WeightLease

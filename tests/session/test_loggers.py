@@ -268,7 +268,8 @@ def test_a_logger_that_hangs_neither_delays_a_step_nor_keeps_the_run(tmp_path, c
     assert "test_loggers.Stuck did not end within 0.2 s" in said
 
 
-def test_a_logger_without_completions_does_not_seem_to_work_by_them(monkeypatch):
+@pytest.mark.parametrize("ignores_samples", [False, True])
+def test_a_logger_without_completions_does_not_seem_to_work_by_them(monkeypatch, ignores_samples):
     monkeypatch.setattr(loggers, "RETRY_PAUSES", (0.001, 0.001))
     monkeypatch.setattr(loggers, "CLOSE_SECONDS", 1.0)
     lines, tries = [], []
@@ -281,6 +282,8 @@ def test_a_logger_without_completions_does_not_seem_to_work_by_them(monkeypatch)
         def close(self):
             pass
 
+    if ignores_samples:
+        monkeypatch.setattr(Away, "write_samples", lambda *_: None, raising=False)
     background = loggers.BackgroundLogger("away", lambda run: Away(), None, lines.append)
     for step in (1, 2):
         background.write(step, {})

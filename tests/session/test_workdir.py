@@ -59,12 +59,12 @@ def test_a_log_whose_checkpoints_are_gone_is_not_overwritten(run, refused, capsy
         check_log(run, 0, 5)
 
 
-@pytest.mark.parametrize("folder", ["hf", "adapter"])
-def test_a_run_that_exported_its_model_has_lost_its_checkpoints(run, folder, refused):
+@pytest.mark.parametrize("folder", ["checkpoints.saved", "hf", "adapter"])
+def test_a_run_that_exported_or_saved_has_lost_its_checkpoints(run, folder, refused):
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
     (run / folder).mkdir()
     check_log(run, 1, 5)
-    with refused("1 steps", f"metrics.jsonl and {folder}"):
+    with refused("1 steps", f"metrics.jsonl, {folder}"):
         check_log(run, 0, 5)
 
 

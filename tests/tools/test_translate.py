@@ -1149,7 +1149,7 @@ def test_a_script_whose_config_comes_from_its_command_line_names_the_line(tmp_pa
     )
     assert program.run(write(tmp_path, "grpo.py", script), None, 0, 0) == 1
     printed = capsys.readouterr().out
-    assert "line 3: args=training_args" in printed
+    assert "line 2: parser.parse_args_and_config()" in printed
     wording(printed)
 
 

@@ -52,7 +52,7 @@ def _younger_samples(record: LogRecord) -> str:
     oldest_group = record.get("rollout/age_max")  # only partial rollouts have it
     if oldest_group is None:
         return "lower rollout.max_lag"
-    # Without a lag, no token is older than its group.
+    # If the run has no lag, no token is older than its group.
     lag = "rollout.max_lag, " if record["rollout/lag_p95"] > oldest_group else ""
     return f"lower {lag}rollout.partial or rollout.max_age"
 
@@ -92,8 +92,8 @@ def sampler_mismatch(history: History) -> Finding | None:
     )
     if kl is None:
         return None
-    # With a lag the policies differ by design, so the KL tells nothing about the engine. If the log does not tell the
-    # lag, the KL counts only where it is often larger than a lag explains.
+    # If the run has a lag, the policies differ by design, so the KL tells nothing about the engine. If the log does not
+    # tell the lag, the KL counts only where it is often larger than a lag explains.
     may_be_old = lag_p95 is None or lag_p95 > 0
     kl_is_ill = _kl_beyond_rounding(record) > 1
     if lag_p95 is None:  # Asynchronous trainers do not log their lag.

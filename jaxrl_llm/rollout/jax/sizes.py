@@ -70,7 +70,7 @@ class StreamSizes:
         sizes = [Slots(self.sequences, self.prompts)]
         if self.observation:
             return sizes
-        # With a kernel, which reads the pages of each sequence alone, a very small program saves little time.
+        # A kernel reads the pages of each sequence alone, so a very small program saves little time.
         for times in SMALLER_BY[:1] if self.has_kernel else SMALLER_BY:
             count = -(-self.sequences // times)
             if count < sizes[-1].count:

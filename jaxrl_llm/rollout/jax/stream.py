@@ -301,7 +301,7 @@ class Stream:
         changed = []
         for d, n, member in enumerate_items(rows, 0, slots.count):
             i = member.number
-            # After a preemption, the round first repeats known tokens. Only later tokens are new.
+            # The round after a preemption first repeats known tokens. Only later tokens are new.
             new = slice(int(episodes.lengths[i]) - member.cached - 1, int(counts[d, n]))
             member.cached += new.stop
             if new.start < new.stop:

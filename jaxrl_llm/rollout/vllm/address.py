@@ -7,14 +7,16 @@ import stat
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib import request as http
 from urllib.parse import urlsplit
 
 import httpcore
-import httpx
 
 from jaxrl_llm.errors import MissingHere
+
+if TYPE_CHECKING:  # it takes half a second, which a check of a config need not wait for
+    import httpx
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 UNIX = "unix:"  # prefix of the path of a server's socket; other addresses are URLs
@@ -69,6 +71,8 @@ def client(
     is_working(): is called after a read time-out; while it returns True, the client continues to wait. None = a
     time-out is an error.
     """
+    import httpx
+
     uds = address.removeprefix(UNIX) if address.startswith(UNIX) else None
     transport = httpx.HTTPTransport(uds=uds, limits=limits or httpx.Limits(), trust_env=False)
     if is_working:

@@ -270,7 +270,7 @@ class VllmEngine:
 
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
         """Returns the sampling parameters that all requests of a call share."""
-        # With this bias, the tokens that the model never samples have the probability 0, as in the trainer.
+        # This bias gives tokens that the model never samples the probability 0, as in the trainer.
         biases = {str(token): MIN_LOGIT_BIAS for token in self._model.hidden_tokens}
         return ({"logit_bias": biases} if biases else {}) | {
             # 0 requests the log-probability of the sampled token alone; 1 would add the most likely token.

@@ -63,7 +63,7 @@ class PullBackend(WeightTransferEngine[Init, Update]):
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: Init) -> None:
-        # On a CPU, vLLM 0.32 packs experts when it loads them, and cannot load them a second time.
+        # vLLM 0.32 on a CPU packs experts when it loads them, and cannot load them a second time.
         if self.device.type == "cpu" and any(".experts." in name for name in init_info.tensors):
             raise ValueError(
                 "refused: on a CPU, vLLM cannot load the weights of experts again; set config.engine.name = 'jax'"

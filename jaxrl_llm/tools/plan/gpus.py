@@ -112,7 +112,7 @@ device_description_str: "{name}"
 
 def target(gpu: Gpu) -> str:
     """Returns XLA's description of a GPU, for which it can then compile."""
-    # From Hopper on, a program may use instructions that later GPUs lack, such as those of its matrix products.
+    # A program for Hopper or newer may use instructions that later GPUs lack, such as those of its matrix products.
     features = "feature_extension: ACCELERATED_FEATURES" if gpu.capability >= 9 else ""
     return TARGET.format(**gpu._asdict(), optin=gpu.shared - BLOCK, features=features)
 

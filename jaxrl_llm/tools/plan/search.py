@@ -156,7 +156,7 @@ def _rough_seconds(recipe: AnyRecipe, devices: int, chip: Chip) -> float:
     weights, active = (cfg.layers * cfg.width * (3 * n * cfg.mlp_width + 2 * cfg.width) for n in (experts, chosen))
     tokens = recipe.sizes.sequences_per_update * recipe.sizes.max_completion_tokens
     arithmetic = 2 * active * tokens * PASSES[remat] / devices / chip.flops
-    # For each micro-batch, bfloat16 kernels are gathered twice, and their gradients are scattered once.
+    # Each micro-batch gathers bfloat16 kernels twice, and scatters their gradients once.
     gathered = 3 * 2 * weights / mesh.tensor * (recipe.sizes.prompts_per_update // recipe.microbatch)
     summed = 0.0
     # Each layer sums the states twice per pass, with 2 bytes per number, sent twice (reduce-scatter and gather).

@@ -64,7 +64,7 @@ def render(record: StepRecord) -> str:
         data=data,
         groups=groups,
         completions=completions,
-        # By share and not by norm, because other gradients may cancel a large one.
+        # Completions are sorted by share and not by norm, because other gradients may cancel a large one.
         top=sorted(completions, key=lambda x: -shares[0][x.place])[:TOP] if shares else [],
         json=script_json(json.dumps(data, allow_nan=False)),
         arrays=arrays,

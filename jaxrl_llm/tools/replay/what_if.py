@@ -19,7 +19,8 @@ from jaxrl_llm.config.load import override
 from jaxrl_llm.config.sections import sections
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learner.learning import Learning
-from jaxrl_llm.learner.scorers import COLUMNS, States, score_columns
+from jaxrl_llm.learner.scorers import States, score_columns
+from jaxrl_llm.learner.settings import COLUMNS
 from jaxrl_llm.learner.update import LearnerParameters
 from jaxrl_llm.machine import transfers
 from jaxrl_llm.recipe.recipe import Recipe

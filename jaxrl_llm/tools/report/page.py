@@ -39,7 +39,7 @@ def render(workdirs: Sequence[Path], *, live: str = "", readers: dict[Path, Read
         phases=tables.phase_table(runs),
         partings=tables.partings(runs),
         completions=[completions.groups(run) for run in runs],
-        # On the server plotly has its own address, so that a browser caches these megabytes.
+        # The server gives plotly an address of its own, so that a browser caches these megabytes.
         plotly="" if live else get_plotlyjs(),
         plotly_url=PLOTLY,
         live=live,

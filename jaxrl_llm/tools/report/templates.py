@@ -17,7 +17,7 @@ def template(name: str) -> jinja2.Template:
         loader=jinja2.FileSystemLoader(ASSETS),
         # Text is escaped, because prompts and completions may hold HTML.
         autoescape=True,
-        # With StrictUndefined, a wrong name in a template is an error, and not an empty place on the page.
+        # StrictUndefined makes a wrong name in a template an error, and not an empty place on the page.
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

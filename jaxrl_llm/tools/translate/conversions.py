@@ -35,8 +35,7 @@ def rewards(names: list[str], weights: list[float] | None) -> tuple[dict[str, An
 
     names: names of the functions; a name with dots, such as mymod.rewards.good, stays as it is.
     """
-    # A function of the script or of another package belongs to the user, whatever its name is.
-    registered = {name: name.rpartition(".")[2] for name in names if name.split(".")[0] in (name, *REGISTRIES)}
+    registered = {name: name.rpartition(".")[2] for name in names if is_registered(name)}
     known_names = {name: REWARDS[short][0] for name, short in registered.items() if short in REWARDS}
     names = [name.removeprefix("__main__.") for name in names]
     own_names = {name: name if "." in name else f"my_rewards.{name}" for name in names}
@@ -53,6 +52,11 @@ def rewards(names: list[str], weights: list[float] | None) -> tuple[dict[str, An
     tasks += [f"{', '.join(modules)} must be a module beside this file, or installed"] if modules else []
     reason = f"{'; '.join(tasks)}; jaxrl_llm accepts the signature of TRL"
     return fields, {"reward.functions": reason} | ({"eval.function": "as above"} if names[0] in unknown else {})
+
+
+def is_registered(name: str) -> bool:
+    """Whether a reward is TRL's or open-r1's: a function of the script or of another package is the user's."""
+    return name.split(".")[0] in (name, *REGISTRIES)
 
 
 def reward_fields(functions: tuple[str, ...], weights: list[float] | None = None) -> dict[str, Any]:

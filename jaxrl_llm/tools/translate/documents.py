@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,7 @@ def with_tools(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> 
         return keys
     tools = parse(*file).get("tools") or []
     schemas = [tool["tool_schema"] for tool in tools if isinstance(tool, dict) and "tool_schema" in tool]
-    names = [schema["function"]["name"] for schema in schemas]
-    return keys | {f"{key}.names": names}
+    return keys | {f"{key}.names": [schema["function"]["name"] for schema in schemas]}
 
 
 def with_files(path: Path, keys: dict[str, Any], written: Mapping[str, str]) -> DocumentKeys:
@@ -212,7 +212,7 @@ def with_references(keys: DocumentKeys) -> DocumentKeys:
             if match[0] == value or isinstance(reference_value, Unread):
                 return reference_value
             value = value.replace(match[0], "null" if reference_value is None else str(reference_value))
-        # In OmegaConf ??? stands for a value that the command line must set.
+        # OmegaConf writes ??? for a value that the command line must set.
         return Unread(value) if value == "???" or re.search(r"\$\{[\w.]+[:}]", value) else value
 
     # The depth ends a circle of keys that refer to each other.
@@ -220,6 +220,7 @@ def with_references(keys: DocumentKeys) -> DocumentKeys:
     return replace(keys, values=values, notes=list(notes), referred=referred)
 
 
+@cache
 def parse_scalar(text: str) -> Any:
     """Returns the parsed value of a command line, which may be a list [a, b] or a mapping {a: 1} as in Hydra."""
     try:

@@ -49,10 +49,9 @@ def files(row: Row, value: Any, keys: Keys) -> Outcome:
 
 def too_long(value: Any, keys: Keys) -> Outcome:
     """Translates EasyR1's `filter_overlong_prompts` to `data.overlong`."""
-    fields = {"data.overlong": "drop"}
     if value:
-        return Outcome("mapped", fields)
-    return Outcome("changed", fields, "False cuts a longer prompt; jaxrl_llm drops and counts it")
+        return Outcome("mapped", {"data.overlong": "drop"})
+    return Outcome("changed", {"data.overlong": "drop"}, "False cuts a longer prompt; jaxrl_llm drops and counts it")
 
 
 def resampling(value: Any, keys: Keys) -> Outcome:

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partialmethod
 from typing import Any
 
 from jaxrl_llm.tools.translate import conversions, images
@@ -104,9 +104,8 @@ class Family:
         reason = f"{value} {unit}; jaxrl_llm counts prompts on all devices, and it never changes the gradient"
         return Outcome("changed", {"microbatch": microbatch}, reason)
 
-    def micro_batch_of_all(self, value: Any, keys: Keys) -> Outcome:
-        """Translates veRL's older `ppo_micro_batch_size`, in sequences of all GPUs, to `microbatch`."""
-        return self.micro_batch(value, keys, ())
+    # The rule of veRL's older `ppo_micro_batch_size`, in sequences of all GPUs.
+    micro_batch_of_all = partialmethod(micro_batch, counts=())
 
     def epochs(self, value: Any, keys: Keys) -> Outcome:
         """Translates `total_epochs` to `num_steps`, which the number of steps of the run overrides if it is set."""
@@ -241,7 +240,7 @@ class Family:
         if value not in AGGREGATION:
             return unsupported("aggregate.mode", f"jaxrl_llm has no aggregation {value!r}")
         mode = AGGREGATION[value]
-        # Without a set length veRL divides by the width of its arrays, which is the limit of a response.
+        # If no length is set, veRL divides by the width of its arrays, which is the limit of a response.
         scale = self.keys_of.get("aggregate.constant_length")
         length = int((scale and keys[scale]) or keys["data.max_response_length"])
         is_sum = mode == "constant"
@@ -282,7 +281,7 @@ def unknown_steps(product: str) -> Outcome:
 
 def lowest(row: Row, value: Any, keys: Keys) -> Outcome:
     """Translates `min_lr_ratio`, the share of the learning rate at the end of a cosine, to `optim.end`."""
-    # In veRL only the cosine has a lowest rate.
+    # veRL has a lowest rate for the cosine alone.
     share = float(value or 0) if keys[f"{row.section}lr_scheduler_type"] == "cosine" else 0.0
     return Outcome("mapped", {row.field: float(keys[f"{row.section}lr"]) * share if share else 0.0})
 

@@ -205,8 +205,6 @@ def _from_command(path: Path, command: Command, files: Mapping[str, str]) -> doc
         # TRL's parser adds --no_NAME for each flag that is on by default.
         is_denied = key not in trl.GRPO.rules and key.removeprefix("no_") in trl.GRPO.rules
         values[key.removeprefix("no_") if is_denied else key] = not is_denied and arguments.value_of(value)
-    if "report_to" in values and (project := command.variables.get("WANDB_PROJECT")):
-        values["wandb_project"] = arguments.value_of(" ".join(project))
     program = _program(words[start : start + 2])
     # A program of alignment-handbook takes its config file as an argument without a flag.
     config_files = [word for word in unkeyed if word.endswith((".yaml", ".yml", ".json"))]
@@ -217,6 +215,8 @@ def _from_command(path: Path, command: Command, files: Mapping[str, str]) -> doc
     for key, value in launchers.flags(path, words[: start + 1], files).items():
         keys.values.setdefault(key, value)
     keys.program = program
+    if "report_to" in keys.values and (project := command.variables.get("WANDB_PROJECT")):
+        keys.values["wandb_project"] = arguments.value_of(" ".join(project))
     known_words = (*config_files, "train", *PROGRAMS, *trl.TRL_TRAINERS)
     keys.lost += _unkeyed([word for word in unkeyed if word not in known_words])
     return keys

@@ -12,9 +12,12 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tools.translate import script_calls
-from jaxrl_llm.tools.translate.interpreter import ScriptObject, snippet
+from jaxrl_llm.tools.translate.interpreter import ScriptObject, place_of, snippet
 from jaxrl_llm.tools.translate.outcome import Unread
 from jaxrl_llm.tools.translate.table import WORDS
+
+# {variable of W&B, or argument of wandb.init in capitals: key of TRL}
+TRACKED = {"WANDB_PROJECT": "wandb_project", "WANDB_NAME": "run_name"}
 
 
 def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], list[str]]:
@@ -40,24 +43,21 @@ def read_script(path: Path, text: str) -> tuple[str, dict[str, Any], list[str], 
     trainer = next((item for item in run.items if item.kind == "trainer"), None)
     if not trainer and not config:
         other = (name for name, _ in called if name in WORDS["untranslated_classes"])
-        untranslated = ", ".join(f"{name}, which is not translated" for name in other)
+        made = ", ".join(f"{name}, which is not translated" for name in other)
         listed = ", ".join(sorted(own_configs))
-        raise UserError(
-            f"{path} makes {untranslated or 'no config'}: name a script that calls one of {listed}, or a .sh"
-        )
+        raise UserError(f"{path} makes {made or 'no config'}: name a script that calls one of {listed}, or a .sh")
     lost = list(run.lost)
     arguments = dict(trainer.keys) if trainer else {}
     args = arguments.pop("args", None)
     if isinstance(args, ScriptObject) and args.kind == "config":
         config = args
     elif trainer and args is not None:
-        node = _args_node(trainer.node, WORDS[f"{trainer.value}_arguments"].index("args"))
-        reason = f"args={snippet(node)} is not made in the script: translate the command line (a .sh)"
-        lost.append(f"line {node.lineno}: {reason}")
-    project = run.environment.get("WANDB_PROJECT")
-    keys = {"wandb_project": key_value(project)} if project is not None else {}
-    if config:
-        keys |= {name: key_value(value) for name, value in config.keys.items()} | _steps("trainer.args", config)
+        config = script_calls.unread_config(str(trainer.value), trainer.node)
+    if config and any(name.startswith("**") for name in config.keys):
+        lost.append(f"{place_of(config.node)}: the script does not say all of this config: translate a .sh")
+    settings = config.keys | _steps("trainer.args", config) if config else {}
+    settings |= {name: run.environment[x] for x, name in TRACKED.items() if x in run.environment}
+    keys = {name: key_value(value) for name, value in settings.items()}
     for name, value in arguments.items():
         keys |= argument_keys(f"trainer.{name}", value)
     keys |= _steps("trainer", trainer) if trainer else {}
@@ -82,11 +82,6 @@ def _followed(tree: ast.Module) -> script_calls.ScriptRun:
 def _called_name(call: ast.Call) -> str:
     """Returns the last part of the name that a call calls; "" if it has none."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
-def _args_node(call: ast.Call, index: int) -> ast.expr:
-    """Returns the argument `args` of a trainer; the call itself if it has none. index: position of `args`."""
-    return next((x.value for x in call.keywords if x.arg == "args"), call.args[index] if call.args[index:] else call)
 
 
 def _steps(prefix: str, item: ScriptObject) -> dict[str, Any]:

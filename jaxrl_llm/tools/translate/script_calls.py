@@ -51,6 +51,11 @@ def with_split(source: Any, split: Any) -> Any:
     return f"{source}@{split}" if is_split_name else Unread(f"{source}, {split}")
 
 
+def unread_config(kind: str, node: ast.Call) -> ScriptObject:
+    """Returns a config of which the script only says what it assigns to it. kind: a key of trl.TRL_TRAINERS."""
+    return ScriptObject("config", kind, {f"**{snippet(node)}": Unread(snippet(node))}, node=node)
+
+
 class ScriptRun(Interpreter):
     """Interprets a Python script of TRL, and collects the configs and trainers that it makes."""
 
@@ -161,6 +166,9 @@ class ScriptRun(Interpreter):
             if foreign or name != trl_class or (package == "open_r1" and name in TRAINERS):
                 item.steps[f"{name}()"] = place_of(node)
             return item
+        if function.value == "wandb.init":
+            # transformers keeps a run that the script began.
+            self.environment |= {f"WANDB_{key.upper()}": value for key, value in self.arguments(node).items()}
         if package in WORDS["quiet_packages"] and not foreign:
             return Unread(snippet(node))
         if not foreign and (handler := getattr(self, f"call_{name}", None)):
@@ -264,7 +272,7 @@ class ScriptRun(Interpreter):
         arguments = self.arguments(node, ("path", "name"))
         source, files, configuration = (arguments.get(name) for name in ("path", "data_files", "name"))
         is_understood = arguments.keys() <= set(WORDS["loading_arguments"])
-        # In load_dataset("json", data_files=...) "json" is the format of the file.
+        # load_dataset("json", data_files=...) has the format of the file as its path.
         if is_literal(source) and "/" not in str(source) and isinstance(files, str | dict):
             source = files
         # A computed source is unknown, and arguments such as data_dir and revision choose other rows.
@@ -318,8 +326,13 @@ class ScriptRun(Interpreter):
         if parser.value is None:
             options = ScriptObject("object", snippet(node), parser.keys)
             return [options, []] if "known" in name else options
-        classes = [entry for entry in parser.value if isinstance(entry, ScriptObject)]
-        return [Unread(snippet(node)) if entry.value else self.instance(entry, node) for entry in classes]
+        return [self.parsed(entry, node) for entry in parser.value if isinstance(entry, ScriptObject)]
+
+    def parsed(self, entry: ScriptObject, node: ast.Call) -> Any:
+        """Returns what a parser makes of one of its classes: of TRL's config, what the script itself assigns to it."""
+        if (name := last_part(entry.value)) in CONFIGS:
+            return unread_config(CONFIGS[name], node)
+        return Unread(snippet(node)) if entry.value else self.instance(entry, node)
 
     def call_get_soft_overlong_punishment(self, parent: str, node: ast.Call) -> Any:
         """Interprets TRL's penalty for long completions: a reward function named with its length."""

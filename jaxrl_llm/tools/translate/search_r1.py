@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from jaxrl_llm.tools.translate import family, verl
-from jaxrl_llm.tools.translate.outcome import Keys, Outcome
+from jaxrl_llm.tools.translate.outcome import Keys, Outcome, unsupported
 from jaxrl_llm.tools.translate.table import Row, read_rows, trainer_table
 
 # A prompt has n x n_agent episodes, and the veRL of early 2025 does not multiply the mini-batch by them.
@@ -18,6 +18,9 @@ ROWS = verl.ROWS | read_rows("search_r1")
 # Names and patterns of the keys that only Search-R1 has; `reward` is a default of the table.
 OWN_KEYS = tuple(read_rows("search_r1").keys() - verl.ROWS.keys() - {"reward"})
 FAMILY = replace(verl.FAMILY, rows=ROWS, counts_sequences=True)
+
+# {scores of the format in main_ppo_format: reward function}
+FORMAT_REWARDS = {"0.2, 0.1, 0.0": "search.with_format", "0.0, 0.0, 0.0": "search.exact_match"}
 
 data_files = partial(family.rows_of, "search_r1.convert")
 
@@ -32,7 +35,7 @@ def turns(value: Any, keys: Keys) -> Outcome:
     searches, response = int(keys["max_turns"]), int(keys["data.max_response_length"])
     fields = {
         "env.most_searches": searches,
-        # After max_turns searches Search-R1 generates one more turn, which cannot search.
+        # Search-R1 generates one more turn after max_turns searches, which cannot search.
         "turns.most": searches + 1,
         "rollout.max_completion_tokens": (searches + 1) * response + searches * int(keys["data.max_obs_length"]),
     }
@@ -48,12 +51,13 @@ def turn_limit(row: Row, value: Any, keys: Keys) -> Outcome:
     return Outcome("changed" if row.why else "mapped", fields, row.why)
 
 
-def masking(value: Any, keys: Keys) -> Outcome:
-    """Translates Search-R1's `state_masking`, whether the loss leaves out the texts that a search returns."""
-    if value:
-        reason = "also left out of the KL penalty, the critic and the advantages; in Search-R1 only of the loss"
-        return Outcome("changed", {}, reason)
-    return Outcome("unsupported", reason="jaxrl_llm never trains on what the search finds")
+def format_scores(row: Row, value: Any, keys: Keys) -> Outcome:
+    """Translates the scores of `main_ppo_format`: jaxrl_llm has those of Search-R1 v0.3, or exact match without any."""
+    names = ("structure_format_score", "final_format_score", "retrieval_score")
+    function = FORMAT_REWARDS.get(", ".join(str(float(keys.get(f"{row.section}{name}") or 0)) for name in names))
+    if not function:
+        return unsupported(row.field, "search.with_format has 0.2, 0.1 and 0", *row.field_names)
+    return Outcome("mapped", {"reward.functions": (function,), "eval.function": function})
 
 
 def base(keys: Keys) -> str:

@@ -219,7 +219,7 @@ class ShellRun(ShellVariables):
     def meet(self) -> None:
         """Joins the variables at the end of a loop or function with those where a block that may run has left it."""
         self.variables = merged([self.variables, *self.departures])
-        # In a function, a `return` in a loop also leaves the commands after the loop.
+        # A `return` in a loop of a function also leaves the commands after the loop.
         self.departures = self.departures if self.depth else []
 
     def command(self) -> Status:
@@ -274,7 +274,7 @@ class ShellRun(ShellVariables):
             keyword = self.take_word().plain
             holds: Status = True
             if keyword != "else":
-                # Behind a branch that has run or may run, no condition is evaluated.
+                # No condition is evaluated behind a branch that has run or may run.
                 holds = self.block() if choice.is_open else self.passed(self.block)
                 self.expect("then")
             self.branch(choice, holds, self.block)

@@ -76,7 +76,7 @@ def batch(keys: Keys) -> tuple[dict[str, Any], str]:
         # TRL refuses both keys in one file. Without either key a rollout is for one optimizer step.
         steps_per_rollout = int(keys["steps_per_generation"] or keys["gradient_accumulation_steps"])
         rollout = int(keys["generation_batch_size"] or device_completions(keys) * steps_per_rollout * process_count)
-    # In jaxrl_llm an optimizer step has at most the completions of one rollout, which has whole groups.
+    # An optimizer step of jaxrl_llm has at most the completions of one rollout, which has whole groups.
     rollout = max(rollout, per_update)
     prompts = max(1, round(rollout / completions))
     # The learner splits a rollout into equal updates, so the prompts of an update divide those of a rollout.
@@ -115,7 +115,7 @@ def optimizer_steps(keys: Keys) -> int:
     passes = int(keys["num_ppo_epochs" if "num_ppo_epochs" in keys.defaults else "num_iterations"])
     if counts_rollouts(keys):
         return passes * int(keys["num_mini_batches"])
-    # Without these keys TRL takes one optimizer step per rollout, whatever the batch is.
+    # If these keys are not set, TRL takes one optimizer step per rollout, whatever the batch is.
     if not keys["steps_per_generation"] and not keys["generation_batch_size"]:
         return passes
     fields, _ = batch(keys)

@@ -144,8 +144,7 @@ def with_critic(rule: Rule) -> Rule:
 def trackers(value: Any, keys: Keys) -> Outcome:
     """Translates TRL's `report_to` to `log.to` and `log.project`; the default project is that of transformers."""
     listed = [str(name) for name in (value if isinstance(value, list) else [value])]
-    projects = [keys.get(key) for key in ("wandb_project", "project")]
-    return conversions.loggers(listed, str(next(filter(None, projects), "huggingface")))
+    return conversions.loggers(listed, str(keys.get("wandb_project") or keys.get("project") or "huggingface"))
 
 
 def launcher_file(value: Any, keys: Keys) -> Outcome:

@@ -35,7 +35,7 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     unknown = {} if is_weighed else {"reward.weights": f"reward_weights = {given_weights} for {len(listed)} functions"}
     weight_of = dict(zip(listed, map(float, all_weights), strict=True)) if is_weighed else {}
     # The penalty for long completions is a reward function in TRL, and a field in jaxrl_llm.
-    soft = [name for name in listed if "soft_overlong" in name]
+    soft = [name for name in listed if "soft_overlong" in name and conversions.is_registered(name)]
     # TRL accepts reward models among the functions. The name of a model has a slash.
     models = [name for name in listed if "/" in name]
     names = [name for name in listed if name not in soft + models]
@@ -45,7 +45,7 @@ def rewards(value: Any, keys: Keys) -> Outcome:
     fields, tasks = conversions.rewards(names, weights_of_names) if names else (NO_FUNCTIONS, {})
     reasons = ["open-r1's format also asks for a line break at each tag"] if "format" in names else []
     if soft:
-        # On TRL's command line the penalty has 256 tokens.
+        # The penalty of TRL's command line has 256 tokens.
         tokens = re.search(r"\((\d+)\)", soft[0])
         fields = fields | {"reward.overlong_tokens": int(tokens[1]) if tokens else 256}
         reasons.append("get_soft_overlong_punishment is reward.overlong_tokens, before rollout.max_completion_tokens")
@@ -183,10 +183,3 @@ def held_out_rows(value: Any, keys: Keys) -> Outcome:
         return replace(outcome, fields={"eval.source": outcome.fields["eval.source"]})
     task = "the file with what to evaluate; this name is a placeholder"
     return Outcome("mapped", {"eval.source": "data/test.parquet"}, unknown={"eval.source": task})
-
-
-def logs_samples(value: Any, keys: Keys) -> Outcome:
-    """Translates `eval_strategy` of TRL's PPO, whose evaluation only logs samples and has no accuracy."""
-    samples = evaluates(keys)
-    reason = "TRL's PPO only logs samples: set eval.every and eval.source for an accuracy" * samples
-    return Outcome("changed" if samples else "mapped", conversions.NO_EVALUATION, reason)

@@ -58,7 +58,7 @@ def resampled(batches: int | None, reason: str) -> Outcome:
     """Returns `rollout.resample_rounds`. batches: limit, 0 or less if unlimited, None if no group is replaced."""
     if batches is None:
         return Outcome("mapped", {"rollout.resample_rounds": 0})
-    # Without a limit, resampling a data set without signal would never end, so the limit is ten rounds.
+    # Resampling a data set without signal would never end, so a file without a limit gets ten rounds.
     return Outcome("changed", {"rollout.resample_rounds": max(batches - 1, 1) if batches > 0 else 10}, reason)
 
 
@@ -91,7 +91,7 @@ def reward_model(value: Any, keys: Keys) -> Outcome:
     if not path:
         return Outcome("unsupported", reason="the file names no folder of the reward model: set reward_model.path")
     outcome = conversions.reward_model(str(path), "it reads prompt and completion as the policy does")
-    # With a reward model veRL ignores reward functions.
+    # veRL ignores reward functions in a run with a reward model.
     return replace(outcome, fields=outcome.fields | {"reward.functions": (), "reward.weights": ()})
 
 
@@ -134,13 +134,10 @@ def tools(value: Any, keys: Keys) -> Outcome:
     limits += [int(user) + 1] if user else []
     tokens = int(keys["data.max_response_length"])
     fields = {
-        "env.name": "tools.Tools",
         "env.functions": tuple(f"my_tools.{name}" for name in names) or ("my_tools.tool",),
         "turns.most": min(limits, default=100),
         "turns.tokens": tokens,
         "turns.observation_tokens": min(int(keys.get(f"{TURNS}max_tool_response_length") or 256), tokens),
-        "turns.workers": 16,
-        "turns.timeout": 60.0,
     }
     reason = SENTENCES["TOOLS"] + "; veRL has no limit of turns" * (not limits)
     task = "write them in my_tools.py beside this file, with types and a docstring (docs/environments.md)"
@@ -152,7 +149,7 @@ def tools(value: Any, keys: Keys) -> Outcome:
 def validation(value: Any, keys: Keys) -> Outcome:
     """Translates veRL's `rollout.val_kwargs`, how evaluations are sampled: jaxrl_llm's are greedy."""
     val = f"{ROLLOUT}val_kwargs."
-    # In veRL do_sample is False by default, and temperature 0 is greedy too.
+    # veRL's do_sample is False by default, and temperature 0 is greedy too.
     greedy = not keys.get(f"{val}do_sample", False) or keys.get(f"{val}temperature", 0) == 0
     if greedy and keys.get(f"{val}n", 1) == 1:
         return Outcome("no effect", reason="evaluations are greedy in veRL and in jaxrl_llm")
