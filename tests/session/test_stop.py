@@ -23,7 +23,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.machine import disk
 from jaxrl_llm.machine.compilation import Compilations
 from jaxrl_llm.machine.meshes import make_mesh
-from jaxrl_llm.session.checkpoint import MODELS, SAMPLES, Checkpoints, has_checkpoint, kept_steps
+from jaxrl_llm.session.checkpoint import MODELS, SAMPLES, SAVED, Checkpoints, has_checkpoint, kept_steps
 from jaxrl_llm.session.checksums import checksums
 from jaxrl_llm.session.signals import SaveOnInterrupt
 from jaxrl_llm.structs import PartState
@@ -369,7 +369,7 @@ def test_a_run_killed_while_it_deletes_a_checkpoint_never_resumes_half_of_it(tmp
         again.resume(STATE)
     assert again.resume(STATE)[0] == {3: 1, 1: 3}[keep]
     again.close()
-    assert [file.name for file in tmp_path.iterdir()] == ["checkpoints"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoints", SAVED]
 
 
 def test_room_for_the_checkpoints_of_the_whole_run_is_asked_for(tmp_path, monkeypatch, refused):
