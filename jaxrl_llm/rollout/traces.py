@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-class Call(NamedTuple):
+class TraceCall(NamedTuple):
     """One completion that a session has sampled."""
 
     prompt: tuple[int, ...]
@@ -58,10 +58,10 @@ class Trace:
     """All calls of a session. Its tree and branches do not depend on the order in which calls arrive."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[TraceCall] = []
         self.tokens = 0  # prompt and completion tokens of all calls
 
-    def add(self, call: Call) -> bool:
+    def add(self, call: TraceCall) -> bool:
         """Adds a call. Returns whether it continues an earlier one."""
         continues = any(_begins(call.prompt, other.text) for other in self.calls)
         self.calls.append(call)
@@ -111,7 +111,7 @@ class Trace:
         return branches
 
 
-def _order(call: Call) -> tuple:
+def _order(call: TraceCall) -> tuple:
     return len(call.prompt), call
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from jaxrl_llm.rollout.traces import Call, Trace
+from jaxrl_llm.rollout.traces import Trace, TraceCall
 
 
-def random_calls(rng: random.Random) -> list[Call]:
+def random_calls(rng: random.Random) -> list[TraceCall]:
     """Calls of an agent that continues, forks, samples twice, cuts its history, or writes it in another way."""
-    calls = list[Call]()
+    calls = list[TraceCall]()
     for _ in range(rng.randint(1, 9)):
         few = lambda most: tuple(rng.randrange(3) for _ in range(rng.randint(1, most)))  # noqa: E731
         kind = rng.randrange(5) if calls else 0
@@ -24,7 +24,7 @@ def random_calls(rng: random.Random) -> list[Call]:
             prompt = earlier.text[: rng.randint(1, len(earlier.text))] + few(2)
         completion = few(4)
         logprobs = tuple(-rng.random() for _ in completion)
-        calls.append(Call(prompt, completion, logprobs, tuple(rng.randrange(3) for _ in completion)))
+        calls.append(TraceCall(prompt, completion, logprobs, tuple(rng.randrange(3) for _ in completion)))
     return calls
 
 
@@ -38,7 +38,7 @@ def trained(trace: Trace) -> Counter:
     )
 
 
-def sampled(calls: list[Call]) -> Counter:
+def sampled(calls: list[TraceCall]) -> Counter:
     return Counter(
         (call.prompt + call.completion[: i + 1], call.logprobs[i], call.versions[i])
         for call in calls
@@ -46,7 +46,7 @@ def sampled(calls: list[Call]) -> Counter:
     )
 
 
-def build(calls: list[Call]) -> Trace:
+def build(calls: list[TraceCall]) -> Trace:
     trace = Trace()
     for call in calls:
         trace.add(call)
@@ -70,8 +70,8 @@ def test_each_sampled_token_is_trained_once_whatever_the_order_of_arrival():
 
 
 def test_a_linear_trace_is_one_branch_and_a_re_rendered_turn_restarts():
-    first = Call((1, 2), (3, 4), (-0.1, -0.2), (0, 0))
-    second = Call((1, 2, 3, 4, 5), (6,), (-0.3,), (1,))
+    first = TraceCall((1, 2), (3, 4), (-0.1, -0.2), (0, 0))
+    second = TraceCall((1, 2, 3, 4, 5), (6,), (-0.3,), (1,))
     trace = Trace()
     assert (trace.add(first), trace.add(second)) == (False, True)
     (branch,) = trace.branches()
@@ -79,5 +79,5 @@ def test_a_linear_trace_is_one_branch_and_a_re_rendered_turn_restarts():
     assert branch.is_trained == [False, False, True, True, False, True]
     assert branch.logprobs == [0.0, 0.0, -0.1, -0.2, 0.0, -0.3] and branch.versions == [-1, -1, 0, 0, -1, 1]
     # A template wrote token 4 in another way.
-    assert trace.add(Call((1, 2, 3, 9, 5), (7,), (-0.4,), (1,))) is False
+    assert trace.add(TraceCall((1, 2, 3, 9, 5), (7,), (-0.4,), (1,))) is False
     assert (len(trace.branches()), trace.restarts, len(trace.nodes())) == (2, 1, 7)
