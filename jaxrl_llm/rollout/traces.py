@@ -62,18 +62,19 @@ class Trace:
         self.tokens = 0  # prompt and completion tokens of all calls
 
     def add(self, call: TraceCall) -> bool:
-        """Adds a call. Returns whether it continues an earlier one."""
-        continues = any(_begins(call.prompt, other.text) for other in self.calls)
+        """Adds a call. Returns whether it is a restart."""
+        earlier_restarts = self.restarts
         self.calls.append(call)
         self.tokens += len(call.text)
-        return continues
+        return self.restarts > earlier_restarts
 
     @property
     def restarts(self) -> int:
-        """Number of calls that continue no other call, beyond the first one."""
+        """Number of prompts that continue no call, beyond the first one."""
         texts = {call.text for call in self.calls}
-        lengths = sorted({len(text) for text in texts})
-        starts = sum(not any(call.prompt[:length] in texts for length in lengths) for call in self.calls)
+        lengths = {len(text) for text in texts}
+        prompts = {call.prompt for call in self.calls}
+        starts = sum(not any(prompt[:length] in texts for length in lengths) for prompt in prompts)
         return max(starts - 1, 0)
 
     def roots(self) -> list[TraceNode]:
@@ -113,10 +114,6 @@ class Trace:
 
 def _order(call: TraceCall) -> tuple:
     return len(call.prompt), call
-
-
-def _begins(text: Sequence[int], beginning: Sequence[int]) -> bool:
-    return len(beginning) <= len(text) and text[: len(beginning)] == beginning
 
 
 def _insert_prompt(top: TraceNode, prompt: tuple[int, ...]) -> TraceNode:

@@ -73,11 +73,18 @@ def test_a_linear_trace_is_one_branch_and_a_re_rendered_turn_restarts():
     first = TraceCall((1, 2), (3, 4), (-0.1, -0.2), (0, 0))
     second = TraceCall((1, 2, 3, 4, 5), (6,), (-0.3,), (1,))
     trace = Trace()
-    assert (trace.add(first), trace.add(second)) == (False, True)
+    assert (trace.add(first), trace.add(second)) == (False, False)
     (branch,) = trace.branches()
     assert branch.tokens == [1, 2, 3, 4, 5, 6] and trace.restarts == 0
     assert branch.is_trained == [False, False, True, True, False, True]
     assert branch.logprobs == [0.0, 0.0, -0.1, -0.2, 0.0, -0.3] and branch.versions == [-1, -1, 0, 0, -1, 1]
     # A template wrote token 4 in another way.
-    assert trace.add(TraceCall((1, 2, 3, 9, 5), (7,), (-0.4,), (1,))) is False
+    assert trace.add(TraceCall((1, 2, 3, 9, 5), (7,), (-0.4,), (1,))) is True
     assert (len(trace.branches()), trace.restarts, len(trace.nodes())) == (2, 1, 7)
+
+
+def test_two_completions_of_one_prompt_are_two_branches_and_no_restart():
+    trace = Trace()
+    calls = [TraceCall((1, 2), (3, token), (-0.1, -0.2), (0, 0)) for token in (4, 4, 5)]
+    assert [trace.add(call) for call in calls] == [False] * 3
+    assert (len(trace.branches()), trace.restarts, trained(trace)) == (3, 0, sampled(calls))

@@ -2,199 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-import hmac
 import json
-import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing
+from http import HTTPStatus
 from itertools import groupby
 from typing import Annotated, Any
 
-import anyio
 from fastapi import APIRouter, Depends, FastAPI, Path, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxrl_llm import __version__
-from jaxrl_llm.tools.serve.bodies import REASONS, ChatBody, CompletionBody, GenerateBody, TextDrawing
+from jaxrl_llm.tools.serve.answers import TextAnswer
+from jaxrl_llm.tools.serve.bodies import REASONS, ChatBody, CompletionBody, GenerateBody
 from jaxrl_llm.tools.serve.choices import ServedChoice
+from jaxrl_llm.tools.serve.gate import MAX_BODY_BYTES, Gate, error_response, watched
 from jaxrl_llm.tools.serve.service import RequestError, Service
 
-MAX_BODY_BYTES = 2**23
-BODY_SECONDS = 10.0  # seconds in which a body must arrive
+# Statuses of errors, for the OpenAPI schema.
 STATUSES: dict[int | str, dict[str, Any]] = {
-    status: {"description": text}
-    for status, text in (
-        (400, "a field is wrong, or cannot be honoured"),
-        (401, "the key is missing or wrong"),
-        (404, "another model"),
-        (408, "the body came too slowly"),
-        (413, "the body or the session is too large"),
-        (429, "the queue is full"),
-        (503, "the engine has failed"),
-    )
+    status: {"description": HTTPStatus(status).phrase} for status in (400, 401, 404, 408, 409, 413, 429, 500, 503)
 }
-
-
-def error_response(status: int, reason: str, field_name: str | None = None) -> JSONResponse:
-    """Returns an error in OpenAI's form."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": reason, "type": kind, "param": field_name, "code": status}
-    return JSONResponse({"error": error}, status)
-
-
-class Gate:
-    """Checks the key and the size of each request before the application reads it."""
-
-    def __init__(self, app: ASGIApp, key: str, max_body_bytes: int):
-        self._app, self._key, self._max_body_bytes = app, key, max_body_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        request = Request(scope, receive)
-        try:
-            sent_key = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if (
-                self._key
-                and request.url.path != "/health"
-                and not hmac.compare_digest(sent_key.encode(), self._key.encode())
-            ):
-                raise RequestError(401, "the key is missing or wrong: send the header Authorization: Bearer KEY")
-            body = await self._read(request)
-        except RequestError as error:
-            return await error_response(error.status, error.reason)(scope, receive, send)
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replay() -> Any:
-            return messages.pop() if messages else await receive()
-
-        await self._app(scope, replay, send)
-
-    async def _read(self, request: Request) -> bytes:
-        body = bytearray()
-        try:
-            with anyio.fail_after(BODY_SECONDS):
-                async for chunk in request.stream():
-                    body += chunk
-                    if len(body) > self._max_body_bytes:
-                        raise RequestError(413, f"a request may have at most {self._max_body_bytes} bytes")
-        except TimeoutError:
-            raise RequestError(408, f"a request must arrive within {BODY_SECONDS:g} seconds") from None
-        except ClientDisconnect:
-            raise RequestError(499, "the client has gone") from None
-        return bytes(body)
-
-
-@asynccontextmanager
-async def watched(request: Request) -> AsyncIterator[asyncio.Queue]:
-    """Yields a queue of events, which gets None when the client has gone."""
-    events: asyncio.Queue = asyncio.Queue()
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        events.put_nowait(None)
-
-    task = asyncio.create_task(watch())
-    try:
-        yield events
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-
-
-class TextAnswer:
-    """The answers to one request, whole or in pieces, in OpenAI's form."""
-
-    def __init__(self, service: Service, body: TextDrawing, prompts: list[list[int]]):
-        self.service, self.body, self.prompts = service, body, prompts
-        self.is_chat = isinstance(body, ChatBody)
-        # A request for texts says 0, which equals False.
-        self.wants_logprobs = not any(getattr(body, "logprobs", None) is x for x in (None, False))
-        self.wants_ids = bool(body.return_token_ids)
-        kind = "chat.completion" if self.is_chat else "text_completion"
-        self.head = {
-            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": kind + (".chunk" if self.is_chat and body.stream else ""),
-            "created": int(time.time()),
-            "model": service.model.name,
-        }
-        parses_calls = isinstance(body, ChatBody) and bool(body.tools) and body.tool_choice != "none"
-        self.choices = [
-            ServedChoice(i, service.model.tokenizer, body.stops, parses_calls)
-            for i in range(len(prompts) * (body.n or 1))
-        ]
-        self._told = [0] * len(self.choices)  # tokens of each choice that chunks have told
-
-    def whole(self) -> dict[str, Any]:
-        """Returns the answer to a request without `stream`."""
-        choices = [self._choice(choice, 0) | self._content(choice) for choice in self.choices]
-        ids = {"prompt_token_ids": self.prompts[0]} if self.is_chat and self.wants_ids else {}
-        return self.head | ids | {"choices": choices, "usage": self.usage()}
-
-    def _content(self, choice: ServedChoice) -> dict[str, Any]:
-        if not self.is_chat:
-            return {"text": choice.text}
-        content = choice.text or (None if choice.calls else "")
-        calls = {"tool_calls": choice.calls} if choice.calls else {}
-        return {"message": {"role": "assistant", "content": content} | calls}
-
-    def usage(self) -> dict[str, int]:
-        prompt, sampled = sum(map(len, self.prompts)), sum(len(choice.tokens) for choice in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-
-    def first_chunks(self) -> list[dict[str, Any]]:
-        """Returns the chunks before the first token."""
-        if not self.is_chat:
-            return []
-        role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        chunks = [self.head | {"choices": [{"index": choice.index} | role]} for choice in self.choices]
-        if self.wants_ids:
-            chunks[0]["prompt_token_ids"] = self.prompts[0]
-        return chunks
-
-    def chunk(self, choice: ServedChoice) -> dict[str, Any] | None:
-        """Returns the chunk with what is new in a choice; None if nothing is."""
-        piece, start = choice.next_piece(), self._told[choice.index]
-        if not (piece or choice.end or self.wants_logprobs or self.wants_ids):
-            return None
-        part = self._choice(choice, start)
-        self._told[choice.index] = len(choice.tokens)
-        if self.is_chat:
-            calls = [{"index": i} | call for i, call in enumerate(choice.calls)] if choice.end else []
-            part["delta"] = ({"content": piece} if piece else {}) | ({"tool_calls": calls} if calls else {})
-        else:
-            part["text"] = piece
-        return self.head | {"choices": [part]}
-
-    def _choice(self, choice: ServedChoice, start: int) -> dict[str, Any]:
-        """Returns the fields of a choice that chat and text share. start: first token to tell."""
-        part: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish_reason, "logprobs": None}
-        if self.wants_logprobs:
-            part["logprobs"] = self._logprobs(choice, start)
-        if self.wants_ids:
-            part["token_ids"] = choice.tokens[start:]
-            if not self.is_chat and start == 0:
-                part["prompt_token_ids"] = self.prompts[choice.index // (self.body.n or 1)]
-        return part
-
-    def _logprobs(self, choice: ServedChoice, start: int) -> dict[str, Any]:
-        texts = [choice.tokenizer.decode([token]) for token in choice.tokens[start:]]
-        logprobs = choice.logprobs[start:]
-        if not self.is_chat:
-            return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": None}
-        content = [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in zip(texts, logprobs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
 
 
 async def respond(request: Request, service: Service, body: ChatBody | CompletionBody) -> Any:

@@ -217,7 +217,5 @@ class Service:
         self.counts["prompt_tokens"] += len(sequence.prompt)
         self.counts["sampled_tokens"] += len(choice.tokens)
         if trace is not None:
-            is_first = not trace.calls
             ids = tuple(sequence.prompt), tuple(choice.tokens)
-            continues = trace.add(TraceCall(*ids, tuple(choice.logprobs), tuple(choice.versions)))
-            self.counts["restarts"] += not (continues or is_first)
+            self.counts["restarts"] += trace.add(TraceCall(*ids, tuple(choice.logprobs), tuple(choice.versions)))
