@@ -219,6 +219,8 @@ def _session_routes(service: Service) -> APIRouter:
 async def _invalid(request: Request, error: Any) -> JSONResponse:
     first = error.errors()[0]
     name = ".".join(str(x) for x in first["loc"][1:])
+    if not request.headers.get("content-type", "").startswith("application/json"):
+        return error_response(400, "the body must be JSON: send it with the header content-type: application/json")
     if first["type"] == "json_invalid":
         return error_response(400, f"the body must be JSON: {first['ctx']['error']}")
     problem = "this server does not know the field" if first["type"] == "extra_forbidden" else first["msg"]

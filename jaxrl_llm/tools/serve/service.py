@@ -89,7 +89,7 @@ class Service:
         try:
             return await run_sync(encode, limiter=self._render_limiter)
         except UserError as error:
-            raise RequestError(400, str(error)) from None
+            raise RequestError(400, str(error).removeprefix("request row 1: ")) from None
 
     def sequences(
         self, prompts: Sequence[list[int]], drawing: Drawing, limit: int | None, events: asyncio.Queue
