@@ -20,6 +20,7 @@ from jaxrl_llm.algorithms.sampling import Sampling
 from jaxrl_llm.machine.meshes import mesh_over
 from jaxrl_llm.rollout.episodes import ENDED, Episodes
 from jaxrl_llm.rollout.in_flight import FirstCompleteGroups, InFlightGroups
+from jaxrl_llm.rollout.jax.layout import Draws
 from jaxrl_llm.rollout.jax.scheduler import Scheduler
 from jaxrl_llm.rollout.jax.sizes import sequence_limit, sizes_of
 from jaxrl_llm.rollout.jax.stream import Stream
@@ -64,7 +65,7 @@ class DrawnEngine:
             schedulers=[Scheduler(sizes) for _ in range(self._devices)],
             prompts=in_flight.prompts,
             episodes=episodes,
-            first_number=0,
+            draws=Draws(np.arange(len(episodes.lengths), dtype=np.int32)),
             stop_ids=(STOP,),
             pad_id=OTHER,
             wanted_groups=wanted_groups,

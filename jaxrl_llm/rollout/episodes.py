@@ -52,6 +52,11 @@ class Episodes:
             earlier_lengths=np.zeros(count, np.int32),
         )
 
+    def restart(self, i: int, max_tokens: int) -> None:
+        """Makes room for another completion of a single turn in place of completion i. max_tokens: its limit."""
+        self.drop_tokens(i, 0)
+        self.states[i], self.truncated[i], self.max_tokens[i] = IN_TURN, False, max_tokens
+
     @classmethod
     def from_in_flight(cls, in_flight: InFlightGroups) -> Episodes:
         """Returns the completions of an earlier call, which this call continues."""
@@ -124,7 +129,7 @@ class Episodes:
         for i, turn, turn_end in zip(numbers.tolist(), turns, environments.find_turn_ends(turns), strict=True):
             if turn_end:
                 # The turn ends before the last sampled token. The later tokens leave the episode.
-                self._drop_tokens(i, int(self.turn_start[i]) + turn_end)
+                self.drop_tokens(i, int(self.turn_start[i]) + turn_end)
             elif turn[-1] not in stop_ids:
                 if self.lengths[i] >= limits[i]:
                     self.states[i], self.truncated[i] = ENDED, True
@@ -181,6 +186,7 @@ class Episodes:
             versions=by_prompt(versions),
         )
 
-    def _drop_tokens(self, i: int, new_length: int) -> None:
+    def drop_tokens(self, i: int, new_length: int) -> None:
+        """Removes the tokens of completion i from `new_length` on."""
         self.sampled[i, new_length:], self.logprobs[i, new_length:] = False, 0.0
         self.lengths[i] = new_length

@@ -24,6 +24,7 @@ PROGRAMS = {
     "plan": ("jaxrl_llm.tools.plan.__main__", "checks whether a run fits a TPU slice or GPUs; runs on a CPU"),
     "export": ("jaxrl_llm.tools.export", "a checkpoint as a Hugging Face folder"),
     "translate": ("jaxrl_llm.tools.translate.__main__", "a config of TRL, veRL, EasyR1 or Search-R1 as one of ours"),
+    "serve": ("jaxrl_llm.tools.serve.__main__", "an OpenAI-compatible server of the in-JAX engine"),
     "serve-vllm": ("jaxrl_llm.tools.serve_vllm", "a vLLM server for rollouts"),
     "serve-retriever": ("jaxrl_llm.tools.serve_retriever", "a search server for environments"),
 }

@@ -46,6 +46,7 @@ class Programs:
         samples = partial(compiled, static_argnums=0, donate_argnums=2)
         self.prefill = samples(partial(programs.prefill, model), out_shardings=prefill_shardings)
         self.decode = samples(partial(programs.decode, model), out_shardings=(heads, rows))
+        self.empty_cache = compiled(partial(programs.empty_cache, model, mesh), static_argnums=0, out_shardings=heads)
         self.grow = compiled(programs.grow, static_argnums=0, out_shardings=heads)
         self.feed = compiled(partial(programs.feed, model, mesh), donate_argnums=1, out_shardings=heads)
 
@@ -173,6 +174,10 @@ class CallPrograms:
     @property
     def mesh(self) -> Mesh:
         return self.programs.mesh
+
+    def empty_cache(self) -> Cache:
+        """Returns a cache without prompts, for a stream whose prompts arrive later."""
+        return self.programs.empty_cache(self.sizes)
 
     def prefill(self, cache: Cache | None, prompts: NewPrompts) -> tuple[Cache, AnyArray, AnyArray]:
         """Runs prompts and samples the first tokens of their groups. cache: None for the first prompts of the call."""

@@ -24,6 +24,8 @@ from jaxrl_llm.rollout.episodes import ENDED, Episodes
 from jaxrl_llm.rollout.in_flight import FirstCompleteGroups, InFlightGroups
 from jaxrl_llm.rollout.jax.cache_attention import page_kind
 from jaxrl_llm.rollout.jax.compiled import CallPrograms, CompiledAhead, programs_of
+from jaxrl_llm.rollout.jax.layout import Draws
+from jaxrl_llm.rollout.jax.open_stream import Arrivals, OpenStream
 from jaxrl_llm.rollout.jax.programs import GroupSampling
 from jaxrl_llm.rollout.jax.scheduler import Scheduler
 from jaxrl_llm.rollout.jax.sizes import StreamSizes, sequence_limit, sizes_of
@@ -175,6 +177,8 @@ class Sampler:
         prompts = self._narrowed(prompts)
         first_sizes = self._sizes(count * processes, group_size, prompts.sizes, wanted_groups * processes)
         sizes = self._grown_sizes.get(first_sizes, first_sizes)
+        # The numbers count over all processes, so a completion's random numbers do not depend on its process.
+        first_number = distributed.part(count * processes).start * group_size
         checked_tokens = np.zeros(self._cfg.vocab_size, bool)
         if environments:
             # Completions may use decode programs of several sizes, but episodes need a single size (`StreamSizes`).
@@ -198,8 +202,7 @@ class Sampler:
                 schedulers=[Scheduler(sizes) for _ in range(sharding.prompt_shards(self._mesh) // processes)],
                 prompts=prompts,
                 episodes=episodes,
-                # The numbers count over all processes, so a completion's random numbers do not depend on its process.
-                first_number=distributed.part(count * processes).start * group_size,
+                draws=Draws(np.arange(len(episodes.lengths), dtype=np.int32) + np.int32(first_number)),
                 stop_ids=self._stop_ids,
                 pad_id=self._pad_id,
                 environments=environments,
@@ -210,6 +213,44 @@ class Sampler:
             stream.run()
         self._grown_sizes[first_sizes] = stream.sizes
         return stream
+
+    def open_stream(
+        self, arrivals: Arrivals, key: jax.Array, *, rows: int, prompt_width: int, sampling: Sampling
+    ) -> OpenStream:
+        """Returns a stream for sequences that arrive at any time, with the weights of the last push.
+
+        Its tokens and log-probabilities equal those of `sample` with the same key, completion number and program sizes.
+        rows: sequences at a time. prompt_width: most tokens of a prompt. sampling: top_k and top_p of all sequences;
+        its temperature must be 1, because each sequence has its own.
+        """
+        assert sampling.temperature == 1 and distributed.count() == 1
+        sizes = self._sizes(rows, 1, PromptSizes(prompt_width), 0)
+        # A cache that grows would stop all sequences while its programs are compiled again.
+        sizes = replace(sizes, refills=True, is_open=True, allocated_pages=sizes.pages)
+        checked_tokens = np.zeros(self._cfg.vocab_size, bool)
+        checked_tokens[list(self._stop_ids)] = True
+        tokens, mask = np.full((rows, prompt_width), self._pad_id, np.int32), np.zeros((rows, prompt_width), bool)
+        return OpenStream(
+            programs=CallPrograms(
+                programs=self._programs,
+                compiled_ahead=self._compiled_ahead,
+                sampling=GroupSampling(1, sampling, self._mesh),
+                sizes=sizes,
+                params=self._params,
+                key=key,
+                checked_tokens=checked_tokens,
+            ),
+            schedulers=[Scheduler(sizes) for _ in range(sharding.prompt_shards(self._mesh))],
+            prompts=Prompts(tokens, mask, [], np.arange(rows)),
+            episodes=Episodes.empty(
+                np.full(rows, self._max_completion_tokens), self._max_completion_tokens, self._pad_id
+            ),
+            draws=Draws(np.zeros(rows, np.int32), np.ones(rows, np.float32)),
+            stop_ids=self._stop_ids,
+            pad_id=self._pad_id,
+            arrivals=arrivals,
+            version=self._version,
+        )
 
     def programs(
         self,

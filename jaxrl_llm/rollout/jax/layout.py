@@ -16,6 +16,19 @@ from jaxrl_llm.rollout.jax.sizes import CHUNK_TOKENS, MAX_SMALL_CHUNKS, ROUND_TO
 from jaxrl_llm.structs import Images, Prompts
 
 
+class Draws(NamedTuple):
+    """How the tokens of this process's completions are drawn."""
+
+    numbers: np.ndarray  # [N] number of each completion among those of all processes, for its random numbers
+    temperatures: np.ndarray | None = None  # [N] temperature of each completion; None = that of the programs
+
+    def temperature(self, completions: np.ndarray) -> np.ndarray | None:
+        """Returns the temperature of each completion, None if that of the programs holds. completions: their numbers in
+        this process.
+        """
+        return None if self.temperatures is None else self.temperatures[completions]
+
+
 class Chunk(NamedTuple):
     """Part of an observation that one program call writes into pages: tokens start .. end - 1 of a completion."""
 
@@ -31,23 +44,30 @@ def new_prompts(
     *,
     sizes: StreamSizes,
     prompts: Prompts,
-    first_number: int,
+    draws: Draws,
     pad: int,
 ) -> NewPrompts:
     """Returns the arrays of `size` new groups on each device, from group `first` of each device on.
 
-    new_groups: new groups of each device. first_number: number of this process's first completion. pad: padding token.
+    new_groups: new groups of each device. pad: padding token.
     """
     axes = len(new_groups), size
     tokens, mask = np.full((*axes, sizes.prompt_width), pad, np.int32), np.zeros((*axes, sizes.prompt_width), bool)
-    place, number = np.full(axes, sizes.prompts, np.int32), np.zeros(axes, np.int32)
+    place, first_member = np.full(axes, sizes.prompts, np.int32), np.zeros(axes, np.int32)
     for d, n, group in enumerate_items(new_groups, first, size):
         tokens[d, n], mask[d, n] = prompts.tokens[group.number], prompts.mask[group.number]
-        place[d, n], number[d, n] = group.place, first_number + group.number * sizes.group_size
+        place[d, n], first_member[d, n] = group.place, group.number * sizes.group_size
     # An empty row gets one token, because attention over no token is undefined.
     mask[place == sizes.prompts, -1] = True
     images = _images_of(new_groups, first, size, sizes, prompts)
-    return NewPrompts(tokens=tokens, mask=mask, place=place, number=number, images=images)
+    return NewPrompts(
+        tokens=tokens,
+        mask=mask,
+        place=place,
+        number=draws.numbers[first_member],
+        images=images,
+        temperature=draws.temperature(first_member),
+    )
 
 
 def _images_of(
@@ -122,25 +142,25 @@ def round_rows(
     prompts: Prompts,
     episodes: Episodes,
     limits: np.ndarray,
-    first_number: int,
+    draws: Draws,
 ) -> RoundRows:
     """Returns the arrays of a decode round.
 
     rows: decoding sequences of each device. slots: size of the decode program. limits [N]: number of tokens at which
-    the turn of each completion ends at the latest. first_number: number of this process's first completion.
+    the turn of each completion ends at the latest.
     """
 
     def zeros(*shape: int) -> np.ndarray:
         return np.zeros((len(rows), slots.count, *shape), np.int32)
 
-    last_token, length, limit, completion_number = (zeros() for _ in range(4))
+    last_token, length, limit, completion = (zeros() for _ in range(4))
     known_tokens = zeros(ROUND_TOKENS) - 1
     for d, members in enumerate(rows):
         pairs = [(member.number, member.cached) for member in members]
         numbers, cached = np.array(pairs, np.int32).reshape(-1, 2).T
         count = len(members)
         last_token[d, :count], length[d, :count] = episodes.tokens[numbers, cached], cached + 1
-        limit[d, :count], completion_number[d, :count] = limits[numbers], first_number + numbers
+        limit[d, :count], completion[d, :count] = limits[numbers], numbers
         for n in np.flatnonzero(cached + 1 < episodes.lengths[numbers]).tolist():
             # The sequence was preempted after it had sampled these tokens. The round computes their keys and values
             # again, up to the next observation.
@@ -157,10 +177,11 @@ def round_rows(
         last_token=last_token,
         length=length,
         limit=limit,
-        completion_number=completion_number,
+        completion_number=draws.numbers[completion],
         known_tokens=known_tokens,
         indices=cache_indices(rows, slots.count, sizes, prompts, slots),
         prompt_places=places,
+        temperature=draws.temperature(completion),
     )
 
 

@@ -6,7 +6,7 @@ depend on which sequences decode together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -57,6 +57,7 @@ class NewPrompts(NamedTuple):
     place: AnyArray  # [d, n] place of the prompt in the cache; out of range: the row is empty
     number: AnyArray  # [d, n] number of the group's first completion, for its random numbers
     images: Images | None = None  # arrays [d, n, ...]; None if prompts have no images
+    temperature: AnyArray = None  # [d, n] temperature of the group; None = that of `GroupSampling`
 
 
 class RoundRows(NamedTuple):
@@ -69,6 +70,7 @@ class RoundRows(NamedTuple):
     known_tokens: AnyArray  # [d, S, ROUND_TOKENS] tokens sampled before a preemption; -1: the round samples the token
     indices: CacheIndices
     prompt_places: AnyArray  # [d, e] places of the prompts in the cache
+    temperature: AnyArray = None  # [d, S] temperature of the sequence; None = that of `GroupSampling`
 
 
 class ObservationChunks(NamedTuple):
@@ -89,8 +91,18 @@ class Sampled(NamedTuple):
     count: AnyArray  # [d, S] number of real tokens
 
 
-def choose(logits: Array, uniform: Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """Samples tokens [...] and their log-probabilities from logits [..., V] and uniform numbers [..., 2]."""
+def choose(
+    logits: Array, uniform: Array, sampling: Sampling, temperature: Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Samples tokens [...] and their log-probabilities from logits [..., V] and uniform numbers [..., 2].
+
+    temperature [...]: temperature of each row, 0 = greedy; None = that of `sampling`, which otherwise must be 1.
+    """
+    if temperature is not None:
+        is_greedy = temperature == 0
+        drawn = choose(logits / jnp.where(is_greedy, 1, temperature)[..., None], uniform, sampling)
+        greedy = choose(logits, uniform, replace(sampling, temperature=0.0))
+        return jnp.where(is_greedy, greedy[0], drawn[0]), jnp.where(is_greedy, greedy[1], drawn[1])
     if sampling.temperature > 0:
         return draw_tokens(mask_logits(logits, sampling), uniform)
     # Greedy decoding takes the first of equal logits, so that every program and device chooses the same token.
@@ -166,9 +178,12 @@ def prefill(
     logits = model.logits(params, last_state(hidden, flat_mask)).reshape(d, n, -1)
     numbers = prompts.number[..., None] + jnp.arange(group_sampling.group_size)[None, None]
     uniform = uniform_numbers(key, numbers, jnp.zeros_like(numbers))
+
+    def choose_tokens(uniform: Array) -> tuple[jax.Array, jax.Array]:
+        return choose(logits, uniform, group_sampling.sampling, prompts.temperature)
+
     # All completions of a group choose from the same logits, so the map runs over the random numbers only.
-    choose_tokens = jax.vmap(partial(choose, sampling=group_sampling.sampling), in_axes=(None, 2), out_axes=2)
-    token, logprob = choose_tokens(logits, uniform)
+    token, logprob = jax.vmap(choose_tokens, in_axes=2, out_axes=2)(uniform)
 
     def write_layer(pages: Pages, new: KeyValue, place: Array) -> Pages:
         # This runs in `shard_map` on one device, so the batch axis of `new` has the n prompts of the device.
@@ -223,7 +238,7 @@ def decode(
         hidden, layers, _ = model.step(params, token[..., None], positions, layers, attend)
         logits = model.logits(params, hidden[:, :, 0])
         uniform = uniform_numbers(key, rows.completion_number, length)
-        new_token, logprob = choose(logits, uniform, group_sampling.sampling)
+        new_token, logprob = choose(logits, uniform, group_sampling.sampling, rows.temperature)
         known_token = jax.lax.dynamic_index_in_dim(rows.known_tokens, t, axis=2, keepdims=False)
         new_token = jnp.where(known_token >= 0, known_token, new_token)
         write = partial(jax.lax.dynamic_update_index_in_dim, index=t, axis=2)

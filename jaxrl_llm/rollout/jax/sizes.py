@@ -54,6 +54,7 @@ class StreamSizes:
     observation: int  # most tokens of an environment's observation; 0: no environment
     refills: bool  # whether some groups start only after other groups have ended
     images: ImageSizes | None = None  # sizes of the prompts' images, None if prompts have no images
+    is_open: bool = False  # whether prompts arrive while others decode (`open_stream`)
 
     @property
     def max_sequence_pages(self) -> int:
@@ -65,10 +66,11 @@ class StreamSizes:
         """Sizes of the decode programs, the largest first.
 
         Episodes have a single size. Programs of two sizes differ in the last bits of their results, and the time of
-        tools decides how many episodes decode together. A single size keeps the results independent of that time.
+        tools decides how many episodes decode together. A single size keeps the results independent of that time. So
+        does it for an open stream, where the time of arrival decides.
         """
         sizes = [Slots(self.sequences, self.prompts)]
-        if self.observation:
+        if self.observation or self.is_open:
             return sizes
         # A kernel reads the pages of each sequence alone, so a very small program saves little time.
         for times in SMALLER_BY[:1] if self.has_kernel else SMALLER_BY:

@@ -20,6 +20,7 @@ from jaxrl_llm.machine import transfers
 from jaxrl_llm.machine.hang import WATCHDOG
 from jaxrl_llm.rollout.episodes import ENDED, IN_TURN, Episodes
 from jaxrl_llm.rollout.jax.layout import (
+    Draws,
     enumerate_items,
     new_prompts,
     observation_chunks,
@@ -63,7 +64,7 @@ class Stream:
     schedulers: list[Scheduler]  # one for each device of this process
     prompts: Prompts
     episodes: Episodes
-    first_number: int  # number of this process's first completion among those of all processes
+    draws: Draws
     stop_ids: tuple[int, ...]
     pad_id: int
     environments: Environments | None = None  # None if completions have a single turn
@@ -206,13 +207,7 @@ class Stream:
             # time of tools decides how many groups start together.
             size = self.sizes.first_prefill_prompts if cache is None else self.sizes.later_prefill_prompts
             arrays = new_prompts(
-                new_groups,
-                first,
-                size,
-                sizes=self.sizes,
-                prompts=self.prompts,
-                first_number=self.first_number,
-                pad=self.pad_id,
+                new_groups, first, size, sizes=self.sizes, prompts=self.prompts, draws=self.draws, pad=self.pad_id
             )
             cache, *sampled = self.programs.prefill(cache, transfers.shard_batch(arrays, self.mesh))
             first_tokens, logprobs = transfers.to_host(tuple(sampled))
@@ -284,13 +279,7 @@ class Stream:
         slots = self.sizes.smallest_slots(count)
         limits = self._turn_limits()
         arrays = round_rows(
-            rows,
-            slots,
-            sizes=self.sizes,
-            prompts=self.prompts,
-            episodes=episodes,
-            limits=limits,
-            first_number=self.first_number,
+            rows, slots, sizes=self.sizes, prompts=self.prompts, episodes=episodes, limits=limits, draws=self.draws
         )
         threshold = self._running_threshold(count, some_wait=some_wait)
         cache, sampled = self.programs.decode(cache, transfers.shard_batch(arrays, self.mesh), threshold)

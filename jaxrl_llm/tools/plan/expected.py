@@ -16,6 +16,7 @@ from jaxrl_llm.machine.meshes import mesh_over
 from jaxrl_llm.rollout.episodes import ENDED, Episodes
 from jaxrl_llm.rollout.in_flight import InFlightGroups
 from jaxrl_llm.rollout.jax.compiled import decoding_name, feeding_name, prompts_name
+from jaxrl_llm.rollout.jax.layout import Draws
 from jaxrl_llm.rollout.jax.programs import Cache, NewPrompts, ObservationChunks, RoundRows, Sampled
 from jaxrl_llm.rollout.jax.scheduler import Scheduler
 from jaxrl_llm.rollout.jax.sizes import ROUND_TOKENS, Slots, StreamSizes
@@ -198,7 +199,7 @@ def _stream(
         schedulers=schedulers,
         prompts=prompts,
         episodes=texts,
-        first_number=0,
+        draws=Draws(np.arange(len(texts.lengths), dtype=np.int32)),
         stop_ids=(STOP,),
         pad_id=OTHER,
         environments=environments,

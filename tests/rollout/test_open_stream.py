@@ -1,0 +1,132 @@
+"""The open stream: sequences that arrive at any time get the tokens that one call of the sampler gives them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+
+import jax
+import numpy as np
+import tiny
+
+from jaxrl_llm.algorithms.sampling import Sampling
+from jaxrl_llm.rollout.jax.engine import Sampler
+from jaxrl_llm.rollout.jax.open_stream import NewTokens, OpenSequence
+from jaxrl_llm.structs import Prompts
+
+LENGTH, STOPS, KEY = 40, (3, 4), 7
+# A call that starts at most ROWS of its 3 * ROWS prompts together has the program sizes of an open stream with ROWS
+# rows, except for the program of its first ROWS prompts. Programs of two sizes may differ in the last bits.
+ROWS = tiny.B
+
+
+@cache
+def sampler() -> Sampler:
+    model, params = tiny.model_and_params(scale=3.0)
+    bounds = dict(max_completion_tokens=LENGTH, max_sequences=ROWS)
+    made = Sampler(model, tiny.mesh_of((1, 1, 1)), stop_ids=STOPS, pad_id=0, **bounds)
+    made.update_weights(params, 5)
+    return made
+
+
+@cache
+def closed(temperature: float):
+    """What one call of the sampler gives: tokens, log-probabilities and whether it was cut, of each number."""
+    prompts = Prompts(*(np.tile(x, (3, 1)) for x in tiny.prompts()), [], np.arange(3 * ROWS))
+    sampled = sampler().sample(prompts, jax.random.key(KEY), group_size=1, sampling=Sampling(temperature))
+    lengths = sampled.completion_mask[:, 0].sum(axis=-1)
+    arrays = sampled.completions[:, 0], sampled.logprobs[:, 0], sampled.truncated[:, 0], lengths
+    return [(tokens[:n].tolist(), logprobs[:n], bool(cut)) for tokens, logprobs, cut, n in zip(*arrays, strict=True)]
+
+
+def prompt(number: int) -> list[int]:
+    tokens, mask = tiny.prompts()
+    return tokens[number % tiny.B][mask[number % tiny.B]].tolist()
+
+
+class Script:
+    """Arrivals by the number of the round: {round: sequences}. `each_round` is called before each round."""
+
+    def __init__(self, plan: dict[int, list[OpenSequence]], each_round: Callable[[int], None] = lambda number: None):
+        self.plan, self.each_round, self.round, self.waiting = plan, each_round, 0, list[OpenSequence]()
+
+    def take(self, most: int, *, wait: bool) -> list[OpenSequence] | None:
+        self.each_round(self.round)
+        while True:
+            self.waiting += self.plan.pop(self.round, [])
+            self.round += 1
+            if self.waiting or not wait:
+                taken, self.waiting = self.waiting[:most], self.waiting[most:]
+                return taken
+            if not self.plan:
+                return None
+
+    @property
+    def some_wait(self) -> bool:
+        return bool(self.waiting)
+
+
+def request(number: int, told: dict, **fields) -> OpenSequence:
+    """A request for the completion of this number, whose reports go to told[number]."""
+    told[number] = []
+    fixed = dict(number=number, max_tokens=LENGTH, stop_ids=frozenset(STOPS))
+    return OpenSequence(prompt=prompt(number), report=told[number].append, **fixed | fields)
+
+
+def joined(reports: list[NewTokens]) -> tuple[list[int], np.ndarray, str]:
+    assert [one.end for one in reports[:-1]] == [""] * (len(reports) - 1)
+    assert {one.version for one in reports} == {5}
+    logprobs = np.array([x for one in reports for x in one.logprobs], np.float32)
+    return [x for one in reports for x in one.tokens], logprobs, reports[-1].end
+
+
+def run(arrivals: Script):
+    stream = sampler().open_stream(arrivals, jax.random.key(KEY), rows=ROWS, prompt_width=tiny.P, sampling=Sampling())
+    stream.run()
+    assert stream.running == {} and sorted(stream._free_rows) == list(range(ROWS))
+    assert all(not s.holders and not s.waiting and len(s._free_pages) == ROWS for s in stream.schedulers)
+    return stream
+
+
+def test_arrivals_at_any_time_get_the_tokens_of_one_call_bit_for_bit():
+    told, temperatures = {}, {number: (1.0, 0.7, 0.0)[number % 3] for number in range(3 * ROWS)}
+    numbers = random.Random(1).sample(range(3 * ROWS), 3 * ROWS)
+    plan = {}
+    for i, number in enumerate(numbers):
+        plan.setdefault(i // 5 * 2, []).append(request(number, told, temperature=temperatures[number]))
+    run(Script(plan))
+    for number, temperature in temperatures.items():
+        (tokens, logprobs, end), (expected, exact, cut) = joined(told[number]), closed(temperature)[number]
+        assert tokens == expected
+        assert np.allclose(logprobs, exact, atol=1e-5)
+        assert (end == "length") == cut
+        if number >= ROWS:
+            assert logprobs.tobytes() == exact.tobytes()
+
+
+def test_a_cancelled_sequence_gets_no_more_tokens_and_its_row_is_used_again():
+    told = {}
+    first = [request(number, told, stop_ids=frozenset(), temperature=1.0) for number in range(ROWS)]
+    late = [request(number, told, temperature=1.0) for number in range(ROWS, 2 * ROWS)]
+    never = request(2 * ROWS, told)
+    never.cancelled = True
+
+    def each_round(number: int) -> None:
+        if number == 1:
+            for sequence in first:
+                sequence.cancelled = True
+
+    run(Script({0: first, 1: [*late, never]}, each_round))
+    assert all(len(told[number]) == 2 and not told[number][-1].end for number in range(ROWS)), told
+    assert told[2 * ROWS] == []
+    assert [joined(told[number])[0] for number in range(ROWS, 2 * ROWS)] == [
+        tokens for tokens, _, _ in closed(1.0)[ROWS : 2 * ROWS]
+    ]
+
+
+def test_own_stop_tokens_end_a_sequence_and_drop_what_follows_them():
+    told, tokens = {}, closed(1.0)[20][0]
+    stop = tokens[len(tokens) // 2]
+    run(Script({0: [request(20, told, stop_ids=frozenset({stop}))]}))
+    assert joined(told[20])[0] == tokens[: tokens.index(stop) + 1] and told[20][-1].end == "stop"
