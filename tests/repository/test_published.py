@@ -256,6 +256,7 @@ SMALLEST: dict[
     "real.__main__": small_real,
     "real.stability": partial(small_study, "real ceiling"),
     "health.rescue": ["--seeds", "0"],
+    "speed.replayed_steps": ["--kinds", "grpo", "--meshes", "1", "--steps", "2", "--count", "1"],
     "speed.retriever": ["--documents", "100", "--clients", "2", "--seconds", "0.5"],
     "health.rolled_pictures": ["jaxrl_llm/assets/pictures", "--problems", "16"],
     "health.rounding": ["--lengths", "10", "--prompts", "2", "--scored", "2"],
